@@ -1,0 +1,1 @@
+"""Context-parallel flex attention in Triton."""
