@@ -1,0 +1,410 @@
+"""The compact mask: which blocks are listed, as runs, and what each row sees inside masked ones.
+
+Block lists are authoritative, as in compiled flex attention: an unlisted block is invisible and a
+full block unmasked, whatever the mask_mod says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+from tritoncp.closed_forms import (
+    MaskFn,
+    MaskMod,
+    and_masks,
+    causal,
+    document,
+    not_,
+    or_masks,
+    prefix_lm,
+    sliding_window,
+)
+from tritoncp.pointwise import reads_batch_or_head, vmapped
+from tritoncp.runs import ABSENT, Kind, Runs
+
+__all__ = [
+    "ABSENT", "Kind", "Mask", "MaskMod", "Runs", "and_masks", "causal", "create_block_mask", "document",
+    "from_block_mask", "full_mask", "not_", "or_masks", "prefix_lm", "sliding_window",
+]  # fmt: skip
+
+_CHUNK = 1 << 22  # pairs evaluated at a time: an int64 intermediate of a mask_mod is 32 MiB
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """A block-sparse mask of any size in little memory; every tensor on the CPU.
+
+    >>> m = create_block_mask(causal(), None, None, 512, 512)
+    >>> m
+    Mask(B=1, H=1, q=512, kv=512, block=(128, 128), sparsity=37.50%, rows see intervals)
+    >>> print(m.draw())
+    ▒···
+    █▒··
+    ██▒·
+    ███▒
+    """
+
+    q_len: int
+    kv_len: int
+    q_block: int
+    kv_block: int
+    runs: Runs  # over global blocks: rows of q_block queries, columns of kv_block keys
+    mask_mod: MaskFn | None  # None: nothing is masked inside blocks
+    window: tuple[int, int] | None  # closed form: q - left <= kv <= q + right, -1 = unbounded
+    interval: tuple[Tensor, Tensor] | None
+    # int32 (lo, hi), each [B, H, q_len]: inside MASKED blocks a row sees exactly lo <= kv < hi
+    reads: tuple[bool, bool] = (False, False)  # whether mask_mod may depend on b, on h
+
+    def __post_init__(self) -> None:
+        need = (-(-self.q_len // self.q_block), -(-self.kv_len // self.kv_block))
+        if self.runs.shape[2:] != need:
+            raise ValueError(
+                f"a mask of {self.q_len} x {self.kv_len} in blocks of {self.q_block} x {self.kv_block} has "
+                f"{need[0]} x {need[1]} blocks, its runs have {self.runs.shape[2]} x {self.runs.shape[3]}"
+            )
+
+    @property
+    def B(self) -> int:
+        return self.runs.shape[0]
+
+    @property
+    def H(self) -> int:
+        return self.runs.shape[1]
+
+    def interval_for(self, B: int, H: int) -> tuple[Tensor, Tensor] | None:
+        """The row intervals where they hold for a call with B batch rows and H heads, else None.
+
+        A mask listed for one batch row (head) serves every one; the intervals found for it do not
+        where the mask_mod reads b (h).
+        """
+        stale = (self.reads[0] and B > self.B) or (self.reads[1] and H > self.H)
+        return None if stale else self.interval
+
+    def sparsity(self) -> float:
+        """Percentage of the mask that is in no listed block, as torch's BlockMask.sparsity."""
+        listed = sum(int(n.sum()) for n in self.runs.counts())
+        total = self.B * self.H * self.q_len * self.kv_len
+        return 100 * (1 - listed * self.q_block * self.kv_block / total) if total else 0.0
+
+    def costs(self, full: float = 1, partial: float = 1) -> Tensor:
+        """Work of each q block, summed over heads: [B, q blocks]; int64 if both weights are ints.
+
+        partial weighs MASKED and BOUNDED blocks, full the others.
+        """
+        masked, whole = self.runs.counts()
+        return (masked * partial + whole * full).sum(1)
+
+    def to_dense(self, B: int | None = None, H: int | None = None, device: str = "cpu") -> Tensor:
+        """bool [B, H, q_len, kv_len]: who sees whom, by block lists first. For tests and small masks.
+
+        B, H: of the call, where the mask has 1; device: where the mask_mod's captures live.
+        """
+        runs = self.runs.expand(self.B if B is None else B, self.H if H is None else H)
+        kinds = runs.to_kinds()
+        b, h, rows, cols = kinds.shape
+        dense = (kinds != ABSENT)[:, :, :, None, :, None].repeat(1, 1, 1, self.q_block, 1, self.kv_block)
+        if self.mask_mod is not None:
+            tiles = dense.permute(0, 1, 2, 4, 3, 5)  # [B, H, R, C, q_block, kv_block]
+            for at, seen in self._evaluate(self.mask_mod, (kinds == Kind.MASKED).nonzero(), device):
+                tiles[tuple(at.unbind(1))] = seen
+        whole = dense.reshape(b, h, rows * self.q_block, cols * self.kv_block)
+        return whole[:, :, : self.q_len, : self.kv_len].contiguous()
+
+    def to_block_mask(self) -> BlockMask:
+        """The same mask as torch's BlockMask. Its index lists take 16 bytes per pair of blocks."""
+        kinds = self.runs.to_kinds()
+        partial = _lists(kinds == Kind.MASKED)
+        full = _lists((kinds == Kind.FULL) | (kinds == Kind.BOUNDED))
+        return BlockMask.from_kv_blocks(
+            *partial, *full, BLOCK_SIZE=(self.q_block, self.kv_block), mask_mod=self.mask_mod,
+            seq_lengths=(self.q_len, self.kv_len),
+        )  # fmt: skip
+
+    def draw(self, width: int = 64) -> str:
+        """A picture of the first batch row and head: █ all listed as full, ▒ some listed, · none."""
+        _, _, rows, cols = self.runs.shape
+        scale = max(1, -(-max(rows, cols) // width))
+        start, end, kind = self.runs.runs[: int(self.runs.ptr[0, 0, -1, 2]) if rows else 0].long().unbind(1)
+        length = (self.runs.ptr[0, 0, :, 2] - self.runs.ptr[0, 0, :, 0]).long()
+        row = torch.arange(rows).repeat_interleave(length) // scale
+        left = torch.arange(0, cols, scale)
+        inside = (end[:, None].clamp(max=left + scale) - start[:, None].clamp(min=left)).clamp(min=0)
+        shape = (-(-rows // scale), len(left))
+        listed = torch.zeros(shape, dtype=torch.int64).index_add_(0, row, inside)
+        whole = inside * (kind != Kind.MASKED)[:, None]
+        full = torch.zeros(shape, dtype=torch.int64).index_add_(0, row, whole)
+        height = (rows - torch.arange(0, rows, scale)).clamp(max=scale)
+        area = height[:, None] * (cols - left).clamp(max=scale)
+        cell = torch.where(full == area, 2, (listed > 0).long())
+        return "\n".join("".join("·▒█"[c] for c in line) for line in cell.tolist())
+
+    def __repr__(self) -> str:
+        inside = "nothing masked inside blocks" if self.mask_mod is None else "rows see a mask_mod"
+        if self.interval is not None:
+            inside = "rows see intervals"
+        return (
+            f"Mask(B={self.B}, H={self.H}, q={self.q_len}, kv={self.kv_len}, "
+            f"block=({self.q_block}, {self.kv_block}), sparsity={self.sparsity():.2f}%, {inside})"
+        )
+
+    def __str__(self) -> str:
+        more = "" if self.B * self.H == 1 else f"\n(b=0, h=0 of {self.B} x {self.H})"
+        return f"{self!r}\n{self.draw()}{more}"
+
+    def _evaluate(self, mod: MaskFn, blocks: Tensor, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """For chunks of blocks, int64 [n, 4] (b, h, row, col): (chunk, bool [n, q_block, kv_block]).
+
+        Positions past q_len or kv_len are never asked about, and invisible.
+        """
+        ask = vmapped(mod, (None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0))
+        step = max(1, _CHUNK // (self.q_block * self.kv_block))
+        q_in, kv_in = torch.arange(self.q_block), torch.arange(self.kv_block)
+        for at in torch.split(blocks, step):
+            if not len(at):
+                return
+            b, h, row, col = at.unbind(1)
+            q, kv = row[:, None] * self.q_block + q_in, col[:, None] * self.kv_block + kv_in
+            index = (b, h, q.clamp(max=self.q_len - 1), kv.clamp(max=self.kv_len - 1))
+            with torch.no_grad():
+                seen = ask(*(t.to(device) for t in index)).cpu()
+            if seen.dtype != torch.bool:
+                raise TypeError(f"a mask_mod must return bool, got {seen.dtype}: compare, or call .bool()")
+            yield at, seen & (q < self.q_len)[:, :, None] & (kv < self.kv_len)[:, None, :]
+
+
+def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tuple[int, int] = 128) -> Mask:
+    """Everyone sees everyone: what `block_mask=None` means.
+
+    >>> full_mask(200, 256).runs.to_kinds().tolist()    # the last row of blocks is cut by q_len
+    [[[[1, 1], [2, 2]]]]
+    """
+    q_block, kv_block = _block_size(block)
+    row = torch.full((-(-q_len // q_block), 1), int(Kind.FULL), dtype=torch.uint8)
+    kinds = row.repeat(1, -(-kv_len // kv_block))[None, None]
+    runs = Runs.from_kinds(_bound_ragged(kinds, q_len % q_block, kv_len % kv_block)).expand(B, H)
+    return Mask(q_len, kv_len, q_block, kv_block, runs, None, None, None)
+
+
+def from_block_mask(bm: BlockMask, evaluate: MaskFn | None = None) -> Mask:
+    """The compact form of torch's BlockMask: same blocks, same mask_mod, and row intervals if it has any.
+
+    bm: the *global* mask, on any device; its lists come over in one copy. evaluate: the mask_mod to
+    call on CPU indices, where bm.mask_mod captures tensors of another device. It is asked about the
+    partially masked blocks only. Without a mask_mod (noop_mask) partial blocks become full ones.
+    """
+    q_block, kv_block = bm.BLOCK_SIZE
+    q_len, kv_len = bm.seq_lengths
+    kinds = _kinds_from_lists(bm, -(-q_len // q_block), -(-kv_len // kv_block))
+    mod = None if bm.mask_mod in (None, noop_mask) else bm.mask_mod
+    if mod is None:
+        kinds[kinds == Kind.MASKED] = int(Kind.FULL)
+    runs = Runs.from_kinds(_bound_ragged(kinds, q_len % q_block, kv_len % kv_block))
+    del kinds
+    mask = Mask(q_len, kv_len, q_block, kv_block, runs, mod, None, None)
+    return mask if mod is None else _with_intervals(mask, evaluate or mod)
+
+
+def create_block_mask(
+    mask_mod: MaskFn,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: str | torch.device | None = "cpu",
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> Mask:
+    """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact Mask.
+
+    A closed form takes interval arithmetic. Any other mask_mod is evaluated exactly, on `device`, a
+    few million pairs at a time. The result itself is always on the CPU.
+
+    >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
+    [[[1, 1, 3]]]
+    """
+    B, H, device = B or 1, H or 1, str(device or "cpu")
+    q_block, kv_block = _block_size(BLOCK_SIZE)
+    known = mask_mod.intervals(Q_LEN, KV_LEN) if isinstance(mask_mod, MaskMod) else None
+    if isinstance(mask_mod, MaskMod) and known is not None:
+        interval = _as_interval(mask_mod, known, B, H)
+        runs = Runs.from_intervals(*known, q_block, kv_block, KV_LEN).expand(B, H)
+        window, reads = mask_mod.window, mask_mod.reads
+        return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, window, interval, reads)
+    rows, cols = -(-Q_LEN // q_block), -(-KV_LEN // kv_block)
+    nothing = Runs(torch.zeros(B, H, rows, 3, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32), cols)
+    blank = Mask(Q_LEN, KV_LEN, q_block, kv_block, nothing, mask_mod, None, None)
+    kinds = torch.empty(B, H, rows, cols, dtype=torch.uint8)
+    extent = _RowExtents(blank)
+    every = torch.cartesian_prod(*(torch.arange(n) for n in kinds.shape)).view(-1, 4)
+    for at, seen in blank._evaluate(mask_mod, every, device):
+        count = seen.sum((1, 2))
+        kind = torch.where(count == q_block * kv_block, int(Kind.FULL), int(Kind.MASKED))
+        kinds[tuple(at.unbind(1))] = torch.where(count == 0, ABSENT, kind).to(torch.uint8)
+        partial = kind == Kind.MASKED
+        extent.add(at[partial], seen[partial])
+    mask = replace(blank, runs=Runs.from_kinds(kinds))
+    return replace(mask, interval=extent.interval(mask.runs), reads=_reads(mask_mod, device))
+
+
+class _RowExtents:
+    """First, last and number of visible keys of each row within masked blocks, gathered block by block."""
+
+    def __init__(self, mask: Mask) -> None:
+        self.mask = mask
+        shape = (*mask.runs.shape[:3], mask.q_block)
+        self.lo = torch.full(shape, mask.kv_len)
+        self.hi = torch.zeros(shape, dtype=torch.int64)
+        self.seen = torch.zeros(shape, dtype=torch.int64)
+
+    def add(self, at: Tensor, seen: Tensor) -> None:
+        """at: int64 [n, 4] (b, h, row, col); seen: bool [n, q_block, kv_block]."""
+        row = self._row_of(at)
+        left = (at[:, 3] * self.mask.kv_block)[:, None]
+        place = torch.arange(1, self.mask.kv_block + 1, dtype=torch.int32)
+        some = seen.any(2)
+        hi = torch.where(some, left + (seen * place).amax(2), 0)
+        lo = torch.where(some, left + self.mask.kv_block - (seen * place.flip(0)).amax(2), self.mask.kv_len)
+        flat = (-1, self.mask.q_block)
+        self.lo.view(flat).scatter_reduce_(0, row, lo, "amin")
+        self.hi.view(flat).scatter_reduce_(0, row, hi, "amax")
+        self.seen.view(flat).scatter_add_(0, row, seen.sum(2))
+
+    def interval(self, runs: Runs) -> tuple[Tensor, Tensor] | None:
+        """(lo, hi) if every row sees all of [lo, hi) that lies in masked blocks, else None."""
+        flat = (-1, self.mask.q_block)
+        lo, hi, missing = self.lo.view(flat), self.hi.view(flat), -self.seen.view(flat)
+        row, start, end, kind = runs._flat()
+        masked = kind == Kind.MASKED
+        begin, until = start * self.mask.kv_block, (end * self.mask.kv_block).clamp(max=self.mask.kv_len)
+        step = max(1, _CHUNK // self.mask.q_block)
+        for r, s, e in zip(*(torch.split(t[masked], step) for t in (row, begin, until)), strict=True):
+            overlap = (hi[r].minimum(e[:, None]) - lo[r].maximum(s[:, None])).clamp(min=0)
+            missing.index_add_(0, r, overlap)
+        if bool(missing.any()):
+            return None
+        b, h = runs.shape[:2]
+        lo = torch.where(self.hi > 0, self.lo, 0)
+        lo, hi = (t.view(b, h, -1)[..., : self.mask.q_len].int().contiguous() for t in (lo, self.hi))
+        return lo, hi
+
+    def _row_of(self, at: Tensor) -> Tensor:
+        _, h, r, _ = self.mask.runs.shape
+        row = (at[:, 0] * h + at[:, 1]) * r + at[:, 2]
+        return row[:, None].expand(-1, self.mask.q_block)
+
+
+def _with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
+    """The mask with `interval`, `window` and `reads` found out, its block lists kept."""
+    known = evaluate.intervals(mask.q_len, mask.kv_len) if isinstance(evaluate, MaskMod) else None
+    if isinstance(evaluate, MaskMod) and known is not None:
+        known = (known[0][: mask.B], known[1][: mask.B])
+        interval = _as_interval(evaluate, known, mask.B, mask.H)
+        window = evaluate.window
+        if window is not None:  # the lists may be others than the window's
+            own = Runs.from_intervals(*known, mask.q_block, mask.kv_block, mask.kv_len)
+            window = window if own.expand(mask.B, mask.H) == mask.runs else None
+        return replace(mask, interval=interval, window=window, reads=evaluate.reads)
+    extent = _RowExtents(mask)
+    asked = False
+    for at, seen in mask._evaluate(evaluate, _masked_blocks(mask.runs), "cpu"):
+        extent.add(at, seen)
+        asked = True
+    reads = _reads(evaluate, "cpu") if asked else (False, False)
+    return replace(mask, interval=extent.interval(mask.runs), reads=reads)
+
+
+def _masked_blocks(runs: Runs) -> Tensor:
+    """int64 [n, 4]: (b, h, row, col) of every MASKED block."""
+    _, h, r, _ = runs.shape
+    row, start, end, kind = (t[runs.runs[:, 2] == Kind.MASKED] for t in runs._flat())
+    length = end - start
+    offset = (start - (length.cumsum(0) - length)).repeat_interleave(length)
+    col = offset + torch.arange(len(offset))
+    row = row.repeat_interleave(length)
+    return torch.stack([row // (h * r), row // r % h, row % r, col], 1)
+
+
+def _reads(mask_mod: MaskFn, device: str) -> tuple[bool, bool]:
+    return mask_mod.reads if isinstance(mask_mod, MaskMod) else reads_batch_or_head(mask_mod, device)
+
+
+def _as_interval(mod: MaskMod, known: tuple[Tensor, Tensor], B: int, H: int) -> tuple[Tensor, Tensor]:
+    given = known[0].shape[0]
+    if given not in (1, B):
+        raise ValueError(f"{mod} differs between {given} batch rows, but the mask has B={B}: give B={given}")
+    lo, hi = (t.int().expand(B, H, -1) for t in known)
+    return lo, hi
+
+
+def _bound_ragged(kinds: Tensor, q_cut: int, kv_cut: int) -> Tensor:
+    """In place: full blocks that q_len or kv_len cuts become BOUNDED."""
+    edges = [kinds[:, :, -1:]] * bool(q_cut) + [kinds[..., -1:]] * bool(kv_cut)
+    for edge in edges:
+        edge[edge == Kind.FULL] = int(Kind.BOUNDED)
+    return kinds
+
+
+def _block_size(size: int | tuple[int, int]) -> tuple[int, int]:
+    q_block, kv_block = (size, size) if isinstance(size, int) else size
+    if q_block < 1 or kv_block < 1:
+        raise ValueError(f"BLOCK_SIZE must be a positive int or (q, kv) pair of them, got {size}")
+    return q_block, kv_block
+
+
+def _lists(listed: Tensor) -> tuple[Tensor, Tensor]:
+    """(num_blocks int32 [B, H, R], indices int32 [B, H, R, C]) of a bool map [B, H, R, C]."""
+    b, h, r, c = listed.shape
+    num = listed.sum(-1, dtype=torch.int32)
+    row, col = listed.view(-1, c).nonzero(as_tuple=True)
+    first = num.flatten().cumsum(0) - num.flatten()
+    indices = torch.zeros(b * h * r, c, dtype=torch.int32)
+    indices[row, torch.arange(len(row)) - first[row]] = col.int()
+    return num, indices.view(b, h, r, c)
+
+
+def _kinds_from_lists(bm: BlockMask, rows: int, cols: int) -> Tensor:
+    """Dense kinds of a BlockMask's lists, MASKED and FULL only: uint8 [B, H, rows, cols]."""
+    parts = [bm.kv_num_blocks, bm.kv_indices]
+    if bm.full_kv_num_blocks is not None and bm.full_kv_indices is not None:
+        parts += [bm.full_kv_num_blocks, bm.full_kv_indices]
+    if any(t.device.type != "cpu" for t in parts):
+        sizes = [t.numel() for t in parts]
+        flat = torch.split(torch.cat([t.reshape(-1) for t in parts]).cpu(), sizes)  # one copy
+        parts = [new.view(old.shape) for new, old in zip(flat, parts, strict=True)]
+    if parts[0].shape[-1] != rows:
+        raise ValueError(
+            f"the BlockMask lists {parts[0].shape[-1]} rows of blocks, but its q_len={bm.seq_lengths[0]} has "
+            f"{rows} of {bm.BLOCK_SIZE[0]}: give the global mask, not a slice of it"
+        )
+    batch = (1,) * (3 - parts[0].ndim) + tuple(parts[0].shape[:-1])
+    marks = torch.zeros(batch[0] * batch[1] * rows, cols, dtype=torch.uint8)
+    for mark, num, indices in zip((1, 16)[: len(parts) // 2], parts[::2], parts[1::2], strict=True):
+        _mark_listed(marks, mark, num.reshape(-1), indices.reshape(-1, indices.shape[-1]))
+    twice = (marks != 0) & (marks != 1) & (marks != 16)
+    if bool(twice.any()):
+        row, col = (int(i) for i in twice.nonzero()[0])
+        raise ValueError(f"the BlockMask lists block (q block {row % rows}, kv block {col}) more than once")
+    kinds = torch.full_like(marks, ABSENT)
+    kinds[marks == 1] = int(Kind.MASKED)
+    kinds[marks == 16] = int(Kind.FULL)
+    return kinds.view(*batch, rows, cols)
+
+
+def _mark_listed(marks: Tensor, mark: int, num: Tensor, indices: Tensor) -> None:
+    """Add `mark` to marks [R, C] at each row's first num[r] indices; a bounded number of rows at a time."""
+    place = torch.arange(indices.shape[1])
+    step = max(1, _CHUNK // max(1, indices.shape[1]))
+    for i in range(0, len(num), step):
+        row, at = (place < num[i : i + step, None]).nonzero(as_tuple=True)
+        col = indices[i : i + step][row, at].long()
+        if len(col) and not (0 <= int(col.min()) and int(col.max()) < marks.shape[1]):
+            raise ValueError(
+                f"the BlockMask lists kv blocks {int(col.min())} to {int(col.max())}, but kv_len has only "
+                f"{marks.shape[1]} blocks"
+            )
+        flat = (row + i) * marks.shape[1] + col
+        marks.view(-1).scatter_add_(0, flat, torch.full_like(flat, mark, dtype=torch.uint8))

@@ -1,0 +1,66 @@
+"""How torch calls a user's mask_mod or score_mod: on index scalars, vmapped.
+
+`table[q_idx]` with a vmapped q_idx works only under torch's getitem-to-index transform, a private
+API; in the rooms that import torch alone it is used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+Mod = Callable[..., Tensor]
+InDims = tuple[int | None, ...]
+
+# These read the shape, dtype or device of their argument, not its value.
+_SHAPE_ONLY = {f"new_{fill}" for fill in ("ones", "zeros", "full", "empty")}
+_SHAPE_ONLY |= {f"{fill}_like" for fill in ("ones", "zeros", "full", "empty")}
+
+
+def _getitem_to_index() -> AbstractContextManager[object]:
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # a second to import
+
+    return TransformGetItemToIndex()
+
+
+def vmapped(mod: Mod, *levels: InDims) -> Mod:
+    """mod under torch.vmap once for each of `levels` (in_dims), the innermost first.
+
+    >>> f = vmapped(lambda q, kv: q >= kv, (None, 0), (0, None))
+    >>> f(torch.arange(2), torch.arange(3)).tolist()
+    [[True, False, False], [True, True, False]]
+    """
+    for in_dims in levels:
+        mod = torch.vmap(mod, in_dims=in_dims)
+
+    def call(*args: Tensor) -> Tensor:
+        with _getitem_to_index():
+            return mod(*args)
+
+    return call
+
+
+def reads_batch_or_head(mask_mod: Mod, device: str = "cpu") -> tuple[bool, bool]:
+    """Whether the mask_mod's answer can depend on b, on h. A mod that cannot be traced: both.
+
+    >>> reads_batch_or_head(lambda b, h, q, kv: q + h >= kv)
+    (False, True)
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    scalars = tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
+    try:
+        with torch.no_grad(), _getitem_to_index():
+            graph = make_fx(mask_mod)(*scalars).graph
+    except Exception:  # the user's code: whatever stops the trace, "it may read both" is safe
+        return True, True
+    graph.eliminate_dead_code()
+    b, h = [node for node in graph.nodes if node.op == "placeholder"][:2]
+
+    def is_read(index: torch.fx.Node) -> bool:
+        return any(getattr(user.target, "_opname", "") not in _SHAPE_ONLY for user in index.users)
+
+    return is_read(b), is_read(h)

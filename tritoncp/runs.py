@@ -1,0 +1,267 @@
+"""Runs: a block-sparse pattern as, for each row, a short list of column ranges.
+
+Index lists and dense block maps of a million-token mask take hundreds of MiB; its runs take a few
+hundred KiB, because what a row of blocks sees is nearly always a handful of ranges.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class Kind(enum.IntEnum):
+    """What must be done inside a listed block."""
+
+    MASKED = 0  # some pairs are hidden: ask the row interval or the mask_mod
+    FULL = 1  # every pair is visible
+    BOUNDED = 2  # listed as full, but q_len or kv_len cuts the block: every pair in range is visible
+
+
+ABSENT = 3  # an unlisted block; only in dense maps of kinds, never in a run
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Block rows as column runs. Immutable, picklable, on the CPU, compared by value.
+
+    Runs of a row do not touch unless their kinds differ, so equal patterns have equal tensors.
+
+    >>> r = Runs.from_kinds(torch.tensor([[[[1, 1, 0, 3], [3, 0, 0, 1]]]], dtype=torch.uint8))
+    >>> r.runs.tolist()     # (start, end, kind): masked runs of a row first, then its full ones
+    [[2, 3, 0], [0, 2, 1], [1, 3, 0], [3, 4, 1]]
+    >>> r.ptr.tolist()      # (first masked, first full, end) of each row
+    [[[[0, 1, 2], [2, 3, 4]]]]
+    """
+
+    ptr: Tensor  # int32 [B, H, R, 3]: runs[begin:mid] are MASKED or BOUNDED, runs[mid:end] FULL
+    runs: Tensor  # int32 [n, 3]: (start, end, kind), half open; sorted by start in either group
+    n_cols: int
+
+    def __post_init__(self) -> None:
+        ptr, runs = self.ptr, self.runs
+        if ptr.ndim != 4 or ptr.shape[3] != 3 or ptr.dtype != torch.int32:
+            raise ValueError(f"Runs.ptr must be int32 [B, H, R, 3], got {ptr.dtype} {tuple(ptr.shape)}")
+        if runs.ndim != 2 or runs.shape[1] != 3 or runs.dtype != torch.int32:
+            raise ValueError(f"Runs.runs must be int32 [n, 3], got {runs.dtype} {tuple(runs.shape)}")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, rows, columns)."""
+        b, h, r, _ = self.ptr.shape
+        return b, h, r, self.n_cols
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Runs):
+            return NotImplemented
+        same = self.shape == other.shape and torch.equal(self.ptr, other.ptr)
+        return same and torch.equal(self.runs, other.runs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        b, h, r, c = self.shape
+        return f"Runs(B={b}, H={h}, rows={r}, cols={c}, runs={len(self.runs)})"
+
+    # -- to and from dense ------------------------------------------------------------------------
+
+    @classmethod
+    def from_kinds(cls, kinds: Tensor) -> Runs:
+        """kinds: uint8 [B, H, R, C] of Kind or ABSENT."""
+        if kinds.ndim != 4 or kinds.dtype != torch.uint8:
+            raise ValueError(f"kinds must be uint8 [B, H, R, C], got {kinds.dtype} {tuple(kinds.shape)}")
+        b, h, r, c = kinds.shape
+        flat = kinds.reshape(b * h * r, c)
+        listed = flat != ABSENT
+        edge = torch.ones(len(flat), c + 1, dtype=torch.bool)  # a run may start or end left of column c
+        if c:
+            edge[:, 1:c] = flat[:, 1:] != flat[:, :-1]
+        row, start = (listed & edge[:, :-1]).nonzero(as_tuple=True)
+        last = (listed & edge[:, 1:]).nonzero()[:, 1]  # row-major, as the starts: they pair up
+        return cls._pack((b, h, r), c, row, start, last + 1, flat[row, start])
+
+    def to_kinds(self) -> Tensor:
+        """uint8 [B, H, R, C] of Kind or ABSENT."""
+        b, h, r, c = self.shape
+        row, start, end, kind = self._flat()
+        step = (kind - ABSENT).to(torch.uint8)  # modulo 256: sums of steps come out right
+        delta = torch.zeros(b * h * r * (c + 1), dtype=torch.uint8)
+        delta.scatter_add_(0, row * (c + 1) + start, step)
+        delta.scatter_add_(0, row * (c + 1) + end, torch.zeros_like(step) - step)
+        delta = delta.view(b * h * r, c + 1)
+        delta[:, 0] += ABSENT
+        return delta[:, :c].cumsum(1, dtype=torch.uint8).view(b, h, r, c)
+
+    @classmethod
+    def from_intervals(cls, lo: Tensor, hi: Tensor, q_block: int, kv_block: int, kv_len: int) -> Runs:
+        """Blocks of the mask in which row q sees exactly lo <= kv < hi.
+
+        lo, hi: integers [B, H, q_len], 0 <= lo <= hi <= kv_len. A block is listed if any of its
+        pairs is visible, FULL if all are and nothing cuts it, MASKED otherwise. Nothing of the size
+        of the dense mask or of the dense block map is made.
+        """
+        b, h, q_len = lo.shape
+        rows, cols = -(-q_len // q_block), -(-kv_len // kv_block)
+        pad = rows * q_block - q_len  # rows past q_len see nothing, so no ragged block is full
+        lo, hi = (torch.nn.functional.pad(t, (0, pad)).view(b * h * rows, q_block) for t in (lo, hi))
+        chunk = max(1, (1 << 18) // q_block)
+        parts = [
+            _interval_runs(lo[i : i + chunk], hi[i : i + chunk], kv_block, cols, i)
+            for i in range(0, len(lo), chunk)
+        ]
+        if not parts:
+            parts = [(torch.zeros(0, dtype=torch.int64),) * 4]
+        row, start, end, kind = (torch.cat(p) for p in zip(*parts, strict=True))
+        return cls._pack((b, h, rows), cols, row, start, end, kind)
+
+    # -- algebra ----------------------------------------------------------------------------------
+
+    def take(self, rows: Tensor) -> Runs:
+        """Select, reorder or repeat rows. rows: int64 [Bp, n], -1 = an empty row; batches broadcast."""
+        if rows.ndim != 2 or rows.dtype != torch.int64:
+            raise ValueError(f"rows must be int64 [B, n], got {rows.dtype} {tuple(rows.shape)}")
+        b, h, r, _ = self.shape
+        if rows.numel() and not (-1 <= int(rows.min()) and int(rows.max()) < r):
+            raise ValueError(f"rows must lie in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
+        batch = _broadcast("rows", len(rows), b)
+        which = rows.expand(batch, -1)[:, None].expand(-1, h, -1)  # [B, H, n]
+        none = torch.zeros(batch, h, 1, 3, dtype=torch.int32)
+        ptr = torch.cat([none, self.ptr.expand(batch, -1, -1, -1)], dim=2)
+        return self._gather(ptr.gather(2, (which + 1)[..., None].expand(-1, -1, -1, 3)))
+
+    def expand(self, B: int, H: int) -> Runs:
+        """The same rows for every batch row and head: dimensions of size 1 are repeated."""
+        return self if self.shape[:2] == (B, H) else self._gather(self.ptr.expand(B, H, -1, -1))
+
+    def remap(self, first: Tensor) -> Runs:
+        """Column c becomes the columns [first[c], first[c+1]) of a new space; none, one or several.
+
+        first: int64 [Bp, n_cols+1], non-decreasing; batches broadcast. The new space has
+        max(first[:, -1]) columns. Where `keep` is a sorted subset of the columns and first counts
+        the kept ones before c, the result is kinds[..., keep].
+        """
+        b, h, r, c = self.shape
+        if first.ndim != 2 or first.shape[1] != c + 1 or first.dtype != torch.int64:
+            raise ValueError(f"first must be int64 [B, {c + 1}], got {first.dtype} {tuple(first.shape)}")
+        if bool((first.diff() < 0).any()) or bool((first[:, 0] < 0).any()):
+            raise ValueError("first must be non-negative and non-decreasing in each row")
+        batch = _broadcast("first", len(first), b)
+        row, start, end, kind = self.expand(batch, h)._flat()
+        which = row // (h * r) if len(first) > 1 else torch.zeros_like(row)
+        start, end = first[which, start], first[which, end]
+        return self._pack((batch, h, r), int(first[:, -1].max()), row, start, end, kind)
+
+    def transpose(self) -> Runs:
+        """Rows <-> columns. Costs what the two lists of runs cost, not rows times columns."""
+        b, h, r, c = self.shape
+        row, start, end, kind = self._flat()
+        # Compare each row with the one before it. Row r's pattern enters twice: as `now` at r and as
+        # `before` at r + 1 (one row past the last, so that every column ends there).
+        bh, r_in = row // max(r, 1), row % max(r, 1)
+        now = bh * (r + 1) + r_in
+        code = kind + 1  # 0 = absent
+        line = torch.cat([now, now, now + 1, now + 1])
+        at = torch.cat([start, end, start, end])
+        step = torch.cat([code, -code, code * 4, -code * 4])  # now + 4 * before
+        order = (line * (c + 1) + at).argsort()
+        line, at, state = line[order], at[order], step[order].cumsum(0)
+        width = torch.where(line[1:] == line[:-1], at.diff(), 0)
+        line, at, state = line[:-1], at[:-1], state[:-1]
+        change = (width > 0) & (state % 4 != state // 4)
+        line, at, width, state = line[change], at[change], width[change], (state % 4)[change]
+        # One event for each column of each changed range: here the column's kind becomes `state`.
+        line, state = line.repeat_interleave(width), state.repeat_interleave(width)
+        col = _ramps(at, width)
+        key = (line // (r + 1)) * c + col
+        key, order = key.sort(stable=True)  # lines ascend already
+        line, state = (line % (r + 1))[order], state[order]
+        begins = (state[:-1] != 0).nonzero()[:, 0]  # never the last event, which ends a column
+        return self._pack((b, h, c), r, key[begins], line[begins], line[begins + 1], state[begins] - 1)
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """Listed blocks of each row: (masked and bounded, full), each int64 [B, H, R]."""
+        total = torch.zeros(len(self.runs) + 1, dtype=torch.int64)
+        torch.cumsum((self.runs[:, 1] - self.runs[:, 0]).long(), 0, out=total[1:])
+        begin, mid, end = total[self.ptr.long()].unbind(-1)
+        return mid - begin, end - mid
+
+    # -- how runs are stored ----------------------------------------------------------------------
+
+    def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(row, start, end, kind), each int64 [n]; rows are numbered over (B, H, R)."""
+        length = (self.ptr[..., 2] - self.ptr[..., 0]).flatten().long()
+        row = torch.arange(len(length)).repeat_interleave(length)
+        start, end, kind = self.runs.long().unbind(1)
+        return row, start, end, kind
+
+    def _gather(self, ptr: Tensor) -> Runs:
+        """The rows that ptr [B, H, R, 3] points at, copied out in order."""
+        begin, mid, end = ptr.reshape(-1, 3).long().unbind(1)
+        after = (end - begin).cumsum(0)
+        first = after - (end - begin)
+        new = torch.stack([first, first + mid - begin, after], 1).view(ptr.shape)
+        return Runs(new.int(), self.runs[_ramps(begin, end - begin)], self.n_cols)
+
+    @classmethod
+    def _pack(
+        cls, shape: tuple[int, int, int], n_cols: int, row: Tensor, start: Tensor, end: Tensor, kind: Tensor
+    ) -> Runs:
+        """Runs from a loose list: sorted, empty ones dropped, touching ones of a kind joined."""
+        kind = kind.long()
+        group = row * 2 + (kind == Kind.FULL)
+        keep = (end > start).nonzero()[:, 0]
+        order = keep[(group[keep] * (n_cols + 1) + start[keep]).argsort()]
+        group, start, end, kind = group[order], start[order], end[order], kind[order]
+        opens = torch.ones(len(order) + 1, dtype=torch.bool)
+        opens[1:-1] = (group[1:] != group[:-1]) | (kind[1:] != kind[:-1]) | (start[1:] != end[:-1])
+        opens, closes = opens[:-1], opens[1:]
+        runs = torch.stack([start[opens], end[closes], kind[opens]], 1).int()
+        size = torch.bincount(group[opens], minlength=2 * shape[0] * shape[1] * shape[2])
+        after = size.cumsum(0).view(*shape, 2)
+        ptr = torch.cat([after[..., :1] - size.view(*shape, 2)[..., :1], after], dim=-1)
+        return cls(ptr.int(), runs, n_cols)
+
+
+def _interval_runs(lo: Tensor, hi: Tensor, kv_block: int, cols: int, row0: int) -> tuple[Tensor, ...]:
+    """Runs (row, start, end, kind) of q blocks whose token rows see [lo, hi). lo, hi: [rows, q_block]."""
+    empty = hi <= lo
+    full_from = -(-lo.amax(1) // kv_block)
+    full_to = torch.where(empty.any(1), 0, hi.amin(1) // kv_block)
+    begin = torch.where(empty, cols, lo // kv_block).int()  # empty rows sort last and touch nothing
+    until = torch.where(empty, 0, -(-hi // kv_block)).int()
+    if bool((begin.diff(dim=1) < 0).any()):
+        begin, order = begin.sort(dim=1)
+        until = until.gather(1, order)
+    # The union of the token rows' block ranges: a range opens where it leaves a gap to all before.
+    reach = until.cummax(1).values
+    opens = torch.ones(len(begin), begin.shape[1] + 1, dtype=torch.bool)
+    opens[:, 1:-1] = begin[:, 1:] > reach[:, :-1]
+    row, i = opens[:, :-1].nonzero(as_tuple=True)
+    j = opens[:, 1:].nonzero()[:, 1]
+    start, end = begin[row, i].long(), reach[row, j].long()
+    # Cut the full run out of it; where there is none, everything lies left of the cut.
+    some = full_to > full_from
+    cut_from, cut_to = torch.where(some, full_from, cols)[row], torch.where(some, full_to, cols)[row]
+    full = some.nonzero()[:, 0]
+    masked = torch.full_like(row, int(Kind.MASKED))
+    return (
+        torch.cat([row, row, full]) + row0,
+        torch.cat([start, torch.maximum(start, cut_to), full_from[full].long()]),
+        torch.cat([torch.minimum(end, cut_from), end, full_to[full].long()]),
+        torch.cat([masked, masked, torch.full_like(full, int(Kind.FULL))]),
+    )
+
+
+def _ramps(first: Tensor, length: Tensor) -> Tensor:
+    """first[0], first[0]+1, ... (length[0] of them), then first[1], ...: int64 [sum(length)]."""
+    offset = first - (length.cumsum(0) - length)
+    return offset.repeat_interleave(length) + torch.arange(int(length.sum()))
+
+
+def _broadcast(name: str, given: int, batch: int) -> int:
+    if given != batch and 1 not in (given, batch):
+        raise ValueError(f"{name} has {given} batch rows, the mask has {batch}: give 1 or {batch}")
+    return max(given, batch)
