@@ -32,6 +32,7 @@ __all__ = [
     "from_block_mask", "full_mask", "not_", "or_masks", "prefix_lm", "sliding_window",
 ]  # fmt: skip
 
+Device = str | torch.device
 _CHUNK = 1 << 22  # pairs evaluated at a time: an int64 intermediate of a mask_mod is 32 MiB
 
 
@@ -99,7 +100,7 @@ class Mask:
         masked, whole = self.runs.counts()
         return (masked * partial + whole * full).sum(1)
 
-    def to_dense(self, B: int | None = None, H: int | None = None, device: str = "cpu") -> Tensor:
+    def to_dense(self, B: int | None = None, H: int | None = None, device: Device = "cpu") -> Tensor:
         """bool [B, H, q_len, kv_len]: who sees whom, by block lists first. For tests and small masks.
 
         B, H: of the call, where the mask has 1; device: where the mask_mod's captures live.
@@ -156,7 +157,7 @@ class Mask:
         more = "" if self.B * self.H == 1 else f"\n(b=0, h=0 of {self.B} x {self.H})"
         return f"{self!r}\n{self.draw()}{more}"
 
-    def _evaluate(self, mod: MaskFn, blocks: Tensor, device: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def _evaluate(self, mod: MaskFn, blocks: Tensor, device: Device) -> Iterator[tuple[Tensor, Tensor]]:
         """For chunks of blocks, int64 [n, 4] (b, h, row, col): (chunk, bool [n, q_block, kv_block]).
 
         Positions past q_len or kv_len are never asked about, and invisible.
@@ -215,7 +216,7 @@ def create_block_mask(
     H: int | None,
     Q_LEN: int,
     KV_LEN: int,
-    device: str | torch.device | None = "cpu",
+    device: Device | None = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> Mask:
     """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact Mask.
@@ -226,7 +227,7 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
     """
-    B, H, device = B or 1, H or 1, str(device or "cpu")
+    B, H, device = B or 1, H or 1, device or "cpu"
     q_block, kv_block = _block_size(BLOCK_SIZE)
     known = mask_mod.intervals(Q_LEN, KV_LEN) if isinstance(mask_mod, MaskMod) else None
     if isinstance(mask_mod, MaskMod) and known is not None:
@@ -328,7 +329,7 @@ def _masked_blocks(runs: Runs) -> Tensor:
     return torch.stack([row // (h * r), row // r % h, row % r, col], 1)
 
 
-def _reads(mask_mod: MaskFn, device: str) -> tuple[bool, bool]:
+def _reads(mask_mod: MaskFn, device: Device) -> tuple[bool, bool]:
     return mask_mod.reads if isinstance(mask_mod, MaskMod) else reads_batch_or_head(mask_mod, device)
 
 

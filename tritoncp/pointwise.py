@@ -43,7 +43,7 @@ def vmapped(mod: Mod, *levels: InDims) -> Mod:
     return call
 
 
-def reads_batch_or_head(mask_mod: Mod, device: str = "cpu") -> tuple[bool, bool]:
+def reads_batch_or_head(mask_mod: Mod, device: str | torch.device = "cpu") -> tuple[bool, bool]:
     """Whether the mask_mod's answer can depend on b, on h. A mod that cannot be traced: both.
 
     >>> reads_batch_or_head(lambda b, h, q, kv: q + h >= kv)
