@@ -1,0 +1,211 @@
+"""What a Python function captures: found, compared, and replaced.
+
+`Fingerprint` walks a function (code, closure cells, defaults, referenced globals, attributes of bound
+objects, functools.partial, all of them recursively) and gives a hashable key: two calls with equal keys
+trace to the same graph. Tensors enter the key by dtype, shape and requires_grad, never by identity.
+`rebuild` makes the same function with other Python numbers in its closure, leaving the user's untouched.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_MOST_ITEMS = 4096
+_ATOMS = (str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
+
+
+class Incomparable(Exception):
+    """Something captured cannot be compared with what it was at the last call."""
+
+
+class Identity:
+    """Hashable by identity, keeping its object alive, so that a freed id cannot come back as another."""
+
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.thing is self.thing
+
+
+def code_names(code: types.CodeType) -> set[str]:
+    """Global and attribute names that a code object and the functions defined inside it may read."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= code_names(constant)
+    return names
+
+
+class Fingerprint:
+    """`.key` is hashable, or None where something captured cannot be compared.
+
+    `.tensors` are the captured tensors found, in walking order, each once.
+    """
+
+    def __init__(self, fn: object) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._seen: dict[int, int] = {}
+        self._alive: list[object] = []
+        self._items = 0
+        try:
+            self.key = self._of(fn)
+            hash(self.key)
+        except (Incomparable, TypeError):
+            self.key = None
+
+    def _of(self, thing: Any) -> Any:
+        self._items += 1
+        if self._items > _MOST_ITEMS:
+            raise Incomparable(f"more than {_MOST_ITEMS} captured values")
+        if isinstance(thing, bool | _ATOMS):
+            return thing if not isinstance(thing, bool) else ("bool", thing)
+        if isinstance(thing, int | float | complex) and not isinstance(thing, enum.Enum):
+            return (type(thing).__name__, repr(thing))
+        if isinstance(thing, torch.Tensor):
+            return self._tensor(thing)
+        if isinstance(thing, types.ModuleType | type | types.BuiltinFunctionType | enum.Enum | torch._ops.OpOverload):
+            return Identity(thing)
+        if id(thing) in self._seen:
+            return ("again", self._seen[id(thing)])
+        self._seen[id(thing)] = len(self._seen)
+        self._alive.append(thing)
+        return self._compound(thing)
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        place = next((i for i, known in enumerate(self.tensors) if known is tensor), None)
+        if place is None:
+            place = len(self.tensors)
+            self.tensors.append(tensor)
+        return ("tensor", place, type(tensor), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, tensor.device)
+
+    def _compound(self, thing: Any) -> Any:
+        if isinstance(thing, types.FunctionType):
+            return self._function(thing)
+        if isinstance(thing, types.MethodType):
+            return ("method", self._of(thing.__func__), self._of(thing.__self__))
+        if isinstance(thing, functools.partial):
+            return ("partial", self._of(thing.func), self._of(thing.args), self._of(thing.keywords))
+        if isinstance(thing, tuple | list):
+            return (type(thing), tuple(self._of(item) for item in thing))
+        if isinstance(thing, dict):
+            return (type(thing), tuple((self._of(name), self._of(value)) for name, value in thing.items()))
+        if isinstance(thing, set | frozenset):
+            return (type(thing), frozenset(self._of(item) for item in thing))
+        if callable(thing) and getattr(type(thing), "__module__", "").startswith("torch.") and not hasattr(
+            thing, "__dict__"
+        ):
+            return Identity(thing)
+        return self._object(thing)
+
+    def _object(self, thing: Any) -> Any:
+        slots = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
+        if not hasattr(thing, "__dict__") and not slots:
+            raise Incomparable(f"a captured {type(thing).__qualname__}")
+        fields = dict(getattr(thing, "__dict__", {}))
+        fields.update({name: getattr(thing, name) for name in slots if hasattr(thing, name)})
+        call = getattr(type(thing), "__call__", None)
+        code = self._of(call) if isinstance(call, types.FunctionType) else None
+        return (type(thing), code, tuple((name, self._of(value)) for name, value in fields.items()))
+
+    def _function(self, fn: types.FunctionType) -> Any:
+        names = sorted(code_names(fn.__code__))
+        cells = tuple(self._of(_cell(cell)) for cell in fn.__closure__ or ())
+        defaults = (self._of(fn.__defaults__), self._of(fn.__kwdefaults__))
+        return (fn.__code__, defaults, cells, tuple(self._globals(names, fn.__globals__)))
+
+    def _globals(self, names: list[str], scope: dict[str, Any]) -> Iterator[Any]:
+        for name in names:
+            if name not in scope:
+                continue
+            value = scope[name]
+            if isinstance(value, types.FunctionType) and (value.__module__ or "").split(".")[0] == "torch":
+                yield name, Identity(value)
+                continue
+            yield name, self._of(value)
+            if isinstance(value, types.ModuleType) and value.__name__.split(".")[0] not in ("torch", "math"):
+                yield from self._attributes(names, value)
+
+    def _attributes(self, names: list[str], module: types.ModuleType) -> Iterator[Any]:
+        for name in names:
+            if name in vars(module):
+                yield module.__name__, name, self._of(vars(module)[name])
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell: the variable is not bound yet
+        return None
+
+
+Replace = Callable[[int | float], int | float]
+
+
+def rebuild(thing: Any, replace: Replace) -> Any:
+    """`thing` with every int and float in its closures, defaults and partial arguments passed to `replace`.
+
+    Slots are visited in a fixed order; bools, globals and attributes of objects stay as they are.
+    """
+    return _rebuild(thing, replace, {})
+
+
+def _rebuild(thing: Any, replace: Replace, done: dict[int, Any]) -> Any:
+    if type(thing) in (int, float):
+        return replace(thing)
+    if type(thing) in (tuple, list):
+        return type(thing)(_rebuild(item, replace, done) for item in thing)
+    if isinstance(thing, functools.partial):
+        keywords = {name: _rebuild(value, replace, done) for name, value in thing.keywords.items()}
+        return functools.partial(_rebuild(thing.func, replace, done), *_rebuild(thing.args, replace, done), **keywords)
+    if isinstance(thing, types.FunctionType):
+        if id(thing) not in done:
+            done[id(thing)] = thing  # a function that refers to itself keeps its own, unreplaced, self
+            done[id(thing)] = _rebuild_function(thing, replace, done)
+        return done[id(thing)]
+    return thing
+
+
+def _rebuild_function(fn: types.FunctionType, replace: Replace, done: dict[int, Any]) -> types.FunctionType:
+    cells = []
+    for cell in fn.__closure__ or ():
+        try:
+            cells.append(types.CellType(_rebuild(cell.cell_contents, replace, done)))
+        except ValueError:
+            cells.append(cell)
+    defaults = _rebuild(fn.__defaults__, replace, done) if fn.__defaults__ else fn.__defaults__
+    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, defaults, tuple(cells) or None)
+    copy.__kwdefaults__ = {k: _rebuild(v, replace, done) for k, v in (fn.__kwdefaults__ or {}).items()} or None
+    copy.__module__ = fn.__module__
+    return copy
+
+
+def captured_numbers(fn: Any) -> list[int | float]:
+    """The numbers `rebuild` would visit, in its order."""
+    found: list[int | float] = []
+
+    def note(number: int | float) -> int | float:
+        found.append(number)
+        return number
+
+    rebuild(fn, note)
+    return found
+
+
+def describe(fn: Any) -> str:
+    """A printable name for messages and comments: never raw text from `__name__`."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__qualname__", type(fn).__qualname__).replace("<locals>.", "").replace("<lambda>", "lambda")
+    return "".join(c if c.isascii() and (c.isalnum() or c in "_.") else "_" for c in str(name))[:80] or "mod"

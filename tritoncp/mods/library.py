@@ -1,0 +1,192 @@
+"""What emitted mods call: integer division as torch rounds it, and functions Triton's core lacks.
+
+Triton's `//` and `%` truncate towards zero; torch's floor. Nothing here traps: where torch raises (division
+of integers by zero) any value may come back, because kernels also evaluate masked positions.
+No libdevice, which does not run interpreted.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def trunc_div(a, b):
+    """Integer division towards zero; by zero: unspecified, never a trap."""
+    return a // tl.where(b == 0, 1, b)
+
+
+@triton.jit
+def trunc_mod(a, b):
+    """fmod of integers: the sign of a."""
+    return a % tl.where(b == 0, 1, b)
+
+
+@triton.jit
+def floor_mod(a, b):
+    """torch.remainder of integers: the sign of b."""
+    b = tl.where(b == 0, 1, b)
+    r = a % b
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def floor_div(a, b):
+    """torch.floor_divide of integers: towards minus infinity."""
+    b = tl.where(b == 0, 1, b)
+    r = a % b
+    return a // b - tl.where((r != 0) & ((r < 0) != (b < 0)), 1, 0)
+
+
+@triton.jit
+def trunc(x):
+    """Towards zero."""
+    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
+
+
+@triton.jit
+def trunc_quotient(a, b):
+    """Division of floats, then towards zero."""
+    return trunc(a / b)
+
+
+@triton.jit
+def fmod(a, b):
+    """a - trunc(a / b) * b in floating point, exact for quotients below 2^24 (2^53): the sign of a."""
+    return a - trunc(a / b) * b
+
+
+@triton.jit
+def remainder(a, b):
+    """torch.remainder of floats: the sign of b."""
+    r = fmod(a, b)
+    return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
+
+
+@triton.jit
+def float_floor_div(a, b):
+    """torch.floor_divide of floats: through the remainder, as Python and torch do."""
+    r = fmod(a, b)
+    quotient = (a - r) / b - tl.where((r != 0) & ((r < 0) != (b < 0)), 1.0, 0.0).to(a.dtype)
+    down = tl.floor(quotient)
+    whole = tl.where(quotient - down > 0.5, down + 1, down)
+    return tl.where(b == 0, a / b, whole)
+
+
+@triton.jit
+def round_even(x):
+    """To the nearest integer, halves to even."""
+    down = tl.floor(x)
+    rest = x - down
+    odd = down - 2 * tl.floor(down / 2) != 0
+    return tl.where((rest > 0.5) | ((rest == 0.5) & odd), down + 1, down)
+
+
+@triton.jit
+def sign(x):
+    """-1, 0 or 1 in x's dtype."""
+    return ((x > 0).to(tl.int32) - (x < 0).to(tl.int32)).to(x.dtype)
+
+
+@triton.jit
+def tanh(x):
+    """Cephes: a polynomial near zero, where 1 - 2 / (exp(2x) + 1) cancels, else that."""
+    a = tl.abs(x)
+    z = x * x
+    if x.dtype == tl.float64:
+        top = (-9.64399179425052238628e-1 * z - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
+        bottom = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3
+        near = x + x * z * (top / bottom)
+    else:
+        p = (-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2
+        near = x + x * z * ((p * z + 1.33314422036e-1) * z - 3.33332819422e-1)
+    far = 1 - 2 / (tl.exp(2 * a) + 1)
+    return tl.where(a < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x))."""
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) without losing small x (Kahan)."""
+    u = 1 + x
+    safe = tl.where((u == 1) | (u == float("inf")), 2.0, u).to(x.dtype)
+    return tl.where(u == 1, x, tl.where(u == float("inf"), u, tl.log(safe) * (x / (safe - 1))))
+
+
+@triton.jit
+def expm1(x):
+    """exp(x) - 1 without losing small x (Kahan)."""
+    u = tl.exp(x)
+    plain = (u == 1) | (u < 1e-6) | (u > 1e6) | (u != u)
+    safe = tl.where(plain, 2.0, u).to(x.dtype)
+    return tl.where(u == 1, x, tl.where(plain, u - 1, (safe - 1) * (x / tl.log(safe))))
+
+
+@triton.jit
+def float_pow(x, y):
+    """x ** y of floats, in double precision inside: signs, zeros and ones as C's pow."""
+    base = x.to(tl.float64)
+    power = y.to(tl.float64)
+    a = tl.abs(base)
+    size = tl.exp2(power * tl.log2(a))
+    whole = tl.floor(power) == power
+    odd = whole & (power - 2 * tl.floor(power / 2) != 0)
+    negative = tl.where(odd, -size, tl.where(whole | (a == 0), size, float("nan")))
+    out = tl.where(base < 0, negative, size)
+    return tl.where((power == 0) | (base == 1), 1.0, out).to(x.dtype)
+
+
+@triton.jit
+def int_pow(x, y):
+    """x ** y of integers, wrapping; a negative power gives 0 (or 1, -1 of those), as torch."""
+    out = x * 0 + 1
+    base = x + y * 0
+    out = out + y * 0
+    left = tl.where(y < 0, 0, y)
+    for _ in range(63):
+        out = tl.where(left % 2 == 1, out * base, out)
+        base = base * base
+        left = left // 2
+    ones = tl.where(x == 1, 1, tl.where(x == -1, 1 - 2 * tl.abs(y % 2), 0)).to(out.dtype)
+    return tl.where(y < 0, ones, out)
+
+
+@triton.jit
+def shift_left(x, amount, bits: tl.constexpr):
+    """x << amount; 0 where the amount is not in [0, bits)."""
+    bad = (amount < 0) | (amount >= bits)
+    return tl.where(bad, 0, x << tl.where(bad, 0, amount))
+
+
+@triton.jit
+def shift_right(x, amount, bits: tl.constexpr):
+    """x >> amount, keeping the sign; all sign where the amount is not in [0, bits)."""
+    bad = (amount < 0) | (amount >= bits)
+    return x >> tl.where(bad, bits - 1, amount)
+
+
+@triton.jit
+def wrap(i, size):
+    """A negative index counts from the end."""
+    return tl.where(i < 0, i + size, i)
+
+
+@triton.jit
+def accumulate(pointer, value, valid, keep):
+    """Atomically add `value` at `pointer` wherever the position is visible and the index in range."""
+    shape: tl.constexpr = keep.shape
+    value = tl.broadcast_to(value.to(pointer.dtype.element_ty), shape)
+    tl.atomic_add(tl.broadcast_to(pointer, shape), value, mask=keep & valid, sem="relaxed")
+
+
+@triton.jit
+def accumulate_sum(pointer, value, valid, keep):
+    """The same where every element of the tile adds to one place: sum the tile, then one atomic."""
+    value = tl.broadcast_to(value.to(pointer.dtype.element_ty), keep.shape)
+    tl.atomic_add(pointer, tl.sum(tl.where(keep & valid, value, 0)), mask=valid, sem="relaxed")

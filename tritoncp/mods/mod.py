@@ -1,0 +1,209 @@
+"""`Mod`: a translated mask_mod or score_mod, and how one is found again."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from triton.runtime.jit import KernelInterface
+
+from . import cache
+from .captures import Fingerprint
+from .emit import emit
+from .trace import Traced, trace
+
+JITFunction = KernelInterface[Any]
+
+
+@dataclass(frozen=True)
+class Mod:
+    """A mask_mod or score_mod as Triton source: structure here, values in `tensors` and `numbers`.
+
+    In a kernel, with b, h int32 scalars and q_idx, kv_idx int32 tiles that broadcast to the score tile:
+
+        fn(b, h, q_idx, kv_idx, caps) -> bool                                   # a mask_mod
+        fn(score, b, h, q_idx, kv_idx, caps) -> score                           # a score_mod
+        grad(dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps) -> dscore   # of the score that went in
+
+    `grad` also adds to `dcaps`, atomically, wherever `keep` (a bool tile of the score's shape) is set.
+    Indices are global and lie in [0, 2^31).
+    """
+
+    digest: str
+    source: str
+    fn: JITFunction
+    grad: JITFunction | None
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[int | float, ...]
+    wants: tuple[int, ...]
+    graph: fx.GraphModule | None
+
+    def caps(self, tensors: Sequence[Tensor] | None = None, device: torch.device | None = None) -> tuple[Any, ...]:
+        """The `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then the numbers.
+
+        `tensors` stand in for the captured ones (the copies an autograd function saved). 0-d CPU tensors, which
+        torch lets meet tensors of any device, are copied to `device`.
+        """
+        given = self.tensors if tensors is None else tuple(tensors)
+        if len(given) != len(self.tensors):
+            raise ValueError(f"this mod captures {len(self.tensors)} tensors; {len(given)} were given to caps()")
+        return (*(_argument(_placed(t, device)) for t in given), *self.numbers)
+
+    def dcaps(self, grads: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The `dcaps` argument: buffers to add the gradients of `tensors[i] for i in wants` to.
+
+        grads: float32 (float64 for float64 captures), each of the shape of its tensor, zeroed by the caller.
+        """
+        expected = [tuple(self.tensors[i].shape) for i in self.wants]
+        if [tuple(g.shape) for g in grads] != expected:
+            shapes = [tuple(g.shape) for g in grads]
+            raise ValueError(f"gradient buffers of shapes {expected} are needed; dcaps() was given {shapes}")
+        return tuple(_argument(g) for g in grads)
+
+    @classmethod
+    def from_triton(
+        cls,
+        fn: JITFunction,
+        grad: JITFunction | None = None,
+        captures: Sequence[Tensor | int | float] = (),
+        wants: Sequence[int] | None = None,
+    ) -> Mod:
+        """A Mod from hand-written @triton.jit functions with the signatures above.
+
+        captures: what `caps` holds, tensors first, then numbers. wants: which of the tensors `grad` adds
+        gradients for, in the order of `dcaps`; by default those that require grad, if there is a `grad`.
+        Without `grad` a score_mod runs forward only.
+        """
+        tensors = tuple(c for c in captures if isinstance(c, Tensor))
+        numbers = tuple(c for c in captures if not isinstance(c, Tensor))
+        if tuple(captures)[: len(tensors)] != tensors and any(
+            isinstance(c, Tensor) for c in tuple(captures)[len(tensors) :]
+        ):
+            raise ValueError("captures are tensors first, then numbers; reorder them, and caps[i] in the function")
+        _check_signature(fn, grad)
+        source = "\n\n".join(_source(f) for f in (fn, grad) if f is not None)
+        asked = tuple(i for i, t in enumerate(tensors) if t.requires_grad) if wants is None else tuple(wants)
+        asked = asked if grad is not None else ()
+        structure = [(t.dtype, t.ndim) for t in tensors], [type(n) for n in numbers], asked
+        digest = cache.digest_of(f"{source}\n{structure}")
+        return cls(digest, source, fn, grad, tensors, numbers, asked, None)
+
+
+def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
+    plain = tensor.detach()
+    plain = plain.view(torch.uint8) if plain.dtype is torch.bool else plain
+    return plain, tuple(tensor.shape), tuple(tensor.stride())
+
+
+def _placed(tensor: Tensor, device: torch.device | None) -> Tensor:
+    return tensor.to(device) if device is not None and not tensor.ndim else tensor
+
+
+_ARGUMENTS = {5: "b, h, q_idx, kv_idx, caps", 6: "score, b, h, q_idx, kv_idx, caps"}
+_GRAD_ARGUMENTS = "dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps"
+
+
+def _check_signature(fn: JITFunction, grad: JITFunction | None) -> None:
+    count = len(fn.arg_names)
+    if count not in _ARGUMENTS:
+        raise ValueError(
+            f"a @triton.jit mod takes ({_ARGUMENTS[5]}) or ({_ARGUMENTS[6]}); this one takes ({', '.join(fn.arg_names)})"
+        )
+    if grad is not None and (count != 6 or len(grad.arg_names) != 9):
+        raise ValueError(f"the gradient of a score_mod takes ({_GRAD_ARGUMENTS}); got ({', '.join(grad.arg_names)})")
+
+
+def _source(fn: JITFunction) -> str:
+    return inspect.getsource(fn.fn)
+
+
+# -- from Python -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A translation without the values: `places` are those of its tensors in the fingerprint's."""
+
+    mod: Mod
+    places: tuple[int, ...]
+
+
+_LOCK = threading.RLock()
+_KNOWN: OrderedDict[Any, _Known] = OrderedDict()
+_MOST_KNOWN = 256
+
+
+def mask_mod(fn: Callable[..., Any] | JITFunction | Mod) -> Mod:
+    """Translate `fn(b, h, q_idx, kv_idx) -> bool`, a torch mask_mod, to Triton.
+
+    Raises Untranslatable, naming the operation and the line, for what cannot run inside a kernel.
+
+    >>> print(mask_mod(lambda b, h, q, kv: q >= kv).source.splitlines()[-1].strip())
+    return at_least
+    """
+    return _translate(fn, 4, torch.float32)
+
+
+def score_mod(fn: Callable[..., Any] | JITFunction | Mod, dtype: torch.dtype = torch.float32) -> Mod:
+    """Translate `fn(score, b, h, q_idx, kv_idx) -> score`, a torch score_mod, and its gradient to Triton.
+
+    dtype: the kernel's scores, float32 or float64. Captured float tensors that require grad get gradients.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"scores are float32 or float64 inside kernels; score_mod() was given dtype={dtype}")
+    return _translate(fn, 5, dtype)
+
+
+def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype: torch.dtype) -> Mod:
+    if isinstance(fn, KernelInterface):
+        fn = Mod.from_triton(fn)
+    if isinstance(fn, Mod):
+        _check_kind(fn, arguments)
+        return fn
+    if not callable(fn):
+        raise TypeError(f"a mod is a function or a @triton.jit function; got a {type(fn).__name__}")
+    found = Fingerprint(fn)
+    key = None if found.key is None else (found.key, arguments, dtype, torch.get_default_dtype())
+    with _LOCK:
+        known = _KNOWN.get(key) if key is not None else None
+        if known is not None:
+            _KNOWN.move_to_end(key)
+            return replace(known.mod, tensors=tuple(found.tensors[i] for i in known.places))
+    mod = _build(trace(fn, arguments == 5, dtype, found))
+    places = _places(mod.tensors, found.tensors)
+    if key is not None and places is not None:
+        with _LOCK:
+            _KNOWN[key] = _Known(replace(mod, tensors=()), places)
+            while len(_KNOWN) > _MOST_KNOWN:
+                _KNOWN.popitem(last=False)
+    return mod
+
+
+def _check_kind(mod: Mod, arguments: int) -> None:
+    if len(mod.fn.arg_names) != arguments + 1:
+        wanted, given = ("score_mod", "mask_mod") if arguments == 5 else ("mask_mod", "score_mod")
+        raise TypeError(f"a {wanted} is needed here; got a {given} ({', '.join(mod.fn.arg_names)})")
+
+
+def _build(traced: Traced) -> Mod:
+    source = emit(traced)
+    module = cache.load(source)
+    fn = module.score_mod if traced.is_score else module.mask_mod
+    grad = module.score_grad if traced.is_score else None
+    return Mod(
+        cache.digest_of(source), source, fn, grad, traced.tensors, traced.numbers, traced.wants, traced.forward
+    )
+
+
+def _places(tensors: Sequence[Tensor], among: Sequence[Tensor]) -> tuple[int, ...] | None:
+    """Where each tensor is in the fingerprint's list; None if one is not there (made inside the function)."""
+    places = [next((i for i, t in enumerate(among) if t is tensor), None) for tensor in tensors]
+    return None if None in places else tuple(p for p in places if p is not None)
+
+

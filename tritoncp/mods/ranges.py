@@ -1,0 +1,134 @@
+"""Interval analysis over integers: which int64 values of torch may live in 32-bit registers.
+
+An `Interval` holds every value an expression can take, in exact Python integers. b, h, q_idx and kv_idx lie
+in [0, 2^31); captured integer tensors span their dtype; everything else follows by arithmetic. A result
+that could leave its torch dtype wraps there, so its interval becomes the whole dtype.
+
+>>> index = Interval(0, 2**31 - 1)
+>>> sub(index, index).fits(32), add(index, index).fits(32)
+(True, False)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+INT_BITS = {
+    torch.bool: (0, 1),
+    torch.uint8: (0, 2**8 - 1),
+    torch.int8: (-(2**7), 2**7 - 1),
+    torch.int16: (-(2**15), 2**15 - 1),
+    torch.int32: (-(2**31), 2**31 - 1),
+    torch.int64: (-(2**63), 2**63 - 1),
+}
+
+
+class Interval(NamedTuple):
+    """Every integer from lo to hi, both included."""
+
+    lo: int
+    hi: int
+
+    def fits(self, bits: int) -> bool:
+        """Whether a signed integer of this many bits holds all of it."""
+        return -(1 << (bits - 1)) <= self.lo and self.hi < 1 << (bits - 1)
+
+    def within(self, other: Interval) -> bool:
+        return other.lo <= self.lo and self.hi <= other.hi
+
+
+INDEX = Interval(0, 2**31 - 1)
+
+
+def whole(dtype: torch.dtype) -> Interval | None:
+    """All values of an integer dtype; None for floating point."""
+    return Interval(*INT_BITS[dtype]) if dtype in INT_BITS else None
+
+
+def wrapped(exact: Interval, dtype: torch.dtype) -> Interval:
+    """The interval of a result stored in `dtype`, given its exact interval."""
+    limits = whole(dtype)
+    assert limits is not None, f"{dtype} is no integer type"
+    return exact if exact.within(limits) else limits
+
+
+def _hull(*corners: int) -> Interval:
+    return Interval(min(corners), max(corners))
+
+
+def add(a: Interval, b: Interval) -> Interval:
+    return Interval(a.lo + b.lo, a.hi + b.hi)
+
+
+def sub(a: Interval, b: Interval) -> Interval:
+    return Interval(a.lo - b.hi, a.hi - b.lo)
+
+
+def mul(a: Interval, b: Interval) -> Interval:
+    return _hull(a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi)
+
+
+def neg(a: Interval) -> Interval:
+    return Interval(-a.hi, -a.lo)
+
+
+def absolute(a: Interval) -> Interval:
+    return a if a.lo >= 0 else neg(a) if a.hi <= 0 else Interval(0, max(-a.lo, a.hi))
+
+
+def maximum(a: Interval, b: Interval) -> Interval:
+    return Interval(max(a.lo, b.lo), max(a.hi, b.hi))
+
+
+def minimum(a: Interval, b: Interval) -> Interval:
+    return Interval(min(a.lo, b.lo), min(a.hi, b.hi))
+
+
+def union(a: Interval, b: Interval) -> Interval:
+    return Interval(min(a.lo, b.lo), max(a.hi, b.hi))
+
+
+def floor_div(a: Interval, b: Interval) -> Interval:
+    """Division by zero gives any value at most as large as the dividend (the helpers divide by one)."""
+    divisors = [d for d in (b.lo, b.hi, -1, 1) if d and b.lo <= d <= b.hi]
+    if b.lo <= 0 <= b.hi:
+        divisors.append(1)
+    return _hull(*(n // d for n in a for d in divisors))
+
+
+def trunc_div(a: Interval, b: Interval) -> Interval:
+    most = max(abs(a.lo), abs(a.hi))
+    if a.lo >= 0 and b.lo >= 0:
+        return Interval(a.lo // max(b.hi, 1), a.hi // max(b.lo, 1))
+    return Interval(-most, most)
+
+
+def remainder(a: Interval, b: Interval) -> Interval:
+    """a - floor(a / b) * b: the sign of b."""
+    if b.lo > 0 and a.lo >= 0:
+        return Interval(0, min(a.hi, b.hi - 1))
+    return Interval(min(b.lo + 1, 0), max(b.hi - 1, 0))
+
+
+def fmod(a: Interval, b: Interval) -> Interval:
+    """a - trunc(a / b) * b: the sign of a."""
+    most = max(abs(b.lo), abs(b.hi), 1) - 1
+    return Interval(max(min(a.lo, 0), -most), min(max(a.hi, 0), most))
+
+
+def bits(a: Interval, b: Interval) -> Interval:
+    """Any of & | ^ on two intervals: as many bits as the wider one."""
+    if a.lo >= 0 and b.lo >= 0:
+        return Interval(0, (1 << max(a.hi.bit_length(), b.hi.bit_length())) - 1)
+    width = max(v.bit_length() for v in (a.lo, a.hi, b.lo, b.hi)) + 1
+    return Interval(-(1 << width), (1 << width) - 1)
+
+
+def shift_left(a: Interval, amount: int) -> Interval:
+    return Interval(a.lo << amount, a.hi << amount)
+
+
+def shift_right(a: Interval, amount: int) -> Interval:
+    return Interval(a.lo >> amount, a.hi >> amount)

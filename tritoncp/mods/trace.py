@@ -1,0 +1,413 @@
+"""Python callable -> torch graph of one attention element.
+
+The function is run once on 0-d fake tensors (score, b, h, q_idx, kv_idx) under `make_fx`. What comes out
+is an aten graph whose inputs are those five, then every captured tensor in order of first use, then the
+captured numbers that may change without changing the graph. This is the only module that touches torch's
+private tracing API (`TransformGetItemToIndex`: indexing by a 0-d tensor stays a gather).
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import get_decompositions
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from .captures import Fingerprint, captured_numbers, describe, rebuild
+from .errors import Untranslatable
+
+aten = torch.ops.aten
+INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
+CAPTURED_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
+
+_DECOMPOSED = (
+    aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward, aten.softplus, aten.softplus_backward,
+    aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.hardtanh, aten.hardtanh_backward,
+    aten.hardsigmoid, aten.hardswish, aten.relu6, aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.addcmul,
+    aten.addcdiv, aten.lerp, aten.logit, aten.tanh_backward, aten.sigmoid_backward, aten.threshold,
+    aten.threshold_backward, aten.masked_fill, aten.masked_fill_, aten.sgn, aten.frac, aten.xlogy, aten.mish,
+    aten.logaddexp, aten.clamp_min, aten.clamp_max, aten.deg2rad, aten.heaviside, aten.mvlgamma, aten.sinc,
+)  # fmt: skip
+
+# Where a Python number may stand as a runtime argument: the operands of these, never shapes, dims or exponents.
+_TAKES_NUMBERS = frozenset(
+    "add sub rsub mul div floor_divide remainder fmod eq ne lt le gt ge maximum minimum clamp where "
+    "bitwise_and bitwise_or bitwise_xor scalar_tensor full".split()
+)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """forward(score?, b, h, q_idx, kv_idx, *tensors, *numbers) -> out;
+    joint(dscore, score, b, h, q_idx, kv_idx, *tensors, *numbers) -> (dscore_in, *gradients of tensors[wants])."""
+
+    name: str
+    is_score: bool
+    dtype: torch.dtype
+    forward: fx.GraphModule
+    joint: fx.GraphModule | None
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[int | float, ...]
+    wants: tuple[int, ...]
+
+
+def trace(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, found: Fingerprint | None = None) -> Traced:
+    """Trace `fn` once more than needed to learn which constants are captured numbers."""
+    device = _device((found or Fingerprint(fn)).tensors)
+    values = captured_numbers(fn)
+    first = _run(fn, is_score, dtype, device)
+    places = _number_places(first, fn, values, lambda other: _run(other, is_score, dtype, device))
+    return _finish(first, describe(fn), is_score, dtype, values, places)
+
+
+@dataclass(frozen=True)
+class _Raw:
+    graph: fx.GraphModule
+    wants: tuple[Tensor, ...]
+
+
+def _device(tensors: Sequence[Tensor]) -> torch.device:
+    placed = [t.device for t in tensors if t.ndim] or [t.device for t in tensors]
+    return placed[0] if placed else torch.device("cpu")
+
+
+def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: torch.device) -> _Raw:
+    watch = _Watch()
+    indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
+    scores = [torch.zeros((), dtype=dtype, device=device) for _ in range(2)]
+    wanted: list[Tensor] = []
+
+    def call(*args: Tensor) -> Tensor:
+        with watch, TransformGetItemToIndex():
+            return _as_tensor(fn(*args), fn, args[0])
+
+    def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        with torch.no_grad():
+            out = call(b, h, q_idx, kv_idx)
+            return out if out.dtype == torch.bool else out != 0
+
+    def joint(dscore: Tensor, score: Tensor, *rest: Tensor) -> Any:
+        score = score.detach().requires_grad_()
+        with torch.enable_grad():
+            out = call(score, *rest).to(dtype)
+        wanted.extend(t for t in watch.captured if t.requires_grad and t.is_floating_point())
+        if not out.requires_grad:
+            return out, torch.zeros_like(score), *(None for _ in wanted)
+        grads = torch.autograd.grad(out, [score, *wanted], dscore, allow_unused=True)
+        return out, torch.zeros_like(score) if grads[0] is None else grads[0], *grads[1:]
+
+    tracer = make_fx(
+        joint if is_score else mask,
+        decomposition_table=get_decompositions(_DECOMPOSED),
+        tracing_mode="fake",
+        _allow_non_fake_inputs=True,
+        record_stack_traces=True,
+    )
+    try:
+        with torch.inference_mode(False):
+            graph = tracer(*scores, *indices) if is_score else tracer(*indices)
+    except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
+        where = _line(traceback.extract_tb(error.__traceback__), describe(fn))
+        raise Untranslatable(_operation(error), where, "its result depends on data known only in the kernel") from error
+    return _Raw(_inline_constants(graph), tuple(wanted))
+
+
+def _as_tensor(out: Any, fn: Callable[..., Any], like: Tensor) -> Tensor:
+    if isinstance(out, bool | int | float):
+        out = torch.scalar_tensor(out, dtype=torch.bool if isinstance(out, bool) else None, device=like.device)
+    if not isinstance(out, Tensor) or out.ndim:
+        what = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        raise Untranslatable("return", describe(fn), f"it gives {what} where one value per (q, kv) pair is needed")
+    return out
+
+
+def _operation(error: Exception) -> str:
+    func = getattr(error, "func", None)
+    return str(func) if func is not None else "data-dependent control flow"
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation of the user's function before it is traced; refuses what no kernel can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured: list[Tensor] = []  # in order of first use
+        self._aliased: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._refuse(func, args)
+        if func is not aten.lift_fresh.default:
+            for tensor in tensors:
+                self._note(tensor, func)
+        out = func(*args, **kwargs)
+        if func is not aten.lift_fresh.default and any(r.alias_info for r in func._schema.returns):
+            if not func._schema.is_mutable:
+                self._aliased += [*tensors, *(t for t in tree_leaves(out) if isinstance(t, Tensor))]
+        return out
+
+    def _refuse(self, func: Any, args: Any) -> None:
+        if func is aten._local_scalar_dense.default:
+            raise Untranslatable(
+                "Tensor.item(), bool(), int() or float() of a tensor", _user_line(),
+                "a Python value or branch cannot depend on a tensor, which differs at every element "
+                "(use torch.where, & | ~, or capture a Python number)",
+            )  # fmt: skip
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            raise Untranslatable(str(func), _user_line(), "random numbers differ at every evaluation")
+        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and _dynamic(func, args):
+            raise Untranslatable(str(func), _user_line(), "the shape of its result depends on data")
+        if getattr(func, "_schema", None) is not None and func._schema.is_mutable and args:
+            target = args[0]
+            if not isinstance(target, FakeTensor) or target.ndim or any(t is target for t in self._aliased):
+                raise Untranslatable(str(func), _user_line(), "an edit in place of a captured tensor or a view")
+
+    def _note(self, tensor: Tensor, func: Any) -> None:
+        if isinstance(tensor, FakeTensor) or any(t is tensor for t in self.captured):
+            return
+        strange = tensor.is_nested or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor)
+        if strange or tensor.dtype not in CAPTURED_DTYPES:
+            what = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout})"
+            raise Untranslatable(str(func), _user_line(), f"it reads a captured {what}; plain dense tensors are needed")
+        self.captured.append(tensor)
+
+
+def _dynamic(func: Any, args: Any) -> bool:
+    if func.overloadpacket not in (aten.index, aten.index_put, aten._unsafe_index):
+        return True
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+
+
+_OUTSIDE = (torch.__file__.rsplit("/", 1)[0], __file__.rsplit("/", 1)[0], "<string>", "<eval_with_key>", "<frozen")
+
+
+def _is_users(filename: str) -> bool:
+    return not filename.startswith(_OUTSIDE) and "/contextlib.py" not in filename
+
+
+def _user_line() -> str:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "an unknown line"
+
+
+def _line(stack: Sequence[traceback.FrameSummary], otherwise: str) -> str:
+    users = [f"{frame.filename}:{frame.lineno}" for frame in stack if _is_users(frame.filename)]
+    return users[-1] if users else otherwise
+
+
+def node_line(node: fx.Node, otherwise: str) -> str:
+    """file:line of the user's code behind a graph node."""
+    places = []
+    for text in (node.stack_trace or "").splitlines():
+        text = text.strip()
+        if text.startswith('File "') and '", line ' in text:
+            filename, rest = text[6:].split('", line ', 1)
+            if _is_users(filename):
+                places.append(f"{filename}:{rest.split(',')[0]}")
+    return places[-1] if places else otherwise
+
+
+# -- constants -------------------------------------------------------------------------------------------
+
+
+def _inline_constants(graph: fx.GraphModule) -> fx.GraphModule:
+    """Turn `torch.tensor(3)`, made inside the function, into a scalar_tensor node; drop dead nodes."""
+    for node in list(graph.graph.nodes):
+        source = node.args[0] if node.target is aten.lift_fresh_copy.default else None
+        if isinstance(source, fx.Node) and source.op == "get_attr":
+            value = getattr(graph, str(source.target))
+            if value.ndim == 0:
+                node.target, node.args = aten.scalar_tensor.default, (value.item(),)
+                node.kwargs = {"dtype": value.dtype, "device": value.device}
+    graph.graph.eliminate_dead_code()
+    return graph
+
+
+Path = tuple[int, int | str]  # (node, argument position or keyword)
+
+
+def _number_places(first: _Raw, fn: Any, values: list[int | float], run: Callable[[Any], _Raw]) -> dict[Path, int]:
+    """Which constants of the graph are captured numbers: {place: which number}.
+
+    The function is traced again with its numbers changed. Where the graph keeps its structure, a constant
+    that was the number and became the changed number is the number.
+    """
+    groups = [list(range(len(values)))] if values else []
+    if len(values) > 1:
+        groups += [[i] for i in range(min(len(values), 8))]
+    for group in groups:
+        changed = [_perturb(v, i) if i in group else v for i, v in enumerate(values)]
+        changes = iter(changed)
+        places = None
+        try:
+            second = run(rebuild(fn, lambda _: next(changes)))
+        except Exception:  # the changed number broke the user's function: it is no free parameter
+            second = None
+        if second is not None:
+            places = _differences(first.graph, second.graph, values, changed)
+        if places is not None:
+            return places
+    return {}
+
+
+def _perturb(number: int | float, i: int) -> int | float:
+    return number + 7 + 2 * i if isinstance(number, int) else number * 1.25 + 0.0625 * (i + 1)
+
+
+def _differences(
+    one: fx.GraphModule, two: fx.GraphModule, values: list[int | float], changed: list[int | float]
+) -> dict[Path, int] | None:
+    nodes, others = list(one.graph.nodes), list(two.graph.nodes)
+    order, other_order = ({node: i for i, node in enumerate(ns)} for ns in (nodes, others))
+    if len(nodes) != len(others):
+        return None
+    places: dict[Path, int] = {}
+    for i, (a, b) in enumerate(zip(nodes, others, strict=True)):
+        if a.op != b.op or (a.op == "call_function" and a.target is not b.target) or not _same_value(a, b):
+            return None
+        if a.op == "get_attr" and getattr(one, a.target) is not getattr(two, b.target):
+            return None
+        for key, x, y in _arguments(a, b):
+            x, y = _numbered(x, order), _numbered(y, other_order)
+            if type(x) is type(y) and repr(x) == repr(y):
+                continue
+            which = _which(x, y, values, changed)
+            if which is None and isinstance(x, int | float) and isinstance(y, int | float):
+                continue  # derived from a number: stays a constant of the graph
+            if which is None:
+                return None
+            if _takes_number(a, key, values[which]):
+                places[i, key] = which
+    return places
+
+
+def _arguments(a: fx.Node, b: fx.Node) -> list[tuple[int | str, Any, Any]]:
+    if len(a.args) != len(b.args) or a.kwargs.keys() != b.kwargs.keys():
+        return [("", a, None)]
+    pairs: list[tuple[int | str, Any, Any]] = [(i, *xy) for i, xy in enumerate(zip(a.args, b.args, strict=True))]
+    return pairs + [(name, a.kwargs[name], b.kwargs[name]) for name in a.kwargs]
+
+
+def _numbered(argument: Any, order: dict[fx.Node, int]) -> Any:
+    return fx.node.map_arg(argument, lambda node: ("node", order[node]))
+
+
+def _same_value(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x.shape == y.shape and x.dtype == y.dtype
+    return type(x) is type(y)
+
+
+def _which(x: Any, y: Any, values: list[int | float], changed: list[int | float]) -> int | None:
+    if type(x) not in (int, float) or type(y) is not type(x):
+        return None
+    for i, (v, w) in enumerate(zip(values, changed, strict=True)):
+        if v != w and type(v) is type(x) and (x, y) == (v, w):
+            return i
+    return None
+
+
+def _takes_number(node: fx.Node, key: int | str, number: int | float) -> bool:
+    name = node.target.overloadpacket.__name__.rstrip("_") if node.op == "call_function" else ""
+    if name not in _TAKES_NUMBERS or key not in (0, 1, 2) or isinstance(number, float) and number != number:
+        return False
+    if name in ("scalar_tensor", "full") and key != (0 if name == "scalar_tensor" else 1):
+        return False
+    dtypes = [n.meta["val"].dtype for n in (node, *node.all_input_nodes) if isinstance(n.meta.get("val"), Tensor)]
+    if isinstance(number, int):
+        return -(2**63) <= number < 2**63
+    return torch.float64 not in dtypes  # a kernel's float arguments are float32
+
+
+# -- lifting ---------------------------------------------------------------------------------------------
+
+
+def _finish(
+    raw: _Raw, name: str, is_score: bool, dtype: torch.dtype, values: list[int | float], places: dict[Path, int]
+) -> Traced:
+    graph = raw.graph.graph
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    for node, argument in zip(inputs, (("dscore", "score") if is_score else ()) + INDEX_NAMES, strict=True):
+        node.name = node.target = argument
+    tensors: list[Tensor] = []
+    lifted: list[fx.Node] = []
+    after = inputs[-1]
+    for node in nodes:
+        if node.op != "get_attr":
+            continue
+        tensor = getattr(raw.graph, str(node.target))
+        at = next((i for i, known in enumerate(tensors) if known is tensor), None)
+        if at is None:
+            at = len(tensors)
+            tensors.append(tensor)
+            lifted.append(_placeholder(graph, after, f"t{at}", val=node.meta.get("val", tensor)))
+            after = lifted[-1]
+        node.replace_all_uses_with(lifted[at])
+        graph.erase_node(node)
+    numbers = _lift_numbers(graph, nodes, after, values, places)
+    wants = tuple(i for i, t in enumerate(tensors) if any(t is w for w in raw.wants))
+    order = [next(k for k, w in enumerate(raw.wants) if w is tensors[i]) for i in wants]
+    forward, joint = _split(graph, is_score, order)
+    return Traced(name, is_score, dtype, forward, joint, tuple(tensors), numbers, wants)
+
+
+def _placeholder(graph: fx.Graph, after: fx.Node, name: str, **meta: Any) -> fx.Node:
+    with graph.inserting_after(after):
+        node = graph.placeholder(name)
+    node.meta.update(meta)
+    return node
+
+
+def _lift_numbers(
+    graph: fx.Graph, nodes: list[fx.Node], after: fx.Node, values: list[int | float], places: dict[Path, int]
+) -> tuple[int | float, ...]:
+    lifted: dict[int, fx.Node] = {}
+    for (i, key), which in places.items():
+        if which not in lifted:
+            after = _placeholder(graph, after, f"n{len(lifted)}", number=values[which])
+            lifted[which] = after
+        node = nodes[i]
+        if isinstance(key, int):
+            node.update_arg(key, lifted[which])
+        else:
+            node.update_kwarg(key, lifted[which])
+    return tuple(values[which] for which in lifted)
+
+
+def _split(graph: fx.Graph, is_score: bool, order: list[int]) -> tuple[fx.GraphModule, fx.GraphModule | None]:
+    root = torch.nn.Module()
+    if not is_score:
+        return fx.GraphModule(root, graph), None
+    (outputs,) = next(n for n in graph.nodes if n.op == "output").args
+    out, dscore_in, *grads = outputs
+    forward, joint = fx.Graph(), fx.Graph()
+    for new, picked in ((forward, out), (joint, (dscore_in, *(grads[k] for k in order)))):
+        copied: dict[fx.Node, fx.Node] = {}
+        new.graph_copy(graph, copied)
+        new.output(fx.node.map_arg(picked, lambda n, copied=copied: copied[n]))
+        new.eliminate_dead_code()
+    for node in list(forward.nodes):
+        if node.name == "dscore":
+            forward.erase_node(node)
+    return fx.GraphModule(root, forward), fx.GraphModule(root, joint)
