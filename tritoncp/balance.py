@@ -6,6 +6,7 @@ numbers of blocks, give or take one; any number of blocks goes, fewer than ranks
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -58,7 +59,7 @@ def _pieces(n: int, count: int) -> list[range]:
     """range(n) in `count` contiguous pieces whose lengths differ by at most one, the longer ones first."""
     short, longer = divmod(n, count)
     cuts = [i * short + min(i, longer) for i in range(count + 1)]
-    return [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
 
 
 def _check(costs: Tensor, world_size: int) -> int:

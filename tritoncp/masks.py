@@ -321,7 +321,7 @@ def _with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
 def _masked_blocks(runs: Runs) -> Tensor:
     """int64 [n, 4]: (b, h, row, col) of every MASKED block."""
     _, h, r, _ = runs.shape
-    row, start, end, kind = (t[runs.runs[:, 2] == Kind.MASKED] for t in runs._flat())
+    row, start, end, _ = (t[runs.runs[:, 2] == Kind.MASKED] for t in runs._flat())
     length = end - start
     offset = (start - (length.cumsum(0) - length)).repeat_interleave(length)
     col = offset + torch.arange(len(offset))
@@ -360,7 +360,7 @@ def _lists(listed: Tensor) -> tuple[Tensor, Tensor]:
     """(num_blocks int32 [B, H, R], indices int32 [B, H, R, C]) of a bool map [B, H, R, C]."""
     b, h, r, c = listed.shape
     num = listed.sum(-1, dtype=torch.int32)
-    row, col = listed.view(-1, c).nonzero(as_tuple=True)
+    row, col = listed.view(b * h * r, c).nonzero(as_tuple=True)
     first = num.flatten().cumsum(0) - num.flatten()
     indices = torch.zeros(b * h * r, c, dtype=torch.int32)
     indices[row, torch.arange(len(row)) - first[row]] = col.int()
@@ -384,7 +384,7 @@ def _kinds_from_lists(bm: BlockMask, rows: int, cols: int) -> Tensor:
     batch = (1,) * (3 - parts[0].ndim) + tuple(parts[0].shape[:-1])
     marks = torch.zeros(batch[0] * batch[1] * rows, cols, dtype=torch.uint8)
     for mark, num, indices in zip((1, 16)[: len(parts) // 2], parts[::2], parts[1::2], strict=True):
-        _mark_listed(marks, mark, num.reshape(-1), indices.reshape(-1, indices.shape[-1]))
+        _mark_listed(marks, mark, num.reshape(-1), indices.reshape(num.numel(), indices.shape[-1]))
     twice = (marks != 0) & (marks != 1) & (marks != 16)
     if bool(twice.any()):
         row, col = (int(i) for i in twice.nonzero()[0])
@@ -402,7 +402,7 @@ def _mark_listed(marks: Tensor, mark: int, num: Tensor, indices: Tensor) -> None
     for i in range(0, len(num), step):
         row, at = (place < num[i : i + step, None]).nonzero(as_tuple=True)
         col = indices[i : i + step][row, at].long()
-        if len(col) and not (0 <= int(col.min()) and int(col.max()) < marks.shape[1]):
+        if len(col) and not (int(col.min()) >= 0 and int(col.max()) < marks.shape[1]):
             raise ValueError(
                 f"the BlockMask lists kv blocks {int(col.min())} to {int(col.max())}, but kv_len has only "
                 f"{marks.shape[1]} blocks"

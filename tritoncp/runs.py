@@ -124,7 +124,7 @@ class Runs:
         if rows.ndim != 2 or rows.dtype != torch.int64:
             raise ValueError(f"rows must be int64 [B, n], got {rows.dtype} {tuple(rows.shape)}")
         b, h, r, _ = self.shape
-        if rows.numel() and not (-1 <= int(rows.min()) and int(rows.max()) < r):
+        if rows.numel() and not (int(rows.min()) >= -1 and int(rows.max()) < r):
             raise ValueError(f"rows must lie in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
         batch = _broadcast("rows", len(rows), b)
         which = rows.expand(batch, -1)[:, None].expand(-1, h, -1)  # [B, H, n]
