@@ -1,1 +1,51 @@
-"""Context-parallel flex attention in Triton."""
+"""Context-parallel flex attention in Triton.
+
+Names are looked up where they live when they are first used (PEP 562), so that `import tritoncp` costs
+nothing and masks and plans can be made on a machine without Triton.
+
+>>> import tritoncp
+>>> "causal" in dir(tritoncp)
+True
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tritoncp.masks import Mask as Mask
+    from tritoncp.masks import and_masks as and_masks
+    from tritoncp.masks import causal as causal
+    from tritoncp.masks import create_block_mask as create_block_mask
+    from tritoncp.masks import document as document
+    from tritoncp.masks import or_masks as or_masks
+    from tritoncp.masks import prefix_lm as prefix_lm
+    from tritoncp.masks import sliding_window as sliding_window
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "masks": (
+        "Mask",
+        "and_masks",
+        "causal",
+        "create_block_mask",
+        "document",
+        "or_masks",
+        "prefix_lm",
+        "sliding_window",
+    ),
+}
+_MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'tritoncp' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(f"tritoncp.{_MODULE_OF[name]}"), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,68 @@
+# Every target sets itself up: a virtual environment under $(VENV), the pinned versions of constraints.txt,
+# and a stamp that makes the second run start at once. PYTHON picks the interpreter, VENV the environment;
+# pip's own settings (an index with CPU-only torch, a proxy) are taken from your environment as they are.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+bin := $(VENV)/bin
+py := $(bin)/python
+pip := $(py) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+sources := tritoncp kernels perf tests
+
+.PHONY: help demo test verify gpu format lint types check clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.demo-ready ## train a small model on 4 ranks and on one, and compare
+	$(py) -m tritoncp demo $(ARGS)
+
+test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
+	OMP_NUM_THREADS=1 $(py) -m pytest $(ARGS)
+
+verify: $(VENV)/.dev-ready ## the suite and everything marked nightly: the full product of factors
+	OMP_NUM_THREADS=1 $(py) -m pytest -m "nightly or not nightly" $(ARGS)
+
+# A machine with a GPU mostly has its own torch: used as it is, with the checkout on the path.
+gpu: ## the tests that need a GPU, then the benchmark
+	@set -e; run=$$($(PYTHON) -c "import sys, torch; print(sys.executable)" 2>/dev/null || true); \
+	if [ -z "$$run" ]; then $(MAKE) --no-print-directory $(VENV)/.dev-ready; run=$(py); fi; \
+	$$run -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch finds no GPU here')"; \
+	set -x; export PYTHONPATH=.; \
+	$$run -m pytest -o addopts="" --import-mode=importlib tests/gpu $(ARGS); \
+	$$run -m tritoncp.perf.run
+
+format: $(VENV)/.dev-ready ## rewrite in the house style
+	$(bin)/ruff format $(sources)
+	$(bin)/ruff check --fix --exit-zero --quiet $(sources)
+
+lint: $(VENV)/.dev-ready ## style and likely mistakes
+	$(bin)/ruff check $(sources)
+
+types: $(VENV)/.dev-ready ## type-check the package
+	$(bin)/mypy
+
+check: lint types test ## what a change has to pass
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist *.egg-info demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(py):
+	$(PYTHON) -c "import sys; sys.version_info >= (3, 11) or sys.exit('tritoncp needs Python 3.11 or newer, this is ' + sys.version.split()[0] + ': make PYTHON=python3.12 ...')"
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by its pin: asked for by a range, an installer takes the newest build there is.
+$(VENV)/.torch-ready: constraints.txt | $(py)
+	@echo "setting up $(VENV) (a few minutes the first time: torch is large)"
+	$(pip) $$(grep -E '^(torch|setuptools)==' constraints.txt)
+	@touch $@
+
+$(VENV)/.demo-ready: pyproject.toml $(VENV)/.torch-ready
+	$(pip) --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev-ready: pyproject.toml $(VENV)/.torch-ready
+	$(pip) --no-build-isolation --editable '.[dev]'
+	@touch $@ $(VENV)/.demo-ready

@@ -1,0 +1,56 @@
+"""What every test runs under: one thread, fixed seeds, interpreted kernels off the GPU, poisoned buffers."""
+
+import os
+import random
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("tritoncp")
+
+collect_ignore = [] if HAS_GPU else ["gpu"]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """The same random numbers whatever ran before, and on whatever worker."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that nobody wrote holds NaN or an absurd integer, so that reading it cannot go unnoticed."""
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+def poisoned(allocate):
+    def allocate_poisoned(*args, **kwargs):
+        with torch.no_grad():
+            return fill(allocate(*args, **kwargs))
+
+    allocate_poisoned.__name__ = allocate.__name__
+    return allocate_poisoned
+
+
+def fill(x: torch.Tensor) -> torch.Tensor:
+    if x.is_floating_point() or x.is_complex():
+        return x.fill_(float("nan"))
+    if x.dtype == torch.bool:
+        return x.fill_(True)
+    return x.fill_(torch.iinfo(x.dtype).max - 0x5A)

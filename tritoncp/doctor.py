@@ -1,0 +1,156 @@
+"""What is on this machine and what will run where: the facts behind `tritoncp doctor`."""
+
+import importlib.metadata
+import os
+import platform
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tritoncp import __version__
+
+NEEDED = {"torch": (2, 11), "triton": (3, 6)}
+
+
+def examine() -> dict[str, Any]:
+    """Everything as plain values. `problems` holds one line for each thing that is wrong, with its cure.
+
+    >>> facts = examine()
+    >>> sorted(facts)[:4]
+    ['cache', 'cpu', 'devices', 'distributed']
+    """
+    versions = {name: version(name) for name in ("torch", "triton", "numpy", "pillow")}
+    versions = {"tritoncp": __version__, "python": platform.python_version(), **versions}
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    cache = look_at_cache()
+    return {
+        "versions": versions,
+        "devices": devices(),
+        "interpreted": interpreted,
+        "cpu": engine_on_cpu(interpreted, versions),
+        "distributed": backends(),
+        "cache": cache,
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON", "TORCH"))},
+        "problems": problems(versions, interpreted, cache),
+    }
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def devices() -> list[dict[str, Any]]:
+    return [device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def device(index: int) -> dict[str, Any]:
+    found = torch.cuda.get_device_properties(index)
+    return {
+        "index": index,
+        "name": found.name,
+        "architecture": getattr(found, "gcnArchName", None) or f"sm_{found.major}{found.minor}",
+        "memory_gib": round(found.total_memory / 2**30, 1),
+        "shared_memory_bytes": getattr(found, "shared_memory_per_block_optin", None),
+    }
+
+
+def engine_on_cpu(interpreted: bool, versions: dict[str, str | None]) -> str:
+    if interpreted and versions["triton"] and versions["numpy"]:
+        return "the Triton kernels, interpreted (slow, exact, for tests)"
+    return "the eager engine, plain torch (TRITON_INTERPRET=1 runs the kernels interpreted instead)"
+
+
+def backends() -> list[str]:
+    """Collectives that this torch can run."""
+    if not dist.is_available():
+        return []
+    has = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
+    return [name for name, available in has.items() if available()]
+
+
+def look_at_cache() -> dict[str, Any]:
+    """Where generated Triton source is kept, and whether only its owner can write there."""
+    if version("triton") is None:
+        return {"path": None, "state": "needs triton", "usable": False}
+    from tritoncp.mods.cache import cache_dir
+
+    path = cache_dir()
+    state, usable = state_of(path)
+    return {"path": str(path), "state": state, "usable": usable}
+
+
+def state_of(path: Path) -> tuple[str, bool]:
+    if not path.exists():
+        parent = next(p for p in path.parents if p.exists())
+        if os.access(parent, os.W_OK):
+            return "not there yet; the first mask or score function makes it", True
+        return f"cannot be made: {parent} is not writable", False
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if path.stat().st_uid != os.getuid():
+        return "belongs to another user", False
+    if mode & 0o022:
+        return f"mode {mode:04o}: others may write there", False
+    if not os.access(path, os.W_OK):
+        return "not writable", False
+    return f"mode {mode:04o}, {sum(1 for _ in path.glob('*.py'))} files", True
+
+
+def problems(versions: dict[str, str | None], interpreted: bool, cache: dict[str, Any]) -> list[str]:
+    found = []
+    for package, least in NEEDED.items():
+        have = versions[package]
+        if have is None and (package == "torch" or sys.platform == "linux"):
+            found.append(f"{package} is not installed: pip install {package}")
+        elif have is not None and as_numbers(have) < least:
+            found.append(f"{package} {have} is too old: {'.'.join(map(str, least))} or newer is needed")
+    if interpreted and torch.cuda.is_available():
+        found.append("TRITON_INTERPRET=1 is set on a machine with a GPU: nothing will run on it; unset it")
+    if interpreted and versions["numpy"] is None:
+        found.append("TRITON_INTERPRET=1 needs NumPy: pip install 'tritoncp[interpret]'")
+    if cache["path"] is not None and not cache["usable"]:
+        found.append(f"cache {cache['path']}: {cache['state']}; set TRITONCP_CACHE_DIR to a folder of yours")
+    return found
+
+
+def as_numbers(version: str) -> tuple[int, ...]:
+    """Major and minor.
+
+    >>> as_numbers("2.13.0+cpu")
+    (2, 13)
+    """
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def show(report: dict[str, Any]) -> None:
+    """The same facts for a person."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for label, value in rows(report):
+        table.add_row(f"[bold]{label}[/bold]", value)
+    console = Console()
+    console.print(table)
+    for line in report["problems"]:
+        console.print(f"[red]problem[/red]  {line}", highlight=False)
+
+
+def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    gpus = [
+        f"{d['index']}: {d['name']}, {d['architecture']}, {d['memory_gib']} GiB" for d in report["devices"]
+    ]
+    return [
+        ("versions", ", ".join(f"{name} {have or '-'}" for name, have in report["versions"].items())),
+        ("GPUs", "\n".join(gpus) or "none"),
+        ("CPU tensors run", report["cpu"]),
+        ("collectives", ", ".join(report["distributed"]) or "none"),
+        ("cache", f"{report['cache']['path']} ({report['cache']['state']})"),
+        ("environment", "\n".join(f"{k}={v}" for k, v in report["environment"].items()) or "-"),
+    ]
