@@ -48,7 +48,8 @@ def load(source: str) -> ModuleType:
 def _import(digest: str, path: Path) -> ModuleType:
     name = f"tritoncp_mod_{digest[:16]}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None, path
+    assert spec.loader is not None, path
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -79,7 +80,9 @@ def _holds(path: Path, source: str) -> bool:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             status = os.fstat(file.fileno())
-            safe = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o022 and status.st_uid == os.getuid()
+            safe = (
+                stat.S_ISREG(status.st_mode) and not status.st_mode & 0o022 and status.st_uid == os.getuid()
+            )
             return safe and file.read(len(source.encode()) + 1) == source.encode()
     except OSError:
         return False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,16 @@ from typing import Any
 import torch
 
 _MOST_ITEMS = 4096
-_ATOMS = (str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, type(Ellipsis))
+_ATOMS = (
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    type(Ellipsis),
+)
 
 
 class Incomparable(Exception):
@@ -75,7 +85,9 @@ class Fingerprint:
             return (type(thing).__name__, repr(thing))
         if isinstance(thing, torch.Tensor):
             return self._tensor(thing)
-        if isinstance(thing, types.ModuleType | type | types.BuiltinFunctionType | enum.Enum | torch._ops.OpOverload):
+        if isinstance(
+            thing, types.ModuleType | type | types.BuiltinFunctionType | enum.Enum | torch._ops.OpOverload
+        ):
             return Identity(thing)
         if id(thing) in self._seen:
             return ("again", self._seen[id(thing)])
@@ -88,7 +100,15 @@ class Fingerprint:
         if place is None:
             place = len(self.tensors)
             self.tensors.append(tensor)
-        return ("tensor", place, type(tensor), tensor.dtype, tuple(tensor.shape), tensor.requires_grad, tensor.device)
+        return (
+            "tensor",
+            place,
+            type(tensor),
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.requires_grad,
+            tensor.device,
+        )
 
     def _compound(self, thing: Any) -> Any:
         if isinstance(thing, types.FunctionType):
@@ -103,8 +123,10 @@ class Fingerprint:
             return (type(thing), tuple((self._of(name), self._of(value)) for name, value in thing.items()))
         if isinstance(thing, set | frozenset):
             return (type(thing), frozenset(self._of(item) for item in thing))
-        if callable(thing) and getattr(type(thing), "__module__", "").startswith("torch.") and not hasattr(
-            thing, "__dict__"
+        if (
+            callable(thing)
+            and getattr(type(thing), "__module__", "").startswith("torch.")
+            and not hasattr(thing, "__dict__")
         ):
             return Identity(thing)
         return self._object(thing)
@@ -115,7 +137,7 @@ class Fingerprint:
             raise Incomparable(f"a captured {type(thing).__qualname__}")
         fields = dict(getattr(thing, "__dict__", {}))
         fields.update({name: getattr(thing, name) for name in slots if hasattr(thing, name)})
-        call = getattr(type(thing), "__call__", None)
+        call = inspect.getattr_static(type(thing), "__call__", None)
         code = self._of(call) if isinstance(call, types.FunctionType) else None
         return (type(thing), code, tuple((name, self._of(value)) for name, value in fields.items()))
 
@@ -168,7 +190,9 @@ def _rebuild(thing: Any, replace: Replace, done: dict[int, Any]) -> Any:
         return type(thing)(_rebuild(item, replace, done) for item in thing)
     if isinstance(thing, functools.partial):
         keywords = {name: _rebuild(value, replace, done) for name, value in thing.keywords.items()}
-        return functools.partial(_rebuild(thing.func, replace, done), *_rebuild(thing.args, replace, done), **keywords)
+        return functools.partial(
+            _rebuild(thing.func, replace, done), *_rebuild(thing.args, replace, done), **keywords
+        )
     if isinstance(thing, types.FunctionType):
         if id(thing) not in done:
             done[id(thing)] = thing  # a function that refers to itself keeps its own, unreplaced, self
@@ -186,7 +210,9 @@ def _rebuild_function(fn: types.FunctionType, replace: Replace, done: dict[int, 
             cells.append(cell)
     defaults = _rebuild(fn.__defaults__, replace, done) if fn.__defaults__ else fn.__defaults__
     copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, defaults, tuple(cells) or None)
-    copy.__kwdefaults__ = {k: _rebuild(v, replace, done) for k, v in (fn.__kwdefaults__ or {}).items()} or None
+    copy.__kwdefaults__ = {
+        k: _rebuild(v, replace, done) for k, v in (fn.__kwdefaults__ or {}).items()
+    } or None
     copy.__module__ = fn.__module__
     return copy
 
@@ -207,5 +233,9 @@ def describe(fn: Any) -> str:
     """A printable name for messages and comments: never raw text from `__name__`."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    name = getattr(fn, "__qualname__", type(fn).__qualname__).replace("<locals>.", "").replace("<lambda>", "lambda")
+    name = (
+        getattr(fn, "__qualname__", type(fn).__qualname__)
+        .replace("<locals>.", "")
+        .replace("<lambda>", "lambda")
+    )
     return "".join(c if c.isascii() and (c.isalnum() or c in "_.") else "_" for c in str(name))[:80] or "mod"

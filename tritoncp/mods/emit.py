@@ -17,23 +17,10 @@ from . import gradient, library
 from .errors import Untranslatable
 from .ops import BINARY, COMPARE, UNARY, where
 from .ranges import INDEX, Interval, whole
+from .shapes import VIEWS, op_name
 from .trace import Traced, node_line
-from .values import (
-    TRITON_NAME,
-    Block,
-    Dim,
-    Index,
-    Indices,
-    Lazy,
-    Scalar,
-    Sparse,
-    Value,
-    as_rep,
-    constant,
-    fixed,
-    weak,
-)
-from .views import as_sparse, at, broadcast, gather, remap, reshape, shifted, sizes, wrap
+from .values import TRITON_NAME, Block, Dim, Indices, Lazy, Scalar, Sparse, Value, as_rep, fixed, weak
+from .views import as_sparse, at, broadcast
 
 _INPUTS = {
     "score": frozenset({"score", "q", "kv"}),
@@ -43,7 +30,9 @@ _INPUTS = {
     "q_idx": frozenset({"q"}),
     "kv_idx": frozenset({"kv"}),
 }
-_SAME = frozenset("clone detach alias lift_fresh_copy lift_fresh contiguous positive view_as".split())
+_SAME = frozenset(
+    ["clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous", "positive", "view_as"]
+)
 _FILLED = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
 
 
@@ -54,7 +43,9 @@ def emit(traced: Traced) -> str:
         parts = [
             _function("score_mod", "score, b, h, q_idx, kv_idx, caps", _forward(traced)),
             _function(
-                "score_grad", "dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps", _backward(traced, traced.joint)
+                "score_grad",
+                "dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps",
+                _backward(traced, traced.joint),
             ),
         ]
     else:
@@ -141,6 +132,7 @@ def _accumulate(block: Block, place: int, grad: Value) -> None:
         everywhere = not any(index.at.axes for index in entry.indices)
         name = "accumulate_sum" if everywhere else "accumulate"
         check = " & ".join(dict.fromkeys(valid)) or "tl.full((), True, tl.int1)"
+        check = block.name(check, "in_range") if " & " in check else check
         block.lines.append(f"{name}({pointer}, {as_rep(entry.value, entry.value.rep)}, {check}, keep)")
 
 
@@ -195,6 +187,7 @@ class Writer:
         tensor = self.traced.tensors[place]
         shape = tuple(Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(tensor.shape))
         self.block.lines.append(f"t{place}, t{place}_sizes, t{place}_strides = caps[{place}]")
+
         def load(indices: Indices) -> Scalar:
             terms = [f"t{place}"]
             for i, index in enumerate(indices):
@@ -204,8 +197,11 @@ class Writer:
             valid = self.block.name(valid, "in_range") if " & " in valid else valid.strip("()")
             masked = f", mask={valid}, other=0" if valid else ""
             text = f"tl.load({' + '.join(terms)}{masked})"
-            text = f"{text} != 0" if tensor.dtype is torch.bool else text
-            axes = frozenset[str]().union(*(index.at.axes for index in indices)) if indices else frozenset[str]()
+            axes = (
+                frozenset[str]().union(*(index.at.axes for index in indices)) if indices else frozenset[str]()
+            )
+            if tensor.dtype is torch.bool:
+                text = f"{text} != 0" if axes else f"flag({text} != 0)"
             name = self.block.name(text, f"t{place}_value")
             return Scalar(name, tensor.dtype, TRITON_NAME[tensor.dtype], whole(tensor.dtype), None, axes)
 
@@ -225,6 +221,8 @@ class Writer:
             return self.values[argument]
         if isinstance(argument, bool | int | float):
             return weak(argument)
+        if isinstance(argument, list | tuple):
+            return [self.values[a] if isinstance(a, fx.Node) else a for a in argument]
         return argument
 
     def _operation(self, node: fx.Node) -> Value | None:
@@ -233,8 +231,10 @@ class Writer:
         result = node.meta.get("val")
         assert isinstance(result, Tensor), "an operation that gives several results"
         inputs = [self._value(a) for a in args]
-        if any(isinstance(i, Sparse) for i in inputs) or name in ("zeros_and_scatter", "select_backward") or (
-            name in ("slice_backward", "index_put", "sum")
+        if (
+            any(isinstance(i, Sparse) for i in inputs)
+            or name in ("zeros_and_scatter", "select_backward")
+            or (name in ("slice_backward", "index_put", "sum"))
         ):
             return gradient.operation(self, node, name, inputs)
         if name in _SAME:
@@ -243,9 +243,9 @@ class Writer:
             return self._filled(node, name, result)
         if name == "arange":
             return self._arange(node, result)
-        view = _VIEWS.get(name)
+        view = VIEWS.get(name)
         if view is not None:
-            return view(self, node, inputs, result)
+            return view(self.block, node, inputs, result)
         return self.pointwise(node, name, inputs, result)
 
     def _filled(self, node: fx.Node, name: str, result: Tensor) -> Scalar | Lazy:
@@ -267,7 +267,9 @@ class Writer:
             at_ = indices[0].at._replace(dtype=torch.int64)
             at_ = Scalar(as_rep(at_, "int64"), torch.int64, "int64", Interval(0, 2**62), at_.const, at_.axes)
             moved = BINARY["mul"](self.block, torch.int64, at_, weak(step))
-            return self.block.convert(BINARY["add"](self.block, torch.int64, moved, weak(start)), result.dtype)
+            return self.block.convert(
+                BINARY["add"](self.block, torch.int64, moved, weak(start)), result.dtype
+            )
 
         return Lazy((fixed(result.shape[0]),), result.dtype, place)
 
@@ -289,6 +291,8 @@ class Writer:
             return (lambda a, b: COMPARE[name](block, common, a, b)), inputs
         if name == "where":
             return (lambda c, a, b: where(block, dtype, c, a, b)), inputs
+        if name == "masked_fill":
+            return (lambda a, m, v: where(block, dtype, m, v, a)), inputs
         if name in ("_to_copy", "to", "convert_element_type"):
             return (lambda a: block.convert(a, dtype)), inputs[:1]
         if name == "clamp":
@@ -312,7 +316,7 @@ class Writer:
         return rule
 
     def _clamp(self, dtype: torch.dtype, inputs: list[Any]) -> tuple[Callable[..., Scalar], list[Any]]:
-        low, high = (inputs + [None, None])[1:3]
+        low, high = [*inputs, None, None][1:3]
 
         def rule(a: Scalar, *limits: Scalar) -> Scalar:
             rest = list(limits)
@@ -332,114 +336,8 @@ def _known(name: str, inputs: list[Any]) -> Any:
     return inputs[0]
 
 
-def op_name(node: fx.Node) -> str:
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", str(node.target))
-    return name if name.startswith("__") else name.removesuffix("_")
-
-
 def _example(argument: Any) -> Any:
     """What torch.result_type needs to see of an operand."""
     if isinstance(argument, fx.Node):
         return argument.meta["number"] if "number" in argument.meta else argument.meta["val"]
     return argument
-
-
-# -- views -----------------------------------------------------------------------------------------------
-
-
-def _index(writer: Writer, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    source = inputs[0]
-    assert isinstance(source, Lazy) and isinstance(node.args[1], list | tuple)
-    return gather(writer.block, source, [None if i is None else writer.values[i] for i in node.args[1]])  # type: ignore
-
-
-def _select(writer: Writer, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    source, dim, index = inputs[0], int(node.args[1]) % len(inputs[0].shape), node.args[2]  # type: ignore
-    place = wrap(writer.block, source.shape[dim], weak(index))  # type: ignore[arg-type]
-    shape = source.shape[:dim] + source.shape[dim + 1 :]
-    return remap(source, shape, lambda r: r[:dim] + (place,) + r[dim:])
-
-
-def _slice(writer: Writer, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    source = inputs[0]
-    dim, start, _, step = slice_bounds(node, sizes(source.shape))
-    if result.shape[dim] == source.shape[dim].size:
-        return source
-    shape = source.shape[:dim] + (fixed(result.shape[dim]),) + source.shape[dim + 1 :]
-    return remap(source, shape, lambda r: r[:dim] + (shifted(writer.block, r[dim], start, step),) + r[dim + 1 :])
-
-
-def slice_bounds(node: fx.Node, shape: Sequence[int], first: int = 1) -> tuple[int, int, int, int]:
-    """(dim, start, end, step) of a slice or slice_backward node, starts and dims made non-negative."""
-    dim, start, end, step = (*node.args[first:], *(0, None, None, 1)[len(node.args) - first :])
-    dim = int(dim) % len(shape)  # type: ignore[arg-type]
-    begin, stop, stride = slice(start, end, step).indices(shape[dim])
-    return dim, begin, stop, stride
-
-
-def _permute(writer: Writer, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    source = inputs[0]
-    order = permutation(node, len(source.shape))
-    inverse = [order.index(i) for i in range(len(order))]
-    return remap(source, tuple(source.shape[i] for i in order), lambda r: tuple(r[i] for i in inverse))
-
-
-def permutation(node: fx.Node, rank: int) -> list[int]:
-    """The order of the source's dimensions in the result of permute, transpose or t."""
-    if op_name(node) == "permute":
-        return [int(d) % rank for d in node.args[1]]  # type: ignore
-    order = list(range(rank))
-    i, j = (int(d) % rank for d in (node.args[1:] or (0, -1)))  # type: ignore[arg-type]
-    order[i], order[j] = order[j], order[i]
-    return order
-
-
-def _expand(writer: Writer, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    source, rank = inputs[0], result.ndim
-    shape = broadcast(list(result.shape), [source])
-    return Lazy(shape, result.dtype, lambda r: at(source, r, rank), getattr(source, "fill", None)) if rank else source
-
-
-def _view(writer: Writer, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    source = inputs[0]
-    if isinstance(source, Scalar):
-        return source if not result.ndim else Lazy(tuple(map(fixed, result.shape)), source.dtype, lambda _: source)
-    old, new = sizes(source.shape), list(result.shape)
-    kept = iter(dim for dim in source.shape if dim.size != 1)
-    plain = [s for s in old if s != 1] == [s for s in new if s != 1]
-    shape = tuple(fixed(s) if s == 1 or not plain else next(kept) for s in new)
-    return remap(source, shape, lambda r: reshape(writer.block, r, new, old))
-
-
-def _flip(writer: Writer, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    source = inputs[0]
-    dims = {int(d) % result.ndim for d in node.args[1]}  # type: ignore
-
-    def turned(i: int, index: Index) -> Index:
-        text = writer.block.name(f"{source.shape[i].text} - 1 - {as_rep(index.at, 'int64')}", "flipped")
-        return Index(Scalar(text, torch.int64, "int64", Interval(0, 2**62), None, index.at.axes), index.valid)
-
-    return remap(source, source.shape, lambda r: tuple(turned(i, x) if i in dims else x for i, x in enumerate(r)))
-
-
-def _embedding(writer: Writer, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    return gather(writer.block, inputs[0], [inputs[1]])
-
-
-_VIEWS: dict[str, Callable[..., Value]] = {
-    "index": _index,
-    "_unsafe_index": _index,
-    "embedding": _embedding,
-    "select": _select,
-    "slice": _slice,
-    "permute": _permute,
-    "transpose": _permute,
-    "t": _permute,
-    "expand": _expand,
-    "view": _view,
-    "_unsafe_view": _view,
-    "reshape": _view,
-    "unsqueeze": _view,
-    "squeeze": _view,
-    "flip": _flip,
-}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 _HAND_WRITTEN = (
-    "Rewrite it with plain tensor operations, or hand over a @triton.jit function "
-    "(tritoncp.mods.Mod.from_triton shows the signature)."
+    "Rewrite it with plain tensor operations, or hand over a @triton.jit function: see Mod.from_triton."
 )
 
 
@@ -13,10 +12,9 @@ class Untranslatable(Exception):
 
     The message names the operation, the line of the user's file it stands on, and what to do.
 
-    >>> print(Untranslatable("Tensor.item()", "mymodel.py:12", "the value is not known before the kernel runs"))
-    Tensor.item() at mymodel.py:12 cannot be translated to Triton: the value is not known before the kernel runs.
-    Rewrite it with plain tensor operations, or hand over a @triton.jit function \
-(tritoncp.mods.Mod.from_triton shows the signature).
+    >>> print(Untranslatable("Tensor.item()", "model.py:12", "it differs at every element"))
+    Tensor.item() at model.py:12 cannot be translated to Triton: it differs at every element.
+    Rewrite it with plain tensor operations, or hand over a @triton.jit function: see Mod.from_triton.
     """
 
     def __init__(self, operation: str, where: str, why: str, remedy: str = _HAND_WRITTEN) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from .ops import BINARY, UNARY, where
+from .shapes import permutation
 from .values import Dim, Entry, Scalar, Sparse, Value, fixed, weak
 from .views import ZERO, as_sparse, at, broadcast, collapse, reshape, scatter, shifted, sizes, wrap
 
@@ -40,7 +41,7 @@ def _mapped(value: Sparse, shape: tuple[Dim, ...], move: Callable[[Any], Any]) -
 
 
 def _zeros_and_scatter(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    indices = [writer.values[i] for i in node.args[1]]  # type: ignore
+    indices = inputs[1]
     return _scattered(writer, node, indices, inputs[2])
 
 
@@ -48,7 +49,7 @@ def _index_put(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
     base = as_sparse(inputs[0])
     if base.entries:
         raise NotImplementedError("an edit of a tensor that is not zero")
-    indices = [None if i is None else writer.values[i] for i in node.args[1]]  # type: ignore
+    indices = inputs[1]
     return _scattered(writer, node, indices, inputs[2])
 
 
@@ -60,20 +61,23 @@ def _scattered(writer: Writer, node: fx.Node, indices: Sequence[Any], values: An
 
 
 def _sizes_of(writer: Writer, shape: Sequence[int]) -> tuple[Dim, ...]:
-    """The dimensions of a gradient, read from a captured tensor that ends in the same ones, if any."""
+    """The dimensions of a gradient, read from captured tensors where those have the same: any text will do
+    that has the traced size at run time, and one that follows the captures serves other sizes too."""
+    known: dict[int, Dim] = {}
     for place in writer.traced.wants:
         own = writer.traced.tensors[place].shape
+        dims = [Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(own)]
         if shape and list(own[-len(shape) :]) == list(shape):
-            first = len(own) - len(shape)
-            return tuple(Dim(size, f"t{place}_sizes[{first + i}]") for i, size in enumerate(shape))
-    return tuple(fixed(size) for size in shape)
+            return tuple(dims[-len(shape) :])
+        known = {dim.size: dim for dim in dims} | known
+    return tuple(known.get(size, fixed(size)) for size in shape)
 
 
 def _select_backward(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
     shape = _sizes_of(writer, node.meta["val"].shape)
     dim, index = int(node.args[2]) % len(shape), node.args[3]  # type: ignore
     place = wrap(writer.block, shape[dim], weak(index))  # type: ignore[arg-type]
-    return _mapped(as_sparse(inputs[0]), shape, lambda i: i[:dim] + (place,) + i[dim:])
+    return _mapped(as_sparse(inputs[0]), shape, lambda i: (*i[:dim], place, *i[dim:]))
 
 
 def _slice_backward(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
@@ -83,7 +87,7 @@ def _slice_backward(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
     begin = slice(start, end, step).indices(shape[dim].size)[0]
 
     def move(i: Any) -> Any:
-        return i[:dim] + (shifted(writer.block, i[dim], begin, int(step)),) + i[dim + 1 :]  # type: ignore[arg-type]
+        return (*i[:dim], shifted(writer.block, i[dim], begin, int(step)), *i[dim + 1 :])  # type: ignore[arg-type]
 
     return _mapped(as_sparse(inputs[0]), shape, move)
 
@@ -99,7 +103,9 @@ def _add(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
 
 
 def _sub(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    b = _each(writer, node, as_sparse(inputs[1]), lambda value, _: UNARY["neg"](writer.block, value.dtype, value))
+    b = _each(
+        writer, node, as_sparse(inputs[1]), lambda value, _: UNARY["neg"](writer.block, value.dtype, value)
+    )
     return _add(writer, node, [inputs[0], b])
 
 
@@ -149,6 +155,11 @@ def _where(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
     return _each(writer, node, value, chosen)
 
 
+def _masked_fill(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+    value, condition, filler = inputs
+    return _where(writer, node, [condition, filler, value])
+
+
 def _fill(value: Any) -> Any:
     return value.const if isinstance(value, Scalar) else value.fill
 
@@ -176,7 +187,9 @@ def _sum(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
     dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
     summed = {int(d) % rank for d in dims}  # type: ignore
     keep = bool(node.args[2]) if len(node.args) > 2 else False
-    shape = tuple(fixed(1) if i in summed else d for i, d in enumerate(value.shape) if keep or i not in summed)
+    shape = tuple(
+        fixed(1) if i in summed else d for i, d in enumerate(value.shape) if keep or i not in summed
+    )
 
     def move(indices: Any) -> Any:
         return (ZERO if i in summed else x for i, x in enumerate(indices) if keep or i not in summed)
@@ -191,8 +204,6 @@ def _view(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
 
 
 def _permute(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    from .emit import permutation
-
     value = inputs[0]
     order = permutation(node, len(value.shape))
     return _mapped(value, tuple(value.shape[i] for i in order), lambda i: (i[d] for d in order))
@@ -217,6 +228,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "mul": _factor("mul"),
     "div": _factor("div"),
     "where": _where,
+    "masked_fill": _masked_fill,
     "neg": _neg,
     "_to_copy": _to_copy,
     "convert_element_type": _to_copy,

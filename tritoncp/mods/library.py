@@ -5,10 +5,18 @@ of integers by zero) any value may come back, because kernels also evaluate mask
 No libdevice, which does not run interpreted.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def flag(condition):
+    """A comparison of scalars as a clean int1: interpreted, it would meet a tile in its operands' type."""
+    return tl.where(condition, tl.full((), True, tl.int1), tl.full((), False, tl.int1))
 
 
 @triton.jit
@@ -96,7 +104,9 @@ def tanh(x):
     z = x * x
     if x.dtype == tl.float64:
         top = (-9.64399179425052238628e-1 * z - 9.92877231001918586564e1) * z - 1.61468768441708447952e3
-        bottom = ((z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3) * z + 4.84406305325125486048e3
+        bottom = (
+            (z + 1.12811678491632931402e2) * z + 2.23548839060100448583e3
+        ) * z + 4.84406305325125486048e3
         near = x + x * z * (top / bottom)
     else:
         p = (-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2
@@ -131,8 +141,7 @@ def expm1(x):
 @triton.jit
 def float_pow(x, y):
     """x ** y of floats, in double precision inside: signs, zeros and ones as C's pow."""
-    base = x.to(tl.float64)
-    power = y.to(tl.float64)
+    base, power = tl.broadcast(x.to(tl.float64), y.to(tl.float64))
     a = tl.abs(base)
     size = tl.exp2(power * tl.log2(a))
     whole = tl.floor(power) == power

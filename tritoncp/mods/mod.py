@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -18,7 +18,7 @@ from .captures import Fingerprint
 from .emit import emit
 from .trace import Traced, trace
 
-JITFunction = KernelInterface[Any]
+JITFunction: TypeAlias = Any  # what @triton.jit makes: another class where kernels run interpreted
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,19 @@ class Mod:
     wants: tuple[int, ...]
     graph: fx.GraphModule | None
 
-    def caps(self, tensors: Sequence[Tensor] | None = None, device: torch.device | None = None) -> tuple[Any, ...]:
+    def caps(
+        self, tensors: Sequence[Tensor] | None = None, device: torch.device | None = None
+    ) -> tuple[Any, ...]:
         """The `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then the numbers.
 
-        `tensors` stand in for the captured ones (the copies an autograd function saved). 0-d CPU tensors, which
+        `tensors` stand in for the captured ones (those an autograd function saved). 0-d CPU tensors, which
         torch lets meet tensors of any device, are copied to `device`.
         """
         given = self.tensors if tensors is None else tuple(tensors)
         if len(given) != len(self.tensors):
-            raise ValueError(f"this mod captures {len(self.tensors)} tensors; {len(given)} were given to caps()")
+            raise ValueError(
+                f"this mod captures {len(self.tensors)} tensors; {len(given)} were given to caps()"
+            )
         return (*(_argument(_placed(t, device)) for t in given), *self.numbers)
 
     def dcaps(self, grads: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -85,7 +89,9 @@ class Mod:
         if tuple(captures)[: len(tensors)] != tensors and any(
             isinstance(c, Tensor) for c in tuple(captures)[len(tensors) :]
         ):
-            raise ValueError("captures are tensors first, then numbers; reorder them, and caps[i] in the function")
+            raise ValueError(
+                "captures are tensors first, then numbers; reorder them, and caps[i] in the function"
+            )
         _check_signature(fn, grad)
         source = "\n\n".join(_source(f) for f in (fn, grad) if f is not None)
         asked = tuple(i for i, t in enumerate(tensors) if t.requires_grad) if wants is None else tuple(wants)
@@ -113,10 +119,13 @@ def _check_signature(fn: JITFunction, grad: JITFunction | None) -> None:
     count = len(fn.arg_names)
     if count not in _ARGUMENTS:
         raise ValueError(
-            f"a @triton.jit mod takes ({_ARGUMENTS[5]}) or ({_ARGUMENTS[6]}); this one takes ({', '.join(fn.arg_names)})"
+            f"a @triton.jit mod takes ({_ARGUMENTS[5]}) or ({_ARGUMENTS[6]}); "
+            f"this one takes ({', '.join(fn.arg_names)})"
         )
     if grad is not None and (count != 6 or len(grad.arg_names) != 9):
-        raise ValueError(f"the gradient of a score_mod takes ({_GRAD_ARGUMENTS}); got ({', '.join(grad.arg_names)})")
+        raise ValueError(
+            f"the gradient of a score_mod takes ({_GRAD_ARGUMENTS}); got ({', '.join(grad.arg_names)})"
+        )
 
 
 def _source(fn: JITFunction) -> str:
@@ -197,7 +206,14 @@ def _build(traced: Traced) -> Mod:
     fn = module.score_mod if traced.is_score else module.mask_mod
     grad = module.score_grad if traced.is_score else None
     return Mod(
-        cache.digest_of(source), source, fn, grad, traced.tensors, traced.numbers, traced.wants, traced.forward
+        cache.digest_of(source),
+        source,
+        fn,
+        grad,
+        traced.tensors,
+        traced.numbers,
+        traced.wants,
+        traced.forward,
     )
 
 
@@ -205,5 +221,3 @@ def _places(tensors: Sequence[Tensor], among: Sequence[Tensor]) -> tuple[int, ..
     """Where each tensor is in the fingerprint's list; None if one is not there (made inside the function)."""
     places = [next((i for i, t in enumerate(among) if t is tensor), None) for tensor in tensors]
     return None if None in places else tuple(p for p in places if p is not None)
-
-

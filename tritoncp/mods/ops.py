@@ -17,7 +17,9 @@ from .values import TRITON_NAME, Block, Scalar, as_rep, constant, opmath, spell
 Rule = Callable[..., Scalar]
 
 
-def _ints(block: Block, dtype: torch.dtype, exact: Interval | None, *operands: Scalar) -> tuple[str, Interval]:
+def _ints(
+    block: Block, dtype: torch.dtype, exact: Interval | None, *operands: Scalar
+) -> tuple[str, Interval]:
     """The Triton type in which an integer operation is exact, and the interval of its result."""
     interval = wrapped(exact, dtype) if exact is not None else whole(dtype)
     assert interval is not None
@@ -52,7 +54,9 @@ def _binary(symbol: str, hint: str, interval: Callable[[Interval, Interval], Int
             rep = opmath(dtype)
             return block.rounded(f"{_operand(a, rep, b)} {symbol} {_operand(b, rep, a)}", hint, dtype, a, b)
         rep, result = _ints(block, dtype, interval(a.range, b.range), a, b)  # type: ignore[arg-type]
-        return block.scalar(f"{_operand(a, rep, b)} {symbol} {_operand(b, rep, a)}", hint, dtype, rep, result, a, b)
+        return block.scalar(
+            f"{_operand(a, rep, b)} {symbol} {_operand(b, rep, a)}", hint, dtype, rep, result, a, b
+        )
 
     return rule
 
@@ -61,7 +65,11 @@ def _either(bool_symbol: str, hint: str, numeric: Rule) -> Rule:
     """bool + bool is "or", bool * bool is "and"; other dtypes are arithmetic."""
 
     def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
-        return _bitwise(bool_symbol, hint)(block, dtype, a, b) if dtype is torch.bool else numeric(block, dtype, a, b)
+        return (
+            _bitwise(bool_symbol, hint)(block, dtype, a, b)
+            if dtype is torch.bool
+            else numeric(block, dtype, a, b)
+        )
 
     return rule
 
@@ -77,11 +85,17 @@ def _bitwise(symbol: str, hint: str) -> Rule:
 
 
 def _logical(symbol: str, hint: str) -> Rule:
-    return lambda block, dtype, a, b: _bitwise(symbol, hint)(block, torch.bool, truth(block, a), truth(block, b))
+    return lambda block, dtype, a, b: _bitwise(symbol, hint)(
+        block, torch.bool, truth(block, a), truth(block, b)
+    )
 
 
 def truth(block: Block, value: Scalar) -> Scalar:
-    return constant(bool(value.const), torch.bool) if value.const is not None else block.convert(value, torch.bool)
+    return (
+        constant(bool(value.const), torch.bool)
+        if value.const is not None
+        else block.convert(value, torch.bool)
+    )
 
 
 def _compare(symbol: str, hint: str) -> Rule:
@@ -91,8 +105,7 @@ def _compare(symbol: str, hint: str) -> Rule:
         if not dtype.is_floating_point:
             both = a.range is not None and b.range is not None and a.range.fits(32) and b.range.fits(32)
             rep = "int32" if both else "int64"
-        expression = f"{_operand(a, rep, b)} {symbol} {_operand(b, rep, a)}"
-        return block.scalar(expression, hint, torch.bool, "int1", whole(torch.bool), a, b)
+        return block.test(f"{_operand(a, rep, b)} {symbol} {_operand(b, rep, a)}", hint, a, b)
 
     return rule
 
@@ -107,9 +120,13 @@ def _divide(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
 
 
 def _helper(
-    int_name: str, float_name: str, hint: str, interval: Callable[[Interval, Interval], Interval], plain: str = ""
+    int_name: str,
+    float_name: str,
+    hint: str,
+    interval: Callable[[Interval, Interval], Interval],
+    plain: str = "",
 ) -> Rule:
-    """Division and remainder through the library; `plain`: the operator that does where nothing is negative."""
+    """Division and remainder through the library; `plain`: what does where nothing is negative."""
 
     def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
         a, b = _convert_all(block, dtype, (a, b))
@@ -137,7 +154,9 @@ def _extreme(name: str, interval: Callable[[Interval, Interval], Interval]) -> R
             operands = f"{as_rep(a, rep)}, {as_rep(b, rep)}, propagate_nan=tl.PropagateNan.ALL"
             return block.rounded(f"tl.{name}({operands})", name[:3], dtype, a, b)
         rep, result = _ints(block, dtype, interval(a.range, b.range), a, b)  # type: ignore[arg-type]
-        return block.scalar(f"tl.{name}({as_rep(a, rep)}, {as_rep(b, rep)})", name[:3], dtype, rep, result, a, b)
+        return block.scalar(
+            f"tl.{name}({as_rep(a, rep)}, {as_rep(b, rep)})", name[:3], dtype, rep, result, a, b
+        )
 
     return rule
 
@@ -149,11 +168,13 @@ def _power(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
             return _repeated(block, dtype, block.convert(a, dtype), exponent)
         a, b = _convert_all(block, dtype, (a, b))
         rep = opmath(dtype)
-        return block.scalar(f"int_pow({as_rep(a, rep)}, {as_rep(b, rep)})", "power", dtype, rep, whole(dtype), a, b)
+        return block.scalar(
+            f"int_pow({as_rep(a, rep)}, {as_rep(b, rep)})", "power", dtype, rep, whole(dtype), a, b
+        )
     a, b = _convert_all(block, dtype, (a, b))
     rep = opmath(dtype)
     if exponent in (0, 1, 2, 3, 4):
-        return _repeated(block, dtype, a, int(exponent))  # type: ignore[arg-type]
+        return _repeated(block, dtype, a, int(exponent))
     if exponent == 0.5:
         return UNARY["sqrt"](block, dtype, a)
     if exponent == -1:
@@ -292,8 +313,7 @@ def _test(template: str, hint: str, of_integers: bool) -> Rule:
     def rule(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
         if not a.dtype.is_floating_point:
             return constant(of_integers, torch.bool)
-        expression = template.format(as_rep(a, opmath(a.dtype)))
-        return block.scalar(expression, hint, torch.bool, "int1", whole(torch.bool), a)
+        return block.test(template.format(as_rep(a, opmath(a.dtype))), hint, a)
 
     return rule
 
@@ -347,4 +367,3 @@ def where(block: Block, dtype: torch.dtype, condition: Scalar, a: Scalar, b: Sca
         rep = "int32" if dtype is torch.int64 and interval.fits(32) else rep
     expression = f"tl.where({as_rep(condition, 'int1')}, {as_rep(a, rep)}, {as_rep(b, rep)})"
     return block.scalar(expression, "chosen", dtype, rep, interval, condition, a, b)
-

@@ -18,14 +18,19 @@ import torch
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .captures import Fingerprint, captured_numbers, describe, rebuild
+from .captures import Fingerprint, captured_numbers, describe
 from .errors import Untranslatable
+from .numbering import Path, number_places
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
@@ -36,24 +41,21 @@ CAPTURED_DTYPES = (
 
 _DECOMPOSED = (
     aten.silu, aten.silu_backward, aten.gelu, aten.gelu_backward, aten.softplus, aten.softplus_backward,
-    aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.hardtanh, aten.hardtanh_backward,
-    aten.hardsigmoid, aten.hardswish, aten.relu6, aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.addcmul,
-    aten.addcdiv, aten.lerp, aten.logit, aten.tanh_backward, aten.sigmoid_backward, aten.threshold,
-    aten.threshold_backward, aten.masked_fill, aten.masked_fill_, aten.sgn, aten.frac, aten.xlogy, aten.mish,
-    aten.logaddexp, aten.clamp_min, aten.clamp_max, aten.deg2rad, aten.heaviside, aten.mvlgamma, aten.sinc,
+    aten.leaky_relu, aten.leaky_relu_backward, aten.elu, aten.elu_backward, aten.hardtanh, aten.relu6,
+    aten.hardtanh_backward, aten.hardsigmoid, aten.hardswish, aten.mish, aten.log_sigmoid_forward,
+    aten.log_sigmoid_backward, aten.addcmul, aten.addcdiv, aten.lerp, aten.logit, aten.tanh_backward,
+    aten.sigmoid_backward, aten.threshold, aten.threshold_backward, aten.frac, aten.xlogy, aten.logaddexp,
+    aten.deg2rad, aten.heaviside, aten.sinc,
 )  # fmt: skip
-
-# Where a Python number may stand as a runtime argument: the operands of these, never shapes, dims or exponents.
-_TAKES_NUMBERS = frozenset(
-    "add sub rsub mul div floor_divide remainder fmod eq ne lt le gt ge maximum minimum clamp where "
-    "bitwise_and bitwise_or bitwise_xor scalar_tensor full".split()
-)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """forward(score?, b, h, q_idx, kv_idx, *tensors, *numbers) -> out;
-    joint(dscore, score, b, h, q_idx, kv_idx, *tensors, *numbers) -> (dscore_in, *gradients of tensors[wants])."""
+    """What a mod does, as graphs, and what it captures.
+
+    forward(score?, b, h, q_idx, kv_idx, *tensors, *numbers) -> out
+    joint(dscore, score, b, h, q_idx, kv_idx, *tensors, *numbers) -> (dscore_in, *gradients of the wanted)
+    """
 
     name: str
     is_score: bool
@@ -65,12 +67,14 @@ class Traced:
     wants: tuple[int, ...]
 
 
-def trace(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, found: Fingerprint | None = None) -> Traced:
+def trace(
+    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, found: Fingerprint | None = None
+) -> Traced:
     """Trace `fn` once more than needed to learn which constants are captured numbers."""
     device = _device((found or Fingerprint(fn)).tensors)
     values = captured_numbers(fn)
     first = _run(fn, is_score, dtype, device)
-    places = _number_places(first, fn, values, lambda other: _run(other, is_score, dtype, device))
+    places = number_places(first.graph, fn, values, lambda other: _run(other, is_score, dtype, device).graph)
     return _finish(first, describe(fn), is_score, dtype, values, places)
 
 
@@ -112,7 +116,7 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
 
     tracer = make_fx(
         joint if is_score else mask,
-        decomposition_table=get_decompositions(_DECOMPOSED),
+        decomposition_table=get_decompositions(_DECOMPOSED),  # type: ignore[arg-type]
         tracing_mode="fake",
         _allow_non_fake_inputs=True,
         record_stack_traces=True,
@@ -122,16 +126,24 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
             graph = tracer(*scores, *indices) if is_score else tracer(*indices)
     except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
         where = _line(traceback.extract_tb(error.__traceback__), describe(fn))
-        raise Untranslatable(_operation(error), where, "its result depends on data known only in the kernel") from error
-    return _Raw(_inline_constants(graph), tuple(wanted))
+        raise Untranslatable(
+            _operation(error), where, "its result depends on data known only in the kernel"
+        ) from error
+    return _Raw(_normalise(graph, describe(fn)), tuple(wanted))
 
 
 def _as_tensor(out: Any, fn: Callable[..., Any], like: Tensor) -> Tensor:
     if isinstance(out, bool | int | float):
-        out = torch.scalar_tensor(out, dtype=torch.bool if isinstance(out, bool) else None, device=like.device)
+        out = torch.scalar_tensor(
+            out, dtype=torch.bool if isinstance(out, bool) else None, device=like.device
+        )
     if not isinstance(out, Tensor) or out.ndim:
-        what = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-        raise Untranslatable("return", describe(fn), f"it gives {what} where one value per (q, kv) pair is needed")
+        what = (
+            f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+        )
+        raise Untranslatable(
+            "return", describe(fn), f"it gives {what} where one value per (q, kv) pair is needed"
+        )
     return out
 
 
@@ -156,9 +168,8 @@ class _Watch(TorchDispatchMode):
             for tensor in tensors:
                 self._note(tensor, func)
         out = func(*args, **kwargs)
-        if func is not aten.lift_fresh.default and any(r.alias_info for r in func._schema.returns):
-            if not func._schema.is_mutable:
-                self._aliased += [*tensors, *(t for t in tree_leaves(out) if isinstance(t, Tensor))]
+        if _is_view(func):
+            self._aliased += [*tensors, *(t for t in tree_leaves(out) if isinstance(t, Tensor))]
         return out
 
     def _refuse(self, func: Any, args: Any) -> None:
@@ -175,7 +186,9 @@ class _Watch(TorchDispatchMode):
         if getattr(func, "_schema", None) is not None and func._schema.is_mutable and args:
             target = args[0]
             if not isinstance(target, FakeTensor) or target.ndim or any(t is target for t in self._aliased):
-                raise Untranslatable(str(func), _user_line(), "an edit in place of a captured tensor or a view")
+                raise Untranslatable(
+                    str(func), _user_line(), "an edit in place of a captured tensor or a view"
+                )
 
     def _note(self, tensor: Tensor, func: Any) -> None:
         if isinstance(tensor, FakeTensor) or any(t is tensor for t in self.captured):
@@ -183,8 +196,17 @@ class _Watch(TorchDispatchMode):
         strange = tensor.is_nested or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor)
         if strange or tensor.dtype not in CAPTURED_DTYPES:
             what = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout})"
-            raise Untranslatable(str(func), _user_line(), f"it reads a captured {what}; plain dense tensors are needed")
+            raise Untranslatable(
+                str(func), _user_line(), f"it reads a captured {what}; plain dense tensors are needed"
+            )
         self.captured.append(tensor)
+
+
+def _is_view(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.is_mutable or func is aten.lift_fresh.default:
+        return False
+    return any(result.alias_info for result in schema.returns)
 
 
 def _dynamic(func: Any, args: Any) -> bool:
@@ -193,7 +215,13 @@ def _dynamic(func: Any, args: Any) -> bool:
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
 
 
-_OUTSIDE = (torch.__file__.rsplit("/", 1)[0], __file__.rsplit("/", 1)[0], "<string>", "<eval_with_key>", "<frozen")
+_OUTSIDE = (
+    torch.__file__.rsplit("/", 1)[0],
+    __file__.rsplit("/", 1)[0],
+    "<string>",
+    "<eval_with_key>",
+    "<frozen",
+)
 
 
 def _is_users(filename: str) -> bool:
@@ -229,121 +257,51 @@ def node_line(node: fx.Node, otherwise: str) -> str:
 # -- constants -------------------------------------------------------------------------------------------
 
 
-def _inline_constants(graph: fx.GraphModule) -> fx.GraphModule:
-    """Turn `torch.tensor(3)`, made inside the function, into a scalar_tensor node; drop dead nodes."""
+def _normalise(graph: fx.GraphModule, name: str) -> fx.GraphModule:
+    """`torch.tensor(3)`, made inside the function, becomes a scalar_tensor; edits in place become pure."""
     for node in list(graph.graph.nodes):
-        source = node.args[0] if node.target is aten.lift_fresh_copy.default else None
-        if isinstance(source, fx.Node) and source.op == "get_attr":
-            value = getattr(graph, str(source.target))
+        if node.target is aten.lift_fresh_copy.default and node.args[0].op == "get_attr":
+            value = getattr(graph, str(node.args[0].target))
             if value.ndim == 0:
                 node.target, node.args = aten.scalar_tensor.default, (value.item(),)
                 node.kwargs = {"dtype": value.dtype, "device": value.device}
-    graph.graph.eliminate_dead_code()
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            node.target = _pure(node, name)
+    _drop_dead(graph.graph)
     return graph
 
 
-Path = tuple[int, int | str]  # (node, argument position or keyword)
+def _pure(node: fx.Node, name: str) -> Any:
+    """add_ -> add: tracing has already turned later uses of the edited tensor into uses of the result."""
+    target = node.target
+    plain = target.overloadpacket.__name__.removesuffix("_")  # type: ignore[union-attr]
+    given = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+    operands: list[Any] = [o for o in given if isinstance(o, Tensor | bool | int | float)]
+    pure = getattr(getattr(aten, plain, None), target._overloadname, None)  # type: ignore[union-attr]
+    same = all(not isinstance(o, Tensor) or o.dtype in (node.meta["val"].dtype, torch.bool) for o in operands)
+    if pure is None or not (same or torch.result_type(*operands[:2]) == node.meta["val"].dtype):
+        raise Untranslatable(str(target), node_line(node, name), "an edit in place that changes the type")
+    return pure
 
 
-def _number_places(first: _Raw, fn: Any, values: list[int | float], run: Callable[[Any], _Raw]) -> dict[Path, int]:
-    """Which constants of the graph are captured numbers: {place: which number}.
-
-    The function is traced again with its numbers changed. Where the graph keeps its structure, a constant
-    that was the number and became the changed number is the number.
-    """
-    groups = [list(range(len(values)))] if values else []
-    if len(values) > 1:
-        groups += [[i] for i in range(min(len(values), 8))]
-    for group in groups:
-        changed = [_perturb(v, i) if i in group else v for i, v in enumerate(values)]
-        changes = iter(changed)
-        places = None
-        try:
-            second = run(rebuild(fn, lambda _: next(changes)))
-        except Exception:  # the changed number broke the user's function: it is no free parameter
-            second = None
-        if second is not None:
-            places = _differences(first.graph, second.graph, values, changed)
-        if places is not None:
-            return places
-    return {}
-
-
-def _perturb(number: int | float, i: int) -> int | float:
-    return number + 7 + 2 * i if isinstance(number, int) else number * 1.25 + 0.0625 * (i + 1)
-
-
-def _differences(
-    one: fx.GraphModule, two: fx.GraphModule, values: list[int | float], changed: list[int | float]
-) -> dict[Path, int] | None:
-    nodes, others = list(one.graph.nodes), list(two.graph.nodes)
-    order, other_order = ({node: i for i, node in enumerate(ns)} for ns in (nodes, others))
-    if len(nodes) != len(others):
-        return None
-    places: dict[Path, int] = {}
-    for i, (a, b) in enumerate(zip(nodes, others, strict=True)):
-        if a.op != b.op or (a.op == "call_function" and a.target is not b.target) or not _same_value(a, b):
-            return None
-        if a.op == "get_attr" and getattr(one, a.target) is not getattr(two, b.target):
-            return None
-        for key, x, y in _arguments(a, b):
-            x, y = _numbered(x, order), _numbered(y, other_order)
-            if type(x) is type(y) and repr(x) == repr(y):
-                continue
-            which = _which(x, y, values, changed)
-            if which is None and isinstance(x, int | float) and isinstance(y, int | float):
-                continue  # derived from a number: stays a constant of the graph
-            if which is None:
-                return None
-            if _takes_number(a, key, values[which]):
-                places[i, key] = which
-    return places
-
-
-def _arguments(a: fx.Node, b: fx.Node) -> list[tuple[int | str, Any, Any]]:
-    if len(a.args) != len(b.args) or a.kwargs.keys() != b.kwargs.keys():
-        return [("", a, None)]
-    pairs: list[tuple[int | str, Any, Any]] = [(i, *xy) for i, xy in enumerate(zip(a.args, b.args, strict=True))]
-    return pairs + [(name, a.kwargs[name], b.kwargs[name]) for name in a.kwargs]
-
-
-def _numbered(argument: Any, order: dict[fx.Node, int]) -> Any:
-    return fx.node.map_arg(argument, lambda node: ("node", order[node]))
-
-
-def _same_value(a: fx.Node, b: fx.Node) -> bool:
-    x, y = a.meta.get("val"), b.meta.get("val")
-    if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return x.shape == y.shape and x.dtype == y.dtype
-    return type(x) is type(y)
-
-
-def _which(x: Any, y: Any, values: list[int | float], changed: list[int | float]) -> int | None:
-    if type(x) not in (int, float) or type(y) is not type(x):
-        return None
-    for i, (v, w) in enumerate(zip(values, changed, strict=True)):
-        if v != w and type(v) is type(x) and (x, y) == (v, w):
-            return i
-    return None
-
-
-def _takes_number(node: fx.Node, key: int | str, number: int | float) -> bool:
-    name = node.target.overloadpacket.__name__.rstrip("_") if node.op == "call_function" else ""
-    if name not in _TAKES_NUMBERS or key not in (0, 1, 2) or isinstance(number, float) and number != number:
-        return False
-    if name in ("scalar_tensor", "full") and key != (0 if name == "scalar_tensor" else 1):
-        return False
-    dtypes = [n.meta["val"].dtype for n in (node, *node.all_input_nodes) if isinstance(n.meta.get("val"), Tensor)]
-    if isinstance(number, int):
-        return -(2**63) <= number < 2**63
-    return torch.float64 not in dtypes  # a kernel's float arguments are float32
+def _drop_dead(graph: fx.Graph) -> None:
+    """Remove what no output needs; nothing in a mod has an effect."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users:
+            graph.erase_node(node)
 
 
 # -- lifting ---------------------------------------------------------------------------------------------
 
 
 def _finish(
-    raw: _Raw, name: str, is_score: bool, dtype: torch.dtype, values: list[int | float], places: dict[Path, int]
+    raw: _Raw,
+    name: str,
+    is_score: bool,
+    dtype: torch.dtype,
+    values: list[int | float],
+    places: dict[Path, int],
 ) -> Traced:
     graph = raw.graph.graph
     nodes = list(graph.nodes)
@@ -405,8 +363,8 @@ def _split(graph: fx.Graph, is_score: bool, order: list[int]) -> tuple[fx.GraphM
     for new, picked in ((forward, out), (joint, (dscore_in, *(grads[k] for k in order)))):
         copied: dict[fx.Node, fx.Node] = {}
         new.graph_copy(graph, copied)
-        new.output(fx.node.map_arg(picked, lambda n, copied=copied: copied[n]))
-        new.eliminate_dead_code()
+        new.output(fx.node.map_arg(picked, copied.__getitem__))
+        _drop_dead(new)
     for node in list(forward.nodes):
         if node.name == "dscore":
             forward.erase_node(node)

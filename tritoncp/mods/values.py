@@ -110,7 +110,7 @@ def constant(value: Number, dtype: torch.dtype) -> Scalar:
     if isinstance(value, int) and dtype.is_floating_point:
         value = float(value)
     if isinstance(value, float) or dtype is torch.bool:
-        value = torch.tensor(value).double().to(dtype).item()
+        value = torch.tensor(value, dtype=torch.float64).to(dtype).item()
     value = int(value) if dtype is not torch.bool and not dtype.is_floating_point else value
     interval = None if dtype.is_floating_point else Interval(int(value), int(value))
     rep = TRITON_NAME[dtype]
@@ -121,7 +121,9 @@ def constant(value: Number, dtype: torch.dtype) -> Scalar:
 
 def weak(value: Number) -> Scalar:
     """A Python number in an operation."""
-    dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+    dtype = (
+        torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
+    )
     return constant(value, dtype)._replace(weak=True)
 
 
@@ -165,11 +167,23 @@ class Block:
             self._taken[name] = max(self._taken.get(name, 0), 1)
 
     def scalar(
-        self, expression: str, hint: str, dtype: torch.dtype, rep: str, range: Interval | None, *parents: Scalar
+        self,
+        expression: str,
+        hint: str,
+        dtype: torch.dtype,
+        rep: str,
+        range: Interval | None,
+        *parents: Scalar,
     ) -> Scalar:
         """Write one operation; the result varies with whatever its operands vary with."""
         axes = frozenset().union(*(p.axes for p in parents)) if parents else NOWHERE
         return Scalar(self.name(expression, hint), dtype, rep, range, None, axes)
+
+    def test(self, expression: str, hint: str, *parents: Scalar) -> Scalar:
+        """A comparison."""
+        if not any(p.axes for p in parents):
+            expression = f"flag({expression})"
+        return self.scalar(expression, hint, torch.bool, "int1", whole(torch.bool), *parents)
 
     def rounded(self, expression: str, hint: str, dtype: torch.dtype, *parents: Scalar) -> Scalar:
         """A float result computed in opmath(dtype), rounded to dtype."""
@@ -186,7 +200,7 @@ class Block:
             return value
         rep = TRITON_NAME[dtype]
         if dtype is torch.bool:
-            return self.scalar(f"{value.text} != 0", "nonzero", dtype, rep, whole(dtype), value)
+            return self.test(f"{value.text} != 0", "nonzero", value)
         if value.range is not None and not dtype.is_floating_point:
             interval = wrapped(value.range, dtype)
             if interval == value.range and dtype is torch.int64 and value.rep in ("int32", "int64"):
@@ -199,4 +213,3 @@ class Block:
         else:
             expression = f"tl.cast({value.text}, tl.{rep})"
         return self.scalar(expression, "cast", dtype, rep, whole(dtype), value)
-

@@ -35,7 +35,9 @@ def at(value: Scalar | Lazy, indices: Indices, out_rank: int) -> Scalar:
     if isinstance(value, Scalar):
         return value
     own = indices[out_rank - len(value.shape) :]
-    return value.at(tuple(ZERO if dim.size == 1 else index for dim, index in zip(value.shape, own, strict=True)))
+    return value.at(
+        tuple(ZERO if dim.size == 1 else index for dim, index in zip(value.shape, own, strict=True))
+    )
 
 
 def broadcast(shape: Sequence[int], values: Sequence[Scalar | Lazy | Sparse]) -> tuple[Dim, ...]:
@@ -52,8 +54,8 @@ def broadcast(shape: Sequence[int], values: Sequence[Scalar | Lazy | Sparse]) ->
 def wrap(block: Block, dim: Dim, index: Scalar) -> Index:
     """A user's index into a dimension: negative ones count from the end, others out of range are invalid."""
     if index.const is not None and dim.text.isdigit():
-        place = int(index.const) % dim.size if -dim.size <= index.const < dim.size else 0
-        return Index(constant(place, torch.int64), None)
+        known = int(index.const) % dim.size if -dim.size <= index.const < dim.size else 0
+        return Index(constant(known, torch.int64), None)
     assert index.range is not None, "an index is an integer"
     text = index.text if index.const is None else str(int(index.const))
     if index.range.lo >= 0:
@@ -94,7 +96,9 @@ def _common_shape(values: Sequence[Scalar | Lazy]) -> tuple[Dim, ...]:
 def scatter(block: Block, shape: tuple[Dim, ...], indices: Sequence[Scalar | None], values: Sparse) -> Sparse:
     """The backward of `gather` by 0-d indices: zeros with `values` at the indices."""
     full = list(indices) + [None] * (len(shape) - len(indices))
-    places = [None if index is None else wrap(block, dim, index) for dim, index in zip(shape, full, strict=True)]
+    places = [
+        None if index is None else wrap(block, dim, index) for dim, index in zip(shape, full, strict=True)
+    ]
     entries = []
     for entry in values.entries:
         rest = iter(entry.indices)
