@@ -1,5 +1,7 @@
 """Closed forms say the same thing three ways: as a mask_mod, as row intervals, and as a window."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -88,6 +90,36 @@ def test_there_are_intervals_wherever_there_can_be(
         parts_have = all(m.intervals(q_len, kv_len) is not None for m in (one, two))
         if bool((starts <= 1).all()) and (parts_have or (mod is one and q_len == kv_len)):
             assert mod.intervals(q_len, kv_len) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(MaskMod):
+    """Row q sees [lo[q], hi[q]), whatever these are."""
+
+    lo: Tensor
+    hi: Tensor
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (self.lo[q_idx] <= kv_idx) & (kv_idx < self.hi[q_idx])
+
+    def intervals(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
+        some = self.lo < self.hi
+        return torch.where(some, self.lo, 0)[None, None], torch.where(some, self.hi, 0)[None, None]
+
+
+@LAWS
+@given(st.integers(0, 9999), st.integers(1, 4), st.integers(1, 9))
+def test_unions_and_intersections_of_any_intervals(seed: int, q_len: int, kv_len: int) -> None:
+    lo, hi = torch.randint(0, kv_len + 1, (2, 2, q_len), generator=torch.Generator().manual_seed(seed))
+    parts = (Rows(lo[0], hi[0]), Rows(lo[1], hi[1]))
+    for mod in (and_masks(*parts), or_masks(*parts)):
+        seen = dense(mod, q_len, kv_len)[:1]
+        starts = seen[..., :1].sum(-1) + (seen[..., 1:] & ~seen[..., :-1]).sum(-1)
+        found = mod.intervals(q_len, kv_len)
+        assert (found is not None) == bool((starts <= 1).all())
+        if found is not None:
+            kv = torch.arange(kv_len)
+            assert torch.equal((found[0][..., None] <= kv) & (kv < found[1][..., None]), seen)
 
 
 @LAWS

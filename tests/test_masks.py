@@ -1,7 +1,5 @@
 """Laws of runs and masks. A mask is compared with torch's builder, or pair by pair with its definition."""
 
-import doctest
-import importlib
 import itertools
 import pickle
 
@@ -162,6 +160,23 @@ def test_expand_repeats_batch_and_heads(kinds: Tensor) -> None:
     assert Runs.from_kinds(kinds[:, :1]).expand(kinds.shape[0], 2) == Runs.from_kinds(
         kinds[:, :1].repeat(1, 2, 1, 1)
     )
+
+
+@LAWS
+@given(geometries(), st.integers(0, 999), st.sampled_from([1, 4, 40]))
+def test_intervals_list_the_blocks_they_touch(geometry, seed: int, longest: int) -> None:
+    """Rows in any order, with gaps between what they see; blocks counted pair by pair."""
+    q_len, kv_len, q_block, kv_block = geometry
+    g = torch.Generator().manual_seed(seed)
+    lo = torch.randint(0, kv_len + 1, (2, 1, q_len), generator=g)
+    hi = (lo + torch.randint(0, longest + 1, lo.shape, generator=g)).clamp(max=kv_len)
+    kv = torch.arange(kv_len)
+    seen = (lo[..., None] <= kv) & (kv < hi[..., None])
+    pad = (0, -kv_len % kv_block, 0, -q_len % q_block)
+    tiles = torch.nn.functional.pad(seen, pad).unflatten(3, (-1, kv_block)).unflatten(2, (-1, q_block))
+    count = tiles.sum((3, 5))
+    kinds = torch.where(count == 0, ABSENT, torch.where(count == q_block * kv_block, Kind.FULL, Kind.MASKED))
+    assert Runs.from_intervals(lo, hi, q_block, kv_block, kv_len) == Runs.from_kinds(kinds.to(torch.uint8))
 
 
 def test_equal_runs_and_only_those_are_equal() -> None:
@@ -373,6 +388,14 @@ def test_an_interval_found_for_one_batch_row_does_not_serve_others_it_may_not_ho
         assert (mask.interval_for(1, 4) is None) == reads[1]
 
 
+def test_lists_of_one_batch_row_take_only_its_interval_from_a_closed_form() -> None:
+    mod = document(lengths=[[4, 12], [8, 8]])
+    mask = from_block_mask(flex.create_block_mask(mod, 1, 1, 16, 16, device="cpu", BLOCK_SIZE=8))
+    assert mask.interval is not None
+    assert mask.interval[0].tolist() == [[[0] * 4 + [4] * 12]]
+    assert mask.interval_for(2, 1) is None
+
+
 def test_a_mask_listed_once_serves_every_batch_row_with_its_own_mask_mod() -> None:
     mod = lambda b, h, q, kv: q >= kv + b  # noqa: E731
     mask = create_block_mask(mod, None, None, 64, 64, BLOCK_SIZE=16)
@@ -445,10 +468,3 @@ def test_other_mistakes_say_what_to_do() -> None:
         create_block_mask(causal(), None, None, 8, 8, BLOCK_SIZE=0)
     with pytest.raises(ValueError, match="has 2 x 1 blocks, its runs have 1 x 1"):
         Mask(8, 8, 4, 8, full_mask(8, 8).runs, None, None, None)
-
-
-@pytest.mark.parametrize("name", ["runs", "masks", "closed_forms", "pointwise", "balance", "reference"])
-def test_examples_in_docstrings(name: str) -> None:
-    failed, tried = doctest.testmod(importlib.import_module(f"tritoncp.{name}"))
-    assert tried
-    assert not failed

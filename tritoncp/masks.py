@@ -280,7 +280,7 @@ class _RowExtents:
         lo, hi, missing = self.lo.view(flat), self.hi.view(flat), -self.seen.view(flat)
         row, start, end, kind = runs._flat()
         masked = kind == Kind.MASKED
-        begin, until = start * self.mask.kv_block, (end * self.mask.kv_block).clamp(max=self.mask.kv_len)
+        begin, until = start * self.mask.kv_block, end * self.mask.kv_block
         step = max(1, _CHUNK // self.mask.q_block)
         for r, s, e in zip(*(torch.split(t[masked], step) for t in (row, begin, until)), strict=True):
             overlap = (hi[r].minimum(e[:, None]) - lo[r].maximum(s[:, None])).clamp(min=0)
