@@ -6,6 +6,7 @@ full block unmasked, whatever the mask_mod says.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -157,17 +158,23 @@ class Mask:
         more = "" if self.B * self.H == 1 else f"\n(b=0, h=0 of {self.B} x {self.H})"
         return f"{self!r}\n{self.draw()}{more}"
 
-    def _evaluate(self, mod: MaskFn, blocks: Tensor, device: Device) -> Iterator[tuple[Tensor, Tensor]]:
+    def _evaluate(
+        self, mod: MaskFn, blocks: Tensor | None, device: Device
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """For chunks of blocks, int64 [n, 4] (b, h, row, col): (chunk, bool [n, q_block, kv_block]).
 
-        Positions past q_len or kv_len are never asked about, and invisible.
+        None = every block there is. Positions past q_len or kv_len are never asked about, and invisible.
         """
         ask = vmapped(mod, (None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0))
         step = max(1, _CHUNK // (self.q_block * self.kv_block))
         q_in, kv_in = torch.arange(self.q_block), torch.arange(self.kv_block)
-        for at in torch.split(blocks, step):
-            if not len(at):
-                return
+        count = math.prod(self.runs.shape) if blocks is None else len(blocks)
+        for i in range(0, count, step):
+            if blocks is None:
+                flat = torch.arange(i, min(i + step, count))
+                at = torch.stack(torch.unravel_index(flat, self.runs.shape), 1)
+            else:
+                at = blocks[i : i + step]
             b, h, row, col = at.unbind(1)
             q, kv = row[:, None] * self.q_block + q_in, col[:, None] * self.kv_block + kv_in
             index = (b, h, q.clamp(max=self.q_len - 1), kv.clamp(max=self.kv_len - 1))
@@ -201,7 +208,7 @@ def from_block_mask(bm: BlockMask, evaluate: MaskFn | None = None) -> Mask:
     q_block, kv_block = bm.BLOCK_SIZE
     q_len, kv_len = bm.seq_lengths
     kinds = _kinds_from_lists(bm, -(-q_len // q_block), -(-kv_len // kv_block))
-    mod = None if bm.mask_mod in (None, noop_mask) else bm.mask_mod
+    mod = None if bm.mask_mod is noop_mask else bm.mask_mod
     if mod is None:
         kinds[kinds == Kind.MASKED] = int(Kind.FULL)
     runs = Runs.from_kinds(_bound_ragged(kinds, q_len % q_block, kv_len % kv_block))
@@ -240,8 +247,7 @@ def create_block_mask(
     blank = Mask(Q_LEN, KV_LEN, q_block, kv_block, nothing, mask_mod, None, None)
     kinds = torch.empty(B, H, rows, cols, dtype=torch.uint8)
     extent = _RowExtents(blank)
-    every = torch.cartesian_prod(*(torch.arange(n) for n in kinds.shape)).view(-1, 4)
-    for at, seen in blank._evaluate(mask_mod, every, device):
+    for at, seen in blank._evaluate(mask_mod, None, device):
         count = seen.sum((1, 2))
         kind = torch.where(count == q_block * kv_block, int(Kind.FULL), int(Kind.MASKED))
         kinds[tuple(at.unbind(1))] = torch.where(count == 0, ABSENT, kind).to(torch.uint8)
