@@ -31,9 +31,9 @@ def digest_of(source: str) -> str:
 
 
 def cache_dir() -> Path:
-    """Where emitted source goes: $TRITONCP_CACHE_DIR, else the user's cache directory."""
+    """Where emitted source goes: mods/ in $TRITONCP_CACHE_DIR, else in the user's cache directory."""
     given = os.environ.get("TRITONCP_CACHE_DIR")
-    return Path(given) if given else Path(platformdirs.user_cache_dir("tritoncp", appauthor=False)) / "mods"
+    return Path(given or platformdirs.user_cache_dir("tritoncp", appauthor=False)) / "mods"
 
 
 def load(source: str) -> ModuleType:
@@ -90,12 +90,15 @@ def _holds(path: Path, source: str) -> bool:
 
 def _usable(directory: Path) -> Path:
     """`directory`, made 0700 if it is new; a private temporary one where it is not safe to import from."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        trouble = unsafe(directory)
-    except OSError as error:
-        trouble = str(error)
-    return directory if trouble is None else _private(f"{directory}: {trouble}")
+    for level in (directory.parent, directory):  # who may write to the parent may replace the directory
+        try:
+            level.mkdir(mode=0o700, parents=True, exist_ok=True)
+            trouble = unsafe(level)
+        except OSError as error:
+            trouble = str(error)
+        if trouble is not None:
+            return _private(f"{level}: {trouble}")
+    return directory
 
 
 def unsafe(directory: Path) -> str | None:

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-_MOST_ITEMS = 4096
+_MOST_ITEMS = 16384
 _ATOMS = (
+    bool,
     str,
     bytes,
     type(None),
@@ -69,18 +70,19 @@ class Fingerprint:
         self._seen: dict[int, int] = {}
         self._alive: list[object] = []
         self._items = 0
+        self.key: Any = None
+        self.reason = ""  # why there is no key
         try:
             self.key = self._of(fn)
-            hash(self.key)
-        except (Incomparable, TypeError):
-            self.key = None
+        except Incomparable as error:
+            self.reason = str(error)
 
     def _of(self, thing: Any) -> Any:
         self._items += 1
         if self._items > _MOST_ITEMS:
             raise Incomparable(f"more than {_MOST_ITEMS} captured values")
-        if isinstance(thing, bool | _ATOMS):
-            return thing if not isinstance(thing, bool) else ("bool", thing)
+        if isinstance(thing, _ATOMS):
+            return (type(thing), thing)
         if isinstance(thing, int | float | complex) and not isinstance(thing, enum.Enum):
             return (type(thing).__name__, repr(thing))
         if isinstance(thing, torch.Tensor):
@@ -227,6 +229,14 @@ def captured_numbers(fn: Any) -> list[int | float]:
 
     rebuild(fn, note)
     return found
+
+
+def origin(fn: Any) -> str:
+    """file:line of a function's definition, or what there is to say of something else callable."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    code = getattr(fn, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else describe(fn)
 
 
 def describe(fn: Any) -> str:

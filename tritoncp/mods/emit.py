@@ -97,7 +97,11 @@ def _backward(traced: Traced, joint: fx.GraphModule) -> list[str]:
     dscore, *grads = writer.run(joint.graph)
     for place, grad in enumerate(grads):
         if grad is not None:
-            _accumulate(block, place, grad)
+            try:
+                _accumulate(block, place, grad)
+            except NotImplementedError as error:
+                what = f"the gradient of captured tensor {traced.wants[place]}"
+                raise Untranslatable(what, traced.origin, str(error)) from error
     value = block.convert(_scalar(dscore), traced.dtype)
     return [*_used(block.lines), f"return {as_rep(value, TRITON_NAME[traced.dtype])}"]
 
@@ -214,7 +218,7 @@ class Writer:
             return self._operation(node)
         except (NotImplementedError, KeyError, AssertionError) as error:
             why = str(error) if isinstance(error, NotImplementedError) else "there is no rule for it"
-            raise Untranslatable(str(node.target), node_line(node, self.traced.name), why) from error
+            raise Untranslatable(str(node.target), node_line(node, self.traced.origin), why) from error
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):

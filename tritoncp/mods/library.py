@@ -61,8 +61,13 @@ def trunc_quotient(a, b):
 
 @triton.jit
 def fmod(a, b):
-    """a - trunc(a / b) * b in floating point, exact for quotients below 2^24 (2^53): the sign of a."""
-    return a - trunc(a / b) * b
+    """a - trunc(a / b) * b in floating point, the sign of a: exact for float32 and quotients below 2^29."""
+    x, y = tl.broadcast(a.to(tl.float64), b.to(tl.float64))
+    step = tl.where(x < 0, -tl.abs(y), tl.abs(y))
+    r = x - trunc(x / y) * y
+    r = tl.where((r != 0) & ((r < 0) != (x < 0)), r + step, r)  # the quotient was rounded up to an integer
+    r = tl.where(tl.abs(r) >= tl.abs(y), r - step, r)
+    return r.to(a.dtype)
 
 
 @triton.jit

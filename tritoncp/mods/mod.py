@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from torch import Tensor, fx
 from triton.runtime.jit import KernelInterface
 
 from . import cache
-from .captures import Fingerprint
+from .captures import Fingerprint, describe
 from .emit import emit
 from .trace import Traced, trace
 
@@ -43,6 +44,11 @@ class Mod:
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
     graph: fx.GraphModule | None
+
+    @property
+    def is_score(self) -> bool:
+        """Whether `fn` takes a score."""
+        return len(self.fn.arg_names) == 6
 
     def caps(
         self, tensors: Sequence[Tensor] | None = None, device: torch.device | None = None
@@ -86,9 +92,7 @@ class Mod:
         """
         tensors = tuple(c for c in captures if isinstance(c, Tensor))
         numbers = tuple(c for c in captures if not isinstance(c, Tensor))
-        if tuple(captures)[: len(tensors)] != tensors and any(
-            isinstance(c, Tensor) for c in tuple(captures)[len(tensors) :]
-        ):
+        if any(isinstance(c, Tensor) for c in tuple(captures)[len(tensors) :]):
             raise ValueError(
                 "captures are tensors first, then numbers; reorder them, and caps[i] in the function"
             )
@@ -179,6 +183,8 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         raise TypeError(f"a mod is a function or a @triton.jit function; got a {type(fn).__name__}")
     found = Fingerprint(fn)
     key = None if found.key is None else (found.key, arguments, dtype, torch.get_default_dtype())
+    if key is None:
+        _warn_incomparable(fn, found.reason)
     with _LOCK:
         known = _KNOWN.get(key) if key is not None else None
         if known is not None:
@@ -194,8 +200,22 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
     return mod
 
 
+_WARNED: set[str] = set()
+
+
+def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
+    name = describe(fn)
+    if name not in _WARNED:
+        _WARNED.add(name)
+        warnings.warn(
+            f"{name} captures what cannot be compared between calls ({reason}), so it is traced again at "
+            "every call; capture plain numbers, tensors, functions and containers of these instead",
+            stacklevel=4,
+        )
+
+
 def _check_kind(mod: Mod, arguments: int) -> None:
-    if len(mod.fn.arg_names) != arguments + 1:
+    if mod.is_score != (arguments == 5):
         wanted, given = ("score_mod", "mask_mod") if arguments == 5 else ("mask_mod", "score_mod")
         raise TypeError(f"a {wanted} is needed here; got a {given} ({', '.join(mod.fn.arg_names)})")
 

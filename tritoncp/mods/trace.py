@@ -28,7 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .captures import Fingerprint, captured_numbers, describe
+from .captures import Fingerprint, captured_numbers, describe, origin
 from .errors import Untranslatable
 from .numbering import Path, number_places
 
@@ -58,6 +58,7 @@ class Traced:
     """
 
     name: str
+    origin: str  # file:line of its definition
     is_score: bool
     dtype: torch.dtype
     forward: fx.GraphModule
@@ -75,7 +76,7 @@ def trace(
     values = captured_numbers(fn)
     first = _run(fn, is_score, dtype, device)
     places = number_places(first.graph, fn, values, lambda other: _run(other, is_score, dtype, device).graph)
-    return _finish(first, describe(fn), is_score, dtype, values, places)
+    return _finish(first, fn, is_score, dtype, values, places)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
     wanted: list[Tensor] = []
 
     def call(*args: Tensor) -> Tensor:
-        with watch, TransformGetItemToIndex():
+        with watch, TransformGetItemToIndex(), fx.traceback.preserve_node_meta():
             return _as_tensor(fn(*args), fn, args[0])
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
     def joint(dscore: Tensor, score: Tensor, *rest: Tensor) -> Any:
         score = score.detach().requires_grad_()
         with torch.enable_grad():
-            out = call(score, *rest).to(dtype)
+            out = call(score.clone(), *rest).to(dtype)  # a copy: the function may edit it in place
         wanted.extend(t for t in watch.captured if t.requires_grad and t.is_floating_point())
         if not out.requires_grad:
             return out, torch.zeros_like(score), *(None for _ in wanted)
@@ -119,17 +120,16 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         decomposition_table=get_decompositions(_DECOMPOSED),  # type: ignore[arg-type]
         tracing_mode="fake",
         _allow_non_fake_inputs=True,
-        record_stack_traces=True,
     )
     try:
         with torch.inference_mode(False):
             graph = tracer(*scores, *indices) if is_score else tracer(*indices)
     except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
-        where = _line(traceback.extract_tb(error.__traceback__), describe(fn))
+        where = _line(traceback.extract_tb(error.__traceback__), origin(fn))
         raise Untranslatable(
             _operation(error), where, "its result depends on data known only in the kernel"
         ) from error
-    return _Raw(_normalise(graph, describe(fn)), tuple(wanted))
+    return _Raw(_normalise(graph, origin(fn)), tuple(wanted))
 
 
 def _as_tensor(out: Any, fn: Callable[..., Any], like: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _as_tensor(out: Any, fn: Callable[..., Any], like: Tensor) -> Tensor:
             f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
         )
         raise Untranslatable(
-            "return", describe(fn), f"it gives {what} where one value per (q, kv) pair is needed"
+            "return", origin(fn), f"it gives {what} where one value per (q, kv) pair is needed"
         )
     return out
 
@@ -167,6 +167,7 @@ class _Watch(TorchDispatchMode):
         if func is not aten.lift_fresh.default:
             for tensor in tensors:
                 self._note(tensor, func)
+        fx.traceback.set_stack_trace([_user_line()])
         out = func(*args, **kwargs)
         if _is_view(func):
             self._aliased += [*tensors, *(t for t in tree_leaves(out) if isinstance(t, Tensor))]
@@ -243,15 +244,8 @@ def _line(stack: Sequence[traceback.FrameSummary], otherwise: str) -> str:
 
 
 def node_line(node: fx.Node, otherwise: str) -> str:
-    """file:line of the user's code behind a graph node."""
-    places = []
-    for text in (node.stack_trace or "").splitlines():
-        text = text.strip()
-        if text.startswith('File "') and '", line ' in text:
-            filename, rest = text[6:].split('", line ', 1)
-            if _is_users(filename):
-                places.append(f"{filename}:{rest.split(',')[0]}")
-    return places[-1] if places else otherwise
+    """file:line of the user's code behind a graph node; backward nodes have none of their own."""
+    return node.stack_trace or otherwise
 
 
 # -- constants -------------------------------------------------------------------------------------------
@@ -297,7 +291,7 @@ def _drop_dead(graph: fx.Graph) -> None:
 
 def _finish(
     raw: _Raw,
-    name: str,
+    fn: Any,
     is_score: bool,
     dtype: torch.dtype,
     values: list[int | float],
@@ -327,7 +321,7 @@ def _finish(
     wants = tuple(i for i, t in enumerate(tensors) if any(t is w for w in raw.wants))
     order = [next(k for k, w in enumerate(raw.wants) if w is tensors[i]) for i in wants]
     forward, joint = _split(graph, is_score, order)
-    return Traced(name, is_score, dtype, forward, joint, tuple(tensors), numbers, wants)
+    return Traced(describe(fn), origin(fn), is_score, dtype, forward, joint, tuple(tensors), numbers, wants)
 
 
 def _placeholder(graph: fx.Graph, after: fx.Node, name: str, **meta: Any) -> fx.Node:
