@@ -24,7 +24,7 @@ class Room(NamedTuple):
 ALL_BUT_EDGE = {"paper", "mods", "wire", "engine", "oracle", "conductor", "front"}
 ROOMS = {
     "paper": Room(
-        {"inputs", "masks", "closed_forms", "pointwise", "runs", "varlen", "balance", "sharding", "plan"},
+        {"inputs", "masks", "closed_forms", "pointwise", "runs", "varlen", "balance", "sharding", "plan", "draw"},
         set(),
         {"torch"},
         frozenset({"torch.distributed"}),

@@ -1,0 +1,191 @@
+"""The demo: its text, its model, its processes, and that it can tell right from wrong."""
+
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from PIL import Image
+from rich.console import Console
+
+from tritoncp import cli
+from tritoncp.demo import run as running
+from tritoncp.demo.corpus import IGNORE, documents, window, windows
+from tritoncp.demo.model import Shape, Transformer, alibi, angles, rotate
+from tritoncp.demo.ranks import LocalRanks, RankFailed
+from tritoncp.demo.report import Display, colour, difference, paint, plans_of
+from tritoncp.demo.train import Config, Step, train
+
+ROOT = Path(__file__).parents[1]
+SMALL = Config(seq_len=256, steps=2, shape=Shape(layers=1))
+
+
+# text
+
+
+def test_windows_are_the_same_everywhere_and_different_every_step():
+    texts = windows(256, 3)
+    assert torch.equal(texts, windows(256, 3))
+    assert not torch.equal(texts[0], texts[1])
+
+
+def test_windows_hold_the_documents_in_order():
+    seen = b"".join(bytes(text.tolist()) for text, _ in windows(512, 4))
+    pieces = list(itertools.islice(documents(256), 200))
+    rest = memoryview(seen)
+    for number in windows(512, 4)[:, 1].flatten().unique_consecutive().tolist()[:2]:
+        assert bytes(rest[: len(pieces[number])]) == pieces[number]
+        rest = rest[len(pieces[number]) :]
+
+
+def test_a_label_is_the_next_byte_of_the_same_document():
+    for text in windows(300, 5):
+        tokens, labels, lengths = window(text)
+        assert sum(lengths) == 300
+        assert int((labels == IGNORE).sum()) == len(lengths)
+        for piece, target in zip(tokens[0].split(lengths), labels[0].split(lengths)):
+            assert torch.equal(piece[1:], target[:-1])
+            assert target[-1] == IGNORE
+
+
+# model
+
+
+def test_rotary_scores_depend_on_distance_only():
+    q, k = torch.randn(2, 1, 1, 1, 16, dtype=torch.float64)
+    at = torch.tensor([[3, 7, 103, 107]], dtype=torch.float64)
+    turned_q, turned_k = (rotate(x.expand(1, 1, 4, 16), angles(at, 16)) for x in (q, k))
+    near, far = (turned_q[0, 0, i] @ turned_k[0, 0, i + 1] for i in (0, 2))
+    torch.testing.assert_close(near, far)
+
+
+def test_alibi_favours_near_keys_by_each_heads_slope():
+    bias = alibi(torch.tensor([0.5, 0.25]))
+    zero, at = torch.zeros(()), torch.tensor
+    assert bias(zero, at(0), at(1), at(9), at(5)) == -1.0
+    assert bias(zero, at(0), at(0), at(9), at(9)) == 0.0
+
+
+def test_logits_of_a_token_depend_on_its_own_position_not_its_row():
+    model = Transformer(Shape(layers=1))
+    tokens, positions = torch.randint(256, (1, 8)), torch.arange(8)[None]
+    order = torch.randperm(8)
+
+    def attend(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    straight, shuffled = (
+        model(tokens, positions, attend),
+        model(tokens[:, order], positions[:, order], attend),
+    )
+    torch.testing.assert_close(straight[:, order], shuffled)
+
+
+# training, on one rank and on several
+
+
+def test_the_loss_falls():
+    losses = [step.loss for step in train(Config(seq_len=128, steps=12, shape=Shape(layers=1)), None, CPU)]
+    assert min(losses[-3:]) < losses[0] - 1
+
+
+CPU = torch.device("cpu")
+
+
+def tritoncp_demo(*words, launcher=("-m", "tritoncp.demo"), **environment) -> subprocess.CompletedProcess:
+    command = [sys.executable, *launcher, *words]
+    env = {**os.environ, **environment}
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_ranks_and_one_rank_agree(tmp_path):
+    done = tritoncp_demo("--steps=2", "--seq-len=320", "--world-size=2", "--json", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "losses.json").read_text())
+    assert report["agree"]
+    assert len(report["losses"]) == len(report["losses_on_one_rank"]) == 2
+    assert report["largest_difference"] == difference(report["losses"], report["losses_on_one_rank"])
+    assert report["largest_difference"] < report["tolerance"]
+    assert Image.open(report["picture"]).size[0] > 600
+    assert "2 ranks: step 2/2 loss" in done.stderr, "without a terminal, a plain line a step"
+
+
+def test_the_same_script_runs_under_torchrun(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "tritoncp.demo")
+    done = tritoncp_demo("--steps=1", "--seq-len=256", f"--out={tmp_path}", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("losses   agree") == 1, "only the first rank speaks"
+
+
+def test_a_world_size_that_torchrun_contradicts_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = CliRunner().invoke(cli.main, ["demo", "--world-size=3", f"--out={tmp_path}"])
+    assert done.exit_code == 1
+    assert "--world-size 3, but torchrun started 2 ranks" in done.output
+
+
+def test_what_a_rank_raises_is_said_once_with_its_number():
+    impossible = Config(seq_len=256, steps=1, shape=Shape(heads=3, kv_heads=2, layers=1))
+    with LocalRanks(impossible, 2, lambda step: None) as ranks, pytest.raises(RankFailed) as failed:
+        ranks.result()
+    said = str(failed.value)
+    assert said.startswith(("rank 0 of 2 failed:", "rank 1 of 2 failed:"))
+    assert said.count("Traceback (most recent call last)") == 1
+    assert not any(process.is_alive() for process in ranks.workers.values())
+
+
+def test_a_rank_that_is_killed_is_noticed():
+    with LocalRanks(SMALL, 2, lambda step: None) as ranks:
+        os.kill(ranks.workers[1].pid, signal.SIGKILL)
+        with pytest.raises(RankFailed, match=r"rank 1 of 2 failed:\n.*exit code -9"):
+            ranks.result()
+
+
+# verdict and display
+
+
+@pytest.mark.parametrize("second", [[2.0, 1.5], [2.0, float("nan")], [2.0]])
+def test_a_disagreement_is_shown_and_fails(second, monkeypatch, tmp_path):
+    def doctored(config, world_size, on_many, on_one):
+        return [Step(1, 2.0, 0.1), Step(2, 1.0, 0.1)], [Step(i, x, 0.1) for i, x in enumerate(second, 1)]
+
+    monkeypatch.setattr(running, "side_by_side", doctored)
+    done = CliRunner().invoke(cli.main, ["demo", "--steps=2", "--seq-len=256", f"--out={tmp_path}"])
+    assert done.exit_code == 1
+    assert "DISAGREE" in done.output
+
+
+def test_difference_is_infinite_for_what_cannot_be_compared():
+    assert difference([1.0, 2.0], [1.0, 2.25]) == 0.25
+    assert difference([1.0], [1.0, 2.0]) == difference([float("nan")], [1.0]) == float("inf")
+
+
+def test_the_picture_has_every_ranks_colour_where_it_computes(tmp_path):
+    plan = plans_of(Config(seq_len=1024, steps=1), 4)[0]
+    paint(plan, tmp_path / "plan.png")
+    picture = Image.open(tmp_path / "plan.png")
+    for block, rank in enumerate(plan.owners[0].tolist()):
+        row = 60 + int((block + 0.5) * 640 / 8)  # a token in the middle of the block sees itself
+        assert picture.getpixel((40 + row - 60 - 2, row)) == colour(rank)
+    assert picture.getpixel((40 + 630, 60 + 10)) == (255, 255, 255), "no query sees a later key"
+
+
+def test_a_terminal_gets_bars_and_a_log_gets_lines():
+    log, terminal = (Console(file=io.StringIO(), width=100, force_terminal=kind) for kind in (False, True))
+    for console in (log, terminal):
+        with Display(console, 2, ("4 ranks", "1 rank")) as display:
+            display.step("4 ranks", Step(1, 5.25, 0.5))
+    assert log.file.getvalue() == "4 ranks: step 1/2 loss 5.2500 (0.5 s)\n"
+    assert "━" in terminal.file.getvalue()
+    assert "1/2" in terminal.file.getvalue()

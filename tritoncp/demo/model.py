@@ -1,0 +1,90 @@
+"""A transformer of the kind in use: RMSNorm, rotary positions, grouped query heads, a gated MLP."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the model. Every query head has its own ALiBi slope; two of them share a KV head."""
+
+    vocabulary: int = 256  # bytes
+    layers: int = 2
+    width: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    hidden: int = 128
+
+
+class Layer(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        heads = shape.heads + 2 * shape.kv_heads
+        self.before_attention = nn.RMSNorm(shape.width)
+        self.qkv = nn.Linear(shape.width, heads * shape.head_dim, bias=False)
+        self.out = nn.Linear(shape.heads * shape.head_dim, shape.width, bias=False)
+        self.before_mlp = nn.RMSNorm(shape.width)
+        self.up = nn.Linear(shape.width, 2 * shape.hidden, bias=False)
+        self.down = nn.Linear(shape.hidden, shape.width, bias=False)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attention) -> Tensor:
+        x = x + self.attention(self.before_attention(x), turn, attend)
+        gate, value = self.up(self.before_mlp(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * value)
+
+    def attention(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attention) -> Tensor:
+        s = self.shape
+        heads = self.qkv(x).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)  # [B, Hq + 2 Hkv, S_local, D]
+        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], 1)
+        out = attend(rotate(q, turn), rotate(k, turn), v)  # [B, Hq, S_local, D]
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class Transformer(nn.Module):
+    """Logits of the next byte. It sees a shard like any other batch: only `positions` and `attend` know."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        self.embed = nn.Embedding(shape.vocabulary, shape.width)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attention) -> Tensor:
+        """tokens: int64 [B, S_local]; positions: int64 [B or 1, S_local], global -> float [B, S_local, V]"""
+        turn = angles(positions, self.shape.head_dim)
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, turn, attend)
+        return self.head(self.norm(x))
+
+
+def angles(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles, each [B or 1, 1, S_local, D / 2]."""
+    rate = 10000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device) / head_dim)
+    angle = positions[:, None, :, None] * rate
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = turn
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def alibi(slopes: Tensor) -> Callable[..., Tensor]:
+    """A score_mod that favours near tokens. slopes: [Hq], captured whole; indices are global on any rank."""
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - slopes[h] * (q_idx - kv_idx)
+
+    return score_mod

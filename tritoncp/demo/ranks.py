@@ -1,0 +1,179 @@
+"""Processes and process groups: a world started here, or one that torchrun started.
+
+One GPU a process and NCCL where there are enough of them; gloo otherwise.
+"""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tritoncp.demo.train import Config, Step, train
+
+TIMEOUT = timedelta(minutes=5)  # far more than a step, far less than a person's patience
+
+
+class RankFailed(RuntimeError):
+    """A rank raised or died. The message holds what that rank said; the others were stopped."""
+
+
+def interpret_without_gpu() -> None:
+    """Off the GPU the Triton kernels run interpreted. Triton reads this when it is first imported."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def device_of(rank: int) -> torch.device:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
+
+
+def backend(world_size: int) -> str:
+    """NCCL wants a GPU for every rank of this machine; gloo takes anything."""
+    here = int(os.environ["LOCAL_WORLD_SIZE"]) if torchrun_world_size() else world_size
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= here
+    return "nccl" if enough and dist.is_nccl_available() else "gloo"
+
+
+@contextlib.contextmanager
+def member(rank: int, world_size: int, device: torch.device, store: Any = None) -> Iterator[Any]:
+    """The process group, from when this rank joins until it leaves. Without a store, torchrun's."""
+    kind = backend(world_size)
+    torch.set_num_threads(1)  # ranks share the cores
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    bound = device if kind == "nccl" else None
+    where = {"store": store, "rank": rank, "world_size": world_size} if store is not None else {}
+    dist.init_process_group(kind, timeout=TIMEOUT, device_id=bound, **where)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def torchrun_world_size() -> int | None:
+    """How many ranks torchrun started, None if it did not start this process."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def is_first() -> bool:
+    return os.environ["RANK"] == "0"
+
+
+def train_in_torchrun(config: Config, on_step: Callable[[Step], None]) -> list[Step]:
+    """This process's share of the training that torchrun started."""
+    device = device_of(int(os.environ["LOCAL_RANK"]))
+    seen = []
+    with member(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device) as group:
+        for step in train(config, group, device):
+            seen.append(step)
+            on_step(step)
+    return seen
+
+
+class LocalRanks:
+    """`world_size` processes on this machine that train together while this one does something else.
+
+    A thread listens to them: `on_step` is called there with what rank 0 reports. `result()` waits, and
+    raises RankFailed with the first failure; leaving the `with` block stops whoever still runs.
+    """
+
+    def __init__(self, config: Config, world_size: int, on_step: Callable[[Step], None]):
+        self.config, self.world_size, self.on_step = config, world_size, on_step
+        self.steps: list[Step] = []
+        self.failure: RankFailed | None = None
+
+    def __enter__(self) -> "LocalRanks":
+        stay_on_this_machine()
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = mp.get_context("spawn")  # CUDA cannot follow a fork
+        self.workers: dict[int, Any] = {}
+        self.pipes: dict[Connection, int] = {}
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe(duplex=False)
+            job = (rank, self.world_size, self.store.port, self.config, theirs)
+            self.workers[rank] = context.Process(target=work, args=job, daemon=True, name=f"rank {rank}")
+            self.pipes[ours] = rank
+            self.workers[rank].start()
+            theirs.close()  # so that a dead worker ends its pipe
+        self.listener = threading.Thread(target=self._listen, daemon=True)
+        self.listener.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop()
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def result(self) -> list[Step]:
+        self.listener.join()
+        self.check()
+        return self.steps
+
+    def _listen(self) -> None:
+        open_pipes = dict(self.pipes)
+        while open_pipes and self.failure is None:
+            for pipe in wait(list(open_pipes)):
+                rank = open_pipes[pipe]
+                try:
+                    kind, said = pipe.recv()
+                except EOFError:
+                    kind, said = "gone", None
+                if kind == "step":
+                    self.steps.append(said)
+                    self.on_step(said)
+                    continue
+                del open_pipes[pipe]
+                if kind != "done":
+                    self.failure = self._failed(rank, said)
+                    self._stop()
+                    return
+
+    def _failed(self, rank: int, said: str | None) -> RankFailed:
+        if said is None:
+            self.workers[rank].join(10)
+            code = self.workers[rank].exitcode
+            said = f"it ended without a word, exit code {code} (negative: killed by that signal)"
+        return RankFailed(f"rank {rank} of {self.world_size} failed:\n{said}")
+
+    def _stop(self) -> None:
+        for process in self.workers.values():
+            if process.is_alive():
+                process.terminate()
+        for process in self.workers.values():
+            process.join(10)
+
+
+def work(rank: int, world_size: int, port: int, config: Config, report: Connection) -> None:
+    """The life of one local rank. Whatever happens is said once, through the pipe."""
+    try:
+        interpret_without_gpu()
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+        device = device_of(rank)
+        with member(rank, world_size, device, store) as group:
+            for step in train(config, group, device):
+                if rank == 0:
+                    report.send(("step", step))
+        report.send(("done", None))
+    except Exception:
+        report.send(("error", traceback.format_exc()))
+        sys.exit(1)
+
+
+def stay_on_this_machine() -> None:
+    """Gloo looks for this host by name, which containers often cannot resolve; the ranks are all here."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

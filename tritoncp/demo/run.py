@@ -1,0 +1,103 @@
+"""The demo from its options to its report."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from tritoncp.demo import ranks
+from tritoncp.demo.report import TOLERANCE, Display, Report, bytes_of, difference, paint, plans_of, show
+from tritoncp.demo.train import Config, Step, train
+
+Losses = tuple[list[Step], list[Step]]  # of many ranks, of one
+
+
+def run(config: Config, world_size: int | None, out: Path, console: Console) -> Report | None:
+    """Train on many ranks and on one, show both, and compare. None on torchrun's ranks but the first.
+
+    Raises ranks.RankFailed with what a local rank said, and ValueError for a world size that torchrun
+    contradicts.
+    """
+    ranks.interpret_without_gpu()
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    started = ranks.torchrun_world_size()
+    if started and world_size not in (None, started):
+        raise ValueError(f"--world-size {world_size}, but torchrun started {started} ranks: leave it out")
+    world_size = started or world_size or default_world_size()
+    if started and not ranks.is_first():
+        ranks.train_in_torchrun(config, lambda step: None)
+        return None
+    introduce(config, world_size, out, console)
+    many, one = f"{world_size} ranks", "1 rank"
+    with Display(console, config.steps, (many, one)) as display:
+        compare = first_of_torchrun if started else side_by_side
+        losses = compare(
+            config, world_size, lambda step: display.step(many, step), lambda step: display.step(one, step)
+        )
+    report = summary(config, world_size, out, losses, time.perf_counter() - began)
+    show(console, report)
+    return report
+
+
+def default_world_size() -> int:
+    """A rank for each GPU; with fewer than two, four that share what there is."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return gpus if gpus > 1 else 4
+
+
+Say = Callable[[Step], None]
+
+
+def side_by_side(config: Config, world_size: int, on_many: Say, on_one: Say) -> Losses:
+    """The ranks in processes of their own while this one trains alone."""
+    alone = []
+    with ranks.LocalRanks(config, world_size, on_many) as others:
+        for step in train(config, None, ranks.device_of(0)):
+            others.check()
+            alone.append(step)
+            on_one(step)
+        return others.result(), alone
+
+
+def first_of_torchrun(config: Config, world_size: int, on_many: Say, on_one: Say) -> Losses:
+    """All ranks train together; then the first, which this is, trains alone while the others go home."""
+    together = ranks.train_in_torchrun(config, on_many)
+    alone = []
+    for step in train(config, None, ranks.device_of(0)):
+        alone.append(step)
+        on_one(step)
+    return together, alone
+
+
+def introduce(config: Config, world_size: int, out: Path, console: Console) -> None:
+    plan = plans_of(config, world_size)[0]
+    console.print(f"step 1 of {config.steps}; every step has other documents", highlight=False)
+    console.print(str(plan), highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    paint(plan, out / "plan.png")
+
+
+def summary(config: Config, world_size: int, out: Path, losses: Losses, seconds: float) -> Report:
+    plans = plans_of(config, world_size)
+    work = [sum(blocks) for blocks in zip(*(plan.work for plan in plans))]
+    together, alone = ([step.loss for step in run] for run in losses)
+    gap = difference(together, alone)
+    return Report(
+        world_size=world_size,
+        device=ranks.device_of(0).type,
+        backend=ranks.backend(world_size),
+        seq_len=config.seq_len,
+        work=work,
+        imbalance=max(work) * len(work) / sum(work),
+        bytes_sent=bytes_of(plans[0], config),
+        losses=together,
+        losses_on_one_rank=alone,
+        largest_difference=gap,
+        tolerance=TOLERANCE,
+        agree=gap <= TOLERANCE,
+        seconds=seconds,
+        picture=str(out / "plan.png"),
+    )

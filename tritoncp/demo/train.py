@@ -1,0 +1,85 @@
+"""The training loop. With a process group it is context parallel, with None it is the ordinary thing."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+import tritoncp
+from tritoncp.demo.corpus import IGNORE, window, windows
+from tritoncp.demo.model import Shape, Transformer, alibi
+
+
+@dataclass(frozen=True)
+class Config:
+    """What both runs share."""
+
+    seq_len: int = 1024
+    steps: int = 20
+    learning_rate: float = 3e-3
+    shape: Shape = field(default_factory=Shape)
+
+
+class Step(NamedTuple):
+    number: int
+    loss: float  # mean over the tokens of all ranks
+    seconds: float
+
+
+def plan_of(lengths: list[int], mesh: Any = None, **where: int) -> Any:
+    """Document-causal attention over one window, blocks dealt so that every rank has the same work."""
+    size = sum(lengths)
+    visible = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(lengths=lengths))
+    mask = tritoncp.create_block_mask(visible, 1, 1, size, size)
+    return tritoncp.make_plan(mask, mesh, balancer="ptrr", **where)
+
+
+def train(config: Config, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Step]:
+    """Train, and say after every step how it went. Data, initial weights and order are fixed."""
+    texts = windows(config.seq_len, config.steps).to(device)
+    if group is not None:
+        dist.broadcast(texts, group_src=0, group=group)
+    torch.manual_seed(0)
+    model = Transformer(config.shape).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95))
+    bias = alibi(2.0 ** -torch.arange(1, config.shape.heads + 1, device=device))
+    for number, text in enumerate(texts.unbind(), 1):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        loss = loss_of(model, text, bias, group)
+        loss.backward()
+        add_up([p.grad for p in model.parameters() if p.grad is not None], group)
+        optimizer.step()
+        total = loss.detach()
+        add_up([total], group)
+        yield Step(number, total.item(), time.perf_counter() - began)
+
+
+def loss_of(model: Transformer, text: Tensor, bias: Any, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's part of the mean loss: the sum over its tokens over the count of everyone's."""
+    tokens, labels, lengths = window(text)
+    plan = plan_of(lengths, group)
+    count = (labels != IGNORE).sum()  # before sharding: the global count, no communication
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tritoncp.flex_attention(q, k, v, bias, plan, mesh=group, enable_gqa=True)
+
+    x = tritoncp.shard(tokens, plan, dim=1)
+    y = tritoncp.shard(labels, plan, dim=1, pad=IGNORE)
+    logits = model(x, tritoncp.positions(plan).to(x.device), attend)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE, reduction="sum") / count
+
+
+def add_up(tensors: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum over ranks, in place and in one message: parameters are replicated, gradients are partial."""
+    if group is None:
+        return
+    flat = torch.cat([t.flatten() for t in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors])):
+        tensor.copy_(part.view_as(tensor))
