@@ -7,7 +7,7 @@ ARGS ?=
 
 bin := $(VENV)/bin
 py := $(bin)/python
-pip := $(py) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+pip := $(py) -m pip install --disable-pip-version-check --constraint constraints.txt
 sources := tritoncp kernels perf tests
 
 .PHONY: help demo test verify gpu format lint types check clean
@@ -60,9 +60,9 @@ $(VENV)/.torch-ready: constraints.txt | $(py)
 	@touch $@
 
 $(VENV)/.demo-ready: pyproject.toml $(VENV)/.torch-ready
-	$(pip) --no-build-isolation --editable '.[demo]'
+	$(pip) -qq --no-build-isolation --editable '.[demo]'
 	@touch $@
 
 $(VENV)/.dev-ready: pyproject.toml $(VENV)/.torch-ready
-	$(pip) --no-build-isolation --editable '.[dev]'
+	$(pip) -qq --no-build-isolation --editable '.[dev]'
 	@touch $@ $(VENV)/.demo-ready

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -123,30 +123,26 @@ class LocalRanks:
         return self.steps
 
     def _listen(self) -> None:
-        open_pipes = dict(self.pipes)
-        while open_pipes and self.failure is None:
-            for pipe in wait(list(open_pipes)):
-                rank = open_pipes[pipe]
-                try:
-                    kind, said = pipe.recv()
-                except EOFError:
-                    kind, said = "gone", None
+        talking = dict(self.pipes)
+        while talking:
+            for pipe in cast(list[Connection], wait(list(talking))):
+                kind, said = receive(pipe)
                 if kind == "step":
                     self.steps.append(said)
                     self.on_step(said)
-                    continue
-                del open_pipes[pipe]
-                if kind != "done":
-                    self.failure = self._failed(rank, said)
-                    self._stop()
+                elif kind == "done":
+                    del talking[pipe]
+                else:
+                    self._fail(talking[pipe], said)
                     return
 
-    def _failed(self, rank: int, said: str | None) -> RankFailed:
+    def _fail(self, rank: int, said: str | None) -> None:
         if said is None:
             self.workers[rank].join(10)
             code = self.workers[rank].exitcode
             said = f"it ended without a word, exit code {code} (negative: killed by that signal)"
-        return RankFailed(f"rank {rank} of {self.world_size} failed:\n{said}")
+        self.failure = RankFailed(f"rank {rank} of {self.world_size} failed:\n{said}")
+        self._stop()
 
     def _stop(self) -> None:
         for process in self.workers.values():
@@ -154,6 +150,14 @@ class LocalRanks:
                 process.terminate()
         for process in self.workers.values():
             process.join(10)
+
+
+def receive(pipe: Connection) -> tuple[str, Any]:
+    """What a rank says: ("step", Step), ("done", None), ("error", its traceback) or ("gone", None)."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return "gone", None
 
 
 def work(rank: int, world_size: int, port: int, config: Config, report: Connection) -> None:
