@@ -116,7 +116,7 @@ def _write_many(directory: str, worker: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(40):
-            assert cache.load(source(number)).VALUE == number
+            assert number == cache.load(source(number)).VALUE
 
 
 def test_many_ranks_write_at_once(directory: Path) -> None:

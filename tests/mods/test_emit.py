@@ -21,6 +21,7 @@ INTS = torch.randint(-9, 9, (100,), generator=G, dtype=torch.int32)
 BYTES = torch.randint(0, 255, (100,), generator=G, dtype=torch.uint8)
 FLAGS = torch.rand(2, 100, generator=G) > 0.5
 HALF = torch.randn(100, generator=G).bfloat16()
+WIDE = torch.randn(100, generator=G, dtype=torch.float64)
 SLOPES = torch.tensor([0.5, 0.25, -0.125, 2.0])
 
 MASKS: dict[str, Callable[..., Any]] = {
@@ -101,6 +102,7 @@ SCORES: dict[str, Callable[..., Any]] = {
     ),  # vmap itself rounds 0.1 to bfloat16
     "literals": lambda s, b, h, q, k: s * 0.1 + 0.3,
     "edit in place": lambda s, b, h, q, k: s.mul_(2).add_(k - q),
+    "edit in place by a wider type": lambda s, b, h, q, k: s.add_(WIDE[q]).sub_(WIDE[k]),
     "another dtype": lambda s, b, h, q, k: (s * 3).to(torch.float64),
     "a number": lambda s, b, h, q, k: 1.5,
 }

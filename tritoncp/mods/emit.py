@@ -19,14 +19,28 @@ from .ops import BINARY, COMPARE, UNARY, where
 from .ranges import INDEX, Interval, whole
 from .shapes import VIEWS, op_name
 from .trace import Traced, node_line
-from .values import TRITON_NAME, Block, Dim, Indices, Lazy, Scalar, Sparse, Value, as_rep, fixed, weak
+from .values import (
+    TRITON_NAME,
+    Block,
+    Dim,
+    Indices,
+    Lazy,
+    Scalar,
+    Sparse,
+    Value,
+    as_rep,
+    fixed,
+    literal,
+    weak,
+)
 from .views import as_sparse, at, broadcast
 
+_UNIFORM = frozenset[str]()
 _INPUTS = {
     "score": frozenset({"score", "q", "kv"}),
     "dscore": frozenset({"score", "q", "kv"}),
-    "b": frozenset[str](),
-    "h": frozenset[str](),
+    "b": _UNIFORM,
+    "h": _UNIFORM,
     "q_idx": frozenset({"q"}),
     "kv_idx": frozenset({"kv"}),
 }
@@ -127,17 +141,30 @@ def _accumulate(block: Block, place: int, grad: Value) -> None:
     if entries:
         block.lines.append(f"d{place}, d{place}_sizes, d{place}_strides = dcaps[{place}]")
     for entry in entries:
-        pointer, valid = f"d{place}", []
-        for i, index in enumerate(entry.indices):
-            if index.valid:
-                valid.append(index.valid)
-            if index.at.const != 0:
-                pointer += f" + {as_rep(index.at, 'int64')} * d{place}_strides[{i}]"
-        everywhere = not any(index.at.axes for index in entry.indices)
-        name = "accumulate_sum" if everywhere else "accumulate"
-        check = " & ".join(dict.fromkeys(valid)) or "tl.full((), True, tl.int1)"
-        check = block.name(check, "in_range") if " & " in check else check
-        block.lines.append(f"{name}({pointer}, {as_rep(entry.value, entry.value.rep)}, {check}, keep)")
+        address, valid = _address(block, f"d{place}", entry.indices)
+        uniform = not any(index.at.axes for index in entry.indices)
+        name = "accumulate_sum" if uniform else "accumulate"
+        value = as_rep(entry.value, entry.value.rep)
+        block.lines.append(f"{name}({address}, {value}, {valid or literal(True, 'int1')}, keep)")
+
+
+def _address(block: Block, base: str, indices: Indices) -> tuple[str, str]:
+    """Source of the pointer to an element, and of "every index is in range" ("" where that is certain)."""
+    terms = [
+        f"{as_rep(index.at, 'int64')} * {base}_strides[{i}]"
+        for i, index in enumerate(indices)
+        if index.at.const != 0
+    ]
+    offset = " + ".join(terms)
+    if len(terms) > 1:
+        offset = block.name(offset, "offset")
+    checks = list(dict.fromkeys(index.valid for index in indices if index.valid))
+    valid = " & ".join(checks)
+    if " & " in valid:
+        valid = block.name(valid, "in_range")
+    elif valid:
+        valid = valid.removeprefix("(").removesuffix(")")
+    return (f"{base} + {offset}" if terms else base), valid
 
 
 class Writer:
@@ -193,17 +220,9 @@ class Writer:
         self.block.lines.append(f"t{place}, t{place}_sizes, t{place}_strides = caps[{place}]")
 
         def load(indices: Indices) -> Scalar:
-            terms = [f"t{place}"]
-            for i, index in enumerate(indices):
-                if index.at.const != 0:
-                    terms.append(f"{as_rep(index.at, 'int64')} * t{place}_strides[{i}]")
-            valid = " & ".join(dict.fromkeys(index.valid for index in indices if index.valid))
-            valid = self.block.name(valid, "in_range") if " & " in valid else valid.strip("()")
-            masked = f", mask={valid}, other=0" if valid else ""
-            text = f"tl.load({' + '.join(terms)}{masked})"
-            axes = (
-                frozenset[str]().union(*(index.at.axes for index in indices)) if indices else frozenset[str]()
-            )
+            address, valid = _address(self.block, f"t{place}", indices)
+            text = f"tl.load({address}, mask={valid}, other=0)" if valid else f"tl.load({address})"
+            axes = _UNIFORM.union(*(index.at.axes for index in indices))
             if tensor.dtype is torch.bool:
                 text = f"{text} != 0" if axes else f"flag({text} != 0)"
             name = self.block.name(text, f"t{place}_value")

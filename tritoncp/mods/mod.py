@@ -22,7 +22,7 @@ from .trace import Traced, trace
 JITFunction: TypeAlias = Any  # what @triton.jit makes: another class where kernels run interpreted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mod:
     """A mask_mod or score_mod as Triton source: structure here, values in `tensors` and `numbers`.
 

@@ -38,7 +38,7 @@ def _convert_all(block: Block, dtype: torch.dtype, operands: tuple[Scalar, ...])
 def _operand(value: Scalar, rep: str, other: Scalar | None = None) -> str:
     """An operand of an infix operator: a plain literal where the other side fixes its type."""
     finite = value.const is not None and not isinstance(value.const, bool) and abs(value.const) < float("inf")
-    if finite and other is not None and other.const is None and other.rep == rep and rep in _PLAIN:
+    if finite and other is not None and other.const is None and rep in _PLAIN:
         text = spell(value.const, rep)  # type: ignore[arg-type]
         return f"({text})" if text.startswith("-") else text
     return as_rep(value, rep)
@@ -148,7 +148,7 @@ def _extreme(name: str, interval: Callable[[Interval, Interval], Interval]) -> R
     def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
         a, b = _convert_all(block, dtype, (a, b))
         if dtype is torch.bool:
-            return _bitwise("|" if name == "maximum" else "&", "flag")(block, dtype, a, b)
+            return _bitwise("|" if name == "maximum" else "&", name[:3])(block, dtype, a, b)
         if dtype.is_floating_point:
             rep = opmath(dtype)
             operands = f"{as_rep(a, rep)}, {as_rep(b, rep)}, propagate_nan=tl.PropagateNan.ALL"

@@ -261,22 +261,32 @@ def _normalise(graph: fx.GraphModule, name: str) -> fx.GraphModule:
                 node.kwargs = {"dtype": value.dtype, "device": value.device}
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            node.target = _pure(node, name)
+            _purify(graph.graph, node, name)
     _drop_dead(graph.graph)
     return graph
 
 
-def _pure(node: fx.Node, name: str) -> Any:
-    """add_ -> add: tracing has already turned later uses of the edited tensor into uses of the result."""
-    target = node.target
-    plain = target.overloadpacket.__name__.removesuffix("_")  # type: ignore[union-attr]
-    given = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
-    operands: list[Any] = [o for o in given if isinstance(o, Tensor | bool | int | float)]
-    pure = getattr(getattr(aten, plain, None), target._overloadname, None)  # type: ignore[union-attr]
-    same = all(not isinstance(o, Tensor) or o.dtype in (node.meta["val"].dtype, torch.bool) for o in operands)
-    if pure is None or not (same or torch.result_type(*operands[:2]) == node.meta["val"].dtype):
-        raise Untranslatable(str(target), node_line(node, name), "an edit in place that changes the type")
-    return pure
+def _purify(graph: fx.Graph, node: fx.Node, name: str) -> None:
+    """add_ -> add, cast back to the type of what it edited.
+
+    Tracing has already turned later uses of the edited tensor into uses of the result.
+    """
+    target: Any = node.target
+    packet = getattr(aten, target.overloadpacket.__name__.removesuffix("_"), None)
+    pure = getattr(packet, target._overloadname, None)
+    if pure is None:
+        raise Untranslatable(str(target), node_line(node, name), "there is no rule for it")
+    node.target = pure
+    edited = node.meta["val"]
+    given: list[Any] = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args[:2]]
+    numeric = all(isinstance(g, Tensor | int | float) for g in given) and len(given) == 2
+    natural = torch.result_type(*given) if numeric else edited.dtype
+    if natural != edited.dtype and packet is not aten.masked_fill:
+        with graph.inserting_after(node):
+            cast = graph.call_function(aten._to_copy.default, (node,), {"dtype": edited.dtype})
+        cast.meta.update(node.meta)
+        node.replace_all_uses_with(cast, delete_user_cb=lambda user: user is not cast)
+        node.meta["val"] = edited.to(natural)
 
 
 def _drop_dead(graph: fx.Graph) -> None:

@@ -1,0 +1,76 @@
+"""Compiles translated mods for sm_90, without a GPU, in a process where nothing is interpreted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tests.mods.harness import grad_kernel, mask_kernel, score_kernel
+from tests.mods.test_emit import MASKS, SCORES
+from tests.mods.test_gradient import MODS
+from tritoncp.mods import Mod, mask_mod, score_mod
+
+POINTER = {
+    torch.float16: "*fp16", torch.bool: "*u8", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64",
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64",
+}  # fmt: skip
+PLACE = {"b": "i32", "h": "i32", "q0": "i32", "k0": "i32"}
+CONST = {"MOD": "constexpr", "N": "constexpr"}
+
+
+def caps(mod: Mod) -> tuple[Any, ...]:
+    tensors = [(POINTER[t.dtype], ("i32",) * t.ndim, ("i64",) * t.ndim) for t in mod.tensors]
+    return (*tensors, *("fp32" if isinstance(n, float) else "i32" for n in mod.numbers))
+
+
+def compiled(kernel: Any, signature: dict[str, Any], fn: Any) -> Any:
+    names = list(signature)
+    constants = {(names.index("MOD"),): fn, (names.index("N"),): 32}
+    return triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+
+
+def compile_mask(mod: Mod) -> Any:
+    return compiled(mask_kernel, {"out": "*i8", **PLACE, "caps": caps(mod), **CONST}, mod.fn)
+
+
+def compile_score(mod: Mod, score: str = "*fp32") -> Any:
+    signature = {"out": score, "scores": score, **PLACE, "caps": caps(mod), **CONST}
+    return compiled(score_kernel, signature, mod.fn)
+
+
+def compile_grad(mod: Mod, score: str = "*fp32") -> Any:
+    ranks = [mod.tensors[i].ndim for i in mod.wants]
+    dcaps = tuple((score, ("i32",) * n, ("i32",) * n) for n in ranks)
+    lead = {"out": score, "dscores": score, "scores": score, **PLACE}
+    return compiled(
+        grad_kernel, {**lead, "caps": caps(mod), "dcaps": dcaps, "keeps": "*i8", **CONST}, mod.grad
+    )
+
+
+def main() -> None:
+    window = 300
+    masks = {name: compile_mask(mask_mod(fn)) for name, fn in MASKS.items()}
+    sliding = compile_mask(mask_mod(lambda b, h, q, k: (q - k <= window) & (q >= k)))
+    scores = {name: compile_score(score_mod(fn)) for name, fn in SCORES.items()}
+    grads = {name: compile_grad(score_mod(fn)) for name, fn in MODS.items()}
+    double = compile_score(score_mod(lambda s, b, h, q, k: s * 0.1, torch.float64), "*fp64")
+    report = {
+        "cubins": sum(len(k.asm["cubin"]) > 0 for ks in (masks, scores, grads) for k in ks.values()),
+        "asked": len(masks) + len(scores) + len(grads),
+        "window in 64 bits": [line for line in sliding.asm["ttir"].splitlines() if "i64" in line],
+        "tenth": "0.1000000000000000" in double.asm["ttir"] or "1.000000e-01" in double.asm["ttir"],
+        "atomics": grads["relative bias"].asm["ptx"].count("atom.")
+        + grads["relative bias"].asm["ptx"].count("red."),
+        "no atomics": grads["no captures"].asm["ptx"].count("atom.")
+        + grads["no captures"].asm["ptx"].count("red."),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Interval arithmetic holds every value that can occur."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tritoncp.mods import ranges
+from tritoncp.mods.ranges import Interval
+
+ENDS = st.integers(-40, 40)
+INTERVALS = st.tuples(ENDS, ENDS).map(lambda ab: Interval(min(ab), max(ab)))
+
+RULES: dict[str, tuple[Callable[..., Interval], Callable[..., torch.Tensor]]] = {
+    "add": (ranges.add, torch.add),
+    "sub": (ranges.sub, torch.sub),
+    "mul": (ranges.mul, torch.mul),
+    "maximum": (ranges.maximum, torch.maximum),
+    "minimum": (ranges.minimum, torch.minimum),
+    "floor_div": (ranges.floor_div, torch.floor_divide),
+    "trunc_div": (ranges.trunc_div, lambda a, b: torch.div(a, b, rounding_mode="trunc")),
+    "remainder": (ranges.remainder, torch.remainder),
+    "fmod": (ranges.fmod, torch.fmod),
+    "and": (ranges.bits, torch.bitwise_and),
+    "or": (ranges.bits, torch.bitwise_or),
+    "xor": (ranges.bits, torch.bitwise_xor),
+    "neg": (lambda a, b: ranges.neg(a), lambda a, b: -a),
+    "absolute": (lambda a, b: ranges.absolute(a), lambda a, b: a.abs()),
+    "union": (ranges.union, lambda a, b: torch.cat([a, b])),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@given(INTERVALS, INTERVALS)
+def test_an_interval_holds_every_result(name: str, a: Interval, b: Interval) -> None:
+    bound, operation = RULES[name]
+    left, right = (torch.arange(i.lo, i.hi + 1) for i in (a, b))
+    if name in ("floor_div", "trunc_div", "remainder", "fmod"):
+        right = torch.where(right == 0, 1, right)  # what the helpers divide by
+    pairs = torch.cartesian_prod(left, right).unbind(1)
+    values = operation(*pairs)
+    low, high = bound(a, b)
+    assert low <= values.min()
+    assert values.max() <= high
+
+
+@given(INTERVALS, st.integers(0, 20))
+def test_shifts(a: Interval, amount: int) -> None:
+    for bound, move in ((ranges.shift_left, int.__lshift__), (ranges.shift_right, int.__rshift__)):
+        low, high = bound(a, amount)
+        assert all(low <= move(value, amount) <= high for value in range(a.lo, a.hi + 1))
+
+
+def test_what_wraps_may_be_anything() -> None:
+    assert ranges.wrapped(Interval(0, 2**31), torch.int32) == Interval(-(2**31), 2**31 - 1)
+    assert ranges.wrapped(Interval(-5, 5), torch.uint8) == Interval(0, 255)
+    assert ranges.wrapped(Interval(-5, 5), torch.int8) == Interval(-5, 5)
+    assert ranges.whole(torch.float32) is None
