@@ -146,6 +146,13 @@ def test_an_unchanged_closure_is_not_traced_again(monkeypatch: pytest.MonkeyPatc
     assert longer.fn is first.fn
 
 
+def test_tensors_made_inside_are_made_once() -> None:
+    fn = lambda b, h, q, k: torch.tensor([3, 1, 2])[q % 3] > k  # noqa: E731
+    first, second = mask_mod(fn), mask_mod(fn)
+    assert first.tensors[0] is second.tensors[0]
+    assert torch.equal(run_mask(second), eager_mask(fn))
+
+
 def test_captures_that_cannot_be_compared_are_traced_every_time() -> None:
     class Opaque:
         __slots__ = ()

@@ -141,10 +141,10 @@ def _source(fn: JITFunction) -> str:
 
 @dataclass(frozen=True)
 class _Known:
-    """A translation without the values: `places` are those of its tensors in the fingerprint's."""
+    """A translation without the values: each tensor is one of the fingerprint's, by place, or made inside."""
 
     mod: Mod
-    places: tuple[int, ...]
+    tensors: tuple[int | Tensor, ...]
 
 
 _LOCK = threading.RLock()
@@ -189,12 +189,13 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         known = _KNOWN.get(key) if key is not None else None
         if known is not None:
             _KNOWN.move_to_end(key)
-            return replace(known.mod, tensors=tuple(found.tensors[i] for i in known.places))
-    mod = _build(trace(fn, arguments == 5, dtype, found))
-    places = _places(mod.tensors, found.tensors)
-    if key is not None and places is not None:
+            return replace(known.mod, tensors=_now(known, found.tensors))
+    traced = trace(fn, arguments == 5, dtype, found)
+    mod = _build(traced)
+    origins = _origins(traced, found.tensors)
+    if key is not None and origins is not None:
         with _LOCK:
-            _KNOWN[key] = _Known(replace(mod, tensors=()), places)
+            _KNOWN[key] = _Known(replace(mod, tensors=()), origins)
             while len(_KNOWN) > _MOST_KNOWN:
                 _KNOWN.popitem(last=False)
     return mod
@@ -237,7 +238,16 @@ def _build(traced: Traced) -> Mod:
     )
 
 
-def _places(tensors: Sequence[Tensor], among: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Where each tensor is in the fingerprint's list; None if one is not there (made inside the function)."""
-    places = [next((i for i, t in enumerate(among) if t is tensor), None) for tensor in tensors]
-    return None if None in places else tuple(p for p in places if p is not None)
+def _origins(traced: Traced, among: Sequence[Tensor]) -> tuple[int | Tensor, ...] | None:
+    """Where each tensor comes from; None if one was captured in a way the fingerprint did not see."""
+    origins: list[int | Tensor] = []
+    for i, tensor in enumerate(traced.tensors):
+        place = next((p for p, known in enumerate(among) if known is tensor), None)
+        if place is None and i not in traced.made:
+            return None
+        origins.append(tensor if place is None else place)
+    return tuple(origins)
+
+
+def _now(known: _Known, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(found[t] if isinstance(t, int) else t for t in known.tensors)

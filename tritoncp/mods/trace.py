@@ -66,6 +66,7 @@ class Traced:
     tensors: tuple[Tensor, ...]
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
+    made: tuple[int, ...]  # which tensors the function makes itself, the same at every call
 
 
 def trace(
@@ -83,6 +84,7 @@ def trace(
 class _Raw:
     graph: fx.GraphModule
     wants: tuple[Tensor, ...]
+    captured: tuple[Tensor, ...]
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
@@ -129,7 +131,7 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         raise Untranslatable(
             _operation(error), where, "its result depends on data known only in the kernel"
         ) from error
-    return _Raw(_normalise(graph, origin(fn)), tuple(wanted))
+    return _Raw(_normalise(graph, origin(fn)), tuple(wanted), tuple(watch.captured))
 
 
 def _as_tensor(out: Any, fn: Callable[..., Any], like: Tensor) -> Tensor:
@@ -331,7 +333,10 @@ def _finish(
     wants = tuple(i for i, t in enumerate(tensors) if any(t is w for w in raw.wants))
     order = [next(k for k, w in enumerate(raw.wants) if w is tensors[i]) for i in wants]
     forward, joint = _split(graph, is_score, order)
-    return Traced(describe(fn), origin(fn), is_score, dtype, forward, joint, tuple(tensors), numbers, wants)
+    made = tuple(i for i, t in enumerate(tensors) if not any(t is c for c in raw.captured))
+    return Traced(
+        describe(fn), origin(fn), is_score, dtype, forward, joint, tuple(tensors), numbers, wants, made
+    )
 
 
 def _placeholder(graph: fx.Graph, after: fx.Node, name: str, **meta: Any) -> fx.Node:
