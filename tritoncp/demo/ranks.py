@@ -46,19 +46,29 @@ def backend(world_size: int) -> str:
 
 
 @contextlib.contextmanager
-def member(rank: int, world_size: int, device: torch.device, store: Any = None) -> Iterator[Any]:
-    """The process group, from when this rank joins until it leaves. Without a store, torchrun's."""
+def member(rank: int, world_size: int, device: torch.device, store: dist.Store) -> Iterator[Any]:
+    """The process group, from when this rank joins until all leave."""
     kind = backend(world_size)
     torch.set_num_threads(1)  # ranks share the cores
     if device.type == "cuda":
         torch.cuda.set_device(device)
     bound = device if kind == "nccl" else None
-    where = {"store": store, "rank": rank, "world_size": world_size} if store is not None else {}
-    dist.init_process_group(kind, timeout=TIMEOUT, device_id=bound, **where)
+    dist.init_process_group(
+        kind, timeout=TIMEOUT, device_id=bound, store=store, rank=rank, world_size=world_size
+    )
     try:
         yield dist.group.WORLD
+        leave_together(store, world_size)
     finally:
         dist.destroy_process_group()
+
+
+def leave_together(store: dist.Store, world_size: int) -> None:
+    """Wait for everyone, through the store: a rank that hangs up early can break the last collective of a
+    slower one, and a barrier would be one more of those."""
+    if store.add("tritoncp/leaving", 1) == world_size:
+        store.set("tritoncp/left", "all")
+    store.wait(["tritoncp/left"], TIMEOUT)
 
 
 def torchrun_world_size() -> int | None:
@@ -73,8 +83,9 @@ def is_first() -> bool:
 def train_in_torchrun(config: Config, on_step: Callable[[Step], None]) -> list[Step]:
     """This process's share of the training that torchrun started."""
     device = device_of(int(os.environ["LOCAL_RANK"]))
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
     seen = []
-    with member(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), device) as group:
+    with member(rank, world_size, device, store) as group:
         for step in train(config, group, device):
             seen.append(step)
             on_step(step)
