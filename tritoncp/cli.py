@@ -30,7 +30,7 @@ def doctor(as_json: bool) -> None:
 
 
 @main.command()
-@click.option("--steps", type=click.IntRange(1), default=20, show_default=True, help="Training steps.")
+@click.option("--steps", type=click.IntRange(1), default=12, show_default=True, help="Training steps.")
 @click.option("--seq-len", type=click.IntRange(16), default=1024, show_default=True, help="Bytes in a step.")
 @click.option(
     "--world-size",

@@ -16,7 +16,7 @@ from tritoncp.demo.corpus import window, windows
 from tritoncp.demo.train import Config, Step, plan_of
 
 # Both runs do the same float32 arithmetic in another order. Losses of 2 to 6 lie on a grid of 2.4e-7 or
-# 4.8e-7, and AdamW carries differences in the last bits on: over 20 steps they stay below 1e-6. The mildest
+# 4.8e-7, and AdamW carries differences in the last bits on: over 20 steps they stayed below 1e-6. The mildest
 # bug tried, ALiBi that sees keys in gathered instead of global order, gives 8e-4 at once and 3e-3 by step 3.
 TOLERANCE = 1e-4
 

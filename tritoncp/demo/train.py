@@ -20,7 +20,7 @@ class Config:
     """What both runs share."""
 
     seq_len: int = 1024
-    steps: int = 20
+    steps: int = 12
     learning_rate: float = 3e-3
     shape: Shape = field(default_factory=Shape)
 
