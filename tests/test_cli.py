@@ -42,7 +42,7 @@ def test_an_unknown_command_is_an_error():
 
 
 def test_doctor_reports_in_json_what_this_process_sees(tmp_path):
-    done = tritoncp("doctor", "--json", TRITONCP_CACHE_DIR=str(tmp_path / "mods"))
+    done = tritoncp("doctor", "--json", TRITONCP_CACHE_DIR=str(tmp_path))
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["problems"] == []
     assert report["versions"]["torch"] == str(torch.__version__)
@@ -58,9 +58,9 @@ def test_doctor_shows_a_table_to_people():
 
 
 def test_doctor_fails_on_a_cache_others_may_write(tmp_path):
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    done = tritoncp("doctor", TRITONCP_CACHE_DIR=str(tmp_path / "open"))
+    (tmp_path / "mods").mkdir()
+    (tmp_path / "mods").chmod(0o777)
+    done = tritoncp("doctor", TRITONCP_CACHE_DIR=str(tmp_path))
     assert done.returncode == 1
     assert "others may write" in done.stdout and "set TRITONCP_CACHE_DIR" in " ".join(done.stdout.split())
 
