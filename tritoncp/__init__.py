@@ -12,11 +12,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tritoncp.balance import balancers as balancers
     from tritoncp.masks import Mask as Mask
     from tritoncp.masks import and_masks as and_masks
     from tritoncp.masks import causal as causal
     from tritoncp.masks import create_block_mask as create_block_mask
     from tritoncp.masks import document as document
+    from tritoncp.masks import from_block_mask as from_block_mask
+    from tritoncp.masks import full_mask as full_mask
+    from tritoncp.masks import not_ as not_
     from tritoncp.masks import or_masks as or_masks
     from tritoncp.masks import prefix_lm as prefix_lm
     from tritoncp.masks import sliding_window as sliding_window
@@ -24,12 +28,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "balance": ("balancers",),
     "masks": (
         "Mask",
         "and_masks",
         "causal",
         "create_block_mask",
         "document",
+        "from_block_mask",
+        "full_mask",
+        "not_",
         "or_masks",
         "prefix_lm",
         "sliding_window",
