@@ -1,0 +1,309 @@
+"""The plan: everything decided before the first byte moves.
+
+Who owns which block, in what order the steps run, what each step reads.  A plan is frozen, derived from the
+mask alone, and equal on every rank but for the rank's own number; nothing in it knows a process group.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tritoncp.balance import balancers
+from tritoncp.masks import Kind, Mask, Runs
+from tritoncp.sharding import Placement, by_blocks, natural
+
+UNBOUNDED = 1 << 30  # a window edge that no position reaches
+SCHEDULES = ("allgather",)
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """What one step reads: local Q slots x the slots of one KV buffer.
+
+    q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens)
+    row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ)
+    col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
+    lo, hi:            int32 [Bm, Hm, S_local], what a row sees inside masked blocks, or None
+    mask:              "none" | "interval" | "mod": how masked blocks are decided
+    window:            (left, right) where positions alone give runs and intervals; no table is read then
+    dense_q, dense_kv: row r of the buffer is position first + r, slots are whole blocks but the last
+    """
+
+    q_slots: Tensor
+    kv_slots: Tensor
+    row_ptr: Tensor
+    row_runs: Tensor
+    col_ptr: Tensor
+    col_runs: Tensor
+    lo: Tensor | None
+    hi: Tensor | None
+    q_block: int
+    kv_block: int
+    q_rows: int
+    kv_rows: int
+    q_first: int
+    kv_first: int
+    dense_q: bool
+    dense_kv: bool
+    mask: str
+    window: tuple[int, int] | None
+    has_masked: bool
+    bounded: bool
+
+    def to(self, device: torch.device) -> "Tables":
+        """These tables on ``device``."""
+        tensors = {name: value.to(device, non_blocking=True) for name, value in vars(self).items()
+                   if isinstance(value, Tensor)}
+        return replace(self, **tensors)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """One rank's part in one attention layer, made by :func:`tritoncp.make_plan`.
+
+    mask:     the global mask, in runs
+    q, kv:    placements of queries and keys
+    rank:     whose plan this is
+    balancer: how blocks were dealt ("natural" for contiguous pieces in order)
+    schedule: how K and V reach the queries
+    reason:   why that schedule
+    versions: versions of the tensors the mask was made from; an edit since then is refused
+    """
+
+    mask: Mask
+    q: Placement
+    kv: Placement
+    rank: int
+    balancer: str
+    schedule: str
+    reason: str = ""
+    sources: tuple[Tensor, ...] = ()
+    versions: tuple[int, ...] = ()
+    _shared: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.q.world_size
+
+    @property
+    def s_local(self) -> int:
+        """Rows of this rank's query shard, padding included."""
+        return self.q.lengths[self.rank]
+
+    @property
+    def positions(self) -> Tensor:
+        """Global position of each local row, -1 at padding: int64 [Bp, s_local]."""
+        return self.q.positions(self.rank)
+
+    @property
+    def valid(self) -> Tensor:
+        """Which local rows are tokens, not padding: bool [Bp, s_local]."""
+        return self.positions >= 0
+
+    def for_rank(self, rank: int) -> "Plan":
+        """The same plan seen by another rank."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
+        return replace(self, rank=rank)
+
+    @cached_property
+    def owners(self) -> Tensor:
+        """Rank that holds (the first token of) each query block: int64 [Bp, blocks]."""
+        first = torch.arange(0, self.q.length, self.mask.q_block)
+        return self.q.inverse[:, first] // self.q.s_max
+
+    @cached_property
+    def work(self) -> list[float]:
+        """Visible blocks of each rank's queries, summed over the mask's batch rows and heads.
+        A slot that holds part of a block counts for that part."""
+        masked, full = self.mask.runs.counts()
+        cost = (masked + full).sum(1).double()  # [Bm, rows]
+        totals = []
+        for slots in self.q.slots:
+            rows = (slots[..., 1] // self.mask.q_block).to(torch.int64)
+            share = slots[..., 2].double() / self.mask.q_block
+            batch = max(cost.shape[0], rows.shape[0])
+            picked = cost.expand(batch, -1).gather(1, rows.expand(batch, -1))
+            totals.append(float((picked * share).sum()))
+        return totals
+
+    @property
+    def imbalance(self) -> float:
+        """Largest work of a rank over the mean: 1.0 is perfect."""
+        mean = sum(self.work) / self.world_size
+        return max(self.work) / mean if mean else 1.0
+
+    def bytes_sent(self, *, batch: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None,
+                   itemsize: int = 2, backward: bool = True) -> int:
+        """Bytes this rank sends in one layer: K and V forward, K and V again plus float32 dK/dV backward."""
+        width = head_dim + (head_dim if v_head_dim is None else v_head_dim)
+        elements = (self.world_size - 1) * self.kv.s_max * batch * kv_heads * width
+        return elements * (itemsize + (itemsize + max(4, itemsize) if backward else 0))
+
+    def tables(self, device: torch.device | str = "cpu") -> Tables:
+        """Tables of the gathered buffer (all ranks' shards, ``kv.s_max`` rows each), on ``device``."""
+        key = (self.rank, torch.device(device))
+        if key not in self._shared:
+            cpu = self._shared.setdefault((self.rank, torch.device("cpu")), _gathered_tables(self))
+            self._shared[key] = cpu.to(torch.device(device))
+        return self._shared[key]
+
+    def check_sources(self) -> None:
+        """Refuse to run when a tensor the mask was made from has been edited since."""
+        for source, version in zip(self.sources, self.versions, strict=True):
+            if source._version != version:
+                raise RuntimeError(
+                    f"a tensor of shape {tuple(source.shape)} that this plan's mask captures was edited in place "
+                    "after the plan was made; make the mask and the plan again"
+                )
+
+    def __getstate__(self) -> dict:
+        state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+        return state | {"_shared": {}, "sources": (), "versions": ()}
+
+    def __str__(self) -> str:
+        from tritoncp.draw import picture
+
+        return picture(self)
+
+
+def build(
+    mask: Mask,
+    world_size: int = 1,
+    rank: int = 0,
+    *,
+    balancer: str | None = "ptrr",
+    lengths: Sequence[int] | None = None,
+    kv_lengths: Sequence[int] | None = None,
+    schedule: str = "auto",
+) -> Plan:
+    """Place a mask's blocks on ``world_size`` ranks.
+
+    ``balancer=None`` is natural order: rank r holds the r-th contiguous piece, ``lengths[r]`` tokens long
+    (``kv_lengths`` for the keys where they differ).
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is outside a world of {world_size}")
+    if schedule not in ("auto", *SCHEDULES):
+        raise ValueError(f"unknown schedule {schedule!r}; known: auto, {', '.join(SCHEDULES)}")
+    if balancer is None or world_size == 1:
+        q = natural(_pieces("query", lengths, mask.q_len, world_size), mask.q_block)
+        same = kv_lengths is None and mask.kv_len == mask.q_len
+        kv = natural(_pieces("key", lengths if same else kv_lengths, mask.kv_len, world_size), mask.kv_block)
+        name = "natural"
+    else:
+        name, q, kv = balancer, *_balance(mask, world_size, balancer)
+    return Plan(mask, q, kv, rank, name, "allgather", reason="the only schedule so far")
+
+
+def _pieces(what: str, lengths: Sequence[int] | None, total: int, world_size: int) -> Sequence[int]:
+    if lengths is None:
+        return [total // world_size + (rank < total % world_size) for rank in range(world_size)]
+    if len(lengths) != world_size or sum(lengths) != total:
+        raise ValueError(
+            f"the {what} shards of the ranks are {list(lengths)} tokens long, {sum(lengths)} together, but the mask "
+            f"is for {total}; pass the global mask, and shards that add up to it in rank order"
+        )
+    return lengths
+
+
+def _balance(mask: Mask, world_size: int, balancer: str) -> tuple[Placement, Placement]:
+    if balancer not in balancers:
+        raise ValueError(f"unknown balancer {balancer!r}; known: {', '.join(sorted(balancers))}")
+    deal = balancers[balancer]
+    masked, full = mask.runs.counts()
+    costs = (masked + full).sum(1)  # [Bm, q blocks]
+    q = by_blocks(mask.q_len, mask.q_block, [deal(row, world_size) for row in costs])
+    if mask.kv_len == mask.q_len and mask.kv_block == mask.q_block:
+        return q, q
+    if mask.kv_len == mask.q_len:  # same tokens, other blocks: cut the same placement at KV blocks
+        return q, _recut(q, mask.kv_block)
+    masked, full = mask.runs.transpose().counts()
+    return q, by_blocks(mask.kv_len, mask.kv_block, [deal(row, world_size) for row in (masked + full).sum(1)])
+
+
+def _recut(placement: Placement, block: int) -> Placement:
+    """The same tokens on the same rows, slots cut so that none crosses a multiple of ``block``."""
+    tables = []
+    for slots in placement.slots:
+        rows = []
+        for batch in slots.tolist():
+            cut = []
+            for row, position, tokens in batch:
+                edges = [position, *range((position // block + 1) * block, position + tokens, block), position + tokens]
+                cut += [(row + a - position, a, b - a) for a, b in itertools.pairwise(edges)]
+            rows.append(cut)
+        width = max(map(len, rows))
+        tables.append(torch.tensor([cut + [(0, 0, 0)] * (width - len(cut)) for cut in rows], dtype=torch.int32))
+    return Placement(placement.length, block, tuple(tables), placement.lengths)
+
+
+def _gathered_tables(plan: Plan) -> Tables:
+    mask = plan.mask
+    q_slots, kv_slots = plan.q.slots[plan.rank], plan.kv.gathered()
+    runs = _slot_runs(mask, q_slots, kv_slots)
+    kinds = runs.runs[:, 2]
+    lo, hi = _local_intervals(mask, plan.positions)
+    decided = "none" if not bool((kinds == Kind.MASKED).any()) else "interval" if lo is not None else "mod"
+    dense_q = _is_dense(q_slots, mask.q_block)
+    dense_kv = _is_dense(kv_slots, mask.kv_block)
+    window = mask.window if _is_contiguous(q_slots) and _is_contiguous(kv_slots) else None
+    cols = runs.transpose()
+    return Tables(
+        q_slots, kv_slots, runs.ptr, runs.runs, cols.ptr, cols.runs, lo, hi, mask.q_block, mask.kv_block,
+        q_rows=int(q_slots[0, :, 2].sum()), kv_rows=int(kv_slots[0, :, 2].sum()),
+        q_first=int(q_slots[0, 0, 1]) if q_slots.shape[1] else 0,
+        kv_first=int(kv_slots[0, 0, 1]) if kv_slots.shape[1] else 0,
+        dense_q=dense_q, dense_kv=dense_kv, mask="interval" if window else decided,
+        window=window and (UNBOUNDED if window[0] < 0 else window[0], UNBOUNDED if window[1] < 0 else window[1]),
+        has_masked=bool((kinds != Kind.FULL).any()) or window is not None,
+        bounded=bool((kinds == Kind.BOUNDED).any()) and window is None,
+    )
+
+
+def _slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
+    """The mask's runs in a step's own units: rows are Q slots, columns KV slots.
+
+    A block listed as full stays full only where both slots hold the whole of it, so that full runs need no
+    bounds.  The same KV slot order must serve every batch row of the mask.
+    """
+    q_blocks = torch.where(q_slots[..., 2] > 0, q_slots[..., 1] // mask.q_block, -1).to(torch.int64)
+    kv_blocks = (kv_slots[..., 1] // mask.kv_block).to(torch.int64)
+    kv_blocks = torch.where(kv_slots[..., 2] > 0, kv_blocks, mask.runs.n_cols)
+    edges = torch.arange(mask.runs.n_cols + 1).expand(kv_blocks.shape[0], -1).contiguous()
+    runs = mask.runs.take(q_blocks).remap(torch.searchsorted(kv_blocks.contiguous(), edges))
+    short_q = q_slots[:, None, :, None, 2] < mask.q_block  # [Bp, 1, rows, 1]
+    short_kv = kv_slots[:, None, None, :, 2] < mask.kv_block  # [Bp, 1, 1, cols]
+    if not bool(short_q.any() | short_kv.any()):
+        return runs
+    kinds = runs.to_kinds()
+    cut = (kinds == Kind.FULL) & (short_q | short_kv)
+    return Runs.from_kinds(kinds.masked_fill(cut, Kind.BOUNDED)) if bool(cut.any()) else runs
+
+
+def _local_intervals(mask: Mask, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    if mask.interval is None:
+        return None, None
+    local = []
+    for bound in mask.interval:  # [Bm, Hm, q_len]
+        batch = max(bound.shape[0], positions.shape[0])
+        index = positions.clamp(min=0)[:, None].expand(batch, bound.shape[1], -1)
+        local.append(bound.expand(batch, -1, -1).gather(2, index).contiguous())
+    return local[0], local[1]
+
+
+def _is_contiguous(slots: Tensor) -> bool:
+    """Row r of the buffer is global position first + r."""
+    if slots.shape[0] != 1 or slots.shape[1] == 0:
+        return False
+    row, position, tokens = slots[0].unbind(1)
+    return bool((row == tokens.cumsum(0) - tokens).all() & (position - row == position[0]).all() & (tokens > 0).all())
+
+
+def _is_dense(slots: Tensor, block: int) -> bool:
+    """Contiguous, and slot i starts at row i * block."""
+    return _is_contiguous(slots) and bool((slots[0, :, 0] == torch.arange(slots.shape[1]) * block).all())

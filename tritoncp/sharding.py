@@ -1,0 +1,151 @@
+"""Which tokens each rank holds, and moving tensors between global order and shards.
+
+A placement is a list of slots a rank: ``(first row in the rank's buffer, global position of that row,
+tokens)``, sorted by position.  Everything else (permutation, inverse, validity) follows from it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Who holds which part of a sequence of ``length`` tokens.
+
+    slots:   one int32 [Bp, n, 3] tensor a rank; Bp is 1, or B where batch rows are placed differently.
+             A slot lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot.
+    lengths: rows of each rank's buffer. Real tokens come first, padding last.
+
+    >>> p = by_blocks(10, 4, [[[0, 2], [1]]])
+    >>> p.slots[0].tolist(), p.lengths
+    ([[[0, 0, 4], [4, 8, 2]]], (6, 6))
+    >>> p.positions(1).tolist()
+    [[4, 5, 6, 7, -1, -1]]
+    """
+
+    length: int
+    block: int
+    slots: tuple[Tensor, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.slots)
+
+    @property
+    def s_max(self) -> int:
+        """Rows of the largest buffer: what every rank sends, so that all send the same."""
+        return max(self.lengths)
+
+    def positions(self, rank: int) -> Tensor:
+        """Global position of each row of a rank's buffer, -1 at padding: int64 [Bp, lengths[rank]]."""
+        return self._rows[rank]
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, ...]:
+        return tuple(_positions(slots, rows) for slots, rows in zip(self.slots, self.lengths, strict=True))
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """Row of each global position in the gathered buffer [W * s_max]: int64 [Bp, length]."""
+        out = torch.full((self.slots[0].shape[0], self.length), -1, dtype=torch.int64)
+        for rank, held in enumerate(self._rows):
+            rows = torch.arange(held.shape[1]).expand_as(held) + rank * self.s_max
+            batch = torch.arange(held.shape[0])[:, None].expand_as(held)
+            real = held >= 0
+            out[batch[real], held[real]] = rows[real]
+        return out
+
+    def gathered(self, ranks: Sequence[int] | None = None) -> Tensor:
+        """Slots of the buffer that holds the shards of ``ranks`` one after the other, ``s_max`` rows each,
+        sorted by global position (empty slots last): int32 [Bp, n, 3]."""
+        parts = []
+        for index, rank in enumerate(range(self.world_size) if ranks is None else ranks):
+            parts.append(self.slots[rank] + torch.tensor([index * self.s_max, 0, 0], dtype=torch.int32))
+        slots = torch.cat(parts, 1)
+        key = torch.where(slots[..., 2] > 0, slots[..., 1].to(torch.int64), torch.iinfo(torch.int64).max)
+        order = key.argsort(dim=1, stable=True)
+        keep = int((slots[..., 2] > 0).sum(1).max())
+        return slots.gather(1, order[..., None].expand(-1, -1, 3))[:, :keep].contiguous()
+
+
+def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]) -> Placement:
+    """Whole blocks to ranks: ``owners[batch row][rank]`` lists the rank's blocks, ascending.
+
+    Every buffer has as many rows as the fullest rank has tokens; what is short of it is padding.
+    """
+    world_size = len(owners[0])
+    slots = []
+    for rank in range(world_size):
+        width = max(len(row[rank]) for row in owners)
+        table = torch.zeros(len(owners), width, 3, dtype=torch.int32)
+        for batch, row in enumerate(owners):
+            ids = torch.tensor(row[rank], dtype=torch.int64)
+            table[batch, : len(ids), 0] = (torch.arange(len(ids)) * block).int()
+            table[batch, : len(ids), 1] = (ids * block).int()
+            table[batch, : len(ids), 2] = (length - ids * block).clamp(max=block).int()
+        slots.append(table)
+    rows = max(int(table[..., 2].sum(1).max()) if table.numel() else 0 for table in slots)
+    return Placement(length, block, tuple(slots), (rows,) * world_size)
+
+
+def natural(lengths: Sequence[int], block: int) -> Placement:
+    """Contiguous pieces in order, of any lengths: rank r holds the r-th. Slots are cut at mask blocks.
+
+    >>> natural([3, 5], 4).slots[1].tolist()
+    [[[0, 3, 1], [1, 4, 4]]]
+    """
+    slots, start = [], 0
+    for rows in lengths:
+        first = torch.tensor(sorted({start, *range(-(-start // block) * block, start + rows, block)}))
+        first = first[first < start + rows]
+        last = torch.cat([first[1:], torch.tensor([start + rows])]) if len(first) else first
+        slots.append(torch.stack([first - start, first, last - first], -1).int()[None])
+        start += rows
+    return Placement(start, block, tuple(slots), tuple(lengths))
+
+
+def _positions(slots: Tensor, rows: int) -> Tensor:
+    """int64 [Bp, rows] global positions, -1 where no slot covers the row."""
+    out = torch.full((slots.shape[0], rows), -1, dtype=torch.int64)
+    for batch, table in enumerate(slots.to(torch.int64)):
+        row, position, tokens = table[table[:, 2] > 0].unbind(1)
+        offset = torch.arange(int(tokens.sum())) - (tokens.cumsum(0) - tokens).repeat_interleave(tokens)
+        out[batch, row.repeat_interleave(tokens) + offset] = position.repeat_interleave(tokens) + offset
+    return out
+
+
+def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float | int | bool) -> Tensor:
+    """Rows ``index`` [Bp, n] of ``x`` along ``dim``; ``pad`` where the index is negative. Differentiable:
+    the backward pass puts each row back where it came from and zeros elsewhere.
+
+    Where Bp > 1, ``batch_dim`` names the dimension of ``x`` that index rows follow; a tensor without one
+    (``batch_dim=None``) comes back with a new leading batch dimension.
+    """
+    dim = dim % x.ndim
+    index = index.to(x.device)
+    if index.shape[0] > 1 and batch_dim is None:
+        x, dim, batch_dim = x.expand(index.shape[0], *x.shape), dim + 1, 0
+    shape = [1] * x.ndim
+    if index.shape[0] > 1:
+        batch_dim = batch_dim % x.ndim  # type: ignore[operator]
+        if x.shape[batch_dim] != index.shape[0]:
+            raise ValueError(
+                f"the plan places {index.shape[0]} batch rows differently, but dimension {batch_dim} of the "
+                f"tensor has {x.shape[batch_dim]}; pass batch_dim= the batch dimension, or None if it has none"
+            )
+        shape[batch_dim], shape[dim] = index.shape
+        if batch_dim > dim:
+            index = index.T
+        full = list(x.shape)
+        full[dim] = shape[dim]
+        rows = x.gather(dim, index.clamp(min=0).reshape(shape).expand(full))
+    else:
+        shape[dim] = index.shape[1]
+        rows = x.index_select(dim, index[0].clamp(min=0))
+    padding = (index < 0).reshape(shape)
+    return rows.masked_fill(padding, pad)
