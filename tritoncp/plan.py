@@ -71,7 +71,8 @@ class Plan:
     balancer: how blocks were dealt ("natural" for contiguous pieces in order)
     schedule: how K and V reach the queries
     reason:   why that schedule
-    versions: versions of the tensors the mask was made from; an edit since then is refused
+    sources, versions: the tensors the mask was made from; an edit since then is refused
+    handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     """
 
     mask: Mask
@@ -83,6 +84,7 @@ class Plan:
     reason: str = ""
     sources: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
+    handle: Tensor | None = None
     _shared: dict = field(default_factory=dict, repr=False)
 
     @property
@@ -108,7 +110,7 @@ class Plan:
         """The same plan seen by another rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
-        return replace(self, rank=rank)
+        return self if rank == self.rank else replace(self, rank=rank, handle=None)
 
     @cached_property
     def owners(self) -> Tensor:
@@ -144,12 +146,17 @@ class Plan:
         elements = (self.world_size - 1) * self.kv.s_max * batch * kv_heads * width
         return elements * (itemsize + (itemsize + max(4, itemsize) if backward else 0))
 
-    def tables(self, device: torch.device | str = "cpu") -> Tables:
-        """Tables of the gathered buffer (all ranks' shards, ``kv.s_max`` rows each), on ``device``."""
-        key = (self.rank, torch.device(device))
+    def tables(self, device: torch.device | str = "cpu", batch: int = 1, heads: int = 1) -> Tables:
+        """Tables of the gathered buffer (all ranks' shards, ``kv.s_max`` rows each), on ``device``, for
+        queries of ``batch`` rows and ``heads`` heads."""
+        interval = self.mask.interval_for(batch, heads)
+        place = torch.device(device)
+        key = (self.rank, place, interval is None)
         if key not in self._shared:
-            cpu = self._shared.setdefault((self.rank, torch.device("cpu")), _gathered_tables(self))
-            self._shared[key] = cpu.to(torch.device(device))
+            here = (self.rank, torch.device("cpu"), interval is None)
+            if here not in self._shared:
+                self._shared[here] = _gathered_tables(self, interval)
+            self._shared[key] = self._shared[here].to(place)
         return self._shared[key]
 
     def check_sources(self) -> None:
@@ -163,7 +170,7 @@ class Plan:
 
     def __getstate__(self) -> dict:
         state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
-        return state | {"_shared": {}, "sources": (), "versions": ()}
+        return state | {"_shared": {}, "sources": (), "versions": (), "handle": None}
 
     def __str__(self) -> str:
         from tritoncp.draw import picture
@@ -242,12 +249,12 @@ def _recut(placement: Placement, block: int) -> Placement:
     return Placement(placement.length, block, tuple(tables), placement.lengths)
 
 
-def _gathered_tables(plan: Plan) -> Tables:
+def _gathered_tables(plan: Plan, interval: tuple[Tensor, Tensor] | None) -> Tables:
     mask = plan.mask
     q_slots, kv_slots = plan.q.slots[plan.rank], plan.kv.gathered()
     runs = _slot_runs(mask, q_slots, kv_slots)
     kinds = runs.runs[:, 2]
-    lo, hi = _local_intervals(mask, plan.positions)
+    lo, hi = _local_intervals(interval, plan.positions)
     decided = "none" if not bool((kinds == Kind.MASKED).any()) else "interval" if lo is not None else "mod"
     dense_q = _is_dense(q_slots, mask.q_block)
     dense_kv = _is_dense(kv_slots, mask.kv_block)
@@ -285,11 +292,13 @@ def _slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
     return Runs.from_kinds(kinds.masked_fill(cut, Kind.BOUNDED)) if bool(cut.any()) else runs
 
 
-def _local_intervals(mask: Mask, positions: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    if mask.interval is None:
+def _local_intervals(
+    interval: tuple[Tensor, Tensor] | None, positions: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    if interval is None:
         return None, None
     local = []
-    for bound in mask.interval:  # [Bm, Hm, q_len]
+    for bound in interval:  # [Bm, Hm, q_len]
         batch = max(bound.shape[0], positions.shape[0])
         index = positions.clamp(min=0)[:, None].expand(batch, bound.shape[1], -1)
         local.append(bound.expand(batch, -1, -1).gather(2, index).contiguous())

@@ -1,0 +1,138 @@
+"""The only collectives, and two drivers of one protocol.
+
+A schedule is a generator: it yields a collective to start and gets back a ticket, yields ``Wait(ticket)`` and
+gets back the tensor.  What lies between the two runs while bytes fly.  ``run`` drives one rank over a process
+group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a time.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather:
+    """Every rank's ``x`` [n, ...], rank after rank: [W * n, ...]."""
+
+    x: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ReduceScatter:
+    """The sum over ranks of ``x`` [W * n, ...], this rank's part of it: [n, ...]."""
+
+    x: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Wait:
+    """Block until the collective behind ``ticket`` is done; its result."""
+
+    ticket: "Ticket"
+
+
+@dataclass(frozen=True, eq=False)
+class Ticket:
+    """A collective in flight: the buffers it uses live as long as the ticket."""
+
+    result: Tensor
+    work: Any = None
+    source: Tensor | None = None
+
+
+Collective = AllGather | ReduceScatter
+Schedule = Generator[Collective | Wait, Any, T]
+
+
+def run(schedule: Schedule[T], group: dist.ProcessGroup) -> T:
+    """Drive one rank's schedule over a process group."""
+    answer: Any = None
+    while True:
+        try:
+            asked = schedule.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(asked, Wait):
+            asked.ticket.work.wait()
+            answer = asked.ticket.result
+        else:
+            answer = _start(asked, group)
+
+
+def _start(asked: Collective, group: dist.ProcessGroup) -> Ticket:
+    world, x = group.size(), asked.x
+    if isinstance(asked, AllGather):
+        result = x.new_empty(x.shape[0] * world, *x.shape[1:])
+        return Ticket(result, dist.all_gather_into_tensor(result, x, group=group, async_op=True), x)
+    result = x.new_empty(x.shape[0] // world, *x.shape[1:])
+    return Ticket(result, dist.reduce_scatter_tensor(result, x, group=group, async_op=True), x)
+
+
+def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
+    """Drive every rank of a simulated world, each as far as its next yield, in rank order.
+
+    >>> def rank(i):
+    ...     ticket = yield AllGather(torch.tensor([i]))
+    ...     return (yield Wait(ticket)).tolist()
+    >>> lockstep([rank(0), rank(1)])
+    [[0, 1], [0, 1]]
+    """
+    answers: list[Any] = [None] * len(schedules)
+    while True:
+        asked, done = [], []
+        for schedule, answer in zip(schedules, answers, strict=True):
+            try:
+                asked.append(schedule.send(answer))
+            except StopIteration as stop:
+                done.append(stop.value)
+        if done and not asked:
+            return done
+        kinds = [type(a).__name__ for a in asked] + ["end"] * len(done)
+        if len(set(kinds)) > 1:
+            raise RuntimeError(f"the ranks' schedules differ: {', '.join(kinds)} in the same turn")
+        answers = _turn(asked)
+
+
+def _turn(asked: Sequence[Any]) -> list[Any]:
+    if isinstance(asked[0], Wait):
+        return [a.ticket.result for a in asked]
+    xs = [a.x for a in asked]
+    if isinstance(asked[0], AllGather):
+        whole = torch.cat(xs) if len(xs) > 1 else xs[0]
+        return [Ticket(whole) for _ in xs]
+    total = xs[0] if len(xs) == 1 else torch.stack(list(xs)).sum(0)
+    return [Ticket(part) for part in total.chunk(len(xs))]
+
+
+def exchange(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
+    """Every rank's integers, by rank: one small collective, read on the host."""
+    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else "cpu"
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    rows = torch.empty(group.size() * len(numbers), dtype=torch.int64, device=device)
+    dist.all_gather_into_tensor(rows, mine, group=group)
+    return rows.view(group.size(), len(numbers)).tolist()
+
+
+def named(name: str) -> dist.ProcessGroup:
+    """The process group with this name."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def group_of(mesh: Any) -> dist.ProcessGroup | None:
+    """The process group behind a 1-D DeviceMesh or a ProcessGroup; None for None."""
+    if mesh is None or isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if isinstance(mesh, dist.DeviceMesh):
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"this mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass its context-parallel one, "
+                "for example mesh['cp']"
+            )
+        return mesh.get_group()
+    raise TypeError(f"mesh is a 1-D DeviceMesh, a ProcessGroup or None; got a {type(mesh).__name__}")

@@ -1,0 +1,116 @@
+"""All-gather: K and V of every rank in one collective a head group, one attention step over the whole buffer.
+
+Head group g + 1 is gathered while g is computed, so nothing needs merging.  The backward pass gathers again
+instead of keeping global K and V, and reduce-scatters dK/dV in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.comm import AllGather, ReduceScatter, Schedule, Wait
+from tritoncp.plan import Plan, Tables
+
+HEAD_GROUPS = 2  # one in flight, one computed: more only makes smaller messages
+
+
+def forward(plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor,
+            want_max: bool) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+    tables = plan.tables(q.device, q.shape[0], q.shape[1])
+    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_zeros(*q.shape[:3], v.shape[3])  # rows no slot covers stay 0 and -inf
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=stats)
+    top = torch.full_like(lse, -torch.inf) if want_max else None
+    groups = head_groups(k.shape[1], plan.world_size)
+    flight = yield from _send(plan, k, v, groups[0])
+    for index, heads in enumerate(groups):
+        keys, values = yield from _receive(flight, k, v)
+        if index + 1 < len(groups):
+            flight = yield from _send(plan, k, v, groups[index + 1])
+        mine = query_heads(heads, q, k)
+        engine.forward(
+            q[:, mine], keys, values, tables, out=out[:, mine], lse=lse[:, mine],
+            max_scores=None if top is None else top[:, mine], h_offset=mine.start,
+        )()
+    return out, lse, top
+
+
+def backward(plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+             dlse: Tensor | None) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
+    """(dq, dk, dv) of this rank's shards. Gradients of captures are added to the engine's buffers."""
+    tables = plan.tables(q.device, q.shape[0], q.shape[1])
+    delta = torch.empty_like(lse)
+    engine.delta(out, dout, dlse, delta)()
+    dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    groups = head_groups(k.shape[1], plan.world_size)
+    returning = []
+    flight = yield from _send(plan, k, v, groups[0])
+    for index, heads in enumerate(groups):
+        keys, values = yield from _receive(flight, k, v)
+        if index + 1 < len(groups):
+            flight = yield from _send(plan, k, v, groups[index + 1])
+        mine = query_heads(heads, q, k)
+        args = q[:, mine], keys, values, dout[:, mine], lse[:, mine], delta[:, mine], tables
+        engine.dq(*args, dq=dq[:, mine], h_offset=mine.start)()
+        grads = _dkdv(engine, args, mine.start, lse.dtype)
+        returning.append((yield ReduceScatter(grads)) if plan.world_size > 1 else grads)
+    parts = []
+    for ticket in returning:
+        parts.append((yield Wait(ticket)) if plan.world_size > 1 else ticket)
+    dkv = torch.cat(parts, 2)[: k.shape[2]].to(k.dtype).permute(1, 2, 0, 3)  # [B, Hkv, S, D + E]
+    return dq, dkv[..., : k.shape[3]].contiguous(), dkv[..., k.shape[3] :].contiguous()
+
+
+def head_groups(kv_heads: int, world_size: int) -> list[slice]:
+    """KV heads cut into at most HEAD_GROUPS pieces; one piece where nothing is sent.
+
+    >>> head_groups(3, 2), head_groups(8, 1)
+    ([slice(0, 2, None), slice(2, 3, None)], [slice(0, 8, None)])
+    """
+    size = kv_heads if world_size == 1 else -(-kv_heads // min(kv_heads, HEAD_GROUPS))
+    return [slice(start, min(start + size, kv_heads)) for start in range(0, kv_heads, size)]
+
+
+def query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
+    """The query heads that attend to these KV heads."""
+    group = q.shape[1] // k.shape[1]
+    return slice(heads.start * group, heads.stop * group)
+
+
+def _send(plan: Plan, k: Tensor, v: Tensor, heads: slice) -> Schedule[Any]:
+    """Start gathering these heads of K and V, packed as [s_max, B, heads, D + E]; rows first, so that a
+    row's place in the gathered buffer does not depend on batch or heads."""
+    if plan.world_size == 1:
+        return k[:, heads], v[:, heads]
+    packed = k.new_zeros(plan.kv.s_max, k.shape[0], heads.stop - heads.start, k.shape[3] + v.shape[3])
+    local = packed[: k.shape[2]].permute(1, 2, 0, 3)
+    local[..., : k.shape[3]] = k[:, heads]
+    local[..., k.shape[3] :] = v[:, heads]
+    return (yield AllGather(packed))
+
+
+def _receive(flight: Any, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
+    """K [B, heads, rows, D] and V [B, heads, rows, E] of all ranks, as views of one buffer."""
+    if isinstance(flight, tuple):
+        return flight
+    packed = (yield Wait(flight)).permute(1, 2, 0, 3)
+    return packed[..., : k.shape[3]], packed[..., k.shape[3] :]
+
+
+def _dkdv(engine: Any, args: tuple[Any, ...], h_offset: int, dtype: torch.dtype) -> Tensor:
+    """Packed gradients [rows, B, heads, D + E] of the gathered keys and values."""
+    q, keys, values, *_ = args
+    tables: Tables = args[-1]
+    b, h, rows, d = keys.shape
+    packed = keys.new_zeros(rows, b, h, d + values.shape[3], dtype=dtype)
+    view = packed.permute(1, 2, 0, 3)
+    split = engine.split(q, keys, tables)
+    if split == 1:
+        engine.dkdv(*args, dk=view[..., :d], dv=view[..., d:], h_offset=h_offset)()
+        return packed
+    parts = keys.new_zeros(b, h * split, rows, d + values.shape[3], dtype=dtype)
+    engine.dkdv(*args, dk=parts[..., :d], dv=parts[..., d:], h_offset=h_offset, split=split)()
+    view.copy_(parts.unflatten(1, (h, split)).sum(2))
+    return packed
