@@ -32,11 +32,11 @@ ROOMS = {
     "mods": Room({"mods"}, set(), {"torch", "triton", "platformdirs"}, frozenset({"torch.distributed"})),
     "wire": Room({"comm"}, set(), {"torch"}),
     "engine": Room({"kernels"}, set(), {"torch", "triton"}, frozenset({"torch.distributed"})),
-    "oracle": Room({"reference"}, {"paper"}, {"torch"}, frozenset({"torch.distributed"})),
+    "oracle": Room({"reference", "eager"}, {"paper"}, {"torch"}, frozenset({"torch.distributed"})),
     "conductor": Room(
         {"schedules"}, {"paper", "wire", "engine"}, {"torch"}, frozenset({"torch.distributed"})
     ),
-    "front": Room({"autograd", "parallel", "api", "integrations"}, ALL_BUT_EDGE, {"torch"}),
+    "front": Room({"autograd", "parallel", "api", "engines", "integrations", "simulate"}, ALL_BUT_EDGE, {"torch"}),
     "edge": Room(
         {"", "__main__", "cli", "demo", "doctor", "inspect", "tune"},
         ALL_BUT_EDGE | {"perf"},

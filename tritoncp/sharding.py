@@ -47,7 +47,7 @@ class Placement:
 
     @cached_property
     def _rows(self) -> tuple[Tensor, ...]:
-        return tuple(_positions(slots, rows) for slots, rows in zip(self.slots, self.lengths, strict=True))
+        return tuple(row_positions(slots, rows) for slots, rows in zip(self.slots, self.lengths, strict=True))
 
     @cached_property
     def inverse(self) -> Tensor:
@@ -109,7 +109,7 @@ def natural(lengths: Sequence[int], block: int) -> Placement:
     return Placement(start, block, tuple(slots), tuple(lengths))
 
 
-def _positions(slots: Tensor, rows: int) -> Tensor:
+def row_positions(slots: Tensor, rows: int) -> Tensor:
     """int64 [Bp, rows] global positions, -1 where no slot covers the row."""
     out = torch.full((slots.shape[0], rows), -1, dtype=torch.int64)
     for batch, table in enumerate(slots.to(torch.int64)):

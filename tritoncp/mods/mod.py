@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 import warnings
@@ -44,6 +45,7 @@ class Mod:
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
     graph: fx.GraphModule | None
+    back: JITFunction | None = None  # grad for callers that only want dscore: adds nothing to dcaps
 
     @property
     def is_score(self) -> bool:
@@ -83,12 +85,14 @@ class Mod:
         grad: JITFunction | None = None,
         captures: Sequence[Tensor | int | float] = (),
         wants: Sequence[int] | None = None,
+        back: JITFunction | None = None,
     ) -> Mod:
         """A Mod from hand-written @triton.jit functions with the signatures above.
 
         captures: what `caps` holds, tensors first, then numbers. wants: which of the tensors `grad` adds
         gradients for, in the order of `dcaps`; by default those that require grad, if there is a `grad`.
-        Without `grad` a score_mod runs forward only.
+        Without `grad` a score_mod runs forward only. back: like grad, but adds nothing to dcaps; needed
+        where captures want gradients, since dQ and dK/dV both differentiate the score.
         """
         tensors = tuple(c for c in captures if isinstance(c, Tensor))
         numbers = tuple(c for c in captures if not isinstance(c, Tensor))
@@ -102,7 +106,9 @@ class Mod:
         asked = asked if grad is not None else ()
         structure = [(t.dtype, t.ndim) for t in tensors], [type(n) for n in numbers], asked
         digest = cache.digest_of(f"{source}\n{structure}")
-        return cls(digest, source, fn, grad, tensors, numbers, asked, None)
+        if asked and back is None:
+            raise ValueError("captures want gradients: pass back=, which is grad without the adding to dcaps")
+        return cls(digest, source, fn, grad, tensors, numbers, asked, None, back or grad)
 
 
 def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
@@ -226,6 +232,7 @@ def _build(traced: Traced) -> Mod:
     module = cache.load(source)
     fn = module.score_mod if traced.is_score else module.mask_mod
     grad = module.score_grad if traced.is_score else None
+    back = cache.load(emit(_score_only(traced))).score_grad if traced.wants else grad
     return Mod(
         cache.digest_of(source),
         source,
@@ -235,7 +242,19 @@ def _build(traced: Traced) -> Mod:
         traced.numbers,
         traced.wants,
         traced.forward,
+        back,
     )
+
+
+def _score_only(traced: Traced) -> Traced:
+    """The same mod, of whose joint graph only the gradient of the score is kept."""
+    joint = copy.deepcopy(traced.joint)
+    assert joint is not None
+    output = next(node for node in joint.graph.nodes if node.op == "output")
+    output.args = ((output.args[0][0],),)  # type: ignore[index]
+    joint.graph.eliminate_dead_code()
+    joint.recompile()
+    return replace(traced, joint=joint, wants=())
 
 
 def _origins(traced: Traced, among: Sequence[Tensor]) -> tuple[int | Tensor, ...] | None:

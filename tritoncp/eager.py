@@ -1,0 +1,172 @@
+"""The eager engine: the same step contract as the kernels, in plain torch.
+
+It runs the same plans and schedules where there is no Triton, and in float64 it separates errors of plan and
+communication from rounding in kernels.  A step is dense here: O(S_local * rows) memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.plan import Tables
+from tritoncp.pointwise import vmapped
+from tritoncp.runs import ABSENT, Kind, Runs
+from tritoncp.sharding import row_positions
+
+Step = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class EagerEngine:
+    """One attention call.
+
+    mask, score: the user's functions over (b, h, q_idx, kv_idx) and (score, ...), captures bound
+    captures:    tensors of score_mod that want gradients; ``grads`` are buffers for them
+    """
+
+    scale: float
+    mask: Callable[..., Tensor] | None = None
+    score: Callable[..., Tensor] | None = None
+    captures: Sequence[Tensor] = ()
+    grads: Sequence[Tensor] = ()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, *, out: Tensor, lse: Tensor,
+                max_scores: Tensor | None = None, h_offset: int = 0) -> Step:
+        """As the kernels' forward, without state."""
+        return partial(self._forward, q, k, v, tables, out, lse, max_scores, h_offset)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor,
+                 max_scores: Tensor | None, h_offset: int) -> None:
+        q, k, v = (_grouped(x, q.shape[1]).to(lse.dtype) for x in (q, k, v))
+        at, seen = self._visible(tables, q, k, h_offset)
+        _, scores = self._scores(q, k, at, seen, h_offset)
+        top = scores.amax(-1) if scores.shape[-1] else torch.full_like(lse, -torch.inf)
+        p = torch.exp(scores - torch.where(top == -torch.inf, 0, top)[..., None])
+        total = p.sum(-1)
+        some = total > 0
+        safe = torch.where(some, total, 1)
+        out.copy_(p @ v.nan_to_num() / safe[..., None])
+        lse.copy_(torch.where(some, top + safe.log(), -torch.inf))
+        if max_scores is not None:
+            max_scores.copy_(top)
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Step:
+        def step() -> None:
+            delta.copy_((out.to(delta.dtype) * dout.to(delta.dtype)).sum(-1) - (0 if dlse is None else dlse))
+
+        return step
+
+    def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
+           dq: Tensor, h_offset: int = 0) -> Step:
+        def step() -> None:
+            _, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, self.grads)
+            dq.copy_(ds @ wide[1] * self.scale)
+
+        return step
+
+    def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
+             dk: Tensor, dv: Tensor, h_offset: int = 0) -> Step:
+        def step() -> None:
+            p, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, ())
+            heads = (k.shape[1], q.shape[1] // k.shape[1])
+            dk.copy_((ds.mT @ wide[0] * self.scale).unflatten(1, heads).sum(2))
+            dv.copy_((p.mT @ dout.to(lse.dtype)).unflatten(1, heads).sum(2))
+
+        return step
+
+    def split(self, q: Tensor, k: Tensor, tables: Tables) -> int:
+        return 1
+
+    def _backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables,
+                  h_offset: int, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """Probabilities, gradient of the raw scores, and q, k in the accumulating dtype."""
+        q, k, v = (_grouped(x, q.shape[1]).to(lse.dtype) for x in (q, k, v))
+        at, seen = self._visible(tables, q, k, h_offset)
+        pre, scores = self._scores(q, k, at, seen, h_offset)
+        p = torch.exp(scores.detach() - torch.where(lse == -torch.inf, 0, lse)[..., None])
+        ds = p * (dout.to(lse.dtype) @ v.mT - delta[..., None])
+        if self.score is not None:
+            sources = [pre, *(self.captures if grads else ())]
+            found = torch.autograd.grad(scores, sources, ds, allow_unused=True) if bool(seen.any()) else ()
+            for buffer, grad in zip(grads, found[1:]):
+                if grad is not None:
+                    buffer += grad
+            ds = torch.zeros_like(ds) if not found or found[0] is None else found[0]
+        return p, ds, (q, k)
+
+    def _scores(self, q: Tensor, k: Tensor, at: Sequence[Tensor], seen: Tensor,
+                h_offset: int) -> tuple[Tensor, Tensor]:
+        """Scores before and after score_mod, hidden pairs -inf; differentiable where there is one."""
+        raw = q @ k.mT * self.scale
+        if self.score is None:
+            return raw, torch.where(seen, raw, -torch.inf)
+        pairs = seen.nonzero(as_tuple=True)
+        b, h, row, col = pairs
+        with torch.enable_grad():
+            raw = raw.detach().requires_grad_()
+            shown = raw[pairs]
+            if len(b):
+                places = b, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
+                shown = vmapped(self.score, (0, 0, 0, 0, 0))(shown, *places).to(raw.dtype)
+            return raw, torch.full_like(raw, -torch.inf).index_put(pairs, shown)
+
+    def _visible(self, tables: Tables, q: Tensor, k: Tensor,
+                 h_offset: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Positions of rows [Bp, S] and columns [Bp, rows], and who sees whom: bool [B, H, S, rows]."""
+        b, h = q.shape[:2]
+        at = row_positions(tables.q_slots, q.shape[2]), row_positions(tables.kv_slots, k.shape[2])
+        slot = _slot_of_row(tables.q_slots, q.shape[2]), _slot_of_row(tables.kv_slots, k.shape[2])
+        kinds = Runs(tables.row_ptr, tables.row_runs, tables.kv_slots.shape[1]).to_kinds()
+        if kinds.shape[1] > 1:
+            kinds = kinds[:, h_offset : h_offset + h]
+        kinds = kinds.expand(b, h, -1, -1)
+        if 0 in kinds.shape:
+            return at, torch.zeros(b, h, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        rows = slot[0].clamp(min=0).expand(b, -1)[:, None, :, None].expand(-1, h, -1, kinds.shape[3])
+        kinds = kinds.gather(2, rows)
+        cols = slot[1].clamp(min=0).expand(b, -1)[:, None, None].expand(-1, h, q.shape[2], -1)
+        kinds = kinds.gather(3, cols)
+        real = (slot[0] >= 0)[:, None, :, None] & (slot[1] >= 0)[:, None, None, :]
+        seen = (kinds != ABSENT) & real
+        if tables.mask == "none":
+            return at, seen
+        return at, seen & ((kinds != Kind.MASKED) | self._inside(tables, at, b, h, h_offset))
+
+    def _inside(self, tables: Tables, at: tuple[Tensor, Tensor], b: int, h: int, h_offset: int) -> Tensor:
+        """What masked blocks let through: bool, broadcastable to [B, H, S, rows]."""
+        rows, cols = at[0].clamp(min=0), at[1].clamp(min=0)
+        if tables.window is not None:
+            gap = rows[:, None, :, None] - cols[:, None, None, :]
+            return (gap <= tables.window[0]) & (-gap <= tables.window[1])
+        if tables.mask == "interval":
+            assert tables.lo is not None and tables.hi is not None
+            lo, hi = ((x[:, h_offset : h_offset + h] if x.shape[1] > 1 else x) for x in (tables.lo, tables.hi))
+            where = cols[:, None, None, :]
+            return (where >= lo[..., None]) & (where < hi[..., None])
+        assert self.mask is not None
+        device = at[0].device
+        heads = torch.arange(h, device=device) + h_offset
+        call = vmapped(self.mask, (None, None, None, 0), (None, None, 0, None), (None, 0, None, None),
+                       (0, None, 0, 0))
+        return call(torch.arange(b, device=device), heads, rows.expand(b, -1), cols.expand(b, -1))
+
+
+def _grouped(x: Tensor, heads: int) -> Tensor:
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _slot_of_row(slots: Tensor, rows: int) -> Tensor:
+    """Slot that covers each row of the buffer, -1 for padding: int64 [Bp, rows]."""
+    row = torch.arange(rows, device=slots.device)
+    inside = (row >= slots[..., :1]) & (row < slots[..., :1] + slots[..., 2:])  # [Bp, slots, rows]
+    if slots.shape[1] == 0:
+        return torch.full((slots.shape[0], rows), -1, device=slots.device)
+    return torch.where(inside.any(1), inside.int().argmax(1), -1)
+
+
