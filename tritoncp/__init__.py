@@ -12,6 +12,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tritoncp.api import flex_attention as flex_attention
+    from tritoncp.api import make_plan as make_plan
+    from tritoncp.api import positions as positions
+    from tritoncp.api import shard as shard
+    from tritoncp.api import unshard as unshard
     from tritoncp.balance import balancers as balancers
     from tritoncp.masks import Mask as Mask
     from tritoncp.masks import and_masks as and_masks
@@ -24,10 +29,12 @@ if TYPE_CHECKING:
     from tritoncp.masks import or_masks as or_masks
     from tritoncp.masks import prefix_lm as prefix_lm
     from tritoncp.masks import sliding_window as sliding_window
+    from tritoncp.plan import Plan as Plan
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "api": ("flex_attention", "make_plan", "positions", "shard", "unshard"),
     "balance": ("balancers",),
     "masks": (
         "Mask",
@@ -42,6 +49,7 @@ _WHERE = {
         "prefix_lm",
         "sliding_window",
     ),
+    "plan": ("Plan",),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)

@@ -1,0 +1,175 @@
+"""The public calls: argument shapes and overloads, nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+
+from tritoncp import comm, engines, inputs, mods, plan_cache
+from tritoncp import plan as plans
+from tritoncp.autograd import Attention, pin
+from tritoncp.closed_forms import MaskMod
+from tritoncp.masks import Mask
+from tritoncp.plan import Plan
+from tritoncp.sharding import take
+
+MaskLike = BlockMask | Mask | MaskMod | Plan
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | MaskLike | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+    mesh: Any = None,
+) -> Any:
+    """Flex attention over a sequence that is sharded over ``mesh``.
+
+    query: [B, Hq, S_local, D]; key: [B, Hkv, S_local, D]; value: [B, Hkv, S_local, E]: this rank's shard, in
+    natural order for a mask, in the plan's order for a Plan. bf16, fp16, fp32, or fp64 interpreted.
+    Called as ``(q, k, v, block_mask, mesh)`` or with torch's own arguments plus ``mesh``, which have torch's
+    meaning; masks and mods see global indices. Returns out [B, Hq, S_local, E]; with ``return_lse`` or
+    ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local].
+
+    >>> q = k = v = torch.randn(1, 2, 256, 32)
+    >>> from tritoncp import causal
+    >>> flex_attention(q, k, v, causal()).shape
+    torch.Size([1, 2, 256, 32])
+    """
+    score, mask, mesh = inputs.arguments(score_mod, block_mask, mesh)
+    group = comm.group_of(mesh)
+    inputs.check_tensors(query, key, value, enable_gqa)
+    plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, query, key, group)
+    inputs.check_plan(plan, query, key, group)
+    outs = attend([query], [key], [value], score, pin(plan), group and group.group_name, scale, kernel_options,
+                  bool(return_aux and return_aux.max_scores))
+    if return_aux is not None:
+        return outs[0], AuxOutput(lse=outs[1] if return_aux.lse else None,
+                                  max_scores=outs[2] if return_aux.max_scores else None)
+    return (outs[0], outs[1]) if return_lse else outs[0]
+
+
+def attend(q: list[Tensor], k: list[Tensor], v: list[Tensor], score_mod: Any, plan: Plan, world: str | None,
+           scale: float | None, options: dict[str, Any] | None, want_max: bool) -> tuple[Tensor, ...]:
+    """Run one layer for the ranks whose tensors are given: outs, lses, max_scores."""
+    double = q[0].dtype == torch.float64
+    score = None if score_mod is None else mods.score_mod(score_mod, torch.float64 if double else torch.float32)
+    needs_mod = plan.tables("cpu", q[0].shape[0], q[0].shape[1]).mask == "mod"
+    mask = mods.mask_mod(plan.mask.mask_mod) if needs_mod else None
+    numbers = [*(mask.numbers if mask else ()), *(score.numbers if score else ())]
+    captures = [*(mask.tensors if mask else ()), *(score.tensors if score else ())]
+    spec = engines.Spec(
+        scale=1 / math.sqrt(q[0].shape[3]) if scale is None else float(scale),
+        mask=engines.register(mask), score=engines.register(score),
+        counts=(len(mask.tensors) if mask else 0, len(score.tensors) if score else 0),
+        numbers=tuple("i" if isinstance(n, int) else "f" for n in numbers),
+        mask_numbers=len(mask.numbers) if mask else 0, want_max=want_max, world=world,
+        options=tuple(sorted((options or {}).items())),
+    )
+    ints = [n for n in numbers if isinstance(n, int)]
+    floats = [n for n in numbers if not isinstance(n, int)]
+    return Attention.apply(spec.encode(), len(q), ints, floats, plan.handle, *q, *k, *v, *captures)
+
+
+def make_plan(
+    block_mask: BlockMask | Mask,
+    mesh: Any = None,
+    *,
+    balancer: str | None = "ptrr",
+    schedule: str = "auto",
+    world_size: int | None = None,
+    rank: int | None = None,
+) -> Plan:
+    """Decide who owns which block of the global mask.
+
+    mesh: 1-D DeviceMesh or ProcessGroup; or ``world_size`` and ``rank`` without one. balancer: "ptrr",
+    "head_tail", "contiguous", or None for natural order.
+
+    >>> from tritoncp import causal, create_block_mask
+    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 1024, 1024), world_size=4, rank=1)
+    >>> plan.owners.tolist(), plan.imbalance
+    ([[0, 1, 2, 3, 3, 2, 1, 0]], 1.0)
+    """
+    group = comm.group_of(mesh)
+    if group is not None:
+        world_size, rank = group.size(), group.rank()
+    mask, sources = plan_cache.compact(block_mask)
+    plan = plans.build(mask, world_size or 1, rank or 0, balancer=balancer, schedule=schedule)
+    return pin(plan_cache.record(plan, sources))
+
+
+def shard(x: Tensor, plan: Plan, *, dim: int, side: str = "q", batch_dim: int | None = 0,
+          pad: float | int | bool = 0) -> Tensor:
+    """This rank's part of a global tensor, in the plan's order; ``pad`` fills the padding at the end.
+
+    x: any tensor whose dimension ``dim`` is the global sequence. Differentiable: the backward pass puts own
+    positions back and zeros elsewhere, without communication.
+
+    >>> from tritoncp import causal, create_block_mask
+    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
+    >>> shard(torch.arange(8), plan, dim=0)
+    tensor([2, 3, 4, 5])
+    """
+    placement = inputs.side_of(plan, side)
+    inputs.check_length(x, dim, placement.length, "a global tensor")
+    return take(x, placement.positions(plan.rank), dim, batch_dim, pad)
+
+
+def unshard(x: Tensor, plan: Plan, mesh: Any = None, *, dim: int, side: str = "q", batch_dim: int | None = 0,
+            grad: str | None = None) -> Tensor:
+    """Gather the shards of all ranks into the global tensor, without padding.
+
+    ``grad`` says what the backward pass means when x requires grad: "sum" (the loss is a sum over ranks:
+    reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
+    """
+    placement = inputs.side_of(plan, side)
+    inputs.check_length(x, dim, placement.lengths[plan.rank], "this rank's shard")
+    if x.requires_grad and grad not in ("sum", "slice"):
+        raise ValueError("x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every "
+                         f"rank computes the same loss); got grad={grad!r}")
+    rows = x.movedim(dim, 0)
+    short = placement.s_max - rows.shape[0]
+    rows = torch.cat([rows, rows.new_zeros(short, *rows.shape[1:])]) if short else rows
+    whole = Gather.apply(rows.contiguous(), comm.group_of(mesh), grad == "sum").movedim(0, dim)
+    return take(whole, placement.inverse, dim, batch_dim, 0)
+
+
+class Gather(torch.autograd.Function):
+    """All-gather along dim 0; backward sums over ranks or takes the own slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, add: bool) -> Tensor:
+        ctx.group, ctx.add = group, add
+        return _collect(comm.AllGather(x), group)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.group is None:
+            return dx, None, None
+        if ctx.add:
+            return _collect(comm.ReduceScatter(dx.contiguous()), ctx.group), None, None
+        return dx.chunk(ctx.group.size())[ctx.group.rank()], None, None
+
+
+def _collect(what: comm.Collective, group: Any) -> Tensor:
+    def schedule() -> comm.Schedule[Tensor]:
+        return (yield comm.Wait((yield what)))
+
+    return comm.lockstep([schedule()])[0] if group is None else comm.run(schedule(), group)
+
+
+def positions(plan: Plan) -> Tensor:
+    """Global position of each local token, -1 at padding: int64 [B or 1, S_local]."""
+    return plan.positions

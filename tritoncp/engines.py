@@ -1,0 +1,105 @@
+"""Which engine runs a call, and how user functions reach it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.eager import EagerEngine
+from tritoncp.mods import Mod
+
+_MODS: dict[str, Mod] = {}  # structure by digest: what an op's constant spec string names
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The constant part of a call. Mods are named by digest; the numbers they capture are arguments."""
+
+    scale: float
+    mask: str | None
+    score: str | None
+    counts: tuple[int, int]  # captured tensors of the mask_mod, of the score_mod
+    numbers: tuple[str, ...]  # kinds of the captured numbers, "i" or "f", mask_mod's first
+    mask_numbers: int
+    want_max: bool
+    world: str | None  # process group by name; "" = all ranks in lockstep
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def encode(self) -> str:
+        return json.dumps(vars(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Spec:
+        raw = json.loads(text)
+        raw["options"] = tuple((name, value) for name, value in raw["options"])
+        return cls(**raw | {"counts": tuple(raw["counts"]), "numbers": tuple(raw["numbers"])})
+
+
+def register(mod: Mod | None) -> str | None:
+    """Make a mod's structure known to the ops; its name there."""
+    if mod is None:
+        return None
+    _MODS.setdefault(mod.digest, mod)
+    return mod.digest
+
+
+def wanted(spec: Spec) -> tuple[int, ...]:
+    """Which of the score_mod's tensors want gradients, counted among all captures of the call."""
+    return tuple(i + spec.counts[0] for i in _MODS[spec.score].wants) if spec.score else ()
+
+
+def uses_triton(device: torch.device) -> bool:
+    """Kernels run on GPUs, and interpreted on the CPU where TRITON_INTERPRET=1; else the eager engine."""
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def make(spec: Spec, device: torch.device, captures: Sequence[Tensor], ints: Sequence[int],
+         floats: Sequence[float], grads: Sequence[Tensor] = ()) -> Any:
+    """The engine of one call, with captured values bound."""
+    whole, real = iter(ints), iter(floats)
+    numbers = [next(whole) if kind == "i" else next(real) for kind in spec.numbers]
+    mask, score = _MODS.get(spec.mask or ""), _MODS.get(spec.score or "")
+    tensors = list(captures[: spec.counts[0]]), list(captures[spec.counts[0] :])
+    values = numbers[: spec.mask_numbers], numbers[spec.mask_numbers :]
+    if uses_triton(device):
+        from tritoncp.kernels.engine import Mods, TritonEngine
+
+        mods = Mods(
+            mask=mask and mask.fn, mask_caps=_caps(mask, tensors[0], values[0], device),
+            score=score and score.fn, score_grad=score and score.grad, score_back=score and score.back,
+            score_caps=_caps(score, tensors[1], values[1], device),
+            score_dcaps=score.dcaps(grads) if score and grads else (),
+        )
+        return TritonEngine(mods, spec.scale, dict(spec.options))
+    wants = score.wants if score else ()
+    inner = [t.detach().requires_grad_(i in wants) for i, t in enumerate(tensors[1])]
+    return EagerEngine(
+        spec.scale, _bound(mask, tensors[0], values[0]), _bound(score, inner, values[1]),
+        [inner[i] for i in wants], grads,
+    )
+
+
+def _caps(mod: Mod | None, tensors: list[Tensor], numbers: list[Any], device: torch.device) -> tuple[Any, ...]:
+    if mod is None:
+        return ()
+    count = len(mod.tensors) if mod.tensors else len(tensors)
+    from dataclasses import replace
+
+    return replace(mod, tensors=tuple(tensors[:count]), numbers=tuple(numbers)).caps(device=device)
+
+
+def _bound(mod: Mod | None, tensors: list[Tensor], numbers: list[Any]) -> Any:
+    if mod is None:
+        return None
+    if mod.graph is None:
+        raise ValueError(
+            "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with TRITON_INTERPRET=1"
+        )
+    graph = mod.graph
+    return lambda *indices: graph(*indices, *tensors, *numbers)
