@@ -26,13 +26,14 @@ Step = Callable[[], None]
 class EagerEngine:
     """One attention call.
 
-    mask, score: the user's functions over (b, h, q_idx, kv_idx) and (score, ...), captures bound
-    captures:    tensors of score_mod that want gradients; ``grads`` are buffers for them
+    mask:     the user's function over (b, h, q_idx, kv_idx)
+    score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
+    captures: those tensors; ``grads`` are buffers for their gradients
     """
 
     scale: float
     mask: Callable[..., Tensor] | None = None
-    score: Callable[..., Tensor] | None = None
+    score: Callable[[Sequence[Tensor]], Callable[..., Tensor]] | None = None
     captures: Sequence[Tensor] = ()
     grads: Sequence[Tensor] = ()
 
@@ -45,7 +46,9 @@ class EagerEngine:
                  max_scores: Tensor | None, h_offset: int) -> None:
         q, k, v = (_grouped(x, q.shape[1]).to(lse.dtype) for x in (q, k, v))
         at, seen = self._visible(tables, q, k, h_offset)
-        _, scores = self._scores(q, k, at, seen, h_offset)
+        raw = q @ k.mT * self.scale
+        scores = self._shown(raw, seen) if self.score is None else self._modified(
+            raw, self.captures, at, seen, h_offset)
         top = scores.amax(-1) if scores.shape[-1] else torch.full_like(lse, -torch.inf)
         p = torch.exp(scores - torch.where(top == -torch.inf, 0, top)[..., None])
         total = p.sum(-1)
@@ -88,33 +91,33 @@ class EagerEngine:
         """Probabilities, gradient of the raw scores, and q, k in the accumulating dtype."""
         q, k, v = (_grouped(x, q.shape[1]).to(lse.dtype) for x in (q, k, v))
         at, seen = self._visible(tables, q, k, h_offset)
-        pre, scores = self._scores(q, k, at, seen, h_offset)
-        p = torch.exp(scores.detach() - torch.where(lse == -torch.inf, 0, lse)[..., None])
-        ds = p * (dout.to(lse.dtype) @ v.mT - delta[..., None])
-        if self.score is not None:
-            sources = [pre, *(self.captures if grads else ())]
-            found = torch.autograd.grad(scores, sources, ds, allow_unused=True) if bool(seen.any()) else ()
-            for buffer, grad in zip(grads, found[1:]):
-                if grad is not None:
-                    buffer += grad
-            ds = torch.zeros_like(ds) if not found or found[0] is None else found[0]
-        return p, ds, (q, k)
-
-    def _scores(self, q: Tensor, k: Tensor, at: Sequence[Tensor], seen: Tensor,
-                h_offset: int) -> tuple[Tensor, Tensor]:
-        """Scores before and after score_mod, hidden pairs -inf; differentiable where there is one."""
         raw = q @ k.mT * self.scale
         if self.score is None:
-            return raw, torch.where(seen, raw, -torch.inf)
+            p = torch.exp(self._shown(raw, seen) - torch.where(lse == -torch.inf, 0, lse)[..., None])
+            return p, p * (dout.to(lse.dtype) @ v.mT - delta[..., None]), (q, k)
+        # An op runs below autograd; functorch's transforms bring their own.
+        scores, pull = torch.func.vjp(lambda raw, *caps: self._modified(raw, caps, at, seen, h_offset),
+                                      raw, *self.captures)
+        p = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
+        ds, *found = pull(p * (dout.to(lse.dtype) @ v.mT - delta[..., None]))
+        for buffer, grad in zip(grads, found):
+            buffer += grad
+        return p, ds, (q, k)
+
+    def _shown(self, scores: Tensor, seen: Tensor) -> Tensor:
+        return torch.where(seen, scores, -torch.inf)
+
+    def _modified(self, raw: Tensor, captures: Sequence[Tensor], at: Sequence[Tensor], seen: Tensor,
+                  h_offset: int) -> Tensor:
+        """Scores after score_mod, called on visible pairs only; hidden ones -inf."""
         pairs = seen.nonzero(as_tuple=True)
         b, h, row, col = pairs
-        with torch.enable_grad():
-            raw = raw.detach().requires_grad_()
-            shown = raw[pairs]
-            if len(b):
-                places = b, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
-                shown = vmapped(self.score, (0, 0, 0, 0, 0))(shown, *places).to(raw.dtype)
-            return raw, torch.full_like(raw, -torch.inf).index_put(pairs, shown)
+        shown = raw[pairs]
+        if self.score is not None and len(b):
+            places = b, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
+            mod = self.score(captures)
+            shown = vmapped(mod, (0, 0, 0, 0, 0))(shown, *places).to(raw.dtype)
+        return torch.full_like(raw, -torch.inf).index_put(pairs, shown)
 
     def _visible(self, tables: Tables, q: Tensor, k: Tensor,
                  h_offset: int) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,20 +78,22 @@ def make(spec: Spec, device: torch.device, captures: Sequence[Tensor], ints: Seq
         )
         return TritonEngine(mods, spec.scale, dict(spec.options))
     wants = score.wants if score else ()
-    inner = [t.detach().requires_grad_(i in wants) for i, t in enumerate(tensors[1])]
+
+    def bind(wanted: Sequence[Tensor]) -> Any:
+        inner = list(tensors[1])
+        for place, tensor in zip(wants, wanted, strict=True):
+            inner[place] = tensor
+        return _bound(score, inner, values[1])
+
     return EagerEngine(
-        spec.scale, _bound(mask, tensors[0], values[0]), _bound(score, inner, values[1]),
-        [inner[i] for i in wants], grads,
+        spec.scale, _bound(mask, tensors[0], values[0]), score and bind, [tensors[1][i] for i in wants], grads
     )
 
 
 def _caps(mod: Mod | None, tensors: list[Tensor], numbers: list[Any], device: torch.device) -> tuple[Any, ...]:
     if mod is None:
         return ()
-    count = len(mod.tensors) if mod.tensors else len(tensors)
-    from dataclasses import replace
-
-    return replace(mod, tensors=tuple(tensors[:count]), numbers=tuple(numbers)).caps(device=device)
+    return replace(mod, tensors=tuple(tensors), numbers=tuple(numbers)).caps(device=device)
 
 
 def _bound(mod: Mod | None, tensors: list[Tensor], numbers: list[Any]) -> Any:
