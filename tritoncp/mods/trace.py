@@ -131,7 +131,19 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         raise Untranslatable(
             _operation(error), where, "its result depends on data known only in the kernel"
         ) from error
-    return _Raw(_normalise(graph, origin(fn)), tuple(wanted), tuple(watch.captured))
+    return _Raw(_normalise(_attached(graph), origin(fn)), tuple(wanted), tuple(watch.captured))
+
+
+def _attached(graph: fx.GraphModule) -> fx.GraphModule:
+    """Without joint()'s own detach of the score, so that the torch form can be differentiated.
+
+    A user's detach acts on the copy that joint() hands over, never on the input itself.
+    """
+    for node in [n for n in graph.graph.nodes if n.target is torch.ops.aten.detach.default]:
+        if node.args[0].op == "placeholder":
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    return graph
 
 
 def _as_tensor(out: Any, fn: Callable[..., Any], like: Tensor) -> Tensor:
