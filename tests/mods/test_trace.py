@@ -283,7 +283,9 @@ def test_hand_written_mods() -> None:
     assert Mod.from_triton(near, captures=(6,)).digest == mod.digest
 
     leaf = torch.ones(3, requires_grad=True)
-    mod = Mod.from_triton(scaled, scaled_grad, captures=(leaf, 2.5))
+    with pytest.raises(ValueError, match="pass back="):
+        Mod.from_triton(scaled, scaled_grad, captures=(leaf, 2.5))
+    mod = Mod.from_triton(scaled, scaled_grad, captures=(leaf, 2.5), back=scaled_grad)
     assert (mod.wants, mod.is_score) == ((0,), True)
     assert run_score(mod, torch.ones(N, N)).unique().tolist() == [2.5]
     assert Mod.from_triton(scaled, captures=(leaf, 2.5)).wants == ()
