@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,13 +68,17 @@ def plan_for(mask: Any, q: Tensor, k: Tensor, group: Any) -> Plan:
 def _make(mask: Any, q: Tensor, k: Tensor, group: Any) -> Plan:
     rows = [[q.shape[2], k.shape[2]]] if group is None else comm.exchange([q.shape[2], k.shape[2]], group)
     lengths, kv_lengths = ([row[i] for row in rows] for i in (0, 1))
+    return in_order(mask, q.shape[0], lengths, kv_lengths, 0 if group is None else group.rank())
+
+
+def in_order(mask: Any, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:
+    """The plan of a raw mask (or None) whose ranks hold pieces of these lengths, in order."""
     if mask is None:
         mask = full_mask(sum(lengths), sum(kv_lengths))
     elif isinstance(mask, MaskMod):
-        mask = create_block_mask(mask, q.shape[0] if mask.reads[0] else 1, 1, sum(lengths), sum(kv_lengths))
+        mask = create_block_mask(mask, batch if mask.reads[0] else 1, 1, sum(lengths), sum(kv_lengths))
     whole, sources = compact(mask)
-    rank = 0 if group is None else group.rank()
-    made = plan.build(whole, len(rows), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
+    made = plan.build(whole, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     return pin(record(made, sources))
 
 
