@@ -36,7 +36,7 @@ ROOMS = {
     "conductor": Room(
         {"schedules"}, {"paper", "wire", "engine"}, {"torch"}, frozenset({"torch.distributed"})
     ),
-    "front": Room({"autograd", "parallel", "api", "engines", "plan_cache", "integrations", "simulate"}, ALL_BUT_EDGE, {"torch"}),
+    "front": Room({"autograd", "parallel", "api", "engines", "plan_cache", "integrations", "world"}, ALL_BUT_EDGE, {"torch"}),
     "edge": Room(
         {"", "__main__", "cli", "demo", "doctor", "inspect", "tune"},
         ALL_BUT_EDGE | {"perf"},

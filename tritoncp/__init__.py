@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tritoncp.masks import prefix_lm as prefix_lm
     from tritoncp.masks import sliding_window as sliding_window
     from tritoncp.plan import Plan as Plan
+    from tritoncp.world import simulate as simulate
 
 __version__ = "0.1.0"
 
@@ -50,6 +51,7 @@ _WHERE = {
         "sliding_window",
     ),
     "plan": ("Plan",),
+    "world": ("simulate",),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)

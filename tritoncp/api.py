@@ -16,7 +16,7 @@ from tritoncp.autograd import Attention, pin
 from tritoncp.closed_forms import MaskMod
 from tritoncp.masks import Mask
 from tritoncp.plan import Plan
-from tritoncp.sharding import take
+from tritoncp.sharding import lengthen, take
 
 MaskLike = BlockMask | Mask | MaskMod | Plan
 
@@ -139,10 +139,8 @@ def unshard(x: Tensor, plan: Plan, mesh: Any = None, *, dim: int, side: str = "q
     if x.requires_grad and grad not in ("sum", "slice"):
         raise ValueError("x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every "
                          f"rank computes the same loss); got grad={grad!r}")
-    rows = x.movedim(dim, 0)
-    short = placement.s_max - rows.shape[0]
-    rows = torch.cat([rows, rows.new_zeros(short, *rows.shape[1:])]) if short else rows
-    whole = Gather.apply(rows.contiguous(), comm.group_of(mesh), grad == "sum").movedim(0, dim)
+    rows = lengthen(x, dim, placement.s_max).movedim(dim, 0).contiguous()
+    whole = Gather.apply(rows, comm.group_of(mesh), grad == "sum").movedim(0, dim)
     return take(whole, placement.inverse, dim, batch_dim, 0)
 
 

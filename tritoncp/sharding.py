@@ -149,3 +149,14 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
         rows = x.index_select(dim, index[0].clamp(min=0))
     padding = (index < 0).reshape(shape)
     return rows.masked_fill(padding, pad)
+
+
+def lengthen(x: Tensor, dim: int, rows: int) -> Tensor:
+    """``x`` with zeros behind it along ``dim``, up to ``rows``.
+
+    >>> lengthen(torch.ones(2), 0, 3)
+    tensor([1., 1., 0.])
+    """
+    missing = list(x.shape)
+    missing[dim] = rows - x.shape[dim]
+    return torch.cat([x, x.new_zeros(missing)], dim) if missing[dim] else x
