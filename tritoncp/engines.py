@@ -45,7 +45,8 @@ def register(mod: Mod | None) -> str | None:
     """Make a mod's structure known to the ops; its name there."""
     if mod is None:
         return None
-    _MODS.setdefault(mod.digest, mod)
+    if mod.digest not in _MODS:
+        _MODS[mod.digest] = replace(mod, tensors=(), numbers=())  # what it captures belongs to the call
     return mod.digest
 
 
@@ -64,16 +65,16 @@ def make(spec: Spec, device: torch.device, captures: Sequence[Tensor], ints: Seq
     """The engine of one call, with captured values bound."""
     whole, real = iter(ints), iter(floats)
     numbers = [next(whole) if kind == "i" else next(real) for kind in spec.numbers]
-    mask, score = _MODS.get(spec.mask or ""), _MODS.get(spec.score or "")
     tensors = list(captures[: spec.counts[0]]), list(captures[spec.counts[0] :])
     values = numbers[: spec.mask_numbers], numbers[spec.mask_numbers :]
+    mask, score = (_captured(*of) for of in zip((spec.mask, spec.score), tensors, values))
     if uses_triton(device):
         from tritoncp.kernels.engine import Mods, TritonEngine
 
         mods = Mods(
-            mask=mask and mask.fn, mask_caps=_caps(mask, tensors[0], values[0], device),
+            mask=mask and mask.fn, mask_caps=mask.caps(device=device) if mask else (),
             score=score and score.fn, score_grad=score and score.grad, score_back=score and score.back,
-            score_caps=_caps(score, tensors[1], values[1], device),
+            score_caps=score.caps(device=device) if score else (),
             score_dcaps=score.dcaps(grads) if score and grads else (),
         )
         return TritonEngine(mods, spec.scale, dict(spec.options))
@@ -90,10 +91,9 @@ def make(spec: Spec, device: torch.device, captures: Sequence[Tensor], ints: Seq
     )
 
 
-def _caps(mod: Mod | None, tensors: list[Tensor], numbers: list[Any], device: torch.device) -> tuple[Any, ...]:
-    if mod is None:
-        return ()
-    return replace(mod, tensors=tuple(tensors), numbers=tuple(numbers)).caps(device=device)
+def _captured(name: str | None, tensors: list[Tensor], numbers: list[Any]) -> Mod | None:
+    """A registered structure with what this call captures."""
+    return None if name is None else replace(_MODS[name], tensors=tuple(tensors), numbers=tuple(numbers))
 
 
 def _bound(mod: Mod | None, tensors: list[Tensor], numbers: list[Any]) -> Any:

@@ -34,8 +34,9 @@ class World:
         self._check(plan)
         return [api.shard(x, plan.for_rank(rank), **options) for rank in range(self.world_size)]
 
-    def unshard(self, xs: Sequence[Tensor], plan: Plan, *, dim: int, side: str = "q",
-                batch_dim: int | None = 0) -> Tensor:
+    def unshard(
+        self, xs: Sequence[Tensor], plan: Plan, *, dim: int, side: str = "q", batch_dim: int | None = 0
+    ) -> Tensor:
         """The global tensor from every rank's shard. Differentiable: each shard gets its part."""
         self._check(plan)
         self._count(xs)
@@ -83,12 +84,15 @@ class World:
         for rank, (q, k) in enumerate(zip(queries, keys)):
             inputs.check_shapes(mask.for_rank(rank), q, k)
         want_max = bool(return_aux and return_aux.max_scores)
-        found = api.attend(list(queries), list(keys), list(values), score, pin(mask), "", scale, kernel_options,
-                           want_max)
+        found = api.attend(
+            list(queries), list(keys), list(values), score, pin(mask), "", scale, kernel_options, want_max
+        )
         n = self.world_size
         outs, lses, tops = list(found[:n]), list(found[n : 2 * n]), list(found[2 * n :])
         if return_aux is not None:
-            return outs, AuxOutput(lse=lses if return_aux.lse else None, max_scores=tops if want_max else None)
+            return outs, AuxOutput(
+                lse=lses if return_aux.lse else None, max_scores=tops if want_max else None
+            )
         return (outs, lses) if return_lse else outs
 
     def _check(self, plan: Plan) -> None:
