@@ -1,0 +1,179 @@
+"""What is measured: one table, most important first.
+
+A case is data. Its name never changes meaning, so that figures of different days can be compared: a new
+shape or mask is a new case.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tritoncp.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+
+Mod = Callable[..., Tensor]
+TIERS = ("smoke", "core", "full")
+CAP = 50.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement: q [batch, heads, seq, dim], k [batch, kv_heads, seq, dim], v [.., seq, v_dim].
+
+    mask:  a key of MASKS
+    which: "forward" or "backward"
+    tier:  "smoke" (seconds), "core" (the figures to reach) or "full" (other models' shapes)
+    """
+
+    mask: str
+    which: str
+    seq: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    v_dim: int = 128
+    batch: int = 1
+    dtype: str = "bfloat16"
+    tier: str = "core"
+
+    @property
+    def name(self) -> str:
+        """Mask, what is unusual about the shape, length, pass.
+
+        >>> Case("causal", "forward", 16384).name, Case("full", "backward", 300, heads=8, dim=64).name
+        ('causal-16k-fwd', 'full-h8x8-d64x128-300-bwd')
+        """
+        parts = [self.mask]
+        parts += [f"b{self.batch}"] * (self.batch != 1)
+        parts += [f"h{self.heads}x{self.kv_heads}"] * ((self.heads, self.kv_heads) != (32, 8))
+        parts += [f"d{self.dim}x{self.v_dim}"] * ((self.dim, self.v_dim) != (128, 128))
+        parts += [self.dtype] * (self.dtype != "bfloat16")
+        parts += [f"{self.seq // 1024}k" if self.seq % 1024 == 0 else str(self.seq)]
+        return "-".join([*parts, {"forward": "fwd", "backward": "bwd"}[self.which]])
+
+    @property
+    def problem(self) -> Case:
+        """The part that both passes share: what is compiled and checked once."""
+        return replace(self, which="forward", tier="core")
+
+    def shrunk(self) -> Case:
+        """The same case, small enough for interpreted kernels."""
+        small = {"seq": 256, "heads": 2, "kv_heads": 1, "dim": 16, "v_dim": 16, "batch": 1}
+        return replace(self, **small, dtype="float32")
+
+
+@dataclass(frozen=True)
+class MaskCase:
+    """A mask and its score_mod, in both dialects.
+
+    closed: tritoncp's closed form for a length; None where everyone sees everyone
+    plain:  the same as a mask_mod that PyTorch compiles, its tensors on a device
+    score:  the score_mod for a number of heads
+    dense:  what scaled_dot_product_attention calls this, "full" or "causal"
+    window, documents: what varlen_attn calls this, on top of causal
+    """
+
+    closed: Callable[[int], MaskMod | None]
+    plain: Callable[[int, torch.device], Mod | None]
+    score: Callable[[int, torch.device], Mod | None] = lambda heads, device: None
+    dense: str | None = None
+    window: Callable[[int], int] | None = None
+    documents: bool = False
+
+
+def document_lengths(seq: int) -> list[int]:
+    """A fixed, uneven packing: from an eighth of a per cent to a quarter of the sequence, as corpora pack.
+
+    >>> document_lengths(16384)[:4], sum(document_lengths(16384)), len(document_lengths(16384))
+    ([4096, 20, 2560, 655], 16384, 15)
+    """
+    parts = [250, 1.25, 156.25, 40, 10, 125, 5, 80, 20, 2.5, 60, 100, 15, 85]
+    lengths = [int(seq * part / 1000) for part in parts]
+    return [*lengths, seq - sum(lengths)]
+
+
+def window_of(seq: int) -> int:
+    """Keys to the left that a sliding window shows: 1023 (1024 with the own one), less if seq is short."""
+    return min(1024, seq // 4) - 1
+
+
+def _plain_causal(seq: int, device: torch.device) -> Mod:
+    return lambda b, h, q, kv: q >= kv
+
+
+def _plain_documents(seq: int, device: torch.device) -> Mod:
+    lengths = torch.tensor(document_lengths(seq), device=device)
+    ids = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+    return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+
+
+def _plain_window(seq: int, device: torch.device) -> Mod:
+    left = window_of(seq)
+    return lambda b, h, q, kv: (q >= kv) & (q - kv <= left)
+
+
+def _plain_prefix(seq: int, device: torch.device) -> Mod:
+    prefix = seq // 4
+    return lambda b, h, q, kv: (q >= kv) | (kv < prefix)
+
+
+def _softcap(heads: int, device: torch.device) -> Mod:
+    return lambda score, b, h, q, kv: CAP * torch.tanh(score / CAP)
+
+
+def _alibi(heads: int, device: torch.device) -> Mod:
+    slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
+    return lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
+
+
+MASKS: dict[str, MaskCase] = {
+    "causal": MaskCase(lambda seq: causal(), _plain_causal, dense="causal"),
+    "full": MaskCase(lambda seq: None, lambda seq, device: None, dense="full"),
+    "document": MaskCase(
+        lambda seq: and_masks(causal(), document(lengths=document_lengths(seq))),
+        _plain_documents,
+        documents=True,
+    ),
+    "window": MaskCase(lambda seq: sliding_window(window_of(seq)), _plain_window, window=window_of),
+    "prefix": MaskCase(lambda seq: prefix_lm(seq // 4), _plain_prefix),
+    "softcap": MaskCase(lambda seq: causal(), _plain_causal, _softcap),
+    "alibi": MaskCase(lambda seq: causal(), _plain_causal, _alibi),
+}
+
+
+def _both(mask: str, seq: int, **shape: int | str) -> list[Case]:
+    return [Case(mask, which, seq, **shape) for which in ("forward", "backward")]  # type: ignore[arg-type]
+
+
+# Both passes of a problem stand together: they share one compilation. The first size of a mask is where
+# PyTorch's kernel options are searched; later sizes take the best of them.
+CASES: tuple[Case, ...] = (
+    *_both("causal", 1024, tier="smoke"),
+    *(case for mask in ("causal", "full", "document", "window") for case in _both(mask, 16384)),
+    *(case for mask in ("alibi", "softcap", "prefix") for case in _both(mask, 16384)),
+    *(case for mask in ("causal", "full", "document", "window") for case in _both(mask, 8192)),
+    *(case for mask in ("causal", "full", "document", "window") for case in _both(mask, 32768)),
+    *(case for mask in ("alibi", "softcap", "prefix") for seq in (8192, 32768) for case in _both(mask, seq)),
+    # GPT-OSS, Gemma, DeepSeek (latent attention in training), Llama-3 70B on 8 ranks' worth of heads
+    *_both("causal", 16384, heads=64, kv_heads=8, dim=64, v_dim=64, tier="full"),
+    *_both("window", 16384, heads=64, kv_heads=8, dim=64, v_dim=64, tier="full"),
+    *_both("causal", 8192, heads=16, kv_heads=8, dim=256, v_dim=256, tier="full"),
+    *_both("causal", 8192, heads=128, kv_heads=128, dim=192, v_dim=128, tier="full"),
+    *_both("causal", 32768, heads=8, kv_heads=1, tier="full"),
+    *_both("document", 8192, batch=4, tier="full"),
+    *_both("causal", 8192, dtype="float16", tier="full"),
+)
+
+
+def select(tier: str = "core", only: str = "*") -> list[Case]:
+    """The cases of a tier and those before it, whose names fit a pattern; in the table's order.
+
+    >>> [case.name for case in select(only="causal-16k-*")]
+    ['causal-16k-fwd', 'causal-16k-bwd']
+    """
+    wanted = TIERS[: TIERS.index(tier) + 1]
+    return [case for case in CASES if case.tier in wanted and fnmatch.fnmatchcase(case.name, only)]
