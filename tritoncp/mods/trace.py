@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -99,7 +100,7 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
     wanted: list[Tensor] = []
 
     def call(*args: Tensor) -> Tensor:
-        with watch, TransformGetItemToIndex(), fx.traceback.preserve_node_meta():
+        with watch, _Values(), TransformGetItemToIndex(), fx.traceback.preserve_node_meta():
             return _as_tensor(fn(*args), fn, args[0])
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -215,6 +216,17 @@ class _Watch(TorchDispatchMode):
                 str(func), _user_line(), f"it reads a captured {what}; plain dense tensors are needed"
             )
         self.captured.append(tensor)
+
+
+class _Values(TorchFunctionMode):
+    """Refuses what reads a tensor's values without any operation: a translation would keep today's values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            raise Untranslatable(
+                f"Tensor.{func.__name__}()", _user_line(), "its values are read while the function runs"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _is_view(func: Any) -> bool:
