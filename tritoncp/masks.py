@@ -112,7 +112,7 @@ class Mask:
         dense = (kinds != ABSENT)[:, :, :, None, :, None].repeat(1, 1, 1, self.q_block, 1, self.kv_block)
         if self.mask_mod is not None:
             tiles = dense.permute(0, 1, 2, 4, 3, 5)  # [B, H, R, C, q_block, kv_block]
-            for at, seen in self._evaluate(self.mask_mod, (kinds == Kind.MASKED).nonzero(), device):
+            for at, seen in self.evaluate(self.mask_mod, (kinds == Kind.MASKED).nonzero(), device):
                 tiles[tuple(at.unbind(1))] = seen
         whole = dense.reshape(b, h, rows * self.q_block, cols * self.kv_block)
         return whole[:, :, : self.q_len, : self.kv_len].contiguous()
@@ -158,9 +158,7 @@ class Mask:
         more = "" if self.B * self.H == 1 else f"\n(b=0, h=0 of {self.B} x {self.H})"
         return f"{self!r}\n{self.draw()}{more}"
 
-    def _evaluate(
-        self, mod: MaskFn, blocks: Tensor | None, device: Device
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def evaluate(self, mod: MaskFn, blocks: Tensor | None, device: Device) -> Iterator[tuple[Tensor, Tensor]]:
         """For chunks of blocks, int64 [n, 4] (b, h, row, col): (chunk, bool [n, q_block, kv_block]).
 
         None = every block there is. Positions past q_len or kv_len are never asked about, and invisible.
@@ -247,7 +245,7 @@ def create_block_mask(
     blank = Mask(Q_LEN, KV_LEN, q_block, kv_block, nothing, mask_mod, None, None)
     kinds = torch.empty(B, H, rows, cols, dtype=torch.uint8)
     extent = _RowExtents(blank)
-    for at, seen in blank._evaluate(mask_mod, None, device):
+    for at, seen in blank.evaluate(mask_mod, None, device):
         count = seen.sum((1, 2))
         kind = torch.where(count == q_block * kv_block, int(Kind.FULL), int(Kind.MASKED))
         kinds[tuple(at.unbind(1))] = torch.where(count == 0, ABSENT, kind).to(torch.uint8)
@@ -267,8 +265,9 @@ class _RowExtents:
         self.hi = torch.zeros(shape, dtype=torch.int64)
         self.seen = torch.zeros(shape, dtype=torch.int64)
 
-    def add(self, at: Tensor, seen: Tensor) -> None:
-        """at: int64 [n, 4] (b, h, row, col); seen: bool [n, q_block, kv_block]."""
+    def add(self, at: Tensor, seen: Tensor) -> bool:
+        """at: int64 [n, 4] (b, h, row, col); seen: bool [n, q_block, kv_block].
+        False if some row sees more than one interval already inside one of these blocks."""
         row = self._row_of(at)
         left = (at[:, 3] * self.mask.kv_block)[:, None]
         place = torch.arange(1, self.mask.kv_block + 1, dtype=torch.int32)
@@ -278,7 +277,9 @@ class _RowExtents:
         flat = (-1, self.mask.q_block)
         self.lo.view(flat).scatter_reduce_(0, row, lo, "amin")
         self.hi.view(flat).scatter_reduce_(0, row, hi, "amax")
-        self.seen.view(flat).scatter_add_(0, row, seen.sum(2))
+        count = seen.sum(2)
+        self.seen.view(flat).scatter_add_(0, row, count)
+        return not bool((some & (hi - lo != count)).any())
 
     def interval(self, runs: Runs) -> tuple[Tensor, Tensor] | None:
         """(lo, hi) if every row sees all of [lo, hi) that lies in masked blocks, else None."""
@@ -315,16 +316,14 @@ def _with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
             own = Runs.from_intervals(*known, mask.q_block, mask.kv_block, mask.kv_len)
             window = window if own.expand(mask.B, mask.H) == mask.runs else None
         return replace(mask, interval=interval, window=window, reads=evaluate.reads)
-    extent = _RowExtents(mask)
-    asked = False
-    for at, seen in mask._evaluate(evaluate, _masked_blocks(mask.runs), "cpu"):
-        extent.add(at, seen)
-        asked = True
-    reads = _reads(evaluate, "cpu") if asked else (False, False)
-    return replace(mask, interval=extent.interval(mask.runs), reads=reads)
+    blocks, extent = masked_blocks(mask.runs), _RowExtents(mask)
+    whole = all(extent.add(at, seen) for at, seen in mask.evaluate(evaluate, blocks, "cpu"))
+    interval = extent.interval(mask.runs) if whole else None
+    reads = _reads(evaluate, "cpu") if len(blocks) else (False, False)
+    return replace(mask, interval=interval, window=None, reads=reads)
 
 
-def _masked_blocks(runs: Runs) -> Tensor:
+def masked_blocks(runs: Runs) -> Tensor:
     """int64 [n, 4]: (b, h, row, col) of every MASKED block."""
     _, h, r, _ = runs.shape
     row, start, end, _ = (t[runs.runs[:, 2] == Kind.MASKED] for t in runs._flat())
