@@ -60,7 +60,9 @@ def backward(plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tens
     for ticket in returning:
         parts.append((yield Wait(ticket)) if plan.world_size > 1 else ticket)
     dkv = torch.cat(parts, 2)[: k.shape[2]].to(k.dtype).permute(1, 2, 0, 3)  # [B, Hkv, S, D + E]
-    return dq, dkv[..., : k.shape[3]].contiguous(), dkv[..., k.shape[3] :].contiguous()
+    # Two tensors of their own: a slice of a single row counts as contiguous already.
+    dk, dv = (x.clone(memory_format=torch.contiguous_format) for x in dkv.split([k.shape[3], v.shape[3]], 3))
+    return dq, dk, dv
 
 
 def head_groups(kv_heads: int, world_size: int) -> list[slice]:

@@ -1,0 +1,188 @@
+"""One attention call on the interpreted kernels next to the float64 oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+import tritoncp
+from tritoncp.kernels.engine import Mods, State, TritonEngine
+from tritoncp.masks import Mask
+from tritoncp.plan import Plan
+from tritoncp.reference import dense_attention
+from tritoncp.sharding import Placement
+
+F32, F64 = torch.float32, torch.float64
+ScoreOf = Callable[..., Callable[..., Tensor]]  # captured tensors -> score_mod
+# Largest error over the largest magnitude; float32 as PyTorch's own context-parallel suite (2e-6 + 1e-5).
+TOLERANCE = {F32: 1e-5, F64: 1e-12}
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+    grads: tuple[Tensor, ...]  # of q, k, v, then of the captured tensors
+
+
+class QKV(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def qkv(q: int = 64, kv: int | None = None, *, batch: int = 1, heads: int = 1, kv_heads: int | None = None,
+        dim: int = 16, v_dim: int | None = None, dtype: torch.dtype = F32) -> QKV:  # fmt: skip
+    """Unit normals: q [batch, heads, q, dim], k and v [batch, kv_heads, kv, dim | v_dim]."""
+    kv_shape = batch, kv_heads or heads, q if kv is None else kv
+    shapes = (batch, heads, q, dim), (*kv_shape, dim), (*kv_shape, v_dim or dim)
+    return QKV(*(torch.randn(shape, dtype=F64).to(dtype) for shape in shapes))
+
+
+def cotangents(x: QKV, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Gradients of out and lse to start from."""
+    shape = x.q.shape[:3]
+    dlse = torch.randn(shape, dtype=F64).to(F64 if x.q.dtype == F64 else F32)
+    return torch.randn(*shape, x.v.shape[3], dtype=F64).to(dtype or x.q.dtype), dlse
+
+
+def run(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
+        start: tuple[Tensor, Tensor], scale: float | None = None, **options: Any) -> Results:  # fmt: skip
+    """Through the public call, as a user would, with tritoncp's engine of this device."""
+    leaves, own = _leaves(x, captured)
+    out, aux = tritoncp.flex_attention(
+        *leaves, score and score(*own), mask, scale, enable_gqa=True, kernel_options=options,
+        return_aux=AuxRequest(lse=True, max_scores=True),
+    )  # fmt: skip
+    return _results(out, aux.lse, aux.max_scores, [*leaves, *own], start)
+
+
+def oracle(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
+           start: tuple[Tensor, Tensor], scale: float | None = None) -> Results:  # fmt: skip
+    """The same in dense float64."""
+    leaves, own = _leaves(QKV(*(t.to(F64) for t in x)), [t.to(F64) for t in captured])
+    got = dense_attention(*leaves, mask, score and score(*own), scale=scale)
+    return _results(*got, [*leaves, *own], tuple(t.to(F64) for t in start))
+
+
+def _leaves(x: QKV, captured: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Leaves that require grad, strides kept."""
+    return [t.detach().requires_grad_() for t in x], [t.detach().clone().requires_grad_() for t in captured]
+
+
+def _results(
+    out: Tensor, lse: Tensor, top: Tensor, wrt: list[Tensor], start: tuple[Tensor, Tensor]
+) -> Results:
+    grads = torch.autograd.grad([out, lse], wrt, start, allow_unused=True)
+    grads = tuple(torch.zeros_like(t) if g is None else g for g, t in zip(grads, wrt))
+    return Results(out.detach(), lse.detach(), top.detach(), grads)
+
+
+def check(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
+          scale: float | None = None, start: tuple[Tensor, Tensor] | None = None,
+          **options: Any) -> Results:  # fmt: skip
+    """Kernels and oracle agree on out, lse, max_scores and every gradient."""
+    start = start or cotangents(x)
+    got = run(x, mask, score, captured, start=start, scale=scale, **options)
+    want = oracle(x, mask, score, captured, start=start, scale=scale)
+    close(got.out, want.out, "out")
+    close(got.lse, want.lse, "lse")
+    close(got.max_scores, want.max_scores, "max_scores")
+    for name, a, b in zip(("dq", "dk", "dv", *(f"captured {i}" for i in range(9))), got.grads, want.grads):
+        close(a, b, name)
+    return got
+
+
+def close(got: Tensor, want: Tensor, name: str, tolerance: float | None = None) -> None:
+    """Equal within the dtype's tolerance of the largest value; infinities in the same places, no NaN."""
+    assert got.shape == want.shape, name
+    assert not bool(got.isnan().any()), f"{name} has NaN"
+    finite = want.isfinite()
+    assert torch.equal(got[~finite].to(F64), want[~finite].to(F64)), f"infinities of {name}"
+    error = (got.to(F64) - want.to(F64))[finite].abs().max().item() if bool(finite.any()) else 0.0
+    size = max(1.0, want[finite].abs().max().item() if bool(finite.any()) else 0.0)
+    tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
+    assert error <= tolerance * size, f"{name} is {error:.3g} off, {tolerance * size:.3g} is allowed"
+
+
+def same(got: Any, want: Any) -> None:
+    """Bit for bit: tensors, or tuples of them."""
+    if isinstance(got, Tensor):
+        assert torch.equal(got.nan_to_num(7e7), want.nan_to_num(7e7))
+        return
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        same(a, b)
+
+
+# -- one step of an engine by itself ------------------------------------------------------------------
+
+
+def keys_between(plan: Plan, begin: int, end: int) -> Plan:
+    """A step of the plan whose KV buffer holds only the keys [begin, end)."""
+    first = [begin, *range((begin // plan.kv.block + 1) * plan.kv.block, end, plan.kv.block)]
+    last = [*first[1:], end]
+    slots = torch.tensor([[(a - begin, a, b - a) for a, b in zip(first, last)]], dtype=torch.int32)
+    kv = Placement(plan.kv.length, plan.kv.block, (slots,), (end - begin,))
+    return replace(plan, kv=kv, handle=None, _shared={})
+
+
+def engine_of(x: QKV, **options: Any) -> TritonEngine:
+    return TritonEngine(Mods(), 1 / math.sqrt(x.q.shape[3]), options)
+
+
+def single(mask: Mask) -> Plan:
+    return tritoncp.make_plan(mask)
+
+
+def new_state(x: QKV) -> State:
+    """Memory for a state; nobody has written it."""
+    stats = F64 if x.q.dtype == F64 else F32
+    shape = x.q.shape[:3]
+    acc = torch.empty(*shape, x.v.shape[3], dtype=stats)
+    return State(acc, torch.empty(shape, dtype=stats), torch.empty(shape, dtype=stats))
+
+
+def forward(engine: TritonEngine, x: QKV, plan: Plan, **state: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) of one step over poisoned memory."""
+    out = torch.empty(*x.q.shape[:3], x.v.shape[3], dtype=x.q.dtype)
+    lse = torch.empty(x.q.shape[:3], dtype=F64 if x.q.dtype == F64 else F32)
+    engine.forward(*x, plan.tables("cpu", *x.q.shape[:2]), out=out, lse=lse, **state)()
+    return out, lse
+
+
+class Grads(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def backward(
+    engine: TritonEngine,
+    x: QKV,
+    plan: Plan,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    *,
+    into: Grads | None = None,
+    add: bool = False,
+    split: int = 1,
+) -> Grads:
+    """dq, dk, dv of one step over poisoned memory, or added to ``into``."""
+    delta = torch.empty_like(lse)
+    engine.delta(out, dout, None, delta)()
+    got = into or Grads(
+        torch.empty_like(x.q, dtype=lse.dtype),
+        *(torch.empty(t.shape[0], t.shape[1] * split, *t.shape[2:], dtype=lse.dtype) for t in (x.k, x.v)),
+    )
+    args = (*x, dout, lse, delta, plan.tables("cpu", *x.q.shape[:2]))
+    engine.dq(*args, dq=got.dq, add=add)()
+    engine.dkdv(*args, dk=got.dk, dv=got.dv, add=add, split=split)()
+    return got

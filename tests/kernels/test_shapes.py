@@ -1,0 +1,115 @@
+"""Any head dim, length, block, stride and head count: forward and backward against the oracle."""
+
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritoncp
+from tests.kernels.harness import F32, F64, QKV, check, cotangents, qkv, run, same
+from tritoncp.kernels.configs import pieces
+from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+
+DIMS = [16, 24, 40, 64, 80, 96, 128, 192, 256]
+
+
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(("dim", "v_dim"), [*zip(DIMS, DIMS), *zip(DIMS, DIMS[4:] + DIMS[:4])])
+def test_every_head_dim_and_dq_other_than_dv(dim: int, v_dim: int, dtype: torch.dtype) -> None:
+    x = qkv(21, dim=dim, v_dim=v_dim, dtype=dtype)
+    check(x, create_block_mask(causal(), None, None, 21, 21, BLOCK_SIZE=16))
+
+
+@pytest.mark.parametrize("dim", [1, 3, 8, 17, 65, 130, 200, 255])
+def test_odd_head_dims_are_padded(dim: int) -> None:
+    check(qkv(20, dim=dim, v_dim=257 - dim), full_mask(20, 20, block=16))
+
+
+def test_pieces_hold_every_dim_in_two_powers_of_two() -> None:
+    for dim in range(1, 257):
+        first, rest = pieces(dim)
+        assert first & (first - 1) == 0 and rest & (rest - 1) == 0
+        assert first >= 16 and (rest == 0 or 16 <= rest < first)
+        assert dim <= first + rest < max(17, 2 * dim)
+
+
+BLOCKS = [16, 64, 100, 8, (64, 128), (128, 32), (16, 100), (48, 24)]
+SHORT = [(block, lengths) for block in (16, (128, 32)) for lengths in ((1, 70), (70, 1), (1, 1))]
+
+
+@pytest.mark.parametrize(("block", "lengths"), [*product(BLOCKS, [(77, 130), (130, 77)]), *SHORT], ids=str)
+def test_any_block_and_lengths_that_do_not_divide(block: int | tuple, lengths: tuple[int, int]) -> None:
+    mod = and_masks(sliding_window(40, 20), document(lengths=[30, 1, 33, 70]))
+    x = qkv(*lengths)
+    check(x, create_block_mask(mod, None, None, *lengths, BLOCK_SIZE=block), fwd_BLOCK_M=32, bwd_BLOCK_N1=32)
+
+
+@pytest.mark.parametrize("tile", [16, 32, 128])
+@pytest.mark.parametrize("block", [64, 100, (128, 32)], ids=str)
+def test_tiles_do_not_change_the_answer(block: int | tuple, tile: int) -> None:
+    """Every pass with tiles smaller than, as large as, and not dividing the mask's blocks."""
+    x = qkv(70, 90)
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_M1", "BLOCK_N1", "BLOCK_M2", "BLOCK_N2")
+    check(x, create_block_mask(causal(), None, None, 70, 90, BLOCK_SIZE=block), **dict.fromkeys(names, tile))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["window", "table"])
+def test_query_heads_share_keys(kv_heads: int, kind: str) -> None:
+    mod = causal() if kind == "window" else and_masks(causal(), document(lengths=[12, 13]))
+    x = qkv(25, heads=4, kv_heads=kv_heads)
+    check(x, create_block_mask(mod, None, None, 25, 25, BLOCK_SIZE=16))
+
+
+def channels_apart(x: Tensor) -> Tensor:
+    """The same values, neighbours in the last dimension three elements apart."""
+    wide = torch.full((*x.shape, 3), torch.nan, dtype=x.dtype)
+    wide[..., 1] = x
+    return wide[..., 1]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "[B, S, H, D] transposed": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "[S, B, H, D] permuted": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "channels before rows": lambda x: x.mT.contiguous().mT,
+    "channels apart": channels_apart,
+    "a slice of a larger buffer": lambda x: torch.nn.functional.pad(x, (3, 5, 7, 2), value=torch.nan)[
+        ..., 7:-2, 3:-5
+    ],
+    "off by one element": lambda x: torch.cat([torch.full((1,), torch.nan), x.reshape(-1)])[1:].view(x.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_do_not_matter(layout: str) -> None:
+    """Bit for bit the answer of contiguous tensors: q, k, v and the gradient of out in any layout."""
+    x = qkv(20, 30, batch=2, heads=2, kv_heads=1, dim=24, v_dim=40)
+    mask = create_block_mask(causal(), None, None, 20, 30, BLOCK_SIZE=16)
+    dout, dlse = cotangents(x)
+    move = LAYOUTS[layout]
+    moved = QKV(*(move(t) for t in x))
+    assert not moved.q.is_contiguous() or layout == "off by one element"
+    same(run(moved, mask, start=(move(dout), dlse)), run(x, mask, start=(dout, dlse)))
+
+
+def test_expanded_tensors_are_read_in_place() -> None:
+    """k shared by batch rows, v by heads, q by both; a gradient of out that is one number everywhere."""
+    x = qkv(40, batch=2, heads=3)
+    shared = QKV(
+        x.q[:1, :1].expand(2, 3, -1, -1), x.k[:1].expand(2, -1, -1, -1), x.v[:, :1].expand(-1, 3, -1, -1)
+    )
+    dlse = torch.randn(1, 3, 1).expand(2, 3, 40)
+    start = torch.tensor(0.7).expand(2, 3, 40, 16), dlse
+    check(shared, create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32), start=start)
+
+
+def test_no_queries_or_no_keys() -> None:
+    q, k, v = qkv(0, 20)
+    assert tritoncp.flex_attention(q, k, v, full_mask(0, 20)).shape == (1, 1, 0, 16)
+    q, k, v = (t.requires_grad_() for t in qkv(20, 0))
+    out, lse = tritoncp.flex_attention(q, k, v, full_mask(20, 0), return_lse=True)
+    assert bool((out == 0).all() and (lse == -torch.inf).all())
+    out.sum().backward()
+    assert bool((q.grad == 0).all()) and k.grad.shape == (1, 1, 0, 16)
