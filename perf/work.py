@@ -1,0 +1,151 @@
+"""What a case has to do, counted exactly: floating-point operations, memory bytes, wire bytes.
+
+Counted is what the answer needs: visible pairs only, and each tensor once. What a kernel does beyond that
+(masked halves of tiles, reading K again, the recomputed scores of a second backward kernel) is what
+the distance to the bound shows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritoncp.masks import Kind, Mask
+from tritoncp.plan import Plan
+from tritoncp.pointwise import vmapped
+
+_CHUNK = 1 << 22  # pairs whose mask_mod is evaluated at a time
+
+
+@dataclass(frozen=True)
+class Shape:
+    """batch rows, query heads, key heads, head dims of keys and values, bytes per element."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    dim: int
+    v_dim: int
+    itemsize: int = 2
+
+
+@dataclass(frozen=True)
+class Work:
+    """flops: multiplications and additions of visible pairs; hbm: bytes read and written once; wire: bytes
+    this rank sends."""
+
+    flops: int
+    hbm: int
+    wire: int
+
+    def bound_ms(self, flops_per_s: float, bytes_per_s: float) -> float:
+        """The least time on a device with these rates, in milliseconds.
+
+        >>> Work(flops=10**12, hbm=10**9, wire=0).bound_ms(1e15, 4e12)
+        1.0
+        """
+        return 1e3 * max(self.flops / flops_per_s, self.hbm / bytes_per_s)
+
+
+def visible(mask: Mask, batch: int = 1, heads: int = 1) -> Tensor:
+    """How many keys each query sees: int64 [B, H, q_len], B and H those of the mask or of the call.
+
+    >>> from tritoncp.masks import causal, create_block_mask
+    >>> visible(create_block_mask(causal(), 1, 1, 5, 5, BLOCK_SIZE=2)).tolist()
+    [[[1, 2, 3, 4, 5]]]
+    """
+    interval = mask.interval_for(batch, heads)
+    grow = interval is None and mask.mask_mod is not None  # the mask_mod may read b and h
+    runs = mask.runs.expand(batch, heads) if grow else mask.runs
+    b, h, rows, _ = runs.shape
+    row, start, end, kind = _flat(runs.ptr, runs.runs)
+    start, end = start * mask.kv_block, (end * mask.kv_block).clamp(max=mask.kv_len)
+    masked = kind == Kind.MASKED
+    whole = torch.zeros(b * h * rows, dtype=torch.int64)
+    whole.index_add_(0, row[~masked], (end - start)[~masked])
+    seen = whole[:, None].repeat(1, mask.q_block)  # [b * h * rows, q_block]
+    row, start, end = row[masked], start[masked], end[masked]
+    if mask.mask_mod is None:
+        seen.index_add_(0, row, (end - start)[:, None].expand(-1, mask.q_block))
+    elif interval is not None:
+        lo, hi = (_by_block(bound, b, h, rows, mask.q_block)[row] for bound in interval)
+        overlap = hi.minimum(end[:, None]) - lo.maximum(start[:, None])
+        seen.index_add_(0, row, overlap.clamp(min=0))
+    else:
+        _count(mask, row, start, end, (b, h, rows), seen)
+    return seen.view(b, h, -1)[..., : mask.q_len]
+
+
+def of_plan(plan: Plan, shape: Shape, which: str) -> Work:
+    """One rank's work in one pass, "forward" or "backward" (five matrix products, as everyone counts)."""
+    forward = which == "forward"
+    counts = visible(plan.mask, shape.batch, shape.heads)
+    positions = plan.positions  # [Bp, S_local]
+    per_row = counts.expand(max(len(counts), len(positions)), -1, -1)
+    at = positions.clamp(min=0)[:, None].expand(len(per_row), per_row.shape[1], -1)
+    local = per_row.gather(2, at) * plan.valid[:, None]
+    pairs = int(local.sum()) * (shape.batch // local.shape[0]) * (shape.heads // local.shape[1])
+    d, e = shape.dim, shape.v_dim
+    flops = 2 * pairs * (d + e if forward else 3 * d + 2 * e)
+    send = {"batch": shape.batch, "kv_heads": shape.kv_heads, "head_dim": d, "v_head_dim": e}
+    there = plan.bytes_sent(**send, itemsize=shape.itemsize, backward=False)
+    both = plan.bytes_sent(**send, itemsize=shape.itemsize, backward=True)
+    return Work(flops, _hbm(plan, shape, forward), there if forward else both - there)
+
+
+def _hbm(plan: Plan, shape: Shape, forward: bool) -> int:
+    """Bytes of every tensor read or written once; of K and V the blocks that some local query sees."""
+    d, e, size = shape.dim, shape.v_dim, shape.itemsize
+    valid = int(plan.valid.sum()) * (shape.batch // plan.valid.shape[0])
+    q_rows, kv_rows = valid * shape.heads, _rows_touched(plan, shape)
+    if forward:
+        return q_rows * ((d + e) * size + 4) + kv_rows * (d + e) * size
+    grad = size if plan.world_size == 1 else 4
+    return q_rows * (2 * (d + e) * size + 4) + kv_rows * (d + e) * (size + grad)
+
+
+def _rows_touched(plan: Plan, shape: Shape) -> int:
+    """Key rows, over batch and key heads, in blocks that some query of this rank sees."""
+    tables = plan.tables("cpu", shape.batch, shape.heads)
+    touched = tables.col_ptr[..., 2] > tables.col_ptr[..., 0]  # [Bm, Hm, KV slots]
+    if touched.shape[1] > 1:
+        touched = touched.unflatten(1, (shape.kv_heads, -1)).any(2)
+    rows = touched * tables.kv_slots[:, None, :, 2].to(torch.int64)
+    return int(rows.sum()) * (shape.batch // rows.shape[0]) * (shape.kv_heads // rows.shape[1])
+
+
+def _flat(ptr: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every run of every row as int64 (row, start, end, kind); rows counted over batch and heads."""
+    first, last = ptr[..., 0].reshape(-1).long(), ptr[..., 2].reshape(-1).long()
+    length = last - first
+    row = torch.arange(len(length)).repeat_interleave(length)
+    at = (first - (length.cumsum(0) - length)).repeat_interleave(length) + torch.arange(len(row))
+    start, end, kind = runs[at].long().unbind(1)
+    return row, start, end, kind
+
+
+def _by_block(bound: Tensor, b: int, h: int, rows: int, q_block: int) -> Tensor:
+    """A row bound [B, H, q_len] as int64 [b * h * rows, q_block]; rows past q_len see nothing."""
+    short = rows * q_block - bound.shape[2]
+    padded = torch.nn.functional.pad(bound.long(), (0, short))
+    return padded.expand(b, h, -1).reshape(-1, q_block)
+
+
+def _count(
+    mask: Mask, row: Tensor, start: Tensor, end: Tensor, shape: tuple[int, int, int], seen: Tensor
+) -> None:
+    """Ask the mask_mod about masked runs, a block at a time, and add what each row sees."""
+    b, h, rows = shape
+    ask = vmapped(mask.mask_mod, (None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0))
+    blocks = -(-(end - start) // mask.kv_block)
+    step = torch.arange(int(blocks.sum())) - (blocks.cumsum(0) - blocks).repeat_interleave(blocks)
+    row, left = row.repeat_interleave(blocks), start.repeat_interleave(blocks) + step * mask.kv_block
+    size = max(1, _CHUNK // (mask.q_block * mask.kv_block))
+    for r, first in zip(row.split(size), left.split(size)):
+        q = (r % rows * mask.q_block)[:, None] + torch.arange(mask.q_block)
+        kv = first[:, None] + torch.arange(mask.kv_block)
+        index = q.clamp(max=mask.q_len - 1), kv.clamp(max=mask.kv_len - 1)
+        sees = ask(r // (h * rows), r // rows % h, *index) & (kv < mask.kv_len)[:, None, :]
+        seen.index_add_(0, r, sees.sum(2))
