@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tritoncp.masks import Kind, Mask
 from tritoncp.plan import Plan
-from tritoncp.pointwise import vmapped
+from tritoncp.pointwise import Mod, vmapped
 
 _CHUNK = 1 << 22  # pairs whose mask_mod is evaluated at a time
 
@@ -74,7 +74,7 @@ def visible(mask: Mask, batch: int = 1, heads: int = 1) -> Tensor:
         overlap = hi.minimum(end[:, None]) - lo.maximum(start[:, None])
         seen.index_add_(0, row, overlap.clamp(min=0))
     else:
-        _count(mask, row, start, end, (b, h, rows), seen)
+        _count(mask.mask_mod, mask, h, row, start, end, seen)
     return seen.view(b, h, -1)[..., : mask.q_len]
 
 
@@ -133,12 +133,10 @@ def _by_block(bound: Tensor, b: int, h: int, rows: int, q_block: int) -> Tensor:
     return padded.expand(b, h, -1).reshape(-1, q_block)
 
 
-def _count(
-    mask: Mask, row: Tensor, start: Tensor, end: Tensor, shape: tuple[int, int, int], seen: Tensor
-) -> None:
+def _count(mod: Mod, mask: Mask, heads: int, row: Tensor, start: Tensor, end: Tensor, seen: Tensor) -> None:
     """Ask the mask_mod about masked runs, a block at a time, and add what each row sees."""
-    b, h, rows = shape
-    ask = vmapped(mask.mask_mod, (None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0))
+    ask = vmapped(mod, (None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0))
+    rows = mask.runs.shape[2]
     blocks = -(-(end - start) // mask.kv_block)
     step = torch.arange(int(blocks.sum())) - (blocks.cumsum(0) - blocks).repeat_interleave(blocks)
     row, left = row.repeat_interleave(blocks), start.repeat_interleave(blocks) + step * mask.kv_block
@@ -147,5 +145,5 @@ def _count(
         q = (r % rows * mask.q_block)[:, None] + torch.arange(mask.q_block)
         kv = first[:, None] + torch.arange(mask.kv_block)
         index = q.clamp(max=mask.q_len - 1), kv.clamp(max=mask.kv_len - 1)
-        sees = ask(r // (h * rows), r // rows % h, *index) & (kv < mask.kv_len)[:, None, :]
+        sees = ask(r // (heads * rows), r // rows % heads, *index) & (kv < mask.kv_len)[:, None, :]
         seen.index_add_(0, r, sees.sum(2))

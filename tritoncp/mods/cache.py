@@ -18,8 +18,6 @@ import warnings
 from pathlib import Path
 from types import ModuleType
 
-import platformdirs
-
 _LOCK = threading.RLock()
 _MODULES: dict[str, ModuleType] = {}
 _PRIVATE: list[tempfile.TemporaryDirectory[str]] = []
@@ -33,7 +31,11 @@ def digest_of(source: str) -> str:
 def cache_dir() -> Path:
     """Where emitted source goes: mods/ in $TRITONCP_CACHE_DIR, else in the user's cache directory."""
     given = os.environ.get("TRITONCP_CACHE_DIR")
-    return Path(given or platformdirs.user_cache_dir("tritoncp", appauthor=False)) / "mods"
+    if not given:
+        import platformdirs  # not needed where the directory is given
+
+        given = platformdirs.user_cache_dir("tritoncp", appauthor=False)
+    return Path(given) / "mods"
 
 
 def load(source: str) -> ModuleType:
