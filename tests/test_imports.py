@@ -24,7 +24,19 @@ class Room(NamedTuple):
 ALL_BUT_EDGE = {"paper", "mods", "wire", "engine", "oracle", "conductor", "front"}
 ROOMS = {
     "paper": Room(
-        {"inputs", "masks", "closed_forms", "pointwise", "runs", "varlen", "balance", "sharding", "plan", "draw"},
+        {
+            "inputs",
+            "masks",
+            "closed_forms",
+            "bitmask",
+            "pointwise",
+            "runs",
+            "varlen",
+            "balance",
+            "sharding",
+            "plan",
+            "draw",
+        },
         set(),
         {"torch"},
         frozenset({"torch.distributed"}),
@@ -36,7 +48,21 @@ ROOMS = {
     "conductor": Room(
         {"schedules"}, {"paper", "wire", "engine"}, {"torch"}, frozenset({"torch.distributed"})
     ),
-    "front": Room({"autograd", "parallel", "api", "engines", "plan_cache", "integrations", "world"}, ALL_BUT_EDGE, {"torch"}),
+    "front": Room(
+        {
+            "agreement",
+            "autograd",
+            "captured",
+            "parallel",
+            "api",
+            "engines",
+            "plan_cache",
+            "integrations",
+            "world",
+        },
+        ALL_BUT_EDGE,
+        {"torch"},
+    ),
     "edge": Room(
         {"", "__main__", "cli", "demo", "doctor", "inspect", "tune"},
         ALL_BUT_EDGE | {"perf"},

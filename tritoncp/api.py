@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from tritoncp import comm, engines, inputs, mods, plan_cache
+from tritoncp import captured, comm, engines, inputs, plan_cache
 from tritoncp import plan as plans
 from tritoncp.autograd import Attention, pin
 from tritoncp.closed_forms import MaskMod
@@ -64,10 +64,7 @@ def flex_attention(
 def attend(q: list[Tensor], k: list[Tensor], v: list[Tensor], score_mod: Any, plan: Plan, world: str | None,
            scale: float | None, options: dict[str, Any] | None, want_max: bool) -> tuple[Tensor, ...]:
     """Run one layer for the ranks whose tensors are given: outs, lses, max_scores."""
-    double = q[0].dtype == torch.float64
-    score = None if score_mod is None else mods.score_mod(score_mod, torch.float64 if double else torch.float32)
-    needs_mod = plan.tables("cpu", q[0].shape[0], q[0].shape[1]).mask == "mod"
-    mask = mods.mask_mod(plan.mask.mask_mod) if needs_mod else None
+    score, mask = captured.score_of(score_mod, q[0]), captured.mask_of(plan, q, every_rank=world == "")
     numbers = [*(mask.numbers if mask else ()), *(score.numbers if score else ())]
     captures = [*(mask.tensors if mask else ()), *(score.tensors if score else ())]
     spec = engines.Spec(

@@ -1,0 +1,92 @@
+"""A mask_mod as bits: what it says in the blocks it is asked about, looked up instead of computed.
+
+The way out for a mask_mod that no kernel can run: it is evaluated once, by torch, where a rank will need it,
+and gives way to a mask_mod that only indexes tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritoncp.masks import Mask, MaskFn, masked_blocks
+from tritoncp.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Bitmask:
+    """Answers of a mask_mod in some blocks, eight to a byte.
+
+    rows:  int32 [q blocks], the row of ``ids`` that stands for a block of queries
+    ids:   int32 [B or 1, H or 1, n, kv blocks], which block of ``bits``; -1 where nobody will ask
+    bits:  uint8 [blocks, q_block, ceil(kv_block / 8)], lowest bit first
+    """
+
+    rows: Tensor
+    ids: Tensor
+    bits: Tensor
+    q_block: int
+    kv_block: int
+
+    def mask_mod(self) -> Callable[..., Tensor]:
+        """The same answers as a mask_mod of plain gathers. Where nobody should ask it says anything."""
+        rows, ids, bits, q_block, kv_block = self.rows, self.ids, self.bits, self.q_block, self.kv_block
+        each_batch, each_head = ids.shape[0] > 1, ids.shape[1] > 1
+
+        def looked_up(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            batch, head = b if each_batch else 0, h if each_head else 0
+            block = ids[batch, head, rows[q_idx // q_block], kv_idx // kv_block]
+            inside = kv_idx % kv_block
+            byte = bits[block, q_idx % q_block, inside // 8].to(torch.int32)
+            return (byte >> (inside % 8)) & 1 != 0
+
+        return looked_up
+
+
+def bitmask(
+    plan: Plan,
+    ranks: Sequence[int],
+    batch: int,
+    heads: int,
+    evaluate: MaskFn,
+    device: torch.device | str = "cpu",
+) -> Bitmask:
+    """The answers that these ranks of a plan need for a call of ``batch`` rows and ``heads`` query heads.
+
+    evaluate: the plan's mask_mod, called with indices on ``device``.
+    """
+    mask = plan.mask
+    B = max(mask.B, batch if mask.reads[0] else 1)
+    H = max(mask.H, heads if mask.reads[1] else 1)
+    blocks = masked_blocks(mask.runs.expand(B, H))  # [n, 4]: b, h, row, col
+    held = _held(plan, ranks)  # [Bp, rows]
+    held = held if len(held) == B else held.any(0, keepdim=True)
+    blocks = blocks[held[blocks[:, 0] % len(held), blocks[:, 2]]]
+    wanted = torch.zeros(held.shape[1], dtype=torch.bool)
+    wanted[blocks[:, 2]] = True
+    rows = wanted.cumsum(0) - 1
+    ids = torch.full((B, H, max(1, int(wanted.sum())), mask.runs.shape[3]), -1, dtype=torch.int32)
+    ids[blocks[:, 0], blocks[:, 1], rows[blocks[:, 2]], blocks[:, 3]] = torch.arange(len(blocks)).int()
+    parts = [_packed(seen) for _, seen in mask.evaluate(evaluate, blocks, device)]
+    nothing = torch.zeros(1, mask.q_block, -(-mask.kv_block // 8), dtype=torch.uint8)
+    return Bitmask(rows.int(), ids, torch.cat(parts) if parts else nothing, mask.q_block, mask.kv_block)
+
+
+def _held(plan: Plan, ranks: Sequence[int]) -> Tensor:
+    """Which blocks of queries these ranks hold any token of: bool [Bp, q blocks]."""
+    mask: Mask = plan.mask
+    held = torch.zeros(plan.q.slots[0].shape[0], mask.runs.shape[2] + 1, dtype=torch.bool)
+    for rank in ranks:
+        slots = plan.q.slots[rank]
+        row = torch.where(slots[..., 2] > 0, slots[..., 1] // mask.q_block, mask.runs.shape[2])
+        held.scatter_(1, row.long(), torch.ones_like(row, dtype=torch.bool))
+    return held[:, :-1]
+
+
+def _packed(seen: Tensor) -> Tensor:
+    """bool [n, q_block, kv_block] -> uint8 [n, q_block, ceil(kv_block / 8)]."""
+    seen = torch.nn.functional.pad(seen, (0, -seen.shape[2] % 8)).unflatten(2, (-1, 8))
+    return (seen * (1 << torch.arange(8, dtype=torch.uint8))).sum(3, dtype=torch.uint8)

@@ -1,0 +1,74 @@
+"""User functions as one call takes them: translated, with what they capture where the queries are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp import mods
+from tritoncp.bitmask import bitmask
+from tritoncp.mods import Mod, Untranslatable
+from tritoncp.plan import Plan
+
+
+def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
+    """The translated score_mod. Its tensors have to be where the queries are: they may be edited between
+    calls and may want gradients, so that a copy kept from an earlier call would not do."""
+    if score_mod is None:
+        return None
+    mod = mods.score_mod(score_mod, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    for tensor in mod.tensors:
+        if tensor.ndim and tensor.device != q.device:
+            raise ValueError(
+                f"score_mod captures a tensor {tuple(tensor.shape)} on {tensor.device}, the query is on "
+                f"{q.device}; move it there once, before the call: tensor.to({str(q.device)!r})"
+            )
+    return mod
+
+
+def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> Mod | None:
+    """The translated mask_mod of a call, or None where no masked block needs it. Kept with the plan, and so
+    are copies of captured CPU tensors on the queries' device: a plan refuses to run once one is edited.
+
+    q: the query of each rank that runs here: all ranks of the plan, or its own alone.
+    """
+    ranks = tuple(range(plan.world_size)) if every_rank else (plan.rank,)
+    batch, heads, device = q[0].shape[0], q[0].shape[1], q[0].device
+    if not any(plan.for_rank(rank).tables("cpu", batch, heads).mask == "mod" for rank in ranks):
+        return None
+    reads = plan.mask.reads
+    key = "mask_mod", ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
+    if key not in plan._shared:
+        plan._shared[key] = _placed(_translated(plan, ranks, batch, heads), device)
+    return plan._shared[key]
+
+
+def _translated(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:
+    fn = plan.mask.mask_mod
+    assert fn is not None
+    if "mask_mod" not in plan._shared:
+        try:
+            plan._shared["mask_mod"] = mods.mask_mod(fn)
+        except Untranslatable:
+            plan._shared["mask_mod"] = None
+    if plan._shared["mask_mod"] is not None:
+        return plan._shared["mask_mod"]
+    evaluate, device = plan._shared.get("evaluate", (fn, "cpu"))
+    return mods.mask_mod(bitmask(plan, ranks, batch, heads, evaluate, device).mask_mod())
+
+
+def _placed(mod: Mod, device: torch.device) -> Mod:
+    return replace(mod, tensors=tuple(_moved(tensor, device) for tensor in mod.tensors))
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.device.type != "cpu" and tensor.device != device:
+        raise ValueError(
+            f"mask_mod captures a tensor {tuple(tensor.shape)} on {tensor.device}, the query is on {device}; "
+            f"make the mask from tensors on {device} or on the CPU"
+        )
+    return tensor.to(device)
