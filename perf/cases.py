@@ -61,6 +61,10 @@ class Case:
         """The part that both passes share: what is compiled and checked once."""
         return replace(self, which="forward", tier="core")
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
     def shrunk(self) -> Case:
         """The same case, small enough for interpreted kernels."""
         return replace(self, seq=256, heads=2, kv_heads=1, dim=16, v_dim=16, batch=1, dtype="float32")

@@ -1,0 +1,211 @@
+"""Who runs: tritoncp, PyTorch's compiled flex attention in its variants, and its fixed-function kernels.
+
+A contender gets q, k and v in the layout its own users would hold them in; how its results are brought to
+[batch, heads, seq, dim] for comparison is not timed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import flex_attention as torch_flex
+
+from tritoncp.api import flex_attention
+from tritoncp.perf.cases import MASKS, Case, document_lengths
+
+# torch.compile mode and kernel options of each flex variant. The first is what everybody gets.
+FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "flex": (None, {}),
+    "flex prescale": (None, {"PRESCALE_QK": True}),
+    "flex tma": (None, {"USE_TMA": True}),
+    "flex prescale tma": (None, {"PRESCALE_QK": True, "USE_TMA": True}),
+    "flex max-autotune": ("max-autotune-no-cudagraphs", {}),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One problem's tensors: q, k, v are leaves [batch, heads, seq, dim], dout is out's gradient."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that computes a case.
+
+    call:   one forward pass over ``leaves``
+    leaves: q, k, v in the contender's own layout, requiring grad; dout likewise
+    usual:  brings out, dq, dk, dv to [batch, heads, seq, dim]
+    repeat: how many times every key head stands in the leaves
+    """
+
+    call: Callable[[], Tensor]
+    leaves: tuple[Tensor, Tensor, Tensor]
+    dout: Tensor
+    usual: Callable[[Tensor], Tensor] = lambda x: x
+    repeat: int = 1
+
+    def forward(self) -> Tensor:
+        """out [batch, heads, seq, v_dim], detached."""
+        return self.usual(self.call().detach())
+
+    def backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv, as the case's own q, k, v lie."""
+        grads = torch.autograd.grad(self.call(), self.leaves, self.dout)
+        dq, dk, dv = (self.usual(x) for x in grads)
+        return dq, *(x.unflatten(1, (-1, self.repeat)).sum(2) for x in (dk, dv))
+
+
+class Unsupported(Exception):
+    """This PyTorch, device or baseline cannot do the case; the message says why."""
+
+
+def inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+    """Unit-normal tensors of a case."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(heads: int, width: int) -> Tensor:
+        shape = (case.batch, heads, case.seq, width)
+        return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
+
+    q, k = normal(case.heads, case.dim), normal(case.kv_heads, case.dim)
+    v, dout = normal(case.kv_heads, case.v_dim), normal(case.heads, case.v_dim)
+    return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
+
+
+def ours(case: Case, given: Inputs, options: dict[str, Any] | None = None) -> Contender:
+    """tritoncp on one device, with the mask in closed form."""
+    mask = MASKS[case.mask].closed(case.seq)
+    score = MASKS[case.mask].score(case.heads, given.q.device)
+    leaves = given.q, given.k, given.v
+
+    def call() -> Tensor:
+        return flex_attention(*leaves, score, mask, enable_gqa=True, kernel_options=options)
+
+    return Contender(call, leaves, given.dout)
+
+
+def flex(case: Case, given: Inputs, variant: str = "flex") -> Contender:
+    """torch's flex attention, compiled on a GPU; eager elsewhere, where only the answer matters."""
+    device = given.q.device
+    mode, options = FLEX[variant]
+    mod = MASKS[case.mask].plain(case.seq, device)
+    score = MASKS[case.mask].score(case.heads, device)
+    length = (case.seq, case.seq)
+    mask = None if mod is None else torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
+    leaves = given.q, given.k, given.v
+
+    attention: Any = torch_flex.flex_attention
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, score, mask, enable_gqa=True, kernel_options=options)
+
+    run = torch.compile(call, fullgraph=True, dynamic=False, mode=mode) if device.type == "cuda" else call
+    return Contender(lambda: run(*leaves), leaves, given.dout)
+
+
+def dense(case: Case, given: Inputs, backend: SDPBackend) -> Contender:
+    """One backend of scaled_dot_product_attention, for masks that it has a name for.
+
+    A backend that refuses grouped heads gets K and V repeated for each query head, which is not timed.
+    """
+    known = MASKS[case.mask].dense
+    if known is None:
+        raise Unsupported(f"scaled_dot_product_attention has no name for the mask {case.mask!r}")
+    group = case.heads // case.kv_heads
+
+    def contender(repeat: int) -> Contender:
+        k, v = given.k, given.v
+        if repeat > 1:
+            k, v = (x.detach().repeat_interleave(repeat, 1).requires_grad_() for x in (k, v))
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return functional.scaled_dot_product_attention(
+                    given.q, k, v, is_causal=known == "causal", enable_gqa=repeat != group
+                )
+
+        return Contender(call, (given.q, k, v), given.dout, repeat=repeat)
+
+    grouped = contender(1)
+    if group > 1 and not _works(grouped):
+        return contender(group)
+    return grouped
+
+
+def _works(contender: Contender) -> bool:
+    try:
+        contender.backward()
+    except RuntimeError:  # "No available kernel", said per call
+        return False
+    return True
+
+
+def packed(case: Case, given: Inputs) -> Contender:
+    """FlashAttention-2 by varlen_attn: packed documents, causal windows; tensors [tokens, heads, dim]."""
+    mask = MASKS[case.mask]
+    if not mask.documents and mask.window is None:
+        raise Unsupported(f"varlen_attn has no name for the mask {case.mask!r}")
+    from torch.nn.attention import varlen
+
+    varlen_attn: Any = varlen.varlen_attn
+    lengths = document_lengths(case.seq) if mask.documents else [case.seq]
+    lengths *= case.batch
+    edges = torch.tensor([0, *lengths]).cumsum(0).to(given.q.device, torch.int32)
+    left = mask.window(case.seq) if mask.window else -1
+    options = _varlen_options(inspect.signature(varlen_attn).parameters, left, case.heads != case.kv_heads)
+
+    def rows(x: Tensor) -> Tensor:
+        return x.detach().transpose(1, 2).flatten(0, 1).contiguous()
+
+    def usual(x: Tensor) -> Tensor:
+        return x.unflatten(0, (case.batch, -1)).transpose(1, 2)
+
+    q, k, v = (rows(x).requires_grad_() for x in (given.q, given.k, given.v))
+    call = partial(varlen_attn, q, k, v, edges, edges, max(lengths), max(lengths), **options)
+    return Contender(call, (q, k, v), rows(given.dout), usual)
+
+
+def _varlen_options(parameters: Any, left: int, grouped: bool) -> dict[str, Any]:
+    """Causal with this window in the words of this PyTorch, which have changed from release to release."""
+    if "window_size" in parameters:
+        options: dict[str, Any] = {"window_size": (left, 0)}
+    elif left < 0:
+        options = {"is_causal": True}
+    else:
+        raise Unsupported("varlen_attn of this PyTorch takes no window")
+    return options | ({"enable_gqa": True} if grouped and "enable_gqa" in parameters else {})
+
+
+def contenders(
+    case: Case, given: Inputs, variants: Sequence[str], options: Sequence[dict[str, Any]] = ()
+) -> dict[str, Callable[[], Contender]]:
+    """By name, how to make everyone who may take part. The first word of a name says what it is a variant of.
+
+    variants: keys of FLEX; options: kernel options to try tritoncp with, besides its own choice
+    """
+    found: dict[str, Callable[[], Contender]] = {"tritoncp": partial(ours, case, given)}
+    found |= {f"tritoncp {_words(chosen)}": partial(ours, case, given, chosen) for chosen in options}
+    found |= {name: partial(flex, case, given, name) for name in variants}
+    if MASKS[case.mask].dense is not None:
+        found["flash"] = partial(dense, case, given, SDPBackend.FLASH_ATTENTION)
+        found["cudnn"] = partial(dense, case, given, SDPBackend.CUDNN_ATTENTION)
+    elif MASKS[case.mask].documents or MASKS[case.mask].window is not None:
+        found["flash"] = partial(packed, case, given)
+    return found
+
+
+def _words(options: dict[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in options.items())

@@ -1,0 +1,104 @@
+"""No figure from a wrong answer: contenders are compared with a float32 reference before they are timed."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncp.perf.baselines import Inputs
+from tritoncp.perf.cases import MASKS, Case, Mod
+from tritoncp.pointwise import vmapped
+
+# Allowed ‖got − reference‖ / ‖reference‖: of a whole tensor, and of its worst 128 rows of a head.
+# A correct kernel is near the rounding of its inputs' dtype; one wrong tile is far outside.
+TOLERANCE = {
+    torch.bfloat16: (1e-2, 4e-2),
+    torch.float16: (2e-3, 1e-2),
+    torch.float32: (2e-5, 2e-4),
+}
+ROWS = 128
+_CHUNK = 1 << 28  # scores held at a time
+
+
+class Answer(NamedTuple):
+    """float32, [batch, heads, seq, dim] each."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Errors(NamedTuple):
+    """Relative errors of one tensor: of the whole, and of the worst rows."""
+
+    whole: float
+    worst: float
+
+
+def reference(case: Case, given: Inputs) -> Answer:
+    """Dense attention in float32 (float64 on a CPU), a few rows of one key head at a time.
+
+    Every row must see something: true of every mask in the table.
+    """
+    wide = torch.float64 if given.q.device.type == "cpu" else torch.float32
+    mod = MASKS[case.mask].plain(case.seq, given.q.device)
+    score = MASKS[case.mask].score(case.heads, given.q.device)
+    q, k, v, dout = (x.detach().to(wide) for x in (given.q, given.k, given.v, given.dout))
+    answer = Answer(torch.empty_like(dout), *(torch.zeros_like(x) for x in (q, k, v)))
+    group = case.heads // case.kv_heads
+    rows = max(1, min(case.seq, _CHUNK // (group * case.seq)))
+    for b in range(case.batch):
+        for head in range(case.kv_heads):
+            mine = slice(head * group, (head + 1) * group)
+            key, value = (x[b, head].clone().requires_grad_() for x in (k, v))
+            for start in range(0, case.seq, rows):
+                at = slice(start, min(start + rows, case.seq))
+                query = q[b, mine, at].clone().requires_grad_()
+                out = _attend(query, key, value, mod, score, b, mine.start, start)
+                grads = torch.autograd.grad(out, (query, key, value), dout[b, mine, at])
+                answer.out[b, mine, at], answer.dq[b, mine, at] = out.detach(), grads[0]
+                answer.dk[b, head] += grads[1]
+                answer.dv[b, head] += grads[2]
+    return answer
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mod: Mod | None, score: Mod | None, b: int, h: int, start: int
+) -> Tensor:
+    """q [G, rows, D] from head h and row start on, against k [S, D] and v [S, E]."""
+    scores = q @ k.T / math.sqrt(q.shape[-1])
+    device = q.device
+    index = (
+        torch.tensor(b, device=device),
+        torch.arange(h, h + q.shape[0], device=device),
+        torch.arange(start, start + q.shape[1], device=device),
+        torch.arange(k.shape[0], device=device),
+    )
+    over = ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None))
+    if score is not None:
+        scores = vmapped(score, *((0, *level) for level in over))(scores, *index)
+    if mod is not None:
+        seen = vmapped(mod, *over[:2])(index[0], index[1][0], *index[2:])  # [rows, S]: no mask here reads h
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def errors(got: Tensor, expected: Tensor) -> Errors:
+    """NaN anywhere makes both errors NaN, which no tolerance passes."""
+    off, size = (
+        x.to(expected.dtype).square().sum(-1) for x in (got.to(expected.dtype) - expected, expected)
+    )  # [B, H, S]
+    short = -off.shape[-1] % ROWS
+    blocks = [torch.nn.functional.pad(x, (0, short)).unflatten(-1, (-1, ROWS)).sum(-1) for x in (off, size)]
+    worst = (blocks[0] / blocks[1]).amax()
+    return Errors(float((off.sum() / size.sum()).sqrt()), float(worst.sqrt()))
+
+
+def acceptable(found: Errors, dtype: torch.dtype) -> bool:
+    """Whether a tensor computed in this dtype may be this far off."""
+    whole, worst = TOLERANCE[dtype]
+    return found.whole <= whole and found.worst <= worst
