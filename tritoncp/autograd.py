@@ -75,7 +75,8 @@ def backward_op(douts: list[Tensor], dlses: list[Tensor], q: list[Tensor], k: li
     engine = engines.make(call, q[0].device, captures, ints, floats, grads)
 
     def schedule(i: int, p: Plan) -> Any:
-        dlse = dlses[i].contiguous() if dlses else None
+        # Where nothing was seen lse is -inf and a loss of it may well have no finite slope.
+        dlse = dlses[i].masked_fill(lses[i] == -torch.inf, 0).contiguous() if dlses else None
         dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
         return allgather.backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
 

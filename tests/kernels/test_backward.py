@@ -1,0 +1,229 @@
+"""Gradients: of lse, of what a score_mod captures, in half precision, through gradcheck."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+import tritoncp
+from tests.kernels.harness import (
+    F32,
+    F64,
+    QKV,
+    backward,
+    check,
+    close,
+    cotangents,
+    engine_of,
+    forward,
+    oracle,
+    qkv,
+    run,
+    same,
+    single,
+)
+from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask
+from tritoncp.schedules import allgather
+
+CAUSAL = create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32)
+DOCUMENTS = create_block_mask(
+    and_masks(causal(), document(lengths=[13, 27])), None, None, 40, 40, BLOCK_SIZE=32
+)
+
+
+# -- the outputs gradients start from -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["out", "lse", "both"])
+def test_gradients_of_out_alone_of_lse_alone_and_of_both(which: str) -> None:
+    x = qkv(40, heads=2, kv_heads=1)
+    dout, dlse = cotangents(x)
+    leaves = [t.detach().requires_grad_() for t in x]
+    out, lse = tritoncp.flex_attention(*leaves, CAUSAL, enable_gqa=True, return_lse=True)
+    used = {"out": [(out, dout)], "lse": [(lse, dlse)], "both": [(out, dout), (lse, dlse)]}[which]
+    got = torch.autograd.grad([y for y, _ in used], leaves, [g for _, g in used])
+    start = dout if which != "lse" else dout * 0, dlse if which != "out" else dlse * 0
+    for a, b, name in zip(got, oracle(x, CAUSAL, start=start).grads, ("dq", "dk", "dv")):
+        close(a, b, name)
+    if which == "lse":
+        assert bool((got[2] == 0).all())
+
+
+def test_a_loss_of_lse_that_is_not_smooth_at_empty_rows_leaves_no_nan() -> None:
+    """d(lse^2) = 2 lse dlse is infinite where lse is: the empty row has no gradient to give."""
+    x = qkv(40)
+    mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q % 5 != 2), None, None, 40, 40, BLOCK_SIZE=32)
+    leaves = [t.detach().requires_grad_() for t in x]
+    out, lse = tritoncp.flex_attention(*leaves, mask, return_lse=True)
+    (out.sum() + (lse**2)[lse > -math.inf].sum()).backward()
+    want = [t.grad.clone() for t in leaves]
+    for t in leaves:
+        t.grad = None
+    out, lse = tritoncp.flex_attention(*leaves, mask, return_lse=True)
+    (out.sum() + (lse**2).sum()).backward()
+    assert bool((lse == -math.inf).any())
+    for t, g in zip(leaves, want):
+        close(t.grad, g, "gradient")
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])
+def test_gradients_of_some_inputs_only(wanted: str) -> None:
+    x = qkv(40, dtype=F64)
+    dout, dlse = cotangents(x)
+    leaves = [t.detach().requires_grad_(name in wanted) for t, name in zip(x, "qkv")]
+    tritoncp.flex_attention(*leaves, CAUSAL).backward(dout)
+    for t, want, name in zip(leaves, oracle(x, CAUSAL, start=(dout, dlse * 0)).grads, "qkv"):
+        assert (t.grad is not None) == (name in wanted)
+        if t.grad is not None:
+            close(t.grad, want, name)
+
+
+def test_second_derivatives_are_refused() -> None:
+    q, k, v = (t.requires_grad_() for t in qkv(20))
+    out = tritoncp.flex_attention(q, k, v, causal())
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dq.sum().backward()
+
+
+# -- what score_mods capture --------------------------------------------------------------------------
+
+SCORES: dict[str, tuple[Callable, Callable[[], list[Tensor]]]] = {
+    "alibi by head": (
+        lambda slope: lambda s, b, h, q, kv: s - slope[h] * (q - kv).abs(),
+        lambda: [torch.rand(2)],
+    ),
+    "table of distances": (
+        lambda table: lambda s, b, h, q, kv: s + table[h, q - kv],
+        lambda: [torch.randn(2, 40)],
+    ),
+    "softcap": (lambda cap: lambda s, b, h, q, kv: cap * torch.tanh(s / cap), lambda: [torch.tensor(2.0)]),
+    "two tables of other layouts": (
+        lambda a, c: lambda s, b, h, q, kv: s * a[kv, b] + c[q % 3] * a[q, b],
+        lambda: [torch.randn(2, 40).T, torch.randn(6)[::2]],
+    ),
+}
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, DOCUMENTS], ids=["causal", "documents"])
+@pytest.mark.parametrize("name", SCORES)
+def test_gradients_of_captured_tensors(name: str, mask: tritoncp.Mask) -> None:
+    score, make = SCORES[name]
+    check(qkv(40, batch=2, heads=2, kv_heads=1), mask, score, make(), **{"BLOCK_M2": 16, "BLOCK_N1": 16})
+
+
+def test_hidden_pairs_and_blocks_give_captures_nothing() -> None:
+    """Whatever a score_mod does at pairs nobody sees: past the table's end, at an infinite slope."""
+
+    def score(table: Tensor) -> Callable[..., Tensor]:
+        return lambda s, b, h, q, kv: s + table[q - kv] * torch.sqrt((q - kv).to(s.dtype))
+
+    got = check(qkv(40), create_block_mask(lambda b, h, q, kv: q > kv, 1, 1, 40, 40, BLOCK_SIZE=32), score,
+                [torch.randn(40)])  # fmt: skip
+    assert got.grads[3][0] == 0
+
+
+def test_gradcheck_with_a_captured_table() -> None:
+    x = [t.requires_grad_() for t in qkv(7, 9, heads=2, kv_heads=1, dtype=F64, dim=3, v_dim=2)]
+    table = torch.randn(2, 16, dtype=F64, requires_grad=True)
+    mask = create_block_mask(lambda b, h, q, kv: q + 2 >= kv, None, None, 7, 9, BLOCK_SIZE=16)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return torch.tanh(s) * table[h, i - j] + table[1 - h, j]
+
+        return tritoncp.flex_attention(q, k, v, score, mask, enable_gqa=True, return_lse=True)
+
+    assert torch.autograd.gradcheck(call, (*x, table), fast_mode=True)
+
+
+# -- programs that share a KV head --------------------------------------------------------------------
+
+
+def test_partial_sums_of_a_group_add_up() -> None:
+    """dK/dV with the query heads of a KV head split over programs: the sum of the parts is the whole."""
+    x = qkv(40, heads=4, kv_heads=2, dtype=F64)
+    plan, engine = single(DOCUMENTS), engine_of(x)
+    out, lse = forward(engine, x, plan)
+    dout, _ = cotangents(x)
+    whole = backward(engine, x, plan, out, lse, dout)
+    parts = backward(engine, x, plan, out, lse, dout, split=2)
+    assert parts.dk.shape[1] == 4
+    close(parts.dk.unflatten(1, (2, 2)).sum(2), whole.dk, "dk")
+    close(parts.dv.unflatten(1, (2, 2)).sum(2), whole.dv, "dv")
+
+
+def test_the_schedule_adds_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = qkv(40, heads=4, kv_heads=2, batch=2)
+    start = cotangents(x)
+    whole = run(x, CAUSAL, start=start)
+    monkeypatch.setattr("tritoncp.kernels.engine.TritonEngine.split", lambda *_: 2)
+    asked = []
+    monkeypatch.setattr(allgather, "_dkdv", lambda *a, f=allgather._dkdv: (asked.append(1), f(*a))[1])
+    parts = run(x, CAUSAL, start=start)
+    assert asked
+    same(parts.grads[0], whole.grads[0])
+    for a, b in zip(parts.grads[1:], whole.grads[1:]):
+        close(a, b, "dkv")
+
+
+# -- half precision -----------------------------------------------------------------------------------
+
+
+def ulp(x: Tensor, dtype: torch.dtype) -> float:
+    """Spacing of ``dtype`` at the tensor's largest value."""
+    top = x.abs().max().item()
+    return torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(top))
+
+
+def torchs(x: QKV, mask: tritoncp.Mask, score: Callable | None, start: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """out, dq, dk, dv of torch's eager flex attention in the tensors' own dtype."""
+    leaves = [t.detach().requires_grad_() for t in x]
+    # Eager flex reads the mask_mod alone, so lists and mask_mod must say the same.
+    out = flex.flex_attention(*leaves, score, mask.to_block_mask(), enable_gqa=True)
+    return [out.detach(), *torch.autograd.grad(out, leaves, start[0])]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("modified", [False, True], ids=["plain", "alibi"])
+@pytest.mark.parametrize("dim", [64, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_errs_no_more_than_twice_torch(
+    dtype: torch.dtype, dim: int, modified: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # torch guards its CPU backward; it runs
+    score = (lambda s, b, h, q, kv: s - 0.1 * (h + 1) * (q - kv).abs()) if modified else None
+    x = qkv(56, heads=2, kv_heads=1, dim=dim, dtype=dtype)
+    mask = create_block_mask(causal(), None, None, 56, 56, BLOCK_SIZE=32)
+    dout, dlse = cotangents(x)
+    start = dout, dlse * 0
+    got = run(x, mask, score and (lambda: score), start=start)
+    want = oracle(x, mask, score and (lambda: score), start=start)
+    theirs = torchs(x, mask, score, start)
+    assert got.out.dtype == dtype and got.lse.dtype == F32
+    close(got.lse, want.lse, "lse", 1e-5)
+    for name, ours, their, exact in zip(
+        ("out", "dq", "dk", "dv"), (got.out, *got.grads), theirs, (want.out, *want.grads)
+    ):
+        assert ours.dtype == dtype
+        error, allowed = ((a.to(F64) - exact).abs().max().item() for a in (ours, their))
+        assert error <= 2 * allowed + 2 * ulp(exact, dtype), name
+
+
+def test_captures_of_float32_keep_their_precision_in_half() -> None:
+    x = qkv(40, heads=2, dtype=torch.bfloat16)
+    dout, dlse = cotangents(x)
+    slope = torch.rand(2)
+    score = SCORES["alibi by head"][0]
+    got, want = (f(x, CAUSAL, score, [slope], start=(dout, dlse)) for f in (run, oracle))
+    assert got.grads[3].dtype == F32
+    close(got.grads[3], want.grads[3], "slope", 0.02)
+
+
+def test_full_attention_of_one_tile_is_plain_attention() -> None:
+    x = qkv(16, dtype=F64)
+    out = tritoncp.flex_attention(*x, full_mask(16, 16, block=16))
+    close(out, torch.softmax(x.q @ x.k.mT / 4, -1) @ x.v, "out")

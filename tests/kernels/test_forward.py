@@ -1,0 +1,216 @@
+"""What rows see and how scores are made: masks by every route, score_mods, scales, statistics."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+import tritoncp
+from tests.kernels.harness import F64, check, close, cotangents, qkv, run, same
+from tritoncp.masks import (
+    Mask,
+    Runs,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    not_,
+    or_masks,
+    sliding_window,
+)
+
+TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_M1": 16, "BLOCK_N1": 16, "BLOCK_M2": 16, "BLOCK_N2": 16}
+
+
+def from_kinds(rows: list[list[int]], mask_mod=None) -> Mask:
+    """A mask of 16 x 16 blocks: 0 ask the mask_mod, 1 all, 3 nothing."""
+    kinds = torch.tensor(rows, dtype=torch.uint8)[None, None]
+    runs = Runs.from_kinds(kinds)
+    return Mask(16 * kinds.shape[2], 16 * kinds.shape[3], 16, 16, runs, mask_mod, None, None)
+
+
+# -- rows that see nothing ----------------------------------------------------------------------------
+
+EMPTY_ROWS = {
+    "no block listed": from_kinds([[3, 1, 3], [3, 3, 3], [1, 3, 1]]),
+    "hidden by the mask_mod": from_kinds(
+        [[0, 3, 0], [0, 1, 3], [3, 0, 3]], lambda b, h, q, kv: (q + kv) % 40 < 3
+    ),
+    "outside every interval": create_block_mask(not_(causal()), None, None, 48, 48, BLOCK_SIZE=16),
+    "window past the end": create_block_mask(sliding_window(3), None, None, 48, 20, BLOCK_SIZE=16),
+    "nothing at all": from_kinds([[3, 3, 3]] * 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EMPTY_ROWS)
+def test_rows_that_see_nothing_are_zero(name: str) -> None:
+    mask = EMPTY_ROWS[name]
+    blind = ~mask.to_dense()[0, 0].any(1)
+    assert bool(blind.any())
+    x = qkv(mask.q_len, mask.kv_len, heads=2, kv_heads=1)
+    got = check(x, mask)
+    assert bool((got.out[:, :, blind] == 0).all() and (got.grads[0][:, :, blind] == 0).all())
+    assert bool(
+        (got.lse[:, :, blind] == -math.inf).all() and (got.max_scores[:, :, blind] == -math.inf).all()
+    )
+    unseen = ~mask.to_dense()[0, 0].any(0)
+    assert all(bool((g[:, :, unseen] == 0).all()) for g in got.grads[1:])
+
+
+def test_a_score_mod_may_hide_whole_rows_and_leading_tiles() -> None:
+    """In full blocks too, where nothing else is masked: the first tiles a row meets are all -inf."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.where((q % 7 == 3) | (kv < q // 2), -math.inf, s * 2)
+
+    x = qkv(48, heads=2)
+    for mask in (full_mask(48, 48, block=16), create_block_mask(causal(), None, None, 48, 48, BLOCK_SIZE=16)):
+        got = check(x, mask, lambda: score)
+        assert bool((got.lse[:, :, 3::7] == -math.inf).all() and (got.out[:, :, 3::7] == 0).all())
+
+
+# -- scores -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modified", [False, True], ids=["plain", "score_mod"])
+@pytest.mark.parametrize("scale", [None, 0.0, -0.3, 1.0, 5])
+def test_any_scale(scale: float | None, modified: bool) -> None:
+    score = (lambda: lambda s, b, h, q, kv: s - 0.1 * (q - kv).abs()) if modified else None
+    check(
+        qkv(40, dtype=F64), create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32), score, scale=scale
+    )
+
+
+def test_large_scores_do_not_overflow() -> None:
+    x = qkv(40, dtype=F64)
+    got = check(x._replace(q=x.q * 3000), create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32))
+    assert got.max_scores.max() > 1000
+
+
+def test_scores_see_the_indices_of_the_call() -> None:
+    """b, h, q_idx and kv_idx of every pair of a ragged shape, through GQA."""
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s * (b + 1) - 0.3 * h + torch.sin(q.to(F64)) + torch.cos(kv.to(F64))
+
+    check(qkv(21, 17, batch=2, heads=4, kv_heads=2, dtype=F64), full_mask(21, 17, block=32), lambda: score)
+
+
+# -- masks that differ between batch rows and heads ---------------------------------------------------
+
+FACTORS = {"shared": (1, 1), "by batch row": (2, 1), "by head": (1, 2), "by both": (2, 2)}
+
+
+@pytest.mark.parametrize("listed", FACTORS)
+@pytest.mark.parametrize("reads", FACTORS)
+def test_masks_by_batch_row_and_head(reads: str, listed: str) -> None:
+    """Block lists of any of B, H in {1, all}, and a mask_mod that reads more than the lists know."""
+    (rb, rh), (B, H) = FACTORS[reads], FACTORS[listed]
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q + (9 * b if rb > 1 else 0) >= kv + (5 * h if rh > 1 else 0)
+
+    check(
+        qkv(28, batch=2, heads=2, kv_heads=1),
+        create_block_mask(mask_mod, B, H, 28, 28, BLOCK_SIZE=16),
+    )
+
+
+def test_a_random_bitmask_by_batch_row_and_head() -> None:
+    bits = torch.rand(2, 2, 40, 40) < 0.4
+    mask = create_block_mask(lambda b, h, q, kv: bits[b, h, q, kv], 2, 2, 40, 40, BLOCK_SIZE=16)
+    assert mask.interval is None
+    check(qkv(40, batch=2, heads=2), mask)
+
+
+def test_documents_by_batch_row() -> None:
+    ids = torch.tensor([[0] * 10 + [1] * 30, [0] * 25 + [1] * 15])
+    mod = and_masks(causal(), document(ids=ids))
+    x = qkv(40, batch=2, heads=2)
+    start = cotangents(x)
+    want = check(x, create_block_mask(mod, 2, None, 40, 40), start=start)
+    same(run(x, mod, start=start), want)  # a closed form in the mask's place
+
+
+# -- routes -------------------------------------------------------------------------------------------
+
+WINDOWS = {
+    "causal": causal(),
+    "left": sliding_window(17),
+    "both": sliding_window(5, 20),
+    "right only": sliding_window(0, 30),
+    "anti-causal": sliding_window(0, -1),
+}
+
+
+def routes(mask: Mask) -> dict[str, Mask]:
+    return {
+        "window": mask,
+        "interval": replace(mask, window=None),
+        "mod": replace(mask, window=None, interval=None, reads=(True, True)),
+    }
+
+
+def decided(mask: Mask) -> tuple[str, bool]:
+    tables = tritoncp.make_plan(mask).tables("cpu", 1, 1)
+    return tables.mask, tables.window is not None
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_window_table_and_mask_mod_give_the_same_bits(name: str) -> None:
+    """Whole tiles in the same order by three routes: positions alone, runs and intervals, the mask_mod."""
+    found = routes(create_block_mask(WINDOWS[name], None, None, 48, 48, BLOCK_SIZE=16))
+    assert [decided(mask) for mask in found.values()] == [
+        ("interval", True),
+        ("interval", False),
+        ("mod", False),
+    ]
+    x = qkv(48)
+    start = cotangents(x)
+    want = check(x, found["window"], start=start, **TILE)
+    for route in ("interval", "mod"):
+        same(run(x, found[route], start=start, **TILE), want)
+
+
+@pytest.mark.parametrize("lengths", [(41, 41), (20, 50), (50, 20)], ids=str)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_routes_agree_at_ragged_ends(name: str, lengths: tuple[int, int]) -> None:
+    """The window route may call a ragged tile full where the table masks it: another order, same answer."""
+    x = qkv(*lengths, dtype=F64)
+    start = cotangents(x)
+    found = routes(create_block_mask(WINDOWS[name], None, None, *lengths, BLOCK_SIZE=16))
+    want = check(x, found["window"], start=start, **TILE)
+    by_table = run(x, found["interval"], start=start, **TILE)
+    for a, b in zip((*by_table[:3], *by_table.grads), (*want[:3], *want.grads)):
+        close(a, b, name)
+    same(run(x, found["mod"], start=start, **TILE), by_table)
+
+
+def test_unions_of_intervals_take_the_mask_mod() -> None:
+    """A row that sees two intervals has none: sinks and a window."""
+    mod = or_masks(and_masks(causal(), lambda b, h, q, kv: kv < 4), sliding_window(6))
+    mask = create_block_mask(mod, None, None, 48, 48, BLOCK_SIZE=16)
+    assert decided(mask)[0] == "mod"
+    check(qkv(48), mask)
+
+
+def test_block_lists_have_the_last_word() -> None:
+    """An unlisted block is invisible and a full one unmasked, whatever the mask_mod says."""
+    check(qkv(48), from_kinds([[1, 3, 0], [0, 1, 3], [3, 0, 1]], lambda b, h, q, kv: q >= kv))
+    check(qkv(48), from_kinds([[1, 3, 0], [0, 1, 3], [3, 0, 1]], lambda b, h, q, kv: (q * kv) % 3 == 1))
+
+
+# -- statistics ---------------------------------------------------------------------------------------
+
+
+def test_max_scores_have_no_gradient_and_follow_the_score_mod() -> None:
+    q, k, v = (t.requires_grad_() for t in qkv(20))
+    aux = AuxRequest(max_scores=True)
+    _, plain = tritoncp.flex_attention(q, k, v, causal(), return_aux=aux)
+    _, lifted = tritoncp.flex_attention(q, k, v, lambda s, b, h, i, j: s + 3, causal(), return_aux=aux)
+    assert plain.lse is None and not plain.max_scores.requires_grad
+    close(lifted.max_scores, plain.max_scores + 3, "max_scores")
