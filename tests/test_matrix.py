@@ -1,0 +1,66 @@
+"""Every mask, score_mod, head layout, balancer and world against the float64 oracle.
+
+`make test` runs rows that hold every pair of factors; `make verify` the full product.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.zoo import (
+    BALANCERS,
+    HEADS,
+    MASKS,
+    SCORES,
+    TOLERANCE,
+    WORLDS,
+    agree,
+    oracle,
+    pairs,
+    simulated,
+    tensors,
+)
+from tritoncp import simulate
+
+FACTORS = {
+    "mask": list(MASKS),
+    "score": list(SCORES),
+    "heads": list(HEADS),
+    "balancer": list(BALANCERS),
+    "world": list(WORLDS),
+}
+PAIRS = sorted(pairs(FACTORS), key=str)
+REST = [row for row in itertools.product(*FACTORS.values()) if row not in set(PAIRS)]
+
+
+def named(rows: list[tuple]) -> list:
+    return [pytest.param(*row, id="-".join(map(str, row))) for row in rows]
+
+
+def check(mask: str, score: str, heads: str, balancer: str | None, world: int, dtype: torch.dtype) -> None:
+    qkv = tensors(HEADS[heads], dtype)
+    whole, mod = MASKS[mask](HEADS[heads][0]), SCORES[score](HEADS[heads][0], dtype)
+    plan = simulate(world).make_plan(whole, balancer=balancer)
+    agree(simulated(qkv, plan, mod), oracle(qkv, whole, mod), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(tuple(FACTORS), named(PAIRS))
+def test_any_world_is_the_oracle(mask, score, heads, balancer, world) -> None:
+    check(mask, score, heads, balancer, world, torch.float64)
+
+
+@pytest.mark.parametrize(tuple(FACTORS), named(PAIRS[::4]))
+def test_float32_is_within_its_rounding(mask, score, heads, balancer, world) -> None:
+    check(mask, score, heads, balancer, world, torch.float32)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(tuple(FACTORS), named(REST))
+def test_the_rest_of_the_product(mask, score, heads, balancer, world) -> None:
+    check(mask, score, heads, balancer, world, torch.float64)
+
+
+def test_the_rows_hold_every_pair() -> None:
+    for (i, a), (j, b) in itertools.combinations(enumerate(FACTORS.values()), 2):
+        assert {(row[i], row[j]) for row in PAIRS} == set(itertools.product(a, b))
