@@ -64,20 +64,17 @@ def flex_attention(
 def attend(q: list[Tensor], k: list[Tensor], v: list[Tensor], score_mod: Any, plan: Plan, world: str | None,
            scale: float | None, options: dict[str, Any] | None, want_max: bool) -> tuple[Tensor, ...]:
     """Run one layer for the ranks whose tensors are given: outs, lses, max_scores."""
-    score, mask = captured.score_of(score_mod, q[0]), captured.mask_of(plan, q, every_rank=world == "")
-    numbers = [*(mask.numbers if mask else ()), *(score.numbers if score else ())]
-    captures = [*(mask.tensors if mask else ()), *(score.tensors if score else ())]
+    score = captured.score_of(score_mod, q[0])
+    numbers, captures = (score.numbers, score.tensors) if score else ((), ())
     spec = engines.Spec(
-        scale=1 / math.sqrt(q[0].shape[3]) if scale is None else float(scale),
-        mask=engines.register(mask), score=engines.register(score),
-        counts=(len(mask.tensors) if mask else 0, len(score.tensors) if score else 0),
-        numbers=tuple("i" if isinstance(n, int) else "f" for n in numbers),
-        mask_numbers=len(mask.numbers) if mask else 0, want_max=want_max, world=world,
+        score=engines.register(score), carried=None, wants=score.wants if score else (),
+        numbers=tuple("i" if isinstance(n, int) else "f" for n in numbers), want_max=want_max, world=world,
         options=tuple(sorted((options or {}).items())),
     )
     ints = [n for n in numbers if isinstance(n, int)]
     floats = [n for n in numbers if not isinstance(n, int)]
-    return Attention.apply(spec.encode(), len(q), ints, floats, plan.handle, *q, *k, *v, *captures)
+    scale = 1 / math.sqrt(q[0].shape[3]) if scale is None else float(scale)
+    return Attention.apply(spec.encode(), len(q), ints, floats, scale, plan.handle, *q, *k, *v, *captures)
 
 
 def make_plan(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp import captured, carried
 from tritoncp.eager import EagerEngine
 from tritoncp.mods import Mod
 
@@ -19,14 +20,12 @@ _MODS: dict[str, Mod] = {}  # structure by digest: what an op's constant spec st
 
 @dataclass(frozen=True)
 class Spec:
-    """The constant part of a call. Mods are named by digest; the numbers they capture are arguments."""
+    """The constant part of a call. What the score_mod captures are arguments; the mask_mod lies in the plan."""
 
-    scale: float
-    mask: str | None
-    score: str | None
-    counts: tuple[int, int]  # captured tensors of the mask_mod, of the score_mod
-    numbers: tuple[str, ...]  # kinds of the captured numbers, "i" or "f", mask_mod's first
-    mask_numbers: int
+    score: str | None  # a registered Mod, by digest
+    carried: str | None  # or a score_mod that a compiled graph carries, see carried.py
+    wants: tuple[int, ...]  # which captured tensors want gradients
+    numbers: tuple[str, ...]  # kinds of the numbers a registered Mod captures, "i" or "f"
     want_max: bool
     world: str | None  # process group by name; "" = all ranks in lockstep
     options: tuple[tuple[str, Any], ...] = ()
@@ -38,7 +37,7 @@ class Spec:
     def decode(cls, text: str) -> Spec:
         raw = json.loads(text)
         raw["options"] = tuple((name, value) for name, value in raw["options"])
-        return cls(**raw | {"counts": tuple(raw["counts"]), "numbers": tuple(raw["numbers"])})
+        return cls(**raw | {"wants": tuple(raw["wants"]), "numbers": tuple(raw["numbers"])})
 
 
 def register(mod: Mod | None) -> str | None:
@@ -50,58 +49,60 @@ def register(mod: Mod | None) -> str | None:
     return mod.digest
 
 
-def wanted(spec: Spec) -> tuple[int, ...]:
-    """Which of the score_mod's tensors want gradients, counted among all captures of the call."""
-    return tuple(i + spec.counts[0] for i in _MODS[spec.score].wants) if spec.score else ()
-
-
 def uses_triton(device: torch.device) -> bool:
     """Kernels run on GPUs, and interpreted on the CPU where TRITON_INTERPRET=1; else the eager engine."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def make(spec: Spec, device: torch.device, captures: Sequence[Tensor], ints: Sequence[int],
+def make(spec: Spec, scale: float, mask: Mod | None, q: Tensor, captures: Sequence[Tensor], ints: Sequence[int],
          floats: Sequence[float], grads: Sequence[Tensor] = ()) -> Any:
-    """The engine of one call, with captured values bound."""
-    whole, real = iter(ints), iter(floats)
-    numbers = [next(whole) if kind == "i" else next(real) for kind in spec.numbers]
-    tensors = list(captures[: spec.counts[0]]), list(captures[spec.counts[0] :])
-    values = numbers[: spec.mask_numbers], numbers[spec.mask_numbers :]
-    mask, score = (_captured(*of) for of in zip((spec.mask, spec.score), tensors, values))
-    if uses_triton(device):
+    """The engine of one call. ``grads``: a buffer for each capture in ``spec.wants``."""
+    score, grads = _score(spec, q, captures, ints, floats, grads)
+    if uses_triton(q.device):
         from tritoncp.kernels.engine import Mods, TritonEngine
 
         mods = Mods(
-            mask=mask and mask.fn, mask_caps=mask.caps(device=device) if mask else (),
+            mask=mask and mask.fn, mask_caps=mask.caps(device=q.device) if mask else (),
             score=score and score.fn, score_grad=score and score.grad, score_back=score and score.back,
-            score_caps=score.caps(device=device) if score else (),
+            score_caps=score.caps(device=q.device) if score else (),
             score_dcaps=score.dcaps(grads) if score and grads else (),
         )
-        return TritonEngine(mods, spec.scale, dict(spec.options))
-    wants = score.wants if score else ()
+        return TritonEngine(mods, scale, dict(spec.options))
+    if score is None:
+        return EagerEngine(scale, _bound(mask))
+    known = score
 
     def bind(wanted: Sequence[Tensor]) -> Any:
-        inner = list(tensors[1])
-        for place, tensor in zip(wants, wanted, strict=True):
+        inner = list(known.tensors)
+        for place, tensor in zip(known.wants, wanted, strict=True):
             inner[place] = tensor
-        return _bound(score, inner, values[1])
+        return _bound(replace(known, tensors=tuple(inner)))
 
-    return EagerEngine(
-        spec.scale, _bound(mask, tensors[0], values[0]), score and bind, [tensors[1][i] for i in wants], grads
-    )
+    return EagerEngine(scale, _bound(mask), bind, [known.tensors[i] for i in known.wants], grads)
 
 
-def _captured(name: str | None, tensors: list[Tensor], numbers: list[Any]) -> Mod | None:
-    """A registered structure with what this call captures."""
-    return None if name is None else replace(_MODS[name], tensors=tuple(tensors), numbers=tuple(numbers))
+def _score(spec: Spec, q: Tensor, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float],
+           grads: Sequence[Tensor]) -> tuple[Mod | None, Sequence[Tensor]]:
+    """The score_mod around what this call captures, and the buffers in the order of its own ``wants``."""
+    if spec.carried is not None:
+        own = [tensor.detach().requires_grad_(i in spec.wants) for i, tensor in enumerate(captures)]
+        mod = captured.score_of(carried.rebuild(spec.carried, own, ints), q)
+        assert mod is not None
+        buffers = {id(own[place]): grad for place, grad in zip(spec.wants, grads)}
+        return mod, [buffers[id(mod.tensors[i])] for i in mod.wants] if grads else ()
+    if spec.score is None:
+        return None, ()
+    whole, real = iter(ints), iter(floats)
+    numbers = tuple(next(whole) if kind == "i" else next(real) for kind in spec.numbers)
+    return replace(_MODS[spec.score], tensors=tuple(captures), numbers=numbers), grads
 
 
-def _bound(mod: Mod | None, tensors: list[Tensor], numbers: list[Any]) -> Any:
+def _bound(mod: Mod | None) -> Any:
     if mod is None:
         return None
     if mod.graph is None:
         raise ValueError(
             "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with TRITON_INTERPRET=1"
         )
-    graph = mod.graph
+    graph, tensors, numbers = mod.graph, mod.tensors, mod.numbers
     return lambda *indices: graph(*indices, *tensors, *numbers)

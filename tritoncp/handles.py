@@ -1,0 +1,37 @@
+"""Python objects named by tensors: what an op or a compiled graph can carry, when it cannot carry the object.
+
+A handle is a 0-d int64 tensor on the CPU. Its value is an input of the graph, not a constant of it, so that a
+graph made for one object serves every other of its kind.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+_HELD: dict[int, tuple[Any, StorageWeakRef]] = {}
+_NUMBERS = itertools.count()
+
+
+def handle_of(thing: Any) -> Tensor:
+    """A new handle. ``thing`` lives as long as anyone holds the handle's memory: a graph saved for backward
+    does, and so must not ``thing`` itself.
+
+    >>> plan = object()
+    >>> held_by(handle_of(plan)) is plan
+    True
+    """
+    for number in [number for number, (_, memory) in _HELD.items() if memory.expired()]:
+        del _HELD[number]
+    handle = torch.tensor(next(_NUMBERS))
+    _HELD[int(handle)] = thing, StorageWeakRef(handle.untyped_storage())
+    return handle
+
+
+def held_by(handle: Tensor) -> Any:
+    """What a handle names."""
+    return _HELD[int(handle)][0]
