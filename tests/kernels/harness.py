@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
+from tritoncp import mods
 from tritoncp.kernels.engine import Mods, State, TritonEngine
 from tritoncp.masks import Mask
 from tritoncp.plan import Plan
@@ -133,8 +134,19 @@ def keys_between(plan: Plan, begin: int, end: int) -> Plan:
     return replace(plan, kv=kv, handle=None, _shared={})
 
 
-def engine_of(x: QKV, **options: Any) -> TritonEngine:
-    return TritonEngine(Mods(), 1 / math.sqrt(x.q.shape[3]), options)
+def engine_of(
+    x: QKV, mask_mod: Callable[..., Tensor] | None = None, score_mod: Callable[..., Tensor] | None = None,
+    **options: Any,
+) -> TritonEngine:  # fmt: skip
+    """The kernels with these mods. Score gradients of captures are not asked for."""
+    mask = mask_mod and mods.mask_mod(mask_mod)
+    score = score_mod and mods.score_mod(score_mod, F64 if x.q.dtype == F64 else F32)
+    bound = Mods(
+        mask=mask and mask.fn, mask_caps=mask.caps() if mask else (), score=score and score.fn,
+        score_grad=score and score.grad, score_back=score and score.back,
+        score_caps=score.caps() if score else (),
+    )  # fmt: skip
+    return TritonEngine(bound, 1 / math.sqrt(x.q.shape[3]), options)
 
 
 def single(mask: Mask) -> Plan:
