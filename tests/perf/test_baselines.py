@@ -1,0 +1,127 @@
+"""Every contender computes the case it is timed on: the two dialects of a case mean the same."""
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, varlen
+
+from tritoncp.perf import baselines, check
+from tritoncp.perf.cases import MASKS, Case
+from tritoncp.reference import dense_attention
+
+CPU = torch.device("cpu")
+
+
+def problem(mask: str):
+    case = Case(mask, "forward", 16384).shrunk()
+    return case, baselines.inputs(case, CPU)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
+    case, given = problem(mask)
+    expected = check.reference(case, given)
+    q, k, v = (x.detach().double().requires_grad_() for x in (given.q, given.k, given.v))
+    closed = MASKS[mask].closed(case.seq)
+    rows = torch.arange(case.seq)
+    seen = None if closed is None else closed(None, None, rows[:, None], rows)[None, None]
+    oracle = dense_attention(q, k, v, seen, MASKS[mask].score(case.heads, CPU)).out
+    grads = torch.autograd.grad(oracle, (q, k, v), given.dout.double())
+    for got, want in zip(expected, (oracle.detach(), *grads)):
+        assert check.errors(got, want).worst < 1e-12
+
+    contender = baselines.ours(case, given)
+    for got, want in zip((contender.forward(), *contender.backward()), expected):
+        assert check.acceptable(check.errors(got, want), torch.float32)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_torch_flex_attention_is_asked_for_the_same(mask):
+    case, given = problem(mask)
+    # torch refuses to differentiate flex attention on a CPU
+    frozen = baselines.Inputs(*(x.detach() for x in (given.q, given.k, given.v, given.dout)))
+    got = baselines.flex(case, frozen).forward()
+    assert check.acceptable(check.errors(got, check.reference(case, given).out), torch.float32)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_dense_kernels_are_asked_for_the_same(mask, backend):
+    case, given = problem(mask)
+    contender = baselines.dense(case, given, backend)
+    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, given)):
+        assert check.acceptable(check.errors(got, want), torch.float32)
+
+
+def test_a_kernel_without_grouped_heads_gets_them_repeated(monkeypatch):
+    case, given = problem("causal")
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def refuses_groups(*args, enable_gqa, **options):
+        if enable_gqa:
+            raise RuntimeError("No available kernel")
+        return attention(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuses_groups)
+    contender = baselines.dense(case, given, SDPBackend.MATH)
+    assert contender.repeat == 2
+    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, given)):
+        assert check.acceptable(check.errors(got, want), torch.float32)
+
+
+@pytest.mark.parametrize("mask", ["document", "window"])
+def test_the_packed_kernel_is_asked_for_the_same(mask, monkeypatch):
+    """By a dense stand-in for the GPU's kernel that follows its documentation."""
+    case, given = problem(mask)
+
+    def stand_in(q, k, v, edges, edges_k, longest, longest_k, *, window_size, enable_gqa):
+        assert torch.equal(edges, edges_k) and enable_gqa
+        assert longest == longest_k == int(edges.diff().max())
+        rows = torch.arange(len(q))
+        document = torch.bucketize(rows, edges[1:], right=True)
+        gap = rows[:, None] - rows
+        left, right = (len(q) if width < 0 else width for width in window_size)
+        seen = (document[:, None] == document) & (gap <= left) & (-gap <= right)
+        batched = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return dense_attention(*batched, seen[None, None]).out[0].transpose(0, 1)
+
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    contender = baselines.packed(case, given)
+    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, given)):
+        assert check.acceptable(check.errors(got, want), torch.float32)
+
+
+def test_the_packed_kernel_is_called_in_the_words_of_each_release():
+    options = baselines._varlen_options
+    assert options({"is_causal": 0}, -1, True) == {"is_causal": True}
+    assert options({"window_size": 0, "enable_gqa": 0}, 1023, True) == {
+        "window_size": (1023, 0),
+        "enable_gqa": True,
+    }
+    with pytest.raises(baselines.Unsupported, match="no window"):
+        options({"is_causal": 0}, 1023, False)
+
+
+@pytest.mark.parametrize("harm", ["one tile", "one row", "a NaN", "another scale"])
+def test_a_wrong_answer_is_not_acceptable(harm):
+    torch.manual_seed(0)
+    expected = torch.randn(1, 2, 1024, 64)
+    got = expected.bfloat16()
+    assert check.acceptable(check.errors(got, expected), torch.bfloat16)
+    if harm == "one tile":
+        got[0, 1, 128:192] = got[0, 1, 64:128].clone()
+    elif harm == "one row":
+        got[0, 0, 77] = 0
+    elif harm == "a NaN":
+        got[0, 0, 3, 3] = float("nan")
+    else:
+        got *= 1.02
+    assert not check.acceptable(check.errors(got, expected), torch.bfloat16)
+
+
+def test_what_a_baseline_cannot_express_is_said():
+    case, given = problem("prefix")
+    with pytest.raises(baselines.Unsupported, match="'prefix'"):
+        baselines.dense(case, given, SDPBackend.MATH)
+    with pytest.raises(baselines.Unsupported, match="'prefix'"):
+        baselines.packed(case, given)
+    assert set(baselines.contenders(case, given, ["flex"])) == {"tritoncp", "flex"}
