@@ -1,0 +1,118 @@
+"""Real ranks, each with its own process: PyTorch's context-parallel matrix, and rows of our own.
+
+The matrix is that of PyTorch's ``test/distributed/tensor/test_attention.py``: two ranks, float32, eight
+heads of 32, out and gradients of a plain sum within atol 2e-6 and rtol 1e-5.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritoncp
+from tests.dist import ranks
+from tests.zoo import HEADS, MASKS, SCORES, TOLERANCE, Answer, Score, agree, differentiate, oracle, tensors
+from tritoncp import Mask, and_masks, causal, create_block_mask, document
+from tritoncp.reference import dense_attention
+
+CLOSE = {"atol": 2e-6, "rtol": 1e-5}
+BALANCERS = (None, "head_tail", "ptrr")
+
+
+def documents(batch: int, length: int, count: int = 28) -> list[list[int]]:
+    """``count`` document lengths for each batch row."""
+    g = torch.Generator().manual_seed(10)
+    rows = []
+    for _ in range(batch):
+        cuts = [0, *sorted(torch.randperm(length - 1, generator=g)[: count - 1].add(1).tolist()), length]
+        rows.append([b - a for a, b in itertools.pairwise(cuts)])
+    return rows
+
+
+def mask_of(kind: str, batch: int, length: int) -> Mask:
+    if kind == "causal":
+        return create_block_mask(causal(), 1, 1, length, length)
+    mod = and_masks(causal(), document(lengths=documents(batch, length)))
+    return create_block_mask(mod, batch, 1, length, length)
+
+
+def one_rank(group: Any, qkv: list[Tensor], mask: Mask, balancer: str | None) -> list[Tensor]:
+    """A training step's attention on this rank; everything back in global order, on every rank alike."""
+    plan = tritoncp.make_plan(mask, group, balancer=balancer)
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    q, k, v = (tritoncp.shard(x, plan, dim=2, side=side) for x, side in zip(qkv, ("q", "kv", "kv")))
+    out, lse = tritoncp.flex_attention(q, k, v, None, plan, return_lse=True, mesh=group)
+    whole = [tritoncp.unshard(x.detach(), plan, group, dim=2) for x in (out, lse)]
+    out.sum().backward()
+    for x in qkv:  # zeros but for the own positions
+        torch.distributed.all_reduce(x.grad, group=group)
+    return whole + [x.grad for x in qkv]
+
+
+def check(kind: str, batch: int, length: int, balancer: str | None) -> None:
+    qkv = [torch.rand(batch, 8, length, 32, requires_grad=True) for _ in range(3)]  # uniform, as theirs
+    mask = mask_of(kind, batch, length)
+    double = [x.detach().double().requires_grad_() for x in qkv]
+    found = dense_attention(*double, mask)
+    want = [found.out, found.lse, *torch.autograd.grad(found.out.sum(), double)]
+    for answers in ranks.run(2, one_rank, qkv, mask, balancer, timeout=900):
+        for mine, right in zip(answers, want, strict=True):
+            torch.testing.assert_close(mine.double(), right.detach(), **CLOSE)
+
+
+PRODUCT = [
+    *itertools.product(["causal"], (1, 8), (512, 2048), BALANCERS),
+    *itertools.product(["documents"], (2, 4, 8), (512, 2048), BALANCERS),
+]
+FAST = [row for row in PRODUCT if row[1] < 4 and row[2] == 512]
+
+
+@pytest.mark.parametrize(("kind", "batch", "length", "balancer"), FAST)
+def test_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
+    check(kind, batch, length, balancer)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "batch", "length", "balancer"), [row for row in PRODUCT if row not in FAST])
+def test_the_rest_of_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
+    check(kind, batch, length, balancer)
+
+
+def row_of_a_rank(group: Any, mask: str, score: str, heads: str, balancer: str | None) -> Answer:
+    qkv, whole, mod = row(mask, score, heads)
+    plan = tritoncp.make_plan(whole, group, balancer=balancer)
+    q, k, v = (tritoncp.shard(x, plan, dim=2, side=side) for x, side in zip(qkv, ("q", "kv", "kv")))
+    out, lse = tritoncp.flex_attention(q, k, v, mod.mod, plan, enable_gqa=True, return_lse=True, mesh=group)
+    # Every rank computes the whole loss: own shards take their slice of its gradient.
+    whole_out = tritoncp.unshard(out, plan, group, dim=2, grad="slice")
+    whole_lse = tritoncp.unshard(lse, plan, group, dim=2, grad="slice")
+    answer = differentiate(whole_out, whole_lse, qkv, mod.wants)
+    for x in (*answer[2:5], *answer.captured):
+        torch.distributed.all_reduce(x, group=group)
+    return answer
+
+
+def row(mask: str, score: str, heads: str) -> tuple[list[Tensor], Mask, Score]:
+    torch.manual_seed(3)
+    count = HEADS[heads][0]
+    return tensors(HEADS[heads], torch.float64), MASKS[mask](count), SCORES[score](count, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("world", "mask", "score", "heads", "balancer"),
+    [
+        (2, "document", "relative", "GQA", "ptrr"),
+        (3, "random", "alibi", "GQA", None),
+        (4, "empty rows", "by document", "MHA", "head_tail"),
+    ],
+)
+def test_processes_answer_as_the_oracle(
+    world: int, mask: str, score: str, heads: str, balancer: str | None
+) -> None:
+    want = oracle(*row(mask, score, heads))
+    for answer in ranks.run(world, row_of_a_rank, mask, score, heads, balancer, timeout=300):
+        agree(answer, want, **TOLERANCE[torch.float64])
