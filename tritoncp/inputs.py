@@ -1,10 +1,15 @@
-"""Every mistake a caller can make, caught before any tensor moves."""
+"""Every mistake a caller can make, caught before any tensor moves.
+
+Each message says what was given, what is needed and what to do.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -15,87 +20,227 @@ from tritoncp.sharding import Placement
 
 MASKS = (BlockMask, Mask, MaskMod, Plan)
 MAX_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DEVICES = ("cuda", "cpu")
 
 
 def arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:
     """(score_mod, mask, mesh) from either call shape."""
     if isinstance(fourth, MASKS):
         if fifth is not None and mesh is not None:
-            raise TypeError("two meshes: the fifth argument and mesh=; with a mask in fourth place give one of them")
+            raise TypeError(
+                "two meshes: the fifth argument and mesh=; with a mask in fourth place give one of them"
+            )
         if isinstance(fifth, MASKS):
             raise TypeError("two masks: the fourth and the fifth argument; a score_mod goes in fourth place")
         return None, fourth, mesh if fifth is None else fifth
     if callable(fourth):
         _check_score_mod(fourth)
     elif fourth is not None:
-        raise TypeError(f"the fourth argument is a score_mod, a mask or a Plan; got a {type(fourth).__name__}")
+        raise TypeError(
+            "the fourth argument is a score_mod, a mask or a Plan; got a "
+            f"{type(fourth).__name__}{_hint(fourth)}"
+        )
     if fifth is None or isinstance(fifth, MASKS):
         return fourth, fifth, mesh
+    if callable(fifth):
+        raise TypeError(
+            "block_mask is a mask, not a function; make it with create_block_mask(mask_mod, B, H, Q_LEN, "
+            "KV_LEN)"
+        )
+    if isinstance(fifth, Tensor):
+        raise TypeError(f"block_mask is a mask or a Plan; got a Tensor{_hint(fifth)}")
     if fourth is not None:
-        raise TypeError(f"after a score_mod comes a mask or a Plan; got a {type(fifth).__name__}; pass mesh= by name")
+        raise TypeError(
+            f"after a score_mod comes a mask or a Plan; got a {type(fifth).__name__}; pass mesh= by name"
+        )
     return None, None, fifth
+
+
+def _hint(given: Any) -> str:
+    if not isinstance(given, Tensor):
+        return ""
+    return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
 
 
 def _check_score_mod(fn: Any) -> None:
     try:
-        count = len(inspect.signature(fn).parameters)
+        parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return  # a jit function or a builtin: its own translation checks it
-    if count == 4:
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in places and p.default is inspect.Parameter.empty]
+    if len(needed) == 4 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         raise TypeError(
-            "this is a mask_mod (four arguments), and a callable in fourth place is a score_mod; make the mask "
+            "this is a mask_mod (four arguments), and a callable in fourth place is a score_mod; make the "
+            "mask "
             "with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) and pass that"
         )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    """Of one rank's shards, what can be seen without a mask."""
     for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.is_nested:
-            raise ValueError(f"{name} is a nested tensor; pack the documents into one sequence instead")
-        if x.ndim != 4:
-            raise ValueError(f"{name} is {tuple(x.shape)}; [batch, heads, sequence, head dim] is needed")
-        if not x.is_floating_point():
-            raise ValueError(f"{name} is {x.dtype}; attention takes floating point tensors")
-        if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"query is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}; make them the same")
-        if x.shape[3] > MAX_HEAD_DIM:
-            raise ValueError(f"{name} has head dim {x.shape[3]}; at most {MAX_HEAD_DIM} is supported")
+        _check_tensor(name, x, q)
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit together")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
+        raise ValueError(
+            f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit together: "
+            "[B, Hq, Sq, D], [B, Hkv, Skv, D] and [B, Hkv, Skv, E] are needed; expand() a shared batch"
+        )
+    heads = f"{q.shape[1]} query heads and {k.shape[1]} key heads"
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{heads}: query heads must be a multiple of key heads; repeat or drop some of them")
     if q.shape[1] != k.shape[1] and not enable_gqa:
-        raise ValueError(f"{q.shape[1]} query heads and {k.shape[1]} key heads: pass enable_gqa=True if that is meant")
+        raise ValueError(f"{heads} without enable_gqa: pass enable_gqa=True if groups of heads share a key")
+
+
+def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}; a tensor [batch, heads, sequence, head dim] is needed"
+        )
+    if x.is_nested:
+        raise ValueError(
+            f"{name} is a nested tensor; dense [batch, heads, sequence, head dim] is needed: pack the "
+            "documents "
+            "into one sequence and mask with document(lengths=...)"
+        )
+    if x.ndim != 4:
+        raise ValueError(
+            f"{name} is {tuple(x.shape)}; [batch, heads, sequence, head dim] is needed: unsqueeze or "
+            "reshape it"
+        )
+    if x.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} is {x.dtype}; bfloat16, float16, float32 or float64 is needed: convert it, "
+            f"{name}.to(...)"
+        )
+    if x.dtype != q.dtype or x.device != q.device:
+        raise ValueError(
+            f"query is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}; one dtype and one device "
+            "are "
+            f"needed: {name}.to(query)"
+        )
+    if x.device.type not in DEVICES:
+        raise ValueError(
+            f"{name} is on {x.device}; the kernels run on CUDA and ROCm GPUs, and interpreted or as plain "
+            "torch "
+            "on the CPU: move it to one of these"
+        )
+    if not 0 < x.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name} has head dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: use more, smaller heads"
+        )
+
+
+def check_aux(return_lse: bool, return_aux: Any) -> None:
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            "return_lse and return_aux are both given; ask return_aux=AuxRequest(lse=True) alone"
+        )
 
 
 def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
     world = 1 if group is None else group.size()
     if plan.world_size != world:
-        raise ValueError(f"the plan is for {plan.world_size} ranks, the mesh has {world}; make the plan with this mesh")
+        missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
+        raise ValueError(f"the plan is for {plan.world_size} ranks, the mesh has {world}{missing}")
     if group is not None and plan.rank != group.rank():
-        raise ValueError(f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank(...)")
+        raise ValueError(
+            f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank({group.rank()})"
+        )
     check_shapes(plan, q, k)
 
 
 def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:
-    for name, x, placement in (("query", q, plan.q), ("key", k, plan.kv)):
+    """A call's shards against the plan: their lengths, batch and heads."""
+    for name, x, placement, side in (("query", q, plan.q, "q"), ("key", k, plan.kv, "kv")):
         if x.shape[2] != placement.lengths[plan.rank]:
+            whole = " (that is all of them: it was not sharded)" if x.shape[2] == placement.length else ""
             raise ValueError(
-                f"{name} has {x.shape[2]} rows; rank {plan.rank}'s shard has {placement.lengths[plan.rank]} of the "
-                f"mask's {placement.length}. Pass shard(x, plan, dim=2), and the global mask, not a local one"
+                f"{name} has {x.shape[2]} rows{whole}; rank {plan.rank}'s shard has "
+                f"{placement.lengths[plan.rank]} "
+                f"of the mask's {placement.length}: pass shard({name}, plan, dim=2, side={side!r}), and "
+                "make the "
+                "plan from the global mask, not a local one"
             )
-    shape = plan.mask.runs.shape
-    if shape[0] not in (1, q.shape[0]) or shape[1] not in (1, q.shape[1]):
+    batch, heads = plan.mask.runs.shape[:2]
+    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
         raise ValueError(
-            f"the mask is for batch {shape[0]} and {shape[1]} heads, the query has {q.shape[0]} and {q.shape[1]}; "
-            "each must be 1 or equal"
+            f"the mask is for batch {batch} and {heads} heads, the query has {q.shape[0]} and {q.shape[1]}; "
+            "each must be 1 or equal: make the mask with B and H of the query, or None"
         )
     placed = plan.q.slots[plan.rank].shape[0]
     if placed not in (1, q.shape[0]):
-        raise ValueError(f"the plan places {placed} batch rows, the query has {q.shape[0]}")
+        raise ValueError(
+            f"the plan places {placed} batch rows, the query has {q.shape[0]}; make the plan from this "
+            "batch's mask"
+        )
+
+
+def check_lengths(lengths: Sequence[int], kv_lengths: Sequence[int], q_len: int, kv_len: int) -> None:
+    """The shards of all ranks, in natural order, against a raw mask's sides."""
+    for what, rows, whole in (("query", lengths, q_len), ("key", kv_lengths, kv_len)):
+        total = sum(rows)
+        if total == whole:
+            continue
+        if len(rows) == 1:
+            raise ValueError(
+                f"{what} has {total} rows, the mask is for {whole}; make the mask for this length, or pass "
+                "mesh= "
+                "if the sequence is sharded"
+            )
+        local = " It looks like one rank's local mask." if whole in rows else ""
+        whole_each = " It looks as if every rank holds the whole sequence." if set(rows) == {whole} else ""
+        raise ValueError(
+            f"the {what} shards of the ranks are {_few(rows)} rows long, {total} together, the mask is for "
+            f"{whole}."
+            f"{whole_each or local} Make the mask for the global sequence, and give rank r the r-th piece "
+            "of it: "
+            f"shard({what}, mask, mesh, dim=2)"
+        )
+
+
+def _few(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"[{shown}, ...]" if len(numbers) > 8 else f"[{shown}]"
+
+
+def check_positions(plan: Plan, positions: Tensor) -> None:
+    """The order of a shard cannot be seen in it: compare the positions its owner believes in."""
+    given = positions.detach().cpu().long()  # waits for the device: this is for finding mistakes
+    expected = plan.positions
+    given = given[None] if given.ndim == 1 else given
+    if given.ndim != 2 or given.shape[1] != expected.shape[1] or given.shape[0] not in (1, expected.shape[0]):
+        raise ValueError(
+            f"positions is {tuple(positions.shape)}; [S_local] or [B, S_local] is needed, here "
+            f"{list(expected.shape)}: take them from positions(plan)"
+        )
+    wrong = (given != expected) & (expected >= 0)
+    if bool(wrong.any()):
+        batch, row = (int(i) for i in wrong.nonzero()[0])
+        held = int(given.expand(len(wrong), -1)[batch, row])
+        raise ValueError(
+            f"row {row} holds position {held} by positions=, but rank {plan.rank} of a {plan.balancer} "
+            "placement "
+            f"holds {int(expected[batch, row])} there; shard every tensor with this plan, shard(x, plan, "
+            "dim=...), "
+            "and pass the plan, not the mask, to the call"
+        )
+
+
+def check_mask_captures(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.requires_grad:
+            raise ValueError(
+                f"the mask_mod captures a tensor {tuple(tensor.shape)} that requires grad, and a mask has no "
+                "gradient; capture tensor.detach(), or put what is learned in a score_mod"
+            )
 
 
 def check_length(x: Tensor, dim: int, length: int, what: str) -> None:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim={dim}: the tensor {tuple(x.shape)} has no such dimension; name its sequence")
     if x.shape[dim] != length:
         raise ValueError(f"{what} is needed: {length} rows along dimension {dim}; got {tuple(x.shape)}")
 
