@@ -196,12 +196,13 @@ def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tupl
     return Mask(q_len, kv_len, q_block, kv_block, runs, None, None, None)
 
 
-def from_block_mask(bm: BlockMask, evaluate: MaskFn | None = None) -> Mask:
+def from_block_mask(bm: BlockMask, evaluate: MaskFn | None = None, search: bool = True) -> Mask:
     """The compact form of torch's BlockMask: same blocks, same mask_mod, and row intervals if it has any.
 
     bm: the *global* mask, on any device; its lists come over in one copy. evaluate: the mask_mod to
     call on CPU indices, where bm.mask_mod captures tensors of another device. It is asked about the
     partially masked blocks only. Without a mask_mod (noop_mask) partial blocks become full ones.
+    search: False where nobody can call the mask_mod; it then runs in every masked block.
     """
     q_block, kv_block = bm.BLOCK_SIZE
     q_len, kv_len = bm.seq_lengths
@@ -212,7 +213,9 @@ def from_block_mask(bm: BlockMask, evaluate: MaskFn | None = None) -> Mask:
     runs = Runs.from_kinds(_bound_ragged(kinds, q_len % q_block, kv_len % kv_block))
     del kinds
     mask = Mask(q_len, kv_len, q_block, kv_block, runs, mod, None, None)
-    return mask if mod is None else _with_intervals(mask, evaluate or mod)
+    if mod is None:
+        return mask
+    return with_intervals(mask, evaluate or mod) if search else replace(mask, reads=(True, True))
 
 
 def create_block_mask(
@@ -305,8 +308,11 @@ class _RowExtents:
         return row[:, None].expand(-1, self.mask.q_block)
 
 
-def _with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
-    """The mask with `interval`, `window` and `reads` found out, its block lists kept."""
+def with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
+    """The mask with `interval`, `window` and `reads` found out, its block lists kept.
+
+    evaluate: its mask_mod, or one like it that can be called on the CPU.
+    """
     known = evaluate.intervals(mask.q_len, mask.kv_len) if isinstance(evaluate, MaskMod) else None
     if isinstance(evaluate, MaskMod) and known is not None:
         known = (known[0][: mask.B], known[1][: mask.B])

@@ -7,6 +7,7 @@ where Triton can read it (`cache`) and give a `Mod`: @triton.jit functions plus 
 from __future__ import annotations
 
 from .errors import Untranslatable
-from .mod import Mod, mask_mod, score_mod
+from .mod import Mod, hand_written, mask_mod, score_mod
+from .moved import with_tensors
 
-__all__ = ["Mod", "Untranslatable", "mask_mod", "score_mod"]
+__all__ = ["Mod", "Untranslatable", "hand_written", "mask_mod", "score_mod", "with_tensors"]

@@ -47,6 +47,12 @@ class Mod:
     graph: fx.GraphModule | None
     back: JITFunction | None = None  # grad for callers that only want dscore: adds nothing to dcaps
 
+    def __call__(self, *arguments: Tensor) -> Tensor:
+        """The torch form, around what is captured now: a Mod is a mask_mod or score_mod for torch too."""
+        if self.graph is None:
+            raise TypeError("a hand-written @triton.jit mod runs in kernels only; torch cannot call it")
+        return self.graph(*arguments, *self.tensors, *self.numbers)
+
     @property
     def is_score(self) -> bool:
         """Whether `fn` takes a score."""
@@ -140,6 +146,11 @@ def _check_signature(fn: JITFunction, grad: JITFunction | None) -> None:
 
 def _source(fn: JITFunction) -> str:
     return inspect.getsource(fn.fn)
+
+
+def hand_written(fn: Any) -> bool:
+    """Whether `fn` is @triton.jit code, alone or as a Mod, which torch cannot call."""
+    return isinstance(fn, KernelInterface) or (isinstance(fn, Mod) and fn.graph is None)
 
 
 # -- from Python -----------------------------------------------------------------------------------------
