@@ -60,6 +60,7 @@ ROOMS = {
             "api",
             "engines",
             "plan_cache",
+            "sources",
             "integrations",
             "world",
         },

@@ -1,95 +1,165 @@
 """Plans behind raw masks: made once, found again, never stale.
 
-An entry lives under a weak reference to the mask with the versions of the tensors it was made from.
-Eviction is by count in call order, the same on every rank.
+A plan is found again while the mask is made of the same: code, plain values, lengths, and the very same
+tensors, unedited. Tensors are known by weak references (an id alone comes back as another tensor's) and by
+their version counters; what is written through ``.data`` or NumPy is not seen. Eviction is by count in call
+order, so that a plan is found or made on all ranks alike.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp import comm, plan
+from tritoncp import agreement, plan
+from tritoncp.agreement import fact
 from tritoncp.autograd import pin
-from tritoncp.closed_forms import MaskMod
-from tritoncp.masks import Mask, create_block_mask, from_block_mask, full_mask
-from tritoncp.mods.captures import Fingerprint
+from tritoncp.inputs import check_lengths
+from tritoncp.masks import Mask
+from tritoncp.mods.captures import describe
 from tritoncp.plan import Plan
+from tritoncp.sources import RawMask, Sources
 
 MOST = 64
-_PLANS: OrderedDict[Any, tuple[weakref.ref[Any] | None, Plan]] = OrderedDict()
+UNEVEN = 1.2  # of the mean work on one rank: natural order is then worth a warning
 
 
-def compact(mask: BlockMask | Mask) -> tuple[Mask, tuple[Tensor, ...]]:
-    """The compact form of a mask, and the tensors it depends on."""
-    if isinstance(mask, Plan):
-        raise TypeError("this is a Plan already; pass it where the mask goes")
-    if isinstance(mask, Mask):
-        return mask, _captured(mask.mask_mod)
-    if isinstance(mask, BlockMask):
-        return from_block_mask(mask), (*_index(mask), *_captured(mask.mask_mod))
-    raise TypeError(
-        f"a BlockMask or a tritoncp Mask is needed; got a {type(mask).__name__}. "
-        "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes one"
-    )
+@dataclass(frozen=True)
+class Entry:
+    plan: Plan
+    tensors: tuple[weakref.ref[Tensor], ...]
+    versions: tuple[int, ...]
+
+    def serves(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the very tensors the plan was made from, unedited since."""
+        known = zip(self.tensors, self.versions, tensors, strict=True)
+        return all(ref() is t and t._version == version for ref, version, t in known)
 
 
-def record(made: Plan, sources: tuple[Tensor, ...]) -> Plan:
-    """The plan, with the versions of what it was made from."""
-    return replace(made, sources=sources, versions=tuple(t._version for t in sources))
+_PLANS: OrderedDict[Any, Entry] = OrderedDict()
+_PLANNED: set[Any] = set()  # (mask structure, group) that has had a plan
+_TOLD: set[Any] = set()  # those whose uneven work has been spoken of
 
 
-def plan_for(mask: Any, q: Tensor, k: Tensor, group: Any) -> Plan:
-    """The natural-order plan of a raw mask for shards of these lengths."""
-    mod = mask.mask_mod if isinstance(mask, BlockMask | Mask) else mask
-    found = Fingerprint(mod) if mod is not None else None
-    key = (
-        None if mask is None else id(mask), None if group is None else group.group_name, q.shape[2], k.shape[2],
-        q.shape[0], q.shape[1], found and found.key,
-    )
+def plan_for(
+    mask: RawMask, q: Tensor, k: Tensor, group: Any, check: Callable[[], None] = lambda: None
+) -> Plan:
+    """The natural-order plan of a raw mask for shards of these lengths, found or made.
+
+    check: of the other inputs. Where it fails before this mask has had a plan, all ranks of the group hear.
+    """
+    sources = Sources.of(mask)
+    home = sources.key, None if group is None else group.group_name
+    try:
+        check()
+    except Exception:
+        if group is not None and home not in _PLANNED:
+            agreement.together(group, lambda: _lengths(q, k, check))
+        raise
+    key = (*home, q.shape[2], k.shape[2], q.shape[0])
+    tensors = (*sources.lists, *sources.captures)
     entry = _PLANS.get(key)
-    if entry is not None and (entry[0] is None or entry[0]() is mask) and _fresh(entry[1]):
+    if entry is not None and entry.serves(tensors):
         _PLANS.move_to_end(key)
-        return entry[1]
-    made = _make(mask, q, k, group)
-    if found is None or found.key is not None:
-        _PLANS[key] = (None if mask is None else weakref.ref(mask)), made
-        while len(_PLANS) > MOST:
-            _PLANS.popitem(last=False)
+        return entry.plan
+    made = _make(sources, q, k, group, check)
+    if sources.key is None:
+        sources.warn_incomparable()
+        return made
+    _PLANS[key] = Entry(made, tuple(map(weakref.ref, tensors)), tuple(t._version for t in tensors))
+    _PLANS.move_to_end(key)
+    _PLANNED.add(home)
+    while len(_PLANS) > MOST:
+        _PLANS.popitem(last=False)
     return made
 
 
-def _make(mask: Any, q: Tensor, k: Tensor, group: Any) -> Plan:
-    rows = [[q.shape[2], k.shape[2]]] if group is None else comm.exchange([q.shape[2], k.shape[2]], group)
+def _make(sources: Sources, q: Tensor, k: Tensor, group: Any, check: Callable[[], None]) -> Plan:
+    _, rows = agreement.together(group, lambda: _lengths(q, k, check))
     lengths, kv_lengths = ([row[i] for row in rows] for i in (0, 1))
-    return in_order(mask, q.shape[0], lengths, kv_lengths, 0 if group is None else group.rank())
+    rank = 0 if group is None else group.rank()
+
+    def build() -> tuple[Plan, agreement.Facts, Sequence[int]]:
+        made = _natural(sources, q.shape[0], lengths, kv_lengths, rank)
+        facts = {"call": fact("building"), "mask": fact(repr(made.mask), sources.digest())} if group else {}
+        return made, facts, ()
+
+    made, _ = agreement.together(group, build)
+    return made
 
 
-def in_order(mask: Any, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:
-    """The plan of a raw mask (or None) whose ranks hold pieces of these lengths, in order."""
-    if mask is None:
-        mask = full_mask(sum(lengths), sum(kv_lengths))
-    elif isinstance(mask, MaskMod):
-        mask = create_block_mask(mask, batch if mask.reads[0] else 1, 1, sum(lengths), sum(kv_lengths))
-    whole, sources = compact(mask)
-    made = plan.build(whole, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
-    return pin(record(made, sources))
+def _lengths(q: Tensor, k: Tensor, check: Callable[[], None]) -> tuple[None, agreement.Facts, Sequence[int]]:
+    check()
+    shapes = f"batch {q.shape[0]}, {q.shape[1]} and {k.shape[1]} heads, head dim {q.shape[3]}, {q.dtype}"
+    facts = {"call": fact("flex_attention"), "versions": agreement.versions(), "shapes": fact(shapes)}
+    return None, facts, (q.shape[2], k.shape[2])
 
 
-def _fresh(made: Plan) -> bool:
-    return all(t._version == version for t, version in zip(made.sources, made.versions, strict=True))
+def in_order(mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:
+    """The plan of a raw mask whose ranks hold pieces of these lengths, in order."""
+    return _natural(Sources.of(mask), batch, lengths, kv_lengths, rank)
 
 
-def _index(mask: BlockMask) -> tuple[Tensor, ...]:
-    tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
-    return tuple(t for t in tensors if t is not None)
+def _natural(
+    sources: Sources, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int
+) -> Plan:
+    mask = sources.compact(batch, sum(lengths), sum(kv_lengths))
+    check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len)
+    made = plan.build(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
+    _warn_uneven(sources, made)
+    return pin(sources.keep(made))
 
 
-def _captured(mask_mod: Any) -> tuple[Tensor, ...]:
-    return () if mask_mod is None else tuple(Fingerprint(mask_mod).tensors)
+def _warn_uneven(sources: Sources, made: Plan) -> None:
+    """Once for a mask's structure and a world, on its first rank."""
+    about = sources.key or describe(sources.mod), made.world_size
+    if made.rank or made.imbalance <= UNEVEN or about in _TOLD:
+        return
+    _TOLD.add(about)
+    busiest = max(range(made.world_size), key=made.work.__getitem__)
+    warnings.warn(
+        f"in natural order rank {busiest} of {made.world_size} does {made.imbalance:.2f} times the mean "
+        "work of "
+        f"this mask. Two lines balance it:\n"
+        "    plan = tritoncp.make_plan(block_mask, mesh)\n"
+        "    q, k, v = (tritoncp.shard(x, plan, dim=2) for x in (q, k, v))  # of the global tensors\n"
+        "and flex_attention(q, k, v, plan, mesh) in place of the mask.",
+        stacklevel=6,
+    )
+
+
+def make(
+    masks: Mapping[str, BlockMask | Mask],
+    group: Any,
+    world_size: int,
+    rank: int,
+    balancer: str | None,
+    schedule: str,
+) -> dict[str, Plan]:
+    """One placement for all these masks, and a plan each."""
+
+    def build() -> tuple[dict[str, Plan], agreement.Facts, Sequence[int]]:
+        sources = {name: Sources.of(mask) for name, mask in masks.items()}
+        whole = {name: source.compact(1, 0, 0) for name, source in sources.items()}
+        made = {
+            name: plan.build(
+                mask, world_size, rank, balancer=balancer, schedule=schedule, weighed=list(whole.values())
+            )
+            for name, mask in whole.items()
+        }
+        facts = {
+            "call": fact("make_plan"),
+            "versions": agreement.versions(),
+            "options": fact(f"balancer={balancer!r}, schedule={schedule!r}, masks {list(masks)}"),
+            "mask": fact(repr(whole), b"".join(s.digest() for s in sources.values())) if group else fact(""),
+        }
+        return {name: pin(sources[name].keep(one)) for name, one in made.items()}, facts, ()
+
+    return agreement.together(group, build)[0]

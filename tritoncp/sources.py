@@ -1,0 +1,220 @@
+"""What a raw mask is made of, and its compact form, with at most one copy from a device to the host."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import types
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tritoncp import inputs, mods
+from tritoncp.closed_forms import MaskMod
+from tritoncp.masks import Mask, create_block_mask, from_block_mask, full_mask, with_intervals
+from tritoncp.mods import Mod
+from tritoncp.mods.captures import Fingerprint, Identity, describe
+from tritoncp.plan import Plan
+
+RawMask = BlockMask | Mask | MaskMod | None
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """These tensors on the CPU, in one copy: as bytes, one after the other. The only way back to the host.
+
+    >>> to_host([torch.tensor([1.5]), torch.tensor(True)])
+    [tensor([1.5000]), tensor(True)]
+    """
+    if not tensors:
+        return []
+    device = tensors[0].device
+    parts = [t.detach().to(device).reshape(-1).contiguous().view(torch.uint8) for t in tensors]
+    whole = torch.cat(parts).cpu()
+    pieces = whole.split([part.numel() for part in parts])
+    # A piece may start anywhere: cloned, it is aligned for its type.
+    return [piece.clone().view(t.dtype).view(t.shape) for piece, t in zip(pieces, tensors)]
+
+
+def is_remote(tensor: Tensor) -> bool:
+    """Whether reading it on the host takes a copy that waits for a device."""
+    return tensor.device.type != "cpu"
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What a raw mask is made of.
+
+    lists:    tensors that say which blocks are listed
+    captures: tensors that its mask_mod captures
+    key:      hashable; equal for masks that differ in no more than their tensors. None: cannot be compared
+    reason:   why not
+    """
+
+    mask: RawMask
+    lists: tuple[Tensor, ...]
+    captures: tuple[Tensor, ...]
+    key: Any
+    reason: str
+
+    @classmethod
+    def of(cls, mask: RawMask) -> Sources:
+        if isinstance(mask, Plan):
+            raise TypeError("this is a Plan already; pass it where the mask goes")
+        if mask is not None and not isinstance(mask, BlockMask | Mask | MaskMod):
+            raise TypeError(
+                f"a BlockMask or a tritoncp Mask is needed; got a {type(mask).__name__}. "
+                "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes one"
+            )
+        mod = mask.mask_mod if isinstance(mask, BlockMask | Mask) else mask
+        key, captures, reason = _captured(mod)
+        lists, geometry = _lists(mask)
+        if any(t.is_inference() for t in (*lists, *captures)):
+            key, reason = None, "a tensor made under torch.inference_mode(), which counts no edits"
+        return cls(mask, lists, captures, None if key is None else (geometry, key), reason)
+
+    @property
+    def mod(self) -> Any:
+        return self.mask.mask_mod if isinstance(self.mask, BlockMask | Mask) else self.mask
+
+    @cached_property
+    def hosted(self) -> dict[int, Tensor]:
+        """Remote tensors on the host, by id of the original."""
+        remote = [t for t in (*self.lists, *self.captures) if is_remote(t)]
+        return {id(t): here for t, here in zip(remote, to_host(remote), strict=True)}
+
+    def on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self.hosted.get(id(t), t) for t in tensors]
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """The mask_mod around captures on the host."""
+        return mods.with_tensors(self.mod, self.hosted) if self.hosted else self.mod
+
+    def compact(self, batch: int, q_len: int, kv_len: int) -> Mask:
+        """The mask in runs, its intervals looked for anew: what was captured may have been edited since it
+        was made. The lengths are those of the call, for masks without their own."""
+        mask = self.mask
+        inputs.check_mask_captures(self.captures)
+        if mask is None:
+            return full_mask(q_len, kv_len)
+        if isinstance(mask, MaskMod):
+            made = create_block_mask(self.evaluate, batch if mask.reads[0] else 1, 1, q_len, kv_len)
+            return replace(made, mask_mod=mask)
+        if getattr(self.mod, "__name__", "") == "_sliced_mask_mod_error":
+            raise ValueError(
+                "this BlockMask is a slice of another, and torch drops a slice's mask_mod; pass the whole, "
+                "global "
+                "mask: each rank takes its own part of it"
+            )
+        opaque = mods.hand_written(self.mod)
+        if isinstance(mask, Mask):
+            return mask if opaque or self._settled() else self._searched(mask)
+        listed = replace_lists(mask, self.on_host(self.lists))
+        made = from_block_mask(listed, search=False)
+        return made if opaque or made.mask_mod is None else self._searched(made)
+
+    def _settled(self) -> bool:
+        """Nothing that the mask_mod depends on can be edited."""
+        if self.mod is None:
+            return True
+        closed = isinstance(self.mod, MaskMod) and not self.captures
+        return closed and self.mod.intervals(0, 0) is not None
+
+    def _searched(self, mask: Mask) -> Mask:
+        try:
+            return with_intervals(mask, self.evaluate)
+        except RuntimeError:
+            if self.evaluate is self.mod:
+                raise
+            # It was written for its device alone, and will be asked there, in every masked block.
+            return replace(mask, interval=None, window=None, reads=(True, True))
+
+    def keep(self, made: Plan) -> Plan:
+        """The plan with what it needs of its sources: the versions of what its mask captures, and ways to ask
+        the mask_mod anew: on the host without another copy, or, if it was written for its device alone, there.
+        """
+        counted = [t for t in self.captures if not t.is_inference()]
+        made._shared["ways"] = [(self.evaluate, torch.device("cpu"))]
+        if self.evaluate is not self.mod:
+            device = next(t.device for t in self.captures if is_remote(t))
+            made._shared["ways"].append((self.mod, device))
+        return replace(made, sources=tuple(counted), versions=tuple(t._version for t in counted))
+
+    def digest(self) -> bytes:
+        """The same on every rank that has the same mask: contents of tensors, code, plain values."""
+        found = hashlib.sha256(repr(_stable(self.key)).encode() if self.key else describe(self.mod).encode())
+        for tensor in self.on_host((*self.lists, *self.captures)):
+            found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            plain = tensor.detach().contiguous()
+            found.update(ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b"")
+        return found.digest()
+
+    def warn_incomparable(self) -> None:
+        name = describe(self.mod)
+        if name not in _WARNED:
+            _WARNED.add(name)
+            warnings.warn(
+                f"the plan of a mask ({name}) is made again at every call: it captures what cannot be "
+                "compared "
+                f"between calls ({self.reason}). Make it once, tritoncp.make_plan(mask, mesh), and pass the "
+                "plan",
+                stacklevel=5,
+            )
+
+
+_WARNED: set[str] = set()
+
+
+def _captured(mod: Any) -> tuple[Any, tuple[Tensor, ...], str]:
+    if isinstance(mod, Mod):
+        about = [(t.dtype, tuple(t.shape), t.device) for t in mod.tensors]
+        return (mod.digest, tuple(map(repr, mod.numbers)), tuple(about)), mod.tensors, ""
+    if mods.hand_written(mod):
+        return Identity(mod), (), ""
+    found = Fingerprint(mod)
+    return found.key, tuple(found.tensors), found.reason
+
+
+def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:
+    if isinstance(mask, BlockMask):
+        tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        return tuple(t for t in tensors if t is not None), ("BlockMask", mask.seq_lengths, mask.BLOCK_SIZE)
+    if isinstance(mask, Mask):
+        return (mask.runs.ptr, mask.runs.runs), ("Mask", mask.q_len, mask.kv_len, mask.q_block, mask.kv_block)
+    return (), type(mask).__name__
+
+
+def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
+    """The BlockMask over these index tensors."""
+    if all(a is b for a, b in zip(_lists(mask)[0], lists)):
+        return mask
+    return BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=mask.seq_lengths,
+        compute_q_blocks=False,
+    )  # fmt: skip
+
+
+def _stable(key: Any) -> Any:
+    """A fingerprint's key without what differs between processes: addresses, and the number of a device."""
+    if isinstance(key, Identity):
+        thing = key.thing
+        return getattr(thing, "__module__", ""), getattr(
+            thing, "__qualname__", getattr(thing, "__name__", "")
+        )
+    if isinstance(key, types.CodeType):
+        return key.co_name, key.co_code.hex(), key.co_names, _stable(key.co_consts)
+    if isinstance(key, torch.device):
+        return key.type
+    if isinstance(key, type):
+        return key.__module__, key.__qualname__
+    if isinstance(key, frozenset):
+        return sorted(map(repr, map(_stable, key)))
+    if isinstance(key, tuple):
+        return tuple(map(_stable, key))
+    return key
