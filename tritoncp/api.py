@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from tritoncp import captured, comm, engines, inputs, plan_cache
-from tritoncp import plan as plans
-from tritoncp.autograd import Attention, pin
+from tritoncp import captured, comm, compiled, engines, inputs, plan_cache
+from tritoncp.autograd import forward_op, pin
 from tritoncp.closed_forms import MaskMod
 from tritoncp.masks import Mask
 from tritoncp.plan import Plan
@@ -49,12 +48,17 @@ def flex_attention(
     torch.Size([1, 2, 256, 32])
     """
     score, mask, mesh = inputs.arguments(score_mod, block_mask, mesh)
-    group = comm.group_of(mesh)
     inputs.check_tensors(query, key, value, enable_gqa)
-    plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, query, key, group)
-    inputs.check_plan(plan, query, key, group)
-    outs = attend([query], [key], [value], score, pin(plan), group and group.group_name, scale, kernel_options,
-                  bool(return_aux and return_aux.max_scores))
+    want_max = return_aux is not None and return_aux.max_scores
+    scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+    if torch.compiler.is_dynamo_compiling():
+        outs = compiled.attend(query, key, value, score, mask, mesh, scale, kernel_options, want_max)
+    else:
+        group = comm.group_of(mesh)
+        plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, query, key, group)
+        inputs.check_plan(plan, query, key, group)
+        world = None if group is None else group.group_name
+        outs = attend([query], [key], [value], score, pin(plan), world, scale, kernel_options, want_max)
     if return_aux is not None:
         return outs[0], AuxOutput(lse=outs[1] if return_aux.lse else None,
                                   max_scores=outs[2] if return_aux.max_scores else None)
@@ -62,7 +66,7 @@ def flex_attention(
 
 
 def attend(q: list[Tensor], k: list[Tensor], v: list[Tensor], score_mod: Any, plan: Plan, world: str | None,
-           scale: float | None, options: dict[str, Any] | None, want_max: bool) -> tuple[Tensor, ...]:
+           scale: float | None, options: dict[str, Any] | None, want_max: bool) -> list[Tensor]:
     """Run one layer for the ranks whose tensors are given: outs, lses, max_scores."""
     score = captured.score_of(score_mod, q[0])
     numbers, captures = (score.numbers, score.tensors) if score else ((), ())
@@ -74,7 +78,8 @@ def attend(q: list[Tensor], k: list[Tensor], v: list[Tensor], score_mod: Any, pl
     ints = [n for n in numbers if isinstance(n, int)]
     floats = [n for n in numbers if not isinstance(n, int)]
     scale = 1 / math.sqrt(q[0].shape[3]) if scale is None else float(scale)
-    return Attention.apply(spec.encode(), len(q), ints, floats, scale, plan.handle, *q, *k, *v, *captures)
+    assert plan.handle is not None
+    return forward_op(q, k, v, list(captures), ints, floats, scale, plan.handle, spec.encode())
 
 
 def make_plan(

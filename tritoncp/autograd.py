@@ -1,4 +1,4 @@
-"""Two registered ops, one whole forward and one whole backward pass, and the autograd function around them.
+"""Two registered ops, one whole forward and one whole backward pass, and what joins them in autograd.
 
 Launches and collectives stay inside the ops, so neither step counts nor Work handles enter a graph.  The plan
 travels as a 0-d CPU tensor that names it: nothing is compiled again for another plan, and the plan stays
@@ -7,13 +7,15 @@ alive while any graph still holds that tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tritoncp import captured, comm, engines
 from tritoncp.engines import Spec
@@ -27,6 +29,25 @@ from tritoncp.schedules import allgather
 def pin(plan: Plan) -> Plan:
     """The plan with its handle: a tensor that keeps it known to the ops for as long as anyone holds it."""
     return plan if plan.handle is not None else replace(plan, handle=handle_of(plan))
+
+
+def _keys() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+with ThreadPoolExecutor(1) as _thread:
+    _FRESH = _thread.submit(_keys).result()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """For the inside of an op: dispatch as in a new thread, without gradients.
+
+    An op runs below autograd, and where a dispatch mode is on (the first call of a compiled graph, selective
+    checkpointing) below functorch as well; translating a mod and the eager engine need both.
+    """
+    with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad():
+        yield
 
 
 def _resolved(plan: Tensor, call: Spec, q: list[Tensor]) -> tuple[Plan, Mod | None]:
@@ -47,10 +68,14 @@ def forward_op(q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list
                floats: list[float], scale: float, plan: Tensor, spec: str) -> list[Tensor]:
     """Outs, lses and, if asked for, max_scores of each rank that runs here."""
     call = Spec.decode(spec)
-    known, mask = _resolved(plan, call, q)
-    engine = engines.make(call, scale, mask, q[0], captures, ints, floats)
-    done = _drive(call, known, len(q), lambda i, p: allgather.forward(p, engine, q[i], k[i], v[i], call.want_max))
-    outs, lses, tops = zip(*done, strict=True)
+
+    def schedule(i: int, p: Plan) -> Any:
+        return allgather.forward(p, engine, q[i], k[i], v[i], call.want_max)
+
+    with undisturbed():
+        known, mask = _resolved(plan, call, q)
+        engine = engines.make(call, scale, mask, q[0], captures, ints, floats)
+        outs, lses, tops = zip(*_drive(call, known, len(q), schedule), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
 
@@ -69,9 +94,6 @@ def backward_op(douts: list[Tensor], dlses: list[Tensor], q: list[Tensor], k: li
                 floats: list[float], scale: float, plan: Tensor, spec: str) -> list[Tensor]:
     """dq, dk, dv of each rank that runs here, then the gradients of captures that want one."""
     call = Spec.decode(spec)
-    grads = _buffers(call, captures, lses[0])
-    known, mask = _resolved(plan, call, q)
-    engine = engines.make(call, scale, mask, q[0], captures, ints, floats, grads)
 
     def schedule(i: int, p: Plan) -> Any:
         # Where nothing was seen lse is -inf and a loss of it may well have no finite slope.
@@ -79,11 +101,13 @@ def backward_op(douts: list[Tensor], dlses: list[Tensor], q: list[Tensor], k: li
         dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
         return allgather.backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
 
-    done = _drive(call, known, len(q), schedule)
-    sources = [captures[i] for i in call.wants]
-    return [x for part in zip(*done, strict=True) for x in part] + [
-        grad.to(source.dtype) for grad, source in zip(grads, sources, strict=True)
-    ]
+    with undisturbed():
+        known, mask = _resolved(plan, call, q)
+        grads = _buffers(call, captures, lses[0])
+        engine = engines.make(call, scale, mask, q[0], captures, ints, floats, grads)
+        done = _drive(call, known, len(q), schedule)
+        found = [grad.to(captures[i].dtype) for grad, i in zip(grads, call.wants, strict=True)]
+    return [x for part in zip(*done, strict=True) for x in part] + found
 
 
 @backward_op.register_fake
@@ -102,35 +126,47 @@ def _buffers(call: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tenso
     return [torch.zeros(captures[i].shape, dtype=like.dtype, device=like.device) for i in call.wants]
 
 
-class Attention(torch.autograd.Function):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, captures, ctx.ints, ctx.floats, ctx.scale, plan, ctx.spec = inputs
+    ctx.counts = len(q), len(captures)
+    ctx.save_for_backward(plan, *q, *k, *v, *captures, *output[: 2 * len(q)])
+    ctx.mark_non_differentiable(*output[2 * len(q) :])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     """One node for every rank that runs here: one under a process group, all of a simulated world."""
+    n, captured_ones = ctx.counts
+    plan, *saved = ctx.saved_tensors
+    q, k, v, captures, outs, lses = _cut(saved, n, n, n, captured_ones, n, n)
+    douts, dlses = ([_or_zeros(*pair) for pair in zip(*some, strict=True)]
+                    for some in ((grads[:n], outs), (grads[n : 2 * n], lses)))
+    some_dlse = any(grad is not None for grad in grads[n : 2 * n])
+    found = backward_op(douts, dlses if some_dlse else [], q, k, v, outs, lses, captures, ctx.ints, ctx.floats,
+                        ctx.scale, plan, ctx.spec)
+    rest: list[Tensor | None] = [None] * captured_ones
+    for place, grad in zip(Spec.decode(ctx.spec).wants, found[3 * n :], strict=True):
+        rest[place] = grad
+    # An empty list is one of tensors to torch, and wants as many gradients.
+    numbers = (None if given else [] for given in (ctx.ints, ctx.floats))
+    return (*_cut(found[: 3 * n], n, n, n), rest, *numbers, None, None, None)
 
-    @staticmethod
-    def forward(ctx: Any, spec: str, ranks: int, ints: list[int], floats: list[float], scale: float,
-                plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = (list(tensors[i * ranks : (i + 1) * ranks]) for i in range(3))
-        captures = list(tensors[3 * ranks :])
-        results = forward_op(q, k, v, captures, ints, floats, scale, plan, spec)
-        ctx.spec, ctx.ranks, ctx.ints, ctx.floats, ctx.scale = spec, ranks, ints, floats, scale
-        ctx.save_for_backward(plan, *tensors, *results[: 2 * ranks])
-        ctx.mark_non_differentiable(*results[2 * ranks :])
-        ctx.set_materialize_grads(False)
-        return tuple(results)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        n, (plan, *saved) = ctx.ranks, ctx.saved_tensors
-        tensors, outs, lses = saved[: -2 * n], saved[-2 * n : -n], saved[-n:]
-        q, k, v, captures = tensors[:n], tensors[n : 2 * n], tensors[2 * n : 3 * n], tensors[3 * n :]
-        douts = [torch.zeros_like(out) if g is None else g for out, g in zip(outs, grads[:n], strict=True)]
-        dlses = grads[n : 2 * n]
-        lse_grads = [torch.zeros_like(x) if g is None else g for x, g in zip(lses, dlses, strict=True)]
-        found = backward_op(
-            douts, lse_grads if any(g is not None for g in dlses) else [], q, k, v, outs, lses, captures,
-            ctx.ints, ctx.floats, ctx.scale, plan, ctx.spec,
-        )
-        rest: list[Tensor | None] = [None] * len(captures)
-        for place, grad in zip(Spec.decode(ctx.spec).wants, found[3 * n :], strict=True):
-            rest[place] = grad
-        return (None, None, None, None, None, None, *found[: 3 * n], *rest)
+def _cut(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:
+    rest = iter(tensors)
+    return [list(itertools.islice(rest, length)) for length in lengths]
+
+
+def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+def _refuse(ctx: Any, *grads: Any) -> None:
+    raise RuntimeError(
+        "tritoncp.flex_attention can be differentiated once: its backward pass has no derivative. "
+        "Compute second derivatives with torch's flex_attention, on one device and a small problem"
+    )
+
+
+forward_op.register_autograd(_differentiate, setup_context=_save)
+backward_op.register_autograd(_refuse)

@@ -1,0 +1,92 @@
+"""Attention inside torch.compile. A graph made for one mask serves the next: what is constant in it is the
+structure of mods and masks; tensors, numbers and the handles of plans are its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp import comm, engines, inputs, plan_cache
+from tritoncp.autograd import forward_op, undisturbed
+from tritoncp.carried import MOVE, carry, rebuild
+from tritoncp.handles import handle_of
+from tritoncp.plan import Plan
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    mask: Any,
+    mesh: Any,
+    scale: float,
+    options: dict[str, Any] | None,
+    want_max: bool,
+) -> list[Tensor]:
+    """As :func:`tritoncp.api.attend` for one rank, traced by Dynamo: out, lse, max_scores."""
+    world = _world(mesh)
+    tensors: list[Tensor] = []
+    ints: list[int] = []
+    structure = carry(mask, tensors, ints)
+    shape = [*q.shape, k.shape[1], k.shape[2]]
+    plan = plan_op(tensors, ints, shape, structure, world)
+    captures: list[Tensor] = []
+    numbers: list[int] = []
+    score = None if score_mod is None else carry(score_mod, captures, numbers)
+    wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
+    spec = _spec(score, wants, want_max, world, options or {})
+    return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _world(mesh: Any) -> str:
+    group = comm.group_of(mesh)
+    return "" if group is None else group.group_name
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _spec(
+    score: str | None, wants: tuple[int, ...], want_max: bool, world: str, options: dict[str, Any]
+) -> str:
+    return engines.Spec(
+        score=None,
+        carried=score,
+        wants=wants,
+        numbers=(),
+        want_max=want_max,
+        world=world or None,
+        options=tuple(sorted(options.items())),
+    ).encode()
+
+
+@torch.library.custom_op("tritoncp::plan", mutates_args=())
+def plan_op(tensors: list[Tensor], ints: list[int], shape: list[int], structure: str, world: str) -> Tensor:
+    """A handle of the plan for a Plan or mask that :func:`carry` took apart, checked against the shards.
+
+    shape: batch, query heads, rows of the query's shard, head dim, key heads, rows of the key's shard.
+    """
+    with undisturbed():
+        group = comm.named(world) if world else None
+        mask = rebuild(structure, tensors, ints)
+        batch, heads, rows, dim, kv_heads, kv_rows = shape
+        q = torch.empty(batch, heads, rows, dim, device="meta")
+        k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
+        plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, q, k, group)
+        inputs.check_plan(plan, q, k, group)
+        return handle_of(plan)
+
+
+@plan_op.register_fake
+def _(tensors: list[Tensor], ints: list[int], shape: list[int], structure: str, world: str) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+def refuse(what: str) -> None:
+    """Raise where ``what`` is called inside a compiled function."""
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(f"{what} was called inside torch.compile; {MOVE}")
