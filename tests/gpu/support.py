@@ -1,0 +1,232 @@
+"""What the tests on a real GPU share: sizes, tensors, and the rule for rounding.
+
+Nothing here insists on a GPU. `TRITON_INTERPRET=1 pytest --noconftest tests/gpu` runs the same tests on
+interpreted kernels and smaller shapes, which shows that the tests themselves are sound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+import tritoncp
+from tritoncp.masks import (
+    Mask,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    prefix_lm,
+    sliding_window,
+)
+from tritoncp.reference import dense_attention
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+N = 1000 if ON_GPU else 150  # no multiple of any block
+BLOCK = 128 if ON_GPU else 64
+ScoreOf = Callable[..., Callable[..., Tensor]]  # captured tensors -> score_mod
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    captured: tuple[Tensor, ...] = ()
+
+
+class QKV(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, device=DEVICE, dtype=FP32).to(dtype)
+
+
+def qkv(*, n: int = N, kv: int | None = None, batch: int = 1, heads: int = 2, kv_heads: int = 1,
+        dim: int = 64, v_dim: int | None = None, dtype: torch.dtype = BF16) -> QKV:  # fmt: skip
+    """Unit normals, and gradients of out and lse to start from."""
+    v_dim, kv = v_dim or dim, kv or n
+    q, dout = (normal(batch, heads, n, width, dtype=dtype) for width in (dim, v_dim))
+    k, v = (normal(batch, kv_heads, kv, width, dtype=dtype) for width in (dim, v_dim))
+    return QKV(q, k, v, dout, normal(batch, heads, n, dtype=FP32))
+
+
+# -- masks ----------------------------------------------------------------------------------------------
+
+
+def block_mask(mod: Callable[..., Tensor], n: int = N, batch: int = 1, heads: int = 1) -> Mask:
+    return create_block_mask(mod, batch, heads, n, n, DEVICE, BLOCK)
+
+
+def documents(n: int) -> Any:
+    lengths = [n // 3, 2, n // 5]
+    ids = torch.arange(4).repeat_interleave(torch.tensor([*lengths, n - sum(lengths)]))
+    return and_masks(causal(), document(ids=ids.to(DEVICE)))
+
+
+def some_rows(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Single rows that see nothing, and blocks of them."""
+    return (q >= kv) & (q % 5 != 2) & ((q < BLOCK) | (q >= 2 * BLOCK))
+
+
+def random_bits(n: int, heads: int) -> Callable[..., Tensor]:
+    table = torch.rand(heads, n, n, device=DEVICE) < 0.3
+    return lambda b, h, q, kv: table[h, q, kv]
+
+
+MASKS: dict[str, Callable[[], Mask]] = {
+    "full": lambda: full_mask(N, N, block=BLOCK),
+    "causal": lambda: block_mask(causal()),
+    "window": lambda: block_mask(sliding_window(BLOCK + 30, 7)),
+    "documents": lambda: block_mask(documents(N)),
+    "prefix": lambda: block_mask(prefix_lm(BLOCK + 11)),
+    "dilated": lambda: block_mask(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 3 == 0)),
+    "random": lambda: block_mask(random_bits(N, 2), heads=2),
+    "empty rows": lambda: block_mask(some_rows),
+}
+
+
+# -- scores ---------------------------------------------------------------------------------------------
+
+
+class Score(NamedTuple):
+    """A score_mod made from tensors that want a gradient."""
+
+    of: ScoreOf | None
+    captured: Callable[[int], tuple[Tensor, ...]] = lambda heads: ()
+
+
+def _alibi() -> Callable[..., Tensor]:
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625] * 8, device=DEVICE)
+    return lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs() / 16
+
+
+def _relative(table: Tensor) -> Callable[..., Tensor]:
+    return lambda s, b, h, q, kv: s + table[h, (q - kv).clamp(-16, 16) + 16]
+
+
+SCORES: dict[str, Score] = {
+    "none": Score(None),
+    "softcap": Score(lambda: lambda s, b, h, q, kv: 2 * torch.tanh(s / 2)),
+    "alibi": Score(_alibi),
+    "relative": Score(_relative, lambda heads: (normal(heads, 33, dtype=FP32),)),
+}
+
+
+# -- runs -----------------------------------------------------------------------------------------------
+
+
+def leaves(x: QKV, captured: Sequence[Tensor], dtype: torch.dtype | None) -> list[list[Tensor]]:
+    """q, k, v and the captured tensors as leaves; strides kept where the dtype is."""
+    return [
+        [t.detach().to(t.dtype if dtype is None else dtype).requires_grad_() for t in part]
+        for part in (x[:3], captured)
+    ]
+
+
+def gathered(outs: Sequence[Tensor], wrt: Sequence[Tensor], x: QKV) -> Results:
+    out, lse, top = outs
+    start = [x.dout.to(out.dtype), x.dlse.to(lse.dtype)]
+    grads = torch.autograd.grad([out, lse], wrt, start, allow_unused=True)
+    found = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, wrt)]
+    return Results(out.detach(), lse.detach(), top.detach(), *found[:3], tuple(found[3:]))
+
+
+def run(x: QKV, mask: Any, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
+        scale: float | None = None, mesh: Any = None, **options: Any) -> Results:  # fmt: skip
+    """The public call, with gradients."""
+    own, caught = leaves(x, captured, None)
+    out, aux = tritoncp.flex_attention(
+        *own, score.of and score.of(*caught), mask, scale, enable_gqa=True, kernel_options=options,
+        return_aux=AuxRequest(lse=True, max_scores=True), mesh=mesh,
+    )  # fmt: skip
+    return gathered((out, aux.lse, aux.max_scores), [*own, *caught], x)
+
+
+def oracle(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
+           scale: float | None = None) -> Results:  # fmt: skip
+    """Dense float64."""
+    own, caught = leaves(x, captured, FP64)
+    seen = mask.to_dense(x.q.shape[0], x.q.shape[1], DEVICE).to(DEVICE)
+    outs = dense_attention(*own, seen, score.of and score.of(*caught), scale=scale)
+    return gathered(outs, [*own, *caught], x)
+
+
+def peer(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
+         scale: float | None = None) -> Results:  # fmt: skip
+    """What torch's eager flex attention does, step by step: scores and softmax in float32; P, dS, out and the
+    sums over a group's heads in the inputs' dtype; delta from the rounded out.
+
+    tests/gpu/test_torch.py compares it with the real one.
+    """
+    (q, k, v), caught = leaves(x, captured, None)
+    group, dtype = x.q.shape[1] // x.k.shape[1], x.q.dtype
+    q, k, v = q.detach(), *(t.detach().repeat_interleave(group, 1) for t in (k, v))
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q.float() @ k.float().mT * factor).requires_grad_()
+    b, h, i, j = (torch.arange(size, device=DEVICE) for size in scores.shape)
+    index = b[:, None, None, None], h[:, None, None], i[:, None], j
+    modified = scores * 1 if score.of is None else score.of(*caught)(scores, *index)
+    modified = torch.where(mask.to_dense(*scores.shape[:2], DEVICE).to(DEVICE), modified, -math.inf)
+    shown = modified.detach()
+    lse = shown.logsumexp(-1)
+    p = torch.where(lse[..., None] == -math.inf, 0, torch.exp(shown - lse[..., None]))
+    out = p.to(dtype) @ v
+    delta = (out.float() * x.dout.float()).sum(-1) - x.dlse
+    ds = p * (x.dout.float() @ v.float().mT - delta[..., None])
+    found = torch.autograd.grad(modified, [scores, *caught], ds, allow_unused=True)
+    grads = (torch.zeros_like(t) if g is None else g for g, t in zip(found, [scores, *caught]))
+    back = (next(grads) * factor).to(dtype)
+    dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (back.mT @ q, p.to(dtype).mT @ x.dout))
+    return Results(out, lse, shown.amax(-1), back @ k, dk, dv, tuple(grads))
+
+
+# -- the rule -------------------------------------------------------------------------------------------
+
+
+def check(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
+          scale: float | None = None, got: Results | None = None, **options: Any) -> Results:  # fmt: skip
+    """As right as float64 allows: see :func:`close`. The kernels' own statistics are float32 throughout."""
+    got = got or run(x, mask, score, captured, scale=scale, **options)
+    want = oracle(x, mask, score, captured, scale=scale)
+    other = peer(x, mask, score, captured, scale=scale)
+    for name in ("out", "dq", "dk", "dv"):
+        close(name, getattr(got, name), getattr(want, name), getattr(other, name))
+    for i, tensors in enumerate(zip(got.captured, want.captured, other.captured)):
+        close(f"captured {i}", *tensors)
+    for name in ("lse", "max_scores"):
+        torch.testing.assert_close(
+            getattr(got, name).double(), getattr(want, name), atol=1e-4, rtol=1e-5, msg=name
+        )
+    return got
+
+
+def close(name: str, got: Tensor, want: Tensor, other: Tensor) -> None:
+    """No further from float64 than twice what torch's eager flex attention is in this dtype, plus two units
+    in the last place of the largest value."""
+    assert got.shape == want.shape and got.dtype == other.dtype, name
+    error, theirs = (float((t.double() - want).abs().max()) for t in (got, other))
+    largest = max(float(want.abs().max()), torch.finfo(got.dtype).tiny)
+    ulp = torch.finfo(got.dtype).eps * 2.0 ** math.floor(math.log2(largest))
+    assert error <= 2 * theirs + 2 * ulp, f"{name}: {error:.3g} off, torch {theirs:.3g}, ulp {ulp:.3g}"
+
+
+def same(got: Results, want: Results) -> None:
+    """Bit for bit."""
+    for name, a, b in zip(Results._fields, got[:6], want[:6]):
+        assert torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)), name

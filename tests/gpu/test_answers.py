@@ -1,0 +1,133 @@
+"""Every feature of the kernels against the float64 oracle, by the rounding rule of tests/gpu/support.py."""
+
+import pytest
+import torch
+
+from tests.gpu.support import (
+    BF16,
+    BLOCK,
+    DEVICE,
+    FP16,
+    FP32,
+    MASKS,
+    ON_GPU,
+    QKV,
+    SCORES,
+    N,
+    block_mask,
+    check,
+    normal,
+    qkv,
+    run,
+    same,
+)
+from tritoncp.masks import causal, create_block_mask, full_mask, sliding_window
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask):
+    check(qkv(), MASKS[mask]())
+
+
+@pytest.mark.parametrize(
+    ("score", "mask"),
+    [("softcap", "causal"), ("alibi", "full"), ("relative", "documents"), ("relative", "dilated")],
+)
+def test_scores_and_gradients_of_what_they_capture(score, mask):
+    chosen = SCORES[score]
+    check(qkv(), MASKS[mask](), chosen, chosen.captured(2))
+
+
+@pytest.mark.parametrize("dim", [16, 32, 80, 96, 128, 192, 256])
+def test_head_dims(dim):
+    check(qkv(dim=dim), MASKS["causal"]())
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(192, 128), (64, 128), (40, 24)])
+def test_values_of_another_width(dim, v_dim):
+    check(qkv(dim=dim, v_dim=v_dim), MASKS["window"]())
+
+
+@pytest.mark.parametrize("dtype", [FP16, FP32])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_dtypes(dtype, dim):
+    check(qkv(dim=dim, dtype=dtype), MASKS["documents"]())
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_head_groups_and_batches(heads, kv_heads, batch):
+    check(qkv(batch=batch, heads=heads, kv_heads=kv_heads), MASKS["causal"]())
+
+
+@pytest.mark.parametrize("n", [1, 17, BLOCK, 2 * BLOCK + 1])
+def test_lengths(n):
+    check(qkv(n=n), block_mask(causal(), n))
+
+
+def test_fewer_queries_than_keys_and_more():
+    for n, kv in ((BLOCK - 3, N), (N, BLOCK + 1)):
+        mask = create_block_mask(sliding_window(2 * BLOCK, 9), 1, 1, n, kv, BLOCK_SIZE=BLOCK)
+        check(qkv(n=n, kv=kv), mask)
+
+
+@pytest.mark.parametrize("block", [(64, 32), (32, 128), (100, 48)])
+def test_blocks_of_other_sizes(block):
+    check(qkv(), create_block_mask(causal(), 1, 1, N, N, BLOCK_SIZE=block))
+
+
+@pytest.mark.parametrize("scale", [0.3, -0.2, 0.0])
+def test_scales(scale):
+    check(qkv(), MASKS["causal"](), scale=scale)
+
+
+def test_any_strides():
+    """[B, S, H, D] in memory, every second element, and an expanded gradient."""
+    x = qkv(batch=2)
+    turned = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in x[:2])
+    spread = torch.stack([x.v, x.v], -1).flatten(-2)[..., ::2]
+    dout = normal(1, 1, 1, 1).expand_as(x.dout)
+    got = run(QKV(*turned, spread, dout, x.dlse), MASKS["causal"]())
+    same(got, run(x._replace(dout=dout.contiguous()), MASKS["causal"]()))
+    check(x._replace(dout=dout.contiguous()), MASKS["causal"](), got=got)
+
+
+def test_offsets_beyond_two_to_the_31():
+    stride = 2**31 + 64 if ON_GPU else 2**14 + 64
+    memory = torch.zeros(stride + N * 64, dtype=BF16, device=DEVICE)
+    x = qkv(heads=2, kv_heads=2)
+    far = memory.as_strided((1, 2, N, 64), (2 * stride, stride, 64, 1))
+    for part in range(3):
+        with torch.no_grad():
+            far.copy_(x[part])
+        moved = QKV(*(far if i == part else t for i, t in enumerate(x)))
+        same(run(moved, MASKS["causal"]()), run(x, MASKS["causal"]()))
+
+
+def test_a_mask_and_a_score_know_their_batch_row_and_head():
+    table = torch.randint(1, N, (2, 4), device=DEVICE)
+    mask = block_mask(lambda b, h, q, kv: (q >= kv) & (kv < table[b, h]), batch=2, heads=4)
+    bias = torch.randn(2, 4, device=DEVICE)
+    score = SCORES["none"]._replace(of=lambda: lambda s, b, h, q, kv: s * bias[b, h])
+    check(qkv(batch=2, heads=4, kv_heads=2), mask, score)
+
+
+def test_scores_of_minus_infinity():
+    score = SCORES["none"]._replace(
+        of=lambda: lambda s, b, h, q, kv: torch.where((q - kv) % 2 == 0, s, -float("inf"))
+    )
+    parity = block_mask(lambda b, h, q, kv: (q - kv) % 2 == 0)
+    x = qkv()
+    check(x, parity, got=run(x, full_mask(N, N, block=BLOCK), score))
+
+
+def test_large_and_small_scores():
+    x = qkv(dtype=FP32)
+    check(x._replace(q=x.q * 30), MASKS["causal"]())
+    check(x._replace(q=x.q * 1e-4), MASKS["causal"]())
+
+
+def test_kernel_options_change_speed_only():
+    x = qkv(dim=128)
+    for options in ({"BLOCK_M": 64, "BLOCK_N": 32}, {"num_warps": 8, "num_stages": 1}):
+        check(x, MASKS["documents"](), **options)

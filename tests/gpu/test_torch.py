@@ -1,0 +1,86 @@
+"""Side by side with PyTorch: its flex attention, its compiler, its autograd."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import tritoncp
+from tests.gpu.support import (
+    DEVICE,
+    MASKS,
+    ON_GPU,
+    SCORES,
+    N,
+    check,
+    close,
+    leaves,
+    oracle,
+    peer,
+    qkv,
+    run,
+    same,
+)
+
+BACKEND = "inductor" if ON_GPU else "aot_eager"
+
+
+def bias(table):
+    return lambda s, b, h, q, kv: s + table[h] * (q - kv)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_the_yardstick_is_torch_eager_flex_attention():
+    """What `peer` computes is no worse than what torch's own eager call does: the rule is not lax."""
+    x, mask = qkv(), MASKS["causal"]()
+    ours = peer(x, mask)
+    lists = create_block_mask(mask.mask_mod, None, None, N, N, device=DEVICE.type)
+    out = flex_attention(x.q, x.k, x.v, block_mask=lists, enable_gqa=True)
+    close("out", ours.out, oracle(x, mask).out, out)
+
+
+def test_a_torch_block_mask_and_torch_arguments_are_taken():
+    x = qkv()
+    lists = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, N, N, device=DEVICE.type)
+    check(x, MASKS["causal"](), got=run(x, lists))
+
+
+def test_torch_compile_takes_the_call_whole():
+    x, plan = qkv(), tritoncp.make_plan(MASKS["causal"]())
+    (q, k, v), (slopes,) = leaves(x, [torch.tensor([0.01, 0.02], device=DEVICE)], None)
+
+    def layer(q, k, v):
+        out = tritoncp.flex_attention(q * 2, k, v, bias(slopes), plan, enable_gqa=True)
+        return out.sin()
+
+    wanted = layer(q, k, v)
+    grads = torch.autograd.grad(wanted, (q, k, v), x.dout)
+    compiled = torch.compile(layer, fullgraph=True, backend=BACKEND)
+    got = compiled(q, k, v)
+    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+    for a, b in zip(torch.autograd.grad(got, (q, k, v), x.dout), grads):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+
+
+def test_checkpointing_recomputes_the_same_bits():
+    from torch.utils.checkpoint import checkpoint
+
+    x, mask = qkv(), MASKS["documents"]()
+    plain = run(x, mask)
+    own, _ = leaves(x, (), None)
+    out = checkpoint(
+        lambda *qkv: tritoncp.flex_attention(*qkv, mask, enable_gqa=True), *own, use_reentrant=False
+    )
+    assert torch.equal(out, plain.out)
+    without_lse = run(x._replace(dlse=torch.zeros_like(x.dlse)), mask)
+    for got, want in zip(torch.autograd.grad(out, own, x.dout), without_lse[3:6]):
+        assert torch.equal(got, want)
+
+
+def test_autocast_and_no_grad_leave_the_answer_alone():
+    x, mask = qkv(), MASKS["causal"]()
+    plain = run(x, mask, SCORES["softcap"])
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        same(run(x, mask, SCORES["softcap"]), plain)
+    with torch.no_grad():
+        out = tritoncp.flex_attention(*x[:3], SCORES["softcap"].of(), mask, enable_gqa=True)
+    assert torch.equal(out, plain.out)
