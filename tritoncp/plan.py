@@ -187,14 +187,18 @@ def build(
     lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
     schedule: str = "auto",
+    weighed: Sequence[Mask] = (),
 ) -> Plan:
     """Place a mask's blocks on ``world_size`` ranks.
 
     ``balancer=None`` is natural order: rank r holds the r-th contiguous piece, ``lengths[r]`` tokens long
-    (``kv_lengths`` for the keys where they differ).
+    (``kv_lengths`` for the keys where they differ). ``weighed``: masks whose work is balanced together, where
+    their plans are to share one placement; this mask is one of them.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
+    if balancer is not None and balancer not in balancers:
+        raise ValueError(f"unknown balancer {balancer!r}; known: {', '.join(sorted(balancers))}")
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; known: auto, {', '.join(SCHEDULES)}")
     if balancer is None or world_size == 1:
@@ -203,7 +207,7 @@ def build(
         kv = natural(_pieces("key", lengths if same else kv_lengths, mask.kv_len, world_size), mask.kv_block)
         name = "natural"
     else:
-        name, q, kv = balancer, *_balance(mask, world_size, balancer)
+        name, q, kv = balancer, *_balance(mask, weighed or [mask], world_size, balancer)
     return Plan(mask, q, kv, rank, name, "allgather", reason="the only schedule so far")
 
 
@@ -218,19 +222,33 @@ def _pieces(what: str, lengths: Sequence[int] | None, total: int, world_size: in
     return lengths
 
 
-def _balance(mask: Mask, world_size: int, balancer: str) -> tuple[Placement, Placement]:
-    if balancer not in balancers:
-        raise ValueError(f"unknown balancer {balancer!r}; known: {', '.join(sorted(balancers))}")
+def _balance(
+    mask: Mask, weighed: Sequence[Mask], world_size: int, balancer: str
+) -> tuple[Placement, Placement]:
     deal = balancers[balancer]
-    masked, full = mask.runs.counts()
-    costs = (masked + full).sum(1)  # [Bm, q blocks]
+    costs = _costs([other.runs for other in weighed])  # [Bm, q blocks]
     q = by_blocks(mask.q_len, mask.q_block, [deal(row, world_size) for row in costs])
     if mask.kv_len == mask.q_len and mask.kv_block == mask.q_block:
         return q, q
     if mask.kv_len == mask.q_len:  # same tokens, other blocks: cut the same placement at KV blocks
         return q, _recut(q, mask.kv_block)
-    masked, full = mask.runs.transpose().counts()
-    return q, by_blocks(mask.kv_len, mask.kv_block, [deal(row, world_size) for row in (masked + full).sum(1)])
+    costs = _costs([other.runs.transpose() for other in weighed])
+    return q, by_blocks(mask.kv_len, mask.kv_block, [deal(row, world_size) for row in costs])
+
+
+def _costs(weighed: Sequence[Runs]) -> Tensor:
+    """Work of each row of blocks, over all heads and all masks: [Bm, rows]. Of several masks each counts
+    for one layer, however many heads it is listed for."""
+    if len({runs.shape[2:] for runs in weighed}) > 1:
+        shapes = ", ".join(f"{runs.shape[2]} x {runs.shape[3]}" for runs in weighed)
+        raise ValueError(
+            f"masks that share a placement have {shapes} blocks; make them for the same lengths with the same "
+            "BLOCK_SIZE"
+        )
+    counts = [sum(runs.counts()).sum(1) for runs in weighed]  # type: ignore[misc]
+    if len(counts) == 1:
+        return counts[0]
+    return sum(count.double() / runs.shape[1] for count, runs in zip(counts, weighed))  # type: ignore[return-value]
 
 
 def _recut(placement: Placement, block: int) -> Placement:
@@ -245,7 +263,8 @@ def _recut(placement: Placement, block: int) -> Placement:
                 cut += [(row + a - position, a, b - a) for a, b in itertools.pairwise(edges)]
             rows.append(cut)
         width = max(map(len, rows))
-        tables.append(torch.tensor([cut + [(0, 0, 0)] * (width - len(cut)) for cut in rows], dtype=torch.int32))
+        padded = [cut + [(0, 0, 0)] * (width - len(cut)) for cut in rows]
+        tables.append(torch.tensor(padded, dtype=torch.int32).view(len(rows), width, 3))
     return Placement(placement.length, block, tuple(tables), placement.lengths)
 
 
