@@ -103,9 +103,14 @@ def _turn(asked: Sequence[Any]) -> list[Any]:
     if isinstance(asked[0], Wait):
         return [a.ticket.result for a in asked]
     xs = [a.x for a in asked]
+    if len({(x.shape, x.dtype) for x in xs}) > 1:
+        given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in xs)
+        raise RuntimeError(f"the ranks' {type(asked[0]).__name__}s differ: {given} in the same turn")
     if isinstance(asked[0], AllGather):
         whole = torch.cat(xs) if len(xs) > 1 else xs[0]
         return [Ticket(whole) for _ in xs]
+    if xs[0].shape[0] % len(xs):
+        raise RuntimeError(f"a ReduceScatter of {xs[0].shape[0]} rows does not divide by {len(xs)} ranks")
     total = xs[0] if len(xs) == 1 else torch.stack(list(xs)).sum(0)
     return [Ticket(part) for part in total.chunk(len(xs))]
 

@@ -72,6 +72,30 @@ def oracle(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Seq
     return _results(*got, [*leaves, *own], tuple(t.to(F64) for t in start))
 
 
+def over_ranks(x: QKV, plan: Plan, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
+               start: tuple[Tensor, Tensor], scale: float | None = None) -> Results:  # fmt: skip
+    """The global answer of all ranks of a simulated world, sharded and gathered by the plan."""
+    leaves, own = _leaves(x, captured)
+    world = tritoncp.simulate(plan.world_size)
+    shards = [world.shard(t, plan, dim=2, side=side) for t, side in zip(leaves, ("q", "kv", "kv"))]
+    outs, aux = world.flex_attention(
+        *shards, score and score(*own), plan, scale, enable_gqa=True,
+        return_aux=AuxRequest(lse=True, max_scores=True),
+    )  # fmt: skip
+    for rank, (out, lse) in enumerate(zip(outs, aux.lse)):
+        padding = (~plan.for_rank(rank).valid)[:, None].expand(out.shape[0], out.shape[1], -1)
+        assert bool((out[padding] == 0).all() and (lse[padding] == -math.inf).all())
+    out, lse, top = (world.unshard(t, plan, dim=2) for t in (outs, aux.lse, aux.max_scores))
+    return _results(out, lse, top, [*leaves, *own], start)
+
+
+def agree(got: Results, want: Results, tolerance: float | None = None) -> None:
+    """Every output and gradient of two ways to compute the same."""
+    names = "out", "lse", "max_scores", "dq", "dk", "dv", *(f"captured {i}" for i in range(9))
+    for name, a, b in zip(names, (*got[:3], *got.grads), (*want[:3], *want.grads)):
+        close(a, b, name, tolerance)
+
+
 def _leaves(x: QKV, captured: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Leaves that require grad, strides kept."""
     return [t.detach().requires_grad_() for t in x], [t.detach().clone().requires_grad_() for t in captured]
@@ -92,11 +116,7 @@ def check(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequ
     start = start or cotangents(x)
     got = run(x, mask, score, captured, start=start, scale=scale, **options)
     want = oracle(x, mask, score, captured, start=start, scale=scale)
-    close(got.out, want.out, "out")
-    close(got.lse, want.lse, "lse")
-    close(got.max_scores, want.max_scores, "max_scores")
-    for name, a, b in zip(("dq", "dk", "dv", *(f"captured {i}" for i in range(9))), got.grads, want.grads):
-        close(a, b, name)
+    agree(got, want)
     return got
 
 
