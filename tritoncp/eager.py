@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class EagerEngine:
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor,
                  max_scores: Tensor | None, h_offset: int) -> None:
-        q, k, v = (_grouped(x, q.shape[1]).to(lse.dtype) for x in (q, k, v))
+        q, k, v = _wide(q, k, v, tables, lse.dtype)
         at, seen = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
         scores = self._shown(raw, seen) if self.score is None else self._modified(
@@ -54,7 +53,7 @@ class EagerEngine:
         total = p.sum(-1)
         some = total > 0
         safe = torch.where(some, total, 1)
-        out.copy_(p @ v.nan_to_num() / safe[..., None])
+        out.copy_(p @ v / safe[..., None])
         lse.copy_(torch.where(some, top + safe.log(), -torch.inf))
         if max_scores is not None:
             max_scores.copy_(top)
@@ -79,30 +78,32 @@ class EagerEngine:
             p, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, ())
             heads = (k.shape[1], q.shape[1] // k.shape[1])
             dk.copy_((ds.mT @ wide[0] * self.scale).unflatten(1, heads).sum(2))
-            dv.copy_((p.mT @ dout.to(lse.dtype)).unflatten(1, heads).sum(2))
+            dv.copy_((p.mT @ wide[2]).unflatten(1, heads).sum(2))
 
         return step
 
     def split(self, q: Tensor, k: Tensor, tables: Tables) -> int:
         return 1
 
-    def _backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables,
-                  h_offset: int, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Probabilities, gradient of the raw scores, and q, k in the accumulating dtype."""
-        q, k, v = (_grouped(x, q.shape[1]).to(lse.dtype) for x in (q, k, v))
+    def _backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+                  tables: Tables, h_offset: int,
+                  grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Probabilities, gradient of the raw scores, and q, k, dout in the accumulating dtype."""
+        q, k, v = _wide(q, k, v, tables, lse.dtype)
+        dout, delta = (_held(x, tables.q_slots).to(lse.dtype) for x in (dout, delta[..., None]))
         at, seen = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
         if self.score is None:
             p = torch.exp(self._shown(raw, seen) - torch.where(lse == -torch.inf, 0, lse)[..., None])
-            return p, p * (dout.to(lse.dtype) @ v.mT - delta[..., None]), (q, k)
+            return p, p * (dout @ v.mT - delta), (q, k, dout)
         # An op runs below autograd; functorch's transforms bring their own.
         scores, pull = torch.func.vjp(lambda raw, *caps: self._modified(raw, caps, at, seen, h_offset),
                                       raw, *self.captures)
         p = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
-        ds, *found = pull(p * (dout.to(lse.dtype) @ v.mT - delta[..., None]))
+        ds, *found = pull(p * (dout @ v.mT - delta))
         for buffer, grad in zip(grads, found):
             buffer += grad
-        return p, ds, (q, k)
+        return p, ds, (q, k, dout)
 
     def _shown(self, scores: Tensor, seen: Tensor) -> Tensor:
         return torch.where(seen, scores, -torch.inf)
@@ -160,8 +161,18 @@ class EagerEngine:
         return call(torch.arange(b, device=device), heads, rows.expand(b, -1), cols.expand(b, -1))
 
 
-def _grouped(x: Tensor, heads: int) -> Tensor:
-    return x.repeat_interleave(heads // x.shape[1], 1)
+def _wide(
+    q: Tensor, k: Tensor, v: Tensor, tables: Tables, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the accumulating dtype, k and v once for every query head."""
+    k, v = (_held(x, tables.kv_slots).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return _held(q, tables.q_slots).to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _held(x: Tensor, slots: Tensor) -> Tensor:
+    """x [B, H, rows, n] with zeros where no slot lies: whatever pads a shard times 0 has to be 0."""
+    padding = row_positions(slots, x.shape[2]) < 0
+    return x.masked_fill(padding[:, None, :, None], 0)
 
 
 def _slot_of_row(slots: Tensor, rows: int) -> Tensor:
