@@ -25,7 +25,6 @@ from tritoncp.plan import Plan
 from tritoncp.schedules import allgather
 
 
-
 def pin(plan: Plan) -> Plan:
     """The plan with its handle: a tensor that keeps it known to the ops for as long as anyone holds it."""
     return plan if plan.handle is not None else replace(plan, handle=handle_of(plan))
@@ -64,8 +63,17 @@ def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], A
 
 
 @torch.library.custom_op("tritoncp::forward", mutates_args=())
-def forward_op(q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor], ints: list[int],
-               floats: list[float], scale: float, plan: Tensor, spec: str) -> list[Tensor]:
+def forward_op(
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    spec: str,
+) -> list[Tensor]:
     """Outs, lses and, if asked for, max_scores of each rank that runs here."""
     call = Spec.decode(spec)
 
@@ -80,8 +88,17 @@ def forward_op(q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list
 
 
 @forward_op.register_fake
-def _(q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor], ints: list[int],
-      floats: list[float], scale: float, plan: Tensor, spec: str) -> list[Tensor]:
+def _(
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    spec: str,
+) -> list[Tensor]:
     outs = [x.new_empty(*x.shape[:3], y.shape[3]) for x, y in zip(q, v, strict=True)]
     stats = [x.new_empty(x.shape[:3], dtype=_stats(x)) for x in q]
     tops = [torch.empty_like(x) for x in stats] if Spec.decode(spec).want_max else []
@@ -89,9 +106,21 @@ def _(q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor],
 
 
 @torch.library.custom_op("tritoncp::backward", mutates_args=())
-def backward_op(douts: list[Tensor], dlses: list[Tensor], q: list[Tensor], k: list[Tensor], v: list[Tensor],
-                outs: list[Tensor], lses: list[Tensor], captures: list[Tensor], ints: list[int],
-                floats: list[float], scale: float, plan: Tensor, spec: str) -> list[Tensor]:
+def backward_op(
+    douts: list[Tensor],
+    dlses: list[Tensor],
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    outs: list[Tensor],
+    lses: list[Tensor],
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    spec: str,
+) -> list[Tensor]:
     """dq, dk, dv of each rank that runs here, then the gradients of captures that want one."""
     call = Spec.decode(spec)
 
@@ -111,9 +140,21 @@ def backward_op(douts: list[Tensor], dlses: list[Tensor], q: list[Tensor], k: li
 
 
 @backward_op.register_fake
-def _(douts: list[Tensor], dlses: list[Tensor], q: list[Tensor], k: list[Tensor], v: list[Tensor],
-      outs: list[Tensor], lses: list[Tensor], captures: list[Tensor], ints: list[int], floats: list[float],
-      scale: float, plan: Tensor, spec: str) -> list[Tensor]:
+def _(
+    douts: list[Tensor],
+    dlses: list[Tensor],
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    outs: list[Tensor],
+    lses: list[Tensor],
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    spec: str,
+) -> list[Tensor]:
     sources = [*q, *k, *v, *(captures[i] for i in Spec.decode(spec).wants)]
     return [x.new_empty(x.shape) for x in sources]
 
@@ -139,11 +180,26 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     n, captured_ones = ctx.counts
     plan, *saved = ctx.saved_tensors
     q, k, v, captures, outs, lses = _cut(saved, n, n, n, captured_ones, n, n)
-    douts, dlses = ([_or_zeros(*pair) for pair in zip(*some, strict=True)]
-                    for some in ((grads[:n], outs), (grads[n : 2 * n], lses)))
+    douts, dlses = (
+        [_or_zeros(*pair) for pair in zip(*some, strict=True)]
+        for some in ((grads[:n], outs), (grads[n : 2 * n], lses))
+    )
     some_dlse = any(grad is not None for grad in grads[n : 2 * n])
-    found = backward_op(douts, dlses if some_dlse else [], q, k, v, outs, lses, captures, ctx.ints, ctx.floats,
-                        ctx.scale, plan, ctx.spec)
+    found = backward_op(
+        douts,
+        dlses if some_dlse else [],
+        q,
+        k,
+        v,
+        outs,
+        lses,
+        captures,
+        ctx.ints,
+        ctx.floats,
+        ctx.scale,
+        plan,
+        ctx.spec,
+    )
     rest: list[Tensor | None] = [None] * captured_ones
     for place, grad in zip(Spec.decode(ctx.spec).wants, found[3 * n :], strict=True):
         rest[place] = grad

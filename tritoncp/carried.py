@@ -1,7 +1,7 @@
-"""User functions as a compiled graph can carry them: their structure as text, what they capture as arguments.
+"""User functions as a compiled graph carries them: structure as text, what they capture as arguments.
 
-Dynamo traces :func:`carry`: it reads a function's closure there, so that captured tensors become inputs of the
-graph and captured numbers become symbols once they have changed. Inside an op, where real values arrive,
+Dynamo traces :func:`carry`. It reads a function's closure there, so that captured tensors become inputs of
+the graph and captured numbers become symbols once they have changed. Inside an op, where real values arrive,
 :func:`rebuild` makes the function again. Code and classes stay in this process and go by number.
 """
 
@@ -27,7 +27,7 @@ from tritoncp.plan import Plan
 _KNOWN: list[Any] = []  # what a graph names by number: it lives as long as the graph may, the process
 _NUMBERS: dict[Any, int] = {}
 
-MOVE = "make it outside the compiled function and pass it in"
+MADE_INSIDE = "made inside torch.compile; make it outside the compiled function and pass it in"
 
 
 def carry(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
@@ -66,9 +66,9 @@ def carry(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
             f'["blocks",{_all((thing.seq_lengths, thing.BLOCK_SIZE, *parts, thing.mask_mod), tensors, ints)}]'
         )
     raise TypeError(
-        f"inside torch.compile, a mask_mod or score_mod may capture tensors, numbers, functions and tuples or lists "
-        f"of these; this one captures a {type(thing).__name__}. Capture what it needs of that, or make a Plan "
-        "outside the compiled function: tritoncp.make_plan(mask, mesh)"
+        "inside torch.compile, a mask_mod or score_mod may capture tensors, numbers, functions, and tuples "
+        f"and lists of these; this one captures a {type(thing).__name__}. Capture what it needs of that; for "
+        "a mask, you can also make a Plan outside the compiled function: tritoncp.make_plan(mask, mesh)"
     )
 
 
@@ -83,14 +83,14 @@ def _carry_function(fn: types.FunctionType, tensors: list[Tensor], ints: list[in
     try:
         cells = fn.__closure__ or ()
     except AttributeError:
-        raise TypeError(f"this function was made while torch.compile traced; {MOVE}") from None
+        raise TypeError(f"this mask_mod or score_mod was {MADE_INSIDE}") from None
     parts = (*(fn.__defaults__ or ()), *[cell.cell_contents for cell in cells])
     return f'["fn",{_number_of_code(fn, fn.__code__)},{_all(parts, tensors, ints)}]'
 
 
 def _handle(thing: Plan | Mask) -> Tensor:
     if thing.handle is None:
-        raise TypeError(f"this {type(thing).__name__} was made while torch.compile traced; {MOVE}")
+        raise TypeError(f"this {type(thing).__name__} was {MADE_INSIDE}")
     return thing.handle
 
 
@@ -101,16 +101,16 @@ def _number(thing: Any) -> int:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _number_of_code(fn: types.FunctionType, code: types.CodeType) -> int:
-    """Called once for each graph, with the real function; that the code is the same is a guard of the graph."""
+    """Called once for each graph, with the real function; the graph guards that the code is the same."""
     seen: list[Tensor] = []
     for cell in (*(fn.__defaults__ or ()), *(cell.cell_contents for cell in fn.__closure__ or ())):
         carry(cell, seen, [])
     for tensor in Fingerprint(fn).tensors:
         if tensor.requires_grad and not any(tensor is known for known in seen):
             raise TypeError(
-                f"{fn.__qualname__} reads a tensor {tuple(tensor.shape)} that requires grad from a global; inside "
-                "torch.compile it would get no gradient. Pass it through a closure: "
-                "def make(bias): def score_mod(...): ...; return score_mod"
+                f"{fn.__qualname__} reads a tensor {tuple(tensor.shape)} that requires grad from a global or "
+                "an object; inside torch.compile it would get no gradient. Capture it: make the function "
+                "inside another one that has the tensor as a local variable"
             )
     if not fn.__defaults__ and not fn.__closure__:
         return _numbered((code, id(fn.__globals__)), fn)

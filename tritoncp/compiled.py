@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritoncp import comm, engines, inputs, plan_cache
 from tritoncp.autograd import forward_op, undisturbed
-from tritoncp.carried import MOVE, carry, rebuild
+from tritoncp.carried import carry, rebuild
 from tritoncp.handles import handle_of
 from tritoncp.plan import Plan
 
@@ -84,9 +84,3 @@ def plan_op(tensors: list[Tensor], ints: list[int], shape: list[int], structure:
 @plan_op.register_fake
 def _(tensors: list[Tensor], ints: list[int], shape: list[int], structure: str, world: str) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
-
-
-def refuse(what: str) -> None:
-    """Raise where ``what`` is called inside a compiled function."""
-    if torch.compiler.is_dynamo_compiling():
-        raise RuntimeError(f"{what} was called inside torch.compile; {MOVE}")

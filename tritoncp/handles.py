@@ -16,6 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 _HELD: dict[int, tuple[Any, StorageWeakRef]] = {}
 _NUMBERS = itertools.count()
 
+MOVE = "call it outside the compiled function and pass its result in"
+
 
 def handle_of(thing: Any) -> Tensor:
     """A new handle. ``thing`` lives as long as anyone holds the handle's memory: a graph saved for backward
@@ -35,3 +37,9 @@ def handle_of(thing: Any) -> Tensor:
 def held_by(handle: Tensor) -> Any:
     """What a handle names."""
     return _HELD[int(handle)][0]
+
+
+def refuse_inside_a_graph(call: str) -> None:
+    """For what decides on the host: inside torch.compile, an error that says to move it out."""
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(f"{call} was called inside torch.compile; {MOVE}")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from tritoncp.closed_forms import (
     prefix_lm,
     sliding_window,
 )
+from tritoncp.handles import handle_of, refuse_inside_a_graph
 from tritoncp.pointwise import reads_batch_or_head, vmapped
 from tritoncp.runs import ABSENT, Kind, Runs
 
@@ -61,6 +63,7 @@ class Mask:
     interval: tuple[Tensor, Tensor] | None
     # int32 (lo, hi), each [B, H, q_len]: inside MASKED blocks a row sees exactly lo <= kv < hi
     reads: tuple[bool, bool] = (False, False)  # whether mask_mod may depend on b, on h
+    handle: Tensor = field(init=False, repr=False)  # by which a compiled graph knows this mask
 
     def __post_init__(self) -> None:
         need = (-(-self.q_len // self.q_block), -(-self.kv_len // self.kv_block))
@@ -69,6 +72,12 @@ class Mask:
                 f"a mask of {self.q_len} x {self.kv_len} in blocks of {self.q_block} x {self.kv_block} has "
                 f"{need[0]} x {need[1]} blocks, its runs have {self.runs.shape[2]} x {self.runs.shape[3]}"
             )
+        nameless = object.__new__(Mask)  # a handle that kept its own mask would never be let go
+        vars(nameless).update(vars(self))
+        object.__setattr__(self, "handle", handle_of(nameless))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mask, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     @property
     def B(self) -> int:
@@ -235,6 +244,7 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
     """
+    refuse_inside_a_graph("create_block_mask")
     B, H, device = B or 1, H or 1, device or "cpu"
     q_block, kv_block = _block_size(BLOCK_SIZE)
     known = mask_mod.intervals(Q_LEN, KV_LEN) if isinstance(mask_mod, MaskMod) else None
