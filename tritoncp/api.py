@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from tritoncp import captured, comm, compiled, engines, inputs, plan_cache
 from tritoncp.autograd import forward_op, pin
 from tritoncp.closed_forms import MaskMod
+from tritoncp.handles import refuse_inside_a_graph
 from tritoncp.masks import Mask
 from tritoncp.plan import Plan
-from tritoncp.sharding import lengthen, take
+from tritoncp.sharding import Placement, lengthen, take
 
 MaskLike = BlockMask | Mask | MaskMod | Plan
 
@@ -33,6 +34,7 @@ def flex_attention(
     *,
     return_aux: AuxRequest | None = None,
     mesh: Any = None,
+    positions: Tensor | None = None,
 ) -> Any:
     """Flex attention over a sequence that is sharded over ``mesh``.
 
@@ -42,37 +44,65 @@ def flex_attention(
     meaning; masks and mods see global indices. Returns out [B, Hq, S_local, E]; with ``return_lse`` or
     ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local].
 
+    The order of a shard cannot be seen in it: ``positions``, the global positions [S_local] or [B, S_local]
+    that the caller believes its rows have, are compared with the plan's (this waits for the device).
+    There is no dropout. Raises TypeError and ValueError before any tensor data moves.
+
     >>> q = k = v = torch.randn(1, 2, 256, 32)
     >>> from tritoncp import causal
     >>> flex_attention(q, k, v, causal()).shape
     torch.Size([1, 2, 256, 32])
     """
     score, mask, mesh = inputs.arguments(score_mod, block_mask, mesh)
-    inputs.check_tensors(query, key, value, enable_gqa)
+    key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
     want_max = return_aux is not None and return_aux.max_scores
-    scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+
+    def check() -> None:
+        inputs.check_aux(return_lse, return_aux)
+        inputs.check_tensors(query, key, value, enable_gqa)
+
     if torch.compiler.is_dynamo_compiling():
+        check()
+        scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
         outs = compiled.attend(query, key, value, score, mask, mesh, scale, kernel_options, want_max)
     else:
         group = comm.group_of(mesh)
-        plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, query, key, group)
+        if isinstance(mask, Plan):
+            check()
+        plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, query, key, group, check)
         inputs.check_plan(plan, query, key, group)
+        if positions is not None:
+            inputs.check_positions(plan, positions)
         world = None if group is None else group.group_name
         outs = attend([query], [key], [value], score, pin(plan), world, scale, kernel_options, want_max)
     if return_aux is not None:
-        return outs[0], AuxOutput(lse=outs[1] if return_aux.lse else None,
-                                  max_scores=outs[2] if return_aux.max_scores else None)
+        return outs[0], AuxOutput(
+            lse=outs[1] if return_aux.lse else None, max_scores=outs[2] if return_aux.max_scores else None
+        )
     return (outs[0], outs[1]) if return_lse else outs[0]
 
 
-def attend(q: list[Tensor], k: list[Tensor], v: list[Tensor], score_mod: Any, plan: Plan, world: str | None,
-           scale: float | None, options: dict[str, Any] | None, want_max: bool) -> list[Tensor]:
+def attend(
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    score_mod: Any,
+    plan: Plan,
+    world: str | None,
+    scale: float | None,
+    options: dict[str, Any] | None,
+    want_max: bool,
+) -> list[Tensor]:
     """Run one layer for the ranks whose tensors are given: outs, lses, max_scores."""
     score = captured.score_of(score_mod, q[0])
     numbers, captures = (score.numbers, score.tensors) if score else ((), ())
     spec = engines.Spec(
-        score=engines.register(score), carried=None, wants=score.wants if score else (),
-        numbers=tuple("i" if isinstance(n, int) else "f" for n in numbers), want_max=want_max, world=world,
+        score=engines.register(score),
+        carried=None,
+        wants=score.wants if score else (),
+        numbers=tuple("i" if isinstance(n, int) else "f" for n in numbers),
+        want_max=want_max,
+        world=world,
         options=tuple(sorted((options or {}).items())),
     )
     ints = [n for n in numbers if isinstance(n, int)]
@@ -82,65 +112,121 @@ def attend(q: list[Tensor], k: list[Tensor], v: list[Tensor], score_mod: Any, pl
     return forward_op(q, k, v, list(captures), ints, floats, scale, plan.handle, spec.encode())
 
 
+@overload
 def make_plan(
     block_mask: BlockMask | Mask,
+    mesh: Any = ...,
+    *,
+    balancer: str | None = ...,
+    schedule: str = ...,
+    world_size: int | None = ...,
+    rank: int | None = ...,
+) -> Plan: ...
+@overload
+def make_plan(
+    block_mask: Mapping[str, BlockMask | Mask],
+    mesh: Any = ...,
+    *,
+    balancer: str | None = ...,
+    schedule: str = ...,
+    world_size: int | None = ...,
+    rank: int | None = ...,
+) -> dict[str, Plan]: ...
+def make_plan(
+    block_mask: Any,
     mesh: Any = None,
     *,
     balancer: str | None = "ptrr",
     schedule: str = "auto",
     world_size: int | None = None,
     rank: int | None = None,
-) -> Plan:
+) -> Any:
     """Decide who owns which block of the global mask.
 
-    mesh: 1-D DeviceMesh or ProcessGroup; or ``world_size`` and ``rank`` without one. balancer: "ptrr",
-    "head_tail", "contiguous", or None for natural order.
+    block_mask: a mask, or a dict of masks of one model's layers: their work is summed, so that one placement
+    serves all, and a dict of plans comes back. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call
+    this; or ``world_size`` and ``rank`` without one. balancer: "ptrr", "head_tail", "contiguous", or None for
+    natural order. Raises TypeError for a closed form, which has no lengths; raises on every rank where one
+    rank fails, or ranks differ in mask, options or versions.
 
-    >>> from tritoncp import causal, create_block_mask
-    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 1024, 1024), world_size=4, rank=1)
+    >>> from tritoncp import causal, create_block_mask, sliding_window
+    >>> mask = create_block_mask(causal(), 1, 1, 1024, 1024)
+    >>> plan = make_plan(mask, world_size=4, rank=1)
     >>> plan.owners.tolist(), plan.imbalance
     ([[0, 1, 2, 3, 3, 2, 1, 0]], 1.0)
+    >>> near = create_block_mask(sliding_window(128), 1, 1, 1024, 1024)
+    >>> plans = make_plan({"full": mask, "window": near}, world_size=4)
+    >>> torch.equal(plans["full"].owners, plans["window"].owners)
+    True
     """
+    refuse_inside_a_graph("make_plan")
     group = comm.group_of(mesh)
     if group is not None:
         world_size, rank = group.size(), group.rank()
-    mask, sources = plan_cache.compact(block_mask)
-    plan = plans.build(mask, world_size or 1, rank or 0, balancer=balancer, schedule=schedule)
-    return pin(plan_cache.record(plan, sources))
+    masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
+    made = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule)
+    return made if isinstance(block_mask, Mapping) else made[""]
 
 
-def shard(x: Tensor, plan: Plan, *, dim: int, side: str = "q", batch_dim: int | None = 0,
-          pad: float | int | bool = 0) -> Tensor:
-    """This rank's part of a global tensor, in the plan's order; ``pad`` fills the padding at the end.
+def shard(
+    x: Tensor,
+    plan_or_mask: MaskLike | None,
+    mesh: Any = None,
+    *,
+    dim: int,
+    side: str = "q",
+    batch_dim: int | None = 0,
+    pad: float | int | bool = 0,
+) -> Tensor:
+    """This rank's part of a global tensor: in a plan's order; for a raw mask the r-th piece of it.
 
-    x: any tensor whose dimension ``dim`` is the global sequence. Differentiable: the backward pass puts own
-    positions back and zeros elsewhere, without communication.
+    x: any tensor whose dimension ``dim`` is the global sequence. ``pad`` fills the padding at the end of a
+    plan's shard. Differentiable: the backward pass puts own positions back and zeros elsewhere, without
+    communication.
 
     >>> from tritoncp import causal, create_block_mask
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
     >>> shard(torch.arange(8), plan, dim=0)
     tensor([2, 3, 4, 5])
     """
-    placement = inputs.side_of(plan, side)
+    placement, rank = _placement(x, plan_or_mask, comm.group_of(mesh), dim, side)
     inputs.check_length(x, dim, placement.length, "a global tensor")
-    return take(x, placement.positions(plan.rank), dim, batch_dim, pad)
+    return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 
-def unshard(x: Tensor, plan: Plan, mesh: Any = None, *, dim: int, side: str = "q", batch_dim: int | None = 0,
-            grad: str | None = None) -> Tensor:
+def unshard(
+    x: Tensor,
+    plan_or_mask: BlockMask | Mask | Plan,
+    mesh: Any = None,
+    *,
+    dim: int,
+    side: str = "q",
+    batch_dim: int | None = 0,
+    grad: str | None = None,
+) -> Tensor:
     """Gather the shards of all ranks into the global tensor, without padding.
 
     ``grad`` says what the backward pass means when x requires grad: "sum" (the loss is a sum over ranks:
     reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
     """
-    placement = inputs.side_of(plan, side)
-    inputs.check_length(x, dim, placement.lengths[plan.rank], "this rank's shard")
+    group = comm.group_of(mesh)
+    inputs.check_gathered(plan_or_mask, 1 if group is None else group.size())
+    placement, rank = _placement(x, plan_or_mask, group, dim, side)
+    inputs.check_length(x, dim, placement.lengths[rank], "this rank's shard")
     if x.requires_grad and grad not in ("sum", "slice"):
-        raise ValueError("x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every "
-                         f"rank computes the same loss); got grad={grad!r}")
+        raise ValueError(
+            "x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every rank "
+            f"computes the same loss); got grad={grad!r}"
+        )
     rows = lengthen(x, dim, placement.s_max).movedim(dim, 0).contiguous()
-    whole = Gather.apply(rows, comm.group_of(mesh), grad == "sum").movedim(0, dim)
+    whole = Gather.apply(rows, group, grad == "sum").movedim(0, dim)
     return take(whole, placement.inverse, dim, batch_dim, 0)
+
+
+def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
+    world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    inputs.check_dim(x, dim)
+    return inputs.placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
 
 
 class Gather(torch.autograd.Function):
@@ -167,6 +253,21 @@ def _collect(what: comm.Collective, group: Any) -> Tensor:
     return comm.lockstep([schedule()])[0] if group is None else comm.run(schedule(), group)
 
 
-def positions(plan: Plan) -> Tensor:
-    """Global position of each local token, -1 at padding: int64 [B or 1, S_local]."""
-    return plan.positions
+def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
+    """Global position of each local token, -1 at padding: int64 [B or 1, S_local].
+
+    documents: number of each global token's document, [N] or [B, N], or the ``document(...)`` mask: positions
+    then start at 0 in every document, as rotary embeddings of packed sequences want them.
+
+    >>> from tritoncp import causal, create_block_mask
+    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
+    >>> positions(plan).tolist(), positions(plan, torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])).tolist()
+    ([[2, 3, 4, 5]], [[2, 0, 1, 2]])
+    """
+    at = plan.positions
+    if documents is None:
+        return at
+    first = inputs.document_starts(documents, plan.q.length)  # [B or 1, N]
+    batch = max(len(first), len(at))
+    within = at - first.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
+    return within.masked_fill(at < 0, -1)

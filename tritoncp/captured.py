@@ -57,8 +57,13 @@ def _translated(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod
             plan._shared["mask_mod"] = None
     if plan._shared["mask_mod"] is not None:
         return plan._shared["mask_mod"]
-    evaluate, device = plan._shared.get("evaluate", (fn, "cpu"))
-    return mods.mask_mod(bitmask(plan, ranks, batch, heads, evaluate, device).mask_mod())
+    *ways, (last, device) = plan._shared.get("ways", [(fn, torch.device("cpu"))])
+    for evaluate, place in ways:
+        try:
+            return mods.mask_mod(bitmask(plan, ranks, batch, heads, evaluate, place).mask_mod())
+        except RuntimeError:
+            continue  # written for another device
+    return mods.mask_mod(bitmask(plan, ranks, batch, heads, last, device).mask_mod())
 
 
 def _placed(mod: Mod, device: torch.device) -> Mod:

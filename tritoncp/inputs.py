@@ -6,17 +6,17 @@ Each message says what was given, what is needed and what to do.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.closed_forms import MaskMod
+from tritoncp.closed_forms import Document, MaskMod, document
 from tritoncp.masks import Mask
-from tritoncp.plan import Plan
-from tritoncp.sharding import Placement
+from tritoncp.plan import Plan, pieces
+from tritoncp.sharding import Placement, natural
 
 MASKS = (BlockMask, Mask, MaskMod, Plan)
 MAX_HEAD_DIM = 256
@@ -64,6 +64,8 @@ def _hint(given: Any) -> str:
 
 
 def _check_score_mod(fn: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return  # a look at its signature would compile anew for every function; translating it checks too
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -85,7 +87,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit together: "
-            "[B, Hq, Sq, D], [B, Hkv, Skv, D] and [B, Hkv, Skv, E] are needed; expand() a shared batch"
+            "[B, Hq, Sq, D], [B or 1, Hkv, Skv, D] and [B or 1, Hkv, Skv, E] are needed"
         )
     heads = f"{q.shape[1]} query heads and {k.shape[1]} key heads"
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
@@ -131,6 +133,12 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(
             f"{name} has head dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: use more, smaller heads"
         )
+
+
+def shared_batch(q: Tensor, x: Tensor) -> Tensor:
+    """Keys or values of batch 1 serve every batch row of the queries, as torch has it."""
+    fits = isinstance(x, Tensor) and isinstance(q, Tensor) and x.ndim == q.ndim == 4
+    return x.expand(q.shape[0], -1, -1, -1) if fits and x.shape[0] == 1 != q.shape[0] else x
 
 
 def check_aux(return_lse: bool, return_aux: Any) -> None:
@@ -238,14 +246,86 @@ def check_mask_captures(tensors: Sequence[Tensor]) -> None:
             )
 
 
-def check_length(x: Tensor, dim: int, length: int, what: str) -> None:
+def check_dim(x: Tensor, dim: int) -> None:
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim={dim}: the tensor {tuple(x.shape)} has no such dimension; name its sequence")
+        raise ValueError(f"the tensor {tuple(x.shape)} has no dimension {dim}; dim= is that of its sequence")
+
+
+def check_length(x: Tensor, dim: int, length: int, what: str) -> None:
     if x.shape[dim] != length:
         raise ValueError(f"{what} is needed: {length} rows along dimension {dim}; got {tuple(x.shape)}")
 
 
+def placement_of(
+    plan_or_mask: Any, world_size: int, rank: int, side: str, length: int
+) -> tuple[Placement, int]:
+    """Where tokens lie, and the rank that asks: a Plan's own, or natural order for a raw mask.
+
+    length: of the global sequence, for closed forms, which have none.
+    """
+    if isinstance(plan_or_mask, Plan):
+        return side_of(plan_or_mask, side), plan_or_mask.rank
+    _check_side(side)
+    if isinstance(plan_or_mask, BlockMask):
+        length = plan_or_mask.seq_lengths[side == "kv"]
+    elif isinstance(plan_or_mask, Mask):
+        length = plan_or_mask.q_len if side == "q" else plan_or_mask.kv_len
+    elif plan_or_mask is not None and not isinstance(plan_or_mask, MaskMod):
+        raise TypeError(
+            f"a Plan or a mask is needed; got a {type(plan_or_mask).__name__}. make_plan(block_mask, mesh) "
+            "makes a "
+            "plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
+        )
+    return natural(pieces(length, world_size), max(1, length)), rank
+
+
+def check_gathered(plan_or_mask: Any, world_size: int) -> None:
+    """What unshard takes."""
+    if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None:
+        raise TypeError(
+            f"{plan_or_mask!r} does not say how long the whole sequence is; pass the Plan or "
+            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+        )
+    if isinstance(plan_or_mask, Plan) and plan_or_mask.world_size != world_size:
+        raise ValueError(
+            f"the plan is for {plan_or_mask.world_size} ranks, the mesh has {world_size}; pass the mesh it "
+            "was "
+            "made with, unshard(x, plan, mesh, dim=...)"
+        )
+
+
+def document_starts(documents: Any, length: int) -> Tensor:
+    """Position of the first token of each token's document: int64 [B or 1, length]."""
+    mask = document(ids=documents) if isinstance(documents, Tensor) else documents
+    if not isinstance(mask, Document):
+        raise TypeError(
+            f"documents is a tensor with the document of each token, or document(...); got {mask!r}"
+        )
+    found = mask.intervals(length, length)
+    if found is None:
+        raise ValueError(
+            "a document comes in several pieces; positions within documents need each in one piece"
+        )
+    return found[0][:, 0]
+
+
+def check_plannable(masks: Mapping[Any, Any]) -> None:
+    """What make_plan takes: masks that know their lengths."""
+    for mask in masks.values():
+        if isinstance(mask, MaskMod) or mask is None:
+            make = (
+                "full_mask(q_len, kv_len)"
+                if mask is None
+                else f"create_block_mask({mask!r}, B, H, Q_LEN, KV_LEN)"
+            )
+            raise TypeError(f"{mask!r} has no lengths, and a plan needs them: make_plan({make}, mesh)")
+
+
 def side_of(plan: Plan, side: str) -> Placement:
-    if side not in ("q", "kv"):
-        raise ValueError(f'side is "q" or "kv"; got {side!r}')
+    _check_side(side)
     return plan.q if side == "q" else plan.kv
+
+
+def _check_side(side: str) -> None:
+    if side not in ("q", "kv"):
+        raise ValueError(f'side={side!r} is not known; it is "q" for queries or "kv" for keys and values')

@@ -201,6 +201,12 @@ def build(
         raise ValueError(f"unknown balancer {balancer!r}; known: {', '.join(sorted(balancers))}")
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; known: auto, {', '.join(SCHEDULES)}")
+    sizes = {(m.q_len, m.kv_len, m.q_block, m.kv_block) for m in (mask, *weighed)}
+    if len(sizes) > 1:
+        given = ", ".join(f"{a} x {b} in blocks of {c} x {d}" for a, b, c, d in sorted(sizes))
+        raise ValueError(
+            f"masks that share a placement are {given}; make them for the same lengths and BLOCK_SIZE"
+        )
     if balancer is None or world_size == 1:
         q = natural(_pieces("query", lengths, mask.q_len, world_size), mask.q_block)
         same = kv_lengths is None and mask.kv_len == mask.q_len
@@ -211,9 +217,18 @@ def build(
     return Plan(mask, q, kv, rank, name, "allgather", reason="the only schedule so far")
 
 
+def pieces(total: int, world_size: int) -> list[int]:
+    """Lengths of natural-order pieces that differ by at most one token.
+
+    >>> pieces(10, 4)
+    [3, 3, 2, 2]
+    """
+    return [total // world_size + (rank < total % world_size) for rank in range(world_size)]
+
+
 def _pieces(what: str, lengths: Sequence[int] | None, total: int, world_size: int) -> Sequence[int]:
     if lengths is None:
-        return [total // world_size + (rank < total % world_size) for rank in range(world_size)]
+        return pieces(total, world_size)
     if len(lengths) != world_size or sum(lengths) != total:
         raise ValueError(
             f"the {what} shards of the ranks are {list(lengths)} tokens long, {sum(lengths)} together, but the mask "
@@ -239,12 +254,6 @@ def _balance(
 def _costs(weighed: Sequence[Runs]) -> Tensor:
     """Work of each row of blocks, over all heads and all masks: [Bm, rows]. Of several masks each counts
     for one layer, however many heads it is listed for."""
-    if len({runs.shape[2:] for runs in weighed}) > 1:
-        shapes = ", ".join(f"{runs.shape[2]} x {runs.shape[3]}" for runs in weighed)
-        raise ValueError(
-            f"masks that share a placement have {shapes} blocks; make them for the same lengths with the same "
-            "BLOCK_SIZE"
-        )
     counts = [sum(runs.counts()).sum(1) for runs in weighed]  # type: ignore[misc]
     if len(counts) == 1:
         return counts[0]

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp import agreement, plan
 from tritoncp.agreement import fact
 from tritoncp.autograd import pin
-from tritoncp.inputs import check_lengths
+from tritoncp.inputs import check_lengths, check_plannable
 from tritoncp.masks import Mask
 from tritoncp.mods.captures import describe
 from tritoncp.plan import Plan
@@ -146,6 +146,7 @@ def make(
     """One placement for all these masks, and a plan each."""
 
     def build() -> tuple[dict[str, Plan], agreement.Facts, Sequence[int]]:
+        check_plannable(masks)
         sources = {name: Sources.of(mask) for name, mask in masks.items()}
         whole = {name: source.compact(1, 0, 0) for name, source in sources.items()}
         made = {
