@@ -25,14 +25,23 @@ test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 verify: $(VENV)/.dev-ready ## the suite and everything marked nightly: the full product of factors
 	OMP_NUM_THREADS=1 $(py) -m pytest -m "nightly or not nightly" $(ARGS)
 
-# A machine with a GPU mostly has its own torch: used as it is, with the checkout on the path.
-gpu: ## the tests that need a GPU, then the benchmark
-	@set -e; run=$$($(PYTHON) -c "import sys, torch; print(sys.executable)" 2>/dev/null || true); \
-	if [ -z "$$run" ]; then $(MAKE) --no-print-directory $(VENV)/.dev-ready; run=$(py); fi; \
-	$$run -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch finds no GPU here')"; \
-	set -x; export PYTHONPATH=.; \
-	$$run -m pytest -o addopts="" --import-mode=importlib tests/gpu $(ARGS); \
-	$$run -m tritoncp.perf.run
+# A machine with a GPU mostly has its own torch: used as it is, with the checkout on the path. Each of the
+# three parts runs whatever became of the one before; the status tells whether all went well. Together under
+# nine minutes; what is measured is in $(OUT)/*.jsonl as soon as it is known.
+OUT ?= perf/history
+JOBS ?= 8
+gpu: ## the tests that need a GPU, then the benchmark (OUT=folder JOBS=8 ARGS="-k masks")
+	@run=$$($(PYTHON) -c "import sys, torch; print(sys.executable)" 2>/dev/null || true); \
+	if [ -z "$$run" ]; then $(MAKE) --no-print-directory $(VENV)/.dev-ready && run=$(py) || exit 1; fi; \
+	$$run -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch finds no GPU here')" || exit 1; \
+	if $$run -c "import xdist" 2>/dev/null; then jobs="-n $(JOBS)"; else jobs=; fi; \
+	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT; \
+	export PYTHONPATH=. PYTHONUNBUFFERED=1 TRITONCP_CACHE_DIR="$${TRITONCP_CACHE_DIR:-$$cache}"; \
+	tests="env OMP_NUM_THREADS=1 $$run -m pytest -o addopts= --import-mode=importlib -v -ra --durations=10"; failed=; set -x; \
+	timeout -s INT 60 $$tests tests/gpu/test_smoke.py || failed="$$failed smoke"; \
+	timeout -s INT 180 $$tests $$jobs --ignore=tests/gpu/test_smoke.py tests/gpu $(ARGS) || failed="$$failed tests"; \
+	$$run -m tritoncp.perf.run --budget 270 --out "$(OUT)" || failed="$$failed benchmark"; \
+	set +x; if [ -n "$$failed" ]; then echo "make gpu: not well:$$failed"; exit 1; fi
 
 format: $(VENV)/.dev-ready ## rewrite in the house style
 	$(bin)/ruff format $(sources)
