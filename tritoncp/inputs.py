@@ -137,7 +137,8 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
 
 def shared_batch(q: Tensor, x: Tensor) -> Tensor:
     """Keys or values of batch 1 serve every batch row of the queries, as torch has it."""
-    fits = isinstance(x, Tensor) and isinstance(q, Tensor) and x.ndim == q.ndim == 4
+    plain = isinstance(x, Tensor) and isinstance(q, Tensor) and not (x.is_nested or q.is_nested)
+    fits = plain and x.ndim == q.ndim == 4
     return x.expand(q.shape[0], -1, -1, -1) if fits and x.shape[0] == 1 != q.shape[0] else x
 
 
@@ -198,12 +199,13 @@ def check_lengths(lengths: Sequence[int], kv_lengths: Sequence[int], q_len: int,
                 "mesh= "
                 "if the sequence is sharded"
             )
-        local = " It looks like one rank's local mask." if whole in rows else ""
-        whole_each = " It looks as if every rank holds the whole sequence." if set(rows) == {whole} else ""
+        alike = ""
+        if set(rows) == {whole}:
+            alike = " Either this is one rank's local mask, or every rank holds the whole sequence."
         raise ValueError(
             f"the {what} shards of the ranks are {_few(rows)} rows long, {total} together, the mask is for "
             f"{whole}."
-            f"{whole_each or local} Make the mask for the global sequence, and give rank r the r-th piece "
+            f"{alike} Make the mask for the global sequence, and give rank r the r-th piece "
             "of it: "
             f"shard({what}, mask, mesh, dim=2)"
         )
