@@ -1,0 +1,219 @@
+"""The all-gather schedule: what is sent when, what is kept, and that heads may be cut anywhere."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tritoncp
+from tests.dist.ranks import run as on_ranks
+from tests.kernels.harness import F32, F64, QKV, agree, close, cotangents, oracle, over_ranks, qkv, same
+from tritoncp import comm, engines
+from tritoncp.comm import AllGather, ReduceScatter, Wait
+from tritoncp.eager import EagerEngine
+from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
+from tritoncp.plan import Plan, build
+from tritoncp.schedules import allgather
+
+MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, None, 24, 24, BLOCK_SIZE=8)
+
+
+def per_head(heads: int) -> Mask:
+    """Block lists and bits of their own for every head."""
+    bits = torch.rand(1, heads, 24, 24, generator=torch.Generator().manual_seed(0)) < 0.3
+    return create_block_mask(lambda b, h, q, kv: bits[b, h, q, kv], 1, heads, 24, 24, BLOCK_SIZE=8)
+
+
+# -- head groups --------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 8))
+def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, world_size: int, group: int) -> None:
+    groups = allgather.head_groups(kv_heads, world_size)
+    assert [h for piece in groups for h in range(kv_heads)[piece]] == list(range(kv_heads))
+    assert len(groups) <= (1 if world_size == 1 else allgather.HEAD_GROUPS)
+    q, k = torch.empty(1, kv_heads * group, 1, 1), torch.empty(1, kv_heads, 1, 1)
+    for piece in groups:
+        mine = allgather.query_heads(piece, q, k)
+        assert {h // group for h in range(kv_heads * group)[mine]} == set(range(kv_heads)[piece])
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 5])
+def test_heads_may_be_cut_anywhere(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Per-head ALiBi with a learned slope, and a mask of its own for each head: h is the call's."""
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    monkeypatch.setattr(allgather, "HEAD_GROUPS", pieces)
+    x = qkv(24, heads=10, kv_heads=5, dim=4, dtype=F64)
+    slope, start = [torch.rand(10, dtype=F64)], cotangents(x)
+
+    def score(slope: Tensor) -> Any:
+        return lambda s, b, h, q, kv: s - slope[h] * (q - kv).abs()
+
+    mask = per_head(10)
+    want = oracle(x, mask, score, slope, start=start)
+    agree(over_ranks(x, build(mask, 3), score, slope, start=start), want, 1e-10)
+
+
+def test_per_head_masks_and_slopes_under_a_head_split_on_the_kernels() -> None:
+    x = qkv(24, heads=6, kv_heads=3)  # pieces of two and one
+    slope, start = [torch.rand(6)], cotangents(x)
+
+    def score(slope: Tensor) -> Any:
+        return lambda s, b, h, q, kv: s - slope[h] * (q - kv).abs()
+
+    mask = per_head(6)
+    agree(
+        over_ranks(x, build(mask, 2), score, slope, start=start), oracle(x, mask, score, slope, start=start)
+    )
+
+
+# -- what is sent when --------------------------------------------------------------------------------
+
+
+class Told(EagerEngine):
+    """An engine that says when it computes."""
+
+    def __init__(self, said: list[Any]) -> None:
+        super().__init__(0.5)
+        object.__setattr__(self, "said", said)
+
+    def forward(self, *args: Any, **kw: Any) -> Any:
+        return self._saying(super().forward(*args, **kw))
+
+    def dkdv(self, *args: Any, **kw: Any) -> Any:
+        return self._saying(super().dkdv(*args, **kw))
+
+    def _saying(self, step: Any) -> Any:
+        return lambda: (self.said.append("compute"), step())
+
+
+def story(schedule: comm.Schedule[Any], world_size: int, said: list[str]) -> Any:
+    """Drive one rank whose neighbours send zeros; write down what it asks for."""
+    answer: Any = None
+    while True:
+        try:
+            asked = schedule.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(asked, Wait):
+            said.append(f"wait {asked.ticket.work}")
+            answer = asked.ticket.result
+            continue
+        number = Counter(type(a).__name__ for a in said if not isinstance(a, str))[type(asked).__name__]
+        said.append(asked)
+        x = asked.x
+        gather = isinstance(asked, AllGather)
+        result = torch.cat([x, x.new_zeros((world_size - 1) * x.shape[0], *x.shape[1:])]) if gather else x
+        answer = comm.Ticket(
+            result if gather else x[: x.shape[0] // world_size], f"{type(asked).__name__} {number}"
+        )
+
+
+def names(said: list[Any]) -> list[str]:
+    return [one if isinstance(one, str) else type(one).__name__ for one in said]
+
+
+def rank_zero(x: QKV, plan: Plan) -> QKV:
+    return QKV(*(tritoncp.shard(t, plan, dim=2) for t in x))
+
+
+def test_the_next_heads_fly_while_these_are_computed() -> None:
+    plan = build(MASK, 2)
+    x = rank_zero(qkv(24, heads=4, dtype=F64), plan)
+    said: list[Any] = []
+    engine = Told(said)
+    out, lse, _ = story(allgather.forward(plan, engine, *x, False), 2, said)
+    first, second = ["AllGather", "wait AllGather 0", "AllGather", "compute"], ["wait AllGather 1", "compute"]
+    assert names(said) == first + second
+    said.clear()
+    story(allgather.backward(plan, engine, *x, out, lse, torch.ones_like(out), None), 2, said)
+    home = ["wait ReduceScatter 0", "wait ReduceScatter 1"]  # gradients fly until the end
+    assert names(said) == [*first, "ReduceScatter", *second, "ReduceScatter", *home]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, F32, F64], ids=str)
+def test_keys_travel_as_they_are_and_gradients_in_float32(dtype: torch.dtype) -> None:
+    plan = build(MASK, 3)
+    x = rank_zero(qkv(24, heads=3, dtype=dtype, dim=4, v_dim=6), plan)
+    said: list[Any] = []
+    out, lse, _ = story(allgather.forward(plan, EagerEngine(0.5), *x, False), 3, said)
+    found = story(allgather.backward(plan, EagerEngine(0.5), *x, out, lse, out, None), 3, said)
+    sums = F64 if dtype == F64 else F32
+    for asked in said:
+        if isinstance(asked, AllGather):
+            assert asked.x.dtype == dtype and asked.x.shape[0] == plan.kv.s_max and asked.x.shape[3] == 10
+        if isinstance(asked, ReduceScatter):
+            assert asked.x.dtype == sums and asked.x.shape[0] == 3 * plan.kv.s_max
+    heads = [one.x.shape[2] for one in said if isinstance(one, AllGather)]
+    assert heads == [2, 1, 2, 1]
+    assert [g.dtype for g in found] == [dtype] * 3 and [g.shape for g in found] == [t.shape for t in x]
+
+
+def test_one_rank_sends_nothing() -> None:
+    x = qkv(24, heads=4, dtype=F64)
+    said: list[Any] = []
+    out, lse, top = story(allgather.forward(build(MASK), EagerEngine(0.25), *x, True), 1, said)
+    grads = story(allgather.backward(build(MASK), EagerEngine(0.25), *x, out, lse, out, None), 1, said)
+    assert said == []
+    want = oracle(x, MASK, start=(out, lse * 0), scale=0.25)
+    for a, b, name in zip((out, lse, top, *grads), (*want[:3], *want.grads), ("out", "lse", "top", *"qkv")):
+        close(a, b, name)
+
+
+# -- what is kept for backward ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int) -> None:
+    """No copy, and nothing whose size grows with the global sequence."""
+    world = tritoncp.simulate(world_size)
+    plan = world.make_plan(MASK)
+    slope = torch.rand(2, requires_grad=True)
+    shards = [[s.requires_grad_() for s in world.shard(t, plan, dim=2)] for t in qkv(24, heads=2)]
+
+    def run() -> tuple[list[Tensor], list[Tensor]]:
+        return world.flex_attention(*shards, lambda s, b, h, q, kv: s * slope[h], plan, return_lse=True)
+
+    run()  # translating the score_mod saves tensors of its own
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        outs, lses = run()
+    own = *outs, *lses, slope, *(s for side in shards for s in side)
+    known = {t.untyped_storage().data_ptr() for t in own}
+    more = [t for t in kept if t.untyped_storage().data_ptr() not in known]
+    assert sum(t.numel() for t in more) <= 1  # the plan's handle
+    assert len(kept) == 5 * world_size + 1 + len(more)
+
+
+# -- over processes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["eager", "kernels"])
+def test_real_ranks_compute_what_lockstep_does(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit on the eager engine in float64 with two ranks, where a sum has one order."""
+    monkeypatch.setattr(engines, "uses_triton", lambda device: kernels)
+    plan = build(MASK, 2)
+    x = qkv(24, heads=2, dtype=F64)
+    dout, dlse = cotangents(x)
+
+    whole = over_ranks(x, plan, start=(dout, dlse))
+
+    def shards(rank: int, *tensors: Tensor) -> list[Tensor]:
+        pads = [-torch.inf if t is whole.lse else 0 for t in tensors]
+        return [tritoncp.shard(t, plan.for_rank(rank), dim=2, pad=pad) for t, pad in zip(tensors, pads)]
+
+    def work(group: Any) -> list[Tensor]:
+        leaves = [t.requires_grad_() for t in shards(group.rank(), *x)]
+        mine = plan.for_rank(group.rank())
+        out, lse = tritoncp.flex_attention(*leaves, mine, group, return_lse=True)
+        grads = torch.autograd.grad([out, lse], leaves, shards(group.rank(), dout, dlse))
+        return [out.detach(), lse.detach(), *grads]
+
+    agree(whole, oracle(x, MASK, start=(dout, dlse)), 1e-10)
+    assert not all(bool(plan.for_rank(rank).valid.all()) for rank in range(2))  # one shard is padded
+    for rank, found in enumerate(on_ranks(2, work)):
+        same(found, shards(rank, whole.out, whole.lse, *whole.grads))
