@@ -185,26 +185,13 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         for some in ((grads[:n], outs), (grads[n : 2 * n], lses))
     )
     some_dlse = any(grad is not None for grad in grads[n : 2 * n])
-    found = backward_op(
-        douts,
-        dlses if some_dlse else [],
-        q,
-        k,
-        v,
-        outs,
-        lses,
-        captures,
-        ctx.ints,
-        ctx.floats,
-        ctx.scale,
-        plan,
-        ctx.spec,
-    )
+    tensors = douts, dlses if some_dlse else [], q, k, v, outs, lses, captures
+    found = backward_op(*tensors, ctx.ints, ctx.floats, ctx.scale, plan, ctx.spec)
     rest: list[Tensor | None] = [None] * captured_ones
     for place, grad in zip(Spec.decode(ctx.spec).wants, found[3 * n :], strict=True):
         rest[place] = grad
     # An empty list is one of tensors to torch, and wants as many gradients.
-    numbers = (None if given else [] for given in (ctx.ints, ctx.floats))
+    numbers: Any = (None if given else [] for given in (ctx.ints, ctx.floats))
     return (*_cut(found[: 3 * n], n, n, n), rest, *numbers, None, None, None)
 
 

@@ -94,12 +94,12 @@ def _handle(thing: Plan | Mask) -> Tensor:
     return thing.handle
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _number(thing: Any) -> int:
     return _numbered((type(thing), thing), thing)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _number_of_code(fn: types.FunctionType, code: types.CodeType) -> int:
     """Called once for each graph, with the real function; the graph guards that the code is the same."""
     seen: list[Tensor] = []
@@ -152,8 +152,9 @@ def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
         return tuple(parts) if kind == "tuple" else parts
     if kind == "partial":
         names = _KNOWN[rest[0]]
-        split = len(parts) - len(names)
-        return functools.partial(*parts[:split], **dict(zip(names, parts[split:], strict=True)))
+        fn, *given = parts
+        split = len(given) - len(names)
+        return functools.partial(fn, *given[:split], **dict(zip(names, given[split:], strict=True)))
     if kind == "mask":
         return _KNOWN[rest[0]](*parts)
     if kind == "blocks":

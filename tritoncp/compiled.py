@@ -43,13 +43,13 @@ def attend(
     return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _world(mesh: Any) -> str:
     group = comm.group_of(mesh)
     return "" if group is None else group.group_name
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _spec(
     score: str | None, wants: tuple[int, ...], want_max: bool, world: str, options: dict[str, Any]
 ) -> str:

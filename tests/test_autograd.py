@@ -1,0 +1,203 @@
+"""The registered ops: their contracts with torch, what is saved between them, what may not change there."""
+
+import threading
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.nn.attention.flex_attention import AuxRequest
+from torch.utils._pytree import tree_map_only
+
+import tritoncp
+from tests.zoo import S
+from tritoncp import api, autograd, causal, create_block_mask, engines, make_plan, simulate
+from tritoncp.reference import dense_attention
+
+
+@pytest.fixture(params=["eager", "kernels"])
+def engine(request, monkeypatch):
+    if request.param == "eager":
+        monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+
+
+def inputs(heads=2, kv_heads=2, dim=16, length=S, dtype=torch.float32):
+    return [torch.randn(1, n, length, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+
+
+def table_mask():
+    """A mask whose masked blocks have to call the mask_mod, and the tensor that it captures."""
+    table = torch.rand(S, S) < 0.4
+    return create_block_mask(lambda b, h, q, kv: table[q, kv], 1, 1, S, S, BLOCK_SIZE=32), table
+
+
+def bias_of(heads, **options):
+    bias = torch.randn(heads, **options)
+    return (lambda s, b, h, q, kv: s * 1.5 + bias[h] * (q - kv) / 7), bias
+
+
+def recorded(monkeypatch, module, name, call):
+    """The arguments of every call of an op, without their history."""
+    seen = []
+    op = getattr(module, name)
+
+    def record(*args):
+        seen.append(tree_map_only(torch.Tensor, torch.Tensor.detach, args))
+        return op(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, record)
+        call()
+    return seen
+
+
+def plain(q, k, v):
+    return tritoncp.flex_attention(q, k, v, create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32))
+
+
+def grouped(q, k, v):
+    return tritoncp.flex_attention(q, k[:, :1], v[:, :1, :, :8], table_mask()[0], enable_gqa=True)
+
+
+def captures(q, k, v):
+    score_mod, _ = bias_of(2, requires_grad=True)
+    return tritoncp.flex_attention(q, k, v, score_mod, table_mask()[0], scale=0.3)
+
+
+def all_outputs(q, k, v):
+    aux = AuxRequest(lse=True, max_scores=True)
+    out, more = tritoncp.flex_attention(q, k, v, table_mask()[0], return_aux=aux)
+    return out + more.lse[..., None]
+
+
+def two_ranks(q, k, v):
+    world = simulate(2)
+    plan = world.make_plan(table_mask()[0])
+    return world.flex_attention(*(world.shard(x, plan, dim=2) for x in (q, k, v)), plan)[1]
+
+
+@pytest.mark.parametrize("call", [plain, grouped, captures, all_outputs, two_ranks])
+def test_opcheck(call, monkeypatch):
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    tensors = inputs()
+    (sample,) = recorded(monkeypatch, api, "forward_op", lambda: call(*tensors))
+    opcheck(autograd.forward_op, sample)
+
+    def backward():
+        call(*(x.requires_grad_() for x in tensors)).square().sum().backward()
+
+    (sample,) = recorded(monkeypatch, autograd, "backward_op", backward)
+    opcheck(autograd.backward_op, sample)
+
+
+def saved_by(call):
+    """Storages that autograd keeps, by address: bytes of each."""
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        results = call()
+    return kept, results
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_is_saved_are_the_shards_and_captures_themselves(ranks, engine):
+    world = simulate(ranks)
+    plan = world.make_plan(table_mask()[0])
+    shards = [world.shard(x, plan, dim=2) for x in inputs()]
+    for x in (x for xs in shards for x in xs):
+        x.requires_grad_()
+    score_mod, bias = bias_of(2, requires_grad=True)
+    kept, (outs, lses) = saved_by(lambda: world.flex_attention(*shards, score_mod, plan, return_lse=True))
+    mine = [*(x for xs in shards for x in xs), *outs, *lses, bias]
+    addresses = {x.untyped_storage().data_ptr() for x in mine}
+    assert addresses <= set(kept)
+    assert sum(size for address, size in kept.items() if address not in addresses) == 8  # the plan's handle
+    assert sum(kept.values()) == sum(x.numel() * x.element_size() for x in mine) + 8
+
+
+def test_editing_what_a_score_mod_captures_before_backward_is_an_error():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    score_mod, bias = bias_of(2)
+    out = tritoncp.flex_attention(q, k, v, score_mod, table_mask()[0])
+    bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_editing_what_a_mask_captures_is_an_error_before_forward_and_before_backward():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    mask, table = table_mask()
+    plan = make_plan(mask)
+    out = tritoncp.flex_attention(q, k, v, plan)
+    table.logical_not_()
+    with pytest.raises(
+        RuntimeError, match="edited in place after the plan was made; make the mask and the plan"
+    ):
+        out.sum().backward()
+    with pytest.raises(RuntimeError, match="edited in place after the plan was made"):
+        tritoncp.flex_attention(q, k, v, plan)
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    (dq,) = torch.autograd.grad(plain(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        dq.sum().backward()
+
+
+def test_the_first_derivative_under_create_graph_is_right():
+    tensors = [x.requires_grad_() for x in inputs()]
+    kept = torch.autograd.grad(plain(*tensors).square().sum(), tensors, create_graph=True)
+    freed = torch.autograd.grad(plain(*tensors).square().sum(), tensors)
+    assert all(map(torch.equal, kept, freed))
+
+
+def test_backward_runs_on_a_thread_of_its_own(engine):
+    """As on a GPU, where autograd has a thread for each device."""
+    tensors = [x.requires_grad_() for x in inputs(dtype=torch.float64)]
+    score_mod, bias = bias_of(2, dtype=torch.float64, requires_grad=True)
+    mask, _ = table_mask()
+    want = torch.autograd.grad(
+        dense_attention(*tensors, mask, score_mod).out.square().sum(), [*tensors, bias]
+    )
+    out = tritoncp.flex_attention(*tensors, score_mod, mask)
+    thread = threading.Thread(target=lambda: out.square().sum().backward())
+    thread.start()
+    thread.join()
+    for x, grad in zip([*tensors, bias], want, strict=True):
+        torch.testing.assert_close(x.grad, grad, rtol=0, atol=1e-8)
+
+
+def test_only_what_wants_a_gradient_gets_one():
+    q, k, v = inputs()
+    q.requires_grad_()
+    score_mod, bias = bias_of(2)
+    tritoncp.flex_attention(q, k, v, score_mod, table_mask()[0]).sum().backward()
+    assert q.grad is not None
+    assert k.grad is v.grad is bias.grad is None
+
+
+def test_dispatch_modes_do_not_reach_into_the_ops():
+    """A mode sees one op, not the collectives and launches inside; and the answer is the same."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = inputs()
+    mask, _ = table_mask()
+    plan = make_plan(mask)
+    score_mod, _ = bias_of(2)
+    with Names() as names:
+        out = tritoncp.flex_attention(q, k, v, score_mod, plan)
+    assert names.seen == ["tritoncp.forward.default"]
+    assert torch.equal(out, tritoncp.flex_attention(q, k, v, score_mod, plan))
