@@ -84,3 +84,12 @@ def test_doctor_warns_when_a_gpu_would_be_left_idle(monkeypatch):
     versions = {"torch": "2.13.0", "triton": "3.7.1", "numpy": "2.0"}
     assert "unset it" in doctor.problems(versions, True, {"path": "/x", "usable": True, "state": ""})[0]
     assert doctor.problems(versions, False, {"path": "/x", "usable": True, "state": ""}) == []
+
+
+def test_the_benchmark_has_its_own_help_and_errors(tmp_path):
+    shown = CliRunner().invoke(main, ["perf", "run", "--help"]).output
+    assert "tritoncp perf run" in shown and "--budget" in shown
+    done = CliRunner().invoke(
+        main, ["perf", "run", "--device", "cpu", "--only", "nothing", "--out", str(tmp_path)]
+    )
+    assert done.exit_code == 1 and "'nothing'" in done.output

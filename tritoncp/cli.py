@@ -1,4 +1,4 @@
-"""The command line: `tritoncp demo`, `tritoncp doctor`. Torch is imported by the command that needs it."""
+"""The command line: `tritoncp demo`, `doctor`, `perf`. Torch is imported by the command that needs it."""
 
 import json
 import sys
@@ -66,3 +66,17 @@ def demo(steps: int, seq_len: int, world_size: int | None, out: Path, as_json: b
         if as_json:
             click.echo(text)
         sys.exit(0 if report.agree else 1)
+
+
+@main.group()
+def perf() -> None:
+    """Measure on this machine's GPU."""
+
+
+@perf.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED)
+def perf_run(words: tuple[str, ...]) -> None:
+    """Time attention against PyTorch's own; --help says more."""
+    from tritoncp.perf.run import main as run
+
+    run(words, prog_name="tritoncp perf run")
