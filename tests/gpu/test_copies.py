@@ -1,0 +1,86 @@
+"""What comes back from the GPU: one copy to make a plan, none once there is one."""
+
+import pytest
+import torch
+from torch.autograd import DeviceType
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+
+from tritoncp import and_masks, causal, document, flex_attention, make_plan
+
+DEVICE = "cuda"
+S = 512
+
+
+def copies_back(work):
+    """Copies from the device to the host while work() runs."""
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+        torch.cuda.synchronize()
+    on_device = [event for event in profile.events() if event.device_type == DeviceType.CUDA]
+    return sum("DtoH" in event.name or "DeviceToHost" in event.name for event in on_device)
+
+
+def masks():
+    ids = torch.arange(S, device=DEVICE) // 100
+    odd = torch.arange(S, device=DEVICE) % 3 == 0
+
+    def dilated(b, h, q, kv):
+        return (q >= kv) & (odd[q] | odd[kv]) & (ids[q] == ids[kv])
+
+    def untranslatable(b, h, q, kv):
+        return torch.cumsum(ids, 0)[q] % 3 != kv % 3
+
+    return {
+        "intervals": torch_block_mask(
+            lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), 1, 1, S, S, DEVICE
+        ),
+        "mask_mod": torch_block_mask(dilated, 1, 1, S, S, DEVICE),
+        "bits": torch_block_mask(untranslatable, 1, 1, S, S, DEVICE),
+        "closed": and_masks(causal(), document(ids=ids)),
+    }
+
+
+def tensors():
+    return [torch.randn(1, 2, S, 64, device=DEVICE, dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+
+
+def test_the_count_counts():
+    x = torch.ones(4, device=DEVICE)
+    assert copies_back(lambda: x.cpu()) == 1
+    assert copies_back(lambda: x + 1) == 0
+
+
+@pytest.mark.parametrize("kind", ["intervals", "mask_mod", "bits", "closed"])
+def test_a_plan_takes_one_copy_and_its_use_none(kind):
+    mask, (q, k, v) = masks()[kind], tensors()
+    assert copies_back(lambda: flex_attention(q, k, v, mask)) <= 1  # the plan is made here
+    flex_attention(q, k, v, mask).sum().backward()  # kernels are compiled here
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = flex_attention(q, k, v, mask)
+        out.backward(torch.ones_like(out))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert copies_back(lambda: flex_attention(q, k, v, mask).sum().backward()) == 0
+
+
+def test_a_closed_form_of_cpu_tensors_takes_none():
+    q, k, v = tensors()
+    mask = and_masks(causal(), document(lengths=[200, 312]))
+    assert copies_back(lambda: flex_attention(q, k, v, mask)) == 0
+
+
+def test_a_plan_made_by_hand_takes_one():
+    made = []
+    mask = masks()["mask_mod"]
+    assert copies_back(lambda: made.append(make_plan(mask, world_size=4))) == 1
+    assert made[0].world_size == 4
+
+
+def test_score_mods_must_bring_their_tensors():
+    table, (q, k, v) = torch.zeros(S), tensors()
+    with pytest.raises(ValueError, match=r"on cpu, the query is on cuda:0; move it there once"):
+        flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j], causal())
