@@ -198,6 +198,11 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         return fn
     if not callable(fn):
         raise TypeError(f"a mod is a function or a @triton.jit function; got a {type(fn).__name__}")
+    if torch.compiler.is_dynamo_compiling():
+        raise RuntimeError(
+            "a mod is being translated inside torch.compile; do that outside the compiled function, or pass the "
+            "plain function to flex_attention"
+        )
     found = Fingerprint(fn)
     key = None if found.key is None else (found.key, arguments, dtype, torch.get_default_dtype())
     if key is None:
