@@ -5,6 +5,7 @@ gets back the tensor.  What lies between the two runs while bytes fly.  ``run`` 
 group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a time.
 """
 
+import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -116,12 +117,28 @@ def _turn(asked: Sequence[Any]) -> list[Any]:
 
 
 def exchange(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """Every rank's integers, by rank: one small collective, read on the host."""
+    """Every rank's integers, by rank: one small collective of the group's control communicator."""
+    group = control(group)
     device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else "cpu"
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     rows = torch.empty(group.size() * len(numbers), dtype=torch.int64, device=device)
     dist.all_gather_into_tensor(rows, mine, group=group)
     return rows.view(group.size(), len(numbers)).tolist()
+
+
+_CONTROL: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A communicator of the same ranks for what is not data, made when first asked for: integers that met
+    somebody's keys and values in one collective would come back as garbage, without an error. On the host
+    where there is gloo, so that nothing waits for a GPU."""
+    if group not in _CONTROL:
+        _CONTROL[group] = dist.new_group(
+            dist.get_process_group_ranks(group), backend="gloo" if dist.is_gloo_available() else None,
+            use_local_synchronization=True, group_desc="tritoncp control",
+        )  # fmt: skip
+    return _CONTROL[group]
 
 
 def named(name: str) -> dist.ProcessGroup:

@@ -119,7 +119,7 @@ def _natural(
 
 def _warn_uneven(sources: Sources, made: Plan) -> None:
     """Once for a mask's structure and a world, on its first rank."""
-    about = sources.key or describe(sources.mod), made.world_size
+    about = sources.key[1] if sources.key else describe(sources.mod), made.world_size
     if made.rank or made.imbalance <= UNEVEN or about in _TOLD:
         return
     _TOLD.add(about)
@@ -159,7 +159,9 @@ def make(
             "call": fact("make_plan"),
             "versions": agreement.versions(),
             "options": fact(f"balancer={balancer!r}, schedule={schedule!r}, masks {list(masks)}"),
-            "mask": fact(repr(whole), b"".join(s.digest() for s in sources.values())) if group else fact(""),
+            "mask": fact(", ".join(map(repr, whole.values())), b"".join(s.digest() for s in sources.values()))
+            if group
+            else fact(""),
         }
         return {name: pin(sources[name].keep(one)) for name, one in made.items()}, facts, ()
 
