@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 import tritoncp
 from tests.dist.ranks import run
-from tritoncp import agreement, causal, comm, document, flex_attention, make_plan, shard, unshard
+from tritoncp import agreement, causal, comm, document, engines, flex_attention, make_plan, shard, unshard
 from tritoncp.agreement import Disagreement
 from tritoncp.reference import dense_attention
 
@@ -21,7 +21,7 @@ IDS = torch.arange(S) // 5
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
 
 
 def said(group, call):

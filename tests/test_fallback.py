@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import tritoncp
-from tritoncp import mods
+from tritoncp import engines, mods
 from tritoncp.api import make_plan
 from tritoncp.bitmask import bitmask
 from tritoncp.captured import mask_of
@@ -82,7 +82,7 @@ def test_the_masks_of_these_tests_cannot_be_translated(mod):
 
 @pytest.fixture
 def eager(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
 
 
 @pytest.mark.parametrize("balancer", [None, "ptrr"])

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import tritoncp
-from tritoncp import causal, comm, document, inputs
+from tritoncp import causal, comm, document, engines, inputs
 from tritoncp.api import flex_attention, make_plan, positions, shard, unshard
 from tritoncp.plan_cache import in_order
 
@@ -326,7 +326,7 @@ def test_what_is_right_passes():
 
 @pytest.fixture
 def eager(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
 
 
 def test_positions_of_padding_and_of_the_plan_itself_pass():

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncp
-from tritoncp import and_masks, causal, document, plan_cache, sliding_window, sources
+from tritoncp import and_masks, causal, document, engines, plan_cache, sliding_window, sources
 from tritoncp.api import flex_attention, make_plan
 from tritoncp.plan_cache import in_order
 from tritoncp.reference import dense_attention
@@ -24,7 +24,7 @@ Q = torch.zeros(1, 2, S, 16)
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """No kernels here, and no plans of earlier tests."""
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
     for store in (plan_cache._PLANS, plan_cache._PLANNED, plan_cache._TOLD, sources._WARNED):
         store.clear()
 
