@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from tritoncp.masks import or_masks as or_masks
     from tritoncp.masks import prefix_lm as prefix_lm
     from tritoncp.masks import sliding_window as sliding_window
+    from tritoncp.parallel import SAVE_OPS as SAVE_OPS
+    from tritoncp.parallel import ContextParallel as ContextParallel
+    from tritoncp.parallel import checkpoint_policy as checkpoint_policy
     from tritoncp.plan import Plan as Plan
     from tritoncp.world import simulate as simulate
 
@@ -50,6 +53,7 @@ _WHERE = {
         "prefix_lm",
         "sliding_window",
     ),
+    "parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "plan": ("Plan",),
     "world": ("simulate",),
 }

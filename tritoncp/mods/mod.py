@@ -200,8 +200,8 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         raise TypeError(f"a mod is a function or a @triton.jit function; got a {type(fn).__name__}")
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError(
-            "a mod is being translated inside torch.compile; do that outside the compiled function, or pass the "
-            "plain function to flex_attention"
+            "a mod is being translated inside torch.compile; do that outside the compiled function, or pass "
+            "the plain function to flex_attention"
         )
     found = Fingerprint(fn)
     key = None if found.key is None else (found.key, arguments, dtype, torch.get_default_dtype())
