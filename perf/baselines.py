@@ -112,6 +112,8 @@ def flex(case: Case, given: Inputs, variant: str = "flex") -> Contender:
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, score, mask, enable_gqa=True, kernel_options=options)
 
+    # A code object of its own: what is compiled for another variant must not be found for this one.
+    call.__code__ = call.__code__.replace(co_name=variant.replace(" ", "_"))
     run = torch.compile(call, fullgraph=True, dynamic=False, mode=mode) if device.type == "cuda" else call
     return Contender(lambda: run(*leaves), leaves, given.dout)
 

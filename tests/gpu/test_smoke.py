@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.gpu.support import BF16, FP16, MASKS, N, check, qkv, run, same
+from tests.gpu.support import BF16, FP16, MASKS, N, block_mask, check, qkv, run, same
 from tritoncp.masks import causal
 
 
@@ -27,8 +27,6 @@ def test_the_same_call_gives_the_same_bits():
 
 def test_rows_are_not_mixed_up():
     """One query sees one key: out is that key's value, exactly."""
-    from tests.gpu.support import block_mask
-
     x = qkv()
     mask = block_mask(lambda b, h, q, kv: kv == (q * 7 + 3) % N)
     at = (torch.arange(N, device=x.q.device) * 7 + 3) % N

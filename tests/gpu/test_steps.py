@@ -130,7 +130,7 @@ def test_queries_in_chunks_give_the_same_bits():
         q, dout = x.q[:, :, rows], x.dout[:, :, rows]
         tables = queries_between(plan, begin, end).tables(DEVICE, 1, 2)
         out, lse, delta = torch.empty_like(q), empty_like_stats(q), empty_like_stats(q)
-        engine.forward(q, x.k, x.v, tables, out=out, lse=lse)()
+        engine.forward(q, x.k, x.v, tables, out=out, lse=lse, max_scores=empty_like_stats(q))()
         assert torch.equal(out, whole.out[:, :, rows]) and torch.equal(lse, whole.lse[:, :, rows])
         engine.delta(out, dout, x.dlse[:, :, rows].contiguous(), delta)()
         dq = torch.empty_like(q)

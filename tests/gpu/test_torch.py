@@ -46,10 +46,11 @@ def test_a_torch_block_mask_and_torch_arguments_are_taken():
 
 def test_torch_compile_takes_the_call_whole():
     x, plan = qkv(), tritoncp.make_plan(MASKS["causal"]())
-    (q, k, v), (slopes,) = leaves(x, [torch.tensor([0.01, 0.02], device=DEVICE)], None)
+    (q, k, v), _ = leaves(x, (), None)
+    score = bias(torch.tensor([0.01, 0.02], device=DEVICE))
 
     def layer(q, k, v):
-        out = tritoncp.flex_attention(q * 2, k, v, bias(slopes), plan, enable_gqa=True)
+        out = tritoncp.flex_attention(q * 2, k, v, score, plan, enable_gqa=True)
         return out.sin()
 
     wanted = layer(q, k, v)
