@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 import tritoncp
@@ -172,3 +176,38 @@ def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():
     message = rf"aten\.cumsum.* at {re.escape(__file__)}:{line} .*\n.*@triton\.jit.*from_triton"
     with pytest.raises(mods.Untranslatable, match=message):
         tritoncp.flex_attention(q, k, v, bias, enable_gqa=True)
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_eager_engine_is_spoken_of_once(monkeypatch):
+    monkeypatch.setattr(engines, "_NOTICED", [])
+    q, k, v = inputs()
+    with pytest.warns(UserWarning, match=r"plain torch.*TRITON_INTERPRET=1 before Python starts"):
+        tritoncp.flex_attention(q, k, v, enable_gqa=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tritoncp.flex_attention(q, k, v, enable_gqa=True).sum().backward()
+
+
+@triton.jit
+def jit_dilated(b, h, q_idx, kv_idx, caps):
+    return (q_idx >= kv_idx) & ((q_idx - kv_idx) % tl.cast(caps[0], tl.int32) == 0)
+
+
+@pytest.mark.parametrize("kind", ["torch", "compact"])
+def test_a_hand_written_mask_runs_as_it_is(kind):
+    step = 3
+    lists = torch_block_mask(
+        lambda b, h, q, kv: (q >= kv) & ((q - kv) % step == 0), 1, 1, S, S, device="cpu", BLOCK_SIZE=16
+    )
+    expected = tritoncp.from_block_mask(lists)
+    lists.mask_mod = mods.Mod.from_triton(jit_dilated, captures=[step])
+    mask = lists if kind == "torch" else replace(expected, mask_mod=lists.mask_mod, interval=None)
+    q, k, v = (x.detach() for x in inputs(1, 2, 1))
+    for _ in range(2):
+        out = tritoncp.flex_attention(q, k, v, mask, enable_gqa=True)
+        oracle = dense_attention(q.double(), k.double(), v.double(), expected)
+        torch.testing.assert_close(out.double(), oracle.out, atol=2e-6, rtol=1e-5)
+    lists.mask_mod = mods.Mod.from_triton(jit_dilated, captures=[2])
+    if kind == "torch":  # other numbers, other plan
+        assert not torch.equal(out, tritoncp.flex_attention(q, k, v, mask, enable_gqa=True))

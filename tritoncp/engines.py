@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +21,8 @@ _MODS: dict[str, Mod] = {}  # structure by digest: what an op's constant spec st
 
 @dataclass(frozen=True)
 class Spec:
-    """The constant part of a call. What the score_mod captures are arguments; the mask_mod lies in the plan."""
+    """The constant part of a call. What the score_mod captures are arguments; the mask_mod lies in the "
+    "plan."""
 
     score: str | None  # a registered Mod, by digest
     carried: str | None  # or a score_mod that a compiled graph carries, see carried.py
@@ -54,20 +56,32 @@ def uses_triton(device: torch.device) -> bool:
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def make(spec: Spec, scale: float, mask: Mod | None, q: Tensor, captures: Sequence[Tensor], ints: Sequence[int],
-         floats: Sequence[float], grads: Sequence[Tensor] = ()) -> Any:
+def make(
+    spec: Spec,
+    scale: float,
+    mask: Mod | None,
+    q: Tensor,
+    captures: Sequence[Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    grads: Sequence[Tensor] = (),
+) -> Any:
     """The engine of one call. ``grads``: a buffer for each capture in ``spec.wants``."""
     score, grads = _score(spec, q, captures, ints, floats, grads)
     if uses_triton(q.device):
         from tritoncp.kernels.engine import Mods, TritonEngine
 
         mods = Mods(
-            mask=mask and mask.fn, mask_caps=mask.caps(device=q.device) if mask else (),
-            score=score and score.fn, score_grad=score and score.grad, score_back=score and score.back,
+            mask=mask and mask.fn,
+            mask_caps=mask.caps(device=q.device) if mask else (),
+            score=score and score.fn,
+            score_grad=score and score.grad,
+            score_back=score and score.back,
             score_caps=score.caps(device=q.device) if score else (),
             score_dcaps=score.dcaps(grads) if score and grads else (),
         )
         return TritonEngine(mods, scale, dict(spec.options))
+    _notice()
     if score is None:
         return EagerEngine(scale, _bound(mask))
     known = score
@@ -81,8 +95,29 @@ def make(spec: Spec, scale: float, mask: Mod | None, q: Tensor, captures: Sequen
     return EagerEngine(scale, _bound(mask), bind, [known.tensors[i] for i in known.wants], grads)
 
 
-def _score(spec: Spec, q: Tensor, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float],
-           grads: Sequence[Tensor]) -> tuple[Mod | None, Sequence[Tensor]]:
+def _notice() -> None:
+    """Once: the answers are right, but these are not the kernels."""
+    if not _NOTICED:
+        _NOTICED.append(True)
+        warnings.warn(
+            "tensors on the CPU run in plain torch (the eager engine: right, and slow on long sequences). "
+            "To run "
+            "the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts",
+            stacklevel=2,
+        )
+
+
+_NOTICED: list[bool] = []
+
+
+def _score(
+    spec: Spec,
+    q: Tensor,
+    captures: Sequence[Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    grads: Sequence[Tensor],
+) -> tuple[Mod | None, Sequence[Tensor]]:
     """The score_mod around what this call captures, and the buffers in the order of its own ``wants``."""
     if spec.carried is not None:
         own = [tensor.detach().requires_grad_(i in spec.wants) for i, tensor in enumerate(captures)]
@@ -102,7 +137,8 @@ def _bound(mod: Mod | None) -> Any:
         return None
     if mod.graph is None:
         raise ValueError(
-            "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with TRITON_INTERPRET=1"
+            "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with "
+            "TRITON_INTERPRET=1"
         )
     graph, tensors, numbers = mod.graph, mod.tensors, mod.numbers
     return lambda *indices: graph(*indices, *tensors, *numbers)
