@@ -38,15 +38,15 @@ def together(group: Any, work: Callable[[], tuple[T, Facts, Sequence[int]]]) -> 
     if group is None:
         result, _, numbers = work()
         return result, [list(numbers)]
-    error, result, facts, numbers = None, None, {}, ()
     try:
         result, facts, numbers = work()
-    except Exception as raised:
-        error = raised
-    rows = comm.exchange(_record(error, facts, numbers), group)
-    _check_failures(error, rows, group.rank())
+    except Exception as error:
+        _check_failures(error, comm.exchange(_record(error, {}, ()), group), group.rank())
+        raise
+    rows = comm.exchange(_record(None, facts, numbers), group)
+    _check_failures(None, rows, group.rank())
     _check_facts(facts, rows, group.rank())
-    return result, [row[1 : 1 + len(numbers)] for row in rows]  # type: ignore[return-value]
+    return result, [row[1 : 1 + len(numbers)] for row in rows]
 
 
 def fact(text: str, content: bytes | None = None) -> tuple[str, bytes]:
@@ -83,11 +83,9 @@ def _check_failures(error: Exception | None, rows: list[list[int]], rank: int) -
     failed = [at for at, row in enumerate(rows) if row[0]]
     if error is not None:
         others = [at for at in failed if at != rank]
-        error.add_note(
-            f"on rank {rank}, while a plan was made" + (f"; ranks {others} failed too" if others else "")
-        )
-        raise error
-    if failed:
+        also = f"; {_ranks(others)} failed too" if others else ""
+        error.add_note(f"on rank {rank}, while a plan was made{also}")
+    elif failed:
         words = rows[failed[0]][-WORDS:]
         said = b"".join(w.to_bytes(8, "little", signed=True) for w in words).rstrip(b"\0")
         raise Disagreement(

@@ -254,10 +254,13 @@ def _balance(
 def _costs(weighed: Sequence[Runs]) -> Tensor:
     """Work of each row of blocks, over all heads and all masks: [Bm, rows]. Of several masks each counts
     for one layer, however many heads it is listed for."""
-    counts = [sum(runs.counts()).sum(1) for runs in weighed]  # type: ignore[misc]
-    if len(counts) == 1:
-        return counts[0]
-    return sum(count.double() / runs.shape[1] for count, runs in zip(counts, weighed))  # type: ignore[return-value]
+    counts = [masked.add(full).sum(1) for masked, full in (runs.counts() for runs in weighed)]
+    total = counts[0]
+    if len(counts) > 1:
+        total = total.double() / weighed[0].shape[1]
+        for count, runs in zip(counts[1:], weighed[1:]):
+            total = total + count.double() / runs.shape[1]
+    return total
 
 
 def _recut(placement: Placement, block: int) -> Placement:

@@ -136,8 +136,8 @@ class Sources:
             return replace(mask, interval=None, window=None, reads=(True, True))
 
     def keep(self, made: Plan) -> Plan:
-        """The plan with what it needs of its sources: the versions of what its mask captures, and ways to ask
-        the mask_mod anew: on the host without another copy, or, if it was written for its device alone, there.
+        """The plan with what it needs of its sources: versions of what the mask captures, and ways to ask the
+        mask_mod anew: on the host without another copy, or, if it was written for its device alone, there.
         """
         counted = [t for t in self.captures if not t.is_inference()]
         made._shared["ways"] = [(self.evaluate, torch.device("cpu"))]
@@ -194,10 +194,19 @@ def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
     """The BlockMask over these index tensors."""
     if all(a is b for a, b in zip(_lists(mask)[0], lists)):
         return mask
+    count, index, full, full_index = (*lists, None, None)[:4]
+    assert count is not None
+    assert index is not None
     return BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod, seq_lengths=mask.seq_lengths,
+        count,
+        index,
+        full_kv_num_blocks=full,
+        full_kv_indices=full_index,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod,
+        seq_lengths=mask.seq_lengths,
         compute_q_blocks=False,
-    )  # fmt: skip
+    )
 
 
 def _stable(key: Any) -> Any:

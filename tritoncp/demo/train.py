@@ -31,12 +31,14 @@ class Step(NamedTuple):
     seconds: float
 
 
-def plan_of(lengths: list[int], mesh: Any = None, **where: int) -> Any:
+def plan_of(
+    lengths: list[int], mesh: Any = None, world_size: int | None = None, rank: int | None = None
+) -> Any:
     """Document-causal attention over one window, blocks dealt so that every rank has the same work."""
     size = sum(lengths)
     visible = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(lengths=lengths))
     mask = tritoncp.create_block_mask(visible, 1, 1, size, size)
-    return tritoncp.make_plan(mask, mesh, balancer="ptrr", **where)
+    return tritoncp.make_plan(mask, mesh, balancer="ptrr", world_size=world_size, rank=rank)
 
 
 def train(config: Config, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Step]:
