@@ -124,6 +124,31 @@ def test_inductor_against_the_oracle():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+def test_translated_mods_are_structure_too():
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    mask = KINDS["mask"](3)
+    for i in range(4):
+        bias = torch.randn(2, requires_grad=True)
+        mod = tritoncp_mods.score_mod(score_of(bias, i))
+        answers = [
+            gradients(call(q, k, v, mod, mask).sum(), bias) for call in (fast, tritoncp.flex_attention)
+        ]
+        assert all(map(torch.equal, *answers))
+    assert counter.frame_count <= 2
+
+
+def test_inference_mode():
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    mask, bias = KINDS["mask"](3), torch.ones(2)
+    with torch.inference_mode():  # the first to see this score_mod
+        inside = [call(q, k, v, score_of(bias, 7), mask) for call in (fast, tritoncp.flex_attention)]
+    want = tritoncp.flex_attention(q, k, v, score_of(bias, 7), mask)
+    assert all(torch.equal(out, want) for out in inside)
+
+
 @pytest.mark.parametrize("mask", [None, causal()], ids=["none", "closed form"])
 def test_masks_without_a_length(mask):
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))

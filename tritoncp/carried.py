@@ -12,6 +12,7 @@ import functools
 import json
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp import handles
 from tritoncp.closed_forms import MaskMod
 from tritoncp.masks import Mask
+from tritoncp.mods import Mod
 from tritoncp.mods.captures import Fingerprint
+from tritoncp.mods.mod import structure_of
 from tritoncp.plan import Plan
 
 _KNOWN: list[Any] = []  # what a graph names by number: it lives as long as the graph may, the process
@@ -57,6 +60,9 @@ def carry(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
         return f'["partial",{_number(tuple(thing.keywords))},{words}]'
     if isinstance(thing, types.FunctionType):
         return _carry_function(thing, tensors, ints)
+    if isinstance(thing, Mod):
+        parts = [*thing.tensors, *thing.numbers]
+        return f'["mod",{_number_of_mod(thing.digest)},{len(thing.tensors)},{_all(parts, tensors, ints)}]'
     if isinstance(thing, MaskMod):
         values = [getattr(thing, field.name) for field in dataclasses.fields(thing)]  # type: ignore[arg-type]
         return f'["mask",{_number(type(thing))},{_all(values, tensors, ints)}]'
@@ -118,6 +124,11 @@ def _number_of_code(fn: types.FunctionType, code: types.CodeType) -> int:
     return _numbered((code, id(fn.__globals__), defaults), (code, fn.__globals__, fn.__name__, defaults))
 
 
+@torch.compiler.assume_constant_result
+def _number_of_mod(digest: str) -> int:
+    return _numbered(digest, structure_of(digest))
+
+
 def _numbered(key: Any, thing: Any) -> int:
     if key not in _NUMBERS:
         _NUMBERS[key] = len(_KNOWN)
@@ -159,6 +170,8 @@ def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
         return _KNOWN[rest[0]](*parts)
     if kind == "blocks":
         return _block_mask(*parts)
+    if kind == "mod":
+        return replace(_KNOWN[rest[0]], tensors=tuple(parts[: rest[1]]), numbers=tuple(parts[rest[1] :]))
     if not parts:
         return _KNOWN[rest[0]]
     code, names, name, defaults = _KNOWN[rest[0]]

@@ -6,6 +6,7 @@ import copy
 import inspect
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -52,6 +53,9 @@ class Mod:
         if self.graph is None:
             raise TypeError("a hand-written @triton.jit mod runs in kernels only; torch cannot call it")
         return self.graph(*arguments, *self.tensors, *self.numbers)
+
+    def __post_init__(self) -> None:
+        _MADE[self.digest] = self
 
     @property
     def is_score(self) -> bool:
@@ -115,6 +119,14 @@ class Mod:
         if asked and back is None:
             raise ValueError("captures want gradients: pass back=, which is grad without the adding to dcaps")
         return cls(digest, source, fn, grad, tensors, numbers, asked, None, back or grad)
+
+
+_MADE: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
+
+
+def structure_of(digest: str) -> Mod:
+    """A Mod of this digest that is alive, without what it captures."""
+    return replace(_MADE[digest], tensors=(), numbers=())
 
 
 def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:

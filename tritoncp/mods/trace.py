@@ -93,6 +93,7 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
     return placed[0] if placed else torch.device("cpu")
 
 
+@torch.inference_mode(False)
 def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: torch.device) -> _Raw:
     watch = _Watch()
     indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in INDEX_NAMES]
