@@ -139,6 +139,29 @@ def test_translated_mods_are_structure_too():
     assert counter.frame_count <= 2
 
 
+def test_every_output_and_the_check_of_positions():
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    plan = KINDS["plan"](3)
+    aux = torch_flex.AuxRequest(lse=True, max_scores=True)
+    out, more = fast(q, k, v, plan, scale=0.3, return_aux=aux, positions=torch.arange(S))
+    want, same = tritoncp.flex_attention(q, k, v, plan, scale=0.3, return_aux=aux)
+    assert torch.equal(out, want)
+    assert all(map(torch.equal, more, same))
+    assert torch.equal(fast(q, k, v, plan, scale=0.3, return_lse=True)[1], same.lse)
+    with pytest.raises(ValueError, match="positions"):
+        fast(q, k, v, plan, scale=0.3, return_aux=aux, positions=torch.arange(S).flip(0))
+
+
+def test_other_lengths_become_symbols():
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
+    for length in (32, 48, 64, 80):
+        q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
+        assert torch.equal(fast(q, k, v, causal()), tritoncp.flex_attention(q, k, v, causal()))
+    assert counter.frame_count == 2
+
+
 def test_inference_mode():
     fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
@@ -275,7 +298,7 @@ def test_opcheck_of_the_op_that_plans():
     for mask in (KINDS["torch's"](2), KINDS["plan"](2), None):
         kept, numbers = [], []
         structure = carry(mask, kept, numbers)
-        opcheck(compiled.plan_op, (kept, numbers, [1, 2, S, 8, 2, S], structure, ""), test_utils=TESTS)
+        opcheck(compiled.plan_op, (kept, numbers, [1, 2, S, 8, 2, S], structure, "", None), test_utils=TESTS)
 
 
 # A handle is a new name each time: the two runs of test_aot_dispatch_dynamic differ in its value.

@@ -64,7 +64,9 @@ def flex_attention(
     if torch.compiler.is_dynamo_compiling():
         check()
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-        outs = compiled.attend(query, key, value, score, mask, mesh, scale, kernel_options, want_max)
+        outs = compiled.attend(
+            query, key, value, score, mask, mesh, scale, kernel_options, want_max, positions
+        )
     else:
         group = comm.group_of(mesh)
         if isinstance(mask, Plan):

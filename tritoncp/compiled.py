@@ -27,6 +27,7 @@ def attend(
     scale: float,
     options: dict[str, Any] | None,
     want_max: bool,
+    positions: Tensor | None,
 ) -> list[Tensor]:
     """As :func:`tritoncp.api.attend` for one rank, traced by Dynamo: out, lse, max_scores."""
     world = _world(mesh)
@@ -34,7 +35,7 @@ def attend(
     ints: list[int] = []
     structure = carry(mask, tensors, ints)
     shape = [*q.shape, k.shape[1], k.shape[2]]
-    plan = plan_op(tensors, ints, shape, structure, world)
+    plan = plan_op(tensors, ints, shape, structure, world, positions)
     captures: list[Tensor] = []
     numbers: list[int] = []
     score = None if score_mod is None else carry(score_mod, captures, numbers)
@@ -65,7 +66,14 @@ def _spec(
 
 
 @torch.library.custom_op("tritoncp::plan", mutates_args=())
-def plan_op(tensors: list[Tensor], ints: list[int], shape: list[int], structure: str, world: str) -> Tensor:
+def plan_op(
+    tensors: list[Tensor],
+    ints: list[int],
+    shape: list[int],
+    structure: str,
+    world: str,
+    positions: Tensor | None,
+) -> Tensor:
     """A handle of the plan for a Plan or mask that :func:`carry` took apart, checked against the shards.
 
     shape: batch, query heads, rows of the query's shard, head dim, key heads, rows of the key's shard.
@@ -78,9 +86,18 @@ def plan_op(tensors: list[Tensor], ints: list[int], shape: list[int], structure:
         k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
         plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, q, k, group)
         inputs.check_plan(plan, q, k, group)
+        if positions is not None:
+            inputs.check_positions(plan, positions)
         return handle_of(plan)
 
 
 @plan_op.register_fake
-def _(tensors: list[Tensor], ints: list[int], shape: list[int], structure: str, world: str) -> Tensor:
+def _(
+    tensors: list[Tensor],
+    ints: list[int],
+    shape: list[int],
+    structure: str,
+    world: str,
+    positions: Tensor | None,
+) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
