@@ -132,10 +132,10 @@ def backward_op(
 
     with undisturbed():
         known, mask = _resolved(plan, call, q)
-        grads = _buffers(call, captures, lses[0])
+        grads = engines.buffers(call, captures, lses[0])
         engine = engines.make(call, scale, mask, q[0], captures, ints, floats, grads)
         done = _drive(call, known, len(q), schedule)
-        found = [grad.to(captures[i].dtype) for grad, i in zip(grads, call.wants, strict=True)]
+        found = engines.sums(call, captures, grads)
     return [x for part in zip(*done, strict=True) for x in part] + found
 
 
@@ -161,10 +161,6 @@ def _(
 
 def _stats(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _buffers(call: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    return [torch.zeros(captures[i].shape, dtype=like.dtype, device=like.device) for i in call.wants]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tritoncp import captured, carried
 from tritoncp.eager import EagerEngine
-from tritoncp.mods import Mod
+from tritoncp.mods import Mod, exact
 
 _MODS: dict[str, Mod] = {}  # structure by digest: what an op's constant spec string names
 
@@ -68,6 +68,11 @@ def make(
 ) -> Any:
     """The engine of one call. ``grads``: a buffer for each capture in ``spec.wants``."""
     score, grads = _score(spec, q, captures, ints, floats, grads)
+    if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
+        raise ValueError(
+            "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
+            "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
+        )
     if uses_triton(q.device):
         from tritoncp.kernels.engine import Mods, TritonEngine
 
@@ -93,6 +98,21 @@ def make(
         return _bound(replace(known, tensors=tuple(inner)))
 
     return EagerEngine(scale, _bound(mask), bind, [known.tensors[i] for i in known.wants], grads)
+
+
+def buffers(spec: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    """Zeros for the gradients of captures: floats that kernels add to in any order, or, where every run must
+    give the same bits, integers that no order changes."""
+    exactly = dict(spec.options).get("deterministic", torch.are_deterministic_algorithms_enabled())
+    if exactly and uses_triton(like.device):
+        return [exact.buffer(captures[i], like.device) for i in spec.wants]
+    return [torch.zeros(captures[i].shape, dtype=like.dtype, device=like.device) for i in spec.wants]
+
+
+def sums(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of captures, in their own dtypes, from what was added to the buffers."""
+    totals = [exact.total(grad) if grad.dtype is torch.int64 else grad for grad in grads]
+    return [total.to(captures[i].dtype) for total, i in zip(totals, spec.wants, strict=True)]
 
 
 def _notice() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import torch
@@ -43,13 +44,18 @@ def compile_score(mod: Mod, score: str = "*fp32") -> Any:
     return compiled(score_kernel, signature, mod.fn)
 
 
-def compile_grad(mod: Mod, score: str = "*fp32") -> Any:
+def compile_grad(mod: Mod, score: str = "*fp32", sums: str = "*fp32") -> Any:
     ranks = [mod.tensors[i].ndim for i in mod.wants]
-    dcaps = tuple((score, ("i32",) * n, ("i32",) * n) for n in ranks)
+    dcaps = tuple((sums, ("i32",) * n, ("i32",) * n) for n in ranks)
     lead = {"out": score, "dscores": score, "scores": score, **PLACE}
     return compiled(
         grad_kernel, {**lead, "caps": caps(mod), "dcaps": dcaps, "keeps": "*i8", **CONST}, mod.grad
     )
+
+
+def atomics(ptx: str) -> list[str]:
+    """The types that are added atomically."""
+    return sorted(set(re.findall(r"(?:atom|red)\.[\w.:]*add[\w.]*?\.([a-z]\d+)", ptx)))
 
 
 def main() -> None:
@@ -58,14 +64,17 @@ def main() -> None:
     sliding = compile_mask(mask_mod(lambda b, h, q, k: (q - k <= window) & (q >= k)))
     scores = {name: compile_score(score_mod(fn)) for name, fn in SCORES.items()}
     grads = {name: compile_grad(score_mod(fn)) for name, fn in MODS.items()}
+    shapes = "0-d scale", "per head", "relative bias"
+    exact = {name: compile_grad(score_mod(MODS[name]), sums="*i64") for name in shapes}
     double = compile_score(score_mod(lambda s, b, h, q, k: s * 0.1, torch.float64), "*fp64")
     report = {
-        "cubins": sum(len(k.asm["cubin"]) > 0 for ks in (masks, scores, grads) for k in ks.values()),
-        "asked": len(masks) + len(scores) + len(grads),
+        "cubins": sum(len(k.asm["cubin"]) > 0 for ks in (masks, scores, grads, exact) for k in ks.values()),
+        "asked": len(masks) + len(scores) + len(grads) + len(exact),
         "window in 64 bits": [line for line in sliding.asm["ttir"].splitlines() if "i64" in line],
         "tenth": "0.1000000000000000" in double.asm["ttir"] or "1.000000e-01" in double.asm["ttir"],
         "atomics": grads["relative bias"].asm["ptx"].count("atom.")
         + grads["relative bias"].asm["ptx"].count("red."),
+        "exact atomics": [atomics(k.asm["ptx"]) for k in exact.values()],
         "no atomics": grads["no captures"].asm["ptx"].count("atom.")
         + grads["no captures"].asm["ptx"].count("red."),
     }

@@ -22,4 +22,5 @@ def test_every_mod_compiles_for_sm_90(tmp_path: Path) -> None:
     assert report["window in 64 bits"] == []
     assert report["tenth"], "a float64 literal lost its digits"
     assert report["atomics"] > 0
+    assert report["exact atomics"] == [["u64"]] * 3
     assert report["no atomics"] == 0

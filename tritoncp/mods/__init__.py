@@ -6,8 +6,9 @@ where Triton can read it (`cache`) and give a `Mod`: @triton.jit functions plus 
 
 from __future__ import annotations
 
+from . import exact
 from .errors import Untranslatable
 from .mod import Mod, hand_written, mask_mod, score_mod
 from .moved import with_tensors
 
-__all__ = ["Mod", "Untranslatable", "hand_written", "mask_mod", "score_mod", "with_tensors"]
+__all__ = ["Mod", "Untranslatable", "exact", "hand_written", "mask_mod", "score_mod", "with_tensors"]

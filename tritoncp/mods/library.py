@@ -194,13 +194,33 @@ def wrap(i, size):
 @triton.jit
 def accumulate(pointer, value, valid, keep):
     """Atomically add `value` at `pointer` wherever the position is visible and the index in range."""
-    shape: tl.constexpr = keep.shape
-    value = tl.broadcast_to(value.to(pointer.dtype.element_ty), shape)
-    tl.atomic_add(tl.broadcast_to(pointer, shape), value, mask=keep & valid, sem="relaxed")
+    if pointer.dtype.element_ty == tl.int64:
+        add_exactly(tl.broadcast_to(pointer, keep.shape), tl.broadcast_to(value, keep.shape), keep & valid)
+    else:
+        shape: tl.constexpr = keep.shape
+        value = tl.broadcast_to(value.to(pointer.dtype.element_ty), shape)
+        tl.atomic_add(tl.broadcast_to(pointer, shape), value, mask=keep & valid, sem="relaxed")
 
 
 @triton.jit
 def accumulate_sum(pointer, value, valid, keep):
     """The same where every element of the tile adds to one place: sum the tile, then one atomic."""
-    value = tl.broadcast_to(value.to(pointer.dtype.element_ty), keep.shape)
-    tl.atomic_add(pointer, tl.sum(tl.where(keep & valid, value, 0)), mask=valid, sem="relaxed")
+    if pointer.dtype.element_ty == tl.int64:
+        value = tl.sum(tl.where(keep & valid, tl.broadcast_to(value, keep.shape), 0))
+        add_exactly(pointer, value, valid)
+    else:
+        value = tl.broadcast_to(value.to(pointer.dtype.element_ty), keep.shape)
+        tl.atomic_add(pointer, tl.sum(tl.where(keep & valid, value, 0)), mask=valid, sem="relaxed")
+
+
+@triton.jit
+def add_exactly(pointer, value, keep):
+    """Add to the integers of `exact.buffer`, which comes out the same in any order."""
+    value = value if value.dtype == tl.float64 else value.to(tl.float32)
+    fits = tl.abs(value) < 2.0**60  # NaN does not
+    tl.atomic_add(pointer + 5, tl.where(fits, 0, 1).to(tl.int64), mask=keep & (fits == 0), sem="relaxed")
+    rest = tl.where(fits, value, 0.0)
+    for i in tl.static_range(5):
+        word = (rest * 2.0 ** (30 * (i - 1))).to(tl.int64)  # towards zero
+        rest -= word.to(value.dtype) * 2.0 ** (30 * (1 - i))
+        tl.atomic_add(pointer + i, word, mask=keep & (word != 0), sem="relaxed")

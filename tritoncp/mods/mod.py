@@ -80,13 +80,17 @@ class Mod:
     def dcaps(self, grads: Sequence[Tensor]) -> tuple[Any, ...]:
         """The `dcaps` argument: buffers to add the gradients of `tensors[i] for i in wants` to.
 
-        grads: float32 (float64 for float64 captures), each of the shape of its tensor, zeroed by the caller.
+        grads: float32 (float64 for float64 captures), each of the shape of its tensor, zeroed by the caller;
+        or int64 with the slots of `exact.buffer` as a last dimension.
         """
         expected = [tuple(self.tensors[i].shape) for i in self.wants]
-        if [tuple(g.shape) for g in grads] != expected:
-            shapes = [tuple(g.shape) for g in grads]
+        shapes = [tuple(g.shape[:-1] if g.dtype is torch.int64 else g.shape) for g in grads]
+        if shapes != expected:
             raise ValueError(f"gradient buffers of shapes {expected} are needed; dcaps() was given {shapes}")
-        return tuple(_argument(g) for g in grads)
+        return tuple(
+            (g, tuple(g.shape[:-1]), tuple(g.stride()[:-1])) if g.dtype is torch.int64 else _argument(g)
+            for g in grads
+        )
 
     @classmethod
     def from_triton(

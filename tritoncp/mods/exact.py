@@ -1,0 +1,40 @@
+"""Sums that do not depend on their order: gradients of captured tensors without chance.
+
+Atomic additions of floats come out differently from run to run; of integers they never do. So each sum is
+kept as a fixed-point number in integers, wide enough that no addition rounds (U. Kulisch's long accumulator,
+cut to the range of gradients): five words of 30 bits each, in int64 with 33 bits to spare for carries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+WORDS = (
+    5  # the first counts units of 2^30, the next of 1, the last of 2^-90: what is smaller than that is lost
+)
+BITS = 30
+SLOTS = WORDS + 1  # the last counts what fits nowhere: NaN, infinities, 2^60 and more
+
+
+def buffer(like: Tensor, device: torch.device) -> Tensor:
+    """Zeros to add the gradient of ``like`` to: int64 [*like.shape, SLOTS]."""
+    return torch.zeros(*like.shape, SLOTS, dtype=torch.int64, device=device)
+
+
+def total(buffer: Tensor) -> Tensor:
+    """float64 [...]: what was added, NaN where something fitted nowhere.
+
+    >>> words = torch.zeros(SLOTS, dtype=torch.int64)
+    >>> words[1], words[2] = 3, -(1 << 29)
+    >>> float(total(words))
+    2.5
+    """
+    words = list(buffer[..., :WORDS].unbind(-1))
+    for i in range(WORDS - 1, 0, -1):  # hand carries up, so that only the first word has a sign
+        words[i - 1] = words[i - 1] + (words[i] >> BITS)
+        words[i] = words[i] & ((1 << BITS) - 1)
+    value = torch.zeros_like(words[0], dtype=torch.float64)
+    for i in range(WORDS - 1, -1, -1):
+        value = value + words[i].double() * 2.0 ** (BITS * (1 - i))
+    return value.masked_fill(buffer[..., WORDS] != 0, torch.nan)
