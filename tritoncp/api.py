@@ -47,8 +47,8 @@ def flex_attention(
     The order of a shard cannot be seen in it: ``positions``, the global positions [S_local] or [B, S_local]
     that the caller believes its rows have, are compared with the plan's (this waits for the device).
     There is no dropout. Raises TypeError and ValueError before any tensor data moves.
-    ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: the gradients of what
-    score_mod captures come out the same in every run, too; all else does anyway.
+    ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of what
+    score_mod captures, too, come out the same in every run; all else does anyway.
 
     >>> q = k = v = torch.randn(1, 2, 256, 32)
     >>> from tritoncp import causal

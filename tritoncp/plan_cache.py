@@ -44,8 +44,7 @@ class Entry:
 
 
 _PLANS: OrderedDict[Any, Entry] = OrderedDict()
-_PLANNED: set[Any] = set()  # (mask structure, group) that has had a plan
-_TOLD: set[Any] = set()  # those whose uneven work has been spoken of
+_TOLD: set[Any] = set()  # (name of a mask_mod, ranks) whose uneven work has been spoken of
 
 
 def plan_for(
@@ -60,7 +59,7 @@ def plan_for(
     try:
         check()
     except Exception:
-        if group is not None and home not in _PLANNED:
+        if group is not None and not any(key[:2] == home for key in _PLANS):
             agreement.together(group, lambda: _lengths(q, k, check))
         raise
     key = (*home, q.shape[2], k.shape[2], q.shape[0])
@@ -75,7 +74,6 @@ def plan_for(
         return made
     _PLANS[key] = Entry(made, tuple(map(weakref.ref, tensors)), tuple(t._version for t in tensors))
     _PLANS.move_to_end(key)
-    _PLANNED.add(home)
     while len(_PLANS) > MOST:
         _PLANS.popitem(last=False)
     return made
@@ -118,8 +116,8 @@ def _natural(
 
 
 def _warn_uneven(sources: Sources, made: Plan) -> None:
-    """Once for a mask's structure and a world, on its first rank."""
-    about = sources.key[1] if sources.key else describe(sources.mod), made.world_size
+    """Once for a mask_mod, by name, and a number of ranks; on the first rank."""
+    about = describe(sources.mod), made.world_size
     if made.rank or made.imbalance <= UNEVEN or about in _TOLD:
         return
     _TOLD.add(about)
