@@ -13,6 +13,7 @@ import tritoncp
 from tritoncp import causal, comm, document, engines, inputs
 from tritoncp.api import flex_attention, make_plan, positions, shard, unshard
 from tritoncp.plan_cache import in_order
+from tritoncp.reference import dense_attention
 
 S = 32
 
@@ -367,6 +368,22 @@ def test_masks_that_share_a_placement_are_weighed_together():
     assert total[0] == total[1]
     alone = make_plan(late, world_size=2)
     assert plans["late"].mask.runs == alone.mask.runs
+
+
+@pytest.mark.usefixtures("eager")
+def test_layers_of_a_hybrid_model_run_on_one_placement():
+    """One mask for all batch rows and one for each: tokens stay where they are between layers."""
+    ids = torch.stack([torch.arange(64) // 40, torch.arange(64) // 9])
+    documents = tritoncp.and_masks(causal(), document(ids=ids))
+    masks = {"full": whole(length=64), "documents": whole(documents, batch=2, length=64)}
+    plans = make_plan(masks, world_size=2)
+    world = tritoncp.simulate(2)
+    q = torch.randn(2, 2, 64, 16)
+    shards = world.shard(q, plans["documents"], dim=2)
+    for name, mask in masks.items():
+        outs = world.flex_attention(shards, shards, shards, plans[name])
+        expected = dense_attention(q, q, q, mask).out
+        torch.testing.assert_close(world.unshard(outs, plans[name], dim=2), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_positions_inside_documents_start_at_zero():
