@@ -115,6 +115,7 @@ def test_gradients_of_captured_tensors(name: str, mask: tritoncp.Mask) -> None:
     check(qkv(40, batch=2, heads=2, kv_heads=1), mask, score, make(), **{"BLOCK_M2": 16, "BLOCK_N1": 16})
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter evaluates hidden pairs too
 def test_hidden_pairs_and_blocks_give_captures_nothing() -> None:
     """Whatever a score_mod does at pairs nobody sees: past the table's end, at an infinite slope."""
 
@@ -124,6 +125,30 @@ def test_hidden_pairs_and_blocks_give_captures_nothing() -> None:
     got = check(qkv(40), create_block_mask(lambda b, h, q, kv: q > kv, 1, 1, 40, 40, BLOCK_SIZE=32), score,
                 [torch.randn(40)])  # fmt: skip
     assert got.grads[3][0] == 0
+
+
+PAST_THE_END = {
+    "window": create_block_mask(causal(), None, None, 21, 21, BLOCK_SIZE=16),
+    "table": create_block_mask(
+        and_masks(causal(), document(lengths=[21])), None, None, 21, 21, BLOCK_SIZE=16
+    ),
+    "mod": create_block_mask(lambda b, h, q, kv: (q + kv) % 3 != 1, None, None, 21, 21, BLOCK_SIZE=16),
+    "bounded": full_mask(21, 21, block=16),
+    "blocks that tiles do not divide": full_mask(21, 21, block=20),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter evaluates hidden pairs too
+@pytest.mark.parametrize("name", PAST_THE_END)
+def test_rows_past_the_end_give_captures_nothing(name: str) -> None:
+    """A tile reaches past q_len and kv_len, where this score_mod is NaN."""
+
+    def score(table: Tensor) -> Callable[..., Tensor]:
+        return lambda s, b, h, q, kv: (
+            s + table[kv] * torch.sqrt((20 - q).to(s.dtype)) * torch.sqrt((20 - kv).to(s.dtype))
+        )
+
+    check(qkv(21), PAST_THE_END[name], score, [torch.randn(21)])
 
 
 def test_gradcheck_with_a_captured_table() -> None:
