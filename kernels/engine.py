@@ -3,6 +3,7 @@
 It sees tensors, tables and jit functions; masks, meshes and ranks are somebody else's business.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -71,10 +72,11 @@ class TritonEngine:
     arch: str | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, *, out: Tensor | None = None,
-                lse: Tensor | None = None, max_scores: Tensor | None = None, state: State | None = None,
+                lse: Tensor | None = None, max_scores: Tensor | None = None, state: Sequence[Tensor] | None = None,
                 load_state: bool = False, store_state: bool = False, h_offset: int = 0) -> Launch:
         """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``."""
         args, config = self._common("forward", q, k, v, tables, h_offset)
+        state = state and State(*state)
         none = Strided(None, 0, 0, 0, 0)
         args |= {
             "out": none if out is None else strided(out), "lse": _stat(lse), "max_scores": _stat(max_scores),

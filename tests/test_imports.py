@@ -34,6 +34,7 @@ ROOMS = {
             "varlen",
             "balance",
             "sharding",
+            "steps",
             "plan",
             "handles",
             "draw",

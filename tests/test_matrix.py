@@ -22,6 +22,7 @@ from tests.zoo import (
     tensors,
 )
 from tritoncp import simulate
+from tritoncp.schedules import SCHEDULES
 
 FACTORS = {
     "mask": list(MASKS),
@@ -29,6 +30,7 @@ FACTORS = {
     "heads": list(HEADS),
     "balancer": list(BALANCERS),
     "world": list(WORLDS),
+    "schedule": list(SCHEDULES),
 }
 PAIRS = sorted(pairs(FACTORS), key=str)
 REST = [row for row in itertools.product(*FACTORS.values()) if row not in set(PAIRS)]
@@ -38,27 +40,27 @@ def named(rows: list[tuple]) -> list:
     return [pytest.param(*row, id="-".join(map(str, row))) for row in rows]
 
 
-def check(mask: str, score: str, heads: str, balancer: str | None, world: int, dtype: torch.dtype) -> None:
+def check(mask: str, score: str, heads: str, balancer: str | None, world: int, schedule: str, dtype: torch.dtype) -> None:
     qkv = tensors(HEADS[heads], dtype)
     whole, mod = MASKS[mask](HEADS[heads][0]), SCORES[score](HEADS[heads][0], dtype)
-    plan = simulate(world).make_plan(whole, balancer=balancer)
+    plan = simulate(world).make_plan(whole, balancer=balancer, schedule=schedule)
     agree(simulated(qkv, plan, mod), oracle(qkv, whole, mod), **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize(tuple(FACTORS), named(PAIRS))
-def test_any_world_is_the_oracle(mask, score, heads, balancer, world) -> None:
-    check(mask, score, heads, balancer, world, torch.float64)
+def test_any_world_is_the_oracle(mask, score, heads, balancer, world, schedule) -> None:
+    check(mask, score, heads, balancer, world, schedule, torch.float64)
 
 
 @pytest.mark.parametrize(tuple(FACTORS), named(PAIRS[::4]))
-def test_float32_is_within_its_rounding(mask, score, heads, balancer, world) -> None:
-    check(mask, score, heads, balancer, world, torch.float32)
+def test_float32_is_within_its_rounding(mask, score, heads, balancer, world, schedule) -> None:
+    check(mask, score, heads, balancer, world, schedule, torch.float32)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(tuple(FACTORS), named(REST))
-def test_the_rest_of_the_product(mask, score, heads, balancer, world) -> None:
-    check(mask, score, heads, balancer, world, torch.float64)
+def test_the_rest_of_the_product(mask, score, heads, balancer, world, schedule) -> None:
+    check(mask, score, heads, balancer, world, schedule, torch.float64)
 
 
 def test_the_rows_hold_every_pair() -> None:

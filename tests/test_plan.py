@@ -26,7 +26,7 @@ from tritoncp.masks import (
     sliding_window,
 )
 from tritoncp.plan import Plan, build
-from tritoncp.schedules import allgather
+from tritoncp.schedules import SCHEDULES
 from tritoncp.sharding import row_positions
 
 BALANCERS = ["ptrr", "head_tail", "contiguous", None]
@@ -258,7 +258,11 @@ def test_plans_are_frozen() -> None:
 
 
 def sent(asked: comm.Collective, world_size: int) -> int:
-    """Bytes a rank has to send: its part to everyone else, or everyone else's part."""
+    """Bytes a rank has to send: its part to everyone else, or everyone else's part, or what it says."""
+    if isinstance(asked, comm.Swap):
+        return sum(x.numel() * x.element_size() for _, x in asked.sends)
+    if isinstance(asked, comm.AllToAll):
+        return asked.x.numel() * asked.x.element_size()
     whole = asked.x.numel() * asked.x.element_size()
     gather = isinstance(asked, comm.AllGather)
     return whole * (world_size - 1) if gather else whole * (world_size - 1) // world_size
@@ -267,12 +271,15 @@ def sent(asked: comm.Collective, world_size: int) -> int:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("rows", [1, 2])
 def test_bytes_sent_are_the_bytes_that_move(
-    world_size: int, heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rows: int, schedule: str, world_size: int, heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mask = create_block_mask(causal(), None, None, 20, 20, BLOCK_SIZE=8)
+    mod = causal() if rows == 1 else and_masks(causal(), document(lengths=[[9, 11], [18, 2]]))
+    mask = create_block_mask(mod, rows, 1, 20, 20, BLOCK_SIZE=8)
     world = tritoncp.simulate(world_size)
-    plan = world.make_plan(mask)
+    plan = world.make_plan(mask, schedule=schedule)
     counted = {"forward": 0, "backward": 0}
 
     def watch(name: str, schedule: Callable) -> Callable:
@@ -290,14 +297,15 @@ def test_bytes_sent_are_the_bytes_that_move(
 
     monkeypatch.setattr(engines, "uses_triton", lambda device: False)  # what moves is the schedule's
     for name in counted:
-        monkeypatch.setattr(allgather, name, watch(name, getattr(allgather, name)))
+        monkeypatch.setattr(SCHEDULES[schedule], name, watch(name, getattr(SCHEDULES[schedule], name)))
     q, k, v = (torch.randn(2, heads * n, 20, d, dtype=dtype) for n, d in ((2, 16), (1, 16), (1, 24)))
     shards = [[s.requires_grad_() for s in world.shard(x, plan, dim=2)] for x in (q, k, v)]
     outs = world.flex_attention(*shards, plan, enable_gqa=True)
     shape = {"batch": 2, "kv_heads": heads, "head_dim": 16, "v_head_dim": 24, "itemsize": dtype.itemsize}
-    assert counted == {"forward": world_size * plan.bytes_sent(**shape, backward=False), "backward": 0}
+    ranks = [plan.for_rank(rank) for rank in range(world_size)]
+    assert counted == {"forward": sum(p.bytes_sent(**shape, backward=False) for p in ranks), "backward": 0}
     sum(out.sum() for out in outs).backward()
-    assert sum(counted.values()) == world_size * plan.bytes_sent(**shape)
+    assert sum(counted.values()) == sum(p.bytes_sent(**shape) for p in ranks)
     assert (world_size == 1) == (counted["forward"] == 0)
 
 

@@ -100,7 +100,7 @@ def story(schedule: comm.Schedule[Any], world_size: int, said: list[str]) -> Any
         except StopIteration as stop:
             return stop.value
         if isinstance(asked, Wait):
-            said.append(f"wait {asked.ticket.work}")
+            said.append(f"wait {asked.ticket.works[0]}")
             answer = asked.ticket.result
             continue
         number = Counter(type(a).__name__ for a in said if not isinstance(a, str))[type(asked).__name__]
@@ -109,7 +109,7 @@ def story(schedule: comm.Schedule[Any], world_size: int, said: list[str]) -> Any
         gather = isinstance(asked, AllGather)
         result = torch.cat([x, x.new_zeros((world_size - 1) * x.shape[0], *x.shape[1:])]) if gather else x
         answer = comm.Ticket(
-            result if gather else x[: x.shape[0] // world_size], f"{type(asked).__name__} {number}"
+            result if gather else x[: x.shape[0] // world_size], [f"{type(asked).__name__} {number}"]
         )
 
 

@@ -22,7 +22,7 @@ from tritoncp.engines import Spec
 from tritoncp.handles import handle_of, held_by
 from tritoncp.mods import Mod
 from tritoncp.plan import Plan
-from tritoncp.schedules import allgather
+from tritoncp.schedules import SCHEDULES
 
 
 def pin(plan: Plan) -> Plan:
@@ -78,7 +78,7 @@ def forward_op(
     call = Spec.decode(spec)
 
     def schedule(i: int, p: Plan) -> Any:
-        return allgather.forward(p, engine, q[i], k[i], v[i], call.want_max)
+        return SCHEDULES[p.schedule].forward(p, engine, q[i], k[i], v[i], call.want_max)
 
     with undisturbed():
         known, mask = _resolved(plan, call, q)
@@ -128,7 +128,7 @@ def backward_op(
         # Where nothing was seen lse is -inf and a loss of it may well have no finite slope.
         dlse = dlses[i].masked_fill(lses[i] == -torch.inf, 0).contiguous() if dlses else None
         dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
-        return allgather.backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
+        return SCHEDULES[p.schedule].backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
 
     with undisturbed():
         known, mask = _resolved(plan, call, q)

@@ -32,6 +32,24 @@ class ReduceScatter:
 
 
 @dataclass(frozen=True, eq=False)
+class Swap:
+    """Point to point: ``sends`` are (peer, tensor); ``takes`` are (peer, a tensor shaped like what comes).
+    The result is a list, a tensor for each of ``takes``. Two ranks swap at most one tensor a direction."""
+
+    sends: Sequence[tuple[int, Tensor]]
+    takes: Sequence[tuple[int, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class AllToAll:
+    """Rows of ``x`` [sum(sends), ...] to every rank in order; the rows that come: [sum(takes), ...]."""
+
+    x: Tensor
+    sends: Sequence[int]
+    takes: Sequence[int]
+
+
+@dataclass(frozen=True, eq=False)
 class Wait:
     """Block until the collective behind ``ticket`` is done; its result."""
 
@@ -42,12 +60,12 @@ class Wait:
 class Ticket:
     """A collective in flight: the buffers it uses live as long as the ticket."""
 
-    result: Tensor
-    work: Any = None
-    source: Tensor | None = None
+    result: Any
+    works: Sequence[Any] = ()
+    source: Any = None
 
 
-Collective = AllGather | ReduceScatter
+Collective = AllGather | ReduceScatter | Swap | AllToAll
 Schedule = Generator[Collective | Wait, Any, T]
 
 
@@ -60,19 +78,38 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup) -> T:
         except StopIteration as stop:
             return stop.value
         if isinstance(asked, Wait):
-            asked.ticket.work.wait()
+            for work in asked.ticket.works:
+                work.wait()
             answer = asked.ticket.result
         else:
             answer = _start(asked, group)
 
 
 def _start(asked: Collective, group: dist.ProcessGroup) -> Ticket:
-    world, x = group.size(), asked.x
-    if isinstance(asked, AllGather):
-        result = x.new_empty(x.shape[0] * world, *x.shape[1:])
-        return Ticket(result, dist.all_gather_into_tensor(result, x, group=group, async_op=True), x)
-    result = x.new_empty(x.shape[0] // world, *x.shape[1:])
-    return Ticket(result, dist.reduce_scatter_tensor(result, x, group=group, async_op=True), x)
+    world = group.size()
+    match asked:
+        case AllGather(x):
+            result = x.new_empty(x.shape[0] * world, *x.shape[1:])
+            work = dist.all_gather_into_tensor(result, x, group=group, async_op=True)
+        case ReduceScatter(x):
+            result = x.new_empty(x.shape[0] // world, *x.shape[1:])
+            work = dist.reduce_scatter_tensor(result, x, group=group, async_op=True)
+        case AllToAll(x, sends, takes):
+            result = x.new_empty(sum(takes), *x.shape[1:])
+            work = dist.all_to_all_single(result, x, list(takes), list(sends), group=group, async_op=True)
+        case Swap():
+            return _swap(asked, group)
+    return Ticket(result, [work], x)
+
+
+def _swap(asked: Swap, group: dist.ProcessGroup) -> Ticket:
+    result = [torch.empty_like(like) for _, like in asked.takes]
+    ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in asked.sends]
+    ops += [
+        dist.P2POp(dist.irecv, x, group=group, group_peer=peer)
+        for (peer, _), x in zip(asked.takes, result, strict=True)
+    ]
+    return Ticket(result, dist.batch_isend_irecv(ops) if ops else (), asked)
 
 
 def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
@@ -101,8 +138,13 @@ def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
 
 
 def _turn(asked: Sequence[Any]) -> list[Any]:
-    if isinstance(asked[0], Wait):
-        return [a.ticket.result for a in asked]
+    match asked[0]:
+        case Wait():
+            return [a.ticket.result for a in asked]
+        case Swap():
+            return _swapped(asked)
+        case AllToAll():
+            return _dealt(asked)
     xs = [a.x for a in asked]
     if len({(x.shape, x.dtype) for x in xs}) > 1:
         given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in xs)
@@ -114,6 +156,29 @@ def _turn(asked: Sequence[Any]) -> list[Any]:
         raise RuntimeError(f"a ReduceScatter of {xs[0].shape[0]} rows does not divide by {len(xs)} ranks")
     total = xs[0] if len(xs) == 1 else torch.stack(list(xs)).sum(0)
     return [Ticket(part) for part in total.chunk(len(xs))]
+
+
+def _swapped(asked: Sequence[Swap]) -> list[Ticket]:
+    sent = {(rank, peer): x for rank, a in enumerate(asked) for peer, x in a.sends}
+    taken = [(peer, rank) for rank, a in enumerate(asked) for peer, _ in a.takes]
+    if sorted(sent) != sorted(taken):
+        raise RuntimeError(
+            f"sent {sorted(sent)} and taken {sorted(taken)}, each (from, to), differ in the same turn"
+        )
+    return [Ticket([sent[peer, rank].clone() for peer, _ in a.takes]) for rank, a in enumerate(asked)]
+
+
+def _dealt(asked: Sequence[AllToAll]) -> list[Ticket]:
+    parts = [a.x.split(list(a.sends)) for a in asked]
+    tickets = []
+    for rank, a in enumerate(asked):
+        mine = [part[rank] for part in parts]
+        if [len(x) for x in mine] != list(a.takes):
+            raise RuntimeError(
+                f"{[len(x) for x in mine]} rows were sent to rank {rank}, which takes {list(a.takes)}"
+            )
+        tickets.append(Ticket(torch.cat(mine)))
+    return tickets
 
 
 def exchange(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:

@@ -6,9 +6,9 @@ communication from rounding in kernels.  A step is dense here: O(S_local * rows)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from tritoncp.runs import ABSENT, Kind, Runs
 from tritoncp.sharding import row_positions
 
 Step = Callable[[], None]
+LN2 = math.log(2)
 
 
 @dataclass(frozen=True)
@@ -36,27 +37,49 @@ class EagerEngine:
     captures: Sequence[Tensor] = ()
     grads: Sequence[Tensor] = ()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, *, out: Tensor, lse: Tensor,
-                max_scores: Tensor | None = None, h_offset: int = 0) -> Step:
-        """As the kernels' forward, without state."""
-        return partial(self._forward, q, k, v, tables, out, lse, max_scores, h_offset)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, *, out: Tensor, lse: Tensor,
+        max_scores: Tensor | None = None, state: Sequence[Tensor] = (), load_state: bool = False,
+        store_state: bool = False, h_offset: int = 0,
+    ) -> Step:  # fmt: skip
+        """As the kernels' forward. state: (acc [B, H, S, E], m, l [B, H, S]), m in log2 units."""
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, out: Tensor, lse: Tensor,
-                 max_scores: Tensor | None, h_offset: int) -> None:
-        q, k, v = _wide(q, k, v, tables, lse.dtype)
+        def step() -> None:
+            before = [x.clone() for x in state] if load_state else None
+            acc, m, l = self._continued(q, k, v, tables, lse.dtype, before, h_offset)
+            if store_state:
+                for kept, now in zip(state, (acc, m, l)):
+                    kept.copy_(now)
+                return
+            some = l > 0
+            safe = torch.where(some, l, 1)
+            out.copy_(acc / safe[..., None])
+            lse.copy_(torch.where(some, (m + safe.log2()) * LN2, -torch.inf))
+            if max_scores is not None:
+                max_scores.copy_(m * LN2)
+
+        return step
+
+    def _continued(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, dtype: torch.dtype,
+        before: Sequence[Tensor] | None, h_offset: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(acc, m, l) after these keys, from those before them."""
+        q, k, v = _wide(q, k, v, tables, dtype)
         at, seen = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
         scores = self._shown(raw, seen) if self.score is None else self._modified(
             raw, self.captures, at, seen, h_offset)
-        top = scores.amax(-1) if scores.shape[-1] else torch.full_like(lse, -torch.inf)
-        p = torch.exp(scores - torch.where(top == -torch.inf, 0, top)[..., None])
-        total = p.sum(-1)
-        some = total > 0
-        safe = torch.where(some, total, 1)
-        out.copy_(p @ v / safe[..., None])
-        lse.copy_(torch.where(some, top + safe.log(), -torch.inf))
-        if max_scores is not None:
-            max_scores.copy_(top)
+        none = raw.new_full(raw.shape[:3], -torch.inf)
+        top = scores.amax(-1) / LN2 if scores.shape[-1] else none
+        m = top if before is None else torch.maximum(top, before[1])
+        finite = torch.where(m == -torch.inf, 0, m)
+        p = torch.exp2(scores / LN2 - finite[..., None])
+        acc, l = p @ v, p.sum(-1)
+        if before is not None:
+            scale = torch.exp2(before[1] - finite)
+            acc, l = before[0] * scale[..., None] + acc, before[2] * scale + l
+        return acc, m, l
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Step:
         def step() -> None:
@@ -64,21 +87,25 @@ class EagerEngine:
 
         return step
 
-    def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
-           dq: Tensor, h_offset: int = 0) -> Step:
+    def dq(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
+        dq: Tensor, add: bool = False, h_offset: int = 0,
+    ) -> Step:  # fmt: skip
         def step() -> None:
             _, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, self.grads)
-            dq.copy_(ds @ wide[1] * self.scale)
+            _store(dq, ds @ wide[1] * self.scale, add)
 
         return step
 
-    def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
-             dk: Tensor, dv: Tensor, h_offset: int = 0) -> Step:
+    def dkdv(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
+        dk: Tensor, dv: Tensor, add: bool = False, h_offset: int = 0,
+    ) -> Step:  # fmt: skip
         def step() -> None:
             p, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, ())
             heads = (k.shape[1], q.shape[1] // k.shape[1])
-            dk.copy_((ds.mT @ wide[0] * self.scale).unflatten(1, heads).sum(2))
-            dv.copy_((p.mT @ wide[2]).unflatten(1, heads).sum(2))
+            _store(dk, (ds.mT @ wide[0] * self.scale).unflatten(1, heads).sum(2), add)
+            _store(dv, (p.mT @ wide[2]).unflatten(1, heads).sum(2), add)
 
         return step
 
@@ -159,6 +186,12 @@ class EagerEngine:
         call = vmapped(self.mask, (None, None, None, 0), (None, None, 0, None), (None, 0, None, None),
                        (0, None, 0, 0))
         return call(torch.arange(b, device=device), heads, rows.expand(b, -1), cols.expand(b, -1))
+
+
+def _store(into: Tensor, x: Tensor, add: bool) -> None:
+    if into.stride(0) == 0:  # each row is one batch row's alone: the others' share of it is zero
+        into, x = into[:1], x.sum(0, keepdim=True)
+    into.copy_(into + x if add else x)
 
 
 def _wide(

@@ -5,19 +5,21 @@ mask alone, and equal on every rank but for the rank's own number; nothing in it
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritoncp import steps
 from tritoncp.balance import balancers
 from tritoncp.masks import Kind, Mask, Runs
 from tritoncp.sharding import Placement, by_blocks, natural
 
 UNBOUNDED = 1 << 30  # a window edge that no position reaches
-SCHEDULES = ("allgather",)
+SCHEDULES = ("allgather", "ring", "fetch")
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,21 +144,69 @@ class Plan:
     def bytes_sent(self, *, batch: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None,
                    itemsize: int = 2, backward: bool = True) -> int:
         """Bytes this rank sends in one layer: K and V forward, K and V again plus float32 dK/dV backward."""
-        width = head_dim + (head_dim if v_head_dim is None else v_head_dim)
-        elements = (self.world_size - 1) * self.kv.s_max * batch * kv_heads * width
-        return elements * (itemsize + (itemsize + max(4, itemsize) if backward else 0))
+        width = kv_heads * (head_dim + (head_dim if v_head_dim is None else v_head_dim))
+        rows, grad_rows = self._rows_sent(batch)
+        if not backward:
+            return rows * width * itemsize
+        return width * (2 * rows * itemsize + grad_rows * max(4, itemsize))
 
-    def tables(self, device: torch.device | str = "cpu", batch: int = 1, heads: int = 1) -> Tables:
-        """Tables of the gathered buffer (all ranks' shards, ``kv.s_max`` rows each), on ``device``, for
-        queries of ``batch`` rows and ``heads`` heads."""
+    def _rows_sent(self, batch: int) -> tuple[int, int]:
+        """Rows of K and V this rank sends forward, and rows of their gradient backward."""
+        if self.schedule == "fetch":
+            each = 1 if self.fetch.batched else batch
+            return sum(self.fetch.sends) * each, sum(self.fetch.takes) * each
+        if self.schedule == "ring":
+            hops = [sum(peer is not None for peer in peers)
+                    for peers in zip(*((hop.next, hop.dkv_to) for hop in self.ring), strict=True)]
+        else:
+            hops = [self.world_size - 1] * 2
+        return hops[0] * self.kv.s_max * batch, hops[1] * self.kv.s_max * batch
+
+    @property
+    def seen(self) -> Tensor:
+        """KV blocks that each rank's queries see: bool [W, Bn, blocks]."""
+        return self._once("seen", lambda: steps.seen_blocks(self.mask, self.q))
+
+    @property
+    def ring(self) -> tuple[steps.Hop, ...]:
+        """This rank's turns when K and V go around."""
+        reads = self._once("reads", lambda: steps.readers(self.seen, self.kv))
+        return self._once(("ring", self.rank), lambda: steps.ring(reads, self.rank))
+
+    @property
+    def fetch(self) -> steps.Fetch:
+        """What this rank sends and takes when each gets exactly what it sees."""
+        return self._once(("fetch", self.rank), lambda: steps.fetch(self.seen, self.kv, self.rank))
+
+    def fetch_rows(self, device: torch.device) -> Tensor:
+        """``fetch.rows`` on a device."""
+        return self._once(("fetch rows", self.rank, device), lambda: self.fetch.rows.to(device))
+
+    def tables(self, device: torch.device | str = "cpu", batch: int = 1, heads: int = 1,
+               buffer: int | str = "gathered") -> Tables:
+        """Tables of one KV buffer, on ``device``, for queries of ``batch`` rows and ``heads`` heads.
+
+        buffer: "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard) or "fetched".
+        """
         interval = self.mask.interval_for(batch, heads)
         place = torch.device(device)
-        key = (self.rank, place, interval is None)
+
+        def made() -> Tables:
+            return _step_tables(self, interval, self._slots(buffer))
+
+        key = (self.rank, buffer, interval is None)
+        here = self._once((*key, torch.device("cpu")), made)
+        return self._once((*key, place), lambda: here.to(place))
+
+    def _slots(self, buffer: int | str) -> Tensor:
+        if buffer == "fetched":
+            return self.fetch.slots
+        return self.kv.gathered(None if buffer == "gathered" else [int(buffer)])
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What does not change with the rank's view is kept for all views of the plan."""
         if key not in self._shared:
-            here = (self.rank, torch.device("cpu"), interval is None)
-            if here not in self._shared:
-                self._shared[here] = _gathered_tables(self, interval)
-            self._shared[key] = self._shared[here].to(place)
+            self._shared[key] = make()
         return self._shared[key]
 
     def check_sources(self) -> None:
@@ -214,7 +264,9 @@ def build(
         name = "natural"
     else:
         name, q, kv = balancer, *_balance(mask, weighed or [mask], world_size, balancer)
-    return Plan(mask, q, kv, rank, name, "allgather", reason="the only schedule so far")
+    if schedule == "auto":
+        return Plan(mask, q, kv, rank, name, "allgather", reason="the default")
+    return Plan(mask, q, kv, rank, name, schedule, reason="asked for")
 
 
 def pieces(total: int, world_size: int) -> list[int]:
@@ -280,9 +332,8 @@ def _recut(placement: Placement, block: int) -> Placement:
     return Placement(placement.length, block, tuple(tables), placement.lengths)
 
 
-def _gathered_tables(plan: Plan, interval: tuple[Tensor, Tensor] | None) -> Tables:
-    mask = plan.mask
-    q_slots, kv_slots = plan.q.slots[plan.rank], plan.kv.gathered()
+def _step_tables(plan: Plan, interval: tuple[Tensor, Tensor] | None, kv_slots: Tensor) -> Tables:
+    mask, q_slots = plan.mask, plan.q.slots[plan.rank]
     runs = _slot_runs(mask, q_slots, kv_slots)
     kinds = runs.runs[:, 2]
     lo, hi = _local_intervals(interval, plan.positions)

@@ -188,6 +188,19 @@ class Runs:
         begin, mid, end = total[self.ptr.long()].unbind(-1)
         return mid - begin, end - mid
 
+    def columns(self) -> Tensor:
+        """Which columns any row of any head lists: bool [B, C].
+
+        >>> Runs.from_kinds(torch.tensor([[[[3, 0, 1, 3]]]], dtype=torch.uint8)).columns().tolist()
+        [[False, True, True, False]]
+        """
+        b, h, r, c = self.shape
+        row, start, end, _ = self._flat()
+        first = row.div(max(h * r, 1), rounding_mode="floor") * (c + 1)
+        edges = torch.zeros(b * (c + 1), dtype=torch.int64)
+        edges.index_add_(0, first + start, torch.ones_like(row)).index_add_(0, first + end, -torch.ones_like(row))
+        return edges.view(b, c + 1).cumsum(1)[:, :c] > 0
+
     # -- how runs are stored ----------------------------------------------------------------------
 
     def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

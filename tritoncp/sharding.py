@@ -66,11 +66,7 @@ class Placement:
         parts = []
         for index, rank in enumerate(range(self.world_size) if ranks is None else ranks):
             parts.append(self.slots[rank] + torch.tensor([index * self.s_max, 0, 0], dtype=torch.int32))
-        slots = torch.cat(parts, 1)
-        key = torch.where(slots[..., 2] > 0, slots[..., 1].to(torch.int64), torch.iinfo(torch.int64).max)
-        order = key.argsort(dim=1, stable=True)
-        keep = int((slots[..., 2] > 0).sum(1).max())
-        return slots.gather(1, order[..., None].expand(-1, -1, 3))[:, :keep].contiguous()
+        return by_position(torch.cat(parts, 1))
 
 
 def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]) -> Placement:
@@ -107,6 +103,15 @@ def natural(lengths: Sequence[int], block: int) -> Placement:
         slots.append(torch.stack([first - start, first, last - first], -1).int()[None])
         start += rows
     return Placement(start, block, tuple(slots), tuple(lengths))
+
+
+def by_position(slots: Tensor) -> Tensor:
+    """Slots [Bp, n, 3] of each batch row by global position; empty ones dropped or, where batch rows have
+    different numbers, last."""
+    key = torch.where(slots[..., 2] > 0, slots[..., 1].to(torch.int64), torch.iinfo(torch.int64).max)
+    order = key.argsort(dim=1, stable=True)
+    keep = int((slots[..., 2] > 0).sum(1).max())
+    return slots.gather(1, order[..., None].expand(-1, -1, 3))[:, :keep].contiguous()
 
 
 def row_positions(slots: Tensor, rows: int) -> Tensor:

@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 
 from tritoncp.comm import AllGather, ReduceScatter, Schedule, Wait
-from tritoncp.plan import Plan, Tables
+from tritoncp.plan import Plan
+from tritoncp.schedules.buffers import dkdv, outputs, pack, separate, views
 
 HEAD_GROUPS = 2  # one in flight, one computed: more only makes smaller messages
 
 
-def forward(plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor,
-            want_max: bool) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+def forward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
-    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_zeros(*q.shape[:3], v.shape[3])  # rows no slot covers stay 0 and -inf
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=stats)
-    top = torch.full_like(lse, -torch.inf) if want_max else None
+    out, lse, top = outputs(q, v, want_max)
     groups = head_groups(k.shape[1], plan.world_size)
     flight = yield from _send(plan, k, v, groups[0])
     for index, heads in enumerate(groups):
@@ -31,14 +30,29 @@ def forward(plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor,
             flight = yield from _send(plan, k, v, groups[index + 1])
         mine = query_heads(heads, q, k)
         engine.forward(
-            q[:, mine], keys, values, tables, out=out[:, mine], lse=lse[:, mine],
-            max_scores=None if top is None else top[:, mine], h_offset=mine.start,
+            q[:, mine],
+            keys,
+            values,
+            tables,
+            out=out[:, mine],
+            lse=lse[:, mine],
+            max_scores=None if top is None else top[:, mine],
+            h_offset=mine.start,
         )()
     return out, lse, top
 
 
-def backward(plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
-             dlse: Tensor | None) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
+def backward(
+    plan: Plan,
+    engine: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
     """(dq, dk, dv) of this rank's shards. Gradients of captures are added to the engine's buffers."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     delta = torch.empty_like(lse)
@@ -54,15 +68,13 @@ def backward(plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tens
         mine = query_heads(heads, q, k)
         args = q[:, mine], keys, values, dout[:, mine], lse[:, mine], delta[:, mine], tables
         engine.dq(*args, dq=dq[:, mine], h_offset=mine.start)()
-        grads = _dkdv(engine, args, mine.start, lse.dtype)
+        grads = keys.new_zeros(keys.shape[2], *keys.shape[:2], k.shape[3] + v.shape[3], dtype=lse.dtype)
+        dkdv(engine, args, grads, h_offset=mine.start)
         returning.append((yield ReduceScatter(grads)) if plan.world_size > 1 else grads)
     parts = []
     for ticket in returning:
         parts.append((yield Wait(ticket)) if plan.world_size > 1 else ticket)
-    dkv = torch.cat(parts, 2)[: k.shape[2]].to(k.dtype).permute(1, 2, 0, 3)  # [B, Hkv, S, D + E]
-    # Two tensors of their own: a slice of a single row counts as contiguous already.
-    dk, dv = (x.clone(memory_format=torch.contiguous_format) for x in dkv.split([k.shape[3], v.shape[3]], 3))
-    return dq, dk, dv
+    return dq, *separate(torch.cat(parts, 2), k, v)
 
 
 def head_groups(kv_heads: int, world_size: int) -> list[slice]:
@@ -82,37 +94,14 @@ def query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
 
 
 def _send(plan: Plan, k: Tensor, v: Tensor, heads: slice) -> Schedule[Any]:
-    """Start gathering these heads of K and V, packed as [s_max, B, heads, D + E]; rows first, so that a
-    row's place in the gathered buffer does not depend on batch or heads."""
+    """Start gathering these heads of K and V."""
     if plan.world_size == 1:
         return k[:, heads], v[:, heads]
-    packed = k.new_zeros(plan.kv.s_max, k.shape[0], heads.stop - heads.start, k.shape[3] + v.shape[3])
-    local = packed[: k.shape[2]].permute(1, 2, 0, 3)
-    local[..., : k.shape[3]] = k[:, heads]
-    local[..., k.shape[3] :] = v[:, heads]
-    return (yield AllGather(packed))
+    return (yield AllGather(pack(k[:, heads], v[:, heads], plan.kv.s_max)))
 
 
 def _receive(flight: Any, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
     """K [B, heads, rows, D] and V [B, heads, rows, E] of all ranks, as views of one buffer."""
     if isinstance(flight, tuple):
         return flight
-    packed = (yield Wait(flight)).permute(1, 2, 0, 3)
-    return packed[..., : k.shape[3]], packed[..., k.shape[3] :]
-
-
-def _dkdv(engine: Any, args: tuple[Any, ...], h_offset: int, dtype: torch.dtype) -> Tensor:
-    """Packed gradients [rows, B, heads, D + E] of the gathered keys and values."""
-    q, keys, values, *_ = args
-    tables: Tables = args[-1]
-    b, h, rows, d = keys.shape
-    packed = keys.new_zeros(rows, b, h, d + values.shape[3], dtype=dtype)
-    view = packed.permute(1, 2, 0, 3)
-    split = engine.split(q, keys, tables)
-    if split == 1:
-        engine.dkdv(*args, dk=view[..., :d], dv=view[..., d:], h_offset=h_offset)()
-        return packed
-    parts = keys.new_zeros(b, h * split, rows, d + values.shape[3], dtype=dtype)
-    engine.dkdv(*args, dk=parts[..., :d], dv=parts[..., d:], h_offset=h_offset, split=split)()
-    view.copy_(parts.unflatten(1, (h, split)).sum(2))
-    return packed
+    return views((yield Wait(flight)), k)

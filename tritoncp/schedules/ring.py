@@ -1,0 +1,89 @@
+"""Ring: K and V go around, the next pair in flight while this one is computed.
+
+The kernel continues from the previous step's (acc, m, l) in float32, so there is nothing to merge and nothing
+is rounded between steps.  A buffer travels as far as its last reader; backward, its float32 gradient follows
+one hop behind and goes home in one send (Ring Attention, arXiv 2310.01889; which hops: ``plan.ring``).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.comm import Schedule, Swap, Wait
+from tritoncp.plan import Plan
+from tritoncp.schedules.buffers import dkdv, new_state, outputs, pack, separate, views
+from tritoncp.steps import Hop
+
+
+def forward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+    out, lse, top = outputs(q, v, want_max)
+    final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
+    last = max(turn for turn, hop in enumerate(plan.ring) if hop.reads)
+    held = room = pack(k, v, plan.kv.s_max)
+    for turn, hop in enumerate(plan.ring):
+        flight = yield _pass_on(hop, held, room)
+        if hop.reads:
+            tables = plan.tables(q.device, q.shape[0], q.shape[1], hop.owner)
+            keep = {"load_state": turn > 0, "store_state": turn < last}
+            engine.forward(q, *views(held, k), tables, **final, **keep)()
+        held = ((yield Wait(flight)) or [None])[0]
+    return out, lse, top
+
+
+def backward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    dlse: Tensor | None,
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """(dq, dk, dv) of this rank's shards. Gradients of captures are added to the engine's buffers."""
+    delta = torch.empty_like(lse)
+    engine.delta(out, dout, dlse, delta)()
+    dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
+    held = room = pack(k, v, plan.kv.s_max)
+    home = torch.zeros_like(room, dtype=lse.dtype)  # gradient of the own K and V
+    came: list[Tensor] = []
+    following = None
+    for turn, hop in enumerate(plan.ring):
+        flight = yield _pass_on(hop, held, room)
+        args: tuple[Any, ...] = ()
+        if hop.reads:
+            tables = plan.tables(q.device, q.shape[0], q.shape[1], hop.owner)
+            args = (q, *views(held, k), dout, lse, delta, tables)
+            engine.dq(*args, dq=dq, add=turn > 0)()
+        if following is not None:
+            came = yield Wait(following)  # dQ was computed while it flew
+        grad = _arrived(plan.ring, turn, came, home)
+        if hop.reads:
+            dkdv(engine, args, grad, add=turn > 0)
+        following = yield _follow(hop, grad, home)
+        held = ((yield Wait(flight)) or [None])[0]
+    _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
+    return dq.to(q.dtype), *separate(home, k, v)
+
+
+def _pass_on(hop: Hop, held: Tensor | None, room: Tensor) -> Swap:
+    """K and V to the next rank, the next K and V from the previous one."""
+    sends = [(hop.next, held)] if hop.next is not None else []
+    return Swap(sends, [(hop.previous, room)] if hop.previous is not None else [])
+
+
+def _follow(hop: Hop, grad: Tensor | None, home: Tensor) -> Swap:
+    """The gradient of this turn's K and V onwards; the next turn's, and the own one's if it comes now."""
+    takes = [(peer, home) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
+    return Swap([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], takes)
+
+
+def _arrived(hops: tuple[Hop, ...], turn: int, came: list[Tensor], home: Tensor) -> Tensor | None:
+    """The gradient buffer of this turn's K and V; what came home is added to ``home``."""
+    if turn == 0:
+        return home
+    before, rest = hops[turn - 1], list(came)
+    travelling = rest.pop(0) if before.dkv_next is not None else None
+    if before.dkv_home is not None:
+        home += rest.pop()
+    if travelling is None and turn < len(hops) and hops[turn].owner is not None:
+        return torch.zeros_like(home)  # the first stop of these K and V
+    return travelling
