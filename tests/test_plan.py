@@ -231,7 +231,9 @@ def test_every_rank_derives_the_same_plan(plan: Plan) -> None:
             assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))], ids=str)
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))], ids=["copied", "pickled"]
+)
 def test_plans_are_copied_and_pickled(clone: Callable[[Plan], Plan]) -> None:
     mask = create_block_mask(
         and_masks(causal(), document(lengths=[20, 28])), None, None, 48, 48, BLOCK_SIZE=16

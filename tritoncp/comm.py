@@ -208,7 +208,7 @@ def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def named(name: str) -> dist.ProcessGroup:
     """The process group with this name."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup | None:

@@ -124,7 +124,7 @@ class EagerEngine:
             p = torch.exp(self._shown(raw, seen) - torch.where(lse == -torch.inf, 0, lse)[..., None])
             return p, p * (dout @ v.mT - delta), (q, k, dout)
         # An op runs below autograd; functorch's transforms bring their own.
-        scores, pull = torch.func.vjp(lambda raw, *caps: self._modified(raw, caps, at, seen, h_offset),
+        scores, pull, *_ = torch.func.vjp(lambda raw, *caps: self._modified(raw, caps, at, seen, h_offset),
                                       raw, *self.captures)
         p = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
         ds, *found = pull(p * (dout @ v.mT - delta))

@@ -334,9 +334,9 @@ def with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
         return replace(mask, interval=interval, window=window, reads=evaluate.reads)
     blocks, extent = masked_blocks(mask.runs), _RowExtents(mask)
     whole = all(extent.add(at, seen) for at, seen in mask.evaluate(evaluate, blocks, "cpu"))
-    interval = extent.interval(mask.runs) if whole else None
+    found = extent.interval(mask.runs) if whole else None
     reads = _reads(evaluate, "cpu") if len(blocks) else (False, False)
-    return replace(mask, interval=interval, window=None, reads=reads)
+    return replace(mask, interval=found, window=None, reads=reads)
 
 
 def masked_blocks(runs: Runs) -> Tensor:

@@ -58,9 +58,11 @@ class Tables:
 
     def to(self, device: torch.device) -> "Tables":
         """These tables on ``device``."""
-        tensors = {name: value.to(device, non_blocking=True) for name, value in vars(self).items()
-                   if isinstance(value, Tensor)}
-        return replace(self, **tensors)
+        moved: dict[str, Any] = {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return Tables(**moved)
 
 
 @dataclass(frozen=True, eq=False)

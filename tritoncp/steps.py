@@ -40,7 +40,8 @@ def _wanted(seen: Tensor, slots: Tensor, block: int) -> Tensor:
 class Hop:
     """One turn of the ring as one rank sees it; peers are ranks, None = nothing moves.
 
-    owner:     whose K and V lie here in this turn, None if nobody's
+    owner:     whose K and V would lie here in this turn
+    here:      whether they do: nobody reads them further along
     reads:     whether this rank's queries see any of it
     next:      who gets this K and V for the next turn
     previous:  who sends K and V for the next turn
@@ -49,7 +50,8 @@ class Hop:
     dkv_home:  who sends home the gradient of this rank's own K and V, in this turn
     """
 
-    owner: int | None
+    owner: int
+    here: bool
     reads: bool
     next: int | None
     previous: int | None
@@ -66,7 +68,7 @@ def ring(reads: Tensor, rank: int) -> tuple[Hop, ...]:
 
     >>> causal = torch.ones(4, 4, dtype=torch.bool).tril()
     >>> [(hop.owner, hop.next, hop.dkv_to) for hop in ring(causal, 1)]
-    [(1, 2, None), (0, 2, 2), (None, None, None), (None, None, None)]
+    [(1, 2, None), (0, 2, 2), (3, None, None), (2, None, None)]
     >>> window = causal.triu(-1)
     >>> [(hop.owner, hop.next, hop.dkv_to) for hop in ring(window, 1)]
     [(1, 2, None), (0, None, 0)]
@@ -79,7 +81,8 @@ def ring(reads: Tensor, rank: int) -> tuple[Hop, ...]:
         owner, after = (rank - step * turn) % world, (rank - step * (turn + 1)) % world
         here, goes_on, comes = turn <= reach[owner], turn < reach[owner], turn < reach[after]
         hop = Hop(
-            owner=owner if here else None,
+            owner=owner,
+            here=here,
             reads=here and (turn == 0 or bool(reads[rank, owner])),
             next=following if goes_on else None,
             previous=preceding if comes else None,
@@ -124,7 +127,8 @@ def fetch(seen: Tensor, kv: Placement, rank: int) -> Fetch:
     for reader in world:
         wanted = _wanted(seen[reader], mine, kv.block) & (reader != rank)
         rows.append(_rows(wanted, mine, kv.lengths[rank]))
-    slots, takes = [], []
+    slots: list[Tensor] = []
+    takes: list[int] = []
     for owner in world:
         wanted = _wanted(seen[rank], kv.slots[owner], kv.block) & (owner != rank)
         table, tokens = _packed(wanted, kv.slots[owner], sum(takes))

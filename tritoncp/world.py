@@ -90,9 +90,8 @@ class World:
         n = self.world_size
         outs, lses, tops = list(found[:n]), list(found[n : 2 * n]), list(found[2 * n :])
         if return_aux is not None:
-            return outs, AuxOutput(
-                lse=lses if return_aux.lse else None, max_scores=tops if want_max else None
-            )
+            aux: Any = AuxOutput  # its fields hold lists here
+            return outs, aux(lse=lses if return_aux.lse else None, max_scores=tops if want_max else None)
         return (outs, lses) if return_lse else outs
 
     def _check(self, plan: Plan) -> None:

@@ -283,7 +283,7 @@ def _score_only(traced: Traced) -> Traced:
     joint = copy.deepcopy(traced.joint)
     assert joint is not None
     output = next(node for node in joint.graph.nodes if node.op == "output")
-    output.args = ((output.args[0][0],),)  # type: ignore[index]
+    output.args = ((output.args[0][0],),)
     joint.graph.eliminate_dead_code()
     joint.recompile()
     return replace(traced, joint=joint, wants=())

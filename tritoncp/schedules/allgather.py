@@ -59,7 +59,7 @@ def backward(
     engine.delta(out, dout, dlse, delta)()
     dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
     groups = head_groups(k.shape[1], plan.world_size)
-    returning = []
+    returning: list[Any] = []  # tickets, or the gradients themselves where nothing travels
     flight = yield from _send(plan, k, v, groups[0])
     for index, heads in enumerate(groups):
         keys, values = yield from _receive(flight, k, v)

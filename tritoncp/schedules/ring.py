@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.comm import Schedule, Swap, Wait
+from tritoncp.comm import Schedule, Swap, Ticket, Wait
 from tritoncp.plan import Plan
 from tritoncp.schedules.buffers import dkdv, new_state, outputs, pack, separate, views
 from tritoncp.steps import Hop
@@ -30,7 +30,7 @@ def forward(
             tables = plan.tables(q.device, q.shape[0], q.shape[1], hop.owner)
             keep = {"load_state": turn > 0, "store_state": turn < last}
             engine.forward(q, *views(held, k), tables, **final, **keep)()
-        held = ((yield Wait(flight)) or [None])[0]
+        held = ((yield Wait(flight)) or [room])[0]
     return out, lse, top
 
 
@@ -44,8 +44,8 @@ def backward(
     dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
     held = room = pack(k, v, plan.kv.s_max)
     home = torch.zeros_like(room, dtype=lse.dtype)  # gradient of the own K and V
+    following: Ticket | None = None  # the gradient in flight, then what has come
     came: list[Tensor] = []
-    following = None
     for turn, hop in enumerate(plan.ring):
         flight = yield _pass_on(hop, held, room)
         args: tuple[Any, ...] = ()
@@ -59,24 +59,25 @@ def backward(
         if hop.reads:
             dkdv(engine, args, grad, add=turn > 0)
         following = yield _follow(hop, grad, home)
-        held = ((yield Wait(flight)) or [None])[0]
+        held = ((yield Wait(flight)) or [room])[0]
+    assert following is not None
     _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
     return dq.to(q.dtype), *separate(home, k, v)
 
 
-def _pass_on(hop: Hop, held: Tensor | None, room: Tensor) -> Swap:
+def _pass_on(hop: Hop, held: Tensor, room: Tensor) -> Swap:
     """K and V to the next rank, the next K and V from the previous one."""
     sends = [(hop.next, held)] if hop.next is not None else []
     return Swap(sends, [(hop.previous, room)] if hop.previous is not None else [])
 
 
-def _follow(hop: Hop, grad: Tensor | None, home: Tensor) -> Swap:
+def _follow(hop: Hop, grad: Tensor, home: Tensor) -> Swap:
     """The gradient of this turn's K and V onwards; the next turn's, and the own one's if it comes now."""
     takes = [(peer, home) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
     return Swap([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], takes)
 
 
-def _arrived(hops: tuple[Hop, ...], turn: int, came: list[Tensor], home: Tensor) -> Tensor | None:
+def _arrived(hops: tuple[Hop, ...], turn: int, came: list[Tensor], home: Tensor) -> Tensor:
     """The gradient buffer of this turn's K and V; what came home is added to ``home``."""
     if turn == 0:
         return home
@@ -84,6 +85,6 @@ def _arrived(hops: tuple[Hop, ...], turn: int, came: list[Tensor], home: Tensor)
     travelling = rest.pop(0) if before.dkv_next is not None else None
     if before.dkv_home is not None:
         home += rest.pop()
-    if travelling is None and turn < len(hops) and hops[turn].owner is not None:
+    if travelling is None and turn < len(hops) and hops[turn].here:
         return torch.zeros_like(home)  # the first stop of these K and V
-    return travelling
+    return home if travelling is None else travelling
