@@ -60,6 +60,7 @@ ROOMS = {
             "parallel",
             "api",
             "engines",
+            "sinks",
             "plan_cache",
             "sources",
             "integrations",

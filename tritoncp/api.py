@@ -17,6 +17,7 @@ from tritoncp.handles import refuse_inside_a_graph
 from tritoncp.masks import Mask
 from tritoncp.plan import Plan
 from tritoncp.sharding import Placement, lengthen, take
+from tritoncp.sinks import with_sinks
 
 MaskLike = BlockMask | Mask | MaskMod | Plan
 
@@ -35,6 +36,7 @@ def flex_attention(
     return_aux: AuxRequest | None = None,
     mesh: Any = None,
     positions: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Flex attention over a sequence that is sharded over ``mesh``.
 
@@ -46,7 +48,9 @@ def flex_attention(
 
     The order of a shard cannot be seen in it: ``positions``, the global positions [S_local] or [B, S_local]
     that the caller believes its rows have, are compared with the plan's (this waits for the device).
-    There is no dropout. Raises TypeError and ValueError before any tensor data moves.
+    sinks: [Hq], learned logits that take probability and give nothing (:mod:`tritoncp.sinks`); lse then
+    counts them, max_scores does not. There is no dropout. Raises TypeError and ValueError before any tensor
+    data moves.
     ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of what
     score_mod captures, too, come out the same in every run; all else does anyway.
 
@@ -62,6 +66,7 @@ def flex_attention(
     def check() -> None:
         inputs.check_aux(return_lse, return_aux)
         inputs.check_tensors(query, key, value, enable_gqa)
+        inputs.check_sinks(query, sinks)
 
     if torch.compiler.is_dynamo_compiling():
         check()
@@ -79,6 +84,8 @@ def flex_attention(
             inputs.check_positions(plan, positions)
         world = None if group is None else group.group_name
         outs = attend([query], [key], [value], score, pin(plan), world, scale, kernel_options, want_max)
+    if sinks is not None:
+        outs = [*with_sinks(outs[0], outs[1], sinks), *outs[2:]]
     if return_aux is not None:
         return outs[0], AuxOutput(
             lse=outs[1] if return_aux.lse else None, max_scores=outs[2] if return_aux.max_scores else None

@@ -149,6 +149,16 @@ def check_aux(return_lse: bool, return_aux: Any) -> None:
         )
 
 
+def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    if sinks is None:
+        return
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
+        raise ValueError(
+            f"sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; one floating point logit for "
+            f"each of the query's {q.shape[1]} heads is needed, on {q.device}"
+        )
+
+
 def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
     world = 1 if group is None else group.size()
     if plan.world_size != world:

@@ -17,6 +17,7 @@ from tritoncp import api, inputs, plan_cache
 from tritoncp.autograd import pin
 from tritoncp.plan import Plan
 from tritoncp.sharding import lengthen, take
+from tritoncp.sinks import with_sinks
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class World:
         kernel_options: dict[str, Any] | None = None,
         *,
         return_aux: AuxRequest | None = None,
+        sinks: Tensor | None = None,
     ) -> Any:
         """:func:`tritoncp.flex_attention` of every rank: lists of shards in, lists out.
 
@@ -77,6 +79,7 @@ class World:
             self._count(xs)
         for q, k, v in zip(queries, keys, values):
             inputs.check_tensors(q, k, v, enable_gqa)
+            inputs.check_sinks(q, sinks)
         if not isinstance(mask, Plan):
             lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
             mask = plan_cache.in_order(mask, queries[0].shape[0], lengths, kv_lengths, 0)
@@ -89,6 +92,9 @@ class World:
         )
         n = self.world_size
         outs, lses, tops = list(found[:n]), list(found[n : 2 * n]), list(found[2 * n :])
+        if sinks is not None:
+            pairs = [with_sinks(out, lse, sinks) for out, lse in zip(outs, lses)]
+            outs, lses = ([pair[i] for pair in pairs] for i in (0, 1))
         if return_aux is not None:
             aux: Any = AuxOutput  # its fields hold lists here
             return outs, aux(lse=lses if return_aux.lse else None, max_scores=tops if want_max else None)
