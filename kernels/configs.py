@@ -23,16 +23,18 @@ class Config:
 
 
 def pieces(dim: int) -> tuple[int, int]:
-    """Cut a head dim into at most two powers of two >= 16 that sum to at least ``dim``.
+    """Cut a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
+
+    Two pieces of 128 need fewer registers than one of 256, whose loads are all in flight at once.
 
     >>> [pieces(d) for d in (16, 40, 64, 80, 96, 128, 192, 256)]
-    [(16, 0), (32, 16), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0)]
+    [(16, 0), (32, 16), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64), (128, 128)]
     """
-    first = max(16, 1 << (dim.bit_length() - 1))
+    first = min(128, max(16, 1 << (dim.bit_length() - 1)))
     if first >= dim:
         return first, 0
     rest = max(16, 1 << (dim - first - 1).bit_length())
-    return (first * 2, 0) if rest == first else (first, rest)
+    return (first * 2, 0) if rest == first < 128 else (first, rest)
 
 
 def fit(tile: int, block: int) -> int:
@@ -61,8 +63,15 @@ def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype) -> Config:
     return next(config for dim, config in rules.items() if head_dim <= dim)
 
 
-def choose(kind: str, arch: str, head_dim: int, dtype: torch.dtype, q_block: int, kv_block: int,
-           options: dict[str, Any]) -> Config:
+def choose(
+    kind: str,
+    arch: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    q_block: int,
+    kv_block: int,
+    options: dict[str, Any],
+) -> Config:
     """The default, the user's ``kernel_options`` over it, fitted to the mask's blocks.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``

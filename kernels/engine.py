@@ -14,8 +14,9 @@ from torch import Tensor
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.configs import Config, architecture, choose, pieces
 from tritoncp.kernels.forward import forward_kernel
-from tritoncp.kernels.tiles import Interval, Rows, Slots, Stat, Strided, stat, strided
+from tritoncp.kernels.tiles import Interval, Rows, Slots, stat, strided
 
+UNBOUNDED = 1 << 30  # a window edge at least this far is none
 PARTIAL_BYTES = 256 << 20  # what dK/dV partials of a GQA group split over programs may take
 
 
@@ -27,7 +28,7 @@ class State(NamedTuple):
 
     acc: Tensor
     m: Tensor
-    l: Tensor  # noqa: E741 - the field's standard name
+    l: Tensor
 
 
 @dataclass(frozen=True)
@@ -71,19 +72,37 @@ class TritonEngine:
     options: dict[str, Any] = field(default_factory=dict)
     arch: str | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, *, out: Tensor | None = None,
-                lse: Tensor | None = None, max_scores: Tensor | None = None, state: Sequence[Tensor] | None = None,
-                load_state: bool = False, store_state: bool = False, h_offset: int = 0) -> Launch:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: Any,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        max_scores: Tensor | None = None,
+        state: Sequence[Tensor] | None = None,
+        load_state: bool = False,
+        store_state: bool = False,
+        h_offset: int = 0,
+    ) -> Launch:
         """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``."""
         args, config = self._common("forward", q, k, v, tables, h_offset)
         state = state and State(*state)
-        none = Strided(None, 0, 0, 0, 0)
         args |= {
-            "out": none if out is None else strided(out), "lse": _stat(lse), "max_scores": _stat(max_scores),
-            "acc": none if state is None else strided(state.acc),
-            "stat_m": _stat(state and state.m), "stat_l": _stat(state and state.l),
-            "rows": _rows(tables.row_ptr, tables.row_runs), "MASK_MOD": self.mods.mask, "SCORE_MOD": self.mods.score,
-            "LOAD_STATE": load_state, "STORE_STATE": store_state, "STORE_MAX": max_scores is not None,
+            "out": strided(out),
+            "lse": stat(lse),
+            "max_scores": stat(max_scores),
+            "acc": strided(state and state.acc),
+            "stat_m": stat(state and state.m),
+            "stat_l": stat(state and state.l),
+            "rows": _rows(tables.row_ptr, tables.row_runs),
+            "MASK_MOD": self.mods.mask,
+            "SCORE_MOD": self.mods.score,
+            "LOAD_STATE": load_state,
+            "STORE_STATE": store_state,
+            "STORE_MAX": max_scores is not None,
         }
         return Launch(forward_kernel, (_tiles(tables, "q", config), q.shape[1], q.shape[0]), args, config)
 
@@ -91,29 +110,81 @@ class TritonEngine:
         """delta [B, H, S] = rowsum(out * dout) - dlse."""
         b, h, s, e = out.shape
         config = Config(64, 0, 4, 1)
-        args = {"out": strided(out), "dout": strided(dout), "dlse": _stat(dlse), "delta": stat(delta), "n_s": s, "E": e,
-                "BLOCK_M": 64, "BLOCK_E": triton.next_power_of_2(e), "HAS_DLSE": dlse is not None, "ACC": _acc(out)}
+        args = {
+            "out": strided(out),
+            "dout": strided(dout),
+            "dlse": stat(dlse),
+            "delta": stat(delta),
+            "n_s": s,
+            "E": e,
+            "BLOCK_M": 64,
+            "BLOCK_E": triton.next_power_of_2(e),
+            "HAS_DLSE": dlse is not None,
+            "ACC": _acc(out),
+        }
         return Launch(delta_kernel, (triton.cdiv(s, 64), h, b), args, config)
 
-    def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
-           dq: Tensor, add: bool = False, h_offset: int = 0) -> Launch:
+    def dq(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tables: Any,
+        *,
+        dq: Tensor,
+        add: bool = False,
+        h_offset: int = 0,
+    ) -> Launch:
         """dQ of one step, and the gradients of what score_mod captures; ``add`` accumulates into dq."""
         args, config = self._common("dq", q, k, v, tables, h_offset)
         args |= {
-            "dout": strided(dout), "lse": stat(lse), "delta": stat(delta), "dq": strided(dq),
-            "rows": _rows(tables.row_ptr, tables.row_runs), "score_dcaps": self.mods.score_dcaps,
-            "MASK_MOD": self.mods.mask, "SCORE_MOD": self.mods.score, "SCORE_GRAD": self.mods.score_grad, "ADD": add,
+            "dout": strided(dout),
+            "lse": stat(lse),
+            "delta": stat(delta),
+            "dq": strided(dq),
+            "rows": _rows(tables.row_ptr, tables.row_runs),
+            "score_dcaps": self.mods.score_dcaps,
+            "MASK_MOD": self.mods.mask,
+            "SCORE_MOD": self.mods.score,
+            "SCORE_GRAD": self.mods.score_grad,
+            "ADD": add,
         }
         return Launch(dq_kernel, (_tiles(tables, "q", config), q.shape[1], q.shape[0]), args, config)
 
-    def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
-             dk: Tensor, dv: Tensor, add: bool = False, h_offset: int = 0, split: int = 1) -> Launch:
+    def dkdv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tables: Any,
+        *,
+        dk: Tensor,
+        dv: Tensor,
+        add: bool = False,
+        h_offset: int = 0,
+        split: int = 1,
+    ) -> Launch:
         """dK and dV of one step. With ``split`` > 1, dk and dv have ``Hkv * split`` heads of partial sums."""
         args, config = self._common("dkdv", q, k, v, tables, h_offset)
         args |= {
-            "dout": strided(dout), "lse": stat(lse), "delta": stat(delta), "dk": strided(dk), "dv": strided(dv),
-            "cols": _rows(tables.col_ptr, tables.col_runs), "left": args["right"], "right": args["left"],
-            "MASK_MOD": self.mods.mask, "SCORE_MOD": self.mods.score, "SCORE_GRAD": self.mods.score_back, "ADD": add,
+            "dout": strided(dout),
+            "lse": stat(lse),
+            "delta": stat(delta),
+            "dk": strided(dk),
+            "dv": strided(dv),
+            "cols": _rows(tables.col_ptr, tables.col_runs),
+            "left": args["right"],
+            "right": args["left"],
+            "MASK_MOD": self.mods.mask,
+            "SCORE_MOD": self.mods.score,
+            "SCORE_GRAD": self.mods.score_back,
+            "ADD": add,
             "SPLIT": split,
         }
         grid = (_tiles(tables, "kv", config), k.shape[1] * split, q.shape[0])
@@ -136,37 +207,54 @@ class TritonEngine:
         dim = max(q.shape[3], v.shape[3])
         return choose(kind, arch, dim, q.dtype, tables.q_block, tables.kv_block, self.options)
 
-    def _common(self, kind: str, q: Tensor, k: Tensor, v: Tensor, tables: Any,
-                h_offset: int) -> tuple[dict[str, Any], Config]:
+    def _common(
+        self, kind: str, q: Tensor, k: Tensor, v: Tensor, tables: Any, h_offset: int
+    ) -> tuple[dict[str, Any], Config]:
         config = self._config(kind, q, v, tables)
         (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
-        window = tables.window or (0, 0)
+        window = [None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0)]
         even_q = tables.q_block % config.BLOCK_M == 0
         even_kv = tables.kv_block % config.BLOCK_N == 0
         interval = Interval(None, None, 0, 0)
         if tables.lo is not None:
             interval = Interval(tables.lo, tables.hi, *_strides(tables.lo, 2))
         args = {
-            "q": strided(q), "k": strided(k), "v": strided(v),
+            "q": strided(q),
+            "k": strided(k),
+            "v": strided(v),
             "q_slots": Slots(tables.q_slots, *_strides(tables.q_slots, 1), tables.q_first, tables.q_rows),
-            "kv_slots": Slots(tables.kv_slots, *_strides(tables.kv_slots, 1), tables.kv_first, tables.kv_rows),
-            "interval": interval, "mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps,
-            "left": window[0], "right": window[1], "i_b0": 0, "i_h0": h_offset,
-            "SCALE": self.scale, "GROUP": q.shape[1] // k.shape[1],
-            "D": q.shape[3], "D0": d0, "D1": d1, "E": v.shape[3], "E0": e0, "E1": e1,
-            "Q_BLOCK": tables.q_block, "KV_BLOCK": tables.kv_block,
-            "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N,
+            "kv_slots": Slots(
+                tables.kv_slots, *_strides(tables.kv_slots, 1), tables.kv_first, tables.kv_rows
+            ),
+            "interval": interval,
+            "mask_caps": self.mods.mask_caps,
+            "score_caps": self.mods.score_caps,
+            "left": window[0],
+            "right": window[1],
+            "i_b0": 0,
+            "i_h0": h_offset,
+            "SCALE": self.scale,
+            "GROUP": q.shape[1] // k.shape[1],
+            "D": q.shape[3],
+            "D0": d0,
+            "D1": d1,
+            "E": v.shape[3],
+            "E0": e0,
+            "E1": e1,
+            "Q_BLOCK": tables.q_block,
+            "KV_BLOCK": tables.kv_block,
+            "BLOCK_M": config.BLOCK_M,
+            "BLOCK_N": config.BLOCK_N,
             "DENSE_Q": bool(tables.window) or (tables.dense_q and even_q),
             "DENSE_KV": bool(tables.window) or (tables.dense_kv and even_kv),
-            "WINDOW": bool(tables.window), "MASK": tables.mask,
-            "HAS_MASKED": tables.has_masked, "BOUNDED": tables.bounded,
-            "PRECISION": self.options.get("PRECISION", "ieee"), "ACC": _acc(q),
+            "WINDOW": bool(tables.window),
+            "MASK": tables.mask,
+            "HAS_MASKED": tables.has_masked,
+            "BOUNDED": tables.bounded,
+            "PRECISION": self.options.get("PRECISION", "ieee"),
+            "ACC": _acc(q),
         }
         return args, config
-
-
-def _stat(x: Tensor | None) -> Stat:
-    return Stat(None, 0, 0) if x is None else stat(x)
 
 
 def _acc(x: Tensor) -> Any:
@@ -190,5 +278,3 @@ def _tiles(tables: Any, side: str, config: Config) -> int:
     if tables.window or (dense and block % tile == 0):
         return triton.cdiv(tables.q_rows if side == "q" else tables.kv_rows, tile)
     return slots.shape[1] * triton.cdiv(block, tile)
-
-

@@ -6,16 +6,20 @@ import triton.language as tl
 from tritoncp.kernels.tiles import (
     LN2,
     LOG2E,
-    dot,
     head,
-    load_rows,
+    in_window,
+    inner,
+    load_pair,
     locate,
+    outer,
+    row_intervals,
     row_runs,
     run_tiles,
     stat_rows,
-    store_rows,
+    store_pair,
     to_log2,
     visible,
+    zeros_pair,
 )
 
 
@@ -71,6 +75,8 @@ def forward_kernel(
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i_h = tl.program_id(1)
     i_b = tl.program_id(2)
+    i_hm = i_h + i_h0  # as masks and mods see them
+    i_bm = i_b + i_b0
     Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
@@ -83,65 +89,62 @@ def forward_kernel(
     o_q = (pos + o_m)[:, None]
     m_m = o_m < n_m
 
-    p_q = head(q, i_b, i_h)
     p_k = head(k, i_b, i_h // GROUP)
     p_v = head(v, i_b, i_h // GROUP)
-    if LOAD_STATE or STORE_STATE:
-        p_acc = head(acc, i_b, i_h)
-
-    b_q0 = load_rows(q, p_q, row, o_m, n_m, 0, D0, D, True)  # [M, D0]
-    if D1 > 0:
-        b_q1 = load_rows(q, p_q, row, o_m, n_m, D0, D1, D, True)  # [M, D1]
-    if MASK == "interval":
-        if WINDOW:
-            b_lo = o_q - left
-            b_hi = o_q + right + 1
-        else:
-            o_lo = i_b * interval.stride_b + (i_h + i_h0) * interval.stride_h + row + o_m
-            b_lo = tl.load(interval.lo + o_lo, mask=m_m, other=0)[:, None]
-            b_hi = tl.load(interval.hi + o_lo, mask=m_m, other=0)[:, None]
-    else:
-        b_lo = 0
-        b_hi = 0
-
-    b_acc1 = 0.0
+    b_q0, b_q1 = load_pair(q, head(q, i_b, i_h), row, o_m, n_m, D0, D1, D, True)  # [M, D0], [M, D1]
+    b_lo, b_hi = row_intervals(interval, i_b, i_hm, row, o_m, m_m, MASK)
     if LOAD_STATE:
         b_m = tl.load(stat_rows(stat_m, i_b, i_h, row) + o_m, mask=m_m, other=-float("inf"))
         b_l = tl.load(stat_rows(stat_l, i_b, i_h, row) + o_m, mask=m_m, other=0.0)
-        b_acc0 = load_rows(acc, p_acc, row, o_m, n_m, 0, E0, E, True)
-        if E1 > 0:
-            b_acc1 = load_rows(acc, p_acc, row, o_m, n_m, E0, E1, E, True)
+        b_acc0, b_acc1 = load_pair(acc, head(acc, i_b, i_h), row, o_m, n_m, E0, E1, E, True)
     else:
         b_m = tl.full([BLOCK_M], -float("inf"), ACC)
         b_l = tl.zeros([BLOCK_M], ACC)
-        b_acc0 = tl.zeros([BLOCK_M, E0], ACC)
-        if E1 > 0:
-            b_acc1 = tl.zeros([BLOCK_M, E1], ACC)
+        b_acc0, b_acc1 = zeros_pair(BLOCK_M, E0, E1, ACC)  # [M, E0], [M, E1]
 
-    begin, mid, end = row_runs(rows, i_b, i_h + i_h0, i_tile // Q_TILES, WINDOW)
-    for PHASE in tl.static_range(2):  # masked blocks, then full ones
-        if HAS_MASKED or PHASE == 1:
-            for i_run in range(begin if PHASE == 0 else mid, mid if PHASE == 0 else end):
-                t_lo, t_hi, kind = run_tiles(rows, i_run, pos, pos + tl.minimum(n_m, BLOCK_M), left, right,
-                                             kv_slots, KV_BLOCK, BLOCK_N, WINDOW)
-                for i_kv in range(t_lo, t_hi):
+    begin, mid, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
+    for FULL in tl.static_range(2):  # masked blocks, then full ones
+        if HAS_MASKED or FULL:
+            for i_run in range(mid if FULL else begin, end if FULL else mid):
+                pos_end = pos + tl.minimum(n_m, BLOCK_M)
+                t_lo, t_hi, kind, cut, skip = run_tiles(
+                    rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
+                )
+                for i_t in range(t_lo, t_hi):
+                    i_kv = i_t + tl.where(i_t >= cut, skip, 0)
                     kv_row, kv_pos, n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
                     o_kv = (kv_pos + o_n)[None, :]
-                    b_k = load_rows(k, p_k, kv_row, o_n, n_n, 0, D0, D, PHASE == 0 or not EVEN)  # [N, D0]
-                    b_s = dot(b_q0, tl.trans(b_k), PRECISION)  # [M, N]
-                    if D1 > 0:
-                        b_k = load_rows(k, p_k, kv_row, o_n, n_n, D0, D1, D, PHASE == 0 or not EVEN)  # [N, D1]
-                        b_s += dot(b_q1, tl.trans(b_k), PRECISION)
+                    m_n = (o_n < n_n)[None, :]
+                    b_k0, b_k1 = load_pair(
+                        k, p_k, kv_row, o_n, n_n, D0, D1, D, not FULL or not EVEN
+                    )  # [N, D]
+                    b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)  # [M, N]
                     if not FOLD:
-                        _, b_s = to_log2(b_s, i_b + i_b0, i_h + i_h0, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
-                    if PHASE == 0 or not EVEN:
-                        m_in = (o_n < n_n)[None, :]
-                        if PHASE == 0:
-                            m_in = visible(i_b + i_b0, i_h + i_h0, o_q, o_kv, m_in, b_lo, b_hi, kind, mask_caps,
-                                           MASK, MASK_MOD, BOUNDED)
+                        _, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
+                    if not FULL:
+                        if WINDOW:
+                            m_in = in_window(o_kv, m_n, o_q, left, right, kv_pos + n_n)
+                        else:
+                            m_in = visible(
+                                i_bm,
+                                i_hm,
+                                o_q,
+                                o_kv,
+                                m_n,
+                                kv_pos + n_n,
+                                b_lo[:, None],
+                                b_hi[:, None],
+                                kind,
+                                mask_caps,
+                                MASK,
+                                MASK_MOD,
+                                BOUNDED,
+                            )
                         b_s = tl.where(m_in, b_s, -float("inf"))
+                    elif not EVEN:
+                        b_s = tl.where(m_n, b_s, -float("inf"))
                     b_max = tl.maximum(b_m, tl.max(b_s, 1) * C)
-                    if PHASE == 0 or SCORE_MOD is not None:  # a row may have seen only -inf
+                    if not FULL or SCORE_MOD is not None:  # a row may have seen only -inf
                         b_safe = tl.where(b_max == -float("inf"), 0.0, b_max)
                     else:
                         b_safe = b_max
@@ -149,26 +152,24 @@ def forward_kernel(
                     b_r = tl.exp2(b_m - b_safe)
                     b_l = b_l * b_r + tl.sum(b_p, 1)
                     b_m = b_max
-                    b_v = load_rows(v, p_v, kv_row, o_n, n_n, 0, E0, E, PHASE == 0 or not EVEN)  # [N, E0]
-                    b_acc0 = b_acc0 * b_r[:, None] + dot(b_p.to(b_v.dtype), b_v, PRECISION)
+                    b_v0, b_v1 = load_pair(
+                        v, p_v, kv_row, o_n, n_n, E0, E1, E, not FULL or not EVEN
+                    )  # [N, E]
+                    b_acc0 *= b_r[:, None]
                     if E1 > 0:
-                        b_v = load_rows(v, p_v, kv_row, o_n, n_n, E0, E1, E, PHASE == 0 or not EVEN)  # [N, E1]
-                        b_acc1 = b_acc1 * b_r[:, None] + dot(b_p.to(b_v.dtype), b_v, PRECISION)
+                        b_acc1 *= b_r[:, None]
+                    b_acc0, b_acc1 = outer(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
 
     if STORE_STATE:
         tl.store(stat_rows(stat_m, i_b, i_h, row) + o_m, b_m, mask=m_m)
         tl.store(stat_rows(stat_l, i_b, i_h, row) + o_m, b_l, mask=m_m)
-        store_rows(acc, p_acc, row, o_m, n_m, b_acc0, 0, E0, E, False)
-        if E1 > 0:
-            store_rows(acc, p_acc, row, o_m, n_m, b_acc1, E0, E1, E, False)
+        store_pair(acc, head(acc, i_b, i_h), row, o_m, n_m, b_acc0, b_acc1, E0, E1, E, False)
     else:
-        m_seen = b_l > 0
-        b_inv = tl.where(m_seen, 1.0 / tl.where(m_seen, b_l, 1.0), 0.0)[:, None]
-        p_out = head(out, i_b, i_h)
-        store_rows(out, p_out, row, o_m, n_m, b_acc0 * b_inv, 0, E0, E, False)
-        if E1 > 0:
-            store_rows(out, p_out, row, o_m, n_m, b_acc1 * b_inv, E0, E1, E, False)
-        b_lse = tl.where(m_seen, b_m + tl.log2(tl.where(m_seen, b_l, 1.0)), -float("inf"))
+        m_seen = b_l != 0  # a NaN is passed on
+        b_sum = tl.where(m_seen, b_l, 1.0)
+        b_inv = tl.where(m_seen, 1.0 / b_sum, 0.0)[:, None]
+        store_pair(out, head(out, i_b, i_h), row, o_m, n_m, b_acc0 * b_inv, b_acc1 * b_inv, E0, E1, E, False)
+        b_lse = tl.where(m_seen, b_m + tl.log2(b_sum), -float("inf"))
         tl.store(stat_rows(lse, i_b, i_h, row) + o_m, b_lse * LN2, mask=m_m)
         if STORE_MAX:
             tl.store(stat_rows(max_scores, i_b, i_h, row) + o_m, b_m * LN2, mask=m_m)

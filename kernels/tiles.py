@@ -18,6 +18,7 @@ import triton.language as tl
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FAR: tl.constexpr = tl.constexpr(2**31 - 1)  # a position past every row interval
 # The interpreter's tl.dot reads bf16 as raw uint16, so operands are widened there; products of two
 # bf16 or fp16 values are exact in float32, which is what the tensor cores accumulate too.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -69,14 +70,14 @@ class Interval(NamedTuple):
     stride_h: Any
 
 
-def strided(x: torch.Tensor) -> Strided:
+def strided(x: torch.Tensor | None) -> Strided:
     """``x`` [B, H, S, D] as a kernel argument."""
-    return Strided(x, *x.stride())
+    return Strided(None, 0, 0, 0, 0) if x is None else Strided(x, *x.stride())
 
 
-def stat(x: torch.Tensor) -> Stat:
+def stat(x: torch.Tensor | None) -> Stat:
     """``x`` [B, H, S], contiguous in its last dimension, as a kernel argument."""
-    return Stat(x, x.stride(0), x.stride(1))
+    return Stat(None, 0, 0) if x is None else Stat(x, x.stride(0), x.stride(1))
 
 
 @triton.jit
@@ -89,6 +90,16 @@ def head(x, i_b, i_h):
 def stat_rows(x, i_b, i_h, row):
     """Pointer to the statistics of the tile that starts at ``row``."""
     return head(x, i_b, i_h) + row
+
+
+@triton.jit
+def load_stat(x, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr):
+    """Statistics of rows ``row + o_m``, 0 where ``m_m`` is false."""
+    p = stat_rows(x, i_b, i_h, row) + o_m
+    if CHECK:
+        return tl.load(p, mask=m_m, other=0.0)
+    else:
+        return tl.load(p)
 
 
 @triton.jit
@@ -108,75 +119,141 @@ def locate(slots, i_b, i_tile, BLOCK: tl.constexpr, TILE: tl.constexpr, DENSE: t
 def row_runs(rows, i_b, i_h, i_slot, WINDOW: tl.constexpr):
     """Bounds (begin, mid, end) of a row's runs: masked ones first, then full ones."""
     if WINDOW:
-        return 0, 2, 3
+        return 0, 1, 2
     else:
         p_row = rows.ptr + i_b * rows.stride_b + i_h * rows.stride_h + i_slot * 3
         return tl.load(p_row), tl.load(p_row + 1), tl.load(p_row + 2)
 
 
 @triton.jit
-def run_tiles(rows, i_run, lo, hi, left, right, slots, BLOCK: tl.constexpr, TILE: tl.constexpr,
-              WINDOW: tl.constexpr):
-    """Tiles [begin, end) of a run and its kind.
+def run_tiles(
+    rows,
+    i_run,
+    lo,
+    hi,
+    left,
+    right,
+    slots,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Tiles of a run and its kind, as (begin, end, kind, cut, skip): from ``cut`` on, ``skip`` tiles further.
 
-    With a table the run is three loads.  A closed-form window needs none: positions [lo, hi) of this
-    side see x - left <= y <= x + right of the other; run 0 is the left edge, 1 the right, 2 the inside.
+    With a table the run is three loads.  A closed-form window needs none: positions [lo, hi) of this side
+    see x - left <= y <= x + right of the other: one masked run, both edges, and one full run in between.
     """
     if WINDOW:
-        n_tiles = tl.cdiv(slots.count, TILE)
-        see_lo = tl.maximum(lo - left - slots.first, 0) // TILE
-        see_hi = tl.minimum(tl.cdiv(tl.maximum(hi + right - slots.first, 0), TILE), n_tiles)
-        all_lo = tl.cdiv(tl.maximum(hi - 1 - left - slots.first, 0), TILE)
-        all_hi = tl.minimum(tl.maximum(lo + right + 1 - slots.first, 0), slots.count) // TILE
+        see_lo = 0
+        all_lo = 0
+        see_hi = tl.cdiv(slots.count, TILE)
+        all_hi = slots.count // TILE
+        if left is not None:
+            see_lo = tl.maximum(lo - left - slots.first, 0) // TILE
+            all_lo = tl.cdiv(tl.maximum(hi - 1 - left - slots.first, 0), TILE)
+        if right is not None:
+            see_hi = tl.minimum(tl.cdiv(tl.maximum(hi + right - slots.first, 0), TILE), see_hi)
+            all_hi = tl.minimum(tl.maximum(lo + right + 1 - slots.first, 0) // TILE, all_hi)
         see_hi = tl.maximum(see_hi, see_lo)
         all_lo = tl.minimum(tl.maximum(all_lo, see_lo), see_hi)
         all_hi = tl.minimum(tl.maximum(all_hi, all_lo), see_hi)
-        begin = tl.where(i_run == 0, see_lo, tl.where(i_run == 1, all_hi, all_lo))
-        end = tl.where(i_run == 0, all_lo, tl.where(i_run == 1, see_hi, all_hi))
-        return begin, end, 0
+        if FULL:
+            return all_lo, all_hi, 0, all_lo, 0
+        else:
+            return see_lo, see_hi - (all_hi - all_lo), 0, all_lo, all_hi - all_lo
     else:
         TILES: tl.constexpr = (BLOCK + TILE - 1) // TILE
         p_run = rows.runs + i_run * 3
-        return tl.load(p_run) * TILES, tl.load(p_run + 1) * TILES, tl.load(p_run + 2)
+        return tl.load(p_run) * TILES, tl.load(p_run + 1) * TILES, tl.load(p_run + 2), 0, 0
 
 
 @triton.jit
-def load_rows(x, p_x, row, o_s, n_s, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
-              CHECK: tl.constexpr):
+def tile_pointers(x, p_x, row, o_s, o_d):
+    """Pointers to x[row + o_s, o_d].
+
+    Offsets inside the tile do not outlive a loop's iteration this way: the product is one wide multiply
+    a row, where hoisted offsets would hold registers throughout.
+    """
+    return p_x + (row + o_s).to(tl.int64)[:, None] * x.stride_s + o_d.to(tl.int64)[None, :] * x.stride_d
+
+
+@triton.jit
+def inside(o_s, n_s, o_d, DIM: tl.constexpr, PAD: tl.constexpr):
+    """Mask of a tile's first ``n_s`` rows and, where its channels are padded, first DIM channels."""
+    if PAD:
+        return (o_s[:, None] < n_s) & (o_d[None, :] < DIM)
+    else:
+        return o_s[:, None] < n_s
+
+
+@triton.jit
+def load_rows(
+    x, p_x, row, o_s, n_s, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CHECK: tl.constexpr
+):
     """x[row + o_s, START : START + WIDTH] as [len(o_s), WIDTH]; zero past ``n_s`` rows or DIM channels."""
     o_d = START + tl.arange(0, WIDTH)
-    p = p_x + row.to(tl.int64) * x.stride_s + (o_s[:, None].to(tl.int64) * x.stride_s + o_d[None, :] * x.stride_d)
+    p = tile_pointers(x, p_x, row, o_s, o_d)
+    m = inside(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
     if CHECK:
-        if START + WIDTH > DIM:
-            return tl.load(p, mask=(o_s[:, None] < n_s) & (o_d[None, :] < DIM), other=0.0)
-        else:
-            return tl.load(p, mask=o_s[:, None] < n_s, other=0.0)
+        return tl.load(p, mask=m, other=0.0)
+    elif START + WIDTH > DIM:
+        return tl.load(p, mask=o_d[None, :] < DIM, other=0.0)
     else:
-        if START + WIDTH > DIM:
-            return tl.load(p, mask=o_d[None, :] < DIM, other=0.0)
-        else:
-            return tl.load(p)
+        return tl.load(p)
 
 
 @triton.jit
-def store_rows(x, p_x, row, o_s, n_s, b_x, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
-               ADD: tl.constexpr):
+def store_rows(
+    x, p_x, row, o_s, n_s, b_x, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr
+):
     """x[row + o_s, START : START + WIDTH] = b_x (or += b_x), within ``n_s`` rows and DIM channels."""
     o_d = START + tl.arange(0, WIDTH)
-    p = p_x + row.to(tl.int64) * x.stride_s + (o_s[:, None].to(tl.int64) * x.stride_s + o_d[None, :] * x.stride_d)
-    m = (o_s[:, None] < n_s) & (o_d[None, :] < DIM)
-    if ADD:
-        b_x += tl.load(p, mask=m, other=0.0)
-    tl.store(p, b_x.to(x.ptr.dtype.element_ty), mask=m)
+    p = tile_pointers(x, p_x, row, o_s, o_d)
+    m = inside(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
+    if ADD:  # nobody else adds to these elements: a plain sum without the registers of a load
+        tl.atomic_add(p, b_x.to(x.ptr.dtype.element_ty), mask=m, sem="relaxed")
+    else:
+        tl.store(p, b_x.to(x.ptr.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def load_pair(
+    x, p_x, row, o_s, n_s, W0: tl.constexpr, W1: tl.constexpr, DIM: tl.constexpr, CHECK: tl.constexpr
+):
+    """Rows of x in two pieces of channels, [len(o_s), W0] and [len(o_s), W1] (0.0 where W1 is 0)."""
+    b_0 = load_rows(x, p_x, row, o_s, n_s, 0, W0, DIM, CHECK)
+    if W1 > 0:
+        return b_0, load_rows(x, p_x, row, o_s, n_s, W0, W1, DIM, CHECK)
+    else:
+        return b_0, 0.0
+
+
+@triton.jit
+def store_pair(
+    x, p_x, row, o_s, n_s, b_0, b_1, W0: tl.constexpr, W1: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr
+):
+    """The counterpart of load_pair."""
+    store_rows(x, p_x, row, o_s, n_s, b_0, 0, W0, DIM, ADD)
+    if W1 > 0:
+        store_rows(x, p_x, row, o_s, n_s, b_1, W0, W1, DIM, ADD)
+
+
+@triton.jit
+def zeros_pair(N: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, ACC: tl.constexpr):
+    """Accumulators for two pieces of channels."""
+    if W1 > 0:
+        return tl.zeros([N, W0], ACC), tl.zeros([N, W1], ACC)
+    else:
+        return tl.zeros([N, W0], ACC), 0.0
 
 
 @triton.jit
 def dot(b_a, b_b, PRECISION: tl.constexpr):
     """a @ b in float32 (float64 for float64 operands)."""
-    if INTERPRETED:
-        if b_a.dtype != tl.float64:
-            b_a = b_a.to(tl.float32)
-            b_b = b_b.to(tl.float32)
+    if INTERPRETED and b_a.dtype != tl.float64:
+        b_a = b_a.to(tl.float32)
+        b_b = b_b.to(tl.float32)
     if b_a.dtype == tl.float64:
         return tl.dot(b_a, b_b, out_dtype=tl.float64)
     else:
@@ -184,30 +261,104 @@ def dot(b_a, b_b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def visible(i_b, i_h, o_q, o_kv, m_in, b_lo, b_hi, kind, mask_caps, MASK: tl.constexpr, MASK_MOD: tl.constexpr,
-            BOUNDED: tl.constexpr):
-    """What a masked block lets through: in-range pairs, by row interval or by mask_mod.
+def inner(b_a0, b_a1, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr):
+    """a @ b^T over both pieces of channels."""
+    b_s = dot(b_a0, tl.trans(b_b0), PRECISION)
+    if W1 > 0:
+        b_s += dot(b_a1, tl.trans(b_b1), PRECISION)
+    return b_s
+
+
+@triton.jit
+def outer(b_c0, b_c1, b_a, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr):
+    """c + a @ b for both pieces of channels, a rounded to b's dtype first."""
+    b_c0 += dot(b_a.to(b_b0.dtype), b_b0, PRECISION)
+    if W1 > 0:
+        b_c1 += dot(b_a.to(b_b1.dtype), b_b1, PRECISION)
+    return b_c0, b_c1
+
+
+@triton.jit
+def in_window(o_far, m_far, o_near, left, right, end):
+    """Which positions of the far side are within near - left .. near + right; None is unbounded.
+
+    ``m_far`` keeps those below ``end``: as a limit of each near row, or by moving the others out of every
+    window (``end`` None), whichever side has fewer of them in a thread.  Each pair costs one comparison.
+    """
+    if right is None:
+        if left is None:
+            return m_far & (o_near >= 0)
+        else:
+            return tl.where(m_far, o_far, -FAR) >= o_near - left
+    else:
+        b_hi = o_near + right + 1
+        if end is None:
+            o_far = tl.where(m_far, o_far, FAR)
+        else:
+            b_hi = tl.minimum(b_hi, end)
+        if left is None:
+            return o_far < b_hi
+        else:
+            b_lo = o_near - left
+            b_width = b_hi - b_lo if end is None else tl.maximum(b_hi - b_lo, 0)
+            return (o_far - b_lo).to(tl.uint32, bitcast=True) < b_width.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def row_intervals(interval, i_b, i_h, row, o_m, m_m, MASK: tl.constexpr):
+    """Positions [lo, hi) that queries ``row + o_m`` see inside masked blocks; hi = 0 where not ``m_m``."""
+    if MASK == "interval" and interval.lo is not None:
+        o = i_b.to(tl.int64) * interval.stride_b + i_h.to(tl.int64) * interval.stride_h + row
+        b_lo = tl.load(interval.lo + o + o_m, mask=m_m, other=0)
+        return b_lo, tl.load(interval.hi + o + o_m, mask=m_m, other=0)
+    else:
+        return o_m, o_m  # not read
+
+
+@triton.jit
+def visible(
+    i_b,
+    i_h,
+    o_q,
+    o_kv,
+    m_in,
+    end,
+    b_lo,
+    b_hi,
+    kind,
+    mask_caps,
+    MASK: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """What a masked block lets through of m_in, by row interval or by mask_mod.
+
+    Intervals know m_in already: queries out of range have empty ones, keys out of range start at ``end``.
 
     A BOUNDED block (kind 2) was listed as full and is cut only by the ends of the sequence.
     """
     if MASK == "interval":
-        m_keep = (o_kv >= b_lo) & (o_kv < b_hi)
+        if BOUNDED:
+            b_lo = tl.where(kind == 2, 0, b_lo)
+            b_hi = tl.where(kind == 2 if end is not None else (kind == 2) & m_in, FAR, b_hi)
+        if end is not None:
+            b_hi = tl.minimum(b_hi, end)
+        return (o_kv >= b_lo) & (o_kv < b_hi)
     elif MASK == "mod":
         m_keep = MASK_MOD(i_b, i_h, o_q, o_kv, mask_caps)
-    if MASK == "none":
-        return m_in
-    elif BOUNDED:
-        return (m_keep | (kind == 2)) & m_in
-    else:
+        if BOUNDED:
+            m_keep = m_keep | (kind == 2)
         return m_keep & m_in
+    else:
+        return m_in
 
 
 @triton.jit
 def to_log2(b_s, i_b, i_h, o_q, o_kv, score_caps, SCALE: tl.constexpr, SCORE_MOD: tl.constexpr):
-    """Raw dot products -> (scaled scores, scores after score_mod in log2 units)."""
-    b_s = b_s * SCALE
+    """Raw dot products -> (what score_mod was given, final scores in log2 units)."""
     if SCORE_MOD is None:
-        return b_s, b_s * LOG2E
+        return b_s, b_s * (SCALE * LOG2E)
     else:
+        b_s = b_s * SCALE
         b_t = SCORE_MOD(b_s, i_b, i_h, o_q, o_kv, score_caps)
         return b_s, b_t.to(b_s.dtype) * LOG2E

@@ -31,7 +31,7 @@ def test_pieces_hold_every_dim_in_two_powers_of_two() -> None:
     for dim in range(1, 257):
         first, rest = pieces(dim)
         assert first & (first - 1) == 0 and rest & (rest - 1) == 0
-        assert first >= 16 and (rest == 0 or 16 <= rest < first)
+        assert 16 <= first <= 128 and (rest == 0 or 16 <= rest < first or first == rest == 128)
         assert dim <= first + rest < max(17, 2 * dim)
 
 
