@@ -35,6 +35,7 @@ ROOMS = {
             "balance",
             "sharding",
             "steps",
+            "cost",
             "plan",
             "handles",
             "draw",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp import steps
+from tritoncp import cost, steps
 from tritoncp.balance import balancers
 from tritoncp.masks import Kind, Mask, Runs
 from tritoncp.sharding import Placement, by_blocks, natural
@@ -164,6 +164,20 @@ class Plan:
             hops = [self.world_size - 1] * 2
         return hops[0] * self.kv.s_max * batch, hops[1] * self.kv.s_max * batch
 
+    def explain(self, hardware: cost.Hardware | None = None, **shape: int) -> str:
+        """What each schedule would cost this placement, as a table.
+
+        shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer; see
+        :class:`tritoncp.cost.Shape` for what is assumed otherwise.
+
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
+        >>> len(plan.explain(heads=16, kv_heads=16).splitlines())
+        5
+        """
+        hardware, layer = hardware or cost.hardware_of(self.world_size), cost.Shape(**shape)
+        return cost.table(cost.costs(self, layer, hardware), layer, hardware)
+
     @property
     def seen(self) -> Tensor:
         """KV blocks that each rank's queries see: bool [W, Bn, blocks]."""
@@ -194,16 +208,23 @@ class Plan:
         place = torch.device(device)
 
         def made() -> Tables:
-            return _step_tables(self, interval, self._slots(buffer))
+            return _step_tables(self, interval, *self.listed(buffer))
 
         key = (self.rank, buffer, interval is None)
         here = self._once((*key, torch.device("cpu")), made)
         return self._once((*key, place), lambda: here.to(place))
 
+    def listed(self, buffer: int | str = "gathered") -> tuple[Tensor, Runs]:
+        """The slots of a KV buffer, and the runs of them that each Q slot of this rank sees."""
+        slots = self._slots(buffer)
+        mine = self.q.slots[self.rank]
+        return slots, self._once(("runs", self.rank, buffer), lambda: _slot_runs(self.mask, mine, slots))
+
     def _slots(self, buffer: int | str) -> Tensor:
         if buffer == "fetched":
             return self.fetch.slots
-        return self.kv.gathered(None if buffer == "gathered" else [int(buffer)])
+        ranks = None if buffer == "gathered" else [int(buffer)]
+        return self._once(("slots", buffer), lambda: self.kv.gathered(ranks))
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """What does not change with the rank's view is kept for all views of the plan."""
@@ -266,9 +287,14 @@ def build(
         name = "natural"
     else:
         name, q, kv = balancer, *_balance(mask, weighed or [mask], world_size, balancer)
-    if schedule == "auto":
-        return Plan(mask, q, kv, rank, name, "allgather", reason="the default")
-    return Plan(mask, q, kv, rank, name, schedule, reason="asked for")
+    if schedule != "auto":
+        return Plan(mask, q, kv, rank, name, schedule, reason="asked for")
+    made = Plan(mask, q, kv, rank, name, "allgather")
+    if world_size == 1:
+        return made
+    hardware = cost.hardware_of(world_size)
+    found = cost.costs(made, cost.Shape(), hardware)
+    return replace(made, schedule=found[0].schedule, reason=cost.why(found, hardware))
 
 
 def pieces(total: int, world_size: int) -> list[int]:
@@ -334,9 +360,10 @@ def _recut(placement: Placement, block: int) -> Placement:
     return Placement(placement.length, block, tuple(tables), placement.lengths)
 
 
-def _step_tables(plan: Plan, interval: tuple[Tensor, Tensor] | None, kv_slots: Tensor) -> Tables:
+def _step_tables(
+    plan: Plan, interval: tuple[Tensor, Tensor] | None, kv_slots: Tensor, runs: Runs
+) -> Tables:
     mask, q_slots = plan.mask, plan.q.slots[plan.rank]
-    runs = _slot_runs(mask, q_slots, kv_slots)
     kinds = runs.runs[:, 2]
     lo, hi = _local_intervals(interval, plan.positions)
     decided = "none" if not bool((kinds == Kind.MASKED).any()) else "interval" if lo is not None else "mod"

@@ -75,6 +75,7 @@ def ring(reads: Tensor, rank: int) -> tuple[Hop, ...]:
     """
     world = len(reads)
     step, reach = min(((d, _reach(reads, d)) for d in (1, -1)), key=lambda found: sum(found[1]))
+    mine = reads[rank].tolist()
     following, preceding = (rank + step) % world, (rank - step) % world
     hops = []
     for turn in range(max(reach) + 1):
@@ -83,7 +84,7 @@ def ring(reads: Tensor, rank: int) -> tuple[Hop, ...]:
         hop = Hop(
             owner=owner,
             here=here,
-            reads=here and (turn == 0 or bool(reads[rank, owner])),
+            reads=here and (turn == 0 or mine[owner]),
             next=following if goes_on else None,
             previous=preceding if comes else None,
             dkv_to=None if not here or turn == 0 else following if goes_on else owner,
@@ -96,9 +97,9 @@ def ring(reads: Tensor, rank: int) -> tuple[Hop, ...]:
 
 def _reach(reads: Tensor, step: int) -> list[int]:
     """How many hops each rank's K and V travel in one direction."""
-    ranks = range(len(reads))
-    far = [[(r - owner) * step % len(reads) for r in ranks if reads[r, owner]] for owner in ranks]
-    return [max(hops, default=0) for hops in far]
+    ranks = torch.arange(len(reads))
+    hops = (ranks[:, None] - ranks) * step % len(reads)  # from each owner to each reader
+    return torch.where(reads, hops, 0).amax(0).tolist()
 
 
 @dataclass(frozen=True, eq=False)

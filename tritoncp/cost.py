@@ -1,0 +1,176 @@
+"""What a schedule costs: a small model of time and memory, from a plan's own work and bytes.
+
+It ranks schedules; it does not predict a step to the microsecond.  Every number of hardware says where it is
+from, and all of them are arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tritoncp.plan import Plan
+
+BACKWARD = 2.5  # five matrix products for two
+DKDV = 0.6  # of the backward pass; the rest is dQ
+SAMPLED = 16  # ranks looked at: the slowest of them is the step's time
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """flops: attained by attention in 16 bits, a second; bandwidth: bytes a rank sends a second; latency:
+    seconds a message; scattered: share of the bandwidth that an all-to-all of many pieces attains."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    latency: float
+    scattered: float
+    source: str
+
+
+NVLINK = Hardware("H100/H200, NVLink", 5.0e14, 4.0e11, 1.0e-5, 0.7, "datasheets, half of the peak FLOPs")
+NETWORK = Hardware("H100/H200, 400 Gb/s", 5.0e14, 4.5e10, 2.0e-5, 0.7, "datasheets, half of the peak FLOPs")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer's attention. The choice depends on heads / kv_heads, and on little else."""
+
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int = 128
+    itemsize: int = 2
+
+    @property
+    def row(self) -> int:
+        """Elements of one token's K and V."""
+        return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
+
+    def seconds(self, pairs: Tensor, hardware: Hardware) -> Tensor:
+        """Forward time of so many visible pairs a head, 2 (D + E) FLOPs each."""
+        return pairs * (2 * self.batch * self.heads * (self.head_dim + self.v_head_dim) / hardware.flops)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of the slowest rank's forward and backward pass, and its bytes beyond the shard."""
+
+    schedule: str
+    forward: float
+    backward: float
+    memory: int
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def hardware_of(world_size: int) -> Hardware:
+    """NVLink within eight ranks, the network beyond."""
+    return NVLINK if world_size <= 8 else NETWORK
+
+
+def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
+    """The cost of every schedule for this plan's placement, cheapest first."""
+    ranks = _sample(plan.world_size)
+    pairs = torch.stack([_pairs(plan.for_rank(rank)) for rank in ranks])  # [ranks, W]: with whose keys
+    views = [plan.for_rank(rank) for rank in ranks]
+    each = (_allgather(plan, pairs, shape, hardware), _ring(views, pairs, shape, hardware),
+            _fetch(views, pairs, shape, hardware))  # fmt: skip
+    return tuple(sorted(each, key=lambda cost: cost.total))
+
+
+def _sample(world_size: int) -> list[int]:
+    return torch.linspace(0, world_size - 1, min(world_size, SAMPLED)).round().int().unique().tolist()
+
+
+def _pairs(plan: Plan) -> Tensor:
+    """Pairs in listed blocks between this rank's queries and each rank's keys, a head: float64 [W]."""
+    slots, runs = plan.listed()
+    owner = (slots[..., 0] // plan.kv.s_max).long()  # [Bp, columns]
+    held = torch.zeros(*owner.shape, plan.world_size, dtype=torch.float64)
+    held.scatter_(2, owner[..., None], slots[..., 2:].double())
+    before = torch.cat([held.new_zeros(len(held), 1, plan.world_size), held.cumsum(1)], 1)
+    batch, heads, rows, _ = runs.ptr.shape
+    length = (runs.ptr[..., 2] - runs.ptr[..., 0]).flatten().long()
+    row = torch.arange(len(length)).repeat_interleave(length)  # numbered over (batch, heads, rows)
+    start, end, _ = runs.runs.long().unbind(1)
+    where = row // (heads * rows) % len(held)
+    seen = before[where, end] - before[where, start]  # [runs, W]
+    tokens = plan.q.slots[plan.rank][..., 2].double().expand(batch, -1)
+    return (seen * tokens[row // (heads * rows), row % rows, None]).sum(0) / (batch * heads)
+
+
+def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+    compute = float(shape.seconds(pairs.sum(1).max(), hardware))
+    rows, groups = (plan.world_size - 1) * plan.kv.s_max * shape.row, min(2, shape.kv_heads)
+    gather = rows * shape.itemsize / hardware.bandwidth + groups * hardware.latency
+    back = rows * 4 / hardware.bandwidth + groups * hardware.latency
+    exposed, hidden = gather / groups, gather * (groups - 1) / groups
+    forward = exposed + max(compute, hidden)
+    backward = exposed + max(BACKWARD * compute, hidden + back * (groups - 1) / groups) + back / groups
+    memory = plan.world_size * plan.kv.s_max * shape.row * (shape.itemsize + 4) // groups * min(2, groups)
+    return Cost("allgather", forward, backward, memory)
+
+
+def _ring(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+    size = views[0].kv.s_max * shape.row
+    hop = size * shape.itemsize / hardware.bandwidth + hardware.latency
+    follow = size * 4 / hardware.bandwidth + hardware.latency
+    times = shape.seconds(pairs, hardware)
+    forward = backward = 0.0
+    for hops in zip(*(view.ring for view in views)):
+        compute = max(float(times[i, h.owner]) if h.reads else 0.0 for i, h in enumerate(hops))
+        moves = any(h.next is not None for h in hops)
+        follows = any(h.dkv_to is not None for h in hops)
+        forward += max(compute, moves * hop)
+        backward += max(BACKWARD * compute, moves * hop + follows * follow)
+    state = views[0].s_local * shape.batch * shape.heads * (shape.v_head_dim + 2) * 4
+    return Cost("ring", forward, backward, size * (2 * shape.itemsize + 8) + state)
+
+
+def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+    forward = backward = 0.0
+    most = 0
+    for view, row in zip(views, pairs):
+        near = float(shape.seconds(row[view.rank], hardware))
+        far = float(shape.seconds(row.sum() - row[view.rank], hardware))
+        share = shape.row // (shape.batch if view.fetch.batched else 1)
+        take, give = sum(view.fetch.takes) * share, sum(view.fetch.sends) * share
+        peers = sum(rows > 0 for rows in view.fetch.takes)
+        wire = max(take, give) / (hardware.bandwidth * hardware.scattered)
+        come, back = wire * shape.itemsize, wire * 4
+        come, back = (seconds + peers * hardware.latency for seconds in (come, back))
+        forward = max(forward, max(near, come) + far)
+        ends = BACKWARD * far * DKDV + max(back, BACKWARD * far * (1 - DKDV))
+        backward = max(backward, max(BACKWARD * near, come) + ends)
+        most = max(most, take * (shape.itemsize + 4))
+    state = views[0].s_local * shape.batch * shape.heads * (shape.v_head_dim + 2) * 4
+    return Cost("fetch", forward, backward, most + state)
+
+
+def why(found: Sequence[Cost], hardware: Hardware) -> str:
+    """The choice in a line."""
+    times = ", ".join(f"{cost.schedule} {cost.total * 1e3:.3g}" for cost in found)
+    return f"predicted ms a layer on {hardware.name}: {times}"
+
+
+def table(found: Sequence[Cost], shape: Shape, hardware: Hardware) -> str:
+    """The comparison as text."""
+    lines = [
+        f"batch {shape.batch}, {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, on {hardware.name} "
+        f"({hardware.source}); the slowest rank, predicted:",
+        f"{'schedule':<10} {'forward ms':>11} {'backward ms':>12} {'MiB more':>9}",
+    ]
+    for cost in found:
+        times = f"{cost.forward * 1e3:>11.3f} {cost.backward * 1e3:>12.3f}"
+        lines.append(f"{cost.schedule:<10} {times} {cost.memory / 2**20:>9.1f}")
+    return "\n".join(lines)
