@@ -36,6 +36,11 @@ class MaskMod(ABC):
         """
         return None
 
+    def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
+        """Which queries and which keys are tokens: bool [q_len] and [kv_len] on the CPU; None: all of them.
+        The others are padding that no row sees and nobody reads, whatever it holds."""
+        return None
+
     @property
     def window(self) -> tuple[int, int] | None:
         """(left, right) where the mask is q - left <= kv <= q + right, -1 = unbounded; else None."""

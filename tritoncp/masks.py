@@ -63,6 +63,8 @@ class Mask:
     interval: tuple[Tensor, Tensor] | None
     # int32 (lo, hi), each [B, H, q_len]: inside MASKED blocks a row sees exactly lo <= kv < hi
     reads: tuple[bool, bool] = (False, False)  # whether mask_mod may depend on b, on h
+    tokens: tuple[Tensor, Tensor] | None = None
+    # bool [q_len], [kv_len]: which queries and keys are tokens, the others padding; None: all are tokens
     handle: Tensor = field(init=False, repr=False)  # by which a compiled graph knows this mask
 
     def __post_init__(self) -> None:
@@ -252,7 +254,8 @@ def create_block_mask(
         interval = _as_interval(mask_mod, known, B, H)
         runs = Runs.from_intervals(*known, q_block, kv_block, KV_LEN).expand(B, H)
         window, reads = mask_mod.window, mask_mod.reads
-        return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, window, interval, reads)
+        tokens = mask_mod.tokens(Q_LEN, KV_LEN)
+        return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, window, interval, reads, tokens)
     rows, cols = -(-Q_LEN // q_block), -(-KV_LEN // kv_block)
     nothing = Runs(torch.zeros(B, H, rows, 3, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32), cols)
     blank = Mask(Q_LEN, KV_LEN, q_block, kv_block, nothing, mask_mod, None, None)
@@ -331,7 +334,8 @@ def with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
         if window is not None:  # the lists may be others than the window's
             own = Runs.from_intervals(*known, mask.q_block, mask.kv_block, mask.kv_len)
             window = window if own.expand(mask.B, mask.H) == mask.runs else None
-        return replace(mask, interval=interval, window=window, reads=evaluate.reads)
+        tokens = evaluate.tokens(mask.q_len, mask.kv_len)
+        return replace(mask, interval=interval, window=window, reads=evaluate.reads, tokens=tokens)
     blocks, extent = masked_blocks(mask.runs), _RowExtents(mask)
     whole = all(extent.add(at, seen) for at, seen in mask.evaluate(evaluate, blocks, "cpu"))
     found = extent.interval(mask.runs) if whole else None

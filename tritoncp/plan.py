@@ -16,7 +16,7 @@ from torch import Tensor
 from tritoncp import cost, steps
 from tritoncp.balance import balancers
 from tritoncp.masks import Kind, Mask, Runs
-from tritoncp.sharding import Placement, by_blocks, natural
+from tritoncp.sharding import Placement, by_blocks, natural, without_padding
 
 UNBOUNDED = 1 << 30  # a window edge that no position reaches
 SCHEDULES = ("allgather", "ring", "fetch")
@@ -118,9 +118,11 @@ class Plan:
 
     @cached_property
     def owners(self) -> Tensor:
-        """Rank that holds (the first token of) each query block: int64 [Bp, blocks]."""
-        first = torch.arange(0, self.q.length, self.mask.q_block)
-        return self.q.inverse[:, first] // self.q.s_max
+        """Rank that holds (the first token of) each query block, -1 for blocks of padding: int64 [Bp, blocks]."""
+        short = -self.q.length % self.mask.q_block
+        rows = torch.nn.functional.pad(self.q.inverse, (0, short), value=-1).unflatten(1, (-1, self.mask.q_block))
+        first = (rows >= 0).int().argmax(2, keepdim=True)  # a hole in the block holds no token
+        return rows.gather(2, first)[..., 0].div(self.q.s_max, rounding_mode="floor")
 
     @cached_property
     def work(self) -> list[float]:
@@ -280,6 +282,10 @@ def build(
         raise ValueError(
             f"masks that share a placement are {given}; make them for the same lengths and BLOCK_SIZE"
         )
+    if any(not _same_tokens(mask, other) for other in weighed):
+        raise ValueError(
+            "masks that share a placement have padding in different places; make them from the same cu_seqlens"
+        )
     if balancer is None or world_size == 1:
         q = natural(_pieces("query", lengths, mask.q_len, world_size), mask.q_block)
         same = kv_lengths is None and mask.kv_len == mask.q_len
@@ -287,6 +293,8 @@ def build(
         name = "natural"
     else:
         name, q, kv = balancer, *_balance(mask, weighed or [mask], world_size, balancer)
+    if mask.tokens is not None:
+        q, kv = (without_padding(side, held, name != "natural") for side, held in zip((q, kv), mask.tokens))
     if schedule != "auto":
         return Plan(mask, q, kv, rank, name, schedule, reason="asked for")
     made = Plan(mask, q, kv, rank, name, "allgather")
@@ -315,6 +323,12 @@ def _pieces(what: str, lengths: Sequence[int] | None, total: int, world_size: in
             f"is for {total}; pass the global mask, and shards that add up to it in rank order"
         )
     return lengths
+
+
+def _same_tokens(mask: Mask, other: Mask) -> bool:
+    if mask.tokens is None or other.tokens is None:
+        return mask.tokens is other.tokens
+    return all(map(torch.equal, mask.tokens, other.tokens))
 
 
 def _balance(

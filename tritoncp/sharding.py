@@ -105,6 +105,42 @@ def natural(lengths: Sequence[int], block: int) -> Placement:
     return Placement(start, block, tuple(slots), tuple(lengths))
 
 
+def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Placement:
+    """The same placement of tokens alone: no slot covers a position where ``tokens`` [length] is False.
+    What lies there is padding of the shard then, never read. close_up: rows move together, padding last.
+
+    >>> p = natural([4, 4], 4)
+    >>> some = torch.tensor([1, 0, 1, 1, 1, 1, 1, 0]).bool()
+    >>> [without_padding(p, some, False).positions(rank).tolist() for rank in (0, 1)]
+    [[[0, -1, 2, 3]], [[4, 5, 6, -1]]]
+    >>> without_padding(p, some, True).positions(0).tolist()
+    [[0, 2, 3]]
+    """
+    edge = torch.nn.functional.pad(tokens.int(), (1, 1)).diff()
+    first, last = ((edge == step).nonzero()[:, 0] for step in (1, -1))
+    tables = []
+    for slots in placement.slots:
+        rows = [_pieces(table.long(), first, last, close_up) for table in slots]
+        width = max(map(len, rows))
+        tables.append(torch.stack([lengthen(table, 0, width) for table in rows]).int())
+    held = max(int(table[..., 2].sum(1).max()) for table in tables)
+    lengths = (held,) * placement.world_size if close_up else placement.lengths
+    return Placement(placement.length, placement.block, tuple(tables), lengths)
+
+
+def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tensor:
+    """What of ``slots`` [n, 3] lies in the ranges [first, last): int64 [m, 3]."""
+    row, position, tokens = slots.T.contiguous()
+    begin = torch.searchsorted(last, position, right=True)
+    count = (torch.searchsorted(first, position + tokens) - begin).clamp(min=0) * (tokens > 0)
+    slot = torch.arange(len(slots)).repeat_interleave(count)
+    which = begin[slot] + torch.arange(len(slot)) - (count.cumsum(0) - count)[slot]
+    start = torch.maximum(first[which], position[slot])
+    held = torch.minimum(last[which], (position + tokens)[slot]) - start
+    at = held.cumsum(0) - held if close_up else row[slot] + start - position[slot]
+    return torch.stack([at, start, held], 1)
+
+
 def by_position(slots: Tensor) -> Tensor:
     """Slots [Bp, n, 3] of each batch row by global position; empty ones dropped or, where batch rows have
     different numbers, last."""
