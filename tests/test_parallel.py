@@ -16,6 +16,7 @@ import tritoncp
 from tests.dist import ranks
 from tritoncp import ContextParallel, checkpoint_policy, comm, engines, make_plan, shard, unshard
 from tritoncp.reference import dense_attention
+from tritoncp.schedules import SCHEDULES
 
 S, HEADS, DIM = 96, 2, 8
 
@@ -177,12 +178,12 @@ def test_a_module_that_is_no_attention_is_refused():
 # -- checkpointing ---------------------------------------------------------------------------------------
 
 
-def gathers(group, wrap):
-    """Gradients of two layers under a way of checkpointing, and its all-gathers, forward and backward."""
+def messages(group, schedule, wrap):
+    """Gradients of two layers under a way of checkpointing, and its messages, forward and backward."""
     started = []
     start = comm._start
     comm._start = lambda asked, group: started.append(type(asked).__name__) or start(asked, group)
-    plan = make_plan(mask(), group)
+    plan = make_plan(mask(), group, schedule=schedule)
     q, k, v = (
         shard(torch.randn(1, HEADS, S, DIM, dtype=torch.float64), plan, dim=2).requires_grad_() for _ in "qkv"
     )
@@ -193,9 +194,9 @@ def gathers(group, wrap):
         return tritoncp.flex_attention(out.tanh(), k, v.exp(), plan, mesh=group).sin()
 
     loss = wrap(layer)(q, k, v).square().sum()
-    forward = started.count("AllGather")
+    forward = len(started)
     loss.backward()
-    return [x.grad for x in (q, k, v, bias)], forward, started.count("AllGather") - forward
+    return [x.grad for x in (q, k, v, bias)], forward, len(started) - forward
 
 
 def saving(*policy):
@@ -208,7 +209,7 @@ def mine(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def every_way(group):
+def every_way(group, schedule):
     ways = {
         "none": lambda layer: layer,
         "plain": lambda layer: partial(checkpoint, layer, use_reentrant=False),
@@ -220,19 +221,20 @@ def every_way(group):
     results = {}
     for name, way in ways.items():
         torch.manual_seed(0)
-        results[name] = gathers(group, way)
+        results[name] = messages(group, schedule, way)
     return results
 
 
-def test_a_checkpoint_that_saves_attention_gathers_no_more_than_none():
-    for results in ranks.run(2, every_way):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_checkpoint_that_saves_attention_sends_no_more_than_none(schedule):
+    for results in ranks.run(2, every_way, schedule):
         grads, forward, backward = results["none"]
         assert forward > 0
         assert backward > 0
-        for name, (others, gathered, gathered_again) in results.items():
+        for name, (others, sent, sent_again) in results.items():
             assert all(map(torch.equal, grads, others)), name
-            assert gathered == forward, name
-            assert gathered_again == backward + (forward if name in ("plain", "reentrant") else 0), name
+            assert sent == forward, name
+            assert sent_again == backward + (forward if name in ("plain", "reentrant") else 0), name
 
 
 def test_a_policy_asks_the_other_about_the_other_ops():
