@@ -58,6 +58,7 @@ ROOMS = {
             "captured",
             "carried",
             "compiled",
+            "packed",
             "parallel",
             "api",
             "engines",

@@ -29,10 +29,14 @@ if TYPE_CHECKING:
     from tritoncp.masks import or_masks as or_masks
     from tritoncp.masks import prefix_lm as prefix_lm
     from tritoncp.masks import sliding_window as sliding_window
+    from tritoncp.packed import contiguous_to_dual_chunk as contiguous_to_dual_chunk
+    from tritoncp.packed import dual_chunk_to_contiguous as dual_chunk_to_contiguous
+    from tritoncp.packed import varlen_attention as varlen_attention
     from tritoncp.parallel import SAVE_OPS as SAVE_OPS
     from tritoncp.parallel import ContextParallel as ContextParallel
     from tritoncp.parallel import checkpoint_policy as checkpoint_policy
     from tritoncp.plan import Plan as Plan
+    from tritoncp.varlen import varlen_mask as varlen_mask
     from tritoncp.world import simulate as simulate
 
 __version__ = "0.1.0"
@@ -53,8 +57,10 @@ _WHERE = {
         "prefix_lm",
         "sliding_window",
     ),
+    "packed": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
     "parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "plan": ("Plan",),
+    "varlen": ("varlen_mask",),
     "world": ("simulate",),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
