@@ -5,6 +5,7 @@ gets back the tensor.  What lies between the two runs while bytes fly.  ``run`` 
 group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a time.
 """
 
+import itertools
 import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
@@ -70,19 +71,46 @@ Schedule = Generator[Collective | Wait, Any, T]
 
 
 def run(schedule: Schedule[T], group: dist.ProcessGroup) -> T:
-    """Drive one rank's schedule over a process group."""
+    """Drive one rank's schedule over a process group. Raises PeerLost where a message fails or, after the
+    group's timeout, does not end."""
     answer: Any = None
-    while True:
+    for turn in itertools.count(1):
         try:
             asked = schedule.send(answer)
         except StopIteration as stop:
             return stop.value
-        if isinstance(asked, Wait):
-            for work in asked.ticket.works:
-                work.wait()
-            answer = asked.ticket.result
-        else:
-            answer = _start(asked, group)
+        try:
+            answer = _finish(asked.ticket) if isinstance(asked, Wait) else _start(asked, group)
+        except RuntimeError as error:
+            message = asked.ticket.source if isinstance(asked, Wait) else asked
+            raise PeerLost(
+                f"rank {group.rank()} of {group.size()}: {_described(message, group)}, turn {turn} of this "
+                f"layer's schedule, did not end. A peer died, stalled or runs something else; what the other "
+                f"ranks say comes first. ({error})"
+            ) from error
+    raise AssertionError("a schedule has no end")
+
+
+class PeerLost(RuntimeError):
+    """A message between ranks failed, or took longer than the group's timeout."""
+
+
+def _described(message: Any, group: dist.ProcessGroup) -> str:
+    name = type(message).__name__
+    match message:
+        case Swap(sends, takes):
+            to, come = ([peer for peer, _ in part] for part in (sends, takes))
+            return f"{name} to ranks {to} and from ranks {come}"
+        case AllToAll(_, sends, takes):
+            to, come = ([peer for peer, rows in enumerate(part) if rows] for part in (sends, takes))
+            return f"{name} to ranks {to} and from ranks {come}"
+    return f"{name} with ranks {[rank for rank in range(group.size()) if rank != group.rank()]}"
+
+
+def _finish(ticket: Ticket) -> Any:
+    for work in ticket.works:
+        work.wait()
+    return ticket.result
 
 
 def _start(asked: Collective, group: dist.ProcessGroup) -> Ticket:
@@ -99,7 +127,7 @@ def _start(asked: Collective, group: dist.ProcessGroup) -> Ticket:
             work = dist.all_to_all_single(result, x, list(takes), list(sends), group=group, async_op=True)
         case Swap():
             return _swap(asked, group)
-    return Ticket(result, [work], x)
+    return Ticket(result, [work], asked)
 
 
 def _swap(asked: Swap, group: dist.ProcessGroup) -> Ticket:

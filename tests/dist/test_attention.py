@@ -7,6 +7,8 @@ heads of 32, out and lse within atol 2e-6 and rtol 1e-5.
 from __future__ import annotations
 
 import itertools
+import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import Tensor
 import tritoncp
 from tests.dist import ranks
 from tests.zoo import HEADS, MASKS, SCORES, TOLERANCE, Answer, Score, agree, differentiate, oracle, tensors
-from tritoncp import Mask, and_masks, causal, create_block_mask, document
+from tritoncp import Mask, and_masks, causal, comm, create_block_mask, document
 from tritoncp.reference import dense_attention
 from tritoncp.schedules import SCHEDULES
 
@@ -121,3 +123,28 @@ def test_processes_answer_as_the_oracle(
     want = oracle(*row(mask, score, heads))
     for answer in ranks.run(world, row_of_a_rank, mask, score, heads, balancer, schedule, timeout=300):
         agree(answer, want, **TOLERANCE[torch.float64])
+
+
+def alone(group: Any, schedule: str) -> str:
+    """Rank 1 makes the plan and is not heard of again."""
+    few = torch.distributed.new_group(timeout=timedelta(seconds=2))
+    plan = tritoncp.make_plan(mask_of("causal", 1, 512), few, schedule=schedule)
+    if group.rank() == 1:
+        return ""
+    q = tritoncp.shard(torch.randn(1, 2, 512, 32), plan, dim=2)
+    with pytest.raises(comm.PeerLost) as caught:
+        tritoncp.flex_attention(q, q, q, plan, few)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("allgather", r"AllGather with ranks \[1\], turn 2"),
+        ("ring", r"Swap to ranks \[1\] and from ranks \[1\], turn 2"),
+        ("fetch", r"AllToAll to ranks \[1\] and from ranks \[1\], turn 2"),
+    ],
+)
+def test_a_rank_that_stalls_is_named_within_the_groups_timeout(schedule: str, message: str) -> None:
+    said, _ = ranks.run(2, alone, schedule)
+    assert re.match(rf"rank 0 of 2: {message} of this layer's schedule, did not end", said), said
