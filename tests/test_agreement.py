@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
@@ -242,3 +243,82 @@ def test_records_of_any_length_and_language_come_across():
         with pytest.raises(Disagreement, match=r"ranks 0, 1 failed.*Rank 0 says: ValueError") as caught:
             agreement._check_failures(None, [record, record, agreement._record(None, {}, ())], 2)
         assert text[:100] in str(caught.value)
+
+
+# -- at every call, where asked for ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checking(monkeypatch):
+    monkeypatch.setenv("TRITONCP_CHECK", "1")
+
+
+def differing(name):
+    """Two ranks that agree on a plan, and then do something else each."""
+
+    def work(group):
+        odd = group.rank() == 1
+        plan, other = make_plan(mask(), group), make_plan(mask(document(ids=IDS)), group)
+        flex_attention(q(), q(), q(), causal(), group)  # a plan both ranks remember
+        calls = {
+            "mask": lambda: flex_attention(q(), q(), q(), other if odd else plan, group),
+            "options": lambda: flex_attention(q(), q(), q(), plan, group, scale=0.5 if odd else 0.25),
+            "score_mod": lambda: flex_attention(q(), q(), q(), twice if odd else thrice, plan, mesh=group),
+            "shapes": lambda: flex_attention(*[q(dtype=F64 if odd else torch.float32)] * 3, plan, group),
+            "batch": lambda: flex_attention(*[q().expand(1 + odd, -1, -1, -1)] * 3, plan, group),
+            "failure": lambda: flex_attention(q(), q(), q()[:, :1] if odd else q(), plan, group),
+            "hit and miss": lambda: flex_attention(
+                q(), q(), q(), document(ids=IDS) if odd else causal(), group
+            ),
+        }
+        return said(group, calls[name])
+
+    return work
+
+
+F64 = torch.float64
+
+
+def twice(score, b, h, q_idx, kv_idx):
+    return score * 2
+
+
+def thrice(score, b, h, q_idx, kv_idx):
+    return score * q_idx
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("mask", "differ in mask"),
+        ("options", r"differ in options.*0\.(5|25)"),
+        ("score_mod", "differ in options.*score_mod"),
+        ("shapes", "differ in shapes.*float(32|64)"),
+        ("batch", "differ in shapes.*batch (1|2)"),
+        ("hit and miss", "differ in call"),
+    ],
+)
+def test_every_call_is_compared_where_asked_for(name, named, checking):
+    for kind, text, _ in run(2, differing(name)):
+        assert kind == "Disagreement"
+        assert re.search(named, text), text
+
+
+def test_a_rank_that_fails_in_a_call_is_named_where_asked_for(checking):
+    (kind, text, _), (own, _, _) = run(2, differing("failure"))
+    assert (kind, own) == ("Disagreement", "ValueError")
+    assert "rank 1 failed" in text
+
+
+def test_calls_that_agree_pass_and_nothing_is_exchanged_unless_asked_for(monkeypatch):
+    def work(group):
+        exchanged = []
+        exchange = comm.exchange
+        comm.exchange = lambda *args: exchanged.append(1) or exchange(*args)
+        plan = make_plan(mask(), group)
+        flex_attention(q(), q(), q(), twice, plan, mesh=group)
+        return len(exchanged)
+
+    assert run(2, work) == [1, 1]
+    monkeypatch.setenv("TRITONCP_CHECK", "1")
+    assert run(2, work) == [2, 2]

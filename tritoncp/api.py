@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from tritoncp import captured, comm, compiled, engines, inputs, plan_cache
+from tritoncp import agreement, captured, comm, compiled, engines, inputs, plan_cache
 from tritoncp.autograd import forward_op, pin
 from tritoncp.closed_forms import MaskMod
 from tritoncp.handles import refuse_inside_a_graph
@@ -76,12 +76,21 @@ def flex_attention(
         )
     else:
         group = comm.group_of(mesh)
-        if isinstance(mask, Plan):
-            check()
-        plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, query, key, group, check)
-        inputs.check_plan(plan, query, key, group)
-        if positions is not None:
-            inputs.check_positions(plan, positions)
+
+        def ready() -> Plan:
+            if isinstance(mask, Plan):
+                check()
+            made = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, query, key, group, check)
+            inputs.check_plan(made, query, key, group)
+            if positions is not None:
+                inputs.check_positions(made, positions)
+            return made
+
+        def facts(made: Plan) -> agreement.Facts:
+            options = score, scale, kernel_options, return_lse, return_aux
+            return plan_cache.facts_of_call(made, query, key, value, *options)
+
+        plan = agreement.at_every_call(group, ready, facts)
         world = None if group is None else group.group_name
         outs = attend([query], [key], [value], score, pin(plan), world, scale, kernel_options, want_max)
     if sinks is not None:

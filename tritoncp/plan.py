@@ -4,6 +4,7 @@ Who owns which block, in what order the steps run, what each step reads.  A plan
 mask alone, and equal on every rank but for the rank's own number; nothing in it knows a process group.
 """
 
+import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,7 @@ from torch import Tensor
 from tritoncp import cost, steps
 from tritoncp.balance import balancers
 from tritoncp.masks import Kind, Mask, Runs
+from tritoncp.runs import content
 from tritoncp.sharding import Placement, by_blocks, natural, without_padding
 
 UNBOUNDED = 1 << 30  # a window edge that no position reaches
@@ -115,6 +117,20 @@ class Plan:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
         return self if rank == self.rank else replace(self, rank=rank, handle=None)
+
+    @property
+    def digest(self) -> bytes:
+        """What equal plans have in common, whichever rank's they are: the mask's blocks and who holds them."""
+
+        def digest() -> bytes:
+            runs, slots = self.mask.runs, (*self.q.slots, *self.kv.slots)
+            geometry = self.mask.q_len, self.mask.kv_len, self.mask.q_block, self.mask.kv_block
+            found = hashlib.sha256(repr((geometry, self.schedule, self.q.lengths, self.kv.lengths)).encode())
+            for tensor in (runs.ptr, runs.runs, *(self.mask.interval or ()), *slots):
+                found.update(content(tensor))
+            return found.digest()
+
+        return self._once(("digest", self.schedule), digest)
 
     @cached_property
     def owners(self) -> Tensor:

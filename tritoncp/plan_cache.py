@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp import agreement, plan
+from tritoncp import agreement, captured, plan
 from tritoncp.agreement import fact
 from tritoncp.autograd import pin
 from tritoncp.inputs import check_lengths, check_plannable
@@ -91,6 +91,24 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any, check: Callable[[]
 
     made, _ = agreement.together(group, build)
     return made
+
+
+def facts_of_call(
+    made: Plan, q: Tensor, k: Tensor, v: Tensor, score_mod: Any, *options: Any
+) -> agreement.Facts:
+    """What the ranks of one call have in common."""
+    score = captured.score_of(score_mod, q)
+    shapes = (
+        f"batch {q.shape[0]}, {q.shape[1]} and {k.shape[1]} heads, head dims {q.shape[3]} and {v.shape[3]}"
+    )
+    said = f"score_mod {score and score.digest[:12]}, options {options}, schedule {made.schedule!r}"
+    return {
+        "call": fact("the call itself"),
+        "versions": agreement.versions(),
+        "options": fact(said),
+        "shapes": fact(f"{shapes}, {q.dtype}"),
+        "mask": fact(repr(made.mask), made.digest),
+    }
 
 
 def _lengths(q: Tensor, k: Tensor, check: Callable[[], None]) -> tuple[None, agreement.Facts, Sequence[int]]:

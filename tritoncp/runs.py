@@ -6,6 +6,7 @@ hundred KiB, because what a row of blocks sees is nearly always a handful of ran
 
 from __future__ import annotations
 
+import ctypes
 import enum
 from dataclasses import dataclass
 
@@ -136,6 +137,10 @@ class Runs:
         """The same rows for every batch row and head: dimensions of size 1 are repeated."""
         return self if self.shape[:2] == (B, H) else self._gather(self.ptr.expand(B, H, -1, -1))
 
+    def batch_row(self, b: int) -> Runs:
+        """One batch row, as Runs of batch size 1."""
+        return self._gather(self.ptr[b : b + 1])
+
     def remap(self, first: Tensor) -> Runs:
         """Column c becomes the columns [first[c], first[c+1]) of a new space; none, one or several.
 
@@ -198,7 +203,9 @@ class Runs:
         row, start, end, _ = self._flat()
         first = row.div(max(h * r, 1), rounding_mode="floor") * (c + 1)
         edges = torch.zeros(b * (c + 1), dtype=torch.int64)
-        edges.index_add_(0, first + start, torch.ones_like(row)).index_add_(0, first + end, -torch.ones_like(row))
+        edges.index_add_(0, first + start, torch.ones_like(row)).index_add_(
+            0, first + end, -torch.ones_like(row)
+        )
         return edges.view(b, c + 1).cumsum(1)[:, :c] > 0
 
     # -- how runs are stored ----------------------------------------------------------------------
@@ -236,6 +243,12 @@ class Runs:
         after = size.cumsum(0).view(*shape, 2)
         ptr = torch.cat([after[..., :1] - size.view(*shape, 2)[..., :1], after], dim=-1)
         return cls(ptr.int(), runs, n_cols)
+
+
+def content(x: Tensor) -> bytes:
+    """The bytes of a tensor in the order of its elements, without NumPy."""
+    plain = x.detach().contiguous()
+    return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
 
 
 def _interval_runs(lo: Tensor, hi: Tensor, kv_block: int, cols: int, row0: int) -> tuple[Tensor, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import types
 import warnings
@@ -21,6 +20,7 @@ from tritoncp.masks import Mask, create_block_mask, from_block_mask, full_mask, 
 from tritoncp.mods import Mod
 from tritoncp.mods.captures import Fingerprint, Identity, describe
 from tritoncp.plan import Plan
+from tritoncp.runs import content
 
 RawMask = BlockMask | Mask | MaskMod | None
 
@@ -151,8 +151,7 @@ class Sources:
         found = hashlib.sha256(repr(_stable(self.key)).encode() if self.key else describe(self.mod).encode())
         for tensor in self.on_host((*self.lists, *self.captures)):
             found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            plain = tensor.detach().contiguous()
-            found.update(ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b"")
+            found.update(content(tensor))
         return found.digest()
 
     def warn_incomparable(self) -> None:
