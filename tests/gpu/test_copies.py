@@ -5,7 +5,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
-from tritoncp import and_masks, causal, document, flex_attention, make_plan
+from tritoncp import and_masks, causal, document, flex_attention, make_plan, varlen_attention
 
 DEVICE = "cuda"
 S = 512
@@ -65,6 +65,17 @@ def test_a_plan_takes_one_copy_and_its_use_none(kind):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert copies_back(lambda: flex_attention(q, k, v, mask).sum().backward()) == 0
+
+
+def test_packed_lengths_take_one_copy_and_their_use_none():
+    q = torch.randn(S, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    edges, padded = (torch.tensor(x, device=DEVICE) for x in ([0, 100, 400], [0, 128, S]))
+
+    def call():
+        return varlen_attention(q, q, q, edges, causal=True, cu_seqlens_q_padded=padded)
+
+    assert copies_back(call) == 1
+    assert copies_back(call) == 0
 
 
 def test_a_closed_form_of_cpu_tensors_takes_none():

@@ -1,0 +1,99 @@
+"""Packed documents at the sizes that TransformerEngine tests: batch 2, up to 4096 tokens, 12 heads and 12:2,
+head dim 128, window (512, 0), causal and not, padding at the end of each document."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest
+
+import tritoncp
+from tests.gpu.support import BF16, DEVICE, FP32, ON_GPU, QKV, Results, check, normal
+from tritoncp import simulate, varlen_attention, varlen_mask
+
+TOKENS = (4077, 0, 2990) if ON_GPU else (90, 0, 41)
+ROWS = tuple(-(-n // 16) * 16 for n in TOKENS)
+WINDOW = (512, 0) if ON_GPU else (30, 0)
+DIM = 128 if ON_GPU else 32
+AUX = AuxRequest(lse=True, max_scores=True)
+
+
+def cumulative(lengths):
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
+
+
+EDGES = {"cu_seqlens_q": cumulative(TOKENS), "cu_seqlens_q_padded": cumulative(ROWS)}
+FIRST = [sum(ROWS[:i]) for i in range(len(ROWS))]
+DOCUMENTS = [slice(first, first + n) for first, n in zip(FIRST, TOKENS) if n]
+
+
+def packed(heads, kv_heads, dtype=BF16):
+    """Whole buffers [t, h, d], NaN in every row of padding."""
+    t = sum(ROWS)
+    x = [normal(t, h, DIM, dtype=dtype) for h in (heads, kv_heads, kv_heads, heads)] + [
+        normal(t, heads, dtype=FP32)
+    ]
+    padding = torch.ones(t, dtype=torch.bool, device=DEVICE)
+    for rows in DOCUMENTS:
+        padding[rows] = False
+    for tensor in x:
+        tensor[padding] = math.nan
+    return x, padding
+
+
+def by_document(found, x, padding, **said):
+    """Zeros (-inf) in padding; elsewhere each document is as right as it would be alone."""
+    for name, tensor in zip(Results._fields, found):
+        assert bool((tensor[padding] == (-math.inf if name in ("lse", "max_scores") else 0)).all()), name
+    for rows in DOCUMENTS:
+        parts = [tensor[rows].transpose(0, 1)[None] for tensor in x]
+        alone = varlen_mask(torch.tensor([0, rows.stop - rows.start]), **said)
+        got = Results(*(tensor[rows].transpose(0, 1)[None] for tensor in found))
+        check(QKV(*parts), alone, got=got)
+
+
+CASES = [
+    pytest.param(heads, causal, window, id=f"{heads[0]}-{heads[1]}-{causal}-{window[0]}")
+    for heads in ([(12, 12), (12, 2)] if ON_GPU else [(2, 2), (2, 1)])
+    for causal in (True, False)
+    for window in ((-1, -1), WINDOW)
+]
+
+
+@pytest.mark.parametrize(("heads", "causal", "window"), CASES)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_one_document_at_a_time(heads, causal, window, dtype):
+    x, padding = packed(*heads, dtype=dtype)
+    leaves = [tensor.clone().requires_grad_() for tensor in x[:3]]
+    out, more = varlen_attention(*leaves, **EDGES, causal=causal, window=window, return_aux=AUX)
+    grads = torch.autograd.grad([out, more.lse], leaves, x[3:])
+    found = [out.detach(), more.lse.detach(), more.max_scores, *grads]
+    by_document(found, x, padding, causal=causal, window=window)
+
+
+@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
+@pytest.mark.parametrize("balancer", [None, "ptrr"])
+def test_a_world_on_one_device(schedule, balancer):
+    x, padding = packed(4 if ON_GPU else 2, 2)
+    world, said = simulate(4), {"causal": True, "window": WINDOW}
+    plan = world.make_plan(varlen_mask(**EDGES, **said), balancer=balancer, schedule=schedule)
+    shards = [world.shard(t, plan, dim=0, batch_dim=None, pad=math.nan) for t in x]
+    leaves = [[t.detach().requires_grad_() for t in some] for some in shards[:3]]
+    heads_first = [[t.transpose(0, 1)[None] for t in some] for some in (*leaves, *shards[3:])]
+    outs, aux = world.flex_attention(*heads_first[:3], plan, enable_gqa=True, return_aux=AUX)
+    flat = [t for some in leaves for t in some]
+    grads = torch.autograd.grad([*outs, *aux.lse], flat, [*heads_first[3], *heads_first[4]])
+    rows = [[t.detach()[0].transpose(0, 1) for t in some] for some in (outs, aux.lse, aux.max_scores)]
+    rows += [grads[i : i + 4] for i in (0, 4, 8)]
+    found = [world.unshard(some, plan, dim=0, batch_dim=None) for some in rows]
+    for tensor in found[1:3]:
+        tensor[padding] = -math.inf  # unshard leaves zeros where no rank holds anything
+    by_document(found, x, padding, **said)
+
+
+def test_megatrons_order_on_the_device():
+    edges = cumulative([8 * n for n in (3, 0, 5)])
+    x = normal(64, 2, DIM)
+    dual = tritoncp.contiguous_to_dual_chunk(x, edges, world_size=4)
+    assert dual.device == x.device and not torch.equal(dual, x)
+    assert torch.equal(tritoncp.dual_chunk_to_contiguous(dual, edges, world_size=4), x)
