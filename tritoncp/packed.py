@@ -54,7 +54,8 @@ def varlen_attention(
 
     Returns out [t, Hq, E]; with ``return_lse`` or ``return_aux`` also lse and max_scores, float32 [t, Hq]
     (``max_scores.amax(0)`` is the max_logit of each head here). Padding is never read, whatever it holds: out
-    and all gradients are 0 there, lse and max_scores -inf. A document with queries and no keys: the same.
+    and all gradients are 0 there, lse and max_scores -inf (lse the sink, if there are sinks). Queries of a
+    document without keys: the same.
 
     cu_seqlens on a device are copied to the host once, when the plan is made; a call with the same tensors,
     unedited, waits for nothing. Raises TypeError and ValueError as :func:`tritoncp.varlen_mask`, and where
