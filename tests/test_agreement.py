@@ -129,6 +129,23 @@ def test_different_options_calls_shapes_and_versions_are_named(monkeypatch):
         assert ["'ptrr'", "'head_tail'"][rank] in found[0][1] and ["float32", "float64"][rank] in found[1][1]
 
 
+def test_a_balancer_of_ones_own_is_known_by_what_it_deals():
+    def work(group):
+        def mine(blocks):
+            return [range(4), range(4, len(blocks.costs))]
+
+        def mixed(blocks):
+            return [range(len(blocks.costs)), []][:: 1 - 2 * group.rank()]
+
+        return make_plan(mask(), group, balancer=mine).balancer, said(
+            group, lambda: make_plan(mask(), group, balancer=mixed)
+        )
+
+    for rank, (name, (kind, text, _)) in enumerate(run(2, work)):
+        assert name == "mine" and kind == "Disagreement"
+        assert "differ in options" in text and f"Rank {rank} has balancer='mixed'" in text
+
+
 def broken(rank):
     def mod(b, h, q, kv):
         if rank == 1:
@@ -232,7 +249,7 @@ def test_uneven_natural_order_is_told_once_by_the_first_rank():
     assert second == [[]] * 4
     (text,), *rest = first
     assert rest == [[]] * 3
-    assert "rank 1 of 2 does 1.40 times the mean work" in text
+    assert "rank 1 of 2 does 1.36 times the mean work" in text
     assert "plan = tritoncp.make_plan(block_mask, mesh)" in text and "tritoncp.shard(x, plan, dim=2)" in text
 
 

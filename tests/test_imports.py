@@ -33,6 +33,7 @@ ROOMS = {
             "runs",
             "varlen",
             "balance",
+            "locality",
             "sharding",
             "steps",
             "cost",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import tritoncp
 from tritoncp import comm, engines
+from tritoncp.balance import MASKED
 from tritoncp.masks import (
     ABSENT,
     Kind,
@@ -67,7 +68,7 @@ def plans(draw: Callable) -> Plan:
 def test_work_is_what_the_mask_lists_whoever_does_it(mask: Mask, world_size: int) -> None:
     masked, full = mask.runs.counts()
     tokens = torch.tensor([min(mask.q_block, mask.q_len - i) for i in range(0, mask.q_len, mask.q_block)])
-    want = float(((masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
+    want = float(((MASKED * masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
     for balancer in BALANCERS:
         plan = build(mask, world_size, balancer=balancer)
         # A placement shared by batch rows does each row's work; one per row, its own.
@@ -80,8 +81,9 @@ def test_a_causal_mask_is_balanced_and_natural_order_is_not() -> None:
     mask = create_block_mask(causal(), None, None, 64, 64, BLOCK_SIZE=4)
     work = {name: build(mask, 4, balancer=name) for name in BALANCERS}
     assert work["head_tail"].imbalance == 1 and work["ptrr"].imbalance == 1
-    assert work[None].work == [10.0, 26.0, 42.0, 58.0] == work["contiguous"].work
-    assert work[None].imbalance == pytest.approx(58 / 34)
+    blocks = [10, 26, 42, 58]  # of which four are masked
+    assert work[None].work == [n + 4 * (MASKED - 1) for n in blocks] == work["contiguous"].work
+    assert work[None].imbalance == pytest.approx((54 + 4 * MASKED) / (30 + 4 * MASKED))
 
 
 def test_per_row_placements_balance_each_batch_row() -> None:

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from tritoncp import agreement, captured, comm, compiled, engines, inputs, plan_cache
 from tritoncp.autograd import forward_op, pin
+from tritoncp.balance import Balancer
 from tritoncp.closed_forms import MaskMod
 from tritoncp.handles import refuse_inside_a_graph
 from tritoncp.masks import Mask
@@ -137,7 +138,7 @@ def make_plan(
     block_mask: BlockMask | Mask,
     mesh: Any = ...,
     *,
-    balancer: str | None = ...,
+    balancer: str | Balancer | None = ...,
     schedule: str = ...,
     world_size: int | None = ...,
     rank: int | None = ...,
@@ -147,7 +148,7 @@ def make_plan(
     block_mask: Mapping[str, BlockMask | Mask],
     mesh: Any = ...,
     *,
-    balancer: str | None = ...,
+    balancer: str | Balancer | None = ...,
     schedule: str = ...,
     world_size: int | None = ...,
     rank: int | None = ...,
@@ -156,7 +157,7 @@ def make_plan(
     block_mask: Any,
     mesh: Any = None,
     *,
-    balancer: str | None = "ptrr",
+    balancer: str | Balancer | None = "ptrr",
     schedule: str = "auto",
     world_size: int | None = None,
     rank: int | None = None,
@@ -165,8 +166,9 @@ def make_plan(
 
     block_mask: a mask, or a dict of masks of one model's layers: their work is summed, so that one placement
     serves all, and a dict of plans comes back. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call
-    this; or ``world_size`` and ``rank`` without one. balancer: "ptrr", "head_tail", "contiguous", or None for
-    natural order. Raises TypeError for a closed form, which has no lengths; raises on every rank where one
+    this; or ``world_size`` and ``rank`` without one. balancer: a name in ``tritoncp.balancers`` ("locality":
+    few keys to fetch), a function of your own from a ``tritoncp.balance.Work`` to each rank's blocks, or None
+    for natural order. Raises TypeError for a closed form, which has no lengths; raises on every rank where one
     rank fails, or ranks differ in mask, options or versions.
 
     >>> from tritoncp import causal, create_block_mask, sliding_window

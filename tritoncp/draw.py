@@ -15,7 +15,7 @@ def picture(plan: Plan) -> str:
     """What `print(plan)` shows.
 
     One line for each query block (or group of them): the rank that owns it, then what it sees, from █ all
-    to · nothing. Below, visible blocks of each rank.
+    to · nothing. Below, the work of each rank in blocks.
     """
     return "\n".join([title(plan), "", *blocks(plan), "", *bars(plan)])
 
@@ -54,7 +54,7 @@ def spans(ranks: list[int]) -> str:
 def bars(plan: Plan) -> list[str]:
     work, most = plan.work, max(plan.work)
     mean = sum(work) / len(work)
-    lines = [f"work: visible blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}"]
+    lines = [f"work: blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}"]
     if most and len(work) <= LINES:
         lines += [f"{rank:>4}  {'█' * round(32 * w / most):<32}  {w:g}" for rank, w in enumerate(work)]
     return lines

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tritoncp import cost, steps
-from tritoncp.balance import balancers
+from tritoncp.balance import Balancer, block_costs, deal, find, views
 from tritoncp.masks import Kind, Mask, Runs
 from tritoncp.runs import content
 from tritoncp.sharding import Placement, by_blocks, natural, without_padding
@@ -125,7 +125,8 @@ class Plan:
         def digest() -> bytes:
             runs, slots = self.mask.runs, (*self.q.slots, *self.kv.slots)
             geometry = self.mask.q_len, self.mask.kv_len, self.mask.q_block, self.mask.kv_block
-            found = hashlib.sha256(repr((geometry, self.schedule, self.q.lengths, self.kv.lengths)).encode())
+            counts = self.q.lengths, self.kv.lengths, [held.shape for held in slots]
+            found = hashlib.sha256(repr((geometry, self.schedule, counts)).encode())
             for tensor in (runs.ptr, runs.runs, *(self.mask.interval or ()), *slots):
                 found.update(content(tensor))
             return found.digest()
@@ -142,10 +143,9 @@ class Plan:
 
     @cached_property
     def work(self) -> list[float]:
-        """Visible blocks of each rank's queries, summed over the mask's batch rows and heads.
-        A slot that holds part of a block counts for that part."""
-        masked, full = self.mask.runs.counts()
-        cost = (masked + full).sum(1).double()  # [Bm, rows]
+        """Visible blocks of each rank's queries, summed over the mask's batch rows and heads; a masked block
+        counts ``balance.MASKED``. A slot that holds part of a block counts for that part."""
+        cost = block_costs(self.mask.runs)  # [Bm, rows]
         totals = []
         for slots in self.q.slots:
             rows = (slots[..., 1] // self.mask.q_block).to(torch.int64)
@@ -274,7 +274,7 @@ def build(
     world_size: int = 1,
     rank: int = 0,
     *,
-    balancer: str | None = "ptrr",
+    balancer: str | Balancer | None = "ptrr",
     lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
     schedule: str = "auto",
@@ -288,8 +288,7 @@ def build(
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
-    if balancer is not None and balancer not in balancers:
-        raise ValueError(f"unknown balancer {balancer!r}; known: {', '.join(sorted(balancers))}")
+    named = None if balancer is None else find(balancer)
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; known: auto, {', '.join(SCHEDULES)}")
     sizes = {(m.q_len, m.kv_len, m.q_block, m.kv_block) for m in (mask, *weighed)}
@@ -302,13 +301,13 @@ def build(
         raise ValueError(
             "masks that share a placement have padding in different places; make them from the same cu_seqlens"
         )
-    if balancer is None or world_size == 1:
+    if named is None or world_size == 1:
         q = natural(_pieces("query", lengths, mask.q_len, world_size), mask.q_block)
         same = kv_lengths is None and mask.kv_len == mask.q_len
         kv = natural(_pieces("key", lengths if same else kv_lengths, mask.kv_len, world_size), mask.kv_block)
         name = "natural"
     else:
-        name, q, kv = balancer, *_balance(mask, weighed or [mask], world_size, balancer)
+        name, q, kv = named[0], *_balance(mask, weighed or [mask], world_size, named[1])
     if mask.tokens is not None:
         q, kv = (without_padding(side, held, name != "natural") for side, held in zip((q, kv), mask.tokens))
     if schedule != "auto":
@@ -348,29 +347,16 @@ def _same_tokens(mask: Mask, other: Mask) -> bool:
 
 
 def _balance(
-    mask: Mask, weighed: Sequence[Mask], world_size: int, balancer: str
+    mask: Mask, weighed: Sequence[Mask], world_size: int, balancer: Balancer
 ) -> tuple[Placement, Placement]:
-    deal = balancers[balancer]
-    costs = _costs([other.runs for other in weighed])  # [Bm, q blocks]
-    q = by_blocks(mask.q_len, mask.q_block, [deal(row, world_size) for row in costs])
+    owners = [deal(balancer, work) for work in views(weighed, world_size)]
+    q = by_blocks(mask.q_len, mask.q_block, owners)
     if mask.kv_len == mask.q_len and mask.kv_block == mask.q_block:
         return q, q
     if mask.kv_len == mask.q_len:  # same tokens, other blocks: cut the same placement at KV blocks
         return q, _recut(q, mask.kv_block)
-    costs = _costs([other.runs.transpose() for other in weighed])
-    return q, by_blocks(mask.kv_len, mask.kv_block, [deal(row, world_size) for row in costs])
-
-
-def _costs(weighed: Sequence[Runs]) -> Tensor:
-    """Work of each row of blocks, over all heads and all masks: [Bm, rows]. Of several masks each counts
-    for one layer, however many heads it is listed for."""
-    counts = [masked.add(full).sum(1) for masked, full in (runs.counts() for runs in weighed)]
-    total = counts[0]
-    if len(counts) > 1:
-        total = total.double() / weighed[0].shape[1]
-        for count, runs in zip(counts[1:], weighed[1:]):
-            total = total + count.double() / runs.shape[1]
-    return total
+    owners = [deal(balancer, work) for work in views(weighed, world_size, side="kv")]
+    return q, by_blocks(mask.kv_len, mask.kv_block, owners)
 
 
 def _recut(placement: Placement, block: int) -> Placement:

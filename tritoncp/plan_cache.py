@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp import agreement, captured, plan
 from tritoncp.agreement import fact
 from tritoncp.autograd import pin
+from tritoncp.balance import Balancer, find
 from tritoncp.inputs import check_lengths, check_plannable
 from tritoncp.masks import Mask
 from tritoncp.mods.captures import describe
@@ -156,7 +157,7 @@ def make(
     group: Any,
     world_size: int,
     rank: int,
-    balancer: str | None,
+    balancer: str | Balancer | None,
     schedule: str,
 ) -> dict[str, Plan]:
     """One placement for all these masks, and a plan each."""
@@ -171,10 +172,14 @@ def make(
             )
             for name, mask in whole.items()
         }
+        # A function is known by its name and by what it dealt: it has to do the same on every rank.
+        named = find(balancer)[0] if callable(balancer) else balancer
+        dealt = b"".join(one.digest for one in made.values()) if callable(balancer) else b""
+        options = f"balancer={named!r}, schedule={schedule!r}, masks {list(masks)}"
         facts = {
             "call": fact("make_plan"),
             "versions": agreement.versions(),
-            "options": fact(f"balancer={balancer!r}, schedule={schedule!r}, masks {list(masks)}"),
+            "options": fact(options, options.encode() + dealt),
             "mask": fact(", ".join(map(repr, whole.values())), b"".join(s.digest() for s in sources.values()))
             if group
             else fact(""),

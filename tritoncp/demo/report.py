@@ -32,7 +32,7 @@ class Report:
     device: str
     backend: str
     seq_len: int
-    work: list[float]  # visible blocks of each rank, all steps
+    work: list[float]  # of each rank in blocks, all steps
     imbalance: float  # max / mean of work
     bytes_sent: int  # by one rank, all layers, forward and backward, one step
     losses: list[float]
@@ -115,7 +115,7 @@ def show(console: Console, report: Report) -> None:
     where = f"{report.world_size} ranks on {report.device}, {report.backend}"
     lines = (
         f"ran      {where}, {report.seconds:.0f} s",
-        f"work     {work} visible blocks per rank over all steps, max/mean {report.imbalance:.3f}",
+        f"work     {work} blocks per rank over all steps, max/mean {report.imbalance:.3f}",
         f"sent     {report.bytes_sent:,} bytes per rank and step (K, V and their gradients, all layers)",
         f"picture  {report.picture}",
     )
