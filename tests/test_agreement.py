@@ -143,7 +143,7 @@ def test_a_balancer_of_ones_own_is_known_by_what_it_deals():
 
     for rank, (name, (kind, text, _)) in enumerate(run(2, work)):
         assert name == "mine" and kind == "Disagreement"
-        assert "differ in options" in text and f"Rank {rank} has balancer='mixed'" in text
+        assert "differ in placement" in text and f"Rank {rank} has balancer='mixed'" in text
 
 
 def broken(rank):

@@ -18,7 +18,7 @@ import tritoncp
 from tritoncp import comm
 
 T = TypeVar("T")
-FACTS = ("call", "versions", "options", "shapes", "mask")  # what ranks compare, in this order
+FACTS = ("call", "versions", "options", "shapes", "mask", "placement")  # what ranks compare, in this order
 NUMBERS = 2  # integers that ranks tell each other, and that may differ
 WORDS = 30  # what a failing rank says, in words of eight bytes
 
@@ -137,4 +137,5 @@ _REMEDY = {
     "shapes": "Shards may differ in length only: give every rank the same batch, heads, head dims and dtype.",
     "mask": "Every rank needs the same global mask: the same code, numbers and tensors; what depends on the "
     "rank, or on random numbers not seeded alike, does not belong into it.",
+    "placement": "A balancer of your own has to deal the same blocks on every rank, whichever rank that is.",
 }

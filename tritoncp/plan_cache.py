@@ -172,15 +172,16 @@ def make(
             )
             for name, mask in whole.items()
         }
-        # A function is known by its name and by what it dealt: it has to do the same on every rank.
         named = find(balancer)[0] if callable(balancer) else balancer
-        dealt = b"".join(one.digest for one in made.values()) if callable(balancer) else b""
         options = f"balancer={named!r}, schedule={schedule!r}, masks {list(masks)}"
         facts = {
             "call": fact("make_plan"),
             "versions": agreement.versions(),
-            "options": fact(options, options.encode() + dealt),
+            "options": fact(options),
             "mask": fact(", ".join(map(repr, whole.values())), b"".join(s.digest() for s in sources.values()))
+            if group
+            else fact(""),
+            "placement": fact(f"balancer={named!r}", b"".join(one.digest for one in made.values()))
             if group
             else fact(""),
         }
