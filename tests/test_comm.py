@@ -70,10 +70,12 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
         rank, world_size = group.rank(), group.size()
         results = comm.run(rank_of(PROGRAM, rank, world_size), group)
         mesh = torch.distributed.device_mesh.init_device_mesh(
-            "cpu", (1, world_size), mesh_dim_names=("dp", "cp")
+            "cpu", (1, 1, world_size), mesh_dim_names=("dp", "tp", "cp")
         )
-        with pytest.raises(ValueError, match=r"2 dimensions \('dp', 'cp'\).*mesh\['cp'\]"):
+        with pytest.raises(ValueError, match=r"3 dimensions \('dp', 'tp', 'cp'\).*mesh\['cp'\]"):
             comm.group_of(mesh)
+        assert comm.group_of(mesh["tp", "cp"]).size() == world_size
+        assert (comm.degree_of(mesh["tp", "cp"]), comm.degree_of(mesh["cp"])) == (world_size, 0)
         assert comm.group_of(group) is group
         assert comm.named(group.group_name) is group
         inner = comm.group_of(mesh["cp"])
@@ -146,5 +148,5 @@ def test_an_error_of_one_rank_comes_out() -> None:
 
 def test_a_mesh_is_a_mesh() -> None:
     assert comm.group_of(None) is None
-    with pytest.raises(TypeError, match="1-D DeviceMesh, a ProcessGroup or None; got a int"):
+    with pytest.raises(TypeError, match="a DeviceMesh, a ProcessGroup or None; got a int"):
         comm.group_of(2)

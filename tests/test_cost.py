@@ -78,7 +78,7 @@ def test_every_rank_chooses_the_same_and_says_why() -> None:
     assert make_plan(mask, world_size=5, rank=0, schedule="ring").reason == "asked for"
     text = plans[0].explain(heads=64, kv_heads=4, head_dim=64, v_head_dim=64)
     assert "64:4 heads of 64" in text and "datasheets" in text
-    assert all(schedule in text for schedule in ("allgather", "ring", "fetch"))
+    assert all(schedule in text for schedule in ("allgather", "ring", "fetch", "ulysses"))
 
 
 def test_one_rank_has_nothing_to_choose() -> None:

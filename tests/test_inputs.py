@@ -251,7 +251,7 @@ MISTAKES = {
     ),
     "rank": (lambda: make_plan(whole(), world_size=2, rank=2), ValueError, "rank 2", "world of 2"),
     # mesh
-    "mesh": (lambda: comm.group_of("cp"), TypeError, "got a str", "1-D DeviceMesh, a ProcessGroup or None"),
+    "mesh": (lambda: comm.group_of("cp"), TypeError, "got a str", "a DeviceMesh, a ProcessGroup or None"),
     # moving tensors
     "side": (lambda: shard(x(), plan(), dim=2, side="k"), ValueError, "side='k'", '"q" for queries or "kv"'),
     "shard of a shard": (

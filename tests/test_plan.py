@@ -261,12 +261,13 @@ def test_plans_are_frozen() -> None:
 # -- bytes --------------------------------------------------------------------------------------------
 
 
-def sent(asked: comm.Collective, world_size: int) -> int:
+def sent(asked: comm.Collective, world_size: int, rank: int) -> int:
     """Bytes a rank has to send: its part to everyone else, or everyone else's part, or what it says."""
     if isinstance(asked, comm.Swap):
         return sum(x.numel() * x.element_size() for _, x in asked.sends)
     if isinstance(asked, comm.AllToAll):
-        return asked.x.numel() * asked.x.element_size()
+        others = sum(asked.sends) - asked.sends[rank]
+        return others * asked.x[:1].numel() * asked.x.element_size()
     whole = asked.x.numel() * asked.x.element_size()
     gather = isinstance(asked, comm.AllGather)
     return whole * (world_size - 1) if gather else whole * (world_size - 1) // world_size
@@ -287,14 +288,14 @@ def test_bytes_sent_are_the_bytes_that_move(
     counted = {"forward": 0, "backward": 0}
 
     def watch(name: str, schedule: Callable) -> Callable:
-        def watched(*args: object) -> comm.Schedule:
-            inner, answer = schedule(*args), None
+        def watched(plan: Plan, *args: object) -> comm.Schedule:
+            inner, answer = schedule(plan, *args), None
             while True:
                 try:
                     asked = inner.send(answer)
                 except StopIteration as stop:
                     return stop.value
-                counted[name] += 0 if isinstance(asked, comm.Wait) else sent(asked, world_size)
+                counted[name] += 0 if isinstance(asked, comm.Wait) else sent(asked, world_size, plan.rank)
                 answer = yield asked
 
         return watched
@@ -305,7 +306,8 @@ def test_bytes_sent_are_the_bytes_that_move(
     q, k, v = (torch.randn(2, heads * n, 20, d, dtype=dtype) for n, d in ((2, 16), (1, 16), (1, 24)))
     shards = [[s.requires_grad_() for s in world.shard(x, plan, dim=2)] for x in (q, k, v)]
     outs = world.flex_attention(*shards, plan, enable_gqa=True)
-    shape = {"batch": 2, "kv_heads": heads, "head_dim": 16, "v_head_dim": 24, "itemsize": dtype.itemsize}
+    shape = {"batch": 2, "heads": 2 * heads, "kv_heads": heads, "head_dim": 16, "v_head_dim": 24}
+    shape["itemsize"] = dtype.itemsize
     ranks = [plan.for_rank(rank) for rank in range(world_size)]
     assert counted == {"forward": sum(p.bytes_sent(**shape, backward=False) for p in ranks), "backward": 0}
     sum(out.sum() for out in outs).backward()

@@ -35,6 +35,19 @@ every_out = tritoncp.unshard(out, plan, mesh=group, dim=2)
 torch.testing.assert_close(every_out, expected.float(), atol=1e-5, rtol=1e-5)
 logits = tritoncp.shard(every_logit, plan, dim=1).requires_grad_()
 """
+PACKED = """
+cu_seqlens = torch.tensor([0, 100, 101, size])
+piece = slice(group.rank() * size // 2, (group.rank() + 1) * size // 2)
+q, k, v = (x[0].transpose(0, 1)[piece] for x in whole)
+"""
+PACKED_AFTER = """
+lengths = cu_seqlens.diff().tolist()
+packed = tritoncp.create_block_mask(
+    tritoncp.and_masks(tritoncp.causal(), tritoncp.document(lengths=lengths)), 1, 1, size, size
+)
+expected = reference.dense_attention(*(x.double() for x in whole), packed).out[0].transpose(0, 1)
+torch.testing.assert_close(out, expected[piece].float(), atol=1e-5, rtol=1e-5)
+"""
 AT_LAST = """
 torch.distributed.all_reduce(loss.detach_())
 torch.testing.assert_close(loss, F.cross_entropy(every_logit.flatten(0, 1), labels_global.flatten()))
@@ -50,10 +63,12 @@ def blocks() -> list[str]:
 
 
 def test_the_python_of_the_readme_runs_as_printed(tmp_path):
-    drop_in, plan, loss = blocks()
+    drop_in, plan, packed, loss = blocks()
     assert len(drop_in.strip().splitlines()) <= 12, "the drop-in is about ten lines"
     script = tmp_path / "readme.py"
-    script.write_text("".join([BEFORE, drop_in, BETWEEN, plan, AFTER, loss, AT_LAST]))
+    script.write_text(
+        "".join([BEFORE, drop_in, BETWEEN, plan, AFTER, PACKED, packed, PACKED_AFTER, loss, AT_LAST])
+    )
     launch = [
         sys.executable,
         "-m",

@@ -150,7 +150,8 @@ def test_keys_travel_as_they_are_and_gradients_in_float32(dtype: torch.dtype) ->
             assert asked.x.dtype == sums and asked.x.shape[0] == 3 * plan.kv.s_max
     heads = [one.x.shape[2] for one in said if isinstance(one, AllGather)]
     assert heads == [2, 1, 2, 1]
-    assert [g.dtype for g in found] == [dtype] * 3 and [g.shape for g in found] == [t.shape for t in x]
+    assert [g.dtype for g in found] == [dtype, sums, sums]  # dk and dv are rounded once, by the op
+    assert [g.shape for g in found] == [t.shape for t in x]
 
 
 def test_one_rank_sends_nothing() -> None:

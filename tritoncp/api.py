@@ -61,6 +61,7 @@ def flex_attention(
     torch.Size([1, 2, 256, 32])
     """
     score, mask, mesh = inputs.arguments(score_mod, block_mask, mesh)
+    inputs.check_mesh(mask, comm.degree_of(mesh))
     key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
     want_max = return_aux is not None and return_aux.max_scores
 
@@ -166,10 +167,11 @@ def make_plan(
 
     block_mask: a mask, or a dict of masks of one model's layers: their work is summed, so that one placement
     serves all, and a dict of plans comes back. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call
-    this; or ``world_size`` and ``rank`` without one. balancer: a name in ``tritoncp.balancers`` ("locality":
-    few keys to fetch), a function of your own from a ``tritoncp.balance.Work`` to each rank's blocks, or None
-    for natural order. Raises TypeError for a closed form, which has no lengths; raises on every rank where one
-    rank fails, or ranks differ in mask, options or versions.
+    this (2-D for "ulysses" and "ulysses+ring": the second dimension trades heads); or ``world_size`` and
+    ``rank`` without one. balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch),
+    a function of your own from a ``tritoncp.balance.Work`` to each rank's blocks, or None for natural order.
+    Raises TypeError for a closed form, which has no lengths; raises on every rank where one rank fails, or
+    ranks differ in mask, options or versions.
 
     >>> from tritoncp import causal, create_block_mask, sliding_window
     >>> mask = create_block_mask(causal(), 1, 1, 1024, 1024)
@@ -186,7 +188,8 @@ def make_plan(
     if group is not None:
         world_size, rank = group.size(), group.rank()
     masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
-    made = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule)
+    degree = comm.degree_of(mesh)
+    made = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule, degree)
     return made if isinstance(block_mask, Mapping) else made[""]
 
 

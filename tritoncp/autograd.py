@@ -53,7 +53,8 @@ def _resolved(plan: Tensor, call: Spec, q: list[Tensor]) -> tuple[Plan, Mod | No
     """The plan behind a handle, and its mask_mod where masked blocks need one."""
     known: Plan = held_by(plan)
     known.check_sources()
-    return known, captured.mask_of(known, q, every_rank=call.world == "")
+    every = call.world == "" or known.schedule.startswith("ulysses")  # whose rows are computed here
+    return known, captured.mask_of(known, q, every_rank=every)
 
 
 def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any]) -> list[Any]:
@@ -128,7 +129,12 @@ def backward_op(
         # Where nothing was seen lse is -inf and a loss of it may well have no finite slope.
         dlse = dlses[i].masked_fill(lses[i] == -torch.inf, 0).contiguous() if dlses else None
         dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
-        return SCHEDULES[p.schedule].backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
+        found = yield from SCHEDULES[p.schedule].backward(
+            p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse
+        )
+        # Rounded once, here. dk and dv are views of one buffer, and an op's outputs share no memory.
+        own = {"copy": True, "memory_format": torch.contiguous_format}
+        return found[0].to(q[i].dtype), found[1].to(k[i].dtype, **own), found[2].to(v[i].dtype, **own)
 
     with undisturbed():
         known, mask = _resolved(plan, call, q)

@@ -205,7 +205,8 @@ def _dealt(asked: Sequence[AllToAll]) -> list[Ticket]:
             raise RuntimeError(
                 f"{[len(x) for x in mine]} rows were sent to rank {rank}, which takes {list(a.takes)}"
             )
-        tickets.append(Ticket(torch.cat(mine)))
+        some = [x for x in mine if len(x)]  # ranks that send nothing here may have rows of another shape
+        tickets.append(Ticket(torch.cat(some) if some else a.x[:0]))
     return tickets
 
 
@@ -240,14 +241,20 @@ def named(name: str) -> dist.ProcessGroup:
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup | None:
-    """The process group behind a 1-D DeviceMesh or a ProcessGroup; None for None."""
+    """The process group of all ranks of a DeviceMesh of one or two dimensions, or a ProcessGroup; None for
+    None."""
     if mesh is None or isinstance(mesh, dist.ProcessGroup):
         return mesh
-    if isinstance(mesh, dist.DeviceMesh):
-        if mesh.ndim != 1:
-            raise ValueError(
-                f"this mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass its context-parallel one, "
-                "for example mesh['cp']"
-            )
-        return mesh.get_group()
-    raise TypeError(f"mesh is a 1-D DeviceMesh, a ProcessGroup or None; got a {type(mesh).__name__}")
+    if not isinstance(mesh, dist.DeviceMesh):
+        raise TypeError(f"mesh is a DeviceMesh, a ProcessGroup or None; got a {type(mesh).__name__}")
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"this mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass its context-parallel one, for "
+            "example mesh['cp'], or two of them for ulysses and another schedule"
+        )
+    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+
+
+def degree_of(mesh: Any) -> int:
+    """Ranks that trade heads: the second dimension of a mesh of two, 0 for any other."""
+    return mesh.size(1) if isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2 else 0

@@ -7,11 +7,13 @@ from, and all of them are arguments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from tritoncp import steps
 
 if TYPE_CHECKING:
     from tritoncp.plan import Plan
@@ -83,8 +85,12 @@ def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     ranks = _sample(plan.world_size)
     pairs = torch.stack([_pairs(plan.for_rank(rank)) for rank in ranks])  # [ranks, W]: with whose keys
     views = [plan.for_rank(rank) for rank in ranks]
-    each = (_allgather(plan, pairs, shape, hardware), _ring(views, pairs, shape, hardware),
-            _fetch(views, pairs, shape, hardware))  # fmt: skip
+    each = (
+        _allgather(plan, pairs, shape, hardware),
+        _ring(views, pairs, shape, hardware),
+        _fetch(views, pairs, shape, hardware),
+        _ulysses(plan, shape, hardware),
+    )
     return tuple(sorted(each, key=lambda cost: cost.total))
 
 
@@ -155,6 +161,30 @@ def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardwar
         most = max(most, take * (shape.itemsize + 4))
     state = views[0].s_local * shape.batch * shape.heads * (shape.v_head_dim + 2) * 4
     return Cost("fetch", forward, backward, most + state)
+
+
+def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
+    """Sequence for heads and back, nothing hidden; between rows, if there are several, a fetch."""
+    degree = plan.degree_for(shape.heads)
+    rows = plan.rows(degree, shape.heads)
+    ranks = _sample(rows.world_size)
+    views = [rows.for_rank(rank) for rank in ranks]
+    pairs = torch.stack([_pairs(view) for view in views])
+    q_heads, kv_heads = steps.trade(shape.heads, shape.kv_heads, degree)
+    most = replace(shape, heads=max(map(len, q_heads)), kv_heads=max(map(len, kv_heads)))
+    inner = _fetch(views, pairs, most, hardware)
+    d, e, item = shape.head_dim, shape.v_head_dim, shape.itemsize
+    tokens = (degree - 1) * plan.q.s_max * shape.batch
+    out = tokens * most.heads * (d * item + e * item + 8)  # queries there, outputs and lse back
+    keys = tokens * most.kv_heads * (d + e)
+    there = (out + keys * item) / (hardware.bandwidth * hardware.scattered) + 4 * hardware.latency
+    again = (out + tokens * most.heads * (e * item + 8) + keys * (item + 4)) / (
+        hardware.bandwidth * hardware.scattered
+    )
+    held = degree * plan.s_local * (most.heads * (d + 2 * e) * item + most.kv_heads * (d + e) * (item + 4))
+    memory = shape.batch * held + (inner.memory if rows.world_size > 1 else 0)
+    backward = inner.backward + again + 5 * hardware.latency
+    return Cost("ulysses", inner.forward + there, backward, memory)
 
 
 def why(found: Sequence[Cost], hardware: Hardware) -> str:

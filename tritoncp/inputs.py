@@ -149,6 +149,14 @@ def check_aux(return_lse: bool, return_aux: Any) -> None:
         )
 
 
+def check_mesh(mask: Any, degree: int) -> None:
+    if degree and not isinstance(mask, Plan):
+        raise ValueError(
+            "a mesh of two dimensions needs a plan, which says what its dimensions do: make_plan(mask, mesh, "
+            "schedule='ulysses+ring'), or pass the context-parallel dimension alone, for example mesh['cp']"
+        )
+
+
 def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
     if sinks is None:
         return

@@ -21,7 +21,7 @@ from tritoncp.runs import content
 from tritoncp.sharding import Placement, by_blocks, natural, without_padding
 
 UNBOUNDED = 1 << 30  # a window edge that no position reaches
-SCHEDULES = ("allgather", "ring", "fetch")
+SCHEDULES = ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +77,8 @@ class Plan:
     balancer: how blocks were dealt ("natural" for contiguous pieces in order)
     schedule: how K and V reach the queries
     reason:   why that schedule
+    degree:   ranks that trade heads under "ulysses"; 0 = as many as there are heads for
+    heads:    query heads of the layer, where a call sees only some of them
     sources, versions: the tensors the mask was made from; an edit since then is refused
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     """
@@ -88,6 +90,8 @@ class Plan:
     balancer: str
     schedule: str
     reason: str = ""
+    degree: int = 0
+    heads: int = 0
     sources: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
     handle: Tensor | None = None
@@ -161,14 +165,41 @@ class Plan:
         mean = sum(self.work) / self.world_size
         return max(self.work) / mean if mean else 1.0
 
-    def bytes_sent(self, *, batch: int, kv_heads: int, head_dim: int, v_head_dim: int | None = None,
-                   itemsize: int = 2, backward: bool = True) -> int:
-        """Bytes this rank sends in one layer: K and V forward, K and V again plus float32 dK/dV backward."""
-        width = kv_heads * (head_dim + (head_dim if v_head_dim is None else v_head_dim))
-        rows, grad_rows = self._rows_sent(batch)
-        if not backward:
-            return rows * width * itemsize
-        return width * (2 * rows * itemsize + grad_rows * max(4, itemsize))
+    def bytes_sent(
+        self,
+        *,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        itemsize: int = 2,
+        backward: bool = True,
+        heads: int | None = None,
+    ) -> int:
+        """Bytes this rank sends in one layer: K and V forward, K and V again plus float32 dK/dV backward.
+        Under "ulysses" also queries, outputs and their gradients, of ``heads`` query heads (kv_heads unless
+        given)."""
+        width = head_dim + (head_dim if v_head_dim is None else v_head_dim)
+        stats, passes = max(4, itemsize), 2 if backward else 1
+        if not self.schedule.startswith("ulysses"):
+            rows, grad_rows = self._rows_sent(batch)
+            return kv_heads * width * (passes * rows * itemsize + backward * grad_rows * stats)
+        heads = heads or kv_heads
+        degree = self.degree_for(heads)
+        at, (q_heads, kv_parts) = self.rank % degree, steps.trade(heads, kv_heads, degree)
+        mine, others = len(q_heads[at]), heads - len(q_heads[at])
+        keys = sum(map(len, kv_parts)) - len(kv_parts[at])
+        back = mine * (degree - 1)
+        q_rows, kv_rows = batch * self.q.s_max, batch * self.kv.s_max
+        e = width - head_dim
+        sent = q_rows * (others * head_dim * itemsize + back * (e * itemsize + 2 * stats))
+        sent += kv_rows * keys * width * itemsize
+        if backward:
+            sent += q_rows * (others * (width * itemsize + 2 * stats) + back * head_dim * itemsize)
+            sent += kv_rows * width * (keys * itemsize + len(kv_parts[at]) * (degree - 1) * stats)
+        between = replace(self.rows(degree, heads), schedule=_between(self.schedule))
+        rows, grad_rows = between._rows_sent(batch)
+        return sent + len(kv_parts[at]) * width * (passes * rows * itemsize + backward * grad_rows * stats)
 
     def _rows_sent(self, batch: int) -> tuple[int, int]:
         """Rows of K and V this rank sends forward, and rows of their gradient backward."""
@@ -176,8 +207,10 @@ class Plan:
             each = 1 if self.fetch.batched else batch
             return sum(self.fetch.sends) * each, sum(self.fetch.takes) * each
         if self.schedule == "ring":
-            hops = [sum(peer is not None for peer in peers)
-                    for peers in zip(*((hop.next, hop.dkv_to) for hop in self.ring), strict=True)]
+            hops = [
+                sum(peer is not None for peer in peers)
+                for peers in zip(*((hop.next, hop.dkv_to) for hop in self.ring), strict=True)
+            ]
         else:
             hops = [self.world_size - 1] * 2
         return hops[0] * self.kv.s_max * batch, hops[1] * self.kv.s_max * batch
@@ -191,10 +224,29 @@ class Plan:
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
         >>> len(plan.explain(heads=16, kv_heads=16).splitlines())
-        5
+        6
         """
         hardware, layer = hardware or cost.hardware_of(self.world_size), cost.Shape(**shape)
         return cost.table(cost.costs(self, layer, hardware), layer, hardware)
+
+    def degree_for(self, heads: int) -> int:
+        """Ranks that trade heads under "ulysses": what the plan says, else as many as there are heads for."""
+        if self.degree > heads:
+            raise ValueError(
+                f"the plan trades heads among {self.degree} ranks, the query has {heads}; make the mesh's "
+                "second dimension smaller"
+            )
+        fitting = (d for d in range(1, self.world_size + 1) if self.world_size % d == 0 and d <= heads)
+        return self.degree or max(fitting)
+
+    def rows(self, degree: int, heads: int) -> "Plan":
+        """Rows of ``degree`` neighbouring ranks as one rank each, for a layer of ``heads`` query heads."""
+
+        def made() -> Plan:
+            q, kv = self.q.merged(degree), self.kv.merged(degree)
+            return replace(self, q=q, kv=kv, rank=0, heads=heads, handle=None, _shared={})
+
+        return self._once(("rows", degree, heads), made).for_rank(self.rank // degree)
 
     @property
     def seen(self) -> Tensor:
@@ -222,7 +274,7 @@ class Plan:
 
         buffer: "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard) or "fetched".
         """
-        interval = self.mask.interval_for(batch, heads)
+        interval = self.mask.interval_for(batch, self.heads or heads)
         place = torch.device(device)
 
         def made() -> Tables:
@@ -279,18 +331,27 @@ def build(
     kv_lengths: Sequence[int] | None = None,
     schedule: str = "auto",
     weighed: Sequence[Mask] = (),
+    degree: int = 0,
 ) -> Plan:
     """Place a mask's blocks on ``world_size`` ranks.
 
     ``balancer=None`` is natural order: rank r holds the r-th contiguous piece, ``lengths[r]`` tokens long
     (``kv_lengths`` for the keys where they differ). ``weighed``: masks whose work is balanced together, where
-    their plans are to share one placement; this mask is one of them.
+    their plans are to share one placement; this mask is one of them. ``degree``: ranks that trade heads
+    under "ulysses", which is then the schedule.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
     named = None if balancer is None else find(balancer)
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; known: auto, {', '.join(SCHEDULES)}")
+    if degree:
+        schedule = "ulysses" if schedule == "auto" else schedule
+        if not schedule.startswith("ulysses") or world_size % degree:
+            raise ValueError(
+                f"a mesh of two dimensions, here of {world_size // degree} x {degree} ranks, is for \"ulysses\" "
+                f"and \"ulysses+ring\", whose second dimension trades heads; got schedule={schedule!r}"
+            )
     sizes = {(m.q_len, m.kv_len, m.q_block, m.kv_block) for m in (mask, *weighed)}
     if len(sizes) > 1:
         given = ", ".join(f"{a} x {b} in blocks of {c} x {d}" for a, b, c, d in sorted(sizes))
@@ -311,7 +372,7 @@ def build(
     if mask.tokens is not None:
         q, kv = (without_padding(side, held, name != "natural") for side, held in zip((q, kv), mask.tokens))
     if schedule != "auto":
-        return Plan(mask, q, kv, rank, name, schedule, reason="asked for")
+        return Plan(mask, q, kv, rank, name, schedule, reason="asked for", degree=degree)
     made = Plan(mask, q, kv, rank, name, "allgather")
     if world_size == 1:
         return made
@@ -327,6 +388,11 @@ def pieces(total: int, world_size: int) -> list[int]:
     [3, 3, 2, 2]
     """
     return [total // world_size + (rank < total % world_size) for rank in range(world_size)]
+
+
+def _between(schedule: str) -> str:
+    """The schedule that runs between rows under "ulysses"."""
+    return schedule.partition("+")[2] or "fetch"
 
 
 def _pieces(what: str, lengths: Sequence[int] | None, total: int, world_size: int) -> Sequence[int]:

@@ -159,6 +159,7 @@ def make(
     rank: int,
     balancer: str | Balancer | None,
     schedule: str,
+    degree: int = 0,
 ) -> dict[str, Plan]:
     """One placement for all these masks, and a plan each."""
 
@@ -168,12 +169,18 @@ def make(
         whole = {name: source.compact(1, 0, 0) for name, source in sources.items()}
         made = {
             name: plan.build(
-                mask, world_size, rank, balancer=balancer, schedule=schedule, weighed=list(whole.values())
+                mask,
+                world_size,
+                rank,
+                balancer=balancer,
+                schedule=schedule,
+                weighed=list(whole.values()),
+                degree=degree,
             )
             for name, mask in whole.items()
         }
         named = find(balancer)[0] if callable(balancer) else balancer
-        options = f"balancer={named!r}, schedule={schedule!r}, masks {list(masks)}"
+        options = f"balancer={named!r}, schedule={schedule!r}, degree {degree}, masks {list(masks)}"
         facts = {
             "call": fact("make_plan"),
             "versions": agreement.versions(),

@@ -72,5 +72,7 @@ def _modified(scores: Tensor, visible: Tensor, score_mod: Callable[..., Tensor] 
     if score_mod is None:
         return scores
     at = visible.nonzero(as_tuple=True)
+    if not len(at[0]):
+        return scores
     modified = vmapped(score_mod, (0, 0, 0, 0, 0))(scores[at], *at)
     return scores.index_put(at, modified.to(scores.dtype))

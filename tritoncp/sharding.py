@@ -68,6 +68,12 @@ class Placement:
             parts.append(self.slots[rank] + torch.tensor([index * self.s_max, 0, 0], dtype=torch.int32))
         return by_position(torch.cat(parts, 1))
 
+    def merged(self, degree: int) -> "Placement":
+        """``degree`` neighbouring ranks as one, whose buffer is theirs one after the other."""
+        firsts = range(0, self.world_size, degree)
+        slots = tuple(self.gathered(range(first, first + degree)) for first in firsts)
+        return Placement(self.length, self.block, slots, (degree * self.s_max,) * len(slots))
+
 
 def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]) -> Placement:
     """Whole blocks to ranks: ``owners[batch row][rank]`` lists the rank's blocks, ascending.

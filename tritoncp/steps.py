@@ -5,6 +5,7 @@ All of it follows from the mask and the two placements, so every rank derives th
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -100,6 +101,17 @@ def _reach(reads: Tensor, step: int) -> list[int]:
     ranks = torch.arange(len(reads))
     hops = (ranks[:, None] - ranks) * step % len(reads)  # from each owner to each reader
     return torch.where(reads, hops, 0).amax(0).tolist()
+
+
+def trade(heads: int, kv_heads: int, degree: int) -> tuple[list[range], list[range]]:
+    """Query heads of each of ``degree`` ranks, even to within one, and the KV heads they read.
+
+    >>> trade(8, 2, 3)
+    ([range(0, 2), range(2, 5), range(5, 8)], [range(0, 1), range(0, 2), range(1, 2)])
+    """
+    cuts, group = [heads * i // degree for i in range(degree + 1)], heads // kv_heads
+    q_heads = [range(a, b) for a, b in itertools.pairwise(cuts)]
+    return q_heads, [range(part.start // group, (part.stop - 1) // group + 1) for part in q_heads]
 
 
 @dataclass(frozen=True, eq=False)

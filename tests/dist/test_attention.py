@@ -18,10 +18,11 @@ from torch import Tensor
 import tritoncp
 from tests.dist import ranks
 from tests.zoo import HEADS, MASKS, SCORES, TOLERANCE, Answer, Score, agree, differentiate, oracle, tensors
-from tritoncp import Mask, and_masks, causal, comm, create_block_mask, document
+from tritoncp import Mask, and_masks, causal, comm, create_block_mask, document, engines
 from tritoncp.reference import dense_attention
 from tritoncp.schedules import SCHEDULES
 
+F64 = torch.float64
 CLOSE = {"atol": 2e-6, "rtol": 1e-5}
 GRADS_CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # theirs are compared with float32, whose rounding they share
 BALANCERS = (None, "head_tail", "ptrr")
@@ -87,9 +88,15 @@ def test_the_rest_of_pytorchs_matrix(kind: str, batch: int, length: int, balance
 
 
 def row_of_a_rank(
-    group: Any, mask: str, score: str, heads: str, balancer: str | None, schedule: str
+    group: Any,
+    mask: str,
+    score: str,
+    heads: str,
+    balancer: str | None,
+    schedule: str,
+    dtype: torch.dtype = F64,
 ) -> Answer:
-    qkv, whole, mod = row(mask, score, heads)
+    qkv, whole, mod = row(mask, score, heads, dtype)
     plan = tritoncp.make_plan(whole, group, balancer=balancer, schedule=schedule)
     q, k, v = (tritoncp.shard(x, plan, dim=2, side=side) for x, side in zip(qkv, ("q", "kv", "kv")))
     out, lse = tritoncp.flex_attention(q, k, v, mod.mod, plan, enable_gqa=True, return_lse=True, mesh=group)
@@ -102,10 +109,11 @@ def row_of_a_rank(
     return answer
 
 
-def row(mask: str, score: str, heads: str) -> tuple[list[Tensor], Mask, Score]:
+def row(mask: str, score: str, heads: str, dtype: torch.dtype = F64) -> tuple[list[Tensor], Mask, Score]:
     torch.manual_seed(3)
     count = HEADS[heads][0]
-    return tensors(HEADS[heads], torch.float64), MASKS[mask](count), SCORES[score](count, torch.float64)
+    qkv = [x.detach().to(dtype).requires_grad_() for x in tensors(HEADS[heads], F64)]
+    return qkv, MASKS[mask](count), SCORES[score](count, F64 if dtype == F64 else torch.float32)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -123,6 +131,21 @@ def test_processes_answer_as_the_oracle(
     want = oracle(*row(mask, score, heads))
     for answer in ranks.run(world, row_of_a_rank, mask, score, heads, balancer, schedule, timeout=300):
         agree(answer, want, **TOLERANCE[torch.float64])
+
+
+@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world", [2, 8])
+def test_processes_in_bfloat16(world: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    case, dtype = ("document", "softcap", "GQA"), torch.bfloat16
+    want = oracle(*row(*case, dtype))
+    size = [float(x[x.isfinite()].abs().max()) for x in want[:5]]
+    for answer in ranks.run(world, row_of_a_rank, *case, "ptrr", schedule, dtype, timeout=120):
+        assert [x.dtype for x in answer[:5]] == [dtype, torch.float32, dtype, dtype, dtype]
+        for mine, right, most, name in zip(answer, want, size, Answer._fields):
+            same = (mine.double() - right).abs() <= 2**-6 * most
+            assert bool((same | (mine.double() == right)).all()), name
 
 
 def alone(group: Any, schedule: str) -> str:

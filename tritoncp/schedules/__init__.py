@@ -1,5 +1,13 @@
 """How K and V reach the queries: each schedule is a forward/backward pair of generators."""
 
-from tritoncp.schedules import allgather, fetch, ring
+from typing import Any
 
-SCHEDULES = {"allgather": allgather, "fetch": fetch, "ring": ring}
+from tritoncp.schedules import allgather, fetch, ring, ulysses
+
+SCHEDULES: dict[str, Any] = {
+    "allgather": allgather,
+    "fetch": fetch,
+    "ring": ring,
+    "ulysses": ulysses.over(fetch),
+    "ulysses+ring": ulysses.over(ring),
+}

@@ -53,7 +53,8 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
-    """(dq, dk, dv) of this rank's shards. Gradients of captures are added to the engine's buffers."""
+    """dq, and dk and dv in lse's dtype, of this rank's shards; gradients of captures go to the engine's
+    buffers."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
@@ -74,7 +75,7 @@ def backward(
     parts = []
     for ticket in returning:
         parts.append((yield Wait(ticket)) if plan.world_size > 1 else ticket)
-    return dq, *separate(torch.cat(parts, 2), k, v)
+    return dq, *separate(torch.cat(parts, 2), k)
 
 
 def head_groups(kv_heads: int, world_size: int) -> list[slice]:

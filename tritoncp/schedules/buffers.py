@@ -1,8 +1,8 @@
 """What schedules share: K and V as they travel, and the tensors a pass fills.
 
 On the wire K and V are one tensor [rows, B, heads, D + E]; rows first, so that a row's place in a buffer does
-not depend on batch or heads.  Where batch rows send different rows it is [rows, 1, heads, D + E], each row one
-batch row's alone.
+not depend on batch or heads.  Where batch rows send different rows it is [rows, 1, heads, D + E], each row
+one batch row's alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dkdv(engine: Any, args: tuple[Any, ...], into: Tensor, h_offset: int = 0, add: bool = False) -> None:
-    """One step's gradients of the keys and values in ``args``, into (or added to) a buffer of their layout."""
+    """One step's gradients of the keys and values in ``args``, into or added to a buffer of their layout."""
     q, keys, values, *_, tables = args
     (b, h, _, d), e = keys.shape, values.shape[3]
     split = engine.split(q, keys, tables) if into.shape[1] == b else 1
@@ -57,11 +57,7 @@ def dkdv(engine: Any, args: tuple[Any, ...], into: Tensor, h_offset: int = 0, ad
     into.copy_(into + total if add else total)
 
 
-def separate(dkv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """dk and dv [B, h, S, D|E] out of a buffer, each a tensor of its own: a slice of a single row would count
-    as contiguous already, and share memory."""
-    grads = dkv[: k.shape[2]].to(k.dtype).permute(1, 2, 0, 3)
-    dk, dv = (
-        x.clone(memory_format=torch.contiguous_format) for x in grads.split([k.shape[3], v.shape[3]], 3)
-    )
-    return dk, dv
+def separate(dkv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """dk and dv [B, h, S, D|E] in a buffer, as views in its dtype; ``k`` says S and D."""
+    grads = dkv[: k.shape[2]].permute(1, 2, 0, 3)
+    return grads[..., : k.shape[3]], grads[..., k.shape[3] :]

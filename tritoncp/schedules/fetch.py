@@ -34,7 +34,7 @@ def backward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     dlse: Tensor | None,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """(dq, dk, dv) of this rank's shards. Gradients of captures are added to the engine's buffers."""
+    """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     some = sum(plan.fetch.takes) > 0
     local = pack(k, v, k.shape[2])
@@ -55,7 +55,7 @@ def backward(
     if some:
         engine.dq(*args, dq=dq, add=True)()  # while they return
     _add_home(plan, home, (yield Wait(flight)))
-    return dq.to(q.dtype), *separate(home, k, v)
+    return dq, *separate(home, k)
 
 
 def _request(plan: Plan, local: Tensor) -> AllToAll:

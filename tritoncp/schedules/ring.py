@@ -38,7 +38,7 @@ def backward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     dlse: Tensor | None,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """(dq, dk, dv) of this rank's shards. Gradients of captures are added to the engine's buffers."""
+    """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
@@ -62,7 +62,7 @@ def backward(
         held = ((yield Wait(flight)) or [room])[0]
     assert following is not None
     _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
-    return dq.to(q.dtype), *separate(home, k, v)
+    return dq, *separate(home, k)
 
 
 def _pass_on(hop: Hop, held: Tensor, room: Tensor) -> Swap:

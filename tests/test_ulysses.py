@@ -1,0 +1,126 @@
+"""Heads traded for sequence: cuts that do not divide, rows of ranks, and meshes of two dimensions."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
+import tritoncp
+from tests.dist import ranks
+from tests.zoo import MASKS, SCORES, Answer, agree, differentiate, oracle, simulated, tensors
+from tritoncp import engines, make_plan, simulate, steps
+from tritoncp.schedules.ulysses import stretches
+
+CLOSE = {"atol": 1e-8, "rtol": 1e-8, "grad_atol": 1e-8}
+BETWEEN = ("ulysses", "ulysses+ring")
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.data())
+def test_every_query_head_goes_to_one_rank_with_the_keys_it_reads(
+    kv_heads: int, group: int, data: Any
+) -> None:
+    heads = kv_heads * group
+    degree = data.draw(st.integers(1, heads))
+    q_heads, kv_parts = steps.trade(heads, kv_heads, degree)
+    assert [head for part in q_heads for head in part] == list(range(heads))
+    assert max(map(len, q_heads)) - min(map(len, q_heads)) <= 1
+    for mine, keys in zip(q_heads, kv_parts):
+        assert {head // group for head in mine} == set(keys)
+        read = {}
+        for q, kv in stretches(mine, group):
+            each, rest = divmod(q.stop - q.start, kv.stop - kv.start)
+            assert rest == 0
+            read |= {mine[i]: keys[kv.start + (i - q.start) // each] for i in range(q.start, q.stop)}
+        assert read == {head: head // group for head in mine}
+
+
+@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.parametrize("schedule", BETWEEN)
+@pytest.mark.parametrize("world", [3, 4, 6])
+@pytest.mark.parametrize("heads", [(6, 2), (5, 1), (4, 4), (9, 3)])
+def test_heads_need_not_divide(heads: tuple[int, int], world: int, schedule: str, monkeypatch: Any) -> None:
+    """A mask and a score of its own for every head, so that a head in the wrong place shows."""
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    qkv, mask = tensors(heads, torch.float64, dim=8, v_dim=12), MASKS["random"](heads[0])
+    score = SCORES["relative"](heads[0], torch.float64)
+    plan = make_plan(mask, world_size=world, rank=0, schedule=schedule)
+    agree(simulated(qkv, plan, score), oracle(qkv, mask, score), **CLOSE)
+
+
+def test_kernels_launch_shared_heads_in_pieces() -> None:
+    qkv, mask = tensors((5, 1), torch.float64), MASKS["document"](5)
+    score = SCORES["alibi"](5, torch.float64)
+    plan = make_plan(mask, world_size=3, rank=0, schedule="ulysses")
+    agree(simulated(qkv, plan, score), oracle(qkv, mask, score), **CLOSE)
+
+
+def test_fewer_heads_than_ranks_is_said_once() -> None:
+    world, x = simulate(8), torch.randn(1, 3, 64, 16)
+    plan = world.make_plan(tritoncp.full_mask(64, 64, block=8), schedule="ulysses")
+    shards = world.shard(x, plan, dim=2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        world.flex_attention(shards, shards, shards, plan)
+        world.flex_attention(shards, shards, shards, plan)
+    (text,) = [str(w.message) for w in said if "go round" in str(w.message)]
+    assert re.match("3 heads do not go round 8 ranks: rows of 2 trade heads.*the 4 rows", text)
+
+
+# -- meshes of two dimensions -----------------------------------------------------------------------------
+
+
+def on_a_mesh(group: Any, schedule: str) -> Answer:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    torch.manual_seed(3)
+    qkv, mask = tensors((6, 2), torch.float64, dim=8, v_dim=8), MASKS["document"](6)
+    score = SCORES["relative"](6, torch.float64)
+    plan = make_plan(mask, mesh, schedule=schedule)
+    assert plan.degree == 2
+    q, k, v = (tritoncp.shard(x, plan, dim=2, side=side) for x, side in zip(qkv, ("q", "kv", "kv")))
+    out, lse = tritoncp.flex_attention(q, k, v, score.mod, plan, enable_gqa=True, return_lse=True, mesh=mesh)
+    out, lse = (tritoncp.unshard(x, plan, mesh, dim=2, grad="slice") for x in (out, lse))
+    answer = differentiate(out, lse, qkv, score.wants)
+    for x in (*answer[2:5], *answer.captured):
+        torch.distributed.all_reduce(x, group=group)
+    return answer
+
+
+@pytest.mark.parametrize("schedule", ["auto", *BETWEEN])
+def test_four_processes_on_a_mesh_are_the_oracle(schedule: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    torch.manual_seed(3)
+    qkv, mask = tensors((6, 2), torch.float64, dim=8, v_dim=8), MASKS["document"](6)
+    want = oracle(qkv, mask, SCORES["relative"](6, torch.float64))
+    for answer in ranks.run(4, on_a_mesh, schedule, timeout=120):
+        agree(answer, want, **CLOSE)
+
+
+def refused(group: Any) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("ring", "ulysses"))
+    mask, said = MASKS["causal"](1), []
+    x, plan = torch.zeros(1, 1, 60, 16), make_plan(mask, mesh)
+    y = tritoncp.shard(torch.zeros(1, 1, 120, 16), plan, dim=2)
+    calls = (
+        lambda: make_plan(mask, mesh, schedule="ring"),
+        lambda: tritoncp.flex_attention(x, x, x, mask, mesh),
+        lambda: tritoncp.flex_attention(y, y, y, plan, mesh),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_a_mesh_of_two_dimensions_cannot_do_is_said() -> None:
+    for ring, raw, heads in ranks.run(2, refused):
+        assert "1 x 2 ranks" in ring and "got schedule='ring'" in ring
+        assert "needs a plan" in raw
+        assert "trades heads among 2 ranks, the query has 1" in heads

@@ -1,0 +1,258 @@
+"""Ulysses: sequence shards become head shards by an all-to-all, and back (arXiv 2309.14509).
+
+Ranks stand in rows of ``degree`` neighbours. A row trades sequence for heads, so that each of its ranks holds
+all of the row's tokens for some query heads and the KV heads these read; another schedule runs between rows.
+Heads need not divide: cuts are even to within one query head, and a KV head goes to every rank that reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tritoncp import steps
+from tritoncp.comm import AllToAll, Schedule, Swap, Wait
+from tritoncp.plan import Plan
+from tritoncp.schedules import ring
+from tritoncp.sharding import lengthen
+
+T = TypeVar("T")
+
+_TOLD: set[tuple[int, int]] = set()
+
+
+def over(inner: ModuleType) -> SimpleNamespace:
+    """The schedule that runs ``inner`` between rows."""
+    return SimpleNamespace(forward=partial(forward, inner), backward=partial(backward, inner))
+
+
+def forward(
+    inner: Any, plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+    trade = Trade.of(plan, q, k)
+    whole_q = yield from trade.heads(q, trade.q_heads)
+    whole_k, whole_v = yield from trade.keys(k, v)
+    row = ring if trade.plan.world_size == 1 else inner  # of one: nothing goes around
+    found = row.forward(trade.plan, Heads(engine, trade), whole_q, whole_k, whole_v, want_max)
+    out, lse, top = yield from trade.between_rows(found)
+    stats = torch.stack([lse, lse if top is None else top], 3)
+    out = torch.cat((yield from trade.sequence(out, trade.q_heads, q.shape[2])), 1)
+    lse, top = torch.cat((yield from trade.sequence(stats, trade.q_heads, q.shape[2])), 1).unbind(3)
+    return out, lse.contiguous(), top.contiguous() if want_max else None
+
+
+def backward(
+    inner: Any, plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    dout: Tensor, dlse: Tensor | None,
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
+    trade = Trade.of(plan, q, k)
+    delta = torch.empty_like(lse)
+    engine.delta(out, dout, dlse, delta)()
+    both = yield from trade.heads(torch.cat([q, dout], 3), trade.q_heads)
+    whole_q, whole_dout = both.split([q.shape[3], dout.shape[3]], 3)
+    whole_k, whole_v = yield from trade.keys(k, v)
+    stats = yield from trade.heads(torch.stack([lse, delta], 3), trade.q_heads)
+    whole_lse, whole_delta = (x.contiguous() for x in stats.unbind(3))
+    row = ring if trade.plan.world_size == 1 else inner  # of one: nothing goes around
+    heads = Heads(engine, trade, whole_delta)
+    found = row.backward(
+        trade.plan, heads, whole_q, whole_k, whole_v, whole_dout, whole_lse, whole_dout, None
+    )
+    dq, dk, dv = yield from trade.between_rows(found)
+    dq = torch.cat((yield from trade.sequence(dq.to(q.dtype), trade.q_heads, q.shape[2])), 1)
+    dkv = yield from trade.total(torch.cat([dk, dv], 3), k.shape[2], k.shape[1])
+    return dq, *dkv.split([k.shape[3], v.shape[3]], 3)
+
+
+@dataclass(frozen=True, eq=False)
+class Trade:
+    """One call's exchange within a row.
+
+    plan:     the rows as ranks: each holds the tokens of its ranks, one after the other
+    rank, degree: this rank's place in its row, and the row's length
+    world:    all ranks
+    q_heads:  query heads of each rank of a row; kv_heads: the KV heads they read; group: Hq // Hkv
+    """
+
+    plan: Plan
+    rank: int
+    degree: int
+    world: int
+    q_heads: list[range]
+    kv_heads: list[range]
+    group: int
+
+    @classmethod
+    def of(cls, plan: Plan, q: Tensor, k: Tensor) -> Trade:
+        heads, kv_heads = q.shape[1], k.shape[1]
+        degree = plan.degree_for(heads)
+        if degree < plan.world_size and not plan.degree:
+            _say(heads, plan.world_size, degree)
+        rows = plan.rows(degree, heads)
+        parts = steps.trade(heads, kv_heads, degree)
+        return cls(rows, plan.rank % degree, degree, plan.world_size, *parts, heads // kv_heads)
+
+    def keys(self, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
+        """K and V of this rank's heads, in one message."""
+        kv = yield from self.heads(torch.cat([k, v], 3), self.kv_heads)
+        return kv.split([k.shape[3], v.shape[3]], 3)
+
+    def heads(self, x: Tensor, whose: Sequence[range]) -> Schedule[Tensor]:
+        """x [B, H, S, D] of every rank of the row -> [B, this rank's heads, degree * s_max, D]."""
+        order = torch.tensor([head for part in whose for head in part], device=x.device)
+        s_max = (self.plan.q if whose is self.q_heads else self.plan.kv).s_max // self.degree
+        sent = lengthen(x, 2, s_max).transpose(0, 1)[order]  # [heads of rank 0, of rank 1, ..., B, s_max, D]
+        mine = len(whose[self.rank])
+        flight = yield AllToAll(sent, self._row(map(len, whose)), self._row([mine] * self.degree))
+        came = (yield Wait(flight)).unflatten(0, (self.degree, mine))
+        return came.permute(2, 1, 0, 3, 4).flatten(2, 3)
+
+    def sequence(self, x: Tensor, whose: Sequence[range], rows: int) -> Schedule[list[Tensor]]:
+        """x [B, this rank's heads, degree * s_max, D] -> this rank's tokens [B, heads, rows, D], one tensor
+        from each rank of the row, of that rank's heads."""
+        sent = x.unflatten(2, (self.degree, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
+        flight = yield AllToAll(
+            sent.contiguous(), self._row([x.shape[1]] * self.degree), self._row(map(len, whose))
+        )
+        came = (yield Wait(flight)).transpose(0, 1)[:, :, :rows]
+        return came.split([len(part) for part in whose], 1)
+
+    def total(self, x: Tensor, rows: int, heads: int) -> Schedule[Tensor]:
+        """Gradients of keys, summed over the ranks that read a head, in rank order: [B, heads, rows, D]."""
+        parts = yield from self.sequence(x, self.kv_heads, rows)
+        total = x.new_zeros(x.shape[0], heads, rows, x.shape[3])
+        for part, whose in zip(parts, self.kv_heads):
+            total[:, whose.start : whose.stop] += part
+        return total
+
+    def _row(self, counts: Iterable[int]) -> list[int]:
+        """Counts of the row's ranks among all ranks of the world."""
+        first = self.plan.rank * self.degree
+        return [0] * first + list(counts) + [0] * (self.world - first - self.degree)
+
+    def between_rows(self, schedule: Schedule[T]) -> Schedule[T]:
+        """A schedule of rows, spoken between the ranks that stand at the same place in them."""
+        answer: Any = None
+        while True:
+            try:
+                asked = schedule.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            match asked:
+                case Swap(sends, takes):
+                    asked = Swap(*([(self._peer(to), x) for to, x in part] for part in (sends, takes)))
+                case AllToAll(x, sends, takes):
+                    asked = AllToAll(x, self._column(sends), self._column(takes))
+            answer = yield asked
+
+    def _peer(self, row: int) -> int:
+        return row * self.degree + self.rank
+
+    def _column(self, counts: Sequence[int]) -> list[int]:
+        spread = [0] * self.world
+        spread[self.rank :: self.degree] = counts
+        return spread
+
+
+def _say(heads: int, world: int, degree: int) -> None:
+    if (heads, world) not in _TOLD:
+        _TOLD.add((heads, world))
+        warnings.warn(
+            f"{heads} heads do not go round {world} ranks: rows of {degree} trade heads, and another "
+            f"schedule brings keys to the {world // degree} rows",
+            stacklevel=2,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Heads:
+    """An engine for some heads of a layer: query heads that share a KV head need not all be here, so a step
+    is a launch for each stretch of KV heads with equally many query heads.
+
+    computed: rowsum(out * dout) - dlse, in the backward pass
+    """
+
+    engine: Any
+    trade: Trade
+    computed: Tensor | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, *, out: Tensor, lse: Tensor,
+                max_scores: Tensor | None = None, state: Sequence[Tensor] = (), h_offset: int = 0,
+                **keep: bool) -> Callable[[], None]:  # fmt: skip
+        return _all(
+            self.engine.forward(
+                q[:, a], k[:, b], v[:, b], tables, out=out[:, a], lse=lse[:, a],
+                max_scores=None if max_scores is None else max_scores[:, a],
+                state=tuple(x[:, a] for x in state) or None, h_offset=self._first + a.start, **keep,
+            )
+            for a, b in self._pieces()
+        )  # fmt: skip
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Callable[[], None]:
+        assert self.computed is not None
+        return _all([partial(delta.copy_, self.computed)])
+
+    def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
+           dq: Tensor, add: bool = False, h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
+        return _all(
+            self.engine.dq(q[:, a], k[:, b], v[:, b], dout[:, a], lse[:, a], delta[:, a], tables, dq=dq[:, a],
+                           add=add, h_offset=self._first + a.start)
+            for a, b in self._pieces()
+        )  # fmt: skip
+
+    def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
+             dk: Tensor, dv: Tensor, add: bool = False, h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
+        return _all(
+            self.engine.dkdv(q[:, a], k[:, b], v[:, b], dout[:, a], lse[:, a], delta[:, a], tables,
+                             dk=dk[:, b], dv=dv[:, b], add=add, h_offset=self._first + a.start)
+            for a, b in self._pieces()
+        )  # fmt: skip
+
+    def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
+        return 1
+
+    @property
+    def _first(self) -> int:
+        return self.trade.q_heads[self.trade.rank].start
+
+    def _pieces(self) -> list[tuple[slice, slice]]:
+        return stretches(self.trade.q_heads[self.trade.rank], self.trade.group)
+
+
+def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
+    """Query heads ``heads`` of a layer cut so that all KV heads of a piece have equally many: (query heads,
+    KV heads) of each piece, counted from the first one here.
+
+    >>> for q, kv in stretches(range(3, 13), 4):
+    ...     print(q.start, q.stop, kv.start, kv.stop)
+    0 1 0 1
+    1 9 1 3
+    9 10 3 4
+    """
+    count = [len(list(same)) for _, same in itertools.groupby(heads, lambda head: head // group)]
+    pieces, q, kv = [], 0, 0
+    for size, same in itertools.groupby(count):
+        kv_heads = len(list(same))
+        pieces.append((slice(q, q + size * kv_heads), slice(kv, kv + kv_heads)))
+        q, kv = q + size * kv_heads, kv + kv_heads
+    return pieces
+
+
+def _all(launches: Iterable[Callable[[], Any]]) -> Callable[[], None]:
+    made = list(launches)
+
+    def run() -> None:
+        for launch in made:
+            launch()
+
+    return run
