@@ -97,6 +97,7 @@ def dq_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HOIST: tl.constexpr,
     DENSE_Q: tl.constexpr,
     DENSE_KV: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -147,7 +148,7 @@ def dq_kernel(
                     o_kv = (kv_pos + o_n)[None, :]
                     m_n = (o_n < n_n)[None, :]
                     b_k0, b_k1 = load_pair(
-                        k, p_k, kv_row, o_n, n_n, D0, D1, D, not FULL or not EVEN
+                        k, p_k, kv_row, o_n, n_n, D0, D1, D, not FULL or not EVEN, HOIST
                     )  # [N, D]
                     b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)  # [M, N]
                     b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
@@ -175,7 +176,7 @@ def dq_kernel(
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
                     b_v0, b_v1 = load_pair(
-                        v, p_v, kv_row, o_n, n_n, E0, E1, E, not FULL or not EVEN
+                        v, p_v, kv_row, o_n, n_n, E0, E1, E, not FULL or not EVEN, HOIST
                     )  # [N, E]
                     b_dp = inner(b_do0, b_do1, b_v0, b_v1, E1, PRECISION)  # [M, N]
                     b_ds = b_p * (b_dp - b_delta)  # [M, N]
@@ -231,6 +232,7 @@ def dkdv_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HOIST: tl.constexpr,
     DENSE_Q: tl.constexpr,
     DENSE_KV: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -287,7 +289,7 @@ def dkdv_kernel(
                         o_q = (q_pos + o_m)[None, :]
                         m_m = o_m < n_m
                         b_q0, b_q1 = load_pair(
-                            q, p_q, q_row, o_m, n_m, D0, D1, D, not FULL or not EVEN
+                            q, p_q, q_row, o_m, n_m, D0, D1, D, not FULL or not EVEN, HOIST
                         )  # [M, D]
                         b_s = inner(b_k0, b_k1, b_q0, b_q1, D1, PRECISION)  # [N, M]
                         b_lse = load_lse(lse, i_b, i_h, q_row, o_m, m_m, not FULL or not EVEN, SCORE_MOD)[
@@ -319,7 +321,7 @@ def dkdv_kernel(
                         if not FULL or not EVEN:
                             b_p = tl.where(m_in, b_p, 0.0)
                         b_do0, b_do1 = load_pair(
-                            dout, p_do, q_row, o_m, n_m, E0, E1, E, not FULL or not EVEN
+                            dout, p_do, q_row, o_m, n_m, E0, E1, E, not FULL or not EVEN, HOIST
                         )  # [M, E]
                         b_dv0, b_dv1 = outer(b_dv0, b_dv1, b_p, b_do0, b_do1, E1, PRECISION)
                         b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION)  # [N, M]

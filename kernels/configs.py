@@ -14,12 +14,17 @@ PASSES = ("forward", "dq", "dkdv")
 
 @dataclass(frozen=True)
 class Config:
-    """Tile shape of one launch: BLOCK_M query rows by BLOCK_N key rows."""
+    """Tile shape of one launch: BLOCK_M query rows by BLOCK_N key rows.
+
+    HOIST leaves the addresses' offsets inside a tile in registers throughout the loop over full blocks:
+    up to a tenth fewer instructions, where there are registers to spare.
+    """
 
     BLOCK_M: int
     BLOCK_N: int
     num_warps: int = 4
     num_stages: int = 2
+    HOIST: bool = True
 
 
 def pieces(dim: int) -> tuple[int, int]:
@@ -48,19 +53,116 @@ def fit(tile: int, block: int) -> int:
     return even if even >= 16 else max(16, min(tile, 1 << (block - 1).bit_length()))
 
 
-# (arch family, pass) -> largest head dim -> config, 16-bit inputs.  anchors: sm_90 128x128 needs 8 warps.
-_RULES: dict[tuple[str, str], dict[int, Config]] = {}
-_FP32 = {"forward": Config(32, 32, 4, 1), "dq": Config(16, 16, 4, 1), "dkdv": Config(16, 16, 4, 1)}
+def _dims(*tiles: tuple[int, int, int, int] | tuple[int, int, int, int, bool]) -> dict[int, Config]:
+    return dict(zip((64, 128, 256), (Config(*tile) for tile in tiles), strict=True))
+
+
+# Family -> pass -> largest head dim -> tiles of 16-bit inputs: the largest that keep everything in registers
+# and shared memory, with window, interval and full masks, with and without state.  sm_86 stands for all
+# with 99 KiB of shared memory, gfx942 for all AMD: 64 KiB.
+_RULES: dict[str, dict[str, dict[int, Config]]] = {
+    "sm_80": {
+        "forward": _dims((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
+        "dq": _dims((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
+        "dkdv": _dims((64, 64, 4, 2, False), (64, 64, 8, 2), (32, 32, 8, 2)),
+    },
+    "sm_86": {
+        "forward": _dims((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 1)),
+        "dq": _dims((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+        "dkdv": _dims((64, 128, 8, 2), (32, 64, 8, 1), (32, 32, 8, 1)),
+    },
+    "sm_90": {
+        "forward": _dims((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
+        "dq": _dims((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 8, 2, False)),
+        "dkdv": _dims((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2, False)),
+    },
+    "sm_100": {
+        "forward": _dims((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 1)),
+        "dq": _dims((128, 64, 8, 3, False), (128, 64, 8, 2), (64, 64, 8, 1)),
+        "dkdv": _dims((64, 128, 8, 3), (64, 64, 8, 2), (32, 32, 8, 1, False)),
+    },
+    "gfx942": {
+        "forward": _dims((128, 64, 8, 2), (128, 64, 8, 1), (64, 32, 8, 1)),
+        "dq": _dims((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
+        "dkdv": _dims((32, 128, 8, 1), (16, 64, 8, 1), (16, 64, 8, 1)),
+    },
+}
+# float32 multiplies on the FMA units, whose operands all lie in registers.
+_WIDE: dict[str, dict[int, Config]] = {
+    "forward": _dims((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "dq": _dims((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+}
+
+_ALLOWED = {"BLOCK": (16, 32, 64, 128, 256), "num_warps": (1, 2, 4, 8, 16), "num_stages": range(1, 9)}
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+# torch's names that say how its own kernels should go about it: known, and without effect here.
+HINTS = (
+    "BACKEND",
+    "BLOCKS_ARE_CONTIGUOUS",
+    "FORCE_USE_FLEX_ATTENTION",
+    "OUTPUT_LOGSUMEXP",
+    "OUTPUT_MAX",
+    "PRESCALE_QK",
+    "ROWS_GUARANTEED_SAFE",
+    "USE_TMA",
+    "WRITE_DQ",
+    "kpack",
+    "matrix_instr_nonkdim",
+    "waves_per_eu",
+)
+
+
+def family(arch: str) -> str:
+    """The architecture whose tiles ``arch`` uses.
+
+    >>> [family(arch) for arch in ("sm_90", "sm_89", "sm_103", "sm_120", "gfx950")]
+    ['sm_90', 'sm_86', 'sm_100', 'sm_86', 'gfx942']
+    """
+    if arch in _RULES:
+        return arch
+    if arch.startswith("gfx"):
+        return "gfx942"
+    return "sm_100" if 100 <= int(arch.removeprefix("sm_")) < 120 else "sm_86"
 
 
 def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype) -> Config:
-    """The config of pass ``kind`` on ``arch`` ("interpreter", "sm_80", "sm_90", "sm_100", "gfx942")."""
+    """The config of pass ``kind`` ("forward", "dq", "dkdv") on ``arch``: "interpreter", "sm_90", "gfx942"."""
     if arch == "interpreter":
         return Config(128, 128)
-    if dtype == torch.float32:
-        return _FP32[kind]
-    rules = _RULES.get((arch, kind)) or _RULES[("sm_80", kind)]
+    rules = _WIDE[kind] if dtype.itemsize > 2 else _RULES[family(arch)][kind]
     return next(config for dim, config in rules.items() if head_dim <= dim)
+
+
+def option_names(kind: str) -> dict[str, tuple[str, str]]:
+    """Field of Config -> the options that set it in pass ``kind``, the stronger one last.
+
+    >>> option_names("dkdv")["BLOCK_M"]
+    ('BLOCK_M1', 'bwd_BLOCK_M1')
+    """
+    prefix, suffix = {"forward": ("fwd_", ""), "dq": ("bwd_", "2"), "dkdv": ("bwd_", "1")}[kind]
+    plain = {
+        name: name + suffix if name.startswith("BLOCK") else name for name in Config.__dataclass_fields__
+    }
+    return {name: (option, prefix + option) for name, option in plain.items()}
+
+
+def check_options(options: dict[str, Any]) -> None:
+    """Refuse options that mean nothing, and values no kernel can be compiled with."""
+    fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
+    for option, value in options.items():
+        if (name := fields.get(option)) is None:
+            if option != "PRECISION" and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS:
+                known = ", ".join(sorted({*fields, *HINTS, "PRECISION"}))
+                raise ValueError(f"unknown kernel option {option!r}; known: {known}")
+            continue
+        allowed = _ALLOWED["BLOCK" if name.startswith("BLOCK") else name]
+        if isinstance(value, bool) or value not in allowed:
+            raise ValueError(
+                f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
+            )
+    if (precision := options.get("PRECISION", "ieee")) not in PRECISIONS:
+        raise ValueError(f"kernel option PRECISION={precision!r}; one of {', '.join(PRECISIONS)} is needed")
 
 
 def choose(
@@ -75,18 +177,24 @@ def choose(
     """The default, the user's ``kernel_options`` over it, fitted to the mask's blocks.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
-    prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass.
+    prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass.  A tile larger
+    than the mask's block becomes the block.
     """
     config = default(kind, arch, head_dim, dtype)
-    prefix, suffix = {"forward": ("fwd_", ""), "dq": ("bwd_", "2"), "dkdv": ("bwd_", "1")}[kind]
-    given = {}
-    for field in ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"):
-        plain = field + suffix if field.startswith("BLOCK") else field
-        for name in (plain, prefix + plain):
-            if name in options:
-                given[field] = int(options[name])
-    config = replace(config, **given)
+    names = option_names(kind).items()
+    config = replace(
+        config, **{name: options[option] for name, both in names for option in both if option in options}
+    )
     return replace(config, BLOCK_M=fit(config.BLOCK_M, q_block), BLOCK_N=fit(config.BLOCK_N, kv_block))
+
+
+def does_not_fit(kind: str, config: Config, what: str, needed: int, available: int) -> str:
+    """What to say when the GPU refuses a config."""
+    given = ", ".join(f"{both[1]}={getattr(config, name)}" for name, both in option_names(kind).items())
+    return (
+        f"the {kind} kernel with {given} needs {needed} bytes of {what} and this GPU has {available}; "
+        "pass smaller ones in kernel_options"
+    )
 
 
 def architecture(device: torch.device) -> str:

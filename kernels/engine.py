@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
-from tritoncp.kernels.configs import Config, architecture, choose, pieces
+from tritoncp.kernels.configs import Config, architecture, check_options, choose, does_not_fit, pieces
 from tritoncp.kernels.forward import forward_kernel
 from tritoncp.kernels.tiles import Interval, Rows, Slots, stat, strided
 
@@ -55,7 +56,12 @@ class Launch(NamedTuple):
     def __call__(self) -> None:
         if min(self.grid) > 0:
             options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
-            self.kernel[self.grid](**self.args, **options)
+            try:
+                self.kernel[self.grid](**self.args, **options)
+            except OutOfResources as error:
+                kind = self.kernel.__name__.removesuffix("_kernel")
+                message = does_not_fit(kind, self.config, error.name, error.required, error.limit)
+                raise ValueError(message) from error
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,9 @@ class TritonEngine:
     scale: float
     options: dict[str, Any] = field(default_factory=dict)
     arch: str | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self.options)
 
     def forward(
         self,
@@ -245,6 +254,7 @@ class TritonEngine:
             "KV_BLOCK": tables.kv_block,
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
+            "HOIST": config.HOIST,
             "DENSE_Q": bool(tables.window) or (tables.dense_q and even_q),
             "DENSE_KV": bool(tables.window) or (tables.dense_kv and even_kv),
             "WINDOW": bool(tables.window),

@@ -56,6 +56,7 @@ def forward_kernel(
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HOIST: tl.constexpr,
     DENSE_Q: tl.constexpr,
     DENSE_KV: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -116,7 +117,7 @@ def forward_kernel(
                     o_kv = (kv_pos + o_n)[None, :]
                     m_n = (o_n < n_n)[None, :]
                     b_k0, b_k1 = load_pair(
-                        k, p_k, kv_row, o_n, n_n, D0, D1, D, not FULL or not EVEN
+                        k, p_k, kv_row, o_n, n_n, D0, D1, D, not FULL or not EVEN, HOIST
                     )  # [N, D]
                     b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)  # [M, N]
                     if not FOLD:
@@ -153,7 +154,7 @@ def forward_kernel(
                     b_l = b_l * b_r + tl.sum(b_p, 1)
                     b_m = b_max
                     b_v0, b_v1 = load_pair(
-                        v, p_v, kv_row, o_n, n_n, E0, E1, E, not FULL or not EVEN
+                        v, p_v, kv_row, o_n, n_n, E0, E1, E, not FULL or not EVEN, False
                     )  # [N, E]
                     b_acc0 *= b_r[:, None]
                     if E1 > 0:

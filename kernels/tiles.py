@@ -22,16 +22,22 @@ FAR: tl.constexpr = tl.constexpr(2**31 - 1)  # a position past every row interva
 # The interpreter's tl.dot reads bf16 as raw uint16, so operands are widened there; products of two
 # bf16 or fp16 values are exact in float32, which is what the tensor cores accumulate too.
 INTERPRETED: tl.constexpr = tl.constexpr(bool(triton.knobs.runtime.interpret))
+# Tiles are at most 256 rows by 256 channels: below this stride, offsets inside one fit 31 bits.
+WIDE_STRIDE = 1 << 22
 
 
 class Strided(NamedTuple):
-    """A [batch, head, row, channel] tensor of any strides, as a kernel argument."""
+    """A [batch, head, row, channel] tensor of any strides, as a kernel argument.
+
+    ``wide`` is None where offsets inside a tile fit 32 bits.
+    """
 
     ptr: Any
     stride_b: Any
     stride_h: Any
     stride_s: Any
     stride_d: Any
+    wide: Any
 
 
 class Stat(NamedTuple):
@@ -72,7 +78,9 @@ class Interval(NamedTuple):
 
 def strided(x: torch.Tensor | None) -> Strided:
     """``x`` [B, H, S, D] as a kernel argument."""
-    return Strided(None, 0, 0, 0, 0) if x is None else Strided(x, *x.stride())
+    if x is None:
+        return Strided(None, 0, 0, 0, 0, None)
+    return Strided(x, *x.stride(), 1 if max(x.stride()[2:]) >= WIDE_STRIDE else None)
 
 
 def stat(x: torch.Tensor | None) -> Stat:
@@ -169,13 +177,16 @@ def run_tiles(
 
 
 @triton.jit
-def tile_pointers(x, p_x, row, o_s, o_d):
+def tile_pointers(x, p_x, row, o_s, o_d, HOIST: tl.constexpr):
     """Pointers to x[row + o_s, o_d].
 
-    Offsets inside the tile do not outlive a loop's iteration this way: the product is one wide multiply
-    a row, where hoisted offsets would hold registers throughout.
+    HOIST leaves offsets inside the tile in registers throughout a loop, one a row; otherwise they are a
+    wide multiply a row, every time, which also is right for any stride.
     """
-    return p_x + (row + o_s).to(tl.int64)[:, None] * x.stride_s + o_d.to(tl.int64)[None, :] * x.stride_d
+    if HOIST and x.wide is None:
+        return p_x + row.to(tl.int64) * x.stride_s + (o_s[:, None] * x.stride_s + o_d[None, :] * x.stride_d)
+    else:
+        return p_x + (row + o_s).to(tl.int64)[:, None] * x.stride_s + o_d.to(tl.int64)[None, :] * x.stride_d
 
 
 @triton.jit
@@ -189,11 +200,20 @@ def inside(o_s, n_s, o_d, DIM: tl.constexpr, PAD: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    x, p_x, row, o_s, n_s, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, CHECK: tl.constexpr
+    x,
+    p_x,
+    row,
+    o_s,
+    n_s,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    CHECK: tl.constexpr,
+    HOIST: tl.constexpr = False,
 ):
     """x[row + o_s, START : START + WIDTH] as [len(o_s), WIDTH]; zero past ``n_s`` rows or DIM channels."""
     o_d = START + tl.arange(0, WIDTH)
-    p = tile_pointers(x, p_x, row, o_s, o_d)
+    p = tile_pointers(x, p_x, row, o_s, o_d, HOIST and not CHECK)
     m = inside(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
     if CHECK:
         return tl.load(p, mask=m, other=0.0)
@@ -209,7 +229,7 @@ def store_rows(
 ):
     """x[row + o_s, START : START + WIDTH] = b_x (or += b_x), within ``n_s`` rows and DIM channels."""
     o_d = START + tl.arange(0, WIDTH)
-    p = tile_pointers(x, p_x, row, o_s, o_d)
+    p = tile_pointers(x, p_x, row, o_s, o_d, True)
     m = inside(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
     if ADD:  # nobody else adds to these elements: a plain sum without the registers of a load
         tl.atomic_add(p, b_x.to(x.ptr.dtype.element_ty), mask=m, sem="relaxed")
@@ -219,12 +239,21 @@ def store_rows(
 
 @triton.jit
 def load_pair(
-    x, p_x, row, o_s, n_s, W0: tl.constexpr, W1: tl.constexpr, DIM: tl.constexpr, CHECK: tl.constexpr
+    x,
+    p_x,
+    row,
+    o_s,
+    n_s,
+    W0: tl.constexpr,
+    W1: tl.constexpr,
+    DIM: tl.constexpr,
+    CHECK: tl.constexpr,
+    HOIST: tl.constexpr = False,
 ):
     """Rows of x in two pieces of channels, [len(o_s), W0] and [len(o_s), W1] (0.0 where W1 is 0)."""
-    b_0 = load_rows(x, p_x, row, o_s, n_s, 0, W0, DIM, CHECK)
+    b_0 = load_rows(x, p_x, row, o_s, n_s, 0, W0, DIM, CHECK, HOIST)
     if W1 > 0:
-        return b_0, load_rows(x, p_x, row, o_s, n_s, W0, W1, DIM, CHECK)
+        return b_0, load_rows(x, p_x, row, o_s, n_s, W0, W1, DIM, CHECK, HOIST)
     else:
         return b_0, 0.0
 
@@ -279,6 +308,12 @@ def outer(b_c0, b_c1, b_a, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
+def below(b_x, b_width):
+    """0 <= x < width in one comparison."""
+    return b_x.to(tl.uint32, bitcast=True) < b_width.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def in_window(o_far, m_far, o_near, left, right, end):
     """Which positions of the far side are within near - left .. near + right; None is unbounded.
 
@@ -301,7 +336,7 @@ def in_window(o_far, m_far, o_near, left, right, end):
         else:
             b_lo = o_near - left
             b_width = b_hi - b_lo if end is None else tl.maximum(b_hi - b_lo, 0)
-            return (o_far - b_lo).to(tl.uint32, bitcast=True) < b_width.to(tl.uint32, bitcast=True)
+            return below(o_far - b_lo, b_width)
 
 
 @triton.jit
@@ -341,9 +376,10 @@ def visible(
         if BOUNDED:
             b_lo = tl.where(kind == 2, 0, b_lo)
             b_hi = tl.where(kind == 2 if end is not None else (kind == 2) & m_in, FAR, b_hi)
-        if end is not None:
-            b_hi = tl.minimum(b_hi, end)
-        return (o_kv >= b_lo) & (o_kv < b_hi)
+        if end is None:
+            return (o_kv >= b_lo) & (o_kv < b_hi)
+        else:
+            return below(o_kv - b_lo, tl.maximum(tl.minimum(b_hi, end) - b_lo, 0))
     elif MASK == "mod":
         m_keep = MASK_MOD(i_b, i_h, o_q, o_kv, mask_caps)
         if BOUNDED:
