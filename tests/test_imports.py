@@ -36,6 +36,7 @@ ROOMS = {
             "locality",
             "sharding",
             "steps",
+            "tables",
             "cost",
             "plan",
             "handles",

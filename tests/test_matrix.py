@@ -40,7 +40,9 @@ def named(rows: list[tuple]) -> list:
     return [pytest.param(*row, id="-".join(map(str, row))) for row in rows]
 
 
-def check(mask: str, score: str, heads: str, balancer: str | None, world: int, schedule: str, dtype: torch.dtype) -> None:
+def check(
+    mask: str, score: str, heads: str, balancer: str | None, world: int, schedule: str, dtype: torch.dtype
+) -> None:
     qkv = tensors(HEADS[heads], dtype)
     whole, mod = MASKS[mask](HEADS[heads][0]), SCORES[score](HEADS[heads][0], dtype)
     plan = simulate(world).make_plan(whole, balancer=balancer, schedule=schedule)

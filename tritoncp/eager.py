@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritoncp.plan import Tables
 from tritoncp.pointwise import vmapped
 from tritoncp.runs import ABSENT, Kind, Runs
 from tritoncp.sharding import row_positions
+from tritoncp.tables import Tables
 
 Step = Callable[[], None]
 LN2 = math.log(2)
@@ -68,8 +68,11 @@ class EagerEngine:
         q, k, v = _wide(q, k, v, tables, dtype)
         at, seen = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
-        scores = self._shown(raw, seen) if self.score is None else self._modified(
-            raw, self.captures, at, seen, h_offset)
+        scores = (
+            self._shown(raw, seen)
+            if self.score is None
+            else self._modified(raw, self.captures, at, seen, h_offset)
+        )
         none = raw.new_full(raw.shape[:3], -torch.inf)
         top = scores.amax(-1) / LN2 if scores.shape[-1] else none
         m = top if before is None else torch.maximum(top, before[1])
@@ -112,9 +115,18 @@ class EagerEngine:
     def split(self, q: Tensor, k: Tensor, tables: Tables) -> int:
         return 1
 
-    def _backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
-                  tables: Tables, h_offset: int,
-                  grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def _backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tables: Tables,
+        h_offset: int,
+        grads: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Probabilities, gradient of the raw scores, and q, k, dout in the accumulating dtype."""
         q, k, v = _wide(q, k, v, tables, lse.dtype)
         dout, delta = (_held(x, tables.q_slots).to(lse.dtype) for x in (dout, delta[..., None]))
@@ -124,8 +136,9 @@ class EagerEngine:
             p = torch.exp(self._shown(raw, seen) - torch.where(lse == -torch.inf, 0, lse)[..., None])
             return p, p * (dout @ v.mT - delta), (q, k, dout)
         # An op runs below autograd; functorch's transforms bring their own.
-        scores, pull, *_ = torch.func.vjp(lambda raw, *caps: self._modified(raw, caps, at, seen, h_offset),
-                                      raw, *self.captures)
+        scores, pull, *_ = torch.func.vjp(
+            lambda raw, *caps: self._modified(raw, caps, at, seen, h_offset), raw, *self.captures
+        )
         p = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
         ds, *found = pull(p * (dout @ v.mT - delta))
         for buffer, grad in zip(grads, found):
@@ -135,8 +148,9 @@ class EagerEngine:
     def _shown(self, scores: Tensor, seen: Tensor) -> Tensor:
         return torch.where(seen, scores, -torch.inf)
 
-    def _modified(self, raw: Tensor, captures: Sequence[Tensor], at: Sequence[Tensor], seen: Tensor,
-                  h_offset: int) -> Tensor:
+    def _modified(
+        self, raw: Tensor, captures: Sequence[Tensor], at: Sequence[Tensor], seen: Tensor, h_offset: int
+    ) -> Tensor:
         """Scores after score_mod, called on visible pairs only; hidden ones -inf."""
         pairs = seen.nonzero(as_tuple=True)
         b, h, row, col = pairs
@@ -147,8 +161,9 @@ class EagerEngine:
             shown = vmapped(mod, (0, 0, 0, 0, 0))(shown, *places).to(raw.dtype)
         return torch.full_like(raw, -torch.inf).index_put(pairs, shown)
 
-    def _visible(self, tables: Tables, q: Tensor, k: Tensor,
-                 h_offset: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    def _visible(
+        self, tables: Tables, q: Tensor, k: Tensor, h_offset: int
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Positions of rows [Bp, S] and columns [Bp, rows], and who sees whom: bool [B, H, S, rows]."""
         b, h = q.shape[:2]
         at = row_positions(tables.q_slots, q.shape[2]), row_positions(tables.kv_slots, k.shape[2])
@@ -177,14 +192,17 @@ class EagerEngine:
             return (gap <= tables.window[0]) & (-gap <= tables.window[1])
         if tables.mask == "interval":
             assert tables.lo is not None and tables.hi is not None
-            lo, hi = ((x[:, h_offset : h_offset + h] if x.shape[1] > 1 else x) for x in (tables.lo, tables.hi))
+            lo, hi = (
+                (x[:, h_offset : h_offset + h] if x.shape[1] > 1 else x) for x in (tables.lo, tables.hi)
+            )
             where = cols[:, None, None, :]
             return (where >= lo[..., None]) & (where < hi[..., None])
         assert self.mask is not None
         device = at[0].device
         heads = torch.arange(h, device=device) + h_offset
-        call = vmapped(self.mask, (None, None, None, 0), (None, None, 0, None), (None, 0, None, None),
-                       (0, None, 0, 0))
+        call = vmapped(
+            self.mask, (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)
+        )
         return call(torch.arange(b, device=device), heads, rows.expand(b, -1), cols.expand(b, -1))
 
 
@@ -215,5 +233,3 @@ def _slot_of_row(slots: Tensor, rows: int) -> Tensor:
     if slots.shape[1] == 0:
         return torch.full((slots.shape[0], rows), -1, device=slots.device)
     return torch.where(inside.any(1), inside.int().argmax(1), -1)
-
-

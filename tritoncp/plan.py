@@ -16,55 +16,12 @@ from torch import Tensor
 
 from tritoncp import cost, steps
 from tritoncp.balance import Balancer, block_costs, deal, find, views
-from tritoncp.masks import Kind, Mask, Runs
+from tritoncp.masks import Mask, Runs
 from tritoncp.runs import content
 from tritoncp.sharding import Placement, by_blocks, natural, without_padding
+from tritoncp.tables import Tables, slot_runs, tables_of
 
-UNBOUNDED = 1 << 30  # a window edge that no position reaches
 SCHEDULES = ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")
-
-
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """What one step reads: local Q slots x the slots of one KV buffer.
-
-    q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens)
-    row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ)
-    col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
-    lo, hi:            int32 [Bm, Hm, S_local], what a row sees inside masked blocks, or None
-    mask:              "none" | "interval" | "mod": how masked blocks are decided
-    window:            (left, right) where positions alone give runs and intervals; no table is read then
-    dense_q, dense_kv: row r of the buffer is position first + r, slots are whole blocks but the last
-    """
-
-    q_slots: Tensor
-    kv_slots: Tensor
-    row_ptr: Tensor
-    row_runs: Tensor
-    col_ptr: Tensor
-    col_runs: Tensor
-    lo: Tensor | None
-    hi: Tensor | None
-    q_block: int
-    kv_block: int
-    q_rows: int
-    kv_rows: int
-    q_first: int
-    kv_first: int
-    dense_q: bool
-    dense_kv: bool
-    mask: str
-    window: tuple[int, int] | None
-    has_masked: bool
-    bounded: bool
-
-    def to(self, device: torch.device) -> "Tables":
-        """These tables on ``device``."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
-        }
-        return Tables(**moved)
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +81,7 @@ class Plan:
 
     @property
     def digest(self) -> bytes:
-        """What equal plans have in common, whichever rank's they are: the mask's blocks and who holds them."""
+        """What equal plans have in common, whichever rank's they are: blocks, and who holds them."""
 
         def digest() -> bytes:
             runs, slots = self.mask.runs, (*self.q.slots, *self.kv.slots)
@@ -139,9 +96,11 @@ class Plan:
 
     @cached_property
     def owners(self) -> Tensor:
-        """Rank that holds (the first token of) each query block, -1 for blocks of padding: int64 [Bp, blocks]."""
+        """Rank that holds (the first token of) each query block, -1 for padding: int64 [Bp, blocks]."""
         short = -self.q.length % self.mask.q_block
-        rows = torch.nn.functional.pad(self.q.inverse, (0, short), value=-1).unflatten(1, (-1, self.mask.q_block))
+        rows = torch.nn.functional.pad(self.q.inverse, (0, short), value=-1).unflatten(
+            1, (-1, self.mask.q_block)
+        )
         first = (rows >= 0).int().argmax(2, keepdim=True)  # a hole in the block holds no token
         return rows.gather(2, first)[..., 0].div(self.q.s_max, rounding_mode="floor")
 
@@ -268,8 +227,13 @@ class Plan:
         """``fetch.rows`` on a device."""
         return self._once(("fetch rows", self.rank, device), lambda: self.fetch.rows.to(device))
 
-    def tables(self, device: torch.device | str = "cpu", batch: int = 1, heads: int = 1,
-               buffer: int | str = "gathered") -> Tables:
+    def tables(
+        self,
+        device: torch.device | str = "cpu",
+        batch: int = 1,
+        heads: int = 1,
+        buffer: int | str = "gathered",
+    ) -> Tables:
         """Tables of one KV buffer, on ``device``, for queries of ``batch`` rows and ``heads`` heads.
 
         buffer: "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard) or "fetched".
@@ -278,7 +242,8 @@ class Plan:
         place = torch.device(device)
 
         def made() -> Tables:
-            return _step_tables(self, interval, *self.listed(buffer))
+            mine = self.q.slots[self.rank], self.positions
+            return tables_of(self.mask, *mine, *self.listed(buffer), interval)
 
         key = (self.rank, buffer, interval is None)
         here = self._once((*key, torch.device("cpu")), made)
@@ -288,7 +253,7 @@ class Plan:
         """The slots of a KV buffer, and the runs of them that each Q slot of this rank sees."""
         slots = self._slots(buffer)
         mine = self.q.slots[self.rank]
-        return slots, self._once(("runs", self.rank, buffer), lambda: _slot_runs(self.mask, mine, slots))
+        return slots, self._once(("runs", self.rank, buffer), lambda: slot_runs(self.mask, mine, slots))
 
     def _slots(self, buffer: int | str) -> Tensor:
         if buffer == "fetched":
@@ -307,8 +272,8 @@ class Plan:
         for source, version in zip(self.sources, self.versions, strict=True):
             if source._version != version:
                 raise RuntimeError(
-                    f"a tensor of shape {tuple(source.shape)} that this plan's mask captures was edited in place "
-                    "after the plan was made; make the mask and the plan again"
+                    f"a tensor of shape {tuple(source.shape)} that this plan's mask captures was edited in "
+                    "place after the plan was made; make the mask and the plan again"
                 )
 
     def __getstate__(self) -> dict:
@@ -349,8 +314,8 @@ def build(
         schedule = "ulysses" if schedule == "auto" else schedule
         if not schedule.startswith("ulysses") or world_size % degree:
             raise ValueError(
-                f"a mesh of two dimensions, here of {world_size // degree} x {degree} ranks, is for \"ulysses\" "
-                f"and \"ulysses+ring\", whose second dimension trades heads; got schedule={schedule!r}"
+                f"a mesh of two dimensions, here {world_size // degree} x {degree} ranks, is for "
+                f'"ulysses" and "ulysses+ring", whose second dimension trades heads; got schedule={schedule!r}'
             )
     sizes = {(m.q_len, m.kv_len, m.q_block, m.kv_block) for m in (mask, *weighed)}
     if len(sizes) > 1:
@@ -360,7 +325,8 @@ def build(
         )
     if any(not _same_tokens(mask, other) for other in weighed):
         raise ValueError(
-            "masks that share a placement have padding in different places; make them from the same cu_seqlens"
+            "masks that share a placement have padding in different places; make them from the same "
+            "cu_seqlens"
         )
     if named is None or world_size == 1:
         q = natural(_pieces("query", lengths, mask.q_len, world_size), mask.q_block)
@@ -400,8 +366,8 @@ def _pieces(what: str, lengths: Sequence[int] | None, total: int, world_size: in
         return pieces(total, world_size)
     if len(lengths) != world_size or sum(lengths) != total:
         raise ValueError(
-            f"the {what} shards of the ranks are {list(lengths)} tokens long, {sum(lengths)} together, but the mask "
-            f"is for {total}; pass the global mask, and shards that add up to it in rank order"
+            f"the {what} shards of the ranks are {list(lengths)} tokens long, {sum(lengths)} together, but the "
+            f"mask is for {total}; pass the global mask, and shards that add up to it in rank order"
         )
     return lengths
 
@@ -433,79 +399,14 @@ def _recut(placement: Placement, block: int) -> Placement:
         for batch in slots.tolist():
             cut = []
             for row, position, tokens in batch:
-                edges = [position, *range((position // block + 1) * block, position + tokens, block), position + tokens]
+                edges = [
+                    position,
+                    *range((position // block + 1) * block, position + tokens, block),
+                    position + tokens,
+                ]
                 cut += [(row + a - position, a, b - a) for a, b in itertools.pairwise(edges)]
             rows.append(cut)
         width = max(map(len, rows))
         padded = [cut + [(0, 0, 0)] * (width - len(cut)) for cut in rows]
         tables.append(torch.tensor(padded, dtype=torch.int32).view(len(rows), width, 3))
     return Placement(placement.length, block, tuple(tables), placement.lengths)
-
-
-def _step_tables(
-    plan: Plan, interval: tuple[Tensor, Tensor] | None, kv_slots: Tensor, runs: Runs
-) -> Tables:
-    mask, q_slots = plan.mask, plan.q.slots[plan.rank]
-    kinds = runs.runs[:, 2]
-    lo, hi = _local_intervals(interval, plan.positions)
-    decided = "none" if not bool((kinds == Kind.MASKED).any()) else "interval" if lo is not None else "mod"
-    dense_q = _is_dense(q_slots, mask.q_block)
-    dense_kv = _is_dense(kv_slots, mask.kv_block)
-    window = mask.window if _is_contiguous(q_slots) and _is_contiguous(kv_slots) else None
-    cols = runs.transpose()
-    return Tables(
-        q_slots, kv_slots, runs.ptr, runs.runs, cols.ptr, cols.runs, lo, hi, mask.q_block, mask.kv_block,
-        q_rows=int(q_slots[0, :, 2].sum()), kv_rows=int(kv_slots[0, :, 2].sum()),
-        q_first=int(q_slots[0, 0, 1]) if q_slots.shape[1] else 0,
-        kv_first=int(kv_slots[0, 0, 1]) if kv_slots.shape[1] else 0,
-        dense_q=dense_q, dense_kv=dense_kv, mask="interval" if window else decided,
-        window=window and (UNBOUNDED if window[0] < 0 else window[0], UNBOUNDED if window[1] < 0 else window[1]),
-        has_masked=bool((kinds != Kind.FULL).any()) or window is not None,
-        bounded=bool((kinds == Kind.BOUNDED).any()) and window is None,
-    )
-
-
-def _slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
-    """The mask's runs in a step's own units: rows are Q slots, columns KV slots.
-
-    A block listed as full stays full only where both slots hold the whole of it, so that full runs need no
-    bounds.  The same KV slot order must serve every batch row of the mask.
-    """
-    q_blocks = torch.where(q_slots[..., 2] > 0, q_slots[..., 1] // mask.q_block, -1).to(torch.int64)
-    kv_blocks = (kv_slots[..., 1] // mask.kv_block).to(torch.int64)
-    kv_blocks = torch.where(kv_slots[..., 2] > 0, kv_blocks, mask.runs.n_cols)
-    edges = torch.arange(mask.runs.n_cols + 1).expand(kv_blocks.shape[0], -1).contiguous()
-    runs = mask.runs.take(q_blocks).remap(torch.searchsorted(kv_blocks.contiguous(), edges))
-    short_q = q_slots[:, None, :, None, 2] < mask.q_block  # [Bp, 1, rows, 1]
-    short_kv = kv_slots[:, None, None, :, 2] < mask.kv_block  # [Bp, 1, 1, cols]
-    if not bool(short_q.any() | short_kv.any()):
-        return runs
-    kinds = runs.to_kinds()
-    cut = (kinds == Kind.FULL) & (short_q | short_kv)
-    return Runs.from_kinds(kinds.masked_fill(cut, Kind.BOUNDED)) if bool(cut.any()) else runs
-
-
-def _local_intervals(
-    interval: tuple[Tensor, Tensor] | None, positions: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
-    if interval is None:
-        return None, None
-    local = []
-    for bound in interval:  # [Bm, Hm, q_len]
-        batch = max(bound.shape[0], positions.shape[0])
-        index = positions.clamp(min=0)[:, None].expand(batch, bound.shape[1], -1)
-        local.append(bound.expand(batch, -1, -1).gather(2, index).contiguous())
-    return local[0], local[1]
-
-
-def _is_contiguous(slots: Tensor) -> bool:
-    """Row r of the buffer is global position first + r."""
-    if slots.shape[0] != 1 or slots.shape[1] == 0:
-        return False
-    row, position, tokens = slots[0].unbind(1)
-    return bool((row == tokens.cumsum(0) - tokens).all() & (position - row == position[0]).all() & (tokens > 0).all())
-
-
-def _is_dense(slots: Tensor, block: int) -> bool:
-    """Contiguous, and slot i starts at row i * block."""
-    return _is_contiguous(slots) and bool((slots[0, :, 0] == torch.arange(slots.shape[1]) * block).all())
