@@ -314,8 +314,8 @@ def build(
         schedule = "ulysses" if schedule == "auto" else schedule
         if not schedule.startswith("ulysses") or world_size % degree:
             raise ValueError(
-                f"a mesh of two dimensions, here {world_size // degree} x {degree} ranks, goes with 'ulysses' and "
-                f"'ulysses+ring', whose second dimension trades heads; got schedule={schedule!r}"
+                f"a mesh of two dimensions, here {world_size // degree} x {degree} ranks, goes with "
+                f"'ulysses' and 'ulysses+ring', whose second dimension trades heads; got schedule={schedule!r}"
             )
     sizes = {(m.q_len, m.kv_len, m.q_block, m.kv_block) for m in (mask, *weighed)}
     if len(sizes) > 1:
@@ -366,8 +366,8 @@ def _pieces(what: str, lengths: Sequence[int] | None, total: int, world_size: in
         return pieces(total, world_size)
     if len(lengths) != world_size or sum(lengths) != total:
         raise ValueError(
-            f"the {what} shards of the ranks are {list(lengths)} tokens long, {sum(lengths)} together, but the "
-            f"mask is for {total}; pass the global mask, and shards that add up to it in rank order"
+            f"the {what} shards of the ranks are {list(lengths)} tokens long, {sum(lengths)} together, but "
+            f"the mask is for {total}; pass the global mask, and shards that add up to it in rank order"
         )
     return lengths
 
