@@ -98,14 +98,14 @@ class TritonEngine:
     ) -> Launch:
         """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``."""
         args, config = self._common("forward", q, k, v, tables, h_offset)
-        state = state and State(*state)
+        kept = State(*state) if state else None
         args |= {
             "out": strided(out),
             "lse": stat(lse),
             "max_scores": stat(max_scores),
-            "acc": strided(state and state.acc),
-            "stat_m": stat(state and state.m),
-            "stat_l": stat(state and state.l),
+            "acc": strided(kept and kept.acc),
+            "stat_m": stat(kept and kept.m),
+            "stat_l": stat(kept and kept.l),
             "rows": _rows(tables.row_ptr, tables.row_runs),
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,
@@ -226,15 +226,13 @@ class TritonEngine:
         even_kv = tables.kv_block % config.BLOCK_N == 0
         interval = Interval(None, None, 0, 0)
         if tables.lo is not None:
-            interval = Interval(tables.lo, tables.hi, *_strides(tables.lo, 2))
+            interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
         args = {
             "q": strided(q),
             "k": strided(k),
             "v": strided(v),
-            "q_slots": Slots(tables.q_slots, *_strides(tables.q_slots, 1), tables.q_first, tables.q_rows),
-            "kv_slots": Slots(
-                tables.kv_slots, *_strides(tables.kv_slots, 1), tables.kv_first, tables.kv_rows
-            ),
+            "q_slots": Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
+            "kv_slots": Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
             "interval": interval,
             "mask_caps": self.mods.mask_caps,
             "score_caps": self.mods.score_caps,
@@ -271,13 +269,13 @@ def _acc(x: Tensor) -> Any:
     return triton.language.float64 if x.dtype == torch.float64 else triton.language.float32
 
 
-def _strides(x: Tensor, dims: int) -> list[int]:
-    """Strides of the leading dimensions, 0 where a dimension of one is shared by all."""
-    return [0 if x.shape[i] == 1 else x.stride(i) for i in range(dims)]
+def _stride(x: Tensor, dim: int) -> int:
+    """The stride of a dimension, 0 where a dimension of one is shared by all."""
+    return 0 if x.shape[dim] == 1 else x.stride(dim)
 
 
 def _rows(ptr: Tensor, runs: Tensor) -> Rows:
-    return Rows(ptr, *_strides(ptr, 2), runs)
+    return Rows(ptr, _stride(ptr, 0), _stride(ptr, 1), runs)
 
 
 def _tiles(tables: Any, side: str, config: Config) -> int:
