@@ -91,7 +91,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
 _WIDE: dict[str, dict[int, Config]] = {
     "forward": _dims((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     "dq": _dims((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
 }
 
 _ALLOWED = {"BLOCK": (16, 32, 64, 128, 256), "num_warps": (1, 2, 4, 8, 16), "num_stages": range(1, 9)}
