@@ -83,10 +83,15 @@ ABOUT = """# Balancers compared
 Made by `python -m tritoncp.perf.balance --out docs/balance.md`; nothing here ran attention or used a GPU.
 
 Each cell: largest work of a rank over the mean (1.000 is even; above 1.02 in bold) · keys that travel with
-`schedule="fetch"`, in per cent of what a full gather moves · seconds to make the plan on one core. Blocks of
+`schedule="fetch"`, in per cent of what a full gather moves · seconds of one core to make the plan. Blocks of
 128 tokens; work is visible blocks, a masked one counted {masked} times. All of these balancers give ranks
 equal numbers of blocks, so contiguous pieces cannot be made even by making them longer or shorter: that would
-put other layers, which cost the same for every token, out of balance."""
+put other layers, which cost the same for every token, out of balance.
+
+Which to take: `ptrr`, the default, where all keys travel anyway (`schedule="allgather"`, dense masks);
+`locality` where the mask is sparse and `schedule="fetch"` or `"ring"` moves only what is seen; `per_document`
+where planning time counts and a few per cent of work do not. A function of your own goes in the same place:
+`make_plan(mask, mesh, balancer=mine)`, see `tritoncp.balance.Work`."""
 
 
 class Numbers(click.ParamType):
@@ -111,7 +116,7 @@ class Quality(NamedTuple):
 
     imbalance: most work of a rank over the mean
     travels:   rows of keys that all ranks fetch, in per cent of what a full gather moves
-    seconds:   to make the plan
+    seconds:   of one core, to make the plan
     """
 
     imbalance: float
@@ -121,9 +126,9 @@ class Quality(NamedTuple):
 
 def quality(mask: Mask, world_size: int, balancer: str) -> Quality:
     """Make a plan and look at it."""
-    begin = time.perf_counter()
+    begin = time.process_time()
     plan = build(mask, world_size, balancer=balancer, schedule="fetch")
-    seconds = time.perf_counter() - begin
+    seconds = time.process_time() - begin
     return Quality(plan.imbalance, 100 * fetched_rows(plan) / ((world_size - 1) * plan.kv.length), seconds)
 
 

@@ -7,6 +7,7 @@ it. Swaps of two blocks then mend what is still uneven and save more keys.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 
 EVEN = 1.018  # max/mean work that is even enough
 TOLERANCES = (0.01, 0.005, 0.02)  # of the mean, for one rank's windows: each gives a placement to choose from
-WINDOWS = 16  # in how many places a rank's share may be cut in two
+CUTS = (32, 16)  # in how many places a rank's share may be cut in two, likewise
 CANDIDATES = 128  # blocks of either rank that a swap is chosen from
 STEPS = 200  # swaps tried on a placement
-SMALL = 1 << 16  # blocks x ranks up to which every tolerance is tried, and every placement mended
+SMALL = 1 << 20  # blocks x pairs of ranks up to which every tolerance is tried, and every placement mended
 LARGE = 1 << 24  # blocks x ranks from which on nothing is mended: the tables would take gigabytes
 
 
@@ -33,12 +34,13 @@ def place(work: Work) -> Tensor:
     contiguous = torch.arange(columns.n) * columns.world_size // max(1, columns.n)
     if columns.n <= columns.world_size or columns.world_size == 1:
         return contiguous
-    size = columns.n * columns.world_size
-    tolerances = TOLERANCES if size <= SMALL else TOLERANCES[:1]
-    found = [Placed(columns, owner) for owner in (contiguous, *map(columns.deal, tolerances))]
-    found = sorted(found, key=Placed.rank) if size <= SMALL else [min(found, key=Placed.rank)]
-    for placed in found:
-        placed.mend(STEPS if size <= SMALL else STEPS // 4 if size <= LARGE else 0)
+    small = columns.n * columns.world_size**2 <= SMALL
+    steps = STEPS if small else STEPS // 4 if columns.n * columns.world_size <= LARGE else 0
+    tries = list(itertools.product(CUTS, TOLERANCES)) if small else [(CUTS[-1], TOLERANCES[0])]
+    owners = [contiguous, *(columns.deal(*each) for each in tries)]
+    found = [Placed(columns, owner) for owner in owners]
+    for placed in found if small else [min(found, key=Placed.rank)]:
+        placed.mend(steps)
     return min(found, key=Placed.rank).owner
 
 
@@ -77,7 +79,7 @@ class Columns:
         if self.together:
             self.sees_itself[own[inside]] = True
 
-    def deal(self, tolerance: float) -> Tensor:
+    def deal(self, cuts: int, tolerance: float) -> Tensor:
         """Owner of each block: int64 [blocks]."""
         owner = torch.full((self.n,), -1, dtype=torch.int64)
         for rank in range(self.world_size):
@@ -86,10 +88,8 @@ class Columns:
             share = -(-ring.n // left)
             if share == 0:
                 break
-            taken = (
-                ring.ids if share == ring.n else ring.choose(share, float(ring.cost.sum()) / left, tolerance)
-            )
-            owner[taken] = rank
+            target = float(ring.cost.sum()) / left
+            owner[ring.ids if share == ring.n else ring.choose(share, target, cuts, tolerance)] = rank
         return owner
 
 
@@ -132,9 +132,9 @@ class Ring:
             self.known[size] = step.cumsum(0)[: self.n]
         return self.known[size]
 
-    def choose(self, share: int, target: float, tolerance: float) -> Tensor:
+    def choose(self, share: int, target: float, cuts: int, tolerance: float) -> Tensor:
         """Blocks of one rank: ``share`` of them with ``target`` work, in one window or two."""
-        sizes = sorted({share * k // WINDOWS for k in range(1, WINDOWS + 1)} - {0})
+        sizes = sorted({share * k // cuts for k in range(1, cuts + 1)} - {0})
         width = max(tolerance * target, 1e-9)
         while True:
             options = [found for size in sizes if (found := self._pair(size, share - size, target, width))]
