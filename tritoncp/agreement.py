@@ -77,9 +77,10 @@ def versions() -> tuple[str, bytes]:
         triton = version("triton")
     except PackageNotFoundError:
         triton = "none"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return fact(
         f"tritoncp {tritoncp.__version__}, torch {torch.__version__}, triton {triton}, "
-        f"Python {platform.python_version()}"
+        f"Python {platform.python_version()}, {device}"
     )
 
 

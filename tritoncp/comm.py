@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -35,10 +36,12 @@ class ReduceScatter:
 @dataclass(frozen=True, eq=False)
 class Swap:
     """Point to point: ``sends`` are (peer, tensor); ``takes`` are (peer, a tensor shaped like what comes).
-    The result is a list, a tensor for each of ``takes``. Two ranks swap at most one tensor a direction."""
+    The result is a list, a tensor for each of ``takes``. Two ranks swap at most one tensor a direction.
+    ``aside``: on a communicator of its own, where it need not queue behind other messages."""
 
     sends: Sequence[tuple[int, Tensor]]
     takes: Sequence[tuple[int, Tensor]]
+    aside: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +101,7 @@ class PeerLost(RuntimeError):
 def _described(message: Any, group: dist.ProcessGroup) -> str:
     name = type(message).__name__
     match message:
-        case Swap(sends, takes):
+        case Swap(sends, takes, _):
             to, come = ([peer for peer, _ in part] for part in (sends, takes))
             return f"{name} to ranks {to} and from ranks {come}"
         case AllToAll(_, sends, takes):
@@ -126,7 +129,7 @@ def _start(asked: Collective, group: dist.ProcessGroup) -> Ticket:
             result = x.new_empty(sum(takes), *x.shape[1:])
             work = dist.all_to_all_single(result, x, list(takes), list(sends), group=group, async_op=True)
         case Swap():
-            return _swap(asked, group)
+            return _swap(asked, aside(group) if asked.aside else group)
     return Ticket(result, [work], asked)
 
 
@@ -213,9 +216,8 @@ def _dealt(asked: Sequence[AllToAll]) -> list[Ticket]:
 def exchange(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
     """Every rank's integers, by rank: one small collective of the group's control communicator."""
     group = control(group)
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend(group) else "cpu"
-    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    rows = torch.empty(group.size() * len(numbers), dtype=torch.int64, device=device)
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=_device(group))
+    rows = mine.new_empty(group.size() * len(numbers))
     dist.all_gather_into_tensor(rows, mine, group=group)
     return rows.view(group.size(), len(numbers)).tolist()
 
@@ -229,10 +231,36 @@ def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
     where there is gloo, so that nothing waits for a GPU."""
     if group not in _CONTROL:
         _CONTROL[group] = dist.new_group(
-            dist.get_process_group_ranks(group), backend="gloo" if dist.is_gloo_available() else None,
-            use_local_synchronization=True, group_desc="tritoncp control",
+            dist.get_process_group_ranks(group), timeout=_timeout(group),
+            backend="gloo" if dist.is_gloo_available() else None, use_local_synchronization=True,
+            group_desc="tritoncp control",
         )  # fmt: skip
     return _CONTROL[group]
+
+
+_ASIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second communicator of the same ranks for data: what a ring sends home need not queue behind what it
+    passes on. Made with the first plan that needs it, so that no backward pass has to."""
+    if group not in _ASIDE:
+        _ASIDE[group] = dist.new_group(
+            dist.get_process_group_ranks(group), timeout=_timeout(group), backend=dist.get_backend(group),
+            use_local_synchronization=True, group_desc="tritoncp gradients of keys and values",
+        )  # fmt: skip
+    return _ASIDE[group]
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    """How long the group waits: its companions wait no longer."""
+    return group._get_backend(_device(group)).options._timeout
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Where the group's tensors lie."""
+    nccl = "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def named(name: str) -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp import agreement, captured, plan
+from tritoncp import agreement, captured, comm, plan
 from tritoncp.agreement import fact
 from tritoncp.autograd import pin
 from tritoncp.balance import Balancer, find
@@ -91,6 +91,8 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any, check: Callable[[]
         return made, facts, ()
 
     made, _ = agreement.together(group, build)
+    if group is not None and "ring" in made.schedule:
+        comm.aside(group)
     return made
 
 
@@ -194,4 +196,7 @@ def make(
         }
         return {name: pin(sources[name].keep(one)) for name, one in made.items()}, facts, ()
 
-    return agreement.together(group, build)[0]
+    made = agreement.together(group, build)[0]
+    if group is not None and any("ring" in one.schedule for one in made.values()):
+        comm.aside(group)
+    return made

@@ -183,7 +183,7 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
         if x.shape[batch_dim] != index.shape[0]:
             raise ValueError(
                 f"the plan places {index.shape[0]} batch rows differently, but dimension {batch_dim} of the "
-                f"tensor has {x.shape[batch_dim]}; pass batch_dim= the batch dimension, or None if it has none"
+                f"tensor has {x.shape[batch_dim]}; pass batch_dim= the batch dimension, or None for none"
             )
         shape[batch_dim], shape[dim] = index.shape
         if batch_dim > dim:

@@ -23,14 +23,14 @@ def forward(
     out, lse, top = outputs(q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     last = max(turn for turn, hop in enumerate(plan.ring) if hop.reads)
-    held = room = pack(k, v, plan.kv.s_max)
+    held = pack(k, v, plan.kv.s_max)
     for turn, hop in enumerate(plan.ring):
-        flight = yield _pass_on(hop, held, room)
+        flight = yield _pass_on(hop, held)
         if hop.reads:
             tables = plan.tables(q.device, q.shape[0], q.shape[1], hop.owner)
             keep = {"load_state": turn > 0, "store_state": turn < last}
             engine.forward(q, *views(held, k), tables, **final, **keep)()
-        held = ((yield Wait(flight)) or [room])[0]
+        held = ((yield Wait(flight)) or [held])[0]
     return out, lse, top
 
 
@@ -42,12 +42,12 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
-    held = room = pack(k, v, plan.kv.s_max)
-    home = torch.zeros_like(room, dtype=lse.dtype)  # gradient of the own K and V
+    held = pack(k, v, plan.kv.s_max)
+    home = torch.zeros_like(held, dtype=lse.dtype)  # gradient of the own K and V
     following: Ticket | None = None  # the gradient in flight, then what has come
     came: list[Tensor] = []
     for turn, hop in enumerate(plan.ring):
-        flight = yield _pass_on(hop, held, room)
+        flight = yield _pass_on(hop, held)
         args: tuple[Any, ...] = ()
         if hop.reads:
             tables = plan.tables(q.device, q.shape[0], q.shape[1], hop.owner)
@@ -59,22 +59,22 @@ def backward(
         if hop.reads:
             dkdv(engine, args, grad, add=turn > 0)
         following = yield _follow(hop, grad, home)
-        held = ((yield Wait(flight)) or [room])[0]
+        held = ((yield Wait(flight)) or [held])[0]
     assert following is not None
     _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
     return dq, *separate(home, k)
 
 
-def _pass_on(hop: Hop, held: Tensor, room: Tensor) -> Swap:
-    """K and V to the next rank, the next K and V from the previous one."""
+def _pass_on(hop: Hop, held: Tensor) -> Swap:
+    """K and V to the next rank, the next K and V, of the same shape, from the previous one."""
     sends = [(hop.next, held)] if hop.next is not None else []
-    return Swap(sends, [(hop.previous, room)] if hop.previous is not None else [])
+    return Swap(sends, [(hop.previous, held)] if hop.previous is not None else [])
 
 
 def _follow(hop: Hop, grad: Tensor, home: Tensor) -> Swap:
     """The gradient of this turn's K and V onwards; the next turn's, and the own one's if it comes now."""
     takes = [(peer, home) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
-    return Swap([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], takes)
+    return Swap([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], takes, aside=True)
 
 
 def _arrived(hops: tuple[Hop, ...], turn: int, came: list[Tensor], home: Tensor) -> Tensor:

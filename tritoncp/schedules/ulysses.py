@@ -149,8 +149,9 @@ class Trade:
             except StopIteration as stop:
                 return stop.value
             match asked:
-                case Swap(sends, takes):
-                    asked = Swap(*([(self._peer(to), x) for to, x in part] for part in (sends, takes)))
+                case Swap(sends, takes, aside):
+                    sends, takes = ([(self._peer(to), x) for to, x in part] for part in (sends, takes))
+                    asked = Swap(sends, takes, aside)
                 case AllToAll(x, sends, takes):
                     asked = AllToAll(x, self._column(sends), self._column(takes))
             answer = yield asked
