@@ -314,8 +314,8 @@ def build(
         schedule = "ulysses" if schedule == "auto" else schedule
         if not schedule.startswith("ulysses") or world_size % degree:
             raise ValueError(
-                f"a mesh of two dimensions, {world_size // degree} x {degree} ranks here, goes"
-                f" with 'ulysses' and 'ulysses+ring': the second dimension trades heads; got schedule={schedule!r}"
+                f"a mesh of two dimensions, {world_size // degree} x {degree} ranks here, goes with "
+                f"'ulysses' and 'ulysses+ring': the second one trades heads; got schedule={schedule!r}"
             )
     sizes = {(m.q_len, m.kv_len, m.q_block, m.kv_block) for m in (mask, *weighed)}
     if len(sizes) > 1:
