@@ -96,7 +96,8 @@ _WIDE: dict[str, dict[int, Config]] = {
 
 _ALLOWED = {"BLOCK": (16, 32, 64, 128, 256), "num_warps": (1, 2, 4, 8, 16), "num_stages": range(1, 9)}
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-# torch's names that say how its own kernels should go about it: known, and without effect here.
+# torch's names that say how its own kernels should go about it: known, and without effect here. As is
+# "deterministic", which chooses the score_mod's gradient before there is a launch.
 HINTS = (
     "BACKEND",
     "BLOCKS_ARE_CONTIGUOUS",
@@ -107,6 +108,7 @@ HINTS = (
     "ROWS_GUARANTEED_SAFE",
     "USE_TMA",
     "WRITE_DQ",
+    "deterministic",
     "kpack",
     "matrix_instr_nonkdim",
     "waves_per_eu",

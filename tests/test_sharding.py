@@ -214,7 +214,7 @@ def test_mistakes_say_what_is_needed() -> None:
         ValueError, match=r"global tensor is needed: 30 rows along dimension 1; got \(2, 15\)"
     ):
         tritoncp.shard(torch.zeros(2, 15), plan, dim=1)
-    with pytest.raises(ValueError, match=r"places 2 batch rows differently.*None if it has none"):
+    with pytest.raises(ValueError, match=r"places 2 batch rows differently.*None for none"):
         tritoncp.shard(torch.zeros(30), plan, dim=0)
     with pytest.raises(ValueError, match=r"x requires grad: say grad='sum'.*grad=None"):
         tritoncp.unshard(torch.zeros(2, 26, requires_grad=True), build(full_mask(26, 26)), dim=1)
