@@ -17,6 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+# Renamed in torch 2.13, where the old names warn.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +124,10 @@ def _start(asked: Collective, group: dist.ProcessGroup) -> Ticket:
     match asked:
         case AllGather(x):
             result = x.new_empty(x.shape[0] * world, *x.shape[1:])
-            work = dist.all_gather_into_tensor(result, x, group=group, async_op=True)
+            work = _all_gather(result, x, group=group, async_op=True)
         case ReduceScatter(x):
             result = x.new_empty(x.shape[0] // world, *x.shape[1:])
-            work = dist.reduce_scatter_tensor(result, x, group=group, async_op=True)
+            work = _reduce_scatter(result, x, group=group, async_op=True)
         case AllToAll(x, sends, takes):
             result = x.new_empty(sum(takes), *x.shape[1:])
             work = dist.all_to_all_single(result, x, list(takes), list(sends), group=group, async_op=True)
@@ -218,7 +221,7 @@ def exchange(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]
     group = control(group)
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=_device(group))
     rows = mine.new_empty(group.size() * len(numbers))
-    dist.all_gather_into_tensor(rows, mine, group=group)
+    _all_gather(rows, mine, group=group)
     return rows.view(group.size(), len(numbers)).tolist()
 
 
