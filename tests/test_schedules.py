@@ -17,7 +17,7 @@ from tritoncp.comm import AllGather, ReduceScatter, Wait
 from tritoncp.eager import EagerEngine
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.plan import Plan, build
-from tritoncp.schedules import allgather
+from tritoncp.schedules import SCHEDULES, allgather
 
 MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, None, 24, 24, BLOCK_SIZE=8)
 
@@ -168,11 +168,13 @@ def test_one_rank_sends_nothing() -> None:
 # -- what is kept for backward ------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int) -> None:
+def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, schedule: str) -> None:
     """No copy, and nothing whose size grows with the global sequence."""
     world = tritoncp.simulate(world_size)
-    plan = world.make_plan(MASK)
+    plan = world.make_plan(MASK, schedule=schedule)
     slope = torch.rand(2, requires_grad=True)
     shards = [[s.requires_grad_() for s in world.shard(t, plan, dim=2)] for t in qkv(24, heads=2)]
 
