@@ -225,7 +225,8 @@ def exchange(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]
     return rows.view(group.size(), len(numbers)).tolist()
 
 
-_CONTROL: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+# Companions of a group, by name: torch alone owns them, so that destroy_process_group() ends their threads.
+_CONTROL: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -233,26 +234,28 @@ def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
     somebody's keys and values in one collective would come back as garbage, without an error. On the host
     where there is gloo, so that nothing waits for a GPU."""
     if group not in _CONTROL:
-        _CONTROL[group] = dist.new_group(
+        made = dist.new_group(
             dist.get_process_group_ranks(group), timeout=_timeout(group),
             backend="gloo" if dist.is_gloo_available() else None, use_local_synchronization=True,
             group_desc="tritoncp control",
         )  # fmt: skip
-    return _CONTROL[group]
+        _CONTROL[group] = made.group_name
+    return named(_CONTROL[group])
 
 
-_ASIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+_ASIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 
 
 def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second communicator of the same ranks for data: what a ring sends home need not queue behind what it
     passes on. Made with the first plan that needs it, so that no backward pass has to."""
     if group not in _ASIDE:
-        _ASIDE[group] = dist.new_group(
+        made = dist.new_group(
             dist.get_process_group_ranks(group), timeout=_timeout(group), backend=dist.get_backend(group),
             use_local_synchronization=True, group_desc="tritoncp gradients of keys and values",
         )  # fmt: skip
-    return _ASIDE[group]
+        _ASIDE[group] = made.group_name
+    return named(_ASIDE[group])
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
