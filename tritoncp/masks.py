@@ -28,7 +28,7 @@ from tritoncp.closed_forms import (
 )
 from tritoncp.handles import handle_of, refuse_inside_a_graph
 from tritoncp.pointwise import reads_batch_or_head, vmapped
-from tritoncp.runs import ABSENT, Kind, Runs
+from tritoncp.runs import ABSENT, Kind, Runs, ramps
 
 __all__ = [
     "ABSENT", "Kind", "Mask", "MaskMod", "Runs", "and_masks", "causal", "create_block_mask", "document",
@@ -348,10 +348,8 @@ def masked_blocks(runs: Runs) -> Tensor:
     _, h, r, _ = runs.shape
     row, start, end, _ = (t[runs.runs[:, 2] == Kind.MASKED] for t in runs._flat())
     length = end - start
-    offset = (start - (length.cumsum(0) - length)).repeat_interleave(length)
-    col = offset + torch.arange(len(offset))
     row = row.repeat_interleave(length)
-    return torch.stack([row // (h * r), row // r % h, row % r, col], 1)
+    return torch.stack([row // (h * r), row // r % h, row % r, ramps(start, length)], 1)
 
 
 def _reads(mask_mod: MaskFn, device: Device) -> tuple[bool, bool]:

@@ -179,7 +179,7 @@ class Runs:
         line, at, width, state = line[change], at[change], width[change], (state % 4)[change]
         # One event for each column of each changed range: here the column's kind becomes `state`.
         line, state = line.repeat_interleave(width), state.repeat_interleave(width)
-        col = _ramps(at, width)
+        col = ramps(at, width)
         key = (line // (r + 1)) * c + col
         key, order = key.sort(stable=True)  # lines ascend already
         line, state = (line % (r + 1))[order], state[order]
@@ -223,7 +223,7 @@ class Runs:
         after = (end - begin).cumsum(0)
         first = after - (end - begin)
         new = torch.stack([first, first + mid - begin, after], 1).view(ptr.shape)
-        return Runs(new.int(), self.runs[_ramps(begin, end - begin)], self.n_cols)
+        return Runs(new.int(), self.runs[ramps(begin, end - begin)], self.n_cols)
 
     @classmethod
     def _pack(
@@ -281,8 +281,12 @@ def _interval_runs(lo: Tensor, hi: Tensor, kv_block: int, cols: int, row0: int) 
     )
 
 
-def _ramps(first: Tensor, length: Tensor) -> Tensor:
-    """first[0], first[0]+1, ... (length[0] of them), then first[1], ...: int64 [sum(length)]."""
+def ramps(first: Tensor, length: Tensor) -> Tensor:
+    """first[0], first[0]+1, ... (length[0] of them), then first[1], ...: int64 [sum(length)].
+
+    >>> ramps(torch.tensor([5, 0]), torch.tensor([2, 3])).tolist()
+    [5, 6, 0, 1, 2]
+    """
     offset = first - (length.cumsum(0) - length)
     return offset.repeat_interleave(length) + torch.arange(int(length.sum()))
 

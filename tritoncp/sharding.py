@@ -11,6 +11,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tritoncp.runs import ramps
+
 
 @dataclass(frozen=True, eq=False)
 class Placement:
@@ -140,7 +142,7 @@ def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tenso
     begin = torch.searchsorted(last, position, right=True)
     count = (torch.searchsorted(first, position + tokens) - begin).clamp(min=0) * (tokens > 0)
     slot = torch.arange(len(slots)).repeat_interleave(count)
-    which = begin[slot] + torch.arange(len(slot)) - (count.cumsum(0) - count)[slot]
+    which = ramps(begin, count)
     start = torch.maximum(first[which], position[slot])
     held = torch.minimum(last[which], (position + tokens)[slot]) - start
     at = held.cumsum(0) - held if close_up else row[slot] + start - position[slot]
@@ -161,8 +163,7 @@ def row_positions(slots: Tensor, rows: int) -> Tensor:
     out = torch.full((slots.shape[0], rows), -1, dtype=torch.int64)
     for batch, table in enumerate(slots.to(torch.int64)):
         row, position, tokens = table[table[:, 2] > 0].unbind(1)
-        offset = torch.arange(int(tokens.sum())) - (tokens.cumsum(0) - tokens).repeat_interleave(tokens)
-        out[batch, row.repeat_interleave(tokens) + offset] = position.repeat_interleave(tokens) + offset
+        out[batch, ramps(row, tokens)] = ramps(position, tokens)
     return out
 
 

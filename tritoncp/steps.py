@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.masks import Mask
+from tritoncp.runs import ramps
 from tritoncp.sharding import Placement, by_position
 
 
@@ -158,9 +159,7 @@ def _rows(wanted: Tensor, slots: Tensor, length: int) -> Tensor:
     slots = slots.expand(wanted.shape[0], -1, -1).long()
     batch, index = wanted.nonzero(as_tuple=True)
     first, _, tokens = slots[batch, index].unbind(1)
-    before = tokens.cumsum(0) - tokens
-    offset = torch.arange(int(tokens.sum())) - before.repeat_interleave(tokens)
-    return (batch * length + first).repeat_interleave(tokens) + offset
+    return ramps(batch * length + first, tokens)
 
 
 def _packed(wanted: Tensor, slots: Tensor, start: int) -> tuple[Tensor, int]:

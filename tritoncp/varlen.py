@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tritoncp.closed_forms import UNBOUNDED, Intervals, MaskMod
 from tritoncp.masks import Mask, create_block_mask
+from tritoncp.runs import ramps
 
 
 class Documents(NamedTuple):
@@ -256,6 +257,4 @@ def dual_chunk_rows(cu_seqlens: Tensor, world_size: int) -> Tensor:
     length = documents.rows // chunks
     start = (documents.first[:, None] + chunk * length[:, None]).flatten()  # [W * n * 2]
     length = length[:, None].expand(world_size, -1, 2).flatten()
-    before = length.cumsum(0) - length
-    rows = torch.arange(int(length.sum())) + (start - before).repeat_interleave(length)
-    return rows.view(world_size, -1)
+    return ramps(start, length).view(world_size, -1)
