@@ -226,36 +226,32 @@ def exchange(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]
 
 
 # Companions of a group, by name: torch alone owns them, so that destroy_process_group() ends their threads.
-_CONTROL: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A communicator of the same ranks for what is not data, made when first asked for: integers that met
     somebody's keys and values in one collective would come back as garbage, without an error. On the host
     where there is gloo, so that nothing waits for a GPU."""
-    if group not in _CONTROL:
-        made = dist.new_group(
-            dist.get_process_group_ranks(group), timeout=_timeout(group),
-            backend="gloo" if dist.is_gloo_available() else None, use_local_synchronization=True,
-            group_desc="tritoncp control",
-        )  # fmt: skip
-        _CONTROL[group] = made.group_name
-    return named(_CONTROL[group])
-
-
-_ASIDE: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+    return _companion(group, "tritoncp control", "gloo" if dist.is_gloo_available() else None)
 
 
 def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second communicator of the same ranks for data: what a ring sends home need not queue behind what it
     passes on. Made with the first plan that needs it, so that no backward pass has to."""
-    if group not in _ASIDE:
+    return _companion(group, "tritoncp gradients of keys and values", dist.get_backend(group))
+
+
+def _companion(group: dist.ProcessGroup, purpose: str, backend: str | None) -> dist.ProcessGroup:
+    """The communicator of a group's ranks for a purpose; every rank makes it when it first asks."""
+    known = _COMPANIONS.setdefault(group, {})
+    if purpose not in known:
         made = dist.new_group(
-            dist.get_process_group_ranks(group), timeout=_timeout(group), backend=dist.get_backend(group),
-            use_local_synchronization=True, group_desc="tritoncp gradients of keys and values",
+            dist.get_process_group_ranks(group), timeout=_timeout(group), backend=backend,
+            use_local_synchronization=True, group_desc=purpose,
         )  # fmt: skip
-        _ASIDE[group] = made.group_name
-    return named(_ASIDE[group])
+        known[purpose] = made.group_name
+    return named(known[purpose])
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

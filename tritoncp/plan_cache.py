@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,9 +91,14 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any, check: Callable[[]
         return made, facts, ()
 
     made, _ = agreement.together(group, build)
-    if group is not None and "ring" in made.schedule:
-        comm.aside(group)
+    _connect(group, [made])
     return made
+
+
+def _connect(group: Any, plans: Iterable[Plan]) -> None:
+    """Make what their schedules communicate over besides the group, while every rank is here."""
+    if group is not None and any("ring" in one.schedule for one in plans):
+        comm.aside(group)
 
 
 def facts_of_call(
@@ -197,6 +202,5 @@ def make(
         return {name: pin(sources[name].keep(one)) for name, one in made.items()}, facts, ()
 
     made = agreement.together(group, build)[0]
-    if group is not None and any("ring" in one.schedule for one in made.values()):
-        comm.aside(group)
+    _connect(group, made.values())
     return made
