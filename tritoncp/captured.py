@@ -13,6 +13,7 @@ from tritoncp import mods
 from tritoncp.bitmask import bitmask
 from tritoncp.mods import Mod, Untranslatable
 from tritoncp.plan import Plan
+from tritoncp.runs import Kind
 
 
 def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
@@ -38,13 +39,20 @@ def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> Mod | None:
     """
     ranks = tuple(range(plan.world_size)) if every_rank else (plan.rank,)
     batch, heads, device = q[0].shape[0], q[0].shape[1], q[0].device
-    if not any(plan.for_rank(rank).tables("cpu", batch, heads).mask == "mod" for rank in ranks):
-        return None
+    if plan.mask.interval_for(batch, heads) is not None:
+        return None  # two comparisons a row do
     reads = plan.mask.reads
     key = "mask_mod", ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
     if key not in plan._shared:
-        plan._shared[key] = _placed(_translated(plan, ranks, batch, heads), device)
+        needed = any(_has_masked(plan.for_rank(rank)) for rank in ranks)
+        plan._shared[key] = _placed(_translated(plan, ranks, batch, heads), device) if needed else None
     return plan._shared[key]
+
+
+def _has_masked(plan: Plan) -> bool:
+    """Whether some block that this rank's queries see is masked."""
+    _, runs = plan.listed()
+    return bool((runs.runs[:, 2] == Kind.MASKED).any())
 
 
 def _translated(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:

@@ -56,6 +56,10 @@ class Shape:
         """Elements of one token's K and V."""
         return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
 
+    def state_bytes(self, rows: int) -> int:
+        """float32 (acc, m, l) between the steps of so many query rows."""
+        return rows * self.batch * self.heads * (self.v_head_dim + 2) * 4
+
     def seconds(self, pairs: Tensor, hardware: Hardware) -> Tensor:
         """Forward time of so many visible pairs a head, 2 (D + E) FLOPs each."""
         return pairs * (2 * self.batch * self.heads * (self.head_dim + self.v_head_dim) / hardware.flops)
@@ -139,8 +143,8 @@ def _ring(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware
         follows = any(h.dkv_to is not None for h in hops)
         forward += max(compute, moves * hop)
         backward += max(BACKWARD * compute, moves * hop + follows * follow)
-    state = views[0].s_local * shape.batch * shape.heads * (shape.v_head_dim + 2) * 4
-    return Cost("ring", forward, backward, size * (2 * shape.itemsize + 8) + state)
+    memory = size * (2 * shape.itemsize + 8) + shape.state_bytes(views[0].s_local)
+    return Cost("ring", forward, backward, memory)
 
 
 def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
@@ -159,8 +163,7 @@ def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardwar
         ends = BACKWARD * far * DKDV + max(back, BACKWARD * far * (1 - DKDV))
         backward = max(backward, max(BACKWARD * near, come) + ends)
         most = max(most, take * (shape.itemsize + 4))
-    state = views[0].s_local * shape.batch * shape.heads * (shape.v_head_dim + 2) * 4
-    return Cost("fetch", forward, backward, most + state)
+    return Cost("fetch", forward, backward, most + shape.state_bytes(views[0].s_local))
 
 
 def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
