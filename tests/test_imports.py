@@ -26,6 +26,8 @@ ROOMS = {
     "paper": Room(
         {
             "inputs",
+            "bounds",
+            "builder",
             "masks",
             "closed_forms",
             "bitmask",

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp import masks
+from tritoncp import builder, masks
 from tritoncp.masks import (
     ABSENT,
     Kind,
@@ -22,6 +22,7 @@ from tritoncp.masks import (
     from_block_mask,
     full_mask,
     sliding_window,
+    with_intervals,
 )
 
 LAWS = settings(max_examples=60, deadline=None)
@@ -229,6 +230,7 @@ def test_same_blocks_as_torch(geometry, seed: int, batch) -> None:
     assert torch.equal(ours.to_dense(), flex.create_mask(mod, *batch, q_len, kv_len, device="cpu"))
     again = from_block_mask(theirs)
     assert again.runs == ours.runs
+    ours = with_intervals(ours, mod)
     assert (again.interval is None) == (ours.interval is None)
     assert again.interval is None or all(map(torch.equal, again.interval, ours.interval))
 
@@ -302,13 +304,16 @@ def test_an_interval_may_span_full_blocks_between_masked_ones() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 100])
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(masks, "_CHUNK", chunk)
+    for limit in ("PAIRS", "_TILES", "_BLOCKS", "_FIRST", "_LOOSE"):
+        monkeypatch.setattr(builder, limit, chunk)
+    monkeypatch.setattr(masks, "PAIRS", chunk)
     for seed in range(5):
         mod = a_mask_mod(seed, 14, 17)
         mask = create_block_mask(mod, 2, 3, 14, 17, BLOCK_SIZE=(6, 5))
         again = from_block_mask(flex.create_block_mask(mod, 2, 3, 14, 17, device="cpu", BLOCK_SIZE=(6, 5)))
         assert torch.equal(mask.to_dense(), flex.create_mask(mod, 2, 3, 14, 17, device="cpu"))
         assert mask.runs == again.runs
+        mask = with_intervals(mask, mod)
         assert (mask.interval is None) == (again.interval is None)
 
 
@@ -374,7 +379,7 @@ def test_full_mask_shows_everything(geometry) -> None:
 )
 def test_an_interval_found_for_one_batch_row_does_not_serve_others_it_may_not_hold_for(mod, reads) -> None:
     for mask in (
-        create_block_mask(mod, None, None, 64, 64, BLOCK_SIZE=16),
+        with_intervals(create_block_mask(mod, None, None, 64, 64, BLOCK_SIZE=16), mod),
         from_block_mask(
             flex.create_block_mask(
                 lambda b, h, q, kv: mod(b, h, q, kv) & (q >= kv), 1, 1, 64, 64, device="cpu", BLOCK_SIZE=16

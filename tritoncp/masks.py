@@ -6,8 +6,7 @@ full block unmasked, whatever the mask_mod says.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
+from tritoncp.builder import PAIRS, Ask, Grid, Question, ask_torch, find_intervals, find_runs, masked_blocks
 from tritoncp.closed_forms import (
     MaskFn,
     MaskMod,
@@ -27,16 +27,14 @@ from tritoncp.closed_forms import (
     sliding_window,
 )
 from tritoncp.handles import handle_of, refuse_inside_a_graph
-from tritoncp.pointwise import reads_batch_or_head, vmapped
-from tritoncp.runs import ABSENT, Kind, Runs, ramps
+from tritoncp.runs import ABSENT, Kind, Runs
 
 __all__ = [
     "ABSENT", "Kind", "Mask", "MaskMod", "Runs", "and_masks", "causal", "create_block_mask", "document",
-    "from_block_mask", "full_mask", "not_", "or_masks", "prefix_lm", "sliding_window",
+    "from_block_mask", "full_mask", "masked_blocks", "not_", "or_masks", "prefix_lm", "sliding_window",
 ]  # fmt: skip
 
 Device = str | torch.device
-_CHUNK = 1 << 22  # pairs evaluated at a time: an int64 intermediate of a mask_mod is 32 MiB
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,28 +167,21 @@ class Mask:
         more = "" if self.B * self.H == 1 else f"\n(b=0, h=0 of {self.B} x {self.H})"
         return f"{self!r}\n{self.draw()}{more}"
 
-    def evaluate(self, mod: MaskFn, blocks: Tensor | None, device: Device) -> Iterator[tuple[Tensor, Tensor]]:
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.q_len, self.kv_len, self.q_block, self.kv_block)
+
+    def evaluate(self, mod: MaskFn, blocks: Tensor, device: Device) -> Iterator[tuple[Tensor, Tensor]]:
         """For chunks of blocks, int64 [n, 4] (b, h, row, col): (chunk, bool [n, q_block, kv_block]).
 
-        None = every block there is. Positions past q_len or kv_len are never asked about, and invisible.
+        Positions past q_len or kv_len are never asked about, and invisible.
         """
-        ask = vmapped(mod, (None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0))
-        step = max(1, _CHUNK // (self.q_block * self.kv_block))
+        ask = ask_torch(mod, device)
         q_in, kv_in = torch.arange(self.q_block), torch.arange(self.kv_block)
-        count = math.prod(self.runs.shape) if blocks is None else len(blocks)
-        for i in range(0, count, step):
-            if blocks is None:
-                flat = torch.arange(i, min(i + step, count))
-                at = torch.stack(torch.unravel_index(flat, self.runs.shape), 1)
-            else:
-                at = blocks[i : i + step]
+        for at in blocks.split(max(1, PAIRS // (self.q_block * self.kv_block))) if len(blocks) else ():
             b, h, row, col = at.unbind(1)
             q, kv = row[:, None] * self.q_block + q_in, col[:, None] * self.kv_block + kv_in
-            index = (b, h, q.clamp(max=self.q_len - 1), kv.clamp(max=self.kv_len - 1))
-            with torch.no_grad():
-                seen = ask(*(t.to(device) for t in index)).cpu()
-            if seen.dtype != torch.bool:
-                raise TypeError(f"a mask_mod must return bool, got {seen.dtype}: compare, or call .bool()")
+            seen = ask(b, h, q.clamp(max=self.q_len - 1), kv.clamp(max=self.kv_len - 1))
             yield at, seen & (q < self.q_len)[:, :, None] & (kv < self.kv_len)[:, None, :]
 
 
@@ -237,11 +228,17 @@ def create_block_mask(
     KV_LEN: int,
     device: Device | None = "cpu",
     BLOCK_SIZE: int | tuple[int, int] = 128,
+    *,
+    ask: Ask | None = None,
+    progress: Callable[[float], object] = lambda done: None,
 ) -> Mask:
     """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact Mask.
 
-    A closed form takes interval arithmetic. Any other mask_mod is evaluated exactly, on `device`, a
-    few million pairs at a time. The result itself is always on the CPU.
+    A closed form takes arithmetic alone. Any other mask_mod is traced and bounded over ever smaller tiles;
+    where that decides nothing it is evaluated, on `device`, a few million pairs at a time. The result
+    itself is always on the CPU.
+
+    ask: evaluates pairs in torch's stead (see `builder.Ask`). progress: told the share that is done.
 
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
@@ -256,69 +253,10 @@ def create_block_mask(
         window, reads = mask_mod.window, mask_mod.reads
         tokens = mask_mod.tokens(Q_LEN, KV_LEN)
         return Mask(Q_LEN, KV_LEN, q_block, kv_block, runs, mask_mod, window, interval, reads, tokens)
-    rows, cols = -(-Q_LEN // q_block), -(-KV_LEN // kv_block)
-    nothing = Runs(torch.zeros(B, H, rows, 3, dtype=torch.int32), torch.zeros(0, 3, dtype=torch.int32), cols)
-    blank = Mask(Q_LEN, KV_LEN, q_block, kv_block, nothing, mask_mod, None, None)
-    kinds = torch.empty(B, H, rows, cols, dtype=torch.uint8)
-    extent = _RowExtents(blank)
-    for at, seen in blank.evaluate(mask_mod, None, device):
-        count = seen.sum((1, 2))
-        kind = torch.where(count == q_block * kv_block, int(Kind.FULL), int(Kind.MASKED))
-        kinds[tuple(at.unbind(1))] = torch.where(count == 0, ABSENT, kind).to(torch.uint8)
-        partial = kind == Kind.MASKED
-        extent.add(at[partial], seen[partial])
-    mask = replace(blank, runs=Runs.from_kinds(kinds))
-    return replace(mask, interval=extent.interval(mask.runs), reads=_reads(mask_mod, device))
-
-
-class _RowExtents:
-    """First, last and number of visible keys of each row within masked blocks, gathered block by block."""
-
-    def __init__(self, mask: Mask) -> None:
-        self.mask = mask
-        shape = (*mask.runs.shape[:3], mask.q_block)
-        self.lo = torch.full(shape, mask.kv_len)
-        self.hi = torch.zeros(shape, dtype=torch.int64)
-        self.seen = torch.zeros(shape, dtype=torch.int64)
-
-    def add(self, at: Tensor, seen: Tensor) -> bool:
-        """at: int64 [n, 4] (b, h, row, col); seen: bool [n, q_block, kv_block].
-        False if some row sees more than one interval already inside one of these blocks."""
-        row = self._row_of(at)
-        left = (at[:, 3] * self.mask.kv_block)[:, None]
-        place = torch.arange(1, self.mask.kv_block + 1, dtype=torch.int32)
-        some = seen.any(2)
-        hi = torch.where(some, left + (seen * place).amax(2), 0)
-        lo = torch.where(some, left + self.mask.kv_block - (seen * place.flip(0)).amax(2), self.mask.kv_len)
-        flat = (-1, self.mask.q_block)
-        self.lo.view(flat).scatter_reduce_(0, row, lo, "amin")
-        self.hi.view(flat).scatter_reduce_(0, row, hi, "amax")
-        count = seen.sum(2)
-        self.seen.view(flat).scatter_add_(0, row, count)
-        return not bool((some & (hi - lo != count)).any())
-
-    def interval(self, runs: Runs) -> tuple[Tensor, Tensor] | None:
-        """(lo, hi) if every row sees all of [lo, hi) that lies in masked blocks, else None."""
-        flat = (-1, self.mask.q_block)
-        lo, hi, missing = self.lo.view(flat), self.hi.view(flat), -self.seen.view(flat)
-        row, start, end, kind = runs._flat()
-        masked = kind == Kind.MASKED
-        begin, until = start * self.mask.kv_block, end * self.mask.kv_block
-        step = max(1, _CHUNK // self.mask.q_block)
-        for r, s, e in zip(*(torch.split(t[masked], step) for t in (row, begin, until)), strict=True):
-            overlap = (hi[r].minimum(e[:, None]) - lo[r].maximum(s[:, None])).clamp(min=0)
-            missing.index_add_(0, r, overlap)
-        if bool(missing.any()):
-            return None
-        b, h = runs.shape[:2]
-        lo = torch.where(self.hi > 0, self.lo, 0)
-        lo, hi = (t.view(b, h, -1)[..., : self.mask.q_len].int().contiguous() for t in (lo, self.hi))
-        return lo, hi
-
-    def _row_of(self, at: Tensor) -> Tensor:
-        _, h, r, _ = self.mask.runs.shape
-        row = (at[:, 0] * h + at[:, 1]) * r + at[:, 2]
-        return row[:, None].expand(-1, self.mask.q_block)
+    grid = Grid(Q_LEN, KV_LEN, q_block, kv_block)
+    question = Question.about(mask_mod, device, ask)
+    runs = find_runs(question, B, H, grid, progress)
+    return Mask(*grid, runs, mask_mod, None, None, question.reads)
 
 
 def with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
@@ -336,24 +274,12 @@ def with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
             window = window if own.expand(mask.B, mask.H) == mask.runs else None
         tokens = evaluate.tokens(mask.q_len, mask.kv_len)
         return replace(mask, interval=interval, window=window, reads=evaluate.reads, tokens=tokens)
-    blocks, extent = masked_blocks(mask.runs), _RowExtents(mask)
-    whole = all(extent.add(at, seen) for at, seen in mask.evaluate(evaluate, blocks, "cpu"))
-    found = extent.interval(mask.runs) if whole else None
-    reads = _reads(evaluate, "cpu") if len(blocks) else (False, False)
-    return replace(mask, interval=found, window=None, reads=reads)
-
-
-def masked_blocks(runs: Runs) -> Tensor:
-    """int64 [n, 4]: (b, h, row, col) of every MASKED block."""
-    _, h, r, _ = runs.shape
-    row, start, end, _ = (t[runs.runs[:, 2] == Kind.MASKED] for t in runs._flat())
-    length = end - start
-    row = row.repeat_interleave(length)
-    return torch.stack([row // (h * r), row // r % h, row % r, ramps(start, length)], 1)
-
-
-def _reads(mask_mod: MaskFn, device: Device) -> tuple[bool, bool]:
-    return mask_mod.reads if isinstance(mask_mod, MaskMod) else reads_batch_or_head(mask_mod, device)
+    if not bool((mask.runs.runs[:, 2] == Kind.MASKED).any()):
+        nothing = torch.zeros(mask.B, mask.H, mask.q_len, dtype=torch.int32)
+        return replace(mask, interval=(nothing, nothing), window=None, reads=(False, False))
+    question = Question.about(evaluate)
+    found = find_intervals(question, mask.runs, mask.grid)
+    return replace(mask, interval=found, window=None, reads=question.reads)
 
 
 def _as_interval(mod: MaskMod, known: tuple[Tensor, Tensor], B: int, H: int) -> tuple[Tensor, Tensor]:
@@ -421,7 +347,7 @@ def _kinds_from_lists(bm: BlockMask, rows: int, cols: int) -> Tensor:
 def _mark_listed(marks: Tensor, mark: int, num: Tensor, indices: Tensor) -> None:
     """Add `mark` to marks [R, C] at each row's first num[r] indices; a bounded number of rows at a time."""
     place = torch.arange(indices.shape[1])
-    step = max(1, _CHUNK // max(1, indices.shape[1]))
+    step = max(1, PAIRS // max(1, indices.shape[1]))
     for i in range(0, len(num), step):
         row, at = (place < num[i : i + step, None]).nonzero(as_tuple=True)
         col = indices[i : i + step][row, at].long()

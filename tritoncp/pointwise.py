@@ -16,8 +16,8 @@ Mod = Callable[..., Tensor]
 InDims = tuple[int | None, ...]
 
 # These read the shape, dtype or device of their argument, not its value.
-_SHAPE_ONLY = {f"new_{fill}" for fill in ("ones", "zeros", "full", "empty")}
-_SHAPE_ONLY |= {f"{fill}_like" for fill in ("ones", "zeros", "full", "empty")}
+SHAPE_ONLY = {f"new_{fill}" for fill in ("ones", "zeros", "full", "empty")}
+SHAPE_ONLY |= {f"{fill}_like" for fill in ("ones", "zeros", "full", "empty")}
 
 
 def _getitem_to_index() -> AbstractContextManager[object]:
@@ -43,24 +43,33 @@ def vmapped(mod: Mod, *levels: InDims) -> Mod:
     return call
 
 
+def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.GraphModule | None:
+    """The mask_mod as a graph of (b, h, q_idx, kv_idx), each an int64 scalar; None if it cannot be traced."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    scalars = tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
+    try:
+        with torch.no_grad(), _getitem_to_index():
+            graph = make_fx(mask_mod)(*scalars)
+    except Exception:  # the user's code: whatever stops the trace, it can still be asked pair by pair
+        return None
+    graph.graph.eliminate_dead_code()
+    return graph
+
+
+def is_read(index: torch.fx.Node) -> bool:
+    """Whether the value of a graph's input matters, and not its shape alone."""
+    return any(getattr(user.target, "_opname", "") not in SHAPE_ONLY for user in index.users)
+
+
 def reads_batch_or_head(mask_mod: Mod, device: str | torch.device = "cpu") -> tuple[bool, bool]:
     """Whether the mask_mod's answer can depend on b, on h. A mod that cannot be traced: both.
 
     >>> reads_batch_or_head(lambda b, h, q, kv: q + h >= kv)
     (False, True)
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    scalars = tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
-    try:
-        with torch.no_grad(), _getitem_to_index():
-            graph = make_fx(mask_mod)(*scalars).graph
-    except Exception:  # the user's code: whatever stops the trace, "it may read both" is safe
+    graph = graph_of(mask_mod, device)
+    if graph is None:
         return True, True
-    graph.eliminate_dead_code()
-    b, h = [node for node in graph.nodes if node.op == "placeholder"][:2]
-
-    def is_read(index: torch.fx.Node) -> bool:
-        return any(getattr(user.target, "_opname", "") not in _SHAPE_ONLY for user in index.users)
-
+    b, h = [node for node in graph.graph.nodes if node.op == "placeholder"][:2]
     return is_read(b), is_read(h)

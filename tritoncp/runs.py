@@ -141,6 +141,10 @@ class Runs:
         """One batch row, as Runs of batch size 1."""
         return self._gather(self.ptr[b : b + 1])
 
+    def part(self, B: int, H: int) -> Runs:
+        """The first B batch rows and H heads."""
+        return self if self.shape[:2] == (B, H) else self._gather(self.ptr[:B, :H])
+
     def remap(self, first: Tensor) -> Runs:
         """Column c becomes the columns [first[c], first[c+1]) of a new space; none, one or several.
 
