@@ -59,6 +59,7 @@ ROOMS = {
         {
             "agreement",
             "autograd",
+            "building",
             "captured",
             "carried",
             "compiled",
@@ -73,7 +74,7 @@ ROOMS = {
             "world",
         },
         ALL_BUT_EDGE,
-        {"torch"},
+        {"torch", "rich"},
     ),
     "edge": Room(
         {"", "__main__", "cli", "demo", "doctor", "inspect", "tune"},

@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -473,3 +474,89 @@ def test_other_mistakes_say_what_to_do() -> None:
         create_block_mask(causal(), None, None, 8, 8, BLOCK_SIZE=0)
     with pytest.raises(ValueError, match="has 2 x 1 blocks, its runs have 1 x 1"):
         Mask(8, 8, 4, 8, full_mask(8, 8).runs, None, None, None)
+
+
+# -- slices, transposes, unions, intersections --------------------------------------------------------
+
+
+def as_listed(mask: Mask) -> Mask:
+    """The same visible pairs as lists alone, all of them full: a mask whose mask_mod is None."""
+    kinds = mask.runs.to_kinds()
+    kinds[kinds == Kind.MASKED] = int(Kind.FULL)
+    bm = replace(mask, runs=Runs.from_kinds(kinds), mask_mod=None, interval=None, window=None)
+    return from_block_mask(bm.to_block_mask())
+
+
+@FEW
+@given(geometries(), st.integers(0, 999), st.data())
+def test_rows_of_a_mask_see_what_they_saw(geometry, seed: int, data: st.DataObject) -> None:
+    q_len, kv_len, *block = geometry
+    mod = data.draw(st.sampled_from([a_mask_mod(seed, q_len, kv_len), causal(), sliding_window(3, 2)]))
+    mask = create_block_mask(mod, 2, 1, q_len, kv_len, BLOCK_SIZE=tuple(block))
+    start = data.draw(st.integers(0, (q_len - 1) // block[0])) * block[0]
+    stop = data.draw(st.integers(start + 1, q_len))
+    part = mask.rows(start, stop)
+    assert torch.equal(part.to_dense(), mask.to_dense()[:, :, start:stop])
+    again = create_block_mask(part.mask_mod, 2, 1, stop - start, kv_len, BLOCK_SIZE=tuple(block))
+    assert part.runs == again.runs
+    if part.interval is not None:
+        assert_interval_exact(part, part.runs.to_kinds() == Kind.MASKED, part.to_dense())
+
+
+def test_rows_start_at_a_block() -> None:
+    with pytest.raises(ValueError, match=r"rows\(4, 16\).*multiple of 8"):
+        create_block_mask(causal(), None, None, 16, 16, BLOCK_SIZE=8).rows(4, 16)
+
+
+@FEW
+@given(geometries(), st.integers(0, 999), st.booleans())
+def test_transposed_twice_is_the_same(geometry, seed: int, window: bool) -> None:
+    q_len, kv_len, *block = geometry
+    mod = sliding_window(5, 1) if window else a_mask_mod(seed, q_len, kv_len)
+    mask = create_block_mask(mod, 2, 3, q_len, kv_len, BLOCK_SIZE=tuple(block))
+    flipped = mask.transpose()
+    assert torch.equal(flipped.to_dense(), mask.to_dense().mT)
+    assert flipped.transpose().runs == mask.runs
+    size = tuple(reversed(block))
+    assert flipped.runs == create_block_mask(flipped.mask_mod, 2, 3, kv_len, q_len, BLOCK_SIZE=size).runs
+
+
+@FEW
+@given(geometries(), st.integers(0, 999), st.lists(st.booleans(), min_size=2, max_size=2), st.booleans())
+def test_masks_combine_as_their_pairs_do(geometry, seed: int, listed: list[bool], both: bool) -> None:
+    """Also where a mask's lists say otherwise than its mask_mod, or there is none; blocks classified anew."""
+    q_len, kv_len, *block = geometry
+    mods = a_mask_mod(seed, q_len, kv_len), a_mask_mod(seed + 1, q_len, kv_len)
+    parts = [
+        create_block_mask(mod, b, 1, q_len, kv_len, BLOCK_SIZE=tuple(block)) for mod, b in zip(mods, (1, 2))
+    ]
+    parts = [as_listed(mask) if only else mask for mask, only in zip(parts, listed)]
+    one, other = (mask.to_dense().expand(2, -1, -1, -1) for mask in parts)
+    made, want = (parts[0] & parts[1], one & other) if both else (parts[0] | parts[1], one | other)
+    assert torch.equal(made.to_dense(), want)
+    pad = -q_len % block[0], -kv_len % block[1]
+    tiles = (
+        torch.nn.functional.pad(want, (0, pad[1], 0, pad[0]))
+        .unflatten(3, (-1, block[1]))
+        .unflatten(2, (-1, block[0]))
+    )
+    count = tiles.sum((3, 5))
+    kinds = torch.where(
+        count == 0, ABSENT, torch.where(count == block[0] * block[1], int(Kind.FULL), int(Kind.MASKED))
+    )
+    assert torch.equal(made.runs.to_kinds().long(), kinds)
+
+
+def test_masks_of_other_geometry_do_not_combine() -> None:
+    one, other = (create_block_mask(causal(), None, None, 16, 16, BLOCK_SIZE=b) for b in (8, 4))
+    with pytest.raises(ValueError, match="same lengths and BLOCK_SIZE"):
+        one & other
+
+
+def test_closed_forms_combine_with_operators() -> None:
+    ids = torch.tensor([0] * 10 + [1] * 22)
+    near = (causal() & sliding_window(4, 4)) | ~document(ids=ids)
+    q, kv = torch.arange(32)[:, None], torch.arange(32)
+    want = ((q >= kv) & (q - kv <= 4)) | (ids[q] != ids[kv])
+    assert torch.equal(near(None, None, q, kv), want)
+    assert torch.equal(create_block_mask(near, None, None, 32, 32, BLOCK_SIZE=8).to_dense()[0, 0], want)

@@ -25,7 +25,8 @@ Q = torch.zeros(1, 2, S, 16)
 def eager(monkeypatch):
     """No kernels here, and no plans of earlier tests."""
     monkeypatch.setattr(engines, "uses_triton", lambda device: False)
-    for store in (plan_cache._PLANS, plan_cache._TOLD, sources._WARNED):
+    plan_cache.plan_cache_clear()
+    for store in (plan_cache._TOLD, sources._WARNED):
         store.clear()
 
 
@@ -182,6 +183,23 @@ def test_eviction_is_by_count_in_call_order(made):
     assert plan(masks[0]) is plans[0] and plan(masks[2]) is plans[2]
     count = len(made)
     assert plan(masks[1]) is not plans[1] and len(made) == count + 1
+
+
+def test_hits_and_misses_are_counted_and_what_is_held_is_bounded_in_bytes(monkeypatch):
+    one = plan(sliding_window(0))
+    size = plan_cache.plan_cache_info().nbytes
+    assert size == one.mask.nbytes + one.q.nbytes + one.kv.nbytes > 0
+    monkeypatch.setattr(plan_cache, "MOST_BYTES", 3 * size)
+    for window in (0, 1, 2, 3, 0, 3):
+        plan(sliding_window(window))
+    info = plan_cache.plan_cache_info()
+    assert (info.hits, info.misses, info.plans) == (2, 5, 3)  # 0 and 3 are hits; 0 was evicted by 3
+    assert info.nbytes <= info.most_bytes
+    monkeypatch.setattr(plan_cache, "MOST_BYTES", 1)
+    last = plan(sliding_window(9))
+    assert plan(sliding_window(9)) is last  # one plan is kept, however large it is
+    plan_cache.plan_cache_clear()
+    assert plan_cache.plan_cache_info()[:4] == (0, 0, 0, 0)
 
 
 # -- what cannot be compared -----------------------------------------------------------------------------

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from tritoncp.api import shard as shard
     from tritoncp.api import unshard as unshard
     from tritoncp.balance import balancers as balancers
+    from tritoncp.building import create_block_mask as create_block_mask
     from tritoncp.masks import Mask as Mask
     from tritoncp.masks import and_masks as and_masks
     from tritoncp.masks import causal as causal
-    from tritoncp.masks import create_block_mask as create_block_mask
     from tritoncp.masks import document as document
     from tritoncp.masks import from_block_mask as from_block_mask
     from tritoncp.masks import full_mask as full_mask
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from tritoncp.parallel import ContextParallel as ContextParallel
     from tritoncp.parallel import checkpoint_policy as checkpoint_policy
     from tritoncp.plan import Plan as Plan
+    from tritoncp.plan_cache import plan_cache_clear as plan_cache_clear
+    from tritoncp.plan_cache import plan_cache_info as plan_cache_info
     from tritoncp.varlen import varlen_mask as varlen_mask
     from tritoncp.world import simulate as simulate
 
@@ -44,11 +46,11 @@ __version__ = "0.1.0"
 _WHERE = {
     "api": ("flex_attention", "make_plan", "positions", "shard", "unshard"),
     "balance": ("balancers",),
+    "building": ("create_block_mask",),
     "masks": (
         "Mask",
         "and_masks",
         "causal",
-        "create_block_mask",
         "document",
         "from_block_mask",
         "full_mask",
@@ -60,6 +62,7 @@ _WHERE = {
     "packed": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
     "parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "plan": ("Plan",),
+    "plan_cache": ("plan_cache_clear", "plan_cache_info"),
     "varlen": ("varlen_mask",),
     "world": ("simulate",),
 }

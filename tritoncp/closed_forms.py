@@ -21,7 +21,10 @@ UNBOUNDED = -1
 
 
 class MaskMod(ABC):
-    """A mask_mod with structure. Call it as (b, h, q_idx, kv_idx) -> bool.
+    """A mask_mod with structure. Call it as (b, h, q_idx, kv_idx) -> bool; combine it with & | ~.
+
+    >>> causal() & document(lengths=[2, 6])
+    and_masks(causal(), document(ids=[8]))
 
     What it captures is read again at every question, so tensors edited in place never go stale.
     """
@@ -50,6 +53,15 @@ class MaskMod(ABC):
     def reads(self) -> tuple[bool, bool]:
         """Whether the answer can depend on b, on h."""
         return False, False
+
+    def __and__(self, other: MaskFn) -> MaskMod:
+        return and_masks(self, other)
+
+    def __or__(self, other: MaskFn) -> MaskMod:
+        return or_masks(self, other)
+
+    def __invert__(self) -> MaskMod:
+        return not_(self)
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,7 +173,7 @@ class _Combined(MaskMod):
 
     @property
     def reads(self) -> tuple[bool, bool]:
-        each = [p.reads if isinstance(p, MaskMod) else reads_batch_or_head(p) for p in self.parts]
+        each = [_reads(p) for p in self.parts]
         return any(b for b, _ in each), any(h for _, h in each)
 
     def _structured(self) -> list[MaskMod] | None:
@@ -184,7 +196,7 @@ class _Combined(MaskMod):
 
     def __repr__(self) -> str:
         name = {"And": "and_masks", "Or": "or_masks", "Not": "not_"}[type(self).__name__]
-        return f"{name}({', '.join(getattr(p, '__name__', repr(p)) for p in self.parts)})"
+        return f"{name}({', '.join(map(_named, self.parts))})"
 
 
 class And(_Combined):
@@ -244,6 +256,53 @@ class Not(_Combined):
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return ~self.parts[0](b, h, q_idx, kv_idx)
+
+
+@dataclass(frozen=True, repr=False)
+class Later(MaskMod):
+    """What the queries from `start` on see, as a mask whose first query is that one."""
+
+    part: MaskFn
+    start: int
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.part(b, h, q_idx + self.start, kv_idx)
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        whole = self.part.intervals(self.start + q_len, kv_len) if isinstance(self.part, MaskMod) else None
+        return whole and (whole[0][..., self.start :], whole[1][..., self.start :])
+
+    @property
+    def reads(self) -> tuple[bool, bool]:
+        return _reads(self.part)
+
+    def __repr__(self) -> str:
+        return f"{_named(self.part)} from query {self.start}"
+
+
+@dataclass(frozen=True, repr=False)
+class Flipped(MaskMod):
+    """Queries and keys exchanged."""
+
+    part: MaskFn
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.part(b, h, kv_idx, q_idx)
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        return None if self.window is None else SlidingWindow(*self.window).intervals(q_len, kv_len)
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        window = self.part.window if isinstance(self.part, MaskMod) else None
+        return window and (window[1], window[0])
+
+    @property
+    def reads(self) -> tuple[bool, bool]:
+        return _reads(self.part)
+
+    def __repr__(self) -> str:
+        return f"{_named(self.part)} transposed"
 
 
 def causal() -> MaskMod:
@@ -342,6 +401,14 @@ def _ids_from_lengths(lengths: Tensor) -> Tensor:
     number = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device).repeat(len(rows))
     ids = number.repeat_interleave(rows.flatten()).view(len(rows), -1)
     return ids if lengths.ndim == 2 else ids[0]
+
+
+def _reads(part: MaskFn) -> tuple[bool, bool]:
+    return part.reads if isinstance(part, MaskMod) else reads_batch_or_head(part)
+
+
+def _named(part: MaskFn) -> str:
+    return getattr(part, "__name__", repr(part))
 
 
 def _narrowest(bounds: tuple[int, ...]) -> int:

@@ -16,6 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tritoncp.builder import PAIRS, Ask, Grid, Question, ask_torch, find_intervals, find_runs, masked_blocks
 from tritoncp.closed_forms import (
+    Flipped,
+    Later,
     MaskFn,
     MaskMod,
     and_masks,
@@ -27,6 +29,7 @@ from tritoncp.closed_forms import (
     sliding_window,
 )
 from tritoncp.handles import handle_of, refuse_inside_a_graph
+from tritoncp.pointwise import reads_batch_or_head
 from tritoncp.runs import ABSENT, Kind, Runs
 
 __all__ = [
@@ -126,6 +129,55 @@ class Mask:
         whole = dense.reshape(b, h, rows * self.q_block, cols * self.kv_block)
         return whole[:, :, : self.q_len, : self.kv_len].contiguous()
 
+    def rows(self, start: int, stop: int) -> Mask:
+        """What queries start..stop-1 see, as a mask whose query 0 is `start`, the first of a block.
+
+        >>> print(create_block_mask(causal(), None, None, 512, 512).rows(256, 512).draw())
+        ██▒·
+        ███▒
+        """
+        if not (0 <= start < stop <= self.q_len) or start % self.q_block:
+            raise ValueError(
+                f"rows({start}, {stop}) of a mask of {self.q_len} queries in blocks of {self.q_block}: give "
+                f"0 <= start < stop <= {self.q_len}, start a multiple of {self.q_block}"
+            )
+        if stop < self.q_len and stop % self.q_block:  # the last block is cut now: classified anew
+            return _rebuilt(Later(_whole_mod(self), start), self, stop - start, self.kv_len)
+        blocks = torch.arange(start // self.q_block, -(-stop // self.q_block))
+        here = None if self.interval is None else tuple(t[..., start:stop] for t in self.interval)
+        tokens = None if self.tokens is None else (self.tokens[0][start:stop], self.tokens[1])
+        mod = None if self.mask_mod is None else Later(self.mask_mod, start)
+        size = stop - start, self.kv_len, self.q_block, self.kv_block
+        return Mask(*size, self.runs.take(blocks[None]), mod, None, here, self.reads, tokens)  # type: ignore[arg-type]
+
+    def transpose(self) -> Mask:
+        """Queries and keys exchanged: for each block of keys, the blocks of queries that see it.
+
+        >>> print(create_block_mask(causal(), None, None, 512, 512).transpose().draw())
+        ▒███
+        ·▒██
+        ··▒█
+        ···▒
+        """
+        mod = None if self.mask_mod is None else Flipped(self.mask_mod)
+        window = None if self.window is None else self.window[::-1]
+        tokens = None if self.tokens is None else self.tokens[::-1]
+        size = self.kv_len, self.q_len, self.kv_block, self.q_block
+        return Mask(*size, self.runs.transpose(), mod, window, None, self.reads, tokens)
+
+    def __and__(self, other: Mask) -> Mask:
+        """Visible in both: the mask that their mask_mods make together, lists first."""
+        return _rebuilt(and_masks(*_whole_mods(self, other)), self, self.q_len, self.kv_len, other)
+
+    def __or__(self, other: Mask) -> Mask:
+        """Visible in either."""
+        return _rebuilt(or_masks(*_whole_mods(self, other)), self, self.q_len, self.kv_len, other)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its runs and row intervals."""
+        return sum(t.nbytes for t in (self.runs.ptr, self.runs.runs, *(self.interval or ())))
+
     def to_block_mask(self) -> BlockMask:
         """The same mask as torch's BlockMask. Its index lists take 16 bytes per pair of blocks."""
         kinds = self.runs.to_kinds()
@@ -183,6 +235,57 @@ class Mask:
             q, kv = row[:, None] * self.q_block + q_in, col[:, None] * self.kv_block + kv_in
             seen = ask(b, h, q.clamp(max=self.q_len - 1), kv.clamp(max=self.kv_len - 1))
             yield at, seen & (q < self.q_len)[:, :, None] & (kv < self.kv_len)[:, None, :]
+
+
+@dataclass(frozen=True, eq=False)
+class Listed(MaskMod):
+    """A mask with its block lists as a mask_mod, lists first: what is listed as full is visible.
+
+    kinds: uint8 [B, H, rows, cols], a byte for each pair of blocks.
+    """
+
+    kinds: Tensor
+    mask_mod: MaskFn | None
+    q_block: int
+    kv_block: int
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        batch, head = b if self.kinds.shape[0] > 1 else 0, h if self.kinds.shape[1] > 1 else 0
+        kind = self.kinds[batch, head, q_idx // self.q_block, kv_idx // self.kv_block]
+        whole = (kind == Kind.FULL) | (kind == Kind.BOUNDED)
+        if self.mask_mod is None:
+            return whole
+        return whole | ((kind == Kind.MASKED) & self.mask_mod(b, h, q_idx, kv_idx))
+
+    @property
+    def reads(self) -> tuple[bool, bool]:
+        return reads_batch_or_head(self.__call__)
+
+
+def _whole_mod(mask: Mask) -> MaskFn:
+    """A mask_mod that says what the mask is: its own where it makes these block lists, else with them."""
+    mod = mask.mask_mod
+    if mod is not None and _rebuilt(mod, mask, mask.q_len, mask.kv_len).runs == mask.runs:
+        return mod
+    return Listed(mask.runs.to_kinds(), mod, mask.q_block, mask.kv_block)
+
+
+def _whole_mods(one: Mask, other: Mask) -> tuple[MaskFn, MaskFn]:
+    if one.grid != other.grid or any(
+        a != b and 1 not in (a, b) for a, b in ((one.B, other.B), (one.H, other.H))
+    ):
+        given = " and ".join(
+            f"B={m.B}, H={m.H}, {m.q_len} x {m.kv_len} in blocks of {m.q_block} x {m.kv_block}"
+            for m in (one, other)
+        )
+        raise ValueError(f"masks of {given} do not combine: make them for the same lengths and BLOCK_SIZE")
+    return _whole_mod(one), _whole_mod(other)
+
+
+def _rebuilt(mod: MaskFn, like: Mask, q_len: int, kv_len: int, other: Mask | None = None) -> Mask:
+    """The mask of a mask_mod, in blocks like another's."""
+    B, H = (like.B, like.H) if other is None else (max(like.B, other.B), max(like.H, other.H))
+    return create_block_mask(mod, B, H, q_len, kv_len, BLOCK_SIZE=(like.q_block, like.kv_block))
 
 
 def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tuple[int, int] = 128) -> Mask:

@@ -2,8 +2,9 @@
 
 A plan is found again while the mask is made of the same: code, plain values, lengths, and the very same
 tensors, unedited. Tensors are known by weak references (an id alone comes back as another tensor's) and by
-their version counters; what is written through ``.data`` or NumPy is not seen. Eviction is by count in call
-order, so that a plan is found or made on all ranks alike.
+their version counters; what is written through ``.data`` or NumPy is not seen. Eviction is in call order, by
+the number of plans and the bytes of their masks and placements, which are equal on every rank: a plan is
+found or made on all ranks alike.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -28,7 +29,8 @@ from tritoncp.mods.captures import describe
 from tritoncp.plan import Plan
 from tritoncp.sources import RawMask, Sources
 
-MOST = 64
+MOST = 64  # plans
+MOST_BYTES = 1 << 30  # of their masks and placements
 UNEVEN = 1.2  # of the mean work on one rank: natural order is then worth a warning
 
 
@@ -38,13 +40,29 @@ class Entry:
     tensors: tuple[weakref.ref[Tensor], ...]
     versions: tuple[int, ...]
 
+    @property
+    def nbytes(self) -> int:
+        return self.plan.mask.nbytes + self.plan.q.nbytes + self.plan.kv.nbytes
+
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the very tensors the plan was made from, unedited since."""
         known = zip(self.tensors, self.versions, tensors, strict=True)
         return all(ref() is t and t._version == version for ref, version, t in known)
 
 
+class CacheInfo(NamedTuple):
+    """How the plans behind raw masks have fared since the last `plan_cache_clear`."""
+
+    hits: int
+    misses: int
+    plans: int  # held now
+    nbytes: int  # of their masks and placements
+    most: int  # plans that are kept
+    most_bytes: int
+
+
 _PLANS: OrderedDict[Any, Entry] = OrderedDict()
+_COUNTS = {"hits": 0, "misses": 0}
 _TOLD: set[Any] = set()  # (name of a mask_mod, ranks) whose uneven work has been spoken of
 
 
@@ -68,16 +86,47 @@ def plan_for(
     entry = _PLANS.get(key)
     if entry is not None and entry.serves(tensors):
         _PLANS.move_to_end(key)
+        _COUNTS["hits"] += 1
         return entry.plan
+    _COUNTS["misses"] += 1
     made = _make(sources, q, k, group, check)
     if sources.key is None:
         sources.warn_incomparable()
         return made
     _PLANS[key] = Entry(made, tuple(map(weakref.ref, tensors)), tuple(t._version for t in tensors))
     _PLANS.move_to_end(key)
-    while len(_PLANS) > MOST:
+    while len(_PLANS) > MOST or (len(_PLANS) > 1 and _held() > MOST_BYTES):
         _PLANS.popitem(last=False)
     return made
+
+
+def _held() -> int:
+    return sum(entry.nbytes for entry in _PLANS.values())
+
+
+def plan_cache_info() -> CacheInfo:
+    """Hits and misses of the plans made behind raw masks, how many are held, and their bytes.
+
+    A training loop with a new mask every step misses every time: make its plans with `make_plan`, in the data
+    loader's workers.
+
+    >>> import torch, tritoncp
+    >>> before = tritoncp.plan_cache_info()
+    >>> q = k = v = torch.randn(1, 1, 64, 16)
+    >>> mask = tritoncp.causal()
+    >>> for _ in range(3):
+    ...     out = tritoncp.flex_attention(q, k, v, mask)
+    >>> after = tritoncp.plan_cache_info()
+    >>> after.hits - before.hits, after.misses - before.misses
+    (2, 1)
+    """
+    return CacheInfo(**_COUNTS, plans=len(_PLANS), nbytes=_held(), most=MOST, most_bytes=MOST_BYTES)
+
+
+def plan_cache_clear() -> None:
+    """Forget all plans made behind raw masks, and count anew. Under several ranks: on every rank."""
+    _PLANS.clear()
+    _COUNTS.update(hits=0, misses=0)
 
 
 def _make(sources: Sources, q: Tensor, k: Tensor, group: Any, check: Callable[[], None]) -> Plan:

@@ -43,6 +43,11 @@ class Placement:
         """Rows of the largest buffer: what every rank sends, so that all send the same."""
         return max(self.lengths)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots, and of the positions and the inverse that are made of them when asked for."""
+        return sum(slots.nbytes for slots in self.slots) + 2 * 8 * self.length * self.slots[0].shape[0]
+
     def positions(self, rank: int) -> Tensor:
         """Global position of each row of a rank's buffer, -1 at padding: int64 [Bp, lengths[rank]]."""
         return self._rows[rank]

@@ -1,0 +1,44 @@
+"""The kernel that asks a mask_mod about pairs: torch's answers, whatever the shape of the question."""
+
+import pytest
+import torch
+
+from tritoncp import mods
+from tritoncp.builder import ask_torch
+from tritoncp.kernels import pairs
+from tritoncp.masks import create_block_mask
+
+IDS = torch.randint(0, 4, (2, 300)).sort(1).values.int()
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, kv: q >= kv,
+        lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) & (q + h >= kv),
+        lambda b, h, q, kv: b == h,  # the same for a whole tile
+        lambda b, h, q, kv: (q * 7 + kv * 3) % 5 < 2,
+    ],
+)
+@pytest.mark.parametrize(("n", "i", "j"), [(0, 16, 16), (1, 1, 1), (5, 4, 4), (3, 16, 12), (2, 128, 100)])
+def test_the_kernel_answers_as_torch_does(mod, n: int, i: int, j: int) -> None:
+    given = (
+        torch.randint(0, 2, (n,)),
+        torch.randint(0, 3, (n,)),
+        torch.randint(0, 300, (n, i)),
+        torch.randint(0, 300, (n, j)),
+    )
+    translated = mods.mask_mod(mod)
+    ask = pairs.asker(translated.fn, translated.caps(), torch.device("cpu"))
+    seen = ask(*given)
+    assert seen.shape == (n, i, j)
+    if n:
+        assert torch.equal(seen, ask_torch(mod, "cpu")(*given))
+
+
+def test_a_mask_built_by_the_kernel_is_the_one_built_by_torch() -> None:
+    mod = lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) & ((q + kv) % 9 < 8)  # noqa: E731
+    translated = mods.mask_mod(mod)
+    ask = pairs.asker(translated.fn, translated.caps(), torch.device("cpu"))
+    ours = create_block_mask(mod, 2, None, 300, 290, BLOCK_SIZE=32, ask=ask)
+    assert ours.runs == create_block_mask(mod, 2, None, 300, 290, BLOCK_SIZE=32).runs
