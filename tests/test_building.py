@@ -1,4 +1,4 @@
-"""The public create_block_mask: torch's signature, few questions, little memory, a bar only if it takes long."""
+"""The public create_block_mask: torch's signature, few questions, little memory, a bar if it takes long."""
 
 import inspect
 import random

@@ -142,7 +142,8 @@ class Mask:
                 f"0 <= start < stop <= {self.q_len}, start a multiple of {self.q_block}"
             )
         if stop < self.q_len and stop % self.q_block:  # the last block is cut now: classified anew
-            return _rebuilt(Later(_whole_mod(self), start), self, stop - start, self.kv_len)
+            part = Later(_whole_mod(self, self.B, self.H), start)
+            return _rebuilt(part, self.grid._replace(q_len=stop - start), self.B, self.H)
         blocks = torch.arange(start // self.q_block, -(-stop // self.q_block))
         here = None if self.interval is None else tuple(t[..., start:stop] for t in self.interval)
         tokens = None if self.tokens is None else (self.tokens[0][start:stop], self.tokens[1])
@@ -167,11 +168,11 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         """Visible in both: the mask that their mask_mods make together, lists first."""
-        return _rebuilt(and_masks(*_whole_mods(self, other)), self, self.q_len, self.kv_len, other)
+        return _combined(and_masks, self, other)
 
     def __or__(self, other: Mask) -> Mask:
         """Visible in either."""
-        return _rebuilt(or_masks(*_whole_mods(self, other)), self, self.q_len, self.kv_len, other)
+        return _combined(or_masks, self, other)
 
     @property
     def nbytes(self) -> int:
@@ -262,30 +263,25 @@ class Listed(MaskMod):
         return reads_batch_or_head(self.__call__)
 
 
-def _whole_mod(mask: Mask) -> MaskFn:
+def _whole_mod(mask: Mask, B: int, H: int) -> MaskFn:
     """A mask_mod that says what the mask is: its own where it makes these block lists, else with them."""
     mod = mask.mask_mod
-    if mod is not None and _rebuilt(mod, mask, mask.q_len, mask.kv_len).runs == mask.runs:
+    if mod is not None and _rebuilt(mod, mask.grid, B, H).runs == mask.runs.expand(B, H):
         return mod
     return Listed(mask.runs.to_kinds(), mod, mask.q_block, mask.kv_block)
 
 
-def _whole_mods(one: Mask, other: Mask) -> tuple[MaskFn, MaskFn]:
-    if one.grid != other.grid or any(
-        a != b and 1 not in (a, b) for a, b in ((one.B, other.B), (one.H, other.H))
-    ):
-        given = " and ".join(
-            f"B={m.B}, H={m.H}, {m.q_len} x {m.kv_len} in blocks of {m.q_block} x {m.kv_block}"
-            for m in (one, other)
-        )
-        raise ValueError(f"masks of {given} do not combine: make them for the same lengths and BLOCK_SIZE")
-    return _whole_mod(one), _whole_mod(other)
+def _combined(how: Callable[..., MaskMod], one: Mask, other: Mask) -> Mask:
+    sizes = [(m.B, m.H) for m in (one, other)]
+    if one.grid != other.grid or any(1 not in {a, b} and a != b for a, b in zip(*sizes, strict=True)):
+        given = " and ".join(repr(m) for m in (one, other))
+        raise ValueError(f"{given} do not combine: make them for the same lengths and BLOCK_SIZE")
+    B, H = (max(pair) for pair in zip(*sizes, strict=True))
+    return _rebuilt(how(_whole_mod(one, B, H), _whole_mod(other, B, H)), one.grid, B, H)
 
 
-def _rebuilt(mod: MaskFn, like: Mask, q_len: int, kv_len: int, other: Mask | None = None) -> Mask:
-    """The mask of a mask_mod, in blocks like another's."""
-    B, H = (like.B, like.H) if other is None else (max(like.B, other.B), max(like.H, other.H))
-    return create_block_mask(mod, B, H, q_len, kv_len, BLOCK_SIZE=(like.q_block, like.kv_block))
+def _rebuilt(mod: MaskFn, grid: Grid, B: int, H: int) -> Mask:
+    return create_block_mask(mod, B, H, *grid[:2], BLOCK_SIZE=grid[2:])
 
 
 def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tuple[int, int] = 128) -> Mask:

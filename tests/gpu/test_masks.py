@@ -1,0 +1,18 @@
+"""Masks whose tensors live on the GPU: built there by the kernel that asks about pairs."""
+
+import torch
+
+import tritoncp
+
+
+def test_a_mask_of_gpu_tensors_is_the_one_of_their_copies() -> None:
+    ids = torch.randint(0, 9, (2, 4096)).sort(1).values
+    noise = torch.randint(0, 3, (4096,))
+
+    def mod_on(device):
+        here, dots = ids.to(device), noise.to(device)
+        return lambda b, h, q, kv: (here[b, q] == here[b, kv]) & (dots[q] <= dots[kv] + h)
+
+    theirs = tritoncp.create_block_mask(mod_on("cuda"), 2, 2, 4096, 4096)
+    ours = tritoncp.create_block_mask(mod_on("cpu"), 2, 2, 4096, 4096)
+    assert theirs.runs == ours.runs
