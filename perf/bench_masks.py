@@ -1,0 +1,114 @@
+"""`pytest perf/bench_masks.py`: how long masks take, in closed form and traced, beside torch's own builder.
+
+pytest-benchmark shows each as a ratio to the quickest of its group. What has to hold are ratios in one run
+too: against torch where its Q x KV still fits, and 1M tokens against 64K.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask as torch_builder
+
+from tritoncp import causal, create_block_mask, document, prefix_lm, sliding_window
+from tritoncp.closed_forms import MaskFn
+from tritoncp.perf.balance import corpus_lengths
+
+SMALL, MIDDLE, LARGE = 16384, 1 << 16, 1 << 20
+WINDOW, PREFIX = 1023, 5000
+
+
+@pytest.fixture(autouse=True)
+def one_core() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def ids(tokens: int) -> Tensor:
+    """The document of each token, of lengths as a corpus has them."""
+    lengths = corpus_lengths(tokens)
+    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.as_tensor(lengths))
+
+
+def forms(tokens: int) -> dict[str, tuple[MaskFn, MaskFn]]:
+    """Each mask as a closed form, and as anyone would write it."""
+    own = ids(tokens)
+    same = document(ids=own)
+    return {
+        "causal": (causal(), lambda b, h, q, kv: q >= kv),
+        "documents": (causal() & same, lambda b, h, q, kv: (q >= kv) & (own[q] == own[kv])),
+        "window": (sliding_window(WINDOW), lambda b, h, q, kv: (q >= kv) & (q - kv <= WINDOW)),
+        "prefix-lm": (prefix_lm(PREFIX), lambda b, h, q, kv: (q >= kv) | (kv < PREFIX)),
+        "documents-window": (
+            same & sliding_window(WINDOW),
+            lambda b, h, q, kv: (q >= kv) & (own[q] == own[kv]) & (q - kv <= WINDOW),
+        ),
+    }
+
+
+NAMES = list(forms(SMALL))
+
+
+def seconds(call: Callable[[], Any], times: int = 3) -> float:
+    """The quickest of so many."""
+    found = []
+    for _ in range(times):
+        begin = time.process_time()
+        call()
+        found.append(time.process_time() - begin)
+    return min(found)
+
+
+@pytest.mark.parametrize("how", ["closed form", "traced", "torch"])
+@pytest.mark.parametrize("name", NAMES)
+def test_small(benchmark: Any, name: str, how: str) -> None:
+    benchmark.group = f"{SMALL} tokens, {name}"
+    closed, plain = forms(SMALL)[name]
+    if how == "torch":
+        benchmark.pedantic(lambda: torch_builder(plain, 1, 1, SMALL, SMALL, device="cpu"), rounds=2)
+    else:
+        mod = closed if how == "closed form" else plain
+        benchmark.pedantic(lambda: create_block_mask(mod, 1, 1, SMALL, SMALL), rounds=10, warmup_rounds=1)
+
+
+@pytest.mark.parametrize("how", ["closed form", "traced"])
+@pytest.mark.parametrize("name", NAMES)
+def test_large(benchmark: Any, name: str, how: str) -> None:
+    benchmark.group = f"{LARGE} tokens, {how}"
+    mod = forms(LARGE)[name][how == "traced"]
+    mask = benchmark.pedantic(lambda: create_block_mask(mod, 1, 1, LARGE, LARGE), rounds=3, warmup_rounds=1)
+    benchmark.extra_info["MiB"] = mask.nbytes / 2**20
+    assert mask.nbytes <= 16 << 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_times_quicker_than_torchs_eager_builder_with_the_same_blocks(name: str) -> None:
+    closed, plain = forms(SMALL)[name]
+    theirs = seconds(lambda: torch_builder(plain, 1, 1, SMALL, SMALL, device="cpu"), 2)
+    for mod, times in ((closed, 100), (plain, 20)):
+        ours = create_block_mask(mod, 1, 1, SMALL, SMALL)
+        assert ours.runs == create_block_mask(plain, 1, 1, SMALL, SMALL).runs
+        took = seconds(lambda mod=mod: create_block_mask(mod, 1, 1, SMALL, SMALL))
+        assert theirs > times * took, f"{name}: {took * 1e3:.2f} ms, torch {theirs * 1e3:.0f} ms"
+
+
+@pytest.mark.parametrize("how", ["closed form", "traced"])
+@pytest.mark.parametrize("name", NAMES)
+def test_sixteen_times_the_tokens_take_about_sixteen_times_as_long(name: str, how: str) -> None:
+    took = []
+    for tokens in (MIDDLE, LARGE):
+        mod = forms(tokens)[name][how == "traced"]
+        create_block_mask(mod, 1, 1, tokens, tokens)
+        took.append(seconds(lambda mod=mod, n=tokens: create_block_mask(mod, 1, 1, n, n)))
+    assert took[1] < 32 * took[0], (
+        f"{name}, {how}: {took[0] * 1e3:.1f} ms for 64K, {took[1] * 1e3:.1f} for 1M"
+    )
