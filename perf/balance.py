@@ -134,8 +134,7 @@ def quality(mask: Mask, world_size: int, balancer: str) -> Quality:
 
 def fetched_rows(plan: Plan) -> int:
     """Rows of keys and values that all ranks together take from others, for one batch row."""
-    batch = plan.q.slots[0].shape[0]
-    return sum(sum(plan.for_rank(rank).fetch.takes) for rank in range(plan.world_size)) // batch
+    return int(plan.traffic.clone().fill_diagonal_(0).sum()) // max(plan.mask.B, plan.q.batch)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tritoncp import locality as _locality
-from tritoncp.locality import seen_by
+from tritoncp.locality import joined, seen_by
 from tritoncp.masks import Mask
 from tritoncp.runs import Runs
 
@@ -237,12 +237,9 @@ def _seen(runs: Runs, n_cols: int, column: int, block: int) -> Tensor:
         (-(-end * column // block)).clamp(max=n_cols),
     )
     line = row * (n_cols + 2)
-    order = (line + start).argsort()
-    row, line, start, end = row[order], line[order], start[order], end[order]
-    reach = (line + end).cummax(0).values
-    opens = torch.ones(len(row) + 1, dtype=torch.bool)
-    opens[1:-1] = (line + start)[1:] > reach[:-1]
-    return torch.stack([row[opens[:-1]], start[opens[:-1]], (reach - line)[opens[1:]]], 1)
+    start, end = joined(line + start, line + end)  # rows stay apart: no line is full
+    row = start // (n_cols + 2)
+    return torch.stack([row, start - row * (n_cols + 2), end - row * (n_cols + 2)], 1)
 
 
 def _document_starts(work: Work) -> list[int]:

@@ -87,7 +87,7 @@ def hardware_of(world_size: int) -> Hardware:
 def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     """The cost of every schedule for this plan's placement, cheapest first."""
     ranks = _sample(plan.world_size)
-    pairs = torch.stack([_pairs(plan.for_rank(rank)) for rank in ranks])  # [ranks, W]: with whose keys
+    pairs = _pairs(plan, ranks)
     views = [plan.for_rank(rank) for rank in ranks]
     each = (
         _allgather(plan, pairs, shape, hardware),
@@ -102,21 +102,11 @@ def _sample(world_size: int) -> list[int]:
     return torch.linspace(0, world_size - 1, min(world_size, SAMPLED)).round().int().unique().tolist()
 
 
-def _pairs(plan: Plan) -> Tensor:
-    """Pairs in listed blocks between this rank's queries and each rank's keys, a head: float64 [W]."""
-    slots, runs = plan.listed()
-    owner = (slots[..., 0] // plan.kv.s_max).long()  # [Bp, columns]
-    held = torch.zeros(*owner.shape, plan.world_size, dtype=torch.float64)
-    held.scatter_(2, owner[..., None], slots[..., 2:].double())
-    before = torch.cat([held.new_zeros(len(held), 1, plan.world_size), held.cumsum(1)], 1)
-    batch, heads, rows, _ = runs.ptr.shape
-    length = (runs.ptr[..., 2] - runs.ptr[..., 0]).flatten().long()
-    row = torch.arange(len(length)).repeat_interleave(length)  # numbered over (batch, heads, rows)
-    start, end, _ = runs.runs.long().unbind(1)
-    where = row // (heads * rows) % len(held)
-    seen = before[where, end] - before[where, start]  # [runs, W]
-    tokens = plan.q.slots[plan.rank][..., 2].double().expand(batch, -1)
-    return (seen * tokens[row // (heads * rows), row % rows, None]).sum(0) / (batch * heads)
+def _pairs(plan: Plan, ranks: Sequence[int]) -> Tensor:
+    """Pairs in listed blocks between these ranks' queries and each rank's keys, a head, summed over the batch
+    rows of mask and placement and divided by their number: float64 [ranks, W]."""
+    seen = steps.weights(plan.mask, plan.q, ranks)
+    return steps.by_owner(seen, plan.kv).double() / (max(seen.shape[1], plan.kv.batch) * plan.mask.H)
 
 
 def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
@@ -150,12 +140,13 @@ def _ring(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware
 def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     forward = backward = 0.0
     most = 0
+    traffic = views[0].traffic.clone().fill_diagonal_(0)
     for view, row in zip(views, pairs):
         near = float(shape.seconds(row[view.rank], hardware))
         far = float(shape.seconds(row.sum() - row[view.rank], hardware))
-        share = shape.row // (shape.batch if view.fetch.batched else 1)
-        take, give = sum(view.fetch.takes) * share, sum(view.fetch.sends) * share
-        peers = sum(rows > 0 for rows in view.fetch.takes)
+        share = shape.row // (shape.batch if view.batched else 1)
+        comes, goes = traffic[view.rank], traffic[:, view.rank]
+        take, give, peers = int(comes.sum()) * share, int(goes.sum()) * share, int((comes > 0).sum())
         wire = max(take, give) / (hardware.bandwidth * hardware.scattered)
         come, back = wire * shape.itemsize, wire * 4
         come, back = (seconds + peers * hardware.latency for seconds in (come, back))
@@ -172,7 +163,7 @@ def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     rows = plan.rows(degree, shape.heads)
     ranks = _sample(rows.world_size)
     views = [rows.for_rank(rank) for rank in ranks]
-    pairs = torch.stack([_pairs(view) for view in views])
+    pairs = _pairs(rows, ranks)
     q_heads, kv_heads = steps.trade(shape.heads, shape.kv_heads, degree)
     most = replace(shape, heads=max(map(len, q_heads)), kv_heads=max(map(len, kv_heads)))
     inner = _fetch(views, pairs, most, hardware)

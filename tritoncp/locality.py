@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -50,6 +51,19 @@ def seen_by(sees: Tensor, blocks: int, columns: int) -> Tensor:
     full = torch.full_like(row, int(Kind.FULL))
     column, first, last, _ = Runs._pack((1, 1, blocks), columns, row, start, end, full).transpose()._flat()
     return torch.stack([column, first, last], 1)
+
+
+def joined(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """The union of ranges, as disjoint ranges in order.
+
+    >>> joined(torch.tensor([4, 0, 2]), torch.tensor([5, 3, 4]))
+    (tensor([0]), tensor([5]))
+    """
+    start, order = start.sort()
+    reach = end[order].cummax(0).values
+    opens = torch.ones(len(start) + 1, dtype=torch.bool)
+    opens[1:-1] = start[1:] > reach[:-1]
+    return start[opens[:-1]], reach[opens[1:]]
 
 
 class Columns:
@@ -183,20 +197,33 @@ class Placed:
             if columns.together
             else torch.full((columns.masks * columns.width,), -1)
         )
-        ranks, width = columns.world_size, columns.masks * columns.width
-        edges = torch.zeros(ranks, width + 1, dtype=torch.int32)
-        line, one = owner[columns.row] * (width + 1), torch.ones(len(columns.row), dtype=torch.int32)
-        edges.view(-1).index_add_(0, line + columns.start, one).index_add_(0, line + columns.end, -one)
-        self.count = edges.cumsum(1, dtype=torch.int32)[:, :width]
-        self.work = torch.zeros(ranks, dtype=torch.float64).index_add_(0, owner, columns.costs)
+        self.work = torch.zeros(columns.world_size, dtype=torch.float64).index_add_(0, owner, columns.costs)
         self.cap = EVEN * float(self.work.mean())
+
+    @cached_property
+    def count(self) -> Tensor:
+        c, width = self.columns, self.home.numel()
+        edges = torch.zeros(c.world_size, width + 1, dtype=torch.int32)
+        line, one = self.owner[c.row] * (width + 1), torch.ones(len(c.row), dtype=torch.int32)
+        edges.view(-1).index_add_(0, line + c.start, one).index_add_(0, line + c.end, -one)
+        return edges.cumsum_(1)[:, :width]
+
+    def travels(self) -> int:
+        """Remote columns of all ranks together, counted without a table of ranks x columns."""
+        c, width = self.columns, self.home.numel()
+        line = self.owner[c.row] * width  # where ranks touch, they may join
+        start, end = joined(line + c.start, line + c.end)
+        own = (self.home * width + torch.arange(width))[self.home >= 0]  # where a rank would see its own
+        at = torch.searchsorted(start, own, right=True)
+        seen = own < torch.nn.functional.pad(end, (1, 0), value=-1)[at]
+        return int((end - start).sum()) - int(seen.sum())
 
     def remote(self, rank: int) -> int:
         return int(((self.count[rank] > 0) & (self.home != rank)).sum())
 
     def rank(self) -> tuple[float, int]:
         """What is better comes first: evenness up to the cap, then remote columns."""
-        return max(float(self.work.max()), self.cap), sum(map(self.remote, range(len(self.work))))
+        return max(float(self.work.max()), self.cap), self.travels()
 
     def mend(self, steps: int) -> None:
         """Swap two blocks of two ranks as long as that helps: until no rank's work is above

@@ -97,12 +97,7 @@ class Plan:
     @cached_property
     def owners(self) -> Tensor:
         """Rank that holds (the first token of) each query block, -1 for padding: int64 [Bp, blocks]."""
-        short = -self.q.length % self.mask.q_block
-        rows = torch.nn.functional.pad(self.q.inverse, (0, short), value=-1).unflatten(
-            1, (-1, self.mask.q_block)
-        )
-        first = (rows >= 0).int().argmax(2, keepdim=True)  # a hole in the block holds no token
-        return rows.gather(2, first)[..., 0].div(self.q.s_max, rounding_mode="floor")
+        return self.q.owners()
 
     @cached_property
     def work(self) -> list[float]:
@@ -163,15 +158,12 @@ class Plan:
     def _rows_sent(self, batch: int) -> tuple[int, int]:
         """Rows of K and V this rank sends forward, and rows of their gradient backward."""
         if self.schedule == "fetch":
-            each = 1 if self.fetch.batched else batch
-            return sum(self.fetch.sends) * each, sum(self.fetch.takes) * each
+            each, stays = 1 if self.batched else batch, int(self.traffic[self.rank, self.rank])
+            sends, takes = self.traffic[:, self.rank].sum(), self.traffic[self.rank].sum()
+            return (int(sends) - stays) * each, (int(takes) - stays) * each
+        hops = [self.world_size - 1] * 2
         if self.schedule == "ring":
-            hops = [
-                sum(peer is not None for peer in peers)
-                for peers in zip(*((hop.next, hop.dkv_to) for hop in self.ring), strict=True)
-            ]
-        else:
-            hops = [self.world_size - 1] * 2
+            hops = list(steps.hops_sent(self.around, self.rank))
         return hops[0] * self.kv.s_max * batch, hops[1] * self.kv.s_max * batch
 
     def explain(self, hardware: cost.Hardware | None = None, **shape: int) -> str:
@@ -213,10 +205,25 @@ class Plan:
         return self._once("seen", lambda: steps.seen_blocks(self.mask, self.q))
 
     @property
+    def traffic(self) -> Tensor:
+        """[r, s]: rows of keys that rank r's queries see of those rank s holds, summed over the batch rows of
+        mask and placement: int64 [W, W]."""
+        return self._once("traffic", lambda: steps.traffic(self.seen, self.kv))
+
+    @property
+    def batched(self) -> bool:
+        """Whether batch rows see or hold different keys, so that what travels differs between them."""
+        return max(self.mask.B, self.q.batch, self.kv.batch) > 1
+
+    @property
+    def around(self) -> tuple[int, Tensor]:
+        """In which direction K and V go around, and how many hops each rank's."""
+        return self._once("around", lambda: steps.way(self.traffic > 0))
+
+    @property
     def ring(self) -> tuple[steps.Hop, ...]:
         """This rank's turns when K and V go around."""
-        reads = self._once("reads", lambda: steps.readers(self.seen, self.kv))
-        return self._once(("ring", self.rank), lambda: steps.ring(reads, self.rank))
+        return self._once(("ring", self.rank), lambda: steps.ring(self.traffic > 0, self.rank, self.around))
 
     @property
     def fetch(self) -> steps.Fetch:

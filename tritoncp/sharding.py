@@ -7,6 +7,7 @@ tokens)``, sorted by position.  Everything else (permutation, inverse, validity)
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,11 @@ class Placement:
         return len(self.slots)
 
     @property
+    def batch(self) -> int:
+        """Batch rows that are placed differently, else 1."""
+        return self.slots[0].shape[0]
+
+    @property
     def s_max(self) -> int:
         """Rows of the largest buffer: what every rank sends, so that all send the same."""
         return max(self.lengths)
@@ -50,17 +56,20 @@ class Placement:
 
     def positions(self, rank: int) -> Tensor:
         """Global position of each row of a rank's buffer, -1 at padding: int64 [Bp, lengths[rank]]."""
-        return self._rows[rank]
+        if rank not in self._positions:
+            self._positions[rank] = row_positions(self.slots[rank], self.lengths[rank])
+        return self._positions[rank]
 
     @cached_property
-    def _rows(self) -> tuple[Tensor, ...]:
-        return tuple(row_positions(slots, rows) for slots, rows in zip(self.slots, self.lengths, strict=True))
+    def _positions(self) -> dict[int, Tensor]:
+        return {}
 
     @cached_property
     def inverse(self) -> Tensor:
         """Row of each global position in the gathered buffer [W * s_max]: int64 [Bp, length]."""
         out = torch.full((self.slots[0].shape[0], self.length), -1, dtype=torch.int64)
-        for rank, held in enumerate(self._rows):
+        for rank, (slots, length) in enumerate(zip(self.slots, self.lengths, strict=True)):
+            held = row_positions(slots, length)
             rows = torch.arange(held.shape[1]).expand_as(held) + rank * self.s_max
             batch = torch.arange(held.shape[0])[:, None].expand_as(held)
             real = held >= 0
@@ -75,11 +84,40 @@ class Placement:
             parts.append(self.slots[rank] + torch.tensor([index * self.s_max, 0, 0], dtype=torch.int32))
         return by_position(torch.cat(parts, 1))
 
+    def owners(self) -> Tensor:
+        """Rank that holds the first token of each block, -1 where all is padding: int64 [Bp, blocks]."""
+        slots, owner = torch.cat(self.slots, 1).long(), numbered([part.shape[1] for part in self.slots])
+        _, position, tokens = slots.unbind(-1)
+        nobody = torch.iinfo(torch.int64).max
+        first = torch.full((len(slots), -(-self.length // self.block)), nobody)
+        code = torch.where(tokens > 0, position * self.world_size + owner, nobody)
+        first.scatter_reduce_(1, position // self.block, code, "amin")
+        return torch.where(first == nobody, -1, first % self.world_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In one tensor: a worker hands each tensor to another process through a file of its own."""
+        counts = [part.shape[1] for part in self.slots]
+        return _unpacked, (self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths)
+
     def merged(self, degree: int) -> "Placement":
         """``degree`` neighbouring ranks as one, whose buffer is theirs one after the other."""
         firsts = range(0, self.world_size, degree)
         slots = tuple(self.gathered(range(first, first + degree)) for first in firsts)
         return Placement(self.length, self.block, slots, (degree * self.s_max,) * len(slots))
+
+
+def _unpacked(
+    length: int, block: int, slots: Tensor, counts: Sequence[int], lengths: tuple[int, ...]
+) -> Placement:
+    return Placement(length, block, tuple(part.contiguous() for part in slots.split(counts, 1)), lengths)
+
+
+def numbered(counts: Sequence[int]) -> Tensor:
+    """
+    >>> numbered([2, 0, 1]).tolist()
+    [0, 0, 2]
+    """
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
 
 
 def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]) -> Placement:

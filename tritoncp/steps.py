@@ -6,6 +6,7 @@ All of it follows from the mask and the two placements, so every rank derives th
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,21 +14,53 @@ from torch import Tensor
 
 from tritoncp.masks import Mask
 from tritoncp.runs import ramps
-from tritoncp.sharding import Placement, by_position
+from tritoncp.sharding import Placement, by_position, numbered
+
+CHUNK = 1 << 21  # (rank, block) pairs at a time: what is held of a large world's table while it is made
+
+
+def weights(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
+    """How many of each rank's queries see a KV block, over all heads: int64 [ranks, Bn, KV blocks]."""
+    held = [q.slots[rank] for rank in ranks]
+    slots, rank = torch.cat(held, 1), numbered([len(x[0]) for x in held])
+    blocks = torch.where(slots[..., 2] > 0, slots[..., 1] // mask.q_block, -1)
+    runs = mask.runs.take(blocks.long())
+    batch, heads, rows, columns = runs.shape
+    row, start, end, _ = runs._flat()
+    b, at = row // max(1, heads * rows), row % max(1, rows)
+    tokens = slots[..., 2].long().expand(batch, -1)[b, at]
+    line = (rank[at] * batch + b) * (columns + 1)
+    edges = torch.zeros(len(held) * batch * (columns + 1), dtype=torch.int64)
+    edges.index_add_(0, line + start, tokens).index_add_(0, line + end, -tokens)
+    return edges.view(len(held), batch, columns + 1).cumsum_(2)[..., :columns]
 
 
 def seen_blocks(mask: Mask, q: Placement) -> Tensor:
     """Which KV blocks each rank's queries see in any head: bool [W, Bn, KV blocks]."""
-    seen = []
-    for slots in q.slots:
-        blocks = torch.where(slots[..., 2] > 0, slots[..., 1] // mask.q_block, -1)
-        seen.append(mask.runs.take(blocks.long()).columns())
-    return torch.stack(seen)
+    return torch.cat([weights(mask, q, ranks) > 0 for ranks in _chunks(q.world_size, mask.runs.n_cols)])
 
 
-def readers(seen: Tensor, kv: Placement) -> Tensor:
-    """readers[r, s]: rank r's queries see a key that rank s holds. bool [W, W]."""
-    return torch.stack([_wanted(seen, slots, kv.block).flatten(1).any(1) for slots in kv.slots], 1)
+def by_owner(x: Tensor, kv: Placement) -> Tensor:
+    """Sums of ``x`` [ranks, Bn, KV blocks] over the tokens that each rank holds: int64 [ranks, W]."""
+    slots = torch.cat(kv.slots, 1)
+    batch = max(x.shape[1], len(slots))
+    at = (slots[..., 1] // kv.block).long().expand(len(x), batch, -1)
+    each = x.expand(-1, batch, -1).gather(2, at) * slots[..., 2]
+    total = torch.nn.functional.pad(each.sum(1).cumsum(1), (1, 0))
+    ends = torch.tensor([0, *(part.shape[1] for part in kv.slots)]).cumsum(0)
+    return total[:, ends].diff(dim=1)
+
+
+def traffic(seen: Tensor, kv: Placement) -> Tensor:
+    """rows[r, s]: how many rows of keys rank r's queries see of those that rank s holds, over all batch rows:
+    int64 [W, W]. What lies beside the diagonal has to travel."""
+    parts = [by_owner(seen[ranks.start : ranks.stop], kv) for ranks in _chunks(len(seen), seen.shape[2])]
+    return torch.cat(parts)
+
+
+def _chunks(world_size: int, blocks: int) -> list[range]:
+    step = max(1, CHUNK // max(1, blocks))
+    return [range(first, min(first + step, world_size)) for first in range(0, world_size, step)]
 
 
 def _wanted(seen: Tensor, slots: Tensor, block: int) -> Tensor:
@@ -62,11 +95,19 @@ class Hop:
     dkv_home: int | None
 
 
-def ring(reads: Tensor, rank: int) -> tuple[Hop, ...]:
-    """The turns of one rank. K and V travel in one direction, as far as the last rank that reads them; their
-    gradient follows one hop behind and goes home in one send. The direction is the one with fewer hops.
+def way(reads: Tensor) -> tuple[int, Tensor]:
+    """In which direction K and V go around (1 or -1), and how many hops each rank's do: int64 [W].
 
-    reads: bool [W, W] of :func:`readers`.
+    The direction is the one with fewer hops.  reads: bool [W, W], rank r's queries see keys of rank s.
+    """
+    return min(((step, _reach(reads, step)) for step in (1, -1)), key=lambda found: int(found[1].sum()))
+
+
+def ring(reads: Tensor, rank: int, around: tuple[int, Tensor] | None = None) -> tuple[Hop, ...]:
+    """The turns of one rank. K and V travel in one direction, as far as the last rank that reads them; their
+    gradient follows one hop behind and goes home in one send.
+
+    reads: as for :func:`way`, whose answer ``around`` is, where it is known.
 
     >>> causal = torch.ones(4, 4, dtype=torch.bool).tril()
     >>> [(hop.owner, hop.next, hop.dkv_to) for hop in ring(causal, 1)]
@@ -76,7 +117,8 @@ def ring(reads: Tensor, rank: int) -> tuple[Hop, ...]:
     [(1, 2, None), (0, None, 0)]
     """
     world = len(reads)
-    step, reach = min(((d, _reach(reads, d)) for d in (1, -1)), key=lambda found: sum(found[1]))
+    step, hops_of = around or way(reads)
+    reach = hops_of.tolist()
     mine = reads[rank].tolist()
     following, preceding = (rank + step) % world, (rank - step) % world
     hops = []
@@ -97,11 +139,23 @@ def ring(reads: Tensor, rank: int) -> tuple[Hop, ...]:
     return tuple(hops)
 
 
-def _reach(reads: Tensor, step: int) -> list[int]:
+def hops_sent(around: tuple[int, Tensor], rank: int) -> tuple[int, int]:
+    """How often a rank sends K and V on, and how often a gradient of them.
+
+    >>> window = torch.ones(4, 4, dtype=torch.bool).tril().triu(-1)
+    >>> [hops_sent(way(window), rank) for rank in range(4)]
+    [(1, 0), (1, 1), (1, 1), (0, 1)]
+    """
+    step, reach = around
+    turn = (rank - torch.arange(len(reach))) * step % len(reach)  # in which each rank's K and V come here
+    return int((turn < reach).sum()), int(((turn <= reach) & (turn > 0)).sum())
+
+
+def _reach(reads: Tensor, step: int) -> Tensor:
     """How many hops each rank's K and V travel in one direction."""
     ranks = torch.arange(len(reads))
     hops = (ranks[:, None] - ranks) * step % len(reads)  # from each owner to each reader
-    return torch.where(reads, hops, 0).amax(0).tolist()
+    return torch.where(reads, hops, 0).amax(0)
 
 
 def trade(heads: int, kv_heads: int, degree: int) -> tuple[list[range], list[range]]:
@@ -136,36 +190,36 @@ class Fetch:
 
 def fetch(seen: Tensor, kv: Placement, rank: int) -> Fetch:
     """What ``rank`` sends and takes when every rank gets exactly the remote slots that its queries see."""
-    world, mine = range(kv.world_size), kv.slots[rank]
-    rows = []
-    for reader in world:
-        wanted = _wanted(seen[reader], mine, kv.block) & (reader != rank)
-        rows.append(_rows(wanted, mine, kv.lengths[rank]))
-    slots: list[Tensor] = []
-    takes: list[int] = []
-    for owner in world:
-        wanted = _wanted(seen[rank], kv.slots[owner], kv.block) & (owner != rank)
-        table, tokens = _packed(wanted, kv.slots[owner], sum(takes))
-        slots.append(table)
-        takes.append(tokens)
-    batched = max(seen.shape[1], mine.shape[0]) > 1
+    mine = kv.slots[rank]
+    wanted = _wanted(seen, mine, kv.block)  # [W, Bn, n]
+    wanted[rank] = False
+    sends = (wanted * mine[..., 2]).sum((1, 2)).tolist()
+    slots, owner = torch.cat(kv.slots, 1), numbered([part.shape[1] for part in kv.slots])
+    tokens = torch.where(_wanted(seen[rank], slots, kv.block) & (owner != rank), slots[..., 2], 0).long()
+    takes = torch.zeros(kv.world_size, dtype=torch.int64).index_add_(0, owner, tokens.sum(0)).tolist()
     return Fetch(
-        batched, torch.cat(rows), tuple(map(len, rows)), tuple(takes), by_position(torch.cat(slots, 1))
+        batched=max(seen.shape[1], mine.shape[0]) > 1,
+        rows=_rows(wanted, mine, kv.lengths[rank]),
+        sends=tuple(sends),
+        takes=tuple(takes),
+        slots=by_position(_packed(slots, tokens, owner)),
     )
 
 
 def _rows(wanted: Tensor, slots: Tensor, length: int) -> Tensor:
-    """The rows of wanted slots, batch row after batch row: int64, numbered over [Bn, length]."""
-    slots = slots.expand(wanted.shape[0], -1, -1).long()
-    batch, index = wanted.nonzero(as_tuple=True)
-    first, _, tokens = slots[batch, index].unbind(1)
+    """The rows of the slots [Bp, n, 3] that each reader wants [W, Bn, n], batch row after batch row: int64,
+    numbered over [Bn, length]."""
+    _, batch, index = wanted.nonzero(as_tuple=True)
+    first, _, tokens = slots.expand(wanted.shape[1], -1, -1)[batch, index].long().unbind(1)
     return ramps(batch * length + first, tokens)
 
 
-def _packed(wanted: Tensor, slots: Tensor, start: int) -> tuple[Tensor, int]:
-    """The wanted slots as they lie one after the other from row ``start``, others empty; how many rows."""
-    tokens = torch.where(wanted, slots[..., 2], 0).long()  # [Bn, n]
-    flat = tokens.flatten()
-    first = (flat.cumsum(0) - flat + start).view_as(tokens)
-    table = torch.stack([first, slots[..., 1].expand_as(tokens).long(), tokens], -1)
-    return table.int(), int(flat.sum())
+def _packed(slots: Tensor, tokens: Tensor, owner: Tensor) -> Tensor:
+    """Slots with so many tokens [Bn, n] each, as they lie when they come owner after owner, and of an owner
+    batch row after batch row: int32 [Bn, n, 3]."""
+    batch = torch.arange(len(tokens))[:, None]
+    order = (owner * len(tokens) + batch).flatten().argsort(stable=True)
+    come = tokens.flatten()[order]
+    first = torch.empty_like(come)
+    first[order] = come.cumsum(0) - come
+    return torch.stack([first.view_as(tokens), slots[..., 1].expand_as(tokens), tokens], -1).int()
