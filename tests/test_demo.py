@@ -20,7 +20,7 @@ from tritoncp.demo import run as running
 from tritoncp.demo.corpus import IGNORE, documents, window, windows
 from tritoncp.demo.model import Shape, Transformer, alibi, angles, rotate
 from tritoncp.demo.ranks import LocalRanks, RankFailed
-from tritoncp.demo.report import Display, colour, difference, paint, plans_of
+from tritoncp.demo.report import Display, difference
 from tritoncp.demo.train import Config, Step, train
 
 ROOT = Path(__file__).parents[1]
@@ -169,16 +169,6 @@ def test_a_disagreement_is_shown_and_fails(second, monkeypatch, tmp_path):
 def test_difference_is_infinite_for_what_cannot_be_compared():
     assert difference([1.0, 2.0], [1.0, 2.25]) == 0.25
     assert difference([1.0], [1.0, 2.0]) == difference([float("nan")], [1.0]) == float("inf")
-
-
-def test_the_picture_has_every_ranks_colour_where_it_computes(tmp_path):
-    plan = plans_of(Config(seq_len=1024, steps=1), 4)[0]
-    paint(plan, tmp_path / "plan.png")
-    picture = Image.open(tmp_path / "plan.png")
-    for block, rank in enumerate(plan.owners[0].tolist()):
-        row = 60 + int((block + 0.5) * 640 / 8)  # a token in the middle of the block sees itself
-        assert picture.getpixel((40 + row - 60 - 2, row)) == colour(rank)
-    assert picture.getpixel((40 + 630, 60 + 10)) == (255, 255, 255), "no query sees a later key"
 
 
 def test_a_terminal_gets_bars_and_a_log_gets_lines():

@@ -3,7 +3,7 @@
 import pytest
 
 from tritoncp.closed_forms import and_masks, causal, document
-from tritoncp.draw import WIDTH, picture, spans
+from tritoncp.draw import WIDTH, blocks, picture, spans
 from tritoncp.masks import create_block_mask
 from tritoncp.plan import build
 
@@ -19,13 +19,14 @@ def plan(size=1024, world_size=4, balancer="ptrr"):
 def test_every_block_is_labelled_with_its_owner(balancer):
     drawn = plan(balancer=balancer)
     lines = picture(drawn).splitlines()[3:11]
+    assert [line.rank for line in blocks(drawn)[1:]] == drawn.owners[0].tolist()
     assert [int(line.split()[0]) for line in lines] == drawn.owners[0].tolist()
     assert [line.split()[1] for line in lines] == drawn.mask.draw().splitlines()
 
 
 def test_work_and_imbalance_are_the_plans():
     drawn = plan()
-    *_, work = picture(drawn).split("\n\n")
+    _, _, work, _ = picture(drawn).split("\n\n")
     title, *bars = work.splitlines()
     assert f"max/mean {drawn.imbalance:.3f}" in title
     assert [float(bar.split()[-1]) for bar in bars] == drawn.work
@@ -34,7 +35,7 @@ def test_work_and_imbalance_are_the_plans():
 
 def test_a_long_plan_fits_a_screen():
     lines = picture(plan(size=128 * 200, world_size=64)).splitlines()
-    assert len(lines) <= WIDTH + 6
+    assert len(lines) <= WIDTH + 6 + 8
     assert all(len(line) <= 2 * WIDTH for line in lines[1:])
 
 

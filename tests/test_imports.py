@@ -43,9 +43,10 @@ ROOMS = {
             "plan",
             "handles",
             "draw",
+            "plot",
         },
         set(),
-        {"torch"},
+        {"torch", "PIL"},
         frozenset({"torch.distributed"}),
     ),
     "mods": Room({"mods"}, set(), {"torch", "triton", "platformdirs"}, frozenset({"torch.distributed"})),
@@ -77,7 +78,7 @@ ROOMS = {
         {"torch", "rich"},
     ),
     "edge": Room(
-        {"", "__main__", "cli", "demo", "doctor", "inspect", "tune"},
+        {"", "__main__", "cli", "demo", "doctor", "expressions", "inspect", "planned", "tune"},
         ALL_BUT_EDGE | {"perf"},
         {"torch", "triton", "click", "rich", "platformdirs", "PIL"},
     ),
@@ -171,7 +172,7 @@ def test_importing_the_package_loads_neither_triton_nor_torch():
 
 def test_masks_and_plans_are_made_without_triton():
     names = "causal, create_block_mask, sliding_window"
-    assert "triton" not in loaded_after(f"from tritoncp import {names}; import tritoncp.plan")
+    assert not {"triton", "PIL"} & loaded_after(f"from tritoncp import {names}; import tritoncp.plan")
 
 
 def test_the_command_line_shows_its_help_without_torch():

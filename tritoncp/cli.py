@@ -1,8 +1,9 @@
-"""The command line: `tritoncp demo`, `doctor`, `perf`. Torch is imported by the command that needs it."""
+"""The command line: `tritoncp demo`, `doctor`, `plan`, `perf`. Torch is imported where it is needed."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -66,6 +67,83 @@ def demo(steps: int, seq_len: int, world_size: int | None, out: Path, as_json: b
         if as_json:
             click.echo(text)
         sys.exit(0 if report.agree else 1)
+
+
+class Tokens(click.ParamType):
+    """A number of tokens, as 1000, 128K or 1M."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        from tritoncp.expressions import count
+
+        try:
+            return value if isinstance(value, int) else count(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+BALANCERS = ("contiguous", "head_tail", "locality", "natural", "per_document", "ptrr")
+SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
+
+
+@main.command()
+@click.option(
+    "--mask",
+    metavar="EXPR",
+    help="causal, full, document, window(left, right=0), prefix_lm(n), joined with & | ~ and parentheses, or "
+    "module:function, a mask_mod of your own.  [default: causal, with --lengths causal & document]",
+)
+@click.option(
+    "--lengths", metavar="N,N,...|FILE", help="Tokens of each document: numbers, JSON, or a file of either."
+)
+@click.option(
+    "--seq-len", type=Tokens(), help="Tokens, as 128K or 1M.  [default: the lengths' sum, else 128K]"
+)
+@click.option("--world-size", type=click.IntRange(1), default=8, show_default=True, help="Ranks.")
+@click.option("--heads", type=click.IntRange(1), default=32, show_default=True, help="Query heads.")
+@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="Key and value heads.")
+@click.option(
+    "--head-dim", type=click.IntRange(1), default=128, show_default=True, help="Of queries and keys."
+)
+@click.option("--v-head-dim", type=click.IntRange(1), help="Of values.  [default: --head-dim]")
+@click.option("--batch", type=click.IntRange(1), help="Batch rows.  [default: those of the lengths, else 1]")
+@click.option("--dtype", type=click.Choice(list(ITEMSIZE)), default="bfloat16", show_default=True)
+@click.option(
+    "--balancer", type=click.Choice(BALANCERS), default="ptrr", show_default=True, help="Who gets what."
+)
+@click.option(
+    "--schedule", type=click.Choice(SCHEDULES), default="auto", show_default=True, help="What travels."
+)
+@click.option(
+    "--block-size", type=click.IntRange(1), default=128, show_default=True, help="Tokens of a block."
+)
+@click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Where the picture goes.")
+@click.option(
+    "--html", type=click.Path(dir_okay=False, path_type=Path), help="Where a page with all of it goes."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> None:
+    """Show how a mask would be dealt to ranks, and what that costs: no GPU is needed.
+
+    \b
+    tritoncp plan --mask "causal & window(4K)" --seq-len 1M --world-size 64
+    tritoncp plan --lengths 4096,8192,53248 --world-size 4 --png plan.png
+
+    Shows who owns which blocks, the work of each rank, what each schedule sends and keeps, its predicted
+    time, and what "auto" takes. In Python: print(plan), plan.plot().
+    """
+    from tritoncp.planned import planned, say, write
+
+    try:
+        facts = planned(**options)
+        for path in (png, html):
+            if path is not None:
+                write(facts, path)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(json.dumps(facts.as_json())) if as_json else say(facts)
 
 
 @main.group()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -187,14 +187,9 @@ def why(found: Sequence[Cost], hardware: Hardware) -> str:
     return f"predicted ms a layer on {hardware.name}: {times}"
 
 
-def table(found: Sequence[Cost], shape: Shape, hardware: Hardware) -> str:
-    """The comparison as text."""
-    lines = [
-        f"batch {shape.batch}, {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, on {hardware.name} "
-        f"({hardware.source}); the slowest rank, predicted:",
-        f"{'schedule':<10} {'forward ms':>11} {'backward ms':>12} {'MiB more':>9}",
-    ]
-    for cost in found:
-        times = f"{cost.forward * 1e3:>11.3f} {cost.backward * 1e3:>12.3f}"
-        lines.append(f"{cost.schedule:<10} {times} {cost.memory / 2**20:>9.1f}")
-    return "\n".join(lines)
+def sent(plan: Plan, schedule: str, shape: Shape) -> list[int]:
+    """Bytes that each rank would send in a forward and a backward pass of one layer."""
+    layer: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads}
+    layer |= {"head_dim": shape.head_dim, "v_head_dim": shape.v_head_dim, "itemsize": shape.itemsize}
+    other = replace(plan, schedule=schedule, handle=None)
+    return [other.for_rank(rank).bytes_sent(**layer) for rank in range(plan.world_size)]

@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from tritoncp.masks import Mask, Runs
 from tritoncp.runs import content
 from tritoncp.sharding import Placement, by_blocks, natural, without_padding
 from tritoncp.tables import Tables, slot_runs, tables_of
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SCHEDULES = ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 
@@ -175,10 +179,32 @@ class Plan:
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
         >>> len(plan.explain(heads=16, kv_heads=16).splitlines())
-        6
+        7
         """
-        hardware, layer = hardware or cost.hardware_of(self.world_size), cost.Shape(**shape)
-        return cost.table(cost.costs(self, layer, hardware), layer, hardware)
+        from tritoncp.draw import Facts, table
+
+        return "\n".join(table(Facts.of(self, hardware, **shape)))
+
+    def plot(
+        self, path: str | Path | None = None, hardware: cost.Hardware | None = None, **shape: int
+    ) -> "Image.Image":
+        """The plan as a picture: who sees whom, by whom it is computed, the work of each rank, whose keys it
+        reads and what each schedule would cost a layer. Needs Pillow: pip install 'tritoncp[plot]'.
+
+        path: where it is also saved: .png, or .html for a page with everything in it. shape: as for
+        :meth:`explain`. The result is a PIL image, which a notebook shows.
+        """
+        from tritoncp.draw import Facts
+        from tritoncp.plot import html, paint
+
+        facts, place = Facts.of(self, hardware, **shape), None if path is None else Path(path)
+        if place is not None and place.suffix not in (".png", ".html"):
+            raise ValueError(f"path {str(path)!r}: the picture is a .png, the page an .html")
+        image = paint(facts)
+        if place is not None:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            image.save(place) if place.suffix == ".png" else place.write_text(html(facts))
+        return image
 
     def degree_for(self, heads: int) -> int:
         """Ranks that trade heads under "ulysses": what the plan says, else as many as there are heads for."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -19,9 +17,6 @@ from tritoncp.demo.train import Config, Step, plan_of
 # 4.8e-7, and AdamW carries differences in the last bits on: over 20 steps they stayed below 1e-6. The mildest
 # bug tried, ALiBi that sees keys in gathered instead of global order, gives 8e-4 at once and 3e-3 by step 3.
 TOLERANCE = 1e-4
-
-PALETTE = ((68, 119, 170), (238, 102, 119), (34, 136, 51), (204, 187, 68), (102, 204, 238), (170, 51, 119))
-PAPER, INK, SIDE = (255, 255, 255), (40, 40, 40), 640
 
 
 @dataclass(frozen=True)
@@ -123,41 +118,3 @@ def show(console: Console, report: Report) -> None:
     verdict = "[green]agree[/green]" if report.agree else "[red]DISAGREE[/red]"
     gap = f"largest difference {report.largest_difference:.1e}, allowed {report.tolerance:.0e}"
     console.print(f"losses   {verdict}: {gap}", highlight=False)
-
-
-def paint(plan: Any, path: Path) -> None:
-    """The plan as a PNG: who sees whom, coloured by the rank that computes it, and the work of each rank."""
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ModuleNotFoundError as missing:
-        raise RuntimeError("the picture of the plan needs Pillow: pip install 'tritoncp[demo]'") from missing
-
-    colours = torch.tensor([colour(rank) for rank in range(plan.world_size)], dtype=torch.uint8)
-    at = torch.linspace(0, plan.mask.q_len - 1, min(SIDE, plan.mask.q_len)).long()
-    seen = plan.mask.to_dense()[0, 0][at][:, at]
-    owner = plan.owners[0].repeat_interleave(plan.mask.q_block)[: plan.mask.q_len][at]
-    pixels = torch.where(seen[..., None], colours[owner][:, None], torch.tensor(PAPER, dtype=torch.uint8))
-    raw = bytes(pixels.flatten().tolist())
-    square = Image.frombytes("RGB", (len(at), len(at)), raw).resize((SIDE, SIDE), Image.Resampling.NEAREST)
-
-    canvas = Image.new("RGB", (SIDE + 380, SIDE + 100), PAPER)
-    canvas.paste(square, (40, 60))
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(15)
-    draw.rectangle((39, 59, SIDE + 40, SIDE + 60), outline=INK)
-    draw.text((40, 14), f"{plan.mask.q_len} tokens: which query (down) sees which key (across)", INK, font)
-    draw.text((40, 34), f"coloured by the rank that owns the query's block; order {plan.balancer}", INK, font)
-    draw.text((SIDE + 70, 34), f"work, max/mean {plan.imbalance:.3f}", INK, font)
-    most, height = max(plan.work), min(40, SIDE // plan.world_size)
-    for rank, blocks in enumerate(plan.work):
-        top = 60 + rank * height
-        draw.rectangle((SIDE + 70, top, SIDE + 70 + 160 * blocks / most, top + 0.7 * height), colour(rank))
-        draw.text((SIDE + 240, top + 2), f"rank {rank}: {blocks:g} blocks", INK, font)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    canvas.save(path)
-
-
-def colour(rank: int) -> tuple[int, int, int]:
-    """Distinct for the first six ranks, and darker each time round."""
-    fade = 0.75 ** (rank // len(PALETTE))
-    red, green, blue = (round(c * fade) for c in PALETTE[rank % len(PALETTE)])
-    return red, green, blue

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 
 from tritoncp.demo import ranks
-from tritoncp.demo.report import TOLERANCE, Display, Report, bytes_of, difference, paint, plans_of, show
+from tritoncp.demo.report import TOLERANCE, Display, Report, bytes_of, difference, plans_of, show
 from tritoncp.demo.train import Config, Step, train
 
 Losses = tuple[list[Step], list[Step]]  # of many ranks, of one
@@ -77,7 +77,9 @@ def introduce(config: Config, world_size: int, out: Path, console: Console) -> N
     console.print(f"step 1 of {config.steps}; every step has other documents", highlight=False)
     console.print(str(plan), highlight=False, markup=False, soft_wrap=True)
     console.print()
-    paint(plan, out / "plan.png")
+    shape = config.shape
+    layer = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    plan.plot(out / "plan.png", **layer, v_head_dim=shape.head_dim, itemsize=4)
 
 
 def summary(config: Config, world_size: int, out: Path, losses: Losses, seconds: float) -> Report:
