@@ -1,9 +1,14 @@
 """What `print(plan)` shows is what the plan says."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
+from tritoncp import cost
 from tritoncp.closed_forms import and_masks, causal, document
-from tritoncp.draw import WIDTH, blocks, picture, spans
+from tritoncp.cost import NVLINK
+from tritoncp.draw import WIDTH, Facts, blocks, colours, picture, spans, text
 from tritoncp.masks import create_block_mask
 from tritoncp.plan import build
 
@@ -31,6 +36,48 @@ def test_work_and_imbalance_are_the_plans():
     assert f"max/mean {drawn.imbalance:.3f}" in title
     assert [float(bar.split()[-1]) for bar in bars] == drawn.work
     assert max(bar.count("█") for bar in bars) == 32
+
+
+def test_costs_and_bytes_are_the_plans():
+    drawn = plan(8192)
+    facts = Facts.of(drawn, batch=2, heads=8, kv_heads=4, head_dim=64, v_head_dim=32, itemsize=4)
+    layer = {"batch": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "v_head_dim": 32, "itemsize": 4}
+    assert {each.schedule for each in facts.costs} == {"allgather", "ring", "fetch", "ulysses"}
+    for schedule, sent in facts.sent.items():
+        views = [replace(drawn, schedule=schedule).for_rank(rank) for rank in range(4)]
+        assert sent == [view.bytes_sent(**layer) for view in views]
+    assert int(facts.reads.sum() - facts.reads.trace()) == sum(
+        replace(drawn, schedule="fetch").for_rank(rank).bytes_sent(**layer, backward=False)
+        for rank in range(4)
+    )
+    said = text(facts)
+    for each in facts.costs:
+        (line,) = [line for line in said.splitlines() if line[2:].startswith(each.schedule)]
+        assert f"{each.forward * 1e3:.3f}" in line and line.startswith("→") == (
+            each.schedule == drawn.schedule
+        )
+    rows = drawn.s_local * 2
+    want = rows * 8 * (64 * 4 + 32 * 4 + 4) + rows * 4 * (64 + 32) * 4
+    assert facts.shard_bytes == want and f"{want / 2**20:.1f} MiB" in said
+    assert json.loads(json.dumps(facts.as_json()))["work"] == drawn.work
+
+
+def test_what_auto_takes_and_what_would_be_better_here():
+    drawn = plan(8192)
+    usual = Facts.of(drawn)
+    assert usual.auto == drawn.schedule == usual.costs[0].schedule
+    assert f"auto takes {drawn.schedule}: " in text(usual)
+    slow = replace(NVLINK, bandwidth=1e7)
+    tiny = Facts.of(plan(8192, balancer="contiguous"), slow, heads=64, kv_heads=1)
+    assert tiny.auto == cost.costs(tiny.plan, cost.Shape(), slow)[0].schedule
+    if tiny.auto != tiny.costs[0].schedule:
+        assert f"schedule={tiny.costs[0].schedule!r}" in text(tiny)
+
+
+def test_every_rank_has_a_colour_of_its_own():
+    for world_size in (1, 8, 9, 64):
+        assert len(set(colours(world_size))) == world_size
+    assert len(colours(1024)) == 1024
 
 
 def test_a_long_plan_fits_a_screen():

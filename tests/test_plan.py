@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
-from tritoncp import comm, engines
+from tritoncp import comm, cost, engines, steps
 from tritoncp.balance import MASKED
 from tritoncp.masks import (
     ABSENT,
@@ -28,7 +29,7 @@ from tritoncp.masks import (
 )
 from tritoncp.plan import Plan, build
 from tritoncp.schedules import SCHEDULES
-from tritoncp.sharding import row_positions
+from tritoncp.sharding import Placement, row_positions
 
 BALANCERS = ["ptrr", "head_tail", "contiguous", None]
 
@@ -256,6 +257,35 @@ def test_plans_are_frozen() -> None:
     with pytest.raises(AttributeError):
         plan.rank = 1
     assert plan.for_rank(0) is plan
+
+
+def test_what_no_rank_changes_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All views of a plan, every schedule of it and its bytes: one look at the mask for all of them."""
+    mod = and_masks(causal(), document(lengths=[100, 300, 112]))
+    mask = create_block_mask(mod, None, None, 512, 512, BLOCK_SIZE=16)
+    made = build(mask, 8, schedule="allgather")
+    calls: dict[str, int] = {}
+
+    def watch(owner: object, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def counted(*args: object, **named: object) -> object:
+            calls[name] = calls.get(name, 0) + 1
+            return inner(*args, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for name in ("seen_blocks", "traffic", "way", "fetch", "ring"):
+        watch(steps, name)
+    watch(Placement, "gathered")
+    layer = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 16}
+    for _ in range(2):
+        for rank, schedule in product(range(8), SCHEDULES):
+            view = replace(made.for_rank(rank), schedule=schedule)
+            view.bytes_sent(**layer), view.ring, view.fetch, view.tables(), view.tables(buffer=rank)
+        cost.costs(made, cost.Shape(heads=8, kv_heads=8), cost.NVLINK)
+    one_for_each_rank = {"fetch": 8, "ring": 8, "gathered": 1 + 8 + 2}  # and 2 for rows of ranks
+    assert calls == {"seen_blocks": 2, "traffic": 2, "way": 2} | one_for_each_rank
 
 
 # -- bytes --------------------------------------------------------------------------------------------

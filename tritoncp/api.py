@@ -93,6 +93,8 @@ def flex_attention(
             return plan_cache.facts_of_call(made, query, key, value, *options)
 
         plan = agreement.at_every_call(group, ready, facts)
+        if group is not None and "ring" in plan.schedule:
+            comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
         world = None if group is None else group.group_name
         outs = attend([query], [key], [value], score, pin(plan), world, scale, kernel_options, want_max)
     if sinks is not None:
