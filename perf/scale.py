@@ -137,6 +137,8 @@ def run(sizes: Sequence[int], worlds: Sequence[int], results: Path) -> list[dict
     asked = points(sizes, worlds)
     missing = [point for point in asked if tuple(point) not in known]
     results.parent.mkdir(parents=True, exist_ok=True)
+    whole_lines = "".join(json.dumps(line) + "\n" for line in known.values())
+    results.write_text(whole_lines)  # less what was cut short
     made: tuple[tuple[str, int], Mask, float] | None = None
     for number, point in enumerate(missing, 1):
         if made is None or made[0] != (point.mask, point.tokens):
@@ -172,14 +174,259 @@ def whole(line: dict[str, Any]) -> dict[str, float]:
     return {"s": sum(part["s"] for part in parts), "mib": max(part["mib"] for part in parts)}
 
 
+# -- the page ----------------------------------------------------------------------------------------
+
+GIB = 2**30
+TABLES = ((1024, 64), (8192, 1024))  # thousands of tokens, ranks
+LIMITS = {"s": 1.0, "mib": 64.0}  # what the whole plan of 1M tokens on 64 ranks may take
+ABOUT = """# Plans at scale
+
+Made by `python -m tritoncp.perf.scale --out docs/scaling.md` ({count} plans; one CPU core, no GPU; nothing
+here ran attention). Masks: causal; documents as a corpus packs them (log-normal lengths, median 1400 tokens,
+in a causal mask); a causal window of 4096 tokens; a prefix of a quarter of the sequence; documents in that
+window. Blocks of 128 tokens; a layer of 32 query and 8 key heads of 128 in bfloat16. What schedules would
+take is predicted by the cost model behind `schedule="auto"`, from datasheets, and not measured.
+
+The time of a plan is one rank's: to place the blocks, to choose a schedule, and to make the tables of its
+first step. Its memory is the most the process held beyond what it held before. The mask is made before, and
+counted apart."""
+
+
+def page(lines: Sequence[dict[str, Any]], folder: str) -> str:
+    """The text, with its tables and the names of its pictures in ``folder``."""
+    parts = [ABOUT.format(count=len(lines)), *verdicts(lines)]
+    for name, (title, about) in PICTURES.items():
+        parts += [f"## {title}", about, f"![{title}]({folder}/{name}.svg)"]
+    sizes = [(line["tokens"], line["world"]) for line in lines]
+    for tokens, world in [size for size in TABLES if size in sizes] or [max(sizes)]:
+        rows = [line for line in lines if (line["tokens"], line["world"]) == (tokens, world)]
+        parts += [f"## {tokens_of(tokens)} tokens on {world} ranks", table(rows)]
+    return "\n\n".join(parts) + "\n"
+
+
+def verdicts(lines: Sequence[dict[str, Any]]) -> list[str]:
+    """What the figures say about the limits, and what gives first."""
+    said = ["## What holds, and what gives first"]
+    near = [line for line in lines if (line["tokens"], line["world"]) == (1024, 64)]
+    if near:
+        slow, wide = (max(near, key=lambda line: whole(line)[unit]) for unit in LIMITS)
+        said.append(
+            f"**1M tokens on 64 ranks**: the slowest whole plan ({_named(slow)}) takes {whole(slow)['s']:.2f} "
+            f"s, the largest ({_named(wide)}) {whole(wide)['mib']:.0f} MiB; the limits are {LIMITS['s']:g} s "
+            f"and {LIMITS['mib']:g} MiB. Masks took {max(line['mask_s'] for line in near):.2f} s at most."
+        )
+    far = [line for line in lines if (line["tokens"], line["world"]) == (8192, 1024)]
+    if far:
+        slow = max(far, key=lambda line: whole(line)["s"])
+        others = max(whole(line)["s"] for line in far if line["balancer"] != "locality")
+        wide = max(far, key=lambda line: whole(line)["mib"])
+        said += [
+            f"**8M tokens on 1024 ranks**: every balancer and schedule finishes. {_named(slow)} takes "
+            f"{whole(slow)['s']:.0f} s and every other balancer at most {others:.1f} s; the most memory is "
+            f"{whole(wide)['mib']:.0f} MiB ({_named(wide)}).",
+            *FIRST,
+        ]
+    return said
+
+
+FIRST = (
+    """In this order:
+
+1. **Memory of `allgather`.** Every rank holds two head groups of all keys and values and their gradients:
+   96 GiB at 8M tokens, whatever the number of ranks; at 2M tokens it is 24 GiB. `ring` and `ulysses` hold less
+   with every rank that is added.
+2. **Evenness, when ranks hold few blocks.** A block is the least that can be given away. With eight blocks a
+   rank (1M tokens on 1024) one block of a long document is more than a rank's share of a packed corpus, and no
+   placement of equally many whole blocks is even: max/mean 1.4 to 1.8. With 64 blocks a rank it is below
+   1.09, with 128 below 1.03. Smaller blocks help where there are so many ranks: BLOCK_SIZE=64 halves the least.
+3. **Messages.** On 1024 ranks a schedule that talks to everyone pays 1023 latencies of 20 us, 20 ms in each
+   direction: more than the attention of a packed corpus takes. `ptrr` spreads every document over all ranks;
+   `per_document` and `locality` talk to few. Ulysses within 32 ranks and fetch between rows cuts the peers by
+   32 and wins for dense masks at W=1024.
+4. **Planning time of `locality`.** One rank after the other takes the best of all windows that are left:
+   ranks x blocks x 16 sizes. That is 0.5 s at 1M tokens on 64 ranks and 25 s at 8M on 1024, where it is also no
+   better than `per_document` by more than a few per cent. All other balancers stay below a second; on top,
+   choosing a schedule looks at what every rank sees, ranks x blocks, under a second too.
+5. **Memory of a plan.** Which blocks each rank sees is one byte for each pair: 64 MiB at 8M tokens on 1024
+   ranks, held once for all views of a plan, and only by `ring`, `fetch` and "auto".""",
+)
+
+
+def _named(line: dict[str, Any]) -> str:
+    return f"{line['mask']}, {line['balancer']}"
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    head = "mask", "balancer", "max/mean", "keys that travel", "place", "choose", "tables", "most", "auto"
+    found = [" | ".join(("", *head, *(f"{name} sends, GiB" for name in SCHEDULES), "")).strip()]
+    found.append("|" + "---|" * (len(head) + len(SCHEDULES)))
+    for line in rows:
+        own = line["schedules"][line["auto"]]
+        cells = [
+            line["mask"],
+            line["balancer"],
+            f"{line['imbalance']:.3f}",
+            f"{line['travels']:.1f} %",
+            *(f"{part['s']:.2f} s" for part in (line["place"], line["choose"], own)),
+            f"{whole(line)['mib']:.0f} MiB",
+            line["auto"],
+            *(f"{line['schedules'][name]['sent'] / GIB:.3g}" for name in SCHEDULES),
+        ]
+        found.append("| " + " | ".join(cells) + " |")
+    return "\n".join(found)
+
+
+def tokens_of(thousands: int) -> str:
+    """
+    >>> tokens_of(128), tokens_of(8192)
+    ('128K', '8M')
+    """
+    return f"{thousands}K" if thousands % 1024 else f"{thousands // 1024}M"
+
+
+# -- pictures ----------------------------------------------------------------------------------------
+
+PICTURES = {
+    "planning": (
+        "Time and memory of one rank's whole plan",
+        'Packed documents, `schedule="auto"`; dashed: one second, 64 MiB.',
+    ),
+    "balance": (
+        "Evenness against blocks a rank",
+        "Every length and number of ranks; a point is a plan; dashed: 2 %. What counts is blocks a rank.",
+    ),
+    "schedules": (
+        "What each schedule sends, keeps and takes",
+        "The longest sequence, placed by `per_document`; the busiest rank of a layer, forward and backward.",
+    ),
+}
+COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377")
+
+
+def draw(lines: Sequence[dict[str, Any]], folder: Path) -> None:
+    """The pictures, as SVG files. Needs Matplotlib: pip install 'tritoncp[study]'."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update(
+        {"svg.hashsalt": "tritoncp", "svg.fonttype": "none", "font.size": 9, "font.family": "sans-serif",
+         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e9ecef"}
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in PICTURES:
+        figure = {"planning": _planning, "balance": _balance, "schedules": _schedules}[name](lines)
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
+
+
+def _panels(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(3.1 * columns + 0.6, 2.5 * rows + 0.6), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def _planning(lines: Sequence[dict[str, Any]]) -> Any:
+    worlds = sorted({line["world"] for line in lines})[1:] or [lines[0]["world"]]
+    figure, panels = _panels(2, len(worlds), sharex=True, sharey="row")
+    for row, (unit, said) in enumerate({"s": "seconds of one core", "mib": "MiB"}.items()):
+        for panel, world in zip(panels[row], worlds):
+            for name, colour in zip(balancers, COLOURS):
+                some = [
+                    (line["tokens"], max(whole(line)[unit], 1e-3))
+                    for line in lines
+                    if (line["mask"], line["world"], line["balancer"]) == ("documents", world, name)
+                ]
+                panel.plot(*zip(*sorted(some)), "o-", color=colour, label=name, markersize=3, linewidth=1.2)
+            panel.axhline(LIMITS[unit], color="#212529", linestyle="--", linewidth=0.8)
+            panel.set(xscale="log", yscale="log", title=f"{world} ranks" if row == 0 else "")
+            _thousands(panel, lines)
+        panels[row][0].set_ylabel(said)
+    _key(figure, panels[0][0])
+    return figure
+
+
+def _balance(lines: Sequence[dict[str, Any]]) -> Any:
+    figure, panels = _panels(1, len(MASKS), sharey=True)
+    for panel, mask in zip(panels[0], MASKS):
+        for name, colour in zip(balancers, COLOURS):
+            some = [
+                (line["tokens"] * 8 / line["world"], max(100 * (line["imbalance"] - 1), 0.01))
+                for line in lines
+                if (line["mask"], line["balancer"]) == (mask, name)
+            ]
+            panel.plot(*zip(*some), "o", color=colour, label=name, markersize=3.5, alpha=0.8)
+        panel.axhline(2, color="#212529", linestyle="--", linewidth=0.8)
+        panel.set(xscale="log", yscale="log", title=mask, xlabel="blocks a rank", ylim=(0.007, 2000))
+        panel.set_yticks([0.01, 0.1, 1, 10, 100, 1000], ["≤ 0.01", "0.1", "1", "10", "100", "1000"])
+        panel.minorticks_off()
+    panels[0][0].set_ylabel("% that the busiest rank\nhas more work than the mean")
+    _key(figure, panels[0][0])
+    return figure
+
+
+def _schedules(lines: Sequence[dict[str, Any]]) -> Any:
+    most = max(line["tokens"] for line in lines)
+    figures: dict[str, Callable[[dict[str, float]], float]] = {
+        "GiB sent": lambda of: of["sent"] / GIB,
+        "GiB beyond the shard": lambda of: of["extra"] / GIB,
+        "predicted ms": lambda of: of["ms"],
+    }
+    figure, panels = _panels(len(figures), len(MASKS), sharex=True, sharey="row")
+    for row, (said, value) in enumerate(figures.items()):
+        for panel, mask in zip(panels[row], MASKS):
+            for name, colour in zip(SCHEDULES, COLOURS):
+                some = [
+                    (line["world"], max(value(line["schedules"][name]), 1e-3))
+                    for line in lines
+                    if (line["mask"], line["tokens"], line["balancer"]) == (mask, most, "per_document")
+                ]
+                panel.plot(*zip(*sorted(some)), "o-", color=colour, label=name, markersize=3, linewidth=1.2)
+            panel.set(xscale="log", yscale="log", title=mask if row == 0 else "")
+            worlds = sorted({line["world"] for line in lines})
+            panel.set_xticks(worlds, map(str, worlds), minor=False)
+            panel.minorticks_off()
+        panels[row][0].set_ylabel(f"{said}, {tokens_of(most)} tokens")
+    for panel in panels[-1]:
+        panel.set_xlabel("ranks")
+    _key(figure, panels[0][0])
+    return figure
+
+
+def _thousands(panel: Any, lines: Sequence[dict[str, Any]]) -> None:
+    sizes = sorted({line["tokens"] for line in lines})
+    panel.set_xticks(sizes, map(tokens_of, sizes), minor=False)
+    panel.minorticks_off()
+
+
+def _key(figure: Any, panel: Any) -> None:
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--sizes", default=SIZES, type=Numbers(), show_default=True, help="Thousands (1024) of tokens.")
 @click.option("--worlds", default=WORLDS, type=Numbers(), show_default=True, help="Numbers of ranks.")
-@click.option("--results", default=Path("scale.jsonl"), type=click.Path(dir_okay=False, path_type=Path))
-def main(sizes: Sequence[int], worlds: Sequence[int], results: Path) -> None:
-    """Make plans of every mask, length, world and balancer."""
+@click.option(
+    "--results",
+    default=Path("scale.jsonl"),
+    show_default=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where each plan's line goes; what is there is not made again.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where the page goes, its pictures in a folder beside it; without it, none is made.",
+)
+def main(sizes: Sequence[int], worlds: Sequence[int], results: Path, out: Path | None) -> None:
+    """Make plans of every mask, length, world and balancer on one CPU core, and the page of docs/scaling.md.
+
+    About half an hour; a run that was stopped goes on where it was.
+    """
     torch.set_num_threads(1)
-    run(sizes, worlds, results)
+    lines = run(sizes, worlds, results)
+    if out is not None:
+        draw(lines, out.with_suffix(""))
+        out.write_text(page(lines, out.stem))
 
 
 if __name__ == "__main__":

@@ -82,7 +82,11 @@ ROOMS = {
         ALL_BUT_EDGE | {"perf"},
         {"torch", "triton", "click", "rich", "platformdirs", "PIL"},
     ),
-    "perf": Room({"perf"}, ALL_BUT_EDGE, {"torch", "triton", "click", "rich", "bokeh", "ruptures"}),
+    "perf": Room(
+        {"perf"},
+        ALL_BUT_EDGE,
+        {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "pytest", "ruptures"},
+    ),
 }
 
 
