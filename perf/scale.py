@@ -230,25 +230,31 @@ def verdicts(lines: Sequence[dict[str, Any]]) -> list[str]:
 
 
 FIRST = (
-    """In this order:
+    """What gives first, in this order:
 
-1. **Memory of `allgather`.** Every rank holds two head groups of all keys and values and their gradients:
-   96 GiB at 8M tokens, whatever the number of ranks; at 2M tokens it is 24 GiB. `ring` and `ulysses` hold less
-   with every rank that is added.
-2. **Evenness, when ranks hold few blocks.** A block is the least that can be given away. With eight blocks a
-   rank (1M tokens on 1024) one block of a long document is more than a rank's share of a packed corpus, and no
-   placement of equally many whole blocks is even: max/mean 1.4 to 1.8. With 64 blocks a rank it is below
-   1.09, with 128 below 1.03. Smaller blocks help where there are so many ranks: BLOCK_SIZE=64 halves the least.
-3. **Messages.** On 1024 ranks a schedule that talks to everyone pays 1023 latencies of 20 us, 20 ms in each
-   direction: more than the attention of a packed corpus takes. `ptrr` spreads every document over all ranks;
-   `per_document` and `locality` talk to few. Ulysses within 32 ranks and fetch between rows cuts the peers by
-   32 and wins for dense masks at W=1024.
-4. **Planning time of `locality`.** One rank after the other takes the best of all windows that are left:
-   ranks x blocks x 16 sizes. That is 0.5 s at 1M tokens on 64 ranks and 25 s at 8M on 1024, where it is also no
-   better than `per_document` by more than a few per cent. All other balancers stay below a second; on top,
-   choosing a schedule looks at what every rank sees, ranks x blocks, under a second too.
-5. **Memory of a plan.** Which blocks each rank sees is one byte for each pair: 64 MiB at 8M tokens on 1024
-   ranks, held once for all views of a plan, and only by `ring`, `fetch` and "auto".""",
+1. **Memory of `allgather`.** Every rank holds two head groups of all keys and values and their gradients: 12
+   GiB at 1M tokens, 24 at 2M, 96 at 8M, whatever the number of ranks. `fetch` of a dense mask is no better.
+   `ring` and `ulysses` hold less with every rank that is added.
+2. **A ring of ranks that are no neighbours.** In natural order a window or a corpus is a matter of
+   neighbouring ranks, and a ring of 1024 takes 2 to 12 ms. Dealt evenly, documents lie on ranks far apart; one
+   reader on the other side of the ring makes keys travel all the way, and the same masks take 440 ms. What is
+   dealt goes with `fetch`, which "auto" finds.
+3. **Evenness, when ranks hold few blocks.** A block is the least that can be given away. With eight blocks a
+   rank (1M tokens on 1024), one block of a long document is more than a rank's share of a packed corpus:
+   max/mean is 1.4 at best and 1.8 with `ptrr`. With 16 blocks a rank `locality` is at 1.01, `per_document` at
+   1.15 and `ptrr` at up to 1.3; with 64 all are below 1.09, with 256 below 1.03. Where there are so many
+   ranks, blocks of 64 tokens make twice as many to deal.
+4. **Messages.** A schedule in which 1024 ranks all talk to each other pays a thousand latencies of 20 us: 20
+   ms each way, more than the attention of a packed corpus takes. `ptrr` spreads every document over all
+   ranks, so that its `fetch` takes 220 ms at 8M tokens where that of `per_document` takes 33 and that of
+   natural order 7. Ulysses cuts the peers by the ranks that trade heads, 32 here.
+5. **Planning time of `locality`.** One rank after the other takes the best windows of what is left: ranks x
+   blocks x 16 sizes. That is half a second at 1M tokens on 64 ranks and 25 s at 8M on 1024. All other
+   balancers place 8M tokens in less than half a second; to choose a schedule is to look at what every rank
+   sees, ranks x blocks, and takes a second there.
+6. **Memory of a plan.** Which blocks each rank sees is a byte for each pair, 64 MiB at 8M tokens on 1024
+   ranks, and some of its rows are held as sums while what travels is counted. It is made once for all views
+   of a plan, and only for `ring`, `fetch`, "auto" and rows of `ulysses`.""",
 )
 
 

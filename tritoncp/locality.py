@@ -129,6 +129,7 @@ class Ring:
         order = (column * (2 * n + 1) + first).argsort()
         column, self.first, self.last = column[order], first[order], last[order]
         self.known: dict[int, Tensor] = {}
+        self.place, self.hardest = torch.arange(n), int(self.cost.argmax())
         self.before = torch.zeros_like(self.last)  # where the column's previous run ends
         self.before[1:] = torch.where(column[1:] == column[:-1], self.last[:-1], 0)
 
@@ -145,6 +146,12 @@ class Ring:
             step = torch.bincount(begin, minlength=self.n + 1) - torch.bincount(until, minlength=self.n + 1)
             self.known[size] = step.cumsum(0)[: self.n]
         return self.known[size]
+
+    def holding_hardest(self, size: int) -> Tensor:
+        """Where windows of ``size`` blocks start that hold the costliest block, ascending."""
+        first = self.hardest - size + 1
+        parts = torch.arange(max(first, 0), self.hardest + 1), torch.arange(min(first, 0), 0) + self.n
+        return torch.cat(parts)
 
     def choose(self, share: int, target: float, cuts: int, tolerance: float) -> Tensor:
         """Blocks of one rank: ``share`` of them with ``target`` work, in one window or two."""
@@ -163,12 +170,11 @@ class Ring:
 
         The other window is looked up by the work it has to bring, in steps of ``width``.
         """
-        place, hardest = torch.arange(self.n), int(self.cost.argmax())
-        at = place[(hardest - place) % self.n < size]
+        at = self.holding_hardest(size)
         steps = int(target / width) + 2
         bucket = (self.work(rest) / width).round().long().clamp(max=steps)
         least = torch.full((steps + 1,), torch.iinfo(torch.int64).max)
-        least.scatter_reduce_(0, bucket, self.seen(rest) * self.n + place, "amin")
+        least.scatter_reduce_(0, bucket, self.seen(rest) * self.n + self.place, "amin")
         least[steps] = torch.iinfo(torch.int64).max
         wanted = ((target - self.work(size)[at]) / width).round().long()
         found = least[wanted.clamp(0, steps)]
