@@ -209,17 +209,17 @@ def verdicts(lines: Sequence[dict[str, Any]]) -> list[str]:
     said = ["## What holds, and what gives first"]
     near = [line for line in lines if (line["tokens"], line["world"]) == (1024, 64)]
     if near:
-        slow, wide = (max(near, key=lambda line: whole(line)[unit]) for unit in LIMITS)
+        slow, wide = _worst(near, "s"), _worst(near, "mib")
         said.append(
-            f"**1M tokens on 64 ranks**: the slowest whole plan ({_named(slow)}) takes {whole(slow)['s']:.2f} "
-            f"s, the largest ({_named(wide)}) {whole(wide)['mib']:.0f} MiB; the limits are {LIMITS['s']:g} s "
-            f"and {LIMITS['mib']:g} MiB. Masks took {max(line['mask_s'] for line in near):.2f} s at most."
+            f"**1M tokens on 64 ranks**: the slowest whole plan ({_named(slow)}) takes "
+            f"{whole(slow)['s']:.2f} s, the largest ({_named(wide)}) {whole(wide)['mib']:.0f} MiB; the limits "
+            f"are {LIMITS['s']:g} s and {LIMITS['mib']:g} MiB. Masks took "
+            f"{max(line['mask_s'] for line in near):.2f} s at most."
         )
     far = [line for line in lines if (line["tokens"], line["world"]) == (8192, 1024)]
     if far:
-        slow = max(far, key=lambda line: whole(line)["s"])
+        slow, wide = _worst(far, "s"), _worst(far, "mib")
         others = max(whole(line)["s"] for line in far if line["balancer"] != "locality")
-        wide = max(far, key=lambda line: whole(line)["mib"])
         said += [
             f"**8M tokens on 1024 ranks**: every balancer and schedule finishes. {_named(slow)} takes "
             f"{whole(slow)['s']:.0f} s and every other balancer at most {others:.1f} s; the most memory is "
@@ -236,9 +236,9 @@ FIRST = (
    GiB at 1M tokens, 24 at 2M, 96 at 8M, whatever the number of ranks. `fetch` of a dense mask is no better.
    `ring` and `ulysses` hold less with every rank that is added.
 2. **A ring of ranks that are no neighbours.** In natural order a window or a corpus is a matter of
-   neighbouring ranks, and a ring of 1024 takes 2 to 12 ms. Dealt evenly, documents lie on ranks far apart; one
-   reader on the other side of the ring makes keys travel all the way, and the same masks take 440 ms. What is
-   dealt goes with `fetch`, which "auto" finds.
+   neighbouring ranks, and a ring of 1024 takes 2 to 12 ms at 1M tokens. Dealt evenly, documents lie on ranks
+   far apart; one reader on the other side of the ring makes keys travel all the way, and the same masks take
+   440 ms. What is dealt goes with `fetch` or `ulysses`, which "auto" finds.
 3. **Evenness, when ranks hold few blocks.** A block is the least that can be given away. With eight blocks a
    rank (1M tokens on 1024), one block of a long document is more than a rank's share of a packed corpus:
    max/mean is 1.4 at best and 1.8 with `ptrr`. With 16 blocks a rank `locality` is at 1.01, `per_document` at
@@ -256,6 +256,10 @@ FIRST = (
    ranks, and some of its rows are held as sums while what travels is counted. It is made once for all views
    of a plan, and only for `ring`, `fetch`, "auto" and rows of `ulysses`.""",
 )
+
+
+def _worst(lines: Sequence[dict[str, Any]], unit: str) -> dict[str, Any]:
+    return max(lines, key=lambda line: whole(line)[unit])
 
 
 def _named(line: dict[str, Any]) -> str:
