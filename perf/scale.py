@@ -212,8 +212,8 @@ def verdicts(lines: Sequence[dict[str, Any]]) -> list[str]:
         slow, wide = _worst(near, "s"), _worst(near, "mib")
         said.append(
             f"**1M tokens on 64 ranks**: the slowest whole plan ({_named(slow)}) takes "
-            f"{whole(slow)['s']:.2f} s, the largest ({_named(wide)}) {whole(wide)['mib']:.0f} MiB; the limits "
-            f"are {LIMITS['s']:g} s and {LIMITS['mib']:g} MiB. Masks took "
+            f"{whole(slow)['s']:.2f} s, the largest ({_named(wide)}) {whole(wide)['mib']:.0f} MiB; the "
+            f"limits are {LIMITS['s']:g} s and {LIMITS['mib']:g} MiB. Masks took "
             f"{max(line['mask_s'] for line in near):.2f} s at most."
         )
     far = [line for line in lines if (line["tokens"], line["world"]) == (8192, 1024)]

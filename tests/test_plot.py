@@ -3,6 +3,7 @@
 import re
 from html.parser import HTMLParser
 from io import BytesIO
+from itertools import product
 
 import pytest
 import torch
@@ -60,6 +61,24 @@ def test_a_thin_window_over_a_long_sequence_is_still_seen() -> None:
     plan = build(create_block_mask(sliding_window(10), 1, 1, size, size), 8, balancer="contiguous")
     pixels = plot.mask_pixels(plan, 256)
     assert bool((pixels.diagonal().T != 255).any(1).all()) and bool((pixels[0, -1] == 255).all())
+
+
+def test_a_thin_mask_has_a_detail_of_its_first_tokens() -> None:
+    size = 1 << 17
+    packed_long = and_masks(causal(), document(lengths=[1000] * (size // 1000) + [size % 1000]))
+    plan = build(create_block_mask(packed_long, 1, 1, size, size), 8)
+    length = plot.lens(plan, plot.mask_pixels(plan))
+    assert length == plot.LENS // 2 * 128
+    pixels, kinds = plot.mask_pixels(plan, 64, 2048).int(), plan.mask.runs.to_kinds()[0, 0]
+    at = [int((i + 0.5) * 2048 / 64) for i in range(64)]
+    for (y, q), (x, kv) in product(enumerate(at), enumerate(at)):
+        seen = kv <= q and kv // 1000 == q // 1000
+        shade = {3: 0.0, 1: FULL}.get(int(kinds[q // 128, kv // 128]), MASKED if seen else HIDDEN)
+        want = faded(colours(8)[int(plan.owners[0, q // 128])], shade)
+        assert (pixels[y, x] - want).abs().max() <= 1, (q, kv)
+    assert plot.html(Facts.of(plan)).count("data:image/png") == 3
+    for other in (packed(4096, 4), build(full_mask(size, size), 8)):  # blocks to be seen; no empty corner
+        assert plot.lens(other, plot.mask_pixels(other)) == 0
 
 
 def test_several_heads_and_ragged_shapes_are_drawn() -> None:

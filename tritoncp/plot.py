@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tritoncp.plan import Plan
 
 SIDE = 720  # pixels of the mask
+LENS = 320  # pixels of the detail in its corner
 READS = 300  # pixels of the table of whose keys are read
 WIDE = 500  # pixels of the right-hand side
 LEFT, TOP = 92, 118
@@ -40,18 +41,20 @@ SHARES = ((FULL, "all blocks"), (0.7, "some"), (SOME, "few"))
 # -- rasters -----------------------------------------------------------------------------------------
 
 
-def mask_pixels(plan: Plan, side: int = SIDE) -> Tensor:
+def mask_pixels(plan: Plan, side: int = SIDE, length: int | None = None) -> Tensor:
     """Query positions down, key positions across, in the colour of the rank that computes: uint8 [y, x, 3].
 
-    Of the first batch row and head. Where a pixel holds many blocks it shows their share, never nothing where
-    something is listed, and the mean colour of their owners.
+    Of the first batch row and head, and of the first ``length`` positions, where that is given. Where a pixel
+    holds many blocks it shows their share, never nothing where something is listed, and the mean colour of
+    their owners.
     """
-    shade = (_shades if _by_block(plan.mask, side) else _shares)(plan.mask, side)
+    near = length is not None or _by_block(plan.mask, side)
+    shade = _shades(plan.mask, side, length) if near else _shares(plan.mask, side)
     owners = plan.owners[0]
     row = _cells(len(owners), len(shade))
     paint = torch.tensor([*colours(plan.world_size), FAINT], dtype=torch.float32)[owners]  # -1: nobody
-    if _by_block(plan.mask, side):
-        colour = paint[_middles(plan.mask.q_len, side) // plan.mask.q_block]
+    if near:
+        colour = paint[_middles(length or plan.mask.q_len, side) // plan.mask.q_block]
     else:
         colour = torch.zeros(len(shade), 3).index_add_(0, row, paint)
         colour = colour / torch.bincount(row, minlength=len(shade))[:, None]
@@ -65,10 +68,11 @@ def _by_block(mask: Mask, side: int = SIDE) -> bool:
     return max(mask.runs.shape[2:]) <= side
 
 
-def _shades(mask: Mask, side: int) -> Tensor:
+def _shades(mask: Mask, side: int, length: int | None) -> Tensor:
     """How strong each pixel is, at the position in its middle: float32 [side, side]."""
-    q, kv = _middles(mask.q_len, side), _middles(mask.kv_len, side)
-    kinds = mask.runs.batch_row(0).to_kinds()[0, 0][q // mask.q_block][:, kv // mask.kv_block]
+    q, kv = _middles(length or mask.q_len, side), _middles(length or mask.kv_len, side)
+    rows = torch.arange(int(q[-1]) // mask.q_block + 1)[None]
+    kinds = mask.runs.batch_row(0).take(rows).to_kinds()[0, 0][q // mask.q_block][:, kv // mask.kv_block]
     shade = torch.zeros(side, side)
     shade[(kinds == Kind.FULL) | (kinds == Kind.BOUNDED)] = FULL
     masked = kinds == Kind.MASKED
@@ -111,6 +115,17 @@ def _cells(blocks: int, pixels: int) -> Tensor:
 
 def _middles(length: int, pixels: int) -> Tensor:
     return (2 * torch.arange(pixels) + 1) * length // (2 * pixels)
+
+
+def lens(plan: Plan, whole: Tensor) -> int:
+    """How many of the first positions are worth a picture of their own, in the corner of a thin mask's
+    ``whole`` picture. 0 where the mask's blocks can be seen, or need the corner."""
+    mask = plan.mask
+    length = min(LENS // 2 * mask.q_block, mask.q_len, mask.kv_len)
+    if _by_block(mask) or 4 * length > mask.q_len:
+        return 0
+    corner = whole[: len(whole) // 2, len(whole) // 2 :]
+    return length if bool((corner == 255).all()) else 0
 
 
 def reads_pixels(facts: Facts, side: int = READS) -> Tensor:
@@ -225,8 +240,15 @@ def _headline(pen: Pen, facts: Facts) -> None:
 
 def _mask(pen: Pen, facts: Facts) -> None:
     plan, mask = facts.plan, facts.plan.mask
-    pen.image.paste(_image(mask_pixels(plan), (SIDE, SIDE)), (LEFT, TOP))
+    whole = mask_pixels(plan)
+    pen.image.paste(_image(whole, (SIDE, SIDE)), (LEFT, TOP))
     pen.box(LEFT - 1, TOP - 1, SIDE + 2, SIDE + 2, None, GREY)
+    length = lens(plan, whole)
+    if length:
+        left, top = LEFT + SIDE - LENS - 24, TOP + 44
+        pen.image.paste(_image(mask_pixels(plan, LENS, length)), (left, top))
+        pen.box(left - 1, top - 1, LENS + 2, LENS + 2, None, GREY)
+        pen.text(left, top - 8, f"the first {tokens(length)} tokens", 13, GREY, "ls")
     for part in range(5):
         at = SIDE * part / 4
         pen.line(LEFT - 6, TOP + at, LEFT - 1, TOP + at)
@@ -256,7 +278,7 @@ def _work(pen: Pen, facts: Facts, x: int, y: int) -> None:
     plan, high = facts.plan, 150
     bars, most = plan.work, max(plan.work) or 1
     mean = sum(bars) / len(bars)
-    said = f"blocks: mean {mean:.6g} (dashed), most {most:.6g}, {plan.imbalance:.3f} times the mean"
+    said = f"blocks: mean {mean:.5g} (dashed), most {most:.5g}"
     _title(pen, x, y, "Work of each rank", said)
     paint, base = colours(plan.world_size), y + 36 + high
     for left, wide, rank in _columns(bars):
@@ -301,8 +323,9 @@ def _reads(pen: Pen, facts: Facts, x: int, y: int) -> None:
     most, total = most_and_total(facts)
     pen.text(scale + 24, top, f"{most} a pair", 13, INK, "lt")
     pen.text(scale + 24, top + 160, "nothing", 13, INK, "ls")
-    pen.box(scale, top + 182, 16, 14, OWN, GREY)
-    pen.text(scale + 24, top + 189, "its own", 13, INK, "lm")
+    if world <= READS:
+        pen.box(scale, top + 182, 16, 14, OWN, GREY)
+        pen.text(scale + 24, top + 189, "its own", 13, INK, "lm")
     pen.text(scale, top + 222, "remote keys and", 13, GREY)
     pen.text(scale, top + 239, "values, all ranks:", 13, GREY)
     pen.text(scale, top + 258, total, 15)
@@ -399,14 +422,15 @@ def html(facts: Facts) -> str:
     first, second = map(escape, headline(facts))
     plan = facts.plan
     most, total = most_and_total(facts)
+    whole = mask_pixels(plan)
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>{first}</title><style>{STYLE}</style><h1>{first}</h1><p>{second}</p><main><div>",
         "<section><h2>Who sees whom, and who computes it</h2><figure>",
-        f"<img alt='queries down, keys across' src='{_data(mask_pixels(plan))}'></figure>",
+        f"<img alt='queries down, keys across' src='{_data(whole)}'></figure>",
         f"<p>Queries (down, 0 to {tokens(plan.mask.q_len)}) see keys "
         f"(across, 0 to {tokens(plan.mask.kv_len)}); the colour is the rank's that computes.</p>",
-        f"<p>{_keys(plan)}</p></section></div><div>",
+        f"<p>{_keys(plan)}</p>{_detail(plan, whole)}</section></div><div>",
         f"<section><h2>Work of each rank</h2><p>Blocks; the most is {plan.imbalance:.3f} times the mean.</p>"
         f"{_bars(plan.work, colours(plan.world_size))}</section>",
         "<section><h2>Whose keys each rank reads</h2>"
@@ -417,6 +441,16 @@ def html(facts: Facts) -> str:
         f"<p>{escape(title(plan))}</p></html>",
     ]
     return "".join(parts) + "\n"
+
+
+def _detail(plan: Plan, whole: Tensor) -> str:
+    length = lens(plan, whole)
+    if not length:
+        return ""
+    return (
+        f"<h2>The first {tokens(length)} tokens</h2><img class=reads alt='a detail' "
+        f"src='{_data(mask_pixels(plan, LENS, length))}'>"
+    )
 
 
 def _data(pixels: Tensor) -> str:
