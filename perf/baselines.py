@@ -18,8 +18,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as torch_flex
 
-from tritoncp.api import flex_attention
-from tritoncp.perf.cases import MASKS, Case, document_lengths
+from tritoncp.api import flex_attention, make_plan, shard, unshard
+from tritoncp.masks import create_block_mask, full_mask
+from tritoncp.perf.cases import MASKS, Case, document_lengths, sink_logits
+from tritoncp.sinks import with_sinks
+from tritoncp.world import simulate
 
 # torch.compile mode and kernel options of each flex variant. The first is what everybody gets.
 FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -45,26 +48,32 @@ class Inputs:
 class Contender:
     """Something that computes a case.
 
-    call:   one forward pass over ``leaves``
-    leaves: q, k, v in the contender's own layout, requiring grad; dout likewise
-    usual:  brings out, dq, dk, dv to [batch, heads, seq, dim]
+    call:   one forward pass over ``leaves``; a list of outputs where several ranks are on one device
+    leaves: q, k, v in the contender's own layout, requiring grad; all q, all k, all v of several ranks; dout
+            as the outputs
+    usual:  brings out, dq, dk, dv (or the list of what the ranks have of it) to [batch, heads, seq, dim]
     repeat: how many times every key head stands in the leaves
     """
 
-    call: Callable[[], Tensor]
-    leaves: tuple[Tensor, Tensor, Tensor]
-    dout: Tensor
-    usual: Callable[[Tensor], Tensor] = lambda x: x
+    call: Callable[[], Any]
+    leaves: tuple[Tensor, ...]
+    dout: Any
+    usual: Callable[[Any], Tensor] = lambda x: x
     repeat: int = 1
 
     def forward(self) -> Tensor:
         """out [batch, heads, seq, v_dim], detached."""
-        return self.usual(self.call().detach())
+        out = self.call()
+        with torch.no_grad():
+            return self.usual(out).detach()
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv, as the case's own q, k, v lie."""
         grads = torch.autograd.grad(self.call(), self.leaves, self.dout)
-        dq, dk, dv = (self.usual(x) for x in grads)
+        ranks = len(grads) // 3
+        with torch.no_grad():
+            each = (grads[i] if ranks == 1 else grads[i : i + ranks] for i in range(0, len(grads), ranks))
+            dq, dk, dv = (self.usual(x) for x in each)
         return dq, *(x.unflatten(1, (-1, self.repeat)).sum(2) for x in (dk, dv))
 
 
@@ -89,12 +98,39 @@ def ours(case: Case, given: Inputs, options: dict[str, Any] | None = None) -> Co
     """tritoncp on one device, with the mask in closed form."""
     mask = MASKS[case.mask].closed(case.seq)
     score = MASKS[case.mask].score(case.heads, given.q.device)
+    sinks = _sinks(case, given)
     leaves = given.q, given.k, given.v
 
     def call() -> Tensor:
-        return flex_attention(*leaves, score, mask, enable_gqa=True, kernel_options=options)
+        return flex_attention(*leaves, score, mask, enable_gqa=True, kernel_options=options, sinks=sinks)
 
     return Contender(call, leaves, given.dout)
+
+
+def split(case: Case, given: Inputs, group: Any = None) -> Contender:
+    """tritoncp by the case's schedule: this rank's part in a process group, or, without one, all ranks in
+    lockstep on this device."""
+    closed = MASKS[case.mask].closed(case.seq)
+    score = MASKS[case.mask].score(case.heads, given.q.device)
+    options: dict[str, Any] = {"enable_gqa": True, "sinks": _sinks(case, given)}
+    mask = create_block_mask(closed, 1, 1, case.seq, case.seq) if closed else full_mask(case.seq, case.seq)
+    whole = (given.q, given.k, given.v, given.dout)
+    if group is not None:
+        plan = make_plan(mask, group, schedule=case.schedule)
+        q, k, v, dout = (shard(x.detach(), plan, dim=2).requires_grad_() for x in whole)
+        call = partial(flex_attention, q, k, v, score, plan, mesh=group, **options)
+        return Contender(
+            call, (q, k, v), dout.detach(), lambda x: unshard(x.detach(), plan, mesh=group, dim=2)
+        )
+    world = simulate(case.world)
+    plan = world.make_plan(mask, schedule=case.schedule)
+    qs, ks, vs, douts = ([x.requires_grad_() for x in world.shard(x.detach(), plan, dim=2)] for x in whole)
+    together: Callable[[], Any] = partial(world.flex_attention, qs, ks, vs, score, plan, **options)
+    return Contender(together, (*qs, *ks, *vs), douts, lambda xs: world.unshard(xs, plan, dim=2))
+
+
+def _sinks(case: Case, given: Inputs) -> Tensor | None:
+    return sink_logits(case.heads, given.q.device) if MASKS[case.mask].sinks else None
 
 
 def flex(case: Case, given: Inputs, variant: str = "flex") -> Contender:
@@ -105,12 +141,17 @@ def flex(case: Case, given: Inputs, variant: str = "flex") -> Contender:
     score = MASKS[case.mask].score(case.heads, device)
     length = (case.seq, case.seq)
     mask = None if mod is None else torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
+    sinks = _sinks(case, given)
     leaves = given.q, given.k, given.v
 
     attention: Any = torch_flex.flex_attention
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, score, mask, enable_gqa=True, kernel_options=options)
+        if sinks is None:
+            return attention(q, k, v, score, mask, enable_gqa=True, kernel_options=options)
+        want = torch_flex.AuxRequest(lse=True)
+        out, aux = attention(q, k, v, score, mask, enable_gqa=True, return_aux=want, kernel_options=options)
+        return with_sinks(out, aux.lse, sinks)[0]  # as users of flex attention do it
 
     # A code object of its own: what is compiled for another variant must not be found for this one.
     call.__code__ = call.__code__.replace(co_name=variant.replace(" ", "_"))
@@ -192,19 +233,30 @@ def _varlen_options(parameters: Any, left: int, grouped: bool) -> dict[str, Any]
 
 
 def contenders(
-    case: Case, given: Inputs, variants: Sequence[str], options: Sequence[dict[str, Any]] = ()
+    case: Case,
+    given: Inputs,
+    variants: Sequence[str],
+    options: Sequence[dict[str, Any]] = (),
+    group: Any = None,
 ) -> dict[str, Callable[[], Contender]]:
     """By name, how to make everyone who may take part. The first word of a name says what it is a variant of.
 
-    variants: keys of FLEX; options: kernel options to try tritoncp with, besides its own choice
+    variants: keys of FLEX; options: kernel options to try tritoncp with, besides its own choice; group: the
+    ranks that share the case, if they do. What splits a sequence over ranks on one device is compared with
+    what computes it whole.
     """
+    if group is not None:
+        return {"tritoncp": partial(split, case, given, group)}
     found: dict[str, Callable[[], Contender]] = {"tritoncp": partial(ours, case, given)}
     found |= {f"tritoncp {_words(chosen)}": partial(ours, case, given, chosen) for chosen in options}
+    if case.together:
+        found = {"tritoncp": partial(split, case, given), "whole": partial(ours, case, given)}
     found |= {name: partial(flex, case, given, name) for name in variants}
     if MASKS[case.mask].dense is not None:
         found["flash"] = partial(dense, case, given, SDPBackend.FLASH_ATTENTION)
         found["cudnn"] = partial(dense, case, given, SDPBackend.CUDNN_ATTENTION)
-    elif MASKS[case.mask].documents or MASKS[case.mask].window is not None:
+        found["efficient"] = partial(dense, case, given, SDPBackend.EFFICIENT_ATTENTION)
+    elif MASKS[case.mask].documents or MASKS[case.mask].window:
         found["flash"] = partial(packed, case, given)
     return found
 

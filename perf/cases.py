@@ -25,9 +25,13 @@ CAP = 50.0
 class Case:
     """One measurement: q [batch, heads, seq, dim], k [batch, kv_heads, seq, dim], v [.., seq, v_dim].
 
-    mask:  a key of MASKS
-    which: "forward" or "backward"
-    tier:  "smoke" (seconds), "core" (the figures to reach) or "full" (other models' shapes)
+    mask:     a key of MASKS
+    which:    "forward" or "backward"
+    tier:     "smoke" (under half a minute), "core" (the figures to reach, eight minutes) or "full" (other
+              models' shapes, sweeps, several ranks)
+    world:    ranks that share the sequence; more than one: by ``schedule``, started by torchrun
+    together: the same ranks, but all of them on this one device in lockstep: what splitting costs
+    model:    whose shape this is; a label, not part of the name
     """
 
     mask: str
@@ -40,6 +44,10 @@ class Case:
     batch: int = 1
     dtype: str = "bfloat16"
     tier: str = "core"
+    world: int = 1
+    schedule: str = ""
+    together: bool = False
+    model: str = ""
 
     @property
     def name(self) -> str:
@@ -47,19 +55,22 @@ class Case:
 
         >>> Case("causal", "forward", 16384).name, Case("full", "backward", 300, heads=8, dim=64).name
         ('causal-16k-fwd', 'full-h8x8-d64x128-300-bwd')
+        >>> Case("causal", "forward", 65536, world=8, schedule="ring").name
+        'causal-w8-ring-64k-fwd'
         """
         parts = [self.mask]
         parts += [f"b{self.batch}"] * (self.batch != 1)
         parts += [f"h{self.heads}x{self.kv_heads}"] * ((self.heads, self.kv_heads) != (32, 8))
         parts += [f"d{self.dim}x{self.v_dim}"] * ((self.dim, self.v_dim) != (128, 128))
         parts += [self.dtype] * (self.dtype != "bfloat16")
+        parts += [f"{'s' if self.together else 'w'}{self.world}", self.schedule] * (self.world > 1)
         parts += [f"{self.seq // 1024}k" if self.seq % 1024 == 0 else str(self.seq)]
         return "-".join([*parts, {"forward": "fwd", "backward": "bwd"}[self.which]])
 
     @property
     def problem(self) -> Case:
         """The part that both passes share: what is compiled and checked once."""
-        return replace(self, which="forward", tier="core")
+        return replace(self, which="forward", tier="core", model="")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -67,7 +78,33 @@ class Case:
 
     def shrunk(self) -> Case:
         """The same case, small enough for interpreted kernels."""
-        return replace(self, seq=256, heads=2, kv_heads=1, dim=16, v_dim=16, batch=1, dtype="float32")
+        heads, kv_heads = (4, 2) if self.world > 1 else (2, 1)
+        small: dict[str, Any] = {
+            "seq": 256,
+            "heads": heads,
+            "kv_heads": kv_heads,
+            "dim": 16,
+            "v_dim": 16,
+            "batch": 1,
+        }
+        return replace(self, **small, dtype="float32")
+
+    @property
+    def tags(self) -> dict[str, str]:
+        """What a reader of the history may want to choose by.
+
+        >>> Case("causal", "forward", 16384).tags["shape"]
+        '1×16384, 32/8 heads of 128'
+        """
+        width = str(self.dim) if self.dim == self.v_dim else f"{self.dim}/{self.v_dim}"
+        shape = f"{self.batch}×{self.seq}, {self.heads}/{self.kv_heads} heads of {width}"
+        tags = {"mask": self.mask, "pass": self.which, "dtype": self.dtype, "shape": shape}
+        ranks = f"{self.world} {'in one' if self.together else 'ranks'}, {self.schedule}"
+        return (
+            tags
+            | ({"model": self.model} if self.model else {})
+            | ({"ranks": ranks} if self.world > 1 else {})
+        )
 
 
 @dataclass(frozen=True)
@@ -79,6 +116,7 @@ class MaskCase:
     score:  the score_mod for a number of heads
     dense:  what scaled_dot_product_attention calls this, "full" or "causal"
     window, documents: what varlen_attn calls this, on top of causal
+    sinks:  whether every head has a learned logit that takes probability (gpt-oss)
     """
 
     closed: Callable[[int], MaskMod | None]
@@ -87,6 +125,7 @@ class MaskCase:
     dense: str | None = None
     window: Callable[[int], int] | None = None
     documents: bool = False
+    sinks: bool = False
 
 
 def document_lengths(seq: int) -> list[int]:
@@ -116,7 +155,10 @@ def _plain_documents(seq: int, device: torch.device) -> Mod:
 
 
 def _plain_window(seq: int, device: torch.device) -> Mod:
-    left = window_of(seq)
+    return _plain_left(window_of(seq))
+
+
+def _plain_left(left: int) -> Mod:
     return lambda b, h, q, kv: (q >= kv) & (q - kv <= left)
 
 
@@ -146,12 +188,33 @@ MASKS: dict[str, MaskCase] = {
     "prefix": MaskCase(lambda seq: prefix_lm(seq // 4), _plain_prefix),
     "softcap": MaskCase(lambda seq: causal(), _plain_causal, _softcap),
     "alibi": MaskCase(lambda seq: causal(), _plain_causal, _alibi),
+    # gpt-oss: sinks in every layer, a window of 128 in every other one
+    "sinks": MaskCase(lambda seq: causal(), _plain_causal, sinks=True),
+    "window128-sinks": MaskCase(
+        lambda seq: sliding_window(127), lambda seq, device: _plain_left(127), sinks=True
+    ),
 }
+
+
+def sink_logits(heads: int, device: torch.device) -> Tensor:
+    """A logit for each head, float32: from -2 to 2."""
+    return torch.linspace(-2, 2, heads, device=device)
 
 
 def _both(mask: str, seq: int, **shape: Any) -> list[Case]:
     return [Case(mask, which, seq, **shape) for which in ("forward", "backward")]
 
+
+# Llama-3 8B, Qwen3 8B and Mistral 7B are the defaults of Case: 32 query and 8 key heads of 128.
+MODELS: dict[str, dict[str, int]] = {
+    "Llama-3 70B": {"heads": 64, "kv_heads": 8},
+    "Qwen3 30B-A3B": {"heads": 32, "kv_heads": 4},
+    "Qwen3 235B-A22B": {"heads": 64, "kv_heads": 4},
+    "gpt-oss": {"heads": 64, "kv_heads": 8, "dim": 64, "v_dim": 64},
+    "Gemma 2 9B": {"heads": 16, "kv_heads": 8, "dim": 256, "v_dim": 256},
+    "DeepSeek-V3": {"heads": 128, "kv_heads": 128, "dim": 192, "v_dim": 128},
+}
+CONTEXT_PARALLEL = (("causal", "allgather"), ("causal", "ring"), ("document", "fetch"), ("causal", "ulysses"))
 
 # Masks whose kernel options PyTorch is searched for; the others take the causal mask's best.
 SEARCHED = ("causal", "full", "document", "window")
@@ -179,22 +242,54 @@ CASES: tuple[Case, ...] = (
     *(case for mask in ("causal", "full", "document", "window") for case in _both(mask, 8192)),
     *(case for mask in ("causal", "full", "document", "window") for case in _both(mask, 32768)),
     *(case for mask in ("alibi", "softcap", "prefix") for seq in (8192, 32768) for case in _both(mask, seq)),
-    # GPT-OSS, Gemma, DeepSeek (latent attention in training), Llama-3 70B on 8 ranks' worth of heads
-    *_both("causal", 16384, heads=64, kv_heads=8, dim=64, v_dim=64, tier="full"),
-    *_both("window", 16384, heads=64, kv_heads=8, dim=64, v_dim=64, tier="full"),
-    *_both("causal", 8192, heads=16, kv_heads=8, dim=256, v_dim=256, tier="full"),
-    *_both("causal", 8192, heads=128, kv_heads=128, dim=192, v_dim=128, tier="full"),
-    *_both("causal", 32768, heads=8, kv_heads=1, tier="full"),
+    # Shapes and names that were measured before models had labels keep their place
+    *_both("causal", 16384, tier="full", model="gpt-oss, without sinks", **MODELS["gpt-oss"]),
+    *_both("window", 16384, tier="full", model="gpt-oss, wider window", **MODELS["gpt-oss"]),
+    *_both("causal", 8192, tier="full", **MODELS["Gemma 2 9B"], model="Gemma 2 9B, without softcap"),
+    *_both("causal", 8192, tier="full", model="DeepSeek-V3, latent attention", **MODELS["DeepSeek-V3"]),
+    *_both("causal", 32768, heads=8, kv_heads=1, tier="full", model="Llama-3 70B, a rank of 8 by heads"),
     *_both("document", 8192, batch=4, tier="full"),
     *_both("causal", 8192, dtype="float16", tier="full"),
+    *_both("sinks", 8192, tier="full", model="gpt-oss", **MODELS["gpt-oss"]),
+    *_both("window128-sinks", 8192, tier="full", model="gpt-oss", **MODELS["gpt-oss"]),
+    *_both("softcap", 8192, tier="full", model="Gemma 2 9B", **MODELS["Gemma 2 9B"]),
+    *_both("causal", 131072, tier="full", model="Llama-3 8B, 128K"),
+    *_both("document", 131072, tier="full", model="Llama-3 8B, 128K"),
+    *(
+        case
+        for model in ("Llama-3 70B", "Qwen3 30B-A3B", "Qwen3 235B-A22B")
+        for mask in ("causal", "document")
+        for case in _both(mask, 8192, tier="full", model=model, **MODELS[model])
+    ),
+    *(
+        case
+        for dim in (64, 96, 256)
+        for mask in ("full", "document")
+        for case in _both(mask, 8192, dim=dim, v_dim=dim, tier="full")
+    ),
+    *(
+        case
+        for together, world in ((True, 8), (False, 2), (False, 4), (False, 8))
+        for mask, schedule in CONTEXT_PARALLEL
+        for case in _both(
+            mask, 32768 if together else 65536, tier="full", world=world, schedule=schedule, together=together
+        )
+    ),
 )
 
 
-def select(tier: str = "core", only: str = "*") -> list[Case]:
-    """The cases of a tier and those before it, whose names fit a pattern; in the table's order.
+def select(tier: str = "core", only: str = "*", world: int = 1) -> list[Case]:
+    """The cases of a tier and those before it for a number of processes, whose names fit a pattern; in the
+    table's order.
 
     >>> [case.name for case in select(only="causal-16k-*")]
     ['causal-16k-fwd', 'causal-16k-bwd']
     """
     wanted = TIERS[: TIERS.index(tier) + 1]
-    return [case for case in CASES if case.tier in wanted and fnmatch.fnmatchcase(case.name, only)]
+    return [
+        case
+        for case in CASES
+        if case.tier in wanted
+        and world == (1 if case.together else case.world)
+        and fnmatch.fnmatchcase(case.name, only)
+    ]

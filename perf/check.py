@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.perf.baselines import Inputs
-from tritoncp.perf.cases import MASKS, Case, Mod
+from tritoncp.perf.cases import MASKS, Case, Mod, sink_logits
 from tritoncp.pointwise import vmapped
 
 # Allowed ‖got − reference‖ / ‖reference‖: of a whole tensor, and of its worst 128 rows of a head.
@@ -47,6 +47,7 @@ def reference(case: Case, given: Inputs) -> Answer:
     wide = torch.float64 if given.q.device.type == "cpu" else torch.float32
     mod = MASKS[case.mask].plain(case.seq, given.q.device)
     score = MASKS[case.mask].score(case.heads, given.q.device)
+    sinks = sink_logits(case.heads, given.q.device).to(wide) if MASKS[case.mask].sinks else None
     q, k, v, dout = (x.detach().to(wide) for x in (given.q, given.k, given.v, given.dout))
     answer = Answer(torch.empty_like(dout), *(torch.zeros_like(x) for x in (q, k, v)))
     group = case.heads // case.kv_heads
@@ -58,7 +59,8 @@ def reference(case: Case, given: Inputs) -> Answer:
             for start in range(0, case.seq, rows):
                 at = slice(start, min(start + rows, case.seq))
                 query = q[b, mine, at].clone().requires_grad_()
-                out = _attend(query, key, value, mod, score, b, mine.start, start)
+                logits = None if sinks is None else sinks[mine]
+                out = _attend(query, key, value, mod, score, b, mine.start, start, logits)
                 grads = torch.autograd.grad(out, (query, key, value), dout[b, mine, at])
                 answer.out[b, mine, at], answer.dq[b, mine, at] = out.detach(), grads[0]
                 answer.dk[b, head] += grads[1]
@@ -67,9 +69,17 @@ def reference(case: Case, given: Inputs) -> Answer:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mod: Mod | None, score: Mod | None, b: int, h: int, start: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mod: Mod | None,
+    score: Mod | None,
+    b: int,
+    h: int,
+    start: int,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """q [G, rows, D] from head h and row start on, against k [S, D] and v [S, E]."""
+    """q [G, rows, D] from head h and row start on, against k [S, D] and v [S, E]; sinks [G]."""
     scores = q @ k.T / math.sqrt(q.shape[-1])
     device = q.device
     index = (
@@ -84,6 +94,9 @@ def _attend(
     if mod is not None:
         seen = vmapped(mod, *over[:2])(index[0], index[1][0], *index[2:])  # [rows, S]: no mask here reads h
         scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:  # one more key, whose value is nothing
+        extra = sinks[:, None, None].expand(-1, q.shape[1], 1)
+        return torch.cat([scores, extra], -1).softmax(-1)[..., :-1] @ v
     return scores.softmax(-1) @ v
 
 

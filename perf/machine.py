@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import ctypes
 import hashlib
 import platform
 import subprocess
@@ -13,37 +13,65 @@ import torch
 import triton
 
 import tritoncp
+from tritoncp.perf.record import Series
 
-_ABOUT = ("driver_version", "power.limit", "clocks.max.sm")
 _STATE = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
+_CLOCKS = ("clocks.applications.graphics", "clocks.default_applications.graphics")
+INTERPRETED = "cpu, interpreted"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Device, driver, versions, and which code this is."""
+    """Versions, driver, and which code this is: what the points of a series may differ in."""
     package = Path(tritoncp.__file__).resolve().parent
     about: dict[str, Any] = {
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "device": "cpu, interpreted",
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "triton": triton.__version__,
         "tritoncp": tritoncp.__version__,
-        "commit": _said("git", "-C", str(package), "rev-parse", "HEAD"),
+        "commit": commit(package.parent if (package.parent / ".git").exists() else Path.cwd()),
         "sources": sources(package),
     }
     if device.type == "cuda":
-        about |= {
-            "device": torch.cuda.get_device_name(device),
-            "cuda": torch.version.cuda or torch.version.hip,
-        }
-        about |= {"cudnn": torch.backends.cudnn.version(), **_asked(_ABOUT)}
-    return about
+        about["cuda"] = torch.version.cuda or torch.version.hip
+        about["cudnn"] = torch.backends.cudnn.version()
+        about["driver"] = _asked(device, "driver_version").get("driver_version")
+    return {name: value for name, value in about.items() if value is not None}
 
 
-def state() -> dict[str, str]:
-    """Clock, power and temperature of the first GPU, and why its clock is held back, where there is a tool
+def series(device: torch.device, clocks: str | None = None) -> Series:
+    """The device, its power limit and its clocks policy: ``clocks`` if given, else whether application
+    clocks are set. Locked clocks cannot be read from a device; say them."""
+    if device.type != "cuda":
+        return Series(INTERPRETED)
+    limit = _asked(device, "power.limit").get("power.limit", "")
+    return Series(torch.cuda.get_device_name(device), limit, clocks or _policy(device))
+
+
+def processor() -> str:
+    """The CPU's model.
+
+    >>> bool(processor())
+    True
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine() or "CPU"
+
+
+def commit(folder: Path) -> str | None:
+    """The commit a folder is at, with a + if Python files differ from it; None where there is no git."""
+    head = _said("git", "-C", str(folder), "rev-parse", "HEAD")
+    changed = head and _said("git", "-C", str(folder), "status", "--porcelain", "-uno", "--", "*.py")
+    return f"{head}+" if changed else head
+
+
+def state(device: torch.device) -> dict[str, str]:
+    """Clock, power and temperature of the GPU, and why its clock is held back, where there is a tool
     that says so; a bit mask of 0 is a clock that nothing holds back."""
-    return _asked(_STATE)
+    return _asked(device, *_STATE)
 
 
 def sources(package: Path) -> str:
@@ -56,9 +84,48 @@ def sources(package: Path) -> str:
     return digest.hexdigest()[:12]
 
 
-def _asked(fields: tuple[str, ...]) -> dict[str, str]:
+class Brakes:
+    """Whether heat or a power brake is slowing a GPU down, by NVIDIA's management library.
+
+    A power cap alone is no brake: large GPUs run into theirs in every long product. Without the library
+    (another vendor) nothing is ever seen.
+    """
+
+    _REASONS = 0x8 | 0x20 | 0x40 | 0x80  # hardware slowdown, software thermal, hardware thermal, power brake
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle = ctypes.c_void_p()
+        self._library = None
+        try:
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return
+        name = _identity(device).encode()
+        if not (library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._handle))):
+            self._library = library
+
+    def on(self) -> bool:
+        if self._library is None:
+            return False
+        reasons = ctypes.c_ulonglong()
+        failed = self._library.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle, ctypes.byref(reasons))
+        return not failed and bool(reasons.value & self._REASONS)
+
+
+def _identity(device: torch.device) -> str:
+    """As NVIDIA's tools name a GPU, whatever CUDA_VISIBLE_DEVICES shows of them."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _policy(device: torch.device) -> str:
+    asked = _asked(device, *_CLOCKS)
+    chosen, usual = (asked.get(name, "") for name in _CLOCKS)
+    return "default" if chosen == usual else chosen
+
+
+def _asked(device: torch.device, *fields: str) -> dict[str, str]:
     query = "--query-gpu=" + ",".join(fields)
-    answer = _said("nvidia-smi", "--id=0", query, "--format=csv,noheader")
+    answer = _said("nvidia-smi", f"--id={_identity(device)}", query, "--format=csv,noheader")
     return dict(zip(fields, (part.strip() for part in answer.split(",")))) if answer else {}
 
 

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from tritoncp.masks import create_block_mask, full_mask
 from tritoncp.perf import baselines, check, machine
 from tritoncp.perf.baselines import FLEX, Contender
 from tritoncp.perf.cases import GOALS, MASKS, SEARCHED, Case
-from tritoncp.perf.timing import Clock, DeviceClock, Figure, Run, WallClock, interleaved
+from tritoncp.perf.record import OURS, Journal, Point
+from tritoncp.perf.timing import Clock, DeviceClock, Figure, GroupClock, Run, WallClock, interleaved
 from tritoncp.perf.work import Shape, Work, of_plan
 from tritoncp.plan import build
 
-Write = Callable[[dict[str, Any]], None]
 QUICK = ["flex", "flex prescale", "flex tma"]
 THOROUGH = ["flex prescale tma", "flex max-autotune"]
 assert set(FLEX) == {*QUICK, *THOROUGH}
@@ -29,24 +29,34 @@ assert set(FLEX) == {*QUICK, *THOROUGH}
 class Bench:
     """One run.
 
-    write:    takes each finding when it is made: a dict that JSON can hold
+    journal:  takes each case when it is measured
     deadline: time.monotonic() after which no problem is started that would not end in time
     seconds:  what the rounds of one case may take
     options:  kernel options to try tritoncp with, besides its own choice
+    group:    the ranks that measure cases of several ranks together; None for one device
+    done:     points of the run that is resumed: their cases are not measured again
     """
 
     device: torch.device
-    write: Write
+    journal: Journal
     deadline: float
     seconds: float = 1.5
     options: Sequence[dict[str, Any]] = ()
+    group: Any = None
+    done: Sequence[Point] = ()
     failures: int = 0
     best: dict[str, list[str]] = field(
         default_factory=dict
     )  # mask -> flex variants that won at its first size
 
+    @cached_property
+    def clock(self) -> Clock:
+        clock = DeviceClock(self.device) if self.device.type == "cuda" else WallClock()
+        return clock if self.group is None else GroupClock(clock, self.device)
+
     def run(self, cases: Sequence[Case]) -> None:
         """Every case with what compiles fast, then what compiles slowly against the best of that."""
+        cases = self._left(cases)
         if self.device.type == "cpu":
             cases = [case.shrunk() for case in cases]
         groups = [list(group) for _, group in itertools.groupby(cases, key=lambda case: case.problem)]
@@ -60,6 +70,20 @@ class Bench:
         for mask, group in first.items() if self.device.type == "cuda" else ():
             slowest = max(slowest, self._in_time(group, [*self.best[mask], *THOROUGH], slowest))
 
+    def _left(self, cases: Sequence[Case]) -> list[Case]:
+        """What a resumed run has not measured; and what it found out about flex's variants."""
+        measured = {point.case: point for point in self.done}
+        for case in cases:
+            point = measured.get(case.name)
+            flex = {
+                name: found["ms"]
+                for name, found in (point.contenders.items() if point else ())
+                if name in FLEX and "ms" in found
+            }
+            if flex and case.tier != "smoke" and case.mask in SEARCHED:
+                self.best.setdefault(case.mask, [min(flex, key=flex.__getitem__)])
+        return [case for case in cases if case.name not in measured]
+
     def _variants(self, case: Case) -> list[str]:
         """Which flex variants take part: the winners of the mask's first size, so that most compilations
         are done once; masks that are not searched take those of the causal mask."""
@@ -70,11 +94,17 @@ class Bench:
     def _in_time(self, cases: list[Case], variants: Sequence[str], slowest: float) -> float:
         """Measure one problem if there is time; how long it took."""
         begin = time.monotonic()
-        if begin + slowest > self.deadline:
+        if self.clock.agree(begin + slowest - self.deadline) > 0:
             for case in cases:
-                self.write({"kind": "left out", "case": case.name, "why": "the time budget is used up"})
+                why = "the time budget is used up"
+                self.journal.write({"kind": "left out", "case": case.name, "why": why})
             return 0.0
-        self._problem(cases, variants)
+        try:
+            self._problem(cases, variants)
+        except torch.OutOfMemoryError as error:  # of the inputs or the reference
+            self.failures += 1
+            for case in cases:
+                self._write(case, {OURS: {"why": _brief(error)}}, {})
         return time.monotonic() - begin
 
     def _problem(self, cases: list[Case], variants: Sequence[str]) -> None:
@@ -83,26 +113,33 @@ class Bench:
         given = baselines.inputs(case, self.device)
         passes = [case.which for case in cases]
         expected = check.reference(case, given)
-        standing = {}
-        for name, make in baselines.contenders(case, given, variants, self.options).items():
-            contender = self._checked(case, name, make, expected, passes)
+        standing, checks = {}, {}
+        for name, make in baselines.contenders(case, given, variants, self.options, self.group).items():
+            contender, checks[name] = self._checked(case, make, expected, passes)
+            self.failures += name == OURS and contender is None
             if contender is not None:
                 standing[name] = contender
+            self._tell(case, name, checks[name])
         del expected
         winners = []
         for case in cases:
-            figures = self._timed(case, standing)
+            figures = self._timed(case, standing, checks)
             flex = {name: found.ms for name, found in figures.items() if name.startswith("flex")}
             winners += [min(flex, key=flex.__getitem__)] if flex else []
         if case.tier != "smoke" and case.mask in SEARCHED and winners:
             self.best.setdefault(case.mask, list(dict.fromkeys(winners)))
 
+    def _tell(self, case: Case, name: str, found: dict[str, Any]) -> None:
+        """A word on the screen: the line of the case comes when everyone has been timed."""
+        problem = case.problem.name.removesuffix("-fwd")
+        self.journal.tell({"kind": "check", "case": problem, "contender": name, **found})
+
     def _checked(
-        self, case: Case, name: str, make: Callable[[], Contender], expected: check.Answer, passes: list[str]
-    ) -> Contender | None:
-        """The contender if it can do the problem and is right; a line says so, or why not."""
-        line: dict[str, Any] = {"kind": "check", "case": case.problem.name.removesuffix("-fwd")}
-        line |= {"contender": name, "ok": False}
+        self, case: Case, make: Callable[[], Contender], expected: check.Answer, passes: list[str]
+    ) -> tuple[Contender | None, dict[str, Any]]:
+        """The contender if it can do the problem and is right; and set-up time, peak memory, errors, or why
+        not."""
+        found: dict[str, Any] = {}
         begin, before = time.monotonic(), self._allocated()
         contender = None
         try:
@@ -110,19 +147,17 @@ class Bench:
             got = {"out": contender.forward()} if "forward" in passes else {}
             if "backward" in passes:
                 got |= zip(("dq", "dk", "dv"), contender.backward())
-            found = {key: check.errors(x, getattr(expected, key)) for key, x in got.items()}
-            line["errors"] = {key: [float(f"{e:.3g}") for e in pair] for key, pair in found.items()}
-            line["ok"] = all(check.acceptable(pair, case.torch_dtype) for pair in found.values())
-            if not line["ok"]:
-                line["why"] = "wrong: relative error of the whole or of the worst rows is out of tolerance"
+            errors = {key: check.errors(x, getattr(expected, key)) for key, x in got.items()}
+            found["errors"] = {key: [float(f"{e:.3g}") for e in pair] for key, pair in errors.items()}
+            if not all(check.acceptable(pair, case.torch_dtype) for pair in errors.values()):
+                found["why"] = "wrong: relative error of the whole or of the worst rows is out of tolerance"
         except Exception as error:  # whatever a compiler or a backend throws: the others go on
-            line["why"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-        line["setup_s"] = round(time.monotonic() - begin, 2)
-        line["peak_bytes"] = self._peak() - before
-        self.write(line)
-        if not line["ok"] and name == "tritoncp":
-            self.failures += 1
-        return contender if line["ok"] else None
+            found["why"] = _brief(error)
+        found["setup_s"] = round(time.monotonic() - begin, 2)
+        found["peak_bytes"] = self._peak() - before
+        if self.clock.agree("why" in found) and "why" not in found:
+            found["why"] = "failed on another rank"
+        return (None if "why" in found else contender), found
 
     def _allocated(self) -> int:
         """Bytes in use; what is in use at most is counted from here on."""
@@ -134,24 +169,31 @@ class Bench:
     def _peak(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
-    def _timed(self, case: Case, standing: dict[str, Contender]) -> dict[str, Figure]:
-        """Times of one pass; a line for each contender, and one for how tritoncp stands."""
-        if not standing:
-            return {}
+    def _timed(
+        self, case: Case, standing: dict[str, Contender], checks: dict[str, dict[str, Any]]
+    ) -> dict[str, Figure]:
+        """Times of one pass, and the line of the case."""
         runs = {name: partial(_prepared, contender, case.which) for name, contender in standing.items()}
-        figures = interleaved(runs, self._clock(), self.seconds)
+        figures = interleaved(runs, self.clock, self.seconds) if runs else {}
         work = work_of(case)
-        for name, found in figures.items():
-            tflops = round(work.flops / found.ms / 1e9, 1)
-            line = {"kind": "time", "case": case.name, "contender": name, **found.rounded(), "tflops": tflops}
-            self.write(line | {"flops": work.flops, "hbm_bytes": work.hbm})
-        if "tritoncp" in figures:
-            gpu = machine.state() if self.device.type == "cuda" else {}
-            self.write({"kind": "standing", "case": case.name, **standing_of(case, figures), **gpu})
+        contenders = {}
+        for name, found in checks.items():
+            contenders[name] = dict(found)
+            if name in figures:
+                contenders[name] |= figures[name].rounded(samples=name == OURS)
+                contenders[name]["tflops"] = round(work.flops / figures[name].ms / 1e9, 1)
+        self._write(case, contenders, {"flops": work.flops, "hbm_bytes": work.hbm, "wire_bytes": work.wire})
         return figures
 
-    def _clock(self) -> Clock:
-        return DeviceClock(self.device) if self.device.type == "cuda" else WallClock()
+    def _write(self, case: Case, contenders: dict[str, Any], work: dict[str, int]) -> None:
+        gpu = machine.state(self.device) if self.device.type == "cuda" else {}
+        goal = GOALS.get((case.mask, case.which), {}) if case.tier == "core" else {}
+        self.journal.point(case.name, contenders, tags=case.tags, work=work, state=gpu, goal=goal)
+
+
+def _brief(error: Exception) -> str:
+    said = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {said[0][:300]}"
 
 
 def _prepared(contender: Contender, which: str) -> Run:
@@ -161,29 +203,17 @@ def _prepared(contender: Contender, which: str) -> Run:
     return lambda: torch.autograd.grad(out, contender.leaves, contender.dout)
 
 
-def standing_of(case: Case, figures: dict[str, Figure]) -> dict[str, Any]:
-    """Time of each family's best over tritoncp's, and what it has to be.
-
-    >>> done = {"tritoncp": 2.0, "flex": 4.0, "flex tma": 3.0, "flash": 2.2}
-    >>> standing_of(Case("full", "forward", 8192), {k: Figure(ms, ms, ms, 0.1, 9) for k, ms in done.items()})
-    {'ms': 2.0, 'speedup': {'flex': 1.5, 'flash': 1.1}, 'goal': {'flex': 1.2, 'flash': 1.3, 'cudnn': 0.8}}
-    """
-    families: dict[str, float] = {}
-    for name, found in figures.items():
-        family = name.split()[0]
-        families[family] = min(found.ms, families.get(family, found.ms))
-    own = figures["tritoncp"].ms
-    speedup = {name: round(ms / own, 3) for name, ms in families.items() if name != "tritoncp"}
-    return {"ms": round(own, 5), "speedup": speedup, "goal": GOALS.get((case.mask, case.which), {})}
-
-
 def work_of(case: Case) -> Work:
-    """What one device has to do for a case."""
+    """What a case makes one rank do; all ranks, where one device does the work of all."""
     closed = MASKS[case.mask].closed(case.seq)
     length = (case.seq, case.seq)
     mask = full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length)
     shape = Shape(case.batch, case.heads, case.kv_heads, case.dim, case.v_dim, case.torch_dtype.itemsize)
-    return of_plan(build(mask), shape, case.which)
+    if case.world == 1 or case.together:
+        return of_plan(build(mask), shape, case.which)
+    plan = build(mask, case.world, schedule=case.schedule)
+    each = [of_plan(plan.for_rank(rank), shape, case.which) for rank in range(case.world)]
+    return Work(*map(max, zip(*((work.flops, work.hbm, work.wire) for work in each))))
 
 
 def ceilings(device: torch.device) -> dict[str, float]:

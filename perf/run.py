@@ -1,4 +1,4 @@
-"""`python -m tritoncp.perf.run`: measure, write each finding as it is made, show a table.
+"""`tritoncp perf run`: measure, write each case as it is measured, show a table.
 
 A run that is cut off leaves every line it had: the file is appended to, a line at a time.
 """
@@ -12,10 +12,18 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from tritoncp.perf.record import DiskFull, Journal, Point, Series, unfinished
+
+if TYPE_CHECKING:
+    import torch
+
+BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -23,7 +31,9 @@ import click
 @click.option(
     "--only", "--filter", "only", default="*", metavar="PATTERN", help="Cases by name: 'causal-*-bwd'."
 )
-@click.option("--budget", type=float, default=300.0, show_default=True, help="Seconds; starts nothing after.")
+@click.option(
+    "--budget", type=float, help="Seconds; starts nothing after. [default: smoke 30, core 470, full 3600]"
+)
 @click.option("--seconds", type=float, default=1.5, show_default=True, help="Seconds of rounds for a case.")
 @click.option(
     "--try",
@@ -32,129 +42,216 @@ import click
     metavar="JSON",
     help="""Also time tritoncp with these kernel options, as '{"BLOCK_N": 64}'; as often as you like.""",
 )
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "host", "cpu"]),
+    help="cuda: attention on the GPU. host: masks, plans and Python's part of a call, on the CPU. cpu: the "
+    "attention cases on tiny shapes, to check the benchmark. [default: cuda, or host without a GPU]",
+)
+@click.option("--clocks", help="Name of your clocks policy, as 'locked 1500 MHz'. [default: what is seen]")
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=click.Path(path_type=Path),
     default=Path("perf/history"),
     show_default=True,
-    help="Folder of <date>-<gpu>.jsonl, which is appended to.",
+    help="Folder of <date>-<device>.jsonl, or one .jsonl file; appended to.",
 )
+@click.option("--resume", is_flag=True, help="Go on with the newest run of the same code on the same device.")
 @click.option("--json", "as_json", is_flag=True, help="The same JSON lines on stdout, instead of the table.")
 def main(
     tier: str,
     only: str,
-    budget: float,
+    budget: float | None,
     seconds: float,
     options: tuple[str, ...],
-    device: str,
+    device: str | None,
+    clocks: str | None,
     out: Path,
+    resume: bool,
     as_json: bool,
 ) -> None:
     """Time tritoncp against PyTorch's own attention, most important cases first.
 
-    Every contender's answer is checked before it is timed. On a CPU (--device cpu) each case runs once on a
-    tiny shape with interpreted kernels, which checks the benchmark and measures nothing. Exits with 1 if
-    tritoncp fails or is wrong in any case.
+    Every contender's answer is checked before it is timed. Under torchrun the cases of as many ranks are
+    measured, by all of them together. Exits with 1 if tritoncp fails or is wrong in any case.
     """
-    deadline = time.monotonic() + budget
-    if device == "cpu":
+    deadline = time.monotonic() + (BUDGET[tier] if budget is None else budget)
+    tried = [_parsed(text) for text in options]
+    if device in ("cpu", "host"):
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
     import torch
 
-    from tritoncp.perf.cases import select
-    from tritoncp.perf.machine import environment
-    from tritoncp.perf.measure import Bench, ceilings
-
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "host"
+        if device == "host":
+            os.environ.setdefault("TRITON_INTERPRET", "1")
     if device == "cuda" and not torch.cuda.is_available():
         raise click.ClickException(
-            "torch finds no GPU here; --device cpu checks the benchmark itself on tiny shapes"
+            "torch finds no GPU here; --device host measures what means something without"
         )
-    cases = select(tier, only)
+    from tritoncp.perf import host, machine
+
+    where, group = _place(device)
+    env = machine.environment(where)
+    cases: Sequence[Any]
+    if device == "host":
+        series, cases = Series(machine.processor()), host.select(tier, only)
+    else:
+        from tritoncp.perf.cases import select
+
+        series = machine.series(where, clocks)
+        cases = select(tier, only, group.size() if group else 1)
     if not cases:
-        raise click.ClickException(f"no case of tier {tier} is named like {only!r}")
-    about = environment(torch.device(device))
-    out.mkdir(parents=True, exist_ok=True)
+        raise click.ClickException(f"no case of tier {tier} for this device is named like {only!r}")
+    lead = group is None or group.rank() == 0
+    journal = _journal(out, series, env, resume and lead, lead, as_json)
+    before = list(journal.points)
+    try:
+        if device == "host":
+            failures = host.run(cases, journal, deadline, seconds, before)
+        else:
+            failures = _attention(where, journal, deadline, seconds, tried, group, before, cases)
+    except DiskFull as error:
+        raise click.ClickException(str(error)) from error
+    if lead and not as_json:
+        show(journal)
+    sys.exit(1 if failures else 0)
+
+
+def _attention(
+    device: torch.device,
+    journal: Journal,
+    deadline: float,
+    seconds: float,
+    options: list[dict[str, Any]],
+    group: Any,
+    done: list[Point],
+    cases: Sequence[Any],
+) -> int:
+    """Measure attention cases; how many failed."""
+    from tritoncp.perf.measure import Bench, ceilings
+
+    if device.type == "cuda":
+        journal.ceilings = ceilings(device)
+    bench = Bench(device, journal, deadline, seconds, options, group, done)
+    bench.run(cases)
+    return bench.failures
+
+
+def _place(device: str) -> tuple[torch.device, Any]:
+    """This process's device, and the group of the processes that torchrun started, if it did."""
+    import torch
+
+    kind = "cuda" if device == "cuda" else "cpu"
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or device == "host":
+        return torch.device(kind), None
+    where = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else 0)
+    if kind == "cuda":
+        torch.cuda.set_device(where)
+    torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
+    return where, torch.distributed.group.WORLD
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--try") from error
+    if not isinstance(found, dict):
+        raise click.BadParameter(f"{text!r} is not an object, as '{{\"BLOCK_N\": 64}}'", param_hint="--try")
+    return found
+
+
+def _journal(
+    out: Path, series: Series, env: dict[str, Any], resume: bool, lead: bool, as_json: bool
+) -> Journal:
+    """Where this run's lines go: the file of the run that is resumed, or of the day."""
+
+    def tell(line: dict[str, Any]) -> None:
+        if as_json and line["kind"] != "check":
+            click.echo(json.dumps(line, ensure_ascii=False))
+        else:
+            click.echo(brief(line), err=True)
+
+    if not lead:  # the others measure, and leave the writing to rank 0
+        return Journal(Path(os.devnull), "", series, env)
+    run = hashlib.sha256(f"{time.time_ns()}{os.getpid()}".encode()).hexdigest()[:12]
+    one_file = out.suffix == ".jsonl" or (out.exists() and not out.is_dir())
+    (out.parent if one_file else out).mkdir(parents=True, exist_ok=True)
     day = datetime.date.today().isoformat()
-    path = out / f"{day}-{re.sub(r'[^a-z0-9]+', '-', about['device'].lower())}.jsonl"
-    with path.open("a") as file:
-        journal = Journal(file, as_json)
-        journal.write({"kind": "run", **about, "tier": tier, "only": only, "budget_s": budget})
-        if device == "cuda":
-            journal.write({"kind": "ceilings", **ceilings(torch.device(device))})
-        tried = [json.loads(text) for text in options]
-        bench = Bench(torch.device(device), journal.write, deadline, seconds, tried)
-        bench.run(cases)
-    if not as_json:
-        show(journal.lines, path)
-    sys.exit(1 if bench.failures else 0)
-
-
-class Journal:
-    """Lines of one run: in the file at once, and on the screen."""
-
-    def __init__(self, file: TextIO, as_json: bool) -> None:
-        self.file, self.as_json = file, as_json
-        self.lines: list[dict[str, Any]] = []
-        self.run = hashlib.sha256(f"{time.time_ns()}{os.getpid()}".encode()).hexdigest()[:12]
-
-    def write(self, line: dict[str, Any]) -> None:
-        line = {"run": self.run, **line}
-        self.lines.append(line)
-        text = json.dumps(line)
-        self.file.write(text + "\n")
-        self.file.flush()
-        click.echo(text if self.as_json else brief(line), err=not self.as_json)
+    path = out if one_file else out / f"{day}-{re.sub(r'[^a-z0-9]+', '-', series.device.lower())}.jsonl"
+    found = unfinished(out, series, env) if resume else None
+    if found is None:
+        if resume:
+            click.echo("nothing to resume: no run of this code on this device is there; a new one", err=True)
+        return Journal(path, run, series, env, tell)
+    path, points = found
+    click.echo(f"resuming run {points[0].run} in {path}: {len(points)} cases are there", err=True)
+    return Journal(path, points[0].run, series, env, tell, points=points)
 
 
 def brief(line: dict[str, Any]) -> str:
     """One line for people.
 
-    >>> brief({"kind": "time", "case": "full-8k-fwd", "contender": "flex", "ms": 1.5, "tflops": 400.0})
-    'full-8k-fwd            flex                      1.500 ms    400.0 TFLOP/s'
+    >>> figures = {"tritoncp": {"ms": 1.5, "tflops": 400.0}, "flex": {"ms": 3.0}, "cudnn": {"why": "no"}}
+    >>> brief({"kind": "case", "case": "full-8k-fwd", "contenders": figures})
+    'full-8k-fwd                           1.5 ms  400.0 TFLOP/s  ÷flex 2.00'
     """
-    name = f"{line.get('case', ''):<22} {line.get('contender', ''):<20}"
-    if line["kind"] == "time":
-        return f"{name} {line['ms']:>10.3f} ms {line['tflops']:>8} TFLOP/s"
-    if line["kind"] == "check":
-        return f"{name} {'right' if line['ok'] else line['why']} ({line['setup_s']} s)"
+    name = f"{line.get('case', ''):<32}"
     if line["kind"] == "left out":
         return f"{name} left out: {line['why']}"
-    if line["kind"] == "standing":
-        return f"{name} {' '.join(f'÷{key} {x}' for key, x in line['speedup'].items())}"
-    return " ".join(f"{key}={value}" for key, value in line.items() if key not in ("run", "kind"))
+    if line["kind"] == "check":
+        return f"{name} {line['contender']:<20} {line.get('why', 'right')} ({line['setup_s']} s)"
+    if line["kind"] == "resources":
+        return f"{line['kernel']:<32} {line['arch']} {line['config']} {line['registers']} registers"
+    own = line["contenders"]["tritoncp"]
+    if "ms" not in own:
+        return f"{name} failed: {own['why']}"
+    rate = f"  {own['tflops']} TFLOP/s" if "tflops" in own else ""
+    point = Point("", "", "", Series(""), {}, line["contenders"])
+    ratios = "".join(f"  ÷{family} {x:.2f}" for family, x in point.speedups().items())
+    return f"{name} {own['ms']:>8.4g} ms{rate}{ratios}"
 
 
-def show(lines: list[dict[str, Any]], path: Path) -> None:
+def show(journal: Journal) -> None:
     """The table: tritoncp's time, and everyone's best over it, worst first against the goal."""
     from rich.console import Console
     from rich.table import Table
 
-    last = {line["case"]: line for line in lines if line["kind"] == "standing"}  # the most thorough search
-    standings = list(last.values())
-    families = sorted({name for line in standings for name in line["speedup"]})
+    points = list({point.case: point for point in journal.points}.values())  # the most thorough search
+    families = sorted({name for point in points for name in point.baselines()})
     table = Table(
         "case", "tritoncp ms", *(f"÷ {name}" for name in families), title="time over tritoncp's (goal)"
     )
-    for line in sorted(standings, key=_distance):
-        cells = []
-        for name in families:
-            ratio, goal = line["speedup"].get(name), line["goal"].get(name)
-            text = "–" if ratio is None else f"{ratio:.2f}" + (f" ({goal})" if goal else "")
-            cells.append(f"[red]{text}[/]" if ratio is not None and goal and ratio < goal else text)
-        table.add_row(line["case"], f"{line['ms']:.3f}", *cells)
+    for point in sorted(points, key=_distance):
+        speedups = point.speedups()
+        cells = [_cell(speedups.get(name), point.goal.get(name)) for name in families]
+        table.add_row(point.case, f"{point.ms:.4g}" if point.ms else "[red]failed[/]", *cells)
     console = Console()
     console.print(table)
-    for line in lines:
-        if line["kind"] == "check" and not line["ok"]:
-            console.print(f"{line['case']}: {line['contender']}: {line['why']}", markup=False)
-    console.print(f"every line is in {path}", markup=False)
+    for point in points:
+        if not point.ms:
+            console.print(f"{point.case}: tritoncp: {point.own['why']}", markup=False)
+    console.print(f"every line is in {journal.path}", markup=False)
 
 
-def _distance(line: dict[str, Any]) -> float:
-    """The worst ratio over its goal; what has no goal comes last."""
-    speedup = line["speedup"]
-    return min((speedup[name] / goal for name, goal in line["goal"].items() if name in speedup), default=9.0)
+def _cell(ratio: float | None, goal: float | None) -> str:
+    """
+    >>> _cell(1.234, 1.2), _cell(1.0, 1.2), _cell(None, 1.2)
+    ('1.23 (1.2)', '[red]1.00 (1.2)[/]', '–')
+    """
+    if ratio is None:
+        return "–"
+    text = f"{ratio:.2f}" + (f" ({goal})" if goal else "")
+    return f"[red]{text}[/]" if goal and ratio < goal else text
+
+
+def _distance(point: Point) -> float:
+    """The worst ratio over its goal; a failure comes first, what has no goal last."""
+    if not point.ms:
+        return 0.0
+    speedups = point.speedups()
+    return min((speedups[name] / goal for name, goal in point.goal.items() if name in speedups), default=9.0)
 
 
 if __name__ == "__main__":

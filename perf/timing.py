@@ -5,22 +5,29 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import distributed as dist
+
+from tritoncp.perf.machine import Brakes
 
 Run = Callable[[], object]
+REST = 0.25  # seconds in which a hot device cools a little
 
 
 class Sample(NamedTuple):
-    """One execution: milliseconds on the device, and of Python until everything was queued."""
+    """One execution: milliseconds on the device, and of Python until everything was queued; whether heat or
+    a power brake held the clock back."""
 
     device: float
     host: float
+    throttled: bool = False
 
 
 class Clock(Protocol):
     def sample(self, run: Run) -> Sample: ...
+    def agree(self, x: float) -> float: ...
 
 
 class DeviceClock:
@@ -35,6 +42,7 @@ class DeviceClock:
     def __init__(self, device: torch.device) -> None:
         self._junk = torch.empty(256 << 20, dtype=torch.int8, device=device)
         self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._brakes = Brakes(device)
 
     def sample(self, run: Run) -> Sample:
         self._junk.zero_()
@@ -45,7 +53,10 @@ class DeviceClock:
         host = time.perf_counter() - begin
         self._end.record()
         torch.cuda.synchronize()
-        return Sample(self._start.elapsed_time(self._end), 1e3 * host)
+        return Sample(self._start.elapsed_time(self._end), 1e3 * host, self._brakes.on())
+
+    def agree(self, x: float) -> float:
+        return x
 
 
 class WallClock:
@@ -57,30 +68,65 @@ class WallClock:
         passed = 1e3 * (time.perf_counter() - begin)
         return Sample(passed, passed)
 
+    def agree(self, x: float) -> float:
+        return x
+
+
+class GroupClock:
+    """All ranks of the default process group start together, and the slowest one counts."""
+
+    def __init__(self, clock: Clock, device: torch.device) -> None:
+        self._clock, self._device = clock, device
+
+    def sample(self, run: Run) -> Sample:
+        dist.barrier()
+        own = self._clock.sample(run)
+        host, device, throttled = self._worst(own.host, own.device, own.throttled)
+        return Sample(device, host, throttled > 0)
+
+    def agree(self, x: float) -> float:
+        """The same number on every rank: the largest."""
+        return self._worst(x)[0]
+
+    def _worst(self, *numbers: float) -> list[float]:
+        worst = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return worst.tolist()
+
 
 class Figure(NamedTuple):
-    """Medians of one contender, and the middle half of its device times."""
+    """Medians of one contender, the middle half of its device times, and all of those."""
 
     ms: float
     low: float
     high: float
     host_ms: float
-    samples: int
+    samples: tuple[float, ...] = ()
+    throttled: int = 0
 
-    def rounded(self) -> dict[str, float]:
-        """As JSON wants it: to ten nanoseconds."""
-        return {name: round(value, 5) for name, value in self._asdict().items()}
+    def rounded(self, samples: bool = True) -> dict[str, Any]:
+        """As JSON wants it: to ten nanoseconds; how many samples, or each of them.
+
+        >>> Figure(1.0000001, 0.9, 1.1, 0.2, (0.9, 1.0000001, 1.1)).rounded(samples=False)
+        {'ms': 1.0, 'low': 0.9, 'high': 1.1, 'host_ms': 0.2, 'n': 3}
+        """
+        line: dict[str, Any] = {name: round(getattr(self, name), 5) for name in self._fields[:4]}
+        line |= {"samples": [round(x, 5) for x in self.samples]} if samples else {"n": len(self.samples)}
+        return line | ({"throttled": self.throttled} if self.throttled else {})
 
 
 def figure(samples: list[Sample]) -> Figure:
+    """Throttled samples are counted and left out, unless there are no others.
+
+    >>> figure([Sample(1.0, 0.1), Sample(2.0, 0.1), Sample(9.0, 0.1), Sample(40.0, 0.1, True)])
+    Figure(ms=2.0, low=1.5, high=5.5, host_ms=0.1, samples=(1.0, 2.0, 9.0), throttled=1)
     """
-    >>> figure([Sample(1.0, 0.1), Sample(2.0, 0.1), Sample(9.0, 0.1)])
-    Figure(ms=2.0, low=1.5, high=5.5, host_ms=0.1, samples=3)
-    """
-    times = sorted(sample.device for sample in samples)
+    kept = [sample for sample in samples if not sample.throttled] or samples
+    times = [sample.device for sample in kept]
     low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    host = statistics.median(sample.host for sample in samples)
-    return Figure(statistics.median(times), low, high, host, len(times))
+    host = statistics.median(sample.host for sample in kept)
+    throttled = sum(sample.throttled for sample in samples)
+    return Figure(statistics.median(times), low, high, host, tuple(times), throttled)
 
 
 def interleaved(
@@ -88,17 +134,22 @@ def interleaved(
 ) -> dict[str, Figure]:
     """Everyone once a round, each round beginning with the next one, for about so many seconds.
 
-    runs: by name, what prepares an execution (not timed) and returns it. A first round is thrown away.
+    runs: by name, what prepares an execution (not timed) and returns it. A first round is thrown away. A
+    throttled device gets rests, together no longer than the rounds may take.
     """
     names = list(runs)
     begin = time.perf_counter()
     for name in names:
         clock.sample(runs[name]())
-    warm = time.perf_counter() - begin
+    warm = clock.agree(time.perf_counter() - begin)
     rounds = max(least, min(most, int(seconds / max(warm, 1e-6))))
     samples: dict[str, list[Sample]] = {name: [] for name in names}
+    rest = seconds
     for i in range(rounds):
         first = i % len(names)
         for name in names[first:] + names[:first]:
             samples[name].append(clock.sample(runs[name]()))
+        if rest > 0 and any(samples[name][-1].throttled for name in names):
+            time.sleep(REST)
+            rest -= REST
     return {name: figure(taken) for name, taken in samples.items()}

@@ -5,8 +5,9 @@ import torch
 from torch.nn.attention import SDPBackend, varlen
 
 from tritoncp.perf import baselines, check
-from tritoncp.perf.cases import MASKS, Case
+from tritoncp.perf.cases import MASKS, Case, sink_logits
 from tritoncp.reference import dense_attention
+from tritoncp.sinks import with_sinks
 
 CPU = torch.device("cpu")
 
@@ -24,7 +25,9 @@ def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
     closed = MASKS[mask].closed(case.seq)
     rows = torch.arange(case.seq)
     seen = None if closed is None else closed(None, None, rows[:, None], rows)[None, None]
-    oracle = dense_attention(q, k, v, seen, MASKS[mask].score(case.heads, CPU)).out
+    found = dense_attention(q, k, v, seen, MASKS[mask].score(case.heads, CPU))
+    sinks = sink_logits(case.heads, CPU)
+    oracle = with_sinks(found.out, found.lse, sinks)[0] if MASKS[mask].sinks else found.out
     grads = torch.autograd.grad(oracle, (q, k, v), given.dout.double())
     for got, want in zip(expected, (oracle.detach(), *grads)):
         assert check.errors(got, want).worst < 1e-12

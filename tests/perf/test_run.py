@@ -3,11 +3,10 @@
 import json
 import time
 
-import pytest
 import torch
 from click.testing import CliRunner
 
-from tritoncp.perf import baselines, measure, timing
+from tritoncp.perf import baselines, measure, record, timing
 from tritoncp.perf.cases import GOALS, Case, select
 from tritoncp.perf.run import brief, main
 
@@ -20,41 +19,43 @@ def lines_of(folder) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def bench(monkeypatch, seconds: float = 60.0, **wrong) -> tuple[measure.Bench, list[dict]]:
+def bench(monkeypatch, path, seconds: float = 60.0, **wrong) -> tuple[measure.Bench, record.Journal]:
     """A bench whose rounds take no time, with some contenders put in other's place."""
     monkeypatch.setattr(measure, "interleaved", lambda runs, *_: dict.fromkeys(runs, figure(1.0)))
     real = baselines.contenders
     monkeypatch.setattr(baselines, "contenders", lambda case, given, *rest: real(case, given, *rest) | wrong)
-    lines: list[dict] = []
-    return measure.Bench(CPU, lines.append, time.monotonic() + seconds), lines
+    journal = record.Journal(path, "run", record.Series("a CPU"), {"torch": "2"})
+    return measure.Bench(CPU, journal, time.monotonic() + seconds), journal
 
 
 def figure(ms: float) -> timing.Figure:
-    return timing.Figure(ms, ms, ms, 0.1, 9)
+    return timing.Figure(ms, ms, ms, 0.1, (ms,) * 9)
 
 
-def test_a_run_writes_environment_checks_times_and_standings(tmp_path):
+def test_a_run_writes_a_line_for_each_case_with_all_that_explains_it(tmp_path):
     done = CliRunner().invoke(main, [*QUICK, "--tier", "smoke", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     lines = lines_of(tmp_path)
+    assert [line["case"][-4:] for line in lines] == ["-fwd", "-bwd"]
     assert len({line["run"] for line in lines}) == 1
-    assert lines[0]["kind"] == "run" and {"torch", "triton", "device", "sources", "commit"} <= set(lines[0])
-    checks = {line["contender"]: line for line in lines if line["kind"] == "check"}
-    assert checks["tritoncp"]["ok"] and set(checks["tritoncp"]["errors"]) == {"out", "dq", "dk", "dv"}
-    assert "does not support backward on CPU" in checks["flex"]["why"]
-    times = [line for line in lines if line["kind"] == "time"]
-    assert {line["contender"] for line in times} == {"tritoncp", "flash"}
-    assert all(0 < line["low"] <= line["ms"] <= line["high"] and line["samples"] >= 7 for line in times)
-    standings = [line for line in lines if line["kind"] == "standing"]
-    assert [line["case"][-4:] for line in standings] == ["-fwd", "-bwd"]
+    for line in lines:
+        assert {"torch", "triton", "tritoncp", "sources", "commit"} <= set(line["env"])
+        assert line["tags"]["mask"] == "causal" and line["work"]["flops"] > 0
+        took = line["contenders"]
+        assert set(took["tritoncp"]["errors"]) == {"out", "dq", "dk", "dv"}
+        assert "does not support backward on CPU" in took["flex"]["why"]
+        assert "ms" not in took["flex"]
+        for name in ("tritoncp", "flash"):
+            assert 0 < took[name]["low"] <= took[name]["ms"] <= took[name]["high"]
+        assert len(took["tritoncp"]["samples"]) >= 7 <= took["flash"]["n"]
     assert "tritoncp ms" in done.output and "÷ flash" in done.output
 
 
 def test_a_second_run_is_appended_and_json_is_what_the_file_holds(tmp_path):
     arguments = [*QUICK, "--tier", "smoke", "--only", "*-fwd", "--json", "--out", str(tmp_path)]
     first, second = (CliRunner().invoke(main, arguments) for _ in range(2))
-    whole = (next(tmp_path.glob("*.jsonl"))).read_text()
-    assert first.stdout + second.stdout == whole
+    said = [json.loads(line) for line in (first.stdout + second.stdout).splitlines()]
+    assert said == lines_of(tmp_path)
     assert len({line["run"] for line in lines_of(tmp_path)}) == 2
     assert not [line for line in lines_of(tmp_path) if "-bwd" in line.get("case", "")]
 
@@ -62,25 +63,34 @@ def test_a_second_run_is_appended_and_json_is_what_the_file_holds(tmp_path):
 def test_nothing_is_started_after_the_budget(tmp_path):
     done = CliRunner().invoke(main, [*QUICK, "--budget", "0", "--out", str(tmp_path)])
     assert done.exit_code == 0
-    kinds = [line["kind"] for line in lines_of(tmp_path)]
-    assert kinds == ["run", *["left out"] * len(select("core"))]
+    assert [line["kind"] for line in lines_of(tmp_path)] == ["left out"] * len(select("core"))
 
 
-def test_a_wrong_contender_is_named_and_not_timed(monkeypatch):
+def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
     case = Case("causal", "forward", 16384).shrunk()
     given = baselines.inputs(case, CPU)
     right = baselines.ours(case, given)
     wrong = baselines.Contender(lambda: right.call() * 1.01, right.leaves, right.dout)
-    runner, lines = bench(monkeypatch, tritoncp=lambda: wrong, flash=lambda: 1 / 0)
+    runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", tritoncp=lambda: wrong, flash=lambda: 1 / 0)
     runner.run([case])
-    checks = {line["contender"]: line for line in lines if line["kind"] == "check"}
-    assert "wrong" in checks["tritoncp"]["why"] and "ZeroDivisionError" in checks["flash"]["why"]
-    assert not [line for line in lines if line["kind"] in ("time", "standing")]
-    assert runner.failures == 1
+    (point,) = journal.points
+    assert "wrong" in point.own["why"] and "ZeroDivisionError" in point.contenders["flash"]["why"]
+    assert point.ms is None and point.speedups() == {} and runner.failures == 1
+    assert record.read(tmp_path / "a.jsonl").points == [point]
 
 
-def test_later_sizes_take_the_flex_variants_that_won_the_first(monkeypatch):
-    runner, _ = bench(monkeypatch)
+def test_a_resumed_run_measures_what_is_left_with_the_variants_that_had_won(monkeypatch, tmp_path):
+    cases = [Case("causal", which, seq) for seq in (16384, 8192) for which in ("forward", "backward")]
+    runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
+    times = {"tritoncp": {"ms": 1.0}, "flex": {"ms": 3.0}, "flex tma": {"ms": 2.0}}
+    journal.point(cases[0].name, times)
+    journal.point(cases[1].name, {"tritoncp": {"why": "it failed, and would again"}})
+    runner.done = journal.points
+    assert runner._left(cases) == cases[2:] and runner.best == {"causal": ["flex tma"]}
+
+
+def test_later_sizes_take_the_flex_variants_that_won_the_first(monkeypatch, tmp_path):
+    runner, _ = bench(monkeypatch, tmp_path / "a.jsonl")
     asked = []
 
     def problem(cases, variants):
@@ -109,6 +119,9 @@ def test_everyone_runs_once_a_round_and_the_first_round_is_thrown_away():
         def sample(self, run):
             return timing.Sample(float(run()), 0.5)
 
+        def agree(self, x):
+            return x
+
     def runs(name, times):
         def prepare():
             order.append(name)
@@ -123,7 +136,7 @@ def test_everyone_runs_once_a_round_and_the_first_round_is_thrown_away():
         least=3,
     )
     assert order == ["a", "b", "a", "b", "b", "a", "a", "b"]
-    assert found["a"] == timing.Figure(2.0, 1.5, 2.5, 0.5, 3) and found["b"].ms == 4.0
+    assert found["a"] == timing.Figure(2.0, 1.5, 2.5, 0.5, (1.0, 2.0, 3.0)) and found["b"].ms == 4.0
 
 
 def test_every_core_case_has_a_goal():
@@ -132,15 +145,24 @@ def test_every_core_case_has_a_goal():
 
 def test_mistakes_are_explained(tmp_path):
     none = CliRunner().invoke(main, ["--device", "cpu", "--only", "casual-*", "--out", str(tmp_path)])
-    assert none.exit_code == 1 and "no case of tier core is named like 'casual-*'" in none.output
+    assert (
+        none.exit_code == 1 and "no case of tier core for this device is named like 'casual-*'" in none.output
+    )
     if not torch.cuda.is_available():
-        gpu = CliRunner().invoke(main, ["--out", str(tmp_path)])
+        gpu = CliRunner().invoke(main, ["--device", "cuda", "--out", str(tmp_path)])
         assert gpu.exit_code == 1 and "torch finds no GPU here" in gpu.output
+    for options in ("{", "[1]"):
+        tried = CliRunner().invoke(main, ["--device", "cpu", "--try", options, "--out", str(tmp_path)])
+        assert tried.exit_code == 2 and "--try" in tried.output
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["check", "left out", "standing", "run"])
-def test_every_kind_of_line_has_a_short_form(kind):
-    line = {"kind": kind, "case": "c", "contender": "x", "ok": False, "why": "so", "setup_s": 1,
-            "speedup": {"flex": 1.5}}  # fmt: skip
-    assert {"check": "so", "left out": "so", "standing": "÷flex 1.5", "run": "case=c"}[kind] in brief(line)
+def test_every_kind_of_line_has_a_short_form():
+    failed = {"tritoncp": {"why": "so"}}
+    kernel = {"kernel": "forward", "arch": "sm_90", "config": [64, 64], "registers": 99}
+    assert "left out: so" in brief({"kind": "left out", "case": "c", "why": "so"})
+    assert "x                    so" in brief(
+        {"kind": "check", "case": "c", "contender": "x", "why": "so", "setup_s": 1}
+    )
+    assert "failed: so" in brief({"kind": "case", "case": "c", "contenders": failed})
+    assert "99 registers" in brief({"kind": "resources", **kernel})

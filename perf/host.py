@@ -1,0 +1,222 @@
+"""What means something without a GPU: time and memory of masks and plans, and Python's part of a call.
+
+A case here has the same kind of line as one of attention, so that it is kept, compared and shown alike. The
+device of its series is the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fnmatch
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from tritoncp.api import flex_attention
+from tritoncp.masks import Mask, create_block_mask
+from tritoncp.perf.cases import MASKS, TIERS
+from tritoncp.perf.record import OURS, Journal, Point
+from tritoncp.perf.timing import Run, WallClock, interleaved
+from tritoncp.plan import build
+from tritoncp.world import simulate
+
+CPU = torch.device("cpu")
+LAYER = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}  # whose bytes a plan's figures are
+Makers = dict[str, Callable[[], Run]]
+
+
+@dataclass(frozen=True)
+class HostCase:
+    """what: "mask" (make it), "plan" (balance it and list a rank's steps), "forward" or "backward" (a call
+    whose launches do nothing); seq: tokens; world: ranks, in lockstep in this process for calls."""
+
+    what: str
+    mask: str
+    seq: int
+    world: int = 1
+    schedule: str = ""
+    tier: str = "core"
+
+    @property
+    def name(self) -> str:
+        """
+        >>> HostCase("plan", "document", 1 << 20, 64, "fetch").name, HostCase("forward", "causal", 1024).name
+        ('plan-document-w64-fetch-1m', 'call-causal-1k-fwd')
+        """
+        whole = f"{self.seq >> 20}m" if self.seq % (1 << 20) == 0 else f"{self.seq >> 10}k"
+        parts = ["call" if self.what in ("forward", "backward") else self.what, self.mask]
+        parts += [f"w{self.world}", self.schedule] * (self.world > 1)
+        return "-".join([*parts, whole, *{"forward": ["fwd"], "backward": ["bwd"]}.get(self.what, [])])
+
+    @property
+    def tags(self) -> dict[str, str]:
+        ranks = {"ranks": f"{self.world} ranks, {self.schedule}"} if self.world > 1 else {}
+        kind = {"mask": "mask", "plan": "plan"}.get(self.what, f"call {self.what}")
+        return {"mask": self.mask, "pass": kind, "dtype": "", "shape": f"{self.seq} tokens"} | ranks
+
+
+def _calls(tier: str, world: int = 1, schedule: str = "", *masks: str) -> list[HostCase]:
+    passes = ("forward", "backward")
+    return [HostCase(which, mask, 1024, world, schedule, tier) for mask in masks for which in passes]
+
+
+CASES: tuple[HostCase, ...] = (
+    HostCase("mask", "document", 4096, tier="smoke"),
+    HostCase("plan", "document", 65536, 8, "fetch", tier="smoke"),
+    *_calls("smoke", 1, "", "causal"),
+    *(HostCase("mask", mask, 1 << 20) for mask in ("causal", "document", "window", "prefix")),
+    *(HostCase("mask", mask, 4096) for mask in ("causal", "window")),
+    *(
+        HostCase("plan", mask, size, world, schedule)
+        for size, world in ((131072, 8), (1 << 20, 64))
+        for mask, schedule in (
+            ("causal", "ring"), ("causal", "allgather"), ("causal", "ulysses"),
+            ("document", "fetch"), ("document", "ring"), ("window", "fetch"),
+        )
+    ),
+    *_calls("core", 1, "", "full", "document", "alibi"),
+    *(
+        case
+        for schedule in ("allgather", "ring", "fetch", "ulysses")
+        for case in _calls("core", 2, schedule, "causal")
+    ),
+    HostCase("mask", "document", 8 << 20, tier="full"),
+    HostCase("plan", "document", 8 << 20, 1024, "fetch", tier="full"),
+)  # fmt: skip
+
+
+def select(tier: str = "core", only: str = "*") -> list[HostCase]:
+    """The cases of a tier and those before it, whose names fit a pattern."""
+    wanted = TIERS[: TIERS.index(tier) + 1]
+    return [case for case in CASES if case.tier in wanted and fnmatch.fnmatchcase(case.name, only)]
+
+
+def run(
+    cases: Sequence[HostCase], journal: Journal, deadline: float, seconds: float, done: Sequence[Point] = ()
+) -> int:
+    """Measure on one core and write a line for each; how many failed."""
+    torch.set_num_threads(1)
+    there, failures = {point.case for point in done}, 0
+    for case in cases:
+        if case.name in there:
+            continue
+        if time.monotonic() > deadline:
+            why = "the time budget is used up"
+            journal.write({"kind": "left out", "case": case.name, "why": why})
+            continue
+        try:
+            contenders, work = measure(case, seconds)
+        except Exception as error:  # the other cases go on
+            contenders, work = {OURS: {"why": f"{type(error).__name__}: {error}"[:300]}}, {}
+            failures += 1
+        journal.point(case.name, contenders, tags=case.tags, work=work)
+    return failures
+
+
+def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Figures of everyone who can do a case, and what is to be known about the work."""
+    makers, work = {"mask": _masks, "plan": _plans}.get(case.what, _call)(case)
+    with no_launches():
+        figures = interleaved(makers, WallClock(), seconds, least=5)
+        peak = grown(makers[OURS]())
+    contenders = {name: found.rounded(samples=name == OURS) for name, found in figures.items()}
+    if peak is not None:
+        contenders[OURS]["peak_bytes"] = peak
+    return contenders, work
+
+
+def _masks(case: HostCase) -> tuple[Makers, dict[str, Any]]:
+    plain: Any = MASKS[case.mask].plain(case.seq, CPU)
+    length = (case.seq, case.seq)
+    makers: Makers = {OURS: lambda: lambda: _mask(case)}
+    if case.seq <= 4096:  # torch's way takes memory by the square of the length
+        makers["torch"] = lambda: (
+            lambda: torch_flex.create_block_mask(plain, None, None, *length, device="cpu")
+        )
+    return makers, {}
+
+
+def _mask(case: HostCase) -> Mask:
+    closed: Any = MASKS[case.mask].closed(case.seq)
+    return create_block_mask(closed, 1, 1, case.seq, case.seq)
+
+
+def _plans(case: HostCase) -> tuple[Makers, dict[str, Any]]:
+    mask = _mask(case)
+
+    def plan() -> None:
+        made = build(mask, case.world, schedule=case.schedule)
+        first: Any = {"ring": 0, "fetch": "fetched"}.get(case.schedule, "gathered")
+        assert case.schedule != "ring" or made.ring
+        made.tables(buffer=first)
+
+    made = build(mask, case.world, schedule=case.schedule)
+    sent = [made.for_rank(rank).bytes_sent(**LAYER, backward=False) for rank in range(case.world)]
+    work: dict[str, Any] = {"imbalance": round(made.imbalance, 5), "wire_bytes": max(sent)}
+    if case.world <= 64:
+        work |= {"rank_work": [round(x) for x in made.work], "rank_bytes": sent}
+    return {OURS: lambda: plan}, work
+
+
+def _call(case: HostCase) -> tuple[Makers, dict[str, Any]]:
+    world: Any = simulate(case.world)
+    score = MASKS[case.mask].score(4, CPU)
+    heads, dim = (4, 2, 2), 64
+    whole = [torch.randn(1, n, case.seq, dim) for n in heads]
+    closed = MASKS[case.mask].closed(case.seq)
+    if case.world == 1:
+        q, k, v = leaves = [x.requires_grad_() for x in whole]
+
+        def forward() -> Any:
+            return flex_attention(q, k, v, score, closed, enable_gqa=True)
+    else:
+        plan = world.make_plan(_mask(case), schedule=case.schedule)
+        shards = [[x.requires_grad_() for x in world.shard(x, plan, dim=2)] for x in whole]
+        leaves = [x for shard in shards for x in shard]
+
+        def forward() -> Any:
+            return world.flex_attention(*shards, score, plan, enable_gqa=True)
+
+    def backward() -> Run:
+        outs = forward()
+        douts = [torch.ones_like(x) for x in outs] if isinstance(outs, list) else torch.ones_like(outs)
+        return lambda: torch.autograd.grad(outs, leaves, douts)
+
+    return {OURS: (lambda: forward) if case.what == "forward" else backward}, {}
+
+
+@contextmanager
+def no_launches() -> Iterator[None]:
+    """All of a call but its kernels: what a launch would run is made, and not run."""
+    from tritoncp.kernels.engine import Launch
+
+    with mock.patch.object(Launch, "__call__", return_value=None):
+        yield
+
+
+def grown(run: Run) -> int | None:
+    """Bytes by which this process is larger at the most while ``run`` runs; None where the system does not
+    say (it is Linux that does)."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return None
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free and not given back would hide what is taken
+    reset.write_text("5")
+    before = _kilobytes(status, "VmRSS")
+    kept = run()
+    peak = _kilobytes(status, "VmHWM")
+    del kept
+    return max(0, peak - before) * 1024
+
+
+def _kilobytes(status: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))

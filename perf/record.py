@@ -1,0 +1,281 @@
+"""History: one JSON line for each finding, whole in itself, in files that several runs may append to.
+
+A line of kind "case" is one measurement of one case; `Point` says what is in it. Lines of kind "resources"
+say what a compiled kernel takes, "left out" what a run had no time for. A reader keeps every whole line and
+names every broken one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+VERSION = 1
+OURS = "tritoncp"
+# What may change from point to point of a series, and be the reason of a change.
+ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "driver", "cuda", "cudnn", "python")
+
+
+class Series(NamedTuple):
+    """What has to be the same for times to be comparable, besides the case."""
+
+    device: str
+    power_limit: str = ""
+    clocks: str = ""
+
+    def __str__(self) -> str:
+        """
+        >>> str(Series("NVIDIA H200", "700.00 W", "default"))
+        'NVIDIA H200, 700.00 W, clocks default'
+        """
+        parts = [self.device, self.power_limit, self.clocks and f"clocks {self.clocks}"]
+        return ", ".join(part for part in parts if part)
+
+
+class Problem(NamedTuple):
+    """A line that could not be used: where, and why."""
+
+    path: Path
+    line: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.why}; skipped"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One case, measured once.
+
+    run, time:  which run, and when (ISO 8601, UTC)
+    env:        ATTRIBUTES and whatever else the machine says of itself
+    contenders: by name ("tritoncp", "flex tma", ...) either figures (ms, low, high = median and quartiles;
+                optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": what went wrong}
+    tags:       mask, pass, dtype, shape, model, ranks
+    work:       flops, hbm_bytes, wire_bytes; for plans also work and bytes of each rank
+    ceilings:   matmul_tflops, copy_gbytes_per_s of the device
+    state:      clock, power and temperature after the rounds; goal: least speedups that are worth shipping
+    """
+
+    run: str
+    time: str
+    case: str
+    series: Series
+    env: dict[str, Any]
+    contenders: dict[str, dict[str, Any]]
+    tags: dict[str, str] = field(default_factory=dict)
+    work: dict[str, Any] = field(default_factory=dict)
+    ceilings: dict[str, float] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    goal: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """tritoncp's figures, or why there are none."""
+        return self.contenders.get(OURS) or {"why": "tritoncp did not take part"}
+
+    @property
+    def ms(self) -> float | None:
+        """tritoncp's median; None if it failed."""
+        return self.own.get("ms")
+
+    def baselines(self) -> dict[str, float]:
+        """The best median of each family of baselines: the first word of a name says the family.
+
+        >>> found = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}, "flex tma": {"ms": 3.0}, "x": {"why": ""}}
+        >>> Point("r", "t", "c", Series("d"), {}, found).baselines()
+        {'flex': 3.0}
+        """
+        best: dict[str, float] = {}
+        for name, found in self.contenders.items():
+            family = name.split()[0]
+            if family != OURS and "ms" in found:
+                best[family] = min(found["ms"], best.get(family, found["ms"]))
+        return best
+
+    def speedups(self) -> dict[str, float]:
+        """Each family's best time over tritoncp's; empty if tritoncp failed."""
+        return {name: ms / self.ms for name, ms in self.baselines().items()} if self.ms else {}
+
+    def as_line(self) -> dict[str, Any]:
+        """As JSON holds it; what is empty is left away."""
+        line = {"v": VERSION, "kind": "case", **vars(self), "series": self.series._asdict()}
+        return {name: value for name, value in line.items() if value not in ({}, "")}
+
+
+@dataclass(frozen=True)
+class History:
+    """Everything that was whole, in the order of files and lines, and what was not."""
+
+    points: list[Point]
+    resources: list[dict[str, Any]]
+    problems: list[Problem]
+
+
+class DiskFull(Exception):
+    """A line could not be written whole; what was written before it is."""
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Add one line to a file, whole or not at all, whoever else is writing to it.
+
+    A line that an earlier writer left unfinished is ended first, so that it takes no other with it. Raises
+    DiskFull if there is no room.
+    """
+    text = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, or the process dies
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            text = b"\n" + text
+        _write(file, text, size, path)
+    finally:
+        os.close(file)
+
+
+def _write(file: int, text: bytes, size: int, path: Path) -> None:
+    done = 0
+    try:
+        while done < len(text):
+            done += os.write(file, text[done:])
+    except OSError as error:
+        if done:
+            os.ftruncate(file, size)
+        raise DiskFull(
+            f"{path}: {error.strerror}. Every line before is there; make room (or name another file with "
+            "--out) and run again with --resume"
+        ) from error
+
+
+def files(places: Iterable[Path]) -> list[Path]:
+    """The .jsonl files in folders, and files as they are; in order of name.
+
+    Raises FileNotFoundError for what does not exist.
+    """
+    found: list[Path] = []
+    for place in places:
+        if not place.exists():
+            raise FileNotFoundError(
+                f"{place} does not exist: name a history file, or a folder of *.jsonl files"
+            )
+        found += sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+    return found
+
+
+def read(*places: Path) -> History:
+    """All of some files and folders. Broken lines become problems, never an exception.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "a.jsonl")
+    >>> append(path, Point("r", "2026-01-01", "c", Series("GPU"), {}, {"tritoncp": {"ms": 1.5}}).as_line())
+    >>> _ = path.open("a").write('{"kind": "case", "ru')
+    >>> history = read(path)
+    >>> history.points[0].ms, history.problems[0].why
+    (1.5, 'the line is cut off after 20 characters')
+    """
+    history = History([], [], [])
+    for path in files(places):
+        for number, text in _lines(path):
+            found = _parsed(text)
+            if isinstance(found, str):
+                history.problems.append(Problem(path, number, found))
+            elif isinstance(found, Point):
+                history.points.append(found)
+            elif found["kind"] == "resources":
+                history.resources.append(found)
+    return history
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                yield number, text
+
+
+def _parsed(text: bytes) -> Point | dict[str, Any] | str:
+    """A point, another kind of line, or what is wrong."""
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        if text.endswith(b"\n"):
+            return f"not JSON: {error}"
+        return f"the line is cut off after {len(text)} characters"
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        return 'not a line of a history: it has no "kind"'
+    if line["kind"] != "case":
+        return line
+    if line.get("v") != VERSION:
+        return f"written in version {line.get('v')!r} of the format; this tritoncp reads version {VERSION}"
+    try:
+        return _point(line)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return f"not a measurement: {type(error).__name__}: {error}"
+
+
+def _point(line: dict[str, Any]) -> Point:
+    for name in ("run", "time", "case"):
+        if not isinstance(line[name], str):
+            raise TypeError(f"{name} is not text")
+    for name, found in line["contenders"].items():
+        figures = [found[key] for key in ("ms", "low", "high") if key in found]
+        if not figures and "why" not in found:
+            raise KeyError(f"{name} has neither ms nor why")
+        if not all(isinstance(x, int | float) and 0 < x < float("inf") for x in figures):
+            raise ValueError(f"the times of {name} are not positive numbers")
+    fields = {name: line[name] for name in Point.__dataclass_fields__ if name in line}
+    for name in ("env", "contenders", "tags", "work", "ceilings", "state", "goal"):
+        if not isinstance(fields.get(name, {}), dict):
+            raise TypeError(f"{name} is not an object")
+    return Point(**fields | {"series": Series(**line["series"]), "env": line.get("env", {})})
+
+
+@dataclass
+class Journal:
+    """Points of one run, in a file as soon as they are known.
+
+    tell: hears of every line that is written
+    """
+
+    path: Path
+    run: str
+    series: Series
+    env: dict[str, Any]
+    tell: Callable[[dict[str, Any]], object] = lambda line: None
+    ceilings: dict[str, float] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+
+    def point(self, case: str, contenders: dict[str, dict[str, Any]], **parts: Any) -> None:
+        """Write what was found about a case. Raises DiskFull."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        found = Point(self.run, now, case, self.series, self.env, contenders, ceilings=self.ceilings, **parts)
+        self.points.append(found)
+        self.write(found.as_line())
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write a line of any kind. Raises DiskFull."""
+        append(self.path, {"run": self.run, **line})
+        self.tell(line)
+
+
+def unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
+    """The newest run with this very code, versions and device: its file, and its points so far."""
+    newest: tuple[Path, list[Point]] | None = None
+    same = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code
+    for path in files([folder]) if folder.exists() else ():
+        runs: dict[str, list[Point]] = {}
+        for point in read(path).points:
+            alike = all(point.env.get(name) == env.get(name) for name in same)
+            if point.series == series and alike:
+                runs.setdefault(point.run, []).append(point)
+        for points in runs.values():
+            if newest is None or points[-1].time >= newest[1][-1].time:
+                newest = path, points
+    return newest

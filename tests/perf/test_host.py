@@ -1,0 +1,96 @@
+"""Figures without a GPU: what they time is real, and a run that is killed goes on where it was."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tritoncp.kernels.engine import Launch
+from tritoncp.perf import host
+from tritoncp.perf.host import CASES, HostCase, grown, measure, no_launches
+from tritoncp.perf.record import read
+
+ROOT = Path(__file__).parents[2]
+RUN = [sys.executable, "-m", "tritoncp", "perf", "run", "--device", "host", "--tier", "core", "--filter"]
+
+
+def test_names_are_unique():
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", host.select("smoke"), ids=lambda case: case.name)
+def test_every_kind_of_case_gives_times_and_what_they_mean(case):
+    contenders, work = measure(case, 0.0)
+    assert 0 < contenders["tritoncp"]["low"] <= contenders["tritoncp"]["ms"]
+    if case.what == "mask":
+        assert contenders["torch"]["ms"] > contenders["tritoncp"]["ms"]
+    if case.what == "plan":
+        assert len(work["rank_work"]) == len(work["rank_bytes"]) == case.world
+        assert work["imbalance"] == pytest.approx(max(work["rank_work"]) / (sum(work["rank_work"]) / 8), 1e-3)
+        assert work["wire_bytes"] == max(work["rank_bytes"]) > 0
+
+
+@pytest.mark.parametrize("schedule", ["", "ring"])
+def test_a_call_makes_every_launch_and_runs_none(schedule, monkeypatch):
+    makers, _ = host._call(HostCase("backward", "causal", 256, 2 if schedule else 1, schedule))
+    made = []
+    init = Launch.__new__
+    monkeypatch.setattr(Launch, "__new__", lambda *a, **k: made.append(a) or init(*a, **k))
+    with no_launches():
+        run = makers["tritoncp"]()
+        forwards = len(made)
+        grads = run()
+    assert forwards >= 1 and len(made) - forwards >= 3  # delta, dQ, dK and dV
+    assert not grads[0].nan_to_num().any(), "no kernel wrote into the gradient"
+
+
+def test_memory_is_what_a_run_takes_at_the_most():
+    size = 64 << 20
+
+    def take_and_give_back():
+        for _ in range(3):
+            torch.zeros(size, dtype=torch.int8).add_(1)
+
+    assert 0.98 * size < grown(take_and_give_back) < 2 * size
+    assert grown(lambda: None) < size / 16
+
+
+def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
+    words = [*RUN, "plan-*-128k", "--out", str(tmp_path), "--seconds", "0"]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as killed:
+        while "plan-causal-w8-allgather" not in killed.stderr.readline():
+            assert killed.poll() is None
+        os.kill(killed.pid, signal.SIGKILL)
+    (path,) = tmp_path.glob("*.jsonl")
+    before = read(path)
+    assert 1 <= len(before.points) < 6 and len(before.problems) <= 1
+    done = subprocess.run([*words, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{len(before.points)} cases are there" in done.stderr
+    after = read(path)
+    assert after.points[: len(before.points)] == before.points
+    wanted = [case.name for case in host.select("core", "plan-*-128k")]
+    assert [point.case for point in after.points] == wanted
+    assert len({point.run for point in after.points}) == 1
+
+
+def test_a_case_that_fails_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):
+    from tritoncp.perf.record import Journal, Series
+
+    cases = host.select("smoke")
+    real = host.measure
+
+    def broken(case, seconds):
+        if case == cases[0]:
+            raise RuntimeError("out of something")
+        return real(case, seconds)
+
+    monkeypatch.setattr(host, "measure", broken)
+    journal = Journal(tmp_path / "a.jsonl", "r", Series("CPU"), {})
+    assert host.run(cases[:2], journal, time.monotonic() + 60, 0.0) == 1
+    failed, right = read(tmp_path / "a.jsonl").points
+    assert failed.own == {"why": "RuntimeError: out of something"} and right.ms

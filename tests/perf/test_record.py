@@ -1,0 +1,151 @@
+"""History files: nothing that was whole is lost, whatever happens to a file, its disk or its writers."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tritoncp.perf import run
+from tritoncp.perf.record import DiskFull, Journal, Point, Series, append, read, unfinished
+
+SERIES = Series("NVIDIA H200", "700.00 W", "default")
+ENV = {"torch": "2.13.0", "sources": "abc", "commit": "1" * 40}
+
+
+def point(case: str = "c", ms: float = 1.5, **more) -> Point:
+    fields = {"run": "r", "time": "2026-01-01T00:00:00+00:00", "env": ENV, "series": SERIES}
+    return Point(case=case, contenders={"tritoncp": {"ms": ms}}, **fields | more)
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    written = [point(), point("other", 2.0, tags={"mask": "causal"}, goal={"flex": 1.2})]
+    for each in written:
+        append(tmp_path / "a.jsonl", each.as_line())
+    append(tmp_path / "b.jsonl", {"kind": "resources", "kernel": "forward"})
+    append(tmp_path / "b.jsonl", {"kind": "left out", "case": "c"})
+    history = read(tmp_path)
+    assert history.points == written == read(tmp_path / "a.jsonl").points
+    assert [line["kernel"] for line in history.resources] == ["forward"] and history.problems == []
+    with pytest.raises(FileNotFoundError, match=r"name a history file, or a folder of \*\.jsonl files"):
+        read(tmp_path / "nowhere")
+
+
+BROKEN = {
+    b'{"kind": "case", "run": "r"': "not JSON",
+    b"\xff\xfe\x00": "not JSON",
+    b"[1, 2]": 'no "kind"',
+    b'"case"': 'no "kind"',
+    b'{"v": 2, "kind": "case"}': "version 2 of the format; this tritoncp reads version 1",
+    b'{"v": 1, "kind": "case", "run": "r", "time": "t"}': "KeyError: 'case'",
+    b"[" * 100_000: "not JSON",
+}
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_broken_lines_are_named_and_take_no_other_with_them(place, tmp_path):
+    whole = [json.dumps(point(str(i)).as_line()).encode() for i in range(3)]
+    at = {"first": 0, "middle": 1, "last": 3}[place]
+    lines = [*whole[:at], *BROKEN, *whole[at:]]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n\n")
+    history = read(tmp_path)
+    assert [found.case for found in history.points] == ["0", "1", "2"]
+    assert [problem.line for problem in history.problems] == [at + 1 + i for i in range(len(BROKEN))]
+    for problem, why in zip(history.problems, BROKEN.values()):
+        assert why in str(problem) and str(tmp_path / "a.jsonl") in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        ({"contenders": {"tritoncp": {"ms": -1.0}}}, "not positive"),
+        ({"contenders": {"tritoncp": {"ms": "1"}}}, "not positive"),
+        ({"contenders": {"tritoncp": {"ms": float("nan")}}}, "not positive"),
+        ({"contenders": {"tritoncp": {}}}, "neither ms nor why"),
+        ({"contenders": []}, "no attribute"),
+        ({"case": 7}, "case is not text"),
+        ({"series": {"gpu": "x"}}, "unexpected keyword"),
+        ({"tags": []}, "tags is not an object"),
+    ],
+)
+def test_what_is_no_measurement_is_refused(harm, why, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(point().as_line() | harm) + "\n")
+    history = read(tmp_path)
+    assert not history.points and why in history.problems[0].why
+
+
+@pytest.mark.parametrize("cut", [1, 20, -2, -1])
+def test_a_writer_that_died_in_a_line_costs_that_line_only(cut, tmp_path):
+    path = tmp_path / "a.jsonl"
+    for i in range(2):
+        append(path, point(str(i)).as_line())
+    whole = path.read_bytes()
+    first = whole.index(b"\n") + 1
+    path.write_bytes(whole[:first] + whole[first:][:cut])
+    append(path, point("after").as_line())
+    history = read(path)
+    there = cut == -1  # all but the line's end was written
+    assert [found.case for found in history.points] == ["0", *["1"] * there, "after"]
+    assert len(history.problems) == 1 - there
+
+
+def test_a_full_disk_is_said_and_leaves_every_line_before(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    append(path, point("0").as_line())
+    before = path.read_bytes()
+    import os
+
+    write = os.write
+
+    def half(file, text):
+        if len(text) < 50:
+            raise OSError(28, "No space left on device")
+        return write(file, text[: len(text) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    with pytest.raises(DiskFull, match=r"No space left on device.*--resume"):
+        append(path, point("1").as_line())
+    monkeypatch.undo()
+    assert path.read_bytes() == before
+    append(path, point("2").as_line())
+    assert [found.case for found in read(path).points] == ["0", "2"]
+
+
+def test_a_run_on_a_full_device_stops_with_one_clear_message():
+    arguments = ["--device", "host", "--filter", "plan-*-64k", "--seconds", "0", "--out", "/dev/full"]
+    done = CliRunner().invoke(run.main, arguments)
+    assert done.exit_code == 1 and "Traceback" not in done.output
+    assert "/dev/full: No space left on device" in done.output and "--resume" in done.output
+
+
+def _many(path: Path, name: str) -> None:
+    for i in range(100):
+        append(path, point(f"{name}{i}", tags={"mask": name * 3000}).as_line())
+
+
+def test_two_writers_of_one_file_lose_nothing(tmp_path):
+    path = tmp_path / "a.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_many, args=(path, name)) for name in "ab"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    history = read(path)
+    assert history.problems == [] and len(history.points) == 200
+    for name in "ab":
+        own = [found.case for found in history.points if found.case.startswith(name)]
+        assert own == [f"{name}{i}" for i in range(100)]
+
+
+def test_a_run_is_resumed_only_on_the_same_code_and_device(tmp_path):
+    journal = Journal(tmp_path / "a.jsonl", "mine", SERIES, ENV)
+    journal.point("c", {"tritoncp": {"ms": 1.0}})
+    found = unfinished(tmp_path, SERIES, ENV | {"commit": "another, of the same sources"})
+    assert found == (tmp_path / "a.jsonl", journal.points)
+    assert unfinished(tmp_path, SERIES, ENV | {"sources": "changed"}) is None
+    assert unfinished(tmp_path, SERIES, ENV | {"torch": "2.14"}) is None
+    assert unfinished(tmp_path, SERIES._replace(clocks="locked"), ENV) is None
+    assert unfinished(tmp_path / "nowhere", SERIES, ENV) is None
