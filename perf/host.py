@@ -123,25 +123,30 @@ def run(
 
 def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Figures of everyone who can do a case, and what is to be known about the work."""
-    makers, work = {"mask": _masks, "plan": _plans}.get(case.what, _call)(case)
+    who, work = makers(case)
     with no_launches():
-        figures = interleaved(makers, WallClock(), seconds, least=5)
-        peak = grown(makers[OURS]())
+        figures = interleaved(who, WallClock(), seconds, least=5)
+        peak = grown(who[OURS]())
     contenders = {name: found.rounded(samples=name == OURS) for name, found in figures.items()}
     if peak is not None:
         contenders[OURS]["peak_bytes"] = peak
     return contenders, work
 
 
+def makers(case: HostCase) -> tuple[Makers, dict[str, Any]]:
+    """By name, what prepares one execution of a case; and what is to be known about the work."""
+    return {"mask": _masks, "plan": _plans}.get(case.what, _call)(case)
+
+
 def _masks(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     plain: Any = MASKS[case.mask].plain(case.seq, CPU)
     length = (case.seq, case.seq)
-    makers: Makers = {OURS: lambda: lambda: _mask(case)}
+    found: Makers = {OURS: lambda: lambda: _mask(case)}
     if case.seq <= 4096:  # torch's way takes memory by the square of the length
-        makers["torch"] = lambda: (
+        found["torch"] = lambda: (
             lambda: torch_flex.create_block_mask(plain, None, None, *length, device="cpu")
         )
-    return makers, {}
+    return found, {}
 
 
 def _mask(case: HostCase) -> Mask:

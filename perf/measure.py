@@ -173,7 +173,7 @@ class Bench:
         self, case: Case, standing: dict[str, Contender], checks: dict[str, dict[str, Any]]
     ) -> dict[str, Figure]:
         """Times of one pass, and the line of the case."""
-        runs = {name: partial(_prepared, contender, case.which) for name, contender in standing.items()}
+        runs = {name: partial(prepared, contender, case.which) for name, contender in standing.items()}
         figures = interleaved(runs, self.clock, self.seconds) if runs else {}
         work = work_of(case)
         contenders = {}
@@ -196,7 +196,8 @@ def _brief(error: Exception) -> str:
     return f"{type(error).__name__}: {said[0][:300]}"
 
 
-def _prepared(contender: Contender, which: str) -> Run:
+def prepared(contender: Contender, which: str) -> Run:
+    """One execution of a pass, ready to be timed."""
     if which == "forward":
         return contender.call
     out = contender.call()

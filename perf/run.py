@@ -93,7 +93,7 @@ def main(
 
     where, group = _place(device)
     env = machine.environment(where)
-    cases: Sequence[Any]
+    cases: Any
     if device == "host":
         series, cases = Series(machine.processor()), host.select(tier, only)
     else:

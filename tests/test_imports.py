@@ -85,7 +85,7 @@ ROOMS = {
     "perf": Room(
         {"perf"},
         ALL_BUT_EDGE,
-        {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "pytest", "ruptures"},
+        {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
     ),
 }
 

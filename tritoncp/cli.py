@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from tritoncp import __version__
+from tritoncp.perf.cli import perf
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -146,15 +147,4 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     click.echo(json.dumps(facts.as_json())) if as_json else say(facts)
 
 
-@main.group()
-def perf() -> None:
-    """Measure on this machine's GPU."""
-
-
-@perf.command("run", add_help_option=False, context_settings={"ignore_unknown_options": True})
-@click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def perf_run(words: tuple[str, ...]) -> None:
-    """Time attention against PyTorch's own; --help says more."""
-    from tritoncp.perf.run import main as run
-
-    run(words, prog_name="tritoncp perf run")
+main.add_command(perf)

@@ -1,0 +1,60 @@
+"""`pytest perf/`: tritoncp's side of the cases under pytest-benchmark, with all of its options.
+
+`pytest perf/ --benchmark-json out.json`, then `tritoncp perf import out.json --out history.jsonl`. Without a
+GPU: the cases of host.py. Baselines, cold caches and device events are what `tritoncp perf run` adds.
+"""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
+
+from tritoncp.perf import baselines, check, host, machine, measure  # noqa: E402
+from tritoncp.perf.cases import Case, select  # noqa: E402
+from tritoncp.perf.record import OURS, Series  # noqa: E402
+
+ROUNDS = {"rounds": 15, "warmup_rounds": 2}
+CASES: list[Any] = [*(select("core") if HAS_GPU else ()), *host.select("core")]
+
+
+@pytest.fixture(scope="session")
+def env() -> dict[str, Any]:
+    return machine.environment(torch.device("cuda" if HAS_GPU else "cpu"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case, env, benchmark):
+    on_gpu = isinstance(case, Case)
+    series = machine.series(torch.device("cuda")) if on_gpu else Series(machine.processor())
+    benchmark.extra_info |= {"series": series._asdict(), "env": env, "tags": case.tags}
+    (attention if on_gpu else on_host)(case, benchmark)
+
+
+def on_host(case: host.HostCase, benchmark: Any) -> None:
+    torch.set_num_threads(1)
+    makers, _ = host.makers(case)
+    with host.no_launches():
+        benchmark.pedantic(lambda run: run(), setup=lambda: ((makers[OURS](),), {}), **ROUNDS)
+
+
+def attention(case: Case, benchmark: Any) -> None:
+    given = baselines.inputs(case, torch.device("cuda"))
+    contender, expected = baselines.ours(case, given), check.reference(case, given)
+    errors = check.errors(contender.forward(), expected.out)
+    assert check.acceptable(errors, case.torch_dtype)
+
+    def run(prepared: Any) -> None:
+        prepared()
+        torch.cuda.synchronize()
+
+    def setup() -> Any:
+        prepared = measure.prepared(contender, case.which)
+        torch.cuda.synchronize()
+        return (prepared,), {}
+
+    benchmark.pedantic(run, setup=setup, **ROUNDS)

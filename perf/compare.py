@@ -1,0 +1,284 @@
+"""Two sets of measurements against each other: a ratio and its confidence interval for each case.
+
+The logarithm of a case's time is the mean over runs of the logarithms of their medians. Its variance is that
+between the runs; with one run, that of its median by order statistics (McKean and Schrader, Comm. Stat. B 13,
+1984), which knows nothing of what differs from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tritoncp.perf.record import Point, read
+
+LEVEL = 0.95
+Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+
+class Estimate(NamedTuple):
+    """A logarithm of a time: its variance (None: unknown), degrees of freedom, runs."""
+
+    mean: float
+    variance: float | None
+    freedom: float
+    runs: int
+
+
+class Row(NamedTuple):
+    """A case on both sides. before, after: milliseconds (or the multiple of a baseline); ratio: after over
+    before, None where a side failed, low and high its confidence interval, None where it is unknown."""
+
+    case: str
+    series: str
+    before: float | None
+    after: float | None
+    ratio: float | None
+    low: float | None
+    high: float | None
+    runs: tuple[int, int]
+    why: str = ""
+
+    def regressed(self, limit: float) -> bool:
+        """Slower than the limit and surely slower at all, or failing where it did not.
+
+        >>> Row("c", "d", 1.0, 1.06, 1.06, 1.02, 1.1, (3, 3)).regressed(0.05)
+        True
+        >>> Row("c", "d", 1.0, 1.06, 1.06, 0.98, 1.15, (3, 3)).regressed(0.05)
+        False
+        """
+        if self.before is not None and self.after is None:
+            return True
+        return self.ratio is not None and self.ratio > 1 + limit and (self.low is None or self.low > 1)
+
+
+class Comparison(NamedTuple):
+    """rows: worst first. missing: measured before and not after, so that nothing is known; new: the other
+    way round."""
+
+    rows: list[Row]
+    missing: list[str]
+    new: list[str]
+
+    @property
+    def geomean(self) -> float | None:
+        """Geometric mean of the ratios; None if there is none."""
+        logs = [math.log(row.ratio) for row in self.rows if row.ratio]
+        return math.exp(statistics.fmean(logs)) if logs else None
+
+
+def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | None = None) -> Comparison:
+    """Cases that both sides have, on the same series; on any, if they have no series in common.
+
+    baseline: compare multiples of this family's time in the same run, which a change of the machine does not
+    move, instead of times
+
+    >>> from tritoncp.perf.record import Series
+    >>> def side(ms):
+    ...     return [Point(str(i), "t", "c", Series("GPU"), {}, {"tritoncp": {"ms": x}}) for i, x in enumerate(ms)]
+    >>> row = compare(side([1.0, 1.01, 0.99]), side([1.1, 1.11, 1.09])).rows[0]
+    >>> f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
+    '1.10 [1.07, 1.13]'
+    """
+    common = {point.series for point in before} & {point.series for point in after}
+    one, two = (_grouped(points, bool(common)) for points in (before, after))
+    rows = [_row(key, one[key], two[key], baseline) for key in one if key in two]
+    return Comparison(
+        sorted(rows, key=_loss, reverse=True),
+        [case for case, series in one if (case, series) not in two],
+        [case for case, series in two if (case, series) not in one],
+    )
+
+
+def _grouped(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
+    """Points of each case and series: the last of each run."""
+    found: dict[tuple[str, str], dict[str, Point]] = {}
+    for point in points:
+        key = point.case, str(point.series) if by_series else ""
+        found.setdefault(key, {})[point.run] = point
+    return {key: list(runs.values()) for key, runs in found.items()}
+
+
+def _row(key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None) -> Row:
+    why = next((point.own["why"] for point in reversed(after) if point is after[-1] and not point.ms), "")
+    sides = [estimate(points, baseline) for points in (before, after)]
+    runs = (len(before), len(after))
+    one, two = (side and math.exp(side.mean) for side in sides)
+    if why or sides[0] is None or sides[1] is None:
+        return Row(*key, one, None if why else two, None, None, None, runs, why)
+    low, high = _interval(*sides)
+    return Row(*key, one, two, math.exp(sides[1].mean - sides[0].mean), low, high, runs)
+
+
+def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate | None:
+    """What some runs of one case say about its time, or its multiple of a baseline; None if they all failed.
+
+    >>> from tritoncp.perf.record import Series
+    >>> figures = {"ms": 2.0, "samples": [1.98, 1.99, 2.0, 2.01, 2.02] * 4}
+    >>> found = estimate([Point("r", "t", "c", Series("GPU"), {}, {"tritoncp": figures})])
+    >>> round(math.exp(found.mean), 3), round(math.sqrt(found.variance), 4), found.runs
+    (2.0, 0.0026, 1)
+    """
+    right = [point for point in points if point.ms and (baseline is None or baseline in point.baselines())]
+    if not right:
+        return None
+    logs = [math.log(point.ms / _unit(point, baseline)) for point in right if point.ms]
+    if len(logs) > 1:
+        spread = statistics.variance(logs) / len(logs)
+        return Estimate(statistics.fmean(logs), spread, len(logs) - 1, len(logs))
+    own = right[0].own
+    variance = median_variance(own)
+    if baseline is not None and variance is not None:
+        other = median_variance(_fastest(right[0], baseline))
+        variance = None if other is None else variance + other
+    return Estimate(logs[0], variance, max(1, _count(own) - 1), 1)
+
+
+def _unit(point: Point, baseline: str | None) -> float:
+    return 1.0 if baseline is None else point.baselines()[baseline]
+
+
+def _fastest(point: Point, family: str) -> dict[str, Any]:
+    members = (found for name, found in point.contenders.items() if name.split()[0] == family)
+    return min((found for found in members if "ms" in found), key=lambda found: found["ms"])
+
+
+def _count(found: dict[str, Any]) -> int:
+    return len(found.get("samples", ())) or found.get("n", 0)
+
+
+def median_variance(found: dict[str, Any]) -> float | None:
+    """Variance of the logarithm of a median: from its samples, else from quartiles and count, else None."""
+    samples, n = sorted(found.get("samples", ())), _count(found)
+    if len(samples) >= 5:
+        rank = max(0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1)  # the median's interval: from here to -rank
+        return (math.log(samples[n - 1 - rank] / samples[rank]) / (2 * Z)) ** 2
+    if n >= 5 and "low" in found and "high" in found:
+        deviation = math.log(found["high"] / found["low"]) / 1.349  # a normal's quartiles are so far apart
+        return (math.pi / 2) * deviation**2 / n
+    return None
+
+
+def _interval(one: Estimate, two: Estimate) -> tuple[float | None, float | None]:
+    """Of the ratio two over one, by Welch's approximate degrees of freedom."""
+    if one.variance is None or two.variance is None:
+        return None, None
+    from scipy.special import stdtrit
+
+    total = one.variance + two.variance
+    parts = one.variance**2 / one.freedom + two.variance**2 / two.freedom
+    width = float(stdtrit(total**2 / parts, (1 + LEVEL) / 2)) * math.sqrt(total) if parts else 0.0
+    middle = two.mean - one.mean
+    return math.exp(middle - width), math.exp(middle + width)
+
+
+def _loss(row: Row) -> float:
+    """Failures first, then the largest ratio."""
+    if row.ratio is None:
+        return math.inf if row.after is None else -math.inf
+    return row.ratio
+
+
+class Unknown(Exception):
+    """Nothing was measured that a word could mean."""
+
+
+def side(word: str, history: Path) -> list[Point]:
+    """What a word of the command line means: a file or folder; else, of a history, the points of a commit
+    (or anything that git resolves to one), of a run, or of the series whose device it names.
+
+    Raises Unknown, naming what there is.
+    """
+    if Path(word).exists():
+        return read(Path(word)).points
+    points = read(history).points if history.exists() else []
+    for found in (
+        [point for point in points if word in (point.run, point.env.get("tritoncp"))],
+        _of_commit(points, word),
+        [point for point in points if word.lower() in str(point.series).lower()],
+    ):
+        if found:
+            return found
+    commits = list(dict.fromkeys(str(point.env.get("commit", ""))[:10] for point in points))
+    devices = sorted({str(point.series) for point in points})
+    raise Unknown(
+        f"{word!r} is no file, and {history} has no commit, run, version or device like it. Commits there: "
+        f"{', '.join(commits[-5:]) or 'none'}; devices: {', '.join(devices) or 'none'}"
+    )
+
+
+def _of_commit(points: Sequence[Point], word: str) -> list[Point]:
+    if len(word) < 4 or not set(word.lower()) <= set("0123456789abcdef+"):
+        said = subprocess.run(
+            ["git", "rev-parse", "--verify", "--quiet", f"{word}^{{commit}}"], capture_output=True, text=True
+        )
+        word = said.stdout.strip() or "no commit"
+    return [point for point in points if str(point.env.get("commit", "")).startswith(word.lower())]
+
+
+def lines(found: Comparison, limit: float | None) -> list[tuple[str, ...]]:
+    """Case, before, after, change, confidence interval, verdict: as text, worst first."""
+    return [
+        (
+            row.case,
+            "failed" if row.before is None else f"{row.before:.4g}",
+            "failed" if row.after is None else f"{row.after:.4g}",
+            "" if row.ratio is None else f"{100 * (row.ratio - 1):+.1f} %",
+            "unknown" if row.low is None or row.high is None
+            else f"{100 * (row.low - 1):+.1f} … {100 * (row.high - 1):+.1f} %",
+            verdict(row, limit),
+        )
+        for row in found.rows
+    ]  # fmt: skip
+
+
+def verdict(row: Row, limit: float | None) -> str:
+    """
+    >>> verdict(Row("c", "d", 1.0, 0.9, 0.9, 0.88, 0.92, (3, 3)), None)
+    'faster'
+    """
+    if row.after is None:
+        return "FAILED" if row.before is not None else "fails, as before"
+    if row.before is None:
+        return "works now"
+    if limit is not None and row.regressed(limit):
+        return "TOO SLOW"
+    if row.low is None or row.high is None:
+        return "one figure each"
+    return "slower" if row.low > 1 else "faster" if row.high < 1 else "as before"
+
+
+HEAD = ("case", "before, ms", "after, ms", "change", f"{LEVEL:.0%} interval", "verdict")
+
+
+def summary(found: Comparison, limit: float | None) -> str:
+    """One line: how many cases, their geometric mean, how many are past the limit."""
+    mean = found.geomean
+    said = f"{len(found.rows)} cases"
+    said += f", geometric mean {100 * (mean - 1):+.1f} %" if mean else ""
+    if limit is not None:
+        said += f", {sum(row.regressed(limit) for row in found.rows)} past {100 * limit:g} %"
+    for what, cases in (("not measured again", found.missing), ("new", found.new)):
+        said += f"; {what}: {', '.join(cases)}" if cases else ""
+    return said
+
+
+def markdown(found: Comparison, limit: float | None) -> str:
+    """For a comment on a pull request: the summary, and the table folded unless something is past the limit."""
+    bad = [row for row in found.rows if limit is not None and row.regressed(limit)]
+    mark = "❌" if bad else "✅"
+    table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
+    for row in lines(found, limit):
+        case, *rest = row
+        table.append(f"| `{case}` | {' | '.join(rest)} |")
+    whys = [f"- `{row.case}`: {' '.join(row.why.split())}" for row in found.rows if row.why]
+    opened = " open" if bad else ""
+    body = "\n".join([*table, *([""] + whys if whys else [])])
+    return (
+        f"{mark} **tritoncp perf**: {summary(found, limit)}\n\n"
+        f"<details{opened}><summary>every case, worst first</summary>\n\n{body}\n\n</details>\n"
+    )

@@ -1,0 +1,49 @@
+"""Measurements of pytest-benchmark as points of a history."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from tritoncp.perf.record import OURS, Point, Series
+
+
+def points(report: dict[str, Any]) -> list[Point]:
+    """What `pytest --benchmark-json` wrote: a point for each benchmark.
+
+    A benchmark may say more of itself in ``extra_info``: "series" (device, power_limit, clocks), "env" and
+    "tags", as perf/bench.py does; else the series is the CPU's, and the test's name is all there is. Raises
+    KeyError or TypeError for anything that is no such report.
+
+    >>> stats = {"median": 0.002, "q1": 0.0019, "q3": 0.0021, "rounds": 9}
+    >>> cpu = {"cpu": {"brand_raw": "A CPU"}, "python_version": "3.11"}
+    >>> report = {"machine_info": cpu, "commit_info": {"id": "1234", "dirty": False},
+    ...           "datetime": "2026-01-01", "benchmarks": [{"fullname": "bench.py::test_x", "stats": stats}]}
+    >>> points(report)[0].case, points(report)[0].ms, str(points(report)[0].series)
+    ('bench.py::test_x', 2.0, 'A CPU')
+    """
+    machine, commit = report["machine_info"], report.get("commit_info", {})
+    run = hashlib.sha256(json.dumps(report, sort_keys=True).encode()).hexdigest()[:12]
+    env = {"python": machine.get("python_version")}
+    if commit.get("id"):
+        env["commit"] = commit["id"] + "+" * bool(commit.get("dirty"))
+    device = machine.get("cpu", {}).get("brand_raw") or machine.get("processor") or "CPU"
+    found = []
+    for bench in report["benchmarks"]:
+        said = bench.get("extra_info", {})
+        series = Series(**said["series"]) if "series" in said else Series(device)
+        tags = {"pass": "benchmark", **said.get("tags", {})}
+        known = env | said.get("env", {})
+        took = {OURS: _figures(bench["stats"])}
+        found.append(Point(run, report["datetime"], bench["fullname"], series, known, took, tags))
+    return found
+
+
+def _figures(stats: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds from seconds; samples if they were saved."""
+    names = {"ms": "median", "low": "q1", "high": "q3"}
+    figures: dict[str, Any] = {ours: round(1e3 * stats[theirs], 6) for ours, theirs in names.items()}
+    if stats.get("data"):
+        return figures | {"samples": [round(1e3 * x, 6) for x in stats["data"]]}
+    return figures | {"n": stats["rounds"]}

@@ -1,0 +1,81 @@
+"""Steps are found and flat series left alone, as often as promised, and their causes named."""
+
+import numpy as np
+import pytest
+
+from tritoncp.perf.changes import NEAR, Cause, Change, causes, find
+from tritoncp.perf.record import Point, Series
+
+SEEDS = range(100)
+
+
+def times(seed: int, points: int = 120, step: float = 0.0, at: int = 0, noise: float = 0.01) -> np.ndarray:
+    """1 % log-normal noise, 2 % of points 10 to 30 % too slow, and a step."""
+    random = np.random.default_rng(seed)
+    found = 2.5 * random.lognormal(0, noise, points)
+    found[random.random(points) < 0.02] *= random.uniform(1.1, 1.3)
+    found[at:] *= 1 + step
+    return found
+
+
+def hit(changes: list[Change], at: int) -> bool:
+    return any(abs(change.at - at) <= 3 for change in changes)
+
+
+@pytest.mark.parametrize("step", [0.03, -0.03])
+@pytest.mark.parametrize("place", ["middle", "anywhere"])
+def test_a_step_of_three_per_cent_is_found_within_three_points(place, step):
+    wheres = [60 if place == "middle" else 10 + seed for seed in SEEDS]
+    found = [find(times(seed, step=step, at=at)) for seed, at in zip(SEEDS, wheres)]
+    assert sum(hit(changes, at) for changes, at in zip(found, wheres)) >= 95
+    assert sum(len(changes) == 1 for changes in found) >= 95, "and nothing besides"
+
+
+def test_outliers_of_any_size_one_by_one():
+    """As above, but every outlier of its own size."""
+    good = 0
+    for seed in SEEDS:
+        random = np.random.default_rng(1000 + seed)
+        x = random.lognormal(0, 0.01, 120)
+        x *= np.where(random.random(120) < 0.02, random.uniform(1.1, 1.3, 120), 1)
+        good += not find(x)
+        x[60:] *= 1.03
+        good += hit(find(x), 60)
+    assert good >= 195
+
+
+@pytest.mark.parametrize("points", [120, 500])
+def test_flat_series_raise_nothing(points):
+    assert sum(bool(find(times(seed, points))) for seed in SEEDS) <= 2
+
+
+def test_several_steps_are_found_and_small_ones_not_told():
+    x = times(3, 300)
+    x[100:] *= 1.05
+    x[200:] *= 0.93
+    assert [hit([change], at) for change, at in zip(find(x), (100, 200))] == [True, True] and len(find(x)) == 2
+    tiny = times(4, 200, step=0.004, at=100, noise=0.0005)
+    assert find(tiny) == [] and hit(find(tiny, least=0.002), 100)
+
+
+@pytest.mark.parametrize("points", [0, 1, 5, 9, 10, 11, 12, 15])
+def test_short_series_are_no_trouble(points):
+    assert find([1.0] * points) == []
+    half = points // 2
+    stepped = find([1.0] * half + [2.0] * (points - half))
+    assert stepped == ([Change(half, 1.0, 2.0)] if half >= 5 else [])
+
+
+def test_the_unit_does_not_matter():
+    x = times(5, step=0.03, at=70)
+    assert [change.at for change in find(x)] == [change.at for change in find(1000 * x)]
+
+
+def test_causes_are_what_changed_nearby_nearest_first():
+    env = [{"torch": "1", "commit": str(i), "driver": "a" if i < 8 else "b"} for i in range(12)]
+    points = [Point("r", "t", "c", Series("d"), each, {}) for each in env]
+    found = causes(points, 7)
+    assert found[0] == Cause("commit", "6", "7", 0)
+    assert Cause("driver", "a", "b", 1) in found and "torch" not in {cause.name for cause in found}
+    assert max(abs(cause.away) for cause in found) == NEAR
+    assert [abs(cause.away) for cause in found] == sorted(abs(cause.away) for cause in found)
