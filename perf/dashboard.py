@@ -1,0 +1,205 @@
+"""A history as one page that needs nothing else: data, charts and code in one file.
+
+Columns of numbers are quantised, deflated and decoded in the page; charts are Bokeh's, made here and filled
+there; what the page looks like and does is in perf/page/.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bokeh.embed import json_item
+from bokeh.resources import Resources
+
+from tritoncp import __version__
+from tritoncp.perf import changes, charts
+from tritoncp.perf.record import ATTRIBUTES, History, Point
+
+STEP = 2.5e-4  # of the logarithm of a time: figures in the page are true to an eighth of a per mille
+NONE = -32768  # a failure, or a baseline that did not take part
+HERE = Path(__file__).parent / "page"
+
+
+def page(history: History) -> str:
+    """The whole page, as HTML."""
+    about, columns = digest(history)
+    parts = {
+        "style": (HERE / "page.css").read_text(),
+        "script": _inside_script((HERE / "page.js").read_text()),
+        "bokeh": _inside_script("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
+        "charts": _inside_script(json.dumps({name: json_item(made) for name, made in charts.all_of(about).items()})),
+        "about": _packed(json.dumps(about, separators=(",", ":")).encode()),
+        "points": _packed(columns),
+    }
+    text = (HERE / "page.html").read_text()
+    head, *rest = text.split("{{")
+    return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in rest))
+
+
+def _inside_script(text: str) -> str:
+    """No </script> inside: in JavaScript and JSON strings, <\\/ means the same."""
+    return text.replace("</", "<\\/").replace("<!--", "<\\!--")
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(zlib.compress(data, 9)).decode()
+
+
+def digest(history: History) -> tuple[dict[str, Any], bytes]:
+    """What the page shows: names and findings, and the columns of all points (see `_columns`)."""
+    lines = _lines(history.points)
+    begun = _runs(history.points)
+    runs = {run: i for i, run in enumerate(begun)}
+    envs: dict[str, int] = {}
+    for points in lines:
+        for point in points:
+            envs.setdefault(_attributes(point), len(envs))
+    devices = sorted({str(points[0].series) for points in lines})
+    families = sorted({name for points in lines for point in points for name in point.baselines()})
+    about = {
+        "version": __version__,
+        "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        "step": STEP,
+        "none": NONE,
+        "devices": devices,
+        "families": families,
+        "runs": [[time, run] for run, time in begun.items()],
+        "envs": [json.loads(text) for text in envs],
+        "lines": [_line(points, devices, families) for points in lines],
+        "resources": _latest(history.resources),
+        "problems": [str(problem) for problem in history.problems],
+    }
+    columns = [_columns(points, runs, envs, families) for points in lines]
+    return about, b"".join(_planes(np.concatenate(column)) for column in zip(*columns, strict=True))
+
+
+def _lines(points: Sequence[Point]) -> list[list[Point]]:
+    """Points of each case on each series, by time; of a run, the last."""
+    found: dict[tuple[str, str], dict[str, Point]] = {}
+    for point in sorted(points, key=lambda point: _seconds(point.time)):
+        found.setdefault((point.case, str(point.series)), {})[point.run] = point
+    return [list(runs.values()) for _, runs in sorted(found.items())]
+
+
+def _runs(points: Sequence[Point]) -> dict[str, int]:
+    """When each run began, in that order."""
+    found: dict[str, int] = {}
+    for point in points:
+        time = _seconds(point.time)
+        found[point.run] = min(time, found.get(point.run, time))
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _seconds(time: str) -> int:
+    try:
+        return int(datetime.datetime.fromisoformat(time).timestamp())
+    except ValueError:
+        return 0
+
+
+def _attributes(point: Point) -> str:
+    return json.dumps({name: str(point.env[name]) for name in ATTRIBUTES if name in point.env})
+
+
+def _line(points: list[Point], devices: list[str], families: list[str]) -> dict[str, Any]:
+    """One case on one series: what is known of its last point, and what happened before."""
+    last = points[-1]
+    contenders = {
+        name: {key: value for key, value in found.items() if key != "samples"}
+        for name, found in last.contenders.items()
+    }
+    line = {
+        "case": last.case,
+        "device": devices.index(str(last.series)),
+        "tags": last.tags,
+        "n": len(points),
+        "unit": _unit(points),
+        "fails": {i: point.own["why"] for i, point in enumerate(points) if not point.ms},
+        "changes": _changes(points, families),
+        "last": contenders,
+    }
+    extra = {"work": last.work, "ceilings": last.ceilings, "goal": last.goal, "state": last.state}
+    return line | {name: value for name, value in extra.items() if value}
+
+
+def _unit(points: list[Point]) -> float:
+    """The median time: what the times of a line are logarithms over."""
+    times = [point.ms for point in points if point.ms]
+    return float(np.median(times)) if times else 1.0
+
+
+def _changes(points: list[Point], families: list[str]) -> list[dict[str, Any]]:
+    """Change points, by index of the point, with what else changed there."""
+    right = [i for i, point in enumerate(points) if point.ms]
+    told = changes.find([points[i].ms or 0.0 for i in right])
+    edges = [0, *(change.at for change in told), len(right)]
+    found = []
+    for k, change in enumerate(told):
+        before, after = (
+            [points[i] for i in right[a:b]] for a, b in ((edges[k], edges[k + 1]), (edges[k + 1], edges[k + 2]))
+        )
+        at = right[change.at]
+        causes = [cause._asdict() for cause in changes.causes(points, at)]
+        relative = {name: _median_speedup(after, name) / _median_speedup(before, name) for name in families}
+        found.append({
+            "at": at,
+            "from": right[change.at - 1],
+            "before": change.before,
+            "after": change.after,
+            "causes": causes,
+            "relative": {name: round(x, 4) for name, x in relative.items() if not math.isnan(x)},
+        })  # fmt: skip
+    return found
+
+
+def _median_speedup(points: list[Point], family: str) -> float:
+    found = [speedup[family] for speedup in (point.speedups() for point in points) if family in speedup]
+    return float(np.median(found)) if found else math.nan
+
+
+def _latest(resources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last line of each kernel, architecture, head dimension, dtype and variant."""
+    keys = ("kernel", "arch", "head_dim", "dtype", "variant")
+    last = {tuple(str(line.get(key)) for key in keys): line for line in resources}
+    return [last[key] for key in sorted(last)]
+
+
+def _columns(
+    points: list[Point], runs: dict[str, int], envs: dict[str, int], families: list[str]
+) -> list[np.ndarray]:
+    """int32: run, env; int16, in STEPs of a logarithm: time over the line's unit, time over lower quartile,
+    upper quartile over time, then each family's time over ours. NONE where there is none."""
+    unit = _unit(points)
+    own = [point.own for point in points]
+    logs = [
+        [_log(found.get("ms"), unit) for found in own],
+        [_log(found.get("ms"), found.get("low", found.get("ms"))) for found in own],
+        [_log(found.get("high", found.get("ms")), found.get("ms")) for found in own],
+    ]
+    speedups = [point.speedups() for point in points]
+    logs += [[_log(found.get(name), 1.0) for found in speedups] for name in families]
+    numbers = [runs[point.run] for point in points], [envs[_attributes(point)] for point in points]
+    return [*(np.array(x, "<i4") for x in numbers), *(np.array(x, "<i2") for x in logs)]
+
+
+def _log(x: float | None, unit: float | None) -> int:
+    """
+    >>> _log(1.01, 1.0), _log(None, 1.0)
+    (40, -32768)
+    """
+    if x is None or unit is None:
+        return NONE
+    return max(-32767, min(32767, round(math.log(x / unit) / STEP)))
+
+
+def _planes(x: np.ndarray) -> bytes:
+    """All lowest bytes, then all next ones: deflate finds more in common."""
+    return np.ascontiguousarray(x.view(np.uint8).reshape(len(x), -1).T).tobytes()
