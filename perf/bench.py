@@ -28,7 +28,7 @@ def env() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_case(case, env, benchmark):
+def test_case(case: Any, env: dict[str, Any], benchmark: Any) -> None:
     on_gpu = isinstance(case, Case)
     series = machine.series(torch.device("cuda")) if on_gpu else Series(machine.processor())
     benchmark.extra_info |= {"series": series._asdict(), "env": env, "tags": case.tags}

@@ -7,7 +7,7 @@ from typing import Any
 from bokeh.models import ColumnDataSource, HoverTool, VSpan
 from bokeh.plotting import figure
 
-# Readable on white and on near-black, and told apart by most colour-blind eyes (Okabe and Ito's set, adjusted).
+# Readable on white and on near-black, and told apart by most colour-blind eyes (after Okabe and Ito).
 COLOURS = ("#0f7bc2", "#d95f02", "#12936e", "#b35a9c", "#a07800", "#7570b3", "#cc3311", "#5a7d2a")
 OURS = COLOURS[0]
 WORSE = "#cc3311"
@@ -16,7 +16,7 @@ WORSE = "#cc3311"
 def all_of(about: dict[str, Any]) -> dict[str, Any]:
     """Every chart by the id of the element it belongs in."""
     return {
-        "chart-overview": _lines("overview", about["devices"], "geometric mean of baseline ÷ tritoncp"),
+        "chart-overview": _lines("overview", about["devices"], "geometric mean"),
         "chart-time": _time(),
         "chart-ratio": _lines("ratio", about["families"], "baseline ÷ tritoncp"),
         "chart-roofline": _roofline(),
@@ -52,42 +52,46 @@ def _time() -> Any:
     made.add_glyph(marks, VSpan(x="x", line_color="#888888", line_dash="dotted", line_width=1))
     steps = _source("changes", "x", "colour")
     made.add_glyph(steps, VSpan(x="x", line_color="colour", line_width=3, line_alpha=0.6))
+    commits = _source("commits", "x", "y")
+    made.scatter("x", "y", source=commits, marker="dash", angle=1.5708, size=7, color="#888888", alpha=0.5)
     points = _source("time", "x", "ms", "low", "high", "when", "commit", "versions")
     made.varea("x", "low", "high", source=points, fill_color=OURS, fill_alpha=0.2)
     made.line("x", "ms", source=points, line_color=OURS, line_width=1.2)
     dots = made.scatter("x", "ms", source=points, color=OURS, size=4)
     levels = _source("levels", "x0", "x1", "y")
-    made.segment("x0", "y", "x1", "y", source=levels, line_width=2.5, line_color="#888888", line_dash="dashed")
+    made.segment(
+        "x0", "y", "x1", "y", source=levels, line_width=2.5, line_color="#888888", line_dash="dashed"
+    )
     failures = _source("failures", "x", "y", "when", "why")
     crosses = made.scatter("x", "y", source=failures, marker="x", size=11, line_width=3, color=WORSE)
     made.add_tools(
         HoverTool(
             renderers=[dots],
-            tooltips=[("", "@when"), ("median", "@ms{0.0000} ms"), ("quartiles", "@low{0.0000} … @high{0.0000}"),
-                      ("commit", "@commit"), ("versions", "@versions")],
+            tooltips=[
+                ("", "@when"),
+                ("median", "@ms{0.0000} ms"),
+                ("quartiles", "@low{0.0000} … @high{0.0000}"),
+                ("commit", "@commit"),
+                ("versions", "@versions"),
+            ],
         ),
         HoverTool(renderers=[crosses], tooltips=[("failed", "@when"), ("why", "@why")]),
-    )  # fmt: skip
+    )
     return made
 
 
 def _lines(name: str, whose: list[str], y: str) -> Any:
-    """A line for each of some names: source "<name>-<i>"."""
+    """A line for each of some names: source "<name>-<i>"; what they are is said beside the chart."""
     made = _figure("run" if name == "overview" else "measurement", y)
     for i, label in enumerate(whose):
         source = _source(f"{name}-{i}", "x", "y", "when")
         colour = COLOURS[i % len(COLOURS)]
         dash = ("solid", "dashed", "dotdash")[i // len(COLOURS) % 3]
-        made.line("x", "y", source=source, line_color=colour, line_width=1.6, line_dash=dash, legend_label=label)
-        dots = made.scatter("x", "y", source=source, color=colour, size=4, legend_label=label)
+        made.line("x", "y", source=source, line_color=colour, line_width=1.6, line_dash=dash)
+        dots = made.scatter("x", "y", source=source, color=colour, size=4)
         made.add_tools(HoverTool(renderers=[dots], tooltips=[(label, "@y{0.000}"), ("", "@when")]))
     one = _source("one", "x", "y")
     made.line("x", "y", source=one, line_color="#888888", line_dash="dotted")
-    if whose:
-        made.legend.location = "top_left"
-        made.legend.orientation = "horizontal"
-        made.legend.click_policy = "hide"
-        made.add_layout(made.legend[0], "above")
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -36,7 +37,7 @@ class Percent(click.ParamType):
             found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
         except ValueError:
             found = -1.0
-        if not 0 <= found < 1:
+        if not 0 <= found < math.inf:
             raise click.BadParameter(f"{text!r} is not a part like 5% or 0.05", param_hint="--fail-over")
         return found
 
@@ -44,12 +45,24 @@ class Percent(click.ParamType):
 @perf.command("compare")
 @click.argument("before")
 @click.argument("after")
-@click.option("--history", type=click.Path(path_type=Path), default=HISTORY, show_default=True,
-              help="Where commits, runs, versions and devices are looked up.")
-@click.option("--fail-over", type=Percent(), metavar="PERCENT",
-              help="Exit with 1 if a case is slower by more than this, or fails and did not. As 5%.")
-@click.option("--baseline", metavar="FAMILY",
-              help="Compare multiples of this baseline's time in the same run (flex, flash, cudnn, ...).")
+@click.option(
+    "--history",
+    type=click.Path(path_type=Path),
+    default=HISTORY,
+    show_default=True,
+    help="Where commits, runs, versions and devices are looked up.",
+)
+@click.option(
+    "--fail-over",
+    type=Percent(),
+    metavar="PERCENT",
+    help="Exit with 1 if a case is slower by more than this, or fails and did not. As 5%.",
+)
+@click.option(
+    "--baseline",
+    metavar="FAMILY",
+    help="Compare multiples of this baseline's time in the same run (flex, flash, cudnn, ...).",
+)
 @click.option("--markdown", is_flag=True, help="For a comment on a pull request.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def compare(
@@ -101,8 +114,13 @@ def _show(found: comparing.Comparison, limit: float | None) -> None:
 
 @perf.command("dashboard")
 @click.argument("places", nargs=-1, type=click.Path(exists=True, path_type=Path), metavar="[HISTORY]...")
-@click.option("-o", "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("dashboard.html"),
-              show_default=True)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("dashboard.html"),
+    show_default=True,
+)
 def dashboard(places: tuple[Path, ...], out: Path) -> None:  # fmt: skip
     """Write one page that shows a history: files and folders, perf/history by default.
 
@@ -133,8 +151,9 @@ def _read(places: tuple[Path, ...]) -> History:
 
 @perf.command("import")
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True,
-              help="History file, appended to.")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="History file, appended to."
+)
 def import_(source: Path, out: Path) -> None:  # fmt: skip
     """Add a JSON file of pytest-benchmark to a history."""
     from tritoncp.perf.imported import points
@@ -143,7 +162,9 @@ def import_(source: Path, out: Path) -> None:  # fmt: skip
         found = points(json.loads(source.read_bytes()))
     except (ValueError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise click.ClickException(f"{source} is not what `pytest --benchmark-json` writes: {what}") from error
+        raise click.ClickException(
+            f"{source} is not what `pytest --benchmark-json` writes: {what}"
+        ) from error
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         for point in found:

@@ -78,8 +78,9 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
     move, instead of times
 
     >>> from tritoncp.perf.record import Series
-    >>> def side(ms):
-    ...     return [Point(str(i), "t", "c", Series("GPU"), {}, {"tritoncp": {"ms": x}}) for i, x in enumerate(ms)]
+    >>> def side(times):
+    ...     took = enumerate({"tritoncp": {"ms": ms}} for ms in times)
+    ...     return [Point(str(i), "t", "c", Series("GPU"), {}, found) for i, found in took]
     >>> row = compare(side([1.0, 1.01, 0.99]), side([1.1, 1.11, 1.09])).rows[0]
     >>> f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
     '1.10 [1.07, 1.13]'
@@ -105,13 +106,13 @@ def _grouped(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], 
 
 def _row(key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None) -> Row:
     why = next((point.own["why"] for point in reversed(after) if point is after[-1] and not point.ms), "")
-    sides = [estimate(points, baseline) for points in (before, after)]
+    first, second = (estimate(points, baseline) for points in (before, after))
     runs = (len(before), len(after))
-    one, two = (side and math.exp(side.mean) for side in sides)
-    if why or sides[0] is None or sides[1] is None:
+    one, two = (found and math.exp(found.mean) for found in (first, second))
+    if why or first is None or second is None:
         return Row(*key, one, None if why else two, None, None, None, runs, why)
-    low, high = _interval(*sides)
-    return Row(*key, one, two, math.exp(sides[1].mean - sides[0].mean), low, high, runs)
+    low, high = _interval(first, second)
+    return Row(*key, one, two, math.exp(second.mean - first.mean), low, high, runs)
 
 
 def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate | None:
@@ -155,7 +156,9 @@ def median_variance(found: dict[str, Any]) -> float | None:
     """Variance of the logarithm of a median: from its samples, else from quartiles and count, else None."""
     samples, n = sorted(found.get("samples", ())), _count(found)
     if len(samples) >= 5:
-        rank = max(0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1)  # the median's interval: from here to -rank
+        rank = max(
+            0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1
+        )  # the median's interval: from here to -rank
         return (math.log(samples[n - 1 - rank] / samples[rank]) / (2 * Z)) ** 2
     if n >= 5 and "low" in found and "high" in found:
         deviation = math.log(found["high"] / found["low"]) / 1.349  # a normal's quartiles are so far apart
@@ -268,7 +271,7 @@ def summary(found: Comparison, limit: float | None) -> str:
 
 
 def markdown(found: Comparison, limit: float | None) -> str:
-    """For a comment on a pull request: the summary, and the table folded unless something is past the limit."""
+    """For a comment on a pull request: the summary, and the table, folded unless a case is past the limit."""
     bad = [row for row in found.rows if limit is not None and row.regressed(limit)]
     mark = "❌" if bad else "✅"
     table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
@@ -277,7 +280,7 @@ def markdown(found: Comparison, limit: float | None) -> str:
         table.append(f"| `{case}` | {' | '.join(rest)} |")
     whys = [f"- `{row.case}`: {' '.join(row.why.split())}" for row in found.rows if row.why]
     opened = " open" if bad else ""
-    body = "\n".join([*table, *([""] + whys if whys else [])])
+    body = "\n".join([*table, *(["", *whys] if whys else [])])
     return (
         f"{mark} **tritoncp perf**: {summary(found, limit)}\n\n"
         f"<details{opened}><summary>every case, worst first</summary>\n\n{body}\n\n</details>\n"

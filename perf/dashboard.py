@@ -35,7 +35,9 @@ def page(history: History) -> str:
         "style": (HERE / "page.css").read_text(),
         "script": _inside_script((HERE / "page.js").read_text()),
         "bokeh": _inside_script("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
-        "charts": _inside_script(json.dumps({name: json_item(made) for name, made in charts.all_of(about).items()})),
+        "charts": _inside_script(
+            json.dumps({name: json_item(made) for name, made in charts.all_of(about).items()})
+        ),
         "about": _packed(json.dumps(about, separators=(",", ":")).encode()),
         "points": _packed(columns),
     }
@@ -71,6 +73,7 @@ def digest(history: History) -> tuple[dict[str, Any], bytes]:
         "none": NONE,
         "devices": devices,
         "families": families,
+        "colours": charts.COLOURS,
         "runs": [[time, run] for run, time in begun.items()],
         "envs": [json.loads(text) for text in envs],
         "lines": [_line(points, devices, families) for points in lines],
@@ -144,7 +147,8 @@ def _changes(points: list[Point], families: list[str]) -> list[dict[str, Any]]:
     found = []
     for k, change in enumerate(told):
         before, after = (
-            [points[i] for i in right[a:b]] for a, b in ((edges[k], edges[k + 1]), (edges[k + 1], edges[k + 2]))
+            [points[i] for i in right[a:b]]
+            for a, b in ((edges[k], edges[k + 1]), (edges[k + 1], edges[k + 2]))
         )
         at = right[change.at]
         causes = [cause._asdict() for cause in changes.causes(points, at)]

@@ -1,7 +1,9 @@
 """What every test runs under: one thread, fixed seeds, interpreted kernels off the GPU, poisoned buffers."""
 
+import importlib.util
 import os
 import random
+import shutil
 
 import torch
 
@@ -16,7 +18,8 @@ torch.set_num_threads(1)
 hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("tritoncp")
 
-collect_ignore = [] if HAS_GPU else ["gpu"]
+HAS_BROWSER = bool(shutil.which("chromium") and importlib.util.find_spec("playwright"))
+collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if HAS_BROWSER else ["perf/test_browser.py"])]
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,10 @@ const times = (x) => (x === null || x === undefined ? "–" : x.toFixed(2) + "×
 const percent = (ratio) => (ratio >= 1 ? "+" : "−") + Math.abs(100 * (ratio - 1)).toFixed(1) + " %";
 const day = (seconds) => new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ");
 const geomean = (xs) => Math.exp(xs.reduce((sum, x) => sum + Math.log(x), 0) / xs.length);
-const bytes = (x) => (x >= 1e9 ? (x / 1e9).toPrecision(3) + " GB" : (x / 1e6).toPrecision(3) + " MB");
+const bytes = (x) => {
+  const at = Math.min(3, Math.floor(Math.log10(Math.max(x, 1)) / 3));
+  return (at ? (x / 1e3 ** at).toPrecision(3) : String(x)) + [" B", " kB", " MB", " GB"][at];
+};
 const short = (text) => (/^[0-9a-f]{40}\+?$/.test(text) ? text.slice(0, 10) + (text.endsWith("+") ? "+" : "") : text);
 
 async function inflate(id) {
@@ -130,6 +133,7 @@ function shown() {
 async function makeCharts() {
   const items = JSON.parse($("data-charts").textContent);
   charts = {};
+  Bokeh.set_log_level("error"); // empty charts have no ranges yet, and say so
   for (const [id, item] of Object.entries(items)) {
     const views = await Bokeh.embed.embed_item(item, id);
     charts[id] = [...views.roots][0].model;
@@ -154,11 +158,18 @@ function paint() {
     for (const grid of chart.center.filter((x) => x.grid_line_color !== undefined)) {
       grid.grid_line_color = colour("--rule");
     }
-    for (const legend of [...chart.above, ...chart.center].filter((x) => x.label_text_color !== undefined)) {
-      legend.setv({ label_text_color: colour("--ink"), background_fill_color: colour("--chart"),
-                    border_line_color: null, inactive_fill_color: colour("--panel") });
-    }
   }
+}
+
+/** What the lines of a chart are: those of `whose` that are among `present`. */
+function legend(id, whose, present) {
+  const entry = (name) => {
+    const at = whose.indexOf(name), swatch = element("i", { "aria-hidden": "true" });
+    swatch.style.borderColor = about.colours[at % about.colours.length];
+    swatch.style.borderTopStyle = ["solid", "dashed", "dotted"][Math.floor(at / about.colours.length) % 3];
+    return element("li", {}, swatch, name);
+  };
+  $(id).replaceChildren(...present.map(entry));
 }
 
 function spark(line) {
@@ -219,7 +230,7 @@ function showOverview() {
   const heads = [["Case"], ["GPU", "wide"], ["Time", "number"], ["Since best", "number"],
                  [state.baseline ? `÷ ${state.baseline}` : "÷", "number"], ["History", "wide"]];
   heads[0][1] = "case";
-  fill($("cases"), "Follow a name to its history. “Since best”: the level now over the lowest level before a change.",
+  fill($("cases"), `${chosen.length} cases`,
        heads, chosen.map(row));
 }
 
@@ -242,13 +253,13 @@ function card(name, chosen) {
   const say = (what, value, kind) => list.append(element("dt", {}, what), element("dd", { class: kind }, value));
   for (const family of about.families) {
     const ratios = chosen.map((line) => lastRatio(line, family)).filter((x) => x !== null);
-    if (ratios.length) say(`÷ ${family}, ${ratios.length} cases`, times(geomean(ratios)));
+    if (ratios.length) say(`÷ ${family} (${ratios.length})`, times(geomean(ratios)));
   }
   const failed = chosen.filter(failing).length, slower = chosen.filter((line) => loss(line) > 1).length;
   say("failing", `${failed} of ${chosen.length}`, failed ? "failed" : "");
-  say("slower than they were", `${slower}`, slower ? "worse" : "");
+  say("slower now", `${slower}`, slower ? "worse" : "");
   say("last measured", day(Math.max(...chosen.map((line) => about.runs[last(line.run)][0]))));
-  return element("div", { class: "card" }, element("h4", {}, name), list);
+  return element("div", { class: "card" }, element("h3", {}, name), list);
 }
 
 function showMeans(chosen, devices) {
@@ -261,6 +272,7 @@ function showMeans(chosen, devices) {
     means.forEach((m) => rows.push([name, day(about.runs[m[0]][0]), m[1].toFixed(3), m[2]]));
   });
   $("speed").hidden = !rows.length;
+  legend("legend-overview", about.devices, about.devices.filter((name) => rows.some((row) => row[0] === name)));
   put("chart-overview", "one", { x: rows.length ? [0, about.runs.length - 1] : [], y: rows.length ? [1, 1] : [] });
   $("speed-title").textContent = `${family} ÷ tritoncp, geometric mean, run by run: above 1, tritoncp is faster`;
   fallback("overview-table", `Geometric mean of ${family} over tritoncp`,
@@ -312,9 +324,10 @@ function showChanges(line) {
       ` (${whenOf(line, change.from)}), up to `, element("code", {}, commitOf(line, change.at)), ` (${whenOf(line, change.at)}).`);
     const relative = Object.entries(change.relative).map(([name, x]) => `${name} ÷ tritoncp ${percent(x)}`);
     if (relative.length) item.append(element("div", { class: "small" }, `In the same runs: ${relative.join(", ")}.`));
-    const causes = change.causes.map((c) => `${c.name} ${short(c.before)} → ${short(c.after)}` + (c.away ? ` (${Math.abs(c.away)} ${c.away > 0 ? "later" : "before"})` : ""));
+    const others = change.causes.filter((c) => c.name !== "commit"); // the range is said above
+    const causes = others.map((c) => `${c.name} ${short(c.before)} → ${short(c.after)}` + (c.away ? ` (${Math.abs(c.away)} ${c.away > 0 ? "later" : "before"})` : ""));
     item.append(element("div", { class: "small" }, causes.length ? `Changed there: ${causes.join("; ")}.`
-      : "Nothing that is recorded changed there: look at the machine."));
+      : change.causes.length ? "Only the commit changed there." : "Nothing that is recorded changed there: look at the machine."));
     return item;
   });
   for (const [i, why] of Object.entries(line.fails).slice(-5)) {
@@ -329,8 +342,7 @@ function showTime(line) {
   const pick = (xs) => right.map((i) => xs[i]);
   put("chart-time", "time", { x: right, ms: pick(line.ms), low: pick(line.low), high: pick(line.high),
     when: right.map((i) => whenOf(line, i)), commit: right.map((i) => commitOf(line, i)), versions: right.map((i) => versionsOf(line, i)) });
-  const marked = at.filter((i) => i && versionsOf(line, i) !== versionsOf(line, i - 1));
-  put("chart-time", "marks", { x: marked.map((i) => i - 0.5), what: marked.map((i) => versionsOf(line, i)) });
+  showMarks(line, at.slice(1));
   put("chart-time", "changes", { x: line.changes.map((c) => c.at - 0.5),
     colour: line.changes.map((c) => (c.after > c.before ? "#cc3311" : "#12936e")) });
   const edges = [0, ...line.changes.map((c) => c.at), line.n];
@@ -348,9 +360,23 @@ function showTime(line) {
     }));
 }
 
+/** Where something else changed: commits as ticks, versions as dotted lines and in words. */
+function showMarks(line, at) {
+  const names = Object.keys(Object.assign({}, ...about.envs)).filter((name) => name !== "commit");
+  const differ = (name, i) => envOf(line, i)[name] !== envOf(line, i - 1)[name];
+  const commits = at.filter((i) => differ("commit", i)), low = Math.min(...line.low.filter((x) => x !== null));
+  put("chart-time", "commits", { x: commits.map((i) => i - 0.5), y: commits.map(() => low) });
+  const marked = at.filter((i) => names.some((name) => differ(name, i)));
+  const what = (i) => names.filter((name) => differ(name, i))
+    .map((name) => `${name} ${envOf(line, i - 1)[name] ?? "?"} → ${envOf(line, i)[name] ?? "?"}`).join(", ");
+  put("chart-time", "marks", { x: marked.map((i) => i - 0.5), what: marked.map(what) });
+  $("marks").replaceChildren(...marked.slice(-8).reverse().map((i) => element("li", {}, `${whenOf(line, i)} (${i}): ${what(i)}`)));
+}
+
 function showRatio(line) {
   const families = about.families.filter((name) => line.ratio[name].some((x) => x !== null));
   $("ratio").hidden = !families.length;
+  legend("legend-ratio", about.families, families);
   about.families.forEach((name, k) => {
     const at = [...line.ms.keys()].filter((i) => line.ratio[name][i] !== null);
     put("chart-ratio", `ratio-${k}`, { x: at, y: at.map((i) => line.ratio[name][i]), when: at.map((i) => whenOf(line, i)) });

@@ -53,7 +53,9 @@ def test_several_steps_are_found_and_small_ones_not_told():
     x = times(3, 300)
     x[100:] *= 1.05
     x[200:] *= 0.93
-    assert [hit([change], at) for change, at in zip(find(x), (100, 200))] == [True, True] and len(find(x)) == 2
+    assert [hit([change], at) for change, at in zip(find(x), (100, 200))] == [True, True] and len(
+        find(x)
+    ) == 2
     tiny = times(4, 200, step=0.004, at=100, noise=0.0005)
     assert find(tiny) == [] and hit(find(tiny, least=0.002), 100)
 

@@ -1,0 +1,47 @@
+"""Made-up histories whose truth is known."""
+
+import datetime
+
+import numpy as np
+
+from tritoncp.perf.record import Point, Series
+
+H200 = Series("NVIDIA H200", "700.00 W", "default")
+H100 = Series("NVIDIA H100", "700.00 W", "locked 1500 MHz")
+ENV = {"commit": "a" * 40, "tritoncp": "0.1.0", "torch": "2.13.0", "triton": "3.7.1", "driver": "550.1"}
+WORK = {"flops": 4_400_000_000_000, "hbm_bytes": 340_000_000}
+CEILINGS = {"matmul_tflops": 790.0, "copy_gbytes_per_s": 4300.0}
+FIRST = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
+
+def noisy(seed: int, points: int = 120, step: float = 0.0, at: int = 0) -> np.ndarray:
+    """1 % log-normal noise, 2 % of points 10 to 30 % too slow, and a step."""
+    random = np.random.default_rng(seed)
+    found = random.lognormal(0, 0.01, points)
+    found *= np.where(random.random(points) < 0.02, random.uniform(1.1, 1.3, points), 1)
+    found[at:] *= 1 + step
+    return found
+
+
+def line(case: str, times, series: Series = H200, envs=None, flex=1.3, **parts) -> list[Point]:
+    """A case measured once a day: None is a failure; flex takes ``flex`` milliseconds."""
+    points = []
+    for day, ms in enumerate(times):
+        own = {"why": "wrong: <b>out of tolerance</b>"}
+        if ms is not None:
+            own = {"ms": float(ms), "low": 0.995 * ms, "high": 1.004 * ms, "n": 20, "tflops": 300.0}
+        when = (FIRST + datetime.timedelta(days=day)).isoformat()
+        env = envs[day] if envs else ENV | {"commit": f"{day:04x}".ljust(40, "0")}
+        took = {
+            "tritoncp": own,
+            "flex": {"ms": flex},
+            "cudnn": {"why": "RuntimeError: no name for this mask"},
+        }
+        points.append(Point(f"run{day}", when, case, series, env, took, **parts))
+    return points
+
+
+def tags(
+    mask: str = "causal", which: str = "forward", dtype: str = "bfloat16", **more: str
+) -> dict[str, str]:
+    return {"mask": mask, "pass": which, "dtype": dtype, "shape": "1×16384, 32/8 heads of 128", **more}

@@ -1,0 +1,193 @@
+"""Ratios and their intervals, what a gate lets through, and a planted regression from end to end."""
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.perf.made import H100, H200
+from tritoncp.cli import main
+from tritoncp.perf import compare, imported
+from tritoncp.perf.record import Point, Series, append, read
+
+ROOT = Path(__file__).parents[2]
+
+
+def point(case: str, ms, run: str = "r", series: Series = H200, commit: str = "a" * 40, samples=(), **others):
+    own = {"why": "it broke"} if ms is None else {"ms": ms, **({"samples": list(samples)} if samples else {})}
+    took = {"tritoncp": own} | {name: {"ms": x, "n": 1} for name, x in others.items()}
+    env = {"commit": commit, "tritoncp": "0.1.0"}
+    return Point(run, "2026-01-01T00:00:00+00:00", case, series, env, took)
+
+
+def runs(case: str, times, **more) -> list[Point]:
+    return [point(case, ms, run=f"{more.get('commit', 'r')}{i}", **more) for i, ms in enumerate(times)]
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """One run a side, by its samples; then four runs a side that differ by more than their samples do."""
+    draw = random.Random(0)
+    held = {"samples": 0, "runs": 0}
+    for _ in range(400):
+        sides = []
+        for truth in (2.0, 2.1):
+            samples = [truth * draw.lognormvariate(0, 0.02) for _ in range(20)]
+            sides.append([point("c", statistics.median(samples), samples=samples)])
+        row = compare.compare(*sides).rows[0]
+        held["samples"] += row.low <= 1.05 <= row.high
+        sides = [runs("c", [t * draw.lognormvariate(0, 0.02) for _ in range(4)]) for t in (2.0, 2.1)]
+        row = compare.compare(*sides).rows[0]
+        held["runs"] += row.low <= 1.05 <= row.high
+    assert 0.92 <= held["samples"] / 400 <= 0.99 and 0.92 <= held["runs"] / 400 <= 0.99, held
+
+
+def test_an_interval_comes_from_quartiles_where_samples_were_not_kept():
+    draw = random.Random(1)
+    samples = [draw.lognormvariate(0, 0.02) for _ in range(40)]
+    low, middle, high = statistics.quantiles(samples, n=4)
+    by_samples = compare.median_variance({"ms": middle, "samples": samples})
+    by_quartiles = compare.median_variance({"ms": middle, "low": low, "high": high, "n": 40})
+    assert 0.5 < (by_quartiles / by_samples) ** 0.5 < 2
+    assert compare.median_variance({"ms": 1.0, "n": 40}) is None
+    row = compare.compare([point("c", 1.0)], [point("c", 1.2)]).rows[0]
+    assert (row.low, row.high) == (None, None) and row.regressed(0.1), "unknown is no excuse"
+
+
+def test_worst_come_first_and_the_mean_is_geometric():
+    before = [point(name, 1.0) for name in ("same", "slow", "fast", "broke", "gone")]
+    after = [
+        point("same", 1.0),
+        point("slow", 1.5),
+        point("fast", 0.5),
+        point("broke", None),
+        point("new", 1.0),
+    ]
+    found = compare.compare(before, after)
+    assert [row.case for row in found.rows] == ["broke", "slow", "same", "fast"]
+    assert found.geomean == pytest.approx((1.5 * 0.5) ** (1 / 3))
+    assert (found.missing, found.new) == (["gone"], ["new"]) and found.rows[0].why == "it broke"
+    assert [row.case for row in found.rows if row.regressed(0.05)] == ["broke", "slow"]
+    both = compare.compare([point("c", None)], [point("c", None)])
+    assert both.geomean is None and not both.rows[0].regressed(0.05), "it failed before, too"
+
+
+def test_series_are_kept_apart_unless_they_are_what_is_compared():
+    both = [point("c", 1.0), point("c", 2.0, series=H100)]
+    assert [row.ratio for row in compare.compare(both, both).rows] == [1.0, 1.0]
+    (row,) = compare.compare(both[:1], both[1:]).rows
+    assert row.ratio == 2.0 and row.series == ""
+
+
+def test_a_baseline_takes_out_what_the_machine_did():
+    before, after = runs("c", [1.0, 1.01, 1.0], flex=2.0), runs("c", [1.1, 1.11, 1.1], flex=2.2)
+    assert compare.compare(before, after).rows[0].regressed(0.05)
+    (row,) = compare.compare(before, after, "flex").rows
+    assert row.ratio == pytest.approx(1.0, rel=1e-2) and not row.regressed(0.05)
+    (row,) = compare.compare(before, after, "cudnn").rows
+    assert row.ratio is None and not row.regressed(0.05)
+
+
+@pytest.fixture
+def history(tmp_path) -> Path:
+    path = tmp_path / "history" / "a.jsonl"
+    path.parent.mkdir()
+    for commit, factor in (("a" * 40, 1.0), ("b" * 40, 1.1)):
+        for i in range(3):
+            slow = 1.0 + i / 1000
+            append(path, point("c", slow * factor, run=f"{commit[0]}{i}", commit=commit).as_line())
+            append(path, point("d", slow, run=f"{commit[0]}{i}", commit=commit).as_line())
+    append(path, point("c", 1.3, run="other", series=H100, commit="c" * 40).as_line())
+    return path
+
+
+def run_compare(*words) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["perf", "compare", *map(str, words)])
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("aaaa", "bbbbbbb"), ("a0", "b0"), ("a" * 40, "b" * 40)],
+    ids=["commit", "run", "sha"],
+)
+def test_sides_are_commits_or_runs_of_a_history(before, after, history):
+    status, said = run_compare(before, after, "--history", history.parent, "--fail-over", "5%", "--json")
+    found = json.loads(said)
+    assert status == 1 and [row["case"] for row in found["rows"]] == ["c", "d"]
+    assert found["rows"][0]["ratio"] == pytest.approx(1.1) and found["geomean"] == pytest.approx(1.1**0.5)
+    assert run_compare(before, after, "--history", history.parent, "--fail-over", "20%")[0] == 0
+    assert run_compare(before, after, "--history", history.parent)[0] == 0
+
+
+def test_sides_are_devices_and_files_too(history, tmp_path):
+    status, said = run_compare("h200", "h100", "--history", history.parent, "--json")
+    assert status == 0 and [row["case"] for row in json.loads(said)["rows"]] == ["c"]
+    assert run_compare(history, history.parent, "--fail-over", "0.05")[0] == 0
+    status, said = run_compare("nothing like it", "h100", "--history", history.parent)
+    assert status == 1 and "devices: NVIDIA H100" in said and "Commits there: aaaaaaaaaa" in said
+    assert run_compare(history, history, "--fail-over", "lots")[0] == 2
+    other = tmp_path / "other.jsonl"
+    append(other, point("else", 1.0).as_line())
+    status, said = run_compare(history, other)
+    assert status == 1 and "no case in common" in said
+
+
+def test_markdown_is_what_a_pull_request_shows(history):
+    _, said = run_compare("aaaa", "bbbb", "--history", history.parent, "--fail-over", "5%", "--markdown")
+    assert said.startswith("❌ **tritoncp perf**: 2 cases, geometric mean +4.9 %, 1 past 5 %\n")
+    assert "<details open>" in said and "\n| `c` | " in said and "| TOO SLOW |" in said
+    _, said = run_compare("aaaa", "aaaa", "--history", history.parent, "--fail-over", "5%", "--markdown")
+    assert said.startswith("✅") and "<details>" in said
+
+
+SLOWED = """
+import os, time
+os.environ["TRITON_INTERPRET"] = "1"
+from tritoncp.kernels.engine import Launch
+launch = Launch.__call__
+Launch.__call__ = lambda self: (launch(self), time.sleep(1))[0]
+from tritoncp.cli import main
+main()
+"""
+
+
+def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path):
+    """A kernel is slowed on purpose: the gate names its case, and not that of a plan, which launches none."""
+    sides = {"before": ["-m", "tritoncp"], "after": ["-c", SLOWED]}
+    runs = {"cpu": "causal-*-fwd", "host": "plan-document-w8-fetch-64k"}
+    for side, words in sides.items():
+        out = ["--tier", "smoke", "--seconds", "0.1", "--out", str(tmp_path / f"{side}.jsonl")]
+        for device, only in runs.items():
+            run = [sys.executable, *words, "perf", "run", "--device", device, "--filter", only, *out]
+            subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
+    words = [tmp_path / "before.jsonl", tmp_path / "after.jsonl", "--fail-over"]
+    status, said = run_compare(*words, "150%", "--json")
+    kernel, plan = json.loads(said)["rows"]
+    assert status == 1 and kernel["case"].startswith("causal-") and kernel["low"] > 1.5
+    assert plan["case"] == runs["host"] and plan["ratio"] < 2.5
+    said = run_compare(*words, "150%", "--markdown")[1]
+    assert "1 past 150 %" in said and kernel["case"] in said.split("TOO SLOW")[0]
+
+
+def test_pytest_benchmarks_are_imported(tmp_path):
+    made = tmp_path / "b.json"
+    words = ["-k", "plan-causal and 128k", f"--benchmark-json={made}", "-q", "-p", "no:cacheprovider"]
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "perf/", *words], cwd=ROOT, check=True, capture_output=True
+    )
+    out = tmp_path / "h.jsonl"
+    done = CliRunner().invoke(main, ["perf", "import", str(made), "--out", str(out)])
+    assert done.exit_code == 0 and "3 benchmarks added" in done.output
+    found = read(out)
+    assert found.problems == [] and found.points == imported.points(json.loads(made.read_text()))
+    for each in found.points:
+        assert each.case.startswith("bench.py::test_case[plan-causal-w8-") and each.tags["mask"] == "causal"
+        assert len(each.own["samples"]) == 15 and each.env["torch"]
+        assert each.own["low"] <= each.ms <= each.own["high"]
+    bad = CliRunner().invoke(main, ["perf", "import", str(out), "--out", str(tmp_path / "x.jsonl")])
+    assert bad.exit_code == 1 and "is not what `pytest --benchmark-json` writes" in bad.output
