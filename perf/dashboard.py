@@ -77,7 +77,7 @@ def digest(history: History) -> tuple[dict[str, Any], bytes]:
         "runs": [[time, run] for run, time in begun.items()],
         "envs": [json.loads(text) for text in envs],
         "lines": [_line(points, devices, families) for points in lines],
-        "resources": _latest(history.resources),
+        "resources": [_kernel(line) for line in history.kernels()],
         "problems": [str(problem) for problem in history.problems],
     }
     columns = [_columns(points, runs, envs, families) for points in lines]
@@ -169,11 +169,9 @@ def _median_speedup(points: list[Point], family: str) -> float:
     return float(np.median(found)) if found else math.nan
 
 
-def _latest(resources: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last line of each kernel, architecture, head dimension, dtype and variant."""
-    keys = ("kernel", "arch", "head_dim", "dtype", "variant")
-    last = {tuple(str(line.get(key)) for key in keys): line for line in resources}
-    return [last[key] for key in sorted(last)]
+def _kernel(line: dict[str, Any]) -> dict[str, Any]:
+    """What the page shows of a compiled kernel: everything but what every line has."""
+    return {key: value for key, value in line.items() if key not in ("kind", "run") and value is not None}
 
 
 def _columns(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import fnmatch
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +21,11 @@ from unittest import mock
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
+import tritoncp
 from tritoncp.api import flex_attention
 from tritoncp.masks import Mask, create_block_mask
 from tritoncp.perf.cases import MASKS, TIERS
-from tritoncp.perf.record import OURS, Journal, Point
+from tritoncp.perf.record import OURS, Journal, Point, kernel_name, read
 from tritoncp.perf.timing import Run, WallClock, interleaved
 from tritoncp.plan import build
 from tritoncp.world import simulate
@@ -119,6 +121,22 @@ def run(
             failures += 1
         journal.point(case.name, contenders, tags=case.tags, work=work)
     return failures
+
+
+def resources(journal: Journal, only: str = "*") -> None:
+    """Write what each shipped kernel compiles to (`tritoncp inspect` keeps the table), where that differs from
+    what the history says."""
+    table = Path(tritoncp.__file__).parent / "kernels/configs/resources.json"
+    if not table.exists():
+        return
+    found = json.loads(table.read_text())
+    place = journal.path.parent if journal.path.suffix == ".jsonl" else journal.path
+    known = {kernel_name(line): line for line in (read(place).kernels() if place.is_dir() else ())}
+    for row in found["rows"]:
+        line = {"kind": "resources", "triton": found["triton"], **row}
+        before = known.get(kernel_name(row), {})
+        if fnmatch.fnmatchcase(kernel_name(row), only) and any(before.get(key) != line[key] for key in line):
+            journal.write(line)
 
 
 def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tritoncp.perf.record import DiskFull, Journal, Point, Series, unfinished
+from tritoncp.perf.record import DiskFull, Journal, Point, Series, kernel_name, unfinished
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +108,8 @@ def main(
     before = list(journal.points)
     try:
         if device == "host":
+            if tier != "smoke":
+                host.resources(journal, only)
             failures = host.run(cases, journal, deadline, seconds, before)
         else:
             failures = _attention(where, journal, deadline, seconds, tried, group, before, cases)
@@ -203,7 +205,7 @@ def brief(line: dict[str, Any]) -> str:
     if line["kind"] == "check":
         return f"{name} {line['contender']:<20} {line.get('why', 'right')} ({line['setup_s']} s)"
     if line["kind"] == "resources":
-        return f"{line['kernel']:<32} {line['arch']} {line['config']} {line['registers']} registers"
+        return f"{kernel_name(line):<48} {line['registers']} registers, {line['spill_bytes']} bytes spilled"
     own = line["contenders"]["tritoncp"]
     if "ms" not in own:
         return f"{name} failed: {own['why']}"

@@ -143,8 +143,9 @@ def test_a_failure_is_shown_with_its_reason(page):
 
 
 def test_ranks_and_kernels_have_their_figures(page):
+    page.get_by_text("sm_90: 1 kernels, 1 with spilled registers").click()
     table = page.locator("#resources table")
-    for said in ("sm_90", "200", "98304", "spill bytes"):
+    for said in ("200", "98304", "spill bytes", "128 64 8 3"):
         expect(table).to_contain_text(said)
     page.get_by_role("link", name="plan-w2").click()
     expect(page.locator("#ranks-text")).to_have_text(

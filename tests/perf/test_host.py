@@ -1,5 +1,6 @@
 """Figures without a GPU: what they time is real, and a run that is killed goes on where it was."""
 
+import json
 import os
 import signal
 import subprocess
@@ -76,6 +77,29 @@ def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
     wanted = [case.name for case in host.select("core", "plan-*-128k")]
     assert [point.case for point in after.points] == wanted
     assert len({point.run for point in after.points}) == 1
+
+
+def test_kernels_are_written_once_and_again_when_they_change(tmp_path, monkeypatch):
+    from tritoncp.perf.record import Journal, Series
+
+    package = tmp_path / "package"
+    table = package / "kernels/configs/resources.json"
+    table.parent.mkdir(parents=True)
+    monkeypatch.setattr(host.tritoncp, "__file__", str(package / "__init__.py"))
+    row = {"kernel": "dq", "arch": "sm_90", "head_dim": 64, "dtype": "bfloat16", "variant": "full"}
+    out = tmp_path / "history" / "a.jsonl"
+    out.parent.mkdir()
+    journal = Journal(out, "r", Series("CPU"), {})
+    host.resources(journal)
+    assert not out.exists(), "no table, nothing to say"
+    for registers, lines in ((200, 1), (200, 1), (168, 2)):
+        table.write_text(json.dumps({"triton": "3.7.1", "rows": [row | {"registers": registers}]}))
+        host.resources(journal)
+        assert len(read(out).resources) == lines
+    assert [line["registers"] for line in read(out).kernels()] == [168]
+    table.write_text(json.dumps({"triton": "3.8", "rows": [row]}))
+    host.resources(journal, "kernel-sm_80-*")
+    assert len(read(out).resources) == 2
 
 
 def test_a_case_that_fails_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):

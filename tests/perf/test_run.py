@@ -159,7 +159,7 @@ def test_mistakes_are_explained(tmp_path):
 
 def test_every_kind_of_line_has_a_short_form():
     failed = {"tritoncp": {"why": "so"}}
-    kernel = {"kernel": "forward", "arch": "sm_90", "config": [64, 64], "registers": 99}
+    kernel = {"kernel": "forward", "arch": "sm_90", "config": [64, 64], "registers": 99, "spill_bytes": 0}
     assert "left out: so" in brief({"kind": "left out", "case": "c", "why": "so"})
     assert "x                    so" in brief(
         {"kind": "check", "case": "c", "contender": "x", "why": "so", "setup_s": 1}
