@@ -83,7 +83,10 @@ def compare(
         sides = [comparing.side(word, history) for word in (before, after)]
     except comparing.Unknown as error:
         raise click.ClickException(str(error)) from error
-    found = comparing.compare(sides[0], sides[1], baseline)
+    try:
+        found = comparing.compare(sides[0], sides[1], baseline)
+    except ImportError as error:
+        raise _without(error) from error
     if not found.rows:
         raise click.ClickException(f"{before} and {after} have no case in common: nothing is compared")
     if as_json:
@@ -129,13 +132,17 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:  # fmt: skip
     try:
         from tritoncp.perf.dashboard import page
     except ImportError as error:
-        raise click.ClickException(f"{error}: pip install 'tritoncp[perf]'") from error
+        raise _without(error) from error
     history = _read(places or (HISTORY,))
     if not history.points:
         raise click.ClickException(f"no measurement in {', '.join(map(str, places or (HISTORY,)))}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(history), encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
+
+
+def _without(error: ImportError) -> click.ClickException:
+    return click.ClickException(f"{error}; pip install 'tritoncp[perf]' has what is missing")
 
 
 def _read(places: tuple[Path, ...]) -> History:

@@ -124,8 +124,8 @@ def run(
 
 
 def resources(journal: Journal, only: str = "*") -> None:
-    """Write what each shipped kernel compiles to (`tritoncp inspect` keeps the table), where that differs from
-    what the history says."""
+    """Write what each shipped kernel compiles to (`tritoncp inspect` keeps the table), where that differs
+    from what the history says."""
     table = Path(tritoncp.__file__).parent / "kernels/configs/resources.json"
     if not table.exists():
         return

@@ -118,16 +118,15 @@ class History:
     problems: list[Problem]
 
     def kernels(self) -> list[dict[str, Any]]:
-        """The newest line of each compiled kernel: of each name, architecture, head dim, dtype and variant."""
+        """The newest line of each compiled kernel: of each architecture, head dim, dtype and variant."""
         newest = {kernel_name(line): line for line in self.resources}
         return [newest[name] for name in sorted(newest)]
 
 
 def kernel_name(line: dict[str, Any]) -> str:
     """
-    >>> about = {"kernel": "forward", "arch": "sm_90", "head_dim": 128, "dtype": "bfloat16", "variant": "full"}
-    >>> kernel_name(about)
-    'kernel-sm_90-forward-d128-bfloat16-full'
+    >>> kernel_name({"kernel": "dq", "arch": "sm_90", "head_dim": 64, "dtype": "float16", "variant": "full"})
+    'kernel-sm_90-dq-d64-float16-full'
     """
     parts = ("arch", "kernel", "head_dim", "dtype", "variant")
     arch, kernel, dim, *rest = (str(line.get(part, "")) for part in parts)

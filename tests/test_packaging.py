@@ -18,7 +18,7 @@ SOURCES = sorted(
     f"tritoncp/{path.relative_to(ROOT / base).as_posix()}"
     for base, folder in (("tritoncp", "tritoncp"), (".", "kernels"), (".", "perf"))
     for path in (ROOT / folder).rglob("*")
-    if path.suffix in {".py", ".typed"}
+    if path.suffix in {".py", ".typed", ".html", ".css", ".js"}
 )
 # Imports everything; says where it came from, and whether a bare `kernels` was imported or could be.
 PROBE = """
