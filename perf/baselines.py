@@ -129,6 +129,36 @@ def split(case: Case, given: Inputs, group: Any = None) -> Contender:
     return Contender(together, (*qs, *ks, *vs), douts, lambda xs: world.unshard(xs, plan, dim=2))
 
 
+def torch_split(case: Case, given: Inputs, group: Any) -> Contender:
+    """PyTorch's own context parallel flex attention: keys gathered, blocks dealt by its PTRR balancer."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import _attention
+
+    theirs: Any = _attention  # private, and the only door there is
+    device = given.q.device
+    mod, length = MASKS[case.mask].plain(case.seq, device), (case.seq, case.seq)
+    if mod is None or MASKS[case.mask].score(case.heads, device) is not None or MASKS[case.mask].sinks:
+        raise Unsupported("PyTorch's context parallelism is measured with a mask, no score_mod and no sinks")
+    mesh = DeviceMesh.from_group(group, device.type)
+    mask = torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
+    balancer = theirs._PTRRLoadBalancer(mask, group.size())
+    whole = [x.detach() for x in (given.q, given.k, given.v, given.dout)]
+    *shards, mine = theirs._context_parallel_shard(mesh, [*whole, mask], [2] * 5, balancer)
+    q, k, v, dout = (x.requires_grad_(given.q.requires_grad) for x in shards)
+
+    class Attention(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+            return torch_flex.flex_attention(query, key, value, block_mask=mine, enable_gqa=True)
+
+    module = theirs._ContextParallel(2, theirs._ContextParallel.AttentionType.FLEX)._apply(Attention(), mesh)
+    run = torch.compile(module, dynamic=False) if device.type == "cuda" else module
+
+    def usual(x: Tensor) -> Tensor:
+        return theirs.context_parallel_unshard(mesh, [x.detach()], [2], balancer)[0]
+
+    return Contender(lambda: run(q, k, v), (q, k, v), dout.detach(), usual)
+
+
 def _sinks(case: Case, given: Inputs) -> Tensor | None:
     return sink_logits(case.heads, given.q.device) if MASKS[case.mask].sinks else None
 
@@ -246,7 +276,10 @@ def contenders(
     what computes it whole.
     """
     if group is not None:
-        return {"tritoncp": partial(split, case, given, group)}
+        return {
+            "tritoncp": partial(split, case, given, group),
+            "torch": partial(torch_split, case, given, group),
+        }
     found: dict[str, Callable[[], Contender]] = {"tritoncp": partial(ours, case, given)}
     found |= {f"tritoncp {_words(chosen)}": partial(ours, case, given, chosen) for chosen in options}
     if case.together:

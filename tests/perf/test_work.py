@@ -1,5 +1,7 @@
 """Counted work against brute force over the dense mask, and against what the schedules really send."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -105,3 +107,15 @@ def test_every_case_has_a_mask_a_name_of_its_own_and_both_dialects_agree():
         if closed is not None:
             q, kv = torch.arange(N)[:, None], torch.arange(N)[None, :]
             assert torch.equal(closed(None, None, q, kv), plain(None, None, q, kv)), name
+
+
+def test_a_name_never_changes_its_meaning():
+    """Histories are compared by name. A new case adds a line to the file; no line is ever changed."""
+    meant = {case.name: case for case in CASES}
+    frozen = (Path(__file__).parent / "frozen_cases.txt").read_text().splitlines()
+    assert len(frozen) == len(CASES), "add the new cases' lines"
+    for line in frozen:
+        name, *fields = line.split(" ")
+        for field in fields:
+            key, value = field.split("=")
+            assert str(getattr(meant[name], key)) == value, (name, key)

@@ -1,0 +1,90 @@
+"""Cases of several ranks: the same answer as one device's, one line from all, PyTorch's own beside ours."""
+
+import time
+
+import pytest
+import torch
+
+from tests.dist import ranks
+from tritoncp.perf import baselines, check, measure, record, timing
+from tritoncp.perf.cases import CASES, Case, select
+
+CPU = torch.device("cpu")
+
+
+def case_of(schedule: str, mask: str = "document", **more) -> Case:
+    return Case(mask, "forward", 16384, world=2, schedule=schedule, **more).shrunk()
+
+
+@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch", "ulysses"])
+def test_all_ranks_on_one_device_give_the_answer(schedule):
+    case = case_of(schedule, together=True)
+    given = baselines.inputs(case, CPU)
+    contender = baselines.contenders(case, given, [])["tritoncp"]()
+    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, given)):
+        assert check.acceptable(check.errors(got, want), torch.float32)
+
+
+def test_a_group_measures_together_and_writes_one_line(tmp_path):
+    case = case_of("ring")
+
+    def work(group):
+        journal = record.Journal(tmp_path / f"{group.rank()}.jsonl", "r", record.Series("CPU"), {})
+        bench = measure.Bench(CPU, journal, time.monotonic() + 60, 0.01, group=group)
+        bench._problem([case], [])
+        return bench.failures
+
+    assert ranks.run(2, work) == [0, 0]
+    one, two = (record.read(tmp_path / f"{rank}.jsonl").points[0] for rank in range(2))
+    assert one.own["ms"] == two.own["ms"], "the slowest rank counts, on every rank"
+    assert one.work["wire_bytes"] > 0 and max(max(x) for x in one.own["errors"].values()) < 1e-5
+    assert "does not support backward on CPU" in one.contenders["torch"]["why"]
+
+
+def test_pytorchs_own_is_asked_for_the_same():
+    """Forward only: torch refuses to differentiate flex attention on a CPU."""
+    case = case_of("allgather")
+
+    def work(group):
+        given = baselines.inputs(case, CPU)
+        frozen = baselines.Inputs(*(x.detach() for x in (given.q, given.k, given.v, given.dout)))
+        got = baselines.torch_split(case, frozen, group).forward()
+        return check.errors(got, check.reference(case, given).out)
+
+    for found in ranks.run(2, work):
+        assert check.acceptable(found, torch.float32)
+
+
+def test_a_rank_that_fails_stops_the_contender_everywhere():
+    case = case_of("ring")
+
+    def work(group):
+        journal = record.Journal(record.Path("/dev/null"), "r", record.Series("CPU"), {})
+        bench = measure.Bench(CPU, journal, time.monotonic() + 60, group=group)
+
+        def make():
+            if group.rank() == 1:
+                raise MemoryError("no room here")
+            return baselines.ours(case, given)
+
+        given = baselines.inputs(case, CPU)
+        contender, found = bench._checked(case, make, check.reference(case, given), ["forward"])
+        return contender is None, found["why"]
+
+    assert ranks.run(2, work) == [(True, "failed on another rank"), (True, "MemoryError: no room here")]
+
+
+def test_a_group_clock_agrees_on_the_slowest():
+    def work(group):
+        clock = timing.GroupClock(timing.WallClock(), CPU)
+        sample = clock.sample(lambda: time.sleep(0.05 * group.rank()))
+        return sample.device, clock.agree(float(group.rank()))
+
+    (slow, agreed), other = ranks.run(2, work)
+    assert (slow, agreed) == other and slow > 45 and agreed == 1.0
+
+
+def test_processes_measure_the_cases_of_their_number():
+    assert all(case.world == 4 and not case.together for case in select("full", world=4))
+    assert {case.world for case in select("full")} == {1, 8} and len(select("full", world=4)) == 8
+    assert all(case.seq % (128 * case.world) == 0 for case in CASES), "as PyTorch's needs it"
