@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from tritoncp.perf import compare as comparing
-from tritoncp.perf.record import DiskFull, History, append, read
+from tritoncp.perf.record import DiskFull, History, Problem, append, read
 from tritoncp.perf.run import main as run
 
 HISTORY = Path("perf/history")
@@ -53,6 +53,12 @@ class Percent(click.ParamType):
     help="Where commits, runs, versions and devices are looked up.",
 )
 @click.option(
+    "--last",
+    type=click.IntRange(1),
+    metavar="RUNS",
+    help="Of each side and case, only the newest so many runs.",
+)
+@click.option(
     "--fail-over",
     type=Percent(),
     metavar="PERCENT",
@@ -69,20 +75,23 @@ def compare(
     before: str,
     after: str,
     history: Path,
+    last: int | None,
     fail_over: float | None,
     baseline: str | None,
     markdown: bool,
     as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Ratio of times, AFTER over BEFORE, for each case: worst first, with a confidence interval.
 
     BEFORE and AFTER are files, folders, commits (HEAD~1), versions of tritoncp, runs or devices. A case is
     past --fail-over if its ratio is and the interval lies above 1.
     """
     try:
-        sides = [comparing.side(word, history) for word in (before, after)]
+        sides = [comparing.side(word, history, _broken) for word in (before, after)]
     except comparing.Unknown as error:
         raise click.ClickException(str(error)) from error
+    if last is not None:
+        sides = [comparing.newest(points, last) for points in sides]
     try:
         found = comparing.compare(sides[0], sides[1], baseline)
     except ImportError as error:
@@ -101,9 +110,10 @@ def compare(
 
 def _show(found: comparing.Comparison, limit: float | None) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(*comparing.HEAD)
+    case, *rest = comparing.HEAD
+    table = Table(Column(case, no_wrap=True, overflow="fold"), *rest)
     for row, text in zip(found.rows, comparing.lines(found, limit)):
         bad = row.regressed(limit or 0.0)
         table.add_row(*text, style="red" if bad else None)
@@ -124,7 +134,7 @@ def _show(found: comparing.Comparison, limit: float | None) -> None:
     default=Path("dashboard.html"),
     show_default=True,
 )
-def dashboard(places: tuple[Path, ...], out: Path) -> None:  # fmt: skip
+def dashboard(places: tuple[Path, ...], out: Path) -> None:
     """Write one page that shows a history: files and folders, perf/history by default.
 
     The page needs nothing else: it opens from a disk, without a network.
@@ -152,8 +162,12 @@ def _read(places: tuple[Path, ...]) -> History:
     except FileNotFoundError as error:
         raise click.ClickException(str(error)) from error
     for problem in history.problems:
-        click.echo(str(problem), err=True)
+        _broken(problem)
     return history
+
+
+def _broken(problem: Problem) -> None:
+    click.echo(str(problem), err=True)
 
 
 @perf.command("import")
@@ -161,7 +175,7 @@ def _read(places: tuple[Path, ...]) -> History:
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="History file, appended to."
 )
-def import_(source: Path, out: Path) -> None:  # fmt: skip
+def import_(source: Path, out: Path) -> None:
     """Add a JSON file of pytest-benchmark to a history."""
     from tritoncp.perf.imported import points
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritoncp.perf.record import Point, read
+from tritoncp.perf.record import Point, Problem, read
 
 LEVEL = 0.95
 Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
@@ -190,22 +190,41 @@ class Unknown(Exception):
     """Nothing was measured that a word could mean."""
 
 
-def side(word: str, history: Path) -> list[Point]:
+def newest(points: Sequence[Point], runs: int) -> list[Point]:
+    """Of each case and series, the points of the last so many runs.
+
+    >>> from tritoncp.perf.record import Series
+    >>> points = [Point(str(day), f"2026-01-0{day}", "c", Series("GPU"), {}, {}) for day in (1, 3, 2)]
+    >>> [point.run for point in newest(points, 2)]
+    ['2', '3']
+    """
+    groups = _grouped(sorted(points, key=lambda point: point.time), by_series=True)
+    return [point for group in groups.values() for point in group[-runs:]]
+
+
+def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda problem: None) -> list[Point]:
     """What a word of the command line means: a file or folder; else, of a history, the points of a commit
-    (or anything that git resolves to one), of a run, or of the series whose device it names.
+    (or anything that git resolves to one), of a run, or of the series whose device it names. ``tell`` hears
+    of every line that is broken.
 
     Raises Unknown, naming what there is.
     """
-    if Path(word).exists():
-        return read(Path(word)).points
-    points = read(history).points if history.exists() else []
-    for found in (
+    place = Path(word) if Path(word).exists() else history
+    points: list[Point] = []
+    if place.exists():
+        found = read(place)
+        points = found.points
+        for problem in found.problems:
+            tell(problem)
+    if place == Path(word):
+        return points
+    for meant in (
         [point for point in points if word in (point.run, point.env.get("tritoncp"))],
         _of_commit(points, word),
         [point for point in points if word.lower() in str(point.series).lower()],
     ):
-        if found:
-            return found
+        if meant:
+            return meant
     commits = list(dict.fromkeys(str(point.env.get("commit", ""))[:10] for point in points))
     devices = sorted({str(point.series) for point in points})
     raise Unknown(

@@ -126,6 +126,17 @@ def test_sides_are_commits_or_runs_of_a_history(before, after, history):
     assert run_compare(before, after, "--history", history.parent)[0] == 0
 
 
+def test_the_newest_runs_can_be_asked_for_and_broken_lines_are_named(history):
+    with history.open("a") as file:
+        file.write("{}\n")
+    for words, ratio in (((), 1.1 / 1.05), (("--last", "3"), 1.0)):
+        arguments = ["perf", "compare", str(history), "bbbb", "--history", str(history), *words, "--json"]
+        done = CliRunner().invoke(main, arguments)
+        rows = {row["case"]: row["ratio"] for row in json.loads(done.stdout)["rows"]}
+        assert rows["c"] == pytest.approx(ratio, rel=0.01)
+        assert "a.jsonl:14: not a line of a history" in done.stderr
+
+
 def test_sides_are_devices_and_files_too(history, tmp_path):
     status, said = run_compare("h200", "h100", "--history", history.parent, "--json")
     assert status == 0 and [row["case"] for row in json.loads(said)["rows"]] == ["c"]
