@@ -83,7 +83,7 @@ def _told(values: np.ndarray, edges: list[int], least: float) -> list[Change]:
         medians = [float(np.median(values[a:b])) for a, b in pairwise(edges)]
         sizes = [abs(np.log(after / before)) for before, after in pairwise(medians)]
         if not sizes or min(sizes) >= least:
-            return [Change(at, *pair) for at, *pair in zip(edges[1:], medians, medians[1:])]
+            return [Change(int(at), *pair) for at, *pair in zip(edges[1:], medians, medians[1:])]
         del edges[1 + int(np.argmin(sizes))]
 
 

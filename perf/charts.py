@@ -36,6 +36,9 @@ def _figure(x: str, y: str, height: int = 260, **options: Any) -> Any:
         toolbar_location="above",
         **options,
     )
+    made.outline_line_color = None
+    if options.get("x_axis_type") != "log":
+        made.xaxis.ticker.min_interval = 1  # measurements, runs and ranks are counted
     made.toolbar.logo = None
     made.toolbar.autohide = True
     return made

@@ -83,7 +83,7 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
     ...     return [Point(str(i), "t", "c", Series("GPU"), {}, found) for i, found in took]
     >>> row = compare(side([1.0, 1.01, 0.99]), side([1.1, 1.11, 1.09])).rows[0]
     >>> f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
-    '1.10 [1.07, 1.13]'
+    '1.10 [1.08, 1.12]'
     """
     common = {point.series for point in before} & {point.series for point in after}
     one, two = (_grouped(points, bool(common)) for points in (before, after))

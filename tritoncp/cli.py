@@ -11,7 +11,7 @@ from tritoncp import __version__
 from tritoncp.perf.cli import perf
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group("tritoncp", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tritoncp")
 def main() -> None:
     """Context-parallel flex attention in Triton."""

@@ -148,8 +148,7 @@ function paint() {
   const style = getComputedStyle(document.documentElement);
   const colour = (name) => style.getPropertyValue(name).trim();
   for (const chart of Object.values(charts)) {
-    chart.setv({ background_fill_color: colour("--chart"), border_fill_color: colour("--chart"),
-                 outline_line_color: colour("--rule") });
+    chart.setv({ background_fill_color: colour("--chart"), border_fill_color: colour("--chart") });
     for (const axis of [...chart.below, ...chart.left].filter((x) => x.axis_label !== undefined)) {
       axis.setv({ axis_label_text_color: colour("--faint"), major_label_text_color: colour("--faint"),
                   axis_line_color: colour("--rule"), major_tick_line_color: colour("--rule"),

@@ -47,7 +47,7 @@ def test_a_run_writes_a_line_for_each_case_with_all_that_explains_it(tmp_path):
         assert "ms" not in took["flex"]
         for name in ("tritoncp", "flash"):
             assert 0 < took[name]["low"] <= took[name]["ms"] <= took[name]["high"]
-        assert len(took["tritoncp"]["samples"]) >= 7 <= took["flash"]["n"]
+        assert len(took["tritoncp"]["samples"]) == took["flash"]["n"] >= 3
     assert "tritoncp ms" in done.output and "÷ flash" in done.output
 
 
