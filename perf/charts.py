@@ -26,7 +26,7 @@ def all_of(about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figure(x: str, y: str, height: int = 260, **options: Any) -> Any:
-    made = figure(
+    made: Any = figure(
         height=height,
         sizing_mode="stretch_width",
         x_axis_label=x,
