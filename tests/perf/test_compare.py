@@ -176,7 +176,7 @@ def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch)
             words = ["--device", device, "--tier", "smoke", "--filter", only, "--seconds", "0.1"]
             done = CliRunner().invoke(main, ["perf", "run", *words, "--out", str(side)])
             assert done.exit_code == 0, done.output
-        factor = 2.0
+        factor = 4.0
     status, said = run_compare(*sides, "--fail-over", "60%", "--json")
     kernel, plan = json.loads(said)["rows"]
     assert status == 1 and kernel["case"].startswith("causal-") and kernel["ratio"] > 1.6
