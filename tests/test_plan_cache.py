@@ -25,6 +25,7 @@ Q = torch.zeros(1, 2, S, 16)
 def eager(monkeypatch):
     """No kernels here, and no plans of earlier tests."""
     monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    monkeypatch.setattr(engines, "_NOTICED", [True])
     plan_cache.plan_cache_clear()
     for store in (plan_cache._TOLD, sources._WARNED):
         store.clear()

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
 )
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
@@ -126,7 +127,8 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         _allow_non_fake_inputs=True,
     )
     try:
-        with torch.inference_mode(False):
+        # hooks around the call (offloading of activations, say) are not for the fake tensors of a trace
+        with torch.inference_mode(False), saved_tensors_hooks(lambda x: x, lambda x: x):
             graph = tracer(*scores, *indices) if is_score else tracer(*indices)
     except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
         where = _line(traceback.extract_tb(error.__traceback__), origin(fn))
