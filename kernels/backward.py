@@ -23,8 +23,10 @@ from tritoncp.kernels.tiles import (
     run_tiles,
     stat_rows,
     store_pair,
+    stream_pair,
     to_log2,
     visible,
+    within,
     zeros_pair,
 )
 
@@ -70,6 +72,10 @@ def dq_kernel(
     q,  # Strided [B, Hq, S, D]
     k,  # Strided [B, Hkv, rows, D]
     v,  # Strided [B, Hkv, rows, E]
+    k_desc0,  # tensor descriptors of k and v, tiles of [BLOCK_N, piece of channels], or None
+    k_desc1,
+    v_desc0,
+    v_desc1,
     dout,  # Strided [B, Hq, S, E]
     lse,  # Stat [B, Hq, S], natural log
     delta,  # Stat
@@ -106,6 +112,7 @@ def dq_kernel(
     SCORE_MOD: tl.constexpr,
     SCORE_GRAD: tl.constexpr,
     HAS_MASKED: tl.constexpr,
+    RAGGED: tl.constexpr,  # masked blocks may have fewer keys in a tile than BLOCK_N
     BOUNDED: tl.constexpr,
     ADD: tl.constexpr,  # dq += instead of dq =
     PRECISION: tl.constexpr,
@@ -125,10 +132,9 @@ def dq_kernel(
     o_q = (pos + o_m)[:, None]
     m_m = o_m < n_m
 
-    p_k = head(k, i_b, i_h // GROUP)
-    p_v = head(v, i_b, i_h // GROUP)
-    b_q0, b_q1 = load_pair(q, head(q, i_b, i_h), row, o_m, n_m, D0, D1, D, True)  # [M, D0], [M, D1]
-    b_do0, b_do1 = load_pair(dout, head(dout, i_b, i_h), row, o_m, n_m, E0, E1, E, True)  # [M, E0], [M, E1]
+    i_hkv = i_h // GROUP
+    b_q0, b_q1 = load_pair(q, i_b, i_h, row, o_m, n_m, D0, D1, D)  # [M, D0], [M, D1]
+    b_do0, b_do1 = load_pair(dout, i_b, i_h, row, o_m, n_m, E0, E1, E)  # [M, E0], [M, E1]
     b_dq0, b_dq1 = zeros_pair(BLOCK_M, D0, D1, ACC)  # [M, D0], [M, D1]
     b_lse = load_lse(lse, i_b, i_h, row, o_m, m_m, True, SCORE_MOD)[:, None]
     b_delta = load_stat(delta, i_b, i_h, row, o_m, m_m, True)[:, None]
@@ -146,26 +152,40 @@ def dq_kernel(
                     i_kv = i_t + tl.where(i_t >= cut, skip, 0)
                     kv_row, kv_pos, n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
                     o_kv = (kv_pos + o_n)[None, :]
-                    m_n = (o_n < n_n)[None, :]
-                    b_k0, b_k1 = load_pair(
-                        k, p_k, kv_row, o_n, n_n, D0, D1, D, not FULL or not EVEN, HOIST
+                    m_n = within(o_n, n_n, not EVEN if FULL else RAGGED)[None, :]
+                    b_k0, b_k1 = stream_pair(
+                        k,
+                        k_desc0,
+                        k_desc1,
+                        i_b,
+                        i_hkv,
+                        kv_row,
+                        o_n,
+                        n_n,
+                        D0,
+                        D1,
+                        D,
+                        not EVEN if FULL else RAGGED,
+                        HOIST,
                     )  # [N, D]
                     b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)  # [M, N]
                     b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
                     m_in = m_n
                     if not FULL:
                         if WINDOW:
-                            m_in = in_window(o_kv, m_n, o_q, left, right, kv_pos + n_n)
+                            m_in = in_window(o_n[None, :], o_q - kv_pos, left, right, n_n if RAGGED else None)
                         else:
                             m_in = visible(
                                 i_bm,
                                 i_hm,
                                 o_q,
                                 o_kv,
+                                m_m[:, None],
                                 m_n,
-                                kv_pos + n_n,
-                                b_lo[:, None],
-                                b_hi[:, None],
+                                o_n[None, :],
+                                (b_lo - kv_pos)[:, None],
+                                (b_hi - kv_pos)[:, None],
+                                n_n if RAGGED else None,
                                 kind,
                                 mask_caps,
                                 MASK,
@@ -175,8 +195,20 @@ def dq_kernel(
                     b_p = tl.exp2(b_s - b_lse)  # [M, N]
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
-                    b_v0, b_v1 = load_pair(
-                        v, p_v, kv_row, o_n, n_n, E0, E1, E, not FULL or not EVEN, HOIST
+                    b_v0, b_v1 = stream_pair(
+                        v,
+                        v_desc0,
+                        v_desc1,
+                        i_b,
+                        i_hkv,
+                        kv_row,
+                        o_n,
+                        n_n,
+                        E0,
+                        E1,
+                        E,
+                        not EVEN if FULL else RAGGED,
+                        HOIST,
                     )  # [N, E]
                     b_dp = inner(b_do0, b_do1, b_v0, b_v1, E1, PRECISION)  # [M, N]
                     b_ds = b_p * (b_dp - b_delta)  # [M, N]
@@ -205,6 +237,10 @@ def dkdv_kernel(
     k,  # Strided [B, Hkv, rows, D]
     v,  # Strided [B, Hkv, rows, E]
     dout,  # Strided [B, Hq, S, E]
+    q_desc0,  # tensor descriptors of q and dout, tiles of [BLOCK_M, piece of channels], or None
+    q_desc1,
+    dout_desc0,
+    dout_desc1,
     lse,  # Stat [B, Hq, S], natural log
     delta,  # Stat
     dk,  # Strided [B, Hkv * SPLIT, rows, D]
@@ -241,6 +277,7 @@ def dkdv_kernel(
     SCORE_MOD: tl.constexpr,
     SCORE_GRAD: tl.constexpr,
     HAS_MASKED: tl.constexpr,
+    RAGGED: tl.constexpr,  # masked blocks may have fewer queries in a tile than BLOCK_M
     BOUNDED: tl.constexpr,
     ADD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -260,10 +297,9 @@ def dkdv_kernel(
     o_kv = (pos + o_n)[:, None]
     m_n = (o_n < n_n)[:, None]
 
-    p_k = head(k, i_b, i_part // SPLIT)
-    p_v = head(v, i_b, i_part // SPLIT)
-    b_k0, b_k1 = load_pair(k, p_k, row, o_n, n_n, D0, D1, D, True)  # [N, D0], [N, D1]
-    b_v0, b_v1 = load_pair(v, p_v, row, o_n, n_n, E0, E1, E, True)  # [N, E0], [N, E1]
+    i_hkv = i_part // SPLIT
+    b_k0, b_k1 = load_pair(k, i_b, i_hkv, row, o_n, n_n, D0, D1, D)  # [N, D0], [N, D1]
+    b_v0, b_v1 = load_pair(v, i_b, i_hkv, row, o_n, n_n, E0, E1, E)  # [N, E0], [N, E1]
     b_dk0, b_dk1 = zeros_pair(BLOCK_N, D0, D1, ACC)  # [N, D0], [N, D1]
     b_dv0, b_dv1 = zeros_pair(BLOCK_N, E0, E1, ACC)  # [N, E0], [N, E1]
 
@@ -283,24 +319,36 @@ def dkdv_kernel(
                     for _ in range(0, n_t * HEADS if WINDOW else n_t):
                         i_q = i_t + tl.where(i_t >= cut, skip, 0)
                         i_hm = i_h + i_h0
-                        p_q = head(q, i_b, i_h)
-                        p_do = head(dout, i_b, i_h)
                         q_row, q_pos, n_m = locate(q_slots, i_b, i_q, Q_BLOCK, BLOCK_M, DENSE_Q)
                         o_q = (q_pos + o_m)[None, :]
-                        m_m = o_m < n_m
-                        b_q0, b_q1 = load_pair(
-                            q, p_q, q_row, o_m, n_m, D0, D1, D, not FULL or not EVEN, HOIST
+                        m_m = within(o_m, n_m, not EVEN if FULL else RAGGED)
+                        b_q0, b_q1 = stream_pair(
+                            q,
+                            q_desc0,
+                            q_desc1,
+                            i_b,
+                            i_h,
+                            q_row,
+                            o_m,
+                            n_m,
+                            D0,
+                            D1,
+                            D,
+                            not EVEN if FULL else RAGGED,
+                            HOIST,
                         )  # [M, D]
                         b_s = inner(b_k0, b_k1, b_q0, b_q1, D1, PRECISION)  # [N, M]
-                        b_lse = load_lse(lse, i_b, i_h, q_row, o_m, m_m, not FULL or not EVEN, SCORE_MOD)[
-                            None, :
-                        ]
+                        b_lse = load_lse(
+                            lse, i_b, i_h, q_row, o_m, m_m, not EVEN if FULL else RAGGED, SCORE_MOD
+                        )[None, :]
                         b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
                         b_p = tl.exp2(b_s - b_lse)  # [N, M]
                         m_in = m_m[None, :]
                         if not FULL:
                             if WINDOW:
-                                m_in = in_window(o_q, m_m[None, :], o_kv, left, right, None)
+                                m_in = in_window(
+                                    o_m[None, :], o_kv - q_pos, left, right, n_m if RAGGED else None
+                                )
                             else:
                                 b_lo, b_hi = row_intervals(interval, i_b, i_hm, q_row, o_m, m_m, MASK)
                                 m_in = visible(
@@ -309,9 +357,11 @@ def dkdv_kernel(
                                     o_q,
                                     o_kv,
                                     m_m[None, :],
-                                    None,
+                                    m_m[None, :],
+                                    o_kv,
                                     b_lo[None, :],
                                     b_hi[None, :],
+                                    None,
                                     kind,
                                     mask_caps,
                                     MASK,
@@ -320,12 +370,26 @@ def dkdv_kernel(
                                 )
                         if not FULL or not EVEN:
                             b_p = tl.where(m_in, b_p, 0.0)
-                        b_do0, b_do1 = load_pair(
-                            dout, p_do, q_row, o_m, n_m, E0, E1, E, not FULL or not EVEN, HOIST
+                        b_do0, b_do1 = stream_pair(
+                            dout,
+                            dout_desc0,
+                            dout_desc1,
+                            i_b,
+                            i_h,
+                            q_row,
+                            o_m,
+                            n_m,
+                            E0,
+                            E1,
+                            E,
+                            not EVEN if FULL else RAGGED,
+                            HOIST,
                         )  # [M, E]
                         b_dv0, b_dv1 = outer(b_dv0, b_dv1, b_p, b_do0, b_do1, E1, PRECISION)
                         b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION)  # [N, M]
-                        b_delta = load_stat(delta, i_b, i_h, q_row, o_m, m_m, not FULL or not EVEN)[None, :]
+                        b_delta = load_stat(delta, i_b, i_h, q_row, o_m, m_m, not EVEN if FULL else RAGGED)[
+                            None, :
+                        ]
                         b_ds = b_p * (b_dp - b_delta)  # [N, M]
                         if SCORE_GRAD is not None:
                             m_in = m_in & m_n

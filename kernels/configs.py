@@ -17,7 +17,8 @@ class Config:
     """Tile shape of one launch: BLOCK_M query rows by BLOCK_N key rows.
 
     HOIST leaves the addresses' offsets inside a tile in registers throughout the loop over full blocks:
-    up to a tenth fewer instructions, where there are registers to spare.
+    up to a tenth fewer instructions, where there are registers to spare.  USE_TMA copies tiles by tensor
+    descriptor, where strides allow: fewer instructions and no addresses in registers.
     """
 
     BLOCK_M: int
@@ -25,6 +26,7 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     HOIST: bool = True
+    USE_TMA: bool = False
 
 
 def pieces(dim: int) -> tuple[int, int]:
@@ -53,9 +55,11 @@ def fit(tile: int, block: int) -> int:
     return even if even >= 16 else max(16, min(tile, 1 << (block - 1).bit_length()))
 
 
-def _dims(*tiles: tuple[int, int, int, int] | tuple[int, int, int, int, bool]) -> dict[int, Config]:
+def _dims(*tiles: tuple[Any, ...]) -> dict[int, Config]:
     return dict(zip((64, 128, 256), (Config(*tile) for tile in tiles), strict=True))
 
+
+TMA = False, True  # HOIST, USE_TMA: there are no addresses to hoist
 
 # Family -> pass -> largest head dim -> tiles of 16-bit inputs: the largest that keep everything in registers
 # and shared memory, with window, interval and full masks, with and without state.  sm_86 stands for all
@@ -72,9 +76,14 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "dkdv": _dims((64, 128, 8, 2), (32, 64, 8, 1), (32, 32, 8, 1)),
     },
     "sm_90": {
-        "forward": _dims((128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 2)),
+        "forward": _dims((128, 128, 8, 3, *TMA), (128, 128, 8, 2, *TMA), (128, 64, 8, 2, *TMA)),
+        "dq": _dims((128, 128, 8, 2, *TMA), (128, 64, 8, 2, *TMA), (64, 64, 8, 2, False)),
+        "dkdv": _dims((64, 128, 8, 3), (64, 128, 8, 2, *TMA), (32, 64, 8, 2, False)),
+    },
+    "sm_90, pointers": {  # where strides leave nothing to descriptors, addresses take registers
+        "forward": _dims((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
         "dq": _dims((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 8, 2, False)),
-        "dkdv": _dims((64, 128, 8, 3), (64, 128, 8, 2), (32, 64, 8, 2, False)),
+        "dkdv": _dims((64, 128, 8, 3), (64, 128, 8, 2, False), (32, 64, 8, 2, False)),
     },
     "sm_100": {
         "forward": _dims((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 1)),
@@ -106,7 +115,6 @@ HINTS = (
     "OUTPUT_MAX",
     "PRESCALE_QK",
     "ROWS_GUARANTEED_SAFE",
-    "USE_TMA",
     "WRITE_DQ",
     "deterministic",
     "kpack",
@@ -128,11 +136,15 @@ def family(arch: str) -> str:
     return "sm_100" if 100 <= int(arch.removeprefix("sm_")) < 120 else "sm_86"
 
 
-def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype) -> Config:
-    """The config of pass ``kind`` ("forward", "dq", "dkdv") on ``arch``: "interpreter", "sm_90", "gfx942"."""
+def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True) -> Config:
+    """The config of pass ``kind`` ("forward", "dq", "dkdv") on ``arch``: "interpreter", "sm_90", "gfx942".
+
+    tma: whether the tensors can be copied by descriptor
+    """
     if arch == "interpreter":
         return Config(128, 128)
-    rules = _WIDE[kind] if dtype.itemsize > 2 else _RULES[family(arch)][kind]
+    tiles = _RULES[family(arch)] if tma else _RULES.get(f"{family(arch)}, pointers", _RULES[family(arch)])
+    rules = _WIDE[kind] if dtype.itemsize > 2 else tiles[kind]
     return next(config for dim, config in rules.items() if head_dim <= dim)
 
 
@@ -158,8 +170,8 @@ def check_options(options: dict[str, Any]) -> None:
                 known = ", ".join(sorted({*fields, *HINTS, "PRECISION"}))
                 raise ValueError(f"unknown kernel option {option!r}; known: {known}")
             continue
-        allowed = _ALLOWED["BLOCK" if name.startswith("BLOCK") else name]
-        if isinstance(value, bool) or value not in allowed:
+        allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, (False, True))
+        if isinstance(value, bool) != isinstance(allowed[0], bool) or value not in allowed:
             raise ValueError(
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )
@@ -175,19 +187,25 @@ def choose(
     q_block: int,
     kv_block: int,
     options: dict[str, Any],
+    tma: bool = True,
 ) -> Config:
-    """The default, the user's ``kernel_options`` over it, fitted to the mask's blocks.
+    """The default, the user's ``kernel_options`` over it, fitted to the mask's blocks and the tensors.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass.  A tile larger
-    than the mask's block becomes the block.
+    than the mask's block becomes the block; without ``tma`` there are no descriptors, whoever wants them.
     """
-    config = default(kind, arch, head_dim, dtype)
     names = option_names(kind).items()
-    config = replace(
-        config, **{name: options[option] for name, both in names for option in both if option in options}
+    given: dict[str, Any] = {
+        name: options[option] for name, both in names for option in both if option in options
+    }
+    config = replace(default(kind, arch, head_dim, dtype, tma and given.get("USE_TMA", True)), **given)
+    return replace(
+        config,
+        BLOCK_M=fit(config.BLOCK_M, q_block),
+        BLOCK_N=fit(config.BLOCK_N, kv_block),
+        USE_TMA=config.USE_TMA and tma,
     )
-    return replace(config, BLOCK_M=fit(config.BLOCK_M, q_block), BLOCK_N=fit(config.BLOCK_N, kv_block))
 
 
 def does_not_fit(kind: str, config: Config, what: str, needed: int, available: int) -> str:

@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.configs import Config, architecture, check_options, choose, does_not_fit, pieces
 from tritoncp.kernels.forward import forward_kernel
-from tritoncp.kernels.tiles import Interval, Rows, Slots, stat, strided
+from tritoncp.kernels.tiles import Interval, Rows, Slots, copyable, descriptors, stat, strided
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
 PARTIAL_BYTES = 256 << 20  # what dK/dV partials of a GQA group split over programs may take
@@ -64,6 +64,33 @@ class Launch(NamedTuple):
                 raise ValueError(message) from error
 
 
+class Streamed(NamedTuple):
+    """The tensors whose tiles a kernel loops over, and where their slots end: "block", "buffer", "anywhere",
+    as tables say it."""
+
+    tensors: dict[str, Tensor]
+    block: int
+    rows: int
+    ends: str
+
+    def copyable(self) -> bool:
+        """Whether descriptors may copy the tiles: they leave nothing out, so that behind a slot that ends in
+        a tile there has to be the end of the tensor."""
+        ends_here = all(x.shape[2] == self.rows for x in self.tensors.values())
+        ends = self.ends == "block" or (self.ends == "buffer" and ends_here)
+        return ends and all(copyable(x) for x in self.tensors.values())
+
+    def args(self, tile: int, use_tma: bool, window: bool) -> dict[str, Any]:
+        """RAGGED: tiles of masked blocks may hold fewer tokens than rows; and the descriptors."""
+        ragged = self.rows % tile if window else self.ends != "block" or self.block % tile
+        found: dict[str, Any] = {"RAGGED": bool(ragged)}
+        for name, x in self.tensors.items():
+            widths = pieces(x.shape[3])
+            both = descriptors(x, tile, widths) if use_tma else (None, None)
+            found |= {f"{name}_desc{piece}": desc for piece, desc in enumerate(both)}
+        return found
+
+
 @dataclass(frozen=True)
 class TritonEngine:
     """Launches the kernels.
@@ -97,7 +124,7 @@ class TritonEngine:
         h_offset: int = 0,
     ) -> Launch:
         """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``."""
-        args, config = self._common("forward", q, k, v, tables, h_offset)
+        args, config = self._common("forward", q, k, v, tables, h_offset, _streamed(tables, "kv", k=k, v=v))
         kept = State(*state) if state else None
         args |= {
             "out": strided(out),
@@ -148,7 +175,7 @@ class TritonEngine:
         h_offset: int = 0,
     ) -> Launch:
         """dQ of one step, and the gradients of what score_mod captures; ``add`` accumulates into dq."""
-        args, config = self._common("dq", q, k, v, tables, h_offset)
+        args, config = self._common("dq", q, k, v, tables, h_offset, _streamed(tables, "kv", k=k, v=v))
         args |= {
             "dout": strided(dout),
             "lse": stat(lse),
@@ -180,7 +207,8 @@ class TritonEngine:
         split: int = 1,
     ) -> Launch:
         """dK and dV of one step. With ``split`` > 1, dk and dv have ``Hkv * split`` heads of partial sums."""
-        args, config = self._common("dkdv", q, k, v, tables, h_offset)
+        streamed = _streamed(tables, "q", q=q, dout=dout)
+        args, config = self._common("dkdv", q, k, v, tables, h_offset, streamed)
         args |= {
             "dout": strided(dout),
             "lse": stat(lse),
@@ -211,15 +239,16 @@ class TritonEngine:
         crowded = programs >= 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
         return 1 if crowded or partials > PARTIAL_BYTES else group
 
-    def _config(self, kind: str, q: Tensor, v: Tensor, tables: Any) -> Config:
+    def _config(self, kind: str, q: Tensor, v: Tensor, tables: Any, tma: bool = True) -> Config:
         arch = self.arch or architecture(q.device)
         dim = max(q.shape[3], v.shape[3])
-        return choose(kind, arch, dim, q.dtype, tables.q_block, tables.kv_block, self.options)
+        return choose(kind, arch, dim, q.dtype, tables.q_block, tables.kv_block, self.options, tma)
 
     def _common(
-        self, kind: str, q: Tensor, k: Tensor, v: Tensor, tables: Any, h_offset: int
+        self, kind: str, q: Tensor, k: Tensor, v: Tensor, tables: Any, h_offset: int, streamed: Streamed
     ) -> tuple[dict[str, Any], Config]:
-        config = self._config(kind, q, v, tables)
+        config = self._config(kind, q, v, tables, streamed.copyable())
+        tile = config.BLOCK_M if kind == "dkdv" else config.BLOCK_N
         (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
         window = [None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0)]
         even_q = tables.q_block % config.BLOCK_M == 0
@@ -262,7 +291,7 @@ class TritonEngine:
             "PRECISION": self.options.get("PRECISION", "ieee"),
             "ACC": _acc(q),
         }
-        return args, config
+        return args | streamed.args(tile, config.USE_TMA, bool(tables.window)), config
 
 
 def _acc(x: Tensor) -> Any:
@@ -276,6 +305,19 @@ def _stride(x: Tensor, dim: int) -> int:
 
 def _rows(ptr: Tensor, runs: Tensor) -> Rows:
     return Rows(ptr, _stride(ptr, 0), _stride(ptr, 1), runs)
+
+
+def _streamed(tables: Any, side: str, **tensors: Tensor) -> Streamed:
+    block, rows, ends = (
+        (tables.q_block, tables.q_rows, tables.q_ends)
+        if side == "q"
+        else (tables.kv_block, tables.kv_rows, tables.kv_ends)
+    )
+    if block & -block < 16:  # no tile divides it
+        ends = "anywhere"
+    elif tables.window:  # tiles are counted from the first row, slots are not read
+        ends = "buffer" if rows % block else "block"
+    return Streamed(tensors, block, rows, ends)
 
 
 def _tiles(tables: Any, side: str, config: Config) -> int:

@@ -17,8 +17,10 @@ from tritoncp.kernels.tiles import (
     run_tiles,
     stat_rows,
     store_pair,
+    stream_pair,
     to_log2,
     visible,
+    within,
     zeros_pair,
 )
 
@@ -28,6 +30,10 @@ def forward_kernel(
     q,  # Strided [B, Hq, S, D]
     k,  # Strided [B, Hkv, rows, D]
     v,  # Strided [B, Hkv, rows, E]
+    k_desc0,  # tensor descriptors of k and v, tiles of [BLOCK_N, piece of channels], or None
+    k_desc1,
+    v_desc0,
+    v_desc1,
     out,  # Strided [B, Hq, S, E]
     acc,  # Strided [B, Hq, S, E], float32: the state's accumulator
     stat_m,  # Stat [B, Hq, S], float32: the state's running maximum, log2 units
@@ -64,6 +70,7 @@ def forward_kernel(
     MASK_MOD: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     HAS_MASKED: tl.constexpr,
+    RAGGED: tl.constexpr,  # masked blocks may have fewer keys in a tile than BLOCK_N
     BOUNDED: tl.constexpr,
     LOAD_STATE: tl.constexpr,
     STORE_STATE: tl.constexpr,
@@ -90,14 +97,13 @@ def forward_kernel(
     o_q = (pos + o_m)[:, None]
     m_m = o_m < n_m
 
-    p_k = head(k, i_b, i_h // GROUP)
-    p_v = head(v, i_b, i_h // GROUP)
-    b_q0, b_q1 = load_pair(q, head(q, i_b, i_h), row, o_m, n_m, D0, D1, D, True)  # [M, D0], [M, D1]
+    i_hkv = i_h // GROUP
+    b_q0, b_q1 = load_pair(q, i_b, i_h, row, o_m, n_m, D0, D1, D)  # [M, D0], [M, D1]
     b_lo, b_hi = row_intervals(interval, i_b, i_hm, row, o_m, m_m, MASK)
     if LOAD_STATE:
         b_m = tl.load(stat_rows(stat_m, i_b, i_h, row) + o_m, mask=m_m, other=-float("inf"))
         b_l = tl.load(stat_rows(stat_l, i_b, i_h, row) + o_m, mask=m_m, other=0.0)
-        b_acc0, b_acc1 = load_pair(acc, head(acc, i_b, i_h), row, o_m, n_m, E0, E1, E, True)
+        b_acc0, b_acc1 = load_pair(acc, i_b, i_h, row, o_m, n_m, E0, E1, E)
     else:
         b_m = tl.full([BLOCK_M], -float("inf"), ACC)
         b_l = tl.zeros([BLOCK_M], ACC)
@@ -115,26 +121,40 @@ def forward_kernel(
                     i_kv = i_t + tl.where(i_t >= cut, skip, 0)
                     kv_row, kv_pos, n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
                     o_kv = (kv_pos + o_n)[None, :]
-                    m_n = (o_n < n_n)[None, :]
-                    b_k0, b_k1 = load_pair(
-                        k, p_k, kv_row, o_n, n_n, D0, D1, D, not FULL or not EVEN, HOIST
+                    m_n = within(o_n, n_n, not EVEN if FULL else RAGGED)[None, :]
+                    b_k0, b_k1 = stream_pair(
+                        k,
+                        k_desc0,
+                        k_desc1,
+                        i_b,
+                        i_hkv,
+                        kv_row,
+                        o_n,
+                        n_n,
+                        D0,
+                        D1,
+                        D,
+                        not EVEN if FULL else RAGGED,
+                        HOIST,
                     )  # [N, D]
                     b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)  # [M, N]
                     if not FOLD:
                         _, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
                     if not FULL:
                         if WINDOW:
-                            m_in = in_window(o_kv, m_n, o_q, left, right, kv_pos + n_n)
+                            m_in = in_window(o_n[None, :], o_q - kv_pos, left, right, n_n if RAGGED else None)
                         else:
                             m_in = visible(
                                 i_bm,
                                 i_hm,
                                 o_q,
                                 o_kv,
+                                m_m[:, None],
                                 m_n,
-                                kv_pos + n_n,
-                                b_lo[:, None],
-                                b_hi[:, None],
+                                o_n[None, :],
+                                (b_lo - kv_pos)[:, None],
+                                (b_hi - kv_pos)[:, None],
+                                n_n if RAGGED else None,
                                 kind,
                                 mask_caps,
                                 MASK,
@@ -153,8 +173,20 @@ def forward_kernel(
                     b_r = tl.exp2(b_m - b_safe)
                     b_l = b_l * b_r + tl.sum(b_p, 1)
                     b_m = b_max
-                    b_v0, b_v1 = load_pair(
-                        v, p_v, kv_row, o_n, n_n, E0, E1, E, not FULL or not EVEN, False
+                    b_v0, b_v1 = stream_pair(
+                        v,
+                        v_desc0,
+                        v_desc1,
+                        i_b,
+                        i_hkv,
+                        kv_row,
+                        o_n,
+                        n_n,
+                        E0,
+                        E1,
+                        E,
+                        not EVEN if FULL else RAGGED,
+                        False,
                     )  # [N, E]
                     b_acc0 *= b_r[:, None]
                     if E1 > 0:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -81,6 +82,29 @@ def strided(x: torch.Tensor | None) -> Strided:
     if x is None:
         return Strided(None, 0, 0, 0, 0, None)
     return Strided(x, *x.stride(), 1 if max(x.stride()[2:]) >= WIDE_STRIDE else None)
+
+
+def copyable(x: torch.Tensor) -> bool:
+    """Whether tiles of x [B, H, S, D] can be copied by tensor descriptor (TMA): channels side by side,
+    address and strides multiples of 16 bytes, batch rows and heads apart."""
+    unit = 16 // x.element_size()
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
+    return (
+        x.stride(3) == 1
+        and x.data_ptr() % 16 == 0
+        and all(step > 0 and step % unit == 0 for step in steps)
+        and x.numel() > 0
+    )
+
+
+def descriptors(x: torch.Tensor, rows: int, widths: tuple[int, int]) -> list[TensorDescriptor | None]:
+    """Descriptors of x [B, H, S, D] for tiles of ``rows`` rows by each piece of channels."""
+    unit = 16 // x.element_size()
+    strides = [stride if size > 1 else unit for size, stride in zip(x.shape[:3], x.stride())]
+    shape = list(x.shape)
+    return [
+        TensorDescriptor(x, shape, [*strides, 1], [1, 1, rows, width]) if width else None for width in widths
+    ]
 
 
 def stat(x: torch.Tensor | None) -> Stat:
@@ -238,9 +262,45 @@ def store_rows(
 
 
 @triton.jit
-def load_pair(
+def load_pair(x, i_b, i_h, row, o_s, n_s, W0: tl.constexpr, W1: tl.constexpr, DIM: tl.constexpr):
+    """Rows of one head in two pieces of channels, [len(o_s), W0] and [len(o_s), W1] (0.0 where W1 is 0)."""
+    p_x = head(x, i_b, i_h)
+    b_0 = load_rows(x, p_x, row, o_s, n_s, 0, W0, DIM, True)
+    if W1 > 0:
+        return b_0, load_rows(x, p_x, row, o_s, n_s, W0, W1, DIM, True)
+    else:
+        return b_0, 0.0
+
+
+@triton.jit
+def stream_rows(
     x,
-    p_x,
+    desc,
+    i_b,
+    i_h,
+    row,
+    o_s,
+    n_s,
+    START: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    CHECK: tl.constexpr,
+    HOIST: tl.constexpr,
+):
+    """load_rows, by tensor descriptor where there is one: it finds zeros behind the tensor's last row."""
+    if desc is None:
+        return load_rows(x, head(x, i_b, i_h), row, o_s, n_s, START, WIDTH, DIM, CHECK, HOIST)
+    else:
+        return desc.load([i_b, i_h, row, START]).reshape([o_s.shape[0], WIDTH])
+
+
+@triton.jit
+def stream_pair(
+    x,
+    desc0,
+    desc1,
+    i_b,
+    i_h,
     row,
     o_s,
     n_s,
@@ -248,12 +308,12 @@ def load_pair(
     W1: tl.constexpr,
     DIM: tl.constexpr,
     CHECK: tl.constexpr,
-    HOIST: tl.constexpr = False,
+    HOIST: tl.constexpr,
 ):
-    """Rows of x in two pieces of channels, [len(o_s), W0] and [len(o_s), W1] (0.0 where W1 is 0)."""
-    b_0 = load_rows(x, p_x, row, o_s, n_s, 0, W0, DIM, CHECK, HOIST)
+    """load_pair inside a loop, from a descriptor for each piece or None; ``n_s`` matters only where CHECK."""
+    b_0 = stream_rows(x, desc0, i_b, i_h, row, o_s, n_s, 0, W0, DIM, CHECK, HOIST)
     if W1 > 0:
-        return b_0, load_rows(x, p_x, row, o_s, n_s, W0, W1, DIM, CHECK, HOIST)
+        return b_0, stream_rows(x, desc1, i_b, i_h, row, o_s, n_s, W0, W1, DIM, CHECK, HOIST)
     else:
         return b_0, 0.0
 
@@ -308,35 +368,26 @@ def outer(b_c0, b_c1, b_a, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
-def below(b_x, b_width):
-    """0 <= x < width in one comparison."""
-    return b_x.to(tl.uint32, bitcast=True) < b_width.to(tl.uint32, bitcast=True)
+def within(o_s, n_s, CHECK: tl.constexpr):
+    """Which rows of a tile are its own: all of them, unless CHECK."""
+    return o_s < n_s if CHECK else o_s >= 0
 
 
 @triton.jit
-def in_window(o_far, m_far, o_near, left, right, end):
-    """Which positions of the far side are within near - left .. near + right; None is unbounded.
-
-    ``m_far`` keeps those below ``end``: as a limit of each near row, or by moving the others out of every
-    window (``end`` None), whichever side has fewer of them in a thread.  Each pair costs one comparison.
-    """
-    if right is None:
-        if left is None:
-            return m_far & (o_near >= 0)
-        else:
-            return tl.where(m_far, o_far, -FAR) >= o_near - left
-    else:
+def in_window(o_far, o_near, left, right, end):
+    """near - left <= far <= near + right, and far < end; None is unbounded."""
+    if right is not None:
         b_hi = o_near + right + 1
-        if end is None:
-            o_far = tl.where(m_far, o_far, FAR)
-        else:
+        if end is not None:
             b_hi = tl.minimum(b_hi, end)
-        if left is None:
-            return o_far < b_hi
-        else:
-            b_lo = o_near - left
-            b_width = b_hi - b_lo if end is None else tl.maximum(b_hi - b_lo, 0)
-            return below(o_far - b_lo, b_width)
+        m = o_far < b_hi
+    elif end is not None:
+        m = o_far < end
+    else:
+        m = o_far >= 0
+    if left is not None:
+        m = m & (o_far >= o_near - left)
+    return m
 
 
 @triton.jit
@@ -356,30 +407,31 @@ def visible(
     i_h,
     o_q,
     o_kv,
+    m_q,
     m_in,
-    end,
+    o_at,
     b_lo,
     b_hi,
+    end,
     kind,
     mask_caps,
     MASK: tl.constexpr,
     MASK_MOD: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """What a masked block lets through of m_in, by row interval or by mask_mod.
+    """What a masked block lets through, by row interval or by mask_mod.
 
-    Intervals know m_in already: queries out of range have empty ones, keys out of range start at ``end``.
-
-    A BOUNDED block (kind 2) was listed as full and is cut only by the ends of the sequence.
+    Intervals of queries are lo <= at < hi in whatever frame keys have in ``o_at``.  Queries that are not in
+    ``m_q`` have empty ones, keys out of range start at ``end`` (None: there are none).  A mask_mod decides
+    within ``m_in``.  A BOUNDED block (kind 2) was listed as full and is cut only by the ends of the sequence.
     """
     if MASK == "interval":
         if BOUNDED:
-            b_lo = tl.where(kind == 2, 0, b_lo)
-            b_hi = tl.where(kind == 2 if end is not None else (kind == 2) & m_in, FAR, b_hi)
-        if end is None:
-            return (o_kv >= b_lo) & (o_kv < b_hi)
-        else:
-            return below(o_kv - b_lo, tl.maximum(tl.minimum(b_hi, end) - b_lo, 0))
+            b_lo = tl.where(kind == 2, -FAR, b_lo)
+            b_hi = tl.where((kind == 2) & m_q, FAR, b_hi)
+        if end is not None:
+            b_hi = tl.minimum(b_hi, end)
+        return (o_at >= b_lo) & (o_at < b_hi)
     elif MASK == "mod":
         m_keep = MASK_MOD(i_b, i_h, o_q, o_kv, mask_caps)
         if BOUNDED:

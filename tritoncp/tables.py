@@ -24,6 +24,8 @@ class Tables:
     mask:              "none" | "interval" | "mod": how masked blocks are decided
     window:            (left, right) where positions alone give runs and intervals; no table is read then
     dense_q, dense_kv: row r of the buffer is position first + r, slots are whole blocks but the last
+    q_ends, kv_ends:   where slots end: "block" (all hold whole blocks), else "buffer" (or end with the
+                       buffer's tokens), else "anywhere"
     """
 
     q_slots: Tensor
@@ -42,6 +44,8 @@ class Tables:
     kv_first: int
     dense_q: bool
     dense_kv: bool
+    q_ends: str
+    kv_ends: str
     mask: str
     window: tuple[int, int] | None
     has_masked: bool
@@ -92,6 +96,8 @@ def tables_of(
         kv_first=int(kv_slots[0, 0, 1]) if kv_slots.shape[1] else 0,
         dense_q=dense_q,
         dense_kv=dense_kv,
+        q_ends=_ends(q_slots, mask.q_block),
+        kv_ends=_ends(kv_slots, mask.kv_block),
         mask="interval" if window else decided,
         window=window and (_edge(window[0]), _edge(window[1])),
         has_masked=bool((kinds != Kind.FULL).any()) or window is not None,
@@ -149,3 +155,12 @@ def _is_contiguous(slots: Tensor) -> bool:
 def _is_dense(slots: Tensor, block: int) -> bool:
     """Contiguous, and slot i starts at row i * block."""
     return _is_contiguous(slots) and bool((slots[0, :, 0] == torch.arange(slots.shape[1]) * block).all())
+
+
+def _ends(slots: Tensor, block: int) -> str:
+    """Where slots end, and with them what a tile reads behind the last token of its slot."""
+    row, _, tokens = slots.unbind(-1)
+    whole = (tokens == 0) | (tokens == block)
+    if bool(whole.all()):
+        return "block"
+    return "buffer" if bool((whole | (row + tokens == tokens.sum(-1, keepdim=True))).all()) else "anywhere"

@@ -73,13 +73,14 @@ def oracle(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Seq
 
 
 def over_ranks(x: QKV, plan: Plan, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
-               start: tuple[Tensor, Tensor], scale: float | None = None) -> Results:  # fmt: skip
+               start: tuple[Tensor, Tensor], scale: float | None = None,
+               **options: Any) -> Results:  # fmt: skip
     """The global answer of all ranks of a simulated world, sharded and gathered by the plan."""
     leaves, own = _leaves(x, captured)
     world = tritoncp.simulate(plan.world_size)
     shards = [world.shard(t, plan, dim=2, side=side) for t, side in zip(leaves, ("q", "kv", "kv"))]
     outs, aux = world.flex_attention(
-        *shards, score and score(*own), plan, scale, enable_gqa=True,
+        *shards, score and score(*own), plan, scale, enable_gqa=True, kernel_options=options,
         return_aux=AuxRequest(lse=True, max_scores=True),
     )  # fmt: skip
     for rank, (out, lse) in enumerate(zip(outs, aux.lse)):

@@ -32,12 +32,14 @@ INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
 
 
 class Variant(NamedTuple):
-    """A mask, and whether a launch goes on from a state (adds to gradients) and leaves one."""
+    """A mask, whether a launch goes on from a state (adds to gradients) and leaves one, and whether the rows
+    of its tensors lie 16 bytes apart, as descriptors want it."""
 
     mask: str
     world_size: int = 1
     load: bool = False
     store: bool = False
+    aligned: bool = True
 
 
 VARIANTS = {
@@ -47,6 +49,7 @@ VARIANTS = {
     "window": Variant("window", load=True),
     "full": Variant("full"),
     "mask_mod": Variant("dilated", 4),
+    "pointers": Variant("documents", 4, load=True, store=True, aligned=False),
     "single": Variant("single"),  # everything that can be 1 is: Triton makes constants of those
 }
 
@@ -94,7 +97,12 @@ def launches(arch: str, dtype: torch.dtype, dim: int, variant: Variant) -> Itera
     )
     rows, keys = tables.q_rows, tables.kv_rows
     q, out, dout, dq = (torch.empty(1, rows, HEADS, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
-    k, v = torch.empty(keys, 1, KV_HEADS, 2 * dim, dtype=dtype).permute(1, 2, 0, 3).split(dim, dim=3)
+    if not variant.aligned:
+        q, dout = (torch.empty(1, HEADS, rows, dim + 1, dtype=dtype)[..., 1:] for _ in range(2))
+    wide = 2 * dim + (not variant.aligned)
+    k, v = (
+        torch.empty(keys, 1, KV_HEADS, wide, dtype=dtype)[..., -2 * dim :].permute(1, 2, 0, 3).split(dim, 3)
+    )
     lse, delta, m, l = torch.empty(4, 1, HEADS, rows).unbind()
     acc = torch.empty(1, HEADS, rows, dim)
     dk, dv = torch.empty(keys, 1, KV_HEADS, 2 * dim).permute(1, 2, 0, 3).split(dim, dim=3)
@@ -147,6 +155,7 @@ def report(launch: Launch, kernel: Any) -> dict[str, Any]:
         ],
         "shared": kernel.metadata.shared,
         "spilled": spilled(kernel),
+        "tma": text.count("cp.async.bulk.tensor"),
         "mma": {name: count for name in INSTRUCTIONS if (count := text.count(name))},
     }
 

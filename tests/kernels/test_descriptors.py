@@ -1,0 +1,125 @@
+"""Tiles by tensor descriptor (TMA): the same bits as by pointer, and pointers wherever they cannot go."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tritoncp
+from tests.kernels.harness import (
+    F64,
+    QKV,
+    agree,
+    check,
+    cotangents,
+    engine_of,
+    oracle,
+    over_ranks,
+    qkv,
+    run,
+    same,
+    single,
+)
+from tritoncp.kernels.tiles import copyable, descriptors
+from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
+
+MASKS = {
+    "full": lambda n: full_mask(n, n, block=32),
+    "causal": lambda n: create_block_mask(causal(), None, None, n, n, BLOCK_SIZE=32),
+    "window": lambda n: create_block_mask(sliding_window(9, 3), None, None, n, n, BLOCK_SIZE=32),
+    "intervals": lambda n: create_block_mask(
+        and_masks(causal(), document(lengths=[n // 3, n - n // 3])), None, None, n, n, BLOCK_SIZE=32
+    ),
+    "mask_mod": lambda n: create_block_mask(
+        lambda b, h, q, kv: (q * kv) % 3 != 1, None, None, n, n, BLOCK_SIZE=32
+    ),
+}
+
+
+def copied(x: QKV, mask: Mask) -> dict[str, bool]:
+    """Which passes copy their tiles by descriptor."""
+    engine, tables = engine_of(x, USE_TMA=True), single(mask).tables("cpu", *x.q.shape[:2])
+    out, lse = torch.empty(*x.q.shape[:3], x.v.shape[3]), torch.empty(x.q.shape[:3])
+    backward = (*x, out, lse, lse, tables)
+    launches = {
+        "forward": engine.forward(*x, tables, out=out, lse=lse),
+        "dq": engine.dq(*backward, dq=torch.empty_like(x.q)),
+        "dkdv": engine.dkdv(*backward, dk=torch.empty_like(x.k), dv=torch.empty_like(x.v)),
+    }
+    return {
+        kind: launch.args["q_desc0" if kind == "dkdv" else "k_desc0"] is not None
+        for kind, launch in launches.items()
+    }
+
+
+@pytest.mark.parametrize("n", [64, 50], ids=["whole", "ragged"])
+@pytest.mark.parametrize("name", MASKS)
+def test_same_bits_as_by_pointer(name: str, n: int) -> None:
+    """Two pieces of channels, padded ones, grouped heads; a sequence that ends inside a tile."""
+    x = qkv(n, batch=2, heads=4, kv_heads=2, dim=40, v_dim=16)
+    mask, start = MASKS[name](n), cotangents(x)
+    assert all(copied(x, mask).values())
+    got = check(x, mask, start=start, USE_TMA=True)
+    same(got, run(x, mask, start=start, USE_TMA=False))
+
+
+def test_a_score_mod_sees_the_same_scores() -> None:
+    x = qkv(50, heads=2, dtype=F64)
+    score, start = (lambda: lambda s, b, h, q, kv: s - 0.1 * (q - kv).abs()), cotangents(x)
+    got = check(x, MASKS["intervals"](50), score, start=start, USE_TMA=True)
+    same(got, run(x, MASKS["intervals"](50), score, start=start, USE_TMA=False))
+
+
+@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
+@pytest.mark.parametrize("n", [128, 100], ids=["whole", "ragged"])
+def test_slots_in_any_order(n: int, schedule: str) -> None:
+    """Slots of a gathered buffer are coordinates; where one ends in the middle of the buffer, pointers."""
+    x = qkv(n, heads=2, kv_heads=1)
+    mask, start = MASKS["intervals"](n), cotangents(x)
+    plan = tritoncp.make_plan(mask, world_size=2, schedule=schedule)
+    want = oracle(x, mask, start=start)
+    agree(over_ranks(x, plan, start=start, USE_TMA=True), want)
+
+
+def test_rows_behind_the_tokens_are_never_read() -> None:
+    """A buffer longer than its slots, NaN behind them: a descriptor would copy that into the products."""
+    x, mask = qkv(50), MASKS["causal"](50)
+    long = QKV(*(torch.cat([t, torch.full_like(t[:, :, :14], torch.nan)], 2) for t in x))
+    plan = single(mask)
+    start = torch.empty(1, 1, 64, 16), torch.empty(1, 1, 64)
+    engine = engine_of(x, USE_TMA=True)
+    engine.forward(*long, plan.tables("cpu", 1, 1), out=start[0], lse=start[1])()
+    assert torch.equal(start[0][:, :, :50].isnan(), torch.zeros(1, 1, 50, 16, dtype=torch.bool))
+    assert not any(copied(long, mask).values()) and all(copied(x, mask).values())
+
+
+UNFIT = {
+    "channels apart": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
+    "odd rows": lambda x: torch.cat([x, x[..., :1]], -1)[..., :-1],
+    "odd address": lambda x: torch.cat([x, x[..., :4]], -1)[..., 1:-3],
+    "shared heads": lambda x: x[:, :1].expand_as(x),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_pointers_where_descriptors_cannot_go(name: str) -> None:
+    x = qkv(64, heads=2)
+    x = x._replace(k=UNFIT[name](x.k))
+    assert not copyable(x.k) and copyable(x.v)
+    found = copied(x, MASKS["causal"](64))
+    assert found == {"forward": False, "dq": False, "dkdv": True}
+    check(x, MASKS["causal"](64), USE_TMA=True)
+
+
+def test_a_dimension_of_one_may_have_any_stride() -> None:
+    x = torch.randn(1, 1, 8, 16).as_strided((1, 1, 8, 16), (3, 5, 16, 1))
+    assert copyable(x)
+    (first, second) = descriptors(x, 8, (16, 0))
+    assert first is not None and second is None
+    assert all(stride % 4 == 0 for stride in first.strides[:3])
+
+
+def test_blocks_that_no_tile_divides_take_pointers() -> None:
+    mask = create_block_mask(causal(), None, None, 60, 60, BLOCK_SIZE=24)
+    assert not any(copied(qkv(60), mask).values())
+    assert not any(copied(qkv(60), replace(mask, window=None)).values())
