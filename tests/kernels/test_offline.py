@@ -19,8 +19,11 @@ MATRIX = {
     "gfx942": "v_mfma",
 }
 
-# What is copied by tensor descriptor on sm_90; elsewhere pointers are as short, or leave more registers.
-COPIED = {*product((64, 128, 256), ("forward",)), *product((64, 128), ("dq",)), (128, "dkdv")}
+# What is copied by tensor descriptor; elsewhere pointers are as short, or leave more registers.
+COPIED = {
+    "sm_90": {*product((64, 128, 256), ("forward",)), *product((64, 128), ("dq",)), (128, "dkdv")},
+    "sm_100": {*product((64, 128), ("forward", "dq"))},
+}
 
 
 def compile_for(arch: str, dtype: str, dims: str, variants: str) -> list[dict[str, Any]]:
@@ -58,18 +61,19 @@ def test_defaults_fit(arch: str) -> None:
     assert [(report["dim"], report["kernel"]) for report in reports] == list(asked)
     check(arch, reports)
     copied = {(report["dim"], report["kernel"]) for report in reports if report["tma"]}
-    assert copied == (COPIED if arch == "sm_90" else set())
+    assert copied == COPIED.get(arch, set())
 
 
-def test_defaults_fit_where_strides_forbid_descriptors() -> None:
-    reports = compile_for("sm_90", "bfloat16", "64,128,256", "pointers")
+@pytest.mark.parametrize("arch", COPIED)
+def test_defaults_fit_where_strides_forbid_descriptors(arch: str) -> None:
+    reports = compile_for(arch, "bfloat16", "64,128,256", "pointers")
     assert not any(report["tma"] for report in reports)
-    check("sm_90", reports)
+    check(arch, reports)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", SHARED)
-@pytest.mark.parametrize("variant", ["state", "documents", "causal", "window", "full"])
+@pytest.mark.parametrize("variant", ["state", "documents", "causal", "window", "full", "pointers"])
 def test_defaults_fit_every_variant(arch: str, variant: str) -> None:
     check(arch, compile_for(arch, "bfloat16", "64,128,256", variant))
 
