@@ -32,14 +32,13 @@ INSTRUCTIONS = ("mma.sync", "wgmma.mma_async", "tcgen05.mma", "v_mfma")
 
 
 class Variant(NamedTuple):
-    """A mask, whether a launch goes on from a state (adds to gradients) and leaves one, and whether the rows
-    of its tensors lie 16 bytes apart, as descriptors want it."""
+    """A mask, whether a launch goes on from a state (adds to gradients) and leaves one; kernel options."""
 
     mask: str
     world_size: int = 1
     load: bool = False
     store: bool = False
-    aligned: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
 
 
 VARIANTS = {
@@ -49,7 +48,7 @@ VARIANTS = {
     "window": Variant("window", load=True),
     "full": Variant("full"),
     "mask_mod": Variant("dilated", 4),
-    "pointers": Variant("documents", 4, load=True, store=True, aligned=False),
+    "pointers": Variant("documents", 4, load=True, store=True, options=(("USE_TMA", False),)),
     "single": Variant("single"),  # everything that can be 1 is: Triton makes constants of those
 }
 
@@ -92,17 +91,11 @@ def launches(arch: str, dtype: torch.dtype, dim: int, variant: Variant) -> Itera
     mask = mask_of(variant.mask)
     tables = build(mask, variant.world_size).tables(batch=1, heads=HEADS)
     mod = mask_mod(mask.mask_mod) if tables.mask == "mod" else None
-    engine = TritonEngine(
-        Mods(mask=mod and mod.fn, mask_caps=mod.caps() if mod else ()), dim**-0.5, arch=arch
-    )
+    mods = Mods(mask=mod and mod.fn, mask_caps=mod.caps() if mod else ())
+    engine = TritonEngine(mods, dim**-0.5, dict(variant.options), arch)
     rows, keys = tables.q_rows, tables.kv_rows
     q, out, dout, dq = (torch.empty(1, rows, HEADS, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
-    if not variant.aligned:
-        q, dout = (torch.empty(1, HEADS, rows, dim + 1, dtype=dtype)[..., 1:] for _ in range(2))
-    wide = 2 * dim + (not variant.aligned)
-    k, v = (
-        torch.empty(keys, 1, KV_HEADS, wide, dtype=dtype)[..., -2 * dim :].permute(1, 2, 0, 3).split(dim, 3)
-    )
+    k, v = torch.empty(keys, 1, KV_HEADS, 2 * dim, dtype=dtype).permute(1, 2, 0, 3).split(dim, dim=3)
     lse, delta, m, l = torch.empty(4, 1, HEADS, rows).unbind()
     acc = torch.empty(1, HEADS, rows, dim)
     dk, dv = torch.empty(keys, 1, KV_HEADS, 2 * dim).permute(1, 2, 0, 3).split(dim, dim=3)
