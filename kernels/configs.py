@@ -5,6 +5,7 @@ memory (``tests/kernels/test_offline.py``).  Nothing here times anything.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class Config:
     USE_TMA: bool = False
 
 
+@cache
 def pieces(dim: int) -> tuple[int, int]:
     """Cut a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
 
@@ -154,6 +156,7 @@ def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool =
     return next(config for dim, config in rules.items() if head_dim <= dim)
 
 
+@cache
 def option_names(kind: str) -> dict[str, tuple[str, str]]:
     """Field of Config -> the options that set it in pass ``kind``, the stronger one last.
 
@@ -169,6 +172,8 @@ def option_names(kind: str) -> dict[str, tuple[str, str]]:
 
 def check_options(options: dict[str, Any]) -> None:
     """Refuse options that mean nothing, and values no kernel can be compiled with."""
+    if not options:
+        return
     fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
     for option, value in options.items():
         if (name := fields.get(option)) is None:
@@ -201,9 +206,24 @@ def choose(
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass.  A tile larger
     than the mask's block becomes the block; without ``tma`` there are no descriptors, whoever wants them.
     """
-    names = option_names(kind).items()
+    return _chosen(kind, arch, head_dim, dtype, q_block, kv_block, tma, tuple(options.items()))
+
+
+@lru_cache(1024)
+def _chosen(
+    kind: str,
+    arch: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    q_block: int,
+    kv_block: int,
+    tma: bool,
+    options: tuple[tuple[str, Any], ...],
+) -> Config:
+    """:func:`choose`, which every launch asks."""
+    asked, names = dict(options), option_names(kind).items()
     given: dict[str, Any] = {
-        name: options[option] for name, both in names for option in both if option in options
+        name: asked[option] for name, both in names for option in both if option in asked
     }
     config = replace(default(kind, arch, head_dim, dtype, tma and given.get("USE_TMA", True)), **given)
     return replace(

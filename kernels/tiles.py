@@ -101,10 +101,8 @@ def descriptors(x: torch.Tensor, rows: int, widths: tuple[int, int]) -> list[Ten
     """Descriptors of x [B, H, S, D] for tiles of ``rows`` rows by each piece of channels."""
     unit = 16 // x.element_size()
     strides = [stride if size > 1 else unit for size, stride in zip(x.shape[:3], x.stride())]
-    shape = list(x.shape)
-    return [
-        TensorDescriptor(x, shape, [*strides, 1], [1, 1, rows, width]) if width else None for width in widths
-    ]
+    shape, strides = list(x.shape), [*strides, 1]
+    return [TensorDescriptor(x, shape, strides, [1, 1, rows, width]) if width else None for width in widths]
 
 
 def stat(x: torch.Tensor | None) -> Stat:

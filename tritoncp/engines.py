@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ class Spec:
     world: str | None  # process group by name; "" = all ranks in lockstep
     options: tuple[tuple[str, Any], ...] = ()
 
+    @lru_cache(256)  # noqa: B019 - a few small specs, made and read again at every call
     def encode(self) -> str:
         return json.dumps(vars(self))
 
     @classmethod
+    @lru_cache(256)
     def decode(cls, text: str) -> Spec:
         raw = json.loads(text)
         raw["options"] = tuple((name, value) for name, value in raw["options"])
