@@ -1,4 +1,5 @@
-"""Backward: delta, then dQ and dK/dV from separate loops, so that no sum depends on timing.
+"""Backward: delta, then dQ and dK/dV from separate loops, so that no sum depends on timing; or dQ added up
+by the loop of dK/dV, which saves two of seven products and the order of that sum.
 
 With P = exp(S' - lse), S' the scores after score_mod, dP = dO V^T and delta = rowsum(O * dO) - dlse:
 dS' = P * (dP - delta), dS = dS' * dS'/dS, dQ = scale * dS K, dK = scale * dS^T Q, dV = P^T dO
@@ -10,6 +11,8 @@ import triton.language as tl
 
 from tritoncp.kernels.tiles import (
     LOG2E,
+    add_rows,
+    dot,
     head,
     in_window,
     inner,
@@ -245,12 +248,16 @@ def dkdv_kernel(
     delta,  # Stat
     dk,  # Strided [B, Hkv * SPLIT, rows, D]
     dv,  # Strided [B, Hkv * SPLIT, rows, E]
+    dq,  # Strided [B, Hq, S, D], float32 that every program adds to, or None: dq_kernel's business
+    dq_desc0,
+    dq_desc1,
     q_slots,  # Slots
     kv_slots,  # Slots
     cols,  # Rows over KV slots: runs of Q slots
     interval,  # Interval
     mask_caps,
     score_caps,
+    score_dcaps,  # where dQ is computed here
     left,  # window seen from a key: right of the query is left of the key
     right,
     i_b0,
@@ -393,9 +400,20 @@ def dkdv_kernel(
                         b_ds = b_p * (b_dp - b_delta)  # [N, M]
                         if SCORE_GRAD is not None:
                             m_in = m_in & m_n
-                            b_ds = SCORE_GRAD(b_ds, b_pre, i_bm, i_hm, o_q, o_kv, m_in, score_caps, ())
+                            b_ds = SCORE_GRAD(
+                                b_ds, b_pre, i_bm, i_hm, o_q, o_kv, m_in, score_caps, score_dcaps
+                            )
                             b_ds = tl.where(m_in, b_ds, 0.0)
                         b_dk0, b_dk1 = outer(b_dk0, b_dk1, b_ds, b_q0, b_q1, D1, PRECISION)
+                        if dq.ptr is not None:
+                            if not FULL or KV_BLOCK % BLOCK_N != 0:  # keys of nobody count here
+                                b_ds = tl.where(m_n, b_ds, 0.0)
+                            b_dst = tl.trans(b_ds).to(k.ptr.dtype.element_ty)  # [M, N]
+                            b_dq = dot(b_dst, b_k0, PRECISION) * SCALE  # [M, D0]
+                            add_rows(dq, dq_desc0, i_b, i_h, q_row, o_m, n_m, b_dq, 0, D0, D)
+                            if D1 > 0:
+                                b_dq = dot(b_dst, b_k1, PRECISION) * SCALE  # [M, D1]
+                                add_rows(dq, dq_desc1, i_b, i_h, q_row, o_m, n_m, b_dq, D0, D1, D)
                         i_t += 1
                         if WINDOW:
                             i_h += tl.where(i_t == t_hi, 1, 0)

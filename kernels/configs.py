@@ -82,6 +82,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "forward": _dims((128, 128, 8, 3, *TMA), (128, 128, 8, 2, *TMA), (128, 64, 8, 2, *TMA)),
         "dq": _dims((128, 128, 8, 2, *TMA), (128, 64, 8, 2, *TMA), (64, 64, 8, 2, False)),
         "dkdv": _dims((64, 128, 8, 3), (64, 128, 8, 2, *TMA), (32, 64, 8, 2, False)),
+        "fused": _dims((64, 128, 8, 2, *TMA), (64, 64, 8, 2, *TMA), (32, 32, 8, 1, *TMA)),
     },
     "sm_90, pointers": {
         "forward": _dims((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
@@ -145,14 +146,16 @@ def family(arch: str) -> str:
 
 
 def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True) -> Config:
-    """The config of pass ``kind`` ("forward", "dq", "dkdv") on ``arch``: "interpreter", "sm_90", "gfx942".
+    """The config of pass ``kind`` ("forward", "dq", "dkdv", or "fused" for the last two in one) on ``arch``:
+    "interpreter", "sm_90", "gfx942".
 
     tma: whether the tensors can be copied by descriptor
     """
     if arch == "interpreter":
         return Config(128, 128)
     tiles = _RULES[family(arch)] if tma else _RULES.get(f"{family(arch)}, pointers", _RULES[family(arch)])
-    rules = _WIDE[kind] if dtype.itemsize > 2 else tiles[kind]
+    kinds = _WIDE if dtype.itemsize > 2 else tiles
+    rules = kinds.get(kind, kinds["dkdv"])
     return next(config for dim, config in rules.items() if head_dim <= dim)
 
 
@@ -163,7 +166,7 @@ def option_names(kind: str) -> dict[str, tuple[str, str]]:
     >>> option_names("dkdv")["BLOCK_M"]
     ('BLOCK_M1', 'bwd_BLOCK_M1')
     """
-    prefix, suffix = {"forward": ("fwd_", ""), "dq": ("bwd_", "2"), "dkdv": ("bwd_", "1")}[kind]
+    prefix, suffix = {"forward": ("fwd_", ""), "dq": ("bwd_", "2")}.get(kind, ("bwd_", "1"))
     plain = {
         name: name + suffix if name.startswith("BLOCK") else name for name in Config.__dataclass_fields__
     }
@@ -177,8 +180,11 @@ def check_options(options: dict[str, Any]) -> None:
     fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
     for option, value in options.items():
         if (name := fields.get(option)) is None:
-            if option != "PRECISION" and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS:
-                known = ", ".join(sorted({*fields, *HINTS, "PRECISION"}))
+            if (
+                option not in ("PRECISION", "FUSED_BACKWARD")
+                and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS
+            ):
+                known = ", ".join(sorted({*fields, *HINTS, "FUSED_BACKWARD", "PRECISION"}))
                 raise ValueError(f"unknown kernel option {option!r}; known: {known}")
             continue
         allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, (False, True))
@@ -186,6 +192,8 @@ def check_options(options: dict[str, Any]) -> None:
             raise ValueError(
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )
+    if not isinstance(fused := options.get("FUSED_BACKWARD", False), bool):
+        raise ValueError(f"kernel option FUSED_BACKWARD={fused!r}; True or False is needed")
     if (precision := options.get("PRECISION", "ieee")) not in PRECISIONS:
         raise ValueError(f"kernel option PRECISION={precision!r}; one of {', '.join(PRECISIONS)} is needed")
 

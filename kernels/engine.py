@@ -3,8 +3,9 @@
 It sees tensors, tables and jit functions; masks, meshes and ranks are somebody else's business.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from triton.runtime.errors import OutOfResources
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.configs import Config, architecture, check_options, choose, does_not_fit, pieces
 from tritoncp.kernels.forward import forward_kernel
-from tritoncp.kernels.tiles import Interval, Rows, Slots, copyable, descriptors, stat, strided
+from tritoncp.kernels.tiles import INTERPRETED, Interval, Rows, Slots, copyable, descriptors, stat, strided
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
 PARTIAL_BYTES = 256 << 20  # what dK/dV partials of a GQA group split over programs may take
@@ -108,6 +109,12 @@ class TritonEngine:
     def __post_init__(self) -> None:
         check_options(self.options)
 
+    @property
+    def fused(self) -> bool:
+        """Whether dQ comes from the loop of dK/dV: only if asked for, and not where runs have to agree."""
+        exactly = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
+        return bool(self.options.get("FUSED_BACKWARD")) and not exactly
+
     def forward(
         self,
         q: Tensor,
@@ -173,8 +180,10 @@ class TritonEngine:
         dq: Tensor,
         add: bool = False,
         h_offset: int = 0,
-    ) -> Launch:
+    ) -> Launch | Callable[[], None]:
         """dQ of one step, and the gradients of what score_mod captures; ``add`` accumulates into dq."""
+        if self.fused:
+            return _nothing if add else partial(_clear, dq)
         args, config = self._common("dq", q, k, v, tables, h_offset, _streamed(tables, "kv", k=k, v=v))
         args |= {
             "dout": strided(dout),
@@ -202,25 +211,37 @@ class TritonEngine:
         *,
         dk: Tensor,
         dv: Tensor,
+        dq: Tensor | None = None,
         add: bool = False,
         h_offset: int = 0,
         split: int = 1,
     ) -> Launch:
-        """dK and dV of one step. With ``split`` > 1, dk and dv have ``Hkv * split`` heads of partial sums."""
+        """dK and dV of one step. With ``split`` > 1, dk and dv have ``Hkv * split`` heads of partial sums.
+
+        A fused engine adds dQ to the float32 ``dq``, and the gradients of captures to their buffers.
+        """
         streamed = _streamed(tables, "q", q=q, dout=dout)
-        args, config = self._common("dkdv", q, k, v, tables, h_offset, streamed)
+        args, config = self._common("fused" if self.fused else "dkdv", q, k, v, tables, h_offset, streamed)
+        into = dq if self.fused else None
+        added: Sequence[Any] = (None, None)
+        if into is not None and config.USE_TMA and not INTERPRETED and copyable(into):
+            added = descriptors(into, config.BLOCK_M, pieces(q.shape[3]))
         args |= {
             "dout": strided(dout),
             "lse": stat(lse),
             "delta": stat(delta),
             "dk": strided(dk),
             "dv": strided(dv),
+            "dq": strided(into),
+            "dq_desc0": added[0],
+            "dq_desc1": added[1],
+            "score_dcaps": self.mods.score_dcaps if self.fused else (),
             "cols": _rows(tables.col_ptr, tables.col_runs),
             "left": args["right"],
             "right": args["left"],
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,
-            "SCORE_GRAD": self.mods.score_back,
+            "SCORE_GRAD": self.mods.score_grad if self.fused else self.mods.score_back,
             "ADD": add,
             "SPLIT": split,
         }
@@ -248,7 +269,7 @@ class TritonEngine:
         self, kind: str, q: Tensor, k: Tensor, v: Tensor, tables: Any, h_offset: int, streamed: Streamed
     ) -> tuple[dict[str, Any], Config]:
         config = self._config(kind, q, v, tables, streamed.copyable())
-        tile = config.BLOCK_M if kind == "dkdv" else config.BLOCK_N
+        tile = config.BLOCK_M if kind in ("dkdv", "fused") else config.BLOCK_N
         (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
         window = [None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0)]
         even_q = tables.q_block % config.BLOCK_M == 0
@@ -292,6 +313,14 @@ class TritonEngine:
             "ACC": _acc(q),
         }
         return args | streamed.args(tile, config.USE_TMA, bool(tables.window)), config
+
+
+def _nothing() -> None:
+    pass
+
+
+def _clear(x: Tensor) -> None:
+    x.zero_()
 
 
 def _acc(x: Tensor) -> Any:

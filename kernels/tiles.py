@@ -253,7 +253,7 @@ def store_rows(
     o_d = START + tl.arange(0, WIDTH)
     p = tile_pointers(x, p_x, row, o_s, o_d, True)
     m = inside(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
-    if ADD:  # nobody else adds to these elements: a plain sum without the registers of a load
+    if ADD:  # where nobody else adds to these elements, a plain sum without the registers of a load
         tl.atomic_add(p, b_x.to(x.ptr.dtype.element_ty), mask=m, sem="relaxed")
     else:
         tl.store(p, b_x.to(x.ptr.dtype.element_ty), mask=m)
@@ -324,6 +324,18 @@ def store_pair(
     store_rows(x, p_x, row, o_s, n_s, b_0, 0, W0, DIM, ADD)
     if W1 > 0:
         store_rows(x, p_x, row, o_s, n_s, b_1, W0, W1, DIM, ADD)
+
+
+@triton.jit
+def add_rows(
+    x, desc, i_b, i_h, row, o_s, n_s, b_x, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr
+):
+    """x[row + o_s, START : START + WIDTH] += b_x of one head, whoever else adds there.  A descriptor adds the
+    rows from ``n_s`` on too, where b_x is 0."""
+    if desc is None:
+        store_rows(x, head(x, i_b, i_h), row, o_s, n_s, b_x, START, WIDTH, DIM, True)
+    else:
+        desc.atomic_add([i_b, i_h, row, START], b_x.reshape([1, 1, o_s.shape[0], WIDTH]))
 
 
 @triton.jit

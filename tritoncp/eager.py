@@ -37,6 +37,10 @@ class EagerEngine:
     captures: Sequence[Tensor] = ()
     grads: Sequence[Tensor] = ()
 
+    @property
+    def fused(self) -> bool:
+        return False
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, *, out: Tensor, lse: Tensor,
         max_scores: Tensor | None = None, state: Sequence[Tensor] = (), load_state: bool = False,
@@ -102,7 +106,7 @@ class EagerEngine:
 
     def dkdv(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
-        dk: Tensor, dv: Tensor, add: bool = False, h_offset: int = 0,
+        dk: Tensor, dv: Tensor, dq: Tensor | None = None, add: bool = False, h_offset: int = 0,
     ) -> Step:  # fmt: skip
         def step() -> None:
             p, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, ())

@@ -58,7 +58,8 @@ def backward(
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
-    dq = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    sums = lse.dtype if engine.fused else q.dtype  # every KV tile adds to it, or each row is written once
+    dq = torch.zeros_like(q, dtype=sums, memory_format=torch.contiguous_format)
     groups = head_groups(k.shape[1], plan.world_size)
     returning: list[Any] = []  # tickets, or the gradients themselves where nothing travels
     flight = yield from _send(plan, k, v, groups[0])
@@ -70,7 +71,7 @@ def backward(
         args = q[:, mine], keys, values, dout[:, mine], lse[:, mine], delta[:, mine], tables
         engine.dq(*args, dq=dq[:, mine], h_offset=mine.start)()
         grads = keys.new_zeros(keys.shape[2], *keys.shape[:2], k.shape[3] + v.shape[3], dtype=lse.dtype)
-        dkdv(engine, args, grads, h_offset=mine.start)
+        dkdv(engine, args, grads, dq[:, mine], h_offset=mine.start)
         returning.append((yield ReduceScatter(grads)) if plan.world_size > 1 else grads)
     parts = []
     for ticket in returning:

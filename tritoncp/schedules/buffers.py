@@ -42,17 +42,21 @@ def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(out, dtype=lse.dtype), torch.empty_like(lse), torch.empty_like(lse)
 
 
-def dkdv(engine: Any, args: tuple[Any, ...], into: Tensor, h_offset: int = 0, add: bool = False) -> None:
-    """One step's gradients of the keys and values in ``args``, into or added to a buffer of their layout."""
+def dkdv(
+    engine: Any, args: tuple[Any, ...], into: Tensor, dq: Tensor, h_offset: int = 0, add: bool = False
+) -> None:
+    """One step's gradients of the keys and values in ``args``, into or added to a buffer of their layout; a
+    fused engine adds those of the queries to ``dq`` on the way."""
     q, keys, values, *_, tables = args
     (b, h, _, d), e = keys.shape, values.shape[3]
     split = engine.split(q, keys, tables) if into.shape[1] == b else 1
     if split == 1:
         dk, dv = views(into, keys)
-        engine.dkdv(*args, dk=dk, dv=dv, h_offset=h_offset, add=add)()
+        engine.dkdv(*args, dk=dk, dv=dv, dq=dq, h_offset=h_offset, add=add)()
         return
     parts = into.new_zeros(b, h * split, len(into), d + e)
-    engine.dkdv(*args, dk=parts[..., :d], dv=parts[..., d:], h_offset=h_offset, split=split)()
+    dk, dv = parts[..., :d], parts[..., d:]
+    engine.dkdv(*args, dk=dk, dv=dv, dq=dq, h_offset=h_offset, split=split)()
     total = parts.unflatten(1, (h, split)).sum(2).permute(2, 0, 1, 3)
     into.copy_(into + total if add else total)
 

@@ -45,12 +45,12 @@ def backward(
     home = torch.zeros_like(local, dtype=lse.dtype)
     args = (q, k, v, dout, lse, delta, near)
     engine.dq(*args, dq=dq)()
-    dkdv(engine, args, home)
+    dkdv(engine, args, home, dq)
     fetched = yield Wait(flight)
     grads = torch.zeros_like(fetched, dtype=lse.dtype)
     args = (q, *views(fetched, k), dout, lse, delta, far)
     if some:
-        dkdv(engine, args, grads)
+        dkdv(engine, args, grads, dq)
     flight = yield AllToAll(grads, plan.fetch.takes, plan.fetch.sends)
     if some:
         engine.dq(*args, dq=dq, add=True)()  # while they return

@@ -57,7 +57,7 @@ def backward(
             came = yield Wait(following)  # dQ was computed while it flew
         grad = _arrived(plan.ring, turn, came, home)
         if hop.reads:
-            dkdv(engine, args, grad, add=turn > 0)
+            dkdv(engine, args, grad, dq, add=turn > 0)
         following = yield _follow(hop, grad, home)
         held = ((yield Wait(flight)) or [held])[0]
     assert following is not None

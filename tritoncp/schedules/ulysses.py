@@ -212,15 +212,21 @@ class Heads:
         )  # fmt: skip
 
     def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
-             dk: Tensor, dv: Tensor, add: bool = False, h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
+             dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False,
+             h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
         return _all(
             self.engine.dkdv(q[:, a], k[:, b], v[:, b], dout[:, a], lse[:, a], delta[:, a], tables,
-                             dk=dk[:, b], dv=dv[:, b], add=add, h_offset=self._first + a.start)
+                             dk=dk[:, b], dv=dv[:, b], dq=dq[:, a], add=add,
+                             h_offset=self._first + a.start)
             for a, b in self._pieces()
         )  # fmt: skip
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         return 1
+
+    @property
+    def fused(self) -> bool:
+        return bool(self.engine.fused)
 
     @property
     def _first(self) -> int:

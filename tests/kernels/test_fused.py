@@ -1,0 +1,83 @@
+"""The fused backward pass: dQ from the loop of dK/dV, in whatever order programs come to it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritoncp
+from tests.kernels.harness import (
+    F64,
+    QKV,
+    agree,
+    check,
+    cotangents,
+    engine_of,
+    oracle,
+    over_ranks,
+    qkv,
+    run,
+    same,
+)
+from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+
+MASKS = {
+    "full": lambda n: full_mask(n, n, block=32),
+    "window": lambda n: create_block_mask(sliding_window(9, 3), None, None, n, n, BLOCK_SIZE=32),
+    "intervals": lambda n: create_block_mask(
+        and_masks(causal(), document(lengths=[n // 3, n - n // 3])), None, None, n, n, BLOCK_SIZE=32
+    ),
+    "mask_mod": lambda n: create_block_mask(
+        lambda b, h, q, kv: (q * kv) % 3 == 1, None, None, n, n, BLOCK_SIZE=32
+    ),
+}
+
+
+def bias(table: Tensor):
+    return lambda s, b, h, q, kv: s * 0.7 + table[(q - kv) % 5]
+
+
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("name", MASKS)
+def test_gradients(name: str, tma: bool) -> None:
+    """Rows that see nothing, ragged ends, two pieces of channels, grouped heads."""
+    x = qkv(50, batch=2, heads=4, kv_heads=2, dim=40, v_dim=16)
+    check(x, MASKS[name](50), FUSED_BACKWARD=True, USE_TMA=tma)
+
+
+def test_gradients_of_captures() -> None:
+    x = qkv(40, heads=2, kv_heads=1, dtype=F64)
+    check(x, MASKS["intervals"](40), bias, [torch.randn(5, dtype=F64)], FUSED_BACKWARD=True)
+
+
+@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch", "ulysses"])
+def test_over_ranks(schedule: str) -> None:
+    x = qkv(100, heads=4, kv_heads=2)
+    mask, start = MASKS["intervals"](100), cotangents(x)
+    plan = tritoncp.make_plan(mask, world_size=2, schedule=schedule)
+    agree(over_ranks(x, plan, start=start, FUSED_BACKWARD=True), oracle(x, mask, start=start))
+
+
+def test_deterministic_has_the_last_word() -> None:
+    x = qkv(50)
+    assert engine_of(x, FUSED_BACKWARD=True).fused and not engine_of(x).fused
+    assert not engine_of(x, FUSED_BACKWARD=True, deterministic=True).fused
+    start = cotangents(x)
+    plain, asked = (
+        run(x, MASKS["full"](50), start=start, deterministic=True, FUSED_BACKWARD=fused)
+        for fused in (False, True)
+    )
+    same(asked, plain)
+
+
+def test_only_yes_or_no() -> None:
+    with pytest.raises(ValueError, match="FUSED_BACKWARD=2; True or False"):
+        engine_of(qkv(), FUSED_BACKWARD=2)
+
+
+def test_keys_behind_the_end_add_nothing() -> None:
+    """Their rows of a tile score 0, which next to scores around -300 has no finite exponential."""
+    x = qkv(50)
+    x, start = QKV(x.q.abs() + 1, torch.full_like(x.k, -40), x.v), cotangents(x)
+    for name in MASKS:
+        mask = MASKS[name](50)
+        agree(run(x, mask, start=start, FUSED_BACKWARD=True), oracle(x, mask, start=start), 1e-3)
