@@ -1,0 +1,73 @@
+"""Tiles copied by tensor descriptor, and the fused backward pass: what no interpreter can show of them."""
+
+import pytest
+import torch
+
+import tritoncp
+from tests.gpu.support import BF16, BLOCK, FP16, MASKS, SCORES, N, block_mask, check, qkv, run, same
+from tritoncp.kernels.tiles import copyable
+from tritoncp.masks import causal
+
+TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 64, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 64}
+TILES |= {"num_warps": 8, "num_stages": 2}
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_answers(dim, mask):
+    """One piece of channels and two; a last tile that reaches past the end of the tensor."""
+    check(qkv(dim=dim, heads=4, kv_heads=2, batch=2), MASKS[mask](), USE_TMA=True)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_same_bits_as_by_pointer(mask):
+    """The same tiles in the same order, however they come into shared memory."""
+    x, made = qkv(dim=128), MASKS[mask]()
+    copied = run(x, made, USE_TMA=True, **TILES)
+    same(copied, run(x, made, USE_TMA=False, **TILES))
+    for _ in range(3):
+        same(run(x, made, USE_TMA=True, **TILES), copied)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_views_of_one_projection(dtype):
+    """q, k and v as they come out of one matrix product: [B, S, 3, H, D], and padded rows in front."""
+    x = qkv(heads=2, kv_heads=2, dim=64, dtype=dtype)
+    joint = torch.stack([t.transpose(1, 2) for t in x[:3]], 2)
+    behind = torch.cat([torch.full_like(joint[:, :8], torch.nan), joint], 1)[:, 8:]
+    views = [behind[:, :, i].transpose(1, 2) for i in range(3)]
+    assert all(copyable(t) for t in views)
+    check(x, MASKS["causal"](), got=run(x._replace(q=views[0], k=views[1], v=views[2]), MASKS["causal"]()))
+
+
+def test_slots_of_a_gathered_buffer():
+    """Coordinates from a table: two ranks' blocks, dealt in zig-zag, in one buffer."""
+    x, n = qkv(n=4 * BLOCK, dim=128), 4 * BLOCK
+    plan = tritoncp.make_plan(block_mask(causal(), n), world_size=2, schedule="allgather")
+    world = tritoncp.simulate(2)
+    shards = [world.shard(t, plan, dim=2) for t in x[:3]]
+    outs = world.flex_attention(*shards, plan, enable_gqa=True, kernel_options={"USE_TMA": True})
+    whole = run(x, block_mask(causal(), n), USE_TMA=True)
+    torch.testing.assert_close(world.unshard(outs, plan, dim=2), whole.out, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128])
+@pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "dilated", "empty rows"])
+def test_fused_backward(mask, dim):
+    check(qkv(dim=dim, heads=4, kv_heads=2), MASKS[mask](), FUSED_BACKWARD=True)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_fused_backward_with_captures(tma):
+    score = SCORES["relative"]
+    check(qkv(), MASKS["documents"](), score, score.captured(2), FUSED_BACKWARD=True, USE_TMA=tma)
+
+
+def test_fused_backward_is_right_every_time():
+    """Sums in any order, and no row lost among programs that add to it at once."""
+    x, mask = qkv(n=2 * N, dim=64, heads=4, kv_heads=4), block_mask(causal(), 2 * N)
+    want = run(x, mask)
+    for _ in range(5):
+        got = run(x, mask, FUSED_BACKWARD=True)
+        torch.testing.assert_close(got.dq, want.dq, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(got.dk, want.dk, atol=2e-2, rtol=2e-2)
