@@ -103,6 +103,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "forward": _dims((128, 64, 8, 2), (128, 64, 8, 1), (64, 32, 8, 1)),
         "dq": _dims((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
         "dkdv": _dims((64, 128, 8, 1, False), (16, 64, 8, 1), (16, 64, 8, 1)),
+        "fused": _dims((32, 64, 8, 1, False), (16, 64, 8, 1), (16, 64, 8, 1)),
     },
 }
 # float32 multiplies on the FMA units, whose operands all lie in registers.
