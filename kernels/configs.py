@@ -57,8 +57,8 @@ def fit(tile: int, block: int) -> int:
     return even if even >= 16 else max(16, min(tile, 1 << (block - 1).bit_length()))
 
 
-def _dims(*tiles: tuple[Any, ...]) -> dict[int, Config]:
-    return dict(zip((64, 128, 256), (Config(*tile) for tile in tiles), strict=True))
+def _dims(*tiles: tuple[Any, ...], dims: tuple[int, ...] = (64, 128, 256)) -> dict[int, Config]:
+    return dict(zip(dims, (Config(*tile) for tile in tiles), strict=True))
 
 
 TMA = False, True  # HOIST, USE_TMA: there are no addresses to hoist
@@ -90,12 +90,20 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "dkdv": _dims((64, 128, 8, 3), (64, 128, 8, 2, False), (32, 64, 8, 2, False)),
     },
     "sm_100": {
-        "forward": _dims((128, 128, 8, 2, *TMA), (128, 64, 8, 3, *TMA), (64, 64, 8, 1)),
+        "forward": _dims(
+            (128, 128, 8, 2, *TMA),
+            (128, 64, 8, 3, *TMA),
+            (64, 64, 8, 1, False),
+            (64, 64, 8, 1),
+            dims=(64, 128, 192, 256),
+        ),
         "dq": _dims((128, 64, 8, 2, *TMA), (128, 64, 8, 2, *TMA), (64, 64, 8, 1)),
         "dkdv": _dims((64, 128, 8, 3), (64, 64, 8, 2), (32, 32, 8, 1, False)),
     },
     "sm_100, pointers": {
-        "forward": _dims((128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 1)),
+        "forward": _dims(
+            (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 1, False), (64, 64, 8, 1), dims=(64, 128, 192, 256)
+        ),
         "dq": _dims((128, 64, 8, 3, False), (128, 64, 8, 1), (64, 64, 8, 1)),
         "dkdv": _dims((64, 128, 8, 3), (64, 64, 8, 2), (32, 32, 8, 1, False)),
     },
@@ -212,8 +220,9 @@ def choose(
     """The default, the user's ``kernel_options`` over it, fitted to the mask's blocks and the tensors.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
-    prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass.  A tile larger
-    than the mask's block becomes the block; without ``tma`` there are no descriptors, whoever wants them.
+    prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
+    by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` there
+    are no descriptors, whoever wants them.
     """
     return _chosen(kind, arch, head_dim, dtype, q_block, kv_block, tma, tuple(options.items()))
 
