@@ -47,6 +47,7 @@ function fallback(id, caption, heads, rows) {
 const ms = (x) => (x === null || x === undefined ? "–" : x.toPrecision(4) + " ms");
 const times = (x) => (x === null || x === undefined ? "–" : x.toFixed(2) + "×");
 const percent = (ratio) => (ratio >= 1 ? "+" : "−") + Math.abs(100 * (ratio - 1)).toFixed(1) + " %";
+const counted = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
 const day = (seconds) => new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ");
 const geomean = (xs) => Math.exp(xs.reduce((sum, x) => sum + Math.log(x), 0) / xs.length);
 const bytes = (x) => {
@@ -311,7 +312,7 @@ const versionsOf = (line, i) => ["tritoncp", "torch", "triton", "driver"]
   .filter((name) => envOf(line, i)[name]).map((name) => `${name} ${envOf(line, i)[name]}`).join(", ");
 
 function showCase(line) {
-  $("status").textContent = `${line.case} on ${line.deviceName}: ${line.n} measurements, ${line.changes.length} changes of level`;
+  $("status").textContent = `${line.case} on ${line.deviceName}: ${counted(line.n, "measurement")}, ${counted(line.changes.length, "change")} of level`;
   $("case-title").textContent = line.case;
   $("case-tags").textContent = [line.deviceName, ...Object.values(line.tags ?? {})].filter(Boolean).join(" · ");
   const why = line.fails[line.n - 1];
