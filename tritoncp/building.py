@@ -9,6 +9,7 @@ import torch
 
 from tritoncp import masks
 from tritoncp.builder import Ask
+from tritoncp.handles import refuse_inside_a_graph
 from tritoncp.masks import Mask, MaskFn
 from tritoncp.pointwise import graph_of
 
@@ -40,6 +41,7 @@ def create_block_mask(
     >>> print(f"{mask.sparsity():.1f} % of {mask.runs.shape[2]} x {mask.runs.shape[3]} blocks are empty")
     99.6 % of 8192 x 8192 blocks are empty
     """
+    refuse_inside_a_graph("create_block_mask")
     place = torch.device(device) if device is not None else _home(mask_mod)
     ask = None if place.type == "cpu" else _asker(mask_mod, place)
     with _Bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as bar:
