@@ -10,22 +10,24 @@ from tritoncp.bounds import Bounds
 from tritoncp.masks import ABSENT, Kind, create_block_mask
 
 B, H, LENGTH = 2, 3, 40  # tables have an element for every index
-INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16)
 INTEGERS = (  # 0 * q makes a tensor of a number
     "({} + {})", "({} - {})", "({} * {})", "torch.maximum(1 * {} + 0 * q, {} + 0 * q)", "({} // 7)",
     "({} % 5)", "({} >> 1)", "({} & 6)", "({} ^ 3)", "({} + 0 * q).abs()", "({} + 0 * q).clamp(2, 20)",
     "(-{})", "torch.where({c}, {}, {})", "{t}[({} + 0 * q).clamp(0, 39)]", "({} // -3)", "({} << 2)",
-    "({} + 0 * q).int()", "(({} + 0 * q) * 0.37).long()",
+    "({} + 0 * q).int()", "(({} + 0 * q) * 0.37).long()", "({} + {n})",
+    "torch.stack([q, {} + 0 * q]).max(0)[0]",
+    "({} + 0 * q).to(torch.uint8)", "torch.sign({} + 0 * q)", "torch.isin({} + 0 * q, {t})",
     "torch.div({} + 0 * q, 3, rounding_mode='trunc')",
 )  # fmt: skip
 REALS = (
     "({} * 0.3)", "({} + {})", "({} / 3)", "({i} / 7)", "({} - {i})", "{}.sqrt()", "{}.floor()", "{}.float()",
-    "({} * {})", "({} / {})", "{}.exp()",
+    "({} * {})", "({} / {})", "{}.exp()", "({} - {}).abs()", "({} + {}).clamp(0, 1)", "({i} * {}).relu()",
 )  # fmt: skip
 BOOLEANS = (
     "({} & {})", "({} | {})", "(~{})", "({} ^ {})", "torch.where({}, {}, {})", "({} & (q >= kv))",
-    "torch.logical_and({}, {i} + 0 * q)",
+    "torch.logical_and({}, {i} + 0 * q)", "({} & (q > {n}))",
 )  # fmt: skip
 LAW = settings(max_examples=60, deadline=None)
 
@@ -52,9 +54,12 @@ def expressions(draw: st.DrawFn) -> Expression:
         dtype = draw(st.sampled_from(dtypes))
         g = torch.Generator().manual_seed(draw(st.integers(0, 99)))
         values = torch.randint(0, draw(st.sampled_from([3, 40])), shape, generator=g)
-        values = values.sort(-1).values if draw(st.booleans()) else values
+        values = values.sort(-1).values if shape and draw(st.booleans()) else values
         name = f"t{len(captures)}"
-        captures[name] = (values / 4 if dtype.is_floating_point else values).to(dtype)
+        if dtype.is_floating_point:
+            values = values / 4
+            values[..., 3::11] = draw(st.sampled_from([0.5, float("inf"), float("-inf"), float("nan")]))
+        captures[name] = (values if shape else values - 1).to(dtype)
         return name
 
     def gathered(dtypes: tuple[torch.dtype, ...]) -> str:
@@ -73,7 +78,8 @@ def expressions(draw: st.DrawFn) -> Expression:
         form = draw(st.sampled_from(INTEGERS))
         more = [integer(depth - 1) for _ in range(form.count("{}") - 1)]
         c = boolean(0) if "{c}" in form else ""
-        return form.format(one, *more, c=c, t=table(LENGTH) if "{t}" in form else "")
+        t, n = (table(*shape) if mark in form else "" for mark, shape in (("{t}", (LENGTH,)), ("{n}", ())))
+        return form.format(one, *more, c=c, t=t, n=n)
 
     def real(depth: int) -> str:
         if not depth:
@@ -89,7 +95,8 @@ def expressions(draw: st.DrawFn) -> Expression:
             return f"({number(depth_of)} + 0 * q {compare} {number(depth_of)})"
         form = draw(st.sampled_from(BOOLEANS))
         parts = [boolean(depth - 1) for _ in range(form.count("{}"))]
-        return form.format(*parts, i=integer(0) if "{i}" in form else "")
+        n = table() if "{n}" in form else ""
+        return form.format(*parts, i=integer(0) if "{i}" in form else "", n=n)
 
     return Expression(boolean(draw(st.integers(0, 2))), captures)
 

@@ -42,6 +42,7 @@ ROOMS = {
             "cost",
             "plan",
             "handles",
+            "host",
             "draw",
             "plot",
         },

@@ -20,6 +20,7 @@ from torch import Tensor
 from tritoncp import captured, comm, engines
 from tritoncp.engines import Spec
 from tritoncp.handles import handle_of, held_by
+from tritoncp.host import host
 from tritoncp.mods import Mod
 from tritoncp.plan import Plan
 from tritoncp.schedules import SCHEDULES
@@ -45,7 +46,7 @@ def undisturbed() -> Iterator[None]:
     An op runs below autograd, and where a dispatch mode is on (the first call of a compiled graph, selective
     checkpointing) below functorch as well; translating a mod and the eager engine need both.
     """
-    with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad():
+    with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad(), host():
         yield
 
 

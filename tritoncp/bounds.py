@@ -20,6 +20,10 @@ from torch import Tensor, fx
 from tritoncp.pointwise import SHAPE_ONLY, Mod, graph_of, is_read
 
 _MOST = 1 << 51  # below it, float64 also divides integers exactly: floor(a / b) is what integers give
+_TYPES = (  # of others nothing is known
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+)  # fmt: skip
 _HALF = (torch.float16, torch.bfloat16)  # torch rounds these otherwise with Python numbers than alone
 
 
@@ -88,7 +92,11 @@ class Bounds:
         output = nodes[-1].args[0]
         drawn = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in nodes)
         one = isinstance(output, fx.Node) and _dtype(output) is torch.bool and not output.meta["val"].ndim
-        return cls(graph, output) if one and not drawn else None
+        plain = all(isinstance(getattr(graph, str(n.target)), Tensor) for n in nodes if n.op == "get_attr")
+        if not one or drawn or not plain:  # plain: no branches of torch.cond
+            return None
+        bounds = cls(graph, output)
+        return None if any(_edits(node) for node, _ in bounds._open) else bounds  # other names of it go stale
 
     def __call__(
         self, b: Tensor, h: Tensor, q0: Tensor, q1: Tensor, k0: Tensor, k1: Tensor
@@ -113,17 +121,28 @@ class Bounds:
         else:
             given = {n: v for n in operands if isinstance(v := self._known.get(n), Tensor)}
         if len(given) < len(operands):
-            self._open.append((node, _step(node)))
+            still = any(_dtype(n) is not _dtype(o) for n in given for o in operands)
+            wraps = still and _name(node) in (
+                *_OF_OPERANDS,
+                "where",
+                "clamp",
+            )  # vmap promotes otherwise there
+            self._open.append((node, None if wraps else _step(node)))
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
         here = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
         self._known[node] = node.target(*args, **{**kwargs, **here})  # type: ignore[operator]
 
     def _value(self, node: fx.Node, step: _Step | None, values: dict[fx.Node, Value]) -> Value:
-        dtype = _dtype(node)
+        val = node.meta["val"]
+        if (
+            not isinstance(val, Tensor) or val.dtype not in _TYPES
+        ):  # several results: what `getitem` picks from
+            return None
+        dtype = val.dtype
         if _name(node) in _GATHERS:
             return self._gather(node, values)
-        if node.meta["val"].ndim:
+        if val.ndim:
             return None
         spans = [self._span(arg, values, each) for arg, each in step.operands] if step else [None]
         if any(span is None for span in spans):
@@ -150,7 +169,7 @@ class Bounds:
         if isinstance(source, Tensor):
             source = Part(source, (), ())
         if not isinstance(source, Part) or not source.table.numel() or None in spans:
-            return None if node.meta["val"].ndim else _unknown(_dtype(node))
+            return None if node.meta["val"].ndim else _unknown(node.meta["val"].dtype)
         moves = (isinstance(i, fx.Node) and self._moves[i] for i in indices)  # type: ignore[union-attr]
         part = Part(source.table, (*source.at, *spans), (*source.moves, *moves))  # type: ignore[arg-type]
         if len(part.at) < part.table.ndim:
@@ -305,16 +324,24 @@ def _cast(x: Span, dtype: torch.dtype) -> Span:
 # Of (result type, operands in the type the operation computes in) -> span; None: nothing is known.
 
 
+def _sure(x: Span) -> Span:
+    """Unknown where a float may be infinite: inf - inf and 0 * inf are NaN, which no two bounds enclose."""
+    if not x.dtype.is_floating_point:
+        return x
+    endless = x.lo.isinf() | x.hi.isinf()
+    return x._replace(lo=x.lo.masked_fill(endless, torch.nan), hi=x.hi.masked_fill(endless, torch.nan))
+
+
 def _add(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return Span(a.lo + b.lo, a.hi + b.hi, dtype, a.most + b.most)
+    return _sure(Span(a.lo + b.lo, a.hi + b.hi, dtype, a.most + b.most))
 
 
 def _sub(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return Span(a.lo - b.hi, a.hi - b.lo, dtype, a.most + b.most)
+    return _sure(Span(a.lo - b.hi, a.hi - b.lo, dtype, a.most + b.most))
 
 
 def _mul(dtype: torch.dtype, a: Span, b: Span) -> Span:
-    return _hull(dtype, a.most * b.most, a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi)
+    return _sure(_hull(dtype, a.most * b.most, a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi))
 
 
 def _square(dtype: torch.dtype, a: Span) -> Span:
@@ -332,6 +359,8 @@ def _abs(dtype: torch.dtype, a: Span) -> Span:
 
 
 def _sign(dtype: torch.dtype, a: Span) -> Span:
+    if dtype is torch.bool:
+        return a
     return Span(a.lo.sign() + 0 * a.lo, a.hi.sign() + 0 * a.hi, dtype, 1)  # the sign of NaN is 0
 
 
@@ -400,7 +429,7 @@ def _bits(op: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Span]:
         one = (a.lo == a.hi) & (b.lo == b.hi)
         exact = op(torch.where(one, a.lo, 0).long(), torch.where(one, b.lo, 0).long()).double()
         positive = (a.lo >= 0) & (b.lo >= 0)
-        most = (1 << max(a.most.bit_length(), b.most.bit_length())) - 1
+        most = 1 << max(a.most.bit_length(), b.most.bit_length())  # reached by negative ones: -5 ^ 3 = -8
         lo = torch.where(one, exact, torch.where(positive, 0.0, torch.nan))
         longest = torch.minimum(a.hi, b.hi) if op is torch.bitwise_and else torch.full_like(lo, most)
         return Span(lo, torch.where(one, exact, torch.where(positive, longest, torch.nan)), dtype, most)
@@ -491,7 +520,10 @@ class _Step(NamedTuple):
 
 def _step(node: fx.Node) -> _Step | None:
     """How to bound one operation; None where there is no rule."""
-    name, args, result = _name(node), list(node.args), _dtype(node)
+    name, args = _name(node), list(node.args)
+    if not isinstance(node.meta["val"], Tensor) or (name == "rsub" and len(args) > 2):  # its alpha
+        return None
+    result: torch.dtype = node.meta["val"].dtype
     options = {} if name == "_to_copy" else {k: v for k, v in node.kwargs.items() if v is not None}
     if name == "div" and "rounding_mode" in options:
         name = f"div_{options.pop('rounding_mode')}"
@@ -504,17 +536,23 @@ def _step(node: fx.Node) -> _Step | None:
         return None
     common = torch.bool if name in _OF_BOOLS else _together(args) if name in _OF_OPERANDS else result
     types = [torch.bool, result, result] if name == "where" else [common] * len(args)
+    if any(t not in _TYPES for t in types):
+        return None
     if any(t in _HALF for t in types) and name not in _SAME:
         return None
     return _Step(rule, list(zip(args, types, strict=True)))
+
+
+def _edits(node: fx.Node) -> bool:
+    return bool(getattr(getattr(node.target, "_schema", None), "is_mutable", False))
 
 
 def _name(node: fx.Node) -> str:
     return getattr(node.target, "_opname", "")
 
 
-def _dtype(node: fx.Node) -> torch.dtype:
-    return node.meta["val"].dtype
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    return getattr(node.meta["val"], "dtype", None)
 
 
 def _together(args: Sequence[Any]) -> torch.dtype:

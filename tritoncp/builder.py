@@ -29,6 +29,7 @@ _BLOCKS = 1 << 11  # looked into at a time
 _FIRST = 1 << 6  # of these first, where one row can end the search
 _LOOSE = 1 << 21  # runs kept before touching ones are joined
 _SMALL = 16  # a tile of at most so many rows and columns is asked about pair by pair
+_HOPELESS = 0.9  # of the tiles undecided after a cut: bounds know nothing here
 _PROBES = 4  # of a block's rows and columns, to find out cheaply that it is masked
 
 
@@ -68,6 +69,8 @@ def ask_torch(mask_mod: MaskFn, device: str | torch.device) -> Ask:
     def ask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         with torch.no_grad():
             seen = vmap(*(t.to(device) for t in (b, h, q, kv))).cpu()
+        if seen.ndim != 3:
+            raise TypeError(f"a mask_mod must return one bool, got a tensor of {seen.ndim - 3} dimensions")
         if seen.dtype != torch.bool:
             raise TypeError(f"a mask_mod must return bool, got {seen.dtype}: compare, or call .bool()")
         return seen
@@ -101,11 +104,14 @@ class Question:
             return unsure, ~unsure
         return self.bounds(*tiles[:, :6].unbind(1))
 
-    def small(self, tiles: Tensor) -> Tensor:
-        """Which tiles it is no use to cut further."""
-        if self.bounds is None:
+    def small(self, tiles: Tensor, left: Tensor, grid: Grid) -> Tensor:
+        """Which tiles within blocks it is no use to cut further: the smallest, and all of them where the
+        first cut has decided next to nothing. left: which are undecided."""
+        height, width = tiles[:, 3] - tiles[:, 2], tiles[:, 5] - tiles[:, 4]
+        cut = len(tiles) > 0 and int(height.max()) < grid.q_block and int(width.max()) < grid.kv_block
+        if self.bounds is None or (cut and int(left.sum()) > _HOPELESS * len(tiles)):
             return torch.ones(len(tiles), dtype=torch.bool)
-        return ((tiles[:, 3] - tiles[:, 2]).maximum(tiles[:, 5] - tiles[:, 4])) <= _SMALL
+        return height.maximum(width) <= _SMALL
 
     def seen(self, tiles: Tensor) -> Tensor:
         """bool [n, i, j] of tiles in tokens; one shorter than the longest repeats its last row or column."""
@@ -146,6 +152,10 @@ def find_runs(
         return left
 
     if total:
+        nil = torch.zeros(1, dtype=torch.int64)
+        question.ask(
+            nil, nil, nil[:, None], nil[:, None]
+        )  # a mod that reads its index out of the graph raises
         batch, head = torch.arange(b).repeat_interleave(h), torch.arange(h).repeat(b)
         edges = torch.tensor([0, grid.rows, 0, grid.cols]).expand(b * h, 4)
         _descend(torch.cat([batch[:, None], head[:, None], edges], 1), visit)
@@ -250,7 +260,7 @@ def _kinds(question: Question, blocks: Tensor, grid: Grid) -> Tensor:
         yes[index[every]] = True
         no[index[~some]] = True
         left = some & ~every & ~(yes & no)[index]
-        ask = left & question.small(tiles)
+        ask = left & question.small(tiles, left, grid)
         if bool(ask.any()):
             for part in tiles[ask].split(max(1, PAIRS // _area(tiles[ask]))):
                 learn(part[:, 6], question.seen(part))
@@ -301,7 +311,7 @@ class _Extents:
             size = tall[:, 3] - tall[:, 2]
             start, end = (t.repeat_interleave(size) for t in (tall[:, 4], tall[:, 5]))
             learn(ramps(tall[:, 6] + tall[:, 2], size), start, end, end - start)
-            ask = left & question.small(tiles)
+            ask = left & question.small(tiles, left, self.grid)
             if bool(ask.any()):
                 for part in tiles[ask].split(max(1, PAIRS // _area(tiles[ask]))):
                     learn(*_rows_seen(part, question.seen(part)))

@@ -60,6 +60,12 @@ class MaskMod(ABC):
     def __or__(self, other: MaskFn) -> MaskMod:
         return or_masks(self, other)
 
+    def __rand__(self, other: MaskFn) -> MaskMod:
+        return and_masks(other, self)
+
+    def __ror__(self, other: MaskFn) -> MaskMod:
+        return or_masks(other, self)
+
     def __invert__(self) -> MaskMod:
         return not_(self)
 

@@ -29,6 +29,7 @@ from tritoncp.closed_forms import (
     sliding_window,
 )
 from tritoncp.handles import handle_of, refuse_inside_a_graph
+from tritoncp.host import on_host
 from tritoncp.pointwise import reads_batch_or_head
 from tritoncp.runs import ABSENT, Kind, Runs
 
@@ -99,12 +100,14 @@ class Mask:
         stale = (self.reads[0] and B > self.B) or (self.reads[1] and H > self.H)
         return None if stale else self.interval
 
+    @on_host
     def sparsity(self) -> float:
         """Percentage of the mask that is in no listed block, as torch's BlockMask.sparsity."""
         listed = sum(int(n.sum()) for n in self.runs.counts())
         total = self.B * self.H * self.q_len * self.kv_len
         return 100 * (1 - listed * self.q_block * self.kv_block / total) if total else 0.0
 
+    @on_host
     def costs(self, full: float = 1, partial: float = 1) -> Tensor:
         """Work of each q block, summed over heads: [B, q blocks]; int64 if both weights are ints.
 
@@ -113,6 +116,7 @@ class Mask:
         masked, whole = self.runs.counts()
         return (masked * partial + whole * full).sum(1)
 
+    @on_host
     def to_dense(self, B: int | None = None, H: int | None = None, device: Device = "cpu") -> Tensor:
         """bool [B, H, q_len, kv_len]: who sees whom, by block lists first. For tests and small masks.
 
@@ -129,6 +133,7 @@ class Mask:
         whole = dense.reshape(b, h, rows * self.q_block, cols * self.kv_block)
         return whole[:, :, : self.q_len, : self.kv_len].contiguous()
 
+    @on_host
     def rows(self, start: int, stop: int) -> Mask:
         """What queries start..stop-1 see, as a mask whose query 0 is `start`, the first of a block.
 
@@ -151,6 +156,7 @@ class Mask:
         size = stop - start, self.kv_len, self.q_block, self.kv_block
         return Mask(*size, self.runs.take(blocks[None]), mod, None, here, self.reads, tokens)  # type: ignore[arg-type]
 
+    @on_host
     def transpose(self) -> Mask:
         """Queries and keys exchanged: for each block of keys, the blocks of queries that see it.
 
@@ -166,10 +172,12 @@ class Mask:
         size = self.kv_len, self.q_len, self.kv_block, self.q_block
         return Mask(*size, self.runs.transpose(), mod, window, None, self.reads, tokens)
 
+    @on_host
     def __and__(self, other: Mask) -> Mask:
         """Visible in both: the mask that their mask_mods make together, lists first."""
         return _combined(and_masks, self, other)
 
+    @on_host
     def __or__(self, other: Mask) -> Mask:
         """Visible in either."""
         return _combined(or_masks, self, other)
@@ -177,8 +185,10 @@ class Mask:
     @property
     def nbytes(self) -> int:
         """Bytes of its runs and row intervals."""
-        return sum(t.nbytes for t in (self.runs.ptr, self.runs.runs, *(self.interval or ())))
+        held = (t.untyped_storage() for t in (self.runs.ptr, self.runs.runs, *(self.interval or ())))
+        return sum({s.data_ptr(): s.nbytes() for s in held}.values())  # expanded ones lie there once
 
+    @on_host
     def to_block_mask(self) -> BlockMask:
         """The same mask as torch's BlockMask. Its index lists take 16 bytes per pair of blocks."""
         kinds = self.runs.to_kinds()
@@ -189,6 +199,7 @@ class Mask:
             seq_lengths=(self.q_len, self.kv_len),
         )  # fmt: skip
 
+    @on_host
     def draw(self, width: int = 64) -> str:
         """A picture of the first batch row and head: █ all listed as full, ▒ some listed, · none."""
         _, _, rows, cols = self.runs.shape
@@ -284,6 +295,7 @@ def _rebuilt(mod: MaskFn, grid: Grid, B: int, H: int) -> Mask:
     return create_block_mask(mod, B, H, *grid[:2], BLOCK_SIZE=grid[2:])
 
 
+@on_host
 def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tuple[int, int] = 128) -> Mask:
     """Everyone sees everyone: what `block_mask=None` means.
 
@@ -297,6 +309,7 @@ def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tupl
     return Mask(q_len, kv_len, q_block, kv_block, runs, None, None, None)
 
 
+@on_host
 def from_block_mask(bm: BlockMask, evaluate: MaskFn | None = None, search: bool = True) -> Mask:
     """The compact form of torch's BlockMask: same blocks, same mask_mod, and row intervals if it has any.
 
@@ -319,6 +332,7 @@ def from_block_mask(bm: BlockMask, evaluate: MaskFn | None = None, search: bool 
     return with_intervals(mask, evaluate or mod) if search else replace(mask, reads=(True, True))
 
 
+@on_host
 def create_block_mask(
     mask_mod: MaskFn,
     B: int | None,
@@ -343,7 +357,9 @@ def create_block_mask(
     [[[1, 1, 3]]]
     """
     refuse_inside_a_graph("create_block_mask")
-    B, H, device = B or 1, H or 1, device or "cpu"
+    B, H, device = 1 if B is None else B, 1 if H is None else H, device or "cpu"
+    if min(B, H) < 1 or min(Q_LEN, KV_LEN) < 0:
+        raise ValueError(f"create_block_mask of B={B}, H={H}, {Q_LEN} x {KV_LEN}: B and H are at least 1")
     q_block, kv_block = _block_size(BLOCK_SIZE)
     known = mask_mod.intervals(Q_LEN, KV_LEN) if isinstance(mask_mod, MaskMod) else None
     if isinstance(mask_mod, MaskMod) and known is not None:
@@ -358,6 +374,7 @@ def create_block_mask(
     return Mask(*grid, runs, mask_mod, None, None, question.reads)
 
 
+@on_host
 def with_intervals(mask: Mask, evaluate: MaskFn) -> Mask:
     """The mask with `interval`, `window` and `reads` found out, its block lists kept.
 

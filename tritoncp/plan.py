@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tritoncp import cost, steps
 from tritoncp.balance import Balancer, block_costs, deal, find, views
+from tritoncp.host import on_host
 from tritoncp.masks import Mask, Runs
 from tritoncp.runs import content
 from tritoncp.sharding import Placement, by_blocks, natural, without_padding
@@ -99,11 +100,13 @@ class Plan:
         return self._once(("digest", self.schedule), digest)
 
     @cached_property
+    @on_host
     def owners(self) -> Tensor:
         """Rank that holds (the first token of) each query block, -1 for padding: int64 [Bp, blocks]."""
         return self.q.owners()
 
     @cached_property
+    @on_host
     def work(self) -> list[float]:
         """Visible blocks of each rank's queries, summed over the mask's batch rows and heads; a masked block
         counts ``balance.MASKED``. A slot that holds part of a block counts for that part."""
@@ -170,6 +173,7 @@ class Plan:
             hops = list(steps.hops_sent(self.around, self.rank))
         return hops[0] * self.kv.s_max * batch, hops[1] * self.kv.s_max * batch
 
+    @on_host
     def explain(self, hardware: cost.Hardware | None = None, **shape: int) -> str:
         """What each schedule would cost this placement, as a table.
 
@@ -185,6 +189,7 @@ class Plan:
 
         return "\n".join(table(Facts.of(self, hardware, **shape)))
 
+    @on_host
     def plot(
         self, path: str | Path | None = None, hardware: cost.Hardware | None = None, **shape: int
     ) -> "Image.Image":
@@ -313,12 +318,14 @@ class Plan:
         state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
         return state | {"_shared": {}, "sources": (), "versions": (), "handle": None}
 
+    @on_host
     def __str__(self) -> str:
         from tritoncp.draw import picture
 
         return picture(self)
 
 
+@on_host
 def build(
     mask: Mask,
     world_size: int = 1,

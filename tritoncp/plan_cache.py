@@ -23,6 +23,7 @@ from tritoncp import agreement, captured, comm, plan
 from tritoncp.agreement import fact
 from tritoncp.autograd import pin
 from tritoncp.balance import Balancer, find
+from tritoncp.host import on_host
 from tritoncp.inputs import check_lengths, check_plannable
 from tritoncp.masks import Mask
 from tritoncp.mods.captures import describe
@@ -66,6 +67,7 @@ _COUNTS = {"hits": 0, "misses": 0}
 _TOLD: set[Any] = set()  # (name of a mask_mod, ranks) whose uneven work has been spoken of
 
 
+@on_host
 def plan_for(
     mask: RawMask, q: Tensor, k: Tensor, group: Any, check: Callable[[], None] = lambda: None
 ) -> Plan:
@@ -208,6 +210,7 @@ def _warn_uneven(sources: Sources, made: Plan) -> None:
     )
 
 
+@on_host
 def make(
     masks: Mapping[str, BlockMask | Mask],
     group: Any,

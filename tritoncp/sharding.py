@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.host import on_host
 from tritoncp.runs import ramps
 
 
@@ -54,6 +55,7 @@ class Placement:
         """Bytes of the slots, and of the positions and the inverse that are made of them when asked for."""
         return sum(slots.nbytes for slots in self.slots) + 2 * 8 * self.length * self.slots[0].shape[0]
 
+    @on_host
     def positions(self, rank: int) -> Tensor:
         """Global position of each row of a rank's buffer, -1 at padding: int64 [Bp, lengths[rank]]."""
         if rank not in self._positions:
@@ -65,6 +67,7 @@ class Placement:
         return {}
 
     @cached_property
+    @on_host
     def inverse(self) -> Tensor:
         """Row of each global position in the gathered buffer [W * s_max]: int64 [Bp, length]."""
         out = torch.full((self.slots[0].shape[0], self.length), -1, dtype=torch.int64)
