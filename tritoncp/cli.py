@@ -1,4 +1,4 @@
-"""The command line: `tritoncp demo`, `doctor`, `plan`, `perf`. Torch is imported where it is needed."""
+"""The command line. Torch is imported by the command that needs it."""
 
 import json
 import sys
@@ -145,6 +145,61 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     except (RuntimeError, ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(json.dumps(facts.as_json())) if as_json else say(facts)
+
+
+@main.command()
+@click.option(
+    "--arch", "archs", multiple=True, metavar="NAME", help="sm_90, gfx942, ... [default: all shipped]"
+)
+@click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="forward, delta, dq, dkdv.")
+@click.option("--head-dim", "dims", multiple=True, type=int, help="64, 96, 128, ...")
+@click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="bfloat16, float16, float32.")
+@click.option("--mask", "masks", multiple=True, metavar="NAME", help="full, causal, state, ...")
+@click.option("--jobs", type=click.IntRange(1), help="Kernels compiled at a time. [default: one a core]")
+@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for one kernel.")
+@click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, nothing else.")
+@click.option("--check", is_flag=True, help="Fail where something got worse since the table was written.")
+@click.option("--update", is_flag=True, help="Write the table that --check compares with.")
+def inspect(
+    archs: tuple[str, ...],
+    kernels: tuple[str, ...],
+    dims: tuple[int, ...],
+    dtypes: tuple[str, ...],
+    masks: tuple[str, ...],
+    jobs: int | None,
+    timeout: float,
+    as_json: bool,
+    check: bool,
+    update: bool,
+) -> None:
+    """Compile every shipped kernel for GPUs that need not be here, and say what came of it.
+
+    Registers, spills, shared memory, matrix instructions, the inner loop's instructions, and how busy that
+    can keep the tensor cores at most. Each option that picks may be given several times. Exits with 1 if
+    a kernel does not compile, or --check finds one worse than the table that is shipped.
+    """
+    from tritoncp.inspect import ARCHS, run, shipped
+    from tritoncp.kernels.configs import family
+
+    for arch in archs:
+        try:
+            family(arch)
+        except ValueError as error:
+            raise click.BadParameter(f"{arch!r} is none like sm_90 or gfx942", param_hint="--arch") from error
+    wanted = [
+        job
+        for job in shipped(archs or ARCHS)
+        if (job.kernel in kernels or not kernels)
+        and (job.head_dim in dims or not dims)
+        and (job.dtype in dtypes or not dtypes)
+        and (job.variant in masks or not masks)
+    ]
+    if not wanted:
+        raise click.ClickException("no shipped kernel is all of that; tritoncp inspect lists them")
+    wrong = run(wanted, jobs, timeout, as_json=as_json, check=check, update=update)
+    for line in wrong:
+        click.echo(line, err=True)
+    sys.exit(1 if wrong else 0)
 
 
 main.add_command(perf)

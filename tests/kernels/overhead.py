@@ -20,7 +20,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 import tritoncp
-from tests.kernels.offline import Stand, target_of
+from tritoncp.offline import Stand, target_of
 from tritoncp import engines
 from tritoncp.kernels import engine
 

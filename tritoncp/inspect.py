@@ -1,0 +1,241 @@
+"""`tritoncp inspect`: what every shipped kernel compiles to on GPUs that are not here, and whether that got
+worse: the facts are kept in ``kernels/configs/resources.json``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import tritoncp
+from tritoncp.kernels.configs import family
+from tritoncp.machine_code import KINDS, MACHINES
+from tritoncp.offline import KERNELS, Job, compile_all
+
+Row = dict[str, Any]
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+TABLE = Path(tritoncp.__file__).parent / "kernels/configs/resources.json"
+MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
+FELL = 0.03  # of a bound, before it counts as lost
+KEPT = (  # of a row, in the table
+    *(
+        "config",
+        "registers",
+        "spill_bytes",
+        "shared_bytes",
+        "mma",
+        "tma",
+        "async_copies",
+        "loop",
+        "masked_loop",
+    ),
+    *("loop_spills", "programs", "flops", "bound", "overlap", "limit"),
+)
+
+
+def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
+    """Every kernel that is shipped for these architectures: bfloat16 with every kind of mask; head dims of
+    two pieces, float16 and float32 with the kind that has most in registers.
+
+    >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
+    (75, 300)
+    """
+    jobs = []
+    for arch in archs:
+        passes = [name for name in KERNELS if name != "delta"]
+        for dim in (64, 128, 256):
+            jobs.append(Job("delta", arch, dim))
+            jobs += [Job(name, arch, dim, variant=mask) for mask in MASKS for name in passes]
+        jobs += [Job(name, arch, dim) for dim in (96, 192) for name in passes]
+        jobs += [Job(name, arch, 128, "float16") for name in passes]
+        jobs += [Job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
+    return jobs
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """What a row is about."""
+    return tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
+
+
+def inspected(jobs: Sequence[Job], processes: int | None, timeout: float) -> Iterator[Row]:
+    """A row for each job, as each is done; ``failed`` says why one could not be compiled."""
+    for job, row in compile_all(jobs, processes, timeout):
+        about = {"kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
+        yield about | {"dtype": job.dtype, "variant": job.variant} | row
+
+
+def known(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
+    """The committed table."""
+    return {key(row): row for row in json.loads(path.read_text())["rows"]}
+
+
+def write(rows: Iterable[Row], path: Path = TABLE) -> None:
+    """Put these rows into the table, in place of what it said about the same kernels: a line each."""
+    import triton
+
+    old = known(path) if path.exists() else {}
+    fresh = {key(row): {name: row.get(name) for name in KEPT} for row in rows}
+    names = ("kernel", "arch", "head_dim", "dtype", "variant")
+    merged = {about: dict(zip(names, about)) | row for about, row in fresh.items()}
+    order = {key(vars(job)): i for i, job in enumerate(shipped())}
+    kept = sorted(({**old, **merged}).values(), key=lambda row: order.get(key(row), len(order)))
+    lines = ",\n".join(json.dumps(row) for row in kept)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n')
+
+
+def complaints(row: Row, before: Row | None) -> list[str]:
+    """What got worse since the table was written, and what no GPU would take.
+
+    >>> was = {"spill_bytes": 0, "loop_spills": 0, "mma": {"HGMMA.64x128x16": 16}, "tma": 4, "flops": 1.0}
+    >>> was |= {"arch": "sm_90", "shared_bytes": 0, "bound": 0.66}
+    >>> complaints(was | {"mma": {"HMMA.16816": 9}, "tma": 0, "bound": 0.64}, was)
+    ['matrix products by HMMA, before by HGMMA', 'no TMA any more', 'bound 0.640, before 0.660']
+    """
+    if "failed" in row:
+        return [row["failed"]]
+    limit = MACHINES[family(row["arch"])].block
+    found = []
+    if row["shared_bytes"] > limit:
+        found.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
+    if before is None:
+        return [*found, "not in the table: tritoncp inspect --update writes it"]
+    for name, what in (("spill_bytes", "spilled bytes"), ("loop_spills", "spills in the loop")):
+        if (row.get(name) or 0) > (before[name] or 0):
+            found.append(f"{row[name]} {what}, before {before[name] or 0}")
+    units, units_before = families(row["mma"]), families(before["mma"])
+    if units != units_before:
+        found.append(f"matrix products by {units or 'nothing'}, before by {units_before or 'nothing'}")
+    if before["tma"] and not row["tma"]:
+        found.append("no TMA any more")
+    if before["bound"] is None or row["bound"] is None:
+        return found
+    if row["flops"] > before["flops"]:
+        found.append(f"issues {row['flops']} times the FLOPs of its tile, before {before['flops']}")
+    if row["bound"] < (1 - FELL) * before["bound"]:
+        found.append(f"bound {row['bound']:.3f}, before {before['bound']:.3f}")
+    return found
+
+
+def families(mma: dict[str, int]) -> str:
+    """Units that multiply matrices, without shapes.
+
+    >>> families({"HGMMA.64x64x16": 2, "HGMMA.64x128x16": 1}), families({"v_mfma_f32_32x32x8_bf16": 48})
+    ('HGMMA', 'v_mfma')
+    """
+    return ", ".join(sorted({name.split(".")[0].split("_f32")[0] for name in mma}))
+
+
+def run(
+    jobs: Sequence[Job],
+    processes: int | None = None,
+    timeout: float = 300.0,
+    *,
+    as_json: bool = False,
+    check: bool = False,
+    update: bool = False,
+) -> list[str]:
+    """Compile, show, and with ``check`` compare with the table or with ``update`` write it.  Gives the lines
+    of what is wrong."""
+    from rich.console import Console
+
+    rows = gather(jobs, processes, timeout, Console(stderr=True))
+    order = {key(vars(job)): i for i, job in enumerate(jobs)}
+    rows.sort(key=lambda row: order[key(row)])
+    wrong = [f"{' '.join(map(str, key(row)))}: {row['failed']}" for row in rows if "failed" in row]
+    if check:
+        before = known()
+        wrong = [
+            f"{' '.join(map(str, key(row)))}: {why}"
+            for row in rows
+            for why in complaints(row, before.get(key(row)))
+        ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        show(rows, Console(width=None if sys.stdout.isatty() else WIDE))
+    if update:
+        write(row for row in rows if "failed" not in row)
+    return wrong
+
+
+def gather(jobs: Sequence[Job], processes: int | None, timeout: float, console: Any) -> list[Row]:
+    """The rows, with a progress bar on a terminal and a line for each elsewhere."""
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}")
+    rows = []
+    with Progress(
+        *Progress.get_default_columns()[:2], *columns, console=console, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("compiling", total=len(jobs), last="")
+        for row in inspected(jobs, processes, timeout):
+            rows.append(row)
+            last = " ".join(map(str, key(row))) + (": " + row["failed"] if "failed" in row else "")
+            bar.update(task, advance=1, last=last)
+            if not console.is_terminal:
+                console.print(f"{len(rows)}/{len(jobs)} {last}", markup=False, highlight=False)
+    return rows
+
+
+MIX = ("tensor", "mufu", "fma", "compare", "convert", "integer", "memory", "barrier", "other")
+assert {*MIX, "spill"} == {*KINDS, "other"}
+WIDE = 170  # columns of a screen that has room for the mix
+
+# Heading, and what stands under it.
+COLUMNS: dict[str, Callable[[Row], Any]] = {
+    "kernel": lambda row: row["kernel"],
+    "D": lambda row: row["head_dim"],
+    "dtype": lambda row: row["dtype"],
+    "mask": lambda row: row["variant"],
+    "tiles": lambda row: tiles(row["config"]),
+    "regs": lambda row: row["registers"],
+    "spill": lambda row: row["spill_bytes"],
+    "shared": lambda row: row["shared_bytes"],
+    "matrix": lambda row: f"{families(row['mma'])} {sum(row['mma'].values())}" if row["mma"] else "–",
+    "TMA/async": lambda row: f"{row['tma']}/{row['async_copies']}",
+    "loop/masked": lambda row: f"{row['loop']}/{row['masked_loop'] or '–'}",
+    " ".join(name[:3] for name in MIX): lambda row: " ".join(f"{row['mix'].get(x, 0):3}" for x in MIX),
+    "FLOPs": lambda row: row["flops"],
+    "bound": lambda row: f"{row['bound']:.0%}",
+    "overlap": lambda row: f"{row['overlap']:.0%}",
+    "limited by": lambda row: row["limit"],
+}
+
+
+def tiles(config: dict[str, Any]) -> str:
+    """
+    >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "HOIST": True})
+    '128×64 8/3'
+    """
+    return f"{config['BLOCK_M']}×{config['BLOCK_N']} {config['num_warps']}/{config['num_stages']}"
+
+
+def show(rows: Sequence[Row], console: Any) -> None:
+    """A table for each architecture; what does not apply to a row is a dash."""
+    from rich.table import Table
+
+    roomy = console.width >= WIDE
+    columns = {name: of for name, of in COLUMNS.items() if roomy or not name.startswith("ten")}
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        table = Table(*columns, title=arch, box=None, padding=(0, 1), title_justify="left")
+        for row in rows:
+            if row["arch"] == arch:
+                table.add_row(*(_cell(of, row) for of in columns.values()))
+        console.print(table)
+    console.print(
+        "\ntiles: M×N warps/stages; loop: instructions for a tile of a full block / of a masked one; FLOPs: "
+        "issued over needed; bound: of the tensor cores, one tile at a time in each program; overlap: if "
+        "softmax hid behind products (the model is in tritoncp/machine_code.py)",
+        style="dim",
+    )
+
+
+def _cell(of: Callable[[Row], Any], row: Row) -> str:
+    try:
+        return str(of(row))
+    except KeyError:  # no matrix products, or not compiled
+        return "–"

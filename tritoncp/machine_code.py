@@ -1,0 +1,343 @@
+"""What a compiled kernel does in its inner loops, read from machine code, and how busy that can keep tensor
+cores.
+
+Three dialects, one reading: SASS (NVIDIA's machine code), PTX (where SASS does not say how large a tcgen05
+product is) and AMD's assembly are lists of instructions with jumps; a loop is a jump back to a place that
+every way into the loop passes ("natural loop").
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+
+class Instruction(NamedTuple):
+    """op: mnemonic with its suffixes; target: index of the instruction a jump goes to; ends: nothing falls
+    through to the next instruction."""
+
+    op: str
+    operands: str
+    target: int | None = None
+    ends: bool = False
+
+
+Code = Sequence[Instruction]
+
+_SASS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)\s*([^;]*);")
+_PTX = re.compile(r"\s*(@!?%p\w+\s+)?([a-z][\w.:]*)\s*([^;]*);")
+_GCN = re.compile(r"(\t)([a-z]+_\w+)[ \t]*([^;]*)")
+_JUMPS = ("BRA", "JMP", "CALL")  # ptxas calls what never returns where a jump would not reach
+_LABEL = re.compile(r"(\$L\w+|\.L\w+):")
+
+
+def sass(text: str) -> list[Instruction]:
+    """Instructions in what ``cuobjdump -sass`` says of one kernel."""
+    found = [match.groups() for match in map(_SASS.match, text.splitlines()) if match]
+    places = {int(place, 16): i for i, (place, *_) in enumerate(found)}
+    code = []
+    for _, guard, op, operands in found:
+        address = re.search(r"0x([0-9a-f]+)\s*$", operands) if op.startswith(_JUMPS) else None
+        always = guard is None and (address is None or address.start() == 0)
+        target = places.get(int(address[1], 16)) if address else None
+        code.append(
+            Instruction(op, operands, target, always and op.startswith(("BRA", "JMP", "EXIT", "RET")))
+        )
+    return code
+
+
+def ptx(text: str) -> list[Instruction]:
+    """Instructions of a PTX module. Labels inside inline assembly are not followed."""
+    return _labelled(text, _PTX, jumps=("bra.uni", "bra"), last=("ret", "exit"))
+
+
+def gcn(text: str) -> list[Instruction]:
+    """Instructions of AMD assembly."""
+    return _labelled(text, _GCN, jumps=("s_branch", "s_cbranch"), last=("s_endpgm",))
+
+
+def _labelled(
+    text: str, line_of: re.Pattern[str], jumps: tuple[str, ...], last: tuple[str, ...]
+) -> list[Instruction]:
+    places: dict[str, int] = {}
+    found: list[tuple[str, str, str]] = []
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            places[label[1]] = len(found)
+        elif match := line_of.match(line):
+            guard, op, operands = match.groups()
+            found.append(((guard or "").strip(), op, operands.strip()))
+    code = []
+    for guard, op, operands in found:
+        target = places.get(operands) if op.startswith(jumps) else None
+        leaves = op.startswith(last) or (target is not None and not op.startswith("s_cbranch"))
+        code.append(Instruction(op, operands, target, leaves and not guard))
+    return code
+
+
+def loops(code: Code) -> list[list[Instruction]]:
+    """Bodies of natural loops: from a header, which every way from the first instruction into the loop
+    passes, to the jumps back to it.  What waits at the far end of the code and jumps back in is no loop.
+
+    >>> jump = lambda target: Instruction("BRA", "", target, ends=False)
+    >>> a, b, c, d = (Instruction(name, "") for name in "abcd")
+    >>> [[x.op for x in body] for body in loops([a, b, c, jump(2), jump(1), d])]
+    [['c', 'BRA'], ['b', 'c', 'BRA', 'BRA']]
+    """
+    after: list[list[int]] = [
+        [i + 1] * (not x.ends and i + 1 < len(code)) + ([x.target] if x.target is not None else [])
+        for i, x in enumerate(code)
+    ]
+    before: list[list[int]] = [[] for _ in code]
+    for i, successors in enumerate(after):
+        for successor in successors:
+            before[successor].append(i)
+    reachable = _reach(after, 0, None)
+    bodies = []
+    for head in sorted({x.target for x in code if x.target is not None}):
+        elsewhere = _reach(after, 0, head)
+        back = [i for i in before[head] if i in reachable and i not in elsewhere]
+        if back:
+            bodies.append({head}.union(*(_reach(before, i, head) for i in back)))
+    return [[code[i] for i in sorted(body)] for body in sorted(bodies, key=len)]
+
+
+def _reach(edges: list[list[int]], start: int, without: int | None) -> set[int]:
+    """Instructions that can be reached from ``start`` on ways that avoid one instruction."""
+    seen, todo = set(), [start]
+    while todo:
+        at = todo.pop()
+        if at not in seen and at != without:
+            seen.add(at)
+            todo += edges[at]
+    return seen
+
+
+def innermost(code: Code, kind: str = "tensor") -> list[list[Instruction]]:
+    """Loops that hold instructions of a kind and no smaller loop that does; shortest first."""
+    holding = [body for body in loops(code) if any(kind_of(x.op) == kind for x in body)]
+    ids = [set(map(id, body)) for body in holding]
+    return [body for body, own in zip(holding, ids) if not any(other < own for other in ids)]
+
+
+# The first pattern that an instruction's name begins with says its kind. "convert" and "compare" run on the
+# same pipes as integers do on most GPUs, and are kept apart because softmax has a fixed number of each.
+KINDS = {
+    "tensor": r"[HIQD]G?MMA|UTC\w*MMA|wgmma\.mma|tcgen05\.mma|mma\.sync|v_mfma",
+    "mufu": r"MUFU|v_(exp|log|rcp|rsq|sqrt|sin|cos)_",
+    "fma": r"F(ADD|MUL|FMA)|H(ADD|MUL|FMA)2|D(ADD|MUL|FMA)|v_(pk_)?(fma|fmac|mad|mac|mul|add|sub)_f",
+    "compare": r"F(MNMX|SEL|SET|SETP|CHK)|v_(pk_)?(max|min|med3|cmp|cmpx|cndmask)",
+    "convert": r"F2F|[FI]2|I2FP|v_cvt",
+    "spill": r"LDL|STL|scratch_",
+    "memory": r"LD|ST[GSMT]|ST\b|RED|ATOM|UTMA|UBLKCP|SHFL|ds_|buffer_|global_|flat_",
+    "barrier": r"BAR|B?SYNC|DEPBAR|WARP|SYNCS|UTCBAR|FENCE|MEMBAR|CCTL|ERRBAR|NANOSLEEP|s_barrier|s_waitcnt",
+    "integer": r"IMAD|IADD|IMNMX|VI|LEA|LOP|SHF|SHL|SHR|ISETP|ISET|IABS|SEL|PRMT|MOV|CS2R|P2R|R2P|PLOP|SGXT|"
+    r"POPC|FLO|BMSK|BREV|v_",
+}
+_KINDS = [(kind, re.compile(pattern)) for kind, pattern in KINDS.items()]
+
+
+def kind_of(op: str) -> str:
+    """A key of KINDS, or "other": jumps, scalar and uniform instructions.
+
+    >>> [kind_of(op) for op in ("HGMMA.64x128x16.F32.BF16", "LDGDEPBAR", "LDSM.16.M88.4", "IMAD.MOV.U32")]
+    ['tensor', 'barrier', 'memory', 'integer']
+    >>> [kind_of(op) for op in ("v_mfma_f32_32x32x8_bf16", "v_max3_f32", "ds_read_b128", "BRA", "STL.64")]
+    ['tensor', 'compare', 'memory', 'other', 'spill']
+    """
+    if op == "LDGDEPBAR":
+        return "barrier"
+    return next((kind for kind, pattern in _KINDS if pattern.match(op)), "other")
+
+
+def mix(body: Iterable[Instruction]) -> dict[str, int]:
+    """How many instructions of each kind."""
+    counts = Counter(kind_of(x.op) for x in body)
+    return {kind: counts[kind] for kind in (*KINDS, "other") if counts[kind]}
+
+
+class Product(NamedTuple):
+    """One tensor-core instruction: [m, k] times [k, n].
+
+    warps:  how many warps issue it together
+    shared: bytes it reads from shared memory, for all of them
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    shared: int = 0
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+def products(body: Iterable[Instruction]) -> list[Product]:
+    """The matrix products of 16-bit numbers in a loop.
+
+    A wgmma takes its right side, and its left side too where that is no register, from shared memory; so
+    does tcgen05. Its shape is in its instruction descriptor (PTX ISA, table "Instruction descriptor for
+    .kind::f16": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28), a constant moved to a register before.
+
+    >>> products(sass("  /*0010*/  HGMMA.64x128x16.F32.BF16 R88, R152, gdesc[UR8].tnspB, R88 ;"))
+    [Product(m=64, n=128, k=16, warps=4, shared=4096)]
+    >>> products(ptx("mov.b32 %r1, 135267472; \\n tcgen05.mma.kind::f16 [ %r5 + 0 ], %rd1, %rd2, %r1, %p2;"))
+    [Product(m=128, n=64, k=16, warps=0, shared=6144)]
+    """
+    found = []
+    constants: dict[str, int] = {}
+    for x in body:
+        if x.op == "mov.b32" and (moved := re.fullmatch(r"(%\w+), (\d+)", x.operands)):
+            constants[moved[1]] = int(moved[2])
+        elif shape := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", x.op):
+            m, n, k = map(int, shape.groups())
+            left = m if "gdesc" in x.operands.split(",")[1] else 0
+            found.append(Product(m, n, k, 4, 2 * k * (left + n)))
+        elif shape := re.match(r"HMMA\.(16)(8)(\d+)", x.op):
+            found.append(Product(16, 8, int(shape[3]), 1))
+        elif shape := re.match(r"v_mfma_f32_(\d+)x(\d+)x(\d+)", x.op):
+            m, n, k = map(int, shape.groups())
+            found.append(Product(m, n, k, 1))
+        elif x.op.startswith("tcgen05.mma"):
+            operands = [part.strip() for part in x.operands.split(",")]
+            bits = constants[operands[3]]
+            m, n = (bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8
+            left = 0 if operands[1].startswith("[") else m
+            found.append(Product(m, n, 16, 0, 2 * 16 * (left + n)))
+    return found
+
+
+class Machine(NamedTuple):
+    """One multiprocessor (AMD: compute unit) with four schedulers. Rates are NVIDIA's whitepapers' and the
+    CUDA programming guide's ("Arithmetic instructions"), and AMD's CDNA3 whitepaper and ISA guide.
+
+    block, shared: bytes of shared memory that a program may have, and that there are
+    warps, registers, lanes: how many warps it holds, 32-bit registers, threads in a warp
+    flops:  of 16-bit products with float32 sums, in a cycle
+    issue:  cycles for which an instruction takes its scheduler, by kind; "" = all the others
+    mufu:   cycles for which an exponential takes the unit beside it
+    """
+
+    block: int
+    shared: int
+    warps: int
+    registers: int
+    flops: int
+    lanes: int = 32
+    issue: dict[str, int] = {"": 1}  # noqa: RUF012 a table, never written
+    mufu: int = 8
+
+
+KIB = 1024
+SHARED_PER_CYCLE = 128  # bytes, on every machine below
+RESERVED = KIB  # of shared memory, for the system, in every program (NVIDIA)
+# CDNA: a vector instruction of 64 lanes takes a scheduler's 16 lanes four cycles, an exponential four times
+# as long; matrix, scalar and memory instructions are issued beside them.
+_CDNA = dict.fromkeys(("fma", "compare", "convert", "integer"), 4) | {"mufu": 16, "": 0}
+MACHINES = {
+    "sm_80": Machine(163 * KIB, 164 * KIB, 64, 65536, 2048),
+    "sm_86": Machine(99 * KIB, 100 * KIB, 48, 65536, 1024),
+    "sm_90": Machine(227 * KIB, 228 * KIB, 64, 65536, 4096),
+    "sm_100": Machine(227 * KIB, 228 * KIB, 64, 65536, 8192),
+    "gfx942": Machine(64 * KIB, 64 * KIB, 32, 4 * 512 * 64, 2048, 64, _CDNA, 0),
+}
+
+
+class Cycles(NamedTuple):
+    """For which one turn of a loop, by all warps of a program, takes each part of a multiprocessor."""
+
+    tensor: float
+    issue: float
+    mufu: float
+    shared: float
+
+
+def cycles(body: Sequence[Instruction], done: Sequence[Product], warps: int, machine: Machine) -> Cycles:
+    """body: one turn of the loop; done: its products (from PTX where SASS does not show their shape)."""
+    groups = [(product, warps // product.warps if product.warps else 1) for product in done]
+    counts = mix(body)
+    issued = sum(machine.issue.get(kind, machine.issue[""]) * n for kind, n in counts.items())
+    moved = sum(bytes_of(x, machine.lanes) for x in body) * warps
+    return Cycles(
+        tensor=sum(product.flops * times for product, times in groups) / machine.flops,
+        issue=issued * warps / 4,
+        mufu=machine.mufu * counts.get("mufu", 0) * warps / 4,
+        shared=(moved + sum(product.shared * times for product, times in groups)) / SHARED_PER_CYCLE,
+    )
+
+
+def bytes_of(x: Instruction, lanes: int) -> int:
+    """What one warp's instruction moves in or out of shared memory.
+
+    >>> [bytes_of(Instruction(op, ""), 32) for op in ("LDS.128", "STS", "LDSM.16.M88.4", "LDGSTS.E.128")]
+    [512, 128, 512, 512]
+    >>> bytes_of(Instruction("ds_read_b128", ""), 64), bytes_of(Instruction("LDG.E.128", ""), 32)
+    (1024, 0)
+    """
+    if matrices := re.match(r"(?:LDSM|STSM)\.16\.MT?88(?:\.(\d))?", x.op):
+        return 128 * int(matrices[1] or 1)
+    if wide := re.match(r"ds_(?:read|write)2?_b(\d+)", x.op):
+        return lanes * int(wide[1]) // 8 * (1 + ("2_" in x.op))
+    if re.match(r"LDS\b|STS\b|LDGSTS", x.op):
+        width = re.search(r"\.(64|128)$", x.op)
+        return lanes * (int(width[1]) // 8 if width else 4)
+    return 0
+
+
+class Bound(NamedTuple):
+    """utilisation: of the tensor cores, at most; overlap: if softmax hid behind products completely;
+    programs: how many share a multiprocessor; limit: what keeps it there, in words."""
+
+    utilisation: float
+    overlap: float
+    programs: int
+    limit: str
+
+
+def bound(spent: Cycles, warps: int, registers: int, shared: int, machine: Machine) -> Bound:
+    """How busy one turn of the loop can keep the tensor cores.
+
+    Each of Σ FLOPs / rate, Σ instructions × warps / 4 schedulers, Σ exponentials × 8 cycles × warps / 4 and
+    Σ bytes / 128 is a time that nothing can beat.  A program computes one tile at a time: its products,
+    then, since all its warps wait for them, its softmax, with the tensor cores idle (what FlashAttention-3
+    sets out to hide: arXiv 2407.08608, section 3).  So a program alone takes tensor + max(issue, mufu), and
+    each of c programs beside each other at least a c-th of that.  Not modelled: latencies, bank and pipe
+    conflicts, HBM and L2, clocks.  An upper bound, and of use to compare variants of a kernel.
+
+    >>> bound(Cycles(1024, 868, 528, 900), 8, 200, 150 << 10, MACHINES["sm_90"])  # flex's template, 128 x 64
+    Bound(utilisation=0.541, overlap=1.0, programs=1, limit='issue after tensor; registers hold 1 program')
+    """
+    programs, holds = resident(warps, registers, shared, machine)
+    soft = max(("issue", "mufu"), key=lambda name: getattr(spent, name))
+    times = spent._asdict() | {"": (spent.tensor + getattr(spent, soft)) / programs}
+    limit = max(times, key=lambda name: times[name])
+    many = f"{holds} hold{'s' * (holds[-1] != 's')} {programs} program{'s' * (programs > 1)}"
+    words = {"tensor": "tensor cores", "shared": "shared memory", "": f"{soft} after tensor; {many}"}
+    return Bound(
+        round(spent.tensor / times[limit], 3),
+        round(spent.tensor / max(spent), 3),
+        programs,
+        words.get(limit, limit),
+    )
+
+
+def resident(warps: int, registers: int, shared: int, machine: Machine) -> tuple[int, str]:
+    """Programs that fit a multiprocessor together, and what leaves no room for another.
+
+    >>> resident(8, 190, 160 << 10, MACHINES["sm_90"]), resident(4, 128, 40 << 10, MACHINES["sm_90"])
+    ((1, 'registers'), (4, 'registers'))
+    """
+    granule = 8  # registers of a thread are given out in eights
+    per_warp = max(1, -(-registers // granule) * granule) * machine.lanes
+    # A warp's registers lie in its scheduler's quarter.
+    room = {
+        "registers": machine.registers // 4 // per_warp * 4 // warps,
+        "shared memory": machine.shared // max(1, shared + (RESERVED if machine.lanes == 32 else 0)),
+        "warps": machine.warps // warps,
+    }
+    least = min(room, key=lambda name: room[name])
+    return max(1, room[least]), least

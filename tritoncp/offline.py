@@ -1,0 +1,423 @@
+"""Compiles what the engine launches for GPUs that are not here, in processes where nothing is interpreted.
+
+Triton itself turns a launch's arguments into a signature (`JITFunction.warmup`), told by a stand-in for its
+driver which GPU to compile for: what is compiled is what would be launched.
+
+``python -m tritoncp.offline`` is such a process: a job a line in, a report a line out, both JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import tritoncp
+from tritoncp import machine_code
+from tritoncp.closed_forms import and_masks, causal, document, sliding_window
+from tritoncp.kernels.configs import Config, choose, family, option_names, pieces
+from tritoncp.masks import Mask, create_block_mask, full_mask
+from tritoncp.plan import build
+
+S, HEADS, KV_HEADS = 1024, 8, 2
+
+
+class Variant(NamedTuple):
+    """A mask, whether a launch goes on from a state (adds to gradients) and leaves one; kernel options."""
+
+    mask: str
+    world_size: int = 1
+    load: bool = False
+    store: bool = False
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+VARIANTS = {
+    "full": Variant("full"),
+    "causal": Variant("causal"),  # closed form: positions alone
+    "window": Variant("window", load=True),
+    "documents": Variant("documents"),  # tables and row intervals
+    "state": Variant("documents", 4, load=True, store=True),  # the same over gathered keys, step by step
+    "mask_mod": Variant("dilated", 4),
+    "pointers": Variant("documents", 4, load=True, store=True, options=(("USE_TMA", False),)),
+    "single": Variant("single"),  # everything that can be 1 is: Triton makes constants of those
+}
+KERNELS = ("forward", "delta", "dq", "dkdv")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile: a variant of VARIANTS with heads of ``head_dim`` channels.
+
+    config: the tiles; None = those of the rule
+    """
+
+    kernel: str
+    arch: str
+    head_dim: int
+    dtype: str = "bfloat16"
+    variant: str = "state"
+    config: Config | None = None
+
+    @property
+    def name(self) -> str:
+        """
+        >>> Job("dq", "sm_90", 128).name
+        'dq sm_90 d128 bfloat16 state'
+        """
+        return f"{self.kernel} {self.arch} d{self.head_dim} {self.dtype} {self.variant}"
+
+    def encode(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def decode(cls, text: str) -> Job:
+        raw = json.loads(text)
+        return cls(**raw | {"config": raw["config"] and Config(**raw["config"])})
+
+
+# -- many jobs, in processes -------------------------------------------------------------------------------
+
+
+def compile_all(
+    jobs: Iterable[Job], processes: int | None = None, timeout: float = 300.0
+) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Each job and its report, in the order in which they are done.
+
+    processes: how many compile at a time; one for each core unless given
+    timeout:   seconds for one job
+
+    A report is what :func:`report` says, or ``{"failed": why}``: a compiler that raises, dies or takes too
+    long costs the others nothing.  The processes end with the iteration.
+    """
+    todo = list(jobs)
+    count = max(1, min(processes or os.cpu_count() or 1, len(todo)))
+    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+    workers = [Worker() for _ in range(count)]
+    for worker in workers:
+        idle.put(worker)
+
+    def compiled(job: Job) -> dict[str, Any]:
+        worker = idle.get()
+        try:
+            return worker.ask(job, timeout)
+        finally:
+            idle.put(worker)
+
+    pool = ThreadPoolExecutor(count)
+    try:
+        waiting: dict[Future[dict[str, Any]], Job] = {pool.submit(compiled, job): job for job in todo}
+        while waiting:
+            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                yield waiting.pop(future), future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.end()
+        pool.shutdown()
+
+
+class Worker:
+    """A process that compiles; a new one takes over where it dies or has to be killed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._ended = False
+
+    def ask(self, job: Job, timeout: float) -> dict[str, Any]:
+        process = self._process = self._process or self._started()
+        late = threading.Event()
+
+        def kill() -> None:
+            late.set()
+            self._kill(process)
+
+        timer = threading.Timer(timeout, kill)
+        timer.start()
+        try:
+            assert process.stdin and process.stdout
+            process.stdin.write(job.encode() + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        finally:
+            timer.cancel()
+        if line.endswith("\n"):
+            return json.loads(line)
+        self._process = None
+        self._kill(process)
+        died = f"the compiler's process ended with status {process.wait()}"
+        return {"failed": f"not compiled in {timeout:g} s" if late.is_set() else died}
+
+    def end(self) -> None:
+        self._ended = True
+        if self._process is not None:
+            self._kill(self._process)
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._ended:
+            raise RuntimeError("nothing is compiled any more")
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        home = str(Path(tritoncp.__file__).parents[1])
+        env["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "tritoncp.offline"]
+        pipe = subprocess.PIPE
+        # A group of its own: the assembler that it starts ends with it.
+        return subprocess.Popen(
+            command, env=env, stdin=pipe, stdout=pipe, text=True, start_new_session=True, stderr=_log()
+        )
+
+    @staticmethod
+    def _kill(process: subprocess.Popen[str]) -> None:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        process.wait()
+
+
+def _log() -> Any:
+    """Compilers talk a lot on stderr when they fail; what counts is in the report."""
+    return None if os.environ.get("TRITONCP_OFFLINE_LOG") == "1" else subprocess.DEVNULL
+
+
+# -- one job, in a process where Triton compiles -----------------------------------------------------------
+
+
+def mask_of(name: str) -> Mask:
+    if name == "full":
+        return full_mask(S, S)
+    documents = document(lengths=[300, 424, 300])
+    forms: dict[str, tuple[Callable[..., Any], int]] = {
+        "causal": (causal(), S),
+        "window": (sliding_window(200, 10), S),
+        "single": (sliding_window(1, 1), 1),
+        "documents": (and_masks(causal(), documents), S),
+        "dilated": (_dilated, S),
+    }
+    mod, length = forms[name]
+    return create_block_mask(mod, 1, 1, length, length)
+
+
+def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q - kv) % 3 == 0
+
+
+def launch_of(job: Job) -> Any:
+    """The engine's launch of one step, on memory that nobody looks at."""
+    from tritoncp.kernels.engine import Mods, State, TritonEngine
+    from tritoncp.mods import mask_mod
+
+    variant, dim, dtype = VARIANTS[job.variant], job.head_dim, getattr(torch, job.dtype)
+    mask = mask_of(variant.mask)
+    tables = build(mask, variant.world_size).tables(batch=1, heads=HEADS)
+    mod = mask_mod(mask.mask_mod) if tables.mask == "mod" and mask.mask_mod else None
+    mods = Mods(mask=mod and mod.fn, mask_caps=mod.caps() if mod else ())
+    engine = TritonEngine(mods, dim**-0.5, options_of(job) | dict(variant.options), arch=job.arch)
+    rows, keys = tables.q_rows, tables.kv_rows
+    q, out, dout, dq = (torch.empty(1, rows, HEADS, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
+    k, v = torch.empty(keys, 1, KV_HEADS, 2 * dim, dtype=dtype).permute(1, 2, 0, 3).split(dim, dim=3)
+    lse, delta, m, l = torch.empty(4, 1, HEADS, rows).unbind()
+    acc = torch.empty(1, HEADS, rows, dim)
+    dk, dv = torch.empty(keys, 1, KV_HEADS, 2 * dim).permute(1, 2, 0, 3).split(dim, dim=3)
+    if job.kernel == "forward":
+        state = State(acc, m, l) if variant.load or variant.store else None
+        steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
+        return engine.forward(q, k, v, tables, out=out, lse=lse, **steps)
+    if job.kernel == "delta":
+        return engine.delta(out, dout, lse, delta)
+    given = (q, k, v, dout, lse, delta, tables)
+    if job.kernel == "dq":
+        return engine.dq(*given, dq=acc if variant.load else dq, add=variant.load)
+    return engine.dkdv(*given, dk=dk, dv=dv, add=variant.load)
+
+
+def options_of(job: Job) -> dict[str, Any]:
+    """The job's config as kernel options."""
+    if job.config is None:
+        return {}
+    return {both[-1]: getattr(job.config, name) for name, both in option_names(job.kernel).items()}
+
+
+def config_of(job: Job, block: int = 128) -> Config:
+    """The tiles that a job is compiled with."""
+    dtype = getattr(torch, job.dtype)
+    return choose(job.kernel, job.arch, job.head_dim, dtype, block, block, options_of(job))
+
+
+class Stand(NamedTuple):
+    """As much of Triton's driver as compiling asks for."""
+
+    target: Any
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> Any:
+        return self.target
+
+    def get_current_stream(self, device: Any) -> int:
+        return 0
+
+
+def target_of(arch: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    if arch.startswith("gfx"):
+        return GPUTarget("hip", arch, 64)
+    return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+
+
+def compiled(launch: Any, arch: str) -> Any:
+    """Triton's kernel object: text of every stage, and metadata."""
+    from triton.runtime.driver import driver
+
+    driver.set_active(Stand(target_of(arch)))
+    options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages}
+    return launch.kernel.warmup(grid=launch.grid, **launch.args, **options)
+
+
+def report(job: Job) -> dict[str, Any]:
+    """What there is to say about one compiled kernel, as JSON holds it.
+
+    registers of a thread; spill_bytes of a thread (the kernels have no arrays, so all thread-local memory
+    is spilled registers); shared_bytes of a program; mma: matrix instructions by name; tma: bulk tensor
+    copies, async_copies: others that need no registers; then what :func:`inner_loop` finds
+    """
+    launch = launch_of(job)
+    kernel = compiled(launch, job.arch)
+    found = amd(kernel.asm["amdgcn"]) if "amdgcn" in kernel.asm else nvidia(kernel.asm)
+    code = found.pop("code")
+    names = [x.op for x in code]
+    row = {
+        "kernel": job.kernel,
+        "arch": job.arch,
+        "head_dim": job.head_dim,
+        "dtype": job.dtype,
+        "variant": job.variant,
+        "config": asdict(launch.config),
+        **found,
+        "shared_bytes": kernel.metadata.shared,
+        "mma": _matrix(names),
+        "tma": sum(name.startswith("UTMALDG") for name in names),
+        "async_copies": sum(name.startswith("LDGSTS") for name in names),
+    }
+    if row["mma"] and job.dtype != "float32":  # the rates of machine_code are those of 16-bit products
+        row |= inner_loop(job, launch.config, code, kernel.asm.get("ptx", ""), row)
+    return row
+
+
+def inner_loop(
+    job: Job, config: Config, code: machine_code.Code, ptx: str, row: dict[str, Any]
+) -> dict[str, Any]:
+    """The loop over full blocks: the shortest of the innermost ones with matrix products.  The loop over
+    masked blocks, if there is one, does the same and masks.
+
+    loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
+    registers in both; cycles of one turn, programs on a multiprocessor and limit: see machine_code.bound;
+    flops: issued over those of the tile; bound, overlap: of the tensor cores, useful FLOPs over the peak
+    """
+    body, *masked = machine_code.innermost(code)
+    done = machine_code.products(body)
+    if any(name.startswith("UTC") for name in row["mma"]) and machine_code.products(body) == []:
+        done = machine_code.products(machine_code.innermost(machine_code.ptx(ptx))[0])
+    machine, warps = machine_code.MACHINES[family(job.arch)], config.num_warps
+    spent = machine_code.cycles(body, done, warps, machine)
+    limit = machine_code.bound(spent, warps, row["registers"], row["shared_bytes"], machine)
+    issued = spent.tensor * machine.flops / useful(job, config)
+    return {
+        "loop": len(body),
+        "masked_loop": len(masked[0]) if masked else None,
+        "mix": machine_code.mix(body),
+        "loop_spills": sum(machine_code.kind_of(x.op) == "spill" for loop in (body, *masked) for x in loop),
+        "cycles": {name: round(value) for name, value in spent._asdict().items()},
+        "programs": limit.programs,
+        "flops": round(issued, 4),
+        "bound": round(limit.utilisation / issued, 3),
+        "overlap": round(limit.overlap / issued, 3),
+        "limit": limit.limit,
+    }
+
+
+def useful(job: Job, config: Config) -> int:
+    """FLOPs of one tile: two products in forward, three in dQ, four in dK/dV, over the pieces that the head
+    dim is cut into.
+
+    >>> useful(Job("forward", "sm_90", 96), Config(128, 64)) == 2 * 2 * 128 * 64 * 96
+    True
+    """
+    return (
+        {"forward": 2, "dq": 3, "dkdv": 4}[job.kernel]
+        * 2
+        * config.BLOCK_M
+        * config.BLOCK_N
+        * sum(pieces(job.head_dim))
+    )
+
+
+def _matrix(names: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in names:
+        if machine_code.kind_of(name) == "tensor":
+            short = re.sub(r"\.F32\.BF16|\.F32\b", "", name)
+            counts[short] = counts.get(short, 0) + 1
+    return counts
+
+
+def nvidia(asm: Any) -> dict[str, Any]:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(asm["cubin"])
+        cubin.flush()
+        command = [str(tool), "-sass", "--dump-resource-usage", cubin.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(_found(rf"\b{name}:(\d+)", text)) for name in ("REG", "STACK", "LOCAL"))
+    return {"registers": registers, "spill_bytes": stack + local, "code": machine_code.sass(text)}
+
+
+def amd(text: str) -> dict[str, Any]:
+    """(AMD's scalar registers spill into lanes of vector ones, which is no memory.)"""
+    registers, fixed, spilled = (
+        int(_found(rf"\.{name}:\s*(\d+)", text))
+        for name in ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
+    )
+    return {"registers": registers, "spill_bytes": fixed + spilled, "code": machine_code.gcn(text)}
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    assert match, f"the compiler's tools say nothing like {pattern!r}"
+    return match[1]
+
+
+def main() -> None:
+    """Answer jobs until nobody asks any more."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print is no answer
+    for line in sys.stdin:
+        try:
+            answer = report(Job.decode(line))
+        except Exception as error:  # whatever a compiler throws: the others go on
+            answer = {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
