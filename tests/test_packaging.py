@@ -91,6 +91,7 @@ def test_the_wheel_holds_every_source_and_the_licence(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert set(SOURCES) <= set(names)
     assert any(name.startswith("tritoncp/kernels/") for name in names)
+    assert "tritoncp/kernels/configs/resources.json" in names
     assert any(name.endswith("/licenses/LICENSE") for name in names)
     assert not [name for name in names if not name.startswith(("tritoncp/", "tritoncp-"))]
 

@@ -183,7 +183,7 @@ def gather(jobs: Sequence[Job], processes: int | None, timeout: float, console: 
 
 MIX = ("tensor", "mufu", "fma", "compare", "convert", "integer", "memory", "barrier", "other")
 assert {*MIX, "spill"} == {*KINDS, "other"}
-WIDE = 170  # columns of a screen that has room for the mix
+WIDE = 200  # columns of a screen that has room for the mix
 
 # Heading, and what stands under it.
 COLUMNS: dict[str, Callable[[Row], Any]] = {

@@ -100,7 +100,7 @@ def loops(code: Code) -> list[list[Instruction]]:
         elsewhere = _reach(after, 0, head)
         back = [i for i in before[head] if i in reachable and i not in elsewhere]
         if back:
-            bodies.append({head}.union(*(_reach(before, i, head) for i in back)))
+            bodies.append(reachable & {head}.union(*(_reach(before, i, head) for i in back)))
     return [[code[i] for i in sorted(body)] for body in sorted(bodies, key=len)]
 
 
