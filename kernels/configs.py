@@ -122,6 +122,7 @@ _WIDE: dict[str, dict[int, Config]] = {
 }
 
 _ALLOWED = {"BLOCK": (16, 32, 64, 128, 256), "num_warps": (1, 2, 4, 8, 16), "num_stages": range(1, 9)}
+_SWITCH = (False, True)  # what any other field of Config may be
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 # torch's names that say how its own kernels should go about it: known, and without effect here. As is
 # "deterministic", which chooses the score_mod's gradient before there is a launch.
@@ -151,6 +152,8 @@ def family(arch: str) -> str:
         return arch
     if arch.startswith("gfx"):
         return "gfx942"
+    if not arch.removeprefix("sm_").isdecimal():
+        raise ValueError(f"architecture {arch!r} is none like sm_90 or gfx942")
     return "sm_100" if 100 <= int(arch.removeprefix("sm_")) < 120 else "sm_86"
 
 
@@ -188,6 +191,11 @@ def check_options(options: dict[str, Any]) -> None:
         return
     fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
     for option, value in options.items():
+        if option == "CONFIGS":
+            for kind, config in value:
+                names = {name: both[0] for name, both in option_names(kind).items()}
+                check_options({names[name]: one for name, one in config})
+            continue
         if (name := fields.get(option)) is None:
             if (
                 option not in ("PRECISION", "FUSED_BACKWARD")
@@ -196,8 +204,8 @@ def check_options(options: dict[str, Any]) -> None:
                 known = ", ".join(sorted({*fields, *HINTS, "FUSED_BACKWARD", "PRECISION"}))
                 raise ValueError(f"unknown kernel option {option!r}; known: {known}")
             continue
-        allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, (False, True))
-        if isinstance(value, bool) != isinstance(allowed[0], bool) or value not in allowed:
+        allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, _SWITCH)
+        if isinstance(value, bool) != (allowed is _SWITCH) or value not in allowed:
             raise ValueError(
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )
@@ -217,7 +225,9 @@ def choose(
     options: dict[str, Any],
     tma: bool = True,
 ) -> Config:
-    """The default, the user's ``kernel_options`` over it, fitted to the mask's blocks and the tensors.
+    """The default, what was measured (CONFIGS) over it, the user's ``kernel_options`` over that, fitted to the
+    mask's blocks and the tensors.  CONFIGS holds (pass, ((field of Config, value), ...)) for some passes; what
+    was measured with descriptors is left out where there are none.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
@@ -243,7 +253,11 @@ def _chosen(
     given: dict[str, Any] = {
         name: asked[option] for name, both in names for option in both if option in asked
     }
-    config = replace(default(kind, arch, head_dim, dtype, tma and given.get("USE_TMA", True)), **given)
+    tma = tma and given.get("USE_TMA", True)
+    measured = dict(dict(asked.get("CONFIGS", ())).get(kind, ()))
+    if measured.get("USE_TMA") and not tma:
+        measured = {}
+    config = replace(default(kind, arch, head_dim, dtype, tma), **measured | given)
     return replace(
         config,
         BLOCK_M=fit(config.BLOCK_M, q_block),

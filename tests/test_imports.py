@@ -73,10 +73,11 @@ ROOMS = {
             "plan_cache",
             "sources",
             "integrations",
+            "tuned",
             "world",
         },
         ALL_BUT_EDGE,
-        {"torch", "rich"},
+        {"torch", "platformdirs", "rich"},
     ),
     "edge": Room(
         {

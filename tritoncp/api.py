@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from tritoncp import agreement, captured, comm, compiled, engines, inputs, plan_cache
+from tritoncp import agreement, captured, comm, compiled, engines, inputs, plan_cache, tuned
 from tritoncp.autograd import forward_op, pin
 from tritoncp.balance import Balancer
 from tritoncp.closed_forms import MaskMod
@@ -89,7 +89,8 @@ def flex_attention(
             return made
 
         def facts(made: Plan) -> agreement.Facts:
-            options = score, scale, kernel_options, return_lse, return_aux
+            tiles = tuned.digest_of(query.device, group)
+            options = score, scale, kernel_options, return_lse, return_aux, tiles
             return plan_cache.facts_of_call(made, query, key, value, *options)
 
         plan = agreement.at_every_call(group, ready, facts)

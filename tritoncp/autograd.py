@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp import captured, comm, engines
+from tritoncp import captured, comm, engines, tuned
 from tritoncp.engines import Spec
 from tritoncp.handles import handle_of, held_by
 from tritoncp.host import host
@@ -58,6 +58,15 @@ def _resolved(plan: Tensor, call: Spec, q: list[Tensor]) -> tuple[Plan, Mod | No
     return known, captured.mask_of(known, q, every_rank=every)
 
 
+def _measured(call: Spec, plan: Plan, mask: Mod | None, q: Tensor, v: Tensor) -> dict[str, Any]:
+    """Tile shapes that were measured for calls like this one."""
+    if not engines.uses_triton(q.device):
+        return {}
+    group = comm.named(call.world) if call.world else None
+    kind = tuned.kind_of(plan.mask, mask is not None)
+    return tuned.configs(q.device, q.dtype, max(q.shape[3], v.shape[3]), kind, group)
+
+
 def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any]) -> list[Any]:
     if not call.world:
         return comm.lockstep([schedule(i, plan.for_rank(i)) for i in range(ranks)])
@@ -84,7 +93,8 @@ def forward_op(
 
     with undisturbed():
         known, mask = _resolved(plan, call, q)
-        engine = engines.make(call, scale, mask, q[0], captures, ints, floats)
+        tiles = _measured(call, known, mask, q[0], v[0])
+        engine = engines.make(call, scale, mask, q[0], captures, ints, floats, measured=tiles)
         outs, lses, tops = zip(*_drive(call, known, len(q), schedule), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
@@ -140,7 +150,8 @@ def backward_op(
     with undisturbed():
         known, mask = _resolved(plan, call, q)
         grads = engines.buffers(call, captures, lses[0])
-        engine = engines.make(call, scale, mask, q[0], captures, ints, floats, grads)
+        tiles = _measured(call, known, mask, q[0], v[0])
+        engine = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, tiles)
         done = _drive(call, known, len(q), schedule)
         found = engines.sums(call, captures, grads)
     return [x for part in zip(*done, strict=True) for x in part] + found

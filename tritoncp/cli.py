@@ -181,11 +181,11 @@ def inspect(
     from tritoncp.inspect import ARCHS, run, shipped
     from tritoncp.kernels.configs import family
 
-    for arch in archs:
-        try:
+    try:
+        for arch in archs:
             family(arch)
-        except ValueError as error:
-            raise click.BadParameter(f"{arch!r} is none like sm_90 or gfx942", param_hint="--arch") from error
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
     wanted = [
         job
         for job in shipped(archs or ARCHS)
@@ -200,6 +200,84 @@ def inspect(
     for line in wrong:
         click.echo(line, err=True)
     sys.exit(1 if wrong else 0)
+
+
+@main.command()
+@click.option(
+    "--preset", "presets", multiple=True, metavar="NAME", help="llama3-8b, ... [default: llama3-8b]"
+)
+@click.option(
+    "--shapes", "shapes", multiple=True, metavar="HxK,D,S", help="32x8,128,16384: heads, dim, length."
+)
+@click.option("--mask", "masks", multiple=True, metavar="NAME", help="causal, full, document, window. [all]")
+@click.option("--ops", default="fwd,bwd", show_default=True, help="fwd, bwd or both.")
+@click.option(
+    "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True
+)
+@click.option("--budget", default="15m", show_default=True, help="Time for all of it: 90s, 15m, 1h.")
+@click.option("--resume", is_flag=True, help="Take over what the last run found before it ended.")
+@click.option("--dry-run", is_flag=True, help="Say what would be tried, and do nothing.")
+@click.option("--target", "arch", metavar="ARCH", help="sm_90, ...: compile and bound only; needs no GPU.")
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder of what is found. [default: $TRITONCP_CONFIG_DIR, else the user's]",
+)
+@click.option("--jobs", type=click.IntRange(1), help="Kernels compiled at a time. [default: one a core]")
+@click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds to compile one kernel.")
+@click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, the rest on stderr.")
+def autotune(
+    presets: tuple[str, ...],
+    shapes: tuple[str, ...],
+    masks: tuple[str, ...],
+    ops: str,
+    dtype: str,
+    budget: str,
+    resume: bool,
+    dry_run: bool,
+    arch: str | None,
+    out: Path | None,
+    jobs: int | None,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Measure tile shapes on this machine's GPU, and keep those that beat the rule by 2 %.
+
+    Candidates are compiled first, and dropped if they spill, do not fit or are bound to be slow; the rest is
+    checked against float32 and timed in turn, the better half for longer. Every choice is written at once,
+    and used by tritoncp from then on. Ctrl-C keeps what is known; --resume goes on from there.
+    """
+    from rich.console import Console
+
+    from tritoncp.tune import run, targets
+
+    try:
+        asked = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
+        asked = asked or [*targets.preset("llama3-8b")]
+        wanted = targets.targets(asked, masks or tuple(targets.MASKS), ops.split(","), dtype)
+        request = run.request(wanted, arch, budget, resume, out, jobs, timeout)
+    except (RuntimeError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if dry_run:
+        rows = [
+            {"kernel": target.name, "candidates": len(targets.candidates(target, request.device.arch))}
+            for target in wanted
+        ]
+        if as_json:
+            click.echo(json.dumps(rows, indent=1))
+        else:
+            for row in rows:
+                click.echo(f"{row['kernel']}: {row['candidates']} candidates")
+            click.echo(f"on {request.device.name} ({request.device.arch}), journal {request.journal}")
+        return
+    found = run.autotune(request, Console(stderr=True))
+    if as_json:
+        click.echo(json.dumps(found.rows, indent=1))
+    else:
+        run.show(found, request.static, Console())
+    if found.interrupted:
+        click.echo("interrupted: what is shown is kept; --resume goes on from there", err=True)
+    sys.exit(130 if found.interrupted else 0 if found.rows else 1)
 
 
 main.add_command(perf)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,8 +69,10 @@ def make(
     ints: Sequence[int],
     floats: Sequence[float],
     grads: Sequence[Tensor] = (),
+    measured: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """The engine of one call. ``grads``: a buffer for each capture in ``spec.wants``."""
+    """The engine of one call. ``grads``: a buffer for each capture in ``spec.wants``; ``measured``: options
+    that stand where the caller gave none."""
     score, grads = _score(spec, q, captures, ints, floats, grads)
     if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
         raise ValueError(
@@ -88,7 +91,7 @@ def make(
             score_caps=score.caps(device=q.device) if score else (),
             score_dcaps=score.dcaps(grads) if score and grads else (),
         )
-        return TritonEngine(mods, scale, dict(spec.options))
+        return TritonEngine(mods, scale, {**measured, **dict(spec.options)})
     _notice()
     if score is None:
         return EagerEngine(scale, _bound(mask))

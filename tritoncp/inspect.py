@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,12 @@ def key(row: Row) -> tuple[Any, ...]:
     return tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
 
 
-def inspected(jobs: Sequence[Job], processes: int | None, timeout: float) -> Iterator[Row]:
+def inspected(jobs: Sequence[Job], processes: int | None, timeout: float) -> Generator[Row]:
     """A row for each job, as each is done; ``failed`` says why one could not be compiled."""
-    for job, row in compile_all(jobs, processes, timeout):
-        about = {"kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
-        yield about | {"dtype": job.dtype, "variant": job.variant} | row
+    with closing(compile_all(jobs, processes, timeout)) as done:
+        for job, row in done:
+            about = {"kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
+            yield about | {"dtype": job.dtype, "variant": job.variant} | row
 
 
 def known(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
@@ -166,13 +168,13 @@ def gather(jobs: Sequence[Job], processes: int | None, timeout: float, console: 
     """The rows, with a progress bar on a terminal and a line for each elsewhere."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}")
+    more = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}")
     rows = []
-    with Progress(
-        *Progress.get_default_columns()[:2], *columns, console=console, disable=not console.is_terminal
-    ) as bar:
+    columns = *Progress.get_default_columns()[:2], *more
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    with bar, closing(inspected(jobs, processes, timeout)) as done:
         task = bar.add_task("compiling", total=len(jobs), last="")
-        for row in inspected(jobs, processes, timeout):
+        for row in done:
             rows.append(row)
             last = " ".join(map(str, key(row))) + (": " + row["failed"] if "failed" in row else "")
             bar.update(task, advance=1, last=last)

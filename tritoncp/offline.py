@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -94,7 +94,7 @@ class Job:
 
 def compile_all(
     jobs: Iterable[Job], processes: int | None = None, timeout: float = 300.0
-) -> Iterator[tuple[Job, dict[str, Any]]]:
+) -> Generator[tuple[Job, dict[str, Any]]]:
     """Each job and its report, in the order in which they are done.
 
     processes: how many compile at a time; one for each core unless given

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp import agreement, captured, comm, plan
+from tritoncp import agreement, captured, comm, plan, tuned
 from tritoncp.agreement import fact
 from tritoncp.autograd import pin
 from tritoncp.balance import Balancer, find
@@ -147,8 +147,12 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any, check: Callable[[]
 
 
 def _connect(group: Any, plans: Iterable[Plan]) -> None:
-    """Make what their schedules communicate over besides the group, while every rank is here."""
-    if group is not None and any("ring" in one.schedule for one in plans):
+    """What takes every rank and comes once: measured tile shapes, which are rank 0's, and what the schedules
+    communicate over besides the group."""
+    if group is None:
+        return
+    tuned.agree(group)
+    if any("ring" in one.schedule for one in plans):
         comm.aside(group)
 
 

@@ -1,0 +1,233 @@
+"""The search, on a device whose times are a formula and whose clock is a counter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tritoncp.kernels.configs import default
+from tritoncp.tune.journal import Journal
+from tritoncp.tune.search import TIMED, Tally, Tuner
+from tritoncp.tune.targets import MASKS, OPS, Target, candidates, targets
+
+TARGET = Target("forward", "causal", 32, 8, 128, 4096)
+RULE = default("forward", "sm_90", 128, torch.bfloat16)
+BEST = replace(RULE, num_stages=3)
+ABOUT = {"device": "formula"}
+
+
+class Formula:
+    """milliseconds of a config: its cost, with a drift that everyone shares; wrong answers by request."""
+
+    def __init__(self, cost, wrong=(), interrupt=None) -> None:
+        self.cost, self.bad, self.interrupt = cost, set(wrong), interrupt
+        self.samples, self.checks = [], []
+
+    def wrong(self, target, config):
+        self.checks.append(config)
+        return "out is off" if config in self.bad else None
+
+    def milliseconds(self, target, config):
+        self.samples.append(config)
+        if len(self.samples) == self.interrupt:
+            raise KeyboardInterrupt
+        return self.cost(config) * (1 + 0.001 * len(self.samples))  # the device warms up
+
+
+def cost(config):
+    """BEST takes 0.8, the rule 1.0, all others more."""
+    return 0.8 if config == BEST else 1.0 if config == RULE else 1.1 + 0.001 * config.BLOCK_N
+
+
+class Compiler:
+    """Reports by formula; counts what it was asked."""
+
+    def __init__(self, **by_stages) -> None:
+        self.asked, self.by_stages = [], by_stages
+
+    def __call__(self, jobs):
+        for job in jobs:
+            self.asked.append(job.config)
+            row = {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000, "flops": 1.0, "bound": 0.6}
+            yield job, row | {"limit": "issue"} | self.by_stages.get(f"s{job.config.num_stages}", {})
+
+
+class Ticks:
+    """Seconds that pass with every look."""
+
+    def __init__(self, step=0.0) -> None:
+        self.time, self.step = 0.0, step
+
+    def __call__(self):
+        self.time += self.step
+        return self.time
+
+
+def tuner(path, compiler=None, resume=False, deadline=1e9, now=None, kept=None):
+    keep = kept.__setitem__ if kept is not None else lambda target, choice: None
+    journal = Journal(path / "journal.jsonl", ABOUT, resume)
+    return Tuner("sm_90", journal, compiler or Compiler(), deadline, keep, now or Ticks())
+
+
+def test_the_fastest_right_config_is_chosen_in_few_samples(tmp_path):
+    bench = Formula(cost)
+    choice = tuner(tmp_path).run([TARGET], bench)[TARGET]
+    assert choice.config == BEST
+    assert choice.gain == pytest.approx(1 / 0.8, rel=0.01)
+    assert len(bench.samples) < len(candidates(TARGET, "sm_90")) * 12
+
+
+def test_halving_is_interleaved_and_keeps_the_rule_to_the_end(tmp_path):
+    """Within a round everyone runs once: whatever drifts, drifts for all; nobody always runs first."""
+    bench = Formula(cost)
+    tuner(tmp_path).run([TARGET], bench)
+    assert set(bench.samples[-4:]) == {RULE, BEST} and bench.samples.count(RULE) == bench.samples.count(BEST)
+    first = bench.samples[TIMED : 5 * TIMED]
+    rounds = [first[i : i + TIMED] for i in range(0, len(first), TIMED)]
+    assert all(set(a) == set(rounds[0]) for a in rounds) and len({a[0] for a in rounds}) == len(rounds)
+
+
+def test_a_win_of_less_than_two_per_cent_is_none(tmp_path):
+    near = lambda config: 0.99 if config == BEST else cost(config)  # noqa: E731
+    choice = tuner(tmp_path).run([TARGET], Formula(near))[TARGET]
+    assert choice.config == RULE and choice.gain == 1.0
+
+
+def test_what_is_wrong_is_never_timed_however_fast(tmp_path):
+    bench = Formula(cost, wrong=[BEST])
+    made = tuner(tmp_path)
+    assert made.run([TARGET], bench)[TARGET].config == RULE
+    assert BEST in bench.checks and BEST not in bench.samples and made.tally.failed == 1
+
+
+def test_nothing_is_chosen_where_the_rule_itself_is_wrong(tmp_path):
+    assert tuner(tmp_path).run([TARGET], Formula(cost, wrong=[RULE])) == {}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [{"spill_bytes": 8}, {"shared_bytes": 1 << 20}, {"bound": 0.3}, {"failed": "no"}],
+    ids=lambda report: next(iter(report)),
+)
+def test_candidates_that_compile_badly_are_dropped_but_never_the_rule(tmp_path, report):
+    made = tuner(tmp_path, Compiler(s3=report))
+    alive = [config for config, _ in made.static(TARGET)]
+    assert alive[0] == RULE and {config.num_stages for config in alive} == {1, 2, 4}
+    everything = tuner(tmp_path, Compiler(s2={"bound": 0.1}))
+    assert next(iter(everything.static(TARGET)))[0] == RULE and RULE.num_stages == 2
+
+
+def test_the_tally_counts_everything(tmp_path):
+    seen = []
+    made = tuner(tmp_path, Compiler(s4={"failed": "no"}))
+    made.tally = Tally(show=lambda tally: seen.append((tally.tried, tally.pruned, tally.failed, tally.best)))
+    made.run([TARGET], Formula(cost))
+    listed = candidates(TARGET, "sm_90")
+    failed = sum(config.num_stages == 4 for config in listed)
+    assert seen[-1] == (
+        len(listed),
+        len(listed) - min(TIMED, len(listed) - failed),
+        failed,
+        "1.25x of the rule",
+    )
+    assert [tried for tried, *_ in seen] == sorted(tried for tried, *_ in seen)
+
+
+# -- interruptions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 5, 130, 200])
+def test_after_an_interrupt_a_resumed_run_repeats_nothing_and_chooses_the_same(tmp_path, at):
+    kept = {}
+    bench, compiler = Formula(cost, interrupt=at), Compiler()
+    first = tuner(tmp_path, compiler, kept=kept)
+    with pytest.raises(KeyboardInterrupt):
+        first.run([TARGET], bench)
+    first.journal.close()
+    done = len(bench.checks)
+    again, silent = Formula(cost), Compiler()
+    assert tuner(tmp_path, silent, resume=True).run([TARGET], again)[TARGET].config == BEST
+    assert compiler.asked and silent.asked == [] and again.checks == []
+    assert done == TIMED
+    if at == 200:  # the first halving was over: its choice was kept, and it is not timed again
+        assert kept[TARGET].config == BEST
+        assert len(again.samples) < 5 * TIMED
+
+
+def test_an_interrupt_while_compiling_is_resumed_too(tmp_path):
+    class Stops(Compiler):
+        def __call__(self, jobs):
+            for i, found in enumerate(super().__call__(jobs)):
+                if i == 10:
+                    raise KeyboardInterrupt
+                yield found
+
+    with pytest.raises(KeyboardInterrupt):
+        tuner(tmp_path, Stops()).run([TARGET], Formula(cost))
+    rest = Compiler()
+    assert tuner(tmp_path, rest, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
+    assert len(rest.asked) == len(candidates(TARGET, "sm_90")) - 10
+
+
+def test_a_torn_last_line_costs_that_line_alone(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    made = tuner(tmp_path)
+    made.run([TARGET], Formula(cost))
+    made.journal.close()
+    whole = path.read_text().splitlines()
+    path.write_text("\n".join(whole[:20]) + "\n" + whole[20][: len(whole[20]) // 2])
+    rest = Compiler()
+    assert tuner(tmp_path, rest, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
+    assert len(rest.asked) == len(candidates(TARGET, "sm_90")) - 19  # the first line is "begin"
+    broken = [line for line in path.read_text().splitlines() if not is_json(line)]
+    assert broken == [whole[20][: len(whole[20]) // 2]]
+
+
+def is_json(line):
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("other", ["conditions", "no resume"])
+def test_findings_of_other_conditions_or_an_older_run_are_not_taken_over(tmp_path, other):
+    made = tuner(tmp_path)
+    made.run([TARGET], Formula(cost))
+    made.journal.close()
+    compiler = Compiler()
+    again = tuner(tmp_path, compiler)
+    if other == "conditions":
+        again.journal.close()
+        again.journal = Journal(tmp_path / "journal.jsonl", {"device": "another"}, resume=True)
+    again.static(TARGET)
+    assert len(compiler.asked) == len(candidates(TARGET, "sm_90"))
+
+
+def test_time_that_runs_out_leaves_the_last_finished_halving(tmp_path):
+    """Every look at the clock takes a second: one halving of 24 candidates and four rounds takes about 100."""
+    kept = {}
+    late = tuner(tmp_path, deadline=280.0, now=Ticks(1.0), kept=kept)
+    assert late.run([TARGET], Formula(cost))[TARGET].config == BEST and kept[TARGET].gain > 1.2
+    nothing = tuner(tmp_path / "other", deadline=60.0, now=Ticks(1.0))
+    assert nothing.run([TARGET], Formula(cost)) == {}
+
+
+def test_each_target_gets_its_share_of_the_time(tmp_path):
+    wanted = targets(["32x8,128,4096"], list(MASKS), list(OPS), "bfloat16")
+    assert len(wanted) == 12
+    made = tuner(tmp_path, deadline=12 * 300.0, now=Ticks(1.0))
+    assert len(made.run(wanted, Formula(cost))) == 12
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [("32,128,4096", "is not HEADS"), ("32x5,128,4096", "divide"), ("8x8,512,64", "256"), ("8x8,64", "not")],
+)
+def test_shapes_that_nobody_has_are_refused(shape, said):
+    with pytest.raises(ValueError, match=said):
+        targets([shape], ["causal"], ["fwd"], "bfloat16")

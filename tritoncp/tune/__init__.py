@@ -1,0 +1,1 @@
+"""`tritoncp autotune`: measure tile shapes, and keep those that win."""

@@ -1,0 +1,205 @@
+"""The stages: compile and drop what cannot be fast, check the answer, then time the rest by halves.
+
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): everyone in turn within a round, twice the
+rounds for the better half, the rule's own config always among them. What does not beat it by 2 % is not kept.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from tritoncp.kernels.configs import Config, family
+from tritoncp.machine_code import MACHINES
+from tritoncp.offline import Job
+from tritoncp.tune.journal import Journal
+from tritoncp.tune.targets import Target, candidates
+
+WIN = 1.02  # time of the rule over that of a config worth keeping
+BEHIND = 0.75  # of the best bound among the candidates: below it nothing is timed
+TIMED = 24  # candidates at most, best bounds first
+ROUNDS = 4  # of the first halving
+REPORTED = ("registers", "spill_bytes", "shared_bytes", "flops", "bound", "limit", "failed")
+
+
+class Bench(Protocol):
+    """What only the device can say."""
+
+    def wrong(self, target: Target, config: Config) -> str | None:
+        """Why the answer is not to be trusted, if it is not."""
+
+    def milliseconds(self, target: Target, config: Config) -> float:
+        """One execution."""
+
+
+@dataclass
+class Tally:
+    """How far a run is, for whoever shows it."""
+
+    target: str = ""
+    tried: int = 0
+    pruned: int = 0
+    failed: int = 0
+    best: str = ""
+    show: Callable[[Tally], None] = lambda tally: None
+
+    def count(self, **more: int) -> None:
+        for name, n in more.items():
+            setattr(self, name, getattr(self, name) + n)
+        self.show(self)
+
+
+class Choice(NamedTuple):
+    """A config, and its median and the rule's in the last round that both finished."""
+
+    config: Config
+    ms: float
+    rule_ms: float
+
+    @property
+    def gain(self) -> float:
+        return self.rule_ms / self.ms
+
+
+Compile = Callable[[list[Job]], Generator[tuple[Job, dict[str, Any]]]]
+
+
+@dataclass
+class Tuner:
+    """One run.
+
+    compiled: reports of jobs, as :func:`tritoncp.offline.compile_all`
+    now:      a clock in seconds; nothing is started after ``deadline``
+    keep:     is told of each target's choice the moment it is made
+    """
+
+    arch: str
+    journal: Journal
+    compiled: Compile
+    deadline: float
+    keep: Callable[[Target, Choice], None] = lambda target, choice: None
+    now: Callable[[], float] = time.monotonic
+    tally: Tally = field(default_factory=Tally)
+
+    def static(self, target: Target, until: float | None = None) -> list[tuple[Config, dict[str, Any]]]:
+        """Candidates that compile, fit and may be fast, with their reports; best bound first, the rule's own
+        before all."""
+        self.tally.target = target.name
+        listed = candidates(target, self.arch)
+        reports: dict[Config, dict[str, Any]] = {}
+        jobs = {}
+        for config in listed:
+            found = self.journal.known("compile", target, config)
+            if found is None:
+                jobs[target.job(self.arch, config)] = config
+            else:
+                reports[config] = found
+                self.tally.count(tried=1)
+        with closing(self.compiled(list(jobs))) as done:
+            for job, found in done:
+                config = jobs[job]
+                reports[config] = {name: found[name] for name in REPORTED if name in found}
+                self.journal.add("compile", target, config, reports[config])
+                self.tally.count(tried=1, failed="failed" in found)
+                if self.now() > (self.deadline if until is None else until):
+                    break
+        best = max((found.get("bound") or 0.0 for found in reports.values()), default=0.0)
+        alive = [
+            (config, found)
+            for config, found in reports.items()
+            if not ("failed" in found if config == listed[0] else self._why(found, best))
+        ]
+        alive.sort(key=lambda pair: (pair[0] != listed[0], -(pair[1].get("bound") or 0.0)))
+        self.tally.count(pruned=len(reports) - len(alive[:TIMED]))
+        return alive[:TIMED]
+
+    def _why(self, found: dict[str, Any], best: float) -> str:
+        """Why a candidate is not worth a measurement; "" if it is."""
+        if "failed" in found:
+            return found["failed"]
+        limit = MACHINES[family(self.arch)].block
+        if found["shared_bytes"] > limit:
+            return f"{found['shared_bytes']} bytes of shared memory, there are {limit}"
+        if found["spill_bytes"]:
+            return f"spills {found['spill_bytes']} bytes"
+        bound = found.get("bound")
+        return f"bound {bound:.0%}, best {best:.0%}" if bound is not None and bound < BEHIND * best else ""
+
+    def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
+        """The fastest right candidate, if it beats the rule; else the rule. None without a measurement of
+        both.  An interrupt is passed on after what is known so far was kept."""
+        alive = [config for config, _ in self.static(target, until)]
+        rule = candidates(target, self.arch)[0]
+        best: Choice | None = None
+        try:
+            alive = [config for config in alive if self._right(target, config, bench)]
+            if rule not in alive:
+                return None  # nothing to compare with: not a config to be trusted either
+            rounds = ROUNDS
+            while self.now() < until:
+                times = self._times(target, alive, bench, rounds, until)
+                if times is None:
+                    break
+                best = self._best(times, rule)
+                self.tally.best = f"{best.gain:.2f}x of the rule"
+                self.tally.count()
+                if len(alive) <= 2:
+                    break
+                others = sorted((c for c in alive if c != rule), key=times.__getitem__)
+                alive = [rule, *others[: max(1, (len(alive) - 1) // 2)]]
+                rounds *= 2
+        finally:
+            if best is not None:
+                self.keep(target, best)
+        return best
+
+    def _right(self, target: Target, config: Config, bench: Bench) -> bool:
+        found = self.journal.known("check", target, config)
+        if found is None:
+            found = {"wrong": bench.wrong(target, config)}
+            self.journal.add("check", target, config, found)
+        self.tally.count(failed=found["wrong"] is not None)
+        return found["wrong"] is None
+
+    def _times(
+        self, target: Target, alive: Sequence[Config], bench: Bench, rounds: int, until: float
+    ) -> dict[Config, float] | None:
+        """Medians of so many rounds, in each of which everyone runs once, beginning with the next one; None
+        if time is up before."""
+        missing = [c for c in alive if self.journal.known("time", target, c, rounds) is None]
+        if missing:  # a round that was cut off says nothing: the whole of it again
+            samples: dict[Config, list[float]] = {config: [] for config in alive}
+            for config in alive:
+                bench.milliseconds(target, config)  # warm
+            for turn in range(rounds):
+                first = turn % len(alive)
+                for config in [*alive[first:], *alive[:first]]:
+                    if self.now() > until:
+                        return None
+                    samples[config].append(bench.milliseconds(target, config))
+            for config, taken in samples.items():
+                self.journal.add("time", target, config, {"ms": statistics.median(taken)}, rounds)
+        found = {config: self.journal.known("time", target, config, rounds) for config in alive}
+        return {config: entry["ms"] for config, entry in found.items() if entry is not None}
+
+    @staticmethod
+    def _best(times: dict[Config, float], rule: Config) -> Choice:
+        fastest = min(times, key=times.__getitem__)
+        winner = fastest if times[rule] / times[fastest] > WIN else rule
+        return Choice(winner, times[winner], times[rule])
+
+    def run(self, wanted: Sequence[Target], bench: Bench) -> dict[Target, Choice]:
+        """Every target in turn; each may use its share of the time that is left."""
+        chosen = {}
+        for i, target in enumerate(wanted):
+            left = self.deadline - self.now()
+            if left <= 0:
+                break
+            choice = self.choose(target, bench, self.now() + left / (len(wanted) - i))
+            if choice is not None:
+                chosen[target] = choice
+        return chosen

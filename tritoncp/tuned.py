@@ -1,0 +1,235 @@
+"""Tile shapes that ``tritoncp autotune`` measured: where they lie, which of them a call takes.
+
+A file holds what was measured on one device with one Triton:
+``<folder>/<arch>/<device>-triton-<version>.json``.  Folders, the first that knows wins: TRITONCP_CONFIG_DIR,
+the user's, the package's; then, in the same order, files of other devices of the same architecture or of
+other Tritons; then the rule in ``kernels/configs.py``.  ``TRITONCP_CONFIG_DIR=-`` looks nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import tritoncp
+from tritoncp import comm
+from tritoncp.kernels.configs import architecture, check_options
+from tritoncp.masks import Mask
+
+SHIPPED = Path(tritoncp.__file__).parent / "kernels/configs"
+# For the nearest that was measured, where a mask's own kind was not: long rows of full blocks in both.
+NEAREST = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}
+
+Entries = list[dict[str, Any]]  # each: kernel, dtype, head_dim, mask, config
+
+
+class Device(NamedTuple):
+    """Whose times: architecture as in kernels/configs.py, and the name of the product."""
+
+    arch: str
+    name: str
+
+
+@functools.lru_cache(maxsize=64)
+def device_of(device: torch.device) -> Device:
+    """
+    >>> device_of(torch.device("cpu"))
+    Device(arch='interpreter', name='cpu')
+    """
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return Device(architecture(device), name)
+
+
+def kind_of(mask: Mask, mod: bool = False) -> str:
+    """The kind of a mask that tile shapes are measured for.
+
+    mod: whether its mask_mod runs in the kernel
+
+    >>> from tritoncp import causal, create_block_mask, document, sliding_window
+    >>> masks = causal(), sliding_window(8), document(lengths=[40, 24])
+    >>> [kind_of(create_block_mask(mask, 1, 1, 64, 64)) for mask in masks]
+    ['causal', 'window', 'interval']
+    """
+    if mod:
+        return "mod"
+    if mask.window is not None:
+        return "causal" if min(mask.window) < 0 else "window"
+    return "full" if mask.mask_mod is None else "interval"
+
+
+def folders() -> list[Path]:
+    """Where files are looked for, best first."""
+    given = os.environ.get("TRITONCP_CONFIG_DIR")
+    if given == "-":
+        return []
+    return [*([Path(given)] if given else []), user_folder(), SHIPPED]
+
+
+def user_folder() -> Path:
+    import platformdirs
+
+    return Path(platformdirs.user_config_dir("tritoncp", appauthor=False)) / "configs"
+
+
+def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
+    """
+    >>> path_in(Path("x"), Device("sm_90", "NVIDIA H200"), "3.7.1").as_posix()
+    'x/sm_90/nvidia-h200-triton-3.7.1.json'
+    """
+    slug = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
+    return folder / device.arch / f"{slug}-triton-{triton or _triton()}.json"
+
+
+def _triton() -> str:
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def sources(device: Device) -> Iterator[Path]:
+    """Files that may know something about a device, best first."""
+    exact = [path_in(folder, device) for folder in folders()]
+    yield from (path for path in exact if path.is_file())
+    own = exact[0].name.partition("-triton-")[0] if exact else ""
+    for folder in folders():
+        found = [path for path in sorted((folder / device.arch).glob("*.json")) if path not in exact]
+        yield from sorted(found, key=lambda path: path.name.partition("-triton-")[0] != own)
+
+
+def entries_of(path: Path) -> Entries:
+    """What a file says; a warning and nothing where it says nothing that can be used."""
+    try:
+        entries = json.loads(path.read_text())["entries"]
+        for entry in entries:
+            check_options({"CONFIGS": {entry["kernel"]: entry["config"]}})
+            _ = entry["dtype"], entry["head_dim"], entry["mask"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        warnings.warn(f"{path} is no file of tritoncp autotune and is not used: {error!r}", stacklevel=2)
+        return []
+    return entries
+
+
+@functools.lru_cache(maxsize=16)
+def table(device: Device, given: str | None) -> str:
+    """Everything that is known for a device, as text that ranks can compare; the first of several entries
+    about the same kernel counts. ``given`` is TRITONCP_CONFIG_DIR, which may change while a process lives."""
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for path in sources(device):
+        for entry in entries_of(path):
+            about = tuple(entry[name] for name in ("kernel", "dtype", "head_dim", "mask"))
+            known.setdefault(about, entry["config"])
+    return json.dumps([[*about, config] for about, config in known.items()])
+
+
+def local(device: torch.device) -> str:
+    """The table of this process."""
+    return table(device_of(device), os.environ.get("TRITONCP_CONFIG_DIR"))
+
+
+# What rank 0 of a group had when the group's first plan was made.
+_AGREED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def agree(group: Any) -> None:
+    """Rank 0's table becomes that of every rank, once for a group; all ranks call this together."""
+    if group in _AGREED:
+        return
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    own = local(device or torch.device("cpu"))
+    content = own.encode()
+    digest = int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
+    rows = comm.exchange([digest, len(content)], group)
+    if any(row != rows[0] for row in rows):
+        length = rows[0][1]
+        padded = (content if group.rank() == 0 else b"").ljust(-(-length // 8) * 8, b"\0")
+        words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
+        first = comm.exchange(words, group)[0]
+        own = b"".join(word.to_bytes(8, "little", signed=True) for word in first)[:length].decode()
+    _AGREED[group] = own
+
+
+def text_of(device: torch.device, group: Any) -> str:
+    """The table that calls of a group use; a group that made no plan together uses each rank's own."""
+    agreed = _AGREED.get(group) if group is not None else None
+    return local(device) if agreed is None else agreed
+
+
+def digest_of(device: torch.device, group: Any) -> str:
+    """A short name of the table that calls of a group use."""
+    return "tiles " + hashlib.sha256(text_of(device, group).encode()).hexdigest()[:12]
+
+
+@functools.lru_cache(maxsize=256)
+def _chosen(text: str, dtype: str, head_dim: int, mask: str) -> dict[str, Mapping[str, Any]]:
+    """Kernel -> config, for one call."""
+    chosen: dict[str, Mapping[str, Any]] = {}
+    wanted: str | None = mask
+    for _ in range(3):
+        for kernel, own_dtype, dim, own_mask, config in json.loads(text):
+            if (own_dtype, dim, own_mask) == (dtype, head_dim, wanted):
+                chosen.setdefault(kernel, config)
+        wanted = NEAREST.get(wanted or "")
+    return chosen
+
+
+def configs(
+    device: torch.device, dtype: torch.dtype, head_dim: int, mask: str, group: Any = None
+) -> dict[str, Any]:
+    """Options of the engine for one call: ``{"CONFIGS": kernel -> config}``, or nothing where nothing that
+    was measured applies and the rule does.
+
+    head_dim: the larger one of q, k and of v; mask: see :func:`kind_of`
+    """
+    text = text_of(device, group)
+    if text == "[]":
+        _tell(device, group)
+        return {}
+    found = _chosen(text, str(dtype).removeprefix("torch."), head_dim, mask)
+    return {"CONFIGS": found} if found else {}
+
+
+_TOLD: set[Device] = set()
+
+
+def _tell(device: torch.device, group: Any) -> None:
+    """Once for a GPU, on one rank: measured tiles may be faster, and this is how to get them."""
+    if device.type == "cpu" or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
+        return
+    about = device_of(device)
+    if about in _TOLD or (group is not None and group.rank()):
+        return
+    _TOLD.add(about)
+    warnings.warn(
+        f"nothing has been tuned for {about.name} ({about.arch}) here: tile shapes are those of a "
+        "rule. `tritoncp autotune --preset llama3-8b`, run once, measures better ones; "
+        "TRITONCP_CONFIG_DIR=- keeps the rule and says nothing",
+        stacklevel=2,
+    )
+
+
+def write(folder: Path, device: Device, entries: Entries, about: Mapping[str, Any]) -> Path:
+    """Put entries into the device's file, in place of those about the same kernels, all or nothing."""
+    path = path_in(folder, device)
+    names = ("kernel", "dtype", "head_dim", "mask")
+    old = entries_of(path) if path.is_file() else []
+    merged = {tuple(entry[name] for name in names): entry for entry in [*old, *entries]}
+    lines = ",\n".join(json.dumps(entry) for entry in merged.values())
+    head = json.dumps({"device": device.name, "arch": device.arch, "triton": _triton(), **about})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_text(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')
+    os.replace(fresh, path)
+    table.cache_clear()
+    return path
