@@ -56,7 +56,7 @@ class Screen:
             BarColumn(), text, TimeElapsedColumn(), console=console, disable=not console.is_terminal
         )
         self._task = self._bar.add_task("", total=total, target="", pruned=0, failed=0, best="–")
-        self._last = ("", -1)
+        self._step, self._said = ("", -1), "nothing tried"
 
     def __enter__(self) -> Screen:
         self._bar.start()
@@ -64,6 +64,7 @@ class Screen:
 
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
+        self._say()
 
     def __call__(self, tally: Tally) -> None:
         shown: dict[str, Any] = {
@@ -73,11 +74,16 @@ class Screen:
             "best": tally.best or "–",
         }
         self._bar.update(self._task, completed=tally.tried, **shown)
+        self._said = f"{tally.target}: tried {tally.tried}, pruned {tally.pruned}, failed {tally.failed}, "
+        self._said += f"best {tally.best or '–'}"
         step = (tally.target + tally.best, tally.tried // 20)
-        if not self._console.is_terminal and step != self._last:
-            self._last = step
-            line = f"{tally.target}: tried {tally.tried}, pruned {tally.pruned}, failed {tally.failed}"
-            self._console.print(f"{line}, best {tally.best or '–'}", markup=False, highlight=False)
+        if step != self._step:
+            self._step = step
+            self._say()
+
+    def _say(self) -> None:
+        if not self._console.is_terminal:
+            self._console.print(self._said, markup=False, highlight=False)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,225 @@
+"""Measured tile shapes: which file wins, what a call takes of it, and that ranks take rank 0's."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from tests.dist.ranks import run as on_ranks
+from tritoncp import causal, create_block_mask, flex_attention, make_plan, tuned
+from tritoncp.kernels import engine
+from tritoncp.kernels.configs import Config
+from tritoncp.masks import full_mask
+from tritoncp.offline import VARIANTS
+from tritoncp.perf.cases import MASKS as CASES
+from tritoncp.reference import dense_attention
+from tritoncp.tune.targets import MASKS
+from tritoncp.tuned import Device
+
+H200 = Device("sm_90", "NVIDIA H200")
+H100 = Device("sm_90", "NVIDIA H100 80GB HBM3")
+CPU = Device("interpreter", "cpu")
+
+
+def entry(block_m, kernel="forward", mask="causal", head_dim=16, dtype="float32"):
+    config = asdict(Config(block_m, 32))
+    return {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "mask": mask, "config": config}
+
+
+@pytest.fixture(autouse=True)
+def places(monkeypatch, tmp_path):
+    """The three folders, all of them empty."""
+    tuned.table.cache_clear()
+    tuned._TOLD.clear()
+    monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "given"))
+    monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path / "user")
+    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
+    yield tmp_path
+    tuned.table.cache_clear()
+
+
+def put(folder, block_m, device=H200, triton=None, **about):
+    path = tuned.path_in(folder, device, triton)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"entries": [entry(block_m, **about)]}))
+
+
+def blocks(device=H200):
+    return {row[0]: row[4]["BLOCK_M"] for row in json.loads(tuned.table(device, "any"))}
+
+
+def test_the_nearest_place_that_knows_wins(places):
+    """Written from the weakest to the strongest: each takes over from the one before."""
+    assert blocks() == {}
+    weakest_first = [
+        ("shipped", H100, None),
+        ("user", H100, None),
+        ("given", H100, "3.6.0"),
+        ("given", H200, "3.6.0"),  # the device itself, with another Triton
+        ("shipped", H200, None),
+        ("user", H200, None),
+        ("given", H200, None),
+    ]
+    for i, (folder, device, triton) in enumerate(weakest_first):
+        put(places / folder, 16 << i % 4, device, triton)
+        tuned.table.cache_clear()
+        assert blocks() == {"forward": 16 << i % 4}, (folder, device, triton)
+    assert blocks(Device("sm_100", "NVIDIA B200")) == {}
+
+
+def test_what_one_place_does_not_know_the_next_one_may(places):
+    put(places / "given", 16)
+    put(places / "user", 64, kernel="dq")
+    assert blocks() == {"forward": 16, "dq": 64}
+
+
+def test_a_dash_looks_nowhere(places, monkeypatch):
+    put(places / "user", 16, CPU)
+    assert tuned.local(torch.device("cpu")) != "[]"
+    monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
+    assert tuned.local(torch.device("cpu")) == "[]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"entries": [{}]}',
+        json.dumps({"entries": [entry(48)]}),
+        json.dumps({"entries": [entry(32, "odd")]}),
+    ],
+    ids=["torn", "empty", "impossible tile", "no such kernel"],
+)
+def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
+    put(places / "user", 64)
+    path = tuned.path_in(places / "given", H200)
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.warns(UserWarning, match="given.*not used"):
+        assert blocks() == {"forward": 64}
+
+
+def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):
+    put(places / "user", 16, CPU)
+    cpu = torch.device("cpu")
+    for mask, found in (("causal", 16), ("full", 16), ("interval", 16), ("mod", 16), ("window", None)):
+        options = tuned.configs(cpu, torch.float32, 16, mask)
+        assert options.get("CONFIGS", {}).get("forward", {}).get("BLOCK_M") == found
+    assert tuned.configs(cpu, torch.float32, 32, "causal") == {}
+    assert tuned.configs(cpu, torch.bfloat16, 16, "causal") == {}
+
+
+def test_a_gpu_that_nobody_tuned_is_told_once_with_the_command(monkeypatch):
+    monkeypatch.setattr(tuned, "device_of", lambda device: H200)
+    gpu = torch.device("cuda", 0)
+    with pytest.warns(UserWarning, match=r"NVIDIA H200 \(sm_90\).*`tritoncp autotune --preset"):
+        assert tuned.configs(gpu, torch.bfloat16, 128, "causal") == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuned.configs(gpu, torch.bfloat16, 64, "full") == {}
+    tuned._TOLD.clear()
+    monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuned.configs(gpu, torch.bfloat16, 128, "causal") == {}
+
+
+def test_writing_replaces_the_same_kernels_and_keeps_the_others(places):
+    folder = places / "user"
+    tuned.write(folder, H200, [entry(16), entry(32, "dq")], {"code": "a"})
+    path = tuned.write(folder, H200, [entry(64)], {"code": "b"})
+    assert blocks() == {"forward": 64, "dq": 32}
+    said = json.loads(path.read_text())
+    assert (said["device"], said["arch"], said["code"]) == ("NVIDIA H200", "sm_90", "b") and said["triton"]
+    assert [left.name for left in path.parent.iterdir()] == [path.name]
+
+
+# -- calls ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(kernel, BLOCK_M) of everything that is launched."""
+    seen = []
+    original = engine.Launch.__call__
+
+    def call(self):
+        seen.append((self.kernel.__name__.removesuffix("_kernel"), self.config.BLOCK_M))
+        return original(self)
+
+    monkeypatch.setattr(engine.Launch, "__call__", call)
+    return seen
+
+
+def attend(mask, **options):
+    q, k, v = torch.randn(3, 1, 1, 40, 16).unbind()
+    q.requires_grad_()
+    out = flex_attention(q, k, v, mask, kernel_options=options or None)
+    out.sum().backward()
+    whole = create_block_mask(mask, 1, 1, 40, 40)
+    torch.testing.assert_close(out, dense_attention(q, k, v, whole).out, atol=2e-6, rtol=1e-5)
+
+
+def test_calls_take_what_was_measured_and_options_are_stronger(places, launched):
+    put(places / "user", 16, CPU)
+    attend(causal())
+    assert dict(launched)["forward"] == 16 and dict(launched)["dq"] == 128
+    launched.clear()
+    attend(causal(), fwd_BLOCK_M=64)
+    assert dict(launched)["forward"] == 64
+
+
+def test_the_rule_serves_where_nothing_was_measured(launched):
+    attend(causal())
+    assert dict(launched)["forward"] == 128
+
+
+def test_rank_0_chooses_for_all(places, launched, monkeypatch):
+    """Each rank has files of its own, rank 2 none at all; every rank launches rank 0's tiles."""
+    for rank, block in enumerate((16, 64)):
+        put(places / str(rank), block, CPU)
+        put(places / str(rank), 32, CPU, triton="0.0", kernel="dq")
+
+    def work(group):
+        monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / str(group.rank())))
+        mask = create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16)
+        plan = make_plan(mask, group)
+        x = torch.randn(1, 1, plan.s_local, 16, requires_grad=True)
+        flex_attention(x, x, x, plan, group).sum().backward()
+        own = tuned.local(torch.device("cpu"))
+        return (
+            own,
+            tuned.text_of(torch.device("cpu"), group),
+            {m for kernel, m in launched if kernel == "forward"},
+        )
+
+    results = on_ranks(3, work)
+    own, used, forward = zip(*results)
+    assert len(set(own)) == 3 and set(used) == {own[0]}
+    assert set().union(*forward) == {16}
+
+
+def test_ranks_that_have_the_same_say_so_in_one_exchange(places, monkeypatch):
+    put(places / "given", 16, CPU)
+
+    def work(group):
+        count = []
+        original = tuned.comm.exchange
+        monkeypatch.setattr(tuned.comm, "exchange", lambda *words: count.append(1) or original(*words))
+        tuned.agree(group)
+        tuned.agree(group)
+        return len(count)
+
+    assert on_ranks(2, work) == [1, 1]
+
+
+def test_what_is_tuned_is_what_calls_look_up() -> None:
+    """The kind that a target is written under is the one that its mask is found under."""
+    for name, (kind, variant) in MASKS.items():
+        closed = CASES[name].closed(512)
+        mask = full_mask(512, 512) if closed is None else create_block_mask(closed, 1, 1, 512, 512)
+        assert tuned.kind_of(mask) == kind and variant in VARIANTS
