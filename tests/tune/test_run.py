@@ -57,9 +57,8 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
 
 
 def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
-    done = invoke(
-        "--dry-run", "--target", "sm_90", "--preset", "llama3-8b", "--mask", "causal", "--ops", "bwd"
-    )
+    words = ["--dry-run", "--target", "sm_90"]
+    done = invoke(*words, "--preset", "llama3-8b", "--mask", "causal", "--ops", "bwd")
     assert done.exit_code == 0 and not home.exists()
     assert "dq causal 32x8 d128 16384 bfloat16: " in done.output and "dkdv causal" in done.output
     rows = json.loads(invoke(*words, "--json").stdout)
