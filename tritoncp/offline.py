@@ -28,7 +28,7 @@ import torch
 import tritoncp
 from tritoncp import machine_code
 from tritoncp.closed_forms import and_masks, causal, document, sliding_window
-from tritoncp.kernels.configs import Config, choose, family, option_names, pieces
+from tritoncp.kernels.configs import Config, family, pieces
 from tritoncp.masks import Mask, create_block_mask, full_mask
 from tritoncp.plan import build
 
@@ -227,7 +227,8 @@ def launch_of(job: Job) -> Any:
     tables = build(mask, variant.world_size).tables(batch=1, heads=HEADS)
     mod = mask_mod(mask.mask_mod) if tables.mask == "mod" and mask.mask_mod else None
     mods = Mods(mask=mod and mod.fn, mask_caps=mod.caps() if mod else ())
-    engine = TritonEngine(mods, dim**-0.5, options_of(job) | dict(variant.options), arch=job.arch)
+    options = options_of(job.kernel, job.config) | dict(variant.options)
+    engine = TritonEngine(mods, dim**-0.5, options, arch=job.arch)
     rows, keys = tables.q_rows, tables.kv_rows
     q, out, dout, dq = (torch.empty(1, rows, HEADS, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
     k, v = torch.empty(keys, 1, KV_HEADS, 2 * dim, dtype=dtype).permute(1, 2, 0, 3).split(dim, dim=3)
@@ -246,17 +247,9 @@ def launch_of(job: Job) -> Any:
     return engine.dkdv(*given, dk=dk, dv=dv, add=variant.load)
 
 
-def options_of(job: Job) -> dict[str, Any]:
-    """The job's config as kernel options."""
-    if job.config is None:
-        return {}
-    return {both[-1]: getattr(job.config, name) for name, both in option_names(job.kernel).items()}
-
-
-def config_of(job: Job, block: int = 128) -> Config:
-    """The tiles that a job is compiled with."""
-    dtype = getattr(torch, job.dtype)
-    return choose(job.kernel, job.arch, job.head_dim, dtype, block, block, options_of(job))
+def options_of(kernel: str, config: Config | None) -> dict[str, Any]:
+    """Engine options that give a kernel this config; those of the rule for None."""
+    return {"CONFIGS": ((kernel, tuple(asdict(config).items())),)} if config else {}
 
 
 class Stand(NamedTuple):

@@ -139,19 +139,19 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any, check: Callable[[]
     def build() -> tuple[Plan, agreement.Facts, Sequence[int]]:
         made = _natural(sources, q.shape[0], lengths, kv_lengths, rank)
         facts = {"call": fact("building"), "mask": fact(repr(made.mask), sources.digest())} if group else {}
-        return made, facts, ()
+        return made, facts, tuned.summary() if group else ()
 
-    made, _ = agreement.together(group, build)
-    _connect(group, [made])
+    made, tiles = agreement.together(group, build)
+    _connect(group, [made], tiles)
     return made
 
 
-def _connect(group: Any, plans: Iterable[Plan]) -> None:
-    """What takes every rank and comes once: measured tile shapes, which are rank 0's, and what the schedules
-    communicate over besides the group."""
+def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) -> None:
+    """What takes every rank and comes once: measured tile shapes, which are rank 0's (``tiles`` says who has
+    which), and what the schedules communicate over besides the group."""
     if group is None:
         return
-    tuned.agree(group)
+    tuned.agree(group, tiles)
     if any("ring" in one.schedule for one in plans):
         comm.aside(group)
 
@@ -255,8 +255,9 @@ def make(
             if group
             else fact(""),
         }
-        return {name: pin(sources[name].keep(one)) for name, one in made.items()}, facts, ()
+        plans = {name: pin(sources[name].keep(one)) for name, one in made.items()}
+        return plans, facts, tuned.summary() if group else ()
 
-    made = agreement.together(group, build)[0]
-    _connect(group, made.values())
+    made, tiles = agreement.together(group, build)
+    _connect(group, made.values(), tiles)
     return made

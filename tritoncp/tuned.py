@@ -16,7 +16,7 @@ import os
 import re
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ def entries_of(path: Path) -> Entries:
     try:
         entries = json.loads(path.read_text())["entries"]
         for entry in entries:
-            check_options({"CONFIGS": {entry["kernel"]: entry["config"]}})
+            check_options({"CONFIGS": ((entry["kernel"], tuple(entry["config"].items())),)})
             _ = entry["dtype"], entry["head_dim"], entry["mask"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         warnings.warn(f"{path} is no file of tritoncp autotune and is not used: {error!r}", stacklevel=2)
@@ -142,22 +142,34 @@ def local(device: torch.device) -> str:
 _AGREED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
-def agree(group: Any) -> None:
-    """Rank 0's table becomes that of every rank, once for a group; all ranks call this together."""
+def summary() -> tuple[int, int]:
+    """Digest and length of this rank's table, for ranks to compare while they make a plan together."""
+    content = _own().encode()
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True), len(content)
+
+
+def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
+    """Rank 0's table becomes that of every rank, once for a group; all ranks call this together.
+
+    summaries: of all ranks. Where they are equal, nothing is sent.
+    """
     if group in _AGREED:
         return
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    own = local(device or torch.device("cpu"))
-    content = own.encode()
-    digest = int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
-    rows = comm.exchange([digest, len(content)], group)
-    if any(row != rows[0] for row in rows):
-        length = rows[0][1]
-        padded = (content if group.rank() == 0 else b"").ljust(-(-length // 8) * 8, b"\0")
+    own = _own()
+    if any(one != summaries[0] for one in summaries):
+        length = summaries[0][1]
+        content = own.encode() if group.rank() == 0 else b""
+        padded = content.ljust(-(-length // 8) * 8, b"\0")
         words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
         first = comm.exchange(words, group)[0]
         own = b"".join(word.to_bytes(8, "little", signed=True) for word in first)[:length].decode()
     _AGREED[group] = own
+
+
+def _own() -> str:
+    """The table for the GPU of this process."""
+    gpu = torch.cuda.is_available()
+    return local(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
 
 
 def text_of(device: torch.device, group: Any) -> str:
@@ -172,23 +184,23 @@ def digest_of(device: torch.device, group: Any) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _chosen(text: str, dtype: str, head_dim: int, mask: str) -> dict[str, Mapping[str, Any]]:
-    """Kernel -> config, for one call."""
-    chosen: dict[str, Mapping[str, Any]] = {}
+def _chosen(text: str, dtype: str, head_dim: int, mask: str) -> tuple[Any, ...]:
+    """(kernel, items of its config) of each kernel, for one call."""
+    chosen: dict[str, tuple[Any, ...]] = {}
     wanted: str | None = mask
     for _ in range(3):
         for kernel, own_dtype, dim, own_mask, config in json.loads(text):
             if (own_dtype, dim, own_mask) == (dtype, head_dim, wanted):
-                chosen.setdefault(kernel, config)
+                chosen.setdefault(kernel, tuple(config.items()))
         wanted = NEAREST.get(wanted or "")
-    return chosen
+    return tuple(chosen.items())
 
 
 def configs(
     device: torch.device, dtype: torch.dtype, head_dim: int, mask: str, group: Any = None
 ) -> dict[str, Any]:
-    """Options of the engine for one call: ``{"CONFIGS": kernel -> config}``, or nothing where nothing that
-    was measured applies and the rule does.
+    """Options of the engine for one call: CONFIGS, or nothing where nothing that was measured applies and the
+    rule does.
 
     head_dim: the larger one of q, k and of v; mask: see :func:`kind_of`
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,7 +48,6 @@ class Problem:
     """Tensors of a shape, the right answer in float32, and launches of single kernels."""
 
     def __init__(self, target: Target, device: torch.device) -> None:
-
         case = Case(
             target.mask,
             "backward",
@@ -77,7 +76,9 @@ class Problem:
 
     def launch(self, kernel: str, config: Config | None) -> Launch:
 
-        options: dict[str, Any] = {} if config is None else {"CONFIGS": {kernel: asdict(config)}}
+        options: dict[str, Any] = (
+            {} if config is None else {"CONFIGS": ((kernel, tuple(asdict(config).items())),)}
+        )
         engine = TritonEngine(Mods(), self._q.shape[3] ** -0.5, options)
         q, k, v, tables = self._q, self._k, self._v, self._tables
         if kernel == "forward":
@@ -90,7 +91,6 @@ class Problem:
         return engine.dkdv(*given, dk=self._dk, dv=self._dv)
 
     def wrong(self, kernel: str, config: Config) -> str | None:
-
         names = {"forward": ("out",), "dq": ("dq",), "dkdv": ("dk", "dv")}[kernel]
         for name in names:
             getattr(self, f"_{name}").fill_(float("nan"))
