@@ -10,6 +10,7 @@ import torch
 from tritoncp.kernels.configs import Config
 from tritoncp.kernels.engine import Launch, Mods, TritonEngine
 from tritoncp.masks import create_block_mask, full_mask
+from tritoncp.offline import options_of
 from tritoncp.perf import baselines, check
 from tritoncp.perf.cases import MASKS, Case
 from tritoncp.perf.timing import Clock, DeviceClock, WallClock
@@ -75,11 +76,7 @@ class Problem:
         self.launch("delta", None)()
 
     def launch(self, kernel: str, config: Config | None) -> Launch:
-
-        options: dict[str, Any] = (
-            {} if config is None else {"CONFIGS": ((kernel, tuple(asdict(config).items())),)}
-        )
-        engine = TritonEngine(Mods(), self._q.shape[3] ** -0.5, options)
+        engine = TritonEngine(Mods(), self._q.shape[3] ** -0.5, options_of(kernel, config))
         q, k, v, tables = self._q, self._k, self._v, self._tables
         if kernel == "forward":
             return engine.forward(q, k, v, tables, out=self._out, lse=self._lse)
