@@ -157,6 +157,24 @@ def family(arch: str) -> str:
     return "sm_100" if 100 <= int(arch.removeprefix("sm_")) < 120 else "sm_86"
 
 
+def copies(arch: str) -> bool:
+    """Whether tiles are copied by tensor descriptor on ``arch``, where strides allow.
+
+    >>> copies("sm_90"), copies("sm_80"), copies("interpreter")
+    (True, False, False)
+    """
+    return arch != "interpreter" and f"{family(arch)}, pointers" in _RULES
+
+
+def fuses(arch: str) -> bool:
+    """Whether there are tiles for the fused backward pass on ``arch``, and not only those of dK/dV.
+
+    >>> fuses("sm_90"), fuses("sm_80")
+    (True, False)
+    """
+    return "fused" in _RULES[family(arch)]
+
+
 def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True) -> Config:
     """The config of pass ``kind`` ("forward", "dq", "dkdv", or "fused" for the last two in one) on ``arch``:
     "interpreter", "sm_90", "gfx942".
@@ -193,6 +211,8 @@ def check_options(options: dict[str, Any]) -> None:
     for option, value in options.items():
         if option == "CONFIGS":
             for kind, config in value:
+                if kind not in (*PASSES, "fused"):
+                    raise ValueError(f"tiles of {kind!r}; there are {', '.join(PASSES)} and fused")
                 names = {name: both[0] for name, both in option_names(kind).items()}
                 check_options({names[name]: one for name, one in config})
             continue
@@ -225,9 +245,9 @@ def choose(
     options: dict[str, Any],
     tma: bool = True,
 ) -> Config:
-    """The default, what was measured (CONFIGS) over it, the user's ``kernel_options`` over that, fitted to the
-    mask's blocks and the tensors.  CONFIGS holds (pass, ((field of Config, value), ...)) for some passes; what
-    was measured with descriptors is left out where there are none.
+    """The default, what was measured (CONFIGS) over it, the user's ``kernel_options`` over that, fitted to
+    the mask's blocks and the tensors.  CONFIGS holds (pass, ((field of Config, value), ...)) for some passes;
+    tiles that were measured with descriptors are left out where there are none.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles

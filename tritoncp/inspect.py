@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tritoncp
-from tritoncp.kernels.configs import family
+from tritoncp.kernels.configs import copies, family, fuses
 from tritoncp.machine_code import KINDS, MACHINES
 from tritoncp.offline import KERNELS, Job, compile_all
 
@@ -38,11 +38,12 @@ KEPT = (  # of a row, in the table
 
 
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
-    """Every kernel that is shipped for these architectures: bfloat16 with every kind of mask; head dims of
-    two pieces, float16 and float32 with the kind that has most in registers.
+    """Every kernel that is shipped for these architectures: bfloat16 with every kind of mask, without
+    descriptors where they are the rule, and fused where there are tiles for that; head dims of two pieces,
+    float16 and float32 with the kind that has most in registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (75, 300)
+    (90, 330)
     """
     jobs = []
     for arch in archs:
@@ -50,6 +51,8 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
         for dim in (64, 128, 256):
             jobs.append(Job("delta", arch, dim))
             jobs += [Job(name, arch, dim, variant=mask) for mask in MASKS for name in passes]
+            jobs += [Job(name, arch, dim, variant="pointers") for name in passes if copies(arch)]
+            jobs += [Job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]
         jobs += [Job(name, arch, dim) for dim in (96, 192) for name in passes]
         jobs += [Job(name, arch, 128, "float16") for name in passes]
         jobs += [Job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
@@ -212,8 +215,11 @@ def tiles(config: dict[str, Any]) -> str:
     """
     >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "HOIST": True})
     '128×64 8/3'
+    >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "USE_TMA": True})
+    '128×64 8/3 TMA'
     """
-    return f"{config['BLOCK_M']}×{config['BLOCK_N']} {config['num_warps']}/{config['num_stages']}"
+    shape = f"{config['BLOCK_M']}×{config['BLOCK_N']} {config['num_warps']}/{config['num_stages']}"
+    return shape + " TMA" * config.get("USE_TMA", False)
 
 
 def show(rows: Sequence[Row], console: Any) -> None:
@@ -229,9 +235,10 @@ def show(rows: Sequence[Row], console: Any) -> None:
                 table.add_row(*(_cell(of, row) for of in columns.values()))
         console.print(table)
     console.print(
-        "\ntiles: M×N warps/stages; loop: instructions for a tile of a full block / of a masked one; FLOPs: "
-        "issued over needed; bound: of the tensor cores, one tile at a time in each program; overlap: if "
-        "softmax hid behind products (the model is in tritoncp/machine_code.py)",
+        "\ntiles: M×N warps/stages, TMA if by descriptor; TMA/async: copies; loop: instructions for a tile "
+        "of a full block / of a masked one; FLOPs: issued over needed; bound: of the tensor cores, one tile "
+        "at a time in each program; overlap: if softmax hid behind products (the model is in "
+        "tritoncp/machine_code.py)",
         style="dim",
     )
 

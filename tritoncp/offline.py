@@ -62,6 +62,8 @@ KERNELS = ("forward", "delta", "dq", "dkdv")
 class Job:
     """One kernel to compile: a variant of VARIANTS with heads of ``head_dim`` channels.
 
+    kernel: one of KERNELS, or "fused": dK/dV that adds up dQ as well
+
     config: the tiles; None = those of the rule
     """
 
@@ -228,6 +230,7 @@ def launch_of(job: Job) -> Any:
     mod = mask_mod(mask.mask_mod) if tables.mask == "mod" and mask.mask_mod else None
     mods = Mods(mask=mod and mod.fn, mask_caps=mod.caps() if mod else ())
     options = options_of(job.kernel, job.config) | dict(variant.options)
+    options["FUSED_BACKWARD"] = job.kernel == "fused"
     engine = TritonEngine(mods, dim**-0.5, options, arch=job.arch)
     rows, keys = tables.q_rows, tables.kv_rows
     q, out, dout, dq = (torch.empty(1, rows, HEADS, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
@@ -244,7 +247,8 @@ def launch_of(job: Job) -> Any:
     given = (q, k, v, dout, lse, delta, tables)
     if job.kernel == "dq":
         return engine.dq(*given, dq=acc if variant.load else dq, add=variant.load)
-    return engine.dkdv(*given, dk=dk, dv=dv, add=variant.load)
+    into = torch.empty(1, rows, HEADS, dim).transpose(1, 2) if job.kernel == "fused" else None
+    return engine.dkdv(*given, dk=dk, dv=dv, dq=into, add=variant.load)
 
 
 def options_of(kernel: str, config: Config | None) -> dict[str, Any]:
@@ -292,6 +296,8 @@ def report(job: Job) -> dict[str, Any]:
     copies, async_copies: others that need no registers; then what :func:`inner_loop` finds
     """
     launch = launch_of(job)
+    if job.config and job.config.USE_TMA > launch.config.USE_TMA:
+        raise ValueError("these tensors' strides leave nothing to descriptors")
     kernel = compiled(launch, job.arch)
     found = amd(kernel.asm["amdgcn"]) if "amdgcn" in kernel.asm else nvidia(kernel.asm)
     code = found.pop("code")
@@ -347,14 +353,14 @@ def inner_loop(
 
 
 def useful(job: Job, config: Config) -> int:
-    """FLOPs of one tile: two products in forward, three in dQ, four in dK/dV, over the pieces that the head
-    dim is cut into.
+    """FLOPs of one tile: two products in forward, three in dQ, four in dK/dV, five in both at once, over the
+    pieces that the head dim is cut into.
 
     >>> useful(Job("forward", "sm_90", 96), Config(128, 64)) == 2 * 2 * 128 * 64 * 96
     True
     """
     return (
-        {"forward": 2, "dq": 3, "dkdv": 4}[job.kernel]
+        {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}[job.kernel]
         * 2
         * config.BLOCK_M
         * config.BLOCK_N

@@ -20,9 +20,9 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 import tritoncp
-from tritoncp.offline import Stand, target_of
 from tritoncp import engines
 from tritoncp.kernels import engine
+from tritoncp.offline import Stand, target_of
 
 ARCH = "sm_90"
 

@@ -1,6 +1,6 @@
 """Kernel options: what is known, what it does, what is refused; and what a GPU that is too small says."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -78,6 +78,34 @@ def test_tiles_go_to_their_pass(kind: str, prefix: str, suffix: str) -> None:
     assert tile(kind, {**prefixed, "num_warps": 16}) == (32, 16, 2, 1)  # the prefixed name is stronger
     strangers = [other for other in PASSES if option_names(other)["num_warps"][1] != prefix + "num_warps"]
     assert all(chosen(other, {prefix + "num_warps": 2}) == chosen(other, {}) for other in strangers)
+
+
+def measured(kind: str, config: Config) -> dict[str, Any]:
+    options = {"CONFIGS": ((kind, tuple(asdict(config).items())),)}
+    TritonEngine(Mods(), 1.0, options)
+    return options
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+def test_what_was_measured_replaces_the_rule_and_options_replace_that(kind: str, tma: bool) -> None:
+    best = Config(32, 16, 2, 4, not tma, tma)
+    options = measured(kind, best)
+    assert chosen(kind, options) == best
+    assert all(chosen(other, options) == chosen(other, {}) for other in {*PASSES, "fused"} - {kind})
+    assert chosen(kind, options | {"num_warps": 4}) == replace(best, num_warps=4)
+    assert chosen(kind, options, 16, 128) == replace(best, BLOCK_M=16)
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_tiles_measured_with_descriptors_say_nothing_of_pointers(kind: str) -> None:
+    """Where strides or the user forbid descriptors, the rule has tiles that leave registers for addresses."""
+    about = kind, "sm_90", 128, torch.bfloat16
+    rule = default(*about, tma=False)
+    copied, plain = (Config(32, 16, 2, 4, False, tma) for tma in (True, False))
+    assert choose(*about, 128, 128, measured(kind, copied), tma=False) == rule
+    assert chosen(kind, measured(kind, copied) | {"USE_TMA": False}) == rule
+    assert choose(*about, 128, 128, measured(kind, plain), tma=False) == plain
 
 
 def test_tiles_divide_the_masks_blocks() -> None:

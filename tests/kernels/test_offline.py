@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tritoncp import inspect
-from tritoncp.kernels.configs import family
+from tritoncp.kernels.configs import Config, family
 from tritoncp.machine_code import MACHINES
 from tritoncp.offline import KERNELS, Job, compile_all
 
@@ -98,6 +98,7 @@ def test_float32_fits_without_matrix_instructions(arch: str) -> None:
 
 def test_a_compiler_that_fails_or_hangs_is_reported_and_replaced() -> None:
     good, bad = Job("delta", "sm_90", 64), Job("forward", "sm_90", 100_000)
-    found = dict(compile_all([bad, good], 1))
-    assert "failed" in found[bad] and found[good]["registers"] > 0
+    odd = Job("forward", "sm_90", 20, config=Config(64, 64, USE_TMA=True))  # 40 bytes of channels
+    found = dict(compile_all([bad, odd, good], 1))
+    assert "failed" in found[bad] and "descriptors" in found[odd]["failed"] and found[good]["registers"] > 0
     assert dict(compile_all([good], 1, timeout=0.01)) == {good: {"failed": "not compiled in 0.01 s"}}

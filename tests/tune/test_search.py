@@ -226,6 +226,19 @@ def test_each_target_gets_its_share_of_the_time(tmp_path):
     assert len(made.run(wanted, Formula(cost))) == 12
 
 
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_both_ways_to_copy_a_tile_are_tried_where_there_are_both(kernel):
+    """The rule's own tiles of either way are among them, and nothing that strides forbid is."""
+    target = replace(TARGET, kernel=kernel)
+    for arch, ways in (("sm_90", {True, False}), ("sm_100", {True, False}), ("sm_80", {False})):
+        found = candidates(target, arch)
+        assert {config.USE_TMA for config in found} == ways
+        assert {default(kernel, arch, 128, torch.bfloat16, tma) for tma in ways} <= set(found)
+    odd = candidates(replace(target, head_dim=100), "sm_90")
+    assert odd[0] == default(kernel, "sm_90", 100, torch.bfloat16, tma=False)
+    assert {config.USE_TMA for config in odd} == {False}
+
+
 @pytest.mark.parametrize(
     ("shape", "said"),
     [("32,128,4096", "is not HEADS"), ("32x5,128,4096", "divide"), ("8x8,512,64", "256"), ("8x8,64", "not")],

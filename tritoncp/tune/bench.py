@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +76,7 @@ class Problem:
         self.launch("forward", None)()
         self.launch("delta", None)()
 
-    def launch(self, kernel: str, config: Config | None) -> Launch:
+    def launch(self, kernel: str, config: Config | None) -> Launch | Callable[[], None]:
         engine = TritonEngine(Mods(), self._q.shape[3] ** -0.5, options_of(kernel, config))
         q, k, v, tables = self._q, self._k, self._v, self._tables
         if kernel == "forward":

@@ -199,10 +199,10 @@ def show(found: Found, static: bool, console: Any) -> None:
 
     looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
     if static:
-        table = Table("kernel", "tiles", "regs", "shared", "bound", "limited by", **looks)
+        table = Table("kernel", "tiles", "regs", "shared", "TMA", "bound", "limited by", **looks)
         for row in found.rows:
             bound = f"{row['bound']:.0%}" if row.get("bound") is not None else "–"
-            sizes = str(row["registers"]), str(row["shared_bytes"])
+            sizes = [str(row[name]) for name in ("registers", "shared_bytes", "tma")]
             table.add_row(row["target"], tiles(row["config"]), *sizes, bound, row.get("limit", "–"))
     else:
         table = Table("kernel", "mask", "D", "tiles", "ms", "rule ms", "gain", **looks)

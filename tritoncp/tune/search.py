@@ -23,7 +23,7 @@ WIN = 1.02  # time of the rule over that of a config worth keeping
 BEHIND = 0.75  # of the best bound among the candidates: below it nothing is timed
 TIMED = 24  # candidates at most, best bounds first
 ROUNDS = 4  # of the first halving
-REPORTED = ("registers", "spill_bytes", "shared_bytes", "flops", "bound", "limit", "failed")
+REPORTED = ("registers", "spill_bytes", "shared_bytes", "tma", "flops", "bound", "limit", "failed")
 
 
 class Bench(Protocol):

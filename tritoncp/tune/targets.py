@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
-from tritoncp.kernels.configs import Config, default
+from tritoncp.kernels.configs import Config, copies, default
 from tritoncp.offline import Job
 
 OPS = {"fwd": ("forward",), "bwd": ("dq", "dkdv")}
@@ -90,22 +90,30 @@ def targets(shapes: Sequence[str], masks: Sequence[str], ops: Sequence[str], dty
 
 
 def candidates(target: Target, arch: str) -> list[Config]:
-    """The rule's config, then those with tiles of half to twice its size, the most like it first.
+    """The rule's config, then those with tiles of half to twice its size, the most like it first; by
+    descriptor and by pointer, where the rule of an architecture has both.
 
     >>> found = candidates(Target("forward", "causal", 32, 8, 128, 16384), "sm_90")
     >>> found[0] == default("forward", "sm_90", 128, torch.bfloat16), len(found) == len(set(found)) > 30
     (True, True)
+    >>> {config.USE_TMA for config in found}
+    {False, True}
     """
-    own = default(target.kernel, arch, target.head_dim, getattr(torch, target.dtype))
-    near = [
-        [n for n in (16, 32, 64, 128) if size // 2 <= n <= size * 2] for size in (own.BLOCK_M, own.BLOCK_N)
-    ]
-    listed = {
-        replace(own, BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages)
-        for m, n, warps, stages in itertools.product(*near, (4, 8), (1, 2, 3, 4))
-    }
-    switches = [f.name for f in fields(Config) if isinstance(getattr(own, f.name), bool)]
-    listed |= {replace(own, **{name: not getattr(own, name)}) for name in switches}
+    dtype = getattr(torch, target.dtype)
+    about = target.kernel, arch, target.head_dim, dtype
+    aligned = target.head_dim * dtype.itemsize % 16 == 0  # or else strides leave nothing to descriptors
+    own = default(*about, aligned)
+    listed = {replace(own, HOIST=not own.HOIST)}
+    for tma in (False, True) if aligned and copies(arch) else (own.USE_TMA,):
+        rule = own if tma == own.USE_TMA else replace(default(*about, tma), USE_TMA=tma)
+        near = [
+            [n for n in (16, 32, 64, 128) if size // 2 <= n <= size * 2]
+            for size in (rule.BLOCK_M, rule.BLOCK_N)
+        ]
+        listed |= {
+            replace(rule, BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages)
+            for m, n, warps, stages in itertools.product(*near, (4, 8), (1, 2, 3, 4))
+        }
     values = asdict(own)
 
     def order(config: Config) -> tuple[Any, ...]:
