@@ -66,7 +66,8 @@ TMA = False, True  # HOIST, USE_TMA: there are no addresses to hoist
 # Family -> pass -> largest head dim -> tiles of 16-bit inputs: the largest that keep everything in registers
 # and shared memory, with window, interval and full masks, with and without state.  sm_86 stands for all
 # with 99 KiB of shared memory, gfx942 for all AMD: 64 KiB.
-# "pointers": where strides leave nothing to descriptors; there addresses take registers.
+# "pointers": where strides leave nothing to descriptors; there addresses take registers.  Four warps where
+# two programs then share a multiprocessor: one multiplies while the other waits for its softmax.
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": {
         "forward": _dims((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
@@ -80,8 +81,20 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
     },
     "sm_90": {
         "forward": _dims((128, 128, 8, 3, *TMA), (128, 128, 8, 2, *TMA), (128, 64, 8, 2, *TMA)),
-        "dq": _dims((128, 128, 8, 2, *TMA), (128, 64, 8, 2, *TMA), (128, 32, 8, 2, False)),
-        "dkdv": _dims((64, 128, 8, 3), (64, 128, 8, 2, *TMA), (32, 64, 8, 2, False)),
+        "dq": _dims(
+            (128, 128, 8, 2, *TMA),
+            (128, 64, 8, 3),
+            (128, 64, 8, 2, *TMA),
+            (128, 32, 8, 2, False),
+            dims=(64, 96, 128, 256),
+        ),
+        "dkdv": _dims(
+            (64, 128, 8, 3),
+            (64, 128, 8, 2),
+            (64, 128, 8, 2, *TMA),
+            (32, 64, 8, 2, False),
+            dims=(64, 96, 128, 256),
+        ),
         "fused": _dims((64, 128, 8, 2, *TMA), (64, 64, 8, 2, *TMA), (32, 32, 8, 1, *TMA)),
     },
     "sm_90, pointers": {
@@ -91,27 +104,27 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
     },
     "sm_100": {
         "forward": _dims(
-            (128, 128, 8, 2, *TMA),
+            (128, 64, 4, 2, *TMA),
             (128, 64, 8, 3, *TMA),
             (64, 64, 8, 1, False),
             (64, 64, 8, 1),
-            dims=(64, 128, 192, 256),
+            dims=(96, 128, 192, 256),
         ),
-        "dq": _dims((128, 64, 8, 2, *TMA), (128, 64, 8, 2, *TMA), (64, 64, 8, 1)),
+        "dq": _dims((128, 64, 4, 2, *TMA), (128, 64, 8, 2, *TMA), (64, 64, 8, 1), dims=(96, 128, 256)),
         "dkdv": _dims((64, 128, 8, 3), (64, 64, 8, 2), (32, 32, 8, 1, False)),
     },
     "sm_100, pointers": {
         "forward": _dims(
             (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 1, False), (64, 64, 8, 1), dims=(64, 128, 192, 256)
         ),
-        "dq": _dims((128, 64, 8, 3, False), (128, 64, 8, 1), (64, 64, 8, 1)),
+        "dq": _dims((128, 64, 4, 2, False), (128, 64, 8, 1), (64, 64, 8, 1)),
         "dkdv": _dims((64, 128, 8, 3), (64, 64, 8, 2), (32, 32, 8, 1, False)),
     },
     "gfx942": {
         "forward": _dims((128, 64, 8, 2), (128, 64, 8, 1), (64, 32, 8, 1)),
         "dq": _dims((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
         "dkdv": _dims((64, 128, 8, 1, False), (16, 64, 8, 1), (16, 64, 8, 1)),
-        "fused": _dims((32, 64, 8, 1, False), (16, 64, 8, 1), (16, 64, 8, 1)),
+        "fused": _dims((32, 64, 8, 1, False), (16, 64, 8, 1), (16, 32, 4, 1)),
     },
 }
 # float32 multiplies on the FMA units, whose operands all lie in registers.
