@@ -8,7 +8,7 @@ cannot be bounded is asked about every pair, a few million at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,7 +29,8 @@ _BLOCKS = 1 << 11  # looked into at a time
 _FIRST = 1 << 6  # of these first, where one row can end the search
 _LOOSE = 1 << 21  # runs kept before touching ones are joined
 _SMALL = 16  # a tile of at most so many rows and columns is asked about pair by pair
-_HOPELESS = 0.9  # of the tiles undecided after a cut: bounds know nothing here
+_TRIED = 64  # tiles that are cut to see whether that decides anything,
+_HOPELESS = 0.9  # and the share still undecided from which on it does not
 _PROBES = 4  # of a block's rows and columns, to find out cheaply that it is masked
 
 
@@ -104,14 +105,20 @@ class Question:
             return unsure, ~unsure
         return self.bounds(*tiles[:, :6].unbind(1))
 
-    def small(self, tiles: Tensor, left: Tensor, grid: Grid) -> Tensor:
-        """Which tiles within blocks it is no use to cut further: the smallest, and all of them where the
-        first cut has decided next to nothing. left: which are undecided."""
-        height, width = tiles[:, 3] - tiles[:, 2], tiles[:, 5] - tiles[:, 4]
-        cut = len(tiles) > 0 and int(height.max()) < grid.q_block and int(width.max()) < grid.kv_block
-        if self.bounds is None or (cut and int(left.sum()) > _HOPELESS * len(tiles)):
-            return torch.ones(len(tiles), dtype=torch.bool)
-        return height.maximum(width) <= _SMALL
+    def small(self, tiles: Tensor, left: Tensor) -> Tensor:
+        """Which tiles of those left undecided it is no use to cut further: small ones, and all of them where
+        cutting some of them decides next to nothing."""
+        if self.bounds is None or not bool(left.any()):
+            return left
+        some, every = self.decide(_quarters(tiles[left][:: -(-int(left.sum()) // _TRIED)]))
+        if int((some & ~every).sum()) > _HOPELESS * len(some):
+            return left
+        return left & ((tiles[:, 3] - tiles[:, 2]).maximum(tiles[:, 5] - tiles[:, 4]) <= _SMALL)
+
+    def answers(self, tiles: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Tiles in tokens, a bounded number of pairs at a time, and what `seen` says of them."""
+        for part in tiles.split(max(1, PAIRS // _area(tiles))) if len(tiles) else ():
+            yield part, self.seen(part)
 
     def seen(self, tiles: Tensor) -> Tensor:
         """bool [n, i, j] of tiles in tokens; one shorter than the longest repeats its last row or column."""
@@ -260,10 +267,9 @@ def _kinds(question: Question, blocks: Tensor, grid: Grid) -> Tensor:
         yes[index[every]] = True
         no[index[~some]] = True
         left = some & ~every & ~(yes & no)[index]
-        ask = left & question.small(tiles, left, grid)
-        if bool(ask.any()):
-            for part in tiles[ask].split(max(1, PAIRS // _area(tiles[ask]))):
-                learn(part[:, 6], question.seen(part))
+        ask = question.small(tiles, left)
+        for part, seen in question.answers(tiles[ask]):
+            learn(part[:, 6], seen)
         return left & ~ask
 
     if len(blocks):
@@ -311,10 +317,9 @@ class _Extents:
             size = tall[:, 3] - tall[:, 2]
             start, end = (t.repeat_interleave(size) for t in (tall[:, 4], tall[:, 5]))
             learn(ramps(tall[:, 6] + tall[:, 2], size), start, end, end - start)
-            ask = left & question.small(tiles, left, self.grid)
-            if bool(ask.any()):
-                for part in tiles[ask].split(max(1, PAIRS // _area(tiles[ask]))):
-                    learn(*_rows_seen(part, question.seen(part)))
+            ask = question.small(tiles, left)
+            for part, seen in question.answers(tiles[ask]):
+                learn(*_rows_seen(part, seen))
             return left & ~ask
 
         first = (
