@@ -261,7 +261,7 @@ def test_saved_under_torch_compile():
     (want,) = torch.autograd.grad(layer(q).square().sum(), q)
     fast = torch.compile(saving()(layer), backend="aot_eager", fullgraph=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "make", lambda *args: runs.append(1) or make(*args))
+        patch.setattr(engines, "make", lambda *args, **named: runs.append(1) or make(*args, **named))
         (got,) = torch.autograd.grad(fast(q).square().sum(), q)
     torch.testing.assert_close(got, want)
     assert len(runs) == 2  # one forward, one backward
