@@ -1,5 +1,6 @@
 """Any mask_mod, however written, gives the blocks that torch's builder gives, asking few pairs about it."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -115,6 +116,7 @@ def torch_kinds(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> Tensor:
     return kinds[..., :cols]
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @LAW
 @given(
     expressions(),
@@ -129,6 +131,38 @@ def test_any_expression_gives_torchs_blocks(expression: Expression, q_len: int, 
     assert torch.equal(ours.runs.to_kinds(), want)
 
 
+ENDLESS = torch.rand(LENGTH).index_fill(0, torch.arange(0, LENGTH, 7), float("inf"))
+NARROW = torch.arange(LENGTH).to(torch.int8) - 125
+WIDE = (torch.arange(LENGTH) // 9).to(torch.uint16)
+
+
+def edits_through_a_view(b, h, q, kv):
+    x = q + 0
+    x.detach().clamp_(max=3)
+    return x >= kv
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, kv: (ENDLESS[q] - ENDLESS[kv]).clamp(0, 1) >= 0,  # inf - inf
+        lambda b, h, q, kv: ((q - 20) * ENDLESS[kv]).abs() >= 0,  # 0 * inf
+        lambda b, h, q, kv: (q - kv).to(torch.uint16).to(torch.int64) >= 60000,  # wraps
+        lambda b, h, q, kv: WIDE[q] == WIDE[kv],  # a type of which nothing is known
+        lambda b, h, q, kv: -(NARROW[q] ^ 3) > 0,  # longer than either operand
+        lambda b, h, q, kv: torch.stack([q, kv]).max(0).values >= 10,  # several results
+        lambda b, h, q, kv: torch.sign(q >= kv),  # of a bool
+        lambda b, h, q, kv: torch.rsub(q, 5, alpha=2) >= -kv,
+        edits_through_a_view,
+    ],
+)
+def test_what_intervals_could_get_wrong_gives_torchs_blocks(mod) -> None:
+    """Each was wrong once."""
+    ours = create_block_mask(mod, B, H, LENGTH, LENGTH, BLOCK_SIZE=8)
+    assert torch.equal(ours.runs.to_kinds(), torch_kinds(mod, LENGTH, LENGTH, (8, 8)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch.isin has no batching rule
 @LAW
 @given(expressions(), st.integers(0, 999))
 def test_no_decided_tile_is_decided_wrongly(expression: Expression, seed: int) -> None:

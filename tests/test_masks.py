@@ -564,3 +564,10 @@ def test_closed_forms_combine_with_operators() -> None:
     want = ((q >= kv) & (q - kv <= 4)) | (ids[q] != ids[kv])
     assert torch.equal(near(None, None, q, kv), want)
     assert torch.equal(create_block_mask(near, None, None, 32, 32, BLOCK_SIZE=8).to_dense()[0, 0], want)
+
+
+def test_what_is_expanded_is_held_once() -> None:
+    one, many = (create_block_mask(causal(), *size, 256, 256, BLOCK_SIZE=16) for size in ((1, 1), (8, 4)))
+    intervals = 2 * 4 * 256
+    assert one.nbytes == one.runs.ptr.nbytes + one.runs.runs.nbytes + intervals
+    assert many.nbytes == many.runs.ptr.nbytes + many.runs.runs.nbytes + intervals
