@@ -7,7 +7,7 @@ too: against torch where its Q x KV still fits, and 1M tokens against 64K.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -24,12 +24,7 @@ SMALL, MIDDLE, LARGE = 16384, 1 << 16, 1 << 20
 WINDOW, PREFIX = 1023, 5000
 
 
-@pytest.fixture(autouse=True)
-def one_core() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 @cache

@@ -7,12 +7,11 @@ a slow machine fails nothing: four times the tokens against once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import pytest
-import torch
 
 from tritoncp import and_masks, causal, create_block_mask, document
 from tritoncp.balance import balancers
@@ -23,12 +22,7 @@ from tritoncp.plan import SCHEDULES, Plan, build
 TOKENS, WORLD = 1 << 20, 64
 
 
-@pytest.fixture(autouse=True)
-def one_core() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_core")
 
 
 def made(tokens: int) -> Mask:

@@ -122,12 +122,9 @@ class Bounds:
             given = {n: v for n in operands if isinstance(v := self._known.get(n), Tensor)}
         if len(given) < len(operands):
             still = any(_dtype(n) is not _dtype(o) for n in given for o in operands)
-            wraps = still and _name(node) in (
-                *_OF_OPERANDS,
-                "where",
-                "clamp",
-            )  # vmap promotes otherwise there
-            self._open.append((node, None if wraps else _step(node)))
+            # vmap promotes what does not vary differently in these than a trace does
+            odd = still and _name(node) in (*_OF_OPERANDS, "where", "clamp")
+            self._open.append((node, None if odd else _step(node)))
             return
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
         here = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
@@ -135,9 +132,7 @@ class Bounds:
 
     def _value(self, node: fx.Node, step: _Step | None, values: dict[fx.Node, Value]) -> Value:
         val = node.meta["val"]
-        if (
-            not isinstance(val, Tensor) or val.dtype not in _TYPES
-        ):  # several results: what `getitem` picks from
+        if not isinstance(val, Tensor) or val.dtype not in _TYPES:  # not a tensor: several results
             return None
         dtype = val.dtype
         if _name(node) in _GATHERS:
