@@ -5,7 +5,7 @@ It sees tensors, tables and jit functions; masks, meshes and ranks are somebody 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,18 @@ from triton.runtime.errors import OutOfResources
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.configs import Config, architecture, check_options, choose, does_not_fit, pieces
 from tritoncp.kernels.forward import forward_kernel
-from tritoncp.kernels.tiles import INTERPRETED, Interval, Rows, Slots, copyable, descriptors, stat, strided
+from tritoncp.kernels.tiles import (
+    INTERPRETED,
+    Interval,
+    Rows,
+    Slots,
+    Stat,
+    Strided,
+    copyable,
+    descriptors,
+    stat,
+    strided,
+)
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
 PARTIAL_BYTES = 256 << 20  # what dK/dV partials of a GQA group split over programs may take
@@ -47,22 +58,59 @@ class Mods:
 
 
 class Launch(NamedTuple):
-    """One kernel launch, made but not yet run."""
+    """One kernel launch, made but not yet run.
+
+    compiled: what Triton made of launches like this one, by ``facts``: of a launch whose facts are known, it
+              would find the same again, after looking at each argument
+    """
 
     kernel: Any
     grid: tuple[int, ...]
     args: dict[str, Any]
     config: Config
+    compiled: dict[Any, Any] | None = None
+    facts: Any = None
 
     def __call__(self) -> None:
-        if min(self.grid) > 0:
-            options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
-            try:
-                self.kernel[self.grid](**self.args, **options)
-            except OutOfResources as error:
-                kind = self.kernel.__name__.removesuffix("_kernel")
-                message = does_not_fit(kind, self.config, error.name, error.required, error.limit)
-                raise ValueError(message) from error
+        if min(self.grid) <= 0:
+            return
+        if self.compiled and (known := self.compiled.get(self.facts)) is not None:
+            known[self.grid](*[self.args[name] for name in self.kernel.arg_names])
+            return
+        options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
+        try:
+            made = self.kernel[self.grid](**self.args, **options)
+        except OutOfResources as error:
+            kind = self.kernel.__name__.removesuffix("_kernel")
+            message = does_not_fit(kind, self.config, error.name, error.required, error.limit)
+            raise ValueError(message) from error
+        if self.compiled is not None and made is not None:  # None: interpreted
+            self.compiled[self.facts] = made
+
+
+class Fixed(NamedTuple):
+    """What is the same for every launch of one kernel with one step's tables and tensors of these shapes."""
+
+    grid: tuple[int, ...]
+    args: dict[str, Any]
+    config: Config
+    tile: int  # rows of a streamed tile
+    compiled: dict[Any, Any]
+
+
+def facts(value: Any) -> Any:
+    """What Triton compiles an argument for: of tensors the type and whether the address is a multiple of 16,
+    of numbers what it makes use of; of strides more than that, as they hardly ever change."""
+    if isinstance(value, Strided | Stat):
+        ptr = value.ptr
+        return ptr is not None and (ptr.dtype, ptr.data_ptr() % 16 == 0, value[1:])
+    if isinstance(value, tuple):
+        return tuple(map(facts, value))
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, value.bit_length() > 31, value.bit_length() > 63
+    return type(value)
 
 
 class Streamed(NamedTuple):
@@ -81,14 +129,15 @@ class Streamed(NamedTuple):
         ends = self.ends == "block" or (self.ends == "buffer" and ends_here)
         return ends and all(copyable(x) for x in self.tensors.values())
 
-    def args(self, tile: int, use_tma: bool, window: bool) -> dict[str, Any]:
-        """RAGGED: tiles of masked blocks may hold fewer tokens than rows; and the descriptors."""
-        ragged = self.rows % tile if window else self.ends != "block" or self.block % tile
-        found: dict[str, Any] = {"RAGGED": bool(ragged)}
+    def ragged(self, tile: int, window: bool) -> bool:
+        """Whether tiles of masked blocks may hold fewer tokens than rows."""
+        return bool(self.rows % tile if window else self.ends != "block" or self.block % tile)
+
+    def descriptors(self, tile: int, use_tma: bool) -> dict[str, Any]:
+        found: dict[str, Any] = {}
         for name, x in self.tensors.items():
-            widths = pieces(x.shape[3])
-            both = descriptors(x, tile, widths) if use_tma else (None, None)
-            found |= {f"{name}_desc{piece}": desc for piece, desc in enumerate(both)}
+            both = descriptors(x, tile, pieces(x.shape[3])) if use_tma else (None, None)
+            found[f"{name}_desc0"], found[f"{name}_desc1"] = both
         return found
 
 
@@ -108,6 +157,13 @@ class TritonEngine:
 
     def __post_init__(self) -> None:
         check_options(self.options)
+
+    @cached_property
+    def _alike(self) -> tuple[Any, ...]:
+        """Engines with the same launch the same kernels."""
+        mods = self.mods
+        functions = mods.mask, mods.score, mods.score_grad, mods.score_back
+        return *functions, self.scale, self.arch, *self.options.items()
 
     @property
     def fused(self) -> bool:
@@ -131,23 +187,24 @@ class TritonEngine:
         h_offset: int = 0,
     ) -> Launch:
         """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``."""
-        args, config = self._common("forward", q, k, v, tables, h_offset, _streamed(tables, "kv", k=k, v=v))
         kept = State(*state) if state else None
-        args |= {
+        moving = {
             "out": strided(out),
             "lse": stat(lse),
             "max_scores": stat(max_scores),
             "acc": strided(kept and kept.acc),
             "stat_m": stat(kept and kept.m),
             "stat_l": stat(kept and kept.l),
-            "rows": _rows(tables.row_ptr, tables.row_runs),
+        }
+        fixed = {
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,
             "LOAD_STATE": load_state,
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
         }
-        return Launch(forward_kernel, (_tiles(tables, "q", config), q.shape[1], q.shape[0]), args, config)
+        streamed = _streamed(tables, "kv", k=k, v=v)
+        return self._launch(forward_kernel, "forward", q, k, v, tables, h_offset, streamed, fixed, moving)
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
         """delta [B, H, S] = rowsum(out * dout) - dlse."""
@@ -184,20 +241,21 @@ class TritonEngine:
         """dQ of one step, and the gradients of what score_mod captures; ``add`` accumulates into dq."""
         if self.fused:
             return _nothing if add else partial(_clear, dq)
-        args, config = self._common("dq", q, k, v, tables, h_offset, _streamed(tables, "kv", k=k, v=v))
-        args |= {
+        moving = {
             "dout": strided(dout),
             "lse": stat(lse),
             "delta": stat(delta),
             "dq": strided(dq),
-            "rows": _rows(tables.row_ptr, tables.row_runs),
             "score_dcaps": self.mods.score_dcaps,
+        }
+        fixed = {
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,
             "SCORE_GRAD": self.mods.score_grad,
             "ADD": add,
         }
-        return Launch(dq_kernel, (_tiles(tables, "q", config), q.shape[1], q.shape[0]), args, config)
+        streamed = _streamed(tables, "kv", k=k, v=v)
+        return self._launch(dq_kernel, "dq", q, k, v, tables, h_offset, streamed, fixed, moving)
 
     def dkdv(
         self,
@@ -220,33 +278,30 @@ class TritonEngine:
 
         A fused engine adds dQ to the float32 ``dq``, and the gradients of captures to their buffers.
         """
-        streamed = _streamed(tables, "q", q=q, dout=dout)
-        args, config = self._common("fused" if self.fused else "dkdv", q, k, v, tables, h_offset, streamed)
-        into = dq if self.fused else None
-        added: Sequence[Any] = (None, None)
-        if into is not None and config.USE_TMA and not INTERPRETED and copyable(into):
-            added = descriptors(into, config.BLOCK_M, pieces(q.shape[3]))
-        args |= {
+        fused = self.fused
+        moving = {
             "dout": strided(dout),
             "lse": stat(lse),
             "delta": stat(delta),
             "dk": strided(dk),
             "dv": strided(dv),
-            "dq": strided(into),
-            "dq_desc0": added[0],
-            "dq_desc1": added[1],
-            "score_dcaps": self.mods.score_dcaps if self.fused else (),
-            "cols": _rows(tables.col_ptr, tables.col_runs),
-            "left": args["right"],
-            "right": args["left"],
+            "dq": strided(dq if fused else None),
+            "score_dcaps": self.mods.score_dcaps if fused else (),
+        }
+        fixed = {
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,
-            "SCORE_GRAD": self.mods.score_grad if self.fused else self.mods.score_back,
+            "SCORE_GRAD": self.mods.score_grad if fused else self.mods.score_back,
             "ADD": add,
             "SPLIT": split,
         }
-        grid = (_tiles(tables, "kv", config), k.shape[1] * split, q.shape[0])
-        return Launch(dkdv_kernel, grid, args, config)
+        kind, streamed = "fused" if fused else "dkdv", _streamed(tables, "q", q=q, dout=dout)
+        made = self._launch(dkdv_kernel, kind, q, k, v, tables, h_offset, streamed, fixed, moving)
+        added: Sequence[Any] = (None, None)
+        if fused and dq is not None and made.config.USE_TMA and not INTERPRETED and copyable(dq):
+            added = descriptors(dq, made.config.BLOCK_M, pieces(q.shape[3]))
+        made.args.update(dq_desc0=added[0], dq_desc1=added[1])
+        return made._replace(facts=(made.facts, added[0] is None))
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         """How many programs share a KV head's query heads: more than one only where there are too few
@@ -265,29 +320,49 @@ class TritonEngine:
         dim = max(q.shape[3], v.shape[3])
         return choose(kind, arch, dim, q.dtype, tables.q_block, tables.kv_block, self.options, tma)
 
-    def _common(
-        self, kind: str, q: Tensor, k: Tensor, v: Tensor, tables: Any, h_offset: int, streamed: Streamed
-    ) -> tuple[dict[str, Any], Config]:
-        config = self._config(kind, q, v, tables, streamed.copyable())
-        tile = config.BLOCK_M if kind in ("dkdv", "fused") else config.BLOCK_N
+    def _launch(
+        self, kernel: Any, kind: str, q: Tensor, k: Tensor, v: Tensor, tables: Any, h_offset: int,
+        streamed: Streamed, fixed: dict[str, Any], moving: dict[str, Any],
+    ) -> Launch:  # fmt: skip
+        """``fixed`` arguments follow from shapes and settings, and are kept with the tables; ``moving`` ones
+        hold tensors, which are others at every call."""
+        tma = streamed.copyable()
+        shapes = q.shape, k.shape, v.shape, q.dtype
+        key = kind, tma, h_offset, *shapes, *fixed.values(), *self._alike
+        if (found := tables.launches.get(key)) is None:
+            found = self._fixed(kind, q, k, v, tables, h_offset, streamed, tma, fixed)
+            tables.launches[key] = found
+        moving |= {
+            "q": strided(q),
+            "k": strided(k),
+            "v": strided(v),
+            "mask_caps": self.mods.mask_caps,
+            "score_caps": self.mods.score_caps,
+        }
+        seen = tuple(map(facts, moving.values()))
+        args = {**found.args, **moving, **streamed.descriptors(found.tile, found.config.USE_TMA)}
+        return Launch(kernel, found.grid, args, found.config, found.compiled, seen)
+
+    def _fixed(
+        self, kind: str, q: Tensor, k: Tensor, v: Tensor, tables: Any, h_offset: int, streamed: Streamed,
+        tma: bool, given: dict[str, Any],
+    ) -> Fixed:  # fmt: skip
+        config = self._config(kind, q, v, tables, tma)
+        by_keys = kind in ("dkdv", "fused")  # programs are tiles of keys, and queries are streamed
+        tile = config.BLOCK_M if by_keys else config.BLOCK_N
         (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
-        window = [None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0)]
+        left, right = (None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0))
         even_q = tables.q_block % config.BLOCK_M == 0
         even_kv = tables.kv_block % config.BLOCK_N == 0
         interval = Interval(None, None, 0, 0)
         if tables.lo is not None:
             interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
-        args = {
-            "q": strided(q),
-            "k": strided(k),
-            "v": strided(v),
+        args = given | {
             "q_slots": Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
             "kv_slots": Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
             "interval": interval,
-            "mask_caps": self.mods.mask_caps,
-            "score_caps": self.mods.score_caps,
-            "left": window[0],
-            "right": window[1],
+            "left": right if by_keys else left,
+            "right": left if by_keys else right,
             "i_b0": 0,
             "i_h0": h_offset,
             "SCALE": self.scale,
@@ -308,11 +383,18 @@ class TritonEngine:
             "WINDOW": bool(tables.window),
             "MASK": tables.mask,
             "HAS_MASKED": tables.has_masked,
+            "RAGGED": streamed.ragged(tile, bool(tables.window)),
             "BOUNDED": tables.bounded,
             "PRECISION": self.options.get("PRECISION", "ieee"),
             "ACC": _acc(q),
         }
-        return args | streamed.args(tile, config.USE_TMA, bool(tables.window)), config
+        if by_keys:
+            args["cols"] = _rows(tables.col_ptr, tables.col_runs)
+            grid = (_tiles(tables, "kv", config), k.shape[1] * given["SPLIT"], q.shape[0])
+        else:
+            args["rows"] = _rows(tables.row_ptr, tables.row_runs)
+            grid = (_tiles(tables, "q", config), q.shape[1], q.shape[0])
+        return Fixed(grid, args, config, tile, {})
 
 
 def _nothing() -> None:

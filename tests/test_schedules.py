@@ -17,7 +17,7 @@ from tritoncp.comm import AllGather, ReduceScatter, Wait
 from tritoncp.eager import EagerEngine
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.plan import Plan, build
-from tritoncp.schedules import SCHEDULES, allgather
+from tritoncp.schedules import SCHEDULES, allgather, schedule_of
 
 MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, None, 24, 24, BLOCK_SIZE=8)
 
@@ -31,11 +31,11 @@ def per_head(heads: int) -> Mask:
 # -- head groups --------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 8))
-def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, world_size: int, group: int) -> None:
-    groups = allgather.head_groups(kv_heads, world_size)
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, group: int) -> None:
+    groups = allgather.head_groups(kv_heads)
     assert [h for piece in groups for h in range(kv_heads)[piece]] == list(range(kv_heads))
-    assert len(groups) <= (1 if world_size == 1 else allgather.HEAD_GROUPS)
+    assert len(groups) <= allgather.HEAD_GROUPS
     q, k = torch.empty(1, kv_heads * group, 1, 1), torch.empty(1, kv_heads, 1, 1)
     for piece in groups:
         mine = allgather.query_heads(piece, q, k)
@@ -154,11 +154,13 @@ def test_keys_travel_as_they_are_and_gradients_in_float32(dtype: torch.dtype) ->
     assert [g.shape for g in found] == [t.shape for t in x]
 
 
-def test_one_rank_sends_nothing() -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_rank_sends_nothing(schedule: str) -> None:
     x = qkv(24, heads=4, dtype=F64)
     said: list[Any] = []
-    out, lse, top = story(allgather.forward(build(MASK), EagerEngine(0.25), *x, True), 1, said)
-    grads = story(allgather.backward(build(MASK), EagerEngine(0.25), *x, out, lse, out, None), 1, said)
+    plan = build(MASK, schedule=schedule)
+    out, lse, top = story(schedule_of(plan).forward(plan, EagerEngine(0.25), *x, True), 1, said)
+    grads = story(schedule_of(plan).backward(plan, EagerEngine(0.25), *x, out, lse, out, None), 1, said)
     assert said == []
     want = oracle(x, MASK, start=(out, lse * 0), scale=0.25)
     for a, b, name in zip((out, lse, top, *grads), (*want[:3], *want.grads), ("out", "lse", "top", *"qkv")):

@@ -23,7 +23,7 @@ from tritoncp.handles import handle_of, held_by
 from tritoncp.host import host
 from tritoncp.mods import Mod
 from tritoncp.plan import Plan
-from tritoncp.schedules import SCHEDULES
+from tritoncp.schedules import schedule_of
 
 
 def pin(plan: Plan) -> Plan:
@@ -73,8 +73,7 @@ def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], A
     return [comm.run(schedule(0, plan), comm.named(call.world))]
 
 
-@torch.library.custom_op("tritoncp::forward", mutates_args=())
-def forward_op(
+def _forward(
     q: list[Tensor],
     k: list[Tensor],
     v: list[Tensor],
@@ -89,7 +88,7 @@ def forward_op(
     call = Spec.decode(spec)
 
     def schedule(i: int, p: Plan) -> Any:
-        return SCHEDULES[p.schedule].forward(p, engine, q[i], k[i], v[i], call.want_max)
+        return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
 
     with undisturbed():
         known, mask = _resolved(plan, call, q)
@@ -99,8 +98,7 @@ def forward_op(
     return [*outs, *lses, *(tops if call.want_max else ())]
 
 
-@forward_op.register_fake
-def _(
+def _forward_fake(
     q: list[Tensor],
     k: list[Tensor],
     v: list[Tensor],
@@ -117,8 +115,7 @@ def _(
     return [*outs, *stats, *tops]
 
 
-@torch.library.custom_op("tritoncp::backward", mutates_args=())
-def backward_op(
+def _backward(
     douts: list[Tensor],
     dlses: list[Tensor],
     q: list[Tensor],
@@ -140,12 +137,9 @@ def backward_op(
         # Where nothing was seen lse is -inf and a loss of it may well have no finite slope.
         dlse = dlses[i].masked_fill(lses[i] == -torch.inf, 0).contiguous() if dlses else None
         dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
-        found = yield from SCHEDULES[p.schedule].backward(
-            p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse
-        )
-        # Rounded once, here. dk and dv are views of one buffer, and an op's outputs share no memory.
-        own = {"copy": True, "memory_format": torch.contiguous_format}
-        return found[0].to(q[i].dtype), found[1].to(k[i].dtype, **own), found[2].to(v[i].dtype, **own)
+        found = yield from schedule_of(p).backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
+        # Rounded once, here. dk and dv may be views of one buffer, and an op's outputs share no memory.
+        return tuple(_own(grad, x[i].dtype) for grad, x in zip(found, (q, k, v), strict=True))
 
     with undisturbed():
         known, mask = _resolved(plan, call, q)
@@ -157,8 +151,7 @@ def backward_op(
     return [x for part in zip(*done, strict=True) for x in part] + found
 
 
-@backward_op.register_fake
-def _(
+def _backward_fake(
     douts: list[Tensor],
     dlses: list[Tensor],
     q: list[Tensor],
@@ -181,32 +174,8 @@ def _stats(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, captures, ctx.ints, ctx.floats, ctx.scale, plan, ctx.spec = inputs
-    ctx.counts = len(q), len(captures)
-    ctx.save_for_backward(plan, *q, *k, *v, *captures, *output[: 2 * len(q)])
-    ctx.mark_non_differentiable(*output[2 * len(q) :])
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    """One node for every rank that runs here: one under a process group, all of a simulated world."""
-    n, captured_ones = ctx.counts
-    plan, *saved = ctx.saved_tensors
-    q, k, v, captures, outs, lses = _cut(saved, n, n, n, captured_ones, n, n)
-    douts, dlses = (
-        [_or_zeros(*pair) for pair in zip(*some, strict=True)]
-        for some in ((grads[:n], outs), (grads[n : 2 * n], lses))
-    )
-    some_dlse = any(grad is not None for grad in grads[n : 2 * n])
-    tensors = douts, dlses if some_dlse else [], q, k, v, outs, lses, captures
-    found = backward_op(*tensors, ctx.ints, ctx.floats, ctx.scale, plan, ctx.spec)
-    rest: list[Tensor | None] = [None] * captured_ones
-    for place, grad in zip(Spec.decode(ctx.spec).wants, found[3 * n :], strict=True):
-        rest[place] = grad
-    # An empty list is one of tensors to torch, and wants as many gradients.
-    numbers: Any = (None if given else [] for given in (ctx.ints, ctx.floats))
-    return (*_cut(found[: 3 * n], n, n, n), rest, *numbers, None, None, None)
+def _own(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=x._is_view(), memory_format=torch.contiguous_format)
 
 
 def _cut(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:
@@ -218,12 +187,99 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad
 
 
-def _refuse(ctx: Any, *grads: Any) -> None:
-    raise RuntimeError(
-        "tritoncp.flex_attention can be differentiated once: its backward pass has no derivative. "
-        "Compute second derivatives with torch's flex_attention, on one device and a small problem"
-    )
+# -- the ops, and their derivatives ------------------------------------------------------------------------
+#
+# What torch.library.custom_op and register_autograd would make: but those look through every list of tensors
+# for nested ones, at each call and for each derivative, which takes longer than all the rest of a call.
+
+_OPS = torch.library.Library("tritoncp", "FRAGMENT")
 
 
-forward_op.register_autograd(_differentiate, setup_context=_save)
-backward_op.register_autograd(_refuse)
+def _registered(name: str, body: Callable[..., Any], fake: Callable[..., Any], differentiated: Any) -> Any:
+    schema = torch.library.infer_schema(body, mutates_args=())
+    _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _OPS.impl(name, body, "CompositeExplicitAutograd")
+    _OPS.impl(name, differentiated, "Autograd")
+    torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
+    return getattr(torch.ops.tritoncp, name).default
+
+
+def _below(op: Any, *args: Any) -> Any:
+    """The op as what is below autograd sees it: dispatch modes, then the body."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+class Attention(torch.autograd.Function):
+    """One node for every rank that runs here: one under a process group, all of a simulated world.
+
+    call: number of ranks, number of captured tensors, and what the op takes besides tensors
+    """
+
+    @staticmethod
+    def forward(call: tuple[Any, ...], plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        n, captured_ones, *constants, spec = call
+        return tuple(_below(forward_op, *_cut(tensors, n, n, n, captured_ones), *constants, plan, spec))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.call, plan, *tensors = inputs
+        n = ctx.call[0]
+        ctx.save_for_backward(plan, *tensors, *output[: 2 * n])
+        ctx.mark_non_differentiable(*output[2 * n :])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        n, captured_ones, *constants, spec = ctx.call
+        plan, *saved = ctx.saved_tensors
+        q, k, v, captures, outs, lses = _cut(saved, n, n, n, captured_ones, n, n)
+        douts, dlses = (
+            [_or_zeros(*pair) for pair in zip(some, like, strict=True)]
+            for some, like in ((grads[:n], outs), (grads[n : 2 * n], lses))
+        )
+        some_dlse = any(grad is not None for grad in grads[n : 2 * n])
+        tensors = douts, dlses if some_dlse else [], q, k, v, outs, lses, captures
+        found = backward_op(*tensors, *constants, plan, spec)
+        rest: list[Tensor | None] = [None] * captured_ones
+        for place, grad in zip(Spec.decode(spec).wants, found[3 * n :], strict=True):
+            rest[place] = grad
+        return None, None, *found[: 3 * n], *rest
+
+
+class Final(torch.autograd.Function):
+    """The backward pass under ``create_graph``: right, and not differentiable again."""
+
+    @staticmethod
+    def forward(ctx: Any, args: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_below(backward_op, *args))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(
+            "tritoncp.flex_attention can be differentiated once: its backward pass has no derivative. "
+            "Compute second derivatives with torch's flex_attention, on one device and a small problem"
+        )
+
+
+def _tracked(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _forward_differentiated(
+    q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor], *rest: Any
+) -> list[Tensor]:
+    tensors = *q, *k, *v, *captures
+    if not _tracked(tensors):
+        return _below(forward_op, q, k, v, captures, *rest)
+    *constants, plan, spec = rest
+    return list(Attention.apply((len(q), len(captures), *constants, spec), plan, *tensors))
+
+
+def _backward_differentiated(*args: Any) -> list[Tensor]:
+    tensors = list(itertools.chain.from_iterable(args[:8]))
+    return list(Final.apply(args, *tensors)) if _tracked(tensors) else _below(backward_op, *args)
+
+
+forward_op = _registered("forward", _forward, _forward_fake, _forward_differentiated)
+backward_op = _registered("backward", _backward, _backward_fake, _backward_differentiated)

@@ -66,6 +66,17 @@ class Placement:
     def _positions(self) -> dict[int, Tensor]:
         return {}
 
+    def is_filled(self, rank: int) -> bool:
+        """Whether every row of a rank's buffer is a token's: what writes tokens leaves nothing as it was."""
+        if rank not in self._filled:
+            tokens = self.slots[rank][..., 2].sum(1)
+            self._filled[rank] = bool((tokens == self.lengths[rank]).all())
+        return self._filled[rank]
+
+    @cached_property
+    def _filled(self) -> dict[int, bool]:
+        return {}
+
     @cached_property
     @on_host
     def inverse(self) -> Tensor:

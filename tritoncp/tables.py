@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Tables:
     dense_q, dense_kv: row r of the buffer is position first + r, slots are whole blocks but the last
     q_ends, kv_ends:   where slots end: "block" (all hold whole blocks), else "buffer" (or end with the
                        buffer's tokens), else "anywhere"
+    launches:          what the engine keeps of the launches made with these tables
     """
 
     q_slots: Tensor
@@ -50,6 +51,7 @@ class Tables:
     window: tuple[int, int] | None
     has_masked: bool
     bounded: bool
+    launches: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device) -> Tables:
         """These tables on ``device``."""
@@ -57,7 +59,7 @@ class Tables:
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in vars(self).items()
         }
-        return Tables(**moved)
+        return Tables(**moved | {"launches": {}})
 
 
 def tables_of(

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from tritoncp.schedules import allgather, fetch, ring, ulysses
+from tritoncp.plan import Plan
+from tritoncp.schedules import allgather, fetch, local, ring, ulysses
 
 SCHEDULES: dict[str, Any] = {
     "allgather": allgather,
@@ -11,3 +12,8 @@ SCHEDULES: dict[str, Any] = {
     "ulysses": ulysses.over(fetch),
     "ulysses+ring": ulysses.over(ring),
 }
+
+
+def schedule_of(plan: Plan) -> Any:
+    """The pair that carries out a plan."""
+    return local if plan.world_size == 1 else SCHEDULES[plan.schedule]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.comm import AllGather, ReduceScatter, Schedule, Wait
+from tritoncp.comm import AllGather, ReduceScatter, Schedule, Ticket, Wait
 from tritoncp.plan import Plan
-from tritoncp.schedules.buffers import dkdv, outputs, pack, separate, views
+from tritoncp.schedules.buffers import dkdv, outputs, pack, room_for_dq, separate, views
 
 HEAD_GROUPS = 2  # one in flight, one computed: more only makes smaller messages
 
@@ -21,13 +21,13 @@ def forward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
-    out, lse, top = outputs(q, v, want_max)
-    groups = head_groups(k.shape[1], plan.world_size)
-    flight = yield from _send(plan, k, v, groups[0])
+    out, lse, top = outputs(plan, q, v, want_max)
+    groups = head_groups(k.shape[1])
+    flight = yield _gather(plan, k, v, groups[0])
     for index, heads in enumerate(groups):
-        keys, values = yield from _receive(flight, k, v)
+        keys, values = views((yield Wait(flight)), k)
         if index + 1 < len(groups):
-            flight = yield from _send(plan, k, v, groups[index + 1])
+            flight = yield _gather(plan, k, v, groups[index + 1])
         mine = query_heads(heads, q, k)
         engine.forward(
             q[:, mine],
@@ -58,34 +58,33 @@ def backward(
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
-    sums = lse.dtype if engine.fused else q.dtype  # every KV tile adds to it, or each row is written once
-    dq = torch.zeros_like(q, dtype=sums, memory_format=torch.contiguous_format)
-    groups = head_groups(k.shape[1], plan.world_size)
-    returning: list[Any] = []  # tickets, or the gradients themselves where nothing travels
-    flight = yield from _send(plan, k, v, groups[0])
+    dq = room_for_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
+    groups = head_groups(k.shape[1])
+    returning: list[Ticket] = []
+    flight = yield _gather(plan, k, v, groups[0])
     for index, heads in enumerate(groups):
-        keys, values = yield from _receive(flight, k, v)
+        keys, values = views((yield Wait(flight)), k)
         if index + 1 < len(groups):
-            flight = yield from _send(plan, k, v, groups[index + 1])
+            flight = yield _gather(plan, k, v, groups[index + 1])
         mine = query_heads(heads, q, k)
         args = q[:, mine], keys, values, dout[:, mine], lse[:, mine], delta[:, mine], tables
         engine.dq(*args, dq=dq[:, mine], h_offset=mine.start)()
         grads = keys.new_zeros(keys.shape[2], *keys.shape[:2], k.shape[3] + v.shape[3], dtype=lse.dtype)
-        dkdv(engine, args, grads, dq[:, mine], h_offset=mine.start)
-        returning.append((yield ReduceScatter(grads)) if plan.world_size > 1 else grads)
+        dkdv(engine, args, *views(grads, keys), dq[:, mine], h_offset=mine.start)
+        returning.append((yield ReduceScatter(grads)))
     parts = []
     for ticket in returning:
-        parts.append((yield Wait(ticket)) if plan.world_size > 1 else ticket)
+        parts.append((yield Wait(ticket)))
     return dq, *separate(torch.cat(parts, 2), k)
 
 
-def head_groups(kv_heads: int, world_size: int) -> list[slice]:
-    """KV heads cut into at most HEAD_GROUPS pieces; one piece where nothing is sent.
+def head_groups(kv_heads: int) -> list[slice]:
+    """KV heads cut into at most HEAD_GROUPS pieces.
 
-    >>> head_groups(3, 2), head_groups(8, 1)
-    ([slice(0, 2, None), slice(2, 3, None)], [slice(0, 8, None)])
+    >>> head_groups(3), head_groups(1)
+    ([slice(0, 2, None), slice(2, 3, None)], [slice(0, 1, None)])
     """
-    size = kv_heads if world_size == 1 else -(-kv_heads // min(kv_heads, HEAD_GROUPS))
+    size = -(-kv_heads // min(kv_heads, HEAD_GROUPS))
     return [slice(start, min(start + size, kv_heads)) for start in range(0, kv_heads, size)]
 
 
@@ -95,15 +94,6 @@ def query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
     return slice(heads.start * group, heads.stop * group)
 
 
-def _send(plan: Plan, k: Tensor, v: Tensor, heads: slice) -> Schedule[Any]:
-    """Start gathering these heads of K and V."""
-    if plan.world_size == 1:
-        return k[:, heads], v[:, heads]
-    return (yield AllGather(pack(k[:, heads], v[:, heads], plan.kv.s_max)))
-
-
-def _receive(flight: Any, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
-    """K [B, heads, rows, D] and V [B, heads, rows, E] of all ranks, as views of one buffer."""
-    if isinstance(flight, tuple):
-        return flight
-    return views((yield Wait(flight)), k)
+def _gather(plan: Plan, k: Tensor, v: Tensor, heads: slice) -> AllGather:
+    """These heads of K and V, of every rank, in one buffer."""
+    return AllGather(pack(k[:, heads], v[:, heads], plan.kv.s_max))

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp.plan import Plan
+
 
 def pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
     """k [B, h, S, D] and v [B, h, S, E] as one [rows, B, h, D + E], zeros past row S."""
@@ -29,12 +31,28 @@ def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return x[..., : k.shape[3]], x[..., k.shape[3] :]
 
 
-def outputs(q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """out, lse and max_scores of rows that see nothing: no slot covers padding, and nobody writes there."""
+def room(like: Tensor, dtype: torch.dtype, filled: bool, value: float = 0.0) -> Tensor:
+    """A contiguous tensor for what kernels write: empty where they write to every row, as in `filled`
+    placements, else full of ``value``, as no slot covers padding."""
+    made = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+    return made if filled else made.fill_(value)
+
+
+def outputs(plan: Plan, q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, lse and max_scores; padding as rows that see nothing."""
     stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_zeros(*q.shape[:3], v.shape[3])
-    lse = q.new_full(q.shape[:3], -torch.inf, dtype=stats)
-    return out, lse, torch.full_like(lse, -torch.inf) if want_max else None
+    filled = plan.q.is_filled(plan.rank)
+    out = q.new_empty(*q.shape[:3], v.shape[3])
+    lse = q.new_empty(q.shape[:3], dtype=stats)
+    if not filled:
+        out.zero_()
+        lse.fill_(-torch.inf)
+    return out, lse, room(lse, stats, filled, -torch.inf) if want_max else None
+
+
+def room_for_dq(plan: Plan, engine: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """For a first step that writes it; a fused engine adds to it, in float32, from the beginning."""
+    return room(q, dtype, plan.q.is_filled(plan.rank) and not engine.fused)
 
 
 def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,22 +61,22 @@ def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dkdv(
-    engine: Any, args: tuple[Any, ...], into: Tensor, dq: Tensor, h_offset: int = 0, add: bool = False
-) -> None:
-    """One step's gradients of the keys and values in ``args``, into or added to a buffer of their layout; a
+    engine: Any, args: tuple[Any, ...], dk: Tensor, dv: Tensor, dq: Tensor, h_offset: int = 0,
+    add: bool = False,
+) -> None:  # fmt: skip
+    """One step's gradients of the keys and values in ``args``, into or added to dk, dv [B, h, rows, D|E]; a
     fused engine adds those of the queries to ``dq`` on the way."""
-    q, keys, values, *_, tables = args
-    (b, h, _, d), e = keys.shape, values.shape[3]
-    split = engine.split(q, keys, tables) if into.shape[1] == b else 1
+    q, keys, _, _, lse, _, tables = args
+    (b, h, rows, d), e = dk.shape, dv.shape[3]
+    apart = b == 1 or dk.stride(0) > 0  # else each row is one batch row's alone, and the others' are the same
+    split = engine.split(q, keys, tables) if apart else 1
     if split == 1:
-        dk, dv = views(into, keys)
         engine.dkdv(*args, dk=dk, dv=dv, dq=dq, h_offset=h_offset, add=add)()
         return
-    parts = into.new_zeros(b, h * split, len(into), d + e)
-    dk, dv = parts[..., :d], parts[..., d:]
-    engine.dkdv(*args, dk=dk, dv=dv, dq=dq, h_offset=h_offset, split=split)()
-    total = parts.unflatten(1, (h, split)).sum(2).permute(2, 0, 1, 3)
-    into.copy_(into + total if add else total)
+    parts = lse.new_zeros(b, h * split, rows, d + e)
+    engine.dkdv(*args, dk=parts[..., :d], dv=parts[..., d:], dq=dq, h_offset=h_offset, split=split)()
+    for into, part in zip((dk, dv), parts.unflatten(1, (h, split)).sum(2).split([d, e], 3), strict=True):
+        into.copy_(into + part if add else part)
 
 
 def separate(dkv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

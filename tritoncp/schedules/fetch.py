@@ -11,14 +11,14 @@ from torch import Tensor
 
 from tritoncp.comm import AllToAll, Schedule, Wait
 from tritoncp.plan import Plan
-from tritoncp.schedules.buffers import dkdv, new_state, outputs, pack, separate, views
+from tritoncp.schedules.buffers import dkdv, new_state, outputs, pack, room_for_dq, separate, views
 
 
 def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
-    out, lse, top = outputs(q, v, want_max)
+    out, lse, top = outputs(plan, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     some = sum(plan.fetch.takes) > 0
@@ -41,16 +41,16 @@ def backward(
     flight = yield _request(plan, local)
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
-    dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
+    dq = room_for_dq(plan, engine, q, lse.dtype)
     home = torch.zeros_like(local, dtype=lse.dtype)
     args = (q, k, v, dout, lse, delta, near)
     engine.dq(*args, dq=dq)()
-    dkdv(engine, args, home, dq)
+    dkdv(engine, args, *views(home, k), dq)
     fetched = yield Wait(flight)
     grads = torch.zeros_like(fetched, dtype=lse.dtype)
     args = (q, *views(fetched, k), dout, lse, delta, far)
     if some:
-        dkdv(engine, args, grads, dq)
+        dkdv(engine, args, *views(grads, k), dq)
     flight = yield AllToAll(grads, plan.fetch.takes, plan.fetch.sends)
     if some:
         engine.dq(*args, dq=dq, add=True)()  # while they return

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritoncp.comm import Schedule, Swap, Ticket, Wait
 from tritoncp.plan import Plan
-from tritoncp.schedules.buffers import dkdv, new_state, outputs, pack, separate, views
+from tritoncp.schedules.buffers import dkdv, new_state, outputs, pack, room_for_dq, separate, views
 from tritoncp.steps import Hop
 
 
@@ -20,7 +20,7 @@ def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
-    out, lse, top = outputs(q, v, want_max)
+    out, lse, top = outputs(plan, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     last = max(turn for turn, hop in enumerate(plan.ring) if hop.reads)
     held = pack(k, v, plan.kv.s_max)
@@ -41,7 +41,7 @@ def backward(
     """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
-    dq = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
+    dq = room_for_dq(plan, engine, q, lse.dtype)
     held = pack(k, v, plan.kv.s_max)
     home = torch.zeros_like(held, dtype=lse.dtype)  # gradient of the own K and V
     following: Ticket | None = None  # the gradient in flight, then what has come
@@ -57,7 +57,7 @@ def backward(
             came = yield Wait(following)  # dQ was computed while it flew
         grad = _arrived(plan.ring, turn, came, home)
         if hop.reads:
-            dkdv(engine, args, grad, dq, add=turn > 0)
+            dkdv(engine, args, *views(grad, k), dq, add=turn > 0)
         following = yield _follow(hop, grad, home)
         held = ((yield Wait(flight)) or [held])[0]
     assert following is not None
