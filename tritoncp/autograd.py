@@ -217,17 +217,13 @@ class Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(call: tuple[Any, ...], plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        n, captured_ones, *constants, spec = call
-        return tuple(_below(forward_op, *_cut(tensors, n, n, n, captured_ones), *constants, plan, spec))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.call, plan, *tensors = inputs
-        n = ctx.call[0]
-        ctx.save_for_backward(plan, *tensors, *output[: 2 * n])
-        ctx.mark_non_differentiable(*output[2 * n :])
+    def forward(ctx: Any, call: tuple[Any, ...], plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        n, captured_ones, *constants, spec = ctx.call = call
+        found = _below(forward_op, *_cut(tensors, n, n, n, captured_ones), *constants, plan, spec)
+        ctx.save_for_backward(plan, *tensors, *found[: 2 * n])
+        ctx.mark_non_differentiable(*found[2 * n :])
         ctx.set_materialize_grads(False)
+        return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:

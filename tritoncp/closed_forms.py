@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -383,6 +384,18 @@ def or_masks(*masks: MaskFn) -> MaskMod:
 def not_(mask: MaskFn) -> MaskMod:
     """Visible where the mask_mod says it is not."""
     return Not(_checked("not_", (mask,)))
+
+
+def is_settled(mask: Any) -> bool:
+    """Whether a mask is a closed form through and through: then only what its tensors hold can change.
+
+    >>> is_settled(causal() & document(lengths=[2, 6])), is_settled(causal() & (lambda b, h, q, kv: q != kv))
+    (True, False)
+    """
+    if type(mask) in (SlidingWindow, Document, PrefixLM):
+        return True
+    known = type(mask) in (And, Or, Not, Later, Flipped)
+    return known and all(map(is_settled, getattr(mask, "parts", None) or (mask.part,)))
 
 
 def _checked(name: str, masks: tuple[MaskFn, ...]) -> tuple[MaskFn, ...]:

@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 def host() -> AbstractContextManager[object]:
     """Within it, tensors made without a device are on the CPU."""
-    if torch.get_default_device().type == "cpu":  # a mode would cost every operation in it
+    plain = torch._C._len_torch_function_stack() == 0  # a default device is a mode of torch functions
+    if plain or torch.get_default_device().type == "cpu":  # a mode would cost every operation in it
         return contextlib.nullcontext()
     return torch.device("cpu")
 

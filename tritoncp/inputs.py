@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -66,6 +67,10 @@ def _hint(given: Any) -> str:
 def _check_score_mod(fn: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         return  # a look at its signature would compile anew for every function; translating it checks too
+    if type(fn) is FunctionType and "__wrapped__" not in fn.__dict__ and "__signature__" not in fn.__dict__:
+        code, defaults = fn.__code__, len(fn.__defaults__ or ())
+        if code.co_argcount - defaults != 4:
+            return  # as its signature would say, which takes longer to make than a kernel to launch
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import types
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp import inputs, mods
-from tritoncp.closed_forms import MaskMod
+from tritoncp.closed_forms import MaskMod, is_settled
 from tritoncp.masks import Mask, create_block_mask, from_block_mask, full_mask, with_intervals
 from tritoncp.mods import Mod
 from tritoncp.mods.captures import Fingerprint, Identity, describe
@@ -176,8 +177,18 @@ def _captured(mod: Any) -> tuple[Any, tuple[Tensor, ...], str]:
         return (mod.digest, tuple(map(repr, mod.numbers)), tuple(about)), mod.tensors, ""
     if mods.hand_written(mod):
         return Identity(mod), (), ""
-    found = Fingerprint(mod)
-    return found.key, tuple(found.tensors), found.reason
+    if isinstance(mod, MaskMod) and (known := _SETTLED.get(mod)) is not None:
+        return known
+    walked = Fingerprint(mod)
+    found = walked.key, tuple(walked.tensors), walked.reason
+    if is_settled(mod):
+        _SETTLED[mod] = found
+    return found
+
+
+_SETTLED: weakref.WeakKeyDictionary[MaskMod, tuple[Any, tuple[Tensor, ...], str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import enum
 import functools
-import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -50,13 +49,19 @@ class Identity:
         return isinstance(other, Identity) and other.thing is self.thing
 
 
-def code_names(code: types.CodeType) -> set[str]:
-    """Global and attribute names that a code object and the functions defined inside it may read."""
+@functools.lru_cache(4096)
+def code_names(code: types.CodeType) -> tuple[str, ...]:
+    """Global and attribute names that a code object and the functions defined inside it may read, sorted."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= code_names(constant)
-    return names
+            names.update(code_names(constant))
+    return tuple(sorted(names))
+
+
+@functools.lru_cache(4096)
+def _slots(cls: Any) -> tuple[str, ...]:
+    return tuple(name for base in cls.__mro__ for name in getattr(base, "__slots__", ()))
 
 
 class Fingerprint:
@@ -81,7 +86,7 @@ class Fingerprint:
         self._items += 1
         if self._items > _MOST_ITEMS:
             raise Incomparable(f"more than {_MOST_ITEMS} captured values")
-        if isinstance(thing, _ATOMS):
+        if type(thing) in _ATOMS or isinstance(thing, _ATOMS):  # the first is quick, and mostly enough
             return (type(thing), thing)
         if isinstance(thing, int | float | complex) and not isinstance(thing, enum.Enum):
             return (type(thing).__name__, repr(thing))
@@ -134,22 +139,22 @@ class Fingerprint:
         return self._object(thing)
 
     def _object(self, thing: Any) -> Any:
-        slots = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
+        slots = _slots(type(thing))  # type: ignore[arg-type]
         if not hasattr(thing, "__dict__") and not slots:
             raise Incomparable(f"a captured {type(thing).__qualname__}")
         fields = dict(getattr(thing, "__dict__", {}))
         fields.update({name: getattr(thing, name) for name in slots if hasattr(thing, name)})
-        call = inspect.getattr_static(type(thing), "__call__", None)
+        call = getattr(type(thing), "__call__", None)  # noqa: B004 - the function itself is wanted
         code = self._of(call) if isinstance(call, types.FunctionType) else None
         return (type(thing), code, tuple((name, self._of(value)) for name, value in fields.items()))
 
     def _function(self, fn: types.FunctionType) -> Any:
-        names = sorted(code_names(fn.__code__))
+        names = code_names(fn.__code__)
         cells = tuple(self._of(_cell(cell)) for cell in fn.__closure__ or ())
         defaults = (self._of(fn.__defaults__), self._of(fn.__kwdefaults__))
         return (fn.__code__, defaults, cells, tuple(self._globals(names, fn.__globals__)))
 
-    def _globals(self, names: list[str], scope: dict[str, Any]) -> Iterator[Any]:
+    def _globals(self, names: Sequence[str], scope: dict[str, Any]) -> Iterator[Any]:
         for name in names:
             if name not in scope:
                 continue
@@ -161,7 +166,7 @@ class Fingerprint:
             if isinstance(value, types.ModuleType) and value.__name__.split(".")[0] not in ("torch", "math"):
                 yield from self._attributes(names, value)
 
-    def _attributes(self, names: list[str], module: types.ModuleType) -> Iterator[Any]:
+    def _attributes(self, names: Sequence[str], module: types.ModuleType) -> Iterator[Any]:
         for name in names:
             if name in vars(module):
                 yield module.__name__, name, self._of(vars(module)[name])

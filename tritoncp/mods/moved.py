@@ -81,7 +81,7 @@ class _Move:
         cells = tuple(types.CellType() for _ in fn.__closure__ or ())
         moved = types.FunctionType(fn.__code__, scope, fn.__name__, None, cells or None)
         self.done[id(fn)] = moved  # it may refer to itself
-        names = code_names(fn.__code__)
+        names = set(code_names(fn.__code__))
         for name in names & scope.keys():
             value = scope[name]
             scope[name] = (
