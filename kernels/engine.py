@@ -25,8 +25,10 @@ from tritoncp.kernels.tiles import (
     Strided,
     copyable,
     descriptors,
+    layout,
     stat,
     strided,
+    with_base,
 )
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
@@ -44,8 +46,7 @@ class State(NamedTuple):
     l: Tensor
 
 
-@dataclass(frozen=True)
-class Mods:
+class Mods(NamedTuple):
     """User functions as the kernels take them: jit functions, captured values, gradient buffers."""
 
     mask: Any = None
@@ -89,12 +90,17 @@ class Launch(NamedTuple):
 
 
 class Fixed(NamedTuple):
-    """What is the same for every launch of one kernel with one step's tables and tensors of these shapes."""
+    """What is the same for every launch of one kernel with one step's tables and tensors of these layouts.
+
+    layouts:     of the tensors that decide how the kernel is launched
+    descriptors: (argument, tensor, fields) of the tiles that are copied by descriptor
+    """
 
     grid: tuple[int, ...]
     args: dict[str, Any]
     config: Config
-    tile: int  # rows of a streamed tile
+    layouts: tuple[tuple[Any, ...], ...]
+    descriptors: list[tuple[str, str, dict[str, Any]]]
     compiled: dict[Any, Any]
 
 
@@ -133,11 +139,13 @@ class Streamed(NamedTuple):
         """Whether tiles of masked blocks may hold fewer tokens than rows."""
         return bool(self.rows % tile if window else self.ends != "block" or self.block % tile)
 
-    def descriptors(self, tile: int, use_tma: bool) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def descriptors(self, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
+        """As Fixed has them."""
+        found = []
         for name, x in self.tensors.items():
-            both = descriptors(x, tile, pieces(x.shape[3])) if use_tma else (None, None)
-            found[f"{name}_desc0"], found[f"{name}_desc1"] = both
+            for piece, descriptor in enumerate(descriptors(x, tile, pieces(x.shape[3]))):
+                if descriptor is not None:
+                    found.append((f"{name}_desc{piece}", name, vars(descriptor) | {"base": None}))
         return found
 
 
@@ -203,8 +211,8 @@ class TritonEngine:
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
         }
-        streamed = _streamed(tables, "kv", k=k, v=v)
-        return self._launch(forward_kernel, "forward", q, k, v, tables, h_offset, streamed, fixed, moving)
+        tensors = {"q": q, "k": k, "v": v}
+        return self._launch(forward_kernel, "forward", tensors, tables, h_offset, fixed, moving)
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
         """delta [B, H, S] = rowsum(out * dout) - dlse."""
@@ -218,11 +226,14 @@ class TritonEngine:
             "n_s": s,
             "E": e,
             "BLOCK_M": 64,
-            "BLOCK_E": triton.next_power_of_2(e),
+            "BLOCK_E": 1 << (e - 1).bit_length(),
             "HAS_DLSE": dlse is not None,
             "ACC": _acc(out),
         }
-        return Launch(delta_kernel, (triton.cdiv(s, 64), h, b), args, config)
+        if len(_DELTAS) > 1024:
+            _DELTAS.clear()
+        seen = out.device, e, *map(facts, args.values())
+        return Launch(delta_kernel, (-(-s // 64), h, b), args, config, _DELTAS, seen)
 
     def dq(
         self,
@@ -242,7 +253,6 @@ class TritonEngine:
         if self.fused:
             return _nothing if add else partial(_clear, dq)
         moving = {
-            "dout": strided(dout),
             "lse": stat(lse),
             "delta": stat(delta),
             "dq": strided(dq),
@@ -254,8 +264,8 @@ class TritonEngine:
             "SCORE_GRAD": self.mods.score_grad,
             "ADD": add,
         }
-        streamed = _streamed(tables, "kv", k=k, v=v)
-        return self._launch(dq_kernel, "dq", q, k, v, tables, h_offset, streamed, fixed, moving)
+        tensors = {"q": q, "k": k, "v": v, "dout": dout}
+        return self._launch(dq_kernel, "dq", tensors, tables, h_offset, fixed, moving)
 
     def dkdv(
         self,
@@ -280,7 +290,6 @@ class TritonEngine:
         """
         fused = self.fused
         moving = {
-            "dout": strided(dout),
             "lse": stat(lse),
             "delta": stat(delta),
             "dk": strided(dk),
@@ -295,8 +304,10 @@ class TritonEngine:
             "ADD": add,
             "SPLIT": split,
         }
-        kind, streamed = "fused" if fused else "dkdv", _streamed(tables, "q", q=q, dout=dout)
-        made = self._launch(dkdv_kernel, kind, q, k, v, tables, h_offset, streamed, fixed, moving)
+        tensors = {"q": q, "k": k, "v": v, "dout": dout}
+        made = self._launch(
+            dkdv_kernel, "fused" if fused else "dkdv", tensors, tables, h_offset, fixed, moving
+        )
         added: Sequence[Any] = (None, None)
         if fused and dq is not None and made.config.USE_TMA and not INTERPRETED and copyable(dq):
             added = descriptors(dq, made.config.BLOCK_M, pieces(q.shape[3]))
@@ -321,34 +332,31 @@ class TritonEngine:
         return choose(kind, arch, dim, q.dtype, tables.q_block, tables.kv_block, self.options, tma)
 
     def _launch(
-        self, kernel: Any, kind: str, q: Tensor, k: Tensor, v: Tensor, tables: Any, h_offset: int,
-        streamed: Streamed, fixed: dict[str, Any], moving: dict[str, Any],
+        self, kernel: Any, kind: str, tensors: dict[str, Tensor], tables: Any, h_offset: int,
+        fixed: dict[str, Any], moving: dict[str, Any],
     ) -> Launch:  # fmt: skip
-        """``fixed`` arguments follow from shapes and settings, and are kept with the tables; ``moving`` ones
-        hold tensors, which are others at every call."""
-        tma = streamed.copyable()
-        shapes = q.shape, k.shape, v.shape, q.dtype
-        key = kind, tma, h_offset, *shapes, *fixed.values(), *self._alike
+        """``tensors`` are other ones at every call, mostly of the same layouts: what follows from these and
+        from settings (``fixed``) is kept with the tables. ``moving`` are the remaining arguments."""
+        layouts = [(x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors.values()]
+        key = kind, h_offset, tensors["q"].dtype, *layouts, *fixed.values(), *self._alike
         if (found := tables.launches.get(key)) is None:
-            found = self._fixed(kind, q, k, v, tables, h_offset, streamed, tma, fixed)
-            tables.launches[key] = found
-        moving |= {
-            "q": strided(q),
-            "k": strided(k),
-            "v": strided(v),
-            "mask_caps": self.mods.mask_caps,
-            "score_caps": self.mods.score_caps,
-        }
+            found = tables.launches[key] = self._fixed(kind, tensors, tables, h_offset, fixed)
+        moving["mask_caps"], moving["score_caps"] = self.mods.mask_caps, self.mods.score_caps
+        args = found.args | moving
+        for (name, x), rest in zip(tensors.items(), found.layouts, strict=True):
+            args[name] = Strided(x, *rest)
+        for argument, name, fields in found.descriptors:
+            args[argument] = with_base(fields, tensors[name])
         seen = tuple(map(facts, moving.values()))
-        args = {**found.args, **moving, **streamed.descriptors(found.tile, found.config.USE_TMA)}
         return Launch(kernel, found.grid, args, found.config, found.compiled, seen)
 
     def _fixed(
-        self, kind: str, q: Tensor, k: Tensor, v: Tensor, tables: Any, h_offset: int, streamed: Streamed,
-        tma: bool, given: dict[str, Any],
-    ) -> Fixed:  # fmt: skip
-        config = self._config(kind, q, v, tables, tma)
+        self, kind: str, tensors: dict[str, Tensor], tables: Any, h_offset: int, given: dict[str, Any]
+    ) -> Fixed:
+        q, k, v = (tensors[name] for name in "qkv")
         by_keys = kind in ("dkdv", "fused")  # programs are tiles of keys, and queries are streamed
+        streamed = _streamed(tables, tensors, by_keys)
+        config = self._config(kind, q, v, tables, streamed.copyable())
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
         (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
         left, right = (None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0))
@@ -357,7 +365,8 @@ class TritonEngine:
         interval = Interval(None, None, 0, 0)
         if tables.lo is not None:
             interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
-        args = given | {
+        args = dict.fromkeys(f"{name}_desc{piece}" for name in streamed.tensors for piece in (0, 1)) | given
+        args |= {
             "q_slots": Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
             "kv_slots": Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
             "interval": interval,
@@ -394,7 +403,11 @@ class TritonEngine:
         else:
             args["rows"] = _rows(tables.row_ptr, tables.row_runs)
             grid = (_tiles(tables, "q", config), q.shape[1], q.shape[0])
-        return Fixed(grid, args, config, tile, {})
+        copies = streamed.descriptors(tile) if config.USE_TMA else []
+        return Fixed(grid, args, config, tuple(map(layout, tensors.values())), copies, {})
+
+
+_DELTAS: dict[Any, Any] = {}  # what Triton compiled; there are no tables to keep it with
 
 
 def _nothing() -> None:
@@ -418,17 +431,18 @@ def _rows(ptr: Tensor, runs: Tensor) -> Rows:
     return Rows(ptr, _stride(ptr, 0), _stride(ptr, 1), runs)
 
 
-def _streamed(tables: Any, side: str, **tensors: Tensor) -> Streamed:
+def _streamed(tables: Any, tensors: dict[str, Tensor], by_keys: bool) -> Streamed:
     block, rows, ends = (
         (tables.q_block, tables.q_rows, tables.q_ends)
-        if side == "q"
+        if by_keys
         else (tables.kv_block, tables.kv_rows, tables.kv_ends)
     )
     if block & -block < 16:  # no tile divides it
         ends = "anywhere"
     elif tables.window:  # tiles are counted from the first row, slots are not read
         ends = "buffer" if rows % block else "block"
-    return Streamed(tensors, block, rows, ends)
+    names = ("q", "dout") if by_keys else ("k", "v")
+    return Streamed({name: tensors[name] for name in names}, block, rows, ends)
 
 
 def _tiles(tables: Any, side: str, config: Config) -> int:

@@ -10,7 +10,6 @@ Naming grammar of kernel locals
 A *tile* is a piece of a slot: ``cdiv(slot block, tile)`` tiles a slot, numbered through the buffer.
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -78,71 +77,45 @@ class Interval(NamedTuple):
     stride_h: Any
 
 
-class Layout(NamedTuple):
-    """What follows from a tensor's shape and strides, which are the same at nearly every call.
-
-    steps: strides for a descriptor, or None where there can be none
-    """
-
-    strides: tuple[int, ...]
-    wide: int | None
-    shape: list[int]
-    steps: list[int] | None
-
-
-@lru_cache(4096)
-def layout(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> Layout:
-    """Of x [B, H, S, D] with elements of ``item`` bytes.
-
-    Descriptors want channels side by side, strides that are multiples of 16 bytes, rows and heads apart.
-    """
-    unit = 16 // item
-    steps = [stride if size > 1 else unit for size, stride in zip(shape[:3], strides)]
-    fits = strides[3] == 1 and all(step > 0 and step % unit == 0 for step in steps) and 0 not in shape
-    wide = 1 if max(strides[2:]) >= WIDE_STRIDE else None
-    return Layout(strides, wide, list(shape), [*steps, 1] if fits else None)
-
-
-def layout_of(x: torch.Tensor) -> Layout:
-    return layout(x.shape, x.stride(), x.element_size())
-
-
 def strided(x: torch.Tensor | None) -> Strided:
     """``x`` [B, H, S, D] as a kernel argument."""
-    if x is None:
-        return _NO_TENSOR
-    strides, wide, _, _ = layout_of(x)
-    return Strided(x, *strides, wide)
+    return _NO_TENSOR if x is None else Strided(x, *layout(x))
+
+
+def layout(x: torch.Tensor) -> tuple[Any, ...]:
+    """What Strided says of x besides its address."""
+    return *x.stride(), 1 if max(x.stride()[2:]) >= WIDE_STRIDE else None
 
 
 _NO_TENSOR = Strided(None, 0, 0, 0, 0, None)
 
 
 def copyable(x: torch.Tensor) -> bool:
-    """Whether tiles of x [B, H, S, D] can be copied by tensor descriptor (TMA): see :func:`layout`; and its
-    address a multiple of 16 bytes."""
-    return layout_of(x).steps is not None and x.data_ptr() % 16 == 0
+    """Whether tiles of x [B, H, S, D] can be copied by tensor descriptor (TMA): channels side by side,
+    address and strides multiples of 16 bytes, batch rows and heads apart."""
+    unit = 16 // x.element_size()
+    steps = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
+    return (
+        x.stride(3) == 1
+        and x.data_ptr() % 16 == 0
+        and all(step > 0 and step % unit == 0 for step in steps)
+        and x.numel() > 0
+    )
 
 
 def descriptors(x: torch.Tensor, rows: int, widths: tuple[int, int]) -> list[TensorDescriptor | None]:
-    """Descriptors of a copyable x [B, H, S, D] for tiles of ``rows`` rows by each piece of channels."""
-    return [_descriptor(x, (1, 1, rows, width)) if width else None for width in widths]
+    """Descriptors of x [B, H, S, D] for tiles of ``rows`` rows by each piece of channels."""
+    unit = 16 // x.element_size()
+    strides = [stride if size > 1 else unit for size, stride in zip(x.shape[:3], x.stride())]
+    shape, strides = list(x.shape), [*strides, 1]
+    return [TensorDescriptor(x, shape, strides, [1, 1, rows, width]) if width else None for width in widths]
 
 
-def _descriptor(x: torch.Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """As TensorDescriptor(x, ...), which looks through each of its arguments whenever one is made."""
+def with_base(fields: dict[str, Any], x: torch.Tensor) -> TensorDescriptor:
+    """The descriptor of ``x`` whose other fields are these, as one had that was checked when it was made."""
     made = object.__new__(TensorDescriptor)
-    vars(made).update(_checked(x.shape, x.stride(), x.dtype, block), base=x)
+    vars(made).update(fields, base=x)
     return made
-
-
-@lru_cache(4096)
-def _checked(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
-) -> dict[str, Any]:
-    found = layout(shape, strides, dtype.itemsize)
-    apart = torch.empty(0, dtype=dtype, device="cpu")  # any address that is a multiple of 16 will do
-    return vars(TensorDescriptor(apart, found.shape, found.steps, list(block)))
 
 
 def stat(x: torch.Tensor | None) -> Stat:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from tritoncp import agreement, captured, comm, compiled, engines, inputs, plan_cache, tuned
-from tritoncp.autograd import forward_op, pin
+from tritoncp.autograd import forward, pin
 from tritoncp.balance import Balancer
 from tritoncp.closed_forms import MaskMod
 from tritoncp.handles import refuse_inside_a_graph
@@ -134,7 +134,7 @@ def attend(
     floats = [n for n in numbers if not isinstance(n, int)]
     scale = 1 / math.sqrt(q[0].shape[3]) if scale is None else float(scale)
     assert plan.handle is not None
-    return forward_op(q, k, v, list(captures), ints, floats, scale, plan.handle, spec.encode())
+    return forward(q, k, v, list(captures), ints, floats, scale, plan.handle, spec.encode())
 
 
 @overload

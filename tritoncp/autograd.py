@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -73,7 +73,7 @@ def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], A
     return [comm.run(schedule(0, plan), comm.named(call.world))]
 
 
-def _forward(
+def _attend(
     q: list[Tensor],
     k: list[Tensor],
     v: list[Tensor],
@@ -90,11 +90,10 @@ def _forward(
     def schedule(i: int, p: Plan) -> Any:
         return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
 
-    with undisturbed():
-        known, mask = _resolved(plan, call, q)
-        tiles = _measured(call, known, mask, q[0], v[0])
-        engine = engines.make(call, scale, mask, q[0], captures, ints, floats, measured=tiles)
-        outs, lses, tops = zip(*_drive(call, known, len(q), schedule), strict=True)
+    known, mask = _resolved(plan, call, q)
+    tiles = _measured(call, known, mask, q[0], v[0])
+    engine = engines.make(call, scale, mask, q[0], captures, ints, floats, measured=tiles)
+    outs, lses, tops = zip(*_drive(call, known, len(q), schedule), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
 
@@ -115,7 +114,7 @@ def _forward_fake(
     return [*outs, *stats, *tops]
 
 
-def _backward(
+def _differentiate(
     douts: list[Tensor],
     dlses: list[Tensor],
     q: list[Tensor],
@@ -141,13 +140,12 @@ def _backward(
         # Rounded once, here. dk and dv may be views of one buffer, and an op's outputs share no memory.
         return tuple(_own(grad, x[i].dtype) for grad, x in zip(found, (q, k, v), strict=True))
 
-    with undisturbed():
-        known, mask = _resolved(plan, call, q)
-        grads = engines.buffers(call, captures, lses[0])
-        tiles = _measured(call, known, mask, q[0], v[0])
-        engine = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, tiles)
-        done = _drive(call, known, len(q), schedule)
-        found = engines.sums(call, captures, grads)
+    known, mask = _resolved(plan, call, q)
+    grads = engines.buffers(call, captures, lses[0])
+    tiles = _measured(call, known, mask, q[0], v[0])
+    engine = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, tiles)
+    done = _drive(call, known, len(q), schedule)
+    found = engines.sums(call, captures, grads)
     return [x for part in zip(*done, strict=True) for x in part] + found
 
 
@@ -196,18 +194,40 @@ _OPS = torch.library.Library("tritoncp", "FRAGMENT")
 
 
 def _registered(name: str, body: Callable[..., Any], fake: Callable[..., Any], differentiated: Any) -> Any:
+    def disturbed(*args: Any) -> Any:
+        with undisturbed():
+            return body(*args)
+
     schema = torch.library.infer_schema(body, mutates_args=())
     _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _OPS.impl(name, body, "CompositeExplicitAutograd")
+    _OPS.impl(name, disturbed, "CompositeExplicitAutograd")
     _OPS.impl(name, differentiated, "Autograd")
     torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
     return getattr(torch.ops.tritoncp, name).default
 
 
-def _below(op: Any, *args: Any) -> Any:
-    """The op as what is below autograd sees it: dispatch modes, then the body."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
+def _below(op: Any, body: Callable[..., Any], *args: Any) -> Any:
+    """The op as what is below autograd sees it: dispatch modes, then the body; or the body at once where
+    nobody looks at ops, as going through the dispatcher takes a third of a call."""
+    if _seen(itertools.chain.from_iterable(x for x in args if isinstance(x, list))):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+    with host(), torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
+        return body(*args)
+
+
+def _seen(tensors: Iterable[Any]) -> bool:
+    """Whether anything sees ops go by: dispatch modes, functorch, inference mode, profilers, subclasses."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.is_inference_mode_enabled()
+        or torch.autograd._profiler_enabled()
+        or any(type(x) not in _PLAIN for x in tensors)
+    )
+
+
+_PLAIN = {Tensor, torch.nn.Parameter, int, float}
 
 
 class Attention(torch.autograd.Function):
@@ -219,7 +239,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         n, captured_ones, *constants, spec = ctx.call = call
-        found = _below(forward_op, *_cut(tensors, n, n, n, captured_ones), *constants, plan, spec)
+        lists = _cut(tensors, n, n, n, captured_ones)
+        found = _below(forward_op, _attend, *lists, *constants, plan, spec)
         ctx.save_for_backward(plan, *tensors, *found[: 2 * n])
         ctx.mark_non_differentiable(*found[2 * n :])
         ctx.set_materialize_grads(False)
@@ -236,7 +257,7 @@ class Attention(torch.autograd.Function):
         )
         some_dlse = any(grad is not None for grad in grads[n : 2 * n])
         tensors = douts, dlses if some_dlse else [], q, k, v, outs, lses, captures
-        found = backward_op(*tensors, *constants, plan, spec)
+        found = _backward(*tensors, *constants, plan, spec)
         rest: list[Tensor | None] = [None] * captured_ones
         for place, grad in zip(Spec.decode(spec).wants, found[3 * n :], strict=True):
             rest[place] = grad
@@ -248,7 +269,7 @@ class Final(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, args: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_below(backward_op, *args))
+        return tuple(_below(backward_op, _differentiate, *args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> None:
@@ -258,24 +279,27 @@ class Final(torch.autograd.Function):
         )
 
 
-def _tracked(tensors: Sequence[Tensor]) -> bool:
+def _tracked(tensors: Iterable[Tensor]) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _forward_differentiated(
+def forward(
     q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor], *rest: Any
 ) -> list[Tensor]:
+    """What ``forward_op`` does, differentiable; arguments are the op's."""
     tensors = *q, *k, *v, *captures
     if not _tracked(tensors):
-        return _below(forward_op, q, k, v, captures, *rest)
+        return _below(forward_op, _attend, q, k, v, captures, *rest)
     *constants, plan, spec = rest
     return list(Attention.apply((len(q), len(captures), *constants, spec), plan, *tensors))
 
 
-def _backward_differentiated(*args: Any) -> list[Tensor]:
+def _backward(*args: Any) -> list[Tensor]:
     tensors = list(itertools.chain.from_iterable(args[:8]))
-    return list(Final.apply(args, *tensors)) if _tracked(tensors) else _below(backward_op, *args)
+    if not _tracked(tensors):
+        return _below(backward_op, _differentiate, *args)
+    return list(Final.apply(args, *tensors))
 
 
-forward_op = _registered("forward", _forward, _forward_fake, _forward_differentiated)
-backward_op = _registered("backward", _backward, _backward_fake, _backward_differentiated)
+forward_op = _registered("forward", _attend, _forward_fake, forward)
+backward_op = _registered("backward", _differentiate, _backward_fake, _backward)

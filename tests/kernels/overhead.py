@@ -1,13 +1,15 @@
 """Python's share of a call: plan cached, kernels compiled for a GPU that is not here and never launched.
 
-`python -m tests.kernels.overhead [--profile]` prints microseconds a call.  What is left out is what the GPU's
-driver takes; Triton's own dispatch is in.
+`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, and a rank where several
+ranks run here in turn.  What is left out is what the GPU's driver takes.  Beside it stands torch's compiled
+flex_attention, on so few numbers that computing takes next to nothing.
 """
 
 from __future__ import annotations
 
 import cProfile
 import json
+import os
 import pstats
 import statistics
 import sys
@@ -52,6 +54,45 @@ def microseconds(call: Callable[[], Any], rounds: int = 7, repeats: int = 200) -
     return statistics.median(found)
 
 
+def of_torch() -> dict[str, Callable[[], Any]]:
+    """torch's own attention, compiled for the CPU: its call is what it is for a GPU, guards and wrapper."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    compiled = torch.compile(flex_attention)
+    q, k, v = (torch.randn(1, heads, 16, 16) for heads in (2, 1, 1))
+    ids = torch.arange(16) // 5
+
+    def causal(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return i >= j
+
+    def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i >= j) & (ids[i] == ids[j])
+
+    masks = [create_block_mask(mod, None, None, 16, 16, "cpu", 16) for mod in (causal, documents)]
+    names = "torch's compiled flex, causal", "torch's compiled flex, documents"
+    return {
+        name: lambda mask=mask: compiled(q, k, v, block_mask=mask, enable_gqa=True)
+        for name, mask in zip(names, masks, strict=True)
+    }
+
+
+def of_ranks(schedule: str, ranks: int = 4) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward, and forward and backward, of all ranks of a world in turn; collectives are copies here."""
+    world = tritoncp.simulate(ranks)
+    mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, 256, 256, BLOCK_SIZE=32)
+    plan = world.make_plan(mask, schedule=schedule)
+    shards = [
+        world.shard(torch.randn(1, heads, 256, 64, dtype=torch.bfloat16), plan, dim=2) for heads in (4, 2, 2)
+    ]
+    leaves = [[x.clone().requires_grad_() for x in xs] for xs in shards]
+
+    def both() -> Any:
+        outs = world.flex_attention(*leaves, plan, enable_gqa=True)
+        return torch.autograd.grad(outs, [x for xs in leaves for x in xs], outs)
+
+    return lambda: world.flex_attention(*shards, plan, enable_gqa=True), both
+
+
 def calls() -> dict[str, Callable[[], Any]]:
     q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 128, 64, dtype=torch.bfloat16) for _ in range(2))
@@ -76,14 +117,26 @@ def calls() -> dict[str, Callable[[], Any]]:
 
 
 def main() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("unset TRITON_INTERPRET: interpreted kernels would be measured, not what launches them")
+    for name, call in of_torch().items():
+        say(name, call)
     pretend()
     for name, call in calls().items():
-        print(json.dumps({"call": name, "us": round(microseconds(call), 1)}), flush=True)
-        if "--profile" in sys.argv:
-            with cProfile.Profile() as profile:
-                for _ in range(300):
-                    call()
-            pstats.Stats(profile).sort_stats("tottime").print_stats(32)
+        say(name, call)
+    for schedule in ("allgather", "ring", "fetch", "ulysses"):
+        forward, both = of_ranks(schedule)
+        say(f"{schedule}, a rank of 4, forward", forward, 4)
+        say(f"{schedule}, a rank of 4, forward and backward", both, 4)
+
+
+def say(name: str, call: Callable[[], Any], ranks: int = 1) -> None:
+    print(json.dumps({"call": name, "us": round(microseconds(call) / ranks, 1)}), flush=True)
+    if "--profile" in sys.argv:
+        with cProfile.Profile() as profile:
+            for _ in range(300):
+                call()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(32)
 
 
 if __name__ == "__main__":
