@@ -15,6 +15,7 @@ from torch import Tensor
 import tritoncp
 from tritoncp import comm, cost, engines, steps
 from tritoncp.balance import MASKED
+from tritoncp.handles import held_by
 from tritoncp.masks import (
     ABSENT,
     Kind,
@@ -257,6 +258,13 @@ def test_plans_are_frozen() -> None:
     with pytest.raises(AttributeError):
         plan.rank = 1
     assert plan.for_rank(0) is plan
+
+
+def test_every_plan_that_a_user_holds_is_known_to_compiled_graphs() -> None:
+    plan = tritoncp.make_plan(full_mask(8, 8, block=4), world_size=2)
+    for other in (plan.for_rank(1), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert other.handle is not plan.handle
+        assert str(held_by(other.handle)) == str(other)
 
 
 def test_what_no_rank_changes_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:

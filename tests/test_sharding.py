@@ -59,6 +59,7 @@ def test_every_token_is_on_one_rank_in_order_and_padding_is_last(plan: Plan) -> 
         mine = plan.for_rank(rank)
         assert rows.shape[1] == plan.q.lengths[rank] == mine.s_local
         assert torch.equal(tritoncp.positions(mine), rows) and torch.equal(mine.valid, rows >= 0)
+        assert plan.q.is_filled(rank) == bool((rows >= 0).all())
         for row in rows:
             real = row[row >= 0]
             assert bool((row[: len(real)] >= 0).all())  # padding last

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from tritoncp import agreement, captured, comm, compiled, engines, inputs, plan_cache, tuned
-from tritoncp.autograd import forward, pin
+from tritoncp.autograd import forward
 from tritoncp.balance import Balancer
 from tritoncp.closed_forms import MaskMod
 from tritoncp.handles import refuse_inside_a_graph
@@ -94,10 +94,8 @@ def flex_attention(
             return plan_cache.facts_of_call(made, query, key, value, *options)
 
         plan = agreement.at_every_call(group, ready, facts)
-        if group is not None and "ring" in plan.schedule:
-            comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
         world = None if group is None else group.group_name
-        outs = attend([query], [key], [value], score, pin(plan), world, scale, kernel_options, want_max)
+        outs = attend([query], [key], [value], score, plan.pinned(), world, scale, kernel_options, want_max)
     if sinks is not None:
         outs = [*with_sinks(outs[0], outs[1], sinks), *outs[2:]]
     if return_aux is not None:

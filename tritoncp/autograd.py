@@ -11,7 +11,6 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,16 +18,11 @@ from torch import Tensor
 
 from tritoncp import captured, comm, engines, tuned
 from tritoncp.engines import Spec
-from tritoncp.handles import handle_of, held_by
+from tritoncp.handles import held_by
 from tritoncp.host import host
 from tritoncp.mods import Mod
 from tritoncp.plan import Plan
 from tritoncp.schedules import schedule_of
-
-
-def pin(plan: Plan) -> Plan:
-    """The plan with its handle: a tensor that keeps it known to the ops for as long as anyone holds it."""
-    return plan if plan.handle is not None else replace(plan, handle=handle_of(plan))
 
 
 def _keys() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
@@ -69,8 +63,11 @@ def _measured(call: Spec, plan: Plan, mask: Mod | None, q: Tensor, v: Tensor) ->
 
 def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any]) -> list[Any]:
     if not call.world:
-        return comm.lockstep([schedule(i, plan.for_rank(i)) for i in range(ranks)])
-    return [comm.run(schedule(0, plan), comm.named(call.world))]
+        return comm.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
+    group = comm.named(call.world)
+    if "ring" in plan.schedule:
+        comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
+    return [comm.run(schedule(0, plan), group)]
 
 
 def _attend(

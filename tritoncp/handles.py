@@ -29,7 +29,7 @@ def handle_of(thing: Any) -> Tensor:
     """
     for number in [number for number, (_, memory) in _HELD.items() if memory.expired()]:
         del _HELD[number]
-    handle = torch.tensor(next(_NUMBERS))
+    handle = torch.tensor(next(_NUMBERS), device="cpu")
     _HELD[int(handle)] = thing, StorageWeakRef(handle.untyped_storage())
     return handle
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tritoncp import cost, steps
 from tritoncp.balance import Balancer, block_costs, deal, find, views
+from tritoncp.handles import handle_of
 from tritoncp.host import on_host
 from tritoncp.masks import Mask, Runs
 from tritoncp.runs import content
@@ -80,9 +81,18 @@ class Plan:
 
     def for_rank(self, rank: int) -> "Plan":
         """The same plan seen by another rank."""
+        made = self.seen_by(rank)
+        return made if self.handle is None else made.pinned()
+
+    def seen_by(self, rank: int) -> "Plan":
+        """As :meth:`for_rank`, for a look at it: a compiled graph would not know it."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
         return self if rank == self.rank else replace(self, rank=rank, handle=None)
+
+    def pinned(self) -> "Plan":
+        """The plan with its handle, which keeps it known to the ops for as long as anyone holds it."""
+        return self if self.handle is not None else replace(self, handle=handle_of(self))
 
     @property
     def digest(self) -> bytes:
@@ -317,6 +327,10 @@ class Plan:
     def __getstate__(self) -> dict:
         state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
         return state | {"_shared": {}, "sources": (), "versions": (), "handle": None}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        object.__setattr__(self, "handle", replace(self).pinned().handle)
 
     @on_host
     def __str__(self) -> str:

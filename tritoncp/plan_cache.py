@@ -21,7 +21,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp import agreement, captured, comm, plan, tuned
 from tritoncp.agreement import fact
-from tritoncp.autograd import pin
 from tritoncp.balance import Balancer, find
 from tritoncp.host import on_host
 from tritoncp.inputs import check_lengths, check_plannable
@@ -193,7 +192,7 @@ def _natural(
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len)
     made = plan.build(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     _warn_uneven(sources, made)
-    return pin(sources.keep(made))
+    return sources.keep(made).pinned()
 
 
 def _warn_uneven(sources: Sources, made: Plan) -> None:
@@ -255,7 +254,7 @@ def make(
             if group
             else fact(""),
         }
-        plans = {name: pin(sources[name].keep(one)) for name, one in made.items()}
+        plans = {name: sources[name].keep(one).pinned() for name, one in made.items()}
         return plans, facts, tuned.summary() if group else ()
 
     made, tiles = agreement.together(group, build)

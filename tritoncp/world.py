@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp import api, inputs, plan_cache
-from tritoncp.autograd import pin
 from tritoncp.plan import Plan
 from tritoncp.sharding import lengthen, take
 from tritoncp.sinks import with_sinks
@@ -88,7 +87,7 @@ class World:
             inputs.check_shapes(mask.for_rank(rank), q, k)
         want_max = bool(return_aux and return_aux.max_scores)
         found = api.attend(
-            list(queries), list(keys), list(values), score, pin(mask), "", scale, kernel_options, want_max
+            list(queries), list(keys), list(values), score, mask.pinned(), "", scale, kernel_options, want_max
         )
         n = self.world_size
         outs, lses, tops = list(found[:n]), list(found[n : 2 * n]), list(found[2 * n :])

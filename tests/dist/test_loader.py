@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import tritoncp
 from tests.dist import ranks
 
+from tritoncp import comm
 from tritoncp.plan import SCHEDULES, Plan
 from tritoncp.reference import dense_attention
 
@@ -95,6 +96,27 @@ def test_ranks_use_what_their_workers_made(schedule: str) -> None:
             assert all(map(torch.equal, shipped, here))
             want = dense_attention(*qkv(step), mask_of(PACKED[step])).out
             torch.testing.assert_close(shipped[0], want, atol=1e-8, rtol=1e-8)
+
+
+def compiled(group: Any) -> tuple[bool, list[Tensor]]:
+    """Whether a ring's second communicator is there after a compiled forward pass; output and gradients."""
+    (plan,) = list(plans_from_a_worker(Steps(2, group.rank(), "ring")))[:1]
+    attend = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    shards = [tritoncp.shard(x, plan, dim=2).requires_grad_() for x in qkv(0)]
+    out = attend(*shards, plan, group)
+    there = "tritoncp gradients of keys and values" in comm._COMPANIONS[group]
+    out.square().sum().backward()
+    return there, [tritoncp.unshard(x.detach(), plan, group, dim=2) for x in (out, *(x.grad for x in shards))]
+
+
+def test_a_compiled_ring_uses_what_a_worker_made() -> None:
+    x = [t.requires_grad_() for t in qkv(0)]
+    out = dense_attention(*x, mask_of(PACKED[0])).out
+    want = out.detach(), *torch.autograd.grad(out.square().sum(), x)
+    for there, found in ranks.run(2, compiled):
+        assert there, "no backward pass is the first to make a communicator"
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
 
 
 def test_a_mask_without_a_closed_form_goes_across_too() -> None:

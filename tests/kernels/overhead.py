@@ -1,7 +1,7 @@
 """Python's share of a call: plan cached, kernels compiled for a GPU that is not here and never launched.
 
-`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, and a rank where several
-ranks run here in turn.  What is left out is what the GPU's driver takes.  Beside it stands torch's compiled
+`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, or a rank where a whole
+world runs here.  What is left out is what the GPU's driver takes.  Beside it stands torch's compiled
 flex_attention, on so few numbers that computing takes next to nothing.
 """
 
