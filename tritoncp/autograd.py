@@ -190,15 +190,20 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
 _OPS = torch.library.Library("tritoncp", "FRAGMENT")
 
 
-def _registered(name: str, body: Callable[..., Any], fake: Callable[..., Any], differentiated: Any) -> Any:
-    def disturbed(*args: Any) -> Any:
+def registered(
+    name: str, body: Callable[..., Any], fake: Callable[..., Any], differentiated: Any = None
+) -> Any:
+    """The op ``tritoncp::name``: for any tensors, those without memory, those with history."""
+
+    def apart(*args: Any) -> Any:
         with undisturbed():
             return body(*args)
 
     schema = torch.library.infer_schema(body, mutates_args=())
     _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _OPS.impl(name, disturbed, "CompositeExplicitAutograd")
-    _OPS.impl(name, differentiated, "Autograd")
+    _OPS.impl(name, apart, "CompositeExplicitAutograd")
+    if differentiated is not None:
+        _OPS.impl(name, differentiated, "Autograd")
     torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
     return getattr(torch.ops.tritoncp, name).default
 
@@ -298,5 +303,5 @@ def _backward(*args: Any) -> list[Tensor]:
     return list(Final.apply(args, *tensors))
 
 
-forward_op = _registered("forward", _attend, _forward_fake, forward)
-backward_op = _registered("backward", _differentiate, _backward_fake, _backward)
+forward_op = registered("forward", _attend, _forward_fake, forward)
+backward_op = registered("backward", _differentiate, _backward_fake, _backward)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tritoncp import comm, engines, inputs, plan_cache
-from tritoncp.autograd import forward_op, undisturbed
+from tritoncp.autograd import forward_op, registered
 from tritoncp.carried import carry, rebuild
 from tritoncp.handles import handle_of
 from tritoncp.plan import Plan
@@ -65,8 +65,7 @@ def _spec(
     ).encode()
 
 
-@torch.library.custom_op("tritoncp::plan", mutates_args=())
-def plan_op(
+def _plan(
     tensors: list[Tensor],
     ints: list[int],
     shape: list[int],
@@ -78,21 +77,19 @@ def plan_op(
 
     shape: batch, query heads, rows of the query's shard, head dim, key heads, rows of the key's shard.
     """
-    with undisturbed():
-        group = comm.named(world) if world else None
-        mask = rebuild(structure, tensors, ints)
-        batch, heads, rows, dim, kv_heads, kv_rows = shape
-        q = torch.empty(batch, heads, rows, dim, device="meta")
-        k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
-        plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, q, k, group)
-        inputs.check_plan(plan, q, k, group)
-        if positions is not None:
-            inputs.check_positions(plan, positions)
-        return handle_of(plan)
+    group = comm.named(world) if world else None
+    mask = rebuild(structure, tensors, ints)
+    batch, heads, rows, dim, kv_heads, kv_rows = shape
+    q = torch.empty(batch, heads, rows, dim, device="meta")
+    k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
+    plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, q, k, group)
+    inputs.check_plan(plan, q, k, group)
+    if positions is not None:
+        inputs.check_positions(plan, positions)
+    return handle_of(plan)
 
 
-@plan_op.register_fake
-def _(
+def _plan_fake(
     tensors: list[Tensor],
     ints: list[int],
     shape: list[int],
@@ -101,3 +98,6 @@ def _(
     positions: Tensor | None,
 ) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+plan_op = registered("plan", _plan, _plan_fake)

@@ -17,7 +17,7 @@ from tritoncp import compiled
 from tritoncp.api import flex_attention
 from tritoncp.autograd import forward_op
 
-SAVE_OPS = (forward_op, compiled.plan_op._opoverload)
+SAVE_OPS = (forward_op, compiled.plan_op)
 
 MASK_NAMES = ("block_mask", "attention_masks", "attention_mask", "mask")
 NAMES = {
