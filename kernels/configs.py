@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 PASSES = ("forward", "dq", "dkdv")
+KINDS = (*PASSES, "fused", "specialised")  # of tiles
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             dims=(64, 96, 128, 256),
         ),
         "fused": _dims((64, 128, 8, 2, *TMA), (64, 64, 8, 2, *TMA), (32, 32, 8, 1, *TMA)),
+        "specialised": _dims(
+            (128, 128, 4, 4, *TMA),
+            (128, 128, 4, 2, *TMA),
+            (128, 64, 4, 2, *TMA),
+            dims=(64, 128, 192),
+        ),
     },
     "sm_90, pointers": {
         "forward": _dims((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
@@ -136,7 +143,9 @@ _WIDE: dict[str, dict[int, Config]] = {
 
 _ALLOWED = {"BLOCK": (16, 32, 64, 128, 256), "num_warps": (1, 2, 4, 8, 16), "num_stages": range(1, 9)}
 _SWITCH = (False, True)  # what any other field of Config may be
+OWN = ("FUSED_BACKWARD", "PRECISION", "ROUTE")  # options that are neither torch's nor fields of Config
 PRECISIONS = ("ieee", "tf32", "tf32x3")
+ROUTES = ("loops", "specialised")  # of the forward pass; the first unless told otherwise
 # torch's names that say how its own kernels should go about it: known, and without effect here. As is
 # "deterministic", which chooses the score_mod's gradient before there is a launch.
 HINTS = (
@@ -188,6 +197,16 @@ def fuses(arch: str) -> bool:
     return "fused" in _RULES[family(arch)]
 
 
+def specialises(arch: str) -> int:
+    """The largest head dim whose forward pass may be specialised on ``arch``, 0 for none: see
+    :mod:`tritoncp.kernels.specialised`.
+
+    >>> specialises("sm_90"), specialises("sm_100")
+    (192, 0)
+    """
+    return max(_RULES[family(arch)].get("specialised", {}), default=0)
+
+
 def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True) -> Config:
     """The config of pass ``kind`` ("forward", "dq", "dkdv", or "fused" for the last two in one) on ``arch``:
     "interpreter", "sm_90", "gfx942".
@@ -209,7 +228,8 @@ def option_names(kind: str) -> dict[str, tuple[str, str]]:
     >>> option_names("dkdv")["BLOCK_M"]
     ('BLOCK_M1', 'bwd_BLOCK_M1')
     """
-    prefix, suffix = {"forward": ("fwd_", ""), "dq": ("bwd_", "2")}.get(kind, ("bwd_", "1"))
+    ends = {"forward": ("fwd_", ""), "specialised": ("fwd_", ""), "dq": ("bwd_", "2")}
+    prefix, suffix = ends.get(kind, ("bwd_", "1"))
     plain = {
         name: name + suffix if name.startswith("BLOCK") else name for name in Config.__dataclass_fields__
     }
@@ -224,17 +244,14 @@ def check_options(options: dict[str, Any]) -> None:
     for option, value in options.items():
         if option == "CONFIGS":
             for kind, config in value:
-                if kind not in (*PASSES, "fused"):
-                    raise ValueError(f"tiles of {kind!r}; there are {', '.join(PASSES)} and fused")
+                if kind not in KINDS:
+                    raise ValueError(f"tiles of {kind!r}; there are those of {', '.join(KINDS)}")
                 names = {name: both[0] for name, both in option_names(kind).items()}
                 check_options({names[name]: one for name, one in config})
             continue
         if (name := fields.get(option)) is None:
-            if (
-                option not in ("PRECISION", "FUSED_BACKWARD")
-                and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS
-            ):
-                known = ", ".join(sorted({*fields, *HINTS, "FUSED_BACKWARD", "PRECISION"}))
+            if option not in OWN and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS:
+                known = ", ".join(sorted({*fields, *HINTS, *OWN}))
                 raise ValueError(f"unknown kernel option {option!r}; known: {known}")
             continue
         allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, _SWITCH)
@@ -246,6 +263,8 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"kernel option FUSED_BACKWARD={fused!r}; True or False is needed")
     if (precision := options.get("PRECISION", "ieee")) not in PRECISIONS:
         raise ValueError(f"kernel option PRECISION={precision!r}; one of {', '.join(PRECISIONS)} is needed")
+    if (route := options.get("ROUTE", ROUTES[0])) not in ROUTES:
+        raise ValueError(f"kernel option ROUTE={route!r}; one of {', '.join(ROUTES)} is needed")
 
 
 def choose(

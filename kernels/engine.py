@@ -3,7 +3,9 @@
 It sees tensors, tables and jit functions; masks, meshes and ranks are somebody else's business.
 """
 
-from collections.abc import Callable, Sequence
+import operator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -14,8 +16,17 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
-from tritoncp.kernels.configs import Config, architecture, check_options, choose, does_not_fit, pieces
+from tritoncp.kernels.configs import (
+    Config,
+    architecture,
+    check_options,
+    choose,
+    does_not_fit,
+    pieces,
+    specialises,
+)
 from tritoncp.kernels.forward import forward_kernel
+from tritoncp.kernels.specialised import allocating, device_copyable, specialised_kernel, state_share
 from tritoncp.kernels.tiles import (
     INTERPRETED,
     Interval,
@@ -32,6 +43,7 @@ from tritoncp.kernels.tiles import (
 )
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
+STATE_SHARE = 0.03  # of a step's time, what a state between two launches may take
 PARTIAL_BYTES = 256 << 20  # what dK/dV partials of a GQA group split over programs may take
 
 
@@ -55,6 +67,7 @@ class Mods(NamedTuple):
     score_grad: Any = None  # also scatters into score_dcaps
     score_back: Any = None  # the same without the scatter
     score_caps: tuple = ()
+    score_steady: bool = False  # known to load from captures at most what b and h choose
     score_dcaps: tuple = ()
 
 
@@ -63,6 +76,7 @@ class Launch(NamedTuple):
 
     compiled: what Triton made of launches like this one, by ``facts``: of a launch whose facts are known, it
               would find the same again, after looking at each argument
+    how:      what calls it
     """
 
     kernel: Any
@@ -71,22 +85,33 @@ class Launch(NamedTuple):
     config: Config
     compiled: dict[Any, Any] | None = None
     facts: Any = None
+    how: Callable[..., Any] = operator.call
 
     def __call__(self) -> None:
         if min(self.grid) <= 0:
             return
         if self.compiled and (known := self.compiled.get(self.facts)) is not None:
-            known[self.grid](*[self.args[name] for name in self.kernel.arg_names])
+            self.how(known[self.grid], *[self.args[name] for name in self.kernel.arg_names])
             return
         options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
         try:
-            made = self.kernel[self.grid](**self.args, **options)
+            made = self.how(self.kernel[self.grid], **self.args, **options)
         except OutOfResources as error:
             kind = self.kernel.__name__.removesuffix("_kernel")
             message = does_not_fit(kind, self.config, error.name, error.required, error.limit)
             raise ValueError(message) from error
         if self.compiled is not None and made is not None:  # None: interpreted
             self.compiled[self.facts] = made
+
+
+class Launches(NamedTuple):
+    """Launches of one step, in this order."""
+
+    parts: tuple[Launch | Callable[[], None], ...]
+
+    def __call__(self) -> None:
+        for part in self.parts:
+            part()
 
 
 class Fixed(NamedTuple):
@@ -179,7 +204,11 @@ class TritonEngine:
         exactly = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
         return bool(self.options.get("FUSED_BACKWARD")) and not exactly
 
-    def forward(
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch | Launches:
+        """One step of attention by the route that is asked for; arguments are those of :meth:`loops`."""
+        return ROUTES[self.options.get("ROUTE", "loops")](self, q, k, v, tables, **step)
+
+    def loops(
         self,
         q: Tensor,
         k: Tensor,
@@ -193,8 +222,12 @@ class TritonEngine:
         load_state: bool = False,
         store_state: bool = False,
         h_offset: int = 0,
+        full: bool = True,
     ) -> Launch:
-        """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``."""
+        """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``.
+
+        One launch, a loop over masked blocks and one over full ones, which are left out without ``full``.
+        """
         kept = State(*state) if state else None
         moving = {
             "out": strided(out),
@@ -207,12 +240,94 @@ class TritonEngine:
         fixed = {
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,
+            "HAS_FULL": full,
             "LOAD_STATE": load_state,
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
         }
         tensors = {"q": q, "k": k, "v": v}
         return self._launch(forward_kernel, "forward", tensors, tables, h_offset, fixed, moving)
+
+    def specialised(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tables: Any,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        max_scores: Tensor | None = None,
+        state: Sequence[Tensor] | None = None,
+        load_state: bool = False,
+        store_state: bool = False,
+        h_offset: int = 0,
+    ) -> Launches:
+        """The same in two launches: masked blocks, which leave a state, then full ones from there, with
+        specialised warps. Without masked blocks the second is enough. ``state`` is also room to work in.
+
+        What this cannot do is not asked here, see :func:`or_loops`.
+        """
+        parts: list[Launch | Callable[[], None]] = []
+        kept = State(*state) if state else None
+        start = kept if load_state else None
+        if tables.has_masked or not (start is None or _copyable_state(start)):
+            room = kept if kept and _copyable_state(kept) else _room(q, v)
+            if start is not None and room is not start:
+                parts.append(partial(_copy, start, room))
+            keep: dict[str, Any] = {"state": room, "load_state": load_state, "store_state": True}
+            parts.append(self.loops(q, k, v, tables, **keep, h_offset=h_offset, full=False))
+            start = room
+        moving = {
+            "from_acc": strided(start and start.acc),
+            "from_m": stat(start and start.m),
+            "from_l": stat(start and start.l),
+            "out": strided(out),
+            "lse": stat(lse),
+            "max_scores": stat(max_scores),
+            "acc": strided(kept and kept.acc),
+            "stat_m": stat(kept and kept.m),
+            "stat_l": stat(kept and kept.l),
+        }
+        fixed = {
+            "n_q": q.shape[2],
+            "n_kv": k.shape[2],
+            "SCORE_MOD": self.mods.score,
+            "LOAD_STATE": start is not None,
+            "STORE_STATE": store_state,
+            "STORE_MAX": max_scores is not None,
+        }
+        kernel, streamed = specialised_kernel, Streamed({}, tables.kv_block, tables.kv_rows, "block")
+        last = self._launch(kernel, "specialised", q, k, v, tables, h_offset, streamed, fixed, moving)
+        args = {name: last.args[name] for name in kernel.arg_names}  # those of masks are not among them
+        return Launches((*parts, last._replace(args=args, how=allocating)))
+
+    def obstacles(self, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
+        """Why a step cannot go, or should not go, by the specialised route."""
+        arch = self.arch or architecture(q.device)
+        if arch == "interpreter":  # which knows nothing of warps
+            pass
+        elif max(q.shape[3], v.shape[3]) > specialises(arch):
+            yield f"on {arch} there are tiles up to a head dim of {specialises(arch)}"
+        elif q.dtype.itemsize != 2:
+            yield f"{q.dtype} is not multiplied by wgmma"
+        else:
+            config = self._config("specialised", q, v, tables)
+            if (config.BLOCK_M, config.num_warps) != (128, 4) or config.num_stages < 2:
+                yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
+        if tables.kv_block & -tables.kv_block < 16:
+            yield f"no tile divides KV blocks of {tables.kv_block}"
+        if not all(map(device_copyable, (q, k, v))):
+            yield "q, k or v has strides or an address that leave nothing to descriptors"
+        if tables.full_runs > 2:
+            yield f"a row has {tables.full_runs} runs of full blocks, and the loop takes 2"
+        if tables.full_runs == 0:
+            yield "there are no full blocks"
+        if self.mods.score and not self.mods.score_steady:
+            yield "the score_mod loads what depends on q_idx or kv_idx, or may"
+        share = state_share(tables.keys, q.shape[3], v.shape[3])
+        if tables.has_masked and share > STATE_SHARE:
+            yield f"its state between two launches would take {share:.1%} of the time, over {STATE_SHARE:.0%}"
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
         """delta [B, H, S] = rowsum(out * dout) - dlse."""
@@ -410,12 +525,44 @@ class TritonEngine:
 _DELTAS: dict[Any, Any] = {}  # what Triton compiled; there are no tables to keep it with
 
 
+def or_loops(
+    engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any
+) -> Launch | Launches:
+    """The specialised route where it can be had and pays, else one launch, and a warning that says why."""
+    why = next(engine.obstacles(q, k, v, tables), None)
+    if why is None:
+        return engine.specialised(q, k, v, tables, **step)
+    warnings.warn(f"ROUTE='specialised' is asked for; this step goes by 'loops': {why}", stacklevel=2)
+    return engine.loops(q, k, v, tables, **step)
+
+
+# Route of the forward pass -> what makes its launch.  The first is the default, and does everything.
+ROUTES: dict[str, Callable[..., Launch | Launches]] = {"loops": TritonEngine.loops, "specialised": or_loops}
+
+
 def _nothing() -> None:
     pass
 
 
 def _clear(x: Tensor) -> None:
     x.zero_()
+
+
+def _copy(start: State, into: State) -> None:
+    for a, b in zip(start, into):
+        b.copy_(a)
+
+
+def _room(q: Tensor, v: Tensor) -> State:
+    """Memory for a state, rows padded so that descriptors may copy it."""
+    (b, h, s, _), e = q.shape, v.shape[3]
+    make = partial(torch.empty, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    m, l = make((2, b, h, triton.cdiv(s, 4) * 4))[..., :s]
+    return State(make((b, h, s, triton.cdiv(e, 4) * 4))[..., :e], m, l)
+
+
+def _copyable_state(state: State) -> bool:
+    return all(map(device_copyable, (state.acc, state.m[:, :, None], state.l[:, :, None])))
 
 
 def _acc(x: Tensor) -> Any:

@@ -26,6 +26,46 @@ from tritoncp.kernels.tiles import (
 
 
 @triton.jit
+def leave(
+    out,
+    acc,
+    stat_m,
+    stat_l,
+    lse,
+    max_scores,
+    i_b,
+    i_h,
+    row,
+    o_m,
+    n_m,
+    b_acc0,
+    b_acc1,
+    b_m,
+    b_l,
+    E0: tl.constexpr,
+    E1: tl.constexpr,
+    E: tl.constexpr,
+    STORE_STATE: tl.constexpr,
+    STORE_MAX: tl.constexpr,
+):
+    """What a step leaves of a tile's rows: its state, or out, lse and the largest scores."""
+    m_m = o_m < n_m
+    if STORE_STATE:
+        tl.store(stat_rows(stat_m, i_b, i_h, row) + o_m, b_m, mask=m_m)
+        tl.store(stat_rows(stat_l, i_b, i_h, row) + o_m, b_l, mask=m_m)
+        store_pair(acc, head(acc, i_b, i_h), row, o_m, n_m, b_acc0, b_acc1, E0, E1, E, False)
+    else:
+        m_seen = b_l != 0  # a NaN is passed on
+        b_sum = tl.where(m_seen, b_l, 1.0)
+        b_inv = tl.where(m_seen, 1.0 / b_sum, 0.0)[:, None]
+        store_pair(out, head(out, i_b, i_h), row, o_m, n_m, b_acc0 * b_inv, b_acc1 * b_inv, E0, E1, E, False)
+        b_lse = tl.where(m_seen, b_m + tl.log2(b_sum), -float("inf"))
+        tl.store(stat_rows(lse, i_b, i_h, row) + o_m, b_lse * LN2, mask=m_m)
+        if STORE_MAX:
+            tl.store(stat_rows(max_scores, i_b, i_h, row) + o_m, b_m * LN2, mask=m_m)
+
+
+@triton.jit
 def forward_kernel(
     q,  # Strided [B, Hq, S, D]
     k,  # Strided [B, Hkv, rows, D]
@@ -70,6 +110,7 @@ def forward_kernel(
     MASK_MOD: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     HAS_MASKED: tl.constexpr,
+    HAS_FULL: tl.constexpr,  # False: full runs are another launch's
     RAGGED: tl.constexpr,  # masked blocks may have fewer keys in a tile than BLOCK_N
     BOUNDED: tl.constexpr,
     LOAD_STATE: tl.constexpr,
@@ -111,7 +152,7 @@ def forward_kernel(
 
     begin, mid, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
     for FULL in tl.static_range(2):  # masked blocks, then full ones
-        if HAS_MASKED or FULL:
+        if HAS_FULL if FULL else HAS_MASKED:
             for i_run in range(mid if FULL else begin, end if FULL else mid):
                 pos_end = pos + tl.minimum(n_m, BLOCK_M)
                 t_lo, t_hi, kind, cut, skip = run_tiles(
@@ -193,16 +234,25 @@ def forward_kernel(
                         b_acc1 *= b_r[:, None]
                     b_acc0, b_acc1 = outer(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
 
-    if STORE_STATE:
-        tl.store(stat_rows(stat_m, i_b, i_h, row) + o_m, b_m, mask=m_m)
-        tl.store(stat_rows(stat_l, i_b, i_h, row) + o_m, b_l, mask=m_m)
-        store_pair(acc, head(acc, i_b, i_h), row, o_m, n_m, b_acc0, b_acc1, E0, E1, E, False)
-    else:
-        m_seen = b_l != 0  # a NaN is passed on
-        b_sum = tl.where(m_seen, b_l, 1.0)
-        b_inv = tl.where(m_seen, 1.0 / b_sum, 0.0)[:, None]
-        store_pair(out, head(out, i_b, i_h), row, o_m, n_m, b_acc0 * b_inv, b_acc1 * b_inv, E0, E1, E, False)
-        b_lse = tl.where(m_seen, b_m + tl.log2(b_sum), -float("inf"))
-        tl.store(stat_rows(lse, i_b, i_h, row) + o_m, b_lse * LN2, mask=m_m)
-        if STORE_MAX:
-            tl.store(stat_rows(max_scores, i_b, i_h, row) + o_m, b_m * LN2, mask=m_m)
+    leave(
+        out,
+        acc,
+        stat_m,
+        stat_l,
+        lse,
+        max_scores,
+        i_b,
+        i_h,
+        row,
+        o_m,
+        n_m,
+        b_acc0,
+        b_acc1,
+        b_m,
+        b_l,
+        E0,
+        E1,
+        E,
+        STORE_STATE,
+        STORE_MAX,
+    )

@@ -89,6 +89,7 @@ def make(
             score_grad=score and score.grad,
             score_back=score and score.back,
             score_caps=score.caps(device=q.device) if score else (),
+            score_steady=score is not None and score.steady,
             score_dcaps=score.dcaps(grads) if score and grads else (),
         )
         return TritonEngine(mods, scale, {**measured, **dict(spec.options)})

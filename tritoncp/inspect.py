@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tritoncp
-from tritoncp.kernels.configs import copies, family, fuses
+from tritoncp.kernels.configs import copies, family, fuses, specialises
 from tritoncp.machine_code import KINDS, MACHINES
 from tritoncp.offline import KERNELS, Job, compile_all
 
@@ -25,6 +25,7 @@ KEPT = (  # of a row, in the table
     *(
         "config",
         "registers",
+        "warps",
         "spill_bytes",
         "shared_bytes",
         "mma",
@@ -39,8 +40,8 @@ KEPT = (  # of a row, in the table
 
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     """Every kernel that is shipped for these architectures: bfloat16 with every kind of mask, without
-    descriptors where they are the rule, and fused where there are tiles for that; head dims of two pieces,
-    float16 and float32 with the kind that has most in registers.
+    descriptors where they are the rule, and fused and specialised where there are tiles for that; head dims
+    of two pieces, float16 and float32 with the kind that has most in registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
     (90, 330)

@@ -62,7 +62,8 @@ KERNELS = ("forward", "delta", "dq", "dkdv")
 class Job:
     """One kernel to compile: a variant of VARIANTS with heads of ``head_dim`` channels.
 
-    kernel: one of KERNELS, or "fused": dK/dV that adds up dQ as well
+    kernel: one of KERNELS; "fused": dK/dV that adds up dQ as well; "masked" and "specialised": the two launches
+            of the specialised route, of which the second starts from a state if there are masked blocks
 
     config: the tiles; None = those of the rule
     """
@@ -238,10 +239,13 @@ def launch_of(job: Job) -> Any:
     lse, delta, m, l = torch.empty(4, 1, HEADS, rows).unbind()
     acc = torch.empty(1, HEADS, rows, dim)
     dk, dv = torch.empty(keys, 1, KV_HEADS, 2 * dim).permute(1, 2, 0, 3).split(dim, dim=3)
-    if job.kernel == "forward":
+    if job.kernel in ("forward", "masked", "specialised"):
         state = State(acc, m, l) if variant.load or variant.store else None
         steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
-        return engine.forward(q, k, v, tables, out=out, lse=lse, **steps)
+        if job.kernel != "forward":
+            parts = engine.specialised(q, k, v, tables, out=out, lse=lse, **steps).parts
+            return parts[0 if job.kernel == "masked" else -1]
+        return engine.loops(q, k, v, tables, out=out, lse=lse, **steps)
     if job.kernel == "delta":
         return engine.delta(out, dout, lse, delta)
     given = (q, k, v, dout, lse, delta, tables)
@@ -253,7 +257,8 @@ def launch_of(job: Job) -> Any:
 
 def options_of(kernel: str, config: Config | None) -> dict[str, Any]:
     """Engine options that give a kernel this config; those of the rule for None."""
-    return {"CONFIGS": ((kernel, tuple(asdict(config).items())),)} if config else {}
+    kind = "forward" if kernel == "masked" else kernel
+    return {"CONFIGS": ((kind, tuple(asdict(config).items())),)} if config else {}
 
 
 class Stand(NamedTuple):
@@ -292,7 +297,8 @@ def report(job: Job) -> dict[str, Any]:
     """What there is to say about one compiled kernel, as JSON holds it.
 
     registers of a thread; spill_bytes of a thread (the kernels have no arrays, so all thread-local memory
-    is spilled registers); shared_bytes of a program; mma: matrix instructions by name; tma: bulk tensor
+    is spilled registers); warps, which are more than the config's where they are specialised; shared_bytes of
+    a program; mma: matrix instructions by name; tma: bulk tensor
     copies, async_copies: others that need no registers; then what :func:`inner_loop` finds
     """
     launch = launch_of(job)
@@ -310,6 +316,7 @@ def report(job: Job) -> dict[str, Any]:
         "variant": job.variant,
         "config": asdict(launch.config),
         **found,
+        "warps": kernel.metadata.num_warps,
         "shared_bytes": kernel.metadata.shared,
         "mma": _matrix(names),
         "tma": sum(name.startswith("UTMALDG") for name in names),
@@ -324,25 +331,28 @@ def inner_loop(
     job: Job, config: Config, code: machine_code.Code, ptx: str, row: dict[str, Any]
 ) -> dict[str, Any]:
     """The loop over full blocks: the shortest of the innermost ones with matrix products.  The loop over
-    masked blocks, if there is one, does the same and masks.
+    masked blocks, if there is one, does the same and masks.  Specialised warps have one loop for each group of
+    as many warps as the config says; counts of instructions are those of the longest.
 
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
     registers in both; cycles of one turn, programs on a multiprocessor and limit: see machine_code.bound;
     flops: issued over those of the tile; bound, overlap: of the tensor cores, useful FLOPs over the peak
     """
-    body, *masked = machine_code.innermost(code)
+    loops, machine = machine_code.innermost(code), machine_code.MACHINES[family(job.arch)]
+    groups = loops if row["warps"] > config.num_warps else loops[:1]
+    body, masked = groups[-1], loops[len(groups) :]
     done = machine_code.products(body)
     if any(name.startswith("UTC") for name in row["mma"]) and machine_code.products(body) == []:
         done = machine_code.products(machine_code.innermost(machine_code.ptx(ptx))[0])
-    machine, warps = machine_code.MACHINES[family(job.arch)], config.num_warps
-    spent = machine_code.cycles(body, done, warps, machine)
-    limit = machine_code.bound(spent, warps, row["registers"], row["shared_bytes"], machine)
+    each = [machine_code.cycles(group, done, config.num_warps, machine) for group in groups]
+    spent = machine_code.Cycles(*map(sum, zip(*each)))
+    limit = machine_code.bound(spent, row["warps"], row["registers"], row["shared_bytes"], machine)
     issued = spent.tensor * machine.flops / useful(job, config)
     return {
         "loop": len(body),
         "masked_loop": len(masked[0]) if masked else None,
         "mix": machine_code.mix(body),
-        "loop_spills": sum(machine_code.kind_of(x.op) == "spill" for loop in (body, *masked) for x in loop),
+        "loop_spills": sum(machine_code.kind_of(x.op) == "spill" for loop in loops for x in loop),
         "cycles": {name: round(value) for name, value in spent._asdict().items()},
         "programs": limit.programs,
         "flops": round(issued, 4),
@@ -360,7 +370,7 @@ def useful(job: Job, config: Config) -> int:
     True
     """
     return (
-        {"forward": 2, "dq": 3, "dkdv": 4, "fused": 5}[job.kernel]
+        {"dq": 3, "dkdv": 4, "fused": 5}.get(job.kernel, 2)
         * 2
         * config.BLOCK_M
         * config.BLOCK_N

@@ -26,6 +26,8 @@ class Tables:
     dense_q, dense_kv: row r of the buffer is position first + r, slots are whole blocks but the last
     q_ends, kv_ends:   where slots end: "block" (all hold whole blocks), else "buffer" (or end with the
                        buffer's tokens), else "anywhere"
+    full_runs:         how many full runs a Q slot has at most
+    keys:              keys in the blocks that a Q slot lists, on average
     launches:          what the engine keeps of the launches made with these tables
     """
 
@@ -51,6 +53,8 @@ class Tables:
     window: tuple[int, int] | None
     has_masked: bool
     bounded: bool
+    full_runs: int
+    keys: float
     launches: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def to(self, device: torch.device) -> Tables:
@@ -104,6 +108,8 @@ def tables_of(
         window=window and (_edge(window[0]), _edge(window[1])),
         has_masked=bool((kinds != Kind.FULL).any()) or window is not None,
         bounded=bool((kinds == Kind.BOUNDED).any()) and window is None,
+        full_runs=int(runs.ptr[..., 1:].diff().amax()) if runs.ptr.numel() else 0,
+        keys=int(sum(x.sum() for x in runs.counts())) * mask.kv_block / max(1, runs.ptr[..., 0].numel()),
     )
 
 

@@ -68,6 +68,13 @@ def emit(traced: Traced) -> str:
     return _header(traced, body) + body
 
 
+def steady(traced: Traced) -> bool:
+    """Whether the mod loads nothing that varies inside a tile: at most what b and h choose."""
+    writer = Writer(traced)
+    writer.run(traced.forward.graph)
+    return not writer.varying
+
+
 def _function(name: str, arguments: str, lines: list[str]) -> str:
     return "\n".join(["@triton.jit", f"def {name}({arguments}):", *("    " + line for line in lines)])
 
@@ -176,6 +183,7 @@ class Writer:
         self.block.reserve(*_INPUTS, "keep", "caps", "dcaps")
         self.values: dict[fx.Node, Value | None] = {}
         self.kept: tuple[int, ...] = ()  # captures whose sizes the gradient may need
+        self.varying = False  # a load depends on what varies inside a tile
 
     def run(self, graph: fx.Graph) -> list[Value | None]:
         for node in graph.nodes:
@@ -223,6 +231,7 @@ class Writer:
             address, valid = _address(self.block, f"t{place}", indices)
             text = f"tl.load({address}, mask={valid}, other=0)" if valid else f"tl.load({address})"
             axes = _UNIFORM.union(*(index.at.axes for index in indices))
+            self.varying = self.varying or bool(axes)
             if tensor.dtype is torch.bool:
                 text = f"{text} != 0" if axes else f"flag({text} != 0)"
             name = self.block.name(text, f"t{place}_value")

@@ -18,7 +18,7 @@ from triton.runtime.jit import KernelInterface
 
 from . import cache
 from .captures import Fingerprint, describe
-from .emit import emit
+from .emit import emit, steady
 from .trace import Traced, trace
 
 JITFunction: TypeAlias = Any  # what @triton.jit makes: another class where kernels run interpreted
@@ -35,7 +35,7 @@ class Mod:
         grad(dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps) -> dscore   # of the score that went in
 
     `grad` also adds to `dcaps`, atomically, wherever `keep` (a bool tile of the score's shape) is set.
-    Indices are global and lie in [0, 2^31).
+    Indices are global and lie in [0, 2^31). `steady`: fn loads from its tensors at most what b and h choose.
     """
 
     digest: str
@@ -47,6 +47,7 @@ class Mod:
     wants: tuple[int, ...]
     graph: fx.GraphModule | None
     back: JITFunction | None = None  # grad for callers that only want dscore: adds nothing to dcaps
+    steady: bool = False
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         """The torch form, around what is captured now: a Mod is a mask_mod or score_mod for torch too."""
@@ -122,7 +123,7 @@ class Mod:
         digest = cache.digest_of(f"{source}\n{structure}")
         if asked and back is None:
             raise ValueError("captures want gradients: pass back=, which is grad without the adding to dcaps")
-        return cls(digest, source, fn, grad, tensors, numbers, asked, None, back or grad)
+        return cls(digest, source, fn, grad, tensors, numbers, asked, None, back or grad, not tensors)
 
 
 _MADE: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
@@ -275,6 +276,7 @@ def _build(traced: Traced) -> Mod:
         traced.wants,
         traced.forward,
         back,
+        steady(traced),
     )
 
 

@@ -80,7 +80,7 @@ class Problem:
         engine = TritonEngine(Mods(), self._q.shape[3] ** -0.5, options_of(kernel, config))
         q, k, v, tables = self._q, self._k, self._v, self._tables
         if kernel == "forward":
-            return engine.forward(q, k, v, tables, out=self._out, lse=self._lse)
+            return engine.loops(q, k, v, tables, out=self._out, lse=self._lse)
         if kernel == "delta":
             return engine.delta(self._out, self._dout, None, self._delta)
         given = (q, k, v, self._dout, self._lse, self._delta, tables)
