@@ -20,12 +20,12 @@ Row = dict[str, Any]
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = Path(tritoncp.__file__).parent / "kernels/configs/resources.json"
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
+SPECIALISED = ("full", "causal", "documents", "state")  # the first without a state to start from
 FELL = 0.03  # of a bound, before it counts as lost
 KEPT = (  # of a row, in the table
     *(
         "config",
         "registers",
-        "warps",
         "spill_bytes",
         "shared_bytes",
         "mma",
@@ -44,7 +44,7 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     of two pieces, float16 and float32 with the kind that has most in registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (90, 330)
+    (102, 342)
     """
     jobs = []
     for arch in archs:
@@ -54,7 +54,11 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
             jobs += [Job(name, arch, dim, variant=mask) for mask in MASKS for name in passes]
             jobs += [Job(name, arch, dim, variant="pointers") for name in passes if copies(arch)]
             jobs += [Job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]
+            if dim <= specialises(arch):
+                jobs += [Job("specialised", arch, dim, variant=mask) for mask in SPECIALISED]
+                jobs.append(Job("masked", arch, dim))
         jobs += [Job(name, arch, dim) for dim in (96, 192) for name in passes]
+        jobs += [Job("specialised", arch, dim) for dim in (96, 192) if dim <= specialises(arch)]
         jobs += [Job(name, arch, 128, "float16") for name in passes]
         jobs += [Job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
     return jobs
@@ -107,6 +111,8 @@ def complaints(row: Row, before: Row | None) -> list[str]:
     found = []
     if row["shared_bytes"] > limit:
         found.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
+    if row.get("kernel") == "specialised" and row["warps"] == row["config"]["num_warps"]:
+        found.append("the compiler has not specialised its warps")
     if before is None:
         return [*found, "not in the table: tritoncp inspect --update writes it"]
     for name, what in (("spill_bytes", "spilled bytes"), ("loop_spills", "spills in the loop")):
