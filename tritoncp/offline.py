@@ -62,7 +62,7 @@ KERNELS = ("forward", "delta", "dq", "dkdv")
 class Job:
     """One kernel to compile: a variant of VARIANTS with heads of ``head_dim`` channels.
 
-    kernel: one of KERNELS; "fused": dK/dV that adds up dQ as well; "masked" and "specialised": the two launches
+    kernel: one of KERNELS; "fused": dK/dV that adds up dQ as well; "masked" and "specialised": the launches
             of the specialised route, of which the second starts from a state if there are masked blocks
 
     config: the tiles; None = those of the rule
@@ -298,8 +298,8 @@ def report(job: Job) -> dict[str, Any]:
 
     registers of a thread; spill_bytes of a thread (the kernels have no arrays, so all thread-local memory
     is spilled registers); warps, which are more than the config's where they are specialised; shared_bytes of
-    a program; mma: matrix instructions by name; tma: bulk tensor
-    copies, async_copies: others that need no registers; then what :func:`inner_loop` finds
+    a program; mma: matrix instructions by name; tma: bulk tensor copies, async_copies: others that need no
+    registers; then what :func:`inner_loop` finds
     """
     launch = launch_of(job)
     if job.config and job.config.USE_TMA > launch.config.USE_TMA:
@@ -331,7 +331,7 @@ def inner_loop(
     job: Job, config: Config, code: machine_code.Code, ptx: str, row: dict[str, Any]
 ) -> dict[str, Any]:
     """The loop over full blocks: the shortest of the innermost ones with matrix products.  The loop over
-    masked blocks, if there is one, does the same and masks.  Specialised warps have one loop for each group of
+    masked blocks, if there is one, does the same and masks.  Specialised warps have a loop for each group of
     as many warps as the config says; counts of instructions are those of the longest.
 
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled

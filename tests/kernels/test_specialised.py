@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -125,7 +126,7 @@ def test_steps_from_state_to_state(name: str, n: int) -> None:
     one = engine_of(x, mask.mask_mod, ROUTE="specialised")
     want = oracle(x, mask, start=(torch.zeros(1, 1, n, 40), torch.zeros(1, 1, n)))
     state, cuts = new_state(x), [0, 16, 32, n]
-    for begin, end in zip(cuts, cuts[1:]):
+    for begin, end in pairwise(cuts):
         part = QKV(x.q, x.k[:, :, begin:end], x.v[:, :, begin:end])
         step = {"state": state, "load_state": begin > 0, "store_state": end < n}
         with warnings.catch_warnings():
