@@ -284,7 +284,9 @@ def choose(
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
     by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` there
-    are no descriptors, whoever wants them.
+    are no descriptors, whoever wants them.  ROUTE is of the forward pass: "loops" (the default) is one launch
+    with a loop over masked and one over full blocks; "specialised" is two, the second with specialised warps,
+    where it can be had and pays, and says in a warning where not and why.
     """
     return _chosen(kind, arch, head_dim, dtype, q_block, kv_block, tma, tuple(options.items()))
 

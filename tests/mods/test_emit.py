@@ -202,3 +202,21 @@ def test_grown_integer_expressions(expression: str, comparison: str) -> None:
         return
     got = run_mask(mask_mod(fn), 1, 2, 3, 5)
     assert torch.equal(got, want), mask_mod(fn).source
+
+
+STEADY: dict[str, tuple[bool, Callable[..., Any]]] = {
+    "captures nothing": (True, lambda s, b, h, q, k: s - (q - k).abs()),
+    "by head": (True, lambda s, b, h, q, k: s - SLOPES[h] * (q - k)),
+    "by head of batch row": (True, lambda s, b, h, q, k: s * (TABLE * 2)[h][b + 1]),
+    "by row": (False, lambda s, b, h, q, k: s + HALF[q]),
+    "by distance": (False, lambda s, b, h, q, k: s + TABLE[h, (q - k) % 30]),
+    "by what was loaded by row": (False, lambda s, b, h, q, k: s + SLOPES[IDS[b, q]]),
+    "loaded by row, not used": (True, lambda s, b, h, q, k: (HALF[q], s - 1)[1]),
+}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_loads_that_vary_inside_a_tile_are_known(name: str) -> None:
+    """A specialised loop has to do without them."""
+    steady, fn = STEADY[name]
+    assert score_mod(fn).steady == steady
