@@ -297,8 +297,8 @@ class TritonEngine:
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
         }
-        kernel, streamed = specialised_kernel, Streamed({}, tables.kv_block, tables.kv_rows, "block")
-        last = self._launch(kernel, "specialised", q, k, v, tables, h_offset, streamed, fixed, moving)
+        tensors, kernel = {"q": q, "k": k, "v": v}, specialised_kernel
+        last = self._launch(kernel, "specialised", tensors, tables, h_offset, fixed, moving)
         args = {name: last.args[name] for name in kernel.arg_names}  # those of masks are not among them
         return Launches((*parts, last._replace(args=args, how=allocating)))
 
@@ -471,6 +471,8 @@ class TritonEngine:
         q, k, v = (tensors[name] for name in "qkv")
         by_keys = kind in ("dkdv", "fused")  # programs are tiles of keys, and queries are streamed
         streamed = _streamed(tables, tensors, by_keys)
+        if kind == "specialised":  # makes descriptors of its own, and reads whole slots only
+            streamed = streamed._replace(tensors={}, ends="block")
         config = self._config(kind, q, v, tables, streamed.copyable())
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
         (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])

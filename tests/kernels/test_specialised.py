@@ -73,7 +73,7 @@ def routes(x: QKV, mask: Mask, **given: Any) -> list[tuple[Tensor, ...]]:
     found = []
     for route in configs.ROUTES:
         one = replace(engine_of(x, mask.mask_mod, **given), options={"ROUTE": route})
-        one = replace(one, mods=replace(one.mods, score_steady=True))
+        one = replace(one, mods=one.mods._replace(score_steady=True))
         out = torch.empty(*x.q.shape[:3], x.v.shape[3], dtype=x.q.dtype)
         lse, top = torch.empty(2, *x.q.shape[:3], dtype=F64 if x.q.dtype == F64 else F32)
         launch = one.forward(*x, tables, out=out, lse=lse, max_scores=top)
@@ -170,7 +170,7 @@ def test_slots_in_any_order(schedule: str) -> None:
 def why(x: QKV, mask: Mask, arch: str = "sm_90", steady: bool = True, **options: Any) -> list[str]:
     """What is in the way."""
     one = replace(engine_of(x, mask.mask_mod, **options), arch=arch)
-    one = replace(one, mods=replace(one.mods, score_steady=steady))
+    one = replace(one, mods=one.mods._replace(score_steady=steady))
     return list(one.obstacles(*x, single(mask).tables("cpu", *x.q.shape[:2])))
 
 
