@@ -11,12 +11,14 @@ HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when it is imported
 
-import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)
-hypothesis.settings.load_profile("tritoncp")
+if importlib.util.find_spec("hypothesis"):  # tests/gpu does without: a machine with a GPU may have only pytest
+    import hypothesis
+
+    hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)
+    hypothesis.settings.load_profile("tritoncp")
 
 HAS_BROWSER = bool(shutil.which("chromium") and importlib.util.find_spec("playwright"))
 collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if HAS_BROWSER else ["perf/test_browser.py"])]

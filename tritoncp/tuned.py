@@ -73,12 +73,16 @@ def folders() -> list[Path]:
     given = os.environ.get("TRITONCP_CONFIG_DIR")
     if given == "-":
         return []
-    return [*([Path(given)] if given else []), user_folder(), SHIPPED]
+    own = user_folder()
+    return [*([Path(given)] if given else []), *([own] if own else []), SHIPPED]
 
 
-def user_folder() -> Path:
-    import platformdirs
-
+def user_folder() -> Path | None:
+    """The user's own; None on a machine without platformdirs, where a checkout runs beside its own torch."""
+    try:
+        import platformdirs
+    except ModuleNotFoundError:
+        return None
     return Path(platformdirs.user_config_dir("tritoncp", appauthor=False)) / "configs"
 
 

@@ -140,9 +140,15 @@ def request(
             "torch finds no GPU here, and only a GPU can say how fast a kernel is; --target sm_90 compiles "
             "the candidates and shows their bounds without one"
         )
-    usual = [folder for folder in tuned.folders() if folder != tuned.SHIPPED] or [tuned.user_folder()]
-    places = folder or usual[0], processes, timeout
-    return Request(tuple(wanted), device, arch is not None, seconds(budget), resume, *places)
+    found = folder or next((one for one in tuned.folders() if one != tuned.SHIPPED), tuned.user_folder())
+    if found is None:
+        raise RuntimeError(
+            "platformdirs, which knows the folder for configurations, is not installed: name one with --out, "
+            "or in TRITONCP_CONFIG_DIR"
+        )
+    return Request(
+        tuple(wanted), device, arch is not None, seconds(budget), resume, found, processes, timeout
+    )
 
 
 class Found(NamedTuple):
