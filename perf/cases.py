@@ -167,11 +167,13 @@ def _plain_prefix(seq: int, device: torch.device) -> Mod:
     return lambda b, h, q, kv: (q >= kv) | (kv < prefix)
 
 
-def _softcap(heads: int, device: torch.device) -> Mod:
-    return lambda score, b, h, q, kv: CAP * torch.tanh(score / CAP)
+def softcap(cap: float = CAP) -> Mod:
+    """Scores that never pass ``cap``, as Gemma 2 has them."""
+    return lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
 
 
-def _alibi(heads: int, device: torch.device) -> Mod:
+def alibi(heads: int, device: torch.device) -> Mod:
+    """Linear biases (Press et al., arXiv 2108.12409), with the slopes for a power of two of heads."""
     slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
     return lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
 
@@ -186,8 +188,8 @@ MASKS: dict[str, MaskCase] = {
     ),
     "window": MaskCase(lambda seq: sliding_window(window_of(seq)), _plain_window, window=window_of),
     "prefix": MaskCase(lambda seq: prefix_lm(seq // 4), _plain_prefix),
-    "softcap": MaskCase(lambda seq: causal(), _plain_causal, _softcap),
-    "alibi": MaskCase(lambda seq: causal(), _plain_causal, _alibi),
+    "softcap": MaskCase(lambda seq: causal(), _plain_causal, lambda heads, device: softcap()),
+    "alibi": MaskCase(lambda seq: causal(), _plain_causal, alibi),
     # gpt-oss: sinks in every layer, a window of 128 in every other one
     "sinks": MaskCase(lambda seq: causal(), _plain_causal, sinks=True),
     "window128-sinks": MaskCase(

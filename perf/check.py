@@ -39,14 +39,15 @@ class Errors(NamedTuple):
     worst: float
 
 
-def reference(case: Case, given: Inputs) -> Answer:
-    """Dense attention in float32 (float64 on a CPU), a few rows of one key head at a time.
+def reference(case: Case, given: Inputs, score: Mod | None = None) -> Answer:
+    """Dense attention in float32 (float64 on a CPU), a few rows of one key head at a time, with ``score`` as
+    score_mod instead of the case's own.
 
     Every row must see something: true of every mask in the table.
     """
     wide = torch.float64 if given.q.device.type == "cpu" else torch.float32
     mod = MASKS[case.mask].plain(case.seq, given.q.device)
-    score = MASKS[case.mask].score(case.heads, given.q.device)
+    score = score or MASKS[case.mask].score(case.heads, given.q.device)
     sinks = sink_logits(case.heads, given.q.device).to(wide) if MASKS[case.mask].sinks else None
     q, k, v, dout = (x.detach().to(wide) for x in (given.q, given.k, given.v, given.dout))
     answer = Answer(torch.empty_like(dout), *(torch.zeros_like(x) for x in (q, k, v)))

@@ -103,6 +103,19 @@ class Point:
         """Each family's best time over tritoncp's; empty if tritoncp failed."""
         return {name: ms / self.ms for name, ms in self.baselines().items()} if self.ms else {}
 
+    @property
+    def worst(self) -> float | None:
+        """The worst speedup over its goal; without goals the worst speedup; None if tritoncp failed or
+        nobody else took part.
+
+        >>> found = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 3.0}, "flash": {"ms": 1.8}}
+        >>> Point("r", "t", "c", Series("d"), {}, found, goal={"flex": 1.2}).worst
+        1.25
+        """
+        speedups = self.speedups()
+        of_goals = [speedups[name] / goal for name, goal in self.goal.items() if name in speedups]
+        return min(of_goals or speedups.values(), default=None)
+
     def as_line(self) -> dict[str, Any]:
         """As JSON holds it; what is empty is left away."""
         line = {"v": VERSION, "kind": "case", **vars(self), "series": self.series._asdict()}

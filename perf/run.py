@@ -225,7 +225,7 @@ def show(journal: Journal) -> None:
     table = Table(
         "case", "tritoncp ms", *(f"÷ {name}" for name in families), title="time over tritoncp's (goal)"
     )
-    for point in sorted(points, key=_distance):
+    for point in sorted(points, key=_order):
         speedups = point.speedups()
         cells = [_cell(speedups.get(name), point.goal.get(name)) for name in families]
         table.add_row(point.case, f"{point.ms:.4g}" if point.ms else "[red]failed[/]", *cells)
@@ -248,12 +248,9 @@ def _cell(ratio: float | None, goal: float | None) -> str:
     return f"[red]{text}[/]" if goal and ratio < goal else text
 
 
-def _distance(point: Point) -> float:
-    """The worst ratio over its goal; a failure comes first, what has no goal last."""
-    if not point.ms:
-        return 0.0
-    speedups = point.speedups()
-    return min((speedups[name] / goal for name, goal in point.goal.items() if name in speedups), default=9.0)
+def _order(point: Point) -> float:
+    """A failure comes first, then what is farthest below its goal; what has none comes last."""
+    return (point.worst if point.goal else None) or (9.0 if point.ms else 0.0)
 
 
 if __name__ == "__main__":

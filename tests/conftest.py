@@ -14,7 +14,8 @@ if not HAS_GPU:
 import pytest  # noqa: E402
 
 torch.set_num_threads(1)
-if importlib.util.find_spec("hypothesis"):  # tests/gpu does without: a machine with a GPU may have only pytest
+# A machine with a GPU may have pytest alone: tests/gpu needs no more.
+if importlib.util.find_spec("hypothesis"):
     import hypothesis
 
     hypothesis.settings.register_profile("tritoncp", deadline=None, derandomize=True)

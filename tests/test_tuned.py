@@ -25,9 +25,9 @@ H100 = Device("sm_90", "NVIDIA H100 80GB HBM3")
 CPU = Device("interpreter", "cpu")
 
 
-def entry(block_m, kernel="forward", mask="causal", head_dim=16, dtype="float32"):
+def entry(block_m, kernel="forward", mask="causal", head_dim=16, dtype="float32", **more):
     config = asdict(Config(block_m, 32))
-    return {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "mask": mask, "config": config}
+    return {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "mask": mask, "config": config, **more}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def put(folder, block_m, device=H200, triton=None, **about):
 
 
 def blocks(device=H200):
-    return {row[0]: row[4]["BLOCK_M"] for row in json.loads(tuned.table(device, "any"))}
+    return {row[0]: row[-1]["BLOCK_M"] for row in json.loads(tuned.table(device, "any"))}
 
 
 def test_the_nearest_place_that_knows_wins(places):
@@ -91,8 +91,13 @@ def test_a_dash_looks_nowhere(places, monkeypatch):
         '{"entries": [{}]}',
         json.dumps({"entries": [entry(48)]}),
         json.dumps({"entries": [entry(32, "odd")]}),
+        json.dumps({"entries": [entry(32, head_dim="16")]}),
+        json.dumps({"entries": [entry(32, v_head_dim=512)]}),
+        json.dumps({"entries": [entry(32, dtype="matmul")]}),
+        json.dumps({"entries": [entry(32, mask="round")]}),
+        json.dumps({"entries": ["forward"]}),
     ],
-    ids=["torn", "empty", "impossible tile", "no such kernel"],
+    ids=["torn", "empty", "tile", "kernel", "text", "wide", "dtype", "mask", "word"],
 )
 def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
     put(places / "user", 64)
@@ -107,26 +112,56 @@ def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):
     put(places / "user", 16, CPU)
     cpu = torch.device("cpu")
     for mask, found in (("causal", 16), ("full", 16), ("interval", 16), ("mod", 16), ("window", None)):
-        options = tuned.configs(cpu, torch.float32, 16, mask)
+        options = tuned.configs(cpu, torch.float32, (16, 16), mask)
         assert dict(dict(options.get("CONFIGS", ())).get("forward", ())).get("BLOCK_M") == found
         hash(options.get("CONFIGS"))  # a key of caches
-    assert tuned.configs(cpu, torch.float32, 32, "causal") == {}
-    assert tuned.configs(cpu, torch.bfloat16, 16, "causal") == {}
+    assert tuned.configs(cpu, torch.float32, (32, 32), "causal") == {}
+    assert tuned.configs(cpu, torch.bfloat16, (16, 16), "causal") == {}
+
+
+def test_a_score_mod_and_a_dim_of_values_take_their_own_and_then_the_nearest(places):
+    """Written from the weakest to the strongest: each takes over from the one before. Calls without a
+    score_mod never take what was measured with one."""
+    cpu, known = torch.device("cpu"), []
+
+    def found(*, score, dims=(16, 8), mask="causal"):
+        options = tuned.configs(cpu, torch.float32, dims, mask, score=score)
+        return dict(dict(options.get("CONFIGS", ())).get("forward", ())).get("BLOCK_M")
+
+    weakest_first = [
+        {"mask": "full"},
+        {"mask": "causal"},
+        {"mask": "full", "v_head_dim": 8},
+        {"mask": "causal", "v_head_dim": 8},
+        {"mask": "full", "score": "softcap"},
+        {"mask": "causal", "score": "softcap"},
+        {"mask": "full", "score": "softcap", "v_head_dim": 8},
+        {"mask": "causal", "score": "softcap", "v_head_dim": 8},
+    ]
+    for i, about in enumerate(weakest_first):
+        known.append(entry(16 << i % 4, **about))
+        tuned.write(places / "user", CPU, known[-1:], {})
+        assert found(score=True) == 16 << i % 4, about
+        assert found(score=False) == 16 << min(i, 3) % 4
+    assert found(score=True, dims=(16, 16)) == 16 << 5 % 4
+    assert found(score=False, dims=(8, 16)) == 16 << 1 and found(score=True, dims=(8, 8)) is None
+    tuned.write(places / "user", CPU, [entry(128, mask="causal", score="alibi")], {})
+    assert found(score=True, dims=(16, 16)) == 128, "one score_mod stands for all: the last"
 
 
 def test_a_gpu_that_nobody_tuned_is_told_once_with_the_command(monkeypatch):
     monkeypatch.setattr(tuned, "device_of", lambda device: H200)
     gpu = torch.device("cuda", 0)
     with pytest.warns(UserWarning, match=r"NVIDIA H200 \(sm_90\).*`tritoncp autotune --preset"):
-        assert tuned.configs(gpu, torch.bfloat16, 128, "causal") == {}
+        assert tuned.configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuned.configs(gpu, torch.bfloat16, 64, "full") == {}
+        assert tuned.configs(gpu, torch.bfloat16, (64, 64), "full") == {}
     tuned._TOLD.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuned.configs(gpu, torch.bfloat16, 128, "causal") == {}
+        assert tuned.configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
 
 
 def test_writing_replaces_the_same_kernels_and_keeps_the_others(places):
@@ -156,13 +191,13 @@ def launched(monkeypatch):
     return seen
 
 
-def attend(mask, **options):
+def attend(mask, score=None, call=flex_attention, **options):
     q, k, v = torch.randn(3, 1, 1, 40, 16).unbind()
     q.requires_grad_()
-    out = flex_attention(q, k, v, mask, kernel_options=options or None)
+    out = call(q, k, v, score, mask, kernel_options=options or None)
     out.sum().backward()
     whole = create_block_mask(mask, 1, 1, 40, 40)
-    torch.testing.assert_close(out, dense_attention(q, k, v, whole).out, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(out, dense_attention(q, k, v, whole, score).out, atol=2e-6, rtol=1e-5)
 
 
 def test_calls_take_what_was_measured_and_options_are_stronger(places, launched):
@@ -172,6 +207,23 @@ def test_calls_take_what_was_measured_and_options_are_stronger(places, launched)
     launched.clear()
     attend(causal(), fwd_BLOCK_M=64)
     assert dict(launched)["forward"] == 64
+
+
+def test_calls_with_a_score_mod_and_fused_ones_take_their_own(places, launched):
+    measured = [entry(16), entry(64, score="softcap"), entry(32, "fused", score="alibi")]
+    tuned.write(places / "user", CPU, measured, {})
+
+    def doubled(score, b, h, q, kv):
+        return score * 2
+
+    attend(causal())
+    assert dict(launched)["forward"] == 16
+    attend(causal(), doubled)
+    assert dict(launched)["forward"] == 64 and dict(launched)["dkdv"] == 128
+    compiled = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    launched.clear()
+    attend(causal(), doubled, compiled, FUSED_BACKWARD=True)
+    assert dict(launched) == {"forward": 64, "delta": 64, "dkdv": 32}
 
 
 def test_the_rule_serves_where_nothing_was_measured(launched):

@@ -58,7 +58,8 @@ def _measured(call: Spec, plan: Plan, mask: Mod | None, q: Tensor, v: Tensor) ->
         return {}
     group = comm.named(call.world) if call.world else None
     kind = tuned.kind_of(plan.mask, mask is not None)
-    return tuned.configs(q.device, q.dtype, max(q.shape[3], v.shape[3]), kind, group)
+    scored = call.score is not None or call.carried is not None
+    return tuned.configs(q.device, q.dtype, (q.shape[3], v.shape[3]), kind, group, scored)
 
 
 def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any]) -> list[Any]:

@@ -207,10 +207,28 @@ def inspect(
     "--preset", "presets", multiple=True, metavar="NAME", help="llama3-8b, ... [default: llama3-8b]"
 )
 @click.option(
-    "--shapes", "shapes", multiple=True, metavar="HxK,D,S", help="32x8,128,16384: heads, dim, length."
+    "--shapes",
+    "shapes",
+    multiple=True,
+    metavar="HxK,D[xE],S",
+    help="32x8,128,16384: heads, dim, length; 128x128,192x128,8192: another dim of values.",
 )
 @click.option("--mask", "masks", multiple=True, metavar="NAME", help="causal, full, document, window. [all]")
-@click.option("--ops", default="fwd,bwd", show_default=True, help="fwd, bwd or both.")
+@click.option(
+    "--ops",
+    default="fwd,bwd",
+    show_default=True,
+    help="Of fwd, bwd and fused, the backward pass in one kernel.",
+)
+@click.option(
+    "--score-mod", "score", metavar="NAME", default="", help="softcap, softcap(30), alibi, module:function."
+)
+@click.option(
+    "--worst",
+    "history",
+    type=click.Path(exists=True, path_type=Path),
+    help="Instead of all that: the case that the newest run in a history of tritoncp perf run lost most.",
+)
 @click.option(
     "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), default="bfloat16", show_default=True
 )
@@ -231,6 +249,8 @@ def autotune(
     shapes: tuple[str, ...],
     masks: tuple[str, ...],
     ops: str,
+    score: str,
+    history: Path | None,
     dtype: str,
     budget: str,
     resume: bool,
@@ -249,13 +269,19 @@ def autotune(
     """
     from rich.console import Console
 
+    from tritoncp.perf.record import read
     from tritoncp.tune import run, targets
 
     try:
         asked = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
         asked = asked or [*targets.preset("llama3-8b")]
-        wanted = targets.targets(asked, masks or tuple(targets.MASKS), ops.split(","), dtype)
-        request = run.request(wanted, arch, budget, resume, out, jobs, timeout)
+        device = run.device(arch)
+        if history is not None:
+            why, wanted = targets.lost_most(read(history).points, None if arch else device.name)
+            click.echo(why, err=True)
+        else:
+            wanted = targets.targets(asked, masks or tuple(targets.MASKS), ops.split(","), dtype, score)
+        request = run.request(wanted, device, arch is not None, budget, resume, out, jobs, timeout)
     except (RuntimeError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     if dry_run:
@@ -270,7 +296,10 @@ def autotune(
                 click.echo(f"{row['kernel']}: {row['candidates']} candidates")
             click.echo(f"on {request.device.name} ({request.device.arch}), journal {request.journal}")
         return
-    found = run.autotune(request, Console(stderr=True))
+    try:
+        found = run.autotune(request, Console(stderr=True))
+    except RuntimeError as error:
+        raise click.ClickException(str(error)) from error
     if as_json:
         click.echo(json.dumps(found.rows, indent=1))
     else:

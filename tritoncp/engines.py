@@ -80,19 +80,9 @@ def make(
             "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
         )
     if uses_triton(q.device):
-        from tritoncp.kernels.engine import Mods, TritonEngine
+        from tritoncp.kernels.engine import TritonEngine
 
-        mods = Mods(
-            mask=mask and mask.fn,
-            mask_caps=mask.caps(device=q.device) if mask else (),
-            score=score and score.fn,
-            score_grad=score and score.grad,
-            score_back=score and score.back,
-            score_caps=score.caps(device=q.device) if score else (),
-            score_steady=score is not None and score.steady,
-            score_dcaps=score.dcaps(grads) if score and grads else (),
-        )
-        return TritonEngine(mods, scale, {**measured, **dict(spec.options)})
+        return TritonEngine(launched(mask, score, q.device, grads), scale, {**measured, **dict(spec.options)})
     _notice()
     if score is None:
         return EagerEngine(scale, _bound(mask))
@@ -105,6 +95,22 @@ def make(
         return _bound(replace(known, tensors=tuple(inner)))
 
     return EagerEngine(scale, _bound(mask), bind, [known.tensors[i] for i in known.wants], grads)
+
+
+def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
+    """User functions as kernels take them; ``grads``: a buffer for each capture that wants a gradient."""
+    from tritoncp.kernels.engine import Mods
+
+    return Mods(
+        mask=mask and mask.fn,
+        mask_caps=mask.caps(device=device) if mask else (),
+        score=score and score.fn,
+        score_grad=score and score.grad,
+        score_back=score and score.back,
+        score_caps=score.caps(device=device) if score else (),
+        score_steady=score is not None and score.steady,
+        score_dcaps=score.dcaps(grads) if score and grads else (),
+    )
 
 
 def buffers(spec: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tensor]:

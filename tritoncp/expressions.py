@@ -1,4 +1,5 @@
-"""What the command line is told about a mask, as text: expressions, lengths of documents, numbers of tokens.
+"""What the command line is told about masks and scores, as text: expressions, lengths of documents, numbers
+of tokens.
 
 An expression is read with Python's own parser and put together here, piece by piece; nothing in it is run.
 """
@@ -14,6 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tritoncp.closed_forms import (
     MaskFn,
     and_masks,
@@ -24,6 +27,7 @@ from tritoncp.closed_forms import (
     prefix_lm,
     sliding_window,
 )
+from tritoncp.perf.cases import CAP, Mod, alibi, softcap
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 JOINED = {ast.BitAnd: and_masks, ast.BitOr: or_masks, ast.And: and_masks, ast.Or: or_masks}
@@ -92,8 +96,8 @@ prefix_lm, sliding_window, window
         causal & cusal
                  ^^^^^
     """
-    if re.fullmatch(r"[\w.]+:[\w.]+", text.strip()):
-        return imported(text.strip())
+    if named(text):
+        return imported(text.strip(), "mask_mod (b, h, q_idx, kv_idx) -> bool")
     plain = re.sub(r"\b(\d+)([KMG])\b", r"\2\1", text)  # 4K as a name of the same length: K4
     try:
         tree = ast.parse(plain.replace("\n", " "), mode="eval")
@@ -105,8 +109,41 @@ prefix_lm, sliding_window, window
     return _Reader(text, documents).mask(tree.body)
 
 
-def imported(name: str) -> MaskFn:
-    """The mask_mod of ``module:function``, the module as Python finds it from here."""
+def score_of(text: str, heads: int, device: torch.device | str = "cpu") -> Mod:
+    """The score_mod that ``softcap``, ``softcap(30)``, ``alibi`` or ``module:function`` names, for so many
+    query heads.  A function's captured tensors have to be on the device already.
+
+    >>> float(score_of("softcap(30)", 8)(torch.tensor(1e9), 0, 0, 0, 0)), score_of("alibi", 8).__name__
+    (30.0, '<lambda>')
+    >>> score_of("softcup", 8)
+    Traceback (most recent call last):
+    tritoncp.expressions.ExpressionError: no score_mod is called so; known: softcap, softcap(CAP), alibi, \
+module:function
+        softcup
+        ^^^^^^^
+    """
+    given = text.strip()
+    if named(given):
+        return imported(given, "score_mod (score, b, h, q_idx, kv_idx) -> score")
+    if given == "alibi":
+        return alibi(heads, torch.device(device))
+    cap = re.fullmatch(r"softcap(?:\(\s*(\d+(?:\.\d*)?)\s*\))?", given)
+    if cap is None or float(cap[1] or CAP) == 0:
+        known = "softcap, softcap(CAP), alibi, module:function"
+        raise ExpressionError(f"no score_mod is called so; known: {known}", text, 0, len(text))
+    return softcap(float(cap[1] or CAP))
+
+
+def named(text: str) -> bool:
+    """Whether this is ``module:function``."""
+    return re.fullmatch(r"[\w.]+:[\w.]+", text.strip()) is not None
+
+
+def imported(name: str, what: str) -> Any:
+    """The function of ``module:function``, the module as Python finds it from here.
+
+    what: what it has to be, for people
+    """
     module, _, path = name.partition(":")
     sys.path.insert(0, "")
     try:
@@ -114,11 +151,12 @@ def imported(name: str) -> MaskFn:
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name}: {error}; a mask_mod is named as module:function") from error
+        kind = what.partition(" ")[0]
+        raise ValueError(f"{name}: {error}; a {kind} is named as module:function") from error
     finally:
         sys.path.remove("")
     if not callable(found):
-        raise ValueError(f"{name} is {type(found).__name__}, not a mask_mod (b, h, q_idx, kv_idx) -> bool")
+        raise ValueError(f"{name} is {type(found).__name__}, not a {what}")
     return found
 
 

@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,14 +58,25 @@ VARIANTS = {
 KERNELS = ("forward", "delta", "dq", "dkdv")
 
 
+class Call(NamedTuple):
+    """A call on one device, without ranks: a mask of perf/cases.py, query and key heads, tokens."""
+
+    mask: str
+    heads: int
+    kv_heads: int
+    length: int
+
+
 @dataclass(frozen=True)
 class Job:
     """One kernel to compile: a variant of VARIANTS with heads of ``head_dim`` channels.
 
     kernel: one of KERNELS; "fused": dK/dV that adds up dQ as well; "masked" and "specialised": the launches
             of the specialised route, of which the second starts from a state if there are masked blocks
-
     config: the tiles; None = those of the rule
+    v_head_dim: channels of values; None = as many
+    score:  a score_mod, as tritoncp/expressions.py reads it
+    call:   instead of the variant, the very launch that this call makes
     """
 
     kernel: str
@@ -74,6 +85,14 @@ class Job:
     dtype: str = "bfloat16"
     variant: str = "state"
     config: Config | None = None
+    v_head_dim: int | None = None
+    score: str = ""
+    call: Call | None = None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Channels of queries and keys, and of values."""
+        return self.head_dim, self.v_head_dim or self.head_dim
 
     @property
     def name(self) -> str:
@@ -89,7 +108,9 @@ class Job:
     @classmethod
     def decode(cls, text: str) -> Job:
         raw = json.loads(text)
-        return cls(**raw | {"config": raw["config"] and Config(**raw["config"])})
+        raw["config"] = raw["config"] and Config(**raw["config"])
+        raw["call"] = raw["call"] and Call(*raw["call"])
+        return cls(**raw)
 
 
 # -- many jobs, in processes -------------------------------------------------------------------------------
@@ -106,31 +127,55 @@ def compile_all(
     A report is what :func:`report` says, or ``{"failed": why}``: a compiler that raises, dies or takes too
     long costs the others nothing.  The processes end with the iteration.
     """
-    todo = list(jobs)
-    count = max(1, min(processes or os.cpu_count() or 1, len(todo)))
-    idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-    workers = [Worker() for _ in range(count)]
-    for worker in workers:
-        idle.put(worker)
+    compilers = Compilers(processes, timeout)
+    try:
+        yield from compilers.compiled(jobs)
+    finally:
+        compilers.end()
 
-    def compiled(job: Job) -> dict[str, Any]:
-        worker = idle.get()
-        try:
-            return worker.ask(job, timeout)
-        finally:
+
+class Compilers:
+    """Processes that compile, kept from one list of jobs to the next: to begin takes them seconds."""
+
+    def __init__(self, processes: int | None = None, timeout: float = 300.0) -> None:
+        self._most, self._timeout = processes or os.cpu_count() or 1, timeout
+        self._workers: list[Worker] = []
+
+    def compiled(self, jobs: Iterable[Job]) -> Generator[tuple[Job, dict[str, Any]]]:
+        """As :func:`compile_all`. Whoever stops listening ends the jobs that are being worked on."""
+        todo = list(jobs)
+        if not todo:
+            return
+        self._workers += [Worker() for _ in range(len(self._workers), min(self._most, len(todo)))]
+        idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        for worker in self._workers:
             idle.put(worker)
 
-    pool = ThreadPoolExecutor(count)
-    try:
-        waiting: dict[Future[dict[str, Any]], Job] = {pool.submit(compiled, job): job for job in todo}
-        while waiting:
-            for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                yield waiting.pop(future), future.result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
+        def compiled(job: Job) -> dict[str, Any]:
+            worker = idle.get()
+            try:
+                return worker.ask(job, self._timeout)
+            finally:
+                idle.put(worker)
+
+        pool = ThreadPoolExecutor(len(self._workers))
+        try:
+            waiting: dict[Future[dict[str, Any]], Job] = {pool.submit(compiled, job): job for job in todo}
+            while waiting:
+                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    yield waiting.pop(future), future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            busy, self._workers = self._workers, []
+            while not idle.empty():
+                self._workers.append(idle.get())
+            for worker in set(busy) - set(self._workers):
+                worker.end()
+            pool.shutdown()
+
+    def end(self) -> None:
+        for worker in self._workers:
             worker.end()
-        pool.shutdown()
 
 
 class Worker:
@@ -222,23 +267,27 @@ def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 def launch_of(job: Job) -> Any:
     """The engine's launch of one step, on memory that nobody looks at."""
-    from tritoncp.kernels.engine import Mods, State, TritonEngine
+    from tritoncp.kernels.engine import State, TritonEngine
     from tritoncp.mods import mask_mod
+    from tritoncp.tune.problem import Problem, mods_of
 
-    variant, dim, dtype = VARIANTS[job.variant], job.head_dim, getattr(torch, job.dtype)
+    if job.call is not None:
+        return Problem(job, torch.device("cpu")).launch(job.kernel, job.config, job.arch)
+    variant, (d, e), dtype = VARIANTS[job.variant], job.dims, getattr(torch, job.dtype)
     mask = mask_of(variant.mask)
     tables = build(mask, variant.world_size).tables(batch=1, heads=HEADS)
     mod = mask_mod(mask.mask_mod) if tables.mask == "mod" and mask.mask_mod else None
-    mods = Mods(mask=mod and mod.fn, mask_caps=mod.caps() if mod else ())
     options = options_of(job.kernel, job.config) | dict(variant.options)
     options["FUSED_BACKWARD"] = job.kernel == "fused"
-    engine = TritonEngine(mods, dim**-0.5, options, arch=job.arch)
     rows, keys = tables.q_rows, tables.kv_rows
-    q, out, dout, dq = (torch.empty(1, rows, HEADS, dim, dtype=dtype).transpose(1, 2) for _ in range(4))
-    k, v = torch.empty(keys, 1, KV_HEADS, 2 * dim, dtype=dtype).permute(1, 2, 0, 3).split(dim, dim=3)
+    q, dq = (torch.empty(1, rows, HEADS, d, dtype=dtype).transpose(1, 2) for _ in range(2))
+    out, dout = (torch.empty(1, rows, HEADS, e, dtype=dtype).transpose(1, 2) for _ in range(2))
+    k, v = torch.empty(keys, 1, KV_HEADS, d + e, dtype=dtype).permute(1, 2, 0, 3).split([d, e], dim=3)
     lse, delta, m, l = torch.empty(4, 1, HEADS, rows).unbind()
-    acc = torch.empty(1, HEADS, rows, dim)
-    dk, dv = torch.empty(keys, 1, KV_HEADS, 2 * dim).permute(1, 2, 0, 3).split(dim, dim=3)
+    acc, dq_sum = torch.empty(1, HEADS, rows, e), torch.empty(1, HEADS, rows, d)
+    dk, dv = torch.empty(keys, 1, KV_HEADS, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
+    mods = replace(mods_of(job.score, q), mask=mod and mod.fn, mask_caps=mod.caps() if mod else ())
+    engine = TritonEngine(mods, d**-0.5, options, arch=job.arch)
     if job.kernel in ("forward", "masked", "specialised"):
         state = State(acc, m, l) if variant.load or variant.store else None
         steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
@@ -250,8 +299,8 @@ def launch_of(job: Job) -> Any:
         return engine.delta(out, dout, lse, delta)
     given = (q, k, v, dout, lse, delta, tables)
     if job.kernel == "dq":
-        return engine.dq(*given, dq=acc if variant.load else dq, add=variant.load)
-    into = torch.empty(1, rows, HEADS, dim).transpose(1, 2) if job.kernel == "fused" else None
+        return engine.dq(*given, dq=dq_sum if variant.load else dq, add=variant.load)
+    into = torch.empty(1, rows, HEADS, d).transpose(1, 2) if job.kernel == "fused" else None
     return engine.dkdv(*given, dk=dk, dv=dv, dq=into, add=variant.load)
 
 
@@ -364,18 +413,16 @@ def inner_loop(
 
 def useful(job: Job, config: Config) -> int:
     """FLOPs of one tile: two products in forward, three in dQ, four in dK/dV, five in both at once, over the
-    pieces that the head dim is cut into.
+    pieces that the head dims are cut into.
 
     >>> useful(Job("forward", "sm_90", 96), Config(128, 64)) == 2 * 2 * 128 * 64 * 96
     True
+    >>> useful(Job("dq", "sm_90", 192, v_head_dim=128), Config(64, 64)) == 2 * 64 * 64 * (2 * 192 + 128)
+    True
     """
-    return (
-        {"dq": 3, "dkdv": 4, "fused": 5}.get(job.kernel, 2)
-        * 2
-        * config.BLOCK_M
-        * config.BLOCK_N
-        * sum(pieces(job.head_dim))
-    )
+    of_keys, of_values = {"dq": (2, 1), "dkdv": (2, 2), "fused": (3, 2)}.get(job.kernel, (1, 1))
+    d, e = (sum(pieces(dim)) for dim in job.dims)
+    return 2 * config.BLOCK_M * config.BLOCK_N * (of_keys * d + of_values * e)
 
 
 def _matrix(names: Iterable[str]) -> dict[str, int]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import re
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +25,16 @@ import torch
 
 import tritoncp
 from tritoncp import comm
-from tritoncp.kernels.configs import architecture, check_options
+from tritoncp.kernels.configs import PASSES, architecture, check_options
 from tritoncp.masks import Mask
 
 SHIPPED = Path(tritoncp.__file__).parent / "kernels/configs"
 # For the nearest that was measured, where a mask's own kind was not: long rows of full blocks in both.
 NEAREST = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}
+WIN = 1.02  # time of the rule over that of tiles worth keeping
 
-Entries = list[dict[str, Any]]  # each: kernel, dtype, head_dim, mask, config
+# Each: kernel, dtype, head_dim, mask, config; v_head_dim if it is another; score, the name of a score_mod.
+Entries = list[dict[str, Any]]
 
 
 class Device(NamedTuple):
@@ -117,12 +120,32 @@ def entries_of(path: Path) -> Entries:
     try:
         entries = json.loads(path.read_text())["entries"]
         for entry in entries:
-            check_options({"CONFIGS": ((entry["kernel"], tuple(entry["config"].items())),)})
-            _ = entry["dtype"], entry["head_dim"], entry["mask"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            check(entry)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(f"{path} is no file of tritoncp autotune and is not used: {error!r}", stacklevel=2)
         return []
     return entries
+
+
+def about(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What an entry is about: kernel, dtype, head dims, mask, and whether there is a score_mod, whichever.
+
+    >>> about({"kernel": "dq", "dtype": "float16", "head_dim": 64, "mask": "causal", "score": "softcap"})
+    ('dq', 'float16', 64, 64, 'causal', True)
+    """
+    dim = entry["head_dim"]
+    first = entry["kernel"], entry["dtype"], dim, entry.get("v_head_dim", dim)
+    return *first, entry["mask"], bool(entry.get("score"))
+
+
+def check(entry: Mapping[str, Any]) -> None:
+    """Raises ValueError, KeyError or TypeError for an entry that cannot be used."""
+    check_options({"CONFIGS": ((entry["kernel"], tuple(entry["config"].items())),)})
+    _, dtype, *dims, mask, _ = about(entry)
+    if not isinstance(getattr(torch, dtype), torch.dtype) or mask not in (*NEAREST, "window"):
+        raise ValueError(f"no call has dtype {dtype!r} and a mask of kind {mask!r}")
+    if not all(type(dim) is int and 0 < dim <= 256 for dim in dims):
+        raise ValueError(f"head dims {dims} are not between 1 and 256")
 
 
 @functools.lru_cache(maxsize=16)
@@ -132,9 +155,8 @@ def table(device: Device, given: str | None) -> str:
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
     for path in sources(device):
         for entry in entries_of(path):
-            about = tuple(entry[name] for name in ("kernel", "dtype", "head_dim", "mask"))
-            known.setdefault(about, entry["config"])
-    return json.dumps([[*about, config] for about, config in known.items()])
+            known.setdefault(about(entry), entry["config"])
+    return json.dumps([[*of, config] for of, config in known.items()])
 
 
 def local(device: torch.device) -> str:
@@ -188,31 +210,40 @@ def digest_of(device: torch.device, group: Any) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _chosen(text: str, dtype: str, head_dim: int, mask: str) -> tuple[Any, ...]:
-    """(kernel, items of its config) of each kernel, for one call."""
+def _chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: bool) -> tuple[Any, ...]:
+    """(kernel, items of its config) of each kernel, for one call: measured with a score_mod rather than
+    without, then with these head dims rather than with the larger one throughout, then with the nearest
+    mask."""
+    known = {tuple(of): config for *of, config in json.loads(text)}
+    masks = list(dict.fromkeys([mask, (near := NEAREST.get(mask)), NEAREST.get(near or "")]))
+    wide = (max(dims),) * 2
     chosen: dict[str, tuple[Any, ...]] = {}
-    wanted: str | None = mask
-    for _ in range(3):
-        for kernel, own_dtype, dim, own_mask, config in json.loads(text):
-            if (own_dtype, dim, own_mask) == (dtype, head_dim, wanted):
+    for wanted in itertools.product((True, False) if score else (False,), (dims, wide), masks):
+        scored, widths, kind = wanted
+        for kernel in (*PASSES, "fused"):
+            if (config := known.get((kernel, dtype, *widths, kind, scored))) is not None:
                 chosen.setdefault(kernel, tuple(config.items()))
-        wanted = NEAREST.get(wanted or "")
     return tuple(chosen.items())
 
 
 def configs(
-    device: torch.device, dtype: torch.dtype, head_dim: int, mask: str, group: Any = None
+    device: torch.device,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    mask: str,
+    group: Any = None,
+    score: bool = False,
 ) -> dict[str, Any]:
     """Options of the engine for one call: CONFIGS, or nothing where nothing that was measured applies and the
     rule does.
 
-    head_dim: the larger one of q, k and of v; mask: see :func:`kind_of`
+    dims: of q and k, and of v; mask: see :func:`kind_of`; score: whether there is a score_mod
     """
     text = text_of(device, group)
     if text == "[]":
         _tell(device, group)
         return {}
-    found = _chosen(text, str(dtype).removeprefix("torch."), head_dim, mask)
+    found = _chosen(text, str(dtype).removeprefix("torch."), dims, mask, score)
     return {"CONFIGS": found} if found else {}
 
 
@@ -235,14 +266,25 @@ def _tell(device: torch.device, group: Any) -> None:
     )
 
 
-def write(folder: Path, device: Device, entries: Entries, about: Mapping[str, Any]) -> Path:
-    """Put entries into the device's file, in place of those about the same kernels, all or nothing."""
-    path = path_in(folder, device)
-    names = ("kernel", "dtype", "head_dim", "mask")
+def write(
+    folder: Path,
+    device: Device,
+    entries: Entries,
+    facts: Mapping[str, Any],
+    triton: str | None = None,
+    drop: Collection[tuple[Any, ...]] = (),
+) -> Path:
+    """Put entries into the device's file, in place of those about the same kernels, all or nothing.
+
+    facts: what else the file says; triton: the version they were measured with, this one's unless given;
+    drop: what is known no more, as :func:`about` says it
+    """
+    path = path_in(folder, device, triton)
     old = entries_of(path) if path.is_file() else []
-    merged = {tuple(entry[name] for name in names): entry for entry in [*old, *entries]}
+    merged = {about(entry): entry for entry in [*old, *entries] if about(entry) not in drop}
     lines = ",\n".join(json.dumps(entry) for entry in merged.values())
-    head = json.dumps({"device": device.name, "arch": device.arch, "triton": _triton(), **about})
+    said = {"device": device.name, "arch": device.arch, "triton": triton or _triton()}
+    head = json.dumps(said | dict(facts))
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_text(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
+import triton
 from click.testing import CliRunner
 
 from tritoncp import tuned
 from tritoncp.cli import main
 from tritoncp.kernels.configs import Config
+from tritoncp.offline import Compilers, Job, launch_of
 from tritoncp.tune import run, search, targets
 from tritoncp.tune.bench import DeviceBench
-from tritoncp.tune.targets import Target
+from tritoncp.tune.targets import Target, candidates
 
 SMALL = Target("forward", "causal", 2, 1, 16, 64, "float32")
 CPU = torch.device("cpu")
@@ -32,28 +34,49 @@ def invoke(*words):
     return CliRunner().invoke(main, ["autotune", *words])
 
 
+BIAS = torch.linspace(-1, 1, 8).requires_grad_()
+
+
+def biased(score, b, h, q, kv):
+    """What it captures wants a gradient, as a learned bias does."""
+    return score + BIAS[(q - kv) % 8]
+
+
+def random_score(score, b, h, q, kv):
+    return score * torch.rand(())
+
+
+@triton.jit
+def kernel_score(score, b, h, q, kv, caps):
+    return score
+
+
 def few(target, arch):
-    """The rule's config and one that has no room."""
-    own = targets.default(target.kernel, arch, target.head_dim, torch.bfloat16)
-    return [own, Config(128, 128, 8, 8)]
+    """The rule's config and, of forward, one that has no room."""
+    own = candidates(target, arch)[0]
+    return [own, *([Config(128, 128, 8, 8)] if target.kernel == "forward" else [])]
 
 
 def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
-    """One kernel, really compiled: the rule survives, what does not fit is dropped; a second run compiles
-    nothing."""
+    """Two kernels with a score_mod and another head dim of values, really compiled: the rule survives, what
+    does not fit is dropped; a second run compiles nothing."""
     for module in (search, run):
         monkeypatch.setattr(module, "candidates", few)
-    words = ["--target", "sm_80", "--shapes", "8x2,64,4096", "--mask", "full", "--ops", "fwd", "--json"]
+    words = ["--target", "sm_90", "--shapes", "8x2,64x32,4096", "--mask", "full", "--ops", "fwd,fused"]
+    words += ["--score-mod", "tests.tune.test_run:biased", "--jobs", "1", "--json"]
     done = invoke(*words)
     assert done.exit_code == 0, done.output
-    (row,) = json.loads(done.stdout)
-    assert row["target"] == "forward full 8x2 d64 4096 bfloat16"
-    assert row["config"]["BLOCK_M"] == 128 and 0 < row["bound"] < 1 and row["spill_bytes"] == 0
-    assert "tried 2, pruned 1" in done.stderr
+    rows = json.loads(done.stdout)
+    about = "full tests.tune.test_run:biased 8x2 d64x32 4096 bfloat16"
+    assert [row["target"] for row in rows] == [f"forward {about}", f"fused {about}"]
+    for row in rows:
+        assert 0 < row["bound"] < 1 and row["spill_bytes"] == 0 and row["tma"] > 0
+        assert row["flops"] == 1.0, "products of 64 and of 32 channels, and no others"
+    assert "tried 3, pruned 1" in done.stderr
     assert not list(home.glob("*/*.json")), "a bound is no measurement"
-    monkeypatch.setattr(run, "compile_all", lambda jobs, *rest: pytest.fail("compiled again"))
-    assert json.loads(invoke(*words, "--resume").stdout) == [row]
-    assert "128×64 8/3" in invoke(*words[:-1], "--resume").stdout
+    monkeypatch.setattr(Compilers, "compiled", lambda self, jobs: iter(pytest.fail("again") for _ in jobs))
+    assert json.loads(invoke(*words, "--resume").stdout) == rows
+    assert "128×128 8/3" in invoke(*words[:-1], "--resume").stdout
 
 
 def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
@@ -71,7 +94,12 @@ def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
         (["--target", "h100"], "architecture 'h100'"),
         (["--target", "sm_90", "--preset", "llama9"], "known: llama3-8b"),
         (["--target", "sm_90", "--mask", "round"], "known: causal, full"),
-        (["--target", "sm_90", "--ops", "sideways"], "known: fwd, bwd"),
+        (["--target", "sm_90", "--ops", "sideways"], "known: fwd, bwd, fused"),
+        (["--target", "sm_90", "--score-mod", "hardcap"], "known: softcap"),
+        (["--target", "sm_90", "--score-mod", "math:pi"], "float, not a score_mod"),
+        (["--target", "sm_90", "--score-mod", "tests.tune.test_run:random_score"], "cannot be translated"),
+        (["--target", "sm_90", "--score-mod", "tests.tune.test_run:kernel_score"], "give it in Python"),
+        (["--target", "sm_90", "--shapes", "8x8,64x64x64,128"], "128x128,192x128,8192"),
         (["--target", "sm_90", "--budget", "soon"], "15m"),
         (["--target", "sm_90", "--shapes", "32"], "32x8,128,16384"),
     ],
@@ -103,9 +131,10 @@ class Formula:
         return 1.0 if config.BLOCK_M == 64 else 2.0
 
 
-def compile_nothing(jobs, processes, timeout):
-    for job in jobs:
-        yield job, {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "bound": 0.5, "flops": 1.0}
+@pytest.fixture
+def compile_nothing(monkeypatch):
+    report = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "bound": 0.5, "flops": 1.0}
+    monkeypatch.setattr(Compilers, "compiled", lambda self, jobs: ((job, report) for job in jobs))
 
 
 def request(home, resume=False):
@@ -116,25 +145,23 @@ def request(home, resume=False):
 
 def measured(home):
     return {
-        (row[0], row[3]): row[4]["BLOCK_M"]
+        (row[0], row[4]): row[-1]["BLOCK_M"]
         for row in json.loads(tuned.table(tuned.Device("sm_90", "NVIDIA H200"), str(home)))
     }
 
 
-def test_choices_are_written_where_calls_look_for_them(monkeypatch, home):
+def test_choices_are_written_where_calls_look_for_them(compile_nothing, home):
     from rich.console import Console
 
-    monkeypatch.setattr(run, "compile_all", compile_nothing)
     found = run.autotune(request(home), Console(stderr=True), Formula())
     assert [row["gain"] for row in found.rows] == [2.0, 2.0] and not found.interrupted
     assert measured(home) == {("forward", "causal"): 64, ("forward", "full"): 64}
     run.show(found, False, Console())
 
 
-def test_ctrl_c_keeps_what_is_known_and_the_rest_is_resumed(monkeypatch, home):
+def test_ctrl_c_keeps_what_is_known_and_the_rest_is_resumed(compile_nothing, home):
     from rich.console import Console
 
-    monkeypatch.setattr(run, "compile_all", compile_nothing)
     whole = Formula()
     run.autotune(request(home / "whole"), Console(stderr=True), whole)
     cut = Formula(interrupt=whole.samples - 100)
@@ -146,11 +173,10 @@ def test_ctrl_c_keeps_what_is_known_and_the_rest_is_resumed(monkeypatch, home):
     assert rest.samples < whole.samples / 2
 
 
-def test_a_tuned_rule_is_an_answer_too(monkeypatch, home):
+def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
     """Nothing beats it: that is written, so that nobody is told to tune again."""
     from rich.console import Console
 
-    monkeypatch.setattr(run, "compile_all", compile_nothing)
     bench = Formula()
     bench.milliseconds = lambda target, config: 1.0
     found = run.autotune(request(home), Console(stderr=True), bench)
@@ -161,19 +187,53 @@ def test_a_tuned_rule_is_an_answer_too(monkeypatch, home):
 # -- single launches ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
-def test_single_launches_are_checked_against_float32_and_timed(kernel):
-    from dataclasses import replace
-
-    bench, target = DeviceBench(CPU), replace(SMALL, kernel=kernel)
+@pytest.mark.parametrize(
+    ("kernel", "v_head_dim", "score"),
+    [
+        ("forward", None, ""),
+        ("forward", 32, "tests.tune.test_run:biased"),
+        ("dq", None, "softcap(2)"),
+        ("dkdv", 24, "alibi"),
+        ("fused", None, ""),
+        ("fused", 24, "tests.tune.test_run:biased"),
+    ],
+)
+def test_single_launches_are_checked_against_float32_and_timed(kernel, v_head_dim, score):
+    bench, target = (
+        DeviceBench(CPU),
+        replace(SMALL, kernel=kernel, v_head_dim=v_head_dim, score=score),
+    )
     for config in (Config(32, 16), Config(16, 64)):
         assert bench.wrong(target, config) is None
         assert bench.milliseconds(target, config) > 0
-    problem = bench._of(target)
-    name = {"forward": "out", "dq": "dq", "dkdv": "dv"}[kernel]
-    getattr(problem._expected, name)[0, 0, 5] += 1  # as a kernel that is off in one row
+    name = {"forward": "out", "dq": "dq", "dkdv": "dv", "fused": "dk"}[kernel]
+    getattr(bench._of(target).expected, name)[0, 0, 5] += 1  # as a kernel that is off in one row
     said = bench.wrong(target, Config(32, 16))
     assert said is not None and said.startswith(f"{name} is off by")
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv", "fused"])
+def test_what_is_compiled_offline_is_what_is_launched(kernel):
+    """Every argument is of the same type, and divisible by 16 or not: Triton finds in its cache what another
+    process compiled."""
+    target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tune.test_run:biased")
+    config = Config(64, 64, 4, 1)
+    job = target.job("sm_90", config)
+    there = launch_of(Job.decode(job.encode()))
+    here = DeviceBench(CPU)._of(target).problem.launch(kernel, config, "sm_90")
+    assert (there.grid, there.config, there.kernel) == (here.grid, here.config, here.kernel)
+    assert there.args.keys() == here.args.keys()
+    for name in there.args:
+        assert kind(there.args[name]) == kind(here.args[name]), name
+
+
+def kind(x):
+    """As much of an argument as a compilation depends on; numbers whole, for constants are among them."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16
+    if hasattr(x, "block_shape"):  # a tensor descriptor
+        return kind(x.base), x.shape, x.strides, x.block_shape
+    return tuple(map(kind, x)) if isinstance(x, tuple | list) else x
 
 
 def test_a_launch_that_fails_is_a_reason_not_an_error(monkeypatch):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tritoncp.kernels.configs import default
+from tritoncp.perf.record import Point, Series
 from tritoncp.tune.journal import Journal
 from tritoncp.tune.search import ROUNDS, TIMED, Tally, Tuner
-from tritoncp.tune.targets import MASKS, OPS, Target, candidates, targets
+from tritoncp.tune.targets import MASKS, OPS, Target, candidates, lost_most, targets
 
 TARGET = Target("forward", "causal", 32, 8, 128, 4096)
 RULE = default("forward", "sm_90", 128, torch.bfloat16)
@@ -46,11 +49,11 @@ class Compiler:
     """Reports by formula; counts what it was asked."""
 
     def __init__(self, **by_stages) -> None:
-        self.asked, self.by_stages = [], by_stages
+        self.asked, self.steps, self.by_stages = [], [], by_stages
 
     def __call__(self, jobs):
         for job in jobs:
-            self.asked.append(job.config)
+            (self.asked if job.call else self.steps).append(job.config)
             row = {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000, "flops": 1.0, "bound": 0.6}
             yield job, row | {"limit": "issue"} | self.by_stages.get(f"s{job.config.num_stages}", {})
 
@@ -116,7 +119,7 @@ def test_candidates_that_compile_badly_are_dropped_but_never_the_rule(tmp_path, 
     made = tuner(tmp_path, Compiler(s3=report))
     alive = [config for config, _ in made.static(TARGET)]
     assert alive[0] == RULE and {config.num_stages for config in alive} == {1, 2, 4}
-    everything = tuner(tmp_path, Compiler(s2={"bound": 0.1}))
+    everything = tuner(tmp_path / "other", Compiler(s2={"bound": 0.1}))
     assert next(iter(everything.static(TARGET)))[0] == RULE and RULE.num_stages == 2
 
 
@@ -174,6 +177,75 @@ def test_an_interrupt_while_compiling_is_resumed_too(tmp_path):
     assert len(rest.asked) == len(candidates(TARGET, "sm_90")) - 10
 
 
+KILLED = {"compile": 7, "steps": 5, "check": 3, "time": 2, "times": 30}
+
+
+@pytest.mark.parametrize("stage", KILLED)
+def test_a_run_that_was_killed_goes_on_where_it_was_whatever_it_did(tmp_path, stage):
+    """kill -9 while it compiles, checks, measures, or writes down what it measured: what was found is not
+    looked for again, and the choice is that of a run that nobody disturbed."""
+    count = 0
+
+    def die(at):
+        nonlocal count
+        count += at == stage
+        if count == KILLED[stage]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Dies(Compiler):
+        def __call__(self, jobs):
+            for job, found in super().__call__(jobs):
+                die("compile" if job.call else "steps")
+                yield job, found
+
+    class Device(Formula):
+        def wrong(self, target, config):
+            die("check")
+            return super().wrong(target, config)
+
+        def milliseconds(self, target, config):
+            die("times")
+            return super().milliseconds(target, config)
+
+    process = os.fork()
+    if not process:
+        try:
+            made = tuner(tmp_path, Dies())
+            add = made.journal.add
+            made.journal.add = lambda stage, *rest: (
+                die(stage) if stage == "time" else None,
+                add(stage, *rest),
+            )
+            made.run([TARGET], Device(cost))
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+    done = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    known = {
+        name: sum(line["stage"] == name for line in done) for name in ("compile", "steps", "check", "time")
+    }
+    assert known[stage.removesuffix("s") if stage == "times" else stage] == {"times": 0}.get(
+        stage, KILLED[stage] - 1
+    )
+    rest, again = Compiler(), Formula(cost)
+    made = tuner(tmp_path, rest, resume=True)
+    assert made.run([TARGET], again)[TARGET].config == BEST
+    whole, plain = Compiler(), Formula(cost)
+    tuner(tmp_path / "plain", whole).run([TARGET], plain)
+    assert len(rest.asked) == len(whole.asked) - known["compile"]
+    assert len(rest.steps) == len(whole.steps) - known["steps"]
+    assert len(again.checks) == len(plain.checks) - known["check"]
+    assert len(again.samples) == len(plain.samples)
+
+
+def test_two_runs_do_not_write_to_one_journal(tmp_path):
+    first = tuner(tmp_path)
+    with pytest.raises(RuntimeError, match=r"another tritoncp autotune writes to .*journal.jsonl.*--out"):
+        tuner(tmp_path)
+    first.journal.close()
+    tuner(tmp_path)
+
+
 def test_a_torn_last_line_costs_that_line_alone(tmp_path):
     path = tmp_path / "journal.jsonl"
     made = tuner(tmp_path)
@@ -183,7 +255,9 @@ def test_a_torn_last_line_costs_that_line_alone(tmp_path):
     path.write_text("\n".join(whole[:20]) + "\n" + whole[20][: len(whole[20]) // 2])
     rest = Compiler()
     assert tuner(tmp_path, rest, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
-    assert len(rest.asked) == len(candidates(TARGET, "sm_90")) - 19  # the first line is "begin"
+    assert (
+        len(rest.asked) == len(candidates(TARGET, "sm_90")) - 18
+    )  # the first two lines are the run and the target
     broken = [line for line in path.read_text().splitlines() if not is_json(line)]
     assert broken == [whole[20][: len(whole[20]) // 2]]
 
@@ -221,9 +295,47 @@ def test_time_that_runs_out_leaves_the_last_finished_halving(tmp_path):
 
 def test_each_target_gets_its_share_of_the_time(tmp_path):
     wanted = targets(["32x8,128,4096"], list(MASKS), list(OPS), "bfloat16")
-    assert len(wanted) == 12
-    made = tuner(tmp_path, deadline=12 * 300.0, now=Ticks(1.0))
-    assert len(made.run(wanted, Formula(cost))) == 12
+    assert len(wanted) == 16
+    made = tuner(tmp_path, deadline=16 * 400.0, now=Ticks(1.0))
+    assert len(made.run(wanted, Formula(cost))) == 16
+
+
+@pytest.mark.parametrize("slow", ["compiler", "check"])
+def test_a_stage_that_is_too_slow_leaves_time_to_compare_some_with_the_rule(tmp_path, slow):
+    """A second for each compilation or check, and time for a tenth of them: what is most like the rule was
+    compiled, checked and timed, and the best of that was kept."""
+    clock = Ticks()
+
+    class Slow(Compiler):
+        def __call__(self, jobs):
+            for found in super().__call__(jobs):
+                clock.time += slow == "compiler"
+                yield found
+
+    class Device(Formula):
+        def wrong(self, target, config):
+            clock.time += slow == "check"
+            return super().wrong(target, config)
+
+    made = tuner(tmp_path, Slow(), deadline=10.0, now=clock)
+    bench = Device(cost)
+    choice = made.run([TARGET], bench)[TARGET]
+    assert choice.config == BEST and clock.time < 9
+    assert 2 < len(set(bench.samples)) < 8
+
+
+def test_what_is_no_use_to_a_step_of_a_schedule_is_dropped(tmp_path):
+    """A config that fits a call without ranks only would make calls with ranks fail."""
+
+    class Steps(Compiler):
+        def __call__(self, jobs):
+            for job, found in super().__call__(jobs):
+                odd = job.call is None and job.config == BEST
+                yield job, found | ({"shared_bytes": 1 << 20} if odd else {})
+
+    bench = Formula(cost)
+    choice = tuner(tmp_path, Steps()).run([TARGET], bench)[TARGET]
+    assert choice.config == RULE and BEST not in bench.checks
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
@@ -246,3 +358,47 @@ def test_both_ways_to_copy_a_tile_are_tried_where_there_are_both(kernel):
 def test_shapes_that_nobody_has_are_refused(shape, said):
     with pytest.raises(ValueError, match=said):
         targets([shape], ["causal"], ["fwd"], "bfloat16")
+
+
+# -- what lost most -----------------------------------------------------------------------------------------
+
+
+def measured(case, ours, day=0, device="NVIDIA H200", run="r", **others):
+    took = {"tritoncp": {"ms": ours} if ours else {"why": "wrong"}}
+    took |= {name: {"ms": ms} for name, ms in others.items()}
+    goal = {"flex": 1.2, "cudnn": 0.8}
+    return Point(run, f"2026-01-0{day + 1}", case, Series(device), {}, took, goal=goal)
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("window-8k-fwd", ["forward window 32x8 d128 8192 bfloat16"]),
+        (
+            "softcap-16k-bwd",
+            ["dq causal softcap 32x8 d128 16384 bfloat16", "dkdv causal softcap 32x8 d128 16384 bfloat16"],
+        ),
+        ("causal-h128x128-d192x128-8k-fwd", ["forward causal 128x128 d192x128 8192 bfloat16"]),
+    ],
+)
+def test_the_case_that_is_farthest_below_its_goal_is_tuned(case, names):
+    points = [
+        measured("full-16k-fwd", 9.0, run="older", flex=1.0),
+        measured("full-16k-fwd", 1.0, day=1, flex=1.3, cudnn=0.9),
+        measured(case, 1.0, day=1, flex=1.5, cudnn=0.7),  # 0.875 of a goal
+        measured("causal-16k-fwd", 1.0, day=1, flex=1.1),  # 0.917
+        measured("causal-8k-fwd", None, day=1, flex=1.1),  # failed
+        measured("prefix-8k-fwd", 1.0, day=1, flex=0.1),  # tuned with documents
+        measured("causal-s8-ring-32k-fwd", 1.0, day=1, flex=0.1),
+        measured("of another version", 1.0, day=1, flex=0.1),
+        measured("full-16k-fwd", 9.0, day=2, device="NVIDIA H100", run="another", flex=1.0),
+    ]
+    why, wanted = lost_most(points, "NVIDIA H200")
+    assert why == f"{case}, 0.88 of its goal" and [target.name for target in wanted] == names
+    assert lost_most(points, None)[0] == "full-16k-fwd, 0.09 of its goal"
+
+
+def test_where_nothing_was_compared_a_usual_call_is_tuned():
+    for points in ([], [measured("causal-16k-fwd", None, flex=1.0)], [measured("causal-16k-fwd", 1.0)]):
+        why, wanted = lost_most(points, "NVIDIA H200")
+        assert "Llama-3 8B" in why and [target.kernel for target in wanted] == ["forward"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,18 +12,16 @@ import torch
 
 from tritoncp import tuned
 from tritoncp.kernels.configs import family
-from tritoncp.offline import Job, compile_all
+from tritoncp.offline import Compilers
 from tritoncp.tune.journal import Journal
 from tritoncp.tune.search import Bench, Choice, Tally, Tuner
-from tritoncp.tune.targets import MASKS, Target, candidates
+from tritoncp.tune.targets import Target, candidates
 
 
 def entry_of(target: Target, choice: Choice) -> dict[str, Any]:
     """A choice as files hold it. A rule that nothing beats is kept too: it has been measured."""
-    about = {"kernel": target.kernel, "dtype": target.dtype, "head_dim": target.head_dim}
-    shape = f"{target.heads}x{target.kv_heads},{target.head_dim},{target.seq}"
     times = {"ms": round(choice.ms, 5), "rule_ms": round(choice.rule_ms, 5)}
-    return {**about, "mask": MASKS[target.mask][0], "config": asdict(choice.config), **times, "shape": shape}
+    return {**target.entry, "config": asdict(choice.config), **times}
 
 
 def seconds(text: str) -> float:
@@ -57,6 +55,7 @@ class Screen:
         )
         self._task = self._bar.add_task("", total=total, target="", pruned=0, failed=0, best="–")
         self._step, self._said = ("", -1), "nothing tried"
+        self._why = ""
 
     def __enter__(self) -> Screen:
         self._bar.start()
@@ -76,6 +75,9 @@ class Screen:
         self._bar.update(self._task, completed=tally.tried, **shown)
         self._said = f"{tally.target}: tried {tally.tried}, pruned {tally.pruned}, failed {tally.failed}, "
         self._said += f"best {tally.best or '–'}"
+        if tally.why != self._why:
+            self._why = tally.why
+            self._print(f"{tally.target}: {tally.why}")
         step = (tally.target + tally.best, tally.tried // 20)
         if step != self._step:
             self._step = step
@@ -83,7 +85,10 @@ class Screen:
 
     def _say(self) -> None:
         if not self._console.is_terminal:
-            self._console.print(self._said, markup=False, highlight=False)
+            self._print(self._said)
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -119,36 +124,39 @@ class Request:
         }
 
 
+def device(arch: str | None) -> tuned.Device:
+    """Whose times: this process's GPU, or an architecture that is only compiled for. Raises RuntimeError
+    without either, ValueError for what is no architecture."""
+    if arch is not None:
+        family(arch)
+        return tuned.Device(arch, "offline")
+    if torch.cuda.is_available():
+        return tuned.device_of(torch.device("cuda", torch.cuda.current_device()))
+    raise RuntimeError(
+        "torch finds no GPU here, and only a GPU can say how fast a kernel is; --target sm_90 compiles "
+        "the candidates and shows their bounds without one"
+    )
+
+
 def request(
     wanted: Sequence[Target],
-    arch: str | None,
+    device: tuned.Device,
+    static: bool,
     budget: str,
     resume: bool,
     folder: Path | None,
     processes: int | None,
     timeout: float,
 ) -> Request:
-    """What the command's words mean here.  Without ``arch`` a GPU is needed: RuntimeError where there is
-    none."""
-    if arch is not None:
-        family(arch)  # ValueError for what is no architecture
-        device = tuned.Device(arch, "offline")
-    elif torch.cuda.is_available():
-        device = tuned.device_of(torch.device("cuda", torch.cuda.current_device()))
-    else:
-        raise RuntimeError(
-            "torch finds no GPU here, and only a GPU can say how fast a kernel is; --target sm_90 compiles "
-            "the candidates and shows their bounds without one"
-        )
+    """What the command's words mean here. Raises ValueError for a budget that is none, RuntimeError where
+    nobody knows a folder."""
     found = folder or next((one for one in tuned.folders() if one != tuned.SHIPPED), tuned.user_folder())
     if found is None:
         raise RuntimeError(
             "platformdirs, which knows the folder for configurations, is not installed: name one with --out, "
             "or in TRITONCP_CONFIG_DIR"
         )
-    return Request(
-        tuple(wanted), device, arch is not None, seconds(budget), resume, found, processes, timeout
-    )
+    return Request(tuple(wanted), device, static, seconds(budget), resume, found, processes, timeout)
 
 
 class Found(NamedTuple):
@@ -169,14 +177,11 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Foun
         rows.append(entry | {"gain": round(choice.gain, 3)})
         tuned.write(request.folder, request.device, [entry], {"code": request.about["code"]})
 
-    def compiled(jobs: list[Job]) -> Generator[tuple[Job, dict[str, Any]]]:
-        if jobs:
-            yield from compile_all(jobs, request.processes, request.timeout)
-
+    compilers = Compilers(request.processes, request.timeout)
     deadline = time.monotonic() + request.budget
     with Screen(total, console) as screen:
         arch = request.device.arch
-        tuner = Tuner(arch, journal, compiled, deadline, keep, tally=Tally(show=screen))
+        tuner = Tuner(arch, journal, compilers.compiled, deadline, keep, tally=Tally(show=screen))
         try:
             if request.static:
                 for target in request.wanted:
@@ -187,6 +192,7 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Foun
         except KeyboardInterrupt:
             return Found(rows, True)
         finally:
+            compilers.end()
             journal.close()
     return Found(rows, False)
 
@@ -213,6 +219,36 @@ def show(found: Found, static: bool, console: Any) -> None:
     else:
         table = Table("kernel", "mask", "D", "tiles", "ms", "rule ms", "gain", **looks)
         for row in found.rows:
-            about = row["kernel"], row["mask"], str(row["head_dim"]), tiles(row["config"])
+            mask = " ".join(filter(None, (row["mask"], row.get("score"))))
+            width = row["shape"].split(",")[1]
+            about = row["kernel"], mask, width, tiles(row["config"])
             table.add_row(*about, str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}")
     console.print(table)
+    for line in fused(found.rows):
+        console.print(line, markup=False, highlight=False)
+
+
+def fused(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the fused kernel would be worth where all three of a backward pass were measured.
+
+    >>> about = {"shape": "8x8,64,4096", "mask": "causal", "dtype": "float16"}
+    >>> times = {"dq": 1.0, "dkdv": 2.0, "fused": 2.4}
+    >>> fused([{**about, "kernel": name, "ms": ms} for name, ms in times.items()])[0].partition(":")[2]
+    ' dq and dkdv take 3 ms, fused 2.4 ms: 1.25 times as fast'
+    """
+    passes: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        of = tuple(row[name] for name in ("shape", "mask", "score", "dtype") if row.get(name))
+        passes.setdefault(of, {})[row["kernel"]] = row["ms"]
+    found = []
+    for of, ms in passes.items():
+        if {"dq", "dkdv", "fused"} <= set(ms):
+            apart, one = ms["dq"] + ms["dkdv"], ms["fused"]
+            times = f"dq and dkdv take {apart:g} ms, fused {one:g} ms: {apart / one:.2f} times as fast"
+            found.append(f"{' '.join(of)}: {times}")
+    if found:
+        found.append(
+            'fused serves calls with kernel_options={"FUSED_BACKWARD": True}; it adds up in any order, and '
+            "bits differ from run to run"
+        )
+    return found

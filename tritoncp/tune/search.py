@@ -2,6 +2,8 @@
 
 Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): everyone in turn within a round, twice the
 rounds for the better half, the rule's own config always among them. What does not beat it by 2 % is not kept.
+A stage may take half of the time that is left, the candidates most like the rule first: however short time
+is, some of them are compared with it.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from tritoncp.machine_code import MACHINES
 from tritoncp.offline import Job
 from tritoncp.tune.journal import Journal
 from tritoncp.tune.targets import Target, candidates
+from tritoncp.tuned import WIN
 
-WIN = 1.02  # time of the rule over that of a config worth keeping
 BEHIND = 0.75  # of the best bound among the candidates: below it nothing is timed
 TIMED = 24  # candidates at most, best bounds first
 ROUNDS = 4  # of the first halving
@@ -45,11 +47,13 @@ class Tally:
     pruned: int = 0
     failed: int = 0
     best: str = ""
+    why: str = ""  # of the last failure
     show: Callable[[Tally], None] = lambda tally: None
 
-    def count(self, **more: int) -> None:
+    def count(self, why: str | None = None, **more: int) -> None:
         for name, n in more.items():
             setattr(self, name, getattr(self, name) + n)
+        self.why = why or self.why
         self.show(self)
 
 
@@ -86,36 +90,56 @@ class Tuner:
     tally: Tally = field(default_factory=Tally)
 
     def static(self, target: Target, until: float | None = None) -> list[tuple[Config, dict[str, Any]]]:
-        """Candidates that compile, fit and may be fast, with their reports; best bound first, the rule's own
-        before all."""
+        """Candidates that compile, fit and may be fast, with their reports, also as steps of a schedule; best
+        bound first, the rule's own before all."""
         self.tally.target = target.name
-        listed = candidates(target, self.arch)
-        reports: dict[Config, dict[str, Any]] = {}
-        jobs = {}
-        for config in listed:
-            found = self.journal.known("compile", target, config)
-            if found is None:
-                jobs[target.job(self.arch, config)] = config
-            else:
-                reports[config] = found
-                self.tally.count(tried=1)
-        with closing(self.compiled(list(jobs))) as done:
-            for job, found in done:
-                config = jobs[job]
-                reports[config] = {name: found[name] for name in REPORTED if name in found}
-                self.journal.add("compile", target, config, reports[config])
-                self.tally.count(tried=1, failed="failed" in found)
-                if self.now() > (self.deadline if until is None else until):
-                    break
+        until = self.deadline if until is None else until
+        rule, *_ = listed = candidates(target, self.arch)
+        self.journal.begin(target, rule)
+        reports = {}
+        for config, found in self._compiled("compile", target, listed, self._half(until)):
+            reports[config] = found
+            self.tally.count(tried=1, failed="failed" in found, why=found.get("failed"))
         best = max((found.get("bound") or 0.0 for found in reports.values()), default=0.0)
         alive = [
             (config, found)
             for config, found in reports.items()
-            if not ("failed" in found if config == listed[0] else self._why(found, best))
+            if not ("failed" in found if config == rule else self._why(found, best))
         ]
-        alive.sort(key=lambda pair: (pair[0] != listed[0], -(pair[1].get("bound") or 0.0)))
-        self.tally.count(pruned=len(reports) - len(alive[:TIMED]))
-        return alive[:TIMED]
+        alive.sort(key=lambda pair: (pair[0] != rule, -(pair[1].get("bound") or 0.0)))
+        others = [config for config, _ in alive[:TIMED] if config != rule]
+        steps = dict(self._compiled("steps", target, others, until))
+        alive = [
+            pair
+            for pair in alive[:TIMED]
+            if pair[0] == rule or (pair[0] in steps and not self._why(steps[pair[0]], 0.0))
+        ]
+        self.tally.count(pruned=len(reports) - len(alive))
+        return alive
+
+    def _half(self, until: float) -> float:
+        now = self.now()
+        return now + (until - now) / 2
+
+    def _compiled(
+        self, stage: str, target: Target, configs: Sequence[Config], until: float
+    ) -> Generator[tuple[Config, dict[str, Any]]]:
+        """What is known of these configs, then what is found out before time is up."""
+        jobs = {}
+        for config in configs:
+            found = self.journal.known(stage, target, config)
+            if found is not None:
+                yield config, found
+            else:
+                job = target.job(self.arch, config) if stage == "compile" else target.step(self.arch, config)
+                jobs[job] = config
+        with closing(self.compiled(list(jobs))) as done:
+            for job, report in done:
+                found = {name: report[name] for name in REPORTED if name in report}
+                self.journal.add(stage, target, jobs[job], found)
+                yield jobs[job], found
+                if self.now() > until:
+                    break
 
     def _why(self, found: dict[str, Any], best: float) -> str:
         """Why a candidate is not worth a measurement; "" if it is."""
@@ -132,11 +156,12 @@ class Tuner:
     def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
         """The fastest right candidate, if it beats the rule; else the rule. None without a measurement of
         both.  An interrupt is passed on after what is known so far was kept."""
-        alive = [config for config, _ in self.static(target, until)]
+        alive = [config for config, _ in self.static(target, self._half(until))]
         rule = candidates(target, self.arch)[0]
         best: Choice | None = None
         try:
-            alive = [config for config in alive if self._right(target, config, bench)]
+            checked = self._half(until)
+            alive = [config for config in alive if self._right(target, config, bench, checked)]
             if rule not in alive:
                 return None  # nothing to compare with: not a config to be trusted either
             rounds = ROUNDS
@@ -157,12 +182,15 @@ class Tuner:
                 self.keep(target, best)
         return best
 
-    def _right(self, target: Target, config: Config, bench: Bench) -> bool:
+    def _right(self, target: Target, config: Config, bench: Bench, until: float) -> bool:
+        """Whether its answer is right, as far as there is time to ask."""
         found = self.journal.known("check", target, config)
         if found is None:
+            if self.now() > until:
+                return False
             found = {"wrong": bench.wrong(target, config)}
             self.journal.add("check", target, config, found)
-        self.tally.count(failed=found["wrong"] is not None)
+        self.tally.count(failed=found["wrong"] is not None, why=found["wrong"])
         return found["wrong"] is None
 
     def _times(

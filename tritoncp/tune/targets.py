@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
+from tritoncp.expressions import score_of
 from tritoncp.kernels.configs import Config, copies, default
-from tritoncp.offline import Job
+from tritoncp.mods import Untranslatable, hand_written, score_mod
+from tritoncp.offline import Call, Job
+from tritoncp.perf.cases import CASES, Case
+from tritoncp.perf.record import Point
 
-OPS = {"fwd": ("forward",), "bwd": ("dq", "dkdv")}
+# "fused" is a kernel of its own, for calls that ask for it, and never what "bwd" turns out to be: it adds up
+# dQ in whatever order programs end, and no file may take from a call that its bits are the same every time.
+OPS = {"fwd": ("forward",), "bwd": ("dq", "dkdv"), "fused": ("fused",)}
 # Query heads, key heads, head dim, length of what people train.
 PRESETS = {
     "llama3-8b": ("32x8,128,16384",),
@@ -20,6 +26,7 @@ PRESETS = {
     "qwen2.5-7b": ("28x4,128,16384",),
     "gpt-oss-20b": ("64x8,64,16384",),
     "gemma2-9b": ("16x8,256,8192",),
+    "deepseek-v3": ("128x128,192x128,8192",),
 }
 # Mask of perf/cases.py -> kind that a call looks up, and what stands for it in offline compilation.
 MASKS = {
@@ -28,11 +35,16 @@ MASKS = {
     "document": ("interval", "documents"),
     "window": ("window", "window"),
 }
+# What a case of perf/cases.py is besides its mask.
+SCORED = {"softcap": ("causal", "softcap"), "alibi": ("causal", "alibi")}
 
 
 @dataclass(frozen=True)
 class Target:
-    """One kernel of one shape, whose tiles are looked for."""
+    """One kernel of one shape, whose tiles are looked for.
+
+    v_head_dim: channels of values; None = those of queries and keys. score: a score_mod by its name
+    """
 
     kernel: str
     mask: str
@@ -41,18 +53,48 @@ class Target:
     head_dim: int
     seq: int
     dtype: str = "bfloat16"
+    v_head_dim: int | None = None
+    score: str = ""
+
+    @property
+    def v_dim(self) -> int:
+        return self.v_head_dim or self.head_dim
+
+    @property
+    def shape(self) -> str:
+        """As :func:`targets` reads it."""
+        width = f"{self.head_dim}x{self.v_dim}" if self.v_dim != self.head_dim else f"{self.head_dim}"
+        return f"{self.heads}x{self.kv_heads},{width},{self.seq}"
 
     @property
     def name(self) -> str:
         """
         >>> Target("dq", "causal", 32, 8, 128, 16384).name
         'dq causal 32x8 d128 16384 bfloat16'
+        >>> Target("forward", "full", 8, 8, 192, 4096, v_head_dim=128, score="softcap").name
+        'forward full softcap 8x8 d192x128 4096 bfloat16'
         """
-        shape = f"{self.heads}x{self.kv_heads} d{self.head_dim} {self.seq}"
-        return f"{self.kernel} {self.mask} {shape} {self.dtype}"
+        heads, width, seq = self.shape.split(",")
+        return " ".join(
+            filter(None, (self.kernel, self.mask, self.score, heads, f"d{width}", seq, self.dtype))
+        )
 
-    def job(self, arch: str, config: Config) -> Job:
-        return Job(self.kernel, arch, self.head_dim, self.dtype, MASKS[self.mask][1], config)
+    def job(self, arch: str, config: Config | None) -> Job:
+        """What is timed."""
+        call = Call(self.mask, self.heads, self.kv_heads, self.seq)
+        return replace(self.step(arch, config), variant=MASKS[self.mask][1], call=call)
+
+    def step(self, arch: str, config: Config | None) -> Job:
+        """The same kernel as a step of a schedule, which has most in registers."""
+        return Job(self.kernel, arch, self.head_dim, self.dtype, "state", config, self.v_head_dim, self.score)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What a call looks up, as files hold it; and the shape that stands for it."""
+        about = {"kernel": self.kernel, "dtype": self.dtype, "head_dim": self.head_dim}
+        about |= {"v_head_dim": self.v_dim} if self.v_dim != self.head_dim else {}
+        about |= {"score": self.score} if self.score else {}
+        return {**about, "mask": MASKS[self.mask][0], "shape": self.shape}
 
 
 def preset(name: str) -> tuple[str, ...]:
@@ -62,9 +104,11 @@ def preset(name: str) -> tuple[str, ...]:
     return PRESETS[name]
 
 
-def targets(shapes: Sequence[str], masks: Sequence[str], ops: Sequence[str], dtype: str) -> list[Target]:
-    """shapes: HEADSxKV_HEADS,HEAD_DIM,LENGTH. Shapes that a call could not tell apart are one target: the
-    first. Raises ValueError for what is written otherwise.
+def targets(
+    shapes: Sequence[str], masks: Sequence[str], ops: Sequence[str], dtype: str, score: str = ""
+) -> list[Target]:
+    """shapes: HEADSxKV_HEADS,HEAD_DIM,LENGTH, or HEAD_DIMxV_HEAD_DIM where they differ. Shapes that a call
+    could not tell apart are one target: the first. Raises ValueError for what is written otherwise.
 
     >>> [target.name for target in targets(["32x8,128,4096"], ["full"], ["bwd"], "float16")]
     ['dq full 32x8 d128 4096 float16', 'dkdv full 32x8 d128 4096 float16']
@@ -75,18 +119,64 @@ def targets(shapes: Sequence[str], masks: Sequence[str], ops: Sequence[str], dty
             raise ValueError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
     for shape, mask, op in itertools.product(shapes, masks, ops):
         try:
-            heads, dim, seq = shape.split(",")
+            heads, width, length = shape.split(",")
             q_heads, kv_heads = map(int, heads.split("x"))
-            sizes = q_heads, kv_heads, int(dim), int(seq)
+            dim, *rest = map(int, width.split("x"))
+            (v_dim,) = rest or [dim]
+            seq = int(length)
         except ValueError as error:
             raise ValueError(
-                f"shape {shape!r} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 32x8,128,16384"
+                f"shape {shape!r} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 32x8,128,16384, or with another "
+                "head dim of values: 128x128,192x128,8192"
             ) from error
-        if min(sizes) < 1 or q_heads % kv_heads or sizes[2] > 256:
+        if min(q_heads, kv_heads, dim, v_dim, seq) < 1 or q_heads % kv_heads or max(dim, v_dim) > 256:
             raise ValueError(f"shape {shape!r}: key heads have to divide heads, head dims end at 256")
+        if score:
+            _check(score, q_heads)
+        other = v_dim if v_dim != dim else None
         for kernel in OPS[op]:
-            found.setdefault((kernel, sizes[2], MASKS[mask][0]), Target(kernel, mask, *sizes, dtype))
+            target = Target(kernel, mask, q_heads, kv_heads, dim, seq, dtype, other, score)
+            found.setdefault((kernel, dim, v_dim, MASKS[mask][0]), target)
     return list(found.values())
+
+
+def _check(score: str, heads: int) -> None:
+    """Raises ValueError for a score_mod that kernels cannot run, or torch, which says what is right."""
+    fn = score_of(score, heads)
+    if hand_written(fn):
+        raise ValueError(f"{score} is @triton.jit code, whose answers nothing can check; give it in Python")
+    try:
+        score_mod(fn)
+    except Untranslatable as error:
+        raise ValueError(str(error)) from error
+
+
+def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Target]]:
+    """The case of the newest run on a device (None: any) that is farthest below its goal, in words, and its
+    kernels; where there is none, the forward pass of Llama-3 8B. Cases that failed do not count: better
+    tiles are not what they need.
+    """
+    mine = [point for point in points if device in (None, point.series.device)]
+    newest = max(mine, key=lambda point: point.time).run if mine else ""
+    known = {case.name: case for case in CASES}
+    rated = [
+        (point.worst, point.case)
+        for point in mine
+        if point.run == newest and point.worst is not None and _tunable(known.get(point.case))
+    ]
+    if not rated:
+        why = "nothing was compared with a baseline here: Llama-3 8B instead"
+        return why, targets(preset("llama3-8b"), ["causal"], ["fwd"], "bfloat16")
+    worst, name = min(rated)
+    case = known[name]
+    mask, score = SCORED.get(case.mask, (case.mask, ""))
+    shape = f"{case.heads}x{case.kv_heads},{case.dim}x{case.v_dim},{case.seq}"
+    op = {"forward": "fwd", "backward": "bwd"}[case.which]
+    return f"{name}, {worst:.2f} of its goal", targets([shape], [mask], [op], case.dtype, score)
+
+
+def _tunable(case: Case | None) -> bool:
+    return case is not None and case.world == case.batch == 1 and case.mask in (*MASKS, *SCORED)
 
 
 def candidates(target: Target, arch: str) -> list[Config]:
@@ -100,8 +190,10 @@ def candidates(target: Target, arch: str) -> list[Config]:
     {False, True}
     """
     dtype = getattr(torch, target.dtype)
-    about = target.kernel, arch, target.head_dim, dtype
-    aligned = target.head_dim * dtype.itemsize % 16 == 0  # or else strides leave nothing to descriptors
+    widths = target.head_dim, target.v_dim
+    about = target.kernel, arch, max(widths), dtype
+    # Or else strides leave nothing to descriptors.
+    aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
     own = default(*about, aligned)
     listed = {replace(own, HOIST=not own.HOIST)}
     for tma in (False, True) if aligned and copies(arch) else (own.USE_TMA,):
