@@ -25,23 +25,29 @@ test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 verify: $(VENV)/.dev-ready ## the suite and everything marked nightly: the full product of factors
 	OMP_NUM_THREADS=1 $(py) -m pytest -m "nightly or not nightly" $(ARGS)
 
-# A machine with a GPU mostly has its own torch: used as it is, with the checkout on the path. Each of the
-# three parts runs whatever became of the one before; the status tells whether all went well. Together under
-# nine minutes; what is measured is in $(OUT)/*.jsonl as soon as it is known.
-OUT ?= perf/history
+# A machine with a GPU mostly has its own torch: used as it is, with the checkout on the path; pytest, click and
+# rich are all that it needs besides. Each part runs whatever became of the one before, is stopped when its
+# seconds are over (together under nine minutes) and leaves its words in $(OUT)/<part>.log; what is measured is
+# in $(OUT)/*.jsonl and $(OUT)/configs as soon as it is known, and `tritoncp perf ingest $(OUT)` keeps it.
+OUT ?= gpu-out
 JOBS ?= 8
-gpu: ## the tests that need a GPU, then the benchmark (OUT=folder JOBS=8 ARGS="-k masks")
+gpu: SHELL := bash
+gpu: ## tests that need a GPU, the benchmark, autotuning of what lost most (OUT=folder JOBS=8 ARGS="-k masks")
 	@run=$$($(PYTHON) -c "import sys, torch; print(sys.executable)" 2>/dev/null || true); \
 	if [ -z "$$run" ]; then $(MAKE) --no-print-directory $(VENV)/.dev-ready && run=$(py) || exit 1; fi; \
 	$$run -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch finds no GPU here')" || exit 1; \
 	if $$run -c "import xdist" 2>/dev/null; then jobs="-n $(JOBS)"; else jobs=; fi; \
-	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT; \
+	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && mkdir -p "$(OUT)" || exit 1; \
 	export PYTHONPATH=. PYTHONUNBUFFERED=1 TRITONCP_CACHE_DIR="$${TRITONCP_CACHE_DIR:-$$cache}"; \
-	tests="env OMP_NUM_THREADS=1 $$run -m pytest -o addopts= --import-mode=importlib -v -ra --durations=10"; failed=; set -x; \
-	timeout -s INT 60 $$tests tests/gpu/test_smoke.py || failed="$$failed smoke"; \
-	timeout -s INT 180 $$tests $$jobs --ignore=tests/gpu/test_smoke.py tests/gpu $(ARGS) || failed="$$failed tests"; \
-	$$run -m tritoncp.perf.run --budget 270 --out "$(OUT)" || failed="$$failed benchmark"; \
-	set +x; if [ -n "$$failed" ]; then echo "make gpu: not well:$$failed"; exit 1; fi
+	set -o pipefail; failed=; \
+	part() { name=$$1; seconds=$$2; shift 2; echo "+ $$name: $$*"; \
+		timeout -k 5 -s INT $$seconds "$$@" 2>&1 | tee "$(OUT)/$$name.log" || failed="$$failed $$name"; }; \
+	tests="env OMP_NUM_THREADS=1 $$run -m pytest -o addopts= --import-mode=importlib -v -ra --durations=10"; \
+	part smoke 60 $$tests tests/gpu/test_smoke.py; \
+	part tests 150 $$tests $$jobs --ignore=tests/gpu/test_smoke.py tests/gpu $(ARGS); \
+	part benchmark 215 $$run -m tritoncp.perf.run --budget 200 --out "$(OUT)"; \
+	part autotune 95 $$run -m tritoncp autotune --worst "$(OUT)" --budget 75s --out "$(OUT)/configs"; \
+	if [ -n "$$failed" ]; then echo "make gpu: not well:$$failed"; exit 1; fi
 
 format: $(VENV)/.dev-ready ## rewrite in the house style
 	$(bin)/ruff format $(sources)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -212,21 +213,19 @@ def test_a_run_that_was_killed_goes_on_where_it_was_whatever_it_did(tmp_path, st
         try:
             made = tuner(tmp_path, Dies())
             add = made.journal.add
-            made.journal.add = lambda stage, *rest: (
-                die(stage) if stage == "time" else None,
-                add(stage, *rest),
-            )
+
+            def written(at, *rest):
+                die("time" if at == "time" else "")
+                add(at, *rest)
+
+            made.journal.add = written
             made.run([TARGET], Device(cost))
         finally:
             os._exit(1)
     assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
     done = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    known = {
-        name: sum(line["stage"] == name for line in done) for name in ("compile", "steps", "check", "time")
-    }
-    assert known[stage.removesuffix("s") if stage == "times" else stage] == {"times": 0}.get(
-        stage, KILLED[stage] - 1
-    )
+    known = Counter(line["stage"] for line in done)
+    assert known[stage] == (0 if stage == "times" else KILLED[stage] - 1) and known["time"] <= 1
     rest, again = Compiler(), Formula(cost)
     made = tuner(tmp_path, rest, resume=True)
     assert made.run([TARGET], again)[TARGET].config == BEST
@@ -300,10 +299,10 @@ def test_each_target_gets_its_share_of_the_time(tmp_path):
     assert len(made.run(wanted, Formula(cost))) == 16
 
 
-@pytest.mark.parametrize("slow", ["compiler", "check"])
-def test_a_stage_that_is_too_slow_leaves_time_to_compare_some_with_the_rule(tmp_path, slow):
-    """A second for each compilation or check, and time for a tenth of them: what is most like the rule was
-    compiled, checked and timed, and the best of that was kept."""
+@pytest.mark.parametrize(("slow", "seconds"), [("compiler", 60.0), ("check", 20.0)])
+def test_a_stage_that_is_too_slow_leaves_time_to_compare_some_with_the_rule(tmp_path, slow, seconds):
+    """A second for each compilation or check, and time for half of them: what is most like the rule is
+    compiled, checked and timed, and the best of that is kept."""
     clock = Ticks()
 
     class Slow(Compiler):
@@ -317,11 +316,11 @@ def test_a_stage_that_is_too_slow_leaves_time_to_compare_some_with_the_rule(tmp_
             clock.time += slow == "check"
             return super().wrong(target, config)
 
-    made = tuner(tmp_path, Slow(), deadline=10.0, now=clock)
+    made = tuner(tmp_path, Slow(), deadline=seconds, now=clock)
     bench = Device(cost)
     choice = made.run([TARGET], bench)[TARGET]
-    assert choice.config == BEST and clock.time < 9
-    assert 2 < len(set(bench.samples)) < 8
+    assert choice.config == BEST and clock.time < seconds
+    assert 8 < len(set(bench.samples)) < TIMED
 
 
 def test_what_is_no_use_to_a_step_of_a_schedule_is_dropped(tmp_path):
@@ -385,7 +384,7 @@ def test_the_case_that_is_farthest_below_its_goal_is_tuned(case, names):
     points = [
         measured("full-16k-fwd", 9.0, run="older", flex=1.0),
         measured("full-16k-fwd", 1.0, day=1, flex=1.3, cudnn=0.9),
-        measured(case, 1.0, day=1, flex=1.5, cudnn=0.7),  # 0.875 of a goal
+        measured(case, 1.0, day=1, flex=1.5, cudnn=0.68),  # 0.85 of a goal
         measured("causal-16k-fwd", 1.0, day=1, flex=1.1),  # 0.917
         measured("causal-8k-fwd", None, day=1, flex=1.1),  # failed
         measured("prefix-8k-fwd", 1.0, day=1, flex=0.1),  # tuned with documents
@@ -394,7 +393,7 @@ def test_the_case_that_is_farthest_below_its_goal_is_tuned(case, names):
         measured("full-16k-fwd", 9.0, day=2, device="NVIDIA H100", run="another", flex=1.0),
     ]
     why, wanted = lost_most(points, "NVIDIA H200")
-    assert why == f"{case}, 0.88 of its goal" and [target.name for target in wanted] == names
+    assert why == f"{case}, 0.85 of its goal" and [target.name for target in wanted] == names
     assert lost_most(points, None)[0] == "full-16k-fwd, 0.09 of its goal"
 
 
