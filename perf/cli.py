@@ -1,4 +1,4 @@
-"""`tritoncp perf`: run, compare, dashboard, import."""
+"""`tritoncp perf`: run, compare, dashboard, ingest, import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tritoncp.perf import compare as comparing
 from tritoncp.perf.record import DiskFull, History, Problem, append, read
 from tritoncp.perf.run import main as run
 
-HISTORY = Path("perf/history")
+HISTORY, CONFIGS = Path("perf/history"), Path("kernels/configs")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -168,6 +168,36 @@ def _read(places: tuple[Path, ...]) -> History:
 
 def _broken(problem: Problem) -> None:
     click.echo(str(problem), err=True)
+
+
+@perf.command("ingest")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--history", type=click.Path(file_okay=False, path_type=Path), default=HISTORY, show_default=True
+)
+@click.option(
+    "--configs", type=click.Path(file_okay=False, path_type=Path), default=CONFIGS, show_default=True
+)
+def ingest(folder: Path, history: Path, configs: Path) -> None:
+    """Keep what `make gpu` left in FOLDER: lines for the history, tile shapes that won to be shipped.
+
+    Every line is checked: what is broken, or was timed without having been checked, is named and left out,
+    and the exit status is 1. Doing it twice adds nothing.
+    """
+    from tritoncp.perf.ingest import ingest as taken
+
+    try:
+        found = taken(folder, history, configs)
+    except (FileNotFoundError, DiskFull) as error:
+        raise click.ClickException(str(error)) from error
+    for problem in found.problems:
+        _broken(problem)
+    click.echo(f"{found.added} lines added to {history}, {found.known} were there")
+    for path, (won, lost) in found.shipped.items():
+        click.echo(f"{path}: {won} entries" + f", {lost} removed: the rule is as fast" * bool(lost))
+    if not found.shipped:
+        click.echo("no tile shapes that are new")
+    sys.exit(bool(found.problems))
 
 
 @perf.command("import")

@@ -11,7 +11,8 @@ import datetime
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,19 +157,48 @@ def append(path: Path, line: dict[str, Any]) -> None:
     A line that an earlier writer left unfinished is ended first, so that it takes no other with it. Raises
     DiskFull if there is no room.
     """
-    text = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    with _locked(path) as file:
+        _write(file, _text(line), path)
+
+
+def merge(path: Path, lines: Sequence[dict[str, Any]]) -> int:
+    """Add those of some lines that a file does not hold yet, all of them or none; how many they are.
+
+    Raises DiskFull if there is no room.
+    """
+    if not lines:
+        return 0
+    with _locked(path) as file:
+        held = {same_line(line) for _, line in checked(path) if not isinstance(line, str)}
+        fresh = {name: line for line in lines if (name := same_line(line)) not in held}
+        if fresh:
+            _write(file, b"".join(map(_text, fresh.values())), path)
+    return len(fresh)
+
+
+def same_line(line: dict[str, Any]) -> str:
+    """Equal for lines that say the same, however they are written."""
+    return json.dumps(line, sort_keys=True)
+
+
+def _text(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[int]:
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, or the process dies
-        size = os.fstat(file).st_size
-        if size and os.pread(file, 1, size - 1) != b"\n":
-            text = b"\n" + text
-        _write(file, text, size, path)
+        yield file
     finally:
         os.close(file)
 
 
-def _write(file: int, text: bytes, size: int, path: Path) -> None:
+def _write(file: int, text: bytes, path: Path) -> None:
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":
+        text = b"\n" + text
     done = 0
     try:
         while done < len(text):
@@ -219,6 +249,13 @@ def read(*places: Path) -> History:
             elif found["kind"] == "resources":
                 history.resources.append(found)
     return history
+
+
+def checked(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Number of each line of a file, and the line as JSON holds it, or what is wrong with it."""
+    for number, text in _lines(path):
+        found = _parsed(text)
+        yield number, json.loads(text) if isinstance(found, Point) else found
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

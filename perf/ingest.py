@@ -1,0 +1,252 @@
+"""`tritoncp perf ingest`: what `make gpu` left in a folder, for keeps.
+
+Lines of histories are added to a history that does not hold them yet.  Tile shapes that beat the rule are
+shipped: not what some file claims, but what the journal of `tritoncp autotune` holds a right answer and times
+for (tritoncp/tune/journal.py says what is in one).  What cannot be read is named and costs nothing else.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tritoncp import tuned
+from tritoncp.perf.record import Problem, checked, merge, same_line
+from tritoncp.tuned import Device
+
+KINDS = ("case", "left out", "resources")
+Config = tuple[tuple[str, Any], ...]  # sorted items
+
+
+class Choice(NamedTuple):
+    """When tiles were chosen, and the entry about them; None = those of the rule."""
+
+    time: str
+    entry: dict[str, Any] | None
+
+
+Choices = dict[tuple[Any, ...], Choice]  # by what tuned.about says
+
+
+class Ingested(NamedTuple):
+    """Lines that were added to the history and that it held already; files of tile shapes with how many
+    entries each has gained or changed, and lost; what was refused."""
+
+    added: int
+    known: int
+    shipped: dict[Path, tuple[int, int]]
+    problems: list[Problem]
+
+
+def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
+    """Take over what is in a folder: ``*.jsonl`` into ``history``, wins in ``configs/`` into ``configs``.
+
+    Doing it again changes nothing. Raises FileNotFoundError where there is neither.
+    """
+    lines, journals = sorted(folder.glob("*.jsonl")), sorted((folder / "configs").glob("*/*.jsonl"))
+    if not lines and not journals:
+        raise FileNotFoundError(f"{folder} holds no *.jsonl and no configs/*/*.jsonl: nothing of make gpu's")
+    problems: list[Problem] = []
+    counts = [_kept(path, history, problems) for path in lines]
+    chosen: dict[tuple[Device, str], Choices] = defaultdict(dict)
+    for path in journals:
+        for run in runs(path, problems):
+            of = Device(run.about["arch"], run.about["device"]), run.about["triton"]
+            _choose(run, chosen[of], problems)
+    shipped = {}
+    for (device, triton), choices in chosen.items():
+        path, changes = tuned.path_in(configs, device, triton), (0, 0)
+        try:
+            changes = _shipped(choices, configs, device, triton)
+        except ValueError as error:
+            problems.append(Problem(path, 1, f"{error}; mend or remove it, and ingest again"))
+        if any(changes):
+            shipped[path] = changes
+    added, known = (sum(x) for x in zip(*counts)) if counts else (0, 0)
+    return Ingested(added, known, shipped, problems)
+
+
+def _kept(path: Path, history: Path, problems: list[Problem]) -> tuple[int, int]:
+    """Lines of one file that were added, and that were there."""
+    good = []
+    for number, line in checked(path):
+        if isinstance(line, str):
+            problems.append(Problem(path, number, line))
+        elif line["kind"] not in KINDS:
+            problems.append(Problem(path, number, f"no history has lines of kind {line['kind']!r}"))
+        else:
+            good.append(line)
+    history.mkdir(parents=True, exist_ok=True)
+    others = [other for other in history.glob("*.jsonl") if other.name != path.name]
+    lines = (line for other in others for _, line in checked(other))
+    elsewhere = {same_line(line) for line in lines if not isinstance(line, str)}
+    added = merge(history / path.name, [line for line in good if same_line(line) not in elsewhere])
+    return added, len(good) - added
+
+
+# -- journals ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Evidence:
+    """What a run found out about one target. wrong: why the answer of a config is not to be trusted, or None;
+    times: milliseconds of configs, by how many rounds they were taken in."""
+
+    line: int
+    entry: dict[str, Any] = field(default_factory=dict)
+    rule: Config = ()
+    wrong: dict[Config, str | None] = field(default_factory=dict)
+    times: dict[int, dict[Config, float]] = field(default_factory=lambda: defaultdict(dict))
+
+    def choice(self) -> tuple[Config, float, float] | None:
+        """As tritoncp autotune chooses, among what was checked: a config, its time, and the rule's."""
+        for turn in sorted(self.times, reverse=True):
+            right = {c: ms for c, ms in self.times[turn].items() if self.wrong.get(c, "unknown") is None}
+            if self.rule in right and len(right) > 1:
+                fastest = min(right, key=right.__getitem__)
+                won = right[self.rule] / right[fastest] > tuned.WIN
+                return fastest if won else self.rule, right[fastest], right[self.rule]
+        return None
+
+    def unchecked(self) -> list[Config]:
+        """Configs that were timed and that nothing is said about."""
+        timed = dict.fromkeys(c for taken in self.times.values() for c in taken)
+        return [config for config in timed if config not in self.wrong]
+
+
+@dataclass
+class Run:
+    """A run of tritoncp autotune. about: device, arch, triton, code; time: when it began."""
+
+    path: Path
+    about: dict[str, str]
+    time: float
+    targets: dict[str, Evidence] = field(default_factory=dict)
+
+
+def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
+    """The runs in a journal, each as far as it can be read."""
+    found: list[Run] = []
+    current, orphans = False, []
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+            if line["stage"] == "begin":
+                current = False
+                found.append(_begun(path, line))
+                current = True
+            elif current:
+                _read(found[-1], number, line)
+            else:
+                orphans.append(number)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            problems.append(Problem(path, number, f"not a line of tritoncp autotune: {what}"))
+    if orphans:
+        why = f"{len(orphans)} lines from here on belong to a run whose beginning cannot be read"
+        problems.append(Problem(path, orphans[0], why))
+    yield from found
+
+
+def _begun(path: Path, line: dict[str, Any]) -> Run:
+    about = {name: line["about"][name] for name in ("device", "arch", "triton", "code")}
+    if not all(isinstance(value, str) and value for value in about.values()):
+        raise ValueError("device, arch, triton and code have to be text")
+    return Run(path, about, _positive(line["time"]))
+
+
+def _read(run: Run, number: int, line: dict[str, Any]) -> None:
+    """One line into the evidence."""
+    stage, name = line["stage"], line["target"]
+    if stage == "target":
+        tuned.check({**line["entry"], "config": line["rule"]})
+        of = run.targets.setdefault(name, Evidence(number))
+        of.entry, of.rule = line["entry"], _items(line["rule"])
+        return
+    config, found = _items(line["config"]), line["found"]
+    hash((name, config))
+    if stage == "check":
+        if found["wrong"] is not None and not isinstance(found["wrong"], str):
+            raise TypeError("wrong is neither null nor a reason")
+        run.targets.setdefault(name, Evidence(number)).wrong[config] = found["wrong"]
+    elif stage == "time":
+        turn, ms = int(line["turn"]), _positive(found["ms"])
+        run.targets.setdefault(name, Evidence(number)).times[turn][config] = ms
+    elif stage not in ("compile", "steps") or not isinstance(found, dict):
+        raise ValueError(f"there is no stage {stage!r}")
+
+
+def _items(config: dict[str, Any]) -> Config:
+    return tuple(sorted(config.items()))
+
+
+def _positive(x: Any) -> float:
+    if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf:
+        raise ValueError(f"{x!r} is no positive number")
+    return float(x)
+
+
+# -- tile shapes ---------------------------------------------------------------------------------------------
+
+
+def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
+    """Put what a run chose in place of what older ones did."""
+    when = datetime.datetime.fromtimestamp(run.time, datetime.UTC).isoformat(timespec="seconds")
+    for name, of in run.targets.items():
+        for config in of.unchecked():
+            why = f"{name}: {dict(config)} was timed, and no line says that its answer is right"
+            problems.append(Problem(run.path, of.line, why))
+        if not of.entry:
+            problems.append(Problem(run.path, of.line, f"{name}: the line that says what it is is not there"))
+            continue
+        if (choice := of.choice()) is None:
+            continue
+        config, ms, rule_ms = choice
+        took = {"ms": ms, "rule_ms": rule_ms, "time": when, "code": run.about["code"]}
+        entry = {**of.entry, "config": dict(config), **took}
+        try:
+            tuned.check(entry)
+        except (ValueError, KeyError, TypeError) as error:
+            problems.append(Problem(run.path, of.line, f"{name}: {error}"))
+            continue
+        about = tuned.about(entry)
+        if about not in choices or choices[about].time <= when:
+            choices[about] = Choice(when, None if config == of.rule else entry)
+
+
+def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
+    """Put wins where calls look for what is shipped, and take away what is no better than the rule any more,
+    unless what is there is newer; how many of each. Raises ValueError where there is what cannot be read."""
+    old = _held(tuned.path_in(configs, device, triton))
+    newer = {about for about, choice in choices.items() if old.get(about, {}).get("time", "") > choice.time}
+    fresh = [
+        entry
+        for about, (_, entry) in choices.items()
+        if entry is not None and about not in newer and old.get(about) != entry
+    ]
+    drop = {about for about, (_, entry) in choices.items() if entry is None} & set(old) - newer
+    if fresh or drop:
+        tuned.write(configs, device, fresh, {}, triton, drop)
+    return len(fresh), len(drop)
+
+
+def _held(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """What a file of tile shapes holds. Raises ValueError for one that cannot be read: it is not ours to
+    replace."""
+    if not path.exists():
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            return {tuned.about(entry): entry for entry in tuned.entries_of(path)}
+        except UserWarning as error:
+            raise ValueError(str(error)) from error

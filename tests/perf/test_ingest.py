@@ -1,0 +1,233 @@
+"""What `make gpu` left is kept once, whole, and only as far as it can be believed."""
+
+import json
+import multiprocessing
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from tests.tune.stand_ins import Compiler, Formula
+from tritoncp import tuned
+from tritoncp.kernels.configs import default
+from tritoncp.perf.cli import perf
+from tritoncp.perf.ingest import ingest
+from tritoncp.perf.record import Journal as History
+from tritoncp.perf.record import Series, append, read
+from tritoncp.tune.journal import Journal
+from tritoncp.tune.search import Tuner
+from tritoncp.tune.targets import Target
+
+H200 = tuned.Device("sm_90", "NVIDIA H200")
+TARGET = Target("forward", "causal", 32, 8, 128, 4096)
+SCORED = Target("dq", "causal", 128, 128, 192, 4096, v_head_dim=128, score="softcap")
+RULES = {t: default(t.kernel, "sm_90", max(t.head_dim, t.v_dim), torch.bfloat16) for t in (TARGET, SCORED)}
+ABOUT = {"device": H200.name, "arch": H200.arch, "triton": "3.6.0", "code": "abc"}
+
+
+def best_of(target):
+    return replace(RULES[target], num_stages=4)
+
+
+def cost(config):
+    if config in map(best_of, RULES):
+        return 0.8
+    return 1.0 if config in RULES.values() else 1.5 + config.BLOCK_N / 1e3
+
+
+@pytest.fixture
+def places(tmp_path):
+    """What make gpu left, a history and a folder of shipped tile shapes."""
+    gpu = tmp_path / "gpu"
+    history = History(gpu / "2026-01-01-nvidia-h200.jsonl", "r", Series(H200.name), {"torch": "2.11"})
+    gpu.mkdir()
+    for case in ("causal-16k-fwd", "causal-16k-bwd"):
+        history.point(case, {"tritoncp": {"ms": 1.5}, "flex": {"ms": 2.0}})
+    history.write({"kind": "left out", "case": "full-16k-fwd", "why": "the time budget is used up"})
+    tune(gpu)
+    return gpu, tmp_path / "history", tmp_path / "configs"
+
+
+def journal_of(gpu):
+    return tuned.path_in(gpu / "configs", H200, "3.6.0").with_suffix(".jsonl")
+
+
+def tune(gpu, bench=None, wanted=(TARGET, SCORED), **about):
+    journal = Journal(journal_of(gpu), ABOUT | about, resume=False)
+    tuner = Tuner("sm_90", journal, Compiler(), 1e9, now=lambda: 0.0)
+    chosen = tuner.run(wanted, bench or Formula(cost))
+    journal.close()
+    return chosen
+
+
+def shipped(configs, device=H200):
+    tuned.table.cache_clear()
+    path = tuned.path_in(configs, device, "3.6.0")
+    return {tuned.about(entry): entry for entry in tuned.entries_of(path)} if path.exists() else {}
+
+
+def edited(path, change):
+    """Lines of a file, as ``change`` wants them: from a line's JSON to another line, or None."""
+    lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
+    path.write_text(
+        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines if line)
+    )
+
+
+def files(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_everything_is_taken_over_once(places):
+    _, history, configs = places
+    found = ingest(*places)
+    assert (found.added, found.known, found.problems) == (3, 0, [])
+    assert [point.case for point in read(history).points] == ["causal-16k-fwd", "causal-16k-bwd"]
+    path = tuned.path_in(configs, H200, "3.6.0")
+    assert found.shipped == {path: (2, 0)} and path.name == "nvidia-h200-triton-3.6.0.json"
+    entry = shipped(configs)["forward", "bfloat16", 128, 128, "causal", False]
+    assert entry["config"] == vars(best_of(TARGET)) and entry["code"] == "abc"
+    assert entry["rule_ms"] / entry["ms"] == pytest.approx(1.25, rel=0.01)
+    assert shipped(configs)["dq", "bfloat16", 192, 128, "causal", True]["config"] == vars(best_of(SCORED))
+    before = files(configs) | files(history)
+    again = ingest(*places)
+    assert (again.added, again.known, again.shipped) == (0, 3, {})
+    assert files(configs) | files(history) == before
+
+
+def test_the_shipped_files_are_where_calls_look(places, monkeypatch, tmp_path):
+    configs = places[2]
+    ingest(*places)
+    monkeypatch.setattr(tuned, "SHIPPED", configs)
+    monkeypatch.setattr(tuned, "user_folder", lambda: None)
+    tuned.table.cache_clear()
+    known = json.loads(tuned.table(H200, str(tmp_path / "none")))
+    tuned.table.cache_clear()
+    assert ["forward", "bfloat16", 128, 128, "causal", False, vars(best_of(TARGET))] in known
+
+
+def test_lines_that_another_file_of_the_history_holds_are_not_added(places):
+    gpu, history, _ = places
+    history.mkdir()
+    (source,) = gpu.glob("*.jsonl")
+    lines = source.read_text().splitlines()
+    append(history / "by-hand.jsonl", dict(reversed(json.loads(lines[0]).items())))
+    found = ingest(*places)
+    assert (found.added, found.known) == (2, 1) and len(read(history).points) == 2
+
+
+def _ingest(places):
+    ingest(*places)
+
+
+def test_two_at_a_time_add_no_line_twice(places):
+    writers = [multiprocessing.get_context("fork").Process(target=_ingest, args=(places,)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    (path,) = places[1].glob("*.jsonl")
+    assert len(path.read_text().splitlines()) == 3 and len(shipped(places[2])) == 2
+
+
+def test_what_is_broken_in_a_history_is_named_and_the_rest_kept(places):
+    gpu, history, _ = places
+    (source,) = gpu.glob("*.jsonl")
+    whole = source.read_text().splitlines()
+    broken = [whole[0][:40], json.dumps({"kind": "recipe"}), json.dumps(json.loads(whole[1]) | {"run": 7})]
+    source.write_text("\n".join([*broken, *whole]) + "\n")
+    words = ["ingest", str(gpu), "--history", str(history), "--configs", str(places[2])]
+    done = CliRunner().invoke(perf, words)
+    assert done.exit_code == 1 and "3 lines added" in done.output
+    for line, why in enumerate(("not JSON", "lines of kind 'recipe'", "run is not text"), 1):
+        assert f"{source}:{line}: " in done.output and why in done.output
+    assert len(read(history).points) == 2 and read(history).problems == []
+
+
+def of(stage, change):
+    """A change of the lines of a stage: fields that are another, or None for lines that are not there."""
+    return lambda line: line if line["stage"] != stage else None if change is None else line | change
+
+
+def of_best(stage, found):
+    """What is said about the config that won."""
+
+    def change(line):
+        mine = line["stage"] == stage and line["config"] == vars(best_of(TARGET))
+        return line | {"found": found} if mine else line
+
+    return change
+
+
+ODD = {"kernel": "odd", "dtype": "float16", "head_dim": 64, "mask": "full"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said", "shipped_too"),
+    [
+        (of("time", {"turn": "x"}), "not a line", False),
+        (of("check", None), "no line says that its answer", False),
+        (of("target", None), "what it is is not there", False),
+        (of("target", {"entry": ODD}), "'odd'", False),
+        (of("begin", {"about": {}}), "belong to a run whose beginning cannot be read", False),
+        (of_best("check", {"wrong": "out is off"}), "", False),
+        (of_best("time", {"ms": -1}), "no positive number", False),
+        (lambda line: None if line.get("turn", 0) > 8 else line, "", True),
+        (lambda line: json.dumps(line)[:-20] + "\n" if line["stage"] == "steps" else line, "not a", True),
+    ],
+    ids=["turn", "unchecked", "nameless", "odd", "headless", "wrong", "negative", "killed", "torn"],
+)
+def test_only_what_was_found_right_and_faster_is_shipped(places, change, said, shipped_too):
+    gpu, _, configs = places
+    edited(journal_of(gpu), change)
+    found = ingest(*places)
+    assert found.added == 3, "the history is another matter"
+    assert bool(found.problems) == bool(said) and all(str(journal_of(gpu)) in str(x) for x in found.problems)
+    assert any(said in str(problem) for problem in found.problems) or not said
+    entry = shipped(configs).get(("forward", "bfloat16", 128, 128, "causal", False))
+    assert (entry and entry["config"]) == (vars(best_of(TARGET)) if shipped_too else None)
+
+
+def test_a_config_that_nothing_can_be_compiled_with_is_not_shipped(places):
+    odd = vars(best_of(TARGET)) | {"BLOCK_M": 48}
+
+    def change(line):
+        return line | {"config": odd} if line.get("config") == vars(best_of(TARGET)) else line
+
+    edited(journal_of(places[0]), change)
+    found = ingest(*places)
+    assert "BLOCK_M=48" in str(found.problems[0]) and len(shipped(places[2])) == 1
+
+
+def test_newer_runs_replace_older_ones_and_a_rule_that_has_caught_up_is_no_entry(places, monkeypatch):
+    gpu, history, configs = places
+    older, newer = (shutil.copytree(gpu, gpu.parent / name) for name in ("older", "newer"))
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 100)
+    third = replace(RULES[TARGET], num_stages=3)
+    tune(newer, Formula(lambda config: 0.5 if config == third else 1.0), [TARGET])
+    ingest(newer, history, configs)
+    assert ingest(older, history, configs).shipped == {}, "what it knows is out of date"
+    forward = "forward", "bfloat16", 128, 128, "causal", False
+    assert shipped(configs)[forward]["config"] == vars(third) and len(shipped(configs)) == 2
+    monkeypatch.setattr(time, "time", lambda: now + 200)
+    tune(gpu, Formula(lambda config: 1.0), [TARGET])
+    assert list(ingest(gpu, history, configs).shipped.values()) == [(0, 1)]
+    assert forward not in shipped(configs) and ingest(gpu, history, configs).shipped == {}
+
+
+def test_a_shipped_file_that_cannot_be_read_is_not_replaced(places):
+    path = tuned.path_in(places[2], H200, "3.6.0")
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    found = ingest(*places)
+    assert path.read_text() == "{" and "mend or remove it" in str(found.problems[0]) and found.added == 3
+
+
+def test_a_folder_of_something_else_is_an_error(tmp_path):
+    done = CliRunner().invoke(perf, ["ingest", str(tmp_path)])
+    assert done.exit_code == 1 and "nothing of make gpu's" in done.output
