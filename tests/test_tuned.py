@@ -164,6 +164,18 @@ def test_a_gpu_that_nobody_tuned_is_told_once_with_the_command(monkeypatch):
         assert tuned.configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
 
 
+def test_a_call_that_is_unlike_all_that_was_tuned_is_told_too(places, monkeypatch):
+    """One shape that was shipped for a GPU says nothing about the others."""
+    monkeypatch.setattr(tuned, "device_of", lambda device: H200)
+    gpu = torch.device("cuda", 0)
+    put(places / "shipped", 64, head_dim=64, dtype="bfloat16")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tuned.configs(gpu, torch.bfloat16, (64, 64), "causal")
+    with pytest.warns(UserWarning, match=r"nothing like this call.*--shapes of your model"):
+        assert tuned.configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
+
+
 def test_writing_replaces_the_same_kernels_and_keeps_the_others(places):
     folder = places / "user"
     tuned.write(folder, H200, [entry(16), entry(32, "dq")], {"code": "a"})

@@ -239,12 +239,11 @@ def configs(
 
     dims: of q and k, and of v; mask: see :func:`kind_of`; score: whether there is a score_mod
     """
-    text = text_of(device, group)
-    if text == "[]":
+    found = _chosen(text_of(device, group), str(dtype).removeprefix("torch."), dims, mask, score)
+    if not found:
         _tell(device, group)
         return {}
-    found = _chosen(text, str(dtype).removeprefix("torch."), dims, mask, score)
-    return {"CONFIGS": found} if found else {}
+    return {"CONFIGS": found}
 
 
 _TOLD: set[Device] = set()
@@ -254,14 +253,14 @@ def _tell(device: torch.device, group: Any) -> None:
     """Once for a GPU, on one rank: measured tiles may be faster, and this is how to get them."""
     if device.type == "cpu" or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
         return
-    about = device_of(device)
-    if about in _TOLD or (group is not None and group.rank()):
+    of = device_of(device)
+    if of in _TOLD or (group is not None and group.rank()):
         return
-    _TOLD.add(about)
+    _TOLD.add(of)
     warnings.warn(
-        f"nothing has been tuned for {about.name} ({about.arch}) here: tile shapes are those of a "
-        "rule. `tritoncp autotune --preset llama3-8b`, run once, measures better ones; "
-        "TRITONCP_CONFIG_DIR=- keeps the rule and says nothing",
+        f"nothing like this call has been tuned for {of.name} ({of.arch}): tile shapes are those of a rule. "
+        "`tritoncp autotune --preset llama3-8b`, or with the --shapes of your model, run once, measures "
+        "better ones; TRITONCP_CONFIG_DIR=- keeps the rule and says nothing",
         stacklevel=2,
     )
 

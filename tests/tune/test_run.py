@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -14,6 +16,7 @@ from tritoncp import tuned
 from tritoncp.cli import main
 from tritoncp.kernels.configs import Config
 from tritoncp.offline import Compilers, Job, launch_of
+from tritoncp.perf.record import Point, Series, append
 from tritoncp.tune import run, search, targets
 from tritoncp.tune.bench import DeviceBench
 from tritoncp.tune.targets import Target, candidates
@@ -76,7 +79,8 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
     assert not list(home.glob("*/*.json")), "a bound is no measurement"
     monkeypatch.setattr(Compilers, "compiled", lambda self, jobs: iter(pytest.fail("again") for _ in jobs))
     assert json.loads(invoke(*words, "--resume").stdout) == rows
-    assert "128×128 8/3" in invoke(*words[:-1], "--resume").stdout
+    done = invoke(*words[:-1], "--resume")
+    assert done.exit_code == 0 and "128×128 8/3" in done.stdout
 
 
 def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
@@ -171,6 +175,55 @@ def test_ctrl_c_keeps_what_is_known_and_the_rest_is_resumed(compile_nothing, hom
     found = run.autotune(request(home, resume=True), Console(stderr=True), rest)
     assert not found.interrupted and len(measured(home)) == 2
     assert rest.samples < whole.samples / 2
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU whose times are a formula."""
+    bench = Formula()
+    monkeypatch.setattr(run, "device", lambda arch: tuned.Device("sm_90", "NVIDIA H200"))
+    monkeypatch.setattr(run, "_device_bench", lambda: bench)
+    return bench
+
+
+def test_the_command_tunes_what_a_benchmark_lost_most_and_all_three_of_a_backward_pass(
+    compile_nothing, gpu, home, tmp_path
+):
+    took = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 1.0}}
+    point = Point("r", "2026-01-01", "alibi-8k-bwd", Series("NVIDIA H200"), {}, took, goal={"flex": 1.2})
+    append(tmp_path / "history.jsonl", point.as_line())
+    done = invoke("--worst", str(tmp_path), "--json")
+    assert done.exit_code == 0 and "alibi-8k-bwd, 0.42 of its goal" in done.stderr
+    rows = json.loads(done.stdout)
+    assert [(row["kernel"], row["score"], row["shape"]) for row in rows] == [
+        ("dq", "alibi", "32x8,128,8192"),
+        ("dkdv", "alibi", "32x8,128,8192"),
+    ]
+    done = invoke("--shapes", "8x8,192x128,4096", "--mask", "window", "--ops", "bwd,fused")
+    assert done.exit_code == 0 and "192x128" in done.stdout and "dq and dkdv take" in done.stdout
+    (path,) = home.glob("*/*.json")
+    assert len(tuned.entries_of(path)) == 5
+
+
+def test_ctrl_c_ends_the_command_with_what_is_known(compile_nothing, gpu, home):
+    gpu.interrupt = 700
+    words = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd,bwd"]
+    done = invoke(*words)
+    assert done.exit_code == 130 and "--resume goes on" in done.stderr and "forward" in done.stdout
+    (path,) = home.glob("*/*.json")
+    before = len(tuned.entries_of(path))
+    assert 0 < before < 3
+    gpu.interrupt = None
+    assert invoke(*words, "--resume").exit_code == 0 and len(tuned.entries_of(path)) == 3
+
+
+def test_a_terminal_gets_a_bar_that_counts(compile_nothing, home):
+    from rich.console import Console
+
+    shown = io.StringIO()
+    run.autotune(request(home), Console(file=shown, force_terminal=True, width=200), Formula())
+    last = re.sub(r"\x1b\[[\d;?]*\w", "", shown.getvalue()).splitlines()[-1]
+    assert re.search(r"forward full .*tried \d+ pruned \d+ failed 0 best 2.00x of the rule", last)
 
 
 def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):

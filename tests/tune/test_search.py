@@ -83,6 +83,20 @@ def test_candidates_that_compile_badly_are_dropped_but_never_the_rule(tmp_path, 
     assert next(iter(everything.static(TARGET)))[0] == RULE and RULE.num_stages == 2
 
 
+def test_neighbours_of_the_rule_and_the_best_bounds_are_both_timed(tmp_path):
+    """Tiles of 64 rows promise twice as much as the rule; that may be true, and may not."""
+
+    class Promising(Compiler):
+        def __call__(self, jobs):
+            for job, found in super().__call__(jobs):
+                yield job, found | {"bound": 1.0 if job.config.BLOCK_M == 64 else 0.5}
+
+    rule, *alive = [config for config, _ in tuner(tmp_path, Promising()).static(TARGET)]
+    assert rule == RULE and 1 + len(alive) == TIMED
+    near = [config for config in candidates(TARGET, "sm_90")[1:] if config.BLOCK_M == 128]
+    assert set(near[:9]) <= set(alive) and sum(config.BLOCK_M == 64 for config in alive) >= TIMED // 2 - 1
+
+
 def test_the_tally_counts_everything(tmp_path):
     seen = []
     made = tuner(tmp_path, Compiler(s4={"failed": "no"}))

@@ -224,7 +224,7 @@ def show(found: Found, static: bool, console: Any) -> None:
             about = row["kernel"], mask, width, tiles(row["config"])
             table.add_row(*about, str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}")
     console.print(table)
-    for line in fused(found.rows):
+    for line in () if static else fused(found.rows):
         console.print(line, markup=False, highlight=False)
 
 

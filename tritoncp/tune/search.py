@@ -8,6 +8,7 @@ is, some of them are compared with it.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -22,8 +23,10 @@ from tritoncp.tune.journal import Journal
 from tritoncp.tune.targets import Target, candidates
 from tritoncp.tuned import WIN
 
-BEHIND = 0.75  # of the best bound among the candidates: below it nothing is timed
-TIMED = 24  # candidates at most, best bounds first
+# Of the rule's own bound: below it nothing is timed.  Not of the best one: bounds leave out latency, and one
+# that small tiles cannot come near is no reason to leave out large ones.
+BEHIND = 0.75
+TIMED = 24  # candidates at most: in turn the most like the rule, and the best bound
 ROUNDS = 4  # of the first halving
 REPORTED = ("registers", "spill_bytes", "shared_bytes", "tma", "flops", "bound", "limit", "failed")
 
@@ -90,8 +93,8 @@ class Tuner:
     tally: Tally = field(default_factory=Tally)
 
     def static(self, target: Target, until: float | None = None) -> list[tuple[Config, dict[str, Any]]]:
-        """Candidates that compile, fit and may be fast, with their reports, also as steps of a schedule; best
-        bound first, the rule's own before all."""
+        """Candidates that compile, fit and may be fast, also as steps of a schedule, with their reports; the
+        rule's own first."""
         self.tally.target = target.name
         until = self.deadline if until is None else until
         rule, *_ = listed = candidates(target, self.arch)
@@ -100,22 +103,20 @@ class Tuner:
         for config, found in self._compiled("compile", target, listed, self._half(until)):
             reports[config] = found
             self.tally.count(tried=1, failed="failed" in found, why=found.get("failed"))
-        best = max((found.get("bound") or 0.0 for found in reports.values()), default=0.0)
-        alive = [
-            (config, found)
-            for config, found in reports.items()
-            if not ("failed" in found if config == rule else self._why(found, best))
+        own = reports.get(rule, {}).get("bound") or 0.0
+        others = [
+            config
+            for config in listed
+            if config != rule and config in reports and not self._why(reports[config], own)
         ]
-        alive.sort(key=lambda pair: (pair[0] != rule, -(pair[1].get("bound") or 0.0)))
-        others = [config for config, _ in alive[:TIMED] if config != rule]
+        best = sorted(others, key=lambda config: -(reports[config].get("bound") or 0.0))
+        others = list(dict.fromkeys(itertools.chain(*zip(others, best))))[: TIMED - 1]
         steps = dict(self._compiled("steps", target, others, until))
-        alive = [
-            pair
-            for pair in alive[:TIMED]
-            if pair[0] == rule or (pair[0] in steps and not self._why(steps[pair[0]], 0.0))
-        ]
+        alive = [config for config in others if config in steps and not self._why(steps[config], 0.0)]
+        if rule in reports and "failed" not in reports[rule]:
+            alive = [rule, *alive]
         self.tally.count(pruned=len(reports) - len(alive))
-        return alive
+        return [(config, reports[config]) for config in alive]
 
     def _half(self, until: float) -> float:
         now = self.now()
@@ -141,7 +142,7 @@ class Tuner:
                 if self.now() > until:
                     break
 
-    def _why(self, found: dict[str, Any], best: float) -> str:
+    def _why(self, found: dict[str, Any], own: float) -> str:
         """Why a candidate is not worth a measurement; "" if it is."""
         if "failed" in found:
             return found["failed"]
@@ -151,7 +152,9 @@ class Tuner:
         if found["spill_bytes"]:
             return f"spills {found['spill_bytes']} bytes"
         bound = found.get("bound")
-        return f"bound {bound:.0%}, best {best:.0%}" if bound is not None and bound < BEHIND * best else ""
+        return (
+            f"bound {bound:.0%}, the rule's {own:.0%}" if bound is not None and bound < BEHIND * own else ""
+        )
 
     def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
         """The fastest right candidate, if it beats the rule; else the rule. None without a measurement of
