@@ -310,6 +310,24 @@ def options_of(kernel: str, config: Config | None) -> dict[str, Any]:
     return {"CONFIGS": ((kind, tuple(asdict(config).items())),)} if config else {}
 
 
+def name_functions() -> None:
+    """Have Triton hash all functions that kernels are made of, in one order; to be called before any is used.
+
+    The key of a compiled kernel depends on what the process has hashed before: a caller's hash holds the
+    global constants of its callees, but only of those that were hashed already (triton 3.7.1, in
+    ``DependenciesFinder._update_hash``). Without this, what one process compiled is not found by another.
+    """
+    from triton.runtime.jit import JITFunction
+
+    from tritoncp.kernels import backward, forward, tiles
+    from tritoncp.mods import library
+
+    for module in (tiles, library, forward, backward):
+        for function in vars(module).values():
+            if isinstance(function, JITFunction) and function.__module__ == module.__name__:
+                _ = function.cache_key
+
+
 class Stand(NamedTuple):
     """As much of Triton's driver as compiling asks for."""
 
@@ -466,6 +484,7 @@ def main() -> None:
     """Answer jobs until nobody asks any more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
+    name_functions()
     for line in sys.stdin:
         try:
             answer = report(Job.decode(line))

@@ -8,6 +8,7 @@ import torch
 
 from tritoncp.expressions import score_of
 from tritoncp.kernels.configs import Config
+from tritoncp.offline import name_functions
 from tritoncp.perf import baselines, check
 from tritoncp.perf.cases import Case
 from tritoncp.perf.timing import Clock, DeviceClock, WallClock
@@ -19,6 +20,7 @@ class DeviceBench:
     """Launches single kernels on the GPU of this process."""
 
     def __init__(self, device: torch.device) -> None:
+        name_functions()  # as those who compiled did
         self._device = device
         self._clock: Clock = DeviceClock(device) if device.type == "cuda" else WallClock()
         self._problem: tuple[Target, Checked] | None = None
