@@ -19,7 +19,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,8 +286,7 @@ def launch_of(job: Job) -> Any:
     lse, delta, m, l = torch.empty(4, 1, HEADS, rows).unbind()
     acc, dq_sum = torch.empty(1, HEADS, rows, e), torch.empty(1, HEADS, rows, d)
     dk, dv = torch.empty(keys, 1, KV_HEADS, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
-    mods = replace(mods_of(job.score, q), mask=mod and mod.fn, mask_caps=mod.caps() if mod else ())
-    engine = TritonEngine(mods, d**-0.5, options, arch=job.arch)
+    engine = TritonEngine(mods_of(job.score, q, mod), d**-0.5, options, arch=job.arch)
     if job.kernel in ("forward", "masked", "specialised"):
         state = State(acc, m, l) if variant.load or variant.store else None
         steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}

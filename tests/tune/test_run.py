@@ -60,9 +60,10 @@ def kernel_score(score, b, h, q, kv, caps):
 
 
 def few(target, arch):
-    """The rule's config and, of forward, one that has no room."""
+    """The rule's config and, of forward, one that has no room and one that has."""
     own = candidates(target, arch)[0]
-    return [own, *([Config(128, 128, 8, 8)] if target.kernel == "forward" else [])]
+    others = [Config(128, 128, 8, 8), replace(own, num_stages=2)]
+    return [own, *(others if target.kernel == "forward" else [])]
 
 
 def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
@@ -76,11 +77,11 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
     about = "full tests.tune.test_run:biased 8x2 d64x32 4096 bfloat16"
-    assert [row["target"] for row in rows] == [f"forward {about}", f"fused {about}"]
+    assert [row["target"] for row in rows] == [*[f"forward {about}"] * 2, f"fused {about}"]
     for row in rows:
         assert 0 < row["bound"] < 1 and row["spill_bytes"] == 0 and row["tma"] > 0
         assert row["flops"] == 1.0, "products of 64 and of 32 channels, and no others"
-    assert "tried 3, pruned 1" in done.stderr
+    assert "tried 4, pruned 1" in done.stderr
     assert not list(home.glob("*/*.json")), "a bound is no measurement"
     monkeypatch.setattr(Compilers, "compiled", lambda self, jobs: iter(pytest.fail("again") for _ in jobs))
     assert json.loads(invoke(*words, "--resume").stdout) == rows

@@ -12,7 +12,7 @@ from tritoncp.offline import name_functions
 from tritoncp.perf import baselines, check
 from tritoncp.perf.cases import Case
 from tritoncp.perf.timing import Clock, DeviceClock, WallClock
-from tritoncp.tune.problem import GRADIENTS, Problem
+from tritoncp.tune.problem import Problem
 from tritoncp.tune.targets import Target
 
 
@@ -67,12 +67,12 @@ class Checked:
             self.problem.launch(kernel, None)()
 
     def wrong(self, kernel: str, config: Config) -> str | None:
-        for name in GRADIENTS[kernel]:
-            # The fused kernel adds to dq: what nobody clears, nobody can check.
-            getattr(self.problem, name).fill_(0.0 if (kernel, name) == ("fused", "dq") else float("nan"))
+        results = self.problem.results(kernel)
+        for name, tensor in results.items():
+            tensor.fill_(0.0 if (kernel, name) == ("fused", "dq") else float("nan"))  # it adds to dq
         self.problem.launch(kernel, config)()
-        for name in GRADIENTS[kernel]:
-            found = check.errors(getattr(self.problem, name), getattr(self.expected, name))
+        for name, tensor in results.items():
+            found = check.errors(tensor, getattr(self.expected, name))
             if not check.acceptable(found, self._dtype):
                 return f"{name} is off by {found.whole:.3g}, its worst rows by {found.worst:.3g}"
         return None

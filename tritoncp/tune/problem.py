@@ -13,16 +13,14 @@ from tritoncp.expressions import score_of
 from tritoncp.kernels.configs import Config
 from tritoncp.kernels.engine import Launch, Mods, TritonEngine
 from tritoncp.masks import create_block_mask, full_mask
+from tritoncp.mods import Mod
 from tritoncp.offline import Job, options_of
 from tritoncp.perf.cases import MASKS
 from tritoncp.plan import build
-from tritoncp.schedules.buffers import views
-
-GRADIENTS = {"forward": ("out",), "dq": ("dq",), "dkdv": ("dk", "dv"), "fused": ("dq", "dk", "dv")}
 
 
 class Problem:
-    """Tensors of a call as schedules have them.
+    """Tensors of a call as the schedule of one rank has them.
 
     job:   says shapes, mask and score_mod
     given: q [1, Hq, S, D], k, v and dout [1, Hq, S, E]; memory that nobody looks at unless given
@@ -40,10 +38,20 @@ class Problem:
         whole = full_mask(seq, seq) if closed is None else create_block_mask(closed, 1, 1, seq, seq)
         self._tables = build(whole).tables(str(device), 1, heads)
         self._mods = mods_of(job.score, self.q)
-        self.out = torch.empty_like(self.dout)
+        self._out = torch.empty_like(self.dout)
         self._lse, self._delta = torch.empty(2, 1, heads, seq, device=device).unbind()
-        self.dq = torch.empty_like(self.q, dtype=torch.float32)
-        self.dk, self.dv = views(torch.empty(seq, 1, kv_heads, d + e, device=device), self.k)
+        self._dq, self._dk, self._dv = map(torch.empty_like, (self.q, self.k, self.v))
+        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # a fused kernel adds to it
+
+    def results(self, kernel: str) -> dict[str, Tensor]:
+        """What a kernel writes."""
+        dkdv = {"dk": self._dk, "dv": self._dv}
+        return {
+            "forward": {"out": self._out},
+            "dq": {"dq": self._dq},
+            "dkdv": dkdv,
+            "fused": {"dq": self._dq_sum, **dkdv},
+        }[kernel]
 
     def launch(
         self, kernel: str, config: Config | None, arch: str | None = None
@@ -54,19 +62,19 @@ class Problem:
         engine = TritonEngine(self._mods, scale, options | {"FUSED_BACKWARD": kernel == "fused"}, arch)
         q, k, v, tables = self.q, self.k, self.v, self._tables
         if kernel == "forward":
-            return engine.loops(q, k, v, tables, out=self.out, lse=self._lse)
+            return engine.loops(q, k, v, tables, out=self._out, lse=self._lse)
         if kernel == "delta":
-            return engine.delta(self.out, self.dout, None, self._delta)
+            return engine.delta(self._out, self.dout, None, self._delta)
         given = (q, k, v, self.dout, self._lse, self._delta, tables)
         if kernel == "dq":
-            return engine.dq(*given, dq=self.dq)
-        return engine.dkdv(*given, dk=self.dk, dv=self.dv, dq=self.dq)
+            return engine.dq(*given, dq=self._dq)
+        return engine.dkdv(*given, dk=self._dk, dv=self._dv, dq=self._dq_sum if kernel == "fused" else None)
 
 
-def mods_of(score: str, q: Tensor) -> Mods:
-    """A named score_mod as kernels take it, for these queries. What it captures may want gradients: they go
-    nowhere."""
+def mods_of(score: str, q: Tensor, mask: Mod | None = None) -> Mods:
+    """A named score_mod as kernels take it, for these queries, and a mask_mod. What the former captures may
+    want gradients: they go nowhere."""
     mod = captured.score_of(score_of(score, q.shape[1], q.device), q) if score else None
     wanted = [mod.tensors[i] for i in mod.wants] if mod else []
     grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in wanted]
-    return engines.launched(None, mod, q.device, grads)
+    return engines.launched(mask, mod, q.device, grads)
