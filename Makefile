@@ -29,6 +29,7 @@ verify: $(VENV)/.dev-ready ## the suite and everything marked nightly: the full 
 # rich are all that it needs besides. Each part runs whatever became of the one before, is stopped when its
 # seconds are over (together under nine minutes) and leaves its words in $(OUT)/<part>.log; what is measured is
 # in $(OUT)/*.jsonl and $(OUT)/configs as soon as it is known, and `tritoncp perf ingest $(OUT)` keeps it.
+# Compiling is most of what the tests do: without xdist, several processes take ten tests each.
 OUT ?= gpu-out
 JOBS ?= 8
 gpu: SHELL := bash
@@ -36,7 +37,6 @@ gpu: ## tests that need a GPU, the benchmark, autotuning of what lost most (OUT=
 	@run=$$($(PYTHON) -c "import sys, torch; print(sys.executable)" 2>/dev/null || true); \
 	if [ -z "$$run" ]; then $(MAKE) --no-print-directory $(VENV)/.dev-ready && run=$(py) || exit 1; fi; \
 	$$run -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch finds no GPU here')" || exit 1; \
-	if $$run -c "import xdist" 2>/dev/null; then jobs="-n $(JOBS)"; else jobs=; fi; \
 	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && mkdir -p "$(OUT)" || exit 1; \
 	export PYTHONPATH=. PYTHONUNBUFFERED=1 TRITONCP_CACHE_DIR="$${TRITONCP_CACHE_DIR:-$$cache}"; \
 	set -o pipefail; failed=; \
@@ -44,7 +44,10 @@ gpu: ## tests that need a GPU, the benchmark, autotuning of what lost most (OUT=
 		timeout -k 5 -s INT $$seconds "$$@" 2>&1 | tee "$(OUT)/$$name.log" || failed="$$failed $$name"; }; \
 	tests="env OMP_NUM_THREADS=1 $$run -m pytest -o addopts= --import-mode=importlib -v -ra --durations=10"; \
 	part smoke 60 $$tests tests/gpu/test_smoke.py; \
-	part tests 150 $$tests $$jobs --ignore=tests/gpu/test_smoke.py tests/gpu $(ARGS); \
+	rest="--ignore=tests/gpu/test_smoke.py tests/gpu $(ARGS)"; \
+	if $$run -c "import xdist" 2>/dev/null; then all="$$tests -n $(JOBS) $$rest"; \
+	else all="$$tests --collect-only -qq $$rest | grep :: | xargs -d '\n' -P $(JOBS) -n 10 $$tests"; fi; \
+	part tests 150 bash -o pipefail -c "$$all"; \
 	part benchmark 215 $$run -m tritoncp.perf.run --budget 200 --out "$(OUT)"; \
 	part autotune 95 $$run -m tritoncp autotune --worst "$(OUT)" --budget 75s --out "$(OUT)/configs"; \
 	if [ -n "$$failed" ]; then echo "make gpu: not well:$$failed"; exit 1; fi

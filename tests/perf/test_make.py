@@ -12,11 +12,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PARTS = ("smoke", "tests", "benchmark", "autotune")
-# Stands for a python with torch, a GPU and xdist; writes down what it is asked to run, and fails on request.
+# Stands for a python with torch and a GPU; writes down what it is asked to run, and fails on request.
 STAND_IN = """#!/bin/sh
 case "$*" in
     *sys.executable*) echo "$0" ;;
-    *is_available*|*xdist*) ;;
+    *is_available*) ;;
+    *"import xdist"*) exit $NO_XDIST ;;
+    *collect-only*) seq -f "tests/gpu/test_some.py::test_x[a rule %g]" $COUNT ;;
     *) echo "$*" >> "$LOG"; echo "said $*"; case "$*" in $FAIL) exit 1 ;; esac ;;
 esac
 """
@@ -26,6 +28,7 @@ export PYTHONPATH="$SITE:$PYTHONPATH" TRITON_INTERPRET=0
 case "$*" in
     *sys.executable*) echo "$0"; exit ;;
     *is_available*) exit ;;
+    *collect-only*) ;;
     *"-m pytest"*) set -- "$@" --collect-only -q ;;
     *perf.run*) export TRITON_INTERPRET=1; set -- "$@" --device cpu --tier smoke --seconds 0.01 ;;
     *autotune*) set -- "$@" --target sm_90 --dry-run ;;
@@ -34,13 +37,13 @@ exec "$BARE" -S "$@"
 """
 
 
-def make_gpu(folder: Path, script: str, **environment: str) -> tuple[int, str]:
+def make_gpu(folder: Path, script: str, *words: str, **environment: str) -> tuple[int, str]:
     python = folder / "python"
     python.write_text(script)
     python.chmod(0o755)
     outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
-        ["make", "gpu", f"PYTHON={python}", f"OUT={folder / 'out'}"],
+        ["make", "gpu", f"PYTHON={python}", f"OUT={folder / 'out'}", *words],
         cwd=ROOT,
         env=outside | environment,
         stdout=subprocess.PIPE,
@@ -62,7 +65,7 @@ def make_gpu(folder: Path, script: str, **environment: str) -> tuple[int, str]:
     ],
 )
 def test_every_part_runs_and_the_status_tells(tmp_path, fail, wrong):
-    status, said = make_gpu(tmp_path, STAND_IN, LOG=str(tmp_path / "log"), FAIL=fail)
+    status, said = make_gpu(tmp_path, STAND_IN, LOG=str(tmp_path / "log"), FAIL=fail, NO_XDIST="0")
     ran = (tmp_path / "log").read_text().splitlines()
     assert len(ran) == 4
     for words, own in zip(ran, ("test_smoke", "-n 8", "tritoncp.perf.run --budget", "autotune --worst")):
@@ -71,6 +74,17 @@ def test_every_part_runs_and_the_status_tells(tmp_path, fail, wrong):
         assert (tmp_path / f"out/{part}.log").read_text() == f"said {words}\n" and f"said {words}" in said
     assert all(str(tmp_path / "out") in words for words in ran[2:])
     assert bool(status) == bool(wrong) and (f"not well:{wrong}\n" in said) == bool(wrong)
+
+
+@pytest.mark.parametrize(("count", "fail", "well"), [(25, "", True), (25, "*21*", False), (0, "", False)])
+def test_without_xdist_the_tests_are_shared_out_all_the_same(tmp_path, count, fail, well):
+    """And a collection that finds nothing has not gone well."""
+    told = {"LOG": str(tmp_path / "log"), "FAIL": fail, "NO_XDIST": "1", "COUNT": str(count)}
+    status, said = make_gpu(tmp_path, STAND_IN, "JOBS=2", **told)
+    ran = [line for line in (tmp_path / "log").read_text().splitlines() if "test_some" in line]
+    assert sorted(line.count("[a rule ") for line in ran) == ([5, 10, 10] if count else [])
+    assert (status == 0) == well, said
+    assert ("not well: tests\n" in said) != well
 
 
 def test_all_parts_together_take_less_than_nine_minutes():
@@ -89,10 +103,12 @@ def test_a_machine_with_a_gpu_needs_nothing_else(tmp_path):
     packages = "torch", "triton", "pytest", "pytest-benchmark", "click", "rich", "numpy"
     here = linked(tmp_path / "site", packages)
     assert not here & {"hypothesis", "platformdirs", "execnet", "bokeh", "PIL"}
-    status, said = make_gpu(tmp_path, REAL, BARE=sys.executable, SITE=str(tmp_path / "site"))
+    site = str(tmp_path / "site")
+    status, said = make_gpu(tmp_path, REAL, "ARGS=-k test_masks", BARE=sys.executable, SITE=site)
     assert status == 0, said
     out = tmp_path / "out"
     assert " tests collected" in (out / "smoke.log").read_text()
+    assert "9 tests collected" in (out / "tests.log").read_text()
     (history,) = out.glob("*.jsonl")
     lines = [json.loads(line) for line in history.read_text().splitlines()]
     assert [line["contenders"]["tritoncp"]["ms"] > 0 for line in lines] == [True, True]

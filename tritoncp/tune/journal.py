@@ -43,7 +43,7 @@ class Journal:
         for line in text.splitlines():
             entry = _entry(line)
             if entry.get("stage") == "begin":
-                current = resume and entry["about"] == about
+                current = resume and entry.get("about") == about
                 self._found = {}
             elif current and "target" in entry:
                 self._found[_key(entry)] = entry.get("found", entry)
