@@ -318,10 +318,10 @@ def name_functions() -> None:
     """
     from triton.runtime.jit import JITFunction
 
-    from tritoncp.kernels import backward, forward, tiles
+    from tritoncp.kernels import backward, forward, specialised, tiles
     from tritoncp.mods import library
 
-    for module in (tiles, library, forward, backward):
+    for module in (tiles, library, forward, specialised, backward):
         for function in vars(module).values():
             if isinstance(function, JITFunction) and function.__module__ == module.__name__:
                 _ = function.cache_key

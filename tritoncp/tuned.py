@@ -25,7 +25,7 @@ import torch
 
 import tritoncp
 from tritoncp import comm
-from tritoncp.kernels.configs import PASSES, architecture, check_options
+from tritoncp.kernels.configs import KINDS, architecture, check_options
 from tritoncp.masks import Mask
 
 SHIPPED = Path(tritoncp.__file__).parent / "kernels/configs"
@@ -220,7 +220,7 @@ def _chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: bool
     chosen: dict[str, tuple[Any, ...]] = {}
     for wanted in itertools.product((True, False) if score else (False,), (dims, wide), masks):
         scored, widths, kind = wanted
-        for kernel in (*PASSES, "fused"):
+        for kernel in KINDS:
             if (config := known.get((kernel, dtype, *widths, kind, scored))) is not None:
                 chosen.setdefault(kernel, tuple(config.items()))
     return tuple(chosen.items())
