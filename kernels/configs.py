@@ -58,12 +58,36 @@ def fit(tile: int, block: int) -> int:
     return even if even >= 16 else max(16, min(tile, 1 << (block - 1).bit_length()))
 
 
+def packed(rows: int, group: int, tile: int) -> int:
+    """How many of a group's query heads share a tile of ``tile`` rows, where each has ``rows`` of its own:
+    all that fit, if that takes at least a tenth fewer tiles; else 1.  (FlashAttention-3 packs by this rule.)
+
+    >>> packed(1, 4, 64), packed(64, 8, 128), packed(100, 4, 128), packed(1, 71, 64), packed(17, 3, 128)
+    (4, 8, 1, 64, 3)
+    """
+    pack = min(group, tile)
+    apart = group * -(-rows // tile)
+    together = -(-group // pack) * -(-rows // (tile // pack))
+    return pack if together <= 0.9 * apart else 1
+
+
+def shares(programs: int, tiles: int, processors: int) -> int:
+    """How many programs share the ``tiles`` tiles of keys that each of ``programs`` would read: as many as
+    give every multiprocessor two (flex attention's rule), and each of them two tiles or more.
+
+    >>> shares(8, 256, 132), shares(8, 20, 132), shares(200, 256, 132), shares(8, 1, 132)
+    (33, 10, 1, 1)
+    """
+    return max(1, min(2 * processors // max(1, programs), tiles // 2))
+
+
 def _dims(*tiles: tuple[Any, ...], dims: tuple[int, ...] = (64, 128, 256)) -> dict[int, Config]:
     return dict(zip(dims, (Config(*tile) for tile in tiles), strict=True))
 
 
 TMA = False, True  # HOIST, USE_TMA: there are no addresses to hoist
 
+FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larger tile empty
 # Family -> pass -> largest head dim -> tiles of 16-bit inputs: the largest that keep everything in registers
 # and shared memory, with window, interval and full masks, with and without state.  sm_86 stands for all
 # with 99 KiB of shared memory, gfx942 for all AMD: 64 KiB.
@@ -72,16 +96,19 @@ TMA = False, True  # HOIST, USE_TMA: there are no addresses to hoist
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": {
         "forward": _dims((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
+        "few": _dims((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
         "dq": _dims((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
         "dkdv": _dims((32, 128, 8, 2, False), (64, 64, 8, 2), (32, 32, 8, 2)),
     },
     "sm_86": {
         "forward": _dims((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 1)),
+        "few": _dims((64, 64, 4, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
         "dq": _dims((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
         "dkdv": _dims((64, 128, 8, 2), (32, 64, 8, 1), (32, 32, 8, 1)),
     },
     "sm_90": {
         "forward": _dims((128, 128, 8, 3, *TMA), (128, 128, 8, 2, *TMA), (128, 64, 8, 2, *TMA)),
+        "few": _dims((64, 64, 4, 4, *TMA), (64, 64, 4, 3, *TMA), (64, 64, 4, 2, *TMA)),
         "dq": _dims(
             (128, 128, 8, 2, *TMA),
             (128, 64, 8, 3),
@@ -106,6 +133,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
     },
     "sm_90, pointers": {
         "forward": _dims((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
+        "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 2)),
         "dq": _dims((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2, False)),
         "dkdv": _dims((64, 128, 8, 3), (64, 128, 8, 2, False), (32, 64, 8, 2, False)),
     },
@@ -117,6 +145,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             (64, 64, 8, 1),
             dims=(96, 128, 192, 256),
         ),
+        "few": _dims((64, 64, 4, 4, *TMA), (64, 64, 4, 3, *TMA), (64, 64, 8, 2, *TMA)),
         "dq": _dims((128, 64, 4, 2, *TMA), (128, 64, 8, 2, *TMA), (64, 64, 8, 1), dims=(96, 128, 256)),
         "dkdv": _dims((64, 128, 8, 3), (64, 64, 8, 2), (32, 32, 8, 1, False)),
     },
@@ -124,11 +153,13 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "forward": _dims(
             (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 1, False), (64, 64, 8, 1), dims=(64, 128, 192, 256)
         ),
+        "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 1)),
         "dq": _dims((128, 64, 4, 2, False), (128, 64, 8, 1), (64, 64, 8, 1)),
         "dkdv": _dims((64, 128, 8, 3), (64, 64, 8, 2), (32, 32, 8, 1, False)),
     },
     "gfx942": {
         "forward": _dims((128, 64, 8, 2), (128, 64, 8, 1), (64, 32, 8, 1)),
+        "few": _dims((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)),
         "dq": _dims((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
         "dkdv": _dims((64, 128, 8, 1, False), (16, 64, 8, 1), (16, 64, 8, 1)),
         "fused": _dims((32, 64, 8, 1, False), (16, 64, 8, 1), (16, 32, 4, 1)),
@@ -137,13 +168,15 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
 # float32 multiplies on the FMA units, whose operands all lie in registers.
 _WIDE: dict[str, dict[int, Config]] = {
     "forward": _dims((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "few": _dims((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
     "dq": _dims((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
 }
 
 _ALLOWED = {"BLOCK": (16, 32, 64, 128, 256), "num_warps": (1, 2, 4, 8, 16), "num_stages": range(1, 9)}
 _SWITCH = (False, True)  # what any other field of Config may be
-OWN = ("FUSED_BACKWARD", "PRECISION", "ROUTE")  # options that are neither torch's nor fields of Config
+# Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here)
+OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
 ROUTES = ("loops", "specialised")  # of the forward pass; the first unless told otherwise
 # torch's names that say how its own kernels should go about it: known, and without effect here. As is
@@ -208,8 +241,8 @@ def specialises(arch: str) -> int:
 
 
 def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True) -> Config:
-    """The config of pass ``kind`` ("forward", "dq", "dkdv", or "fused" for the last two in one) on ``arch``:
-    "interpreter", "sm_90", "gfx942".
+    """The config of pass ``kind`` ("forward", "dq", "dkdv", or "fused" for the last two in one; "few" for a
+    forward pass of at most FEW rows) on ``arch``: "interpreter", "sm_90", "gfx942".
 
     tma: whether the tensors can be copied by descriptor
     """
@@ -228,7 +261,7 @@ def option_names(kind: str) -> dict[str, tuple[str, str]]:
     >>> option_names("dkdv")["BLOCK_M"]
     ('BLOCK_M1', 'bwd_BLOCK_M1')
     """
-    ends = {"forward": ("fwd_", ""), "specialised": ("fwd_", ""), "dq": ("bwd_", "2")}
+    ends = dict.fromkeys(("forward", "few", "specialised"), ("fwd_", "")) | {"dq": ("bwd_", "2")}
     prefix, suffix = ends.get(kind, ("bwd_", "1"))
     plain = {
         name: name + suffix if name.startswith("BLOCK") else name for name in Config.__dataclass_fields__
@@ -259,8 +292,12 @@ def check_options(options: dict[str, Any]) -> None:
             raise ValueError(
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )
-    if not isinstance(fused := options.get("FUSED_BACKWARD", False), bool):
-        raise ValueError(f"kernel option FUSED_BACKWARD={fused!r}; True or False is needed")
+    for option in ("FUSED_BACKWARD", "PACK_GQA"):
+        if not isinstance(asked := options.get(option, False), bool):
+            raise ValueError(f"kernel option {option}={asked!r}; True or False is needed")
+    splits = options.get("SPLIT_KV", 1)
+    if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1:
+        raise ValueError(f"kernel option SPLIT_KV={splits!r}; a number of programs, 1 or more, is needed")
     if (precision := options.get("PRECISION", "ieee")) not in PRECISIONS:
         raise ValueError(f"kernel option PRECISION={precision!r}; one of {', '.join(PRECISIONS)} is needed")
     if (route := options.get("ROUTE", ROUTES[0])) not in ROUTES:
@@ -286,7 +323,8 @@ def choose(
     by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` there
     are no descriptors, whoever wants them.  ROUTE is of the forward pass: "loops" (the default) is one launch
     with a loop over masked and one over full blocks; "specialised" is two, the second with specialised warps,
-    where it can be had and pays, and says in a warning where not and why.
+    where it can be had and pays, and says in a warning where not and why.  (PACK_GQA and SPLIT_KV: see
+    ``TritonEngine.loops``.)
     """
     return _chosen(kind, arch, head_dim, dtype, q_block, kv_block, tma, tuple(options.items()))
 

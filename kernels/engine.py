@@ -17,15 +17,19 @@ from triton.runtime.errors import OutOfResources
 
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.configs import (
+    FEW,
     Config,
     architecture,
     check_options,
     choose,
+    copies,
     does_not_fit,
+    packed,
     pieces,
+    shares,
     specialises,
 )
-from tritoncp.kernels.forward import forward_kernel
+from tritoncp.kernels.forward import combine_kernel, forward_kernel
 from tritoncp.kernels.specialised import allocating, device_copyable, specialised_kernel, state_share
 from tritoncp.kernels.tiles import (
     INTERPRETED,
@@ -44,7 +48,8 @@ from tritoncp.kernels.tiles import (
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
 STATE_SHARE = 0.03  # of a step's time, what a state between two launches may take
-PARTIAL_BYTES = 256 << 20  # what dK/dV partials of a GQA group split over programs may take
+PARTIAL_BYTES = 256 << 20  # what partial sums (dK/dV of a GQA group, states of a row's keys) may take
+WHOLE = 128  # rows that fill a tile by themselves, whatever the architecture
 
 
 class State(NamedTuple):
@@ -77,6 +82,7 @@ class Launch(NamedTuple):
     compiled: what Triton made of launches like this one, by ``facts``: of a launch whose facts are known, it
               would find the same again, after looking at each argument
     how:      what calls it
+    after:    another launch, which has to follow
     """
 
     kernel: Any
@@ -86,10 +92,15 @@ class Launch(NamedTuple):
     compiled: dict[Any, Any] | None = None
     facts: Any = None
     how: Callable[..., Any] = operator.call
+    after: Any = None
 
     def __call__(self) -> None:
-        if min(self.grid) <= 0:
-            return
+        if min(self.grid) > 0:
+            self._run()
+        if self.after is not None:
+            self.after()
+
+    def _run(self) -> None:
         if self.compiled and (known := self.compiled.get(self.facts)) is not None:
             self.how(known[self.grid], *[self.args[name] for name in self.kernel.arg_names])
             return
@@ -142,6 +153,26 @@ def facts(value: Any) -> Any:
     if isinstance(value, int):
         return value == 1, value % 16 == 0, value.bit_length() > 31, value.bit_length() > 63
     return type(value)
+
+
+class Deal(NamedTuple):
+    """How a forward launch deals rows and keys to programs.
+
+    block:  rows of the longest slot there can be
+    pack:   query heads that share a KV head and a tile
+    splits: programs that share the keys of a tile
+    """
+
+    config: Config
+    block: int
+    pack: int = 1
+    splits: int = 1
+
+    def tiles(self, tables: Any) -> int:
+        return _tiles(tables, "q", self.config.BLOCK_M // self.pack, self.block)
+
+    def heads(self, q: Tensor, k: Tensor) -> int:
+        return k.shape[1] * triton.cdiv(q.shape[1] // k.shape[1], self.pack)
 
 
 class Streamed(NamedTuple):
@@ -227,6 +258,11 @@ class TritonEngine:
         """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``.
 
         One launch, a loop over masked blocks and one over full ones, which are left out without ``full``.
+
+        Where rows are few, a tile holds those of all query heads that share a KV head (option PACK_GQA says
+        always or never; a table for each head forbids it), and several programs share their keys (SPLIT_KV
+        says how many), whose states a second kernel combines, in the order of the keys: equal calls give
+        equal bits, but not those of another number of programs.
         """
         kept = State(*state) if state else None
         moving = {
@@ -246,7 +282,8 @@ class TritonEngine:
             "STORE_MAX": max_scores is not None,
         }
         tensors = {"q": q, "k": k, "v": v}
-        return self._launch(forward_kernel, "forward", tensors, tables, h_offset, fixed, moving)
+        made = self._launch(forward_kernel, "forward", tensors, tables, h_offset, fixed, moving)
+        return made if made.args["splits"] is None else _shared(made, q, v, tables)
 
     def specialised(
         self,
@@ -436,7 +473,7 @@ class TritonEngine:
         if q.device.type == "cpu" or group == 1:
             return 1
         config = self._config("dkdv", q, k, tables)
-        programs = _tiles(tables, "kv", config) * k.shape[1] * q.shape[0]
+        programs = _tiles(tables, "kv", config.BLOCK_N) * k.shape[1] * q.shape[0]
         partials = 2 * group * k.shape[0] * k.shape[1] * k.shape[2] * k.shape[3] * 4
         crowded = programs >= 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
         return 1 if crowded or partials > PARTIAL_BYTES else group
@@ -445,6 +482,52 @@ class TritonEngine:
         arch = self.arch or architecture(q.device)
         dim = max(q.shape[3], v.shape[3])
         return choose(kind, arch, dim, q.dtype, tables.q_block, tables.kv_block, self.options, tma)
+
+    def _deal(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Deal:
+        """Tiles that few rows fill and programs that fill the device, or what was asked for.  Interpreted,
+        only the latter: there is nothing to fill."""
+        rows, options = min(q.shape[2], tables.q_block), self.options
+        asked = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1
+        if rows >= WHOLE and not asked:
+            return Deal(self._config("forward", q, v, tables, tma), tables.q_block)
+        arch, group = self.arch or architecture(q.device), q.shape[1] // k.shape[1]
+        few = rows < WHOLE and arch != "interpreter"
+        if not few and not asked:
+            return Deal(self._config("forward", q, v, tables, tma), tables.q_block)
+
+        def config(kind: str, block: int) -> Config:
+            dim = max(q.shape[3], v.shape[3])
+            return choose(kind, arch, dim, q.dtype, block, tables.kv_block, options, tma)
+
+        alike = all(t is None or t.shape[1] == 1 for t in (tables.row_ptr, tables.lo))  # for all heads
+        widest = config("forward", 1 << 16).BLOCK_M
+        pack = packed(rows, group, widest) if few else 1
+        pack = min(group, widest) if options.get("PACK_GQA") else pack
+        pack = pack if alike and options.get("PACK_GQA", True) else 1
+        alone = few and q.shape[2] * pack <= FEW
+        block = tables.q_block
+        if alone or pack > 1:  # wgmma and tcgen05 take 64 rows at least
+            least = 64 if copies(arch) and q.element_size() == 2 else 16
+            block = triton.next_power_of_2(max(least, rows * pack))
+        tile = config("few" if alone else "forward", block)
+        longest = min(tables.q_block, triton.next_power_of_2(max(1, q.shape[2])))
+        deal = Deal(tile, longest, min(pack, tile.BLOCK_M))
+        return deal._replace(splits=options.get("SPLIT_KV") or self._splits(q, k, v, tables, deal))
+
+    def _splits(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, deal: Deal) -> int:
+        """How many programs share the keys of a tile: more than one only where rows are too few to fill the
+        device with programs, and the states they leave stay small."""
+        if q.device.type == "cpu" or not 0 < q.shape[2] < WHOLE:
+            return 1
+        programs = deal.tiles(tables) * deal.heads(q, k) * q.shape[0]
+        first, end = tables.kv_first, tables.kv_first + tables.kv_rows
+        if tables.window:
+            left, right = tables.window
+            first, end = max(first, tables.q_first - left), min(end, tables.q_first + tables.q_rows + right)
+        tiles = triton.cdiv(max(0, end - first), deal.config.BLOCK_N)
+        state = 4 * (v.shape[3] + 2) * q.numel() // q.shape[3]
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        return max(1, min(PARTIAL_BYTES // max(1, state), shares(programs, tiles, sms)))
 
     def _launch(
         self, kernel: Any, kind: str, tensors: dict[str, Tensor], tables: Any, h_offset: int,
@@ -473,11 +556,16 @@ class TritonEngine:
         streamed = _streamed(tables, tensors, by_keys)
         if kind == "specialised":  # makes descriptors of its own, and reads whole slots only
             streamed = streamed._replace(tensors={}, ends="block")
-        config = self._config(kind, q, v, tables, streamed.copyable())
+        if kind == "forward":
+            deal = self._deal(q, k, v, tables, streamed.copyable())
+            given = given | {"PACK": deal.pack, "splits": deal.splits if deal.splits > 1 else None}
+        else:
+            deal = Deal(self._config(kind, q, v, tables, streamed.copyable()), tables.q_block)
+        config = deal.config
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
         (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
         left, right = (None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0))
-        even_q = tables.q_block % config.BLOCK_M == 0
+        even_q = deal.block % (config.BLOCK_M // deal.pack) == 0
         even_kv = tables.kv_block % config.BLOCK_N == 0
         interval = Interval(None, None, 0, 0)
         if tables.lo is not None:
@@ -499,7 +587,7 @@ class TritonEngine:
             "E": v.shape[3],
             "E0": e0,
             "E1": e1,
-            "Q_BLOCK": tables.q_block,
+            "Q_BLOCK": deal.block,
             "KV_BLOCK": tables.kv_block,
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
@@ -516,10 +604,10 @@ class TritonEngine:
         }
         if by_keys:
             args["cols"] = _rows(tables.col_ptr, tables.col_runs)
-            grid = (_tiles(tables, "kv", config), k.shape[1] * given["SPLIT"], q.shape[0])
+            grid = (_tiles(tables, "kv", config.BLOCK_N), k.shape[1] * given["SPLIT"], q.shape[0])
         else:
             args["rows"] = _rows(tables.row_ptr, tables.row_runs)
-            grid = (_tiles(tables, "q", config), q.shape[1], q.shape[0])
+            grid = (deal.tiles(tables) * deal.splits, deal.heads(q, k), q.shape[0])
         copies = streamed.descriptors(tile) if config.USE_TMA else []
         return Fixed(grid, args, config, tuple(map(layout, tensors.values())), copies, {})
 
@@ -594,11 +682,41 @@ def _streamed(tables: Any, tensors: dict[str, Tensor], by_keys: bool) -> Streame
     return Streamed({name: tensors[name] for name in names}, block, rows, ends)
 
 
-def _tiles(tables: Any, side: str, config: Config) -> int:
-    block = tables.q_block if side == "q" else tables.kv_block
-    tile = config.BLOCK_M if side == "q" else config.BLOCK_N
+def _tiles(tables: Any, side: str, tile: int, block: int | None = None) -> int:
+    """Tiles of ``tile`` rows of the slots of one side, of which none is longer than ``block``."""
+    block = block or (tables.q_block if side == "q" else tables.kv_block)
     slots = tables.q_slots if side == "q" else tables.kv_slots
     dense = tables.dense_q if side == "q" else tables.dense_kv
     if tables.window or (dense and block % tile == 0):
         return triton.cdiv(tables.q_rows if side == "q" else tables.kv_rows, tile)
     return slots.shape[1] * triton.cdiv(block, tile)
+
+
+_COMBINE = Config(1, 16, 4, 1)
+
+
+def _shared(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launch:
+    """``launch``, in which several programs share the keys of a tile, as two: each of them leaves a state, in
+    heads of its own, and then these are combined."""
+    args, splits, (b, h, s, _) = launch.args, launch.args["splits"], q.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    m, l = torch.empty(2, b, h * splits, s, dtype=dtype, device=q.device).unbind()
+    parts = State(torch.empty(b, h * splits, s, v.shape[3], dtype=dtype, device=q.device), m, l)
+    acc, stat_m, stat_l = strided(parts.acc), stat(parts.m), stat(parts.l)
+    names = (
+        *("splits", "out", "acc", "stat_m", "stat_l", "lse", "max_scores", "q_slots", "E", "Q_BLOCK"),
+        *("LOAD_STATE", "STORE_STATE", "STORE_MAX", "ACC"),
+    )
+    combined = {name: args[name] for name in names} | {
+        "parts_acc": acc,
+        "parts_m": stat_m,
+        "parts_l": stat_l,
+        "BLOCK_E": triton.next_power_of_2(args["E"]),
+        "PARTS": 16,
+        "DENSE_Q": bool(tables.window) or tables.dense_q,  # tiles of one row are always even
+    }
+    grid = _tiles(tables, "q", 1, args["Q_BLOCK"]), h, b
+    about = "combine", launch.facts
+    after = Launch(combine_kernel, grid, combined, _COMBINE, launch.compiled, about)
+    state = {"acc": acc, "stat_m": stat_m, "stat_l": stat_l, "LOAD_STATE": False, "STORE_STATE": True}
+    return launch._replace(args=args | state, after=after)

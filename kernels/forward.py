@@ -9,15 +9,20 @@ from tritoncp.kernels.tiles import (
     head,
     in_window,
     inner,
+    inverse,
     load_pair,
     locate,
+    log_sum,
+    one_row,
     outer,
     row_intervals,
     row_runs,
+    row_tiles,
     run_tiles,
     stat_rows,
     store_pair,
     stream_pair,
+    tile_rows,
     to_log2,
     visible,
     within,
@@ -34,7 +39,8 @@ def leave(
     lse,
     max_scores,
     i_b,
-    i_h,
+    i_h,  # one, or one for each row
+    i_hc,  # the same as a column
     row,
     o_m,
     n_m,
@@ -53,14 +59,11 @@ def leave(
     if STORE_STATE:
         tl.store(stat_rows(stat_m, i_b, i_h, row) + o_m, b_m, mask=m_m)
         tl.store(stat_rows(stat_l, i_b, i_h, row) + o_m, b_l, mask=m_m)
-        store_pair(acc, head(acc, i_b, i_h), row, o_m, n_m, b_acc0, b_acc1, E0, E1, E, False)
+        store_pair(acc, head(acc, i_b, i_hc), row, o_m, n_m, b_acc0, b_acc1, E0, E1, E, False)
     else:
-        m_seen = b_l != 0  # a NaN is passed on
-        b_sum = tl.where(m_seen, b_l, 1.0)
-        b_inv = tl.where(m_seen, 1.0 / b_sum, 0.0)[:, None]
-        store_pair(out, head(out, i_b, i_h), row, o_m, n_m, b_acc0 * b_inv, b_acc1 * b_inv, E0, E1, E, False)
-        b_lse = tl.where(m_seen, b_m + tl.log2(b_sum), -float("inf"))
-        tl.store(stat_rows(lse, i_b, i_h, row) + o_m, b_lse * LN2, mask=m_m)
+        b_inv = inverse(b_l)[:, None]
+        store_pair(out, head(out, i_b, i_hc), row, o_m, n_m, b_acc0 * b_inv, b_acc1 * b_inv, E0, E1, E, False)
+        tl.store(stat_rows(lse, i_b, i_h, row) + o_m, log_sum(b_m, b_l), mask=m_m)
         if STORE_MAX:
             tl.store(stat_rows(max_scores, i_b, i_h, row) + o_m, b_m * LN2, mask=m_m)
 
@@ -90,8 +93,10 @@ def forward_kernel(
     right,
     i_b0,  # offsets that make b and h global for the mods
     i_h0,
+    splits,  # programs that share a row's keys, each with a head of its own in the state; None: one
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,  # query heads per KV head
+    PACK: tl.constexpr,  # query heads in a tile
     D: tl.constexpr,
     D0: tl.constexpr,
     D1: tl.constexpr,
@@ -122,42 +127,63 @@ def forward_kernel(
     tl.static_assert(BLOCK_M >= 16 and BLOCK_N >= 16)
     # Later rows of a causal mask are the heaviest: start with them.
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    i_h = tl.program_id(1)
+    if splits is not None:
+        i_split = i_tile % splits
+        i_tile = i_tile // splits
+    i_y = tl.program_id(1)
     i_b = tl.program_id(2)
-    i_hm = i_h + i_h0  # as masks and mods see them
-    i_bm = i_b + i_b0
-    Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
+    i_bm = i_b + i_b0  # as masks and mods see it
+    ROWS: tl.constexpr = BLOCK_M // PACK  # of one head
+    Q_TILES: tl.constexpr = (Q_BLOCK + ROWS - 1) // ROWS
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
 
-    row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
-    o_m = tl.arange(0, BLOCK_M)
+    row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q)
+    i_hkv, i_h, o_m = tile_rows(i_y, n_m, BLOCK_M, GROUP, PACK)
+    if PACK == 1:
+        i_hc = i_h
+        i_ht = i_h + i_h0
+    else:  # heads of the rows; of their tables there is one for all heads
+        i_hc = i_h[:, None]
+        i_ht = i_hkv
+    i_hm = i_hc + i_h0  # as mods see them
     o_n = tl.arange(0, BLOCK_N)
     o_q = (pos + o_m)[:, None]
     m_m = o_m < n_m
 
-    i_hkv = i_h // GROUP
-    b_q0, b_q1 = load_pair(q, i_b, i_h, row, o_m, n_m, D0, D1, D)  # [M, D0], [M, D1]
-    b_lo, b_hi = row_intervals(interval, i_b, i_hm, row, o_m, m_m, MASK)
+    b_q0, b_q1 = load_pair(q, i_b, i_hc, row, o_m, n_m, D0, D1, D)  # [M, D0], [M, D1]
+    b_lo, b_hi = row_intervals(interval, i_b, i_ht, row, o_m, m_m, MASK)
     if LOAD_STATE:
         b_m = tl.load(stat_rows(stat_m, i_b, i_h, row) + o_m, mask=m_m, other=-float("inf"))
         b_l = tl.load(stat_rows(stat_l, i_b, i_h, row) + o_m, mask=m_m, other=0.0)
-        b_acc0, b_acc1 = load_pair(acc, i_b, i_h, row, o_m, n_m, E0, E1, E)
+        b_acc0, b_acc1 = load_pair(acc, i_b, i_hc, row, o_m, n_m, E0, E1, E)
     else:
         b_m = tl.full([BLOCK_M], -float("inf"), ACC)
         b_l = tl.zeros([BLOCK_M], ACC)
         b_acc0, b_acc1 = zeros_pair(BLOCK_M, E0, E1, ACC)  # [M, E0], [M, E1]
 
-    begin, mid, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
+    begin, mid, end = row_runs(rows, i_b, i_ht, i_tile // Q_TILES, WINDOW)
+    if splits is not None:  # this program skips so many of the row's tiles, then takes so many
+        pos_hi = pos + tl.minimum(n_m, ROWS)
+        last = end if HAS_FULL else mid
+        n_tiles = row_tiles(rows, begin, last, pos, pos_hi, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW)
+        n_take = tl.cdiv(n_tiles, splits)
+        n_skip = i_split * n_take
     for FULL in tl.static_range(2):  # masked blocks, then full ones
         if HAS_FULL if FULL else HAS_MASKED:
             for i_run in range(mid if FULL else begin, end if FULL else mid):
-                pos_end = pos + tl.minimum(n_m, BLOCK_M)
+                pos_end = pos + tl.minimum(n_m, ROWS)
                 t_lo, t_hi, kind, cut, skip = run_tiles(
                     rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
                 )
+                if splits is not None:
+                    n_passed = tl.minimum(n_skip, t_hi - t_lo)
+                    t_lo += n_passed
+                    n_skip -= n_passed
+                    t_hi = tl.minimum(t_hi, t_lo + n_take)
+                    n_take -= t_hi - t_lo
                 for i_t in range(t_lo, t_hi):
                     i_kv = i_t + tl.where(i_t >= cut, skip, 0)
                     kv_row, kv_pos, n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
@@ -234,6 +260,9 @@ def forward_kernel(
                         b_acc1 *= b_r[:, None]
                     b_acc0, b_acc1 = outer(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
 
+    if splits is not None:
+        i_h = i_h * splits + i_split
+        i_hc = i_hc * splits + i_split
     leave(
         out,
         acc,
@@ -243,6 +272,7 @@ def forward_kernel(
         max_scores,
         i_b,
         i_h,
+        i_hc,
         row,
         o_m,
         n_m,
@@ -256,3 +286,70 @@ def forward_kernel(
         STORE_STATE,
         STORE_MAX,
     )
+
+
+@triton.jit
+def combine_kernel(
+    parts_acc,  # Strided [B, Hq * splits, S, E]: what each program that shared a row's keys saw
+    parts_m,  # Stat
+    parts_l,
+    splits,
+    out,  # from here on as in forward_kernel
+    acc,
+    stat_m,
+    stat_l,
+    lse,
+    max_scores,
+    q_slots,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,  # a power of two from E on
+    PARTS: tl.constexpr,  # states loaded at a time
+    Q_BLOCK: tl.constexpr,
+    DENSE_Q: tl.constexpr,
+    LOAD_STATE: tl.constexpr,
+    STORE_STATE: tl.constexpr,
+    STORE_MAX: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """One row of one head: partial states, and the one from before this step, into out or a state; always
+    in the same order."""
+    i_h = tl.program_id(1)
+    i_b = tl.program_id(2)
+    row, _, n_m = locate(q_slots, i_b, tl.program_id(0), Q_BLOCK, 1, DENSE_Q)
+    if n_m <= 0:  # no slot covers this row
+        return
+    o_e = tl.arange(0, BLOCK_E)
+    m_e = o_e < E
+    if LOAD_STATE:
+        b_m = tl.load(stat_rows(stat_m, i_b, i_h, row))
+        b_l = tl.load(stat_rows(stat_l, i_b, i_h, row))
+        b_acc = tl.load(one_row(acc, i_b, i_h, row, o_e), mask=m_e, other=0.0)  # [E]
+    else:
+        b_m = tl.full([], -float("inf"), ACC)
+        b_l = tl.zeros([], ACC)
+        b_acc = tl.zeros([BLOCK_E], ACC)
+    for i_part in range(0, splits, PARTS):
+        o_p = i_part + tl.arange(0, PARTS)
+        m_p = o_p < splits
+        i_hp = i_h * splits + o_p
+        b_mp = tl.load(stat_rows(parts_m, i_b, i_hp, row), mask=m_p, other=-float("inf"))  # [P]
+        b_lp = tl.load(stat_rows(parts_l, i_b, i_hp, row), mask=m_p, other=0.0)
+        p_ap = one_row(parts_acc, i_b, i_hp[:, None], row, o_e[None, :])
+        b_ap = tl.load(p_ap, mask=m_p[:, None] & m_e[None, :], other=0.0)  # [P, E]
+        b_max = tl.maximum(b_m, tl.max(b_mp, 0))
+        b_safe = tl.where(b_max == -float("inf"), 0.0, b_max)
+        b_r = tl.exp2(b_m - b_safe)
+        b_w = tl.exp2(b_mp - b_safe)
+        b_l = b_l * b_r + tl.sum(b_lp * b_w, 0)
+        b_acc = b_acc * b_r + tl.sum(b_ap * b_w[:, None], 0)
+        b_m = b_max
+    if STORE_STATE:
+        tl.store(stat_rows(stat_m, i_b, i_h, row), b_m)
+        tl.store(stat_rows(stat_l, i_b, i_h, row), b_l)
+        tl.store(one_row(acc, i_b, i_h, row, o_e), b_acc, mask=m_e)
+    else:
+        b_out = (b_acc * inverse(b_l)).to(out.ptr.dtype.element_ty)
+        tl.store(one_row(out, i_b, i_h, row, o_e), b_out, mask=m_e)
+        tl.store(stat_rows(lse, i_b, i_h, row), log_sum(b_m, b_l))
+        if STORE_MAX:
+            tl.store(stat_rows(max_scores, i_b, i_h, row), b_m * LN2)

@@ -251,6 +251,7 @@ def specialised_kernel(
         max_scores,
         i_b,
         i_h,
+        i_h,
         row,
         o_m,
         n_m,

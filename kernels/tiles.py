@@ -139,6 +139,12 @@ def stat_rows(x, i_b, i_h, row):
 
 
 @triton.jit
+def one_row(x, i_b, i_h, row, o_d):
+    """Pointers to channels of one row."""
+    return head(x, i_b, i_h) + row.to(tl.int64) * x.stride_s + o_d.to(tl.int64) * x.stride_d
+
+
+@triton.jit
 def load_stat(x, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr):
     """Statistics of rows ``row + o_m``, 0 where ``m_m`` is false."""
     p = stat_rows(x, i_b, i_h, row) + o_m
@@ -159,6 +165,27 @@ def locate(slots, i_b, i_tile, BLOCK: tl.constexpr, TILE: tl.constexpr, DENSE: t
         shift = (i_tile % TILES) * TILE
         p_slot = slots.ptr + i_b * slots.stride_b + (i_tile // TILES) * 3
         return tl.load(p_slot) + shift, tl.load(p_slot + 1) + shift, tl.load(p_slot + 2) - shift
+
+
+@triton.jit
+def tile_rows(i_y, n_m, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr):
+    """KV head, query head and row within the slot of each row of a tile, which has ``n_m`` rows of a head.
+
+    PACK query heads of a KV head lie in one tile, all heads of a row side by side.  ``i_y`` counts the tiles
+    of heads.  What is left over in the tile is past the last row.
+    """
+    o_m = tl.arange(0, BLOCK_M)
+    if PACK == 1:
+        return i_y // GROUP, i_y, o_m
+    else:
+        TILES: tl.constexpr = (GROUP + PACK - 1) // PACK
+        i_hkv = i_y // TILES
+        o_h = (i_y % TILES) * PACK + o_m % PACK
+        o_m = o_m // PACK
+        if BLOCK_M % PACK != 0 or GROUP % PACK != 0:
+            o_m = tl.where((o_m < BLOCK_M // PACK) & (o_h < GROUP), o_m, n_m)
+            o_h = tl.minimum(o_h, GROUP - 1)
+        return i_hkv, i_hkv * GROUP + o_h, o_m
 
 
 @triton.jit
@@ -212,6 +239,35 @@ def run_tiles(
         TILES: tl.constexpr = (BLOCK + TILE - 1) // TILE
         p_run = rows.runs + i_run * 3
         return tl.load(p_run) * TILES, tl.load(p_run + 1) * TILES, tl.load(p_run + 2), 0, 0
+
+
+@triton.jit
+def row_tiles(
+    rows,
+    begin,
+    end,
+    lo,
+    hi,
+    left,
+    right,
+    slots,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """How many tiles the runs [begin, end) of a row have; arguments as in :func:`run_tiles`."""
+    n_tiles = 0
+    if WINDOW:
+        for FULL in tl.static_range(2):
+            t_lo, t_hi, _, _, _ = run_tiles(rows, 0, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, FULL)
+            n_tiles += t_hi - t_lo
+    else:
+        for i_run in range(begin, end):
+            t_lo, t_hi, _, _, _ = run_tiles(
+                rows, i_run, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, False
+            )
+            n_tiles += t_hi - t_lo
+    return n_tiles
 
 
 @triton.jit
@@ -476,3 +532,17 @@ def to_log2(b_s, i_b, i_h, o_q, o_kv, score_caps, SCALE: tl.constexpr, SCORE_MOD
         b_s = b_s * SCALE
         b_t = SCORE_MOD(b_s, i_b, i_h, o_q, o_kv, score_caps)
         return b_s, b_t.to(b_s.dtype) * LOG2E
+
+
+@triton.jit
+def inverse(b_l):
+    """1 / l, and 0 for rows that have seen nothing; a NaN is passed on."""
+    m_seen = b_l != 0
+    return tl.where(m_seen, 1.0 / tl.where(m_seen, b_l, 1.0), 0.0)
+
+
+@triton.jit
+def log_sum(b_m, b_l):
+    """lse in natural log."""
+    m_seen = b_l != 0
+    return tl.where(m_seen, b_m + tl.log2(tl.where(m_seen, b_l, 1.0)), -float("inf")) * LN2

@@ -83,14 +83,16 @@ class Unsupported(Exception):
 
 def inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     """Unit-normal tensors of a case."""
+    if case.queries and (case.mask != "full" or case.world > 1):
+        raise ValueError(f"{case.name}: masks and shards of as many queries as keys are measured, or no mask")
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(heads: int, width: int) -> Tensor:
-        shape = (case.batch, heads, case.seq, width)
+    def normal(heads: int, width: int, rows: int = case.seq) -> Tensor:
+        shape = (case.batch, heads, rows, width)
         return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
 
-    q, k = normal(case.heads, case.dim), normal(case.kv_heads, case.dim)
-    v, dout = normal(case.kv_heads, case.v_dim), normal(case.heads, case.v_dim)
+    q, k = normal(case.heads, case.dim, case.rows), normal(case.kv_heads, case.dim)
+    v, dout = normal(case.kv_heads, case.v_dim), normal(case.heads, case.v_dim, case.rows)
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
 

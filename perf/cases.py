@@ -23,7 +23,7 @@ CAP = 50.0
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement: q [batch, heads, seq, dim], k [batch, kv_heads, seq, dim], v [.., seq, v_dim].
+    """One measurement: q [batch, heads, rows, dim], k [batch, kv_heads, seq, dim], v [.., seq, v_dim].
 
     mask:     a key of MASKS
     which:    "forward" or "backward"
@@ -32,6 +32,7 @@ class Case:
     world:    ranks that share the sequence; more than one: by ``schedule``, started by torchrun
     together: the same ranks, but all of them on this one device in lockstep: what splitting costs
     model:    whose shape this is; a label, not part of the name
+    queries:  how many rows there are, where not as many as keys
     """
 
     mask: str
@@ -48,6 +49,11 @@ class Case:
     schedule: str = ""
     together: bool = False
     model: str = ""
+    queries: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.queries or self.seq
 
     @property
     def name(self) -> str:
@@ -57,12 +63,15 @@ class Case:
         ('causal-16k-fwd', 'full-h8x8-d64x128-300-bwd')
         >>> Case("causal", "forward", 65536, world=8, schedule="ring").name
         'causal-w8-ring-64k-fwd'
+        >>> Case("full", "forward", 32768, queries=1).name
+        'full-q1-32k-fwd'
         """
         parts = [self.mask]
         parts += [f"b{self.batch}"] * (self.batch != 1)
         parts += [f"h{self.heads}x{self.kv_heads}"] * ((self.heads, self.kv_heads) != (32, 8))
         parts += [f"d{self.dim}x{self.v_dim}"] * ((self.dim, self.v_dim) != (128, 128))
         parts += [self.dtype] * (self.dtype != "bfloat16")
+        parts += [f"q{self.queries}"] * bool(self.queries)
         parts += [f"{'s' if self.together else 'w'}{self.world}", self.schedule] * (self.world > 1)
         parts += [f"{self.seq // 1024}k" if self.seq % 1024 == 0 else str(self.seq)]
         return "-".join([*parts, {"forward": "fwd", "backward": "bwd"}[self.which]])
@@ -86,6 +95,7 @@ class Case:
             "dim": 16,
             "v_dim": 16,
             "batch": 1,
+            "queries": min(self.queries, 16),
         }
         return replace(self, **small, dtype="float32")
 
@@ -97,7 +107,8 @@ class Case:
         '1×16384, 32/8 heads of 128'
         """
         width = str(self.dim) if self.dim == self.v_dim else f"{self.dim}/{self.v_dim}"
-        shape = f"{self.batch}×{self.seq}, {self.heads}/{self.kv_heads} heads of {width}"
+        few = f" ({self.queries} queries)" if self.queries else ""
+        shape = f"{self.batch}×{self.seq}{few}, {self.heads}/{self.kv_heads} heads of {width}"
         tags = {"mask": self.mask, "pass": self.which, "dtype": self.dtype, "shape": shape}
         ranks = f"{self.world} {'in one' if self.together else 'ranks'}, {self.schedule}"
         return (
@@ -244,6 +255,11 @@ CASES: tuple[Case, ...] = (
     *(case for mask in ("causal", "full", "document", "window") for case in _both(mask, 8192)),
     *(case for mask in ("causal", "full", "document", "window") for case in _both(mask, 32768)),
     *(case for mask in ("alibi", "softcap", "prefix") for seq in (8192, 32768) for case in _both(mask, seq)),
+    # A step of decoding, and one that checks sixteen tokens or fills a little of a long context
+    *(
+        Case("full", "forward", 32768, queries=rows, tier="full", model="Llama-3 8B, decoding")
+        for rows in (1, 16)
+    ),
     # Shapes and names that were measured before models had labels keep their place
     *_both("causal", 16384, tier="full", model="gpt-oss, without sinks", **MODELS["gpt-oss"]),
     *_both("window", 16384, tier="full", model="gpt-oss, wider window", **MODELS["gpt-oss"]),

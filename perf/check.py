@@ -57,8 +57,8 @@ def reference(case: Case, given: Inputs, score: Mod | None = None) -> Answer:
         for head in range(case.kv_heads):
             mine = slice(head * group, (head + 1) * group)
             key, value = (x[b, head].clone().requires_grad_() for x in (k, v))
-            for start in range(0, case.seq, rows):
-                at = slice(start, min(start + rows, case.seq))
+            for start in range(0, case.rows, rows):
+                at = slice(start, min(start + rows, case.rows))
                 query = q[b, mine, at].clone().requires_grad_()
                 logits = None if sinks is None else sinks[mine]
                 out = _attend(query, key, value, mod, score, b, mine.start, start, logits)

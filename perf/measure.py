@@ -208,7 +208,7 @@ def prepared(contender: Contender, which: str) -> Run:
 def work_of(case: Case) -> Work:
     """What a case makes one rank do; all ranks, where one device does the work of all."""
     closed = MASKS[case.mask].closed(case.seq)
-    length = (case.seq, case.seq)
+    length = (case.rows, case.seq)
     mask = full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length)
     shape = Shape(case.batch, case.heads, case.kv_heads, case.dim, case.v_dim, case.torch_dtype.itemsize)
     if case.world == 1 or case.together:

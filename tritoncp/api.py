@@ -54,6 +54,10 @@ def flex_attention(
     data moves.
     ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of what
     score_mod captures, too, come out the same in every run; all else does anyway.
+    Few rows (up to about a hundred) against many keys: query heads that share keys lie in one tile and
+    several programs share a row's keys, in numbers that fill the device. ``kernel_options``: ``"PACK_GQA"``,
+    True or False, and ``"SPLIT_KV"``, the number of programs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
+    tiles that are given too, rows cut off at a block boundary have the bits that they have in the whole.
 
     >>> q = k = v = torch.randn(1, 2, 256, 32)
     >>> from tritoncp import causal

@@ -39,12 +39,12 @@ KEPT = (  # of a row, in the table
 
 
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
-    """Every kernel that is shipped for these architectures: bfloat16 with every kind of mask, without
-    descriptors where they are the rule, and fused and specialised where there are tiles for that; head dims
-    of two pieces, float16 and float32 with the kind that has most in registers.
+    """Every kernel that is shipped for these architectures: bfloat16 with every kind of mask and for few
+    rows, without descriptors where they are the rule, and fused and specialised where there are tiles for
+    that; head dims of two pieces, float16 and float32 with the kind that has most in registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (102, 342)
+    (111, 378)
     """
     jobs = []
     for arch in archs:
@@ -53,6 +53,8 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
             jobs.append(Job("delta", arch, dim))
             jobs += [Job(name, arch, dim, variant=mask) for mask in MASKS for name in passes]
             jobs += [Job(name, arch, dim, variant="pointers") for name in passes if copies(arch)]
+            jobs += [Job("forward", arch, dim, variant=mask) for mask in ("few", "decode")]
+            jobs.append(Job("combine", arch, dim, variant="few"))
             jobs += [Job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]
             if dim <= specialises(arch):
                 jobs += [Job("specialised", arch, dim, variant=mask) for mask in SPECIALISED]

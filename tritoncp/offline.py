@@ -36,13 +36,15 @@ S, HEADS, KV_HEADS = 1024, 8, 2
 
 
 class Variant(NamedTuple):
-    """A mask, whether a launch goes on from a state (adds to gradients) and leaves one; kernel options."""
+    """A mask, whether a launch goes on from a state (adds to gradients) and leaves one; kernel options; how
+    many queries there are at most."""
 
     mask: str
     world_size: int = 1
     load: bool = False
     store: bool = False
     options: tuple[tuple[str, Any], ...] = ()
+    queries: int = S
 
 
 VARIANTS = {
@@ -53,6 +55,9 @@ VARIANTS = {
     "state": Variant("documents", 4, load=True, store=True),  # the same over gathered keys, step by step
     "mask_mod": Variant("dilated", 4),
     "pointers": Variant("documents", 4, load=True, store=True, options=(("USE_TMA", False),)),
+    "few": Variant("documents", load=True, options=(("SPLIT_KV", 4),), queries=16),  # a tile of 4 heads
+    "short": Variant("documents", load=True, options=(("SPLIT_KV", 4),), queries=64),  # two such tiles
+    "decode": Variant("causal", options=(("SPLIT_KV", 4),), queries=1),
     "single": Variant("single"),  # everything that can be 1 is: Triton makes constants of those
 }
 KERNELS = ("forward", "delta", "dq", "dkdv")
@@ -72,7 +77,8 @@ class Job:
     """One kernel to compile: a variant of VARIANTS with heads of ``head_dim`` channels.
 
     kernel: one of KERNELS; "fused": dK/dV that adds up dQ as well; "masked" and "specialised": the launches
-            of the specialised route, of which the second starts from a state if there are masked blocks
+            of the specialised route, of which the second starts from a state if there are masked blocks;
+            "combine": what follows a forward pass whose keys several programs share (variant "few")
     config: the tiles; None = those of the rule
     v_head_dim: channels of values; None = as many
     score:  a score_mod, as tritoncp/expressions.py reads it
@@ -246,9 +252,9 @@ def _log() -> Any:
 # -- one job, in a process where Triton compiles -----------------------------------------------------------
 
 
-def mask_of(name: str) -> Mask:
+def mask_of(name: str, queries: int = S) -> Mask:
     if name == "full":
-        return full_mask(S, S)
+        return full_mask(queries, S)
     documents = document(lengths=[300, 424, 300])
     forms: dict[str, tuple[Callable[..., Any], int]] = {
         "causal": (causal(), S),
@@ -258,7 +264,7 @@ def mask_of(name: str) -> Mask:
         "dilated": (_dilated, S),
     }
     mod, length = forms[name]
-    return create_block_mask(mod, 1, 1, length, length)
+    return create_block_mask(mod, 1, 1, min(queries, length), length)
 
 
 def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -274,7 +280,7 @@ def launch_of(job: Job) -> Any:
     if job.call is not None:
         return Problem(job, torch.device("cpu")).launch(job.kernel, job.config, job.arch)
     variant, (d, e), dtype = VARIANTS[job.variant], job.dims, getattr(torch, job.dtype)
-    mask = mask_of(variant.mask)
+    mask = mask_of(variant.mask, variant.queries)
     tables = build(mask, variant.world_size).tables(batch=1, heads=HEADS)
     mod = mask_mod(mask.mask_mod) if tables.mask == "mod" and mask.mask_mod else None
     options = options_of(job.kernel, job.config) | dict(variant.options)
@@ -287,13 +293,14 @@ def launch_of(job: Job) -> Any:
     acc, dq_sum = torch.empty(1, HEADS, rows, e), torch.empty(1, HEADS, rows, d)
     dk, dv = torch.empty(keys, 1, KV_HEADS, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
     engine = TritonEngine(mods_of(job.score, q, mod), d**-0.5, options, arch=job.arch)
-    if job.kernel in ("forward", "masked", "specialised"):
+    if job.kernel in ("forward", "combine", "masked", "specialised"):
         state = State(acc, m, l) if variant.load or variant.store else None
         steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
-        if job.kernel != "forward":
+        if job.kernel in ("masked", "specialised"):
             parts = engine.specialised(q, k, v, tables, out=out, lse=lse, **steps).parts
             return parts[0 if job.kernel == "masked" else -1]
-        return engine.loops(q, k, v, tables, out=out, lse=lse, **steps)
+        launch = engine.loops(q, k, v, tables, out=out, lse=lse, **steps)
+        return launch.after if job.kernel == "combine" else launch
     if job.kernel == "delta":
         return engine.delta(out, dout, lse, delta)
     given = (q, k, v, dout, lse, delta, tables)

@@ -33,7 +33,11 @@ def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: 
         if "failed" in row
         or row["spill_bytes"] > spill
         or row["shared_bytes"] > MACHINES[family(arch)].block
-        or (matrix and row["kernel"] != "delta" and inspect.families(row["mma"]) != unit(arch, row))
+        or (
+            matrix
+            and row["kernel"] not in ("delta", "combine")
+            and inspect.families(row["mma"]) != unit(arch, row)
+        )
     ]
     assert rows and not bad
 
@@ -60,6 +64,25 @@ def test_defaults_fit_where_strides_forbid_descriptors(arch: str) -> None:
     rows = reports(arch, "bfloat16", (64, 128, 256), "pointers")
     assert not any(row["tma"] for row in rows)
     check(arch, rows)
+
+
+def few_rows(arch: str, *dims: int) -> list[dict[str, Any]]:
+    jobs = [Job(name, arch, dim, variant="few") for dim in dims for name in ("forward", "combine")]
+    jobs += [Job("forward", arch, dim, variant=mask) for dim in dims for mask in ("decode", "short")]
+    return list(inspect.inspected(jobs, 1, 300))
+
+
+def test_few_rows_fit() -> None:
+    """Heads packed into a tile, keys shared by programs that leave states, and what combines those."""
+    rows = few_rows("sm_90", 128)
+    check("sm_90", rows)
+    assert [bool(row["tma"]) for row in rows] == [True, False, True, True]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", ARCHS)
+def test_few_rows_fit_everywhere(arch: str) -> None:
+    check(arch, few_rows(arch, 64, 128, 256))
 
 
 @pytest.mark.nightly

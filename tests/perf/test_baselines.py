@@ -1,11 +1,14 @@
 """Every contender computes the case it is timed on: the two dialects of a case mean the same."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, varlen
 
 from tritoncp.perf import baselines, check
 from tritoncp.perf.cases import MASKS, Case, sink_logits
+from tritoncp.perf.measure import work_of
 from tritoncp.reference import dense_attention
 from tritoncp.sinks import with_sinks
 
@@ -44,6 +47,19 @@ def test_torch_flex_attention_is_asked_for_the_same(mask):
     frozen = baselines.Inputs(*(x.detach() for x in (given.q, given.k, given.v, given.dout)))
     got = baselines.flex(case, frozen).forward()
     assert check.acceptable(check.errors(got, check.reference(case, given).out), torch.float32)
+
+
+def test_few_queries_are_measured_as_all_are() -> None:
+    case = Case("full", "forward", 16384, queries=3).shrunk()
+    given = baselines.inputs(case, CPU)
+    want = check.reference(case, given)
+    assert given.q.shape[2] == 3 and work_of(case).flops == 3 * work_of(replace(case, queries=1)).flops
+    frozen = baselines.Inputs(*(x.detach() for x in (given.q, given.k, given.v, given.dout)))
+    dense = baselines.dense(case, given, SDPBackend.MATH)
+    for contender in (baselines.ours(case, frozen), baselines.flex(case, frozen), dense):
+        assert check.acceptable(check.errors(contender.forward(), want.out), torch.float32)
+    with pytest.raises(ValueError, match="causal-q3-16k-fwd: masks and shards"):
+        baselines.inputs(Case("causal", "forward", 16384, queries=3), CPU)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

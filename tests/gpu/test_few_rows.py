@@ -1,0 +1,114 @@
+"""Few rows against many keys: heads packed into tiles, keys shared by programs, by the rule and by option."""
+
+import math
+
+import pytest
+import torch
+
+import tritoncp
+from tests.gpu.support import (
+    BF16,
+    BLOCK,
+    DEVICE,
+    FP16,
+    FP32,
+    ON_GPU,
+    SCORES,
+    N,
+    check,
+    documents,
+    qkv,
+    run,
+    same,
+)
+from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.masks import Mask, create_block_mask, full_mask, sliding_window
+
+KEYS = 8 * N if ON_GPU else N
+ROWS = 16 if ON_GPU else 5
+
+
+def table(b, h, q, kv):
+    return (kv < KEYS // 3) | ((q + kv + h) % 3 == 0)
+
+
+def mask_of(name: str, rows: int) -> Mask:
+    if name == "full":
+        return full_mask(rows, KEYS, block=BLOCK)
+    mods = {
+        "last rows of a causal mask": sliding_window(-1, KEYS - rows),
+        "window": sliding_window(3, KEYS // 2),
+        "documents": lambda b, h, q, kv: documents(KEYS)(b, h, q + KEYS - rows, kv),
+        "mask_mod": table,
+        "empty rows": lambda b, h, q, kv: (q % 5 != 2) & (kv % 7 < 3),
+    }
+    return create_block_mask(mods[name], 1, 1, rows, KEYS, DEVICE, BLOCK)
+
+
+MASKS = ["full", "last rows of a causal mask", "window", "documents", "mask_mod", "empty rows"]
+
+
+@pytest.mark.parametrize("rows", [1, ROWS, 4 * ROWS])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask, rows):
+    check(qkv(n=rows, kv=KEYS, heads=8, kv_heads=2, dim=128), mask_of(mask, rows))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (3, 1), (14, 2), (8, 1), (71, 1)])
+def test_groups(heads, kv_heads):
+    heads = heads if ON_GPU or heads < 20 else 18
+    check(qkv(n=ROWS, kv=KEYS, heads=heads, kv_heads=kv_heads, batch=2), mask_of("documents", ROWS))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
+def test_dims_and_dtypes(dim, dtype):
+    check(qkv(n=ROWS, kv=KEYS, heads=4, kv_heads=1, dim=dim, dtype=dtype), mask_of("mask_mod", ROWS))
+
+
+@pytest.mark.parametrize("score", ["softcap", "alibi", "relative"])
+def test_scores(score):
+    chosen = SCORES[score]
+    x, mask = qkv(n=ROWS, kv=KEYS, heads=8, kv_heads=2), mask_of("documents", ROWS)
+    check(x, mask, chosen, chosen.captured(8))
+
+
+@pytest.mark.parametrize("split", [1, 2, 7, 64])
+@pytest.mark.parametrize("pack", [False, True])
+@pytest.mark.parametrize("tma", [False, True])
+def test_options_change_speed_only(split, pack, tma):
+    x, mask = qkv(n=ROWS, kv=KEYS, heads=4, kv_heads=1, dim=128), mask_of("last rows of a causal mask", ROWS)
+    options = {"SPLIT_KV": split, "PACK_GQA": pack, "USE_TMA": tma}
+    first = check(x, mask, **options)
+    for _ in range(5):
+        same(run(x, mask, **options), first)
+
+
+def test_any_number_of_rows_may_be_shared():
+    """Asked for, also where rows fill many tiles."""
+    whole = create_block_mask(sliding_window(-1, 0), 1, 1, N, N, DEVICE, BLOCK)
+    check(qkv(heads=4, kv_heads=2), whole, SPLIT_KV=3, PACK_GQA=True)
+
+
+def test_the_rule_packs_and_splits():
+    """On a device with many multiprocessors one row of four heads is one tile, and many programs share it."""
+    x = qkv(n=1, kv=KEYS, heads=4, kv_heads=1, dim=128)
+    tables = tritoncp.make_plan(full_mask(1, KEYS, block=BLOCK)).tables(DEVICE, 1, 4)
+    out, lse = torch.empty_like(x.q), torch.empty(1, 4, 1, device=DEVICE)
+    launch = TritonEngine(Mods(), 128**-0.5).forward(*x[:3], tables, out=out, lse=lse)
+    assert (launch.args["PACK"], (launch.args["splits"] or 1) > 1) == ((4, True) if ON_GPU else (1, False))
+    launch()
+    assert bool(out.isfinite().all() and (lse > -math.inf).all())
+
+
+def test_over_ranks():
+    """States of a ring go in once and come out whole."""
+    mask = create_block_mask(sliding_window(-1, KEYS - 4 * ROWS), 1, 1, 4 * ROWS, KEYS, DEVICE, BLOCK)
+    x, world = qkv(n=4 * ROWS, kv=KEYS, heads=4, kv_heads=2), tritoncp.simulate(2)
+    whole = run(x, mask)
+    for schedule in ("ring", "fetch"):
+        plan = world.make_plan(mask, schedule=schedule)
+        shards = [world.shard(t, plan, dim=2, side=side) for t, side in zip(x[:3], ("q", "kv", "kv"))]
+        outs, lses = world.flex_attention(*shards, plan, enable_gqa=True, return_lse=True)
+        out, lse = (world.unshard(t, plan, dim=2) for t in (outs, lses))
+        check(x, mask, got=whole._replace(out=out, lse=lse))

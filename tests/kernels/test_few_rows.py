@@ -1,0 +1,311 @@
+"""Few rows: query heads packed into a tile, keys shared by several programs. Neither changes the answer."""
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+import tritoncp
+from tests.kernels.harness import (
+    F32,
+    F64,
+    QKV,
+    close,
+    engine_of,
+    forward,
+    keys_between,
+    new_state,
+    qkv,
+    same,
+    single,
+)
+from tritoncp import engines
+from tritoncp.kernels import tiles
+from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.mods import Mod
+from tritoncp.reference import dense_attention
+
+ROWS, KEYS, HEADS = 5, 75, 3
+TILE = {"BLOCK_M": 16, "BLOCK_N": 16}
+
+
+def block_mask(mod: Any, heads: int = 1, rows: int = ROWS, block: int = 16):
+    return create_block_mask(mod, 1, heads, rows, KEYS, BLOCK_SIZE=block)
+
+
+def by_head(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q * 7 + kv * 5 + h * 3) % 11 < 4
+
+
+MASKS = {
+    "full, ragged": lambda: full_mask(ROWS, KEYS, block=32),
+    "window": lambda: block_mask(sliding_window(2, 50)),
+    "window of one edge": lambda: block_mask(sliding_window(-1, 60)),
+    "intervals": lambda: block_mask(and_masks(sliding_window(-1, 66), document(lengths=[2, 71, 2]))),
+    "mask_mod that reads the head": lambda: block_mask(by_head),
+    "rows that see nothing": lambda: block_mask(lambda b, h, q, kv: (q % 3 == 1) & (kv > q * 9)),
+    "nothing": lambda: block_mask(lambda b, h, q, kv: kv < 0),
+}
+
+
+def relative(table: Tensor, slopes: Tensor):
+    return lambda s, b, h, q, kv: s * slopes[b, h] + table[h, (q - kv) % 5]
+
+
+def answers(x: QKV, mask: Any, score: Any = None, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse and max_scores by the public call."""
+    want = AuxRequest(lse=True, max_scores=True)
+    out, aux = tritoncp.flex_attention(
+        *x, score, mask, enable_gqa=True, kernel_options=options, return_aux=want
+    )
+    return out, aux.lse, aux.max_scores
+
+
+def right(got: tuple[Tensor, ...], x: QKV, mask: Any, score: Any = None) -> None:
+    want = dense_attention(*(t.to(F64) for t in x), mask, score)
+    for name, a, b in zip(("out", "lse", "max_scores"), got, want, strict=True):
+        close(a, b, name)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "packed": {"PACK_GQA": True},
+    "split": {"SPLIT_KV": 2, **TILE},
+    "both": {"PACK_GQA": True, "SPLIT_KV": 3, "BLOCK_M": 16, "BLOCK_N": 32, "USE_TMA": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", MASKS)
+def test_the_answer_stays(name: str, options: str) -> None:
+    """A group of three: a tile of sixteen rows holds five rows of each head, and one that is nobody's."""
+    x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1, dtype=F64)
+    right(answers(x, MASKS[name](), **OPTIONS[options]), x, MASKS[name]())
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv_heads", "tile"),
+    [(1, 1, 1, 16), (1, 8, 1, 16), (16, 8, 1, 128), (33, 10, 2, 128), (33, 7, 1, 64), (2, 18, 1, 16)],
+)
+def test_any_group_and_number_of_rows(rows: int, heads: int, kv_heads: int, tile: int) -> None:
+    """Heads that fill a tile, several tiles, or more than one tile of heads."""
+    x = qkv(rows, KEYS, heads=heads, kv_heads=kv_heads)
+    mask = block_mask(sliding_window(-1, KEYS - rows), rows=rows)
+    right(answers(x, mask, PACK_GQA=True, BLOCK_M=tile, BLOCK_N=64), x, mask)
+
+
+def test_more_programs_than_tiles() -> None:
+    """Two pieces of channels; programs that see nothing leave states of nothing."""
+    x, mask = qkv(2, KEYS, batch=2, dim=24, v_dim=40), block_mask(sliding_window(3, 9), rows=2)
+    right(answers(x, mask, SPLIT_KV=9, **TILE), x, mask)
+
+
+@pytest.mark.parametrize("options", ["packed", "both"])
+@pytest.mark.parametrize("name", ["intervals", "mask_mod that reads the head"])
+def test_scores_see_the_batch_row_and_head_of_each_row(name: str, options: str) -> None:
+    x, mask = qkv(2, KEYS, batch=2, heads=6, kv_heads=2, dtype=F64), MASKS[name]().rows(0, 2)
+    score = relative(torch.randn(6, 5, dtype=F64), torch.randn(2, 6, dtype=F64))
+    right(answers(x, mask, score, **OPTIONS[options]), x, mask, score)
+
+
+def test_a_score_mod_may_hide_all_a_program_sees() -> None:
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return torch.where((kv < 40) | (q % 3 == 0) | (h == 2), -math.inf, s)
+
+    x, mask = qkv(ROWS, KEYS, heads=3, kv_heads=1), MASKS["full, ragged"]()
+    got = answers(x, mask, score, PACK_GQA=True, SPLIT_KV=3, **TILE)
+    right(got, x, mask, score)
+    assert bool((got[0][:, 2] == 0).all() and (got[1][:, :, ::3] == -math.inf).all())
+
+
+def test_packed_rows_compute_what_they_would_alone() -> None:
+    """Bit for bit, where the tiles of keys are the same ones in the same order."""
+    x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)
+    for name in ("full, ragged", "intervals", "mask_mod that reads the head"):
+        mask = MASKS[name]()
+        same(answers(x, mask, PACK_GQA=True, **TILE), answers(x, mask, PACK_GQA=False, **TILE))
+
+
+def test_shared_keys_give_the_same_bits_every_time() -> None:
+    x, mask = qkv(ROWS, KEYS), MASKS["window"]()
+    same(answers(x, mask, SPLIT_KV=3, **TILE), answers(x, mask, SPLIT_KV=3, **TILE))
+    same(answers(x, mask, SPLIT_KV=1, **TILE), answers(x, mask, **TILE))
+
+
+def test_any_strides_and_wide_offsets(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, mask = qkv(3, KEYS, batch=2, heads=2, kv_heads=1), MASKS["intervals"]().rows(0, 3)
+    both = {"PACK_GQA": True, "SPLIT_KV": 2}
+    want = answers(x, mask, **both)
+    turned = QKV(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in x))
+    shared = x.q[:, :1].expand_as(x.q)
+    same(answers(turned, mask, **both), want)
+    right(answers(x._replace(q=shared), mask, **both), x._replace(q=shared), mask)
+    monkeypatch.setattr(tiles, "WIDE_STRIDE", 0)
+    same(answers(x, mask, **both), want)
+
+
+def test_no_keys_and_no_queries() -> None:
+    out, lse, top = answers(qkv(3, 0, heads=2, kv_heads=1), full_mask(3, 0), PACK_GQA=True, SPLIT_KV=2)
+    assert bool((out == 0).all() and (lse == -math.inf).all() and (top == -math.inf).all())
+    assert answers(qkv(0, 9), full_mask(0, 9), SPLIT_KV=2)[0].shape == (1, 1, 0, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
+    """Partial states are float32: shared keys are as near the float64 oracle, but for the last bit."""
+    x, mask = qkv(ROWS, KEYS, heads=2, kv_heads=1, dtype=dtype), MASKS["window"]()
+    want = dense_attention(*(t.to(F64) for t in x), mask)
+    errors = []
+    plain: dict[str, Any] = {}
+    for options in (plain, {"PACK_GQA": True, "SPLIT_KV": 4}):
+        out, lse, _ = answers(x, mask, **options, **TILE)
+        assert out.dtype == dtype
+        close(lse, want.lse, "lse")
+        errors.append((out.to(F64) - want.out).abs().max().item())
+    assert errors[1] <= 1.5 * errors[0]
+
+
+# -- states -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("name", ["intervals", "rows that see nothing"])
+def test_keys_in_steps_count_once(name: str, split: int) -> None:
+    """Steps from state to state, shared by two programs: what was there before counts once."""
+    mask = MASKS[name]()
+    x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1, dtype=F64, v_dim=40)
+    engine = engine_of(x, mask.mask_mod, PACK_GQA=True, SPLIT_KV=split, BLOCK_M=16, BLOCK_N=16)
+    state, ends = new_state(x), list(pairwise([0, 21, 64, KEYS]))
+    for i, (begin, end) in enumerate(ends):
+        part, last = QKV(x.q, x.k[:, :, begin:end], x.v[:, :, begin:end]), i + 1 == len(ends)
+        found = forward(
+            engine, part, keys_between(single(mask), begin, end), state=state, load_state=i > 0,
+            store_state=not last,
+        )  # fmt: skip
+        assert last or bool(found[0].isnan().all() and found[1].isnan().all())
+    for got, want in zip(found, dense_attention(*x, mask)):
+        close(got, want, name)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "fetch", "ulysses"])
+def test_over_ranks(schedule: str) -> None:
+    """Shards with padding, which nobody writes, and slots that are not dense."""
+    x = qkv(20, 40, heads=4, kv_heads=2)
+    mask = create_block_mask(
+        and_masks(sliding_window(30, 25), document(lengths=[15, 25])), 1, 1, 20, 40, BLOCK_SIZE=16
+    )
+    world = tritoncp.simulate(2)
+    plan = world.make_plan(mask, schedule=schedule)
+    shards = [world.shard(t, plan, dim=2, side=side) for t, side in zip(x, ("q", "kv", "kv"))]
+    outs, lses = world.flex_attention(
+        *shards, plan, enable_gqa=True, return_lse=True, kernel_options={"PACK_GQA": True, "SPLIT_KV": 2}
+    )
+    for rank, (out, lse) in enumerate(zip(outs, lses)):
+        padding = (~plan.for_rank(rank).valid)[0]
+        assert bool((out[:, :, padding] == 0).all() and (lse[:, :, padding] == -math.inf).all())
+    want = dense_attention(*(t.to(F64) for t in x), mask)
+    close(world.unshard(outs, plan, dim=2), want.out, "out")
+    close(world.unshard(lses, plan, dim=2), want.lse, "lse")
+
+
+# -- what is chosen -----------------------------------------------------------------------------------
+
+
+def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str = "sm_90", batch: int = 1,
+           keys: int = 4096, device: str = "cpu", **options: Any) -> Any:  # fmt: skip
+    """What would be launched on this architecture."""
+    x = [torch.empty(batch, n, s, 128, dtype=torch.bfloat16, device=device)
+         for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]  # fmt: skip
+    tables = single(mask or full_mask(rows, keys)).tables("cpu", batch, heads)
+    out, lse = torch.empty_like(x[0]), torch.empty(batch, heads, rows, dtype=F32, device=device)
+    return TritonEngine(Mods(), 1.0, options, arch=arch).forward(*x, tables, out=out, lse=lse)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pack", "tile", "programs"),
+    [
+        ((1, 32, 8), 4, 64, (1, 8)),
+        ((16, 32, 8), 4, 64, (1, 8)),
+        ((64, 32, 8), 4, 128, (2, 8)),
+        ((100, 32, 8), 1, 128, (1, 32)),  # three tiles of 32 rows and a bit are no fewer
+        ((128, 32, 8), 1, 128, (1, 32)),
+        ((1000, 32, 8), 1, 128, (8, 32)),
+        ((1, 8, 8), 1, 64, (1, 8)),
+        ((5, 6, 2), 3, 64, (1, 2)),
+        ((1, 300, 1), 128, 128, (1, 3)),
+    ],
+)
+def test_rows_fill_tiles(
+    shape: tuple[int, int, int], pack: int, tile: int, programs: tuple[int, int]
+) -> None:
+    found = launch(*shape)
+    assert (found.args["PACK"], found.config.BLOCK_M, found.grid[:2]) == (pack, tile, programs)
+    plain = launch(*shape, PACK_GQA=False)
+    assert plain.args["PACK"] == 1 and plain.grid[1] == shape[1]
+
+
+def test_blocks_of_few_rows_are_filled_too() -> None:
+    mask = create_block_mask(causal(), 1, 1, 512, 512, BLOCK_SIZE=(16, 128))
+    found = launch(512, 8, 2, mask, keys=512)
+    assert (found.args["PACK"], found.config.BLOCK_M, found.grid[:2]) == (4, 64, (32, 2))
+
+
+def test_masks_of_each_head_are_not_packed() -> None:
+    """They have tables of their own; the answer is the same, and so where packing is asked for."""
+    mask = block_mask(by_head, heads=HEADS)
+    assert launch(ROWS, HEADS, 1, mask, keys=KEYS, PACK_GQA=True).args["PACK"] == 1
+    x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)
+    right(answers(x, mask, PACK_GQA=True, SPLIT_KV=2), x, mask)
+
+
+@triton.jit
+def first_head(score, b, h, q_idx, kv_idx, caps):
+    if h == 0:
+        score = score * 2
+    return score
+
+
+def test_hand_written_mods_are_given_one_head() -> None:
+    spec = engines.Spec(engines.register(Mod.from_triton(first_head)), None, (), (), False, "")
+    q = torch.empty(1, 2, 4, 16)
+    assert engines.make(spec, 1.0, None, q, (), (), ()).options == {"PACK_GQA": False}
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "batch", "splits"),
+    [(1, 4096, 1, 32), (1, 32768, 1, 33), (1, 32768, 4, 8), (1, 32768, 100, 1), (64, 32768, 1, 16),
+     (1, 100, 1, 1), (128, 32768, 1, 1)],
+)  # fmt: skip
+def test_programs_fill_the_device(
+    rows: int, keys: int, batch: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """132 multiprocessors, two programs each, 8 KV heads; a whole tile of rows is never split."""
+
+    class Device:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
+    found = launch(rows, 32, 8, keys=keys, batch=batch, device="meta")
+    assert (found.args["splits"] or 1) == splits
+    few = create_block_mask(sliding_window(100), 1, 1, rows, keys)  # two tiles see all there is to see
+    assert launch(rows, 32, 8, few, keys=keys, batch=batch, device="meta").args["splits"] is None
+
+
+def test_the_interpreter_does_only_what_it_is_asked() -> None:
+    found = launch(1, 32, 8, arch="interpreter")
+    assert found.args["PACK"] == 1 and found.args["splits"] is None and found.config.BLOCK_M == 128
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "needed"),
+    [("SPLIT_KV", 0, "1 or more"), ("SPLIT_KV", True, "1 or more"), ("SPLIT_KV", "4", "1 or more"),
+     ("PACK_GQA", 1, "True or False")],
+)  # fmt: skip
+def test_impossible_values_are_refused(option: str, value: Any, needed: str) -> None:
+    with pytest.raises(ValueError, match=f"kernel option {option}={value!r}; .*{needed}"):
+        TritonEngine(Mods(), 1.0, {option: value})
