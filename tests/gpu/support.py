@@ -217,6 +217,34 @@ def check(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[
     return got
 
 
+def forward(x: QKV, mask: Any, score: Score = SCORES["none"], captured: Sequence[Tensor] = (),
+            **options: Any) -> tuple[Tensor, ...]:  # fmt: skip
+    """(out, lse, max_scores), and nothing of the backward pass compiled."""
+    want = AuxRequest(lse=True, max_scores=True)
+    out, aux = tritoncp.flex_attention(
+        *x[:3], score.of and score.of(*captured), mask, enable_gqa=True, kernel_options=options,
+        return_aux=want,
+    )  # fmt: skip
+    return out, aux.lse, aux.max_scores
+
+
+def check_forward(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[Tensor] = (),
+                  **options: Any) -> tuple[Tensor, ...]:  # fmt: skip
+    """:func:`check` of the forward pass."""
+    got = forward(x, mask, score, captured, **options)
+    want, other = oracle(x, mask, score, captured), peer(x, mask, score, captured)
+    close("out", got[0], want.out, other.out)
+    for values, exact, name in ((got[1], want.lse, "lse"), (got[2], want.max_scores, "max_scores")):
+        torch.testing.assert_close(values.double(), exact, atol=1e-4, rtol=1e-5, msg=name)
+    return got
+
+
+def equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """Bit for bit."""
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
+
+
 def close(name: str, got: Tensor, want: Tensor, other: Tensor) -> None:
     """No further from float64 than twice what torch's eager flex attention is in this dtype, plus two units
     in the last place of the largest value."""

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tests.gpu.support import (
@@ -23,7 +21,10 @@ from tests.gpu.support import (
     N,
     Score,
     block_mask,
+    check_forward,
     close,
+    equal,
+    forward,
     oracle,
     peer,
     qkv,
@@ -47,27 +48,7 @@ def always(monkeypatch):
 
 
 def check(x: QKV, mask: Mask, score: Score = SCORES["none"], **options: Any) -> None:
-    """The forward pass against float64."""
-    got = forward(x, mask, score, **ROUTE, **options)
-    want, other = oracle(x, mask, score), peer(x, mask, score)
-    close("out", got[0], want.out, other.out)
-    for values, exact, name in ((got[1], want.lse, "lse"), (got[2], want.max_scores, "max_scores")):
-        torch.testing.assert_close(values.double(), exact, atol=1e-4, rtol=1e-5, msg=name)
-
-
-def forward(x: QKV, mask: Any, score: Score = SCORES["none"], **options: Any) -> tuple[Tensor, ...]:
-    """(out, lse, max_scores)."""
-    want = AuxRequest(lse=True, max_scores=True)
-    out, aux = tritoncp.flex_attention(
-        *x[:3], score.of and score.of(), mask, enable_gqa=True, kernel_options=options, return_aux=want
-    )
-    return out, aux.lse, aux.max_scores
-
-
-def equal(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> None:
-    """Bit for bit."""
-    for a, b in zip(got, want):
-        assert torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
+    check_forward(x, mask, score, **ROUTE, **options)
 
 
 def two_runs(b, h, q, kv):
