@@ -85,8 +85,8 @@ def make(
         by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
         # Hand-written mods are promised one head at a time: h is a scalar.
         alone = {"PACK_GQA": False} if by_hand else {}
-        known = launched(mask, score, q.device, grads)
-        return TritonEngine(known, scale, {**measured, **alone, **dict(spec.options)})
+        options = {**measured, **alone, **dict(spec.options)}
+        return TritonEngine(launched(mask, score, q.device, grads), scale, options)
     _notice()
     if score is None:
         return EagerEngine(scale, _bound(mask))
