@@ -107,6 +107,7 @@ def dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HOIST: tl.constexpr,
+    FLIP: tl.constexpr,
     DENSE_Q: tl.constexpr,
     DENSE_KV: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -151,7 +152,7 @@ def dq_kernel(
                 t_lo, t_hi, kind, cut, skip = run_tiles(
                     rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
                 )
-                for i_t in range(t_lo, t_hi):
+                for i_t in tl.range(t_lo, t_hi, disable_licm=not HOIST):
                     i_kv = i_t + tl.where(i_t >= cut, skip, 0)
                     kv_row, kv_pos, n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
                     o_kv = (kv_pos + o_n)[None, :]
@@ -171,7 +172,7 @@ def dq_kernel(
                         not EVEN if FULL else RAGGED,
                         HOIST,
                     )  # [N, D]
-                    b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)  # [M, N]
+                    b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION, FLIP)  # [M, N]
                     b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
                     m_in = m_n
                     if not FULL:
@@ -213,7 +214,7 @@ def dq_kernel(
                         not EVEN if FULL else RAGGED,
                         HOIST,
                     )  # [N, E]
-                    b_dp = inner(b_do0, b_do1, b_v0, b_v1, E1, PRECISION)  # [M, N]
+                    b_dp = inner(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
                     b_ds = b_p * (b_dp - b_delta)  # [M, N]
                     if SCORE_GRAD is not None:
                         m_in = m_in & m_m[:, None]
@@ -276,6 +277,7 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     HOIST: tl.constexpr,
+    FLIP: tl.constexpr,
     DENSE_Q: tl.constexpr,
     DENSE_KV: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -323,7 +325,7 @@ def dkdv_kernel(
                     )
                     i_t = t_lo
                     n_t = t_hi - t_lo
-                    for _ in range(0, n_t * HEADS if WINDOW else n_t):
+                    for _ in tl.range(0, n_t * HEADS if WINDOW else n_t, disable_licm=not HOIST):
                         i_q = i_t + tl.where(i_t >= cut, skip, 0)
                         i_hm = i_h + i_h0
                         q_row, q_pos, n_m = locate(q_slots, i_b, i_q, Q_BLOCK, BLOCK_M, DENSE_Q)
@@ -344,7 +346,7 @@ def dkdv_kernel(
                             not EVEN if FULL else RAGGED,
                             HOIST,
                         )  # [M, D]
-                        b_s = inner(b_k0, b_k1, b_q0, b_q1, D1, PRECISION)  # [N, M]
+                        b_s = inner(b_k0, b_k1, b_q0, b_q1, D1, PRECISION, FLIP)  # [N, M]
                         b_lse = load_lse(
                             lse, i_b, i_h, q_row, o_m, m_m, not EVEN if FULL else RAGGED, SCORE_MOD
                         )[None, :]
@@ -393,7 +395,7 @@ def dkdv_kernel(
                             HOIST,
                         )  # [M, E]
                         b_dv0, b_dv1 = outer(b_dv0, b_dv1, b_p, b_do0, b_do1, E1, PRECISION)
-                        b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION)  # [N, M]
+                        b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
                         b_delta = load_stat(delta, i_b, i_h, q_row, o_m, m_m, not EVEN if FULL else RAGGED)[
                             None, :
                         ]

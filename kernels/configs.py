@@ -4,6 +4,7 @@ A rule per architecture, checked offline: every default compiles without a spill
 memory (``tests/kernels/test_offline.py``).  Nothing here times anything.
 """
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -18,9 +19,12 @@ KINDS = (*PASSES, "fused", "specialised")  # of tiles
 class Config:
     """Tile shape of one launch: BLOCK_M query rows by BLOCK_N key rows.
 
-    HOIST leaves the addresses' offsets inside a tile in registers throughout the loop over full blocks:
-    up to a tenth fewer instructions, where there are registers to spare.  USE_TMA copies tiles by tensor
-    descriptor, where strides allow: fewer instructions and no addresses in registers.
+    HOIST leaves what is the same for every tile, offsets inside one above all, in registers throughout a
+    loop: up to a tenth fewer instructions, where there are registers to spare.  USE_TMA copies tiles by
+    tensor descriptor, where strides allow: fewer instructions and no addresses in registers.  FLIP computes
+    the scores of a backward pass transposed: wgmma takes 64 rows a group of four warps, so that eight want
+    128 rows, of queries in dK/dV.  maxnreg is Triton's: registers a thread at most, so that two programs
+    share a multiprocessor where a few more would leave room for one.
     """
 
     BLOCK_M: int
@@ -29,6 +33,17 @@ class Config:
     num_stages: int = 2
     HOIST: bool = True
     USE_TMA: bool = False
+    FLIP: bool = False
+    maxnreg: int | None = None
+
+    def compiler(self) -> dict[str, Any]:
+        """What Triton's compiler is told beside the constants of the kernel.
+
+        >>> Config(128, 64, num_warps=8, num_stages=3).compiler()
+        {'num_warps': 8, 'num_stages': 3}
+        """
+        told = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return told | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
 
 
 @cache
@@ -82,23 +97,46 @@ def shares(programs: int, tiles: int, processors: int) -> int:
 
 
 def _dims(*tiles: tuple[Any, ...], dims: tuple[int, ...] = (64, 128, 256)) -> dict[int, Config]:
-    return dict(zip(dims, (Config(*tile) for tile in tiles), strict=True))
+    """tiles: for each of ``dims`` (BLOCK_M, BLOCK_N, warps, stages) and then dicts of other fields."""
+    found = (
+        Config(*tile[:4], **{name: x for more in tile[4:] for name, x in more.items()}) for tile in tiles
+    )
+    return dict(zip(dims, found, strict=True))
 
 
-TMA = False, True  # HOIST, USE_TMA: there are no addresses to hoist
+LEAN = {"HOIST": False}
+COPY = {"USE_TMA": True}
+TMA = COPY | LEAN  # there are no addresses to hoist
+FLIP = {"FLIP": True}
+TWO = {"maxnreg": 128}  # what two programs of eight warps have
+ONE = {"maxnreg": 256}  # where the compiler would sooner spill than take more than 128, or 168
 
 FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larger tile empty
-# Family -> pass -> largest head dim -> tiles of 16-bit inputs: the largest that keep everything in registers
-# and shared memory, with window, interval and full masks, with and without state.  sm_86 stands for all
-# with 99 KiB of shared memory, gfx942 for all AMD: 64 KiB.
-# "pointers": where strides leave nothing to descriptors; there addresses take registers.  Four warps where
-# two programs then share a multiprocessor: one multiplies while the other waits for its softmax.
+# Family -> pass -> largest head dim -> tiles of 16-bit inputs: those with the highest bound that keep
+# everything in registers and shared memory and waste no product, with window, interval and full masks, with
+# and without state.  sm_86 stands for all with 99 KiB of shared memory, gfx942 for all AMD: 64 KiB.
+# "pointers": where strides leave nothing to descriptors; there addresses take registers.
+# Small tiles where two programs then share a multiprocessor: one multiplies while the other waits for its
+# softmax.  What four warps do on sm_90 is what torch's flex_attention launches there for the same head dims.
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": {
-        "forward": _dims((128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
+        "forward": _dims(
+            (64, 64, 4, 2, LEAN),
+            (64, 64, 4, 2),
+            (64, 32, 4, 1, LEAN),
+            (64, 32, 4, 2, LEAN),
+            dims=(64, 128, 192, 256),
+        ),
         "few": _dims((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
-        "dq": _dims((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
-        "dkdv": _dims((32, 128, 8, 2, False), (64, 64, 8, 2), (32, 32, 8, 2)),
+        "dq": _dims((64, 64, 4, 2, LEAN), (32, 32, 4, 2, LEAN), dims=(128, 256)),
+        "dkdv": _dims(
+            (64, 64, 4, 2, LEAN),
+            (32, 128, 8, 2, LEAN),
+            (64, 64, 8, 2),
+            (32, 32, 4, 2),
+            (64, 64, 8, 1, LEAN, FLIP),
+            dims=(64, 96, 128, 192, 256),
+        ),
     },
     "sm_86": {
         "forward": _dims((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 1)),
@@ -107,73 +145,79 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "dkdv": _dims((64, 128, 8, 2), (32, 64, 8, 1), (32, 32, 8, 1)),
     },
     "sm_90": {
-        "forward": _dims((128, 128, 8, 3, *TMA), (128, 128, 8, 2, *TMA), (128, 64, 8, 2, *TMA)),
-        "few": _dims((64, 64, 4, 4, *TMA), (64, 64, 4, 3, *TMA), (64, 64, 4, 2, *TMA)),
+        "forward": _dims((128, 64, 4, 2, TMA), (128, 128, 8, 2, COPY), (128, 64, 8, 2, TMA)),
+        "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 4, 2, TMA)),
         "dq": _dims(
-            (128, 128, 8, 2, *TMA),
-            (128, 64, 8, 3),
-            (128, 64, 8, 2, *TMA),
-            (128, 32, 8, 2, False),
-            dims=(64, 96, 128, 256),
+            (128, 32, 8, 2, TMA, TWO),
+            (128, 64, 8, 2, TMA),
+            (64, 64, 4, 2, TMA),
+            dims=(128, 192, 256),
         ),
         "dkdv": _dims(
-            (64, 128, 8, 3),
-            (64, 128, 8, 2),
-            (64, 128, 8, 2, *TMA),
-            (32, 64, 8, 2, False),
-            dims=(64, 96, 128, 256),
+            (64, 128, 8, 2), (64, 128, 8, 2, COPY), (128, 64, 8, 1, TMA, FLIP), dims=(96, 128, 256)
         ),
-        "fused": _dims((64, 128, 8, 2, *TMA), (64, 64, 8, 2, *TMA), (32, 32, 8, 1, *TMA)),
+        "fused": _dims((64, 128, 8, 2, COPY), (64, 128, 8, 1, TMA), (128, 64, 8, 1, TMA, FLIP)),
         "specialised": _dims(
-            (128, 128, 4, 4, *TMA),
-            (128, 128, 4, 2, *TMA),
-            (128, 64, 4, 2, *TMA),
+            (128, 128, 4, 4, TMA),
+            (128, 128, 4, 2, TMA),
+            (128, 64, 4, 2, TMA),
             dims=(64, 128, 192),
         ),
     },
     "sm_90, pointers": {
-        "forward": _dims((128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 8, 2)),
+        "forward": _dims((128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
         "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 2)),
-        "dq": _dims((128, 128, 8, 2), (128, 64, 8, 3), (128, 32, 8, 2, False)),
-        "dkdv": _dims((64, 128, 8, 3), (64, 128, 8, 2, False), (32, 64, 8, 2, False)),
+        "dq": _dims(
+            (128, 32, 8, 2, TWO),
+            (128, 32, 8, 2, LEAN, TWO),
+            (128, 64, 8, 2),
+            (64, 64, 4, 2, LEAN),
+            dims=(64, 96, 128, 256),
+        ),
+        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2), (32, 64, 8, 2, LEAN)),
     },
     "sm_100": {
         "forward": _dims(
-            (128, 64, 4, 2, *TMA),
-            (128, 64, 8, 3, *TMA),
-            (64, 64, 8, 1, False),
-            (64, 64, 8, 1),
+            (128, 64, 4, 2, TMA), (128, 64, 4, 1, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
+        ),
+        "dq": _dims((128, 64, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA), dims=(128, 256)),
+        "dkdv": _dims(
+            (64, 64, 4, 1, TMA),
+            (64, 64, 8, 1, LEAN),
+            (64, 64, 8, 1, TMA, ONE),
+            (64, 64, 8, 1, LEAN),
             dims=(96, 128, 192, 256),
         ),
-        "few": _dims((64, 64, 4, 4, *TMA), (64, 64, 4, 3, *TMA), (64, 64, 8, 2, *TMA)),
-        "dq": _dims((128, 64, 4, 2, *TMA), (128, 64, 8, 2, *TMA), (64, 64, 8, 1), dims=(96, 128, 256)),
-        "dkdv": _dims((64, 128, 8, 3), (64, 64, 8, 2), (32, 32, 8, 1, False)),
+        "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 8, 2, TMA)),
     },
     "sm_100, pointers": {
-        "forward": _dims(
-            (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 8, 1, False), (64, 64, 8, 1), dims=(64, 128, 192, 256)
-        ),
+        "forward": _dims((128, 64, 4, 3), (128, 64, 4, 1, LEAN), (64, 64, 4, 1, LEAN)),
         "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 1)),
-        "dq": _dims((128, 64, 4, 2, False), (128, 64, 8, 1), (64, 64, 8, 1)),
-        "dkdv": _dims((64, 128, 8, 3), (64, 64, 8, 2), (32, 32, 8, 1, False)),
+        "dq": _dims((128, 64, 4, 2, LEAN), (128, 64, 8, 1), (64, 64, 8, 1)),
+        "dkdv": _dims((64, 64, 4, 1, LEAN), (64, 64, 8, 1, LEAN), (64, 64, 8, 1, LEAN)),
     },
     "gfx942": {
-        "forward": _dims((128, 64, 8, 2), (128, 64, 8, 1), (64, 32, 8, 1)),
+        "forward": _dims((128, 64, 4, 2), (128, 32, 4, 1), (128, 32, 4, 1, LEAN)),
         "few": _dims((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)),
-        "dq": _dims((128, 64, 8, 1), (128, 32, 8, 1), (32, 32, 4, 1)),
-        "dkdv": _dims((64, 128, 8, 1, False), (16, 64, 8, 1), (16, 64, 8, 1)),
-        "fused": _dims((32, 64, 8, 1, False), (16, 64, 8, 1), (16, 32, 4, 1)),
+        "dq": _dims((128, 32, 4, 1), (64, 16, 4, 1), (64, 16, 4, 1), dims=(96, 128, 256)),
+        "dkdv": _dims((16, 128, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1), dims=(96, 128, 256)),
+        "fused": _dims((16, 128, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1)),
     },
 }
 # float32 multiplies on the FMA units, whose operands all lie in registers.
 _WIDE: dict[str, dict[int, Config]] = {
-    "forward": _dims((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "forward": _dims((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     "few": _dims((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-    "dq": _dims((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "dq": _dims((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1, LEAN)),
     "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
 }
 
-_ALLOWED = {"BLOCK": (16, 32, 64, 128, 256), "num_warps": (1, 2, 4, 8, 16), "num_stages": range(1, 9)}
+_ALLOWED: dict[str, Any] = {
+    "BLOCK": (16, 32, 64, 128, 256),
+    "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": range(1, 9),
+    "maxnreg": (None, *range(32, 257, 8)),
+}
 _SWITCH = (False, True)  # what any other field of Config may be
 # Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here)
 OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
@@ -251,7 +295,18 @@ def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool =
     tiles = _RULES[family(arch)] if tma else _RULES.get(f"{family(arch)}, pointers", _RULES[family(arch)])
     kinds = _WIDE if dtype.itemsize > 2 else tiles
     rules = kinds.get(kind, kinds["dkdv"])
-    return next(config for dim, config in rules.items() if head_dim <= dim)
+    config = next(config for dim, config in rules.items() if head_dim <= dim)
+    if config.FLIP and family(arch) == "sm_90" and not _transposes():
+        return default(kind, arch, head_dim, dtype, tma=False)
+    return config
+
+
+def _transposes() -> bool:
+    """Whether Triton multiplies transposed results of wgmma right: before 3.7.1 not always
+    (flash-linear-attention#640)."""
+    import triton
+
+    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) >= (3, 7, 1)
 
 
 @cache
@@ -349,7 +404,10 @@ def _chosen(
     measured = dict(dict(asked.get("CONFIGS", ())).get(kind, ()))
     if measured.get("USE_TMA") and not tma:
         measured = {}
-    config = replace(default(kind, arch, head_dim, dtype, tma), **measured | given)
+    given = measured | given
+    if given.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # what goes with the rule's tiles alone
+        given = {"FLIP": False, "maxnreg": None} | given
+    config = replace(default(kind, arch, head_dim, dtype, tma), **given)
     return replace(
         config,
         BLOCK_M=fit(config.BLOCK_M, q_block),

@@ -104,9 +104,8 @@ class Launch(NamedTuple):
         if self.compiled and (known := self.compiled.get(self.facts)) is not None:
             self.how(known[self.grid], *[self.args[name] for name in self.kernel.arg_names])
             return
-        options = {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages}
         try:
-            made = self.how(self.kernel[self.grid], **self.args, **options)
+            made = self.how(self.kernel[self.grid], **self.args, **self.config.compiler())
         except OutOfResources as error:
             kind = self.kernel.__name__.removesuffix("_kernel")
             message = does_not_fit(kind, self.config, error.name, error.required, error.limit)
@@ -602,6 +601,8 @@ class TritonEngine:
             "PRECISION": self.options.get("PRECISION", "ieee"),
             "ACC": _acc(q),
         }
+        if kind in ("dq", "dkdv", "fused"):
+            args["FLIP"] = config.FLIP
         if by_keys:
             args["cols"] = _rows(tables.col_ptr, tables.col_runs)
             grid = (_tiles(tables, "kv", config.BLOCK_N), k.shape[1] * given["SPLIT"], q.shape[0])

@@ -184,7 +184,7 @@ def forward_kernel(
                     n_skip -= n_passed
                     t_hi = tl.minimum(t_hi, t_lo + n_take)
                     n_take -= t_hi - t_lo
-                for i_t in range(t_lo, t_hi):
+                for i_t in tl.range(t_lo, t_hi, disable_licm=not HOIST):
                     i_kv = i_t + tl.where(i_t >= cut, skip, 0)
                     kv_row, kv_pos, n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
                     o_kv = (kv_pos + o_n)[None, :]

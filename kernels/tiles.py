@@ -432,12 +432,18 @@ def dot(b_a, b_b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def inner(b_a0, b_a1, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr):
-    """a @ b^T over both pieces of channels."""
-    b_s = dot(b_a0, tl.trans(b_b0), PRECISION)
-    if W1 > 0:
-        b_s += dot(b_a1, tl.trans(b_b1), PRECISION)
-    return b_s
+def inner(b_a0, b_a1, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr, FLIP: tl.constexpr = False):
+    """a @ b^T over both pieces of channels; FLIP multiplies (b @ a^T)^T."""
+    if FLIP:
+        b_s = dot(b_b0, tl.trans(b_a0), PRECISION)
+        if W1 > 0:
+            b_s += dot(b_b1, tl.trans(b_a1), PRECISION)
+        return tl.trans(b_s)
+    else:
+        b_s = dot(b_a0, tl.trans(b_b0), PRECISION)
+        if W1 > 0:
+            b_s += dot(b_a1, tl.trans(b_b1), PRECISION)
+        return b_s
 
 
 @triton.jit

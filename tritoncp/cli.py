@@ -159,7 +159,7 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for one kernel.")
 @click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, nothing else.")
 @click.option("--check", is_flag=True, help="Fail where something got worse since the table was written.")
-@click.option("--update", is_flag=True, help="Write the table that --check compares with.")
+@click.option("--update", is_flag=True, help="Write stale rows of that table; with --check, all of them.")
 def inspect(
     archs: tuple[str, ...],
     kernels: tuple[str, ...],

@@ -22,12 +22,27 @@ TABLE = Path(tritoncp.__file__).parent / "kernels/configs/resources.json"
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
 SPECIALISED = ("full", "causal", "documents", "state")  # the first without a state to start from
 FELL = 0.03  # of a bound, before it counts as lost
+# Bounds of torch's own flex_attention, without a mask_mod in the loop: (kernel, head dim) -> with its default
+# options and with USE_TMA, on sm_90. ``python -m tests.kernels.flex`` compiles torch's templates and says so.
+FLEX = {
+    ("forward", 64): (0.876, 0.884),
+    ("forward", 128): (0.541, 0.541),
+    ("forward", 256): (0.545, 0.537),
+    ("dq", 64): (0.556, 0.537),
+    ("dq", 128): (0.689, 0.686),
+    ("dq", 256): (0.746, 0.763),
+    ("dkdv", 64): (0.557, 0.539),
+    ("dkdv", 128): (0.676, 0.683),
+    ("dkdv", 256): (0.674, 0.700),
+}
 KEPT = (  # of a row, in the table
     *(
+        "digest",
         "config",
         "registers",
         "spill_bytes",
         "shared_bytes",
+        "tensor_columns",
         "mma",
         "tma",
         "async_copies",
@@ -82,6 +97,15 @@ def inspected(jobs: Sequence[Job], processes: int | None, timeout: float) -> Gen
 def known(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
     """The committed table."""
     return {key(row): row for row in json.loads(path.read_text())["rows"]}
+
+
+def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
+    """Those whose rows in the table were made from other kernels, tiles or another Triton, or are missing."""
+    before = known()
+    with closing(compile_all(jobs, processes, 60.0, "digest")) as done:
+        found = {job: row.get("digest") for job, row in done}
+    kept = {job: before.get(key(vars(job)), {}).get("digest") for job in jobs}
+    return [job for job in jobs if found[job] is None or found[job] != kept[job]]
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
@@ -152,21 +176,22 @@ def run(
     check: bool = False,
     update: bool = False,
 ) -> list[str]:
-    """Compile, show, and with ``check`` compare with the table or with ``update`` write it.  Gives the lines
-    of what is wrong."""
+    """Compile, show, and with ``check`` compare with the table or with ``update`` write it: what is stale, or
+    with both all of it.  Gives the lines of what is wrong."""
     from rich.console import Console
 
-    rows = gather(jobs, processes, timeout, Console(stderr=True))
+    if update and not check:
+        jobs = stale(jobs, processes)
+    said = Console(stderr=True)
+    rows = gather(jobs, processes, timeout, said)
     order = {key(vars(job)): i for i, job in enumerate(jobs)}
     rows.sort(key=lambda row: order[key(row)])
-    wrong = [f"{' '.join(map(str, key(row)))}: {row['failed']}" for row in rows if "failed" in row]
-    if check:
-        before = known()
-        wrong = [
-            f"{' '.join(map(str, key(row)))}: {why}"
-            for row in rows
-            for why in complaints(row, before.get(key(row)))
-        ]
+    before = known()
+    worse = [(row, why) for row in rows for why in complaints(row, before.get(key(row)))]
+    wrong = [f"{' '.join(map(str, key(row)))}: {why}" for row, why in worse if check or "failed" in row]
+    if update and not check:
+        for row, why in ((row, why) for row, why in worse if key(row) in before):
+            said.print(f"now worse: {' '.join(map(str, key(row)))}: {why}", markup=False, highlight=False)
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
@@ -216,8 +241,15 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
     "FLOPs": lambda row: row["flops"],
     "bound": lambda row: f"{row['bound']:.0%}",
     "overlap": lambda row: f"{row['overlap']:.0%}",
+    "flex": lambda row: " ".join(f"{bound:.0%}" for bound in flex(row) or ()) or "–",
     "limited by": lambda row: row["limit"],
 }
+
+
+def flex(row: Row) -> tuple[float, float] | None:
+    """What torch's flex_attention is bounded by in a row's place, where that is known."""
+    here = row["arch"] == "sm_90" and row["dtype"] == "bfloat16"
+    return FLEX.get((row["kernel"], row["head_dim"])) if here else None
 
 
 def tiles(config: dict[str, Any]) -> str:
@@ -247,7 +279,7 @@ def show(rows: Sequence[Row], console: Any) -> None:
         "\ntiles: M×N warps/stages, TMA if by descriptor; TMA/async: copies; loop: instructions for a tile "
         "of a full block / of a masked one; FLOPs: issued over needed; bound: of the tensor cores, one tile "
         "at a time in each program; overlap: if softmax hid behind products (the model is in "
-        "tritoncp/machine_code.py)",
+        "tritoncp/machine_code.py); flex: bound of torch's flex_attention, and with USE_TMA",
         style="dim",
     )
 

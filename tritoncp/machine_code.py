@@ -234,6 +234,7 @@ class Machine(NamedTuple):
 
 KIB = 1024
 SHARED_PER_CYCLE = 128  # bytes, on every machine below
+TENSOR_COLUMNS = 512
 RESERVED = KIB  # of shared memory, for the system, in every program (NVIDIA)
 # CDNA: a vector instruction of 64 lanes takes a scheduler's 16 lanes four cycles, an exponential four times
 # as long; matrix, scalar and memory instructions are issued beside them.
@@ -298,7 +299,9 @@ class Bound(NamedTuple):
     limit: str
 
 
-def bound(spent: Cycles, warps: int, registers: int, shared: int, machine: Machine) -> Bound:
+def bound(
+    spent: Cycles, warps: int, registers: int, shared: int, machine: Machine, columns: int = 0
+) -> Bound:
     """How busy one turn of the loop can keep the tensor cores.
 
     Each of Σ FLOPs / rate, Σ instructions × warps / 4 schedulers, Σ exponentials × 8 cycles × warps / 4 and
@@ -306,12 +309,12 @@ def bound(spent: Cycles, warps: int, registers: int, shared: int, machine: Machi
     then, since all its warps wait for them, its softmax, with the tensor cores idle (what FlashAttention-3
     sets out to hide: arXiv 2407.08608, section 3).  So a program alone takes tensor + max(issue, mufu), and
     each of c programs beside each other at least a c-th of that.  Not modelled: latencies, bank and pipe
-    conflicts, tensor memory, HBM and L2, clocks.  An upper bound, and of use to compare variants of a kernel.
+    conflicts, HBM and L2, clocks.  An upper bound, and of use to compare variants of a kernel.
 
     >>> bound(Cycles(1024, 868, 528, 900), 8, 200, 150 << 10, MACHINES["sm_90"])  # flex's template, 128 x 64
     Bound(utilisation=0.541, overlap=1.0, programs=1, limit='issue after tensor; registers hold 1 program')
     """
-    programs, holds = resident(warps, registers, shared, machine)
+    programs, holds = resident(warps, registers, shared, machine, columns)
     soft = max(("issue", "mufu"), key=lambda name: getattr(spent, name))
     times = spent._asdict() | {"": (spent.tensor + getattr(spent, soft)) / programs}
     limit = max(times, key=lambda name: times[name])
@@ -325,8 +328,10 @@ def bound(spent: Cycles, warps: int, registers: int, shared: int, machine: Machi
     )
 
 
-def resident(warps: int, registers: int, shared: int, machine: Machine) -> tuple[int, str]:
+def resident(warps: int, registers: int, shared: int, machine: Machine, columns: int = 0) -> tuple[int, str]:
     """Programs that fit a multiprocessor together, and what leaves no room for another.
+
+    columns: of tensor memory, which sm_100 has 512 of, that a program takes
 
     >>> resident(8, 190, 160 << 10, MACHINES["sm_90"]), resident(4, 128, 40 << 10, MACHINES["sm_90"])
     ((1, 'registers'), (4, 'registers'))
@@ -338,6 +343,7 @@ def resident(warps: int, registers: int, shared: int, machine: Machine) -> tuple
         "registers": machine.registers // 4 // per_warp * 4 // warps,
         "shared memory": machine.shared // max(1, shared + (RESERVED if machine.lanes == 32 else 0)),
         "warps": machine.warps // warps,
+        "tensor memory": TENSOR_COLUMNS // max(1, columns),
     }
     least = min(room, key=lambda name: room[name])
     return max(1, room[least]), least

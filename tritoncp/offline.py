@@ -3,11 +3,15 @@
 Triton itself turns a launch's arguments into a signature (`JITFunction.warmup`), told by a stand-in for its
 driver which GPU to compile for: what is compiled is what would be launched.
 
-``python -m tritoncp.offline`` is such a process: a job a line in, a report a line out, both JSON.
+``python -m tritoncp.offline`` is such a process: a job a line in, an answer a line out, both JSON.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import hashlib
+import inspect
 import json
 import os
 import queue
@@ -16,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -108,34 +113,31 @@ class Job:
         """
         return f"{self.kernel} {self.arch} d{self.head_dim} {self.dtype} {self.variant}"
 
-    def encode(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
-    def decode(cls, text: str) -> Job:
-        raw = json.loads(text)
-        raw["config"] = raw["config"] and Config(**raw["config"])
-        raw["call"] = raw["call"] and Call(*raw["call"])
-        return cls(**raw)
+    def of(cls, raw: dict[str, Any]) -> Job:
+        """The job that ``asdict`` made this of."""
+        config, call = raw["config"], raw["call"]
+        return cls(**raw | {"config": config and Config(**config), "call": call and Call(*call)})
 
 
 # -- many jobs, in processes -------------------------------------------------------------------------------
 
 
 def compile_all(
-    jobs: Iterable[Job], processes: int | None = None, timeout: float = 300.0
+    jobs: Iterable[Job], processes: int | None = None, timeout: float = 300.0, question: str = "report"
 ) -> Generator[tuple[Job, dict[str, Any]]]:
     """Each job and its report, in the order in which they are done.
 
     processes: how many compile at a time; one for each core unless given
     timeout:   seconds for one job
+    question:  "report", or "digest" for no more than that, which compiles nothing
 
     A report is what :func:`report` says, or ``{"failed": why}``: a compiler that raises, dies or takes too
     long costs the others nothing.  The processes end with the iteration.
     """
     compilers = Compilers(processes, timeout)
     try:
-        yield from compilers.compiled(jobs)
+        yield from compilers.compiled(jobs, question)
     finally:
         compilers.end()
 
@@ -147,7 +149,9 @@ class Compilers:
         self._most, self._timeout = processes or os.cpu_count() or 1, timeout
         self._workers: list[Worker] = []
 
-    def compiled(self, jobs: Iterable[Job]) -> Generator[tuple[Job, dict[str, Any]]]:
+    def compiled(
+        self, jobs: Iterable[Job], question: str = "report"
+    ) -> Generator[tuple[Job, dict[str, Any]]]:
         """As :func:`compile_all`. Whoever stops listening ends the jobs that are being worked on."""
         todo = list(jobs)
         if not todo:
@@ -160,7 +164,7 @@ class Compilers:
         def compiled(job: Job) -> dict[str, Any]:
             worker = idle.get()
             try:
-                return worker.ask(job, self._timeout)
+                return worker.ask(question, job, self._timeout)
             finally:
                 idle.put(worker)
 
@@ -191,7 +195,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._ended = False
 
-    def ask(self, job: Job, timeout: float) -> dict[str, Any]:
+    def ask(self, question: str, job: Job, timeout: float) -> dict[str, Any]:
         process = self._process = self._process or self._started()
         late = threading.Event()
 
@@ -203,7 +207,7 @@ class Worker:
         timer.start()
         try:
             assert process.stdin and process.stdout
-            process.stdin.write(job.encode() + "\n")
+            process.stdin.write(json.dumps([question, asdict(job)]) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
@@ -362,17 +366,17 @@ def compiled(launch: Any, arch: str) -> Any:
     from triton.runtime.driver import driver
 
     driver.set_active(Stand(target_of(arch)))
-    options = {"num_warps": launch.config.num_warps, "num_stages": launch.config.num_stages}
-    return launch.kernel.warmup(grid=launch.grid, **launch.args, **options)
+    return launch.kernel.warmup(grid=launch.grid, **launch.args, **launch.config.compiler())
 
 
 def report(job: Job) -> dict[str, Any]:
     """What there is to say about one compiled kernel, as JSON holds it.
 
-    registers of a thread; spill_bytes of a thread (the kernels have no arrays, so all thread-local memory
-    is spilled registers); warps, which are more than the config's where they are specialised; shared_bytes of
-    a program; mma: matrix instructions by name; tma: bulk tensor copies, async_copies: others that need no
-    registers; then what :func:`inner_loop` finds
+    digest of what it was made from; registers of a thread; spill_bytes of a thread (the kernels have no
+    arrays, so all thread-local memory is spilled registers); warps, which are more than the config's where
+    they are specialised; shared_bytes of a program; tensor_columns: of sm_100's tensor memory that it takes;
+    mma: matrix instructions by name; tma: bulk tensor copies, async_copies: others that need no registers;
+    then what :func:`inner_loop` finds
     """
     launch = launch_of(job)
     if job.config and job.config.USE_TMA > launch.config.USE_TMA:
@@ -388,9 +392,11 @@ def report(job: Job) -> dict[str, Any]:
         "dtype": job.dtype,
         "variant": job.variant,
         "config": asdict(launch.config),
+        "digest": digest(launch),
         **found,
         "warps": kernel.metadata.num_warps,
         "shared_bytes": kernel.metadata.shared,
+        "tensor_columns": getattr(kernel.metadata, "tmem_size", None) or 0,
         "mma": _matrix(names),
         "tma": sum(name.startswith("UTMALDG") for name in names),
         "async_copies": sum(name.startswith("LDGSTS") for name in names),
@@ -398,6 +404,56 @@ def report(job: Job) -> dict[str, Any]:
     if row["mma"] and job.dtype != "float32":  # the rates of machine_code are those of 16-bit products
         row |= inner_loop(job, launch.config, code, kernel.asm.get("ptx", ""), row)
     return row
+
+
+def digest(launch: Any) -> str:
+    """Of all that a report depends on: Triton, tiles, arguments without what lies in memory, the source of
+    the kernel and of what it calls, and of what reads its machine code. Comments, docstrings and line
+    numbers count for nothing.
+    """
+    import triton
+
+    sources = {"": _source(machine_code)[0]}
+    named = {name: _described(value, sources) for name, value in sorted(launch.args.items())}
+    kernel = _described(launch.kernel, sources)
+    about = triton.__version__, asdict(launch.config), kernel, named, sorted(sources.items())
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+
+
+def _described(value: Any, sources: dict[str, str]) -> Any:
+    """A kernel's argument, or a global of its module, as far as code depends on it: jit functions by name,
+    with their source, and that of what they use, in ``sources``."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype)
+    if hasattr(value, "block_shape"):  # a tensor descriptor
+        return str(value.base.dtype), value.block_shape
+    if isinstance(value, tuple):
+        return [_described(one, sources) for one in value]
+    if (function := getattr(value, "fn", None)) is None:
+        return str(value)
+    name = f"{function.__module__}.{function.__qualname__}"
+    if name not in sources:
+        sources[name], used = _source(function)
+        known = ((other, function.__globals__[other]) for other in used if other in function.__globals__)
+        uses = [(other, _described(it, sources)) for other, it in known if not inspect.ismodule(it)]
+        sources[name] += repr(uses)
+    return name
+
+
+@functools.cache
+def _source(what: Any) -> tuple[str, list[str]]:
+    """A function's or module's syntax, without comments, docstrings and where things stand, and the names
+    in it."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(what)))
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            node.body = [one for one in body if not _is_text(one)]  # type: ignore[attr-defined]
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return ast.dump(tree), sorted(names)
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def inner_loop(
@@ -419,7 +475,8 @@ def inner_loop(
         done = machine_code.products(machine_code.innermost(machine_code.ptx(ptx))[0])
     each = [machine_code.cycles(group, done, config.num_warps, machine) for group in groups]
     spent = machine_code.Cycles(*map(sum, zip(*each)))
-    limit = machine_code.bound(spent, row["warps"], row["registers"], row["shared_bytes"], machine)
+    used = row["registers"], row["shared_bytes"], machine, row["tensor_columns"]
+    limit = machine_code.bound(spent, row["warps"], *used)
     issued = spent.tensor * machine.flops / useful(job, config)
     return {
         "loop": len(body),
@@ -486,6 +543,12 @@ def _found(pattern: str, text: str) -> str:
     return match[1]
 
 
+QUESTIONS: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "report": report,
+    "digest": lambda job: {"digest": digest(launch_of(job))},
+}
+
+
 def main() -> None:
     """Answer jobs until nobody asks any more."""
     answers = os.fdopen(os.dup(1), "w")
@@ -493,7 +556,8 @@ def main() -> None:
     name_functions()
     for line in sys.stdin:
         try:
-            answer = report(Job.decode(line))
+            question, job = json.loads(line)
+            answer = QUESTIONS[question](Job.of(job))
         except Exception as error:  # whatever a compiler throws: the others go on
             answer = {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}
         answers.write(json.dumps(answer) + "\n")

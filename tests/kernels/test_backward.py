@@ -68,6 +68,15 @@ def test_a_loss_of_lse_that_is_not_smooth_at_empty_rows_leaves_no_nan() -> None:
         close(t.grad, g, "gradient")
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+@pytest.mark.parametrize("mask", ["causal", "documents"])
+def test_gradients_from_scores_computed_transposed(mask: str, fused: bool) -> None:
+    """Two pieces of channels, grouped heads; and a limit on registers, which no answer depends on."""
+    x = qkv(CAUSAL.q_len, heads=2, kv_heads=1, dim=40, v_dim=16)
+    options = {"FLIP": True, "maxnreg": 128, "FUSED_BACKWARD": fused}
+    check(x, {"causal": CAUSAL, "documents": DOCUMENTS}[mask], **options)
+
+
 @pytest.mark.parametrize("wanted", ["q", "k", "v", "kv"])
 def test_gradients_of_some_inputs_only(wanted: str) -> None:
     x = qkv(40, dtype=F64)

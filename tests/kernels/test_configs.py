@@ -32,6 +32,25 @@ def test_every_architecture_and_dim_has_a_default(arch: str, kind: str) -> None:
             assert min(config.BLOCK_M, config.BLOCK_N) >= 16
 
 
+def test_what_goes_with_the_rules_tiles_does_not_go_with_others() -> None:
+    """A limit on registers, a transposed product: made for tiles of one size."""
+    assert chosen("dq", {}).maxnreg == 128 and chosen("dq", {"num_stages": 3}).maxnreg == 128
+    assert chosen("dq", {"BLOCK_N2": 64}).maxnreg is None
+    wide = "dkdv", "sm_90", 256, torch.bfloat16, 128, 128
+    assert choose(*wide, {}).FLIP and not choose(*wide, {"BLOCK_M1": 64}).FLIP
+    assert choose(*wide, {"BLOCK_M1": 64, "FLIP": True}).FLIP
+
+
+def test_products_are_not_transposed_where_triton_gets_them_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = "dkdv", "sm_90", 256, torch.bfloat16
+    for version in ("3.7.1", "3.8.0+git12"):
+        monkeypatch.setattr("triton.__version__", version)
+        assert default(*wide).FLIP
+    for version in ("3.6.0", "3.7.0"):
+        monkeypatch.setattr("triton.__version__", version)
+        assert default(*wide) == default(*wide, tma=False)
+
+
 def test_names_that_torch_knows_are_known() -> None:
     plain = set(FlexKernelOptions.__annotations__)
     values = {
@@ -72,7 +91,7 @@ def test_tiles_go_to_their_pass(kind: str, prefix: str, suffix: str) -> None:
     options = {f"BLOCK_M{suffix}": 32, f"BLOCK_N{suffix}": 16, "num_warps": 2, "num_stages": 1}
     assert tile(kind, options) == (32, 16, 2, 1)
     for other in set(PASSES) - {kind}:
-        assert chosen(other, options) == replace(chosen(other, {}), num_warps=2, num_stages=1)
+        assert chosen(other, options) == replace(chosen(other, {}), num_warps=2, num_stages=1, maxnreg=None)
     prefixed = {prefix + name: value for name, value in options.items()}
     assert tile(kind, prefixed) == (32, 16, 2, 1)
     assert tile(kind, {**prefixed, "num_warps": 16}) == (32, 16, 2, 1)  # the prefixed name is stronger

@@ -202,10 +202,16 @@ def candidates(target: Target, arch: str) -> list[Config]:
             [n for n in (16, 32, 64, 128) if size // 2 <= n <= size * 2]
             for size in (rule.BLOCK_M, rule.BLOCK_N)
         ]
+        plain = replace(rule, FLIP=False, maxnreg=None)
+        sized = [replace(plain, BLOCK_M=m, BLOCK_N=n) for m, n in itertools.product(*near)]
         listed |= {
-            replace(rule, BLOCK_M=m, BLOCK_N=n, num_warps=warps, num_stages=stages)
-            for m, n, warps, stages in itertools.product(*near, (4, 8), (1, 2, 3, 4))
+            replace(config, num_warps=warps, num_stages=stages)
+            for config, warps, stages in itertools.product(sized, (4, 8), (1, 2, 3, 4))
         }
+        if not arch.startswith("gfx"):  # two programs on a multiprocessor
+            listed |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
+        if target.kernel != "forward":
+            listed |= {replace(config, FLIP=True) for config in sized}
     values = asdict(own)
 
     def order(config: Config) -> tuple[Any, ...]:
