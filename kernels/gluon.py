@@ -356,11 +356,14 @@ def load_state(
 
 @gluon.jit
 def pointers(x, walk, row, n_m, LAYOUT: gl.constexpr, E: gl.constexpr):
-    """Of rows ``row`` and on [64, E], and which of them are this tile's."""
+    """Of rows ``row`` and on [64, E], and which of them are this tile's.
+
+    Not hoisted: as offsets that loads and stores share they would stay in registers throughout the loops.
+    """
     o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
     o_e = gl.arange(0, E, gl.SliceLayout(0, LAYOUT))
     m = (o_m < n_m)[:, None] & (o_e >= 0)[None, :]
-    return tile_pointers(x, head(x, walk.i_b, walk.i_h), row, o_m, o_e, True), m
+    return tile_pointers(x, head(x, walk.i_b, walk.i_h), row, o_m, o_e, False), m
 
 
 @gluon.jit
