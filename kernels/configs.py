@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 PASSES = ("forward", "dq", "dkdv")
-KINDS = (*PASSES, "fused", "specialised")  # of tiles
+KINDS = (*PASSES, "fused", "specialised", "gluon")  # of tiles
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             (128, 64, 4, 2, TMA),
             dims=(64, 128, 192),
         ),
+        "gluon": _dims((128, 128, 4, 4, *TMA), (128, 128, 4, 3, *TMA), dims=(64, 128)),  # warps of a group
     },
     "sm_90, pointers": {
         "forward": _dims((128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
@@ -222,7 +223,7 @@ _SWITCH = (False, True)  # what any other field of Config may be
 # Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here)
 OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-ROUTES = ("loops", "specialised")  # of the forward pass; the first unless told otherwise
+ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first unless told otherwise
 # torch's names that say how its own kernels should go about it: known, and without effect here. As is
 # "deterministic", which chooses the score_mod's gradient before there is a launch.
 HINTS = (
@@ -316,8 +317,8 @@ def option_names(kind: str) -> dict[str, tuple[str, str]]:
     >>> option_names("dkdv")["BLOCK_M"]
     ('BLOCK_M1', 'bwd_BLOCK_M1')
     """
-    ends = dict.fromkeys(("forward", "few", "specialised"), ("fwd_", "")) | {"dq": ("bwd_", "2")}
-    prefix, suffix = ends.get(kind, ("bwd_", "1"))
+    ends = {"dq": ("bwd_", "2"), "dkdv": ("bwd_", "1"), "fused": ("bwd_", "1")}
+    prefix, suffix = ends.get(kind, ("fwd_", ""))
     plain = {
         name: name + suffix if name.startswith("BLOCK") else name for name in Config.__dataclass_fields__
     }

@@ -253,6 +253,7 @@ class TritonEngine:
         store_state: bool = False,
         h_offset: int = 0,
         full: bool = True,
+        kind: str = "forward",
     ) -> Launch:
         """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``.
 
@@ -281,8 +282,8 @@ class TritonEngine:
             "STORE_MAX": max_scores is not None,
         }
         tensors = {"q": q, "k": k, "v": v}
-        made = self._launch(forward_kernel, "forward", tensors, tables, h_offset, fixed, moving)
-        return made if made.args["splits"] is None else _shared(made, q, v, tables)
+        made = self._launch(forward_kernel, kind, tensors, tables, h_offset, fixed, moving)
+        return made if made.args.get("splits") is None else _shared(made, q, v, tables)
 
     def specialised(
         self,
@@ -337,6 +338,38 @@ class TritonEngine:
         last = self._launch(kernel, "specialised", tensors, tables, h_offset, fixed, moving)
         args = {name: last.args[name] for name in kernel.arg_names}  # those of masks are not among them
         return Launches((*parts, last._replace(args=args, how=allocating)))
+
+    def gluon(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch:
+        """The same in one launch, whose groups of warps take turns: see :mod:`tritoncp.kernels.gluon`."""
+        from tritoncp.kernels import gluon
+
+        launch = self.loops(q, k, v, tables, **step, kind="gluon")
+        args = gluon.arguments(launch.args, q, launch.config)
+        return launch._replace(kernel=gluon.gluon_forward_kernel, args=args, compiled=None)
+
+    def gluon_obstacles(self, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
+        """Why a step cannot go by the route in Gluon."""
+        arch, dims = self.arch or architecture(q.device), {q.shape[3], v.shape[3]}
+        if arch == "interpreter":
+            raise ValueError("ROUTE='gluon' is for GPUs and cannot be interpreted; leave it out on a CPU")
+        if arch != "sm_90":
+            yield f"its instructions are those of sm_90, and this is {arch}"
+        if q.dtype.itemsize != 2:
+            yield f"{q.dtype} is not multiplied by wgmma"
+        if not dims <= {64, 128}:
+            yield f"it takes head dims of 64 and 128, and has {', '.join(map(str, sorted(dims)))}"
+        else:
+            config = self._config("gluon", q, v, tables)
+            if (config.BLOCK_M, config.num_warps) != (128, 4) or config.num_stages < 2:
+                yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
+            elif tables.kv_block % config.BLOCK_N or not 64 <= config.BLOCK_N <= 128:
+                yield f"it takes tiles of 64 or 128 keys that divide blocks of {tables.kv_block}"
+        if self.mods.score or tables.mask == "mod":
+            yield "a score_mod or mask_mod says nothing of layouts, which Gluon wants to be told"
+        if not self.scale > 0:
+            yield f"the scale is folded into the exponent, and {self.scale} is not positive"
+        if not (copyable(q) and _streamed(tables, {"k": k, "v": v}, False).copyable()):
+            yield "q, k or v has strides, an address or ends of slots that leave nothing to descriptors"
 
     def obstacles(self, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
         """Why a step cannot go, or should not go, by the specialised route."""
@@ -617,18 +650,25 @@ _DELTAS: dict[Any, Any] = {}  # what Triton compiled; there are no tables to kee
 
 
 def or_loops(
-    engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any
+    route: str, engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any
 ) -> Launch | Launches:
-    """The specialised route where it can be had and pays, else one launch, and a warning that says why."""
-    why = next(engine.obstacles(q, k, v, tables), None)
+    """A route where it can be had and pays, else one launch, and a warning that says why."""
+    gluon = route == "gluon"
+    obstacles, launch = (
+        (engine.gluon_obstacles, engine.gluon) if gluon else (engine.obstacles, engine.specialised)
+    )
+    why = next(obstacles(q, k, v, tables), None)
     if why is None:
-        return engine.specialised(q, k, v, tables, **step)
-    warnings.warn(f"ROUTE='specialised' is asked for; this step goes by 'loops': {why}", stacklevel=2)
+        return launch(q, k, v, tables, **step)
+    warnings.warn(f"ROUTE={route!r} is asked for; this step goes by 'loops': {why}", stacklevel=2)
     return engine.loops(q, k, v, tables, **step)
 
 
 # Route of the forward pass -> what makes its launch.  The first is the default, and does everything.
-ROUTES: dict[str, Callable[..., Launch | Launches]] = {"loops": TritonEngine.loops, "specialised": or_loops}
+ROUTES: dict[str, Callable[..., Launch | Launches]] = {
+    "loops": TritonEngine.loops,
+    **{route: partial(or_loops, route) for route in ("specialised", "gluon")},
+}
 
 
 def _nothing() -> None:

@@ -15,13 +15,17 @@ protocol of the barriers as a model, and reads the order of instructions in what
 
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tritoncp.kernels.configs import Config
 from tritoncp.kernels.tiles import (
     LN2,
     LOG2E,
+    descriptors,
     head,
     in_window,
     locate,
@@ -556,6 +560,7 @@ def gluon_forward_kernel(
     STORE_MAX: gl.constexpr,
 ):
     gl.static_assert(BLOCK_M == 2 * GROUP_ROWS and KV_BLOCK % BLOCK_N == 0 and SCALE > 0)
+    gl.static_assert(STAGES >= 2)  # V(j) is waited for before V(j - 1) is released
     C: gl.constexpr = SCALE * LOG2E
     # Later rows of a causal mask are the heaviest: start with them.
     i_tile = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -690,3 +695,22 @@ def gluon_forward_kernel(
         [4, 1],
         [GROUP_REGISTERS, PRODUCER_REGISTERS],
     )
+
+
+def arguments(args: dict[str, Any], q: Tensor, config: Config) -> dict[str, Any]:
+    """This kernel's arguments out of those of forward_kernel, and how many registers it may have."""
+    q_desc, _ = descriptors(q, GROUP_ROWS.value, (q.shape[3], 0))
+    found = args | {
+        "q_desc": laid_out(q_desc),
+        "k_desc": laid_out(args["k_desc0"]),
+        "v_desc": laid_out(args["v_desc0"]),
+        "STAGES": config.num_stages,
+        "maxnreg": REGISTERS,
+    }
+    return {name: found[name] for name in (*gluon_forward_kernel.arg_names, "maxnreg")}
+
+
+def laid_out(desc: Any) -> TensorDescriptor:
+    """A descriptor of tiles that lie in shared memory as wgmma reads them."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout)

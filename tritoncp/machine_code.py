@@ -299,8 +299,31 @@ class Bound(NamedTuple):
     limit: str
 
 
+def hidden(body: Iterable[Instruction]) -> float:
+    """The share of a loop's exponentials that run while a wgmma of the same warps is under way: issued, in
+    program order, and not waited for.  (One that ends a group has ``gsb0``; ``DEPBAR.LE gsb0, n`` waits until
+    n groups are left.)
+
+    >>> say = lambda *lines: [Instruction(*line.split(" ", 1)) for line in lines]
+    >>> ahead = say("HGMMA.64x128x16 R24, gsb0", "HGMMA.64x128x16 R88, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1")
+    >>> last, soft = say("WARPGROUP.DEPBAR.LE gsb0, 0x0"), say("MUFU.EX2 R1, R1")
+    >>> hidden(ahead + soft + last), hidden(ahead + last + soft)
+    (1.0, 0.0)
+    """
+    waiting, beside, exponentials = 0, 0, 0
+    for x in body:
+        if x.op.startswith("HGMMA"):
+            waiting += "gsb0" in x.operands
+        elif x.op.startswith("WARPGROUP.DEPBAR"):
+            waiting = min(waiting, int(x.operands.split(",")[1], 16))
+        elif kind_of(x.op) == "mufu":
+            exponentials += 1
+            beside += waiting > 0
+    return beside / max(1, exponentials)
+
+
 def bound(
-    spent: Cycles, warps: int, registers: int, shared: int, machine: Machine, columns: int = 0
+    spent: Cycles, warps: int, registers: int, shared: int, machine: Machine, columns: int = 0, hidden: float = 0
 ) -> Bound:
     """How busy one turn of the loop can keep the tensor cores.
 
@@ -308,15 +331,17 @@ def bound(
     Σ bytes / 128 is a time that nothing can beat.  A program computes one tile at a time: its products,
     then, since all its warps wait for them, its softmax, with the tensor cores idle (what FlashAttention-3
     sets out to hide: arXiv 2407.08608, section 3).  So a program alone takes tensor + max(issue, mufu), and
-    each of c programs beside each other at least a c-th of that.  Not modelled: latencies, bank and pipe
-    conflicts, HBM and L2, clocks.  An upper bound, and of use to compare variants of a kernel.
+    each of c programs beside each other at least a c-th of that, of the softmax as much as is not ``hidden``.
+    Not modelled: latencies, bank and pipe conflicts, HBM and L2, clocks.  An upper bound, and of use to compare
+    variants of a kernel.
 
     >>> bound(Cycles(1024, 868, 528, 900), 8, 200, 150 << 10, MACHINES["sm_90"])  # flex's template, 128 x 64
     Bound(utilisation=0.541, overlap=1.0, programs=1, limit='issue after tensor; registers hold 1 program')
     """
     programs, holds = resident(warps, registers, shared, machine, columns)
     soft = max(("issue", "mufu"), key=lambda name: getattr(spent, name))
-    times = spent._asdict() | {"": (spent.tensor + getattr(spent, soft)) / programs}
+    after = (1 - hidden) * getattr(spent, soft)
+    times = spent._asdict() | {"": (spent.tensor + after) / programs if after else 0.0}
     limit = max(times, key=lambda name: times[name])
     many = f"{holds} hold{'s' * (holds[-1] != 's')} {programs} program{'s' * (programs > 1)}"
     words = {"tensor": "tensor cores", "shared": "shared memory", "": f"{soft} after tensor; {many}"}

@@ -83,7 +83,8 @@ class Job:
 
     kernel: one of KERNELS; "fused": dK/dV that adds up dQ as well; "masked" and "specialised": the launches
             of the specialised route, of which the second starts from a state if there are masked blocks;
-            "combine": what follows a forward pass whose keys several programs share (variant "few")
+            "combine": what follows a forward pass whose keys several programs share (variant "few"); "gluon": the
+            launch of that route
     config: the tiles; None = those of the rule
     v_head_dim: channels of values; None = as many
     score:  a score_mod, as tritoncp/expressions.py reads it
@@ -297,9 +298,11 @@ def launch_of(job: Job) -> Any:
     acc, dq_sum = torch.empty(1, HEADS, rows, e), torch.empty(1, HEADS, rows, d)
     dk, dv = torch.empty(keys, 1, KV_HEADS, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
     engine = TritonEngine(mods_of(job.score, q, mod), d**-0.5, options, arch=job.arch)
-    if job.kernel in ("forward", "combine", "masked", "specialised"):
+    if job.kernel in ("forward", "combine", "masked", "specialised", "gluon"):
         state = State(acc, m, l) if variant.load or variant.store else None
         steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
+        if job.kernel == "gluon":
+            return engine.gluon(q, k, v, tables, out=out, lse=lse, **steps)
         if job.kernel in ("masked", "specialised"):
             parts = engine.specialised(q, k, v, tables, out=out, lse=lse, **steps).parts
             return parts[0 if job.kernel == "masked" else -1]
@@ -460,15 +463,16 @@ def inner_loop(
     job: Job, config: Config, code: machine_code.Code, ptx: str, row: dict[str, Any]
 ) -> dict[str, Any]:
     """The loop over full blocks: the shortest of the innermost ones with matrix products.  The loop over
-    masked blocks, if there is one, does the same and masks.  Specialised warps have a loop for each group of
-    as many warps as the config says; counts of instructions are those of the longest.
+    masked blocks, if there is one, does the same and masks.  Specialised warps have one loop for each of two
+    groups of as many warps as the config says; counts of instructions are those of the longest.
 
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
-    registers in both; cycles of one turn, programs on a multiprocessor and limit: see machine_code.bound;
-    flops: issued over those of the tile; bound, overlap: of the tensor cores, useful FLOPs over the peak
+    registers in both; hidden: the share of exponentials that run beside products; cycles of one turn,
+    programs on a multiprocessor and limit: see machine_code.bound; flops: issued over those of the tile;
+    bound, overlap: of the tensor cores, useful FLOPs over the peak
     """
     loops, machine = machine_code.innermost(code), machine_code.MACHINES[family(job.arch)]
-    groups = loops if row["warps"] > config.num_warps else loops[:1]
+    groups = loops[: 2 if row["warps"] > config.num_warps else 1]
     body, masked = groups[-1], loops[len(groups) :]
     done = machine_code.products(body)
     if any(name.startswith("UTC") for name in row["mma"]) and machine_code.products(body) == []:
@@ -476,13 +480,15 @@ def inner_loop(
     each = [machine_code.cycles(group, done, config.num_warps, machine) for group in groups]
     spent = machine_code.Cycles(*map(sum, zip(*each)))
     used = row["registers"], row["shared_bytes"], machine, row["tensor_columns"]
-    limit = machine_code.bound(spent, row["warps"], *used)
+    hidden = min(map(machine_code.hidden, groups))
+    limit = machine_code.bound(spent, row["warps"], *used, hidden)
     issued = spent.tensor * machine.flops / useful(job, config)
     return {
         "loop": len(body),
         "masked_loop": len(masked[0]) if masked else None,
         "mix": machine_code.mix(body),
         "loop_spills": sum(machine_code.kind_of(x.op) == "spill" for loop in loops for x in loop),
+        "hidden": round(hidden, 3),
         "cycles": {name: round(value) for name, value in spent._asdict().items()},
         "programs": limit.programs,
         "flops": round(issued, 4),
