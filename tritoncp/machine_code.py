@@ -322,6 +322,55 @@ def hidden(body: Iterable[Instruction]) -> float:
     return beside / max(1, exponentials)
 
 
+def touched(body: Iterable[Instruction]) -> list[Instruction]:
+    """Instructions that touch sums of a wgmma under way, or write to its left side: the answer would depend
+    on who is faster.  m64 products: N / 2 registers of sums, 4 of a left side that is not in shared memory.
+
+    >>> say = lambda *lines: [Instruction(*line.split(" ", 1)) for line in lines]
+    >>> product = say("HGMMA.64x128x16 R88, R152, gdesc[UR8], R88, gsb0")
+    >>> found = touched(product + say("FADD R2, R151, R152", "FADD R2, R152, R2", "MOV R155, R2"))
+    >>> [x.operands for x in found]
+    ['R2, R151, R152', 'R155, R2']
+    """
+    groups: list[tuple[set[int], set[int]]] = []
+    sums, left = set[int](), set[int]()
+    found = []
+    for x in body:
+        if shape := re.match(r"HGMMA\.64x(\d+)x", x.op):
+            base, *rest = re.findall(r"\bR(\d+)", x.operands)
+            sums |= {int(base) + i for i in range(int(shape[1]) // 2)}
+            if re.match(r"R\d+, R\d+", x.operands):
+                left |= {int(rest[0]) + i for i in range(4)}
+            if "gsb0" in x.operands:
+                groups.append((sums, left))
+                sums, left = set(), set()
+        elif x.op.startswith("WARPGROUP.DEPBAR"):
+            groups = groups[max(0, len(groups) - int(x.operands.split(",")[1], 16)) :]
+        else:
+            writes, reads = registers(x)
+            busy, read = set(sums), set(left)
+            for more, others in groups:
+                busy, read = busy | more, read | others
+            if (writes | reads) & busy or writes & read:
+                found.append(x)
+    return found
+
+
+def registers(x: Instruction) -> tuple[set[int], set[int]]:
+    """Vector registers that an instruction writes, taken to be its first operand, and reads.
+
+    >>> registers(Instruction("LDS.64", "R4, [R8+0x10]")), registers(Instruction("STG.E.128", "[R2.64], R8"))
+    (({4, 5}, {8}), (set(), {2, 3, 8, 9, 10, 11}))
+    """
+    wide = {"64": 2, "128": 4}.get(x.op.rpartition(".")[2], 1)
+    first, _, rest = x.operands.partition(",")
+    target = re.match(r"R(\d+)$", first.strip())
+    writes = {int(target[1]) + i for i in range(wide)} if target else set[int]()
+    places = re.findall(r"\bR(\d+)(\.64)?", rest if target else x.operands)
+    each = wide if x.op.startswith("ST") else 1
+    return writes, {int(at) + i for at, pair in places for i in range(2 if pair else each)}
+
+
 def bound(
     spent: Cycles, warps: int, registers: int, shared: int, machine: Machine, columns: int = 0, hidden: float = 0
 ) -> Bound:

@@ -467,8 +467,8 @@ def inner_loop(
     groups of as many warps as the config says; counts of instructions are those of the longest.
 
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
-    registers in both; hidden: the share of exponentials that run beside products; cycles of one turn,
-    programs on a multiprocessor and limit: see machine_code.bound; flops: issued over those of the tile;
+    registers in both; hidden: the share of exponentials that run beside products; touched:
+    instructions that get in the way of a product under way; cycles of one turn, programs on a multiprocessor and limit: see machine_code.bound; flops: issued over those of the tile;
     bound, overlap: of the tensor cores, useful FLOPs over the peak
     """
     loops, machine = machine_code.innermost(code), machine_code.MACHINES[family(job.arch)]
@@ -489,6 +489,7 @@ def inner_loop(
         "mix": machine_code.mix(body),
         "loop_spills": sum(machine_code.kind_of(x.op) == "spill" for loop in loops for x in loop),
         "hidden": round(hidden, 3),
+        "touched": sum(len(machine_code.touched(loop)) for loop in loops),
         "cycles": {name: round(value) for name, value in spent._asdict().items()},
         "programs": limit.programs,
         "flops": round(issued, 4),
