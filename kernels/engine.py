@@ -354,9 +354,10 @@ class TritonEngine:
             raise ValueError("ROUTE='gluon' is for GPUs and cannot be interpreted; leave it out on a CPU")
         if arch != "sm_90":
             yield f"its instructions are those of sm_90, and this is {arch}"
+            return
         if q.dtype.itemsize != 2:
             yield f"{q.dtype} is not multiplied by wgmma"
-        if not dims <= {64, 128}:
+        elif not dims <= {64, 128}:
             yield f"it takes head dims of 64 and 128, and has {', '.join(map(str, sorted(dims)))}"
         else:
             config = self._config("gluon", q, v, tables)

@@ -1,5 +1,5 @@
 """Runs the Gluon kernel's own source in Python: partitions as threads that take turns at random, shared
-memory, barriers and asynchronous copies and products as the PTX ISA has them, with the weakest timing it allows.
+memory, barriers and asynchronous copies and products as the PTX ISA has them, in the weakest order it allows.
 
 No layouts, registers or rounding of P: what it shows is indices, masks, phases, and that nothing is read
 before it is there, written while it is read, or waited for in vain.

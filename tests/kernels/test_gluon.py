@@ -122,7 +122,7 @@ def test_groups_take_turns() -> None:
 @pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
 @pytest.mark.parametrize("name", ["causal", "documents"])
 def test_shards_and_steps(name: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the public call: two ranks' blocks in zig-zag, keys wherever a table says, state from step to step."""
+    """By the public call: two ranks' blocks in zig-zag, keys where a table says, state from step to step."""
 
     def forward(self: TritonEngine, *args: Any, **step: Any) -> Callable[[], Any]:
         launch = replace(self, arch="sm_90").gluon(*args, **step)
