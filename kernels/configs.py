@@ -275,14 +275,14 @@ def fuses(arch: str) -> bool:
     return "fused" in _RULES[family(arch)]
 
 
-def specialises(arch: str) -> int:
-    """The largest head dim whose forward pass may be specialised on ``arch``, 0 for none: see
-    :mod:`tritoncp.kernels.specialised`.
+def specialises(arch: str, kind: str = "specialised") -> int:
+    """The largest head dim whose forward pass may have specialised warps on ``arch``, 0 for none: see
+    :mod:`tritoncp.kernels.specialised`, or for "gluon" :mod:`tritoncp.kernels.gluon`.
 
-    >>> specialises("sm_90"), specialises("sm_100")
-    (192, 0)
+    >>> specialises("sm_90"), specialises("sm_90", "gluon"), specialises("sm_100")
+    (192, 128, 0)
     """
-    return max(_RULES[family(arch)].get("specialised", {}), default=0)
+    return max(_RULES[family(arch)].get(kind, {}), default=0)
 
 
 def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True) -> Config:

@@ -109,6 +109,7 @@ def test_bounds_that_fall_and_units_that_are_lost_are_named() -> None:
         ({"flops": 2.0}, "issues 2.0 times"),
         ({"spill_bytes": 8}, "8 spilled bytes, before 0"),
         ({"loop_spills": 2}, "2 spills in the loop"),
+        ({"touched": 3}, "3 instructions touch registers of products"),
         ({"shared_bytes": 300_000}, "300000 bytes of shared memory, there are 232448"),
         ({"mma": {"HMMA.16816": 3}}, "by HMMA, before by HGMMA"),
         ({"failed": "it broke"}, "it broke"),

@@ -151,7 +151,13 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
 @click.option(
     "--arch", "archs", multiple=True, metavar="NAME", help="sm_90, gfx942, ... [default: all shipped]"
 )
-@click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="forward, delta, dq, dkdv, fused.")
+@click.option(
+    "--kernel",
+    "kernels",
+    multiple=True,
+    metavar="NAME",
+    help="forward, delta, dq, dkdv, fused, masked, specialised, gluon.",
+)
 @click.option("--head-dim", "dims", multiple=True, type=int, help="64, 96, 128, ...")
 @click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="bfloat16, float16, float32.")
 @click.option("--mask", "masks", multiple=True, metavar="NAME", help="full, causal, state, ...")

@@ -59,7 +59,7 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     that; head dims of two pieces, float16 and float32 with the kind that has most in registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (111, 378)
+    (122, 389)
     """
     jobs = []
     for arch in archs:
@@ -74,9 +74,12 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
             if dim <= specialises(arch):
                 jobs += [Job("specialised", arch, dim, variant=mask) for mask in SPECIALISED]
                 jobs.append(Job("masked", arch, dim))
+            if dim <= specialises(arch, "gluon"):
+                jobs += [Job("gluon", arch, dim, variant=mask) for mask in MASKS if mask != "mask_mod"]
         jobs += [Job(name, arch, dim) for dim in (96, 192) for name in passes]
         jobs += [Job("specialised", arch, dim) for dim in (96, 192) if dim <= specialises(arch)]
         jobs += [Job(name, arch, 128, "float16") for name in passes]
+        jobs += [Job("gluon", arch, 128, "float16")] if specialises(arch, "gluon") else []
         jobs += [Job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
     return jobs
 
@@ -137,8 +140,10 @@ def complaints(row: Row, before: Row | None) -> list[str]:
     found = []
     if row["shared_bytes"] > limit:
         found.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
-    if row.get("kernel") == "specialised" and row["warps"] == row["config"]["num_warps"]:
+    if row.get("kernel") in ("specialised", "gluon") and row["warps"] == row["config"]["num_warps"]:
         found.append("the compiler has not specialised its warps")
+    if row.get("touched"):
+        found.append(f"{row['touched']} instructions touch registers of products under way")
     if before is None:
         return [*found, "not in the table: tritoncp inspect --update writes it"]
     for name, what in (("spill_bytes", "spilled bytes"), ("loop_spills", "spills in the loop")):

@@ -467,9 +467,10 @@ def inner_loop(
     groups of as many warps as the config says; counts of instructions are those of the longest.
 
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
-    registers in both; hidden: the share of exponentials that run beside products; touched:
-    instructions that get in the way of a product under way; cycles of one turn, programs on a multiprocessor and limit: see machine_code.bound; flops: issued over those of the tile;
-    bound, overlap: of the tensor cores, useful FLOPs over the peak
+    registers in both; hidden: the share of exponentials that run beside products; touched: instructions that
+    get in the way of a product under way; cycles of one turn, programs on a multiprocessor and limit: see
+    machine_code.bound; flops: issued over those of the tile; bound, overlap: of the tensor cores, useful FLOPs
+    over the peak
     """
     loops, machine = machine_code.innermost(code), machine_code.MACHINES[family(job.arch)]
     groups = loops[: 2 if row["warps"] > config.num_warps else 1]
