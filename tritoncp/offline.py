@@ -83,8 +83,8 @@ class Job:
 
     kernel: one of KERNELS; "fused": dK/dV that adds up dQ as well; "masked" and "specialised": the launches
             of the specialised route, of which the second starts from a state if there are masked blocks;
-            "combine": what follows a forward pass whose keys several programs share (variant "few"); "gluon": the
-            launch of that route
+            "combine": what follows a forward pass whose keys several programs share (variant "few"); "gluon":
+            the launch of that route
     config: the tiles; None = those of the rule
     v_head_dim: channels of values; None = as many
     score:  a score_mod, as tritoncp/expressions.py reads it
@@ -469,8 +469,8 @@ def inner_loop(
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
     registers in both; hidden: the share of exponentials that run beside products; touched: instructions that
     get in the way of a product under way; cycles of one turn, programs on a multiprocessor and limit: see
-    machine_code.bound; flops: issued over those of the tile; bound, overlap: of the tensor cores, useful FLOPs
-    over the peak
+    machine_code.bound; flops: issued over those of the tile; bound, overlap: of the tensor cores, useful
+    FLOPs over the peak
     """
     loops, machine = machine_code.innermost(code), machine_code.MACHINES[family(job.arch)]
     groups = loops[: 2 if row["warps"] > config.num_warps else 1]
