@@ -75,6 +75,15 @@ class Walk(NamedTuple):
 
 
 @gluon.jit
+def barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    """N barriers, whose phases end when COUNT have arrived, or one and all bytes that it announced."""
+    made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(made.index(i), COUNT)
+    return made
+
+
+@gluon.jit
 def place(i, STAGES: gl.constexpr):
     """Stage and parity of tile ``i``."""
     return i % STAGES, (i // STAGES) & 1
@@ -587,18 +596,10 @@ def gluon_forward_kernel(
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, GROUP_ROWS, D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
     v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
-    q_full = mbarrier.allocate_mbarrier()
-    turn = mbarrier.allocate_mbarrier(batch=2)
-    keys = Ring(k_tiles, mbarrier.allocate_mbarrier(batch=STAGES), mbarrier.allocate_mbarrier(batch=STAGES))
-    values = Ring(v_tiles, mbarrier.allocate_mbarrier(batch=STAGES), mbarrier.allocate_mbarrier(batch=STAGES))
-    mbarrier.init(q_full, 1)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), 1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(keys.full.index(i), 1)
-        mbarrier.init(keys.free.index(i), 2)
-        mbarrier.init(values.full.index(i), 1)
-        mbarrier.init(values.free.index(i), 2)
+    q_full = barriers(1, 1).index(0)
+    turn = barriers(2, 1)
+    keys = Ring(k_tiles, barriers(STAGES, 1), barriers(STAGES, 2))
+    values = Ring(v_tiles, barriers(STAGES, 1), barriers(STAGES, 2))
     gl.warp_specialize(
         [
             (

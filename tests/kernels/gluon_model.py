@@ -240,11 +240,11 @@ class Program:
             exp2=torch.exp2,
             log2=torch.log2,
             cdiv=lambda a, b: (a + b - 1) // b,
-            allocate_shared_memory=lambda dtype, shape, layout: Memory(torch.full(shape, torch.nan)),
+            allocate_shared_memory=allocate,
             warp_specialize=self.specialise,
         )
         mbarrier = SimpleNamespace(
-            allocate_mbarrier=lambda batch=None: Barriers(batch) if batch else Barrier(),
+            MBarrierLayout=lambda: None,
             init=lambda barrier, count: barrier.init(count),
             expect=lambda barrier, nbytes: self.then(lambda: barrier.arrive(1, nbytes)),
             arrive=lambda barrier: self.then(barrier.arrive),
@@ -344,11 +344,14 @@ class Program:
 
 
 class Barriers(list[Barrier]):
-    def __init__(self, count: int) -> None:
-        super().__init__(Barrier() for _ in range(count))
-
     def index(self, i: Any) -> Barrier:  # type: ignore[override]
         return self[int(i)]
+
+
+def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Memory | Barriers:
+    if dtype == torch.int64:
+        return Barriers(Barrier() for _ in range(shape[0]))
+    return Memory(torch.full(shape, torch.nan))
 
 
 def _assert(true: bool) -> None:
