@@ -398,10 +398,11 @@ def leave(
     STORE_MAX: gl.constexpr,
 ):
     """The state, or out, lse and the largest scores."""
+    O_LAYOUT: gl.constexpr = b_acc.type.layout
     o_m = gl.arange(0, GROUP_ROWS, b_m.type.layout)
     m_m = o_m < n_m
     if STORE_STATE:
-        p, m = pointers(acc, walk, row, n_m, b_acc.type.layout, E)
+        p, m = pointers(acc, walk, row, n_m, O_LAYOUT, E)
         gl.store(p, b_acc, mask=m)
         gl.store(stat_rows(stat_m, walk.i_b, walk.i_h, row) + o_m, b_m, mask=m_m)
         gl.store(stat_rows(stat_l, walk.i_b, walk.i_h, row) + o_m, b_l, mask=m_m)
@@ -409,7 +410,7 @@ def leave(
         m_seen = b_l != 0  # a NaN is passed on
         b_sum = gl.where(m_seen, b_l, 1.0)
         b_acc = shrink(b_acc, gl.where(m_seen, 1.0 / b_sum, 0.0))
-        p, m = pointers(out, walk, row, n_m, b_acc.type.layout, E)
+        p, m = pointers(out, walk, row, n_m, O_LAYOUT, E)
         gl.store(p, b_acc.to(out.ptr.dtype.element_ty), mask=m)
         b_lse = gl.where(m_seen, b_m + gl.log2(b_sum), -float("inf"))
         gl.store(stat_rows(lse, walk.i_b, walk.i_h, row) + o_m, b_lse * LN2, mask=m_m)
