@@ -372,7 +372,13 @@ def registers(x: Instruction) -> tuple[set[int], set[int]]:
 
 
 def bound(
-    spent: Cycles, warps: int, registers: int, shared: int, machine: Machine, columns: int = 0, hidden: float = 0
+    spent: Cycles,
+    warps: int,
+    registers: int,
+    shared: int,
+    machine: Machine,
+    columns: int = 0,
+    hidden: float = 0.0,
 ) -> Bound:
     """How busy one turn of the loop can keep the tensor cores.
 
@@ -380,9 +386,9 @@ def bound(
     Σ bytes / 128 is a time that nothing can beat.  A program computes one tile at a time: its products,
     then, since all its warps wait for them, its softmax, with the tensor cores idle (what FlashAttention-3
     sets out to hide: arXiv 2407.08608, section 3).  So a program alone takes tensor + max(issue, mufu), and
-    each of c programs beside each other at least a c-th of that, of the softmax as much as is not ``hidden``.
-    Not modelled: latencies, bank and pipe conflicts, HBM and L2, clocks.  An upper bound, and of use to compare
-    variants of a kernel.
+    each of c programs beside each other at least a c-th of that; of softmax counts what is not ``hidden``.
+    Not modelled: latencies, bank and pipe conflicts, HBM and L2, clocks.  An upper bound, and of use to
+    compare variants of a kernel.
 
     >>> bound(Cycles(1024, 868, 528, 900), 8, 200, 150 << 10, MACHINES["sm_90"])  # flex's template, 128 x 64
     Bound(utilisation=0.541, overlap=1.0, programs=1, limit='issue after tensor; registers hold 1 program')
