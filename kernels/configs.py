@@ -163,7 +163,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             (128, 64, 4, 2, TMA),
             dims=(64, 128, 192),
         ),
-        "gluon": _dims((128, 128, 4, 4, *TMA), (128, 128, 4, 3, *TMA), dims=(64, 128)),  # warps of a group
+        "gluon": _dims((128, 128, 4, 4, TMA), (128, 128, 4, 3, TMA), dims=(64, 128)),  # warps of a group
     },
     "sm_90, pointers": {
         "forward": _dims((128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
