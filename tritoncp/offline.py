@@ -433,7 +433,7 @@ def _described(value: Any, sources: dict[str, str]) -> Any:
     if isinstance(value, tuple):
         return [_described(one, sources) for one in value]
     if (function := getattr(value, "fn", None)) is None:
-        return str(value)
+        return getattr(value, "__qualname__", str(value))  # the text of a plain function holds its address
     name = f"{function.__module__}.{function.__qualname__}"
     if name not in sources:
         sources[name], used = _source(function)
