@@ -344,7 +344,8 @@ def check_options(options: dict[str, Any]) -> None:
                 raise ValueError(f"unknown kernel option {option!r}; known: {known}")
             continue
         allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, _SWITCH)
-        if isinstance(value, bool) != (allowed is _SWITCH) or value not in allowed:
+        whole = type(value) in ((bool,) if allowed is _SWITCH else (int, type(None)))
+        if not whole or value not in allowed:
             raise ValueError(
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )

@@ -48,6 +48,7 @@ from tritoncp.kernels.tiles import (
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
 STATE_SHARE = 0.03  # of a step's time, what a state between two launches may take
+MOST_LAUNCHES = 1024  # that are kept for one step's tables
 PARTIAL_BYTES = 256 << 20  # what partial sums (dK/dV of a GQA group, states of a row's keys) may take
 WHOLE = 128  # rows that fill a tile by themselves, whatever the architecture
 
@@ -144,14 +145,20 @@ def facts(value: Any) -> Any:
     of numbers what it makes use of; of strides more than that, as they hardly ever change."""
     if isinstance(value, Strided | Stat):
         ptr = value.ptr
-        return ptr is not None and (ptr.dtype, ptr.data_ptr() % 16 == 0, value[1:])
+        return ptr is not None and (ptr.dtype, _address(ptr), value[1:])
     if isinstance(value, tuple):
         return tuple(map(facts, value))
     if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % 16 == 0
+        return value.dtype, _address(value)
     if isinstance(value, int):
-        return value == 1, value % 16 == 0, value.bit_length() > 31, value.bit_length() > 63
+        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63
     return type(value)
+
+
+def _address(x: Tensor) -> Any:
+    """What Triton makes use of: on AMD also whether 32 bits hold every offset."""
+    even = x.data_ptr() % 16 == 0
+    return (even, x.untyped_storage().nbytes() < 2**31) if torch.version.hip else even
 
 
 class Deal(NamedTuple):
@@ -415,7 +422,7 @@ class TritonEngine:
             "HAS_DLSE": dlse is not None,
             "ACC": _acc(out),
         }
-        if len(_DELTAS) > 1024:
+        if len(_DELTAS) > MOST_LAUNCHES:
             _DELTAS.clear()
         seen = out.device, e, *map(facts, args.values())
         return Launch(delta_kernel, (-(-s // 64), h, b), args, config, _DELTAS, seen)
@@ -568,9 +575,11 @@ class TritonEngine:
     ) -> Launch:  # fmt: skip
         """``tensors`` are other ones at every call, mostly of the same layouts: what follows from these and
         from settings (``fixed``) is kept with the tables. ``moving`` are the remaining arguments."""
-        layouts = [(x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in tensors.values()]
+        layouts = [(x.shape, x.stride(), _address(x)) for x in tensors.values()]
         key = kind, h_offset, tensors["q"].dtype, *layouts, *fixed.values(), *self._alike
         if (found := tables.launches.get(key)) is None:
+            if len(tables.launches) > MOST_LAUNCHES:
+                tables.launches.clear()
             found = tables.launches[key] = self._fixed(kind, tensors, tables, h_offset, fixed)
         moving["mask_caps"], moving["score_caps"] = self.mods.mask_caps, self.mods.score_caps
         args = found.args | moving

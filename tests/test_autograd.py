@@ -203,3 +203,69 @@ def test_dispatch_modes_do_not_reach_into_the_ops():
         out = tritoncp.flex_attention(q, k, v, score_mod, plan)
     assert names.seen == ["tritoncp.forward.default"]
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("wrong", ["query", "gradient", "capture"])
+def test_tensors_that_are_negative_only_in_name(wrong, engine):
+    """Kernels read memory, and a lazy sign is not in it."""
+    q, k, v, dout = (*inputs(dtype=torch.float64), torch.randn(1, 2, S, 16, dtype=torch.float64))
+    slopes = torch.randn(2, dtype=torch.float64)
+
+    def lazy(x):
+        return torch.complex(torch.zeros_like(x), -x).conj().imag
+
+    def answers(make):
+        given = {"query": q, "gradient": dout, "capture": slopes}
+        given[wrong] = make(given[wrong])
+        assert given[wrong].is_neg() == (make is lazy)
+        x = given["query"], k.clone().requires_grad_(), v.clone().requires_grad_()
+        slope, mask = given["capture"], create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32)
+        out = tritoncp.flex_attention(*x, lambda s, b, h, i, j: s + slope[h] * (i - j) / 9, mask)
+        return out, *torch.autograd.grad(out, x[1:], given["gradient"])
+
+    for a, b in zip(answers(torch.clone), answers(lazy), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_autocast_does_not_reach_into_the_ops(monkeypatch):
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    tensors = inputs()
+    want = plain(*tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = plain(*tensors)
+    assert torch.equal(out, want)
+
+
+def test_a_traced_module_calls_the_op():
+    tensors = inputs()
+    plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32))
+    want = tritoncp.flex_attention(*tensors, plan)
+    traced = torch.jit.trace(
+        lambda q, k, v: tritoncp.flex_attention(q, k, v, plan), tensors, check_trace=False
+    )
+    assert torch.equal(traced(*tensors), want) and "tritoncp::forward" in str(traced.graph)
+
+
+@pytest.mark.parametrize(
+    ("bad", "good"),
+    [
+        ({"PACK_GQA": 1}, {"PACK_GQA": True}),
+        ({"SPLIT_KV": 2.0}, {"SPLIT_KV": 2}),
+        ({"BLOCK_M": 64.0}, {"BLOCK_M": 64}),
+        ({"BLOCK_N": [16]}, {"BLOCK_N": 16}),
+    ],
+)
+def test_a_refused_option_leaves_the_next_call_alone(bad, good):
+    q, k, v = inputs(2, 1, length=32)
+    mask = create_block_mask(causal(), 1, 1, 32, 32, BLOCK_SIZE=32)
+    with pytest.raises(ValueError, match="kernel option"):
+        tritoncp.flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options=bad)
+    tritoncp.flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options=good)
+
+
+def test_forward_derivatives_are_refused_not_dropped():
+    q, k, v = inputs()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="jvp"):
+            plain(dual, k, v)

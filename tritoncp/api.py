@@ -15,6 +15,7 @@ from tritoncp.autograd import forward
 from tritoncp.balance import Balancer
 from tritoncp.closed_forms import MaskMod
 from tritoncp.handles import refuse_inside_a_graph
+from tritoncp.kernels.configs import check_options
 from tritoncp.masks import Mask
 from tritoncp.plan import Plan
 from tritoncp.sharding import Placement, lengthen, take
@@ -121,6 +122,7 @@ def attend(
     want_max: bool,
 ) -> list[Tensor]:
     """Run one layer for the ranks whose tensors are given: outs, lses, max_scores."""
+    check_options(options or {})
     score = captured.score_of(score_mod, q[0])
     numbers, captures = (score.numbers, score.tensors) if score else ((), ())
     spec = engines.Spec(

@@ -220,17 +220,23 @@ def _below(op: Any, body: Callable[..., Any], *args: Any) -> Any:
 
 
 def _seen(tensors: Iterable[Any]) -> bool:
-    """Whether anything sees ops go by: dispatch modes, functorch, inference mode, profilers, subclasses."""
+    """Whether going through the dispatcher makes a difference: dispatch modes, functorch, autocast, tracing,
+    inference mode, profilers; subclasses, and tensors that are negative or zero only in name."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._get_tracing_state() is not None
         or torch.is_inference_mode_enabled()
         or torch.autograd._profiler_enabled()
-        or any(type(x) not in _PLAIN for x in tensors)
+        or not all(map(_is_plain, tensors))
     )
 
 
-_PLAIN = {Tensor, torch.nn.Parameter, int, float}
+def _is_plain(x: Any) -> bool:
+    if type(x) in (int, float):
+        return True
+    return type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg() and not x._is_zerotensor()
 
 
 class Attention(torch.autograd.Function):
@@ -283,6 +289,9 @@ class Final(torch.autograd.Function):
 
 
 def _tracked(tensors: Iterable[Tensor]) -> bool:
+    """(A forward derivative is not to be had; as a node without one, autograd says so.)"""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 

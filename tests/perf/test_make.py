@@ -108,7 +108,7 @@ def test_a_machine_with_a_gpu_needs_nothing_else(tmp_path):
     assert status == 0, said
     out = tmp_path / "out"
     assert " tests collected" in (out / "smoke.log").read_text()
-    assert "9 tests collected" in (out / "tests.log").read_text()
+    assert re.search(r"\b[1-9]\d* tests collected", (out / "tests.log").read_text())
     (history,) = out.glob("*.jsonl")
     lines = [json.loads(line) for line in history.read_text().splitlines()]
     assert [line["contenders"]["tritoncp"]["ms"] > 0 for line in lines] == [True, True]

@@ -276,7 +276,7 @@ def test_what_is_compiled_offline_is_what_is_launched(kernel):
     target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tune.test_run:biased")
     config = Config(64, 64, 4, 1)
     job = target.job("sm_90", config)
-    there = launch_of(Job.decode(job.encode()))
+    there = launch_of(Job.of(json.loads(json.dumps(asdict(job)))))
     here = DeviceBench(CPU)._of(target).problem.launch(kernel, config, "sm_90")
     assert (there.grid, there.config, there.kernel) == (here.grid, here.config, here.kernel)
     assert there.args.keys() == here.args.keys()
