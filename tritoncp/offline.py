@@ -473,6 +473,8 @@ def inner_loop(
     FLOPs over the peak
     """
     loops, machine = machine_code.innermost(code), machine_code.MACHINES[family(job.arch)]
+    if not loops:  # of a mask so short that the compiler knows how few tiles there are
+        return {}
     groups = loops[: 2 if row["warps"] > config.num_warps else 1]
     body, masked = groups[-1], loops[len(groups) :]
     done = machine_code.products(body)
