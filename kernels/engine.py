@@ -518,29 +518,26 @@ class TritonEngine:
         crowded = programs >= 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
         return 1 if crowded or partials > PARTIAL_BYTES else group
 
-    def _config(self, kind: str, q: Tensor, v: Tensor, tables: Any, tma: bool = True) -> Config:
-        arch = self.arch or architecture(q.device)
+    def _config(
+        self, kind: str, q: Tensor, v: Tensor, tables: Any, tma: bool = True, q_block: int | None = None
+    ) -> Config:
+        """q_block: rows of a tile at most, where they are not those of a mask's block"""
+        arch, block = self.arch or architecture(q.device), q_block or tables.q_block
         dim = max(q.shape[3], v.shape[3])
-        return choose(kind, arch, dim, q.dtype, tables.q_block, tables.kv_block, self.options, tma)
+        return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma)
 
     def _deal(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Deal:
         """Tiles that few rows fill and programs that fill the device, or what was asked for.  Interpreted,
         only the latter: there is nothing to fill."""
         rows, options = min(q.shape[2], tables.q_block), self.options
         asked = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1
-        if rows >= WHOLE and not asked:
-            return Deal(self._config("forward", q, v, tables, tma), tables.q_block)
         arch, group = self.arch or architecture(q.device), q.shape[1] // k.shape[1]
         few = rows < WHOLE and arch != "interpreter"
         if not few and not asked:
             return Deal(self._config("forward", q, v, tables, tma), tables.q_block)
-
-        def config(kind: str, block: int) -> Config:
-            dim = max(q.shape[3], v.shape[3])
-            return choose(kind, arch, dim, q.dtype, block, tables.kv_block, options, tma)
-
+        config = partial(self._config, q=q, v=v, tables=tables, tma=tma)
         alike = all(t is None or t.shape[1] == 1 for t in (tables.row_ptr, tables.lo))  # for all heads
-        widest = config("forward", 1 << 16).BLOCK_M
+        widest = config("forward", q_block=1 << 16).BLOCK_M
         pack = packed(rows, group, widest) if few else 1
         pack = min(group, widest) if options.get("PACK_GQA") else pack
         pack = pack if alike and options.get("PACK_GQA", True) else 1
@@ -549,7 +546,7 @@ class TritonEngine:
         if alone or pack > 1:  # wgmma and tcgen05 take 64 rows at least
             least = 64 if copies(arch) and q.element_size() == 2 else 16
             block = triton.next_power_of_2(max(least, rows * pack))
-        tile = config("few" if alone else "forward", block)
+        tile = config("few" if alone else "forward", q_block=block)
         longest = min(tables.q_block, triton.next_power_of_2(max(1, q.shape[2])))
         deal = Deal(tile, longest, min(pack, tile.BLOCK_M))
         return deal._replace(splits=options.get("SPLIT_KV") or self._splits(q, k, v, tables, deal))
@@ -660,16 +657,20 @@ _DELTAS: dict[Any, Any] = {}  # what Triton compiled; there are no tables to kee
 
 
 def or_loops(
-    route: str, engine: TritonEngine, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any
+    route: str,
+    obstacles: Callable[..., Iterator[str]],
+    launch: Callable[..., Launch | Launches],
+    engine: TritonEngine,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Any,
+    **step: Any,
 ) -> Launch | Launches:
     """A route where it can be had and pays, else one launch, and a warning that says why."""
-    gluon = route == "gluon"
-    obstacles, launch = (
-        (engine.gluon_obstacles, engine.gluon) if gluon else (engine.obstacles, engine.specialised)
-    )
-    why = next(obstacles(q, k, v, tables), None)
+    why = next(obstacles(engine, q, k, v, tables), None)
     if why is None:
-        return launch(q, k, v, tables, **step)
+        return launch(engine, q, k, v, tables, **step)
     warnings.warn(f"ROUTE={route!r} is asked for; this step goes by 'loops': {why}", stacklevel=2)
     return engine.loops(q, k, v, tables, **step)
 
@@ -677,7 +678,8 @@ def or_loops(
 # Route of the forward pass -> what makes its launch.  The first is the default, and does everything.
 ROUTES: dict[str, Callable[..., Launch | Launches]] = {
     "loops": TritonEngine.loops,
-    **{route: partial(or_loops, route) for route in ("specialised", "gluon")},
+    "specialised": partial(or_loops, "specialised", TritonEngine.obstacles, TritonEngine.specialised),
+    "gluon": partial(or_loops, "gluon", TritonEngine.gluon_obstacles, TritonEngine.gluon),
 }
 
 
