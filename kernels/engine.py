@@ -3,7 +3,6 @@
 It sees tensors, tables and jit functions; masks, meshes and ranks are somebody else's business.
 """
 
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.configs import (
@@ -23,32 +21,27 @@ from tritoncp.kernels.configs import (
     check_options,
     choose,
     copies,
-    does_not_fit,
     packed,
     pieces,
     shares,
     specialises,
 )
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
+from tritoncp.kernels.launch import Launch, Launches, Recipe, launch
 from tritoncp.kernels.specialised import allocating, device_copyable, specialised_kernel, state_share
 from tritoncp.kernels.tiles import (
     INTERPRETED,
     Interval,
     Rows,
     Slots,
-    Stat,
-    Strided,
     copyable,
     descriptors,
-    layout,
     stat,
     strided,
-    with_base,
 )
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
 STATE_SHARE = 0.03  # of a step's time, what a state between two launches may take
-MOST_LAUNCHES = 1024  # that are kept for one step's tables
 PARTIAL_BYTES = 256 << 20  # what partial sums (dK/dV of a GQA group, states of a row's keys) may take
 WHOLE = 128  # rows that fill a tile by themselves, whatever the architecture
 
@@ -75,90 +68,6 @@ class Mods(NamedTuple):
     score_caps: tuple = ()
     score_steady: bool = False  # known to load from captures at most what b and h choose
     score_dcaps: tuple = ()
-
-
-class Launch(NamedTuple):
-    """One kernel launch, made but not yet run.
-
-    compiled: what Triton made of launches like this one, by ``facts``: of a launch whose facts are known, it
-              would find the same again, after looking at each argument
-    how:      what calls it
-    after:    another launch, which has to follow
-    """
-
-    kernel: Any
-    grid: tuple[int, ...]
-    args: dict[str, Any]
-    config: Config
-    compiled: dict[Any, Any] | None = None
-    facts: Any = None
-    how: Callable[..., Any] = operator.call
-    after: Any = None
-
-    def __call__(self) -> None:
-        if min(self.grid) > 0:
-            self._run()
-        if self.after is not None:
-            self.after()
-
-    def _run(self) -> None:
-        if self.compiled and (known := self.compiled.get(self.facts)) is not None:
-            self.how(known[self.grid], *[self.args[name] for name in self.kernel.arg_names])
-            return
-        try:
-            made = self.how(self.kernel[self.grid], **self.args, **self.config.compiler())
-        except OutOfResources as error:
-            kind = self.kernel.__name__.removesuffix("_kernel")
-            message = does_not_fit(kind, self.config, error.name, error.required, error.limit)
-            raise ValueError(message) from error
-        if self.compiled is not None and made is not None:  # None: interpreted
-            self.compiled[self.facts] = made
-
-
-class Launches(NamedTuple):
-    """Launches of one step, in this order."""
-
-    parts: tuple[Launch | Callable[[], None], ...]
-
-    def __call__(self) -> None:
-        for part in self.parts:
-            part()
-
-
-class Fixed(NamedTuple):
-    """What is the same for every launch of one kernel with one step's tables and tensors of these layouts.
-
-    layouts:     of the tensors that decide how the kernel is launched
-    descriptors: (argument, tensor, fields) of the tiles that are copied by descriptor
-    """
-
-    grid: tuple[int, ...]
-    args: dict[str, Any]
-    config: Config
-    layouts: tuple[tuple[Any, ...], ...]
-    descriptors: list[tuple[str, str, dict[str, Any]]]
-    compiled: dict[Any, Any]
-
-
-def facts(value: Any) -> Any:
-    """What Triton compiles an argument for: of tensors the type and whether the address is a multiple of 16,
-    of numbers what it makes use of; of strides more than that, as they hardly ever change."""
-    if isinstance(value, Strided | Stat):
-        ptr = value.ptr
-        return ptr is not None and (ptr.dtype, _address(ptr), value[1:])
-    if isinstance(value, tuple):
-        return tuple(map(facts, value))
-    if isinstance(value, Tensor):
-        return value.dtype, _address(value)
-    if isinstance(value, int):
-        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63
-    return type(value)
-
-
-def _address(x: Tensor) -> Any:
-    """What Triton makes use of: on AMD also whether 32 bits hold every offset."""
-    even = x.data_ptr() % 16 == 0
-    return (even, x.untyped_storage().nbytes() < 2**31) if torch.version.hip else even
 
 
 class Deal(NamedTuple):
@@ -202,13 +111,14 @@ class Streamed(NamedTuple):
         return bool(self.rows % tile if window else self.ends != "block" or self.block % tile)
 
     def descriptors(self, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
-        """As Fixed has them."""
-        found = []
-        for name, x in self.tensors.items():
-            for piece, descriptor in enumerate(descriptors(x, tile, pieces(x.shape[3]))):
-                if descriptor is not None:
-                    found.append((f"{name}_desc{piece}", name, vars(descriptor) | {"base": None}))
-        return found
+        """As Recipe has them."""
+        return [one for name, x in self.tensors.items() for one in _descriptors(name, x, tile)]
+
+
+def _descriptors(name: str, x: Tensor, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
+    """Of tiles of x [B, H, S, D], as Recipe has them."""
+    made = enumerate(descriptors(x, tile, pieces(x.shape[3])))
+    return [(f"{name}_desc{piece}", name, vars(one) | {"base": None}) for piece, one in made if one]
 
 
 @dataclass(frozen=True)
@@ -261,7 +171,7 @@ class TritonEngine:
         h_offset: int = 0,
         full: bool = True,
         kind: str = "forward",
-    ) -> Launch:
+    ) -> Launch | Launches:
         """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``.
 
         One launch, a loop over masked blocks and one over full ones, which are left out without ``full``.
@@ -271,15 +181,9 @@ class TritonEngine:
         says how many), whose states a second kernel combines, in the order of the keys: equal calls give
         equal bits, but not those of another number of programs.
         """
-        kept = State(*state) if state else None
-        moving = {
-            "out": strided(out),
-            "lse": stat(lse),
-            "max_scores": stat(max_scores),
-            "acc": strided(kept and kept.acc),
-            "stat_m": stat(kept and kept.m),
-            "stat_l": stat(kept and kept.l),
-        }
+        acc, m, l = state or (None, None, None)
+        tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc}
+        stats = {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
         fixed = {
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,
@@ -288,9 +192,8 @@ class TritonEngine:
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
         }
-        tensors = {"q": q, "k": k, "v": v}
-        made = self._launch(forward_kernel, kind, tensors, tables, h_offset, fixed, moving)
-        return made if made.args.get("splits") is None else _shared(made, q, v, tables)
+        made = self._launch(forward_kernel, kind, tensors, stats, tables, h_offset, fixed)
+        return made if made.values[_SPLITS] is None else _shared(made, q, v, tables)
 
     def specialised(
         self,
@@ -320,19 +223,13 @@ class TritonEngine:
             if start is not None and room is not start:
                 parts.append(partial(_copy, start, room))
             keep: dict[str, Any] = {"state": room, "load_state": load_state, "store_state": True}
-            parts.append(self.loops(q, k, v, tables, **keep, h_offset=h_offset, full=False))
+            parts += self.loops(q, k, v, tables, **keep, h_offset=h_offset, full=False).parts
             start = room
-        moving = {
-            "from_acc": strided(start and start.acc),
-            "from_m": stat(start and start.m),
-            "from_l": stat(start and start.l),
-            "out": strided(out),
-            "lse": stat(lse),
-            "max_scores": stat(max_scores),
-            "acc": strided(kept and kept.acc),
-            "stat_m": stat(kept and kept.m),
-            "stat_l": stat(kept and kept.l),
-        }
+        from_acc, from_m, from_l = start or (None, None, None)
+        acc, m, l = kept or (None, None, None)
+        tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc, "from_acc": from_acc}
+        stats = {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
+        stats |= {"from_m": from_m, "from_l": from_l}
         fixed = {
             "n_q": q.shape[2],
             "n_kv": k.shape[2],
@@ -341,18 +238,16 @@ class TritonEngine:
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
         }
-        tensors, kernel = {"q": q, "k": k, "v": v}, specialised_kernel
-        last = self._launch(kernel, "specialised", tensors, tables, h_offset, fixed, moving)
-        args = {name: last.args[name] for name in kernel.arg_names}  # those of masks are not among them
-        return Launches((*parts, last._replace(args=args, how=allocating)))
+        last = self._launch(specialised_kernel, "specialised", tensors, stats, tables, h_offset, fixed)
+        return Launches((*parts, last._replace(how=allocating)))
 
     def gluon(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch:
         """The same in one launch, whose groups of warps take turns: see :mod:`tritoncp.kernels.gluon`."""
         from tritoncp.kernels import gluon
 
-        launch = self.loops(q, k, v, tables, **step, kind="gluon")
-        args = gluon.arguments(launch.args, q, launch.config)
-        return launch._replace(kernel=gluon.gluon_forward_kernel, args=args, compiled=None)
+        made = self.loops(q, k, v, tables, **step, kind="gluon")
+        assert isinstance(made, Launch)
+        return gluon.launch(made, q)
 
     def gluon_obstacles(self, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
         """Why a step cannot go by the route in Gluon."""
@@ -409,23 +304,20 @@ class TritonEngine:
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
         """delta [B, H, S] = rowsum(out * dout) - dlse."""
         b, h, s, e = out.shape
-        config = Config(64, 0, 4, 1)
-        args = {
-            "out": strided(out),
-            "dout": strided(dout),
-            "dlse": stat(dlse),
-            "delta": stat(delta),
-            "n_s": s,
-            "E": e,
-            "BLOCK_M": 64,
-            "BLOCK_E": 1 << (e - 1).bit_length(),
-            "HAS_DLSE": dlse is not None,
-            "ACC": _acc(out),
-        }
-        if len(_DELTAS) > MOST_LAUNCHES:
-            _DELTAS.clear()
-        seen = out.device, e, *map(facts, args.values())
-        return Launch(delta_kernel, (-(-s // 64), h, b), args, config, _DELTAS, seen)
+
+        def recipe() -> Recipe:
+            args = {
+                "n_s": s,
+                "E": e,
+                "BLOCK_M": 64,
+                "BLOCK_E": 1 << (e - 1).bit_length(),
+                "HAS_DLSE": dlse is not None,
+                "ACC": _acc(out),
+            }
+            return Recipe((-(-s // 64), h, b), args, Config(64, 0, 4, 1))
+
+        tensors, stats = {"out": out, "dout": dout}, {"dlse": dlse, "delta": delta}
+        return launch(_DELTAS, (out.device,), delta_kernel, tensors, stats, {}, recipe)
 
     def dq(
         self,
@@ -444,20 +336,14 @@ class TritonEngine:
         """dQ of one step, and the gradients of what score_mod captures; ``add`` accumulates into dq."""
         if self.fused:
             return _nothing if add else partial(_clear, dq)
-        moving = {
-            "lse": stat(lse),
-            "delta": stat(delta),
-            "dq": strided(dq),
-            "score_dcaps": self.mods.score_dcaps,
-        }
         fixed = {
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,
             "SCORE_GRAD": self.mods.score_grad,
             "ADD": add,
         }
-        tensors = {"q": q, "k": k, "v": v, "dout": dout}
-        return self._launch(dq_kernel, "dq", tensors, tables, h_offset, fixed, moving)
+        tensors, stats = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq}, {"lse": lse, "delta": delta}
+        return self._launch(dq_kernel, "dq", tensors, stats, tables, h_offset, fixed, self.mods.score_dcaps)
 
     def dkdv(
         self,
@@ -481,14 +367,6 @@ class TritonEngine:
         A fused engine adds dQ to the float32 ``dq``, and the gradients of captures to their buffers.
         """
         fused = self.fused
-        moving = {
-            "lse": stat(lse),
-            "delta": stat(delta),
-            "dk": strided(dk),
-            "dv": strided(dv),
-            "dq": strided(dq if fused else None),
-            "score_dcaps": self.mods.score_dcaps if fused else (),
-        }
         fixed = {
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,
@@ -496,15 +374,10 @@ class TritonEngine:
             "ADD": add,
             "SPLIT": split,
         }
-        tensors = {"q": q, "k": k, "v": v, "dout": dout}
-        made = self._launch(
-            dkdv_kernel, "fused" if fused else "dkdv", tensors, tables, h_offset, fixed, moving
-        )
-        added: Sequence[Any] = (None, None)
-        if fused and dq is not None and made.config.USE_TMA and not INTERPRETED and copyable(dq):
-            added = descriptors(dq, made.config.BLOCK_M, pieces(q.shape[3]))
-        made.args.update(dq_desc0=added[0], dq_desc1=added[1])
-        return made._replace(facts=(made.facts, added[0] is None))
+        tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv, "dq": dq if fused else None}
+        stats, kind = {"lse": lse, "delta": delta}, "fused" if fused else "dkdv"
+        dcaps = self.mods.score_dcaps if fused else ()
+        return self._launch(dkdv_kernel, kind, tensors, stats, tables, h_offset, fixed, dcaps)
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         """How many programs share a KV head's query heads: more than one only where there are too few
@@ -567,29 +440,19 @@ class TritonEngine:
         return max(1, min(PARTIAL_BYTES // max(1, state), shares(programs, tiles, sms)))
 
     def _launch(
-        self, kernel: Any, kind: str, tensors: dict[str, Tensor], tables: Any, h_offset: int,
-        fixed: dict[str, Any], moving: dict[str, Any],
+        self, kernel: Any, kind: str, tensors: dict[str, Any], stats: dict[str, Any], tables: Any,
+        h_offset: int, fixed: dict[str, Any], dcaps: tuple[Any, ...] = (),
     ) -> Launch:  # fmt: skip
         """``tensors`` are other ones at every call, mostly of the same layouts: what follows from these and
-        from settings (``fixed``) is kept with the tables. ``moving`` are the remaining arguments."""
-        layouts = [(x.shape, x.stride(), _address(x)) for x in tensors.values()]
-        key = kind, h_offset, tensors["q"].dtype, *layouts, *fixed.values(), *self._alike
-        if (found := tables.launches.get(key)) is None:
-            if len(tables.launches) > MOST_LAUNCHES:
-                tables.launches.clear()
-            found = tables.launches[key] = self._fixed(kind, tensors, tables, h_offset, fixed)
-        moving["mask_caps"], moving["score_caps"] = self.mods.mask_caps, self.mods.score_caps
-        args = found.args | moving
-        for (name, x), rest in zip(tensors.items(), found.layouts, strict=True):
-            args[name] = Strided(x, *rest)
-        for argument, name, fields in found.descriptors:
-            args[argument] = with_base(fields, tensors[name])
-        seen = tuple(map(facts, moving.values()))
-        return Launch(kernel, found.grid, args, found.config, found.compiled, seen)
+        from settings (``fixed``) is kept with the tables."""
+        caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
+        about = kind, h_offset, *fixed.values(), *self._alike
+        recipe = partial(self._recipe, kind, tensors, tables, h_offset, fixed)
+        return launch(tables.launches, about, kernel, tensors, stats, caps, recipe)
 
-    def _fixed(
-        self, kind: str, tensors: dict[str, Tensor], tables: Any, h_offset: int, given: dict[str, Any]
-    ) -> Fixed:
+    def _recipe(
+        self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, given: dict[str, Any]
+    ) -> Recipe:
         q, k, v = (tensors[name] for name in "qkv")
         by_keys = kind in ("dkdv", "fused")  # programs are tiles of keys, and queries are streamed
         streamed = _streamed(tables, tensors, by_keys)
@@ -597,9 +460,9 @@ class TritonEngine:
             streamed = streamed._replace(tensors={}, ends="block")
         if kind == "forward":
             deal = self._deal(q, k, v, tables, streamed.copyable())
-            given = given | {"PACK": deal.pack, "splits": deal.splits if deal.splits > 1 else None}
         else:
             deal = Deal(self._config(kind, q, v, tables, streamed.copyable()), tables.q_block)
+        given = given | {"PACK": deal.pack, "splits": deal.splits if deal.splits > 1 else None}
         config = deal.config
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
         (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
@@ -609,7 +472,8 @@ class TritonEngine:
         interval = Interval(None, None, 0, 0)
         if tables.lo is not None:
             interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
-        args = dict.fromkeys(f"{name}_desc{piece}" for name in streamed.tensors for piece in (0, 1)) | given
+        copied = (*streamed.tensors, "dq") if by_keys else streamed.tensors
+        args = dict.fromkeys(f"{name}_desc{piece}" for name in copied for piece in (0, 1)) | given
         args |= {
             "q_slots": Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
             "kv_slots": Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
@@ -650,10 +514,12 @@ class TritonEngine:
             args["rows"] = _rows(tables.row_ptr, tables.row_runs)
             grid = (deal.tiles(tables) * deal.splits, deal.heads(q, k), q.shape[0])
         copies = streamed.descriptors(tile) if config.USE_TMA else []
-        return Fixed(grid, args, config, tuple(map(layout, tensors.values())), copies, {})
+        if kind == "fused" and config.USE_TMA and not INTERPRETED and copyable(tensors["dq"]):
+            copies += _descriptors("dq", tensors["dq"], tile)
+        return Recipe(grid, args, config, copies)
 
 
-_DELTAS: dict[Any, Any] = {}  # what Triton compiled; there are no tables to keep it with
+_DELTAS: dict[Any, Any] = {}  # launches, as there are no tables to keep them with
 
 
 def or_loops(
@@ -746,30 +612,30 @@ def _tiles(tables: Any, side: str, tile: int, block: int | None = None) -> int:
 
 
 _COMBINE = Config(1, 16, 4, 1)
+_SPLITS = forward_kernel.arg_names.index("splits")
 
 
-def _shared(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launch:
-    """``launch``, in which several programs share the keys of a tile, as two: each of them leaves a state, in
+def _shared(made: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
+    """``made``, in which several programs share the keys of a tile, as two: each of them leaves a state, in
     heads of its own, and then these are combined."""
-    args, splits, (b, h, s, _) = launch.args, launch.args["splits"], q.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    args, (b, h, s, _) = made.args, q.shape
+    splits, dtype = args["splits"], torch.promote_types(q.dtype, torch.float32)
     m, l = torch.empty(2, b, h * splits, s, dtype=dtype, device=q.device).unbind()
-    parts = State(torch.empty(b, h * splits, s, v.shape[3], dtype=dtype, device=q.device), m, l)
-    acc, stat_m, stat_l = strided(parts.acc), stat(parts.m), stat(parts.l)
-    names = (
-        *("splits", "out", "acc", "stat_m", "stat_l", "lse", "max_scores", "q_slots", "E", "Q_BLOCK"),
-        *("LOAD_STATE", "STORE_STATE", "STORE_MAX", "ACC"),
-    )
-    combined = {name: args[name] for name in names} | {
-        "parts_acc": acc,
-        "parts_m": stat_m,
-        "parts_l": stat_l,
-        "BLOCK_E": triton.next_power_of_2(args["E"]),
-        "PARTS": 16,
-        "DENSE_Q": bool(tables.window) or tables.dense_q,  # tiles of one row are always even
-    }
-    grid = _tiles(tables, "q", 1, args["Q_BLOCK"]), h, b
-    about = "combine", launch.facts
-    after = Launch(combine_kernel, grid, combined, _COMBINE, launch.compiled, about)
-    state = {"acc": acc, "stat_m": stat_m, "stat_l": stat_l, "LOAD_STATE": False, "STORE_STATE": True}
-    return launch._replace(args=args | state, after=after)
+    acc = torch.empty(b, h * splits, s, v.shape[3], dtype=dtype, device=q.device)
+    same = ("splits", "E", "Q_BLOCK", "LOAD_STATE", "STORE_STATE", "STORE_MAX")
+
+    def recipe() -> Recipe:
+        combined = {name: args[name] for name in (*same, "q_slots", "ACC")} | {
+            "BLOCK_E": triton.next_power_of_2(args["E"]),
+            "PARTS": 16,
+            "DENSE_Q": bool(tables.window) or tables.dense_q,  # tiles of one row are always even
+        }
+        return Recipe((_tiles(tables, "q", 1, args["Q_BLOCK"]), h, b), combined, _COMBINE)
+
+    tensors = {name: args[name].ptr for name in ("out", "acc")} | {"parts_acc": acc}
+    stats = {name: args[name].ptr for name in ("lse", "max_scores", "stat_m", "stat_l")}
+    stats |= {"parts_m": m, "parts_l": l}
+    about = "combine", q.dtype, *(args[name] for name in same)
+    combine = launch(tables.launches, about, combine_kernel, tensors, stats, {}, recipe)
+    left = {"acc": strided(acc), "stat_m": stat(m), "stat_l": stat(l)}
+    return Launches((made.instead(**left, LOAD_STATE=False, STORE_STATE=True), combine))

@@ -21,7 +21,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tritoncp.kernels.configs import Config
+from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.tiles import (
     LN2,
     LOG2E,
@@ -699,17 +699,18 @@ def gluon_forward_kernel(
     )
 
 
-def arguments(args: dict[str, Any], q: Tensor, config: Config) -> dict[str, Any]:
-    """This kernel's arguments out of those of forward_kernel, and how many registers it may have."""
+def launch(loops: Launch, q: Tensor) -> Launch:
+    """This kernel's launch out of that of forward_kernel, which has the same arguments and more."""
     q_desc, _ = descriptors(q, GROUP_ROWS.value, (q.shape[3], 0))
-    found = args | {
+    args = loops.args
+    args |= {
         "q_desc": laid_out(q_desc),
         "k_desc": laid_out(args["k_desc0"]),
         "v_desc": laid_out(args["v_desc0"]),
-        "STAGES": config.num_stages,
-        "maxnreg": REGISTERS,
+        "STAGES": loops.config.num_stages,
     }
-    return {name: found[name] for name in (*gluon_forward_kernel.arg_names, "maxnreg")}
+    values = [args[name] for name in gluon_forward_kernel.arg_names]
+    return Launch(gluon_forward_kernel, loops.grid, values, loops.config, [], {"maxnreg": REGISTERS})
 
 
 def laid_out(desc: Any) -> TensorDescriptor:

@@ -279,6 +279,7 @@ def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
 def launch_of(job: Job) -> Any:
     """The engine's launch of one step, on memory that nobody looks at."""
     from tritoncp.kernels.engine import State, TritonEngine
+    from tritoncp.kernels.launch import Launch, Launches
     from tritoncp.mods import mask_mod
     from tritoncp.tune.problem import Problem, mods_of
 
@@ -301,13 +302,11 @@ def launch_of(job: Job) -> Any:
     if job.kernel in ("forward", "combine", "masked", "specialised", "gluon"):
         state = State(acc, m, l) if variant.load or variant.store else None
         steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
-        if job.kernel == "gluon":
-            return engine.gluon(q, k, v, tables, out=out, lse=lse, **steps)
-        if job.kernel in ("masked", "specialised"):
-            parts = engine.specialised(q, k, v, tables, out=out, lse=lse, **steps).parts
-            return parts[0 if job.kernel == "masked" else -1]
-        launch = engine.loops(q, k, v, tables, out=out, lse=lse, **steps)
-        return launch.after if job.kernel == "combine" else launch
+        step: Callable[..., Launch | Launches] = engine.loops
+        if job.kernel in ("masked", "specialised", "gluon"):
+            step = engine.gluon if job.kernel == "gluon" else engine.specialised
+        parts = step(q, k, v, tables, out=out, lse=lse, **steps).parts
+        return parts[-1 if job.kernel in ("combine", "specialised") else 0]
     if job.kernel == "delta":
         return engine.delta(out, dout, lse, delta)
     given = (q, k, v, dout, lse, delta, tables)

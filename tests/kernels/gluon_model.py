@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.kernels import gluon, tiles
-from tritoncp.kernels.engine import Launch
+from tritoncp.kernels.launch import Launch
 
 
 class Deadlock(Exception):

@@ -12,7 +12,8 @@ import tritoncp
 from tests.kernels.harness import cotangents, qkv, run, same
 from tritoncp.kernels import tiles
 from tritoncp.kernels.configs import PASSES, Config, choose, default, option_names
-from tritoncp.kernels.engine import Launch, Mods, TritonEngine
+from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.launch import Launch
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
 TILES = {option for kind in PASSES for both in option_names(kind).values() for option in both}
@@ -182,7 +183,7 @@ class TooLarge:
 
 @pytest.mark.parametrize("kind", PASSES)
 def test_options_that_do_not_fit_the_gpu_say_what_is_needed(kind: str) -> None:
-    launch = Launch(TooLarge(kind), (1, 1, 1), {}, Config(256, 128, 8, 4))
+    launch = Launch(TooLarge(kind), (1, 1, 1), [], Config(256, 128, 8, 4), [])
     with pytest.raises(ValueError, match=r"262144 bytes of shared memory.*101376") as error:
         launch()
     strongest = {field: both[1] for field, both in option_names(kind).items()}

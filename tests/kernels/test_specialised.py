@@ -32,7 +32,8 @@ from tests.kernels.harness import (
 )
 from tritoncp import inspect
 from tritoncp.kernels import configs, engine, specialised
-from tritoncp.kernels.engine import Launches, TritonEngine
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.launch import Launches
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.offline import Job
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from tritoncp import captured, engines
 from tritoncp.expressions import score_of
 from tritoncp.kernels.configs import Config
-from tritoncp.kernels.engine import Launch, Mods, TritonEngine
+from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.launch import Launch, Launches
 from tritoncp.masks import create_block_mask, full_mask
 from tritoncp.mods import Mod
 from tritoncp.offline import Job, options_of
@@ -55,7 +56,7 @@ class Problem:
 
     def launch(
         self, kernel: str, config: Config | None, arch: str | None = None
-    ) -> Launch | Callable[[], None]:
+    ) -> Launch | Launches | Callable[[], None]:
         """A kernel with these tiles; those of the rule for None. ``arch``: of another GPU than the device."""
         options = options_of(kernel, config) | {"deterministic": False}
         scale = self.q.shape[3] ** -0.5

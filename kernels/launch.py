@@ -1,0 +1,179 @@
+"""Launches, and what is kept of them: all that equal layouts of tensors share is put together once.
+
+Triton looks at each argument of each launch to find what it compiled. Here a launch whose tensors have the
+layouts of an earlier one only puts their addresses where the earlier one had its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from tritoncp.kernels.configs import Config, does_not_fit
+from tritoncp.kernels.tiles import stat, strided, with_base
+
+MOST = 1024  # launches that are kept in one place
+
+Tensors = dict[str, Any]  # or None
+
+
+class Launch(NamedTuple):
+    """One kernel launch, made but not yet run.
+
+    values:   the kernel's arguments, in its order
+    compiled: a list of what Triton made of a launch like this one, if there was one
+    options:  what the compiler is told besides the config
+    how:      what calls it
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    values: list[Any]
+    config: Config
+    compiled: list[Any]
+    options: Mapping[str, Any] = {}
+    how: Callable[..., Any] = operator.call
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """Arguments and options by name."""
+        return dict(zip(self.kernel.arg_names, self.values, strict=True)) | dict(self.options)
+
+    @property
+    def parts(self) -> tuple[Launch, ...]:
+        """As Launches has them."""
+        return (self,)
+
+    def instead(self, **args: Any) -> Launch:
+        """The same with other arguments."""
+        values = [args.get(name, value) for name, value in zip(self.kernel.arg_names, self.values)]
+        return self._replace(values=values)
+
+    def __call__(self) -> None:
+        if min(self.grid) == 0:
+            return
+        if self.compiled:
+            self.how(self.compiled[0][self.grid], *self.values)
+            return
+        told = self.config.compiler() | dict(self.options)
+        try:
+            made = self.how(self.kernel[self.grid], *self.values, **told)
+        except OutOfResources as error:
+            kind = self.kernel.__name__.removesuffix("_kernel")
+            message = does_not_fit(kind, self.config, error.name, error.required, error.limit)
+            raise ValueError(message) from error
+        if made is not None:  # None: interpreted
+            self.compiled.append(made)
+
+
+class Launches(NamedTuple):
+    """Launches of one step, in this order; other calls may stand between them."""
+
+    parts: tuple[Launch | Callable[[], None], ...]
+
+    def __call__(self) -> None:
+        for part in self.parts:
+            part()
+
+
+class Recipe(NamedTuple):
+    """What is the same for every launch of one kernel in one place with tensors of these layouts.
+
+    args:        by name; what changes from launch to launch may be missing
+    descriptors: (argument, tensor, fields) of the tiles that are copied by descriptor
+    """
+
+    grid: tuple[int, ...]
+    args: Mapping[str, Any]
+    config: Config
+    descriptors: Sequence[tuple[str, str, dict[str, Any]]] = ()
+
+
+class Prepared(NamedTuple):
+    """A launch without what is new each time, and where in the kernel's order of arguments that goes.
+
+    tensors:     (place, name, kind of argument, what it holds besides the tensor)
+    descriptors: (place, name of the tensor, fields)
+    others:      (place, name)
+    """
+
+    launch: Launch
+    tensors: list[tuple[int, str, Any, tuple[Any, ...]]]
+    descriptors: list[tuple[int, str, dict[str, Any]]]
+    others: list[tuple[int, str]]
+
+    @classmethod
+    def of(cls, kernel: Any, tensors: Tensors, stats: Tensors, others: Any, recipe: Recipe) -> Prepared:
+        place = {name: at for at, name in enumerate(kernel.arg_names)}
+        made = {name: strided(x) for name, x in tensors.items()} | {
+            name: stat(x) for name, x in stats.items()
+        }
+        moving = [
+            (place[name], name, type(value), value[1:])
+            for name, value in made.items()
+            if value.ptr is not None and name in place
+        ]
+        copied = [(place[argument], name, fields) for argument, name, fields in recipe.descriptors]
+        new = dict.fromkeys([*others, *(name for _, name, _, _ in moving), *(name for name, _, _ in copied)])
+        args = made | dict(recipe.args) | new
+        launch = Launch(kernel, recipe.grid, [args[name] for name in kernel.arg_names], recipe.config, [])
+        return cls(launch, moving, copied, [(place[name], name) for name in others if name in place])
+
+
+def launch(
+    kept: dict[Any, Prepared],
+    about: tuple[Any, ...],
+    kernel: Any,
+    tensors: Tensors,
+    stats: Tensors,
+    others: Mapping[str, Any],
+    recipe: Callable[[], Recipe],
+) -> Launch:
+    """A launch of ``kernel`` on tensors [B, H, S, D] and statistics [B, H, S], with ``others``, which are new
+    at every launch too.
+
+    kept: where launches like it are, found by ``about``, by layouts, and by what ``others`` are compiled for
+    """
+    named = tensors | stats
+    key = about, *map(_seen, named.values()), *map(facts, others.values())
+    if (found := kept.get(key)) is None:
+        if len(kept) >= MOST:
+            kept.clear()
+        found = kept[key] = Prepared.of(kernel, tensors, stats, others, recipe())
+    (_, grid, values, config, compiled, *_), moving, descriptors, rest = found
+    values = values.copy()
+    for at, name, kind, fields in moving:
+        values[at] = kind(named[name], *fields)
+    for at, name, kept_fields in descriptors:
+        values[at] = with_base(kept_fields, named[name])
+    for at, name in rest:
+        values[at] = others[name]
+    return Launch(kernel, grid, values, config, compiled)
+
+
+def facts(value: Any) -> Any:
+    """What Triton compiles an argument for: of tensors the type and whether the address is a multiple of 16,
+    of numbers what it makes use of."""
+    if isinstance(value, tuple):
+        return tuple(map(facts, value))
+    if isinstance(value, Tensor):
+        return value.dtype, _address(value)
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63
+    return type(value)
+
+
+def _seen(x: Tensor | None) -> Any:
+    """The same of a tensor in memory that is used as it lies."""
+    return None if x is None else (x.dtype, x.shape, x.stride(), _address(x))
+
+
+def _address(x: Tensor) -> Any:
+    """What Triton makes use of: on AMD also whether 32 bits hold every offset."""
+    even = x.data_ptr() % 16 == 0
+    return (even, x.untyped_storage().nbytes() < 2**31) if torch.version.hip else even
