@@ -124,21 +124,15 @@ def attend(
     """Run one layer for the ranks whose tensors are given: outs, lses, max_scores."""
     check_options(options or {})
     score = captured.score_of(score_mod, q[0])
-    numbers, captures = (score.numbers, score.tensors) if score else ((), ())
-    spec = engines.Spec(
-        score=engines.register(score),
-        carried=None,
-        wants=score.wants if score else (),
-        numbers=tuple("i" if isinstance(n, int) else "f" for n in numbers),
-        want_max=want_max,
-        world=world,
-        options=tuple(sorted((options or {}).items())),
-    )
+    numbers, captures, wants = (score.numbers, score.tensors, score.wants) if score else ((), (), ())
+    kinds = tuple(["i" if isinstance(n, int) else "f" for n in numbers])
+    given = tuple(sorted(options.items())) if options else ()
+    spec = engines.Spec.encoded(engines.register(score), None, wants, kinds, want_max, world, given)
     ints = [n for n in numbers if isinstance(n, int)]
     floats = [n for n in numbers if not isinstance(n, int)]
     scale = 1 / math.sqrt(q[0].shape[3]) if scale is None else float(scale)
     assert plan.handle is not None
-    return forward(q, k, v, list(captures), ints, floats, scale, plan.handle, spec.encode())
+    return forward(q, k, v, list(captures), ints, floats, scale, plan.handle, spec)
 
 
 @overload

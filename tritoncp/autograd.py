@@ -20,7 +20,6 @@ from tritoncp import captured, comm, engines, tuned
 from tritoncp.engines import Spec
 from tritoncp.handles import held_by
 from tritoncp.host import host
-from tritoncp.mods import Mod
 from tritoncp.plan import Plan
 from tritoncp.schedules import schedule_of
 
@@ -44,22 +43,39 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def _resolved(plan: Tensor, call: Spec, q: list[Tensor]) -> tuple[Plan, Mod | None]:
-    """The plan behind a handle, and its mask_mod where masked blocks need one."""
-    known: Plan = held_by(plan)
-    known.check_sources()
-    every = call.world == "" or known.schedule.startswith("ulysses")  # whose rows are computed here
-    return known, captured.mask_of(known, q, every_rank=every)
-
-
-def _measured(call: Spec, plan: Plan, mask: Mod | None, q: Tensor, v: Tensor) -> dict[str, Any]:
-    """Tile shapes that were measured for calls like this one."""
-    if not engines.uses_triton(q.device):
-        return {}
+def _engine(
+    spec: str, plan: Plan, scale: float, q: list[Tensor], v: Tensor, captures: list[Tensor], ints: list[int],
+    floats: list[float], grads: Sequence[Tensor] = (),
+) -> Any:  # fmt: skip
+    """What computes a call. Where its score_mod captures nothing, it is kept with the plan, for others."""
+    call, device = Spec.decode(spec), q[0].device
     group = comm.named(call.world) if call.world else None
-    kind = tuned.kind_of(plan.mask, mask is not None)
-    scored = call.score is not None or call.carried is not None
-    return tuned.configs(q.device, q.dtype, (q.shape[3], v.shape[3]), kind, group, scored)
+    tiles = tuned.text_of(device, group) if engines.uses_triton(device) else ""
+    key = (
+        None
+        if captures or ints or floats
+        else (spec, scale, plan.rank, device, q[0].dtype, q[0].shape, v.shape[3], tiles)
+    )
+    if key is not None and (known := plan._shared.get(key)) is not None:
+        return known
+    every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
+    mask = captured.mask_of(plan, q, every_rank=every)
+    measured = {}
+    if tiles:
+        kind = tuned.kind_of(plan.mask, mask is not None)
+        scored = call.score is not None or call.carried is not None
+        measured = tuned.configs(device, q[0].dtype, (q[0].shape[3], v.shape[3]), kind, group, scored)
+    made = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, measured)
+    if key is not None:
+        plan._shared[key] = made
+    return made
+
+
+def _plan(handle: Tensor) -> Plan:
+    """The plan behind a handle, of a mask that is what it was."""
+    known: Plan = held_by(handle)
+    known.check_sources()
+    return known
 
 
 def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any]) -> list[Any]:
@@ -88,9 +104,8 @@ def _attend(
     def schedule(i: int, p: Plan) -> Any:
         return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
 
-    known, mask = _resolved(plan, call, q)
-    tiles = _measured(call, known, mask, q[0], v[0])
-    engine = engines.make(call, scale, mask, q[0], captures, ints, floats, measured=tiles)
+    known = _plan(plan)
+    engine = _engine(spec, known, scale, q, v[0], captures, ints, floats)
     outs, lses, tops = zip(*_drive(call, known, len(q), schedule), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
@@ -138,10 +153,8 @@ def _differentiate(
         # Rounded once, here. dk and dv may be views of one buffer, and an op's outputs share no memory.
         return tuple(_own(grad, x[i].dtype) for grad, x in zip(found, (q, k, v), strict=True))
 
-    known, mask = _resolved(plan, call, q)
-    grads = engines.buffers(call, captures, lses[0])
-    tiles = _measured(call, known, mask, q[0], v[0])
-    engine = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, tiles)
+    known, grads = _plan(plan), engines.buffers(call, captures, lses[0])
+    engine = _engine(spec, known, scale, q, v[0], captures, ints, floats, grads)
     done = _drive(call, known, len(q), schedule)
     found = engines.sums(call, captures, grads)
     return [x for part in zip(*done, strict=True) for x in part] + found
@@ -209,17 +222,26 @@ def registered(
     return getattr(torch.ops.tritoncp, name).default
 
 
-def _below(op: Any, body: Callable[..., Any], *args: Any) -> Any:
+def _below(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: Any) -> Any:
     """The op as what is below autograd sees it: dispatch modes, then the body; or the body at once where
-    nobody looks at ops, as going through the dispatcher takes a third of a call."""
-    if _seen(itertools.chain.from_iterable(x for x in args if isinstance(x, list))):
+    nobody looks at ops, as going through the dispatcher takes a third of a call.
+
+    tensors: all of those in args
+    """
+    if _seen(tensors):
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
-    with host(), torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext():
-        return body(*args)
+    with host():
+        if not torch.is_grad_enabled():
+            return body(*args)
+        torch._C._set_grad_enabled(False)  # as no_grad() does, in a fifth of the time
+        try:
+            return body(*args)
+        finally:
+            torch._C._set_grad_enabled(True)
 
 
-def _seen(tensors: Iterable[Any]) -> bool:
+def _seen(tensors: Iterable[Tensor]) -> bool:
     """Whether going through the dispatcher makes a difference: dispatch modes, functorch, autocast, tracing,
     inference mode, profilers; subclasses, and tensors that are negative or zero only in name."""
     return (
@@ -233,9 +255,7 @@ def _seen(tensors: Iterable[Any]) -> bool:
     )
 
 
-def _is_plain(x: Any) -> bool:
-    if type(x) in (int, float):
-        return True
+def _is_plain(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg() and not x._is_zerotensor()
 
 
@@ -249,7 +269,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, call: tuple[Any, ...], plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         n, captured_ones, *constants, spec = ctx.call = call
         lists = _cut(tensors, n, n, n, captured_ones)
-        found = _below(forward_op, _attend, *lists, *constants, plan, spec)
+        found = _below(forward_op, _attend, tensors, *lists, *constants, plan, spec)
         ctx.save_for_backward(plan, *tensors, *found[: 2 * n])
         ctx.mark_non_differentiable(*found[2 * n :])
         ctx.set_materialize_grads(False)
@@ -278,7 +298,7 @@ class Final(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, args: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_below(backward_op, _differentiate, *args))
+        return tuple(_below(backward_op, _differentiate, tensors, *args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> None:
@@ -301,7 +321,7 @@ def forward(
     """What ``forward_op`` does, differentiable; arguments are the op's."""
     tensors = *q, *k, *v, *captures
     if not _tracked(tensors):
-        return _below(forward_op, _attend, q, k, v, captures, *rest)
+        return _below(forward_op, _attend, tensors, q, k, v, captures, *rest)
     *constants, plan, spec = rest
     return list(Attention.apply((len(q), len(captures), *constants, spec), plan, *tensors))
 
@@ -309,7 +329,7 @@ def forward(
 def _backward(*args: Any) -> list[Tensor]:
     tensors = list(itertools.chain.from_iterable(args[:8]))
     if not _tracked(tensors):
-        return _below(backward_op, _differentiate, *args)
+        return _below(backward_op, _differentiate, tensors, *args)
     return list(Final.apply(args, *tensors))
 
 

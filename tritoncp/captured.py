@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ def _translated(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod
 
 
 def _placed(mod: Mod, device: torch.device) -> Mod:
-    return replace(mod, tensors=tuple(_moved(tensor, device) for tensor in mod.tensors))
+    return mod.around([_moved(tensor, device) for tensor in mod.tensors], mod.numbers)
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
@@ -34,7 +34,12 @@ class Spec:
     world: str | None  # process group by name; "" = all ranks in lockstep
     options: tuple[tuple[str, Any], ...] = ()
 
-    @lru_cache(256)  # noqa: B019 - a few small specs, made and read again at every call
+    @classmethod
+    @lru_cache(256)
+    def encoded(cls, *fields: Any) -> str:
+        """Text of the spec with these fields: a few small ones, which every call asks for."""
+        return cls(*fields).encode()
+
     def encode(self) -> str:
         return json.dumps(vars(self))
 
@@ -51,7 +56,7 @@ def register(mod: Mod | None) -> str | None:
     if mod is None:
         return None
     if mod.digest not in _MODS:
-        _MODS[mod.digest] = replace(mod, tensors=(), numbers=())  # what it captures belongs to the call
+        _MODS[mod.digest] = mod.around()  # what it captures belongs to the call
     return mod.digest
 
 
@@ -96,7 +101,7 @@ def make(
         inner = list(known.tensors)
         for place, tensor in zip(known.wants, wanted, strict=True):
             inner[place] = tensor
-        return _bound(replace(known, tensors=tuple(inner)))
+        return _bound(known.around(inner, known.numbers))
 
     return EagerEngine(scale, _bound(mask), bind, [known.tensors[i] for i in known.wants], grads)
 
@@ -166,7 +171,7 @@ def _score(
         return None, ()
     whole, real = iter(ints), iter(floats)
     numbers = tuple(next(whole) if kind == "i" else next(real) for kind in spec.numbers)
-    return replace(_MODS[spec.score], tensors=tuple(captures), numbers=numbers), grads
+    return _MODS[spec.score].around(captures, numbers), grads
 
 
 def _bound(mod: Mod | None) -> Any:

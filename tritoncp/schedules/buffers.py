@@ -41,9 +41,9 @@ def room(like: Tensor, dtype: torch.dtype, filled: bool, value: float = 0.0) -> 
 def outputs(plan: Plan, q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and max_scores; padding as rows that see nothing."""
     stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    filled = plan.q.is_filled(plan.rank)
-    out = q.new_empty(*q.shape[:3], v.shape[3])
-    lse = q.new_empty(q.shape[:3], dtype=stats)
+    filled, (b, h, s, _), device = plan.q.is_filled(plan.rank), q.shape, q.device
+    out = torch.empty((b, h, s, v.shape[3]), dtype=q.dtype, device=device)
+    lse = torch.empty((b, h, s), dtype=stats, device=device)
     if not filled:
         out.zero_()
         lse.fill_(-torch.inf)
