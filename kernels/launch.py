@@ -140,7 +140,7 @@ def launch(
     kept: where launches like it are, found by ``about``, by layouts, and by what ``others`` are compiled for
     """
     named = tensors | stats
-    key = about, *map(_seen, named.values()), *map(facts, others.values())
+    key = about, *map(_seen, named.values()), *[value and facts(value) for value in others.values()]
     if (found := kept.get(key)) is None:
         if len(kept) >= MOST:
             kept.clear()
@@ -162,18 +162,17 @@ def facts(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(facts, value))
     if isinstance(value, Tensor):
-        return value.dtype, _address(value)
+        seen = _seen(value)
+        return seen[0], seen[3:]
     if isinstance(value, int):
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63
     return type(value)
 
 
 def _seen(x: Tensor | None) -> Any:
-    """The same of a tensor in memory that is used as it lies."""
-    return None if x is None else (x.dtype, x.shape, x.stride(), _address(x))
-
-
-def _address(x: Tensor) -> Any:
-    """What Triton makes use of: on AMD also whether 32 bits hold every offset."""
-    even = x.data_ptr() % 16 == 0
-    return (even, x.untyped_storage().nbytes() < 2**31) if torch.version.hip else even
+    """The same of a tensor that is used as it lies in memory."""
+    if x is None:
+        return None
+    if torch.version.hip:  # where Triton makes use of offsets that 32 bits hold
+        return x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0, x.untyped_storage().nbytes() < 2**31
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0

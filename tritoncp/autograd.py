@@ -280,13 +280,10 @@ class Attention(torch.autograd.Function):
         n, captured_ones, *constants, spec = ctx.call
         plan, *saved = ctx.saved_tensors
         q, k, v, captures, outs, lses = _cut(saved, n, n, n, captured_ones, n, n)
-        douts, dlses = (
-            [_or_zeros(*pair) for pair in zip(some, like, strict=True)]
-            for some, like in ((grads[:n], outs), (grads[n : 2 * n], lses))
-        )
-        some_dlse = any(grad is not None for grad in grads[n : 2 * n])
-        tensors = douts, dlses if some_dlse else [], q, k, v, outs, lses, captures
-        found = _backward(*tensors, *constants, plan, spec)
+        douts = [_or_zeros(*pair) for pair in zip(grads[:n], outs, strict=True)]
+        some = list(zip(grads[n : 2 * n], lses, strict=True))
+        dlses = [_or_zeros(*pair) for pair in some] if any(grad is not None for grad, _ in some) else []
+        found = _backward(douts, dlses, q, k, v, outs, lses, captures, *constants, plan, spec)
         rest: list[Tensor | None] = [None] * captured_ones
         for place, grad in zip(Spec.decode(spec).wants, found[3 * n :], strict=True):
             rest[place] = grad

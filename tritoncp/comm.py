@@ -22,21 +22,21 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class AllGather:
     """Every rank's ``x`` [n, ...], rank after rank: [W * n, ...]."""
 
     x: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class ReduceScatter:
     """The sum over ranks of ``x`` [W * n, ...], this rank's part of it: [n, ...]."""
 
     x: Tensor
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Swap:
     """Point to point: ``sends`` are (peer, tensor); ``takes`` are (peer, a tensor shaped like what comes).
     The result is a list, a tensor for each of ``takes``. Two ranks swap at most one tensor a direction.
@@ -47,7 +47,7 @@ class Swap:
     aside: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class AllToAll:
     """Rows of ``x`` [sum(sends), ...] to every rank in order; the rows that come: [sum(takes), ...]."""
 
@@ -56,14 +56,14 @@ class AllToAll:
     takes: Sequence[int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Wait:
     """Block until the collective behind ``ticket`` is done; its result."""
 
     ticket: "Ticket"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """A collective in flight: the buffers it uses live as long as the ticket."""
 

@@ -88,7 +88,11 @@ class Plan:
         """As :meth:`for_rank`, for a look at it: a compiled graph would not know it."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
-        return self if rank == self.rank else replace(self, rank=rank, handle=None)
+        if rank == self.rank:
+            return self
+        made = object.__new__(Plan)  # as replace() does, in a fifth of the time
+        vars(made).update(vars(self), rank=rank, handle=None)
+        return made
 
     def pinned(self) -> "Plan":
         """The plan with its handle, which keeps it known to the ops for as long as anyone holds it."""
@@ -287,14 +291,15 @@ class Plan:
         buffer: "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard) or "fetched".
         """
         interval = self.mask.interval_for(batch, self.heads or heads)
-        place = torch.device(device)
+        key = "tables", self.rank, buffer, interval is None
+        if (known := self._shared.get((*key, device))) is not None:
+            return known
 
         def made() -> Tables:
             mine = self.q.slots[self.rank], self.positions
             return tables_of(self.mask, *mine, *self.listed(buffer), interval)
 
-        key = (self.rank, buffer, interval is None)
-        here = self._once((*key, torch.device("cpu")), made)
+        here, place = self._once((*key, torch.device("cpu")), made), torch.device(device)
         return self._once((*key, place), lambda: here.to(place))
 
     def listed(self, buffer: int | str = "gathered") -> tuple[Tensor, Runs]:

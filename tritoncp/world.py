@@ -84,7 +84,7 @@ class World:
             mask = plan_cache.in_order(mask, queries[0].shape[0], lengths, kv_lengths, 0)
         self._check(mask)
         for rank, (q, k) in enumerate(zip(queries, keys)):
-            inputs.check_shapes(mask.for_rank(rank), q, k)
+            inputs.check_shapes(mask.seen_by(rank), q, k)
         want_max = bool(return_aux and return_aux.max_scores)
         found = api.attend(
             list(queries), list(keys), list(values), score, mask.pinned(), "", scale, kernel_options, want_max

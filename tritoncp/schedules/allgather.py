@@ -4,6 +4,7 @@ Head group g + 1 is gathered while g is computed, so nothing needs merging.  The
 instead of keeping global K and V, and reduce-scatters dK/dV in float32.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,23 +23,18 @@ def forward(
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     out, lse, top = outputs(plan, q, v, want_max)
-    groups = head_groups(k.shape[1])
-    flight = yield _gather(plan, k, v, groups[0])
-    for index, heads in enumerate(groups):
+    sizes = head_groups(k.shape[1])
+    kv = list(zip(*_groups(sizes, k, v), strict=True))
+    mine = _groups(_query_heads(sizes, q, k), q, out, lse, top)
+    flight = yield _gather(plan, *kv[0])
+    h_offset = 0
+    for index, (q_, out_, lse_, top_) in enumerate(zip(*mine, strict=True)):
         keys, values = views((yield Wait(flight)), k)
-        if index + 1 < len(groups):
-            flight = yield _gather(plan, k, v, groups[index + 1])
-        mine = query_heads(heads, q, k)
-        engine.forward(
-            q[:, mine],
-            keys,
-            values,
-            tables,
-            out=out[:, mine],
-            lse=lse[:, mine],
-            max_scores=None if top is None else top[:, mine],
-            h_offset=mine.start,
-        )()
+        if index + 1 < len(sizes):
+            flight = yield _gather(plan, *kv[index + 1])
+        final = {"out": out_, "lse": lse_, "max_scores": top_}
+        engine.forward(q_, keys, values, tables, **final, h_offset=h_offset)()
+        h_offset += q_.shape[1]
     return out, lse, top
 
 
@@ -59,41 +55,48 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = room_for_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
-    groups = head_groups(k.shape[1])
+    sizes = head_groups(k.shape[1])
+    kv = list(zip(*_groups(sizes, k, v), strict=True))
+    mine = _groups(_query_heads(sizes, q, k), q, dout, lse, delta, dq)
     returning: list[Ticket] = []
-    flight = yield _gather(plan, k, v, groups[0])
-    for index, heads in enumerate(groups):
+    flight = yield _gather(plan, *kv[0])
+    h_offset = 0
+    for index, (q_, dout_, lse_, delta_, dq_) in enumerate(zip(*mine, strict=True)):
         keys, values = views((yield Wait(flight)), k)
-        if index + 1 < len(groups):
-            flight = yield _gather(plan, k, v, groups[index + 1])
-        mine = query_heads(heads, q, k)
-        args = q[:, mine], keys, values, dout[:, mine], lse[:, mine], delta[:, mine], tables
-        engine.dq(*args, dq=dq[:, mine], h_offset=mine.start)()
+        if index + 1 < len(sizes):
+            flight = yield _gather(plan, *kv[index + 1])
+        args = q_, keys, values, dout_, lse_, delta_, tables
+        engine.dq(*args, dq=dq_, h_offset=h_offset)()
         grads = keys.new_zeros(keys.shape[2], *keys.shape[:2], k.shape[3] + v.shape[3], dtype=lse.dtype)
-        dkdv(engine, args, *views(grads, keys), dq[:, mine], h_offset=mine.start)
+        dkdv(engine, args, *views(grads, keys), dq_, h_offset=h_offset)
         returning.append((yield ReduceScatter(grads)))
+        h_offset += q_.shape[1]
     parts = []
     for ticket in returning:
         parts.append((yield Wait(ticket)))
     return dq, *separate(torch.cat(parts, 2), k)
 
 
-def head_groups(kv_heads: int) -> list[slice]:
-    """KV heads cut into at most HEAD_GROUPS pieces.
+def head_groups(kv_heads: int) -> list[int]:
+    """Sizes of at most HEAD_GROUPS pieces of KV heads.
 
     >>> head_groups(3), head_groups(1)
-    ([slice(0, 2, None), slice(2, 3, None)], [slice(0, 1, None)])
+    ([2, 1], [1])
     """
     size = -(-kv_heads // min(kv_heads, HEAD_GROUPS))
-    return [slice(start, min(start + size, kv_heads)) for start in range(0, kv_heads, size)]
+    return [min(size, kv_heads - start) for start in range(0, kv_heads, size)]
 
 
-def query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
-    """The query heads that attend to these KV heads."""
-    group = q.shape[1] // k.shape[1]
-    return slice(heads.start * group, heads.stop * group)
+def _query_heads(sizes: list[int], q: Tensor, k: Tensor) -> list[int]:
+    """How many query heads attend to these KV heads."""
+    return [size * (q.shape[1] // k.shape[1]) for size in sizes]
 
 
-def _gather(plan: Plan, k: Tensor, v: Tensor, heads: slice) -> AllGather:
+def _groups(sizes: list[int], *tensors: Tensor | None) -> list[Sequence[Any]]:
+    """The heads of each tensor [B, H, ...] in pieces; None in as many where there is none."""
+    return [[None] * len(sizes) if x is None else x.split_with_sizes(sizes, 1) for x in tensors]
+
+
+def _gather(plan: Plan, k: Tensor, v: Tensor) -> AllGather:
     """These heads of K and V, of every rank, in one buffer."""
-    return AllGather(pack(k[:, heads], v[:, heads], plan.kv.s_max))
+    return AllGather(pack(k, v, plan.kv.s_max))

@@ -17,18 +17,21 @@ from tritoncp.plan import Plan
 
 def pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
     """k [B, h, S, D] and v [B, h, S, E] as one [rows, B, h, D + E], zeros past row S."""
-    b, h, s, d = k.shape
-    packed = k.new_zeros(rows, b, h, d + v.shape[3])
-    local = packed[:s].permute(1, 2, 0, 3)
-    local[..., :d] = k
-    local[..., d:] = v
+    (b, h, s, d), e = k.shape, v.shape[3]
+    packed = torch.empty((rows, b, h, d + e), dtype=k.dtype, device=k.device)
+    if s < rows:
+        packed[s:] = 0
+    for part, x in zip(views(packed[:s] if s < rows else packed, k), (k, v)):
+        part.copy_(x)
     return packed
 
 
 def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """K [B, heads, rows, D] and V [B, heads, rows, E] in a buffer; ``k`` says B and D."""
-    x = packed.permute(1, 2, 0, 3).expand(k.shape[0], -1, -1, -1)
-    return x[..., : k.shape[3]], x[..., k.shape[3] :]
+    x, b, d = packed.permute(1, 2, 0, 3), k.shape[0], k.shape[3]
+    x = x if x.shape[0] == b else x.expand(b, -1, -1, -1)
+    keys, values = x.split_with_sizes([d, x.shape[3] - d], 3)
+    return keys, values
 
 
 def room(like: Tensor, dtype: torch.dtype, filled: bool, value: float = 0.0) -> Tensor:
@@ -81,5 +84,4 @@ def dkdv(
 
 def separate(dkv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """dk and dv [B, h, S, D|E] in a buffer, as views in its dtype; ``k`` says S and D."""
-    grads = dkv[: k.shape[2]].permute(1, 2, 0, 3)
-    return grads[..., : k.shape[3]], grads[..., k.shape[3] :]
+    return views(dkv[: k.shape[2]], k)
