@@ -167,11 +167,13 @@ class Plan:
         back = mine * (degree - 1)
         q_rows, kv_rows = batch * self.q.s_max, batch * self.kv.s_max
         e = width - head_dim
-        sent = q_rows * (others * head_dim * itemsize + back * (e * itemsize + 2 * stats))
+        sent = q_rows * (others * head_dim * itemsize + back * (e * itemsize + stats))
         sent += kv_rows * keys * width * itemsize
         if backward:
             sent += q_rows * (others * (width * itemsize + 2 * stats) + back * head_dim * itemsize)
-            sent += kv_rows * width * (keys * itemsize + len(kv_parts[at]) * (degree - 1) * stats)
+            summed = degree < self.world_size or sum(map(len, kv_parts)) > kv_heads  # of several ranks' parts
+            each = stats if summed else itemsize
+            sent += kv_rows * width * (keys * itemsize + len(kv_parts[at]) * (degree - 1) * each)
         between = replace(self.rows(degree, heads), schedule=_between(self.schedule))
         rows, grad_rows = between._rows_sent(batch)
         return sent + len(kv_parts[at]) * width * (passes * rows * itemsize + backward * grad_rows * stats)

@@ -7,9 +7,10 @@ Heads need not divide: cuts are even to within one query head, and a KV head goe
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -21,7 +22,7 @@ from torch import Tensor
 from tritoncp import steps
 from tritoncp.comm import AllToAll, Schedule, Swap, Wait
 from tritoncp.plan import Plan
-from tritoncp.schedules import ring
+from tritoncp.schedules import local, ring
 from tritoncp.sharding import lengthen
 
 T = TypeVar("T")
@@ -41,13 +42,14 @@ def forward(
     trade = Trade.of(plan, q, k)
     whole_q = yield from trade.heads(q, trade.q_heads)
     whole_k, whole_v = yield from trade.keys(k, v)
-    row = ring if trade.plan.world_size == 1 else inner  # of one: nothing goes around
+    row = local if trade.plan.world_size == 1 else inner
     found = row.forward(trade.plan, Heads(engine, trade), whole_q, whole_k, whole_v, want_max)
     out, lse, top = yield from trade.between_rows(found)
-    stats = torch.stack([lse, lse if top is None else top], 3)
-    out = torch.cat((yield from trade.sequence(out, trade.q_heads, q.shape[2])), 1)
-    lse, top = torch.cat((yield from trade.sequence(stats, trade.q_heads, q.shape[2])), 1).unbind(3)
-    return out, lse.contiguous(), top.contiguous() if want_max else None
+    out = yield from trade.sequence(out, trade.q_heads, q.shape[2])
+    stats = torch.stack([lse] if top is None else [lse, top], 3)
+    stats = yield from trade.sequence(stats, trade.q_heads, q.shape[2])
+    lse, *top = map(_alone, stats.unbind(3))
+    return _alone(out), lse, top[0] if top else None
 
 
 def backward(
@@ -63,13 +65,14 @@ def backward(
     whole_k, whole_v = yield from trade.keys(k, v)
     stats = yield from trade.heads(torch.stack([lse, delta], 3), trade.q_heads)
     whole_lse, whole_delta = (x.contiguous() for x in stats.unbind(3))
-    row = ring if trade.plan.world_size == 1 else inner  # of one: nothing goes around
+    alone = ring if trade.shares else local  # either, of one rank: the first leaves dK and dV in float32
+    row = alone if trade.plan.world_size == 1 else inner
     heads = Heads(engine, trade, whole_delta)
     found = row.backward(
         trade.plan, heads, whole_q, whole_k, whole_v, whole_dout, whole_lse, whole_dout, None
     )
     dq, dk, dv = yield from trade.between_rows(found)
-    dq = torch.cat((yield from trade.sequence(dq.to(q.dtype), trade.q_heads, q.shape[2])), 1)
+    dq = yield from trade.sequence(dq.to(q.dtype), trade.q_heads, q.shape[2])
     dkv = yield from trade.total(torch.cat([dk, dv], 3), k.shape[2], k.shape[1])
     return dq, *dkv.split([k.shape[3], v.shape[3]], 3)
 
@@ -94,13 +97,22 @@ class Trade:
 
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> Trade:
-        heads, kv_heads = q.shape[1], k.shape[1]
+        heads = q.shape[1], k.shape[1]
+        return plan._once(("trade", plan.rank, *heads), lambda: cls._of(plan, *heads))
+
+    @classmethod
+    def _of(cls, plan: Plan, heads: int, kv_heads: int) -> Trade:
         degree = plan.degree_for(heads)
         if degree < plan.world_size and not plan.degree:
             _say(heads, plan.world_size, degree)
         rows = plan.rows(degree, heads)
         parts = steps.trade(heads, kv_heads, degree)
         return cls(rows, plan.rank % degree, degree, plan.world_size, *parts, heads // kv_heads)
+
+    @property
+    def shares(self) -> bool:
+        """Whether several ranks of a row read the same KV head."""
+        return any(a.stop > b.start for a, b in itertools.pairwise(self.kv_heads))
 
     def keys(self, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
         """K and V of this rank's heads, in one message."""
@@ -109,29 +121,32 @@ class Trade:
 
     def heads(self, x: Tensor, whose: Sequence[range]) -> Schedule[Tensor]:
         """x [B, H, S, D] of every rank of the row -> [B, this rank's heads, degree * s_max, D]."""
-        order = torch.tensor([head for part in whose for head in part], device=x.device)
         s_max = (self.plan.q if whose is self.q_heads else self.plan.kv).s_max // self.degree
-        sent = lengthen(x, 2, s_max).transpose(0, 1)[order]  # [heads of rank 0, of rank 1, ..., B, s_max, D]
+        sent = lengthen(x, 2, s_max).transpose(0, 1)  # [H, B, s_max, D]
+        if whose is self.kv_heads and self.shares:
+            sent = torch.cat([sent[part.start : part.stop] for part in whose])
         mine = len(whose[self.rank])
-        flight = yield AllToAll(sent, self._row(map(len, whose)), self._row([mine] * self.degree))
-        came = (yield Wait(flight)).unflatten(0, (self.degree, mine))
+        takes = self._row([mine] * self.degree)
+        flight = yield AllToAll(sent.contiguous(), self._row(map(len, whose)), takes)
+        came = (yield Wait(flight)).view(self.degree, mine, *sent.shape[1:])
         return came.permute(2, 1, 0, 3, 4).flatten(2, 3)
 
-    def sequence(self, x: Tensor, whose: Sequence[range], rows: int) -> Schedule[list[Tensor]]:
-        """x [B, this rank's heads, degree * s_max, D] -> this rank's tokens [B, heads, rows, D], one tensor
-        from each rank of the row, of that rank's heads."""
-        sent = x.unflatten(2, (self.degree, -1)).permute(2, 1, 0, 3, 4).flatten(0, 1)
-        flight = yield AllToAll(
-            sent.contiguous(), self._row([x.shape[1]] * self.degree), self._row(map(len, whose))
-        )
-        came = (yield Wait(flight)).transpose(0, 1)[:, :, :rows]
-        return came.split([len(part) for part in whose], 1)
+    def sequence(self, x: Tensor, whose: Sequence[range], rows: int) -> Schedule[Tensor]:
+        """x [B, this rank's heads, degree * s_max, D] -> this rank's tokens [B, heads, rows, D], of the heads
+        of the row's first rank, of the second, ..."""
+        b, mine, s, d = x.shape
+        sent = x.reshape(b, mine, self.degree, s // self.degree, d).permute(2, 1, 0, 3, 4).flatten(0, 1)
+        takes = self._row(map(len, whose))
+        flight = yield AllToAll(sent.contiguous(), self._row([mine] * self.degree), takes)
+        return (yield Wait(flight)).transpose(0, 1)[:, :, :rows]
 
     def total(self, x: Tensor, rows: int, heads: int) -> Schedule[Tensor]:
         """Gradients of keys, summed over the ranks that read a head, in rank order: [B, heads, rows, D]."""
-        parts = yield from self.sequence(x, self.kv_heads, rows)
+        came = yield from self.sequence(x, self.kv_heads, rows)
+        if not self.shares:
+            return came
         total = x.new_zeros(x.shape[0], heads, rows, x.shape[3])
-        for part, whose in zip(parts, self.kv_heads):
+        for part, whose in zip(came.split([len(part) for part in self.kv_heads], 1), self.kv_heads):
             total[:, whose.start : whose.stop] += part
         return total
 
@@ -165,6 +180,11 @@ class Trade:
         return spread
 
 
+def _alone(x: Tensor) -> Tensor:
+    """x in memory of its own, as a result that may be edited."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _say(heads: int, world: int, degree: int) -> None:
     if (heads, world) not in _TOLD:
         _TOLD.add((heads, world))
@@ -192,12 +212,12 @@ class Heads:
                 **keep: bool) -> Callable[[], None]:  # fmt: skip
         return _all(
             self.engine.forward(
-                q[:, a], k[:, b], v[:, b], tables, out=out[:, a], lse=lse[:, a],
-                max_scores=None if max_scores is None else max_scores[:, a],
-                state=tuple(x[:, a] for x in state) or None, h_offset=self._first + a.start, **keep,
+                q, k, v, tables, out=out, lse=lse, max_scores=top, state=state or None, h_offset=first, **keep
             )
-            for a, b in self._pieces()
-        )  # fmt: skip
+            for first, (q, out, lse, top, *state), (k, v) in self._pieces(
+                (q, out, lse, max_scores, *state), (k, v)
+            )
+        )
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Callable[[], None]:
         assert self.computed is not None
@@ -206,20 +226,19 @@ class Heads:
     def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
            dq: Tensor, add: bool = False, h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
         return _all(
-            self.engine.dq(q[:, a], k[:, b], v[:, b], dout[:, a], lse[:, a], delta[:, a], tables, dq=dq[:, a],
-                           add=add, h_offset=self._first + a.start)
-            for a, b in self._pieces()
-        )  # fmt: skip
+            self.engine.dq(q, k, v, dout, lse, delta, tables, dq=dq, add=add, h_offset=first)
+            for first, (q, dout, lse, delta, dq), (k, v) in self._pieces((q, dout, lse, delta, dq), (k, v))
+        )
 
     def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
              dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False,
              h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
         return _all(
-            self.engine.dkdv(q[:, a], k[:, b], v[:, b], dout[:, a], lse[:, a], delta[:, a], tables,
-                             dk=dk[:, b], dv=dv[:, b], dq=dq[:, a], add=add,
-                             h_offset=self._first + a.start)
-            for a, b in self._pieces()
-        )  # fmt: skip
+            self.engine.dkdv(q, k, v, dout, lse, delta, tables, dk=dk, dv=dv, dq=dq, add=add, h_offset=first)
+            for first, (q, dout, lse, delta, dq), (k, v, dk, dv) in self._pieces(
+                (q, dout, lse, delta, dq), (k, v, dk, dv)
+            )
+        )
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         return 1
@@ -228,14 +247,22 @@ class Heads:
     def fused(self) -> bool:
         return bool(self.engine.fused)
 
-    @property
-    def _first(self) -> int:
-        return self.trade.q_heads[self.trade.rank].start
+    def _pieces(
+        self, rows: Sequence[Tensor | None], keys: Sequence[Tensor]
+    ) -> Iterator[tuple[int, list[Any], list[Any]]]:
+        """Tensors of query heads and of KV heads, cut where the number of heads that share one changes: first
+        of a piece's query heads, of all in the layer, and its part of each tensor."""
+        mine = self.trade.q_heads[self.trade.rank]
+        cuts = stretches(mine, self.trade.group)
+        if len(cuts) == 1:
+            yield mine.start, list(rows), list(keys)
+            return
+        for a, b in cuts:
+            parts = [None if x is None else x[:, a] for x in rows]
+            yield mine.start + a.start, parts, [x[:, b] for x in keys]
 
-    def _pieces(self) -> list[tuple[slice, slice]]:
-        return stretches(self.trade.q_heads[self.trade.rank], self.trade.group)
 
-
+@functools.lru_cache(256)
 def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
     """Query heads ``heads`` of a layer cut so that all KV heads of a piece have equally many: (query heads,
     KV heads) of each piece, counted from the first one here.
