@@ -4,6 +4,7 @@ It sees tensors, tables and jit functions; masks, meshes and ranks are somebody 
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -139,11 +140,11 @@ class TritonEngine:
         check_options(self.options)
 
     @cached_property
-    def _alike(self) -> tuple[Any, ...]:
-        """Engines with the same launch the same kernels."""
+    def _alike(self) -> "Alike":
+        """Engines with the same one launch the same kernels: quick to compare, which functions are not."""
         mods = self.mods
         functions = mods.mask, mods.score, mods.score_grad, mods.score_back
-        return *functions, self.scale, self.arch, *self.options.items()
+        return _ALIKE.setdefault((*functions, self.scale, self.arch, *self.options.items()), Alike())
 
     @property
     def fused(self) -> bool:
@@ -184,15 +185,13 @@ class TritonEngine:
         acc, m, l = state or (None, None, None)
         tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc}
         stats = {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
-        fixed = {
-            "MASK_MOD": self.mods.mask,
-            "SCORE_MOD": self.mods.score,
+        flags = {
             "HAS_FULL": full,
             "LOAD_STATE": load_state,
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
         }
-        made = self._launch(forward_kernel, kind, tensors, stats, tables, h_offset, fixed)
+        made = self._launch(forward_kernel, kind, tensors, stats, tables, h_offset, flags)
         return made if made.values[_SPLITS] is None else _shared(made, q, v, tables)
 
     def specialised(
@@ -230,15 +229,14 @@ class TritonEngine:
         tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc, "from_acc": from_acc}
         stats = {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
         stats |= {"from_m": from_m, "from_l": from_l}
-        fixed = {
+        flags = {
             "n_q": q.shape[2],
             "n_kv": k.shape[2],
-            "SCORE_MOD": self.mods.score,
             "LOAD_STATE": start is not None,
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
         }
-        last = self._launch(specialised_kernel, "specialised", tensors, stats, tables, h_offset, fixed)
+        last = self._launch(specialised_kernel, "specialised", tensors, stats, tables, h_offset, flags)
         return Launches((*parts, last._replace(how=allocating)))
 
     def gluon(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch:
@@ -336,14 +334,10 @@ class TritonEngine:
         """dQ of one step, and the gradients of what score_mod captures; ``add`` accumulates into dq."""
         if self.fused:
             return _nothing if add else partial(_clear, dq)
-        fixed = {
-            "MASK_MOD": self.mods.mask,
-            "SCORE_MOD": self.mods.score,
-            "SCORE_GRAD": self.mods.score_grad,
-            "ADD": add,
-        }
         tensors, stats = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq}, {"lse": lse, "delta": delta}
-        return self._launch(dq_kernel, "dq", tensors, stats, tables, h_offset, fixed, self.mods.score_dcaps)
+        return self._launch(
+            dq_kernel, "dq", tensors, stats, tables, h_offset, {"ADD": add}, self.mods.score_dcaps
+        )
 
     def dkdv(
         self,
@@ -367,17 +361,11 @@ class TritonEngine:
         A fused engine adds dQ to the float32 ``dq``, and the gradients of captures to their buffers.
         """
         fused = self.fused
-        fixed = {
-            "MASK_MOD": self.mods.mask,
-            "SCORE_MOD": self.mods.score,
-            "SCORE_GRAD": self.mods.score_grad if fused else self.mods.score_back,
-            "ADD": add,
-            "SPLIT": split,
-        }
         tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv, "dq": dq if fused else None}
         stats, kind = {"lse": lse, "delta": delta}, "fused" if fused else "dkdv"
+        flags = {"ADD": add, "SPLIT": split}
         dcaps = self.mods.score_dcaps if fused else ()
-        return self._launch(dkdv_kernel, kind, tensors, stats, tables, h_offset, fixed, dcaps)
+        return self._launch(dkdv_kernel, kind, tensors, stats, tables, h_offset, flags, dcaps)
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         """How many programs share a KV head's query heads: more than one only where there are too few
@@ -441,13 +429,13 @@ class TritonEngine:
 
     def _launch(
         self, kernel: Any, kind: str, tensors: dict[str, Any], stats: dict[str, Any], tables: Any,
-        h_offset: int, fixed: dict[str, Any], dcaps: tuple[Any, ...] = (),
+        h_offset: int, flags: dict[str, Any], dcaps: tuple[Any, ...] = (),
     ) -> Launch:  # fmt: skip
         """``tensors`` are other ones at every call, mostly of the same layouts: what follows from these and
-        from settings (``fixed``) is kept with the tables."""
+        from ``flags`` is kept with the tables."""
         caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
-        about = kind, h_offset, *fixed.values(), *self._alike
-        recipe = partial(self._recipe, kind, tensors, tables, h_offset, fixed)
+        about = kind, h_offset, self._alike, *flags.values()
+        recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
         return launch(tables.launches, about, kernel, tensors, stats, caps, recipe)
 
     def _recipe(
@@ -482,6 +470,9 @@ class TritonEngine:
             "right": left if by_keys else right,
             "i_b0": 0,
             "i_h0": h_offset,
+            "MASK_MOD": self.mods.mask,
+            "SCORE_MOD": self.mods.score,
+            "SCORE_GRAD": self.mods.score_back if kind == "dkdv" else self.mods.score_grad,
             "SCALE": self.scale,
             "GROUP": q.shape[1] // k.shape[1],
             "D": q.shape[3],
@@ -519,6 +510,11 @@ class TritonEngine:
         return Recipe(grid, args, config, copies)
 
 
+class Alike:
+    """A name for what engines that launch the same kernels have in common."""
+
+
+_ALIKE: weakref.WeakValueDictionary[Any, Alike] = weakref.WeakValueDictionary()  # as long as launches name it
 _DELTAS: dict[Any, Any] = {}  # launches, as there are no tables to keep them with
 
 

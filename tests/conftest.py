@@ -13,6 +13,8 @@ if not HAS_GPU:
 
 import pytest  # noqa: E402
 
+from tritoncp.schedules import allgather  # noqa: E402
+
 torch.set_num_threads(1)
 # A machine with a GPU may have pytest alone: tests/gpu needs no more.
 if importlib.util.find_spec("hypothesis"):
@@ -30,6 +32,12 @@ def seed() -> None:
     """The same random numbers whatever ran before, and on whatever worker."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small its tensors, an all-gather comes in pieces."""
+    monkeypatch.setattr(allgather, "SMALL", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,7 @@ def per_head(heads: int) -> Mask:
 
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, group: int) -> None:
-    sizes = allgather.head_groups(kv_heads)
+    sizes = allgather.head_groups(kv_heads, 1)
     assert 0 < len(sizes) <= allgather.HEAD_GROUPS and min(sizes) > 0
     heads = torch.arange(kv_heads)[None]
     pieces, queries = (
@@ -42,6 +42,24 @@ def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, group: int
     )
     for keys, reading in zip(pieces, queries, strict=True):
         assert set(keys[0].tolist()) == set(reading[0].tolist())
+
+
+@pytest.mark.parametrize("small", [0, 1 << 20])
+def test_few_bytes_are_gathered_at_once(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    monkeypatch.setattr(allgather, "SMALL", small)
+    gathers: list[tuple[int, ...]] = []
+
+    def watched(x: Tensor) -> comm.AllGather:
+        gathers.append(tuple(x.shape))
+        return comm.AllGather(x)
+
+    monkeypatch.setattr(allgather, "AllGather", watched)
+    x, mask = qkv(24, heads=6, kv_heads=3, dim=4, dtype=F64), per_head(6)
+    start = cotangents(x)
+    agree(over_ranks(x, build(mask, 3), start=start), oracle(x, mask, start=start), 1e-10)
+    each = [3] if small else [2, 1]
+    assert [heads for _, _, heads, _ in gathers[::3]] == each * 2  # of the first rank: forward, then backward
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5])

@@ -1,8 +1,9 @@
 """Python's share of a call: plan cached, kernels compiled for a GPU that is not here and never launched.
 
-`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, or a rank where a whole
-world runs here.  What is left out is what the GPU's driver takes.  Beside it stands torch's compiled
-flex_attention, on so few numbers that computing takes next to nothing.
+`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, and for one rank of
+several how many of them torch.distributed takes to send messages that go nowhere.  What is left out is what
+the GPU's driver takes.  Beside it stands torch's compiled flex_attention, on so few numbers that computing
+takes next to nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 import tritoncp
-from tritoncp import engines
+from tritoncp import comm, engines
 from tritoncp.kernels import engine
 from tritoncp.offline import Stand, target_of
 
@@ -54,6 +58,27 @@ def microseconds(call: Callable[[], Any], rounds: int = 7, repeats: int = 200) -
     return statistics.median(found)
 
 
+def of_collectives(call: Callable[[], Any], repeats: int = 200) -> float:
+    """Microseconds of a call that torch.distributed takes."""
+    spent, parts = 0.0, (comm._start, comm._finish)
+
+    def timed(part: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal spent
+            start = time.thread_time()
+            found = part(*args)
+            spent += time.thread_time() - start
+            return found
+
+        return run
+
+    comm._start, comm._finish = map(timed, parts)
+    for _ in range(repeats):
+        call()
+    comm._start, comm._finish = parts
+    return spent / repeats * 1e6
+
+
 def of_torch() -> dict[str, Callable[[], Any]]:
     """torch's own attention, compiled for the CPU: its call is what it is for a GPU, guards and wrapper."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -76,21 +101,19 @@ def of_torch() -> dict[str, Callable[[], Any]]:
     }
 
 
-def of_ranks(schedule: str, ranks: int = 4) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Forward, and forward and backward, of all ranks of a world in turn; collectives are copies here."""
-    world = tritoncp.simulate(ranks)
+def of_a_rank(schedule: str, ranks: int = 4) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward, and forward and backward, of the first of several ranks, whose messages go nowhere."""
+    group = dist.group.WORLD
     mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, 256, 256, BLOCK_SIZE=32)
-    plan = world.make_plan(mask, schedule=schedule)
-    shards = [
-        world.shard(torch.randn(1, heads, 256, 64, dtype=torch.bfloat16), plan, dim=2) for heads in (4, 2, 2)
-    ]
-    leaves = [[x.clone().requires_grad_() for x in xs] for xs in shards]
+    plan = tritoncp.make_plan(mask, world_size=ranks, rank=0, schedule=schedule)
+    shard = [torch.randn(1, heads, plan.s_local, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    leaves = [x.clone().requires_grad_() for x in shard]
 
     def both() -> Any:
-        outs = world.flex_attention(*leaves, plan, enable_gqa=True)
-        return torch.autograd.grad(outs, [x for xs in leaves for x in xs], outs)
+        out = tritoncp.flex_attention(*leaves, plan, enable_gqa=True, mesh=group)
+        return torch.autograd.grad(out, leaves, out)
 
-    return lambda: world.flex_attention(*shards, plan, enable_gqa=True), both
+    return lambda: tritoncp.flex_attention(*shard, plan, enable_gqa=True, mesh=group), both
 
 
 def calls() -> dict[str, Callable[[], Any]]:
@@ -124,14 +147,20 @@ def main() -> None:
     pretend()
     for name, call in calls().items():
         say(name, call)
-    for schedule in ("allgather", "ring", "fetch", "ulysses"):
-        forward, both = of_ranks(schedule)
-        say(f"{schedule}, a rank of 4, forward", forward, 4)
-        say(f"{schedule}, a rank of 4, forward and backward", both, 4)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    comm._timeout = lambda group: timedelta(minutes=1)
+    for schedule in ("allgather", "fetch", "ring", "ulysses"):
+        forward, both = of_a_rank(schedule)
+        say(f"{schedule}, a rank of 4, forward", forward, True)
+        say(f"{schedule}, a rank of 4, forward and backward", both, True)
+    dist.destroy_process_group()
 
 
-def say(name: str, call: Callable[[], Any], ranks: int = 1) -> None:
-    print(json.dumps({"call": name, "us": round(microseconds(call) / ranks, 1)}), flush=True)
+def say(name: str, call: Callable[[], Any], rank: bool = False) -> None:
+    row = {"call": name, "us": round(microseconds(call), 1)}
+    if rank:
+        row["of collectives"] = round(of_collectives(call), 1)
+    print(json.dumps(row), flush=True)
     if "--profile" in sys.argv:
         with cProfile.Profile() as profile:
             for _ in range(300):

@@ -15,6 +15,7 @@ from tritoncp.plan import Plan
 from tritoncp.schedules.buffers import dkdv, outputs, pack, room_for_dq, separate, views
 
 HEAD_GROUPS = 2  # one in flight, one computed: more only makes smaller messages
+SMALL = 1 << 20  # bytes of K and V of a rank: below, a second message takes longer than it hides
 
 
 def forward(
@@ -23,7 +24,7 @@ def forward(
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     out, lse, top = outputs(plan, q, v, want_max)
-    sizes = head_groups(k.shape[1])
+    sizes = head_groups(k.shape[1], _nbytes(plan, k, v))
     kv = list(zip(*_groups(sizes, k, v), strict=True))
     mine = _groups(_query_heads(sizes, q, k), q, out, lse, top)
     flight = yield _gather(plan, *kv[0])
@@ -55,7 +56,7 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = room_for_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
-    sizes = head_groups(k.shape[1])
+    sizes = head_groups(k.shape[1], _nbytes(plan, k, v))
     kv = list(zip(*_groups(sizes, k, v), strict=True))
     mine = _groups(_query_heads(sizes, q, k), q, dout, lse, delta, dq)
     returning: list[Ticket] = []
@@ -77,14 +78,20 @@ def backward(
     return dq, *separate(torch.cat(parts, 2), k)
 
 
-def head_groups(kv_heads: int) -> list[int]:
-    """Sizes of at most HEAD_GROUPS pieces of KV heads.
+def head_groups(kv_heads: int, nbytes: int) -> list[int]:
+    """Sizes of at most HEAD_GROUPS pieces of KV heads, of one where all together have few bytes.
 
-    >>> head_groups(3), head_groups(1)
-    ([2, 1], [1])
+    >>> head_groups(3, 10 << 20), head_groups(1, 10 << 20), head_groups(3, 1000)
+    ([2, 1], [1], [3])
     """
-    size = -(-kv_heads // min(kv_heads, HEAD_GROUPS))
+    size = -(-kv_heads // min(kv_heads, HEAD_GROUPS if nbytes >= SMALL else 1))
     return [min(size, kv_heads - start) for start in range(0, kv_heads, size)]
+
+
+def _nbytes(plan: Plan, k: Tensor, v: Tensor) -> int:
+    """Of a rank's K and V as they travel, padded, which is the same for all ranks."""
+    b, h, _, d = k.shape
+    return plan.kv.s_max * b * h * (d + v.shape[3]) * k.itemsize
 
 
 def _query_heads(sizes: list[int], q: Tensor, k: Tensor) -> list[int]:
@@ -94,6 +101,8 @@ def _query_heads(sizes: list[int], q: Tensor, k: Tensor) -> list[int]:
 
 def _groups(sizes: list[int], *tensors: Tensor | None) -> list[Sequence[Any]]:
     """The heads of each tensor [B, H, ...] in pieces; None in as many where there is none."""
+    if len(sizes) == 1:
+        return [[x] for x in tensors]
     return [[None] * len(sizes) if x is None else x.split_with_sizes(sizes, 1) for x in tensors]
 
 

@@ -21,8 +21,7 @@ def pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
     packed = torch.empty((rows, b, h, d + e), dtype=k.dtype, device=k.device)
     if s < rows:
         packed[s:] = 0
-    for part, x in zip(views(packed[:s] if s < rows else packed, k), (k, v)):
-        part.copy_(x)
+    torch.cat((k, v), 3, out=(packed[:s] if s < rows else packed).permute(1, 2, 0, 3))
     return packed
 
 

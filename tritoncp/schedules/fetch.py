@@ -60,7 +60,7 @@ def backward(
 
 def _request(plan: Plan, local: Tensor) -> AllToAll:
     rows = plan.fetch_rows(local.device)
-    return AllToAll(_numbered(plan, local)[rows], plan.fetch.sends, plan.fetch.takes)
+    return AllToAll(_numbered(plan, local).index_select(0, rows), plan.fetch.sends, plan.fetch.takes)
 
 
 def _numbered(plan: Plan, local: Tensor) -> Tensor:

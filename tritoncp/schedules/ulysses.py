@@ -61,7 +61,7 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     both = yield from trade.heads(torch.cat([q, dout], 3), trade.q_heads)
-    whole_q, whole_dout = both.split([q.shape[3], dout.shape[3]], 3)
+    whole_q, whole_dout = both.split_with_sizes([q.shape[3], dout.shape[3]], 3)
     whole_k, whole_v = yield from trade.keys(k, v)
     stats = yield from trade.heads(torch.stack([lse, delta], 3), trade.q_heads)
     whole_lse, whole_delta = (x.contiguous() for x in stats.unbind(3))
@@ -74,7 +74,8 @@ def backward(
     dq, dk, dv = yield from trade.between_rows(found)
     dq = yield from trade.sequence(dq.to(q.dtype), trade.q_heads, q.shape[2])
     dkv = yield from trade.total(torch.cat([dk, dv], 3), k.shape[2], k.shape[1])
-    return dq, *dkv.split([k.shape[3], v.shape[3]], 3)
+    dk, dv = dkv.split_with_sizes([k.shape[3], v.shape[3]], 3)
+    return dq, dk, dv
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +118,8 @@ class Trade:
     def keys(self, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
         """K and V of this rank's heads, in one message."""
         kv = yield from self.heads(torch.cat([k, v], 3), self.kv_heads)
-        return kv.split([k.shape[3], v.shape[3]], 3)
+        keys, values = kv.split_with_sizes([k.shape[3], v.shape[3]], 3)
+        return keys, values
 
     def heads(self, x: Tensor, whose: Sequence[range]) -> Schedule[Tensor]:
         """x [B, H, S, D] of every rank of the row -> [B, this rank's heads, degree * s_max, D]."""
