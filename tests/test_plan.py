@@ -253,6 +253,18 @@ def test_plans_are_copied_and_pickled(clone: Callable[[Plan], Plan]) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy])
+def test_copies_refuse_edited_sources_too(clone: Callable[[Plan], Plan]) -> None:
+    limit = torch.tensor([5])
+    mask = create_block_mask(lambda b, h, q, kv: q - kv < limit[b], 1, 1, 48, 48, BLOCK_SIZE=16)
+    plan = clone(tritoncp.make_plan(mask))
+    x = torch.randn(1, 1, 48, 16)
+    tritoncp.flex_attention(x, x, x, plan)
+    limit += 1
+    with pytest.raises(RuntimeError, match="edited in place"):
+        tritoncp.flex_attention(x, x, x, plan)
+
+
 def test_plans_are_frozen() -> None:
     plan = build(full_mask(8, 8, block=4), 2)
     with pytest.raises(AttributeError):

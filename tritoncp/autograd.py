@@ -51,12 +51,9 @@ def _engine(
     call, device = Spec.decode(spec), q[0].device
     group = comm.named(call.world) if call.world else None
     tiles = tuned.text_of(device, group) if engines.uses_triton(device) else ""
-    key = (
-        None
-        if captures or ints or floats
-        else (spec, scale, plan.rank, device, q[0].dtype, q[0].shape, v.shape[3], tiles)
-    )
-    if key is not None and (known := plan._shared.get(key)) is not None:
+    key = spec, scale, plan.rank, device, q[0].dtype, q[0].shape, v.shape[3], tiles, torch.get_default_dtype()
+    alike = not (captures or ints or floats)
+    if alike and (known := plan._shared.get(key)) is not None:
         return known
     every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
     mask = captured.mask_of(plan, q, every_rank=every)
@@ -66,7 +63,7 @@ def _engine(
         scored = call.score is not None or call.carried is not None
         measured = tuned.configs(device, q[0].dtype, (q[0].shape[3], v.shape[3]), kind, group, scored)
     made = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, measured)
-    if key is not None:
+    if alike:
         plan._shared[key] = made
     return made
 

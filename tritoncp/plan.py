@@ -4,6 +4,7 @@ Who owns which block, in what order the steps run, what each step reads.  A plan
 mask alone, and equal on every rank but for the rank's own number; nothing in it knows a process group.
 """
 
+import copy
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -330,6 +331,12 @@ class Plan:
                     f"a tensor of shape {tuple(source.shape)} that this plan's mask captures was edited in "
                     "place after the plan was made; make the mask and the plan again"
                 )
+
+    def __copy__(self) -> "Plan":
+        return replace(self, handle=None).pinned()
+
+    def __deepcopy__(self, memo: dict) -> "Plan":
+        return copy.copy(self)  # its mask_mod is a function, which is not copied, and nothing else changes
 
     def __getstate__(self) -> dict:
         state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
