@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 PASSES = ("forward", "dq", "dkdv")
-KINDS = (*PASSES, "fused", "specialised", "gluon")  # of tiles
+KINDS = (*PASSES, "few", "fused", "specialised", "gluon")  # of tiles
 
 
 @dataclass(frozen=True)
@@ -333,6 +333,9 @@ def check_options(options: dict[str, Any]) -> None:
     for option, value in options.items():
         if option == "CONFIGS":
             for kind, config in value:
+                if kind == "route":
+                    check_options(dict(config))
+                    continue
                 if kind not in KINDS:
                     raise ValueError(f"tiles of {kind!r}; there are those of {', '.join(KINDS)}")
                 names = {name: both[0] for name, both in option_names(kind).items()}
@@ -373,7 +376,8 @@ def choose(
 ) -> Config:
     """The default, what was measured (CONFIGS) over it, the user's ``kernel_options`` over that, fitted to
     the mask's blocks and the tensors.  CONFIGS holds (pass, ((field of Config, value), ...)) for some passes;
-    tiles that were measured with descriptors are left out where there are none.
+    tiles that were measured with descriptors are left out where there are none.  It may hold ("route",
+    (("ROUTE", name),)) too: the one to take where a call asks for none.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles

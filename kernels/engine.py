@@ -153,8 +153,18 @@ class TritonEngine:
         return bool(self.options.get("FUSED_BACKWARD")) and not exactly
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch | Launches:
-        """One step of attention by the route that is asked for; arguments are those of :meth:`loops`."""
-        return ROUTES[self.options.get("ROUTE", "loops")](self, q, k, v, tables, **step)
+        """One step of attention by the route that is asked for, else by the one that was measured to be the
+        fastest; arguments are those of :meth:`loops`."""
+        route = self.options.get("ROUTE") or self._measured_route(q)
+        return ROUTES[route](self, q, k, v, tables, **step)
+
+    def _measured_route(self, q: Tensor) -> str:
+        """(Measured on whole tiles of rows, each with a program of its own.)"""
+        found = dict(self.options.get("CONFIGS", ())).get("route")
+        options = self.options
+        if not found or q.shape[2] < WHOLE or options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1:
+            return "loops"
+        return dict(found)["ROUTE"]
 
     def loops(
         self,
@@ -250,7 +260,7 @@ class TritonEngine:
     def gluon_obstacles(self, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
         """Why a step cannot go by the route in Gluon."""
         arch, dims = self.arch or architecture(q.device), {q.shape[3], v.shape[3]}
-        if arch == "interpreter":
+        if arch == "interpreter" and "ROUTE" in self.options:
             raise ValueError("ROUTE='gluon' is for GPUs and cannot be interpreted; leave it out on a CPU")
         if arch != "sm_90":
             yield f"its instructions are those of sm_90, and this is {arch}"
@@ -529,11 +539,12 @@ def or_loops(
     tables: Any,
     **step: Any,
 ) -> Launch | Launches:
-    """A route where it can be had and pays, else one launch, and a warning that says why."""
+    """A route where it can be had and pays, else one launch, and a warning that says why to whom asked."""
     why = next(obstacles(engine, q, k, v, tables), None)
     if why is None:
         return launch(engine, q, k, v, tables, **step)
-    warnings.warn(f"ROUTE={route!r} is asked for; this step goes by 'loops': {why}", stacklevel=2)
+    if "ROUTE" in engine.options:
+        warnings.warn(f"ROUTE={route!r} is asked for; this step goes by 'loops': {why}", stacklevel=2)
     return engine.loops(q, k, v, tables, **step)
 
 

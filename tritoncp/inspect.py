@@ -263,9 +263,12 @@ def tiles(config: dict[str, Any]) -> str:
     '128×64 8/3'
     >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "USE_TMA": True})
     '128×64 8/3 TMA'
+    >>> tiles({"ROUTE": "gluon", "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3})
+    'gluon 128×64 4/3'
     """
     shape = f"{config['BLOCK_M']}×{config['BLOCK_N']} {config['num_warps']}/{config['num_stages']}"
-    return shape + " TMA" * config.get("USE_TMA", False)
+    route = f"{config['ROUTE']} " if "ROUTE" in config else ""
+    return route + shape + " TMA" * config.get("USE_TMA", False)
 
 
 def show(rows: Sequence[Row], console: Any) -> None:

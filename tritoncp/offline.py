@@ -69,12 +69,14 @@ KERNELS = ("forward", "delta", "dq", "dkdv")
 
 
 class Call(NamedTuple):
-    """A call on one device, without ranks: a mask of perf/cases.py, query and key heads, tokens."""
+    """A call on one device, without ranks: a mask of perf/cases.py, query and key heads, tokens; queries,
+    where they are not as many, for which the mask has to be "full"."""
 
     mask: str
     heads: int
     kv_heads: int
     length: int
+    queries: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ class Job:
 
     kernel: one of KERNELS; "fused": dK/dV that adds up dQ as well; "masked" and "specialised": the launches
             of the specialised route, of which the second starts from a state if there are masked blocks;
-            "combine": what follows a forward pass whose keys several programs share (variant "few"); "gluon":
-            the launch of that route
+            "few": forward with tiles for few rows (variant "few" or "decode"); "combine": what follows it
+            where several programs share its keys; "gluon": the launch of that route
     config: the tiles; None = those of the rule
     v_head_dim: channels of values; None = as many
     score:  a score_mod, as tritoncp/expressions.py reads it
@@ -284,7 +286,8 @@ def launch_of(job: Job) -> Any:
     from tritoncp.tune.problem import Problem, mods_of
 
     if job.call is not None:
-        return Problem(job, torch.device("cpu")).launch(job.kernel, job.config, job.arch)
+        launch: Any = Problem(job, torch.device("cpu")).launch(job.kernel, job.config, job.arch)
+        return launch.parts[-1 if job.kernel == "specialised" else 0]
     variant, (d, e), dtype = VARIANTS[job.variant], job.dims, getattr(torch, job.dtype)
     mask = mask_of(variant.mask, variant.queries)
     tables = build(mask, variant.world_size).tables(batch=1, heads=HEADS)
@@ -299,7 +302,7 @@ def launch_of(job: Job) -> Any:
     acc, dq_sum = torch.empty(1, HEADS, rows, e), torch.empty(1, HEADS, rows, d)
     dk, dv = torch.empty(keys, 1, KV_HEADS, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
     engine = TritonEngine(mods_of(job.score, q, mod), d**-0.5, options, arch=job.arch)
-    if job.kernel in ("forward", "combine", "masked", "specialised", "gluon"):
+    if job.kernel in ("forward", "few", "combine", "masked", "specialised", "gluon"):
         state = State(acc, m, l) if variant.load or variant.store else None
         steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
         step: Callable[..., Launch | Launches] = engine.loops
@@ -331,10 +334,11 @@ def name_functions() -> None:
     """
     from triton.runtime.jit import JITFunction
 
-    from tritoncp.kernels import backward, forward, specialised, tiles
+    from tritoncp.kernels import backward, forward, gluon, specialised, tiles
     from tritoncp.mods import library
 
-    for module in (tiles, library, forward, specialised, backward):
+    modules = tiles, library, forward, specialised, backward
+    for module in modules if tiles.INTERPRETED else (*modules, gluon):  # which cannot be interpreted
         for function in vars(module).values():
             if isinstance(function, JITFunction) and function.__module__ == module.__name__:
                 _ = function.cache_key

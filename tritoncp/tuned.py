@@ -4,6 +4,9 @@ A file holds what was measured on one device with one Triton:
 ``<folder>/<arch>/<device>-triton-<version>.json``.  Folders, the first that knows wins: TRITONCP_CONFIG_DIR,
 the user's, the package's; then, in the same order, files of other devices of the same architecture or of
 other Tritons; then the rule in ``kernels/configs.py``.  ``TRITONCP_CONFIG_DIR=-`` looks nowhere.
+
+An entry about "route" says by which route of the forward pass a call was fastest.  It is for calls just like
+that one on that device with that Triton: nothing else was seen to be right.
 """
 
 from __future__ import annotations
@@ -25,12 +28,13 @@ import torch
 
 import tritoncp
 from tritoncp import comm
-from tritoncp.kernels.configs import KINDS, architecture, check_options
+from tritoncp.kernels.configs import KINDS, ROUTES, architecture, check_options
 from tritoncp.masks import Mask
 
 SHIPPED = Path(tritoncp.__file__).parent / "kernels/configs"
 # For the nearest that was measured, where a mask's own kind was not: long rows of full blocks in both.
 NEAREST = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}
+FEW = "full"  # the kind that few rows are measured with: tiles that hold them are nearly all full
 WIN = 1.02  # time of the rule over that of tiles worth keeping
 
 # Each: kernel, dtype, head_dim, mask, config; v_head_dim if it is another; score, the name of a score_mod.
@@ -138,9 +142,24 @@ def about(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     return *first, entry["mask"], bool(entry.get("score"))
 
 
+def launched(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The kernel that an entry's config is tiles of, and the tiles.
+
+    >>> launched("route", {"ROUTE": "gluon", "num_stages": 3}), launched("dq", {"num_stages": 2})
+    (('gluon', {'num_stages': 3}), ('dq', {'num_stages': 2}))
+    """
+    if kernel != "route":
+        return kernel, dict(config)
+    route, tiles = config["ROUTE"], {name: value for name, value in config.items() if name != "ROUTE"}
+    return "forward" if route == ROUTES[0] else route, tiles
+
+
 def check(entry: Mapping[str, Any]) -> None:
     """Raises ValueError, KeyError or TypeError for an entry that cannot be used."""
-    check_options({"CONFIGS": ((entry["kernel"], tuple(entry["config"].items())),)})
+    if entry["kernel"] == "route":
+        check_options({"ROUTE": entry["config"]["ROUTE"]})
+    kernel, tiles = launched(entry["kernel"], entry["config"])
+    check_options({"CONFIGS": ((kernel, tuple(tiles.items())),)})
     _, dtype, *dims, mask, _ = about(entry)
     if not isinstance(getattr(torch, dtype), torch.dtype) or mask not in (*NEAREST, "window"):
         raise ValueError(f"no call has dtype {dtype!r} and a mask of kind {mask!r}")
@@ -153,9 +172,11 @@ def table(device: Device, given: str | None) -> str:
     """Everything that is known for a device, as text that ranks can compare; the first of several entries
     about the same kernel counts. ``given`` is TRITONCP_CONFIG_DIR, which may change while a process lives."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
+    exact = path_in(Path(), device).name
     for path in sources(device):
         for entry in entries_of(path):
-            known.setdefault(about(entry), entry["config"])
+            if path.name == exact or entry["kernel"] != "route":
+                known.setdefault(about(entry), entry["config"])
     return json.dumps([[*of, config] for of, config in known.items()])
 
 
@@ -213,7 +234,7 @@ def digest_of(device: torch.device, group: Any) -> str:
 def _chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: bool) -> tuple[Any, ...]:
     """(kernel, items of its config) of each kernel, for one call: measured with a score_mod rather than
     without, then with these head dims rather than with the larger one throughout, then with the nearest
-    mask."""
+    mask.  Last the route, measured with all of that alike."""
     known = {tuple(of): config for *of, config in json.loads(text)}
     masks = list(dict.fromkeys([mask, (near := NEAREST.get(mask)), NEAREST.get(near or "")]))
     wide = (max(dims),) * 2
@@ -221,8 +242,12 @@ def _chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: bool
     for wanted in itertools.product((True, False) if score else (False,), (dims, wide), masks):
         scored, widths, kind = wanted
         for kernel in KINDS:
-            if (config := known.get((kernel, dtype, *widths, kind, scored))) is not None:
+            seen = FEW if kernel == "few" else kind
+            if (config := known.get((kernel, dtype, *widths, seen, scored))) is not None:
                 chosen.setdefault(kernel, tuple(config.items()))
+    if (config := known.get(("route", dtype, *dims, mask, score), {})).get("ROUTE", ROUTES[0]) != ROUTES[0]:
+        kernel, tiles = launched("route", config)
+        chosen |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}
     return tuple(chosen.items())
 
 

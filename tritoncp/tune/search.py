@@ -3,7 +3,7 @@
 Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): everyone in turn within a round, twice the
 rounds for the better half, the rule's own config always among them. What does not beat it by 2 % is not kept.
 A stage may take half of the time that is left, the candidates most like the rule first: however short time
-is, some of them are compared with it.
+is, some of them are compared with it.  Routes are compared with what was found for loops.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import statistics
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from tritoncp.kernels.configs import Config, family
+from tritoncp.kernels.configs import ROUTES, Config, family
 from tritoncp.machine_code import MACHINES
 from tritoncp.offline import Job
 from tritoncp.tune.journal import Journal
-from tritoncp.tune.targets import Target, candidates
+from tritoncp.tune.targets import Routed, Target, candidates
 from tritoncp.tuned import WIN
 
 # Of the rule's own bound: below it nothing is timed.  Not of the best one: bounds leave out latency, and one
@@ -91,19 +91,26 @@ class Tuner:
     keep: Callable[[Target, Choice], None] = lambda target, choice: None
     now: Callable[[], float] = time.monotonic
     tally: Tally = field(default_factory=Tally)
+    chosen: dict[Target, Choice] = field(default_factory=dict)
+
+    def candidates(self, target: Target) -> list[Config]:
+        """What is tried; first what calls take unless something wins."""
+        loops = self.chosen.get(replace(target, kernel="forward"))
+        return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
 
     def static(self, target: Target, until: float | None = None) -> list[tuple[Config, dict[str, Any]]]:
         """Candidates that compile, fit and may be fast, also as steps of a schedule, with their reports; the
         rule's own first."""
         self.tally.target = target.name
         until = self.deadline if until is None else until
-        rule, *_ = listed = candidates(target, self.arch)
+        rule, *_ = listed = self.candidates(target)
         self.journal.begin(target, rule)
         reports = {}
         for config, found in self._compiled("compile", target, listed, self._half(until)):
             reports[config] = found
             self.tally.count(tried=1, failed="failed" in found, why=found.get("failed"))
         own = reports.get(rule, {}).get("bound") or 0.0
+        own = 0.0 if target.kernel == "few" else own  # it waits for memory: what bounds products says nothing
         others = [
             config
             for config in listed
@@ -159,8 +166,10 @@ class Tuner:
     def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
         """The fastest right candidate, if it beats the rule; else the rule. None without a measurement of
         both.  An interrupt is passed on after what is known so far was kept."""
+        rule, *others = self.candidates(target)
+        if target.kernel == "route" and not (others and replace(target, kernel="forward") in self.chosen):
+            return None  # nothing to compare, or nothing to compare it with
         alive = [config for config, _ in self.static(target, self._half(until))]
-        rule = candidates(target, self.arch)[0]
         best: Choice | None = None
         try:
             checked = self._half(until)
@@ -191,6 +200,8 @@ class Tuner:
         if found is None:
             if self.now() > until:
                 return False
+            if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that never ends is tried once
+                self.journal.add("check", target, config, {"wrong": "was being checked when a run ended"})
             found = {"wrong": bench.wrong(target, config)}
             self.journal.add("check", target, config, found)
         self.tally.count(failed=found["wrong"] is not None, why=found["wrong"])
@@ -225,12 +236,11 @@ class Tuner:
 
     def run(self, wanted: Sequence[Target], bench: Bench) -> dict[Target, Choice]:
         """Every target in turn; each may use its share of the time that is left."""
-        chosen = {}
         for i, target in enumerate(wanted):
             left = self.deadline - self.now()
             if left <= 0:
                 break
             choice = self.choose(target, bench, self.now() + left / (len(wanted) - i))
             if choice is not None:
-                chosen[target] = choice
-        return chosen
+                self.chosen[target] = choice
+        return self.chosen

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from tritoncp.expressions import score_of
-from tritoncp.kernels.configs import Config, copies, default
+from tritoncp.kernels.configs import FEW, ROUTES, Config, copies, default, specialises
 from tritoncp.mods import Untranslatable, hand_written, score_mod
 from tritoncp.offline import Call, Job
 from tritoncp.perf.cases import CASES, Case
@@ -18,7 +18,15 @@ from tritoncp.perf.record import Point
 
 # "fused" is a kernel of its own, for calls that ask for it, and never what "bwd" turns out to be: it adds up
 # dQ in whatever order programs end, and no file may take from a call that its bits are the same every time.
-OPS = {"fwd": ("forward",), "bwd": ("dq", "dkdv"), "fused": ("fused",)}
+# "few" is a decoding step.  "routes" compares what other ways through the forward pass Hopper has with the
+# tiles that won there, which therefore come first.
+OPS = {
+    "fwd": ("forward",),
+    "bwd": ("dq", "dkdv"),
+    "fused": ("fused",),
+    "few": ("few",),
+    "routes": ("forward", "route"),
+}
 # Query heads, key heads, head dim, length of what people train.
 PRESETS = {
     "llama3-8b": ("32x8,128,16384",),
@@ -40,9 +48,30 @@ SCORED = {"softcap": ("causal", "softcap"), "alibi": ("causal", "alibi")}
 
 
 @dataclass(frozen=True)
+class Routed(Config):
+    """A way through the forward pass, and its tiles."""
+
+    ROUTE: str = ROUTES[0]
+
+    @property
+    def kernel(self) -> str:
+        return self.ROUTE if self.ROUTE in ROUTES[1:] else "forward"
+
+    @property
+    def tiles(self) -> Config:
+        return Config(**{name: getattr(self, name) for name in Config.__dataclass_fields__})
+
+
+def kernel_of(kernel: str, config: Config | None) -> tuple[str, Config | None]:
+    """What is launched for a config of a target's kernel."""
+    return (config.kernel, config.tiles) if isinstance(config, Routed) else (kernel, config)
+
+
+@dataclass(frozen=True)
 class Target:
     """One kernel of one shape, whose tiles are looked for.
 
+    kernel: forward, dq, dkdv, fused; "few": forward of a single query; "route": ways through forward
     v_head_dim: channels of values; None = those of queries and keys. score: a score_mod by its name
     """
 
@@ -59,6 +88,11 @@ class Target:
     @property
     def v_dim(self) -> int:
         return self.v_head_dim or self.head_dim
+
+    @property
+    def queries(self) -> int:
+        """How many there are, where not as many as keys; 0 elsewhere."""
+        return 1 if self.kernel == "few" else 0
 
     @property
     def shape(self) -> str:
@@ -81,12 +115,14 @@ class Target:
 
     def job(self, arch: str, config: Config | None) -> Job:
         """What is timed."""
-        call = Call(self.mask, self.heads, self.kv_heads, self.seq)
+        call = Call(self.mask, self.heads, self.kv_heads, self.seq, self.queries)
         return replace(self.step(arch, config), variant=MASKS[self.mask][1], call=call)
 
     def step(self, arch: str, config: Config | None) -> Job:
         """The same kernel as a step of a schedule, which has most in registers."""
-        return Job(self.kernel, arch, self.head_dim, self.dtype, "state", config, self.v_head_dim, self.score)
+        kernel, tiles = kernel_of(self.kernel, config)
+        variant = "few" if kernel == "few" else "state"
+        return Job(kernel, arch, self.head_dim, self.dtype, variant, tiles, self.v_head_dim, self.score)
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -134,9 +170,12 @@ def targets(
         if score:
             _check(score, q_heads)
         other = v_dim if v_dim != dim else None
+        if op == "few" and q_heads // kv_heads > FEW:
+            raise ValueError(f"shape {shape!r}: up to {FEW} query heads of a key head are few rows")
         for kernel in OPS[op]:
-            target = Target(kernel, mask, q_heads, kv_heads, dim, seq, dtype, other, score)
-            found.setdefault((kernel, dim, v_dim, MASKS[mask][0]), target)
+            seen = "full" if kernel == "few" else mask
+            target = Target(kernel, seen, q_heads, kv_heads, dim, seq, dtype, other, score)
+            found.setdefault((kernel, dim, v_dim, MASKS[seen][0]), target)
     return list(found.values())
 
 
@@ -171,7 +210,7 @@ def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Ta
     case = known[name]
     mask, score = SCORED.get(case.mask, (case.mask, ""))
     shape = f"{case.heads}x{case.kv_heads},{case.dim}x{case.v_dim},{case.seq}"
-    op = {"forward": "fwd", "backward": "bwd"}[case.which]
+    op = "few" if case.queries else {"forward": "fwd", "backward": "bwd"}[case.which]
     return f"{name}, {worst:.2f} of its goal", targets([shape], [mask], [op], case.dtype, score)
 
 
@@ -179,22 +218,25 @@ def _tunable(case: Case | None) -> bool:
     return case is not None and case.world == case.batch == 1 and case.mask in (*MASKS, *SCORED)
 
 
-def candidates(target: Target, arch: str) -> list[Config]:
+def candidates(target: Target, arch: str, loops: Config | None = None) -> list[Config]:
     """The rule's config, then those with tiles of half to twice its size, the most like it first; by
-    descriptor and by pointer, where the rule of an architecture has both.
+    descriptor and by pointer, where the rule of an architecture has both.  Of "route", what there is to go
+    by: loops with these tiles (None: the rule's), then the other routes, where an architecture has any.
 
     >>> found = candidates(Target("forward", "causal", 32, 8, 128, 16384), "sm_90")
     >>> found[0] == default("forward", "sm_90", 128, torch.bfloat16), len(found) == len(set(found)) > 30
     (True, True)
     >>> {config.USE_TMA for config in found}
     {False, True}
+    >>> route = Target("route", "causal", 32, 8, 128, 16384)
+    >>> [list(dict.fromkeys(c.ROUTE for c in candidates(route, arch))) for arch in ("sm_90", "sm_80")]
+    [['loops', 'specialised', 'gluon'], ['loops']]
     """
+    if target.kernel == "route":
+        return list(_routes(target, arch, loops or _rule(replace(target, kernel="forward"), arch)))
     dtype = getattr(torch, target.dtype)
-    widths = target.head_dim, target.v_dim
-    about = target.kernel, arch, max(widths), dtype
-    # Or else strides leave nothing to descriptors.
-    aligned = all(width * dtype.itemsize % 16 == 0 for width in widths)
-    own = default(*about, aligned)
+    about = target.kernel, arch, max(target.head_dim, target.v_dim), dtype
+    aligned, own = _aligned(target), _rule(target, arch)
     listed = {replace(own, HOIST=not own.HOIST)}
     for tma in (False, True) if aligned and copies(arch) else (own.USE_TMA,):
         rule = own if tma == own.USE_TMA else replace(default(*about, tma), USE_TMA=tma)
@@ -202,6 +244,7 @@ def candidates(target: Target, arch: str) -> list[Config]:
             [n for n in (16, 32, 64, 128) if size // 2 <= n <= size * 2]
             for size in (rule.BLOCK_M, rule.BLOCK_N)
         ]
+        near[0] = [rule.BLOCK_M] if target.kernel == "few" else near[0]  # a tile is as high as rows are many
         plain = replace(rule, FLIP=False, maxnreg=None)
         sized = [replace(plain, BLOCK_M=m, BLOCK_N=n) for m, n in itertools.product(*near)]
         listed |= {
@@ -210,7 +253,7 @@ def candidates(target: Target, arch: str) -> list[Config]:
         }
         if not arch.startswith("gfx"):  # two programs on a multiprocessor
             listed |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
-        if target.kernel != "forward":
+        if target.kernel not in ("forward", "few"):
             listed |= {replace(config, FLIP=True) for config in sized}
     values = asdict(own)
 
@@ -219,3 +262,27 @@ def candidates(target: Target, arch: str) -> list[Config]:
         return sum(other[name] != values[name] for name in values), str(other)
 
     return [own, *sorted(listed - {own}, key=order)]
+
+
+def _aligned(target: Target) -> bool:
+    """Or else strides leave nothing to descriptors."""
+    size = getattr(torch, target.dtype).itemsize
+    return all(width * size % 16 == 0 for width in (target.head_dim, target.v_dim))
+
+
+def _rule(target: Target, arch: str) -> Config:
+    widest = max(target.head_dim, target.v_dim)
+    return default(target.kernel, arch, widest, getattr(torch, target.dtype), _aligned(target))
+
+
+def _routes(target: Target, arch: str, loops: Config) -> Iterator[Routed]:
+    """(What else stands in a route's way, such as a score_mod, is found out where it is compiled.)"""
+    yield Routed(**asdict(loops))
+    widest, dtype = max(target.head_dim, target.v_dim), getattr(torch, target.dtype)
+    for route in ROUTES[1:]:
+        if widest > specialises(arch, route) or dtype.itemsize > 2 or not _aligned(target):
+            continue
+        rule = asdict(default(route, arch, widest, dtype)) | {"ROUTE": route}
+        sizes = [n for n in (64, 128) if rule["BLOCK_N"] // 2 <= n <= rule["BLOCK_N"] * 2]
+        tried = [{}, *({"BLOCK_N": n, "num_stages": s} for n, s in itertools.product(sizes, (2, 3, 4)))]
+        yield from dict.fromkeys(Routed(**rule | one) for one in tried)
