@@ -61,7 +61,8 @@ def _engine(
     if tiles:
         kind = tuned.kind_of(plan.mask, mask is not None)
         scored = call.score is not None or call.carried is not None
-        measured = tuned.configs(device, q[0].dtype, (q[0].shape[3], v.shape[3]), kind, group, scored)
+        dims, shape = (q[0].shape[3], v.shape[3]), (q[0].shape[1], v.shape[1], q[0].shape[2])
+        measured = tuned.configs(device, q[0].dtype, dims, kind, group, scored, shape)
     made = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, measured)
     if alike:
         plan._shared[key] = made

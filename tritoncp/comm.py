@@ -247,14 +247,14 @@ def _companion(group: dist.ProcessGroup, purpose: str, backend: str | None) -> d
     known = _COMPANIONS.setdefault(group, {})
     if purpose not in known:
         made = dist.new_group(
-            dist.get_process_group_ranks(group), timeout=_timeout(group), backend=backend,
+            dist.get_process_group_ranks(group), timeout=timeout(group), backend=backend,
             use_local_synchronization=True, group_desc=purpose,
         )  # fmt: skip
         known[purpose] = made.group_name
     return named(known[purpose])
 
 
-def _timeout(group: dist.ProcessGroup) -> timedelta:
+def timeout(group: dist.ProcessGroup) -> timedelta:
     """How long the group waits: its companions wait no longer."""
     return group._get_backend(_device(group)).options._timeout
 

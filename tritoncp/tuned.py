@@ -7,17 +7,25 @@ other Tritons; then the rule in ``kernels/configs.py``.  ``TRITONCP_CONFIG_DIR=-
 
 An entry about "route" says by which route of the forward pass a call was fastest.  It is for calls just like
 that one on that device with that Triton: nothing else was seen to be right.
+
+Nothing is tuned during a call unless TRITONCP_AUTOTUNE asks for it: the command then runs in a process of its
+own, which may crash or hang and takes no training along.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import re
+import subprocess
+import sys
+import time
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -28,7 +36,7 @@ import torch
 
 import tritoncp
 from tritoncp import comm
-from tritoncp.kernels.configs import KINDS, ROUTES, architecture, check_options
+from tritoncp.kernels.configs import KINDS, PASSES, ROUTES, architecture, check_options
 from tritoncp.masks import Mask
 
 SHIPPED = Path(tritoncp.__file__).parent / "kernels/configs"
@@ -214,9 +222,10 @@ def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
 
 
 def _own() -> str:
-    """The table for the GPU of this process."""
+    """The table for the GPU of this process, and how long it may take to add to it."""
     gpu = torch.cuda.is_available()
-    return local(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+    text = local(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+    return json.dumps([*json.loads(text), [BUDGET, seconds]]) if (seconds := budget()) else text
 
 
 def text_of(device: torch.device, group: Any) -> str:
@@ -258,17 +267,35 @@ def configs(
     mask: str,
     group: Any = None,
     score: bool = False,
+    shape: tuple[int, int, int] | None = None,
 ) -> dict[str, Any]:
     """Options of the engine for one call: CONFIGS, or nothing where nothing that was measured applies and the
     rule does.
 
-    dims: of q and k, and of v; mask: see :func:`kind_of`; score: whether there is a score_mod
+    dims: of q and k, and of v; mask: see :func:`kind_of`; score: whether there is a score_mod; shape: query
+    heads, key heads and rows of a call that may be tuned, if TRITONCP_AUTOTUNE asks for it
     """
-    found = _chosen(text_of(device, group), str(dtype).removeprefix("torch."), dims, mask, score)
-    if not found:
+    call = Call(str(dtype).removeprefix("torch."), dims, mask, score)
+    found = _chosen(text_of(device, group), *call)
+    if not _serves(found):
+        if shape and _tune_now(device, group, call, shape):
+            found = _chosen(text_of(device, group), *call)
         _tell(device, group)
-        return {}
-    return {"CONFIGS": found}
+    return {"CONFIGS": found} if found else {}
+
+
+class Call(NamedTuple):
+    """What a call is, as far as tiles are looked up by it."""
+
+    dtype: str
+    dims: tuple[int, int]
+    mask: str
+    score: bool
+
+
+def _serves(found: tuple[Any, ...]) -> bool:
+    """Whether a pass of a call with many rows is among what was found."""
+    return any(kernel in PASSES for kernel, _ in found)
 
 
 _TOLD: set[Device] = set()
@@ -285,9 +312,167 @@ def _tell(device: torch.device, group: Any) -> None:
     warnings.warn(
         f"nothing like this call has been tuned for {of.name} ({of.arch}): tile shapes are those of a rule. "
         "`tritoncp autotune --preset llama3-8b`, or with the --shapes of your model, run once, measures "
-        "better ones; TRITONCP_CONFIG_DIR=- keeps the rule and says nothing",
+        "better ones; TRITONCP_AUTOTUNE=1 does so for a minute at the first call of a kind, and "
+        "TRITONCP_CONFIG_DIR=- keeps the rule and says nothing",
         stacklevel=2,
     )
+
+
+# -- during a call, if asked ---------------------------------------------------------------------------------
+
+BUDGET = "autotune"  # what the row of a table is called that says how many seconds may be spent
+ASKED = 60.0  # of them, where no number is given
+COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
+MEASURED = {"full": "full", "causal": "causal", "window": "window", "interval": "document"}
+LENGTHS = (1024, 16384)  # of what is measured, whatever the call's
+_TRIED: set[Any] = set()  # (name of a group, kind of call)
+
+
+def seconds(text: str) -> float:
+    """
+    >>> seconds("15m"), seconds("90s"), seconds("1.5h"), seconds("20")
+    (900.0, 90.0, 5400.0, 20.0)
+    """
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        found = float(text[:-1]) * unit if unit else float(text)
+    except ValueError as error:
+        raise ValueError(f"budget {text!r} is no time: 90s, 15m, 1.5h") from error
+    if not 0 < found < math.inf:
+        raise ValueError(f"budget {text!r} is no time to work in")
+    return found
+
+
+def budget() -> float:
+    """Seconds that this process may spend on one kind of call: TRITONCP_AUTOTUNE, 1 for a minute; 0 unless
+    that is set."""
+    asked = os.environ.get("TRITONCP_AUTOTUNE", "0")
+    if asked in ("", "0") or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
+        return 0.0
+    try:
+        return ASKED if asked == "1" else seconds(asked)
+    except ValueError as error:
+        warnings.warn(f"nothing is tuned: TRITONCP_AUTOTUNE is 1 or a time, and {error}", stacklevel=2)
+        return 0.0
+
+
+def _tune_now(device: torch.device, group: Any, call: Call, shape: tuple[int, int, int]) -> bool:
+    """Tune for a kind of call, once, if that is asked for; whether that has been tried.
+
+    All ranks of a group come here together: each decides by what all of them have, which is rank 0's table
+    and budget, as the group agreed.  A group that made no plan together (a data loader makes its plans) never
+    tunes.
+    """
+    if call.mask == "mod":  # here; on ranks without masked blocks it is not
+        call = call._replace(mask="interval")
+        if _serves(_chosen(text_of(device, group), *call)):
+            return False
+    tried = group.group_name if group is not None else None, call
+    seconds = budget() if group is None else _agreed_budget(group)
+    if not seconds or tried in _TRIED or not _tunable(device):
+        return False
+    _TRIED.add(tried)
+    if group is None or group.rank() == 0:
+        _TOLD.add(device_of(device))
+        try:
+            _tune(device, call, shape, seconds)
+        except Exception as error:  # whatever it is, a call can go on without
+            said = "could not be measured, and are those of a rule"
+            warnings.warn(f"tile shapes for calls like this one {said}: {error}", stacklevel=2)
+    table.cache_clear()
+    if group is not None:
+        del _AGREED[group]
+        agree(group, comm.exchange(summary(), group))
+    return True
+
+
+def _agreed_budget(group: Any) -> float:
+    """Seconds, of which the others wait for twice as many, and no rank for so long that the group ends."""
+    known: list[list[Any]] = json.loads(_AGREED.get(group, "[]"))
+    asked = next((float(row[1]) for row in known if row[0] == BUDGET), 0.0)
+    return min(asked, comm.timeout(group).total_seconds() / 4)
+
+
+def _tunable(device: torch.device) -> bool:
+    """Not while a CUDA graph is captured: calls before that one are tuned."""
+    return device.type != "cpu" and not torch.cuda.is_current_stream_capturing()
+
+
+def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed: float) -> None:
+    """Have the command measure; no longer than twice the time ``allowed``, as it begins with what it has to
+    compile.  One process of a machine at a time: the next one finds what the one before has found."""
+    folder, until = next((one for one in folders() if one != SHIPPED), None), time.monotonic() + 2 * allowed
+    if folder is None:
+        raise RuntimeError("no folder to keep them in: set TRITONCP_CONFIG_DIR, or install platformdirs")
+    with _alone(path_in(folder, device_of(device)).parent, until):
+        table.cache_clear()
+        if _serves(_chosen(local(device), *call)):
+            return
+        words = _words(call, shape, allowed)
+        warnings.warn(
+            f"TRITONCP_AUTOTUNE: this call waits about {allowed:.0f} s for `tritoncp autotune "
+            f"{' '.join(words)}`, whose result is kept in {folder}",
+            stacklevel=2,
+        )
+        left = max(1.0, until - time.monotonic())
+        try:
+            done = subprocess.run(
+                [*COMMAND, *words], env=_environment(device), stdin=subprocess.DEVNULL, timeout=left,
+                capture_output=True, text=True, errors="replace",
+            )  # fmt: skip
+            said = done.stderr.strip().rpartition("\n")[2] or f"the command ended with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            said = f"the command had not ended after {left:.0f} s"
+        table.cache_clear()
+        if not _serves(_chosen(local(device), *call)):
+            raise RuntimeError(said)
+
+
+def _words(call: Call, shape: tuple[int, int, int], allowed: float) -> list[str]:
+    """What is measured for a call: its shape, a mask of its kind, and a score_mod that stands for any.
+
+    >>> " ".join(_words(Call("bfloat16", (192, 128), "interval", False), (16, 16, 5000), 60))
+    '--shapes 16x16,192x128,4992 --mask document --ops fwd,bwd --dtype bfloat16 --budget 60s'
+    """
+    heads, kv_heads, rows = shape
+    least, most = LENGTHS
+    width = "x".join(map(str, dict.fromkeys(call.dims)))
+    words = ["--shapes", f"{heads}x{kv_heads},{width},{min(most, max(least, rows // 128 * 128))}"]
+    words += ["--mask", MEASURED[call.mask], "--ops", "fwd,bwd", "--dtype", call.dtype]
+    return [*words, "--budget", f"{allowed:.0f}s", *(["--score-mod", "softcap"] if call.score else [])]
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """Of a process that sees this device alone, and tunes nothing but what it is told to."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITONCP_AUTOTUNE"}
+    home = str(Path(tritoncp.__file__).parents[1])
+    env["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])
+    if device.type != "cpu":
+        visible = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
+        index = torch.cuda.current_device() if device.index is None else device.index
+        env[visible] = env[visible].split(",")[index] if env.get(visible) else str(index)
+    return env
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, until: float) -> Iterator[None]:
+    """Within it no other process of this machine is. Raises TimeoutError where one is for too long."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"another process tunes, and holds {folder}") from error
+                time.sleep(0.2)
+        yield
+    finally:
+        os.close(file)
 
 
 def write(

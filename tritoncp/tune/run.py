@@ -16,27 +16,13 @@ from tritoncp.offline import Compilers
 from tritoncp.tune.journal import Journal
 from tritoncp.tune.search import Bench, Choice, Tally, Tuner
 from tritoncp.tune.targets import Target, candidates
+from tritoncp.tuned import seconds
 
 
 def entry_of(target: Target, choice: Choice) -> dict[str, Any]:
     """A choice as files hold it. A rule that nothing beats is kept too: it has been measured."""
     times = {"ms": round(choice.ms, 5), "rule_ms": round(choice.rule_ms, 5)}
     return {**target.entry, "config": asdict(choice.config), **times}
-
-
-def seconds(text: str) -> float:
-    """
-    >>> seconds("15m"), seconds("90s"), seconds("1.5h"), seconds("20")
-    (900.0, 90.0, 5400.0, 20.0)
-    """
-    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
-    try:
-        found = float(text[:-1]) * unit if unit else float(text)
-    except ValueError as error:
-        raise ValueError(f"budget {text!r} is no time: 90s, 15m, 1.5h") from error
-    if not 0 < found < float("inf"):
-        raise ValueError(f"budget {text!r} is no time to work in")
-    return found
 
 
 class Screen:
