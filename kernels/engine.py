@@ -6,7 +6,7 @@ It sees tensors, tables and jit functions; masks, meshes and ranks are somebody 
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -232,7 +232,8 @@ class TritonEngine:
             if start is not None and room is not start:
                 parts.append(partial(_copy, start, room))
             keep: dict[str, Any] = {"state": room, "load_state": load_state, "store_state": True}
-            parts += self.loops(q, k, v, tables, **keep, h_offset=h_offset, full=False).parts
+            first = self._cut_alike(q, v, tables) if tables.window else self
+            parts += first.loops(q, k, v, tables, **keep, h_offset=h_offset, full=False).parts
             start = room
         from_acc, from_m, from_l = start or (None, None, None)
         acc, m, l = kept or (None, None, None)
@@ -248,6 +249,15 @@ class TritonEngine:
         }
         last = self._launch(specialised_kernel, "specialised", tensors, stats, tables, h_offset, flags)
         return Launches((*parts, last._replace(how=allocating)))
+
+    def _cut_alike(self, q: Tensor, v: Tensor, tables: Any) -> "TritonEngine":
+        """For masked blocks in front of the specialised launch.  A window has no table that says which they
+        are: each launch counts in tiles of its own, and tiles of other sizes would leave keys to neither."""
+        config = self._config("specialised", q, v, tables)
+        tiles = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
+        tiles |= {"num_warps": 8, "num_stages": 2, "maxnreg": None}
+        given = {f"fwd_{name}": value for name, value in tiles.items()}
+        return replace(self, options={**self.options, **given, "PACK_GQA": False, "SPLIT_KV": 1})
 
     def gluon(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch:
         """The same in one launch, whose groups of warps take turns: see :mod:`tritoncp.kernels.gluon`."""

@@ -64,6 +64,21 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings.filterwarnings("error", message="ROUTE=")
 
 
+@pytest.mark.parametrize("forward_tile", [(32, 16), (16, 32)], ids=str)
+@pytest.mark.parametrize("mask", [causal(), sliding_window(77, 5), sliding_window(-1, 90)], ids=repr)
+def test_launches_of_a_window_cut_it_at_the_same_tiles(mask: Any, forward_tile: tuple[int, int]) -> None:
+    """Whatever tiles were measured for each: no key is seen by both, or by neither."""
+    tiles = {"forward": forward_tile, "few": forward_tile, "specialised": (16, 16)}
+    tiled = ((kind, (("BLOCK_M", m), ("BLOCK_N", n))) for kind, (m, n) in tiles.items())
+    x = qkv(100, 131, heads=2, kv_heads=1)
+    whole = create_block_mask(mask, 1, 1, 100, 131, BLOCK_SIZE=32)
+    engine = engine_of(x, ROUTE="specialised", CONFIGS=tuple(tiled))
+    start = torch.zeros(*x.q.shape[:3], 16), torch.zeros(x.q.shape[:3])
+    assert single(whole).tables("cpu", 1, 2).window
+    for got, want in zip(forward(engine, x, single(whole)), oracle(x, whole, start=start)):
+        close(got, want, "out or lse")
+
+
 def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return 2 * torch.tanh(s / 2) - 0.1 * (q - kv).abs()
 

@@ -109,6 +109,26 @@ def test_the_shipped_files_are_where_calls_look(places, monkeypatch, tmp_path):
     assert ["forward", "bfloat16", 128, 128, "causal", False, vars(best_of(TARGET))] in known
 
 
+def test_a_route_that_won_is_shipped_for_the_calls_that_it_was_measured_with(places):
+    gpu, _, configs = places
+    route = replace(TARGET, kernel="route")
+    loops = lambda config: cost(getattr(config, "tiles", config))  # noqa: E731
+    wins = lambda config: 0.5 if getattr(config, "ROUTE", "") == "gluon" else loops(config)  # noqa: E731
+    chosen = tune(gpu, Formula(wins), [TARGET, route])
+    assert chosen[route].config.ROUTE == "gluon" and ingest(*places).problems == []
+    entry = shipped(configs)["route", "bfloat16", 128, 128, "causal", False]
+    assert entry["config"]["ROUTE"] == "gluon" and entry["rule_ms"] / entry["ms"] == pytest.approx(
+        1.6, rel=0.02
+    )
+    tune(gpu, Formula(loops), [TARGET, route])
+    assert list(ingest(*places).shipped.values()) == [(0, 1)]
+    edited(
+        journal_of(gpu),
+        lambda line: line | {"rule": {}} if line.get("entry", {}).get("kernel") == "route" else line,
+    )
+    assert any("KeyError: 'ROUTE'" in str(problem) for problem in ingest(*places).problems)
+
+
 def test_lines_that_another_file_of_the_history_holds_are_not_added(places):
     gpu, history, _ = places
     history.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,12 +19,15 @@ from click.testing import CliRunner
 
 from tritoncp import tuned
 from tritoncp.cli import main
+from tritoncp.kernels import engine
 from tritoncp.kernels.configs import Config
 from tritoncp.offline import Compilers, Job, launch_of
+from tritoncp.perf import check
 from tritoncp.perf.record import Point, Series, append
 from tritoncp.tune import run, search, targets
 from tritoncp.tune.bench import DeviceBench
-from tritoncp.tune.targets import Target, candidates
+from tritoncp.tune.problem import Problem
+from tritoncp.tune.targets import Routed, Target, candidates
 
 ROOT = Path(__file__).parents[2]
 SMALL = Target("forward", "causal", 2, 1, 16, 64, "float32")
@@ -89,6 +93,26 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
     assert done.exit_code == 0 and "128×64 4/" in done.stdout
 
 
+def test_the_static_stage_has_the_routes_of_an_architecture_and_what_is_in_their_way(monkeypatch):
+    """With a score_mod nothing but loops: not compiled, and not fast, are different things."""
+
+    def listed(target, arch):
+        found = candidates(target, arch)
+        others = [config for config in found if getattr(config, "ROUTE", "") == "gluon"]
+        return [found[0], *others[-1:]]
+
+    for module in (search, run):
+        monkeypatch.setattr(module, "candidates", listed)
+    words = ["--target", "sm_90", "--shapes", "8x2,64,4096", "--mask", "full", "--ops", "routes"]
+    words += ["--jobs", "1", "--json"]
+    done = invoke(*words)
+    routes = [row["config"].get("ROUTE") for row in json.loads(done.stdout)]
+    assert done.exit_code == 0 and routes == [None, "loops", "gluon"]
+    done = invoke(*words, "--score-mod", "softcap")
+    assert "a score_mod or mask_mod says nothing of layouts" in done.stderr
+    assert [row["config"].get("ROUTE") for row in json.loads(done.stdout)] == [None, "loops"]
+
+
 def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
     words = ["--dry-run", "--target", "sm_90"]
     done = invoke(*words, "--preset", "llama3-8b", "--mask", "causal", "--ops", "bwd")
@@ -104,7 +128,8 @@ def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
         (["--target", "h100"], "architecture 'h100'"),
         (["--target", "sm_90", "--preset", "llama9"], "known: llama3-8b"),
         (["--target", "sm_90", "--mask", "round"], "known: causal, full"),
-        (["--target", "sm_90", "--ops", "sideways"], "known: fwd, bwd, fused"),
+        (["--target", "sm_90", "--ops", "sideways"], "known: fwd, bwd, fused, few, routes"),
+        (["--target", "sm_90", "--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads of a key head"),
         (["--target", "sm_90", "--score-mod", "hardcap"], "known: softcap"),
         (["--target", "sm_90", "--score-mod", "math:pi"], "float, not a score_mod"),
         (["--target", "sm_90", "--score-mod", "tests.tune.test_run:random_score"], "cannot be translated"),
@@ -269,15 +294,51 @@ def test_single_launches_are_checked_against_float32_and_timed(kernel, v_head_di
     assert said is not None and said.startswith(f"{name} is off by")
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dq", "fused"])
+ROUTE = replace(SMALL, kernel="route", seq=256)
+SPECIALISED = Routed(32, 32, ROUTE="specialised")
+
+
+def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_that_of_loops(monkeypatch):
+    bench = DeviceBench(CPU)
+    assert bench.wrong(ROUTE, Routed(32, 32)) is None
+    assert "of the time, over 3%" in (bench.wrong(ROUTE, SPECIALISED) or ""), "what is in its way"
+    monkeypatch.setattr(engine, "STATE_SHARE", math.inf)
+    assert bench.wrong(ROUTE, SPECIALISED) is None and bench.milliseconds(ROUTE, SPECIALISED) > 0
+    checked, ring = bench._of(ROUTE), Problem.in_steps
+    checked._lse[0, 0, 5] += 0.01
+    assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("lse is off by")
+    checked._lse[0, 0, 5] -= 0.01
+    monkeypatch.setattr(Problem, "in_steps", lambda *given: ring(*given) * 1.001)
+    assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("out in steps is off by")
+
+
+def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share():
+    """By the tiles of another GPU: an interpreter has no use for those of few rows."""
+    target, config = replace(SMALL, kernel="few", mask="full", heads=4, seq=256), Config(64, 32, 4, 1)
+    checked = DeviceBench(CPU)._of(target)
+    out = checked.problem.results("few")["out"].fill_(float("nan"))
+    launch = checked.problem.launch("few", config, "sm_80")
+    launch()
+    first = launch.parts[0]
+    assert (first.args["PACK"], first.args["splits"], first.config.BLOCK_N, out.shape[2]) == (4, 4, 32, 1)
+    assert check.acceptable(check.errors(out, checked.expected.out), torch.float32)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "fused", "few", "gluon"])
 def test_what_is_compiled_offline_is_what_is_launched(kernel):
     """Every argument is of the same type, and divisible by 16 or not: Triton finds in its cache what another
     process compiled."""
     target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tune.test_run:biased")
     config = Config(64, 64, 4, 1)
+    if kernel == "few":
+        target = replace(target, mask="full")
+    if kernel == "gluon":
+        target = Target("route", "document", 4, 2, 64, 512)
+        config = candidates(target, "sm_90")[-1]
     job = target.job("sm_90", config)
+    assert job.kernel == kernel
     there = launch_of(Job.of(json.loads(json.dumps(asdict(job)))))
-    here = DeviceBench(CPU)._of(target).problem.launch(kernel, config, "sm_90")
+    here = DeviceBench(CPU)._of(target).problem.launch(target.kernel, config, "sm_90").parts[0]
     assert (there.grid, there.config, there.kernel) == (here.grid, here.config, here.kernel)
     assert there.args.keys() == here.args.keys()
     for name in there.args:

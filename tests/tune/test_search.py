@@ -113,6 +113,83 @@ def test_the_tally_counts_everything(tmp_path):
     assert [tried for tried, *_ in seen] == sorted(tried for tried, *_ in seen)
 
 
+# -- routes -------------------------------------------------------------------------------------------------
+
+ROUTE = replace(TARGET, kernel="route")
+GLUON = next(config for config in candidates(ROUTE, "sm_90") if config.ROUTE == "gluon")
+
+
+def by_route(**times):
+    """Of loops the best takes 0.8; of other routes, GLUON and all that is ``specialised`` what is given."""
+
+    def cost_of(config):
+        if getattr(config, "ROUTE", "loops") == "loops":
+            return 0.8 if (config.BLOCK_M, config.num_stages) == (BEST.BLOCK_M, BEST.num_stages) else 1.0
+        return times.get(config.ROUTE, 2.0) if config == GLUON or config.ROUTE == "specialised" else 2.0
+
+    return cost_of
+
+
+@pytest.mark.parametrize(
+    ("times", "route", "gain"),
+    [
+        ({"gluon": 0.5, "specialised": 0.6}, "gluon", 1.6),
+        ({"specialised": 0.7}, "specialised", 0.8 / 0.7),
+        ({"gluon": 0.79}, "loops", 1.0),
+        ({"gluon": 0.9}, "loops", 1.0),  # the rule's tiles take 1.0
+    ],
+)
+def test_a_route_is_compared_with_the_tiles_that_won_for_loops(tmp_path, times, route, gain):
+    kept = {}
+    found = tuner(tmp_path, kept=kept).run(
+        targets(["32x8,128,4096"], ["causal"], ["routes"], "bfloat16"), Formula(by_route(**times))
+    )
+    assert list(found) == [TARGET, ROUTE] and kept == found
+    assert (found[ROUTE].config.ROUTE, found[ROUTE].gain) == (route, pytest.approx(gain, rel=0.01))
+    assert found[TARGET].config.num_stages == BEST.num_stages
+
+
+def test_a_route_whose_answer_is_wrong_is_never_timed(tmp_path):
+    bench = Formula(by_route(gluon=0.1), wrong=[c for c in candidates(ROUTE, "sm_90") if c.ROUTE == "gluon"])
+    found = tuner(tmp_path).run([TARGET, ROUTE], bench)
+    assert found[ROUTE].config.ROUTE == "loops" and GLUON in bench.checks and GLUON not in bench.samples
+
+
+def test_without_loops_or_without_routes_there_is_nothing_to_compare(tmp_path):
+    assert tuner(tmp_path).run([ROUTE], Formula(by_route())) == {}
+    other = tuner(tmp_path / "sm_80")
+    other.arch = "sm_80"
+    assert list(other.run([TARGET, ROUTE], Formula(lambda config: 1.0))) == [TARGET]
+
+
+def test_a_kernel_that_never_ends_is_passed_over_by_the_next_run(tmp_path):
+    """Nothing but kill ends a process whose GPU is stuck, and nobody hears of it: what is under way is
+    written down before."""
+
+    class Stuck(Formula):
+        def wrong(self, target, config):
+            if config == GLUON:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().wrong(target, config)
+
+    process = os.fork()
+    if not process:
+        tuner(tmp_path).run([TARGET, ROUTE], Stuck(by_route()))
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+    again = Formula(by_route(gluon=0.1, specialised=0.7))
+    found = tuner(tmp_path, resume=True).run([TARGET, ROUTE], again)
+    assert found[ROUTE].config.ROUTE == "specialised" and GLUON not in again.checks
+
+
+def test_few_rows_are_not_dropped_by_a_bound_of_products(tmp_path):
+    target = replace(TARGET, kernel="few", mask="full")
+    listed = candidates(target, "sm_90")
+    assert {config.BLOCK_M for config in listed} == {64} and len(listed) == len(set(listed)) > 30
+    made = tuner(tmp_path, Compiler(s3={"bound": 0.01}))
+    assert any(config.num_stages == 3 for config, _ in made.static(target))
+
+
 # -- interruptions ------------------------------------------------------------------------------------------
 
 
@@ -351,6 +428,7 @@ def measured(case, ours, day=0, device="NVIDIA H200", run="r", **others):
             ["dq causal softcap 32x8 d128 16384 bfloat16", "dkdv causal softcap 32x8 d128 16384 bfloat16"],
         ),
         ("causal-h128x128-d192x128-8k-fwd", ["forward causal 128x128 d192x128 8192 bfloat16"]),
+        ("full-q1-32k-fwd", ["few full 32x8 d128 32768 bfloat16"]),
     ],
 )
 def test_the_case_that_is_farthest_below_its_goal_is_tuned(case, names):
