@@ -254,10 +254,9 @@ class TritonEngine:
         """For masked blocks in front of the specialised launch.  A window has no table that says which they
         are: each launch counts in tiles of its own, and tiles of other sizes would leave keys to neither."""
         config = self._config("specialised", q, v, tables)
-        tiles = {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N}
-        tiles |= {"num_warps": 8, "num_stages": 2, "maxnreg": None}
-        given = {f"fwd_{name}": value for name, value in tiles.items()}
-        return replace(self, options={**self.options, **given, "PACK_GQA": False, "SPLIT_KV": 1})
+        tiles = {"fwd_BLOCK_M": config.BLOCK_M, "fwd_BLOCK_N": config.BLOCK_N, "fwd_num_warps": 8}
+        other = {"fwd_num_stages": 2, "fwd_maxnreg": None, "PACK_GQA": False, "SPLIT_KV": 1}
+        return replace(self, options={**self.options, **tiles, **other})
 
     def gluon(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch:
         """The same in one launch, whose groups of warps take turns: see :mod:`tritoncp.kernels.gluon`."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -242,11 +241,4 @@ def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tu
 def _held(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """What a file of tile shapes holds. Raises ValueError for one that cannot be read: it is not ours to
     replace."""
-    if not path.exists():
-        return {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        try:
-            return {tuned.about(entry): entry for entry in tuned.entries_of(path)}
-        except UserWarning as error:
-            raise ValueError(str(error)) from error
+    return {tuned.about(entry): entry for entry in tuned.read(path)} if path.exists() else {}

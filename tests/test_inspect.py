@@ -2,27 +2,31 @@
 
 import json
 import re
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from tritoncp import inspect, machine_code, offline
+from tritoncp import inspect, machine_code, offline, tuned
 from tritoncp.cli import main
+from tritoncp.kernels.configs import Config
 from tritoncp.machine_code import MACHINES, Instruction, bound, cycles, gcn, innermost, products, ptx, sass
 
 UNITS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
 TABLE = list(inspect.known().values())
 PASSES = [row for row in TABLE if row["kernel"] not in ("delta", "combine") and row["dtype"] != "float32"]
+RULES = [row for row in PASSES if "source" not in row]  # what was measured may have its reasons
+LISTED = [*inspect.shipped(), *inspect.measured()]
 
 
 def test_the_table_has_a_row_for_all_that_is_shipped_and_no_other() -> None:
-    assert [inspect.key(row) for row in TABLE] == [inspect.key(vars(job)) for job in inspect.shipped()]
+    assert [inspect.key(row) for row in TABLE] == [inspect.key(vars(job)) for job in LISTED]
 
 
 def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(monkeypatch, tmp_path) -> None:
     """Where this fails: ``tritoncp inspect --update``, and commit what it writes."""
-    assert inspect.stale(inspect.shipped(), 1) == []
+    assert inspect.stale(LISTED, 1) == []
     older = tmp_path / "resources.json"
     inspect.write([TABLE[0], TABLE[1] | {"digest": "of another kernel"}], older)
     monkeypatch.setattr(inspect.known, "__defaults__", (older,))
@@ -70,7 +74,7 @@ def test_no_kernel_multiplies_more_than_its_tile() -> None:
     """FLOPs issued in the loop are those of the tile, over the pieces that the head dim is cut into. By
     pointer, keys of 256 channels are 32 to a tile, which eight warps compute twice: 64 spill. Where there
     are few rows, loads are the limit, not products."""
-    many = [row for row in PASSES if row["variant"] not in ("few", "decode")]
+    many = [row for row in RULES if row["variant"] not in ("few", "decode")]
     wasteful = {inspect.key(row) for row in many if row["flops"] != 1}
     assert wasteful == {("dkdv", "sm_90", 256, "bfloat16", "pointers")}
 
@@ -79,7 +83,7 @@ def test_which_kernels_for_hopper_are_bounded_above_torchs() -> None:
     """By descriptor, torch's with and without them: with the window, intervals and state that ours keeps in
     registers beside it too; with a mask_mod, which is also in torch's other loop, as torch is by default.
     At 256 channels torch's dK/dV has exponentials beside its products, and ours has not."""
-    rows = [row for row in PASSES if inspect.flex(row) and row["variant"] in inspect.MASKS]
+    rows = [row for row in RULES if inspect.flex(row) and row["variant"] in inspect.MASKS]
     assert len(rows) == 54
     behind = set()
     for row in rows:
@@ -91,7 +95,7 @@ def test_which_kernels_for_hopper_are_bounded_above_torchs() -> None:
 
 
 def test_forward_for_hopper_has_the_tiles_that_it_should() -> None:
-    rows = [row for row in PASSES if inspect.flex(row) and row["variant"] in inspect.MASKS]
+    rows = [row for row in RULES if inspect.flex(row) and row["variant"] in inspect.MASKS]
     for row in rows:
         if row["kernel"] == "forward" and row["head_dim"] == 128:
             assert row["config"]["BLOCK_M"] >= 128 and row["config"]["BLOCK_N"] >= 128 and row["tma"] > 0
@@ -143,6 +147,48 @@ def test_the_command_compares_and_says_what_is_worse(monkeypatch, tmp_path) -> N
     monkeypatch.setattr(inspect.known, "__defaults__", (better,))
     done = CliRunner().invoke(main, [*words, "--check"])
     assert done.exit_code == 1 and "before 0.990" in done.stderr and "v_mfma" in done.stdout
+
+
+def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypatch, tmp_path) -> None:
+    """A forward pass whose tiles waste nothing, and a dK/dV that spills: compiled, shown, and named."""
+    folder = tmp_path / "configs"
+    good, bad = Config(64, 64, 4, 2, False, True), Config(128, 128, 4, 2)
+    about = {"dtype": "bfloat16", "head_dim": 64, "mask": "interval"}
+    entries = [
+        about | {"kernel": "forward", "config": asdict(good)},
+        about | {"kernel": "dkdv", "config": asdict(bad), "v_head_dim": 128, "score": "softcap"},
+        about | {"kernel": "few", "config": asdict(good), "mask": "full"},
+        about
+        | {"kernel": "route", "config": {"ROUTE": "gluon", **asdict(Config(128, 64, 4, 2, False, True))}},
+    ]
+    tuned.write(folder, tuned.Device("sm_90", "NVIDIA H200"), entries, {}, "3.7.1")
+    jobs = inspect.measured(["sm_80", "sm_90"], folder)
+    named = ("forward", "documents"), ("forward", "state"), ("dkdv", "documents"), ("dkdv", "state")
+    named += ("few", "few"), ("few", "decode"), ("gluon", "documents"), ("gluon", "state")
+    assert [(job.kernel, job.variant) for job in jobs] == list(named)
+    assert len({inspect.key(vars(job)) for job in [*LISTED, *jobs]}) == len(LISTED) + len(jobs)
+    monkeypatch.setattr(inspect.measured, "__defaults__", (inspect.ARCHS, folder))
+    compiled = [job for job in jobs if job.variant == "state" and job.kernel in ("dkdv", "gluon")]
+    rows = {row["kernel"]: row for row in inspect.inspected(compiled, 1, 300)}
+    assert rows["gluon"]["config"] == asdict(Config(128, 64, 4, 2, False, True))
+    assert inspect.complaints(rows["gluon"], None) == [
+        "not in the table: tritoncp inspect --update writes it"
+    ]
+    worse = rows["dkdv"]
+    assert (
+        worse["spill_bytes"] > 0
+        and worse["source"] == "nvidia-h200-triton-3.7.1 dkdv interval 64x128 softcap"
+    )
+    assert inspect.complaints(worse, worse | {"spill_bytes": 0, "loop_spills": 0})
+    table = tmp_path / "resources.json"
+    inspect.write([TABLE[0], *rows.values()], table)
+    assert len(inspect.known(table)) == 3 and inspect.known(table)[inspect.key(worse)]["spill_bytes"]
+    tuned.write(folder, tuned.Device("sm_90", "NVIDIA H200"), [], {}, "3.7.1", [tuned.about(entries[1])])
+    inspect.write([TABLE[0]], table)
+    assert len(inspect.known(table)) == 2 and inspect.key(worse) not in inspect.known(table)
+    tuned.path_in(folder, tuned.Device("sm_90", "odd"), "3.7.1").write_text("{")
+    with pytest.raises(ValueError, match=r"odd-triton.*is no file of tritoncp autotune"):
+        inspect.measured(["sm_90"], folder)
 
 
 @pytest.mark.parametrize("words", [["--arch", "h100"], ["--mask", "nonsense"]])

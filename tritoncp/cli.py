@@ -180,21 +180,23 @@ def inspect(
 ) -> None:
     """Compile every shipped kernel for GPUs that need not be here, and say what came of it.
 
+    With the tiles of the rule, and with those that are shipped because they were measured.
     Registers, spills, shared memory, matrix instructions, the inner loop's instructions, and how busy that
     can keep the tensor cores at most. Each option that picks may be given several times. Exits with 1 if
     a kernel does not compile, or --check finds one worse than the table that is shipped.
     """
-    from tritoncp.inspect import ARCHS, run, shipped
+    from tritoncp.inspect import ARCHS, measured, run, shipped
     from tritoncp.kernels.configs import family
 
     try:
         for arch in archs:
             family(arch)
+        listed = [*shipped(archs or ARCHS), *measured(archs or ARCHS)]
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     wanted = [
         job
-        for job in shipped(archs or ARCHS)
+        for job in listed
         if (job.kernel in kernels or not kernels)
         and (job.head_dim in dims or not dims)
         and (job.dtype in dtypes or not dtypes)

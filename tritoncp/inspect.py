@@ -7,11 +7,13 @@ import json
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tritoncp
-from tritoncp.kernels.configs import copies, family, fuses, specialises
+from tritoncp import tuned
+from tritoncp.kernels.configs import Config, copies, family, fuses, specialises
 from tritoncp.machine_code import KINDS, MACHINES
 from tritoncp.offline import KERNELS, Job, compile_all
 
@@ -20,6 +22,8 @@ Row = dict[str, Any]
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = Path(tritoncp.__file__).parent / "kernels/configs/resources.json"
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
+# Variant of a kind of mask that tiles are measured for.
+OF_KIND = {kind: kind for kind in ("full", "causal", "window")} | {"interval": "documents", "mod": "mask_mod"}
 SPECIALISED = ("full", "causal", "documents", "state")  # the first without a state to start from
 FELL = 0.03  # of a bound, before it counts as lost
 # Bounds of torch's own flex_attention, without a mask_mod in the loop: (kernel, head dim) -> with its default
@@ -84,9 +88,28 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     return jobs
 
 
+def measured(archs: Iterable[str] = ARCHS, folder: Path = tuned.SHIPPED) -> list[Job]:
+    """The same of tiles that are shipped because they were measured: with a mask of their kind, and as what
+    has most in registers. Raises ValueError for a file that cannot be read."""
+    jobs = []
+    for path in (path for arch in archs for path in sorted((folder / arch).glob("*.json"))):
+        for entry in tuned.read(path):
+            kernel, tiles = tuned.launched(entry["kernel"], entry["config"])
+            about, dim, wide = tuned.about(entry), entry["head_dim"], entry.get("v_head_dim")
+            words = [path.stem, entry["kernel"], entry["mask"], f"{dim}x{wide}" if wide else ""]
+            source, score = " ".join(filter(None, [*words, entry.get("score")])), entry.get("score") or ""
+            job = Job(
+                kernel, path.parent.name, dim, entry["dtype"], "", Config(**tiles), wide, score, source=source
+            )
+            variants = ("few", "decode") if kernel == "few" else (OF_KIND[about[4]], "state")
+            jobs += [replace(job, variant=variant) for variant in variants]
+    return jobs
+
+
 def key(row: Row) -> tuple[Any, ...]:
-    """What a row is about."""
-    return tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
+    """What a row is about; last, what says so, unless it is the rule."""
+    about = tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
+    return (*about, row["source"]) if row.get("source") else about
 
 
 def inspected(jobs: Sequence[Job], processes: int | None, timeout: float) -> Generator[Row]:
@@ -94,6 +117,7 @@ def inspected(jobs: Sequence[Job], processes: int | None, timeout: float) -> Gen
     with closing(compile_all(jobs, processes, timeout)) as done:
         for job, row in done:
             about = {"kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
+            about |= {"source": job.source} if job.source else {}
             yield about | {"dtype": job.dtype, "variant": job.variant} | row
 
 
@@ -112,16 +136,18 @@ def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
-    """Put these rows into the table, in place of what it said about the same kernels: a line each."""
+    """Put these rows into the table, in place of what it said about the same kernels: a line each. What was
+    measured and is shipped no more is left out."""
     import triton
 
     old = known(path) if path.exists() else {}
     fresh = {key(row): {name: row.get(name) for name in KEPT} for row in rows}
-    names = ("kernel", "arch", "head_dim", "dtype", "variant")
-    merged = {about: dict(zip(names, about)) | row for about, row in fresh.items()}
-    order = {key(vars(job)): i for i, job in enumerate(shipped())}
-    kept = sorted(({**old, **merged}).values(), key=lambda row: order.get(key(row), len(order)))
-    lines = ",\n".join(json.dumps(row) for row in kept)
+    names = ("kernel", "arch", "head_dim", "dtype", "variant", "source")
+    merged = old | {about: dict(zip(names, about)) | row for about, row in fresh.items()}
+    order = {key(vars(job)): i for i, job in enumerate([*shipped(), *measured()])}
+    held = [row for about, row in merged.items() if about in order or "source" not in row]
+    held.sort(key=lambda row: order.get(key(row), len(order)))
+    lines = ",\n".join(json.dumps(row) for row in held)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n')
 
@@ -234,7 +260,7 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
     "kernel": lambda row: row["kernel"],
     "D": lambda row: row["head_dim"],
     "dtype": lambda row: row["dtype"],
-    "mask": lambda row: row["variant"],
+    "mask": lambda row: f"{row['variant']} ({row['source']})" if "source" in row else row["variant"],
     "tiles": lambda row: tiles(row["config"]),
     "regs": lambda row: row["registers"],
     "spill": lambda row: row["spill_bytes"],

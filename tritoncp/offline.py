@@ -91,6 +91,7 @@ class Job:
     v_head_dim: channels of values; None = as many
     score:  a score_mod, as tritoncp/expressions.py reads it
     call:   instead of the variant, the very launch that this call makes
+    source: who says that it is to be so, where that is not the rule
     """
 
     kernel: str
@@ -102,6 +103,7 @@ class Job:
     v_head_dim: int | None = None
     score: str = ""
     call: Call | None = None
+    source: str = ""
 
     @property
     def dims(self) -> tuple[int, int]:

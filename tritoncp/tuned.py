@@ -127,16 +127,24 @@ def sources(device: Device) -> Iterator[Path]:
         yield from sorted(found, key=lambda path: path.name.partition("-triton-")[0] != own)
 
 
-def entries_of(path: Path) -> Entries:
-    """What a file says; a warning and nothing where it says nothing that can be used."""
+def read(path: Path) -> Entries:
+    """What a file says. Raises ValueError where that is nothing that can be used."""
     try:
         entries = json.loads(path.read_text())["entries"]
         for entry in entries:
             check(entry)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"{path} is no file of tritoncp autotune and is not used: {error!r}", stacklevel=2)
-        return []
+        raise ValueError(f"{path} is no file of tritoncp autotune and is not used: {error!r}") from error
     return entries
+
+
+def entries_of(path: Path) -> Entries:
+    """What a file says; a warning and nothing where that cannot be used."""
+    try:
+        return read(path)
+    except ValueError as error:
+        warnings.warn(str(error), stacklevel=2)
+        return []
 
 
 def about(entry: Mapping[str, Any]) -> tuple[Any, ...]:
