@@ -226,7 +226,8 @@ def inspect(
     "--ops",
     default="fwd,bwd",
     show_default=True,
-    help="Of fwd, bwd and fused, the backward pass in one kernel.",
+    help="Of fwd, bwd, few (a decoding step), fused (the backward pass in one kernel) and routes (other ways "
+    "through the forward pass than fwd, against the best of that).",
 )
 @click.option(
     "--score-mod", "score", metavar="NAME", default="", help="softcap, softcap(30), alibi, module:function."
