@@ -155,16 +155,15 @@ class TritonEngine:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch | Launches:
         """One step of attention by the route that is asked for, else by the one that was measured to be the
         fastest; arguments are those of :meth:`loops`."""
-        route = self.options.get("ROUTE") or self._measured_route(q)
+        route = self.options.get("ROUTE") or (self._measured_route if q.shape[2] >= WHOLE else "loops")
         return ROUTES[route](self, q, k, v, tables, **step)
 
-    def _measured_route(self, q: Tensor) -> str:
-        """(Measured on whole tiles of rows, each with a program of its own.)"""
-        found = dict(self.options.get("CONFIGS", ())).get("route")
-        options = self.options
-        if not found or q.shape[2] < WHOLE or options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1:
-            return "loops"
-        return dict(found)["ROUTE"]
+    @cached_property
+    def _measured_route(self) -> str:
+        """(On whole tiles of rows, each with a program of its own.)"""
+        found, options = dict(self.options.get("CONFIGS", ())).get("route"), self.options
+        other = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1
+        return dict(found)["ROUTE"] if found and not other else "loops"
 
     def loops(
         self,

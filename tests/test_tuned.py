@@ -523,7 +523,7 @@ def test_processes_of_one_machine_tune_once(stub, launched):
 
 def test_who_waits_too_long_for_another_process_goes_on(stub, places, monkeypatch):
     monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.2s")
-    elsewhere = tuned._alone(tuned.path_in(places / "given", CPU).parent, math.inf)
+    elsewhere = tuned._alone(tuned.path_in(places / "given", CPU).with_suffix(".lock"), math.inf)
     with elsewhere, pytest.warns(UserWarning, match="could not be measured.*another process tunes"):
         attend(causal())
     assert stub() == []

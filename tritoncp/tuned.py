@@ -412,7 +412,7 @@ def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed
     folder, until = next((one for one in folders() if one != SHIPPED), None), time.monotonic() + 2 * allowed
     if folder is None:
         raise RuntimeError("no folder to keep them in: set TRITONCP_CONFIG_DIR, or install platformdirs")
-    with _alone(path_in(folder, device_of(device)).parent, until):
+    with _alone(path_in(folder, device_of(device)).with_suffix(".lock"), until):
         table.cache_clear()
         if _serves(_chosen(local(device), *call)):
             return
@@ -447,7 +447,12 @@ def _words(call: Call, shape: tuple[int, int, int], allowed: float) -> list[str]
     width = "x".join(map(str, dict.fromkeys(call.dims)))
     words = ["--shapes", f"{heads}x{kv_heads},{width},{min(most, max(least, rows // 128 * 128))}"]
     words += ["--mask", MEASURED[call.mask], "--ops", "fwd,bwd", "--dtype", call.dtype]
-    return [*words, "--budget", f"{allowed:.0f}s", *(["--score-mod", "softcap"] if call.score else [])]
+    return [
+        *words,
+        "--budget",
+        f"{max(1.0, allowed):.0f}s",
+        *(["--score-mod", "softcap"] if call.score else []),
+    ]
 
 
 def _environment(device: torch.device) -> dict[str, str]:
@@ -463,24 +468,21 @@ def _environment(device: torch.device) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path, until: float) -> Iterator[None]:
-    """Within it no other process of this machine is. Raises TimeoutError where one is for too long."""
+def _alone(path: Path, until: float) -> Iterator[None]:
+    """Within it no other process that shares this file is. Raises TimeoutError where one is for too long."""
     import fcntl
 
-    folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder, os.O_RDONLY)
-    try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
         while True:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however
                 break
             except BlockingIOError as error:
                 if time.monotonic() > until:
-                    raise TimeoutError(f"another process tunes, and holds {folder}") from error
+                    raise TimeoutError(f"another process tunes, and holds {path}") from error
                 time.sleep(0.2)
         yield
-    finally:
-        os.close(file)
 
 
 def write(
