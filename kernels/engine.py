@@ -22,6 +22,7 @@ from tritoncp.kernels.configs import (
     check_options,
     choose,
     copies,
+    option_names,
     packed,
     pieces,
     shares,
@@ -160,9 +161,10 @@ class TritonEngine:
 
     @cached_property
     def _measured_route(self) -> str:
-        """(On whole tiles of rows, each with a program of its own.)"""
+        """(With tiles of its own, on whole tiles of rows, each with a program of its own.)"""
         found, options = dict(self.options.get("CONFIGS", ())).get("route"), self.options
-        other = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1
+        tiles = {option for both in option_names("forward").values() for option in both}
+        other = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1 or options.keys() & tiles
         return dict(found)["ROUTE"] if found and not other else "loops"
 
     def loops(

@@ -302,7 +302,8 @@ def test_calls_go_by_the_route_that_was_measured_where_it_can_be_had(places, ker
         assert kernels() == loops, "the state between its launches would take too long"
         monkeypatch.setattr(engine, "STATE_SHARE", math.inf)
         assert kernels() == both
-        assert kernels(ROUTE="loops") == kernels(PACK_GQA=True) == loops and kernels(rows=64) == loops
+        for options in ({"ROUTE": "loops"}, {"PACK_GQA": True}, {"BLOCK_N": 32}, {"rows": 64}):
+            assert kernels(**options) == loops, options
         assert kernels(SPLIT_KV=2) == [*loops, "combine"]
         gluon = ROUTED["config"] | {"ROUTE": "gluon"}
         tuned.write(places / "user", CPU, [entry(64) | ROUTED | {"mask": "interval", "config": gluon}], {})
