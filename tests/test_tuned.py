@@ -498,6 +498,24 @@ def test_rank_0_tunes_for_all_if_it_was_asked(places, stub, launched, monkeypatc
     assert used == (({16},) * 2 if how == "" else ({32},) * 2)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_warning_that_is_an_error_is_one_on_rank_0_alone(stub, monkeypatch):
+    """As after Ctrl-C there: the others are not left waiting."""
+
+    def work(group):
+        plan = make_plan(
+            create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16), group, schedule="allgather"
+        )
+        x = torch.randn(1, 1, plan.s_local, 16)
+        try:
+            tuned.configs(x.device, x.dtype, (16, 16), "causal", group, shape=(1, 1, 32))
+        except UserWarning as error:
+            return str(error)
+
+    said, nothing = on_ranks(2, work)
+    assert "could not be measured" in said and nothing is None and stub() == []
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_group_whose_plans_were_made_elsewhere_does_not_tune(stub):
     """Nobody knows whether the other ranks were asked."""

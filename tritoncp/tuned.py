@@ -233,7 +233,8 @@ def _own() -> str:
     """The table for the GPU of this process, and how long it may take to add to it."""
     gpu = torch.cuda.is_available()
     text = local(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
-    return json.dumps([*json.loads(text), [BUDGET, seconds]]) if (seconds := budget()) else text
+    allowed = budget()
+    return json.dumps([*json.loads(text), [BUDGET, allowed]]) if allowed else text
 
 
 def text_of(device: torch.device, group: Any) -> str:
@@ -376,21 +377,22 @@ def _tune_now(device: torch.device, group: Any, call: Call, shape: tuple[int, in
         if _serves(_chosen(text_of(device, group), *call)):
             return False
     tried = group.group_name if group is not None else None, call
-    seconds = budget() if group is None else _agreed_budget(group)
-    if not seconds or tried in _TRIED or not _tunable(device):
+    allowed = budget() if group is None else _agreed_budget(group)
+    if not allowed or tried in _TRIED or not _tunable(device):
         return False
     _TRIED.add(tried)
-    if group is None or group.rank() == 0:
+    try:
+        if group is None or group.rank() == 0:
+            _tune(device, call, shape, allowed)
+    except Exception as error:  # whatever it is, a call can go on without
+        said = "could not be measured, and are those of a rule"
+        warnings.warn(f"tile shapes for calls like this one {said}: {error}", stacklevel=2)
+    finally:  # warnings may be errors, and the other ranks wait
         _TOLD.add(device_of(device))
-        try:
-            _tune(device, call, shape, seconds)
-        except Exception as error:  # whatever it is, a call can go on without
-            said = "could not be measured, and are those of a rule"
-            warnings.warn(f"tile shapes for calls like this one {said}: {error}", stacklevel=2)
-    table.cache_clear()
-    if group is not None:
-        del _AGREED[group]
-        agree(group, comm.exchange(summary(), group))
+        table.cache_clear()
+        if group is not None:
+            del _AGREED[group]
+            agree(group, comm.exchange(summary(), group))
     return True
 
 
@@ -447,12 +449,8 @@ def _words(call: Call, shape: tuple[int, int, int], allowed: float) -> list[str]
     width = "x".join(map(str, dict.fromkeys(call.dims)))
     words = ["--shapes", f"{heads}x{kv_heads},{width},{min(most, max(least, rows // 128 * 128))}"]
     words += ["--mask", MEASURED[call.mask], "--ops", "fwd,bwd", "--dtype", call.dtype]
-    return [
-        *words,
-        "--budget",
-        f"{max(1.0, allowed):.0f}s",
-        *(["--score-mod", "softcap"] if call.score else []),
-    ]
+    words += ["--budget", f"{max(1.0, allowed):.0f}s"]
+    return [*words, "--score-mod", "softcap"] if call.score else words
 
 
 def _environment(device: torch.device) -> dict[str, str]:
