@@ -148,7 +148,7 @@ def main() -> None:
     for name, call in calls().items():
         say(name, call)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    comm._timeout = lambda group: timedelta(minutes=1)
+    comm.timeout = lambda group: timedelta(minutes=1)
     for schedule in ("allgather", "fetch", "ring", "ulysses"):
         forward, both = of_a_rank(schedule)
         say(f"{schedule}, a rank of 4, forward", forward, True)

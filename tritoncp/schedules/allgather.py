@@ -81,8 +81,8 @@ def backward(
 def head_groups(kv_heads: int, nbytes: int) -> list[int]:
     """Sizes of at most HEAD_GROUPS pieces of KV heads, of one where all together have few bytes.
 
-    >>> head_groups(3, 10 << 20), head_groups(1, 10 << 20), head_groups(3, 1000)
-    ([2, 1], [1], [3])
+    >>> head_groups(3, SMALL), head_groups(1, SMALL)
+    ([2, 1], [1])
     """
     size = -(-kv_heads // min(kv_heads, HEAD_GROUPS if nbytes >= SMALL else 1))
     return [min(size, kv_heads - start) for start in range(0, kv_heads, size)]
