@@ -5,6 +5,7 @@ memory (``tests/kernels/test_offline.py``).  Nothing here times anything.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
@@ -283,6 +284,13 @@ def specialises(arch: str, kind: str = "specialised") -> int:
     (192, 128, 0)
     """
     return max(_RULES[family(arch)].get(kind, {}), default=0)
+
+
+def unfit(config: Config) -> Iterator[str]:
+    """Why tiles are not those of a route whose warps are specialised: for two groups of four warps, with 64
+    rows each, and for copies ahead of them."""
+    if (config.BLOCK_M, config.num_warps) != (128, 4) or config.num_stages < 2:
+        yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
 
 
 def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True) -> Config:

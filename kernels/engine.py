@@ -5,9 +5,10 @@ It sees tensors, tables and jit functions; masks, meshes and ranks are somebody 
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.configs import (
     FEW,
+    ROUTES,
     Config,
     architecture,
     check_options,
@@ -26,11 +28,9 @@ from tritoncp.kernels.configs import (
     packed,
     pieces,
     shares,
-    specialises,
 )
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
-from tritoncp.kernels.launch import Launch, Launches, Recipe, launch
-from tritoncp.kernels.specialised import allocating, device_copyable, specialised_kernel, state_share
+from tritoncp.kernels.launch import Launch, Launches, Recipe, prepared
 from tritoncp.kernels.tiles import (
     INTERPRETED,
     Interval,
@@ -43,20 +43,8 @@ from tritoncp.kernels.tiles import (
 )
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
-STATE_SHARE = 0.03  # of a step's time, what a state between two launches may take
 PARTIAL_BYTES = 256 << 20  # what partial sums (dK/dV of a GQA group, states of a row's keys) may take
 WHOLE = 128  # rows that fill a tile by themselves, whatever the architecture
-
-
-class State(NamedTuple):
-    """Attention state between steps: acc [B, H, S, E], m and l [B, H, S], float32 (float64 for float64).
-
-    m is the running maximum in log2 units (-inf: nothing seen yet); l and acc are relative to it.
-    """
-
-    acc: Tensor
-    m: Tensor
-    l: Tensor
 
 
 class Mods(NamedTuple):
@@ -156,8 +144,16 @@ class TritonEngine:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch | Launches:
         """One step of attention by the route that is asked for, else by the one that was measured to be the
         fastest; arguments are those of :meth:`loops`."""
-        route = self.options.get("ROUTE") or (self._measured_route if q.shape[2] >= WHOLE else "loops")
-        return ROUTES[route](self, q, k, v, tables, **step)
+        name = self.options.get("ROUTE") or (self._measured_route if q.shape[2] >= WHOLE else ROUTES[0])
+        if name == ROUTES[0]:
+            return self.loops(q, k, v, tables, **step)
+        route = route_of(name)
+        why = next(route.obstacles(self, q, k, v, tables), None)
+        if why is None:
+            return route.launch(self, q, k, v, tables, **step)
+        if "ROUTE" in self.options:
+            warnings.warn(f"ROUTE={name!r} is asked for; this step goes by 'loops': {why}", stacklevel=2)
+        return self.loops(q, k, v, tables, **step)
 
     @cached_property
     def _measured_route(self) -> str:
@@ -202,122 +198,12 @@ class TritonEngine:
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
         }
-        made = self._launch(forward_kernel, kind, tensors, stats, tables, h_offset, flags)
+        made = self.launch(forward_kernel, kind, tensors, stats, tables, h_offset, flags)
         return made if made.values[_SPLITS] is None else _shared(made, q, v, tables)
 
-    def specialised(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tables: Any,
-        *,
-        out: Tensor | None = None,
-        lse: Tensor | None = None,
-        max_scores: Tensor | None = None,
-        state: Sequence[Tensor] | None = None,
-        load_state: bool = False,
-        store_state: bool = False,
-        h_offset: int = 0,
-    ) -> Launches:
-        """The same in two launches: masked blocks, which leave a state, then full ones from there, with
-        specialised warps. Without masked blocks the second is enough. ``state`` is also room to work in.
-
-        What this cannot do is not asked here, see :func:`or_loops`.
-        """
-        parts: list[Launch | Callable[[], None]] = []
-        kept = State(*state) if state else None
-        start = kept if load_state else None
-        if tables.has_masked or not (start is None or _copyable_state(start)):
-            room = kept if kept and _copyable_state(kept) else _room(q, v)
-            if start is not None and room is not start:
-                parts.append(partial(_copy, start, room))
-            keep: dict[str, Any] = {"state": room, "load_state": load_state, "store_state": True}
-            first = self._cut_alike(q, v, tables) if tables.window else self
-            parts += first.loops(q, k, v, tables, **keep, h_offset=h_offset, full=False).parts
-            start = room
-        from_acc, from_m, from_l = start or (None, None, None)
-        acc, m, l = kept or (None, None, None)
-        tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc, "from_acc": from_acc}
-        stats = {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
-        stats |= {"from_m": from_m, "from_l": from_l}
-        flags = {
-            "n_q": q.shape[2],
-            "n_kv": k.shape[2],
-            "LOAD_STATE": start is not None,
-            "STORE_STATE": store_state,
-            "STORE_MAX": max_scores is not None,
-        }
-        last = self._launch(specialised_kernel, "specialised", tensors, stats, tables, h_offset, flags)
-        return Launches((*parts, last._replace(how=allocating)))
-
-    def _cut_alike(self, q: Tensor, v: Tensor, tables: Any) -> "TritonEngine":
-        """For masked blocks in front of the specialised launch.  A window has no table that says which they
-        are: each launch counts in tiles of its own, and tiles of other sizes would leave keys to neither."""
-        config = self._config("specialised", q, v, tables)
-        tiles = {"fwd_BLOCK_M": config.BLOCK_M, "fwd_BLOCK_N": config.BLOCK_N, "fwd_num_warps": 8}
-        other = {"fwd_num_stages": 2, "fwd_maxnreg": None, "PACK_GQA": False, "SPLIT_KV": 1}
-        return replace(self, options={**self.options, **tiles, **other})
-
-    def gluon(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch:
-        """The same in one launch, whose groups of warps take turns: see :mod:`tritoncp.kernels.gluon`."""
-        from tritoncp.kernels import gluon
-
-        made = self.loops(q, k, v, tables, **step, kind="gluon")
-        assert isinstance(made, Launch)
-        return gluon.launch(made, q)
-
-    def gluon_obstacles(self, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
-        """Why a step cannot go by the route in Gluon."""
-        arch, dims = self.arch or architecture(q.device), {q.shape[3], v.shape[3]}
-        if arch == "interpreter" and "ROUTE" in self.options:
-            raise ValueError("ROUTE='gluon' is for GPUs and cannot be interpreted; leave it out on a CPU")
-        if arch != "sm_90":
-            yield f"its instructions are those of sm_90, and this is {arch}"
-            return
-        if q.dtype.itemsize != 2:
-            yield f"{q.dtype} is not multiplied by wgmma"
-        elif not dims <= {64, 128}:
-            yield f"it takes head dims of 64 and 128, and has {', '.join(map(str, sorted(dims)))}"
-        else:
-            config = self._config("gluon", q, v, tables)
-            if (config.BLOCK_M, config.num_warps) != (128, 4) or config.num_stages < 2:
-                yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
-            elif tables.kv_block % config.BLOCK_N or not 64 <= config.BLOCK_N <= 128:
-                yield f"it takes tiles of 64 or 128 keys that divide blocks of {tables.kv_block}"
-        if self.mods.score or tables.mask == "mod":
-            yield "a score_mod or mask_mod says nothing of layouts, which Gluon wants to be told"
-        if not self.scale > 0:
-            yield f"the scale is folded into the exponent, and {self.scale} is not positive"
-        if not (copyable(q) and _streamed(tables, {"k": k, "v": v}, False).copyable()):
-            yield "q, k or v has strides, an address or ends of slots that leave nothing to descriptors"
-
-    def obstacles(self, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
-        """Why a step cannot go, or should not go, by the specialised route."""
-        arch = self.arch or architecture(q.device)
-        if arch == "interpreter":  # which knows nothing of warps
-            pass
-        elif max(q.shape[3], v.shape[3]) > specialises(arch):
-            yield f"on {arch} there are tiles up to a head dim of {specialises(arch)}"
-        elif q.dtype.itemsize != 2:
-            yield f"{q.dtype} is not multiplied by wgmma"
-        else:
-            config = self._config("specialised", q, v, tables)
-            if (config.BLOCK_M, config.num_warps) != (128, 4) or config.num_stages < 2:
-                yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
-        if tables.kv_block & -tables.kv_block < 16:
-            yield f"no tile divides KV blocks of {tables.kv_block}"
-        if not all(map(device_copyable, (q, k, v))):
-            yield "q, k or v has strides or an address that leave nothing to descriptors"
-        if tables.full_runs > 2:
-            yield f"a row has {tables.full_runs} runs of full blocks, and the loop takes 2"
-        if tables.full_runs == 0:
-            yield "there are no full blocks"
-        if self.mods.score and not self.mods.score_steady:
-            yield "the score_mod loads what depends on q_idx or kv_idx, or may"
-        share = state_share(tables.keys, q.shape[3], v.shape[3])
-        if tables.has_masked and share > STATE_SHARE:
-            yield f"its state between two launches would take {share:.1%} of the time, over {STATE_SHARE:.0%}"
+    def streams(self, k: Tensor, v: Tensor, tables: Any) -> bool:
+        """Whether descriptors may copy tiles of these keys and values."""
+        return _streamed(tables, {"k": k, "v": v}, by_keys=False).copyable()
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
         """delta [B, H, S] = rowsum(out * dout) - dlse."""
@@ -335,7 +221,7 @@ class TritonEngine:
             return Recipe((-(-s // 64), h, b), args, Config(64, 0, 4, 1))
 
         tensors, stats = {"out": out, "dout": dout}, {"dlse": dlse, "delta": delta}
-        return launch(_DELTAS, (out.device,), delta_kernel, tensors, stats, {}, recipe)
+        return prepared(_DELTAS, (out.device,), delta_kernel, tensors, stats, {}, recipe)
 
     def dq(
         self,
@@ -355,7 +241,7 @@ class TritonEngine:
         if self.fused:
             return _nothing if add else partial(_clear, dq)
         tensors, stats = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq}, {"lse": lse, "delta": delta}
-        return self._launch(
+        return self.launch(
             dq_kernel, "dq", tensors, stats, tables, h_offset, {"ADD": add}, self.mods.score_dcaps
         )
 
@@ -385,7 +271,7 @@ class TritonEngine:
         stats, kind = {"lse": lse, "delta": delta}, "fused" if fused else "dkdv"
         flags = {"ADD": add, "SPLIT": split}
         dcaps = self.mods.score_dcaps if fused else ()
-        return self._launch(dkdv_kernel, kind, tensors, stats, tables, h_offset, flags, dcaps)
+        return self.launch(dkdv_kernel, kind, tensors, stats, tables, h_offset, flags, dcaps)
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         """How many programs share a KV head's query heads: more than one only where there are too few
@@ -393,13 +279,13 @@ class TritonEngine:
         group = q.shape[1] // k.shape[1]
         if q.device.type == "cpu" or group == 1:
             return 1
-        config = self._config("dkdv", q, k, tables)
+        config = self.config("dkdv", q, k, tables)
         programs = _tiles(tables, "kv", config.BLOCK_N) * k.shape[1] * q.shape[0]
         partials = 2 * group * k.shape[0] * k.shape[1] * k.shape[2] * k.shape[3] * 4
         crowded = programs >= 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
         return 1 if crowded or partials > PARTIAL_BYTES else group
 
-    def _config(
+    def config(
         self, kind: str, q: Tensor, v: Tensor, tables: Any, tma: bool = True, q_block: int | None = None
     ) -> Config:
         """q_block: rows of a tile at most, where they are not those of a mask's block"""
@@ -415,8 +301,8 @@ class TritonEngine:
         arch, group = self.arch or architecture(q.device), q.shape[1] // k.shape[1]
         few = rows < WHOLE and arch != "interpreter"
         if not few and not asked:
-            return Deal(self._config("forward", q, v, tables, tma), tables.q_block)
-        config = partial(self._config, q=q, v=v, tables=tables, tma=tma)
+            return Deal(self.config("forward", q, v, tables, tma), tables.q_block)
+        config = partial(self.config, q=q, v=v, tables=tables, tma=tma)
         alike = all(t is None or t.shape[1] == 1 for t in (tables.row_ptr, tables.lo))  # for all heads
         widest = config("forward", q_block=1 << 16).BLOCK_M
         pack = packed(rows, group, widest) if few else 1
@@ -447,7 +333,7 @@ class TritonEngine:
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         return max(1, min(PARTIAL_BYTES // max(1, state), shares(programs, tiles, sms)))
 
-    def _launch(
+    def launch(
         self, kernel: Any, kind: str, tensors: dict[str, Any], stats: dict[str, Any], tables: Any,
         h_offset: int, flags: dict[str, Any], dcaps: tuple[Any, ...] = (),
     ) -> Launch:  # fmt: skip
@@ -456,7 +342,7 @@ class TritonEngine:
         caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
         about = kind, h_offset, self._alike, *flags.values()
         recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
-        return launch(tables.launches, about, kernel, tensors, stats, caps, recipe)
+        return prepared(tables.launches, about, kernel, tensors, stats, caps, recipe)
 
     def _recipe(
         self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, given: dict[str, Any]
@@ -469,7 +355,7 @@ class TritonEngine:
         if kind == "forward":
             deal = self._deal(q, k, v, tables, streamed.copyable())
         else:
-            deal = Deal(self._config(kind, q, v, tables, streamed.copyable()), tables.q_block)
+            deal = Deal(self.config(kind, q, v, tables, streamed.copyable()), tables.q_block)
         given = given | {"PACK": deal.pack, "splits": deal.splits if deal.splits > 1 else None}
         config = deal.config
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
@@ -530,6 +416,13 @@ class TritonEngine:
         return Recipe(grid, args, config, copies)
 
 
+def route_of(name: str) -> Any:
+    """The module of a route of the forward pass, any but the default. Its ``launch`` takes an engine and
+    what :meth:`TritonEngine.loops` takes; its ``obstacles`` say why a step cannot, or had better not, use it.
+    """
+    return import_module(f"tritoncp.kernels.{name}")
+
+
 class Alike:
     """A name for what engines that launch the same kernels have in common."""
 
@@ -538,57 +431,12 @@ _ALIKE: weakref.WeakValueDictionary[Any, Alike] = weakref.WeakValueDictionary() 
 _DELTAS: dict[Any, Any] = {}  # launches, as there are no tables to keep them with
 
 
-def or_loops(
-    route: str,
-    obstacles: Callable[..., Iterator[str]],
-    launch: Callable[..., Launch | Launches],
-    engine: TritonEngine,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: Any,
-    **step: Any,
-) -> Launch | Launches:
-    """A route where it can be had and pays, else one launch, and a warning that says why to whom asked."""
-    why = next(obstacles(engine, q, k, v, tables), None)
-    if why is None:
-        return launch(engine, q, k, v, tables, **step)
-    if "ROUTE" in engine.options:
-        warnings.warn(f"ROUTE={route!r} is asked for; this step goes by 'loops': {why}", stacklevel=2)
-    return engine.loops(q, k, v, tables, **step)
-
-
-# Route of the forward pass -> what makes its launch.  The first is the default, and does everything.
-ROUTES: dict[str, Callable[..., Launch | Launches]] = {
-    "loops": TritonEngine.loops,
-    "specialised": partial(or_loops, "specialised", TritonEngine.obstacles, TritonEngine.specialised),
-    "gluon": partial(or_loops, "gluon", TritonEngine.gluon_obstacles, TritonEngine.gluon),
-}
-
-
 def _nothing() -> None:
     pass
 
 
 def _clear(x: Tensor) -> None:
     x.zero_()
-
-
-def _copy(start: State, into: State) -> None:
-    for a, b in zip(start, into):
-        b.copy_(a)
-
-
-def _room(q: Tensor, v: Tensor) -> State:
-    """Memory for a state, rows padded so that descriptors may copy it."""
-    (b, h, s, _), e = q.shape, v.shape[3]
-    make = partial(torch.empty, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    m, l = make((2, b, h, triton.cdiv(s, 4) * 4))[..., :s]
-    return State(make((b, h, s, triton.cdiv(e, 4) * 4))[..., :e], m, l)
-
-
-def _copyable_state(state: State) -> bool:
-    return all(map(device_copyable, (state.acc, state.m[:, :, None], state.l[:, :, None])))
 
 
 def _acc(x: Tensor) -> Any:
@@ -653,6 +501,6 @@ def _shared(made: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
     stats = {name: args[name].ptr for name in ("lse", "max_scores", "stat_m", "stat_l")}
     stats |= {"parts_m": m, "parts_l": l}
     about = "combine", q.dtype, *(args[name] for name in same)
-    combine = launch(tables.launches, about, combine_kernel, tensors, stats, {}, recipe)
+    combine = prepared(tables.launches, about, combine_kernel, tensors, stats, {}, recipe)
     left = {"acc": strided(acc), "stat_m": stat(m), "stat_l": stat(l)}
     return Launches((made.instead(**left, LOAD_STATE=False, STORE_STATE=True), combine))

@@ -13,6 +13,7 @@ protocol of the barriers as a model, and reads the order of instructions in what
 ``tests/gpu/test_gluon.py`` is for the first GPU.  Names as in :mod:`tritoncp.kernels.tiles`.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,10 +22,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from tritoncp.kernels.configs import architecture, unfit
 from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.tiles import (
     LN2,
     LOG2E,
+    copyable,
     descriptors,
     head,
     in_window,
@@ -699,8 +702,9 @@ def gluon_forward_kernel(
     )
 
 
-def launch(loops: Launch, q: Tensor) -> Launch:
-    """This kernel's launch out of that of forward_kernel, which has the same arguments and more."""
+def launch(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch:
+    """As ``engine.loops``, whose kernel has the same arguments and more."""
+    loops = engine.loops(q, k, v, tables, **step, kind="gluon")
     q_desc, _ = descriptors(q, GROUP_ROWS.value, (q.shape[3], 0))
     args = loops.args
     args |= {
@@ -711,6 +715,31 @@ def launch(loops: Launch, q: Tensor) -> Launch:
     }
     values = [args[name] for name in gluon_forward_kernel.arg_names]
     return Launch(gluon_forward_kernel, loops.grid, values, loops.config, [], {"maxnreg": REGISTERS})
+
+
+def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
+    """Why a step cannot go by the route in Gluon."""
+    arch, dims = engine.arch or architecture(q.device), {q.shape[3], v.shape[3]}
+    if arch == "interpreter" and "ROUTE" in engine.options:
+        raise ValueError("ROUTE='gluon' is for GPUs and cannot be interpreted; leave it out on a CPU")
+    if arch != "sm_90":
+        yield f"its instructions are those of sm_90, and this is {arch}"
+        return
+    if q.dtype.itemsize != 2:
+        yield f"{q.dtype} is not multiplied by wgmma"
+    elif not dims <= {64, 128}:
+        yield f"it takes head dims of 64 and 128, and has {', '.join(map(str, sorted(dims)))}"
+    else:
+        config = engine.config("gluon", q, v, tables)
+        yield from unfit(config)
+        if tables.kv_block % config.BLOCK_N or not 64 <= config.BLOCK_N <= 128:
+            yield f"it takes tiles of 64 or 128 keys that divide blocks of {tables.kv_block}"
+    if engine.mods.score or tables.mask == "mod":
+        yield "a score_mod or mask_mod says nothing of layouts, which Gluon wants to be told"
+    if not engine.scale > 0:
+        yield f"the scale is folded into the exponent, and {engine.scale} is not positive"
+    if not (copyable(q) and engine.streams(k, v, tables)):
+        yield "q, k or v has strides, an address or ends of slots that leave nothing to descriptors"
 
 
 def laid_out(desc: Any) -> TensorDescriptor:

@@ -22,6 +22,17 @@ MOST = 1024  # launches that are kept in one place
 Tensors = dict[str, Any]  # or None
 
 
+class State(NamedTuple):
+    """Attention state between steps: acc [B, H, S, E], m and l [B, H, S], float32 (float64 for float64).
+
+    m is the running maximum in log2 units (-inf: nothing seen yet); l and acc are relative to it.
+    """
+
+    acc: Tensor
+    m: Tensor
+    l: Tensor
+
+
 class Launch(NamedTuple):
     """One kernel launch, made but not yet run.
 
@@ -127,7 +138,7 @@ class Prepared(NamedTuple):
         return cls(Launch(kernel, recipe.grid, values, recipe.config, []), moving, copied, some)
 
 
-def launch(
+def prepared(
     kept: dict[Any, Prepared],
     about: tuple[Any, ...],
     kernel: Any,

@@ -7,8 +7,10 @@ leaves its state, and a row may have two runs of full blocks.  Nothing of this h
 are known of specialised loops (triton#8311) and of four warps (fla#988), so nobody gets it who does not ask.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritoncp.kernels.configs import architecture, specialises, unfit
 from tritoncp.kernels.forward import leave
+from tritoncp.kernels.launch import Launch, Launches, State
 from tritoncp.kernels.tiles import (
     LOG2E,
     copyable,
@@ -30,6 +34,7 @@ from tritoncp.kernels.tiles import (
     zeros_pair,
 )
 
+STATE_SHARE = 0.03  # of a step's time, what a state between two launches may take
 COPY = 4.3e12  # bytes a second, copied: an H200
 COMPUTE = 520e12  # FLOPs a second that the loop over full blocks is predicted to reach there
 
@@ -265,3 +270,105 @@ def specialised_kernel(
         STORE_STATE,
         STORE_MAX,
     )
+
+
+# -- on the host -------------------------------------------------------------------------------------------
+
+
+def launch(
+    engine: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Any,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_scores: Tensor | None = None,
+    state: Sequence[Tensor] | None = None,
+    load_state: bool = False,
+    store_state: bool = False,
+    h_offset: int = 0,
+) -> Launches:
+    """As ``engine.loops``, in two launches: masked blocks, which leave a state, then full ones from there,
+    with specialised warps. Without masked blocks the second is enough. ``state`` is also room to work in.
+
+    What this cannot do is not asked here, see :func:`obstacles`.
+    """
+    parts: list[Launch | Callable[[], None]] = []
+    kept = State(*state) if state else None
+    start = kept if load_state else None
+    if tables.has_masked or not (start is None or _copyable_state(start)):
+        room = kept if kept and _copyable_state(kept) else _room(q, v)
+        if start is not None and room is not start:
+            parts.append(partial(_copy, start, room))
+        keep: dict[str, Any] = {"state": room, "load_state": load_state, "store_state": True}
+        first = _cut_alike(engine, q, v, tables) if tables.window else engine
+        parts += first.loops(q, k, v, tables, **keep, h_offset=h_offset, full=False).parts
+        start = room
+    from_acc, from_m, from_l = start or (None, None, None)
+    acc, m, l = kept or (None, None, None)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc, "from_acc": from_acc}
+    stats = {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
+    stats |= {"from_m": from_m, "from_l": from_l}
+    flags = {
+        "n_q": q.shape[2],
+        "n_kv": k.shape[2],
+        "LOAD_STATE": start is not None,
+        "STORE_STATE": store_state,
+        "STORE_MAX": max_scores is not None,
+    }
+    last = engine.launch(specialised_kernel, "specialised", tensors, stats, tables, h_offset, flags)
+    return Launches((*parts, last._replace(how=allocating)))
+
+
+def _cut_alike(engine: Any, q: Tensor, v: Tensor, tables: Any) -> Any:
+    """For masked blocks in front of the specialised launch.  A window has no table that says which they
+    are: each launch counts in tiles of its own, and tiles of other sizes would leave keys to neither."""
+    config = engine.config("specialised", q, v, tables)
+    tiles = {"fwd_BLOCK_M": config.BLOCK_M, "fwd_BLOCK_N": config.BLOCK_N, "fwd_num_warps": 8}
+    other = {"fwd_num_stages": 2, "fwd_maxnreg": None, "PACK_GQA": False, "SPLIT_KV": 1}
+    return replace(engine, options={**engine.options, **tiles, **other})
+
+
+def _copy(start: State, into: State) -> None:
+    for a, b in zip(start, into):
+        b.copy_(a)
+
+
+def _room(q: Tensor, v: Tensor) -> State:
+    """Memory for a state, rows padded so that descriptors may copy it."""
+    (b, h, s, _), e = q.shape, v.shape[3]
+    make = partial(torch.empty, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    m, l = make((2, b, h, triton.cdiv(s, 4) * 4))[..., :s]
+    return State(make((b, h, s, triton.cdiv(e, 4) * 4))[..., :e], m, l)
+
+
+def _copyable_state(state: State) -> bool:
+    return all(map(device_copyable, (state.acc, state.m[:, :, None], state.l[:, :, None])))
+
+
+def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
+    """Why a step cannot go, or should not go, by the specialised route."""
+    arch = engine.arch or architecture(q.device)
+    if arch == "interpreter":  # which knows nothing of warps
+        pass
+    elif max(q.shape[3], v.shape[3]) > specialises(arch):
+        yield f"on {arch} there are tiles up to a head dim of {specialises(arch)}"
+    elif q.dtype.itemsize != 2:
+        yield f"{q.dtype} is not multiplied by wgmma"
+    else:
+        yield from unfit(engine.config("specialised", q, v, tables))
+    if tables.kv_block & -tables.kv_block < 16:
+        yield f"no tile divides KV blocks of {tables.kv_block}"
+    if not all(map(device_copyable, (q, k, v))):
+        yield "q, k or v has strides or an address that leave nothing to descriptors"
+    if tables.full_runs > 2:
+        yield f"a row has {tables.full_runs} runs of full blocks, and the loop takes 2"
+    if tables.full_runs == 0:
+        yield "there are no full blocks"
+    if engine.mods.score and not engine.mods.score_steady:
+        yield "the score_mod loads what depends on q_idx or kv_idx, or may"
+    share = state_share(tables.keys, q.shape[3], v.shape[3])
+    if tables.has_masked and share > STATE_SHARE:
+        yield f"its state between two launches would take {share:.1%} of the time, over {STATE_SHARE:.0%}"

@@ -23,7 +23,7 @@ from tritoncp import (
     tuned,
 )
 from tritoncp.cli import main
-from tritoncp.kernels import engine
+from tritoncp.kernels import launch, specialised
 from tritoncp.kernels.configs import Config
 from tritoncp.masks import full_mask
 from tritoncp.offline import VARIANTS
@@ -208,13 +208,13 @@ def test_writing_replaces_the_same_kernels_and_keeps_the_others(places):
 def launched(monkeypatch):
     """(kernel, BLOCK_M) of everything that is launched."""
     seen = []
-    original = engine.Launch.__call__
+    original = launch.Launch.__call__
 
     def call(self):
         seen.append((self.kernel.__name__.removesuffix("_kernel"), self.config.BLOCK_M))
         return original(self)
 
-    monkeypatch.setattr(engine.Launch, "__call__", call)
+    monkeypatch.setattr(launch.Launch, "__call__", call)
     return seen
 
 
@@ -300,7 +300,7 @@ def test_calls_go_by_the_route_that_was_measured_where_it_can_be_had(places, ker
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert kernels() == loops, "the state between its launches would take too long"
-        monkeypatch.setattr(engine, "STATE_SHARE", math.inf)
+        monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
         assert kernels() == both
         for options in ({"ROUTE": "loops"}, {"PACK_GQA": True}, {"BLOCK_N": 32}, {"rows": 64}):
             assert kernels(**options) == loops, options

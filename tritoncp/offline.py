@@ -282,8 +282,8 @@ def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
 
 def launch_of(job: Job) -> Any:
     """The engine's launch of one step, on memory that nobody looks at."""
-    from tritoncp.kernels.engine import State, TritonEngine
-    from tritoncp.kernels.launch import Launch, Launches
+    from tritoncp.kernels.engine import TritonEngine, route_of
+    from tritoncp.kernels.launch import Launch, Launches, State
     from tritoncp.mods import mask_mod
     from tritoncp.tune.problem import Problem, mods_of
 
@@ -309,7 +309,8 @@ def launch_of(job: Job) -> Any:
         steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
         step: Callable[..., Launch | Launches] = engine.loops
         if job.kernel in ("masked", "specialised", "gluon"):
-            step = engine.gluon if job.kernel == "gluon" else engine.specialised
+            route = route_of("specialised" if job.kernel == "masked" else job.kernel)
+            step = functools.partial(route.launch, engine)
         parts = step(q, k, v, tables, out=out, lse=lse, **steps).parts
         return parts[-1 if job.kernel in ("combine", "specialised") else 0]
     if job.kernel == "delta":

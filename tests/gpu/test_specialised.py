@@ -30,7 +30,7 @@ from tests.gpu.support import (
     qkv,
 )
 from tests.gpu.support import check as whole
-from tritoncp.kernels import engine
+from tritoncp.kernels import specialised
 from tritoncp.kernels.configs import architecture, specialises
 from tritoncp.masks import Mask, and_masks, causal, document, full_mask
 
@@ -42,7 +42,7 @@ ROUTE = {"ROUTE": "specialised"}
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """However short the rows; going by loops is an error where the device has the route."""
-    monkeypatch.setattr(engine, "STATE_SHARE", math.inf)
+    monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
     if not ON_GPU or specialises(architecture(torch.device("cuda"))):
         warnings.filterwarnings("error", message="ROUTE=")
 

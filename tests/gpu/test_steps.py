@@ -10,7 +10,8 @@ from torch import Tensor
 
 import tritoncp
 from tests.gpu.support import BF16, BLOCK, DEVICE, MASKS, ON_GPU, SCORES, N, check, normal, qkv, run, same
-from tritoncp.kernels.engine import Mods, State, TritonEngine
+from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.launch import State
 from tritoncp.masks import causal, create_block_mask
 from tritoncp.plan import Plan
 from tritoncp.sharding import Placement

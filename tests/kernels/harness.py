@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tritoncp import mods
-from tritoncp.kernels.engine import Mods, State, TritonEngine
+from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.launch import State
 from tritoncp.masks import Mask
 from tritoncp.plan import Plan
 from tritoncp.reference import dense_attention

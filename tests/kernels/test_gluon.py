@@ -53,10 +53,10 @@ def prepared(x: QKV, mask: Mask, **options: Any) -> tuple[Launch, tuple[Tensor, 
     """A launch, and where it writes out, lse and max_scores; float32, for all that the model rounds."""
     engine = replace(engine_of(x), options=options, arch="sm_90")
     tables = single(mask).tables("cpu", *x.q.shape[:2])
-    assert list(engine.gluon_obstacles(*x, tables)) == []
+    assert list(gluon.obstacles(engine, *x, tables)) == []
     out = torch.empty(*x.q.shape[:3], x.v.shape[3])
     lse, top = torch.empty(2, *x.q.shape[:3])
-    return engine.gluon(*x, tables, out=out, lse=lse, max_scores=top), (out, lse, top)
+    return gluon.launch(engine, *x, tables, out=out, lse=lse, max_scores=top), (out, lse, top)
 
 
 def agrees(x: QKV, mask: Mask, got: tuple[Tensor, ...], tolerance: float | None = None) -> None:
@@ -126,7 +126,7 @@ def test_shards_and_steps(name: str, schedule: str, monkeypatch: pytest.MonkeyPa
     """By the public call: two ranks' blocks in zig-zag, keys where a table says, state from step to step."""
 
     def forward(self: TritonEngine, *args: Any, **step: Any) -> Callable[[], Any]:
-        launch = replace(self, arch="sm_90").gluon(*args, **step)
+        launch = gluon.launch(replace(self, arch="sm_90"), *args, **step)
         return lambda: model.run(launch)
 
     monkeypatch.setattr(TritonEngine, "forward", forward)
@@ -144,7 +144,7 @@ def test_rows_of_a_state_that_saw_nothing() -> None:
     state = new_state(x._replace(q=x.q.float(), v=x.v.float()))
     engine = replace(engine_of(x), options={}, arch="sm_90")
     tables = single(mask).tables("cpu", 1, 2)
-    model.run(engine.gluon(*x, tables, state=state, store_state=True))
+    model.run(gluon.launch(engine, *x, tables, state=state, store_state=True))
     assert bool((state.l[:, :, 90:256] == 0).all() and (state.m[:, :, 90:256] == -torch.inf).all())
     assert bool((state.acc[:, :, 90:256] == 0).all() and not state.acc.isnan().any())
 
@@ -195,7 +195,7 @@ def test_softmax_runs_beside_products() -> None:
 
 def why(x: QKV, mask: Mask, arch: str = "sm_90", **options: Any) -> list[str]:
     engine = replace(engine_of(x), options=options, arch=arch)
-    return list(engine.gluon_obstacles(*x, single(mask).tables("cpu", *x.q.shape[:2])))
+    return list(gluon.obstacles(engine, *x, single(mask).tables("cpu", *x.q.shape[:2])))
 
 
 CAUSAL = blocks(causal(), 512)

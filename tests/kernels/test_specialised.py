@@ -32,7 +32,6 @@ from tests.kernels.harness import (
 )
 from tritoncp import inspect
 from tritoncp.kernels import configs, engine, specialised
-from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launches
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.offline import Job
@@ -60,7 +59,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the step; falling back is an error."""
-    monkeypatch.setattr(engine, "STATE_SHARE", math.inf)
+    monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
     warnings.filterwarnings("error", message="ROUTE=")
 
 
@@ -187,7 +186,7 @@ def why(x: QKV, mask: Mask, arch: str = "sm_90", steady: bool = True, **options:
     """What is in the way."""
     one = replace(engine_of(x, mask.mask_mod, **options), arch=arch)
     one = replace(one, mods=one.mods._replace(score_steady=steady))
-    return list(one.obstacles(*x, single(mask).tables("cpu", *x.q.shape[:2])))
+    return list(specialised.obstacles(one, *x, single(mask).tables("cpu", *x.q.shape[:2])))
 
 
 def large(dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> QKV:
@@ -250,7 +249,7 @@ def test_a_state_that_costs_more_than_it_wins_is_not_left(monkeypatch: pytest.Mo
     for keys, lines in ((8060, 1), (8065, 0)):
         tables = replace(single(CAUSAL).tables("cpu", 1, 1), keys=keys)
         one = replace(engine_of(x), arch="sm_90")
-        assert len(list(one.obstacles(*x, tables))) == lines
+        assert len(list(specialised.obstacles(one, *x, tables))) == lines
 
 
 def test_a_step_that_goes_by_loops_says_so_and_has_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,7 +272,9 @@ def test_keys_and_runs_of_a_step() -> None:
 
 
 def test_every_route_has_a_launcher_and_loops_are_the_default() -> None:
-    assert tuple(engine.ROUTES) == configs.ROUTES and engine.ROUTES["loops"] is TritonEngine.loops
+    assert configs.ROUTES[0] == "loops"
+    for route in configs.ROUTES[1:]:
+        assert callable(engine.route_of(route).launch) and callable(engine.route_of(route).obstacles)
     with pytest.raises(ValueError, match="kernel option ROUTE='fast'; one of loops, specialised, gluon"):
         tritoncp.flex_attention(*qkv(), kernel_options={"ROUTE": "fast"})
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from tritoncp import tuned
 from tritoncp.cli import main
-from tritoncp.kernels import engine
+from tritoncp.kernels import specialised
 from tritoncp.kernels.configs import Config
 from tritoncp.offline import Compilers, Job, launch_of
 from tritoncp.perf import check
@@ -301,7 +301,7 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
     bench = DeviceBench(CPU)
     assert bench.wrong(ROUTE, Routed(32, 32)) is None
     assert "of the time, over 3%" in (bench.wrong(ROUTE, SPECIALISED) or ""), "what is in its way"
-    monkeypatch.setattr(engine, "STATE_SHARE", math.inf)
+    monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
     assert bench.wrong(ROUTE, SPECIALISED) is None and bench.milliseconds(ROUTE, SPECIALISED) > 0
     checked, ring = bench._of(ROUTE), Problem.in_steps
     checked._lse[0, 0, 5] += 0.01

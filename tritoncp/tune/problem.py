@@ -13,8 +13,8 @@ from torch import Tensor
 from tritoncp import captured, engines
 from tritoncp.comm import lockstep
 from tritoncp.expressions import score_of
-from tritoncp.kernels.configs import Config
-from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.configs import ROUTES, Config
+from tritoncp.kernels.engine import Mods, TritonEngine, route_of
 from tritoncp.kernels.launch import Launch, Launches
 from tritoncp.masks import create_block_mask, full_mask
 from tritoncp.mods import Mod
@@ -24,8 +24,6 @@ from tritoncp.plan import build
 from tritoncp.schedules import schedule_of
 from tritoncp.tune.targets import kernel_of
 from tritoncp.world import simulate
-
-OBSTACLES = {"specialised": TritonEngine.obstacles, "gluon": TritonEngine.gluon_obstacles}
 
 
 class Problem:
@@ -78,10 +76,10 @@ class Problem:
         into: dict[str, Any] = {"out": self._out, "lse": self._lse}
         if kernel in ("forward", "few"):
             return engine.loops(q, k, v, tables, **into)
-        if kernel in OBSTACLES:
-            for why in OBSTACLES[kernel](engine, q, k, v, tables):
+        if kernel in ROUTES:
+            for why in route_of(kernel).obstacles(engine, q, k, v, tables):
                 raise ValueError(why)
-            return getattr(engine, kernel)(q, k, v, tables, **into)
+            return route_of(kernel).launch(engine, q, k, v, tables, **into)
         if kernel == "delta":
             return engine.delta(self._out, self.dout, None, self._delta)
         given = (q, k, v, self.dout, self._lse, self._delta, tables)
@@ -104,7 +102,7 @@ class Problem:
 
     def _engine(self, kernel: str, config: Config | None, arch: str | None) -> TritonEngine:
         options = options_of(kernel, config) | {"deterministic": False, "FUSED_BACKWARD": kernel == "fused"}
-        if kernel in OBSTACLES:
+        if kernel in ROUTES:
             options["ROUTE"] = kernel
         if kernel == "few" and self.q.device.type == "cpu":  # which does not say how many programs it takes
             options["SPLIT_KV"] = 4
