@@ -147,7 +147,9 @@ def dq_kernel(
     begin, mid, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
     for FULL in tl.static_range(2):  # masked blocks, then full ones
         if HAS_MASKED or FULL:
-            for i_run in range(mid if FULL else begin, end if FULL else mid):
+            for i_run in tl.range(
+                mid if FULL else begin, end if FULL else mid, disable_licm=not HOIST and MASK == "mod"
+            ):
                 pos_end = pos + tl.minimum(n_m, BLOCK_M)
                 t_lo, t_hi, kind, cut, skip = run_tiles(
                     rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL

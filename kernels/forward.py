@@ -210,6 +210,13 @@ def forward_kernel(
                     if not FULL:
                         if WINDOW:
                             m_in = in_window(o_n[None, :], o_q - kv_pos, left, right, n_n if RAGGED else None)
+                        elif MASK == "mod" and k_desc0 is not None:
+                            # Asked behind a branch: else the compiler asks before the product, and its answers
+                            # take a register each until that is done.
+                            m_in = m_n
+                            if kind != 2:
+                                m_keep = MASK_MOD(i_bm, i_hm, o_q, o_kv, mask_caps)
+                                b_s = tl.where(m_keep, b_s, -float("inf"))
                         else:
                             m_in = visible(
                                 i_bm,
