@@ -12,6 +12,7 @@ import triton.language as tl
 from tritoncp.kernels.tiles import (
     LOG2E,
     add_rows,
+    beside,
     dot,
     head,
     in_window,
@@ -129,6 +130,9 @@ def dq_kernel(
     i_bm = i_b + i_b0
     Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
+    # dP is begun before the softmax, which then runs beside it, where there are registers for both.
+    EARLY: tl.constexpr = SCORE_MOD is None and beside(k.ptr.dtype.element_ty)
+    LEAN: tl.constexpr = not HOIST and (MASK == "mod" or SCORE_MOD is not None)  # between runs too
 
     row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
     o_m = tl.arange(0, BLOCK_M)
@@ -147,9 +151,7 @@ def dq_kernel(
     begin, mid, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
     for FULL in tl.static_range(2):  # masked blocks, then full ones
         if HAS_MASKED or FULL:
-            for i_run in tl.range(
-                mid if FULL else begin, end if FULL else mid, disable_licm=not HOIST and MASK == "mod"
-            ):
+            for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=LEAN):
                 pos_end = pos + tl.minimum(n_m, BLOCK_M)
                 t_lo, t_hi, kind, cut, skip = run_tiles(
                     rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
@@ -158,24 +160,18 @@ def dq_kernel(
                     i_kv = i_t + tl.where(i_t >= cut, skip, 0)
                     kv_row, kv_pos, n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
                     o_kv = (kv_pos + o_n)[None, :]
-                    m_n = within(o_n, n_n, not EVEN if FULL else RAGGED)[None, :]
+                    CHECK: tl.constexpr = not EVEN if FULL else RAGGED
+                    m_n = within(o_n, n_n, CHECK)[None, :]
                     b_k0, b_k1 = stream_pair(
-                        k,
-                        k_desc0,
-                        k_desc1,
-                        i_b,
-                        i_hkv,
-                        kv_row,
-                        o_n,
-                        n_n,
-                        D0,
-                        D1,
-                        D,
-                        not EVEN if FULL else RAGGED,
-                        HOIST,
+                        k, k_desc0, k_desc1, i_b, i_hkv, kv_row, o_n, n_n, D0, D1, D, CHECK, HOIST
                     )  # [N, D]
                     b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION, FLIP)  # [M, N]
                     b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
+                    if EARLY:
+                        b_v0, b_v1 = stream_pair(
+                            v, v_desc0, v_desc1, i_b, i_hkv, kv_row, o_n, n_n, E0, E1, E, CHECK, HOIST
+                        )  # [N, E]
+                        b_dp = inner(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
                     m_in = m_n
                     if not FULL:
                         if WINDOW:
@@ -201,36 +197,20 @@ def dq_kernel(
                     b_p = tl.exp2(b_s - b_lse)  # [M, N]
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
-                    b_v0, b_v1 = stream_pair(
-                        v,
-                        v_desc0,
-                        v_desc1,
-                        i_b,
-                        i_hkv,
-                        kv_row,
-                        o_n,
-                        n_n,
-                        E0,
-                        E1,
-                        E,
-                        not EVEN if FULL else RAGGED,
-                        HOIST,
-                    )  # [N, E]
-                    b_dp = inner(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
+                    if not EARLY:
+                        b_v0, b_v1 = stream_pair(
+                            v, v_desc0, v_desc1, i_b, i_hkv, kv_row, o_n, n_n, E0, E1, E, CHECK, HOIST
+                        )  # [N, E]
+                        b_dp = inner(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
                     b_ds = b_p * (b_dp - b_delta)  # [M, N]
                     if SCORE_GRAD is not None:
-                        m_in = m_in & m_m[:, None]
-                        b_ds = SCORE_GRAD(
-                            b_ds,
-                            b_pre,
-                            i_bm,
-                            i_hm,
-                            o_q,
-                            o_kv,
-                            m_in,
-                            score_caps,
-                            score_dcaps,
-                        )
+                        if len(score_dcaps) > 0:  # elsewhere, rows of nobody only make rows of nobody
+                            m_in = m_in & m_m[:, None]
+                        # Always; but what stands behind a branch is not computed before the product.
+                        if (n_n > 0) | (len(score_dcaps) > 0) | (k_desc0 is None):
+                            b_ds = SCORE_GRAD(
+                                b_ds, b_pre, i_bm, i_hm, o_q, o_kv, m_in, score_caps, score_dcaps
+                            ).to(b_p.dtype)
                         b_ds = tl.where(m_in, b_ds, 0.0)
                     b_dq0, b_dq1 = outer(b_dq0, b_dq1, b_ds, b_k0, b_k1, D1, PRECISION)
 
@@ -301,6 +281,11 @@ def dkdv_kernel(
     KV_TILES: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     HEADS: tl.constexpr = GROUP // SPLIT
     EVEN: tl.constexpr = Q_BLOCK % BLOCK_M == 0
+    EARLY: tl.constexpr = (
+        SCORE_MOD is None and beside(k.ptr.dtype.element_ty) and (dq.ptr is None or not FLIP)
+    )
+    # A score_mod takes the registers that offsets would; addresses are dearer to compute.
+    LEAN: tl.constexpr = not HOIST or (SCORE_MOD is not None and q_desc0 is not None)
 
     row, pos, n_n = locate(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV)
     o_m = tl.arange(0, BLOCK_M)
@@ -320,39 +305,43 @@ def dkdv_kernel(
             for i_g in range(1 if WINDOW else HEADS):
                 i_h = i_part * HEADS + i_g
                 begin, mid, end = row_runs(cols, i_b, i_h + i_h0, i_tile // KV_TILES, WINDOW)
-                for i_run in range(mid if FULL else begin, end if FULL else mid):
+                for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=LEAN):
                     pos_end = pos + tl.minimum(n_n, BLOCK_N)
                     t_lo, t_hi, kind, cut, skip = run_tiles(
                         cols, i_run, pos, pos_end, left, right, q_slots, Q_BLOCK, BLOCK_M, WINDOW, FULL
                     )
                     i_t = t_lo
                     n_t = t_hi - t_lo
-                    for _ in tl.range(0, n_t * HEADS if WINDOW else n_t, disable_licm=not HOIST):
+                    for _ in tl.range(0, n_t * HEADS if WINDOW else n_t, disable_licm=LEAN):
                         i_q = i_t + tl.where(i_t >= cut, skip, 0)
                         i_hm = i_h + i_h0
                         q_row, q_pos, n_m = locate(q_slots, i_b, i_q, Q_BLOCK, BLOCK_M, DENSE_Q)
                         o_q = (q_pos + o_m)[None, :]
-                        m_m = within(o_m, n_m, not EVEN if FULL else RAGGED)
+                        CHECK: tl.constexpr = not EVEN if FULL else RAGGED
+                        m_m = within(o_m, n_m, CHECK)
                         b_q0, b_q1 = stream_pair(
-                            q,
-                            q_desc0,
-                            q_desc1,
-                            i_b,
-                            i_h,
-                            q_row,
-                            o_m,
-                            n_m,
-                            D0,
-                            D1,
-                            D,
-                            not EVEN if FULL else RAGGED,
-                            HOIST,
+                            q, q_desc0, q_desc1, i_b, i_h, q_row, o_m, n_m, D0, D1, D, CHECK, HOIST
                         )  # [M, D]
                         b_s = inner(b_k0, b_k1, b_q0, b_q1, D1, PRECISION, FLIP)  # [N, M]
-                        b_lse = load_lse(
-                            lse, i_b, i_h, q_row, o_m, m_m, not EVEN if FULL else RAGGED, SCORE_MOD
-                        )[None, :]
+                        b_lse = load_lse(lse, i_b, i_h, q_row, o_m, m_m, CHECK, SCORE_MOD)[None, :]
                         b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
+                        if EARLY:
+                            b_do0, b_do1 = stream_pair(
+                                dout,
+                                dout_desc0,
+                                dout_desc1,
+                                i_b,
+                                i_h,
+                                q_row,
+                                o_m,
+                                n_m,
+                                E0,
+                                E1,
+                                E,
+                                CHECK,
+                                HOIST,
+                            )  # [M, E]
+                            b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
                         b_p = tl.exp2(b_s - b_lse)  # [N, M]
                         m_in = m_m[None, :]
                         if not FULL:
@@ -381,29 +370,30 @@ def dkdv_kernel(
                                 )
                         if not FULL or not EVEN:
                             b_p = tl.where(m_in, b_p, 0.0)
-                        b_do0, b_do1 = stream_pair(
-                            dout,
-                            dout_desc0,
-                            dout_desc1,
-                            i_b,
-                            i_h,
-                            q_row,
-                            o_m,
-                            n_m,
-                            E0,
-                            E1,
-                            E,
-                            not EVEN if FULL else RAGGED,
-                            HOIST,
-                        )  # [M, E]
+                        if not EARLY:
+                            b_do0, b_do1 = stream_pair(
+                                dout,
+                                dout_desc0,
+                                dout_desc1,
+                                i_b,
+                                i_h,
+                                q_row,
+                                o_m,
+                                n_m,
+                                E0,
+                                E1,
+                                E,
+                                CHECK,
+                                HOIST,
+                            )  # [M, E]
                         b_dv0, b_dv1 = outer(b_dv0, b_dv1, b_p, b_do0, b_do1, E1, PRECISION)
-                        b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
-                        b_delta = load_stat(delta, i_b, i_h, q_row, o_m, m_m, not EVEN if FULL else RAGGED)[
-                            None, :
-                        ]
+                        if not EARLY:
+                            b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
+                        b_delta = load_stat(delta, i_b, i_h, q_row, o_m, m_m, CHECK)[None, :]
                         b_ds = b_p * (b_dp - b_delta)  # [N, M]
                         if SCORE_GRAD is not None:
-                            m_in = m_in & m_n
+                            if len(score_dcaps) > 0:  # elsewhere, keys of nobody only make rows of nobody
+                                m_in = m_in & m_n
                             b_ds = SCORE_GRAD(
                                 b_ds, b_pre, i_bm, i_hm, o_q, o_kv, m_in, score_caps, score_dcaps
                             )
@@ -423,5 +413,7 @@ def dkdv_kernel(
                             i_h += tl.where(i_t == t_hi, 1, 0)
                             i_t = tl.where(i_t == t_hi, t_lo, i_t)
 
+    if FLIP:  # again: they would take registers in the loops
+        row, _, n_n = locate(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
     store_pair(dk, head(dk, i_b, i_part), row, o_n, n_n, b_dk0 * SCALE, b_dk1 * SCALE, D0, D1, D, ADD)
     store_pair(dv, head(dv, i_b, i_part), row, o_n, n_n, b_dv0, b_dv1, E0, E1, E, ADD)

@@ -129,7 +129,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             dims=(64, 128, 192, 256),
         ),
         "few": _dims((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
-        "dq": _dims((64, 64, 4, 2, LEAN), (32, 32, 4, 2, LEAN), dims=(128, 256)),
+        "dq": _dims((64, 64, 4, 2, LEAN, ONE), (32, 32, 4, 2, LEAN, ONE), dims=(128, 256)),
         "dkdv": _dims(
             (64, 64, 4, 2, LEAN),
             (32, 128, 8, 2, LEAN),
@@ -154,9 +154,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             (64, 64, 4, 2, TMA),
             dims=(128, 192, 256),
         ),
-        "dkdv": _dims(
-            (64, 128, 8, 2), (64, 128, 8, 2, COPY), (128, 64, 8, 1, TMA, FLIP), dims=(96, 128, 256)
-        ),
+        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2, TMA), (128, 64, 8, 1, TMA, FLIP), dims=(96, 128, 256)),
         "fused": _dims((64, 128, 8, 2, COPY), (64, 128, 8, 1, TMA), (128, 64, 8, 1, TMA, FLIP)),
         "specialised": _dims(
             (128, 128, 4, 4, TMA),
@@ -182,7 +180,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "forward": _dims(
             (128, 64, 4, 2, TMA), (128, 64, 4, 1, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
         ),
-        "dq": _dims((128, 64, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA), dims=(128, 256)),
+        "dq": _dims((128, 64, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA, ONE), dims=(128, 256)),
         "dkdv": _dims(
             (64, 64, 4, 1, TMA),
             (64, 64, 8, 1, LEAN),

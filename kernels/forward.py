@@ -211,7 +211,7 @@ def forward_kernel(
                         if WINDOW:
                             m_in = in_window(o_n[None, :], o_q - kv_pos, left, right, n_n if RAGGED else None)
                         elif MASK == "mod" and k_desc0 is not None:
-                            # Asked behind a branch: else the compiler asks before the product, and its answers
+                            # Asked behind a branch: else the compiler asks before the product, and answers
                             # take a register each until that is done.
                             m_in = m_n
                             if kind != 2:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -126,6 +127,15 @@ def stat(x: torch.Tensor | None) -> Stat:
 _NO_STAT = Stat(None, 0, 0)
 
 
+@triton.constexpr_function
+def beside(element):
+    """Whether products of tiles of this type run beside other instructions of the same warps, with which the
+    assembler fills the time: wgmma, which only sm_90 has."""
+    target = current_target()
+    here = target is not None and target.backend == "cuda" and 90 <= target.arch < 100
+    return here and element.primitive_bitwidth == 16
+
+
 @triton.jit
 def head(x, i_b, i_h):
     """Pointer to the first row of one head."""
@@ -155,8 +165,17 @@ def load_stat(x, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr):
 
 
 @triton.jit
-def locate(slots, i_b, i_tile, BLOCK: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr):
-    """Row in the buffer, global position and number of tokens of tile ``i_tile``."""
+def locate(
+    slots,
+    i_b,
+    i_tile,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    DENSE: tl.constexpr,
+    AGAIN: tl.constexpr = False,
+):
+    """Row in the buffer, global position and number of tokens of tile ``i_tile``.  AGAIN reads them anew,
+    whoever has read them before."""
     if DENSE:
         row = i_tile * TILE
         return row, slots.first + row, slots.count - row
@@ -164,7 +183,9 @@ def locate(slots, i_b, i_tile, BLOCK: tl.constexpr, TILE: tl.constexpr, DENSE: t
         TILES: tl.constexpr = (BLOCK + TILE - 1) // TILE
         shift = (i_tile % TILES) * TILE
         p_slot = slots.ptr + i_b * slots.stride_b + (i_tile // TILES) * 3
-        return tl.load(p_slot) + shift, tl.load(p_slot + 1) + shift, tl.load(p_slot + 2) - shift
+        row = tl.load(p_slot, volatile=AGAIN) + shift
+        pos = tl.load(p_slot + 1, volatile=AGAIN) + shift
+        return row, pos, tl.load(p_slot + 2, volatile=AGAIN) - shift
 
 
 @triton.jit
