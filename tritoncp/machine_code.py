@@ -299,27 +299,30 @@ class Bound(NamedTuple):
     limit: str
 
 
-def hidden(body: Iterable[Instruction]) -> float:
-    """The share of a loop's exponentials that run while a wgmma of the same warps is under way: issued, in
-    program order, and not waited for.  (One that ends a group has ``gsb0``; ``DEPBAR.LE gsb0, n`` waits until
-    n groups are left.)
+def hidden(body: Iterable[Instruction]) -> tuple[float, float]:
+    """The shares of a loop's instructions, products apart, and of its exponentials that are issued while a
+    wgmma of the same warps is under way: begun, in program order, and not waited for.  (One that ends a group
+    has ``gsb0``; ``DEPBAR.LE gsb0, n`` waits until n groups are left.)
 
     >>> say = lambda *lines: [Instruction(*line.split(" ", 1)) for line in lines]
     >>> ahead = say("HGMMA.64x128x16 R24, gsb0", "HGMMA.64x128x16 R88, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1")
     >>> last, soft = say("WARPGROUP.DEPBAR.LE gsb0, 0x0"), say("MUFU.EX2 R1, R1")
-    >>> hidden(ahead + soft + last), hidden(ahead + last + soft)
-    (1.0, 0.0)
+    >>> hidden(ahead + soft + last), hidden(ahead + last + soft), hidden(say("HGMMA.64x128x16 R24") + soft)
+    ((1.0, 1.0), (0.0, 0.0), (1.0, 1.0))
     """
-    waiting, beside, exponentials = 0, 0, 0
+    waiting, begun = 0, False
+    issued, beside = Counter[str](), Counter[str]()
     for x in body:
         if x.op.startswith("HGMMA"):
-            waiting += "gsb0" in x.operands
+            begun = "gsb0" not in x.operands
+            waiting += not begun
         elif x.op.startswith("WARPGROUP.DEPBAR"):
             waiting = min(waiting, int(x.operands.split(",")[1], 16))
-        elif kind_of(x.op) == "mufu":
-            exponentials += 1
-            beside += waiting > 0
-    return beside / max(1, exponentials)
+        else:
+            kinds = ["", "mufu"] if kind_of(x.op) == "mufu" else [""]
+            issued.update(kinds)
+            beside.update(kinds if waiting or begun else ())
+    return beside[""] / max(1, issued[""]), beside["mufu"] / max(1, issued["mufu"])
 
 
 def touched(body: Iterable[Instruction]) -> list[Instruction]:
@@ -378,7 +381,8 @@ def bound(
     shared: int,
     machine: Machine,
     columns: int = 0,
-    hidden: float = 0.0,
+    hidden: tuple[float, float] = (0.0, 0.0),
+    turns: int = 1,
 ) -> Bound:
     """How busy one turn of the loop can keep the tensor cores.
 
@@ -386,7 +390,8 @@ def bound(
     Σ bytes / 128 is a time that nothing can beat.  A program computes one tile at a time: its products,
     then, since all its warps wait for them, its softmax, with the tensor cores idle (what FlashAttention-3
     sets out to hide: arXiv 2407.08608, section 3).  So a program alone takes tensor + max(issue, mufu), and
-    each of c programs beside each other at least a c-th of that; of softmax counts what is not ``hidden``.
+    each of c programs beside each other at least a c-th of that, as does each of as many groups of a program's
+    warps as take ``turns``; of instructions and exponentials counts what is not ``hidden``.
     Not modelled: latencies, bank and pipe conflicts, HBM and L2, clocks.  An upper bound, and of use to
     compare variants of a kernel.
 
@@ -394,9 +399,10 @@ def bound(
     Bound(utilisation=0.541, overlap=1.0, programs=1, limit='issue after tensor; registers hold 1 program')
     """
     programs, holds = resident(warps, registers, shared, machine, columns)
-    soft = max(("issue", "mufu"), key=lambda name: getattr(spent, name))
-    after = (1 - hidden) * getattr(spent, soft)
-    times = spent._asdict() | {"": (spent.tensor + after) / programs if after else 0.0}
+    left = {"issue": (1 - hidden[0]) * spent.issue, "mufu": (1 - hidden[1]) * spent.mufu}
+    soft = max(left, key=lambda name: left[name])
+    alone = spent.tensor + left[soft] if left[soft] else 0.0
+    times = spent._asdict() | {"": alone / (programs * turns)}
     limit = max(times, key=lambda name: times[name])
     many = f"{holds} hold{'s' * (holds[-1] != 's')} {programs} program{'s' * (programs > 1)}"
     words = {"tensor": "tensor cores", "shared": "shared memory", "": f"{soft} after tensor; {many}"}

@@ -490,14 +490,15 @@ def inner_loop(
     spent = machine_code.Cycles(*map(sum, zip(*each)))
     used = row["registers"], row["shared_bytes"], machine, row["tensor_columns"]
     hidden = min(map(machine_code.hidden, groups))
-    limit = machine_code.bound(spent, row["warps"], *used, hidden)
+    turns = len(groups) if job.kernel == "gluon" else 1  # barriers make them take turns
+    limit = machine_code.bound(spent, row["warps"], *used, hidden, turns)
     issued = spent.tensor * machine.flops / useful(job, config)
     return {
         "loop": len(body),
         "masked_loop": len(masked[0]) if masked else None,
         "mix": machine_code.mix(body),
         "loop_spills": sum(machine_code.kind_of(x.op) == "spill" for loop in loops for x in loop),
-        "hidden": round(hidden, 3),
+        "hidden": round(hidden[1], 3),
         "touched": sum(len(machine_code.touched(loop)) for loop in loops),
         "cycles": {name: round(value) for name, value in spent._asdict().items()},
         "programs": limit.programs,
