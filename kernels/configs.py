@@ -174,7 +174,8 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             (64, 64, 4, 2, LEAN),
             dims=(64, 96, 128, 256),
         ),
-        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2), (32, 64, 8, 2, LEAN)),
+        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 1, LEAN, FLIP)),
+        "fused": _dims((64, 128, 8, 2), (64, 128, 8, 1, LEAN), (32, 64, 8, 2, LEAN)),
     },
     "sm_100": {
         "forward": _dims(
@@ -304,7 +305,7 @@ def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool =
     rules = kinds.get(kind, kinds["dkdv"])
     config = next(config for dim, config in rules.items() if head_dim <= dim)
     if config.FLIP and family(arch) == "sm_90" and not _transposes():
-        return default(kind, arch, head_dim, dtype, tma=False)
+        return default("fused", arch, head_dim, dtype, tma=False)  # half as much again of products
     return config
 
 

@@ -100,8 +100,22 @@ def loops(code: Code) -> list[list[Instruction]]:
         elsewhere = _reach(after, 0, head)
         back = [i for i in before[head] if i in reachable and i not in elsewhere]
         if back:
-            bodies.append(reachable & {head}.union(*(_reach(before, i, head) for i in back)))
-    return [[code[i] for i in sorted(body)] for body in sorted(bodies, key=len)]
+            body = reachable & {head}.union(*(_reach(before, i, head) for i in back))
+            bodies.append(_in_order(code, body, max(back)))
+    return [[code[i] for i in body] for body in sorted(bodies, key=len)]
+
+
+def _in_order(code: Code, body: set[int], back: int) -> list[int]:
+    """Instructions of a loop, those behind the jump back to its beginning where they are entered."""
+    order: list[int] = []
+    for i in sorted(body):
+        if i <= back:
+            order.append(i)
+            at = code[i].target
+            while at is not None and at > back and at in body and at not in order:
+                order.append(at)
+                at = None if code[at].ends else at + 1
+    return order + sorted(body - set(order))
 
 
 def _reach(edges: list[list[int]], start: int, without: int | None) -> set[int]:
@@ -390,8 +404,8 @@ def bound(
     Σ bytes / 128 is a time that nothing can beat.  A program computes one tile at a time: its products,
     then, since all its warps wait for them, its softmax, with the tensor cores idle (what FlashAttention-3
     sets out to hide: arXiv 2407.08608, section 3).  So a program alone takes tensor + max(issue, mufu), and
-    each of c programs beside each other at least a c-th of that, as does each of as many groups of a program's
-    warps as take ``turns``; of instructions and exponentials counts what is not ``hidden``.
+    each of c programs beside each other at least a c-th of that, and so with groups of a program's warps that
+    take ``turns``; of instructions and exponentials counts what is not ``hidden``.
     Not modelled: latencies, bank and pipe conflicts, HBM and L2, clocks.  An upper bound, and of use to
     compare variants of a kernel.
 

@@ -1,6 +1,7 @@
 """Kernel options: what is known, what it does, what is refused; and what a GPU that is too small says."""
 
 from dataclasses import asdict, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -49,7 +50,9 @@ def test_products_are_not_transposed_where_triton_gets_them_wrong(monkeypatch: p
         assert default(*wide).FLIP
     for version in ("3.6.0", "3.7.0"):
         monkeypatch.setattr("triton.__version__", version)
-        assert default(*wide) == default(*wide, tma=False)
+        for kind, tma in product(("dkdv", "fused"), (True, False)):
+            config = default(kind, *wide[1:], tma)
+            assert not config.FLIP and (config.BLOCK_M, config.BLOCK_N) == (32, 64)
 
 
 def test_names_that_torch_knows_are_known() -> None:
