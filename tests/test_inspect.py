@@ -70,12 +70,10 @@ def test_what_the_table_promises_is_what_may_be_shipped() -> None:
 
 
 def test_no_kernel_multiplies_more_than_its_tile() -> None:
-    """FLOPs issued in the loop are those of the tile, over the pieces that the head dim is cut into. By
-    pointer, keys of 256 channels are 32 to a tile, which eight warps compute twice: 64 spill. Where there
+    """FLOPs issued in the loop are those of the tile, over the pieces that the head dim is cut into. Where there
     are few rows, loads are the limit, not products."""
     many = [row for row in RULES if row["variant"] not in ("few", "decode")]
-    wasteful = {inspect.key(row) for row in many if row["flops"] != 1}
-    assert wasteful == {("dkdv", "sm_90", 256, "bfloat16", "pointers")}
+    assert [inspect.key(row) for row in many if row["flops"] != 1] == []
 
 
 def test_which_kernels_for_hopper_are_bounded_above_torchs() -> None:
