@@ -70,8 +70,8 @@ def test_what_the_table_promises_is_what_may_be_shipped() -> None:
 
 
 def test_no_kernel_multiplies_more_than_its_tile() -> None:
-    """FLOPs issued in the loop are those of the tile, over the pieces that the head dim is cut into. Where there
-    are few rows, loads are the limit, not products."""
+    """FLOPs issued in the loop are those of the tile, over the pieces that the head dim is cut into. Where
+    there are few rows, loads are the limit, not products."""
     many = [row for row in RULES if row["variant"] not in ("few", "decode")]
     assert [inspect.key(row) for row in many if row["flops"] != 1] == []
 

@@ -97,7 +97,7 @@ class Pointer:
         return at, keep
 
 
-def load(p: Pointer, mask: Any = None, other: Any = 0) -> Block:
+def load(p: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Block:
     at, keep = p.where(mask)
     found = torch.full(at.shape, other, dtype=p.tensor.dtype)
     found[keep] = p.memory()[at[keep]]
