@@ -263,6 +263,16 @@ def test_a_refused_option_leaves_the_next_call_alone(bad, good):
     tritoncp.flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options=good)
 
 
+def test_new_scales_at_every_step_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(autograd, "MOST", 3)
+    x, plan = torch.randn(1, 1, 32, 16), make_plan(create_block_mask(causal(), 1, 1, 32, 32))
+    for step in range(1, 9):
+        tritoncp.flex_attention(x, x, x, plan, scale=1 / step)
+        if step == 4:
+            held = len(plan._shared)
+    assert len(plan._shared) == held and 0 < len(plan._shared["engines"]) <= 3
+
+
 def test_forward_derivatives_are_refused_not_dropped():
     q, k, v = inputs()
     with torch.autograd.forward_ad.dual_level():

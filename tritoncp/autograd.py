@@ -23,6 +23,8 @@ from tritoncp.host import host
 from tritoncp.plan import Plan
 from tritoncp.schedules import schedule_of
 
+MOST = 256  # engines that are kept with one plan
+
 
 def _keys() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
     return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
@@ -47,13 +49,15 @@ def _engine(
     spec: str, plan: Plan, scale: float, q: list[Tensor], v: Tensor, captures: list[Tensor], ints: list[int],
     floats: list[float], grads: Sequence[Tensor] = (),
 ) -> Any:  # fmt: skip
-    """What computes a call. Where its score_mod captures nothing, it is kept with the plan, for others."""
+    """What computes a call. Where it captures nothing, it is kept with the plan, for others: but for what a
+    graph carries, which may read globals, and is only read here."""
     call, device = Spec.decode(spec), q[0].device
     group = comm.named(call.world) if call.world else None
     tiles = tuned.text_of(device, group) if engines.uses_triton(device) else ""
     key = spec, scale, plan.rank, device, q[0].dtype, q[0].shape, v.shape[3], tiles, torch.get_default_dtype()
-    alike = not (captures or ints or floats)
-    if alike and (known := plan._shared.get(key)) is not None:
+    kept = plan._once("engines", dict)
+    alike = call.carried is None and not (captures or ints or floats)
+    if alike and (known := kept.get(key)) is not None:
         return known
     every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
     mask = captured.mask_of(plan, q, every_rank=every)
@@ -65,7 +69,9 @@ def _engine(
         measured = tuned.configs(device, q[0].dtype, dims, kind, group, scored, shape)
     made = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, measured)
     if alike:
-        plan._shared[key] = made
+        if len(kept) >= MOST:
+            kept.clear()
+        kept[key] = made
     return made
 
 
