@@ -139,6 +139,15 @@ def test_translated_mods_are_structure_too():
     assert counter.frame_count <= 2
 
 
+def test_a_translated_mod_is_known_to_a_graph_after_calls_without_one():
+    """Those made others of its structure, around what they captured, and let go of them."""
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    mod, plan = tritoncp_mods.score_mod(score_of(torch.randn(2), 9)), KINDS["plan"](3)
+    want = tritoncp.flex_attention(q, k, v, mod, plan)
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(fast(q, k, v, mod, plan), want)
+
+
 def test_every_output_and_the_check_of_positions():
     fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))

@@ -56,7 +56,7 @@ class Mod:
         return self.graph(*arguments, *self.tensors, *self.numbers)
 
     def __post_init__(self) -> None:
-        _MADE[self.digest] = self
+        _MADE.add(weakref.ref(self, _MADE.discard))
 
     def around(self, tensors: Sequence[Tensor] = (), numbers: Sequence[int | float] = ()) -> Mod:
         """The same structure around these captures (as `dataclasses.replace`, in a third of the time)."""
@@ -133,12 +133,13 @@ class Mod:
         return cls(digest, source, fn, grad, tensors, numbers, asked, None, back or grad, not tensors)
 
 
-_MADE: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
+_MADE: set[weakref.ref[Mod]] = set()  # all that are alive
 
 
 def structure_of(digest: str) -> Mod:
     """A Mod of this digest that is alive, without what it captures."""
-    return _MADE[digest].around()
+    alive = (made() for made in list(_MADE))
+    return next(mod for mod in alive if mod is not None and mod.digest == digest).around()
 
 
 def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
