@@ -517,6 +517,19 @@ def test_a_warning_that_is_an_error_is_one_on_rank_0_alone(stub, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_ranks_tune_together_though_only_one_has_masked_blocks(places, stub):
+    """That one looks up a kind of mask which a file may know; the others do not."""
+    put(places / "given", 16, CPU, mask="mod")
+
+    def work(group):
+        make_plan(create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16), group)
+        x, kind = torch.empty(1, 1, 32, 16), ("mod", "interval")[group.rank()]
+        return tuned.configs(x.device, x.dtype, (16, 16), kind, group, shape=(1, 1, 32)) != {}
+
+    assert on_ranks(2, work) == [True] * 2 and len(stub()) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_group_whose_plans_were_made_elsewhere_does_not_tune(stub):
     """Nobody knows whether the other ranks were asked."""
 

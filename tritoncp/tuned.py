@@ -285,10 +285,10 @@ def configs(
     heads, key heads and rows of a call that may be tuned, if TRITONCP_AUTOTUNE asks for it
     """
     call = Call(str(dtype).removeprefix("torch."), dims, mask, score)
+    if shape:
+        _tune_now(device, group, call, shape)
     found = _chosen(text_of(device, group), *call)
     if not _serves(found):
-        if shape and _tune_now(device, group, call, shape):
-            found = _chosen(text_of(device, group), *call)
         _tell(device, group)
     return {"CONFIGS": found} if found else {}
 
@@ -365,8 +365,8 @@ def budget() -> float:
         return 0.0
 
 
-def _tune_now(device: torch.device, group: Any, call: Call, shape: tuple[int, int, int]) -> bool:
-    """Tune for a kind of call, once, if that is asked for; whether that has been tried.
+def _tune_now(device: torch.device, group: Any, call: Call, shape: tuple[int, int, int]) -> None:
+    """Tune for a kind of call that nothing serves, once, if that is asked for.
 
     All ranks of a group come here together: each decides by what all of them have, which is rank 0's table
     and budget, as the group agreed.  A group that made no plan together (a data loader makes its plans) never
@@ -374,12 +374,12 @@ def _tune_now(device: torch.device, group: Any, call: Call, shape: tuple[int, in
     """
     if call.mask == "mod":  # here; on ranks without masked blocks it is not
         call = call._replace(mask="interval")
-        if _serves(_chosen(text_of(device, group), *call)):
-            return False
+    if _serves(_chosen(text_of(device, group), *call)):
+        return
     tried = group.group_name if group is not None else None, call
     allowed = budget() if group is None else _agreed_budget(group)
     if not allowed or tried in _TRIED or not _tunable(device):
-        return False
+        return
     _TRIED.add(tried)
     try:
         if group is None or group.rank() == 0:
@@ -393,7 +393,6 @@ def _tune_now(device: torch.device, group: Any, call: Call, shape: tuple[int, in
         if group is not None:
             del _AGREED[group]
             agree(group, comm.exchange(summary(), group))
-    return True
 
 
 def _agreed_budget(group: Any) -> float:
