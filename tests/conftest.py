@@ -13,7 +13,7 @@ if not HAS_GPU:
 
 import pytest  # noqa: E402
 
-from tritoncp.schedules import allgather  # noqa: E402
+from tritoncp import steps  # noqa: E402
 
 torch.set_num_threads(1)
 # A machine with a GPU may have pytest alone: tests/gpu needs no more.
@@ -37,7 +37,7 @@ def seed() -> None:
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small its tensors, an all-gather comes in pieces."""
-    monkeypatch.setattr(allgather, "SMALL", 0)
+    monkeypatch.setattr(steps, "SMALL", 0)
 
 
 @pytest.fixture(autouse=True)

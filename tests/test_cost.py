@@ -9,7 +9,7 @@ import torch
 
 from tests.test_steps import CASES
 from tests.zoo import BALANCERS
-from tritoncp import causal, cost, create_block_mask, document, full_mask, make_plan, sliding_window
+from tritoncp import causal, cost, create_block_mask, document, full_mask, make_plan, sliding_window, steps
 from tritoncp.masks import Mask
 
 S = 1 << 16
@@ -53,6 +53,17 @@ def test_where_little_is_seen_little_is_fetched() -> None:
 def test_where_everything_is_seen_a_ring_hides_it() -> None:
     slow = replace(cost.NVLINK, bandwidth=2e10)  # still faster than the products
     assert best(full_mask(S, S), 8, "ptrr", slow)[0] == "ring"
+
+
+@pytest.mark.parametrize(("small", "messages"), [(0, 2), (1 << 30, 1)])
+def test_an_all_gather_waits_for_as_many_messages_as_it_sends(
+    small: int, messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "SMALL", small)
+    plan = make_plan(full_mask(1024, 1024), world_size=8, rank=0)
+    waiting = replace(cost.NVLINK, latency=1.0)
+    found = next(x for x in cost.costs(plan, cost.Shape(), waiting) if x.schedule == "allgather")
+    assert round(found.forward) == messages
 
 
 def test_messages_alone_favour_the_fewest() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 import tritoncp
 from tests.dist.ranks import run as on_ranks
 from tests.kernels.harness import F32, F64, QKV, agree, close, cotangents, oracle, over_ranks, qkv, same
-from tritoncp import comm, engines
+from tritoncp import comm, engines, steps
 from tritoncp.comm import AllGather, ReduceScatter, Wait
 from tritoncp.eager import EagerEngine
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
@@ -33,8 +33,8 @@ def per_head(heads: int) -> Mask:
 
 @given(st.integers(1, 40), st.integers(1, 8))
 def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, group: int) -> None:
-    sizes = allgather.head_groups(kv_heads, 1)
-    assert 0 < len(sizes) <= allgather.HEAD_GROUPS and min(sizes) > 0
+    sizes = steps.head_groups(kv_heads, 1)
+    assert 0 < len(sizes) <= steps.HEAD_GROUPS and min(sizes) > 0
     heads = torch.arange(kv_heads)[None]
     pieces, queries = (
         heads.split(sizes, 1),
@@ -47,7 +47,7 @@ def test_head_groups_are_every_head_once_in_few_pieces(kv_heads: int, group: int
 @pytest.mark.parametrize("small", [0, 1 << 20])
 def test_few_bytes_are_gathered_at_once(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "uses_triton", lambda device: False)
-    monkeypatch.setattr(allgather, "SMALL", small)
+    monkeypatch.setattr(steps, "SMALL", small)
     gathers: list[tuple[int, ...]] = []
 
     def watched(x: Tensor) -> comm.AllGather:
@@ -66,7 +66,7 @@ def test_few_bytes_are_gathered_at_once(small: int, monkeypatch: pytest.MonkeyPa
 def test_heads_may_be_cut_anywhere(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Per-head ALiBi with a learned slope, and a mask of its own for each head: h is the call's."""
     monkeypatch.setattr(engines, "uses_triton", lambda device: False)
-    monkeypatch.setattr(allgather, "HEAD_GROUPS", pieces)
+    monkeypatch.setattr(steps, "HEAD_GROUPS", pieces)
     x = qkv(24, heads=10, kv_heads=5, dim=4, dtype=F64)
     slope, start = [torch.rand(10, dtype=F64)], cotangents(x)
 

@@ -111,7 +111,8 @@ def _pairs(plan: Plan, ranks: Sequence[int]) -> Tensor:
 
 def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     compute = float(shape.seconds(pairs.sum(1).max(), hardware))
-    rows, groups = (plan.world_size - 1) * plan.kv.s_max * shape.row, min(2, shape.kv_heads)
+    own = plan.kv.s_max * shape.row
+    rows, groups = (plan.world_size - 1) * own, len(steps.head_groups(shape.kv_heads, own * shape.itemsize))
     gather = rows * shape.itemsize / hardware.bandwidth + groups * hardware.latency
     back = rows * 4 / hardware.bandwidth + groups * hardware.latency
     exposed, hidden = gather / groups, gather * (groups - 1) / groups

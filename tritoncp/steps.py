@@ -17,6 +17,8 @@ from tritoncp.runs import ramps
 from tritoncp.sharding import Placement, by_position, numbered
 
 CHUNK = 1 << 21  # (rank, block) pairs at a time: what is held of a large world's table while it is made
+HEAD_GROUPS = 2  # one gathered, one computed: more only makes smaller messages
+SMALL = 1 << 20  # bytes of K and V of a rank: below, a second message takes longer than it hides
 
 
 def weights(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
@@ -156,6 +158,17 @@ def _reach(reads: Tensor, step: int) -> Tensor:
     ranks = torch.arange(len(reads))
     hops = (ranks[:, None] - ranks) * step % len(reads)  # from each owner to each reader
     return torch.where(reads, hops, 0).amax(0)
+
+
+def head_groups(kv_heads: int, nbytes: int) -> list[int]:
+    """KV heads that are gathered together: sizes of at most HEAD_GROUPS pieces, of one where all heads of a
+    rank have few bytes.
+
+    >>> head_groups(3, SMALL), head_groups(1, SMALL)
+    ([2, 1], [1])
+    """
+    size = -(-kv_heads // min(kv_heads, HEAD_GROUPS if nbytes >= SMALL else 1))
+    return [min(size, kv_heads - start) for start in range(0, kv_heads, size)]
 
 
 def trade(heads: int, kv_heads: int, degree: int) -> tuple[list[range], list[range]]:

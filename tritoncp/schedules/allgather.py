@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritoncp import steps
 from tritoncp.comm import AllGather, ReduceScatter, Schedule, Ticket, Wait
 from tritoncp.plan import Plan
 from tritoncp.schedules.buffers import dkdv, outputs, pack, room_for_dq, separate, views
-
-HEAD_GROUPS = 2  # one in flight, one computed: more only makes smaller messages
-SMALL = 1 << 20  # bytes of K and V of a rank: below, a second message takes longer than it hides
 
 
 def forward(
@@ -24,7 +22,7 @@ def forward(
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     out, lse, top = outputs(plan, q, v, want_max)
-    sizes = head_groups(k.shape[1], _nbytes(plan, k, v))
+    sizes = steps.head_groups(k.shape[1], _nbytes(plan, k, v))
     kv = list(zip(*_groups(sizes, k, v), strict=True))
     mine = _groups(_query_heads(sizes, q, k), q, out, lse, top)
     flight = yield _gather(plan, *kv[0])
@@ -56,7 +54,7 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = room_for_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
-    sizes = head_groups(k.shape[1], _nbytes(plan, k, v))
+    sizes = steps.head_groups(k.shape[1], _nbytes(plan, k, v))
     kv = list(zip(*_groups(sizes, k, v), strict=True))
     mine = _groups(_query_heads(sizes, q, k), q, dout, lse, delta, dq)
     returning: list[Ticket] = []
@@ -76,16 +74,6 @@ def backward(
     for ticket in returning:
         parts.append((yield Wait(ticket)))
     return dq, *separate(torch.cat(parts, 2), k)
-
-
-def head_groups(kv_heads: int, nbytes: int) -> list[int]:
-    """Sizes of at most HEAD_GROUPS pieces of KV heads, of one where all together have few bytes.
-
-    >>> head_groups(3, SMALL), head_groups(1, SMALL)
-    ([2, 1], [1])
-    """
-    size = -(-kv_heads // min(kv_heads, HEAD_GROUPS if nbytes >= SMALL else 1))
-    return [min(size, kv_heads - start) for start in range(0, kv_heads, size)]
 
 
 def _nbytes(plan: Plan, k: Tensor, v: Tensor) -> int:
