@@ -57,7 +57,7 @@ class Launch(NamedTuple):
 
     @property
     def parts(self) -> tuple[Launch, ...]:
-        """As Launches has them."""
+        """As Launches has them, for those who look at either."""
         return (self,)
 
     def instead(self, **args: Any) -> Launch:
@@ -158,15 +158,14 @@ def prepared(
         if len(kept) >= MOST:
             kept.clear()
         found = kept[key] = Prepared.of(kernel, tensors, stats, others, recipe())
-    (_, grid, values, config, compiled, *_), moving, descriptors, rest = found
-    values = values.copy()
-    for at, name, kind, fields in moving:
+    like, values = found.launch, found.launch.values.copy()
+    for at, name, kind, fields in found.tensors:
         values[at] = tuple.__new__(kind, (named[name], *fields))  # as kind(...), in half the time
-    for at, name, kept_fields in descriptors:
+    for at, name, kept_fields in found.descriptors:
         values[at] = with_base(kept_fields, named[name])
-    for at, name in rest:
+    for at, name in found.others:
         values[at] = others[name]
-    return Launch(kernel, grid, values, config, compiled)
+    return Launch(kernel, like.grid, values, like.config, like.compiled)
 
 
 def facts(value: Any) -> Any:

@@ -54,7 +54,7 @@ def _engine(
     call, device = Spec.decode(spec), q[0].device
     group = comm.named(call.world) if call.world else None
     tiles = tuned.text_of(device, group) if engines.uses_triton(device) else ""
-    key = spec, scale, plan.rank, device, q[0].dtype, q[0].shape, v.shape[3], tiles, torch.get_default_dtype()
+    key = spec, scale, plan.rank, device, q[0].dtype, q[0].shape, v.shape[3], tiles
     kept = plan._once("engines", dict)
     alike = call.carried is None and not (captures or ints or floats)
     if alike and (known := kept.get(key)) is not None:

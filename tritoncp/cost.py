@@ -170,13 +170,15 @@ def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     inner = _fetch(views, pairs, most, hardware)
     d, e, item = shape.head_dim, shape.v_head_dim, shape.itemsize
     tokens = (degree - 1) * plan.q.s_max * shape.batch
-    out = tokens * most.heads * (d * item + e * item + 8)  # queries there, outputs and lse back
+    summed = rows.world_size > 1 or sum(map(len, kv_heads)) > shape.kv_heads  # dK and dV, in float32
+    grad = 4 if summed else item
+    out = tokens * most.heads * (d * item + e * item + 4)  # queries there, outputs and lse back
     keys = tokens * most.kv_heads * (d + e)
-    there = (out + keys * item) / (hardware.bandwidth * hardware.scattered) + 4 * hardware.latency
-    again = (out + tokens * most.heads * (e * item + 8) + keys * (item + 4)) / (
-        hardware.bandwidth * hardware.scattered
-    )
-    held = degree * plan.s_local * (most.heads * (d + 2 * e) * item + most.kv_heads * (d + e) * (item + 4))
+    rate = hardware.bandwidth * hardware.scattered
+    there = (out + keys * item) / rate + 4 * hardware.latency
+    # Queries, gradients of outputs, lse and delta there, gradients of queries back.
+    again = (tokens * most.heads * ((2 * d + e) * item + 8) + keys * (item + grad)) / rate
+    held = degree * plan.s_local * (most.heads * (d + 2 * e) * item + most.kv_heads * (d + e) * (item + grad))
     memory = shape.batch * held + (inner.memory if rows.world_size > 1 else 0)
     backward = inner.backward + again + 5 * hardware.latency
     return Cost("ulysses", inner.forward + there, backward, memory)

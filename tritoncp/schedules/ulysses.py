@@ -65,7 +65,7 @@ def backward(
     whole_k, whole_v = yield from trade.keys(k, v)
     stats = yield from trade.heads(torch.stack([lse, delta], 3), trade.q_heads)
     whole_lse, whole_delta = (x.contiguous() for x in stats.unbind(3))
-    alone = ring if trade.shares else local  # either, of one rank: the first leaves dK and dV in float32
+    alone = ring if trade.shares else local  # a ring of one leaves dK and dV in float32, to be summed
     row = alone if trade.plan.world_size == 1 else inner
     heads = Heads(engine, trade, whole_delta)
     found = row.backward(
