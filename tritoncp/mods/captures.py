@@ -151,7 +151,8 @@ class Fingerprint:
     def _function(self, fn: types.FunctionType) -> Any:
         names = code_names(fn.__code__)
         cells = tuple(self._of(_cell(cell)) for cell in fn.__closure__ or ())
-        defaults = (self._of(fn.__defaults__), self._of(fn.__kwdefaults__))
+        given = fn.__defaults__, fn.__kwdefaults__
+        defaults = None if given == (None, None) else tuple(map(self._of, given))
         return (fn.__code__, defaults, cells, tuple(self._globals(names, fn.__globals__)))
 
     def _globals(self, names: Sequence[str], scope: dict[str, Any]) -> Iterator[Any]:
