@@ -49,29 +49,31 @@ def _engine(
     spec: str, plan: Plan, scale: float, q: list[Tensor], v: Tensor, captures: list[Tensor], ints: list[int],
     floats: list[float], grads: Sequence[Tensor] = (),
 ) -> Any:  # fmt: skip
-    """What computes a call. Where it captures nothing, it is kept with the plan, for others: but for what a
-    graph carries, which may read globals, and is only read here."""
+    """What computes a call. What does not depend on its score_mod's values is kept with the plan, for others:
+    the engine itself where it captures nothing; but not what a graph carries, which may read globals, and is
+    only read here."""
     call, device = Spec.decode(spec), q[0].device
     group = comm.named(call.world) if call.world else None
     tiles = tuned.text_of(device, group) if engines.uses_triton(device) else ""
     key = spec, scale, plan.rank, device, q[0].dtype, q[0].shape, v.shape[3], tiles
     kept = plan._once("engines", dict)
-    alike = call.carried is None and not (captures or ints or floats)
-    if alike and (known := kept.get(key)) is not None:
-        return known
-    every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
-    mask = captured.mask_of(plan, q, every_rank=every)
-    measured = {}
-    if tiles:
-        kind = tuned.kind_of(plan.mask, mask is not None)
-        scored = call.score is not None or call.carried is not None
-        dims, shape = (q[0].shape[3], v.shape[3]), (q[0].shape[1], v.shape[1], q[0].shape[2])
-        measured = tuned.configs(device, q[0].dtype, dims, kind, group, scored, shape)
+    mask, measured, made = kept.get(key, (None, None, None))
+    if made is not None:
+        return made
+    if measured is None:
+        every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
+        mask, measured = captured.mask_of(plan, q, every_rank=every), {}
+        if tiles:
+            kind = tuned.kind_of(plan.mask, mask is not None)
+            scored = call.score is not None or call.carried is not None
+            dims, shape = (q[0].shape[3], v.shape[3]), (q[0].shape[1], v.shape[1], q[0].shape[2])
+            measured = tuned.configs(device, q[0].dtype, dims, kind, group, scored, shape)
     made = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, measured)
-    if alike:
+    if key not in kept:
         if len(kept) >= MOST:
             kept.clear()
-        kept[key] = made
+        alike = call.carried is None and not (captures or ints or floats)
+        kept[key] = mask, measured, made if alike else None
     return made
 
 
