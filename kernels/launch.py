@@ -19,7 +19,7 @@ from tritoncp.kernels.tiles import stat, strided, with_base
 
 MOST = 1024  # launches that are kept in one place
 
-Tensors = dict[str, Any]  # or None
+Tensors = dict[str, Any]  # by name of the argument, None for those that a launch has not
 
 
 class State(NamedTuple):

@@ -170,7 +170,7 @@ def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     inner = _fetch(views, pairs, most, hardware)
     d, e, item = shape.head_dim, shape.v_head_dim, shape.itemsize
     tokens = (degree - 1) * plan.q.s_max * shape.batch
-    summed = rows.world_size > 1 or sum(map(len, kv_heads)) > shape.kv_heads  # dK and dV, in float32
+    summed = rows.world_size > 1 or steps.share(kv_heads)  # dK and dV, in float32
     grad = 4 if summed else item
     out = tokens * most.heads * (d * item + e * item + 4)  # queries there, outputs and lse back
     keys = tokens * most.kv_heads * (d + e)

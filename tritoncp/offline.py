@@ -30,8 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-import tritoncp
-from tritoncp import machine_code
+from tritoncp import machine_code, tuned
 from tritoncp.closed_forms import and_masks, causal, document, sliding_window
 from tritoncp.kernels.configs import Config, family, pieces
 from tritoncp.masks import Mask, create_block_mask, full_mask
@@ -234,9 +233,7 @@ class Worker:
     def _started(self) -> subprocess.Popen[str]:
         if self._ended:
             raise RuntimeError("nothing is compiled any more")
-        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        home = str(Path(tritoncp.__file__).parents[1])
-        env["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])
+        env = tuned.environment(without="TRITON_INTERPRET")
         command = [sys.executable, "-m", "tritoncp.offline"]
         pipe = subprocess.PIPE
         # A group of its own: the assembler that it starts ends with it.

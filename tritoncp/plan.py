@@ -172,7 +172,7 @@ class Plan:
         sent += kv_rows * keys * width * itemsize
         if backward:
             sent += q_rows * (others * (width * itemsize + 2 * stats) + back * head_dim * itemsize)
-            summed = degree < self.world_size or sum(map(len, kv_parts)) > kv_heads  # of several ranks' parts
+            summed = degree < self.world_size or steps.share(kv_parts)  # of several ranks' parts
             each = stats if summed else itemsize
             sent += kv_rows * width * (keys * itemsize + len(kv_parts[at]) * (degree - 1) * each)
         between = replace(self.rows(degree, heads), schedule=_between(self.schedule))

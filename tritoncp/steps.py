@@ -182,6 +182,15 @@ def trade(heads: int, kv_heads: int, degree: int) -> tuple[list[range], list[ran
     return q_heads, [range(part.start // group, (part.stop - 1) // group + 1) for part in q_heads]
 
 
+def share(kv_parts: Sequence[range]) -> bool:
+    """Whether several ranks read the same KV head, so that its gradient is a sum of theirs.
+
+    >>> [share(trade(heads, 2, 2)[1]) for heads in (8, 2)], share(trade(8, 2, 3)[1])
+    ([False, False], True)
+    """
+    return any(a.stop > b.start for a, b in itertools.pairwise(kv_parts))
+
+
 @dataclass(frozen=True, eq=False)
 class Fetch:
     """What one rank sends and takes in one all-to-all.

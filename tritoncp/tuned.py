@@ -452,11 +452,16 @@ def _words(call: Call, shape: tuple[int, int, int], allowed: float) -> list[str]
     return [*words, "--score-mod", "softcap"] if call.score else words
 
 
+def environment(without: str) -> dict[str, str]:
+    """Of a process that runs this package: what is set here, but for one variable."""
+    env = {name: value for name, value in os.environ.items() if name != without}
+    home = str(Path(tritoncp.__file__).parents[1])
+    return env | {"PYTHONPATH": os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])}
+
+
 def _environment(device: torch.device) -> dict[str, str]:
     """Of a process that sees this device alone, and tunes nothing but what it is told to."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITONCP_AUTOTUNE"}
-    home = str(Path(tritoncp.__file__).parents[1])
-    env["PYTHONPATH"] = os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])
+    env = environment(without="TRITONCP_AUTOTUNE")
     if device.type != "cpu":
         visible = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -4,7 +4,6 @@ Head group g + 1 is gathered while g is computed, so nothing needs merging.  The
 instead of keeping global K and V, and reduce-scatters dK/dV in float32.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,14 +21,12 @@ def forward(
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     out, lse, top = outputs(plan, q, v, want_max)
-    sizes = steps.head_groups(k.shape[1], _nbytes(plan, k, v))
-    kv = list(zip(*_groups(sizes, k, v), strict=True))
-    mine = _groups(_query_heads(sizes, q, k), q, out, lse, top)
+    kv, mine = _groups(plan, k, v, q, out, lse, top)
     flight = yield _gather(plan, *kv[0])
     h_offset = 0
-    for index, (q_, out_, lse_, top_) in enumerate(zip(*mine, strict=True)):
+    for index, (q_, out_, lse_, top_) in enumerate(mine):
         keys, values = views((yield Wait(flight)), k)
-        if index + 1 < len(sizes):
+        if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
         final = {"out": out_, "lse": lse_, "max_scores": top_}
         engine.forward(q_, keys, values, tables, **final, h_offset=h_offset)()
@@ -54,15 +51,13 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = room_for_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
-    sizes = steps.head_groups(k.shape[1], _nbytes(plan, k, v))
-    kv = list(zip(*_groups(sizes, k, v), strict=True))
-    mine = _groups(_query_heads(sizes, q, k), q, dout, lse, delta, dq)
+    kv, mine = _groups(plan, k, v, q, dout, lse, delta, dq)
     returning: list[Ticket] = []
     flight = yield _gather(plan, *kv[0])
     h_offset = 0
-    for index, (q_, dout_, lse_, delta_, dq_) in enumerate(zip(*mine, strict=True)):
+    for index, (q_, dout_, lse_, delta_, dq_) in enumerate(mine):
         keys, values = views((yield Wait(flight)), k)
-        if index + 1 < len(sizes):
+        if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
         args = q_, keys, values, dout_, lse_, delta_, tables
         engine.dq(*args, dq=dq_, h_offset=h_offset)()
@@ -76,22 +71,25 @@ def backward(
     return dq, *separate(torch.cat(parts, 2), k)
 
 
-def _nbytes(plan: Plan, k: Tensor, v: Tensor) -> int:
-    """Of a rank's K and V as they travel, padded, which is the same for all ranks."""
-    b, h, _, d = k.shape
-    return plan.kv.s_max * b * h * (d + v.shape[3]) * k.itemsize
+Pieces = list[tuple[Any, ...]]
 
 
-def _query_heads(sizes: list[int], q: Tensor, k: Tensor) -> list[int]:
-    """How many query heads attend to these KV heads."""
-    return [size * (q.shape[1] // k.shape[1]) for size in sizes]
-
-
-def _groups(sizes: list[int], *tensors: Tensor | None) -> list[Sequence[Any]]:
-    """The heads of each tensor [B, H, ...] in pieces; None in as many where there is none."""
+def _groups(plan: Plan, k: Tensor, v: Tensor, q: Tensor, *rest: Tensor | None) -> tuple[Pieces, Pieces]:
+    """Head groups of K and V, and of q and the rest, which have its heads: what each group has of every
+    tensor [B, H, ...], None where there is none."""
+    b, kv_heads, _, d = k.shape
+    # As they travel, padded, which is the same for all ranks.
+    nbytes = plan.kv.s_max * b * kv_heads * (d + v.shape[3]) * k.itemsize
+    sizes = steps.head_groups(kv_heads, nbytes)
     if len(sizes) == 1:
-        return [[x] for x in tensors]
-    return [[None] * len(sizes) if x is None else x.split_with_sizes(sizes, 1) for x in tensors]
+        return [(k, v)], [(q, *rest)]
+    group = q.shape[1] // kv_heads
+    return _cut(sizes, k, v), _cut([size * group for size in sizes], q, *rest)
+
+
+def _cut(sizes: list[int], *tensors: Tensor | None) -> Pieces:
+    parts = [[None] * len(sizes) if x is None else x.split_with_sizes(sizes, 1) for x in tensors]
+    return list(zip(*parts, strict=True))
 
 
 def _gather(plan: Plan, k: Tensor, v: Tensor) -> AllGather:

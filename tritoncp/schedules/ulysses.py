@@ -110,10 +110,10 @@ class Trade:
         parts = steps.trade(heads, kv_heads, degree)
         return cls(rows, plan.rank % degree, degree, plan.world_size, *parts, heads // kv_heads)
 
-    @property
+    @functools.cached_property
     def shares(self) -> bool:
         """Whether several ranks of a row read the same KV head."""
-        return any(a.stop > b.start for a, b in itertools.pairwise(self.kv_heads))
+        return steps.share(self.kv_heads)
 
     def keys(self, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
         """K and V of this rank's heads, in one message."""
