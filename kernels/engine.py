@@ -118,15 +118,25 @@ class TritonEngine:
     scale:    multiplies q k^T before score_mod
     options:  torch-style kernel options, see :func:`tritoncp.kernels.configs.choose`
     arch:     architecture whose tile shapes to use; that of the tensors' device unless given
+    layouts:  stands for the layouts of all tensors of a pass over one rank's shard, which settle those of its
+              launches; without it, each launch looks at its own
     """
 
     mods: Mods
     scale: float
     options: dict[str, Any] = field(default_factory=dict)
     arch: str | None = None
+    layouts: object | None = None
 
     def __post_init__(self) -> None:
         check_options(self.options)
+
+    def around(self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()) -> "TritonEngine":
+        """The same around other captures, of the same layouts."""
+        made = object.__new__(TritonEngine)
+        mods = self.mods._replace(score_caps=score_caps, score_dcaps=score_dcaps)
+        vars(made).update(vars(self), mods=mods)
+        return made
 
     @cached_property
     def _alike(self) -> "Alike":
@@ -340,9 +350,10 @@ class TritonEngine:
         """``tensors`` are other ones at every call, mostly of the same layouts: what follows from these and
         from ``flags`` is kept with the tables."""
         caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
-        about = kind, h_offset, self._alike, *flags.values()
+        settled = self.layouts is not None
+        about = kind, h_offset, self.layouts if settled else self._alike, *flags.values()
         recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
-        return prepared(tables.launches, about, kernel, tensors, stats, caps, recipe)
+        return prepared(tables.launches, about, kernel, tensors, stats, caps, recipe, settled)
 
     def _recipe(
         self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, given: dict[str, Any]

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from tritoncp.kernels.configs import Config, does_not_fit
-from tritoncp.kernels.tiles import stat, strided, with_base
+from tritoncp.kernels.tiles import INTERPRETED, stat, strided, with_base
 
 MOST = 1024  # launches that are kept in one place
 
@@ -111,12 +111,14 @@ class Prepared(NamedTuple):
     tensors:     (place, name, kind of argument, what it holds besides the tensor)
     descriptors: (place, name of the tensor, fields)
     others:      (place, name) of those that are not empty
+    layouts:     of all of them, as :func:`_layouts` has it
     """
 
     launch: Launch
     tensors: list[tuple[int, str, Any, tuple[Any, ...]]]
     descriptors: list[tuple[int, str, dict[str, Any]]]
     others: list[tuple[int, str]]
+    layouts: tuple[Any, ...]
 
     @classmethod
     def of(cls, kernel: Any, tensors: Tensors, stats: Tensors, others: Any, recipe: Recipe) -> Prepared:
@@ -135,7 +137,8 @@ class Prepared(NamedTuple):
         places = *(at for at, *_ in moving), *(at for at, *_ in copied), *(at for at, _ in some)
         for at in places:
             values[at] = None  # what is new each time is not kept
-        return cls(Launch(kernel, recipe.grid, values, recipe.config, []), moving, copied, some)
+        launch = Launch(kernel, recipe.grid, values, recipe.config, [])
+        return cls(launch, moving, copied, some, _layouts(tensors | stats, others))
 
 
 def prepared(
@@ -146,18 +149,22 @@ def prepared(
     stats: Tensors,
     others: Mapping[str, Any],
     recipe: Callable[[], Recipe],
+    settled: bool = False,
 ) -> Launch:
     """A launch of ``kernel`` on tensors [B, H, S, D] and statistics [B, H, S], with ``others``, which are new
     at every launch too.
 
-    kept: where launches like it are, found by ``about``, by layouts, and by what ``others`` are compiled for
+    kept:    where launches like it are, found by ``about``, and by layouts
+    settled: ``about`` settles the layouts: they are looked at where kernels run interpreted only
     """
     named = tensors | stats
-    key = about, *map(_seen, named.values()), *[value and facts(value) for value in others.values()]
+    key = about if settled else (about, _layouts(named, others))
     if (found := kept.get(key)) is None:
         if len(kept) >= MOST:
             kept.clear()
         found = kept[key] = Prepared.of(kernel, tensors, stats, others, recipe())
+    elif settled and INTERPRETED and found.layouts != _layouts(named, others):
+        raise AssertionError(f"launches of {kernel.__name__} that should be alike differ in their layouts")
     like, values = found.launch, found.launch.values.copy()
     for at, name, kind, fields in found.tensors:
         values[at] = tuple.__new__(kind, (named[name], *fields))  # as kind(...), in half the time
@@ -168,20 +175,24 @@ def prepared(
     return Launch(kernel, like.grid, values, like.config, like.compiled)
 
 
+def _layouts(named: Tensors, others: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (*map(seen, named.values()), *[value and facts(value) for value in others.values()])
+
+
 def facts(value: Any) -> Any:
     """What Triton compiles an argument for: of tensors the type and whether the address is a multiple of 16,
     of numbers what it makes use of."""
     if isinstance(value, tuple):
         return tuple(map(facts, value))
     if isinstance(value, Tensor):
-        seen = _seen(value)
-        return seen[0], seen[3:]
+        dtype, _, _, *address = seen(value)
+        return dtype, *address
     if isinstance(value, int):
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63
     return type(value)
 
 
-def _seen(x: Tensor | None) -> Any:
+def seen(x: Tensor | None) -> Any:
     """The same of a tensor that is used as it lies in memory."""
     if x is None:
         return None

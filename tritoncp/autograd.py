@@ -20,6 +20,7 @@ from tritoncp import captured, comm, engines, tuned
 from tritoncp.engines import Spec
 from tritoncp.handles import held_by
 from tritoncp.host import host
+from tritoncp.kernels.launch import facts, seen
 from tritoncp.plan import Plan
 from tritoncp.schedules import schedule_of
 
@@ -46,20 +47,21 @@ def undisturbed() -> Iterator[None]:
 
 
 def _engine(
-    spec: str, plan: Plan, scale: float, q: list[Tensor], v: Tensor, captures: list[Tensor], ints: list[int],
-    floats: list[float], grads: Sequence[Tensor] = (),
+    spec: str, plan: Plan, scale: float, ranks: int, tensors: Sequence[Tensor], captures: list[Tensor],
+    ints: list[int], floats: list[float], grads: Sequence[Tensor] = (),
 ) -> Any:  # fmt: skip
-    """What computes a call. What does not depend on its score_mod's values is kept with the plan, for others:
-    the engine itself where it captures nothing; but not what a graph carries, which may read globals, and is
-    only read here."""
-    call, device = Spec.decode(spec), q[0].device
-    group = comm.named(call.world) if call.world else None
-    tiles = tuned.text_of(device, group) if engines.uses_triton(device) else ""
-    key = spec, scale, plan.rank, device, q[0].dtype, q[0].shape, v.shape[3], tiles
+    """What computes a call on ``tensors``: q, k, v and what else there is, of each rank. Kept with the plan
+    for calls of these layouts; but not what a graph carries, which may read globals, and is only read here.
+    """
+    call, q, v = Spec.decode(spec), tensors[:ranks], tensors[2 * ranks]
+    group, kernels = comm.named(call.world) if call.world else None, engines.uses_triton(v.device)
+    tiles = tuned.text_of(v.device, group) if kernels else ""
+    layouts = *map(seen, tensors), *map(seen, captures), *map(facts, ints), *map(seen, grads)
+    key = spec, scale, plan.rank, v.device, tiles, layouts
     kept = plan._once("engines", dict)
-    mask, measured, made = kept.get(key, (None, None, None))
-    if made is not None:
-        return made
+    mask, measured, known = kept.get(key, (None, None, None))
+    if known is not None:
+        return engines.around(known, call, v.device, captures, ints, floats, grads)
     if measured is None:
         every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
         mask, measured = captured.mask_of(plan, q, every_rank=every), {}
@@ -67,13 +69,14 @@ def _engine(
             kind = tuned.kind_of(plan.mask, mask is not None)
             scored = call.score is not None or call.carried is not None
             dims, shape = (q[0].shape[3], v.shape[3]), (q[0].shape[1], v.shape[1], q[0].shape[2])
-            measured = tuned.configs(device, q[0].dtype, dims, kind, group, scored, shape)
-    made = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, measured)
+            measured = tuned.configs(v.device, v.dtype, dims, kind, group, scored, shape)
+    again = kernels and call.carried is None
+    name = object() if again and ranks == 1 else None
+    made = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, measured, name)
     if key not in kept:
         if len(kept) >= MOST:
             kept.clear()
-        alike = call.carried is None and not (captures or ints or floats)
-        kept[key] = mask, measured, made if alike else None
+        kept[key] = mask, measured, made.around() if again else None
     return made
 
 
@@ -111,7 +114,7 @@ def _attend(
         return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
 
     known = _plan(plan)
-    engine = _engine(spec, known, scale, q, v[0], captures, ints, floats)
+    engine = _engine(spec, known, scale, len(q), [*q, *k, *v], captures, ints, floats)
     outs, lses, tops = zip(*_drive(call, known, len(q), schedule), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
@@ -160,7 +163,8 @@ def _differentiate(
         return tuple(_own(grad, x[i].dtype) for grad, x in zip(found, (q, k, v), strict=True))
 
     known, grads = _plan(plan), engines.buffers(call, captures, lses[0])
-    engine = _engine(spec, known, scale, q, v[0], captures, ints, floats, grads)
+    tensors = [*q, *k, *v, *outs, *lses, *douts, *dlses]
+    engine = _engine(spec, known, scale, len(q), tensors, captures, ints, floats, grads)
     done = _drive(call, known, len(q), schedule)
     found = engines.sums(call, captures, grads)
     return [x for part in zip(*done, strict=True) for x in part] + found

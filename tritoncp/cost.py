@@ -175,12 +175,12 @@ def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     out = tokens * most.heads * (d * item + e * item + 4)  # queries there, outputs and lse back
     keys = tokens * most.kv_heads * (d + e)
     rate = hardware.bandwidth * hardware.scattered
-    there = (out + keys * item) / rate + 4 * hardware.latency
+    there = (out + keys * item) / rate + 3 * hardware.latency
     # Queries, gradients of outputs, lse and delta there, gradients of queries back.
     again = (tokens * most.heads * ((2 * d + e) * item + 8) + keys * (item + grad)) / rate
     held = degree * plan.s_local * (most.heads * (d + 2 * e) * item + most.kv_heads * (d + e) * (item + grad))
     memory = shape.batch * held + (inner.memory if rows.world_size > 1 else 0)
-    backward = inner.backward + again + 5 * hardware.latency
+    backward = inner.backward + again + 4 * hardware.latency
     return Cost("ulysses", inner.forward + there, backward, memory)
 
 

@@ -75,9 +75,10 @@ def make(
     floats: Sequence[float],
     grads: Sequence[Tensor] = (),
     measured: Mapping[str, Any] = MappingProxyType({}),
+    layouts: object | None = None,
 ) -> Any:
     """The engine of one call. ``grads``: a buffer for each capture in ``spec.wants``; ``measured``: options
-    that stand where the caller gave none."""
+    that stand where the caller gave none; ``layouts``: see TritonEngine."""
     score, grads = _score(spec, q, captures, ints, floats, grads)
     if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
         raise ValueError(
@@ -91,7 +92,7 @@ def make(
         # Hand-written mods are promised one head at a time: h is a scalar.
         alone = {"PACK_GQA": False} if by_hand else {}
         options = {**measured, **alone, **dict(spec.options)}
-        return TritonEngine(launched(mask, score, q.device, grads), scale, options)
+        return TritonEngine(launched(mask, score, q.device, grads), scale, options, layouts=layouts)
     _notice()
     if score is None:
         return EagerEngine(scale, _bound(mask))
@@ -104,6 +105,22 @@ def make(
         return _bound(known.around(inner, known.numbers))
 
     return EagerEngine(scale, _bound(mask), bind, [known.tensors[i] for i in known.wants], grads)
+
+
+def around(
+    engine: Any,
+    spec: Spec,
+    device: torch.device,
+    captures: Sequence[Tensor],
+    ints: Sequence[int],
+    floats: Sequence[float],
+    grads: Sequence[Tensor],
+) -> Any:
+    """A TritonEngine of an earlier call around what this one captures."""
+    if not (captures or ints or floats):
+        return engine
+    score = _registered(spec, captures, ints, floats)
+    return engine.around(score.caps(device=device), score.dcaps(grads) if grads else ())
 
 
 def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
@@ -167,11 +184,14 @@ def _score(
         assert mod is not None
         buffers = {id(own[place]): grad for place, grad in zip(spec.wants, grads)}
         return mod, [buffers[id(mod.tensors[i])] for i in mod.wants] if grads else ()
-    if spec.score is None:
-        return None, ()
+    return (_registered(spec, captures, ints, floats), grads) if spec.score is not None else (None, ())
+
+
+def _registered(spec: Spec, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]) -> Mod:
+    assert spec.score is not None
     whole, real = iter(ints), iter(floats)
-    numbers = tuple(next(whole) if kind == "i" else next(real) for kind in spec.numbers)
-    return _MODS[spec.score].around(captures, numbers), grads
+    numbers = tuple([next(whole) if kind == "i" else next(real) for kind in spec.numbers])
+    return _MODS[spec.score].around(captures, numbers)
 
 
 def _bound(mod: Mod | None) -> Any:

@@ -40,16 +40,15 @@ def forward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     trade = Trade.of(plan, q, k)
-    whole_q = yield from trade.heads(q, trade.q_heads)
-    whole_k, whole_v = yield from trade.keys(k, v)
+    (whole_q,) = yield from trade.heads([q], trade.q_heads)
+    keys = yield from trade.heads([k, v], trade.kv_heads)
     row = local if trade.plan.world_size == 1 else inner
-    found = row.forward(trade.plan, Heads(engine, trade), whole_q, whole_k, whole_v, want_max)
-    out, lse, top = yield from trade.between_rows(found)
-    out = yield from trade.sequence(out, trade.q_heads, q.shape[2])
-    stats = torch.stack([lse] if top is None else [lse, top], 3)
-    stats = yield from trade.sequence(stats, trade.q_heads, q.shape[2])
-    lse, *top = map(_alone, stats.unbind(3))
-    return _alone(out), lse, top[0] if top else None
+    found = row.forward(trade.plan, Heads(engine, trade), whole_q, *keys, want_max)
+    whole_out, *stats = yield from trade.between_rows(found)
+    some = [whole_out, *[_channels(x, whole_out.dtype) for x in stats if x is not None]]
+    found = yield from trade.sequence(some, trade.q_heads, q.shape[2])
+    out, lse, *top = (x.clone(memory_format=torch.contiguous_format) for x in _parts(found, some))
+    return out, _numbers(lse, stats[0].dtype), _numbers(top[0], stats[0].dtype) if top else None
 
 
 def backward(
@@ -60,21 +59,19 @@ def backward(
     trade = Trade.of(plan, q, k)
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
-    both = yield from trade.heads(torch.cat([q, dout], 3), trade.q_heads)
-    whole_q, whole_dout = both.split_with_sizes([q.shape[3], dout.shape[3]], 3)
-    whole_k, whole_v = yield from trade.keys(k, v)
-    stats = yield from trade.heads(torch.stack([lse, delta], 3), trade.q_heads)
-    whole_lse, whole_delta = (x.contiguous() for x in stats.unbind(3))
+    some = [q, dout, _channels(lse, q.dtype), _channels(delta, q.dtype)]
+    whole_q, whole_dout, *stats = yield from trade.heads(some, trade.q_heads)
+    whole_q, whole_dout = whole_q.contiguous(), whole_dout.contiguous()  # rows as descriptors want them
+    whole_lse, whole_delta = (_numbers(x, lse.dtype) for x in stats)
+    keys = yield from trade.heads([k, v], trade.kv_heads)
     alone = ring if trade.shares else local  # a ring of one leaves dK and dV in float32, to be summed
     row = alone if trade.plan.world_size == 1 else inner
     heads = Heads(engine, trade, whole_delta)
-    found = row.backward(
-        trade.plan, heads, whole_q, whole_k, whole_v, whole_dout, whole_lse, whole_dout, None
-    )
-    dq, dk, dv = yield from trade.between_rows(found)
-    dq = yield from trade.sequence(dq.to(q.dtype), trade.q_heads, q.shape[2])
-    dkv = yield from trade.total(torch.cat([dk, dv], 3), k.shape[2], k.shape[1])
-    dk, dv = dkv.split_with_sizes([k.shape[3], v.shape[3]], 3)
+    found = row.backward(trade.plan, heads, whole_q, *keys, whole_dout, whole_lse, whole_dout, None)
+    dq, *dkv = yield from trade.between_rows(found)
+    dq = yield from trade.sequence([dq.to(q.dtype)], trade.q_heads, q.shape[2])
+    total = yield from trade.total(dkv, k.shape[2], k.shape[1])
+    dk, dv = _parts(total, dkv)
     return dq, dk, dv
 
 
@@ -115,39 +112,34 @@ class Trade:
         """Whether several ranks of a row read the same KV head."""
         return steps.share(self.kv_heads)
 
-    def keys(self, k: Tensor, v: Tensor) -> Schedule[tuple[Tensor, Tensor]]:
-        """K and V of this rank's heads, in one message."""
-        kv = yield from self.heads(torch.cat([k, v], 3), self.kv_heads)
-        keys, values = kv.split_with_sizes([k.shape[3], v.shape[3]], 3)
-        return keys, values
-
-    def heads(self, x: Tensor, whose: Sequence[range]) -> Schedule[Tensor]:
-        """x [B, H, S, D] of every rank of the row -> [B, this rank's heads, degree * s_max, D]."""
+    def heads(self, xs: Sequence[Tensor], whose: Sequence[range]) -> Schedule[list[Tensor]]:
+        """Tensors [B, H, S, D], [B, H, S, E], ... of every rank of the row, in one message -> of each
+        [B, this rank's heads, degree * s_max, its channels]."""
         s_max = (self.plan.q if whose is self.q_heads else self.plan.kv).s_max // self.degree
-        sent = lengthen(x, 2, s_max).transpose(0, 1)  # [H, B, s_max, D]
+        sent = torch.cat([lengthen(x, 2, s_max).transpose(0, 1) for x in xs], 3)  # [H, B, s_max, D + E + ...]
         if whose is self.kv_heads and self.shares:
             sent = torch.cat([sent[part.start : part.stop] for part in whose])
         mine = len(whose[self.rank])
         takes = self._row([mine] * self.degree)
         flight = yield AllToAll(sent.contiguous(), self._row(map(len, whose)), takes)
         came = (yield Wait(flight)).view(self.degree, mine, *sent.shape[1:])
-        return came.permute(2, 1, 0, 3, 4).flatten(2, 3)
+        return [x.permute(2, 1, 0, 3, 4).flatten(2, 3) for x in _parts(came, xs)]
 
-    def sequence(self, x: Tensor, whose: Sequence[range], rows: int) -> Schedule[Tensor]:
-        """x [B, this rank's heads, degree * s_max, D] -> this rank's tokens [B, heads, rows, D], of the heads
-        of the row's first rank, of the second, ..."""
-        b, mine, s, d = x.shape
-        sent = x.reshape(b, mine, self.degree, s // self.degree, d).permute(2, 1, 0, 3, 4).flatten(0, 1)
+    def sequence(self, xs: Sequence[Tensor], whose: Sequence[range], rows: int) -> Schedule[Tensor]:
+        """Tensors [B, this rank's heads, degree * s_max, D], [..., E], ... -> this rank's tokens in one
+        [B, heads, rows, D + E + ...], of the heads of the row's first rank, of the second, ..."""
+        cut = [x.unflatten(2, (self.degree, -1)).permute(2, 1, 0, 3, 4) for x in xs]
+        sent = torch.cat(cut, 4).flatten(0, 1)  # [degree * heads, B, s_max, D + E + ...]
         takes = self._row(map(len, whose))
-        flight = yield AllToAll(sent.contiguous(), self._row([mine] * self.degree), takes)
+        flight = yield AllToAll(sent.contiguous(), self._row([cut[0].shape[1]] * self.degree), takes)
         return (yield Wait(flight)).transpose(0, 1)[:, :, :rows]
 
-    def total(self, x: Tensor, rows: int, heads: int) -> Schedule[Tensor]:
-        """Gradients of keys, summed over the ranks that read a head, in rank order: [B, heads, rows, D]."""
-        came = yield from self.sequence(x, self.kv_heads, rows)
+    def total(self, xs: Sequence[Tensor], rows: int, heads: int) -> Schedule[Tensor]:
+        """Gradients of keys, summed over the ranks that read a head, in rank order: [B, heads, rows, D+E]."""
+        came = yield from self.sequence(xs, self.kv_heads, rows)
         if not self.shares:
             return came
-        total = x.new_zeros(x.shape[0], heads, rows, x.shape[3])
+        total = came.new_zeros(len(came), heads, *came.shape[2:])
         for part, whose in zip(came.split([len(part) for part in self.kv_heads], 1), self.kv_heads):
             total[:, whose.start : whose.stop] += part
         return total
@@ -182,9 +174,19 @@ class Trade:
         return spread
 
 
-def _alone(x: Tensor) -> Tensor:
-    """x in memory of its own, as a result that may be edited."""
-    return x.clone(memory_format=torch.contiguous_format)
+def _parts(x: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What ``torch.cat(like, -1)`` put together, in x [..., the same channels]."""
+    return x.split_with_sizes([part.shape[-1] for part in like], -1)
+
+
+def _channels(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers [B, H, S] as channels [B, H, S, n] of another dtype, bit by bit."""
+    return x.unsqueeze(3).view(dtype)
+
+
+def _numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same back again."""
+    return x.contiguous().view(dtype).squeeze(3)
 
 
 def _say(heads: int, world: int, degree: int) -> None:

@@ -1,0 +1,101 @@
+"""Launches that are kept: found again for tensors of the same layouts, and only for these."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritoncp
+from tests.kernels.harness import qkv
+from tritoncp import autograd, causal, create_block_mask, make_plan
+from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.reference import dense_attention
+
+S = 32
+
+
+def biased(bias: Tensor, shift: int) -> Any:
+    return lambda s, b, h, i, j: s + bias[h, (i - j).abs() + shift]
+
+
+def test_one_engine_serves_captures_of_the_same_layouts_and_no_others() -> None:
+    """Values, strides, addresses, gradients and numbers change from call to call: so do the answers."""
+    x, plan = qkv(S, heads=2, dtype=torch.float64), make_plan(create_block_mask(causal(), 1, 1, S, S))
+    wide = torch.randn(4 * S + 8, 2, dtype=torch.float64)
+    tables = [wide.T[:, 2 : 2 * S + 2].contiguous(), wide.T, wide.flatten()[1:].view(-1)[: 8 * S].view(2, -1)]
+    kept = []
+    for bias in [*tables, torch.randn_like(tables[0]), tables[0].clone().requires_grad_()]:
+        for shift in (1, 5):
+            score = biased(bias, shift)
+            got = tritoncp.flex_attention(*x, score, plan)
+            want = dense_attention(*x, plan.mask, score).out
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+            kept.append(len(plan._shared["engines"]))
+    assert kept == [1, 2, 3, 4, 5, 6, 6, 6, 7, 8]
+
+
+def test_an_engine_holds_nothing_that_a_call_captured() -> None:
+    x, plan = qkv(S, heads=2), make_plan(create_block_mask(causal(), 1, 1, S, S))
+    bias = torch.randn(2, 2 * S, requires_grad=True)
+    leaf = x.q.requires_grad_()
+    tritoncp.flex_attention(leaf, x.k, x.v, biased(bias, 0), plan).sum().backward()
+    dead = weakref.ref(bias)
+    del bias
+    gc.collect()
+    assert dead() is None and plan._shared["engines"]
+
+
+def test_backward_passes_of_other_cotangents_are_told_apart() -> None:
+    """Broadcast, transposed and plain gradients of the output come to one plan."""
+    x, plan = qkv(S, heads=2, dtype=torch.float64), make_plan(create_block_mask(causal(), 1, 1, S, S))
+    leaves = [t.requires_grad_() for t in x]
+    out, lse = tritoncp.flex_attention(*leaves, plan, return_lse=True)
+    want_out, want_lse, _ = dense_attention(*leaves, plan.mask)
+    plain = torch.randn(out.shape, dtype=out.dtype)
+    crossed = torch.randn(1, 2, out.shape[3], S, dtype=out.dtype).transpose(2, 3)
+    for dout in (plain, crossed, plain[:, :, :1].expand_as(plain), plain.clone()):
+        for dlse in (None, torch.randn_like(lse)):
+            some = ((out, want_out, dout), (lse, want_lse, dlse))[: 1 if dlse is None else 2]
+            got, want = (
+                torch.autograd.grad([s[i] for s in some], leaves, [s[2] for s in some], retain_graph=True)
+                for i in (0, 1)
+            )
+            for a, b in zip(got, want, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
+
+
+def test_layouts_that_are_promised_and_not_kept_are_found_where_kernels_are_interpreted() -> None:
+    x, plan = qkv(S, heads=2), make_plan(create_block_mask(causal(), 1, 1, S, S))
+    tables = plan.tables(x.q.device, 1, 2)
+    out, lse = torch.empty_like(x.q), torch.empty(1, 2, S)
+    engine = TritonEngine(Mods(), 0.25, layouts=object())
+    engine.forward(*x, tables, out=out, lse=lse)()
+    with pytest.raises(AssertionError, match=r"forward_kernel.*layouts"):
+        engine.forward(x.q.transpose(1, 2), x.k, x.v, tables, out=out, lse=lse)
+
+
+def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:
+    """One rank's queries are transposed, another's are not: each launch looks at its own."""
+    world = tritoncp.simulate(2)
+    mask = create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16)
+    plan, x = world.make_plan(mask), qkv(64, heads=2, dtype=torch.float64)
+    q, k, v = (world.shard(t, plan, dim=2) for t in x)
+    crossed = [q[0].transpose(1, 2).contiguous().transpose(1, 2), q[1]]
+    got = world.flex_attention(crossed, k, v, plan)
+    for a, b in zip(got, world.flex_attention(q, k, v, plan), strict=True):
+        assert torch.equal(a, b)
+    assert all(made.layouts is None for _, _, made in plan._shared["engines"].values())
+
+
+def test_kept_engines_are_bounded(monkeypatch: Any) -> None:
+    monkeypatch.setattr(autograd, "MOST", 3)
+    plan = make_plan(create_block_mask(causal(), 1, 1, S, S))
+    for heads in range(1, 7):
+        x = qkv(S, heads=heads)
+        tritoncp.flex_attention(*x, plan)
+        assert len(plan._shared["engines"]) <= 3
