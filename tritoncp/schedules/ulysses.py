@@ -112,13 +112,18 @@ class Trade:
         """Whether several ranks of a row read the same KV head."""
         return steps.share(self.kv_heads)
 
+    def dealt(self, device: torch.device) -> Tensor:
+        """The KV heads of the row's first rank, of the second, ...: int64, kept on the device."""
+        made = partial(torch.tensor, [*itertools.chain.from_iterable(self.kv_heads)], device=device)
+        return self.plan._once(("dealt", *self.kv_heads, device), made)
+
     def heads(self, xs: Sequence[Tensor], whose: Sequence[range]) -> Schedule[list[Tensor]]:
         """Tensors [B, H, S, D], [B, H, S, E], ... of every rank of the row, in one message -> of each
         [B, this rank's heads, degree * s_max, its channels]."""
         s_max = (self.plan.q if whose is self.q_heads else self.plan.kv).s_max // self.degree
-        sent = torch.cat([lengthen(x, 2, s_max).transpose(0, 1) for x in xs], 3)  # [H, B, s_max, D + E + ...]
+        sent = _joined([lengthen(x, 2, s_max).transpose(0, 1) for x in xs])  # [H, B, s_max, D + E + ...]
         if whose is self.kv_heads and self.shares:
-            sent = torch.cat([sent[part.start : part.stop] for part in whose])
+            sent = sent.index_select(0, self.dealt(sent.device))
         mine = len(whose[self.rank])
         takes = self._row([mine] * self.degree)
         flight = yield AllToAll(sent.contiguous(), self._row(map(len, whose)), takes)
@@ -129,7 +134,7 @@ class Trade:
         """Tensors [B, this rank's heads, degree * s_max, D], [..., E], ... -> this rank's tokens in one
         [B, heads, rows, D + E + ...], of the heads of the row's first rank, of the second, ..."""
         cut = [x.unflatten(2, (self.degree, -1)).permute(2, 1, 0, 3, 4) for x in xs]
-        sent = torch.cat(cut, 4).flatten(0, 1)  # [degree * heads, B, s_max, D + E + ...]
+        sent = _joined(cut).flatten(0, 1)  # [degree * heads, B, s_max, D + E + ...]
         takes = self._row(map(len, whose))
         flight = yield AllToAll(sent.contiguous(), self._row([cut[0].shape[1]] * self.degree), takes)
         return (yield Wait(flight)).transpose(0, 1)[:, :, :rows]
@@ -174,9 +179,14 @@ class Trade:
         return spread
 
 
-def _parts(x: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What ``torch.cat(like, -1)`` put together, in x [..., the same channels]."""
-    return x.split_with_sizes([part.shape[-1] for part in like], -1)
+def _joined(xs: Sequence[Tensor]) -> Tensor:
+    """Tensors that differ in their channels, the last dimension, as one."""
+    return torch.cat(xs, -1) if len(xs) > 1 else xs[0]  # type: ignore[arg-type]
+
+
+def _parts(x: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """x [..., all channels] cut as ``xs`` were joined."""
+    return x.split_with_sizes([part.shape[-1] for part in xs], -1) if len(xs) > 1 else [x]
 
 
 def _channels(x: Tensor, dtype: torch.dtype) -> Tensor:
