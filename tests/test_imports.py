@@ -74,6 +74,7 @@ ROOMS = {
             "sources",
             "integrations",
             "tuned",
+            "tuning",
             "world",
         },
         ALL_BUT_EDGE,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import warnings
 from dataclasses import asdict
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 from tests.dist.ranks import run as on_ranks
 from tritoncp import (
@@ -18,11 +16,9 @@ from tritoncp import (
     create_block_mask,
     flex_attention,
     make_plan,
-    plan_cache_clear,
-    sliding_window,
     tuned,
+    tuning,
 )
-from tritoncp.cli import main
 from tritoncp.kernels import launch, specialised
 from tritoncp.kernels.configs import Config
 from tritoncp.masks import full_mask
@@ -30,7 +26,7 @@ from tritoncp.offline import VARIANTS
 from tritoncp.perf.cases import MASKS as CASES
 from tritoncp.reference import dense_attention
 from tritoncp.tune.targets import MASKS
-from tritoncp.tuned import Device
+from tritoncp.tuned import Call, Device
 
 H200 = Device("sm_90", "NVIDIA H200")
 H100 = Device("sm_90", "NVIDIA H100 80GB HBM3")
@@ -46,8 +42,8 @@ def entry(block_m, kernel="forward", mask="causal", head_dim=16, dtype="float32"
 def places(monkeypatch, tmp_path):
     """The three folders, all of them empty."""
     tuned.table.cache_clear()
-    tuned._TOLD.clear()
-    tuned._TRIED.clear()
+    tuned.TOLD.clear()
+    tuning._TRIED.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "given"))
     monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path / "user")
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
@@ -59,6 +55,11 @@ def put(folder, block_m, device=H200, triton=None, **about):
     path = tuned.path_in(folder, device, triton)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"entries": [entry(block_m, **about)]}))
+
+
+def configs(device, dtype, dims, mask, score=False):
+    """What a call like this takes."""
+    return tuned.configs(device, Call.of(dtype, dims, mask, score))
 
 
 def blocks(device=H200):
@@ -127,11 +128,11 @@ def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):
     put(places / "user", 16, CPU)
     cpu = torch.device("cpu")
     for mask, found in (("causal", 16), ("full", 16), ("interval", 16), ("mod", 16), ("window", None)):
-        options = tuned.configs(cpu, torch.float32, (16, 16), mask)
+        options = configs(cpu, torch.float32, (16, 16), mask)
         assert dict(dict(options.get("CONFIGS", ())).get("forward", ())).get("BLOCK_M") == found
         hash(options.get("CONFIGS"))  # a key of caches
-    assert tuned.configs(cpu, torch.float32, (32, 32), "causal") == {}
-    assert tuned.configs(cpu, torch.bfloat16, (16, 16), "causal") == {}
+    assert configs(cpu, torch.float32, (32, 32), "causal") == {}
+    assert configs(cpu, torch.bfloat16, (16, 16), "causal") == {}
 
 
 def test_a_score_mod_and_a_dim_of_values_take_their_own_and_then_the_nearest(places):
@@ -140,7 +141,7 @@ def test_a_score_mod_and_a_dim_of_values_take_their_own_and_then_the_nearest(pla
     cpu, known = torch.device("cpu"), []
 
     def found(*, score, dims=(16, 8), mask="causal"):
-        options = tuned.configs(cpu, torch.float32, dims, mask, score=score)
+        options = configs(cpu, torch.float32, dims, mask, score=score)
         return dict(dict(options.get("CONFIGS", ())).get("forward", ())).get("BLOCK_M")
 
     weakest_first = [
@@ -168,15 +169,15 @@ def test_a_gpu_that_nobody_tuned_is_told_once_with_the_command(monkeypatch):
     monkeypatch.setattr(tuned, "device_of", lambda device: H200)
     gpu = torch.device("cuda", 0)
     with pytest.warns(UserWarning, match=r"NVIDIA H200 \(sm_90\).*`tritoncp autotune --preset"):
-        assert tuned.configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
+        assert configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuned.configs(gpu, torch.bfloat16, (64, 64), "full") == {}
-    tuned._TOLD.clear()
+        assert configs(gpu, torch.bfloat16, (64, 64), "full") == {}
+    tuned.TOLD.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuned.configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
+        assert configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
 
 
 def test_a_call_that_is_unlike_all_that_was_tuned_is_told_too(places, monkeypatch):
@@ -186,9 +187,9 @@ def test_a_call_that_is_unlike_all_that_was_tuned_is_told_too(places, monkeypatc
     put(places / "shipped", 64, head_dim=64, dtype="bfloat16")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuned.configs(gpu, torch.bfloat16, (64, 64), "causal")
+        assert configs(gpu, torch.bfloat16, (64, 64), "causal")
     with pytest.warns(UserWarning, match=r"nothing like this call.*--shapes of your model"):
-        assert tuned.configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
+        assert configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
 
 
 def test_writing_replaces_the_same_kernels_and_keeps_the_others(places):
@@ -261,7 +262,7 @@ def test_a_route_is_for_calls_just_like_the_one_it_was_measured_with(places):
 
     def found(**about):
         call = {"dtype": torch.float32, "dims": (16, 16), "mask": "causal"} | about
-        options = tuned.configs(torch.device("cpu"), **call)
+        options = configs(torch.device("cpu"), **call)
         return dict(options.get("CONFIGS", ())).get("route")
 
     tuned.write(places / "user", CPU, [entry(16), entry(16, head_dim=32), entry(16) | ROUTED], {})
@@ -270,7 +271,7 @@ def test_a_route_is_for_calls_just_like_the_one_it_was_measured_with(places):
     assert not any(found(**other) for other in [*others, {"dims": (32, 32)}, {"dtype": torch.float16}])
     won = {"kernel": "route", "config": {"ROUTE": "loops", **asdict(Config(64, 32))}}
     tuned.write(places / "given", CPU, [entry(16) | won], {})
-    assert found() is None and tuned.configs(torch.device("cpu"), torch.float32, (16, 16), "causal")
+    assert found() is None and configs(torch.device("cpu"), torch.float32, (16, 16), "causal")
     for path in places.glob("*/*/*.json"):
         path.unlink()
     for device, triton in ((CPU, "3.6.0"), (Device("interpreter", "another"), None)):
@@ -316,9 +317,9 @@ def test_few_rows_take_what_was_measured_for_them_whatever_their_mask(places):
     """And who has nothing but that is told to tune."""
     tuned.write(places / "user", CPU, [entry(64, "few", mask="full")], {})
     for mask in ("full", "causal", "interval", "mod", "window"):
-        options = tuned.configs(torch.device("cpu"), torch.float32, (16, 16), mask)
+        options = configs(torch.device("cpu"), torch.float32, (16, 16), mask)
         assert dict(dict(options["CONFIGS"])["few"])["BLOCK_M"] == 64
-        assert not tuned._serves(options["CONFIGS"])
+        assert not tuned.serves(options["CONFIGS"])
 
 
 def test_the_rule_serves_where_nothing_was_measured(launched):
@@ -375,209 +376,3 @@ def test_what_is_tuned_is_what_calls_look_up() -> None:
         closed = CASES[name].closed(512)
         mask = full_mask(512, 512) if closed is None else create_block_mask(closed, 1, 1, 512, 512)
         assert tuned.kind_of(mask) == kind and variant in VARIANTS
-
-
-# -- tuned during a call ------------------------------------------------------------------------------------
-
-# What stands for the command: writes 16 x 32 tiles for what it is told to tune, or fails in some way.
-STUB = """
-import json, os, pathlib, sys, time
-words, folder = dict(zip(sys.argv[1::2], sys.argv[2::2])), pathlib.Path(os.environ["TRITONCP_CONFIG_DIR"])
-path, how = folder / os.environ["STUB_WRITES"], os.environ.get("STUB", "")
-with (folder.parent / "ran.txt").open("a") as ran:
-    ran.write(" ".join(sys.argv[1:]) + "\\n")
-assert "TRITONCP_AUTOTUNE" not in os.environ
-if how == "fail":
-    sys.exit("torch finds no GPU here")
-if how == "die":
-    os.abort()
-if how == "hang":
-    time.sleep(60)
-dims = words["--shapes"].split(",")[1].split("x")
-about = {"dtype": words["--dtype"], "head_dim": int(dims[0]), "v_head_dim": int(dims[-1])}
-about["mask"] = {"document": "interval"}.get(words["--mask"], words["--mask"])
-about |= {"score": words["--score-mod"]} if "--score-mod" in words else {}
-tiles = {"BLOCK_M": 16, "BLOCK_N": 32}
-old = json.loads(path.read_text())["entries"] if path.exists() else []
-new = [{"kernel": kernel, **about, "config": tiles} for kernel in ("forward", "dq", "dkdv")]
-path.parent.mkdir(parents=True, exist_ok=True)
-path.write_text("{" if how == "tear" else json.dumps({"entries": old + new}))
-"""
-
-
-@pytest.fixture
-def stub(places, monkeypatch, launched):
-    """This CPU may be tuned; gives the lines that the command was called with."""
-    plan_cache_clear()  # engines are kept with plans
-    monkeypatch.setattr(tuned, "_tunable", lambda device: True)
-    monkeypatch.setattr(tuned, "COMMAND", (sys.executable, "-S", "-c", STUB))
-    monkeypatch.setenv("STUB_WRITES", str(tuned.path_in(places, CPU).relative_to(places)))
-    monkeypatch.setenv("TRITONCP_AUTOTUNE", "1")
-    ran = places / "ran.txt"
-    return lambda: ran.read_text().splitlines() if ran.exists() else []
-
-
-@pytest.mark.filterwarnings("ignore:TRITONCP_AUTOTUNE")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_first_call_of_a_kind_is_tuned_if_asked(stub, launched, compiled):
-    call = torch.compile(flex_attention, backend="eager", fullgraph=True) if compiled else flex_attention
-    attend(causal(), call=call)
-    assert dict(launched) == {"forward": 16, "delta": 64, "dq": 16, "dkdv": 16}, "the call itself has them"
-    first = "--shapes 1x1,16,1024 --mask causal --ops fwd,bwd --dtype float32 --budget 60s"
-    attend(causal(), call=call)
-    assert stub() == [first]
-    attend(sliding_window(8), lambda s, b, h, q, kv: s * 2, call=call)
-    attend(sliding_window(8), lambda s, b, h, q, kv: s * 3, call=call)
-    assert stub() == [first, first.replace("causal", "window") + " --score-mod softcap"]
-
-
-def test_nobody_who_has_not_asked_is_tuned_for(stub, monkeypatch):
-    for name, value in (("TRITONCP_AUTOTUNE", "0"), ("TRITONCP_CONFIG_DIR", "-")):
-        with monkeypatch.context() as here:
-            here.setenv(name, value)
-            attend(causal())
-    monkeypatch.delenv("TRITONCP_AUTOTUNE")
-    attend(causal())
-    monkeypatch.setenv("TRITONCP_AUTOTUNE", "soon")
-    with pytest.warns(UserWarning, match=r"TRITONCP_AUTOTUNE is 1 or a time, and budget 'soon'.*15m"):
-        attend(sliding_window(8))
-    assert stub() == []
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("fail", "torch finds no GPU here"),
-        ("die", "ended with -6"),
-        ("hang", "had not ended after 1 s"),
-        ("tear", "ended with 0"),
-        ("no program", "No such file"),
-        ("no folder", "platformdirs"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:TRITONCP_AUTOTUNE")
-@pytest.mark.filterwarnings("ignore:.*is no file of tritoncp autotune")
-def test_tuning_that_fails_costs_a_call_nothing_but_time(places, stub, launched, monkeypatch, how, said):
-    monkeypatch.setenv("STUB", how)
-    monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.5s")
-    if how == "no program":
-        monkeypatch.setattr(tuned, "COMMAND", ("/nowhere/python",))
-    if how == "no folder":
-        monkeypatch.delenv("TRITONCP_CONFIG_DIR")
-        monkeypatch.setattr(tuned, "user_folder", lambda: None)
-    with pytest.warns(UserWarning, match=f"could not be measured, and are those of a rule: .*{said}"):
-        attend(causal())
-    assert dict(launched)["forward"] == 128
-    count = len(stub())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*could not be measured")
-        attend(causal())
-    assert len(stub()) == count, "once is enough"
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("how", ["", "fail"])
-def test_rank_0_tunes_for_all_if_it_was_asked(places, stub, launched, monkeypatch, how):
-    """Its own environment counts, whatever the others' say; their files lie elsewhere, and differ."""
-    monkeypatch.setenv("STUB", how)
-    put(places / "1", 64, CPU)
-
-    def work(group):
-        rank = group.rank()
-        monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / str(rank)))
-        if rank:
-            monkeypatch.delenv("TRITONCP_AUTOTUNE")
-        for mask in (causal(), causal(), sliding_window(8)):
-            plan = make_plan(create_block_mask(mask, 1, 1, 64, 64, BLOCK_SIZE=32), group)
-            x = torch.randn(1, 1, plan.s_local, 16, requires_grad=True)
-            flex_attention(x, x, x, plan, group).sum().backward()
-        return {tile for kernel, tile in launched if kernel in ("forward", "dq")}, tuned.text_of(CPU, group)
-
-    used, texts = zip(*on_ranks(2, work))
-    assert len(stub()) == 2 and texts[0] == texts[1]
-    assert used == (({16},) * 2 if how == "" else ({32},) * 2)
-
-
-@pytest.mark.filterwarnings("error")
-def test_a_warning_that_is_an_error_is_one_on_rank_0_alone(stub, monkeypatch):
-    """As after Ctrl-C there: the others are not left waiting."""
-
-    def work(group):
-        plan = make_plan(
-            create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16), group, schedule="allgather"
-        )
-        x = torch.randn(1, 1, plan.s_local, 16)
-        try:
-            tuned.configs(x.device, x.dtype, (16, 16), "causal", group, shape=(1, 1, 32))
-        except UserWarning as error:
-            return str(error)
-
-    said, nothing = on_ranks(2, work)
-    assert "could not be measured" in said and nothing is None and stub() == []
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_ranks_tune_together_though_only_one_has_masked_blocks(places, stub):
-    """That one looks up a kind of mask which a file may know; the others do not."""
-    put(places / "given", 16, CPU, mask="mod")
-
-    def work(group):
-        make_plan(create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16), group)
-        x, kind = torch.empty(1, 1, 32, 16), ("mod", "interval")[group.rank()]
-        return tuned.configs(x.device, x.dtype, (16, 16), kind, group, shape=(1, 1, 32)) != {}
-
-    assert on_ranks(2, work) == [True] * 2 and len(stub()) == 1
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_group_whose_plans_were_made_elsewhere_does_not_tune(stub):
-    """Nobody knows whether the other ranks were asked."""
-
-    def work(group):
-        mask = create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16)
-        plan = make_plan(mask, world_size=2, rank=group.rank())
-        x = torch.randn(1, 1, plan.s_local, 16)
-        return flex_attention(x, x, x, plan, group).isfinite().all().item()
-
-    assert on_ranks(2, work) == [True] * 2 and stub() == []
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_processes_of_one_machine_tune_once(stub, launched):
-    """Eight of them without context parallelism, as in data parallel training: the others wait and find."""
-
-    def work(group):
-        attend(causal())
-        return dict(launched)["forward"]
-
-    assert on_ranks(3, work) == [16] * 3 and len(stub()) == 1
-
-
-def test_who_waits_too_long_for_another_process_goes_on(stub, places, monkeypatch):
-    monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.2s")
-    elsewhere = tuned._alone(tuned.path_in(places / "given", CPU).with_suffix(".lock"), math.inf)
-    with elsewhere, pytest.warns(UserWarning, match="could not be measured.*another process tunes"):
-        attend(causal())
-    assert stub() == []
-
-
-def test_the_command_measures_where_the_call_is(monkeypatch):
-    """And on nothing else: the others' GPUs are busy."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    here, first = torch.device("cuda"), torch.device("cuda", 0)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [tuned._environment(device)["CUDA_VISIBLE_DEVICES"] for device in (here, first)] == ["1", "0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7f,6")
-    assert tuned._environment(here)["CUDA_VISIBLE_DEVICES"] == "6"
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "3,5")
-    assert tuned._environment(first)["HIP_VISIBLE_DEVICES"] == "3"
-
-
-@pytest.mark.parametrize("mask", tuned.MEASURED)
-def test_the_command_takes_these_words_for_a_call_and_writes_what_that_looks_up(mask):
-    call = tuned.Call("bfloat16", (192, 128), mask, score=True)
-    words = tuned._words(call, (16, 8, 3000), 60.0)
-    done = CliRunner().invoke(main, ["autotune", "--target", "sm_90", "--dry-run", "--json", *words])
-    assert done.exit_code == 0, done.output
-    names = [row["kernel"].split()[0] for row in json.loads(done.output)]
-    assert names == ["forward", "dq", "dkdv"] and MASKS[tuned.MEASURED[mask]][0] == mask

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp import captured, comm, engines, tuned
+from tritoncp import captured, comm, engines, tuned, tuning
 from tritoncp.engines import Spec
 from tritoncp.handles import held_by
 from tritoncp.host import host
@@ -69,7 +69,9 @@ def _engine(
             kind = tuned.kind_of(plan.mask, mask is not None)
             scored = call.score is not None or call.carried is not None
             dims, shape = (q[0].shape[3], v.shape[3]), (q[0].shape[1], v.shape[1], q[0].shape[2])
-            measured = tuned.configs(v.device, v.dtype, dims, kind, group, scored, shape)
+            like = tuned.Call.of(v.dtype, dims, kind, scored)
+            tuning.if_asked(v.device, group, like, shape)
+            measured = tuned.configs(v.device, like, group)
     again = kernels and call.carried is None
     name = object() if again and ranks == 1 else None
     made = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, measured, name)

@@ -8,13 +8,11 @@ other Tritons; then the rule in ``kernels/configs.py``.  ``TRITONCP_CONFIG_DIR=-
 An entry about "route" says by which route of the forward pass a call was fastest.  It is for calls just like
 that one on that device with that Triton: nothing else was seen to be right.
 
-Nothing is tuned during a call unless TRITONCP_AUTOTUNE asks for it: the command then runs in a process of its
-own, which may crash or hang and takes no training along.
+Where nothing is known a call may tune for itself, if asked: ``tuning.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -23,9 +21,6 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
-import time
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -47,6 +42,22 @@ WIN = 1.02  # time of the rule over that of tiles worth keeping
 
 # Each: kernel, dtype, head_dim, mask, config; v_head_dim if it is another; score, the name of a score_mod.
 Entries = list[dict[str, Any]]
+
+
+class Call(NamedTuple):
+    """What a call is, as far as tiles are looked up by it.
+
+    dims: of q and k, and of v; mask: see :func:`kind_of`; score: whether there is a score_mod
+    """
+
+    dtype: str
+    dims: tuple[int, int]
+    mask: str
+    score: bool
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, dims: tuple[int, int], mask: str, score: bool = False) -> Call:
+        return cls(str(dtype).removeprefix("torch."), dims, mask, score)
 
 
 class Device(NamedTuple):
@@ -201,140 +212,8 @@ def local(device: torch.device) -> str:
     return table(device_of(device), os.environ.get("TRITONCP_CONFIG_DIR"))
 
 
-# What rank 0 of a group had when the group's first plan was made.
-_AGREED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
-
-def summary() -> tuple[int, int]:
-    """Digest and length of this rank's table, for ranks to compare while they make a plan together."""
-    content = _own().encode()
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True), len(content)
-
-
-def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
-    """Rank 0's table becomes that of every rank, once for a group; all ranks call this together.
-
-    summaries: of all ranks. Where they are equal, nothing is sent.
-    """
-    if group in _AGREED:
-        return
-    own = _own()
-    if any(one != summaries[0] for one in summaries):
-        length = summaries[0][1]
-        content = own.encode() if group.rank() == 0 else b""
-        padded = content.ljust(-(-length // 8) * 8, b"\0")
-        words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
-        first = comm.exchange(words, group)[0]
-        own = b"".join(word.to_bytes(8, "little", signed=True) for word in first)[:length].decode()
-    _AGREED[group] = own
-
-
-def _own() -> str:
-    """The table for the GPU of this process, and how long it may take to add to it."""
-    gpu = torch.cuda.is_available()
-    text = local(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
-    allowed = budget()
-    return json.dumps([*json.loads(text), [BUDGET, allowed]]) if allowed else text
-
-
-def text_of(device: torch.device, group: Any) -> str:
-    """The table that calls of a group use; a group that made no plan together uses each rank's own."""
-    agreed = _AGREED.get(group) if group is not None else None
-    return local(device) if agreed is None else agreed
-
-
-def digest_of(device: torch.device, group: Any) -> str:
-    """A short name of the table that calls of a group use."""
-    return "tiles " + hashlib.sha256(text_of(device, group).encode()).hexdigest()[:12]
-
-
-@functools.lru_cache(maxsize=256)
-def _chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: bool) -> tuple[Any, ...]:
-    """(kernel, items of its config) of each kernel, for one call: measured with a score_mod rather than
-    without, then with these head dims rather than with the larger one throughout, then with the nearest
-    mask.  Last the route, measured with all of that alike."""
-    known = {tuple(of): config for *of, config in json.loads(text)}
-    masks = list(dict.fromkeys([mask, (near := NEAREST.get(mask)), NEAREST.get(near or "")]))
-    wide = (max(dims),) * 2
-    chosen: dict[str, tuple[Any, ...]] = {}
-    for wanted in itertools.product((True, False) if score else (False,), (dims, wide), masks):
-        scored, widths, kind = wanted
-        for kernel in KINDS:
-            seen = FEW if kernel == "few" else kind
-            if (config := known.get((kernel, dtype, *widths, seen, scored))) is not None:
-                chosen.setdefault(kernel, tuple(config.items()))
-    if (config := known.get(("route", dtype, *dims, mask, score), {})).get("ROUTE", ROUTES[0]) != ROUTES[0]:
-        kernel, tiles = launched("route", config)
-        chosen |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}
-    return tuple(chosen.items())
-
-
-def configs(
-    device: torch.device,
-    dtype: torch.dtype,
-    dims: tuple[int, int],
-    mask: str,
-    group: Any = None,
-    score: bool = False,
-    shape: tuple[int, int, int] | None = None,
-) -> dict[str, Any]:
-    """Options of the engine for one call: CONFIGS, or nothing where nothing that was measured applies and the
-    rule does.
-
-    dims: of q and k, and of v; mask: see :func:`kind_of`; score: whether there is a score_mod; shape: query
-    heads, key heads and rows of a call that may be tuned, if TRITONCP_AUTOTUNE asks for it
-    """
-    call = Call(str(dtype).removeprefix("torch."), dims, mask, score)
-    if shape:
-        _tune_now(device, group, call, shape)
-    found = _chosen(text_of(device, group), *call)
-    if not _serves(found):
-        _tell(device, group)
-    return {"CONFIGS": found} if found else {}
-
-
-class Call(NamedTuple):
-    """What a call is, as far as tiles are looked up by it."""
-
-    dtype: str
-    dims: tuple[int, int]
-    mask: str
-    score: bool
-
-
-def _serves(found: tuple[Any, ...]) -> bool:
-    """Whether a pass of a call with many rows is among what was found."""
-    return any(kernel in PASSES for kernel, _ in found)
-
-
-_TOLD: set[Device] = set()
-
-
-def _tell(device: torch.device, group: Any) -> None:
-    """Once for a GPU, on one rank: measured tiles may be faster, and this is how to get them."""
-    if device.type == "cpu" or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
-        return
-    of = device_of(device)
-    if of in _TOLD or (group is not None and group.rank()):
-        return
-    _TOLD.add(of)
-    warnings.warn(
-        f"nothing like this call has been tuned for {of.name} ({of.arch}): tile shapes are those of a rule. "
-        "`tritoncp autotune --preset llama3-8b`, or with the --shapes of your model, run once, measures "
-        "better ones; TRITONCP_AUTOTUNE=1 does so for a minute at the first call of a kind, and "
-        "TRITONCP_CONFIG_DIR=- keeps the rule and says nothing",
-        stacklevel=2,
-    )
-
-
-# -- during a call, if asked ---------------------------------------------------------------------------------
-
 BUDGET = "autotune"  # what the row of a table is called that says how many seconds may be spent
 ASKED = 60.0  # of them, where no number is given
-COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
-MEASURED = {"full": "full", "causal": "causal", "window": "window", "interval": "document"}
-LENGTHS = (1024, 16384)  # of what is measured, whatever the call's
-_TRIED: set[Any] = set()  # (name of a group, kind of call)
 
 
 def seconds(text: str) -> float:
@@ -365,91 +244,120 @@ def budget() -> float:
         return 0.0
 
 
-def _tune_now(device: torch.device, group: Any, call: Call, shape: tuple[int, int, int]) -> None:
-    """Tune for a kind of call that nothing serves, once, if that is asked for.
+# What rank 0 of a group had when the group's first plan was made.
+_AGREED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
-    All ranks of a group come here together: each decides by what all of them have, which is rank 0's table
-    and budget, as the group agreed.  A group that made no plan together (a data loader makes its plans) never
-    tunes.
+
+def summary() -> tuple[int, int]:
+    """Digest and length of this rank's table, for ranks to compare while they make a plan together."""
+    content = _own().encode()
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True), len(content)
+
+
+def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
+    """Rank 0's table becomes that of every rank, once for a group; all ranks call this together.
+
+    summaries: of all ranks. Where they are equal, nothing is sent.
     """
-    if call.mask == "mod":  # here; on ranks without masked blocks it is not
-        call = call._replace(mask="interval")
-    if _serves(_chosen(text_of(device, group), *call)):
+    if group in _AGREED:
         return
-    tried = group.group_name if group is not None else None, call
-    allowed = budget() if group is None else _agreed_budget(group)
-    if not allowed or tried in _TRIED or not _tunable(device):
-        return
-    _TRIED.add(tried)
-    try:
-        if group is None or group.rank() == 0:
-            _tune(device, call, shape, allowed)
-    except Exception as error:  # whatever it is, a call can go on without
-        said = "could not be measured, and are those of a rule"
-        warnings.warn(f"tile shapes for calls like this one {said}: {error}", stacklevel=2)
-    finally:  # warnings may be errors, and the other ranks wait
-        _TOLD.add(device_of(device))
-        table.cache_clear()
-        if group is not None:
-            del _AGREED[group]
-            agree(group, comm.exchange(summary(), group))
+    own = _own()
+    if any(one != summaries[0] for one in summaries):
+        length = summaries[0][1]
+        content = own.encode() if group.rank() == 0 else b""
+        padded = content.ljust(-(-length // 8) * 8, b"\0")
+        words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
+        first = comm.exchange(words, group)[0]
+        own = b"".join(word.to_bytes(8, "little", signed=True) for word in first)[:length].decode()
+    _AGREED[group] = own
 
 
-def _agreed_budget(group: Any) -> float:
-    """Seconds, of which the others wait for twice as many, and no rank for so long that the group ends."""
+def renew(group: Any) -> None:
+    """Files were written since: what is known is read again, and all ranks of a group agree again."""
+    table.cache_clear()
+    if group is not None:
+        del _AGREED[group]
+        agree(group, comm.exchange(summary(), group))
+
+
+def agreed_budget(group: Any) -> float:
+    """Rank 0's :func:`budget`, as the group agreed; 0 where it made no plan together."""
     known: list[list[Any]] = json.loads(_AGREED.get(group, "[]"))
-    asked = next((float(row[1]) for row in known if row[0] == BUDGET), 0.0)
-    return min(asked, comm.timeout(group).total_seconds() / 4)
+    return next((float(row[1]) for row in known if row[0] == BUDGET), 0.0)
 
 
-def _tunable(device: torch.device) -> bool:
-    """Not while a CUDA graph is captured: calls before that one are tuned."""
-    return device.type != "cpu" and not torch.cuda.is_current_stream_capturing()
+def _own() -> str:
+    """The table for the GPU of this process, and how long it may take to add to it."""
+    gpu = torch.cuda.is_available()
+    text = local(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+    allowed = budget()
+    return json.dumps([*json.loads(text), [BUDGET, allowed]]) if allowed else text
 
 
-def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed: float) -> None:
-    """Have the command measure; no longer than twice the time ``allowed``, as it begins with what it has to
-    compile.  One process of a machine at a time: the next one finds what the one before has found."""
-    folder, until = next((one for one in folders() if one != SHIPPED), None), time.monotonic() + 2 * allowed
-    if folder is None:
-        raise RuntimeError("no folder to keep them in: set TRITONCP_CONFIG_DIR, or install platformdirs")
-    with _alone(path_in(folder, device_of(device)).with_suffix(".lock"), until):
-        table.cache_clear()
-        if _serves(_chosen(local(device), *call)):
-            return
-        words = _words(call, shape, allowed)
-        warnings.warn(
-            f"TRITONCP_AUTOTUNE: this call waits about {allowed:.0f} s for `tritoncp autotune "
-            f"{' '.join(words)}`, whose result is kept in {folder}",
-            stacklevel=2,
-        )
-        left = max(1.0, until - time.monotonic())
-        try:
-            done = subprocess.run(
-                [*COMMAND, *words], env=_environment(device), stdin=subprocess.DEVNULL, timeout=left,
-                capture_output=True, text=True, errors="replace",
-            )  # fmt: skip
-            said = done.stderr.strip().rpartition("\n")[2] or f"the command ended with {done.returncode}"
-        except subprocess.TimeoutExpired:
-            said = f"the command had not ended after {left:.0f} s"
-        table.cache_clear()
-        if not _serves(_chosen(local(device), *call)):
-            raise RuntimeError(said)
+def text_of(device: torch.device, group: Any) -> str:
+    """The table that calls of a group use; a group that made no plan together uses each rank's own."""
+    agreed = _AGREED.get(group) if group is not None else None
+    return local(device) if agreed is None else agreed
 
 
-def _words(call: Call, shape: tuple[int, int, int], allowed: float) -> list[str]:
-    """What is measured for a call: its shape, a mask of its kind, and a score_mod that stands for any.
+def digest_of(device: torch.device, group: Any) -> str:
+    """A short name of the table that calls of a group use."""
+    return "tiles " + hashlib.sha256(text_of(device, group).encode()).hexdigest()[:12]
 
-    >>> " ".join(_words(Call("bfloat16", (192, 128), "interval", False), (16, 16, 5000), 60))
-    '--shapes 16x16,192x128,4992 --mask document --ops fwd,bwd --dtype bfloat16 --budget 60s'
-    """
-    heads, kv_heads, rows = shape
-    least, most = LENGTHS
-    width = "x".join(map(str, dict.fromkeys(call.dims)))
-    words = ["--shapes", f"{heads}x{kv_heads},{width},{min(most, max(least, rows // 128 * 128))}"]
-    words += ["--mask", MEASURED[call.mask], "--ops", "fwd,bwd", "--dtype", call.dtype]
-    words += ["--budget", f"{max(1.0, allowed):.0f}s"]
-    return [*words, "--score-mod", "softcap"] if call.score else words
+
+@functools.lru_cache(maxsize=256)
+def chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: bool) -> tuple[Any, ...]:
+    """(kernel, items of its config) of each kernel, for one call: measured with a score_mod rather than
+    without, then with these head dims rather than with the larger one throughout, then with the nearest
+    mask.  Last the route, measured with all of that alike."""
+    known = {tuple(of): config for *of, config in json.loads(text)}
+    masks = list(dict.fromkeys([mask, (near := NEAREST.get(mask)), NEAREST.get(near or "")]))
+    wide = (max(dims),) * 2
+    chosen: dict[str, tuple[Any, ...]] = {}
+    for wanted in itertools.product((True, False) if score else (False,), (dims, wide), masks):
+        scored, widths, kind = wanted
+        for kernel in KINDS:
+            seen = FEW if kernel == "few" else kind
+            if (config := known.get((kernel, dtype, *widths, seen, scored))) is not None:
+                chosen.setdefault(kernel, tuple(config.items()))
+    if (config := known.get(("route", dtype, *dims, mask, score), {})).get("ROUTE", ROUTES[0]) != ROUTES[0]:
+        kernel, tiles = launched("route", config)
+        chosen |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}
+    return tuple(chosen.items())
+
+
+def configs(device: torch.device, call: Call, group: Any = None) -> dict[str, Any]:
+    """Options of the engine for one call: CONFIGS, or nothing where nothing that was measured applies and the
+    rule does."""
+    found = chosen(text_of(device, group), *call)
+    if not serves(found):
+        _tell(device, group)
+    return {"CONFIGS": found} if found else {}
+
+
+def serves(found: tuple[Any, ...]) -> bool:
+    """Whether a pass of a call with many rows is among what was found."""
+    return any(kernel in PASSES for kernel, _ in found)
+
+
+TOLD: set[Device] = set()
+
+
+def _tell(device: torch.device, group: Any) -> None:
+    """Once for a GPU, on one rank: measured tiles may be faster, and this is how to get them."""
+    if device.type == "cpu" or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
+        return
+    of = device_of(device)
+    if of in TOLD or (group is not None and group.rank()):
+        return
+    TOLD.add(of)
+    warnings.warn(
+        f"nothing like this call has been tuned for {of.name} ({of.arch}): tile shapes are those of a rule. "
+        "`tritoncp autotune --preset llama3-8b`, or with the --shapes of your model, run once, measures "
+        "better ones; TRITONCP_AUTOTUNE=1 does so for a minute at the first call of a kind, and "
+        "TRITONCP_CONFIG_DIR=- keeps the rule and says nothing",
+        stacklevel=2,
+    )
 
 
 def environment(without: str) -> dict[str, str]:
@@ -457,34 +365,6 @@ def environment(without: str) -> dict[str, str]:
     env = {name: value for name, value in os.environ.items() if name != without}
     home = str(Path(tritoncp.__file__).parents[1])
     return env | {"PYTHONPATH": os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])}
-
-
-def _environment(device: torch.device) -> dict[str, str]:
-    """Of a process that sees this device alone, and tunes nothing but what it is told to."""
-    env = environment(without="TRITONCP_AUTOTUNE")
-    if device.type != "cpu":
-        visible = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
-        index = torch.cuda.current_device() if device.index is None else device.index
-        env[visible] = env[visible].split(",")[index] if env.get(visible) else str(index)
-    return env
-
-
-@contextlib.contextmanager
-def _alone(path: Path, until: float) -> Iterator[None]:
-    """Within it no other process that shares this file is. Raises TimeoutError where one is for too long."""
-    import fcntl
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > until:
-                    raise TimeoutError(f"another process tunes, and holds {path}") from error
-                time.sleep(0.2)
-        yield
 
 
 def write(
