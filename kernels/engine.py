@@ -118,8 +118,8 @@ class TritonEngine:
     scale:    multiplies q k^T before score_mod
     options:  torch-style kernel options, see :func:`tritoncp.kernels.configs.choose`
     arch:     architecture whose tile shapes to use; that of the tensors' device unless given
-    layouts:  stands for the layouts of all tensors of a pass over one rank's shard, which settle those of its
-              launches; without it, each launch looks at its own
+    layouts:  stands for the layouts of all tensors of a pass, which settle those of its launches, as each rank
+              has tables of its own; without it, each launch looks at its own
     """
 
     mods: Mods

@@ -73,7 +73,7 @@ def _engine(
             tuning.if_asked(v.device, group, like, shape)
             measured = tuned.configs(v.device, like, group)
     again = kernels and call.carried is None
-    name = object() if again and ranks == 1 else None
+    name = object() if again else None
     made = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, measured, name)
     if key not in kept:
         if len(kept) >= MOST:

@@ -84,7 +84,7 @@ class Tokens(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES = ("bfloat16", "float16", "float32")
 BALANCERS = ("contiguous", "head_tail", "locality", "natural", "per_document", "ptrr")
 SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 
@@ -110,7 +110,7 @@ SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 )
 @click.option("--v-head-dim", type=click.IntRange(1), help="Of values.  [default: --head-dim]")
 @click.option("--batch", type=click.IntRange(1), help="Batch rows.  [default: those of the lengths, else 1]")
-@click.option("--dtype", type=click.Choice(list(ITEMSIZE)), default="bfloat16", show_default=True)
+@click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
 @click.option(
     "--balancer", type=click.Choice(BALANCERS), default="ptrr", show_default=True, help="Who gets what."
 )

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from rich.text import Text
 
 import tritoncp
 from tritoncp import expressions
-from tritoncp.cli import ITEMSIZE
 from tritoncp.draw import Facts, colours, lines
 
 USUAL = 128 << 10  # tokens, where nothing says how many
@@ -50,8 +50,9 @@ def planned(
         balancer=None if balancer == "natural" else balancer,
         schedule=schedule,
     )
+    itemsize = getattr(torch, dtype).itemsize
     layer: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
-    return Facts.of(made, **layer, v_head_dim=v_head_dim or head_dim, itemsize=ITEMSIZE[dtype])
+    return Facts.of(made, **layer, v_head_dim=v_head_dim or head_dim, itemsize=itemsize)
 
 
 def write(facts: Facts, path: Path) -> None:

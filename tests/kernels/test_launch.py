@@ -80,7 +80,7 @@ def test_layouts_that_are_promised_and_not_kept_are_found_where_kernels_are_inte
 
 
 def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:
-    """One rank's queries are transposed, another's are not: each launch looks at its own."""
+    """One rank's queries are transposed, another's are not: each has tables, and so launches, of its own."""
     world = tritoncp.simulate(2)
     mask = create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16)
     plan, x = world.make_plan(mask), qkv(64, heads=2, dtype=torch.float64)
@@ -89,7 +89,6 @@ def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:
     got = world.flex_attention(crossed, k, v, plan)
     for a, b in zip(got, world.flex_attention(q, k, v, plan), strict=True):
         assert torch.equal(a, b)
-    assert all(made.layouts is None for _, _, made in plan._shared["engines"].values())
 
 
 def test_kept_engines_are_bounded(monkeypatch: Any) -> None:
