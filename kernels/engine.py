@@ -118,15 +118,15 @@ class TritonEngine:
     scale:    multiplies q k^T before score_mod
     options:  torch-style kernel options, see :func:`tritoncp.kernels.configs.choose`
     arch:     architecture whose tile shapes to use; that of the tensors' device unless given
-    layouts:  stands for the layouts of all tensors of a pass, which settle those of its launches, as each rank
-              has tables of its own; without it, each launch looks at its own
+    kept:     launches of passes whose tensors all have the same layouts, which settle those of each launch
+              (each rank has tables of its own); without it, a launch looks at its tensors
     """
 
     mods: Mods
     scale: float
     options: dict[str, Any] = field(default_factory=dict)
     arch: str | None = None
-    layouts: object | None = None
+    kept: dict[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         check_options(self.options)
@@ -134,8 +134,7 @@ class TritonEngine:
     def around(self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()) -> "TritonEngine":
         """The same around other captures, of the same layouts."""
         made = object.__new__(TritonEngine)
-        mods = self.mods._replace(score_caps=score_caps, score_dcaps=score_dcaps)
-        vars(made).update(vars(self), mods=mods)
+        vars(made).update(vars(self), mods=self.mods._replace(score_caps=score_caps, score_dcaps=score_dcaps))
         return made
 
     @cached_property
@@ -350,10 +349,12 @@ class TritonEngine:
         """``tensors`` are other ones at every call, mostly of the same layouts: what follows from these and
         from ``flags`` is kept with the tables."""
         caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
-        settled = self.layouts is not None
-        about = kind, h_offset, self.layouts if settled else self._alike, *flags.values()
         recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
-        return prepared(tables.launches, about, kernel, tensors, stats, caps, recipe, settled)
+        if self.kept is not None:
+            about = kind, h_offset, tables, *flags.values()
+            return prepared(self.kept, about, kernel, tensors, stats, caps, recipe, settled=True)
+        about = kind, h_offset, self._alike, *flags.values()
+        return prepared(tables.launches, about, kernel, tensors, stats, caps, recipe)
 
     def _recipe(
         self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, given: dict[str, Any]

@@ -111,7 +111,7 @@ class Prepared(NamedTuple):
     tensors:     (place, name, kind of argument, what it holds besides the tensor)
     descriptors: (place, name of the tensor, fields)
     others:      (place, name) of those that are not empty
-    layouts:     of all of them, as :func:`_layouts` has it
+    layouts:     of all of them, where kernels run interpreted
     """
 
     launch: Launch
@@ -138,7 +138,8 @@ class Prepared(NamedTuple):
         for at in places:
             values[at] = None  # what is new each time is not kept
         launch = Launch(kernel, recipe.grid, values, recipe.config, [])
-        return cls(launch, moving, copied, some, _layouts(tensors | stats, others))
+        layouts = _layouts(tensors | stats, others) if INTERPRETED else ()
+        return cls(launch, moving, copied, some, layouts)
 
 
 def prepared(
@@ -155,15 +156,16 @@ def prepared(
     at every launch too.
 
     kept:    where launches like it are, found by ``about``, and by layouts
-    settled: ``about`` settles the layouts: they are looked at where kernels run interpreted only
+    settled: everything in ``kept`` is about one pass, in which ``about`` settles the layouts; they are looked
+             at only where kernels run interpreted, to see that it does
     """
     named = tensors | stats
     key = about if settled else (about, _layouts(named, others))
     if (found := kept.get(key)) is None:
-        if len(kept) >= MOST:
+        if len(kept) >= MOST and not settled:
             kept.clear()
         found = kept[key] = Prepared.of(kernel, tensors, stats, others, recipe())
-    elif settled and INTERPRETED and found.layouts != _layouts(named, others):
+    elif INTERPRETED and found.layouts != _layouts(named, others):
         raise AssertionError(f"launches of {kernel.__name__} that should be alike differ in their layouts")
     like, values = found.launch, found.launch.values.copy()
     for at, name, kind, fields in found.tensors:
@@ -176,26 +178,27 @@ def prepared(
 
 
 def _layouts(named: Tensors, others: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*map(seen, named.values()), *[value and facts(value) for value in others.values()])
+    return (*map(layout_of, named.values()), *[value and facts(value) for value in others.values()])
+
+
+def layout_of(x: Tensor | None) -> Any:
+    """What a kernel is compiled and launched for: the tensor's type, shape and strides, whether its address
+    is a multiple of 16, and on AMD whether 32 bits hold every offset in its memory."""
+    if x is None:
+        return None
+    if torch.version.hip:
+        return x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0, x.untyped_storage().nbytes() < 2**31
+    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0
 
 
 def facts(value: Any) -> Any:
-    """What Triton compiles an argument for: of tensors the type and whether the address is a multiple of 16,
-    of numbers what it makes use of."""
+    """What Triton compiles an argument for: a number by what it makes use of, a tensor without its shape and
+    strides, which are arguments of their own."""
     if isinstance(value, tuple):
         return tuple(map(facts, value))
     if isinstance(value, Tensor):
-        dtype, _, _, *address = seen(value)
+        dtype, _, _, *address = layout_of(value)
         return dtype, *address
     if isinstance(value, int):
         return value == 1, value % 16 == 0, -(2**31) <= value < 2**31, value < 2**63
     return type(value)
-
-
-def seen(x: Tensor | None) -> Any:
-    """The same of a tensor that is used as it lies in memory."""
-    if x is None:
-        return None
-    if torch.version.hip:  # where Triton makes use of offsets that 32 bits hold
-        return x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0, x.untyped_storage().nbytes() < 2**31
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0

@@ -1,6 +1,7 @@
 """The all-gather schedule: what is sent when, what is kept, and that heads may be cut anywhere."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tests.dist.ranks import run as on_ranks
@@ -187,6 +189,43 @@ def test_one_rank_sends_nothing(schedule: str) -> None:
         close(a, b, name)
 
 
+# -- what comes out -----------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, F32, F64], ids=str)
+def test_results_may_be_edited(schedule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are nobody's view, and share no memory with each other."""
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    world = tritoncp.simulate(2)
+    plan = world.make_plan(MASK, schedule=schedule)
+    shards = [[s.requires_grad_() for s in world.shard(t.to(dtype), plan, dim=2)] for t in qkv(24, heads=2)]
+    wants = AuxRequest(lse=True, max_scores=True)
+    outs, aux = world.flex_attention(*shards, plan, return_aux=wants)
+    found = [*outs, *aux.lse, *aux.max_scores]
+    before = [t.detach().clone() for t in found]
+    for t in found:
+        t.mul_(2)
+    assert all(torch.equal(t, 2 * b) for t, b in zip(found, before, strict=True))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dims", [(3, 4), (4, 4), (5, 8)])
+def test_one_row_a_rank_and_odd_channels(
+    schedule: str, batch: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Views and copies change places where a dimension has one entry. Each batch row has its own mask."""
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    x = qkv(2, batch=batch, dim=dims[0], v_dim=dims[1], dtype=torch.bfloat16)
+    mask = create_block_mask(lambda b, h, i, j: (i + j + b) % 2 == 0, batch, 1, 2, 2, BLOCK_SIZE=1)
+    world = tritoncp.simulate(2)
+    plan = world.make_plan(mask, balancer=None, schedule=schedule)
+    start = cotangents(x)
+    agree(over_ranks(x, plan, start=start), oracle(x, mask, start=start), 2e-2)
+
+
 # -- what is kept for backward ------------------------------------------------------------------------
 
 
@@ -242,3 +281,16 @@ def test_real_ranks_compute_what_lockstep_does(kernels: bool, monkeypatch: pytes
     assert not all(bool(plan.for_rank(rank).valid.all()) for rank in range(2))  # one shard is padded
     for rank, found in enumerate(on_ranks(2, work)):
         same(found, shards(rank, whole.out, whole.lse, *whole.grads))
+
+
+def test_a_plan_with_another_schedule_is_another_plan() -> None:
+    """What is kept with a plan outlives ``replace``; launches of one schedule are not another's."""
+
+    def work(group: Any) -> list[bool]:
+        plan = tritoncp.make_plan(MASK, group, schedule="fetch")
+        x = tritoncp.shard(torch.ones(1, 2, 24, 16).cumsum(2), plan, dim=2)
+        plans = [replace(plan, schedule=name, handle=None).pinned() for name in ("fetch", "ring", "ulysses")]
+        found = [tritoncp.flex_attention(x, x, x, p, group) for p in plans * 2]
+        return [torch.allclose(y, found[0], atol=1e-5) for y in found]
+
+    assert on_ranks(2, work) == [[True] * 6] * 2

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,12 @@ from tritoncp import captured, comm, engines, tuned, tuning
 from tritoncp.engines import Spec
 from tritoncp.handles import held_by
 from tritoncp.host import host
-from tritoncp.kernels.launch import facts, seen
+from tritoncp.kernels.launch import facts, layout_of
+from tritoncp.mods import Mod
 from tritoncp.plan import Plan
 from tritoncp.schedules import schedule_of
 
+T = TypeVar("T")
 MOST = 256  # engines that are kept with one plan
 
 
@@ -47,38 +49,57 @@ def undisturbed() -> Iterator[None]:
 
 
 def _engine(
-    spec: str, plan: Plan, scale: float, ranks: int, tensors: Sequence[Tensor], captures: list[Tensor],
-    ints: list[int], floats: list[float], grads: Sequence[Tensor] = (),
+    spec: str, plan: Plan, scale: float, q: list[Tensor], k: list[Tensor], v: list[Tensor],
+    captures: list[Tensor], ints: list[int], floats: list[float], others: Sequence[Tensor] = (),
+    grads: Sequence[Tensor] = (),
 ) -> Any:  # fmt: skip
-    """What computes a call on ``tensors``: q, k, v and what else there is, of each rank. Kept with the plan
-    for calls of these layouts; but not what a graph carries, which may read globals, and is only read here.
-    """
-    call, q, v = Spec.decode(spec), tensors[:ranks], tensors[2 * ranks]
-    group, kernels = comm.named(call.world) if call.world else None, engines.uses_triton(v.device)
-    tiles = tuned.text_of(v.device, group) if kernels else ""
-    layouts = *map(seen, tensors), *map(seen, captures), *map(facts, ints), *map(seen, grads)
-    key = spec, scale, plan.rank, v.device, tiles, layouts
-    kept = plan._once("engines", dict)
-    mask, measured, known = kept.get(key, (None, None, None))
-    if known is not None:
-        return engines.around(known, call, v.device, captures, ints, floats, grads)
-    if measured is None:
-        every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
-        mask, measured = captured.mask_of(plan, q, every_rank=every), {}
-        if tiles:
-            kind = tuned.kind_of(plan.mask, mask is not None)
-            scored = call.score is not None or call.carried is not None
-            dims, shape = (q[0].shape[3], v.shape[3]), (q[0].shape[1], v.shape[1], q[0].shape[2])
-            like = tuned.Call.of(v.dtype, dims, kind, scored)
-            tuning.if_asked(v.device, group, like, shape)
-            measured = tuned.configs(v.device, like, group)
+    """What computes a pass over q, k, v and other tensors. Kept with the plan for passes of these layouts;
+    but not what a graph carries, which may read globals, and is only read here."""
+    call, device = Spec.decode(spec), q[0].device
+    kernels, kept = engines.uses_triton(device), plan._once("engines", dict)
+    tiles = tuned.text_of(device, comm.named(call.world) if call.world else None) if kernels else ""
+    key = (
+        spec, scale, tiles, device, plan.rank, plan.schedule, plan.degree,
+        *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, others),
+        *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
+    )  # fmt: skip
+    if (known := kept.get(key)) is not None:
+        return engines.around(known, call, device, captures, ints, floats, grads)
+    mask, measured = _measured(spec, plan, q, v[0], tiles)
     again = kernels and call.carried is None
-    name = object() if again else None
-    made = engines.make(call, scale, mask, q[0], captures, ints, floats, grads, measured, name)
-    if key not in kept:
-        if len(kept) >= MOST:
-            kept.clear()
-        kept[key] = mask, measured, made.around() if again else None
+    made = engines.make(
+        call, scale, mask, q[0], captures, ints, floats, grads, measured, {} if again else None
+    )
+    if again:
+        _keep(kept, key, made.around())
+    return made
+
+
+def _measured(
+    spec: str, plan: Plan, q: list[Tensor], v: Tensor, tiles: str
+) -> tuple[Mod | None, dict[str, Any]]:
+    """The mask_mod of a call and the tiles that were measured for it, or are now, by all ranks together: so
+    it goes by nothing in which one rank's tensors may differ from another's."""
+    call, (_, heads, rows, d), e = Spec.decode(spec), q[0].shape, v.shape[3]
+    kept = plan._once("measured", dict)
+    key = spec, tiles, q[0].device, q[0].dtype, q[0].shape, v.shape, plan.rank, plan.schedule, plan.degree
+    if (known := kept.get(key)) is not None:
+        return known
+    every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
+    mask, found = captured.mask_of(plan, q, every_rank=every), {}
+    if tiles:
+        group = comm.named(call.world) if call.world else None
+        scored = call.score is not None or call.carried is not None
+        like = tuned.Call.of(v.dtype, (d, e), tuned.kind_of(plan.mask, mask is not None), scored)
+        tuning.if_asked(v.device, group, like, (heads, v.shape[1], rows))
+        found = tuned.configs(v.device, like, group)
+    return _keep(kept, key, (mask, found))
+
+
+def _keep(kept: dict[Any, T], key: Any, made: T) -> T:
+    if len(kept) >= MOST:
+        kept.clear()
+    kept[key] = made
     return made
 
 
@@ -116,7 +137,7 @@ def _attend(
         return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
 
     known = _plan(plan)
-    engine = _engine(spec, known, scale, len(q), [*q, *k, *v], captures, ints, floats)
+    engine = _engine(spec, known, scale, q, k, v, captures, ints, floats)
     outs, lses, tops = zip(*_drive(call, known, len(q), schedule), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
@@ -165,8 +186,8 @@ def _differentiate(
         return tuple(_own(grad, x[i].dtype) for grad, x in zip(found, (q, k, v), strict=True))
 
     known, grads = _plan(plan), engines.buffers(call, captures, lses[0])
-    tensors = [*q, *k, *v, *outs, *lses, *douts, *dlses]
-    engine = _engine(spec, known, scale, len(q), tensors, captures, ints, floats, grads)
+    others = *outs, *lses, *douts, *dlses
+    engine = _engine(spec, known, scale, q, k, v, captures, ints, floats, others, grads)
     done = _drive(call, known, len(q), schedule)
     found = engines.sums(call, captures, grads)
     return [x for part in zip(*done, strict=True) for x in part] + found

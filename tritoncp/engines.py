@@ -75,10 +75,10 @@ def make(
     floats: Sequence[float],
     grads: Sequence[Tensor] = (),
     measured: Mapping[str, Any] = MappingProxyType({}),
-    layouts: object | None = None,
+    kept: dict[Any, Any] | None = None,
 ) -> Any:
     """The engine of one call. ``grads``: a buffer for each capture in ``spec.wants``; ``measured``: options
-    that stand where the caller gave none; ``layouts``: see TritonEngine."""
+    that stand where the caller gave none; ``kept``: see TritonEngine."""
     score, grads = _score(spec, q, captures, ints, floats, grads)
     if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
         raise ValueError(
@@ -92,7 +92,7 @@ def make(
         # Hand-written mods are promised one head at a time: h is a scalar.
         alone = {"PACK_GQA": False} if by_hand else {}
         options = {**measured, **alone, **dict(spec.options)}
-        return TritonEngine(launched(mask, score, q.device, grads), scale, options, layouts=layouts)
+        return TritonEngine(launched(mask, score, q.device, grads), scale, options, kept=kept)
     _notice()
     if score is None:
         return EagerEngine(scale, _bound(mask))
@@ -119,24 +119,29 @@ def around(
     """A TritonEngine of an earlier call around what this one captures."""
     if not (captures or ints or floats):
         return engine
-    score = _registered(spec, captures, ints, floats)
-    return engine.around(score.caps(device=device), score.dcaps(grads) if grads else ())
+    return engine.around(*_values(_registered(spec, captures, ints, floats), device, grads))
 
 
 def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
     """User functions as kernels take them; ``grads``: a buffer for each capture that wants a gradient."""
     from tritoncp.kernels.engine import Mods
 
+    caps, dcaps = _values(score, device, grads) if score else ((), ())
     return Mods(
         mask=mask and mask.fn,
         mask_caps=mask.caps(device=device) if mask else (),
         score=score and score.fn,
         score_grad=score and score.grad,
         score_back=score and score.back,
-        score_caps=score.caps(device=device) if score else (),
+        score_caps=caps,
         score_steady=score is not None and score.steady,
-        score_dcaps=score.dcaps(grads) if score and grads else (),
+        score_dcaps=dcaps,
     )
+
+
+def _values(score: Mod, device: torch.device, grads: Sequence[Tensor]) -> tuple[Any, Any]:
+    """What a score_mod captures, and where the gradients go, as kernels take them."""
+    return score.caps(device=device), score.dcaps(grads) if grads else ()
 
 
 def buffers(spec: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tensor]:

@@ -7,13 +7,15 @@ import inspect
 import multiprocessing
 import os
 import stat
+import threading
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tritoncp.mods import cache, mask_mod
+from tritoncp.mods import cache, mask_mod, score_mod
 
 
 @pytest.fixture
@@ -108,6 +110,19 @@ def test_an_unsafe_directory_is_not_used(directory: Path, tmp_path: Path, level:
     private = Path(module.__file__ or "").parent
     assert mode(private) == 0o700
     assert directory not in private.parents
+
+
+def test_threads_translate_at_once(directory: Path) -> None:
+    """Tracing changes what is global to a process: one at a time."""
+    ready = threading.Barrier(4)
+
+    def translate(number: int) -> bool:
+        ready.wait()
+        made = [score_mod(lambda s, b, h, q, kv, n=n: s * (q + n) - kv) for n in range(number, 24, 4)]
+        return all(mod.graph is not None for mod in made)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(translate, range(4)))
 
 
 def _write_many(directory: str, worker: int) -> None:

@@ -241,11 +241,11 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
                 if known.tensors
                 else known.mod
             )
-    traced = trace(fn, arguments == 5, dtype, found)
-    mod = _build(traced)
-    origins = _origins(traced, found.tensors)
-    if key is not None and origins is not None:
-        with _LOCK:
+    with _LOCK:  # tracing changes what is global to the process
+        traced = trace(fn, arguments == 5, dtype, found)
+        mod = _build(traced)
+        origins = _origins(traced, found.tensors)
+        if key is not None and origins is not None:
             _KNOWN[key] = _Known(mod.around(numbers=mod.numbers), origins)
             while len(_KNOWN) > _MOST_KNOWN:
                 _KNOWN.popitem(last=False)

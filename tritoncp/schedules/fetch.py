@@ -70,8 +70,9 @@ def _numbered(plan: Plan, local: Tensor) -> Tensor:
 
 def _add_home(plan: Plan, home: Tensor, back: Tensor) -> None:
     """One rank's gradients after the other: a sum in a fixed order, whoever shares a row."""
-    total, sends = _numbered(plan, home), list(plan.fetch.sends)
+    sends = list(plan.fetch.sends)
     for rows, part in zip(plan.fetch_rows(home.device).split(sends), back.split(sends)):
-        total[rows] += part
-    if plan.fetch.batched:
-        home.copy_(total[:, 0].unflatten(0, home.shape[1::-1]).transpose(0, 1))
+        if plan.fetch.batched:
+            home[rows % len(home), rows // len(home)] += part[:, 0]
+        else:
+            home[rows] += part

@@ -43,12 +43,14 @@ def forward(
     (whole_q,) = yield from trade.heads([q], trade.q_heads)
     keys = yield from trade.heads([k, v], trade.kv_heads)
     row = local if trade.plan.world_size == 1 else inner
-    found = row.forward(trade.plan, Heads(engine, trade), whole_q, *keys, want_max)
-    whole_out, *stats = yield from trade.between_rows(found)
-    some = [whole_out, *[_channels(x, whole_out.dtype) for x in stats if x is not None]]
-    found = yield from trade.sequence(some, trade.q_heads, q.shape[2])
-    out, lse, *top = (x.clone(memory_format=torch.contiguous_format) for x in _parts(found, some))
-    return out, _numbers(lse, stats[0].dtype), _numbers(top[0], stats[0].dtype) if top else None
+    inside = row.forward(trade.plan, Heads(engine, trade), whole_q, *keys, want_max)
+    whole_out, whole_lse, top = yield from trade.between_rows(inside)
+    some = [whole_out, *[_channels(x, q.dtype) for x in (whole_lse, top) if x is not None]]
+    back = yield from trade.sequence(some, trade.q_heads, q.shape[2])
+    out, lse, *tops = _parts(back, some)
+    out = out.clone(memory_format=torch.contiguous_format)  # a result may be edited: it is nobody's view
+    lse, *tops = (_numbers(x, whole_lse.dtype) for x in (lse, *tops))
+    return out, lse, tops[0] if tops else None
 
 
 def backward(
@@ -61,14 +63,16 @@ def backward(
     engine.delta(out, dout, dlse, delta)()
     some = [q, dout, _channels(lse, q.dtype), _channels(delta, q.dtype)]
     whole_q, whole_dout, *stats = yield from trade.heads(some, trade.q_heads)
-    whole_q, whole_dout = whole_q.contiguous(), whole_dout.contiguous()  # rows as descriptors want them
+    # One head alone is not copied on arrival: between its rows lie numbers, which leave none a multiple of 16
+    # bytes behind the other, as descriptors want them.
+    whole_q, whole_dout = whole_q.contiguous(), whole_dout.contiguous()
     whole_lse, whole_delta = (_numbers(x, lse.dtype) for x in stats)
     keys = yield from trade.heads([k, v], trade.kv_heads)
     alone = ring if trade.shares else local  # a ring of one leaves dK and dV in float32, to be summed
     row = alone if trade.plan.world_size == 1 else inner
     heads = Heads(engine, trade, whole_delta)
-    found = row.backward(trade.plan, heads, whole_q, *keys, whole_dout, whole_lse, whole_dout, None)
-    dq, *dkv = yield from trade.between_rows(found)
+    inside = row.backward(trade.plan, heads, whole_q, *keys, whole_dout, whole_lse, whole_dout, None)
+    dq, *dkv = yield from trade.between_rows(inside)
     dq = yield from trade.sequence([dq.to(q.dtype)], trade.q_heads, q.shape[2])
     total = yield from trade.total(dkv, k.shape[2], k.shape[1])
     dk, dv = _parts(total, dkv)
@@ -96,7 +100,7 @@ class Trade:
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> Trade:
         heads = q.shape[1], k.shape[1]
-        return plan._once(("trade", plan.rank, *heads), lambda: cls._of(plan, *heads))
+        return plan._once(("trade", plan.rank, plan.degree, *heads), lambda: cls._of(plan, *heads))
 
     @classmethod
     def _of(cls, plan: Plan, heads: int, kv_heads: int) -> Trade:
@@ -195,8 +199,10 @@ def _channels(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same back again."""
-    return x.contiguous().view(dtype).squeeze(3)
+    """The same back again, in memory of its own."""
+    made = x.new_empty(x.shape[:3], dtype=dtype)
+    _channels(made, x.dtype).copy_(x)
+    return made
 
 
 def _say(heads: int, world: int, degree: int) -> None:
