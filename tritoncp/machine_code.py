@@ -43,14 +43,14 @@ def sass(text: str) -> list[Instruction]:
         always = guard is None and (address is None or address.start() == 0)
         target = places.get(int(address[1], 16)) if address else None
         code.append(
-            Instruction(op, operands, target, always and op.startswith(("BRA", "JMP", "EXIT", "RET")))
+            Instruction(op, operands, target, always and op.startswith(("BRA", "BRX", "JMP", "EXIT", "RET")))
         )
     return code
 
 
 def ptx(text: str) -> list[Instruction]:
     """Instructions of a PTX module. Labels inside inline assembly are not followed."""
-    return _labelled(text, _PTX, jumps=("bra.uni", "bra"), last=("ret", "exit"))
+    return _labelled(text, _PTX, jumps=("bra.uni", "bra"), last=("ret", "exit", "brx"))
 
 
 def gcn(text: str) -> list[Instruction]:
@@ -80,6 +80,7 @@ def _labelled(
 def loops(code: Code) -> list[list[Instruction]]:
     """Bodies of natural loops: from a header, which every way from the first instruction into the loop
     passes, to the jumps back to it.  What waits at the far end of the code and jumps back in is no loop.
+    A jump by a table (BRX), which is not in the text, goes wherever nothing else leads to.
 
     >>> jump = lambda target: Instruction("BRA", "", target, ends=False)
     >>> a, b, c, d = (Instruction(name, "") for name in "abcd")
@@ -90,6 +91,8 @@ def loops(code: Code) -> list[list[Instruction]]:
         [i + 1] * (not x.ends and i + 1 < len(code)) + ([x.target] if x.target is not None else [])
         for i, x in enumerate(code)
     ]
+    for table in [i for i, x in enumerate(code) if x.op.lower().startswith("brx")]:
+        after[table] += _entries(code, after)
     before: list[list[int]] = [[] for _ in code]
     for i, successors in enumerate(after):
         for successor in successors:
@@ -103,6 +106,14 @@ def loops(code: Code) -> list[list[Instruction]]:
             body = reachable & {head}.union(*(_reach(before, i, head) for i in back))
             bodies.append(_in_order(code, body, max(back)))
     return [[code[i] for i in body] for body in sorted(bodies, key=len)]
+
+
+def _entries(code: Code, after: list[list[int]]) -> list[int]:
+    """Where code begins that cannot be reached, but from there."""
+    reachable = _reach(after, 0, None)
+    behind = [i for i, x in enumerate(code[:-1], 1) if x.ends and i not in reachable]
+    reach = {i: _reach(after, i, None) for i in behind}
+    return [i for i in behind if not any(i in reach[j] and j not in reach[i] for j in behind)]
 
 
 def _in_order(code: Code, body: set[int], back: int) -> list[int]:
@@ -129,11 +140,23 @@ def _reach(edges: list[list[int]], start: int, without: int | None) -> set[int]:
     return seen
 
 
-def innermost(code: Code, kind: str = "tensor") -> list[list[Instruction]]:
-    """Loops that hold instructions of a kind and no smaller loop that does; shortest first."""
-    holding = [body for body in loops(code) if any(kind_of(x.op) == kind for x in body)]
+def innermost(code: Code, *kinds: str) -> list[list[Instruction]]:
+    """Loops that hold instructions of these kinds ("tensor" unless given) and no smaller loop that does;
+    shortest first."""
+    wanted = {*(kinds or ("tensor",))}
+    holding = [body for body in loops(code) if any(kind_of(x.op) in wanted for x in body)]
     ids = [set(map(id, body)) for body in holding]
     return [body for body, own in zip(holding, ids) if not any(other < own for other in ids)]
+
+
+def meeting(body: Iterable[Instruction]) -> int:
+    """Warps of a loop whose warps are specialised: as many as meet at a barrier of its own, one if none do.
+
+    >>> meeting([Instruction("BAR.SYNC.DEFER_BLOCKING", "0x2, 0x80")]), meeting([])
+    (4, 1)
+    """
+    threads = (re.search(r", 0x(\w+)", x.operands) for x in body if x.op.startswith("BAR.SYNC"))
+    return max((int(found[1], 16) // 32 for found in threads if found), default=1)
 
 
 # The first pattern that an instruction's name begins with says its kind. "convert" and "compare" run on the

@@ -478,15 +478,23 @@ def inner_loop(
     loops, machine = machine_code.innermost(code), machine_code.MACHINES[family(job.arch)]
     if not loops:  # of a mask so short that the compiler knows how few tiles there are
         return {}
-    groups = loops[: 2 if row["warps"] > config.num_warps else 1]
+    specialised = row["warps"] > config.num_warps
+    if apart := specialised and "mufu" not in machine_code.mix(loops[0]):
+        loops = machine_code.innermost(code, "tensor", "mufu", "memory")
+    groups = loops[: len(loops) if apart else 2 if specialised else 1]
     body, masked = groups[-1], loops[len(groups) :]
     done = machine_code.products(body)
-    if any(name.startswith("UTC") for name in row["mma"]) and machine_code.products(body) == []:
+    if any(name.startswith("UTC") for name in row["mma"]) and done == []:
         done = machine_code.products(machine_code.innermost(machine_code.ptx(ptx))[0])
-    each = [machine_code.cycles(group, done, config.num_warps, machine) for group in groups]
+    if apart:
+        each = [machine_code.cycles(one, [], machine_code.meeting(one), machine) for one in groups]
+        each.append(machine_code.cycles([], done, 1, machine))
+        hidden = 1.0, 1.0
+    else:
+        each = [machine_code.cycles(group, done, config.num_warps, machine) for group in groups]
+        hidden = min(map(machine_code.hidden, groups))
     spent = machine_code.Cycles(*map(sum, zip(*each)))
     used = row["registers"], row["shared_bytes"], machine, row["tensor_columns"]
-    hidden = min(map(machine_code.hidden, groups))
     turns = len(groups) if job.kernel == "gluon" else 1  # barriers make them take turns
     limit = machine_code.bound(spent, row["warps"], *used, hidden, turns)
     issued = spent.tensor * machine.flops / useful(job, config)
