@@ -280,15 +280,25 @@ def specialises(arch: str, kind: str = "specialised") -> int:
     """The largest head dim whose forward pass may have specialised warps on ``arch``, 0 for none: see
     :mod:`tritoncp.kernels.specialised`, or for "gluon" :mod:`tritoncp.kernels.gluon`.
 
-    >>> specialises("sm_90"), specialises("sm_90", "gluon"), specialises("sm_100")
-    (192, 128, 0)
+    >>> specialises("sm_90"), specialises("sm_90", "gluon"), specialises("sm_100"), specialises("sm_80")
+    (192, 128, 128, 0)
     """
     return max(_RULES[family(arch)].get(kind, {}), default=0)
 
 
+def divisible(arch: str, head_dim: int) -> bool:
+    """Whether specialised warps may multiply queries and keys of ``head_dim`` channels, in two pieces where
+    it takes that. On sm_100 they may not: others would carry the sum from one product to the next.
+
+    >>> divisible("sm_90", 96), divisible("sm_100", 96), divisible("sm_100", 112)
+    (True, False, True)
+    """
+    return family(arch) != "sm_100" or pieces(head_dim)[1] == 0
+
+
 def unfit(config: Config) -> Iterator[str]:
     """Why tiles are not those of a route whose warps are specialised: for two groups of four warps, with 64
-    rows each, and for copies ahead of them."""
+    rows each (sm_100: for one that does the softmax and one that rescales), and for copies ahead of them."""
     if (config.BLOCK_M, config.num_warps) != (128, 4) or config.num_stages < 2:
         yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
 

@@ -1,10 +1,13 @@
-"""Forward over full blocks only, with specialised warps: one group copies tiles, two groups of four compute.
+"""Forward over full blocks only, with specialised warps: some copy tiles while others compute.
 
-The compiler cuts the loop in two by itself (``tl.range(warp_specialize=True)``), within narrow limits, on
-sm_90 with Triton 3.7: four warps, 128 query rows, descriptors that are made on the device for everything that
-is loaded as a tile, one counted loop without a branch.  So masked blocks are a launch of their own, which
-leaves its state, and a row may have two runs of full blocks.  Nothing of this has run on a GPU: wrong results
-are known of specialised loops (triton#8311) and of four warps (fla#988), so nobody gets it who does not ask.
+The compiler cuts the loop in pieces by itself (``tl.range(warp_specialize=True)``). On sm_90 with Triton 3.7
+one group of warps copies and two groups of four have 64 query rows each, within narrow limits: four warps,
+128 query rows, descriptors that are made on the device for everything that is loaded as a tile, one counted
+loop without a branch.  On sm_100 it cuts the same loop by what is done: two warps copy, one issues products
+(tcgen05), ahead of four that do the softmax, and four rescale the accumulator in tensor memory.  So masked
+blocks are a launch of their own, which leaves its state, and a row may have two runs of full blocks.  Nothing
+of this has run on a GPU: wrong results are known of specialised loops (triton#8311) and of four warps
+(fla#988), so nobody gets it who does not ask.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritoncp.kernels.configs import architecture, specialises, unfit
+from tritoncp.kernels.configs import architecture, divisible, specialises, unfit
 from tritoncp.kernels.forward import leave
 from tritoncp.kernels.launch import Launch, Launches, State
 from tritoncp.kernels.tiles import (
@@ -368,7 +371,9 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
     elif max(q.shape[3], v.shape[3]) > specialises(arch):
         yield f"on {arch} there are tiles up to a head dim of {specialises(arch)}"
     elif q.dtype.itemsize != 2:
-        yield f"{q.dtype} is not multiplied by wgmma"
+        yield f"{q.dtype} is not multiplied by wgmma or tcgen05"
+    elif not divisible(arch, q.shape[3]):
+        yield f"on {arch} queries of {q.shape[3]} channels are multiplied in two pieces: pad them to 64 or 128"
     else:
         yield from unfit(engine.config("specialised", q, v, tables))
     if tables.kv_block & -tables.kv_block < 16:

@@ -13,8 +13,8 @@ from typing import Any
 
 import tritoncp
 from tritoncp import tuned
-from tritoncp.kernels.configs import Config, copies, family, fuses, specialises
-from tritoncp.machine_code import KINDS, MACHINES
+from tritoncp.kernels.configs import Config, copies, divisible, family, fuses, specialises
+from tritoncp.machine_code import KINDS, MACHINES, TENSOR_COLUMNS
 from tritoncp.offline import KERNELS, Job, compile_all
 
 Row = dict[str, Any]
@@ -81,7 +81,8 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
             if dim <= specialises(arch, "gluon"):
                 jobs += [Job("gluon", arch, dim, variant=mask) for mask in MASKS if mask != "mask_mod"]
         jobs += [Job(name, arch, dim) for dim in (96, 192) for name in passes]
-        jobs += [Job("specialised", arch, dim) for dim in (96, 192) if dim <= specialises(arch)]
+        two = [dim for dim in (96, 192) if dim <= specialises(arch) and divisible(arch, dim)]
+        jobs += [Job("specialised", arch, dim) for dim in two]
         jobs += [Job(name, arch, 128, "float16") for name in passes]
         jobs += [Job("gluon", arch, 128, "float16")] if specialises(arch, "gluon") else []
         jobs += [Job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
@@ -166,8 +167,12 @@ def complaints(row: Row, before: Row | None) -> list[str]:
     found = []
     if row["shared_bytes"] > limit:
         found.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
+    if (row.get("tensor_columns") or 0) > TENSOR_COLUMNS:
+        found.append(f"{row['tensor_columns']} columns of tensor memory, there are {TENSOR_COLUMNS}")
     if row.get("kernel") in ("specialised", "gluon") and row["warps"] == row["config"]["num_warps"]:
         found.append("the compiler has not specialised its warps")
+    elif row.get("kernel") == "specialised" and row["tensor_columns"] and row.get("hidden") != 1:
+        found.append("no warp issues products ahead of the softmax")
     if row.get("touched"):
         found.append(f"{row['touched']} instructions touch registers of products under way")
     if before is None:

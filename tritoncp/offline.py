@@ -467,7 +467,9 @@ def inner_loop(
 ) -> dict[str, Any]:
     """The loop over full blocks: the shortest of the innermost ones with matrix products.  The loop over
     masked blocks, if there is one, does the same and masks.  Specialised warps have one loop for each of two
-    groups of as many warps as the config says; counts of instructions are those of the longest.
+    groups of as many warps as the config says, or one for each part of the work, where one warp issues the
+    products (tcgen05): all softmax is beside them if that warp is ahead, which it is if P V comes first in
+    its loop, before scores of another tile.  Counts of instructions are those of the longest.
 
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
     registers in both; hidden: the share of exponentials that run beside products; touched: instructions that
@@ -489,7 +491,8 @@ def inner_loop(
     if apart:
         each = [machine_code.cycles(one, [], machine_code.meeting(one), machine) for one in groups]
         each.append(machine_code.cycles([], done, 1, machine))
-        hidden = 1.0, 1.0
+        ahead = float(done[0].shared == 2 * done[0].k * done[0].n)  # P is in tensor memory, queries are not
+        hidden = ahead, ahead
     else:
         each = [machine_code.cycles(group, done, config.num_warps, machine) for group in groups]
         hidden = min(map(machine_code.hidden, groups))
