@@ -190,7 +190,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             dims=(96, 128, 192, 256),
         ),
         "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 8, 2, TMA)),
-        "specialised": _dims((128, 128, 4, 4, TMA), (128, 128, 4, 3, TMA), dims=(64, 128)),
+        "specialised": _dims((128, 128, 4, 4, COPY), (128, 128, 4, 3, COPY), dims=(64, 128)),
     },
     "sm_100, pointers": {
         "forward": _dims((128, 64, 4, 3), (128, 64, 4, 1, LEAN), (64, 64, 4, 1, LEAN)),
@@ -286,14 +286,14 @@ def specialises(arch: str, kind: str = "specialised") -> int:
     return max(_RULES[family(arch)].get(kind, {}), default=0)
 
 
-def divisible(arch: str, head_dim: int) -> bool:
-    """Whether specialised warps may multiply queries and keys of ``head_dim`` channels, in two pieces where
-    it takes that. On sm_100 they may not: others would carry the sum from one product to the next.
+def merges(arch: str) -> bool:
+    """Whether the compiler specialises the warps of a loop that masks some of its tiles, on ``arch``: one
+    launch then takes masked and full blocks.
 
-    >>> divisible("sm_90", 96), divisible("sm_100", 96), divisible("sm_100", 112)
-    (True, False, True)
+    >>> merges("sm_100"), merges("sm_90"), merges("interpreter")
+    (True, False, False)
     """
-    return family(arch) != "sm_100" or pieces(head_dim)[1] == 0
+    return arch != "interpreter" and family(arch) == "sm_100"
 
 
 def unfit(config: Config) -> Iterator[str]:

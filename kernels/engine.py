@@ -206,6 +206,7 @@ class TritonEngine:
             "LOAD_STATE": load_state,
             "STORE_STATE": store_state,
             "STORE_MAX": max_scores is not None,
+            "SPECIALISE": kind == "specialised",
         }
         made = self.launch(forward_kernel, kind, tensors, stats, tables, h_offset, flags)
         return made if made.values[_SPLITS] is None else _shared(made, q, v, tables)
@@ -362,7 +363,7 @@ class TritonEngine:
         q, k, v = (tensors[name] for name in "qkv")
         by_keys = kind in ("dkdv", "fused")  # programs are tiles of keys, and queries are streamed
         streamed = _streamed(tables, tensors, by_keys)
-        if kind == "specialised":  # makes descriptors of its own, and reads whole slots only
+        if "from_acc" in tensors:  # makes descriptors of its own, and reads whole slots only
             streamed = streamed._replace(tensors={}, ends="block")
         if kind == "forward":
             deal = self._deal(q, k, v, tables, streamed.copyable())

@@ -69,6 +69,21 @@ def leave(
 
 
 @triton.jit
+def rescaled(b_acc, b_r, HALVES: tl.constexpr):
+    """b_acc * b_r[:, None].  HALVES: one half of the channels after the other, since the compiler gives warps
+    that do nothing else, those of sm_100 where they are specialised, 88 registers."""
+    if HALVES:
+        M: tl.constexpr = b_acc.shape[0]
+        N: tl.constexpr = b_acc.shape[1]
+        b_0, b_1 = b_acc.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
+        b_0 *= b_r[:, None]
+        b_1 *= b_r[:, None]
+        return tl.join(b_0, b_1).permute(0, 2, 1).reshape([M, N])
+    else:
+        return b_acc * b_r[:, None]
+
+
+@triton.jit
 def forward_kernel(
     q,  # Strided [B, Hq, S, D]
     k,  # Strided [B, Hkv, rows, D]
@@ -123,6 +138,7 @@ def forward_kernel(
     STORE_MAX: tl.constexpr,
     PRECISION: tl.constexpr,
     ACC: tl.constexpr,  # float32, float64 for float64 inputs
+    SPECIALISE: tl.constexpr,  # warps, for sm_100: one loop, which masks behind a branch
 ):
     tl.static_assert(BLOCK_M >= 16 and BLOCK_N >= 16)
     # Later rows of a causal mask are the heaviest: start with them.
@@ -139,6 +155,7 @@ def forward_kernel(
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
+    KEEP: tl.constexpr = HOIST and not (SPECIALISE and MASK == "mod")
 
     row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q)
     i_hkv, i_h, o_m = tile_rows(i_y, n_m, BLOCK_M, GROUP, PACK)
@@ -171,9 +188,9 @@ def forward_kernel(
         n_tiles = row_tiles(rows, begin, last, pos, pos_hi, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW)
         n_take = tl.cdiv(n_tiles, splits)
         n_skip = i_split * n_take
-    for FULL in tl.static_range(2):  # masked blocks, then full ones
-        if HAS_FULL if FULL else HAS_MASKED:
-            for i_run in range(mid if FULL else begin, end if FULL else mid):
+    for FULL in tl.static_range(1 if SPECIALISE else 2):  # masked blocks, then full ones
+        if SPECIALISE or (HAS_FULL if FULL else HAS_MASKED):
+            for i_run in range(mid if FULL else begin, end if FULL or (SPECIALISE and not WINDOW) else mid):
                 pos_end = pos + tl.minimum(n_m, ROWS)
                 t_lo, t_hi, kind, cut, skip = run_tiles(
                     rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
@@ -184,8 +201,16 @@ def forward_kernel(
                     n_skip -= n_passed
                     t_hi = tl.minimum(t_hi, t_lo + n_take)
                     n_take -= t_hi - t_lo
-                for i_t in tl.range(t_lo, t_hi, disable_licm=not HOIST):
-                    i_kv = i_t + tl.where(i_t >= cut, skip, 0)
+                if SPECIALISE and WINDOW:
+                    t_hi += skip
+                for i_t in tl.range(t_lo, t_hi, disable_licm=not KEEP, warp_specialize=SPECIALISE):
+                    if not SPECIALISE:
+                        masked = not FULL
+                    elif WINDOW:
+                        masked = (i_t < cut) | (i_t >= cut + skip)
+                    else:
+                        masked = i_run < mid
+                    i_kv = i_t + (0 if SPECIALISE else tl.where(i_t >= cut, skip, 0))
                     kv_row, kv_pos, n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
                     o_kv = (kv_pos + o_n)[None, :]
                     m_n = within(o_n, n_n, not EVEN if FULL else RAGGED)[None, :]
@@ -207,7 +232,7 @@ def forward_kernel(
                     b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)  # [M, N]
                     if not FOLD:
                         _, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
-                    if not FULL:
+                    if masked:
                         if WINDOW:
                             m_in = in_window(o_n[None, :], o_q - kv_pos, left, right, n_n if RAGGED else None)
                         elif MASK == "mod" and k_desc0 is not None:
@@ -262,9 +287,9 @@ def forward_kernel(
                         not EVEN if FULL else RAGGED,
                         False,
                     )  # [N, E]
-                    b_acc0 *= b_r[:, None]
+                    b_acc0 = rescaled(b_acc0, b_r, SPECIALISE)
                     if E1 > 0:
-                        b_acc1 *= b_r[:, None]
+                        b_acc1 = rescaled(b_acc1, b_r, SPECIALISE)
                     b_acc0, b_acc1 = outer(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
 
     if splits is not None:

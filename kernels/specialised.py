@@ -1,12 +1,14 @@
-"""Forward over full blocks only, with specialised warps: some copy tiles while others compute.
+"""Forward with specialised warps: some copy tiles, others compute.  The compiler cuts a loop in parts by
+itself (``tl.range(warp_specialize=True)``), with Triton 3.7 in one way on each architecture.
 
-The compiler cuts the loop in pieces by itself (``tl.range(warp_specialize=True)``). On sm_90 with Triton 3.7
-one group of warps copies and two groups of four have 64 query rows each, within narrow limits: four warps,
-128 query rows, descriptors that are made on the device for everything that is loaded as a tile, one counted
-loop without a branch.  On sm_100 it cuts the same loop by what is done: two warps copy, one issues products
-(tcgen05), ahead of four that do the softmax, and four rescale the accumulator in tensor memory.  So masked
-blocks are a launch of their own, which leaves its state, and a row may have two runs of full blocks.  Nothing
-of this has run on a GPU: wrong results are known of specialised loops (triton#8311) and of four warps
+sm_90: one group of warps copies, two of four compute, within narrow limits: four warps, 128 query rows,
+descriptors that are made on the device for everything that is loaded as a tile, one counted loop without a
+branch.  So masked blocks are a launch of their own, which leaves its state; the kernel here takes full ones
+from there, and a row may have two runs of them.
+sm_100: two warps copy, one multiplies, four do the softmax and four rescale the accumulator. That takes the
+loop of ``forward_kernel`` with its masks, so there is one launch and nothing of what is here but
+:func:`obstacles`.
+Nothing of this has run on a GPU: wrong results are known of specialised loops (triton#8311) and of four warps
 (fla#988), so nobody gets it who does not ask.
 """
 
@@ -21,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritoncp.kernels.configs import architecture, divisible, specialises, unfit
+from tritoncp.kernels.configs import architecture, merges, pieces, specialises, unfit
 from tritoncp.kernels.forward import leave
 from tritoncp.kernels.launch import Launch, Launches, State
 from tritoncp.kernels.tiles import (
@@ -131,18 +133,6 @@ def full_tiles(
         b_lo = tl.load(p_run + 3, mask=two, other=0) * TILES
         b_hi = tl.load(p_run + 4, mask=two, other=0) * TILES
         return a_lo, a_hi + (b_hi - b_lo), a_hi, b_lo - a_hi
-
-
-@triton.jit
-def rescaled(b_acc, b_r):
-    """b_acc * b_r[:, None], one half of the channels after the other: on sm_100 that is all that four warps
-    do, for which the compiler gives them 88 registers."""
-    M: tl.constexpr = b_acc.shape[0]
-    N: tl.constexpr = b_acc.shape[1]
-    b_0, b_1 = b_acc.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
-    b_0 *= b_r[:, None]
-    b_1 *= b_r[:, None]
-    return tl.join(b_0, b_1).permute(0, 2, 1).reshape([M, N])
 
 
 @triton.jit
@@ -257,9 +247,9 @@ def specialised_kernel(
         b_m = b_max
         b_v0 = load_tile(v_desc0, kv_row)
         b_v1 = load_tile(v_desc1, kv_row)
-        b_acc0 = rescaled(b_acc0, b_r)
+        b_acc0 *= b_r[:, None]
         if E1 > 0:
-            b_acc1 = rescaled(b_acc1, b_r)
+            b_acc1 *= b_r[:, None]
         b_acc0, b_acc1 = outer(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
 
     leave(
@@ -304,12 +294,17 @@ def launch(
     load_state: bool = False,
     store_state: bool = False,
     h_offset: int = 0,
-) -> Launches:
+) -> Launch | Launches:
     """As ``engine.loops``, in two launches: masked blocks, which leave a state, then full ones from there,
     with specialised warps. Without masked blocks the second is enough. ``state`` is also room to work in.
+    In one launch where the compiler takes both.
 
     What this cannot do is not asked here, see :func:`obstacles`.
     """
+    if merges(engine.arch or architecture(q.device)):
+        made = {"out": out, "lse": lse, "max_scores": max_scores, "state": state}
+        step: dict[str, Any] = {"load_state": load_state, "store_state": store_state, "h_offset": h_offset}
+        return engine.loops(q, k, v, tables, **made, **step, kind="specialised")
     parts: list[Launch | Callable[[], None]] = []
     kept = State(*state) if state else None
     start = kept if load_state else None
@@ -372,12 +367,16 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
         yield f"on {arch} there are tiles up to a head dim of {specialises(arch)}"
     elif q.dtype.itemsize != 2:
         yield f"{q.dtype} is not multiplied by wgmma or tcgen05"
-    elif not divisible(arch, q.shape[3]):
-        yield f"on {arch} queries of {q.shape[3]} channels are multiplied in two pieces: pad them to 64 or 128"
+    elif merges(arch) and pieces(q.shape[3])[1]:
+        yield f"on {arch} scores of {q.shape[3]} channels are two products, with registers between them"
     else:
         yield from unfit(engine.config("specialised", q, v, tables))
     if tables.kv_block & -tables.kv_block < 16:
         yield f"no tile divides KV blocks of {tables.kv_block}"
+    if merges(arch):
+        if not engine.streams(k, v, tables):
+            yield "k or v has strides, or slots with ends, that leave nothing to descriptors"
+        return
     if not all(map(device_copyable, (q, k, v))):
         yield "q, k or v has strides or an address that leave nothing to descriptors"
     if tables.full_runs > 2:

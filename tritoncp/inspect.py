@@ -13,7 +13,7 @@ from typing import Any
 
 import tritoncp
 from tritoncp import tuned
-from tritoncp.kernels.configs import Config, copies, divisible, family, fuses, specialises
+from tritoncp.kernels.configs import Config, copies, family, fuses, merges, specialises
 from tritoncp.machine_code import KINDS, MACHINES, TENSOR_COLUMNS
 from tritoncp.offline import KERNELS, Job, compile_all
 
@@ -76,12 +76,13 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
             jobs.append(Job("combine", arch, dim, variant="few"))
             jobs += [Job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]
             if dim <= specialises(arch):
-                jobs += [Job("specialised", arch, dim, variant=mask) for mask in SPECIALISED]
-                jobs.append(Job("masked", arch, dim))
+                masks = MASKS if merges(arch) else SPECIALISED
+                jobs += [Job("specialised", arch, dim, variant=mask) for mask in masks]
+                jobs += [] if merges(arch) else [Job("masked", arch, dim)]
             if dim <= specialises(arch, "gluon"):
                 jobs += [Job("gluon", arch, dim, variant=mask) for mask in MASKS if mask != "mask_mod"]
         jobs += [Job(name, arch, dim) for dim in (96, 192) for name in passes]
-        two = [dim for dim in (96, 192) if dim <= specialises(arch) and divisible(arch, dim)]
+        two = [dim for dim in (96, 192) if dim <= specialises(arch) and not merges(arch)]
         jobs += [Job("specialised", arch, dim) for dim in two]
         jobs += [Job(name, arch, 128, "float16") for name in passes]
         jobs += [Job("gluon", arch, 128, "float16")] if specialises(arch, "gluon") else []

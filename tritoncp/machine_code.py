@@ -149,6 +149,33 @@ def innermost(code: Code, *kinds: str) -> list[list[Instruction]]:
     return [body for body, own in zip(holding, ids) if not any(other < own for other in ids)]
 
 
+def shortest(code: Code, body: Sequence[Instruction]) -> list[Instruction]:
+    """The way around a loop that takes the fewest instructions: without what may be skipped.
+
+    >>> code = [Instruction(op, "") for op in "abc"] + [Instruction("BRA", "", 0)]
+    >>> code[0] = Instruction("BRA", "", 2)
+    >>> [x.op for x in shortest(code, code)]
+    ['BRA', 'c', 'BRA']
+    """
+    own = set(map(id, body))
+    inside = {i for i, x in enumerate(code) if id(x) in own}
+    (head,) = (i for i in inside if code[i] is body[0])
+    came: dict[int, int] = {}
+    todo = [head]
+    for at in todo:
+        x = code[at]
+        for to in ([] if x.ends else [at + 1]) + ([] if x.target is None else [x.target]):
+            if to == head:
+                way = [at]
+                while way[-1] != head:
+                    way.append(came[way[-1]])
+                return [code[i] for i in reversed(way)]
+            if to in inside and to not in came:
+                came[to] = at
+                todo.append(to)
+    return list(body)
+
+
 def meeting(body: Iterable[Instruction]) -> int:
     """Warps of a loop whose warps are specialised: as many as meet at a barrier of its own, one if none do.
 

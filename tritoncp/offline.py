@@ -481,21 +481,24 @@ def inner_loop(
     if not loops:  # of a mask so short that the compiler knows how few tiles there are
         return {}
     specialised = row["warps"] > config.num_warps
-    if apart := specialised and "mufu" not in machine_code.mix(loops[0]):
-        loops = machine_code.innermost(code, "tensor", "mufu", "memory")
-    groups = loops[: len(loops) if apart else 2 if specialised else 1]
-    body, masked = groups[-1], loops[len(groups) :]
-    done = machine_code.products(body)
+    done = machine_code.products(loops[0])
     if any(name.startswith("UTC") for name in row["mma"]) and done == []:
         done = machine_code.products(machine_code.innermost(machine_code.ptx(ptx))[0])
-    if apart:
+    if specialised and "mufu" not in machine_code.mix(loops[0]):
+        loops = machine_code.innermost(code, "tensor", "mufu", "memory")
+        *others, softmax = loops
+        groups = [*others, machine_code.shortest(code, softmax)]
+        with_mask, without = (machine_code.mix(one).get("compare", 0) for one in (softmax, groups[-1]))
+        masked = [softmax] if with_mask > without else []
         each = [machine_code.cycles(one, [], machine_code.meeting(one), machine) for one in groups]
         each.append(machine_code.cycles([], done, 1, machine))
         ahead = float(done[0].shared == 2 * done[0].k * done[0].n)  # P is in tensor memory, queries are not
         hidden = ahead, ahead
     else:
+        groups, masked = loops[: 1 + specialised], loops[1 + specialised :]
         each = [machine_code.cycles(group, done, config.num_warps, machine) for group in groups]
         hidden = min(map(machine_code.hidden, groups))
+    body = groups[-1]
     spent = machine_code.Cycles(*map(sum, zip(*each)))
     used = row["registers"], row["shared_bytes"], machine, row["tensor_columns"]
     turns = len(groups) if job.kernel == "gluon" else 1  # barriers make them take turns

@@ -1,5 +1,6 @@
-"""The specialised route: masked blocks leave a state, full blocks go on from there in a launch of their own.
-Interpreted, nothing is specialised; what is computed is the same."""
+"""The specialised route: masked blocks leave a state, full blocks go on from there in a launch of their own;
+or as on sm_100 all of them in one launch, whose loop masks behind a branch.  Interpreted, nothing is
+specialised; what is computed is the same."""
 
 import math
 import threading
@@ -78,21 +79,30 @@ def test_launches_of_a_window_cut_it_at_the_same_tiles(mask: Any, forward_tile: 
         close(got, want, "out or lse")
 
 
+@pytest.fixture(params=[2, 1], ids=["two launches", "one"])
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on sm_90 and on sm_100."""
+    monkeypatch.setattr(specialised, "merges", lambda arch: request.param == 1)
+
+
 def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return 2 * torch.tanh(s / 2) - 0.1 * (q - kv).abs()
 
 
 def routes(x: QKV, mask: Mask, **given: Any) -> list[tuple[Tensor, ...]]:
-    """(out, lse, max_scores) by both routes."""
+    """(out, lse, max_scores) by both routes, the second in two launches and in one."""
     tables = single(mask).tables("cpu", *x.q.shape[:2])
     found = []
-    for route in ("loops", "specialised"):
+    for route, merges in (("loops", False), ("specialised", False), ("specialised", True)):
         one = replace(engine_of(x, mask.mask_mod, **given), options={"ROUTE": route})
         one = replace(one, mods=one.mods._replace(score_steady=True))
         out = torch.empty(*x.q.shape[:3], x.v.shape[3], dtype=x.q.dtype)
         lse, top = torch.empty(2, *x.q.shape[:3], dtype=F64 if x.q.dtype == F64 else F32)
-        launch = one.forward(*x, tables, out=out, lse=lse, max_scores=top)
-        assert isinstance(launch, Launches) == (route == "specialised")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(specialised, "merges", lambda arch, merges=merges: merges)
+            launch = one.forward(*x, tables, out=out, lse=lse, max_scores=top)
+        assert isinstance(launch, Launches) == (route == "specialised" and not merges)
+        assert isinstance(launch, Launches) or launch.args["SPECIALISE"] == merges
         launch()
         found.append((out, lse, top))
     return found
@@ -126,9 +136,10 @@ def test_a_score_mod_that_only_computes() -> None:
 def test_half_precision_differs_by_rounding_only(dtype: torch.dtype) -> None:
     """The state between the launches is float32."""
     x, mask = qkv(N, dtype=dtype), MASKS["causal"](N)
-    loops, two = routes(x, mask)
-    for a, b, what in zip(two, loops, ("out", "lse", "max_scores")):
-        close(a, b, what, torch.finfo(dtype).eps if what == "out" else 1e-5)
+    loops, *others = routes(x, mask)
+    for found in others:
+        for a, b, what in zip(found, loops, ("out", "lse", "max_scores")):
+            close(a, b, what, torch.finfo(dtype).eps if what == "out" else 1e-5)
 
 
 # -- steps ----------------------------------------------------------------------------------------------
@@ -136,6 +147,7 @@ def test_half_precision_differs_by_rounding_only(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("n", [48, 46], ids=["in place", "rows of the state no descriptor can copy"])
 @pytest.mark.parametrize("name", ["full", "causal"])
+@pytest.mark.usefixtures("launches")
 def test_steps_from_state_to_state(name: str, n: int) -> None:
     x, mask = qkv(n, dim=24, v_dim=40, dtype=F64), MASKS[name](n)
     one = engine_of(x, mask.mask_mod, ROUTE="specialised")
@@ -165,6 +177,7 @@ def test_the_state_left_is_that_of_the_loops() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
+@pytest.mark.usefixtures("launches")
 def test_slots_in_any_order(schedule: str) -> None:
     """Keys of two ranks, dealt in zig-zag: rows of full blocks lie wherever a table says."""
     x, mask = qkv(64), blocks(causal(), 64)
@@ -197,6 +210,8 @@ CAUSAL = create_block_mask(causal(), None, None, 512, 512)
 OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "architecture": ("on sm_80 there are tiles up to a head dim of 0", lambda: why(large(), CAUSAL, "sm_80")),
     "head dim": ("on sm_90 there are tiles up to a head dim of 192", lambda: why(large(256), CAUSAL)),
+    "head dim of sm_100": ("tiles up to a head dim of 128", lambda: why(large(192), CAUSAL, "sm_100")),
+    "two pieces": ("scores of 96 channels are two products", lambda: why(large(96), CAUSAL, "sm_100")),
     "dtype": ("float32 is not multiplied", lambda: why(large(dtype=F32), CAUSAL)),
     "warps": ("it takes BLOCK_M=128, num_warps=4", lambda: why(large(), CAUSAL, num_warps=8)),
     "stages": ("num_stages of 2 or more", lambda: why(large(), CAUSAL, num_stages=1)),
@@ -211,6 +226,10 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "strides": (
         "leave nothing to descriptors",
         lambda: why(large()._replace(k=torch.randn(1, 1, 512, 129).bfloat16()[..., 1:]), CAUSAL),
+    ),
+    "strides of sm_100": (
+        "leave nothing to descriptors",
+        lambda: why(large()._replace(k=torch.randn(1, 1, 512, 129).bfloat16()[..., 1:]), CAUSAL, "sm_100"),
     ),
     "runs": (
         "a row has 3 runs of full blocks",
@@ -236,6 +255,14 @@ def test_what_is_in_the_way_is_named(name: str) -> None:
     (line,) = found()
     assert said in line
     assert why(large(), CAUSAL) == []
+
+
+def test_one_launch_has_no_state_and_takes_what_two_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, short rows, many runs, masks with a mask_mod, score_mods that load."""
+    monkeypatch.undo()
+    x, dilated = large(), create_block_mask(lambda b, h, q, kv: (q - kv) % 3 == 0, None, None, 512, 512)
+    for mask in (CAUSAL, create_block_mask(sliding_window(9), None, None, 512, 512), dilated):
+        assert why(x, mask, "sm_100", score_mod=softcap, steady=False) == []
 
 
 def test_a_state_that_costs_more_than_it_wins_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,10 +368,13 @@ def test_launches_of_a_fresh_thread_give_the_same_bits() -> None:
 
 
 def test_warps_are_specialised_and_nothing_got_worse() -> None:
-    """One group copies, two compute: 12 warps for 4, no spill, no product too many, as the table says."""
-    jobs = [Job("specialised", "sm_90", dim) for dim in (64, 128)]
+    """One group copies, two compute, or on sm_100 one for each part of the work: 12 warps for 4, no spill, no
+    product too many, as the table says."""
+    jobs = [Job("specialised", "sm_90", dim) for dim in (64, 128)] + [Job("specialised", "sm_100", 128)]
     before = inspect.known()
     for row in inspect.inspected([*jobs, Job("masked", "sm_90", 128)], 1, 300):
+        if row["arch"] == "sm_100":  # products run ahead of all softmax; what masks is not in the full loop
+            assert row["hidden"] == 1 and row["loop"] < 0.6 * row["masked_loop"]
         assert inspect.complaints(row, before[inspect.key(row)]) == []
         assert row["warps"] == (12 if row["kernel"] == "specialised" else 8)
         assert row["flops"] == 1 and row["spill_bytes"] == 0 and row["tma"] > 0
