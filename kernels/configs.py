@@ -190,7 +190,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             dims=(96, 128, 192, 256),
         ),
         "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 8, 2, TMA)),
-        "specialised": _dims((128, 128, 4, 4, COPY), (128, 128, 4, 3, COPY), dims=(64, 128)),
+        "specialised": _dims((128, 128, 4, 4, COPY), (128, 128, 4, 3, TMA), dims=(64, 128)),
     },
     "sm_100, pointers": {
         "forward": _dims((128, 64, 4, 3), (128, 64, 4, 1, LEAN), (64, 64, 4, 1, LEAN)),

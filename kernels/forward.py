@@ -155,7 +155,7 @@ def forward_kernel(
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
-    KEEP: tl.constexpr = HOIST and not (SPECIALISE and MASK == "mod")
+    KEEP: tl.constexpr = HOIST and not (SPECIALISE and MASK == "mod")  # 184 bytes spilled with both
 
     row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q)
     i_hkv, i_h, o_m = tile_rows(i_y, n_m, BLOCK_M, GROUP, PACK)
