@@ -121,6 +121,15 @@ def test_bounds_that_fall_and_units_that_are_lost_are_named() -> None:
     ):
         assert any(said in line for line in inspect.complaints(was | change, was)), said
     assert inspect.complaints(was | {"tma": 0}, was | {"tma": 4}) == ["no TMA any more"]
+    parts = next(row for row in PASSES if row["kernel"] == "specialised" and row["arch"] == "sm_100")
+    parts |= {"warps": 12, "hidden": 1.0}
+    assert inspect.complaints(parts, parts) == []
+    for change, said in (
+        ({"warps": 4}, "the compiler has not specialised its warps"),
+        ({"hidden": 0.0}, "no warp issues products ahead of the softmax"),
+        ({"tensor_columns": 608}, "608 columns of tensor memory, there are 512"),
+    ):
+        assert inspect.complaints(parts | change, parts) == [said]
     assert inspect.complaints(was, None) == ["not in the table: tritoncp inspect --update writes it"]
 
 
@@ -217,6 +226,31 @@ def test_a_wait_at_the_far_end_is_no_loop() -> None:
     )
     (body,) = innermost(code)
     assert [x.op for x in body if x.op != "BRA"] == ["HMMA.16816.F32.BF16", "FADD"] and len(body) == 6
+
+
+def test_what_a_table_of_jumps_leads_to_is_found() -> None:
+    """Warps that are specialised wait in a loop to be told what to do; each part ends with a jump back."""
+    code = sass(
+        listing(
+            "LDC R2, c[0x2][R3]",  # 0x00: wait
+            "BRX R2 -0x20",
+            "UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR6]",  # 0x20: one part
+            "@P0 BRA 0x20",
+            "BRA 0x00",
+            "@P1 BRA 0x70",  # 0x50: another, which may skip
+            "FSEL R4, R4, R5",
+            "MUFU.EX2 R4, R4",
+            "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80",
+            "@P0 BRA 0x50",
+            "BRA 0x00",
+            "EXIT",
+        )
+    )
+    (one,), (other,) = innermost(code), innermost(code, "mufu")
+    assert [x.op for x in one] == ["UTCHMMA", "BRA"] and innermost(code, "tensor", "mufu") == [one, other]
+    assert [x.op for x in other] == ["BRA", "FSEL", "MUFU.EX2", "BAR.SYNC.DEFER_BLOCKING", "BRA"]
+    assert machine_code.shortest(code, other) == [other[0], *other[2:]]
+    assert (machine_code.meeting(one), machine_code.meeting(other)) == (1, 4)
 
 
 def test_the_outer_loop_and_code_behind_an_exit_are_left_out() -> None:

@@ -63,7 +63,7 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     that; head dims of two pieces, float16 and float32 with the kind that has most in registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (122, 389)
+    (122, 401)
     """
     jobs = []
     for arch in archs:

@@ -31,12 +31,16 @@ from tests.gpu.support import (
 )
 from tests.gpu.support import check as whole
 from tritoncp.kernels import specialised
-from tritoncp.kernels.configs import architecture, specialises
-from tritoncp.masks import Mask, and_masks, causal, document, full_mask
+from tritoncp.kernels.configs import architecture, merges, specialises
+from tritoncp.masks import Mask, and_masks, causal, document, full_mask, sliding_window
 
 LONG = 4096 if ON_GPU else 3 * BLOCK
 SHORT = (4 if ON_GPU else 3) * BLOCK
 ROUTE = {"ROUTE": "specialised"}
+MERGES = ON_GPU and merges(architecture(torch.device("cuda")))
+# Where one loop takes all blocks, it takes all masks, and scores are one product.
+MASKS = ("full", "causal", "documents", *(("window", "dilated") if MERGES else ()))
+TWO_PIECES = () if MERGES else (80, 192)
 
 
 @pytest.fixture(autouse=True)
@@ -57,12 +61,13 @@ def two_runs(b, h, q, kv):
 
 @pytest.mark.parametrize(
     ("name", "dim"),
-    [*itertools.product(("full", "causal", "documents"), (64, 128)), ("documents", 80), ("documents", 192)],
+    [*itertools.product(MASKS, (64, 128)), *(("documents", dim) for dim in TWO_PIECES)],
 )
 def test_answers(name, dim):
     """Tiles of one piece of channels and of two; grouped heads; a ragged end."""
     n = (10 if ON_GPU else 4) * BLOCK - 24
     mods = {"causal": causal(), "documents": and_masks(causal(), document(lengths=[21, n - 21]))}
+    mods |= {"window": sliding_window(200, 10), "dilated": lambda b, h, q, kv: (q - kv) % 3 == 0}
     mask = block_mask(mods[name], n) if name in mods else full_mask(n, n, block=BLOCK)
     check(qkv(n=n, dim=dim, heads=4, kv_heads=2, batch=2), mask)
 

@@ -18,7 +18,7 @@ from tritoncp.perf.record import Point
 
 # "fused" is a kernel of its own, for calls that ask for it, and never what "bwd" turns out to be: it adds up
 # dQ in whatever order programs end, and no file may take from a call that its bits are the same every time.
-# "few" is a decoding step.  "routes" compares what other ways through the forward pass Hopper has with the
+# "few" is a decoding step.  "routes" compares what other ways through the forward pass a GPU has with the
 # tiles that won there, which therefore come first.
 OPS = {
     "fwd": ("forward",),
