@@ -402,8 +402,9 @@ def choose(
     by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` there
     are no descriptors, whoever wants them.  ROUTE is of the forward pass: "loops" (the default) is one launch
     with a loop over masked and one over full blocks; "specialised" is two, the second with specialised warps,
-    where that can be had and pays, or on sm_100 one whose warps all are; "gluon" is one whose groups of warps take turns.  Where a route cannot be
-    had, a warning says why, and it is "loops".  (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
+    where that can be had and pays, or on sm_100 one whose warps all are; "gluon" is one whose groups of warps
+    take turns.  Where a route cannot be had, a warning says why, and it is "loops".  (PACK_GQA and SPLIT_KV:
+    see ``TritonEngine.loops``.)
     """
     return _chosen(kind, arch, head_dim, dtype, q_block, kv_block, tma, tuple(options.items()))
 
