@@ -369,6 +369,8 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
         yield f"{q.dtype} is not multiplied by wgmma or tcgen05"
     elif merges(arch) and pieces(q.shape[3])[1]:
         yield f"on {arch} scores of {q.shape[3]} channels are two products, with registers between them"
+    elif merges(arch) and not engine.config("specialised", q, v, tables).USE_TMA:
+        yield "it copies tiles by descriptor, which USE_TMA=False forbids"
     else:
         yield from unfit(engine.config("specialised", q, v, tables))
     if tables.kv_block & -tables.kv_block < 16:

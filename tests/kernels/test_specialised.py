@@ -227,6 +227,7 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
         "leave nothing to descriptors",
         lambda: why(large()._replace(k=torch.randn(1, 1, 512, 129).bfloat16()[..., 1:]), CAUSAL),
     ),
+    "pointers": ("USE_TMA=False forbids", lambda: why(large(), CAUSAL, "sm_100", USE_TMA=False)),
     "strides of sm_100": (
         "leave nothing to descriptors",
         lambda: why(large()._replace(k=torch.randn(1, 1, 512, 129).bfloat16()[..., 1:]), CAUSAL, "sm_100"),
