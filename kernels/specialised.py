@@ -375,6 +375,8 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
         yield from unfit(engine.config("specialised", q, v, tables))
     if tables.kv_block & -tables.kv_block < 16:
         yield f"no tile divides KV blocks of {tables.kv_block}"
+    if engine.mods.score and not engine.mods.score_steady:
+        yield "the score_mod loads what depends on q_idx or kv_idx, or may"
     if merges(arch):
         if not engine.streams(k, v, tables):
             yield "k or v has strides, or slots with ends, that leave nothing to descriptors"
@@ -385,8 +387,6 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
         yield f"a row has {tables.full_runs} runs of full blocks, and the loop takes 2"
     if tables.full_runs == 0:
         yield "there are no full blocks"
-    if engine.mods.score and not engine.mods.score_steady:
-        yield "the score_mod loads what depends on q_idx or kv_idx, or may"
     share = state_share(tables.keys, q.shape[3], v.shape[3])
     if tables.has_masked and share > STATE_SHARE:
         yield f"its state between two launches would take {share:.1%} of the time, over {STATE_SHARE:.0%}"

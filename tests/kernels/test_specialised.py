@@ -247,6 +247,10 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
         lambda: why(large(), create_block_mask(sliding_window(9), None, None, 512, 512)),
     ),
     "loads": ("loads what depends", lambda: why(large(), CAUSAL, score_mod=softcap, steady=False)),
+    "loads of sm_100": (
+        "loads what depends",
+        lambda: why(large(), CAUSAL, "sm_100", score_mod=softcap, steady=False),
+    ),
 }  # fmt: skip
 
 
@@ -259,11 +263,11 @@ def test_what_is_in_the_way_is_named(name: str) -> None:
 
 
 def test_one_launch_has_no_state_and_takes_what_two_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows, short rows, many runs, masks with a mask_mod, score_mods that load."""
+    """Windows, short rows, many runs, masks with a mask_mod."""
     monkeypatch.undo()
     x, dilated = large(), create_block_mask(lambda b, h, q, kv: (q - kv) % 3 == 0, None, None, 512, 512)
     for mask in (CAUSAL, create_block_mask(sliding_window(9), None, None, 512, 512), dilated):
-        assert why(x, mask, "sm_100", score_mod=softcap, steady=False) == []
+        assert why(x, mask, "sm_100", score_mod=softcap) == []
 
 
 def test_a_state_that_costs_more_than_it_wins_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
