@@ -174,8 +174,13 @@ def dq_kernel(
                         b_dp = inner(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
                     m_in = m_n
                     if not FULL:
+                        # Counted from the tile's first, keys are the same in each tile and stay in registers;
+                        # a score_mod has none to spare, and their positions at hand.
+                        first = kv_pos if SCORE_MOD is None else 0
+                        o_at = o_n[None, :] if SCORE_MOD is None else o_kv
+                        n_at = n_n + (kv_pos - first) if RAGGED else None
                         if WINDOW:
-                            m_in = in_window(o_n[None, :], o_q - kv_pos, left, right, n_n if RAGGED else None)
+                            m_in = in_window(o_at, o_q - first, left, right, n_at)
                         else:
                             m_in = visible(
                                 i_bm,
@@ -184,10 +189,10 @@ def dq_kernel(
                                 o_kv,
                                 m_m[:, None],
                                 m_n,
-                                o_n[None, :],
-                                (b_lo - kv_pos)[:, None],
-                                (b_hi - kv_pos)[:, None],
-                                n_n if RAGGED else None,
+                                o_at,
+                                (b_lo - first)[:, None],
+                                (b_hi - first)[:, None],
+                                n_at,
                                 kind,
                                 mask_caps,
                                 MASK,
@@ -413,7 +418,7 @@ def dkdv_kernel(
                             i_h += tl.where(i_t == t_hi, 1, 0)
                             i_t = tl.where(i_t == t_hi, t_lo, i_t)
 
-    if FLIP:  # again: they would take registers in the loops
+    if FLIP or SCORE_MOD is not None:  # again: they would take registers in the loops
         row, _, n_n = locate(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
     store_pair(dk, head(dk, i_b, i_part), row, o_n, n_n, b_dk0 * SCALE, b_dk1 * SCALE, D0, D1, D, ADD)
     store_pair(dv, head(dv, i_b, i_part), row, o_n, n_n, b_dv0, b_dv1, E0, E1, E, ADD)

@@ -119,6 +119,8 @@ FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larg
 # "pointers": where strides leave nothing to descriptors; there addresses take registers.
 # Small tiles where two programs then share a multiprocessor: one multiplies while the other waits for its
 # softmax.  What four warps do on sm_90 is what torch's flex_attention launches there for the same head dims.
+# "heavy": where there is a score_mod that loads something for each score, or for dQ one that adds to gradients
+# of what it captures, and the other tiles would spill.
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": {
         "forward": _dims(
@@ -130,6 +132,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         ),
         "few": _dims((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
         "dq": _dims((64, 64, 4, 2, LEAN, ONE), (32, 32, 4, 2, LEAN, ONE), dims=(128, 256)),
+        "dq, heavy": _dims((64, 64, 4, 2, LEAN, ONE), (64, 32, 4, 2, LEAN, ONE), (32, 32, 4, 2, LEAN, ONE)),
         "dkdv": _dims(
             (64, 64, 4, 2, LEAN),
             (32, 128, 8, 2, LEAN),
@@ -147,6 +150,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
     },
     "sm_90": {
         "forward": _dims((128, 64, 4, 2, TMA), (128, 128, 8, 2, COPY), (128, 64, 8, 2, TMA)),
+        "forward, heavy": _dims((128, 64, 4, 2, TMA), (128, 128, 8, 2, COPY), (128, 32, 8, 2, TMA)),
         "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 4, 2, TMA)),
         "dq": _dims(
             (128, 32, 8, 2, TMA, TWO),
@@ -154,7 +158,9 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             (64, 64, 4, 2, TMA),
             dims=(128, 192, 256),
         ),
+        "dq, heavy": _dims((128, 32, 8, 2, TMA), dims=(256,)),
         "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2, TMA), (128, 64, 8, 1, TMA, FLIP), dims=(96, 128, 256)),
+        "dkdv, heavy": _dims((64, 128, 8, 2), (64, 128, 8, 2, TMA), (64, 64, 8, 1, TMA), dims=(96, 128, 256)),
         "fused": _dims((64, 128, 8, 2, COPY), (64, 128, 8, 1, TMA), (128, 64, 8, 1, TMA, FLIP)),
         "specialised": _dims(
             (128, 128, 4, 4, TMA),
@@ -182,6 +188,8 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             (128, 64, 4, 2, TMA), (128, 64, 4, 1, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
         ),
         "dq": _dims((128, 64, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA, ONE), dims=(128, 256)),
+        "dq, heavy": _dims((128, 32, 4, 2, TMA, ONE), (64, 32, 4, 1, TMA, ONE), dims=(128, 256)),
+        "dkdv, heavy": _dims((64, 64, 4, 1, TMA), (64, 64, 8, 1, LEAN, ONE), dims=(96, 256)),
         "dkdv": _dims(
             (64, 64, 4, 1, TMA),
             (64, 64, 8, 1, LEAN),
@@ -303,17 +311,21 @@ def unfit(config: Config) -> Iterator[str]:
         yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
 
 
-def default(kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True) -> Config:
+def default(
+    kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True, heavy: bool = False
+) -> Config:
     """The config of pass ``kind`` ("forward", "dq", "dkdv", or "fused" for the last two in one; "few" for a
     forward pass of at most FEW rows) on ``arch``: "interpreter", "sm_90", "gfx942".
 
-    tma: whether the tensors can be copied by descriptor
+    tma:   whether the tensors can be copied by descriptor
+    heavy: whether a score_mod loads something for each score, or adds to what it captures
     """
     if arch == "interpreter":
         return Config(128, 128)
     tiles = _RULES[family(arch)] if tma else _RULES.get(f"{family(arch)}, pointers", _RULES[family(arch)])
     kinds = _WIDE if dtype.itemsize > 2 else tiles
     rules = kinds.get(kind, kinds["dkdv"])
+    rules = kinds.get(f"{kind}, heavy", rules) if heavy else rules
     config = next(config for dim, config in rules.items() if head_dim <= dim)
     if config.FLIP and family(arch) == "sm_90" and not _transposes():
         return default("fused", arch, head_dim, dtype, tma=False)  # half as much again of products
@@ -391,6 +403,7 @@ def choose(
     kv_block: int,
     options: dict[str, Any],
     tma: bool = True,
+    heavy: bool = False,
 ) -> Config:
     """The default, what was measured (CONFIGS) over it, the user's ``kernel_options`` over that, fitted to
     the mask's blocks and the tensors.  CONFIGS holds (pass, ((field of Config, value), ...)) for some passes;
@@ -406,7 +419,7 @@ def choose(
     take turns.  Where a route cannot be had, a warning says why, and it is "loops".  (PACK_GQA and SPLIT_KV:
     see ``TritonEngine.loops``.)
     """
-    return _chosen(kind, arch, head_dim, dtype, q_block, kv_block, tma, tuple(options.items()))
+    return _chosen(kind, arch, head_dim, dtype, q_block, kv_block, tma, heavy, tuple(options.items()))
 
 
 @lru_cache(1024)
@@ -418,6 +431,7 @@ def _chosen(
     q_block: int,
     kv_block: int,
     tma: bool,
+    heavy: bool,
     options: tuple[tuple[str, Any], ...],
 ) -> Config:
     """:func:`choose`, which every launch asks."""
@@ -432,7 +446,7 @@ def _chosen(
     given = measured | given
     if given.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # what goes with the rule's tiles alone
         given = {"FLIP": False, "maxnreg": None} | given
-    config = replace(default(kind, arch, head_dim, dtype, tma), **given)
+    config = replace(default(kind, arch, head_dim, dtype, tma, heavy), **given)
     return replace(
         config,
         BLOCK_M=fit(config.BLOCK_M, q_block),

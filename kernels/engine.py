@@ -56,7 +56,7 @@ class Mods(NamedTuple):
     score_grad: Any = None  # also scatters into score_dcaps
     score_back: Any = None  # the same without the scatter
     score_caps: tuple = ()
-    score_steady: bool = False  # known to load from captures at most what b and h choose
+    score_loads: int = 2  # with how many sides of a tile varies what it loads from captures; 2 if unknown
     score_dcaps: tuple = ()
 
 
@@ -301,7 +301,12 @@ class TritonEngine:
         """q_block: rows of a tile at most, where they are not those of a mask's block"""
         arch, block = self.arch or architecture(q.device), q_block or tables.q_block
         dim = max(q.shape[3], v.shape[3])
-        return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma)
+        return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, self._heavy(kind))
+
+    def _heavy(self, kind: str) -> bool:
+        """Whether the score_mod takes registers for each score: dQ adds to gradients, others load."""
+        mods = self.mods
+        return bool(mods.score_dcaps) if kind == "dq" else mods.score is not None and mods.score_loads == 2
 
     def _deal(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Deal:
         """Tiles that few rows fill and programs that fill the device, or what was asked for.  Interpreted,

@@ -155,7 +155,9 @@ def forward_kernel(
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
-    KEEP: tl.constexpr = HOIST and not (SPECIALISE and MASK == "mod")  # 184 bytes spilled with both
+    # A score_mod takes the registers that what is the same for every tile would; specialised warps with a
+    # mask_mod spilled 184 bytes for it.
+    TAKEN: tl.constexpr = (SCORE_MOD is not None and k_desc0 is not None) or (SPECIALISE and MASK == "mod")
 
     row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q)
     i_hkv, i_h, o_m = tile_rows(i_y, n_m, BLOCK_M, GROUP, PACK)
@@ -203,7 +205,7 @@ def forward_kernel(
                     n_take -= t_hi - t_lo
                 if SPECIALISE and WINDOW:
                     t_hi += skip
-                for i_t in tl.range(t_lo, t_hi, disable_licm=not KEEP, warp_specialize=SPECIALISE):
+                for i_t in tl.range(t_lo, t_hi, disable_licm=not HOIST or TAKEN, warp_specialize=SPECIALISE):
                     if not SPECIALISE:
                         masked = not FULL
                     elif WINDOW:

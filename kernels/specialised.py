@@ -375,7 +375,7 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
         yield from unfit(engine.config("specialised", q, v, tables))
     if tables.kv_block & -tables.kv_block < 16:
         yield f"no tile divides KV blocks of {tables.kv_block}"
-    if engine.mods.score and not engine.mods.score_steady:
+    if engine.mods.score and engine.mods.score_loads:
         yield "the score_mod loads what depends on q_idx or kv_idx, or may"
     if merges(arch):
         if not engine.streams(k, v, tables):

@@ -134,7 +134,7 @@ def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: S
         score_grad=score and score.grad,
         score_back=score and score.back,
         score_caps=caps,
-        score_steady=score is not None and score.steady,
+        score_loads=score.loads if score else 0,
         score_dcaps=dcaps,
     )
 

@@ -95,7 +95,7 @@ def routes(x: QKV, mask: Mask, **given: Any) -> list[tuple[Tensor, ...]]:
     found = []
     for route, merges in (("loops", False), ("specialised", False), ("specialised", True)):
         one = replace(engine_of(x, mask.mask_mod, **given), options={"ROUTE": route})
-        one = replace(one, mods=one.mods._replace(score_steady=True))
+        one = replace(one, mods=one.mods._replace(score_loads=0))
         out = torch.empty(*x.q.shape[:3], x.v.shape[3], dtype=x.q.dtype)
         lse, top = torch.empty(2, *x.q.shape[:3], dtype=F64 if x.q.dtype == F64 else F32)
         with pytest.MonkeyPatch.context() as patch:
@@ -195,10 +195,10 @@ def test_slots_in_any_order(schedule: str) -> None:
 # -- where it cannot be had -----------------------------------------------------------------------------
 
 
-def why(x: QKV, mask: Mask, arch: str = "sm_90", steady: bool = True, **options: Any) -> list[str]:
+def why(x: QKV, mask: Mask, arch: str = "sm_90", loads: int = 0, **options: Any) -> list[str]:
     """What is in the way."""
     one = replace(engine_of(x, mask.mask_mod, **options), arch=arch)
-    one = replace(one, mods=one.mods._replace(score_steady=steady))
+    one = replace(one, mods=one.mods._replace(score_loads=loads))
     return list(specialised.obstacles(one, *x, single(mask).tables("cpu", *x.q.shape[:2])))
 
 
@@ -246,10 +246,10 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
         "there are no full blocks",
         lambda: why(large(), create_block_mask(sliding_window(9), None, None, 512, 512)),
     ),
-    "loads": ("loads what depends", lambda: why(large(), CAUSAL, score_mod=softcap, steady=False)),
+    "loads": ("loads what depends", lambda: why(large(), CAUSAL, score_mod=softcap, loads=1)),
     "loads of sm_100": (
         "loads what depends",
-        lambda: why(large(), CAUSAL, "sm_100", score_mod=softcap, steady=False),
+        lambda: why(large(), CAUSAL, "sm_100", score_mod=softcap, loads=1),
     ),
 }  # fmt: skip
 

@@ -68,11 +68,12 @@ def emit(traced: Traced) -> str:
     return _header(traced, body) + body
 
 
-def steady(traced: Traced) -> bool:
-    """Whether the mod loads nothing that varies inside a tile: at most what b and h choose."""
+def loads(traced: Traced) -> int:
+    """With how many sides of a tile what the mod loads varies: 0 where at most b and h choose it, 2 where
+    each score has its own."""
     writer = Writer(traced)
     writer.run(traced.forward.graph)
-    return not writer.varying
+    return writer.sides
 
 
 def _function(name: str, arguments: str, lines: list[str]) -> str:
@@ -156,22 +157,24 @@ def _accumulate(block: Block, place: int, grad: Value) -> None:
 
 
 def _address(block: Block, base: str, indices: Indices) -> tuple[str, str]:
-    """Source of the pointer to an element, and of "every index is in range" ("" where that is certain)."""
-    terms = [
-        f"{as_rep(index.at, 'int64')} * {base}_strides[{i}]"
-        for i, index in enumerate(indices)
-        if index.at.const != 0
-    ]
-    offset = " + ".join(terms)
-    if len(terms) > 1:
-        offset = block.name(offset, "offset")
+    """Source of the pointer to an element, and of "every index is in range" ("" where that is certain).
+
+    What is the same for the whole tile is added first: 64 bits once, not for each element."""
+    of_tile, of_each = list[str](), list[str]()
+    for i, index in enumerate(indices):
+        if index.at.const != 0:
+            terms = of_each if index.at.axes else of_tile
+            terms.append(f"{as_rep(index.at, 'int64')} * {base}_strides[{i}]")
+    if of_tile and of_each:
+        base = block.name(" + ".join([base, *of_tile]), f"{base}_tile")
+        of_tile = []
     checks = list(dict.fromkeys(index.valid for index in indices if index.valid))
     valid = " & ".join(checks)
     if " & " in valid:
         valid = block.name(valid, "in_range")
-    elif valid:
-        valid = valid.removeprefix("(").removesuffix(")")
-    return (f"{base} + {offset}" if terms else base), valid
+    elif valid.startswith("("):
+        valid = valid[1:-1]
+    return " + ".join([base, *of_tile, *of_each]), valid
 
 
 class Writer:
@@ -183,7 +186,7 @@ class Writer:
         self.block.reserve(*_INPUTS, "keep", "caps", "dcaps")
         self.values: dict[fx.Node, Value | None] = {}
         self.kept: tuple[int, ...] = ()  # captures whose sizes the gradient may need
-        self.varying = False  # a load depends on what varies inside a tile
+        self.sides = 0  # of a tile, "q" and "kv", with which a load varies
 
     def run(self, graph: fx.Graph) -> list[Value | None]:
         for node in graph.nodes:
@@ -231,7 +234,7 @@ class Writer:
             address, valid = _address(self.block, f"t{place}", indices)
             text = f"tl.load({address}, mask={valid}, other=0)" if valid else f"tl.load({address})"
             axes = _UNIFORM.union(*(index.at.axes for index in indices))
-            self.varying = self.varying or bool(axes)
+            self.sides = max(self.sides, len(axes & {"q", "kv"}))
             if tensor.dtype is torch.bool:
                 text = f"{text} != 0" if axes else f"flag({text} != 0)"
             name = self.block.name(text, f"t{place}_value")

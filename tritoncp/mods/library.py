@@ -192,14 +192,22 @@ def wrap(i, size):
 
 
 @triton.jit
+def inside(i, size):
+    """Whether 0 <= i < size, in one comparison: as unsigned, a negative number is larger than any size."""
+    return tl.cast(i, tl.uint64) < tl.cast(size, tl.uint64)
+
+
+@triton.jit
 def accumulate(pointer, value, valid, keep):
     """Atomically add `value` at `pointer` wherever the position is visible and the index in range."""
     if pointer.dtype.element_ty == tl.int64:
         add_exactly(tl.broadcast_to(pointer, keep.shape), tl.broadcast_to(value, keep.shape), keep & valid)
     else:
         shape: tl.constexpr = keep.shape
-        value = tl.broadcast_to(value.to(pointer.dtype.element_ty), shape)
-        tl.atomic_add(tl.broadcast_to(pointer, shape), value, mask=keep & valid, sem="relaxed")
+        value = tl.where(keep, tl.broadcast_to(value.to(pointer.dtype.element_ty), shape), 0)
+        tl.atomic_add(
+            tl.broadcast_to(pointer, shape), value, mask=tl.broadcast_to(valid, shape), sem="relaxed"
+        )
 
 
 @triton.jit
@@ -210,7 +218,7 @@ def accumulate_sum(pointer, value, valid, keep):
         add_exactly(pointer, value, valid)
     else:
         value = tl.broadcast_to(value.to(pointer.dtype.element_ty), keep.shape)
-        tl.atomic_add(pointer, tl.sum(tl.where(keep & valid, value, 0)), mask=valid, sem="relaxed")
+        tl.atomic_add(pointer, tl.sum(tl.where(keep, value, 0)), mask=valid, sem="relaxed")
 
 
 @triton.jit

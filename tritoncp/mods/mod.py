@@ -18,7 +18,7 @@ from triton.runtime.jit import KernelInterface
 
 from . import cache
 from .captures import Fingerprint, describe
-from .emit import emit, steady
+from .emit import emit, loads
 from .trace import Traced, trace
 
 JITFunction: TypeAlias = Any  # what @triton.jit makes: another class where kernels run interpreted
@@ -35,7 +35,8 @@ class Mod:
         grad(dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps) -> dscore   # of the score that went in
 
     `grad` also adds to `dcaps`, atomically, wherever `keep` (a bool tile of the score's shape) is set.
-    Indices are global and lie in [0, 2^31). `steady`: fn loads from its tensors at most what b and h choose.
+    Indices are global and lie in [0, 2^30). `loads`: with how many sides of a tile varies what fn loads from
+    its tensors, 0 where at most b and h choose it, 2 where each score has its own.
     """
 
     digest: str
@@ -47,7 +48,7 @@ class Mod:
     wants: tuple[int, ...]
     graph: fx.GraphModule | None
     back: JITFunction | None = None  # grad for callers that only want dscore: adds nothing to dcaps
-    steady: bool = False
+    loads: int = 2
 
     def __call__(self, *arguments: Tensor) -> Tensor:
         """The torch form, around what is captured now: a Mod is a mask_mod or score_mod for torch too."""
@@ -130,7 +131,7 @@ class Mod:
         digest = cache.digest_of(f"{source}\n{structure}")
         if asked and back is None:
             raise ValueError("captures want gradients: pass back=, which is grad without the adding to dcaps")
-        return cls(digest, source, fn, grad, tensors, numbers, asked, None, back or grad, not tensors)
+        return cls(digest, source, fn, grad, tensors, numbers, asked, None, back or grad, 2 * bool(tensors))
 
 
 _MADE: set[weakref.ref[Mod]] = set()  # all that are alive
@@ -288,7 +289,7 @@ def _build(traced: Traced) -> Mod:
         traced.wants,
         traced.forward,
         back,
-        steady(traced),
+        loads(traced),
     )
 
 

@@ -1,7 +1,7 @@
 """Interval analysis over integers: which int64 values of torch may live in 32-bit registers.
 
 An `Interval` holds every value an expression can take, in exact Python integers. b, h, q_idx and kv_idx lie
-in [0, 2^31); captured integer tensors span their dtype; everything else follows by arithmetic. A result
+in [0, 2^30); captured integer tensors span their dtype; everything else follows by arithmetic. A result
 that could leave its torch dtype wraps there, so its interval becomes the whole dtype.
 
 >>> index = Interval(0, 2**31 - 1)
@@ -39,7 +39,7 @@ class Interval(NamedTuple):
         return other.lo <= self.lo and self.hi <= other.hi
 
 
-INDEX = Interval(0, 2**31 - 1)
+INDEX = Interval(0, 2**30 - 1)
 
 
 def whole(dtype: torch.dtype) -> Interval | None:

@@ -62,7 +62,7 @@ def wrap(block: Block, dim: Dim, index: Scalar) -> Index:
         return Index(index, f"({text} < {dim.text})")
     name = block.name(f"wrap({text}, {dim.text})", "wrapped")
     place = Scalar(name, torch.int64, "index", _ANY, None, index.axes)
-    return Index(place, f"({name} >= 0) & ({name} < {dim.text})")
+    return Index(place, f"inside({name}, {dim.text})")
 
 
 def gather(block: Block, source: Lazy, indices: Sequence[Scalar | Lazy | None]) -> Scalar | Lazy:
