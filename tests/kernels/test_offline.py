@@ -103,6 +103,36 @@ def test_few_rows_fit_everywhere(arch: str) -> None:
     check(arch, few_rows(arch, 64, 128, 256))
 
 
+def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: str) -> list[dict[str, Any]]:
+    """(Of which the workers know what tests/kernels/scores.py has.)"""
+    kernels = [name for name in KERNELS if name != "delta"]
+    jobs = [
+        Job(
+            name,
+            arch,
+            dim,
+            variant=mask,
+            score=score if score in ("alibi", "softcap") else f"{__package__}.scores:{score}",
+        )
+        for name, dim, mask, score in product(kernels, dims, masks, scores)
+    ]
+    return list(inspect.inspected(jobs, 1, 300))
+
+
+def test_what_learns_spills_nothing() -> None:
+    """Loaded for each score, and added to for each score: dQ spilled 392 bytes here once."""
+    check("sm_90", scored("sm_90", (128,), ("documents",), "table_learns"))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arch", inspect.ARCHS)
+def test_score_mods_spill_nothing_in_their_loops(arch: str) -> None:
+    scores = "alibi", "softcap", "table", "table_learns", "bias_learns", "slopes_learn"
+    rows = scored(arch, (64, 128, 256), ("causal", "documents"), *scores)
+    known = {("sm_80", "dkdv", 256)}  # smaller tiles would cost more than half of the bound
+    check(arch, [row for row in rows if (arch, row["kernel"], row["head_dim"]) not in known], spill=24)
+
+
 @pytest.mark.nightly
 def test_nothing_that_is_shipped_got_worse() -> None:
     before = inspect.known()
