@@ -119,8 +119,8 @@ FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larg
 # "pointers": where strides leave nothing to descriptors; there addresses take registers.
 # Small tiles where two programs then share a multiprocessor: one multiplies while the other waits for its
 # softmax.  What four warps do on sm_90 is what torch's flex_attention launches there for the same head dims.
-# "heavy": where there is a score_mod that loads something for each score, or for dQ one that adds to gradients
-# of what it captures, and the other tiles would spill.
+# "heavy": where there is a score_mod that loads something for each score, or for dQ one that adds to
+# gradients of what it captures, and the other tiles would spill.
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": {
         "forward": _dims(
@@ -188,6 +188,9 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             (128, 64, 4, 2, TMA), (128, 64, 4, 1, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
         ),
         "dq": _dims((128, 64, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA, ONE), dims=(128, 256)),
+        "forward, heavy": _dims(
+            (128, 64, 4, 2, TMA), (128, 32, 4, 2, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
+        ),
         "dq, heavy": _dims((128, 32, 4, 2, TMA, ONE), (64, 32, 4, 1, TMA, ONE), dims=(128, 256)),
         "dkdv, heavy": _dims((64, 64, 4, 1, TMA), (64, 64, 8, 1, LEAN, ONE), dims=(96, 256)),
         "dkdv": _dims(
