@@ -119,8 +119,8 @@ FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larg
 # "pointers": where strides leave nothing to descriptors; there addresses take registers.
 # Small tiles where two programs then share a multiprocessor: one multiplies while the other waits for its
 # softmax.  What four warps do on sm_90 is what torch's flex_attention launches there for the same head dims.
-# "heavy": where there is a score_mod that loads something for each score, or for dQ one that adds to
-# gradients of what it captures, and the other tiles would spill.
+# "heavy": where a score_mod loads something for each score, for dQ one that adds to its gradient as well, and
+# the other tiles would spill in their loops. "learns": for dQ, where it adds to less.
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": {
         "forward": _dims(
@@ -192,6 +192,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             (128, 64, 4, 2, TMA), (128, 32, 4, 2, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
         ),
         "dq, heavy": _dims((128, 32, 4, 2, TMA, ONE), (64, 32, 4, 1, TMA, ONE), dims=(128, 256)),
+        "dq, learns": _dims((128, 32, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA, ONE), dims=(128, 256)),
         "dkdv, heavy": _dims((64, 64, 4, 1, TMA), (64, 64, 8, 1, LEAN, ONE), dims=(96, 256)),
         "dkdv": _dims(
             (64, 64, 4, 1, TMA),
@@ -315,20 +316,20 @@ def unfit(config: Config) -> Iterator[str]:
 
 
 def default(
-    kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True, heavy: bool = False
+    kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True, score: str = ""
 ) -> Config:
     """The config of pass ``kind`` ("forward", "dq", "dkdv", or "fused" for the last two in one; "few" for a
     forward pass of at most FEW rows) on ``arch``: "interpreter", "sm_90", "gfx942".
 
     tma:   whether the tensors can be copied by descriptor
-    heavy: whether a score_mod loads something for each score, or adds to what it captures
+    score: "heavy" or "learns" where a score_mod is, see ``TritonEngine.weight``
     """
     if arch == "interpreter":
         return Config(128, 128)
     tiles = _RULES[family(arch)] if tma else _RULES.get(f"{family(arch)}, pointers", _RULES[family(arch)])
     kinds = _WIDE if dtype.itemsize > 2 else tiles
     rules = kinds.get(kind, kinds["dkdv"])
-    rules = kinds.get(f"{kind}, heavy", rules) if heavy else rules
+    rules = kinds.get(f"{kind}, {score}", rules)
     config = next(config for dim, config in rules.items() if head_dim <= dim)
     if config.FLIP and family(arch) == "sm_90" and not _transposes():
         return default("fused", arch, head_dim, dtype, tma=False)  # half as much again of products
@@ -406,7 +407,7 @@ def choose(
     kv_block: int,
     options: dict[str, Any],
     tma: bool = True,
-    heavy: bool = False,
+    score: str = "",
 ) -> Config:
     """The default, what was measured (CONFIGS) over it, the user's ``kernel_options`` over that, fitted to
     the mask's blocks and the tensors.  CONFIGS holds (pass, ((field of Config, value), ...)) for some passes;
@@ -422,7 +423,7 @@ def choose(
     take turns.  Where a route cannot be had, a warning says why, and it is "loops".  (PACK_GQA and SPLIT_KV:
     see ``TritonEngine.loops``.)
     """
-    return _chosen(kind, arch, head_dim, dtype, q_block, kv_block, tma, heavy, tuple(options.items()))
+    return _chosen(kind, arch, head_dim, dtype, q_block, kv_block, tma, score, tuple(options.items()))
 
 
 @lru_cache(1024)
@@ -434,7 +435,7 @@ def _chosen(
     q_block: int,
     kv_block: int,
     tma: bool,
-    heavy: bool,
+    score: str,
     options: tuple[tuple[str, Any], ...],
 ) -> Config:
     """:func:`choose`, which every launch asks."""
@@ -449,7 +450,7 @@ def _chosen(
     given = measured | given
     if given.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # what goes with the rule's tiles alone
         given = {"FLIP": False, "maxnreg": None} | given
-    config = replace(default(kind, arch, head_dim, dtype, tma, heavy), **given)
+    config = replace(default(kind, arch, head_dim, dtype, tma, score), **given)
     return replace(
         config,
         BLOCK_M=fit(config.BLOCK_M, q_block),

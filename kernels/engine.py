@@ -301,12 +301,15 @@ class TritonEngine:
         """q_block: rows of a tile at most, where they are not those of a mask's block"""
         arch, block = self.arch or architecture(q.device), q_block or tables.q_block
         dim = max(q.shape[3], v.shape[3])
-        return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, self._heavy(kind))
+        return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, self.weight(kind))
 
-    def _heavy(self, kind: str) -> bool:
-        """Whether the score_mod takes registers for each score: dQ adds to gradients, others load."""
-        mods = self.mods
-        return bool(mods.score_dcaps) if kind == "dq" else mods.score is not None and mods.score_loads == 2
+    def weight(self, kind: str) -> str:
+        """What of the score_mod takes registers for each score in a pass: "heavy" where it loads for each,
+        "learns" where dQ adds to gradients of what it loads otherwise."""
+        mods, each = self.mods, self.mods.score is not None and self.mods.score_loads == 2
+        if kind == "dq":
+            return ("heavy" if each else "learns") if mods.score_dcaps else ""
+        return "heavy" if each else ""
 
     def _deal(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Deal:
         """Tiles that few rows fill and programs that fill the device, or what was asked for.  Interpreted,
