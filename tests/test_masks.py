@@ -474,6 +474,9 @@ def test_other_mistakes_say_what_to_do() -> None:
         create_block_mask(causal(), None, None, 8, 8, BLOCK_SIZE=0)
     with pytest.raises(ValueError, match="has 2 x 1 blocks, its runs have 1 x 1"):
         Mask(8, 8, 4, 8, full_mask(8, 8).runs, None, None, None)
+    with pytest.raises(ValueError, match=r"16 x 1073741825; .* up to 1073741824 tokens"):
+        full_mask(16, (1 << 30) + 1, block=1 << 24)
+    assert full_mask(16, 1 << 30, block=1 << 24).kv_len == 1 << 30
 
 
 # -- slices, transposes, unions, intersections --------------------------------------------------------

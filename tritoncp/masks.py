@@ -39,6 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 Device = str | torch.device
+LONGEST = 1 << 30  # tokens: kernels count in 32 bits, sums and differences of positions included
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,11 @@ class Mask:
     handle: Tensor = field(init=False, repr=False)  # by which a compiled graph knows this mask
 
     def __post_init__(self) -> None:
+        if max(self.q_len, self.kv_len) > LONGEST:
+            raise ValueError(
+                f"a mask of {self.q_len} x {self.kv_len}; kernels count up to {LONGEST} tokens: cut the "
+                "sequence"
+            )
         need = (-(-self.q_len // self.q_block), -(-self.kv_len // self.kv_block))
         if self.runs.shape[2:] != need:
             raise ValueError(
