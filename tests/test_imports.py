@@ -90,6 +90,7 @@ ROOMS = {
             "expressions",
             "inspect",
             "machine_code",
+            "jobs",
             "offline",
             "planned",
             "tune",

@@ -19,10 +19,10 @@ from tritoncp import (
     tuned,
     tuning,
 )
+from tritoncp.jobs import VARIANTS
 from tritoncp.kernels import launch, specialised
 from tritoncp.kernels.configs import Config
 from tritoncp.masks import full_mask
-from tritoncp.offline import VARIANTS
 from tritoncp.perf.cases import MASKS as CASES
 from tritoncp.reference import dense_attention
 from tritoncp.tune.targets import MASKS

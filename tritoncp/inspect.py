@@ -13,9 +13,10 @@ from typing import Any
 
 import tritoncp
 from tritoncp import tuned
+from tritoncp.jobs import KERNELS, Job
 from tritoncp.kernels.configs import Config, copies, family, fuses, merges, specialises
 from tritoncp.machine_code import KINDS, MACHINES, TENSOR_COLUMNS
-from tritoncp.offline import KERNELS, Job, compile_all
+from tritoncp.offline import compile_all
 
 Row = dict[str, Any]
 

@@ -135,8 +135,9 @@ def dtype_of(name: str) -> torch.dtype:
 
 def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
     """What `tritoncp inspect` says of a kernel, said of torch's."""
+    from tritoncp.jobs import Job
     from tritoncp.kernels.configs import Config
-    from tritoncp.offline import Job, amd, inner_loop, nvidia
+    from tritoncp.offline import amd, inner_loop, nvidia
 
     def read(made: Any) -> dict[str, Any]:
         found = amd(made.asm["amdgcn"]) if "amdgcn" in made.asm else nvidia(made.asm)

@@ -15,11 +15,11 @@ import tritoncp
 from tests.kernels import gluon_model as model
 from tests.kernels.harness import QKV, close, engine_of, new_state, oracle, qkv, single
 from tritoncp import inspect
+from tritoncp.jobs import Job
 from tritoncp.kernels import gluon
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
-from tritoncp.offline import Job
 
 BF16 = torch.bfloat16
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from tritoncp import inspect
+from tritoncp.jobs import KERNELS, Job
 from tritoncp.kernels.configs import Config, family
 from tritoncp.machine_code import MACHINES
-from tritoncp.offline import KERNELS, Job, compile_all
+from tritoncp.offline import compile_all
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 MATRIX = {"sm_80": "HMMA", "sm_86": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}

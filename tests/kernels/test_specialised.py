@@ -32,10 +32,10 @@ from tests.kernels.harness import (
     single,
 )
 from tritoncp import inspect
+from tritoncp.jobs import Job
 from tritoncp.kernels import configs, engine, specialised
 from tritoncp.kernels.launch import Launches
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
-from tritoncp.offline import Job
 
 N = 48
 

@@ -19,9 +19,10 @@ from click.testing import CliRunner
 
 from tritoncp import tuned
 from tritoncp.cli import main
+from tritoncp.jobs import Job
 from tritoncp.kernels import specialised
 from tritoncp.kernels.configs import Config
-from tritoncp.offline import Compilers, Job, launch_of
+from tritoncp.offline import Compilers, launch_of
 from tritoncp.perf import check
 from tritoncp.perf.record import Point, Series, append
 from tritoncp.tune import run, search, targets

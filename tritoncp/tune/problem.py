@@ -13,12 +13,12 @@ from torch import Tensor
 from tritoncp import captured, engines
 from tritoncp.comm import lockstep
 from tritoncp.expressions import score_of
+from tritoncp.jobs import Job, options_of
 from tritoncp.kernels.configs import ROUTES, Config
 from tritoncp.kernels.engine import Mods, TritonEngine, route_of
 from tritoncp.kernels.launch import Launch, Launches
 from tritoncp.masks import create_block_mask, full_mask
 from tritoncp.mods import Mod
-from tritoncp.offline import Job, options_of
 from tritoncp.perf.cases import MASKS
 from tritoncp.plan import build
 from tritoncp.schedules import schedule_of

@@ -16,9 +16,9 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+from tritoncp.jobs import Job
 from tritoncp.kernels.configs import ROUTES, Config, family
 from tritoncp.machine_code import MACHINES
-from tritoncp.offline import Job
 from tritoncp.tune.journal import Journal
 from tritoncp.tune.targets import Routed, Target, candidates
 from tritoncp.tuned import WIN

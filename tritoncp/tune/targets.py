@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from tritoncp.expressions import score_of
+from tritoncp.jobs import Call, Job
 from tritoncp.kernels.configs import FEW, ROUTES, Config, copies, default, specialises
 from tritoncp.mods import Untranslatable, hand_written, score_mod
-from tritoncp.offline import Call, Job
 from tritoncp.perf.cases import CASES, Case
 from tritoncp.perf.record import Point
 
