@@ -54,11 +54,21 @@ def test_what_does_not_fit_is_nan_not_garbage(values):
 
 
 @pytest.mark.parametrize(
-    "values", [[2.0**59, -(2.0**59), 3.0], [-1.5, 0.25], [1e-20, 1e-20], [-(2.0**-80)], [0.0]]
-)
+    "values",
+    [
+        [2.0**59, -(2.0**59), 3.0], [-1.5, 0.25], [1e-20, 1e-20], [-(2.0**-80)], [0.0],
+        [-1e-7], [-3e-8], [-1e-12], [1e-9, -3e-9], [-(2.0**40), 1e-6],
+    ],
+)  # fmt: skip
 def test_what_fits_is_exact(values):
     expected = sum(torch.tensor(values).double().tolist())
     assert exact.total(added(torch.tensor(values))).item() == pytest.approx(expected, rel=1e-7)
+
+
+def test_a_sum_and_its_negative_differ_in_sign_alone():
+    values = torch.randn(300) * 2.0 ** torch.randint(-60, 20, (300,))
+    for some in (values, *values[:40, None]):
+        assert torch.equal(exact.total(added(-some)), -exact.total(added(some)))
 
 
 def test_the_kernels_count_the_slots_that_the_buffer_has():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.mods.harness import N, eager_score, run_grad
+from tests.mods.harness import N, eager_score, grad_kernel, run_grad, run_score
 from tritoncp.mods import Untranslatable, score_mod
 
 
@@ -88,23 +88,42 @@ def test_every_element_adds_to_a_repeated_capture() -> None:
     assert grad.item() == keep.sum().item()
 
 
-def test_scatters_out_of_range_write_nothing() -> None:
-    memory = torch.zeros(40, dtype=torch.float64)
-    table = torch.randn(8, dtype=torch.float64).requires_grad_()
-    mod = score_mod(lambda s, b, h, q, k: s + table[q - k], torch.float64)
-    from tests.mods.harness import grad_kernel
+@pytest.mark.parametrize(
+    ("size", "look"),
+    [
+        (8, lambda t, i: t[i]),
+        (4, lambda t, i: t.expand(2, 4).reshape(8)[i]),
+        (8, lambda t, i: t[torch.arange(8)[i]]),
+        (8, lambda t, i: t[torch.arange(8).flip(0)[i]]),
+        (8, lambda t, i: t.view(2, 4).t().reshape(8)[i]),
+        (8, lambda t, i: t[2:6][i]),
+    ],
+    ids=["plain", "expanded", "range", "flipped", "transposed", "slice"],
+)  # fmt: skip
+@pytest.mark.parametrize("visible", ["all", "some"])
+def test_out_of_range_nothing_is_read_or_written(size: int, look: Any, visible: str) -> None:
+    """Not even a zero, which would make the -0.0 around the gradient positive."""
+    memory = torch.full((400,), -0.0, dtype=torch.float64)
+    around = torch.full((400,), torch.nan, dtype=torch.float64)
+    table, into = around[200 : 200 + size], memory[200 : 200 + size]
+    table.copy_(torch.randn(size))
+    into.zero_()
+    mod = score_mod(lambda s, b, h, q, k: s + look(table, q - k), torch.float64)
+    assert not run_score(mod, torch.zeros(N, N, dtype=torch.float64)).isnan().any()
 
-    scores = torch.ones(N, N, dtype=torch.float64)
-    keep = torch.ones(N, N, dtype=torch.int8)
-    out = torch.zeros_like(scores)
-    args = (mod.caps(), mod.dcaps([memory[16:24]]), keep, mod.grad, N)
-    grad_kernel[(1,)](out, scores, scores, 0, 0, 0, 0, *args)
-    i = torch.arange(N)
-    diff = i[:, None] - i[None]
-    inside = diff[(diff >= -8) & (diff < 8)] % 8
-    assert torch.equal(memory[16:24], torch.bincount(inside, minlength=8).double())
-    assert not memory[:16].any()
-    assert not memory[24:].any()
+    learned = table.clone().requires_grad_()
+    mod = score_mod(lambda s, b, h, q, k: s + look(learned, q - k), torch.float64)
+    scores, keep = torch.ones(N, N, dtype=torch.float64), torch.ones(N, N, dtype=torch.int8)
+    keep = keep if visible == "all" else keep.tril().triu(-3)
+    args = (mod.caps(), mod.dcaps([into]), keep, mod.grad, N)
+    grad_kernel[(1,)](torch.zeros_like(scores), scores, scores, 0, 0, 0, 0, *args)
+    outside = torch.ones(400, dtype=torch.bool)
+    outside[200 : 200 + size] = False
+    assert memory[outside].signbit().all()
+    if visible == "some":  # distances 0 to 3: torch can say what these add
+        diff = (torch.arange(N)[:, None] - torch.arange(N)[None])[keep.bool()]
+        sum(look(learned, d) for d in diff).backward()
+        assert torch.allclose(into, learned.grad)
 
 
 def test_only_captures_that_require_grad_are_wanted() -> None:

@@ -299,8 +299,10 @@ class Writer:
         start, step = (bounds[0] if len(bounds) > 1 else 0), (bounds[2] if len(bounds) > 2 else 1)
 
         def place(indices: Indices) -> Scalar:
-            at_ = indices[0].at._replace(dtype=torch.int64)
-            at_ = Scalar(as_rep(at_, "int64"), torch.int64, "int64", Interval(0, 2**62), at_.const, at_.axes)
+            (index,) = indices
+            at_ = index.at._replace(dtype=torch.int64)
+            reach = Interval(-(2**62) if index.valid else 0, 2**62)  # what is out of range may be anything
+            at_ = Scalar(as_rep(at_, "int64"), torch.int64, "int64", reach, at_.const, at_.axes)
             moved = BINARY["mul"](self.block, torch.int64, at_, weak(step))
             return self.block.convert(
                 BINARY["add"](self.block, torch.int64, moved, weak(start)), result.dtype

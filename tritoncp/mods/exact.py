@@ -30,11 +30,20 @@ def total(buffer: Tensor) -> Tensor:
     >>> float(total(words))
     2.5
     """
-    words = list(buffer[..., :WORDS].unbind(-1))
-    for i in range(WORDS - 1, 0, -1):  # hand carries up, so that only the first word has a sign
-        words[i - 1] = words[i - 1] + (words[i] >> BITS)
-        words[i] = words[i] & ((1 << BITS) - 1)
+    words = _carried(buffer[..., :WORDS])
+    # Below zero the other words count up from far beneath, and what is small would be lost among them.
+    sign = torch.where(words[0] < 0, -1, 1)
+    words = _carried(buffer[..., :WORDS] * sign[..., None])
     value = torch.zeros_like(words[0], dtype=torch.float64)
     for i in range(WORDS - 1, -1, -1):
         value = value + words[i].double() * 2.0 ** (BITS * (1 - i))
-    return value.masked_fill(buffer[..., WORDS] != 0, torch.nan)
+    return (value * sign).masked_fill(buffer[..., WORDS] != 0, torch.nan)
+
+
+def _carried(words: Tensor) -> list[Tensor]:
+    """The same number with BITS bits a word, so that only the first has a sign."""
+    made = list(words.unbind(-1))
+    for i in range(WORDS - 1, 0, -1):
+        made[i - 1] = made[i - 1] + (made[i] >> BITS)
+        made[i] = made[i] & ((1 << BITS) - 1)
+    return made

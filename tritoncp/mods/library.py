@@ -199,7 +199,8 @@ def inside(i, size):
 
 @triton.jit
 def accumulate(pointer, value, valid, keep):
-    """Atomically add `value` at `pointer` wherever the position is visible and the index in range."""
+    """Atomically add `value` at `pointer` wherever the position is visible and the index in range; and zero
+    where only the latter holds."""
     if pointer.dtype.element_ty == tl.int64:
         add_exactly(tl.broadcast_to(pointer, keep.shape), tl.broadcast_to(value, keep.shape), keep & valid)
     else:

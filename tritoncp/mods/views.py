@@ -119,7 +119,10 @@ def shifted(block: Block, index: Index, start: int, step: int) -> Index:
 
 
 def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[int]) -> Indices:
-    """The index, in a contiguous tensor of shape `new`, of the element at `indices` in one of shape `old`."""
+    """The index, in a contiguous tensor of shape `new`, of the element at `indices` in one of shape `old`.
+
+    Each part of it is valid only if all of `indices` are, as others may be dropped on the way.
+    """
     if [s for s in old if s != 1] == [s for s in new if s != 1]:
         rest = iter(index for index, size in zip(indices, old, strict=True) if size != 1)
         return tuple(ZERO if size == 1 else next(rest) for size in new)
@@ -130,12 +133,11 @@ def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[in
         if index.at.const != 0:
             terms.append(f"{as_rep(index.at, 'int64')} * {stride}")
     flat = block.name(" + ".join(terms) if terms else "tl.full((), 0, tl.int64)", "flat")
-    out = []
+    out, check = [], " & ".join(dict.fromkeys(valid)) or None
     for i, size in enumerate(new):
         stride = math.prod(new[i + 1 :])
         text = f"{flat} // {stride}" if i == 0 else f"({flat} // {stride}) % {size}"
         name = block.name(text, "unravelled")
-        check = " & ".join(valid) if valid and i == 0 else None
         out.append(Index(Scalar(name, torch.int64, "int64", _ANY, None, axes), check))
     return tuple(out)
 
