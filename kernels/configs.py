@@ -315,6 +315,19 @@ def unfit(config: Config) -> Iterator[str]:
         yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
 
 
+def weight(kind: str, loads: int, learns: bool) -> str:
+    """Which tiles a pass needs for a score_mod, by what takes registers for each score: "heavy" where each
+    loads its own (with 2 sides of a tile varies what it loads), and for dQ adds to gradients too; "learns"
+    where dQ adds to those of what rows, columns or tiles share; "" for the usual ones.
+
+    >>> weight("forward", 2, False), weight("dq", 2, False), weight("dq", 1, True)
+    ('heavy', '', 'learns')
+    """
+    if kind == "dq":
+        return ("heavy" if loads == 2 else "learns") if learns else ""
+    return "heavy" if loads == 2 else ""
+
+
 def default(
     kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True, score: str = ""
 ) -> Config:
@@ -322,7 +335,7 @@ def default(
     forward pass of at most FEW rows) on ``arch``: "interpreter", "sm_90", "gfx942".
 
     tma:   whether the tensors can be copied by descriptor
-    score: "heavy" or "learns" where a score_mod is, see ``TritonEngine.weight``
+    score: see :func:`weight`
     """
     if arch == "interpreter":
         return Config(128, 128)

@@ -28,6 +28,7 @@ from tritoncp.kernels.configs import (
     packed,
     pieces,
     shares,
+    weight,
 )
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
 from tritoncp.kernels.launch import Launch, Launches, Recipe, prepared
@@ -301,15 +302,8 @@ class TritonEngine:
         """q_block: rows of a tile at most, where they are not those of a mask's block"""
         arch, block = self.arch or architecture(q.device), q_block or tables.q_block
         dim = max(q.shape[3], v.shape[3])
-        return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, self.weight(kind))
-
-    def weight(self, kind: str) -> str:
-        """What of the score_mod takes registers for each score in a pass: "heavy" where it loads for each,
-        "learns" where dQ adds to gradients of what it loads otherwise."""
-        mods, each = self.mods, self.mods.score is not None and self.mods.score_loads == 2
-        if kind == "dq":
-            return ("heavy" if each else "learns") if mods.score_dcaps else ""
-        return "heavy" if each else ""
+        score = weight(kind, self.mods.score_loads, bool(self.mods.score_dcaps)) if self.mods.score else ""
+        return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, score)
 
     def _deal(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Deal:
         """Tiles that few rows fill and programs that fill the device, or what was asked for.  Interpreted,

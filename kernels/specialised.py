@@ -378,6 +378,8 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
     if engine.mods.score and engine.mods.score_loads:
         yield "the score_mod loads what depends on q_idx or kv_idx, or may"
     if merges(arch):
+        if engine.options.get("PACK_GQA") or engine.options.get("SPLIT_KV", 1) > 1:
+            yield "PACK_GQA and SPLIT_KV deal rows and keys as it does not"
         if not engine.streams(k, v, tables):
             yield "k or v has strides, or slots with ends, that leave nothing to descriptors"
         return

@@ -14,6 +14,7 @@ from tests.dist.ranks import run as on_ranks
 from tritoncp import (
     causal,
     create_block_mask,
+    engines,
     flex_attention,
     make_plan,
     tuned,
@@ -23,6 +24,7 @@ from tritoncp.jobs import VARIANTS
 from tritoncp.kernels import launch, specialised
 from tritoncp.kernels.configs import Config
 from tritoncp.masks import full_mask
+from tritoncp.mods import score_mod
 from tritoncp.perf.cases import MASKS as CASES
 from tritoncp.reference import dense_attention
 from tritoncp.tune.targets import MASKS
@@ -133,6 +135,23 @@ def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):
         hash(options.get("CONFIGS"))  # a key of caches
     assert configs(cpu, torch.float32, (32, 32), "causal") == {}
     assert configs(cpu, torch.bfloat16, (16, 16), "causal") == {}
+
+
+def test_a_score_mod_that_loads_for_each_score_takes_only_what_was_measured_with_such_a_one(places):
+    """The rule has tiles for it, where the usual ones spill."""
+    cpu = torch.device("cpu")
+    heavy = entry(64, score="mine:table") | {"loads": 2}
+    tuned.write(places / "user", CPU, [entry(16), entry(32, score="softcap")], {})
+    assert configs(cpu, torch.float32, (16, 16), "causal", 2) == {}
+    tuned.write(places / "user", CPU, [heavy], {})
+    for score, block in ((0, 16), (1, 32), (2, 64)):
+        found = dict(configs(cpu, torch.float32, (16, 16), "causal", score)["CONFIGS"])
+        assert dict(found["forward"])["BLOCK_M"] == block
+    slopes, table = torch.rand(2), torch.rand(2, 64)
+    kinds = (None, lambda s, b, h, q, kv: s * slopes[h], lambda s, b, h, q, kv: s + table[h, q - kv + 32])
+    for score, mod in enumerate(kinds):
+        name = engines.register(mod and score_mod(mod))
+        assert engines.scored(engines.Spec(name, None, (), (), False, None)) == score
 
 
 def test_a_score_mod_and_a_dim_of_values_take_their_own_and_then_the_nearest(places):

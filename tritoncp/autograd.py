@@ -89,8 +89,8 @@ def _measured(
     mask, found = captured.mask_of(plan, q, every_rank=every), {}
     if tiles:
         group = comm.named(call.world) if call.world else None
-        scored = call.score is not None or call.carried is not None
-        like = tuned.Call.of(v.dtype, (d, e), tuned.kind_of(plan.mask, mask is not None), scored)
+        kind = tuned.kind_of(plan.mask, mask is not None)
+        like = tuned.Call.of(v.dtype, (d, e), kind, engines.scored(call))
         tuning.if_asked(v.device, group, like, (heads, v.shape[1], rows))
         found = tuned.configs(v.device, like, group)
     return _keep(kept, key, (mask, found))

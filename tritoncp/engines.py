@@ -60,6 +60,14 @@ def register(mod: Mod | None) -> str | None:
     return mod.digest
 
 
+def scored(spec: Spec) -> int:
+    """As tiles are looked up: 0 without a score_mod, 2 for one that loads something for each score.  What a
+    graph carries is not translated yet, and counts as any."""
+    if spec.score is None:
+        return int(spec.carried is not None)
+    return 2 if _MODS[spec.score].loads == 2 else 1
+
+
 def uses_triton(device: torch.device) -> bool:
     """Kernels run on GPUs, and interpreted on the CPU where TRITON_INTERPRET=1; else the eager engine."""
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET", "0") == "1"

@@ -61,7 +61,8 @@ class Job:
     """One kernel to compile: a variant of VARIANTS with heads of ``head_dim`` channels.
 
     kernel: one of KERNELS; "fused": dK/dV that adds up dQ as well; "masked" and "specialised": the launches
-            of the specialised route, of which the second starts from a state if there are masked blocks;
+            of the specialised route, of which the second starts from a state if there are masked blocks (on
+            sm_100 there is only the second, which takes these as well);
             "few": forward with tiles for few rows (variant "few" or "decode"); "combine": what follows it
             where several programs share its keys; "gluon": the launch of that route
     config: the tiles; None = those of the rule

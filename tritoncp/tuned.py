@@ -40,23 +40,25 @@ NEAREST = {"full": "causal", "causal": "full", "interval": "causal", "mod": "int
 FEW = "full"  # the kind that few rows are measured with: tiles that hold them are nearly all full
 WIN = 1.02  # time of the rule over that of tiles worth keeping
 
-# Each: kernel, dtype, head_dim, mask, config; v_head_dim if it is another; score, the name of a score_mod.
+# Each: kernel, dtype, head_dim, mask, config; v_head_dim if it is another; score, the name of a score_mod,
+# and loads = 2 where that loads something for each score.
 Entries = list[dict[str, Any]]
 
 
 class Call(NamedTuple):
     """What a call is, as far as tiles are looked up by it.
 
-    dims: of q and k, and of v; mask: see :func:`kind_of`; score: whether there is a score_mod
+    dims: of q and k, and of v; mask: see :func:`kind_of`; score: 1 for a score_mod, 2 for one
+    that loads something for each score, 0 for none
     """
 
     dtype: str
     dims: tuple[int, int]
     mask: str
-    score: bool
+    score: int
 
     @classmethod
-    def of(cls, dtype: torch.dtype, dims: tuple[int, int], mask: str, score: bool = False) -> Call:
+    def of(cls, dtype: torch.dtype, dims: tuple[int, int], mask: str, score: int = 0) -> Call:
         return cls(str(dtype).removeprefix("torch."), dims, mask, score)
 
 
@@ -159,14 +161,14 @@ def entries_of(path: Path) -> Entries:
 
 
 def about(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What an entry is about: kernel, dtype, head dims, mask, and whether there is a score_mod, whichever.
+    """What an entry is about: kernel, dtype, head dims, mask, and score as :class:`Call` has it.
 
     >>> about({"kernel": "dq", "dtype": "float16", "head_dim": 64, "mask": "causal", "score": "softcap"})
-    ('dq', 'float16', 64, 64, 'causal', True)
+    ('dq', 'float16', 64, 64, 'causal', 1)
     """
     dim = entry["head_dim"]
     first = entry["kernel"], entry["dtype"], dim, entry.get("v_head_dim", dim)
-    return *first, entry["mask"], bool(entry.get("score"))
+    return *first, entry["mask"], max(1, entry.get("loads", 0)) if entry.get("score") else 0
 
 
 def launched(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -306,24 +308,25 @@ def digest_of(device: torch.device, group: Any) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: bool) -> tuple[Any, ...]:
+def chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: int) -> tuple[Any, ...]:
     """(kernel, items of its config) of each kernel, for one call: measured with a score_mod rather than
-    without, then with these head dims rather than with the larger one throughout, then with the nearest
-    mask.  Last the route, measured with all of that alike."""
+    without (one that loads something for each score only with such a one), then with these head dims rather
+    than with the larger one throughout, then with the nearest mask.  Last the route, measured with all of
+    that alike."""
     known = {tuple(of): config for *of, config in json.loads(text)}
     masks = list(dict.fromkeys([mask, (near := NEAREST.get(mask)), NEAREST.get(near or "")]))
     wide = (max(dims),) * 2
-    chosen: dict[str, tuple[Any, ...]] = {}
-    for wanted in itertools.product((True, False) if score else (False,), (dims, wide), masks):
+    found: dict[str, tuple[Any, ...]] = {}
+    for wanted in itertools.product(((0,), (1, 0), (2,))[score], (dims, wide), masks):
         scored, widths, kind = wanted
         for kernel in KINDS:
             seen = FEW if kernel == "few" else kind
             if (config := known.get((kernel, dtype, *widths, seen, scored))) is not None:
-                chosen.setdefault(kernel, tuple(config.items()))
+                found.setdefault(kernel, tuple(config.items()))
     if (config := known.get(("route", dtype, *dims, mask, score), {})).get("ROUTE", ROUTES[0]) != ROUTES[0]:
         kernel, tiles = launched("route", config)
-        chosen |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}
-    return tuple(chosen.items())
+        found |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}
+    return tuple(found.items())
 
 
 def configs(device: torch.device, call: Call, group: Any = None) -> dict[str, Any]:

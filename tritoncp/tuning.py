@@ -37,8 +37,8 @@ def if_asked(device: torch.device, group: Any, call: Call, shape: tuple[int, int
     """
     if call.mask == "mod":  # here; on ranks without masked blocks it is not
         call = call._replace(mask="interval")
-    if tuned.serves(tuned.chosen(tuned.text_of(device, group), *call)):
-        return
+    if call.score == 2 or tuned.serves(tuned.chosen(tuned.text_of(device, group), *call)):
+        return  # what stands for a score_mod here loads nothing for each score
     tried = None if group is None else weakref.ref(group), call
     allowed = tuned.budget() if group is None else _agreed_budget(group)
     if not allowed or tried in _TRIED or not _tunable(device):

@@ -251,6 +251,8 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
         "loads what depends",
         lambda: why(large(), CAUSAL, "sm_100", score_mod=softcap, loads=1),
     ),
+    "heads in a tile": ("deal rows and keys", lambda: why(large(), CAUSAL, "sm_100", PACK_GQA=True)),
+    "keys of a row": ("deal rows and keys", lambda: why(large(), CAUSAL, "sm_100", SPLIT_KV=4)),
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import torch
 
 from tests.tune.stand_ins import Compiler, Formula, Ticks
 from tritoncp.kernels.configs import default
+from tritoncp.offline import launch_of
 from tritoncp.perf.record import Point, Series
 from tritoncp.tune.journal import Journal
 from tritoncp.tune.search import ROUNDS, TIMED, Tally, Tuner
@@ -452,3 +454,13 @@ def test_where_nothing_was_compared_a_usual_call_is_tuned():
     for points in ([], [measured("causal-16k-fwd", None, flex=1.0)], [measured("causal-16k-fwd", 1.0)]):
         why, wanted = lost_most(points, "NVIDIA H200")
         assert "Llama-3 8B" in why and [target.kernel for target in wanted] == ["forward"]
+
+
+@pytest.mark.parametrize("score", ["", "softcap", "table_learns", "slopes_learn"])
+def test_the_first_candidate_is_what_is_launched_without_a_file(score):
+    name = f"tests.kernels.scores:{score}" if "learn" in score else score
+    kernels, archs = ("forward", "dq", "dkdv"), ("sm_80", "sm_90", "sm_100")
+    for kernel, arch, dim in itertools.product(kernels, archs, (128, 256)):
+        target = Target(kernel, "causal", 8, 8, dim, 1024, score=name)
+        assert launch_of(target.job(arch, None)).config == candidates(target, arch)[0], (kernel, arch, dim)
+        assert ("loads" in target.entry) == ("table" in score)

@@ -4,8 +4,7 @@ An `Interval` holds every value an expression can take, in exact Python integers
 in [0, 2^30); captured integer tensors span their dtype; everything else follows by arithmetic. A result
 that could leave its torch dtype wraps there, so its interval becomes the whole dtype.
 
->>> index = Interval(0, 2**31 - 1)
->>> sub(index, index).fits(32), add(index, index).fits(32)
+>>> add(INDEX, INDEX).fits(32), mul(INDEX, INDEX).fits(32)
 (True, False)
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -11,7 +12,7 @@ import torch
 
 from tritoncp.expressions import score_of
 from tritoncp.jobs import Call, Job
-from tritoncp.kernels.configs import FEW, ROUTES, Config, copies, default, specialises
+from tritoncp.kernels.configs import FEW, ROUTES, Config, copies, default, specialises, weight
 from tritoncp.mods import Untranslatable, hand_written, score_mod
 from tritoncp.perf.cases import CASES, Case
 from tritoncp.perf.record import Point
@@ -130,6 +131,7 @@ class Target:
         about = {"kernel": self.kernel, "dtype": self.dtype, "head_dim": self.head_dim}
         about |= {"v_head_dim": self.v_dim} if self.v_dim != self.head_dim else {}
         about |= {"score": self.score} if self.score else {}
+        about |= {"loads": 2} if _loads(self.score)[0] == 2 else {}
         return {**about, "mask": MASKS[self.mask][0], "shape": self.shape}
 
 
@@ -234,12 +236,10 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
     """
     if target.kernel == "route":
         return list(_routes(target, arch, loops or _rule(replace(target, kernel="forward"), arch)))
-    dtype = getattr(torch, target.dtype)
-    about = target.kernel, arch, max(target.head_dim, target.v_dim), dtype
     aligned, own = _aligned(target), _rule(target, arch)
     listed = {replace(own, HOIST=not own.HOIST)}
     for tma in (False, True) if aligned and copies(arch) else (own.USE_TMA,):
-        rule = own if tma == own.USE_TMA else replace(default(*about, tma), USE_TMA=tma)
+        rule = own if tma == own.USE_TMA else replace(_rule(target, arch, tma), USE_TMA=tma)
         near = [
             [n for n in (16, 32, 64, 128) if size // 2 <= n <= size * 2]
             for size in (rule.BLOCK_M, rule.BLOCK_N)
@@ -270,9 +270,17 @@ def _aligned(target: Target) -> bool:
     return all(width * size % 16 == 0 for width in (target.head_dim, target.v_dim))
 
 
-def _rule(target: Target, arch: str) -> Config:
-    widest = max(target.head_dim, target.v_dim)
-    return default(target.kernel, arch, widest, getattr(torch, target.dtype), _aligned(target))
+def _rule(target: Target, arch: str, tma: bool = True) -> Config:
+    widest, dtype = max(target.head_dim, target.v_dim), getattr(torch, target.dtype)
+    score = weight(target.kernel, *_loads(target.score))
+    return default(target.kernel, arch, widest, dtype, tma and _aligned(target), score)
+
+
+@functools.lru_cache
+def _loads(score: str) -> tuple[int, bool]:
+    """With how many sides of a tile varies what a named score_mod loads, and whether it learns."""
+    mod = score_mod(score_of(score, 1)) if score else None
+    return (mod.loads, bool(mod.wants)) if mod else (0, False)
 
 
 def _routes(target: Target, arch: str, loops: Config) -> Iterator[Routed]:
