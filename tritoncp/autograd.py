@@ -57,16 +57,17 @@ def _engine(
     but not what a graph carries, which may read globals, and is only read here."""
     call, device = Spec.decode(spec), q[0].device
     kernels, kept = engines.uses_triton(device), plan._once("engines", dict)
-    tiles = tuned.text_of(device, comm.named(call.world) if call.world else None) if kernels else ""
-    key = (
+    group = comm.named(call.world) if call.world else None
+    tiles = tuned.text_of(device, group) if kernels else ""
+    again = kernels and call.carried is None
+    key = again and (
         spec, scale, tiles, device, plan.rank, plan.schedule, plan.degree,
         *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, others),
         *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
     )  # fmt: skip
-    if (known := kept.get(key)) is not None:
+    if again and (known := kept.get(key)) is not None:
         return engines.around(known, call, device, captures, ints, floats, grads)
-    mask, measured = _measured(spec, plan, q, v[0], tiles)
-    again = kernels and call.carried is None
+    mask, measured = _measured(spec, plan, q, v[0], group, tiles)
     made = engines.make(
         call, scale, mask, q[0], captures, ints, floats, grads, measured, {} if again else None
     )
@@ -76,7 +77,7 @@ def _engine(
 
 
 def _measured(
-    spec: str, plan: Plan, q: list[Tensor], v: Tensor, tiles: str
+    spec: str, plan: Plan, q: list[Tensor], v: Tensor, group: Any, tiles: str
 ) -> tuple[Mod | None, dict[str, Any]]:
     """The mask_mod of a call and the tiles that were measured for it, or are now, by all ranks together: so
     it goes by nothing in which one rank's tensors may differ from another's."""
@@ -88,7 +89,6 @@ def _measured(
     every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
     mask, found = captured.mask_of(plan, q, every_rank=every), {}
     if tiles:
-        group = comm.named(call.world) if call.world else None
         kind = tuned.kind_of(plan.mask, mask is not None)
         like = tuned.Call.of(v.dtype, (d, e), kind, engines.scored(call))
         tuning.if_asked(v.device, group, like, (heads, v.shape[1], rows))
