@@ -70,13 +70,19 @@ def all_outputs(q, k, v):
     return out + more.lse[..., None]
 
 
+def transposed(q, k, v):
+    """As a projection leaves them: [B, S, H, D] seen as [B, H, S, D]. Values have fewer channels."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v[..., :8]))
+    return tritoncp.flex_attention(q, k, v, table_mask()[0])
+
+
 def two_ranks(q, k, v):
     world = simulate(2)
     plan = world.make_plan(table_mask()[0])
     return world.flex_attention(*(world.shard(x, plan, dim=2) for x in (q, k, v)), plan)[1]
 
 
-@pytest.mark.parametrize("call", [plain, grouped, captures, all_outputs, two_ranks])
+@pytest.mark.parametrize("call", [plain, grouped, captures, all_outputs, transposed, two_ranks])
 def test_opcheck(call, monkeypatch):
     monkeypatch.setattr(engines, "uses_triton", lambda device: False)
     tensors = inputs()

@@ -210,6 +210,48 @@ def test_results_may_be_edited(schedule: str, dtype: torch.dtype, monkeypatch: p
     assert all(torch.equal(t, 2 * b) for t, b in zip(found, before, strict=True))
 
 
+ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1, 2)}
+
+
+@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.parametrize("schedule", ["local", *SCHEDULES])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("v_dim", [4, 6])
+def test_results_lie_in_memory_as_what_they_are_made_from(
+    schedule: str, order: tuple[int, ...], v_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a model transposed on the way in it transposes back for nothing; the numbers do not care. The
+    usual order goes through the kernels, too, where they write results and messages."""
+    if (order, v_dim) != (ORDERS["BSHD"], 4) or schedule not in ("local", "ulysses"):
+        monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    world = tritoncp.simulate(1 if schedule == "local" else 2)
+    plan = world.make_plan(MASK, **({} if schedule == "local" else {"schedule": schedule}))
+    x = qkv(24, batch=2, heads=4, kv_heads=2, dim=4, v_dim=v_dim, dtype=F64)
+    back = [order.index(i) for i in range(3)] + [3]
+
+    def laid(t: Tensor) -> Tensor:
+        return t.permute(*order, 3).contiguous().permute(back).detach().requires_grad_()
+
+    def run(shards: list[list[Tensor]]) -> list[Tensor]:
+        outs = world.flex_attention(*shards, plan, enable_gqa=True)
+        leaves = [t for ts in shards for t in ts]
+        return [*outs, *torch.autograd.grad([o.square().sum() for o in outs], leaves)]
+
+    plain = [[t.contiguous().detach().requires_grad_() for t in world.shard(t, plan, dim=2)] for t in x]
+    got, want = run([list(map(laid, ts)) for ts in plain]), run(plain)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        assert a.permute(*order, 3).is_contiguous() and b.is_contiguous()
+
+
+def test_expanded_tensors_have_contiguous_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    x = [t[:, :1].expand(-1, 3, -1, -1).requires_grad_() for t in qkv(24, batch=2, heads=1)]
+    out = tritoncp.flex_attention(*x, MASK)
+    grads = torch.autograd.grad(out.sum(), x)
+    assert all(t.is_contiguous() for t in (out, *grads))
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("dims", [(3, 4), (4, 4), (5, 8)])

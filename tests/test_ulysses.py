@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ import tritoncp
 from tests.dist import ranks
 from tests.zoo import MASKS, SCORES, Answer, agree, differentiate, oracle, simulated, tensors
 from tritoncp import engines, make_plan, simulate, steps
+from tritoncp.comm import lockstep
 from tritoncp.schedules import ulysses
-from tritoncp.schedules.ulysses import stretches
+from tritoncp.schedules.ulysses import Side, Trade, stretches
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8, "grad_atol": 1e-8}
 BETWEEN = ("ulysses", "ulysses+ring")
@@ -40,6 +42,44 @@ def test_every_query_head_goes_to_one_rank_with_the_keys_it_reads(
             assert rest == 0
             read |= {mine[i]: keys[kv.start + (i - q.start) // each] for i in range(q.start, q.stop)}
         assert read == {head: head // group for head in mine}
+
+
+@st.composite
+def trades(draw: Any) -> tuple[tuple[int, int], list[int], list[int], tuple[int, int], int]:
+    """(query heads, KV heads), rows of each rank's queries and keys, channels of keys and values, batch."""
+    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    degree = draw(st.integers(1, min(5, kv_heads * group)))
+    q_rows, kv_rows = (draw(st.lists(st.integers(1, 3), min_size=degree, max_size=degree)) for _ in range(2))
+    channels = draw(st.sampled_from([(2, 2), (2, 3), (1, 4)]))
+    return (kv_heads * group, kv_heads), q_rows, kv_rows, channels, draw(st.integers(1, 2))
+
+
+@given(trades())
+def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
+    """There a rank has its heads of all tokens; back, the heads of its own, times how many ranks had them."""
+    (heads, kv_heads), q_rows, kv_rows, (d, e), batch = drawn
+    degree, parts = len(q_rows), steps.trade(heads, kv_heads, len(q_rows))
+    q, kv = (Side(part, max(rows)) for part, rows in zip(parts, (q_rows, kv_rows)))
+    about = (heads, d, q_rows, q), (kv_heads, d, kv_rows, kv), (kv_heads, e, kv_rows, kv)
+    given = [[torch.randn(batch, h, n, c) for n in rows] for h, c, rows, _ in about]  # [tensor][rank]
+    back = [[torch.full_like(x, torch.nan) for x in xs] for xs in given]
+
+    def rank(i: int) -> Any:
+        trade = Trade(SimpleNamespace(rank=0), i, degree, degree, q, kv, heads // kv_heads)
+        sides = [side for *_, side in about]
+        whole = yield from trade.heads(*((xs[i], side) for xs, side in zip(given, sides)))
+        yield from trade.sequence(*((x, side, xs[i]) for x, side, xs in zip(whole, sides, back)))
+        return whole
+
+    found = lockstep([rank(i) for i in range(degree)])
+    for place, (h, _, _, side) in enumerate(about):
+        padded = [torch.nn.functional.pad(x, (0, 0, 0, side.rows - len(x[0, 0]))) for x in given[place]]
+        for i, whole in enumerate(found):
+            mine = slice(side.heads[i].start, side.heads[i].stop)
+            assert torch.equal(whole[place], torch.cat([x[:, mine] for x in padded], 2))
+        times = torch.tensor([sum(head in part for part in side.heads) for head in range(h)]).view(-1, 1, 1)
+        for x, y in zip(given[place], back[place]):
+            torch.testing.assert_close(y, x * times)
 
 
 @pytest.mark.filterwarnings("ignore:.*heads do not go round")

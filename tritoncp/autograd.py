@@ -24,6 +24,7 @@ from tritoncp.kernels.launch import facts, layout_of
 from tritoncp.mods import Mod
 from tritoncp.plan import Plan
 from tritoncp.schedules import schedule_of
+from tritoncp.schedules.buffers import laid_out_as
 
 T = TypeVar("T")
 MOST = 256  # engines that are kept with one plan
@@ -153,7 +154,7 @@ def _forward_fake(
     plan: Tensor,
     spec: str,
 ) -> list[Tensor]:
-    outs = [x.new_empty(*x.shape[:3], y.shape[3]) for x, y in zip(q, v, strict=True)]
+    outs = [laid_out_as(x, y.shape[3]) for x, y in zip(q, v, strict=True)]
     stats = [x.new_empty(x.shape[:3], dtype=_stats(x)) for x in q]
     tops = [torch.empty_like(x) for x in stats] if Spec.decode(spec).want_max else []
     return [*outs, *stats, *tops]
@@ -183,7 +184,7 @@ def _differentiate(
         dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
         found = yield from schedule_of(p).backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
         # Rounded once, here. dk and dv may be views of one buffer, and an op's outputs share no memory.
-        return tuple(_own(grad, x[i].dtype) for grad, x in zip(found, (q, k, v), strict=True))
+        return tuple(_own(grad, x[i]) for grad, x in zip(found, (q, k, v), strict=True))
 
     known, grads = _plan(plan), engines.buffers(call, captures, lses[0])
     others = *outs, *lses, *douts, *dlses
@@ -208,16 +209,17 @@ def _backward_fake(
     plan: Tensor,
     spec: str,
 ) -> list[Tensor]:
-    sources = [*q, *k, *v, *(captures[i] for i in Spec.decode(spec).wants)]
-    return [x.new_empty(x.shape) for x in sources]
+    sums = [x.new_empty(x.shape) for x in (captures[i] for i in Spec.decode(spec).wants)]
+    return [laid_out_as(x, x.shape[3]) for x in (*q, *k, *v)] + sums
 
 
 def _stats(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _own(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype, copy=x._is_view(), memory_format=torch.contiguous_format)
+def _own(grad: Tensor, x: Tensor) -> Tensor:
+    """A gradient of x in its dtype and order in memory, and in memory of its own."""
+    return laid_out_as(x, x.shape[3]).copy_(grad) if grad._is_view() else grad.to(x.dtype)
 
 
 def _cut(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:

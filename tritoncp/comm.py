@@ -38,8 +38,8 @@ class ReduceScatter:
 
 @dataclass(eq=False, slots=True)
 class Swap:
-    """Point to point: ``sends`` are (peer, tensor); ``takes`` are (peer, a tensor shaped like what comes).
-    The result is a list, a tensor for each of ``takes``. Two ranks swap at most one tensor a direction.
+    """Point to point: ``sends`` are (peer, tensor); ``takes`` are (peer, a tensor for what comes).
+    The result is a list of these tensors, filled. Two ranks swap at most one tensor a direction.
     ``aside``: on a communicator of its own, where it need not queue behind other messages."""
 
     sends: Sequence[tuple[int, Tensor]]
@@ -137,12 +137,9 @@ def _start(asked: Collective, group: dist.ProcessGroup) -> Ticket:
 
 
 def _swap(asked: Swap, group: dist.ProcessGroup) -> Ticket:
-    result = [torch.empty_like(like) for _, like in asked.takes]
     ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in asked.sends]
-    ops += [
-        dist.P2POp(dist.irecv, x, group=group, group_peer=peer)
-        for (peer, _), x in zip(asked.takes, result, strict=True)
-    ]
+    ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in asked.takes]
+    result = [x for _, x in asked.takes]
     return Ticket(result, dist.batch_isend_irecv(ops) if ops else (), asked)
 
 
@@ -199,7 +196,7 @@ def _swapped(asked: Sequence[Swap]) -> list[Ticket]:
         raise RuntimeError(
             f"sent {sorted(sent)} and taken {sorted(taken)}, each (from, to), differ in the same turn"
         )
-    return [Ticket([sent[peer, rank].clone() for peer, _ in a.takes]) for rank, a in enumerate(asked)]
+    return [Ticket([x.copy_(sent[peer, rank]) for peer, x in a.takes], (), a) for rank, a in enumerate(asked)]
 
 
 def _dealt(asked: Sequence[AllToAll]) -> list[Ticket]:

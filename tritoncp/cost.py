@@ -180,7 +180,7 @@ def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     again = (tokens * most.heads * ((2 * d + e) * item + 8) + keys * (item + grad)) / rate
     held = degree * plan.s_local * (most.heads * (d + 2 * e) * item + most.kv_heads * (d + e) * (item + grad))
     memory = shape.batch * held + (inner.memory if rows.world_size > 1 else 0)
-    backward = inner.backward + again + 4 * hardware.latency
+    backward = inner.backward + again + (3 + summed) * hardware.latency
     return Cost("ulysses", inner.forward + there, backward, memory)
 
 

@@ -80,6 +80,7 @@ class Hop:
     owner:     whose K and V would lie here in this turn
     here:      whether they do: nobody reads them further along
     reads:     whether this rank's queries see any of it
+    more:      whether they see any of a later turn's
     next:      who gets this K and V for the next turn
     previous:  who sends K and V for the next turn
     dkv_to:    who gets the gradient of this turn's K and V: the next reader, or at last the owner
@@ -90,6 +91,7 @@ class Hop:
     owner: int
     here: bool
     reads: bool
+    more: bool
     next: int | None
     previous: int | None
     dkv_to: int | None
@@ -123,14 +125,17 @@ def ring(reads: Tensor, rank: int, around: tuple[int, Tensor] | None = None) -> 
     reach = hops_of.tolist()
     mine = reads[rank].tolist()
     following, preceding = (rank + step) % world, (rank - step) % world
-    hops = []
-    for turn in range(max(reach) + 1):
-        owner, after = (rank - step * turn) % world, (rank - step * (turn + 1)) % world
+    owners = [(rank - step * turn) % world for turn in range(max(reach) + 1)]
+    read = [turn == 0 or (turn <= reach[owner] and mine[owner]) for turn, owner in enumerate(owners)]
+    last, hops = max(turn for turn, seen in enumerate(read) if seen), []
+    for turn, owner in enumerate(owners):
+        after = (owner - step) % world
         here, goes_on, comes = turn <= reach[owner], turn < reach[owner], turn < reach[after]
         hop = Hop(
             owner=owner,
             here=here,
-            reads=here and (turn == 0 or mine[owner]),
+            reads=read[turn],
+            more=turn < last,
             next=following if goes_on else None,
             previous=preceding if comes else None,
             dkv_to=None if not here or turn == 0 else following if goes_on else owner,

@@ -94,4 +94,4 @@ def _cut(sizes: list[int], *tensors: Tensor | None) -> Pieces:
 
 def _gather(plan: Plan, k: Tensor, v: Tensor) -> AllGather:
     """These heads of K and V, of every rank, in one buffer."""
-    return AllGather(pack(k, v, plan.kv.s_max))
+    return AllGather(pack(k, v, plan.kv.s_max).packed)

@@ -7,7 +7,7 @@ one batch row's alone.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,14 +15,29 @@ from torch import Tensor
 from tritoncp.plan import Plan
 
 
-def pack(k: Tensor, v: Tensor, rows: int) -> Tensor:
-    """k [B, h, S, D] and v [B, h, S, E] as one [rows, B, h, D + E], zeros past row S."""
-    (b, h, s, d), e = k.shape, v.shape[3]
+class Room(NamedTuple):
+    """K and V as they travel, and views of them: K [B, heads, rows, D], V [B, heads, rows, E]."""
+
+    packed: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def room_for(k: Tensor, v: Tensor, rows: int) -> Room:
+    """Room for ``rows`` rows of keys and values like k [B, h, S, D] and v [B, h, S, E]."""
+    (b, h, _, d), e = k.shape, v.shape[3]
     packed = torch.empty((rows, b, h, d + e), dtype=k.dtype, device=k.device)
+    return Room(packed, *views(packed, k))
+
+
+def pack(k: Tensor, v: Tensor, rows: int) -> Room:
+    """k and v as they travel, zeros past their last row."""
+    made, s = room_for(k, v, rows), k.shape[2]
     if s < rows:
-        packed[s:] = 0
-    torch.cat((k, v), 3, out=(packed[:s] if s < rows else packed).permute(1, 2, 0, 3))
-    return packed
+        made.packed[s:] = 0
+    for room, x in ((made.k, k), (made.v, v)):
+        (room if s == rows else room[:, :, :s]).copy_(x)
+    return made
 
 
 def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,23 +48,41 @@ def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def room(like: Tensor, dtype: torch.dtype, filled: bool, value: float = 0.0) -> Tensor:
-    """A contiguous tensor for what kernels write: empty where they write to every row, as in `filled`
-    placements, else full of ``value``, as no slot covers padding."""
-    made = torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-    return made if filled else made.fill_(value)
+def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Room for [B, H, S, channels] with the order in memory of x [B, H, S, D]: what a model made by
+    transposing, it transposes back for nothing, as with torch's own attention.
+
+    >>> x = torch.empty(2, 7, 3, 8).transpose(1, 2)  # [B, S, H, D], as a projection leaves it
+    >>> laid_out_as(x, 4).transpose(1, 2).is_contiguous()
+    True
+    """
+    b, h, s, inner = x.stride()
+    if 0 in (b, h, s):  # expanded dimensions have no place
+        return torch.empty((*x.shape[:3], channels), dtype=dtype or x.dtype, device=x.device)
+    if inner == 1 and channels == x.shape[3]:
+        return torch.empty_like(x, dtype=dtype)
+    order = *sorted(range(3), key=x.stride, reverse=True), 3
+    return torch.empty_permuted((*x.shape[:3], channels), order, dtype=dtype or x.dtype, device=x.device)
 
 
 def outputs(plan: Plan, q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, lse and max_scores; padding as rows that see nothing."""
-    stats = torch.float64 if q.dtype == torch.float64 else torch.float32
-    filled, (b, h, s, _), device = plan.q.is_filled(plan.rank), q.shape, q.device
-    out = torch.empty((b, h, s, v.shape[3]), dtype=q.dtype, device=device)
-    lse = torch.empty((b, h, s), dtype=stats, device=device)
-    if not filled:
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    (b, h, s, _), e = q.shape, v.shape[3]
+    out, lse = laid_out_as(q, e), torch.empty((b, h, s), dtype=dtype, device=q.device)
+    top = torch.empty_like(lse) if want_max else None
+    if not plan.q.is_filled(plan.rank):
         out.zero_()
-        lse.fill_(-torch.inf)
-    return out, lse, room(lse, stats, filled, -torch.inf) if want_max else None
+        for x in (lse,) if top is None else (lse, top):
+            x.fill_(-torch.inf)
+    return out, lse, top
+
+
+def room(x: Tensor, dtype: torch.dtype, filled: bool) -> Tensor:
+    """Room for the gradient of x [B, H, S, D]: empty where kernels write to every row, as in ``filled``
+    placements, else zeros, as no slot covers padding."""
+    made = laid_out_as(x, x.shape[3], dtype)
+    return made if filled else made.zero_()
 
 
 def room_for_dq(plan: Plan, engine: Any, q: Tensor, dtype: torch.dtype) -> Tensor:

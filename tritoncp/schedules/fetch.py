@@ -22,7 +22,7 @@ def forward(
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     some = sum(plan.fetch.takes) > 0
-    flight = yield _request(plan, pack(k, v, k.shape[2]))
+    flight = yield _request(plan, pack(k, v, k.shape[2]).packed)
     engine.forward(q, k, v, near, **final, store_state=some)()
     fetched = yield Wait(flight)
     if some:
@@ -37,7 +37,7 @@ def backward(
     """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     some = sum(plan.fetch.takes) > 0
-    local = pack(k, v, k.shape[2])
+    local = pack(k, v, k.shape[2]).packed
     flight = yield _request(plan, local)
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()

@@ -12,7 +12,17 @@ from torch import Tensor
 
 from tritoncp.comm import Schedule, Swap, Ticket, Wait
 from tritoncp.plan import Plan
-from tritoncp.schedules.buffers import dkdv, new_state, outputs, pack, room_for_dq, separate, views
+from tritoncp.schedules.buffers import (
+    Room,
+    dkdv,
+    new_state,
+    outputs,
+    pack,
+    room_for,
+    room_for_dq,
+    separate,
+    views,
+)
 from tritoncp.steps import Hop
 
 
@@ -22,15 +32,14 @@ def forward(
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
-    last = max(turn for turn, hop in enumerate(plan.ring) if hop.reads)
-    held = pack(k, v, plan.kv.s_max)
+    held, free = pack(k, v, plan.kv.s_max), room_for(k, v, plan.kv.s_max)
     for turn, hop in enumerate(plan.ring):
-        flight = yield _pass_on(hop, held)
+        flight = yield _pass_on(hop, held, free)
         if hop.reads:
             tables = plan.tables(q.device, q.shape[0], q.shape[1], hop.owner)
-            keep = {"load_state": turn > 0, "store_state": turn < last}
-            engine.forward(q, *views(held, k), tables, **final, **keep)()
-        held = ((yield Wait(flight)) or [held])[0]
+            engine.forward(q, held.k, held.v, tables, **final, load_state=turn > 0, store_state=hop.more)()
+        if (yield Wait(flight)):
+            held, free = free, held
     return out, lse, top
 
 
@@ -42,16 +51,16 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = room_for_dq(plan, engine, q, lse.dtype)
-    held = pack(k, v, plan.kv.s_max)
-    home = torch.zeros_like(held, dtype=lse.dtype)  # gradient of the own K and V
+    held, free = pack(k, v, plan.kv.s_max), room_for(k, v, plan.kv.s_max)
+    home = torch.zeros_like(held.packed, dtype=lse.dtype)  # gradient of the own K and V
     following: Ticket | None = None  # the gradient in flight, then what has come
     came: list[Tensor] = []
     for turn, hop in enumerate(plan.ring):
-        flight = yield _pass_on(hop, held)
+        flight = yield _pass_on(hop, held, free)
         args: tuple[Any, ...] = ()
         if hop.reads:
             tables = plan.tables(q.device, q.shape[0], q.shape[1], hop.owner)
-            args = (q, *views(held, k), dout, lse, delta, tables)
+            args = (q, held.k, held.v, dout, lse, delta, tables)
             engine.dq(*args, dq=dq, add=turn > 0)()
         if following is not None:
             came = yield Wait(following)  # dQ was computed while it flew
@@ -59,21 +68,22 @@ def backward(
         if hop.reads:
             dkdv(engine, args, *views(grad, k), dq, add=turn > 0)
         following = yield _follow(hop, grad, home)
-        held = ((yield Wait(flight)) or [held])[0]
+        if (yield Wait(flight)):
+            held, free = free, held
     assert following is not None
     _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
     return dq, *separate(home, k)
 
 
-def _pass_on(hop: Hop, held: Tensor) -> Swap:
+def _pass_on(hop: Hop, held: Room, free: Room) -> Swap:
     """K and V to the next rank, the next K and V, of the same shape, from the previous one."""
-    sends = [(hop.next, held)] if hop.next is not None else []
-    return Swap(sends, [(hop.previous, held)] if hop.previous is not None else [])
+    sends = [(hop.next, held.packed)] if hop.next is not None else []
+    return Swap(sends, [(hop.previous, free.packed)] if hop.previous is not None else [])
 
 
 def _follow(hop: Hop, grad: Tensor, home: Tensor) -> Swap:
     """The gradient of this turn's K and V onwards; the next turn's, and the own one's if it comes now."""
-    takes = [(peer, home) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
+    takes = [(peer, torch.empty_like(home)) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
     return Swap([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], takes, aside=True)
 
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from tritoncp import steps
 from tritoncp.comm import AllToAll, Schedule, Swap, Wait
 from tritoncp.plan import Plan
 from tritoncp.schedules import local, ring
-from tritoncp.sharding import lengthen
+from tritoncp.schedules.buffers import laid_out_as
 
 T = TypeVar("T")
 
@@ -40,62 +40,125 @@ def forward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     trade = Trade.of(plan, q, k)
-    (whole_q,) = yield from trade.heads([q], trade.q_heads)
-    keys = yield from trade.heads([k, v], trade.kv_heads)
+    whole = yield from trade.heads((q, trade.q), (k, trade.kv), (v, trade.kv))
     row = local if trade.plan.world_size == 1 else inner
-    inside = row.forward(trade.plan, Heads(engine, trade), whole_q, *keys, want_max)
-    whole_out, whole_lse, top = yield from trade.between_rows(inside)
-    some = [whole_out, *[_channels(x, q.dtype) for x in (whole_lse, top) if x is not None]]
-    back = yield from trade.sequence(some, trade.q_heads, q.shape[2])
-    out, lse, *tops = _parts(back, some)
-    out = out.clone(memory_format=torch.contiguous_format)  # a result may be edited: it is nobody's view
-    lse, *tops = (_numbers(x, whole_lse.dtype) for x in (lse, *tops))
-    return out, lse, tops[0] if tops else None
+    inside = row.forward(trade.plan, Heads(engine, trade), *whole, want_max)
+    whole_out, whole_lse, whole_top = yield from trade.between_rows(inside)
+    out = laid_out_as(q, v.shape[3])
+    lse = torch.empty(q.shape[:3], dtype=whole_lse.dtype, device=q.device)
+    top = None if whole_top is None else torch.empty_like(lse)
+    fields = [(whole_out, trade.q, out), (whole_lse[..., None], trade.q, lse[..., None])]
+    if whole_top is not None and top is not None:
+        fields.append((whole_top[..., None], trade.q, top[..., None]))
+    yield from trade.sequence(*fields)
+    return out, lse, top
 
 
 def backward(
     inner: Any, plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     dout: Tensor, dlse: Tensor | None,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
+    """(dq, dk, dv) of this rank's shards; gradients of captures go to engine's buffers."""
     trade = Trade.of(plan, q, k)
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
-    some = [q, dout, _channels(lse, q.dtype), _channels(delta, q.dtype)]
-    whole_q, whole_dout, *stats = yield from trade.heads(some, trade.q_heads)
-    # One head alone is not copied on arrival: between its rows lie numbers, which leave none a multiple of 16
-    # bytes behind the other, as descriptors want them.
-    whole_q, whole_dout = whole_q.contiguous(), whole_dout.contiguous()
-    whole_lse, whole_delta = (_numbers(x, lse.dtype) for x in stats)
-    keys = yield from trade.heads([k, v], trade.kv_heads)
-    alone = ring if trade.shares else local  # a ring of one leaves dK and dV in float32, to be summed
+    stats = [(x[..., None], trade.q) for x in (lse, delta)]
+    whole = yield from trade.heads((q, trade.q), (k, trade.kv), (v, trade.kv), (dout, trade.q), *stats)
+    *whole_qkv, whole_dout = whole[:4]
+    whole_lse, whole_delta = (x[..., 0].contiguous() for x in whole[4:])
+    alone = ring if trade.kv.shared else local  # a ring of one leaves dK and dV in float32, to be summed
     row = alone if trade.plan.world_size == 1 else inner
     heads = Heads(engine, trade, whole_delta)
-    inside = row.backward(trade.plan, heads, whole_q, *keys, whole_dout, whole_lse, whole_dout, None)
-    dq, *dkv = yield from trade.between_rows(inside)
-    dq = yield from trade.sequence([dq.to(q.dtype)], trade.q_heads, q.shape[2])
-    total = yield from trade.total(dkv, k.shape[2], k.shape[1])
-    dk, dv = _parts(total, dkv)
-    return dq, dk, dv
+    inside = row.backward(trade.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_dout, None)
+    dq, dk, dv = yield from trade.between_rows(inside)
+    grads = dq.to(q.dtype), dk, dv
+    own = [laid_out_as(x, x.shape[3], grad.dtype) for x, grad in zip((q, k, v), grads, strict=True)]
+    yield from trade.sequence(*zip(grads, (trade.q, trade.kv, trade.kv), own, strict=True))
+    return own[0], own[1], own[2]
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """What a row trades of queries, or of keys and values.
+
+    heads: those of each of its ranks; rows: tokens of each, padding included
+    """
+
+    heads: list[range]
+    rows: int
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        return list(map(len, self.heads))
+
+    @functools.cached_property
+    def shared(self) -> bool:
+        """Whether several ranks read the same head."""
+        return steps.share(self.heads)
+
+    @functools.cached_property
+    def readers(self) -> int:
+        """How many neighbours read the same heads, where that is so for all heads; else 0."""
+        ranks, n = len(self.heads), len(self.heads[0])
+        readers = self.heads.count(self.heads[0])
+        alike = [range(i // readers * n, (i // readers + 1) * n) for i in range(ranks)]
+        return readers if self.heads == alike and ranks % readers == 0 else 0
+
+
+Field = tuple[Tensor, Side]  # x [B, H, S, D], or [B, this rank's heads, degree * rows, D]
+Returned = tuple[Tensor, Side, Tensor]  # the latter, and room for the former
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """One of a trade: tensors of equally many tokens and channels, as [tokens, B, heads, channels] for each
+    rank.
+
+    places:   which tensors of the trade
+    sides:    whose heads they have
+    mine:     how many of them, of each tensor, are this rank's
+    rows:     tokens of a rank, padding included; batch, channels: B and D of the tensors
+    counts:   numbers for each rank of the world: its heads of this rank's tokens
+    own:      this rank's heads of its tokens
+    """
+
+    places: list[int]
+    sides: list[Side]
+    mine: list[int]
+    rows: int
+    batch: int
+    channels: int
+    counts: list[int]
+    own: list[int]
+
+    def by_tokens(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """This rank's heads of all tokens of the row: of each tensor [B, heads, degree * rows, D], views."""
+        whole = flat.view(-1, self.batch, sum(self.mine), self.channels).permute(1, 2, 0, 3)
+        return whole.split_with_sizes(self.mine, 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Trade:
     """One call's exchange within a row.
 
+    Tokens come first in a message: what all ranks of a row sent is one tensor when it has come, in which
+    kernels find their tiles without another copy, and what kernels wrote is a message as it is.
+
     plan:     the rows as ranks: each holds the tokens of its ranks, one after the other
     rank, degree: this rank's place in its row, and the row's length
     world:    all ranks
-    q_heads:  query heads of each rank of a row; kv_heads: the KV heads they read; group: Hq // Hkv
+    q, kv:    query heads of each rank of a row, and the KV heads that these read
+    group:    Hq // Hkv
     """
 
     plan: Plan
     rank: int
     degree: int
     world: int
-    q_heads: list[range]
-    kv_heads: list[range]
+    q: Side
+    kv: Side
     group: int
+    _messages: dict[Any, list[Message]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> Trade:
@@ -107,56 +170,108 @@ class Trade:
         degree = plan.degree_for(heads)
         if degree < plan.world_size and not plan.degree:
             _say(heads, plan.world_size, degree)
+        q_heads, kv_parts = steps.trade(heads, kv_heads, degree)
+        sides = Side(q_heads, plan.q.s_max), Side(kv_parts, plan.kv.s_max)
         rows = plan.rows(degree, heads)
-        parts = steps.trade(heads, kv_heads, degree)
-        return cls(rows, plan.rank % degree, degree, plan.world_size, *parts, heads // kv_heads)
+        return cls(rows, plan.rank % degree, degree, plan.world_size, *sides, heads // kv_heads)
 
-    @functools.cached_property
-    def shares(self) -> bool:
-        """Whether several ranks of a row read the same KV head."""
-        return steps.share(self.kv_heads)
+    def messages(self, fields: Sequence[Field | Returned]) -> list[Message]:
+        """What carries these tensors."""
+        about = fields[0][0].shape[0], *[(side, x.shape[3], x.dtype) for x, side, *_ in fields]
+        if about not in self._messages:
+            self._messages[about] = self._made(*about)
+        return self._messages[about]
 
-    def dealt(self, device: torch.device) -> Tensor:
-        """The KV heads of the row's first rank, of the second, ...: int64, kept on the device."""
-        made = partial(torch.tensor, [*itertools.chain.from_iterable(self.kv_heads)], device=device)
-        return self.plan._once(("dealt", *self.kv_heads, device), made)
+    def _made(self, batch: int, *fields: tuple[Side, int, torch.dtype]) -> list[Message]:
+        alike: dict[Any, list[int]] = {}
+        for place, (side, channels, dtype) in enumerate(fields):
+            alike.setdefault((side.rows, channels, dtype), []).append(place)
+        made = []
+        for (rows, channels, _), places in alike.items():
+            sides = [fields[place][0] for place in places]
+            each = [sum(same) * rows * batch * channels for same in zip(*(side.counts for side in sides))]
+            counts, own = self._row(each), self._row([each[self.rank]] * self.degree)
+            mine = [side.counts[self.rank] for side in sides]
+            made.append(Message(places, sides, mine, rows, batch, channels, counts, own))
+        return made
 
-    def heads(self, xs: Sequence[Tensor], whose: Sequence[range]) -> Schedule[list[Tensor]]:
-        """Tensors [B, H, S, D], [B, H, S, E], ... of every rank of the row, in one message -> of each
-        [B, this rank's heads, degree * s_max, its channels]."""
-        s_max = (self.plan.q if whose is self.q_heads else self.plan.kv).s_max // self.degree
-        sent = _joined([lengthen(x, 2, s_max).transpose(0, 1) for x in xs])  # [H, B, s_max, D + E + ...]
-        if whose is self.kv_heads and self.shares:
-            sent = sent.index_select(0, self.dealt(sent.device))
-        mine = len(whose[self.rank])
-        takes = self._row([mine] * self.degree)
-        flight = yield AllToAll(sent.contiguous(), self._row(map(len, whose)), takes)
-        came = (yield Wait(flight)).view(self.degree, mine, *sent.shape[1:])
-        return [x.permute(2, 1, 0, 3, 4).flatten(2, 3) for x in _parts(came, xs)]
+    def heads(self, *fields: Field) -> Schedule[list[Tensor]]:
+        """Tensors [B, H, S, D] of every rank of the row -> of each this rank's heads,
+        [B, heads, degree * rows, D]."""
+        flights, found = [], {}
+        for message in (messages := self.messages(fields)):
+            xs = [fields[place][0] for place in message.places]
+            flights.append((yield AllToAll(self._by_heads(message, xs), message.counts, message.own)))
+        for message, flight in zip(messages, flights, strict=True):
+            found.update(zip(message.places, message.by_tokens((yield Wait(flight))), strict=True))
+        return [found[place] for place in range(len(fields))]
 
-    def sequence(self, xs: Sequence[Tensor], whose: Sequence[range], rows: int) -> Schedule[Tensor]:
-        """Tensors [B, this rank's heads, degree * s_max, D], [..., E], ... -> this rank's tokens in one
-        [B, heads, rows, D + E + ...], of the heads of the row's first rank, of the second, ..."""
-        cut = [x.unflatten(2, (self.degree, -1)).permute(2, 1, 0, 3, 4) for x in xs]
-        sent = _joined(cut).flatten(0, 1)  # [degree * heads, B, s_max, D + E + ...]
-        takes = self._row(map(len, whose))
-        flight = yield AllToAll(sent.contiguous(), self._row([cut[0].shape[1]] * self.degree), takes)
-        return (yield Wait(flight)).transpose(0, 1)[:, :, :rows]
+    def _by_heads(self, message: Message, xs: list[Tensor]) -> Tensor:
+        """The heads of each rank of the row, one rank after the other."""
+        sent = xs[0].new_empty(sum(message.counts))
+        if any(x.shape[2] < message.rows for x in xs):
+            sent.zero_()
+        regular = all(side.readers for side in message.sides)
+        for there, here, _ in self._matched(message, sent, xs, regular):
+            there.copy_(here)
+        return sent
 
-    def total(self, xs: Sequence[Tensor], rows: int, heads: int) -> Schedule[Tensor]:
-        """Gradients of keys, summed over the ranks that read a head, in rank order: [B, heads, rows, D+E]."""
-        came = yield from self.sequence(xs, self.kv_heads, rows)
-        if not self.shares:
-            return came
-        total = came.new_zeros(len(came), heads, *came.shape[2:])
-        for part, whose in zip(came.split([len(part) for part in self.kv_heads], 1), self.kv_heads):
-            total[:, whose.start : whose.stop] += part
-        return total
+    def sequence(self, *fields: Returned) -> Schedule[None]:
+        """Tensors [B, this rank's heads, degree * rows, D] -> of each all heads of this rank's tokens, into
+        another one [B, H, S, D]. A head that several ranks had is the sum of theirs, in rank order."""
+        flights = []
+        for message in (messages := self.messages(fields)):
+            xs = [fields[place][0] for place in message.places]
+            if len(xs) == 1:
+                sent = xs[0].permute(2, 0, 1, 3).reshape(-1)
+            else:
+                sent = xs[0].new_empty(sum(message.own))
+                for there, here in zip(message.by_tokens(sent), xs, strict=True):
+                    there.copy_(here)
+            flights.append((yield AllToAll(sent, message.own, message.counts)))
+        for message, flight in zip(messages, flights, strict=True):
+            xs, came = [fields[place][2] for place in message.places], (yield Wait(flight))
+            for x, side in zip(xs, message.sides, strict=True):
+                if side.shared:
+                    x.zero_()
+            regular = all(side.readers == 1 for side in message.sides)
+            for there, here, side in self._matched(message, came, xs, regular):
+                here.add_(there) if side.shared else here.copy_(there)
 
-    def _row(self, counts: Iterable[int]) -> list[int]:
+    def _matched(
+        self, message: Message, flat: Tensor, xs: list[Tensor], regular: bool
+    ) -> Iterator[tuple[Tensor, Tensor, Side]]:
+        """Which part of a message of this rank's tokens is which of tensors [B, H, S, D]: views of both, and
+        the side. One pair a tensor, or one for each rank of the row as well."""
+        sides, (b, width) = message.sides, (message.batch, message.channels)
+        if regular:
+            whole = flat.view(self.degree, message.rows, b, sum(message.mine), width).permute(2, 0, 3, 1, 4)
+            parts = whole.split_with_sizes(message.mine, 2)
+            for x, side, n, part in zip(xs, sides, message.mine, parts, strict=True):
+                s, heads = x.shape[2], self.degree // side.readers
+                part = part if s == message.rows else part[:, :, :, :s]
+                if side.readers > 1:
+                    part = part.view(b, heads, side.readers, n, s, width)
+                    yield part, x.view(b, heads, 1, n, s, width), side
+                else:
+                    yield part, x.view(b, heads, n, s, width), side
+            return
+        counts = message.counts[self._first : self._first + self.degree]
+        for rank, chunk in enumerate(flat.split_with_sizes(counts)):
+            sizes = [side.counts[rank] for side in sides]
+            parts = chunk.view(message.rows, b, sum(sizes), width).permute(1, 2, 0, 3).split(sizes, 1)
+            for x, side, part in zip(xs, sides, parts, strict=True):
+                own = x[:, side.heads[rank].start : side.heads[rank].stop]
+                yield part[:, :, : x.shape[2]], own, side
+
+    @property
+    def _first(self) -> int:
+        """The row's first rank."""
+        return self.plan.rank * self.degree
+
+    def _row(self, counts: list[int]) -> list[int]:
         """Counts of the row's ranks among all ranks of the world."""
-        first = self.plan.rank * self.degree
-        return [0] * first + list(counts) + [0] * (self.world - first - self.degree)
+        return [0] * self._first + counts + [0] * (self.world - self._first - self.degree)
 
     def between_rows(self, schedule: Schedule[T]) -> Schedule[T]:
         """A schedule of rows, spoken between the ranks that stand at the same place in them."""
@@ -181,28 +296,6 @@ class Trade:
         spread = [0] * self.world
         spread[self.rank :: self.degree] = counts
         return spread
-
-
-def _joined(xs: Sequence[Tensor]) -> Tensor:
-    """Tensors that differ in their channels, the last dimension, as one."""
-    return torch.cat(xs, -1) if len(xs) > 1 else xs[0]  # type: ignore[arg-type]
-
-
-def _parts(x: Tensor, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """x [..., all channels] cut as ``xs`` were joined."""
-    return x.split_with_sizes([part.shape[-1] for part in xs], -1) if len(xs) > 1 else [x]
-
-
-def _channels(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Numbers [B, H, S] as channels [B, H, S, n] of another dtype, bit by bit."""
-    return x.unsqueeze(3).view(dtype)
-
-
-def _numbers(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same back again, in memory of its own."""
-    made = x.new_empty(x.shape[:3], dtype=dtype)
-    _channels(made, x.dtype).copy_(x)
-    return made
 
 
 def _say(heads: int, world: int, degree: int) -> None:
@@ -272,7 +365,7 @@ class Heads:
     ) -> Iterator[tuple[int, list[Any], list[Any]]]:
         """Tensors of query heads and of KV heads, cut where the number of heads that share one changes: first
         of a piece's query heads, of all in the layer, and its part of each tensor."""
-        mine = self.trade.q_heads[self.trade.rank]
+        mine = self.trade.q.heads[self.trade.rank]
         cuts = stretches(mine, self.trade.group)
         if len(cuts) == 1:
             yield mine.start, list(rows), list(keys)
@@ -304,6 +397,8 @@ def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
 
 def _all(launches: Iterable[Callable[[], Any]]) -> Callable[[], None]:
     made = list(launches)
+    if len(made) == 1:
+        return made[0]
 
     def run() -> None:
         for launch in made:
