@@ -134,8 +134,8 @@ class TritonEngine:
 
     def around(self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()) -> "TritonEngine":
         """The same around other captures, of the same layouts."""
-        made = object.__new__(TritonEngine)
-        vars(made).update(vars(self), mods=self.mods._replace(score_caps=score_caps, score_dcaps=score_dcaps))
+        made, mods = object.__new__(TritonEngine), self.mods
+        vars(made).update(vars(self), mods=Mods(*mods[:5], score_caps, mods.score_loads, score_dcaps))
         return made
 
     @cached_property
@@ -154,8 +154,8 @@ class TritonEngine:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch | Launches:
         """One step of attention by the route that is asked for, else by the one that was measured to be the
         fastest; arguments are those of :meth:`loops`."""
-        name = self.options.get("ROUTE") or (self._measured_route if q.shape[2] >= WHOLE else ROUTES[0])
-        if name == ROUTES[0]:
+        name = self._route
+        if name == ROUTES[0] or ("ROUTE" not in self.options and q.shape[2] < WHOLE):
             return self.loops(q, k, v, tables, **step)
         route = route_of(name)
         why = next(route.obstacles(self, q, k, v, tables), None)
@@ -166,9 +166,12 @@ class TritonEngine:
         return self.loops(q, k, v, tables, **step)
 
     @cached_property
-    def _measured_route(self) -> str:
-        """(With tiles of its own, on whole tiles of rows, each with a program of its own.)"""
+    def _route(self) -> str:
+        """The route that is asked for, else the one that was measured (with tiles of its own, on whole tiles
+        of rows, each with a program of its own)."""
         found, options = dict(self.options.get("CONFIGS", ())).get("route"), self.options
+        if options.get("ROUTE"):
+            return str(options["ROUTE"])
         tiles = {option for both in option_names("forward").values() for option in both}
         other = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1 or options.keys() & tiles
         return dict(found)["ROUTE"] if found and not other else "loops"
@@ -201,7 +204,7 @@ class TritonEngine:
         """
         acc, m, l = state or (None, None, None)
         tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc}
-        stats = {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
+        tensors |= {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
         flags = {
             "HAS_FULL": full,
             "LOAD_STATE": load_state,
@@ -209,7 +212,7 @@ class TritonEngine:
             "STORE_MAX": max_scores is not None,
             "SPECIALISE": kind == "specialised",
         }
-        made = self.launch(forward_kernel, kind, tensors, stats, tables, h_offset, flags)
+        made = self.launch(forward_kernel, kind, tensors, tables, h_offset, flags)
         return made if made.values[_SPLITS] is None else _shared(made, q, v, tables)
 
     def streams(self, k: Tensor, v: Tensor, tables: Any) -> bool:
@@ -231,8 +234,8 @@ class TritonEngine:
             }
             return Recipe((-(-s // 64), h, b), args, Config(64, 0, 4, 1))
 
-        tensors, stats = {"out": out, "dout": dout}, {"dlse": dlse, "delta": delta}
-        return prepared(_DELTAS, (out.device,), delta_kernel, tensors, stats, {}, recipe)
+        tensors = {"out": out, "dout": dout, "dlse": dlse, "delta": delta}
+        return prepared(_DELTAS, (out.device,), delta_kernel, tensors, {}, recipe)
 
     def dq(
         self,
@@ -251,10 +254,8 @@ class TritonEngine:
         """dQ of one step, and the gradients of what score_mod captures; ``add`` accumulates into dq."""
         if self.fused:
             return _nothing if add else partial(_clear, dq)
-        tensors, stats = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq}, {"lse": lse, "delta": delta}
-        return self.launch(
-            dq_kernel, "dq", tensors, stats, tables, h_offset, {"ADD": add}, self.mods.score_dcaps
-        )
+        tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "lse": lse, "delta": delta}
+        return self.launch(dq_kernel, "dq", tensors, tables, h_offset, {"ADD": add}, self.mods.score_dcaps)
 
     def dkdv(
         self,
@@ -279,10 +280,10 @@ class TritonEngine:
         """
         fused = self.fused
         tensors = {"q": q, "k": k, "v": v, "dout": dout, "dk": dk, "dv": dv, "dq": dq if fused else None}
-        stats, kind = {"lse": lse, "delta": delta}, "fused" if fused else "dkdv"
-        flags = {"ADD": add, "SPLIT": split}
+        tensors |= {"lse": lse, "delta": delta}
+        flags, kind = {"ADD": add, "SPLIT": split}, "fused" if fused else "dkdv"
         dcaps = self.mods.score_dcaps if fused else ()
-        return self.launch(dkdv_kernel, kind, tensors, stats, tables, h_offset, flags, dcaps)
+        return self.launch(dkdv_kernel, kind, tensors, tables, h_offset, flags, dcaps)
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
         """How many programs share a KV head's query heads: more than one only where there are too few
@@ -346,8 +347,8 @@ class TritonEngine:
         return max(1, min(PARTIAL_BYTES // max(1, state), shares(programs, tiles, sms)))
 
     def launch(
-        self, kernel: Any, kind: str, tensors: dict[str, Any], stats: dict[str, Any], tables: Any,
-        h_offset: int, flags: dict[str, Any], dcaps: tuple[Any, ...] = (),
+        self, kernel: Any, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int,
+        flags: dict[str, Any], dcaps: tuple[Any, ...] = (),
     ) -> Launch:  # fmt: skip
         """``tensors`` are other ones at every call, mostly of the same layouts: what follows from these and
         from ``flags`` is kept with the tables."""
@@ -355,9 +356,9 @@ class TritonEngine:
         recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
         if self.kept is not None:
             about = kind, h_offset, tables, *flags.values()
-            return prepared(self.kept, about, kernel, tensors, stats, caps, recipe, settled=True)
+            return prepared(self.kept, about, kernel, tensors, caps, recipe, settled=True)
         about = kind, h_offset, self._alike, *flags.values()
-        return prepared(tables.launches, about, kernel, tensors, stats, caps, recipe)
+        return prepared(tables.launches, about, kernel, tensors, caps, recipe)
 
     def _recipe(
         self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, given: dict[str, Any]
@@ -512,10 +513,9 @@ def _shared(made: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
         }
         return Recipe((_tiles(tables, "q", 1, args["Q_BLOCK"]), h, b), combined, _COMBINE)
 
-    tensors = {name: args[name].ptr for name in ("out", "acc")} | {"parts_acc": acc}
-    stats = {name: args[name].ptr for name in ("lse", "max_scores", "stat_m", "stat_l")}
-    stats |= {"parts_m": m, "parts_l": l}
+    given = ("out", "acc", "lse", "max_scores", "stat_m", "stat_l")
+    tensors = {name: args[name].ptr for name in given} | {"parts_acc": acc, "parts_m": m, "parts_l": l}
     about = "combine", q.dtype, *(args[name] for name in same)
-    combine = prepared(tables.launches, about, combine_kernel, tensors, stats, {}, recipe)
+    combine = prepared(tables.launches, about, combine_kernel, tensors, {}, recipe)
     left = {"acc": strided(acc), "stat_m": stat(m), "stat_l": stat(l)}
     return Launches((made.instead(**left, LOAD_STATE=False, STORE_STATE=True), combine))

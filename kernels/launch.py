@@ -20,6 +20,10 @@ from tritoncp.kernels.tiles import INTERPRETED, stat, strided, with_base
 MOST = 1024  # launches that are kept in one place
 
 Tensors = dict[str, Any]  # by name of the argument, None for those that a launch has not
+# Of these, which are statistics [B, H, S]; the others are [B, H, S, D].
+STATS = frozenset(
+    ("lse", "max_scores", "stat_m", "stat_l", "from_m", "from_l", "parts_m", "parts_l", "delta", "dlse")
+)
 
 
 class State(NamedTuple):
@@ -121,10 +125,9 @@ class Prepared(NamedTuple):
     layouts: tuple[Any, ...]
 
     @classmethod
-    def of(cls, kernel: Any, tensors: Tensors, stats: Tensors, others: Any, recipe: Recipe) -> Prepared:
+    def of(cls, kernel: Any, tensors: Tensors, others: Any, recipe: Recipe) -> Prepared:
         place = {name: at for at, name in enumerate(kernel.arg_names)}
-        made: dict[str, Any] = {name: strided(x) for name, x in tensors.items()}
-        made |= {name: stat(x) for name, x in stats.items()}
+        made: dict[str, Any] = {name: stat(x) if name in STATS else strided(x) for name, x in tensors.items()}
         moving = [
             (place[name], name, type(value), value[1:])
             for name, value in made.items()
@@ -138,7 +141,7 @@ class Prepared(NamedTuple):
         for at in places:
             values[at] = None  # what is new each time is not kept
         launch = Launch(kernel, recipe.grid, values, recipe.config, [])
-        layouts = _layouts(tensors | stats, others) if INTERPRETED else ()
+        layouts = _layouts(tensors, others) if INTERPRETED else ()
         return cls(launch, moving, copied, some, layouts)
 
 
@@ -147,38 +150,35 @@ def prepared(
     about: tuple[Any, ...],
     kernel: Any,
     tensors: Tensors,
-    stats: Tensors,
     others: Mapping[str, Any],
     recipe: Callable[[], Recipe],
     settled: bool = False,
 ) -> Launch:
-    """A launch of ``kernel`` on tensors [B, H, S, D] and statistics [B, H, S], with ``others``, which are new
-    at every launch too.
+    """A launch of ``kernel`` on tensors and statistics, with ``others``, which are new at every launch too.
 
     kept:    where launches like it are, found by ``about``, and by layouts
     settled: everything in ``kept`` is about one pass, in which ``about`` settles the layouts; they are looked
              at only where kernels run interpreted, to see that it does
     """
-    named = tensors | stats
-    key = about if settled else (about, _layouts(named, others))
+    key = about if settled else (about, _layouts(tensors, others))
     if (found := kept.get(key)) is None:
         if len(kept) >= MOST and not settled:
             kept.clear()
-        found = kept[key] = Prepared.of(kernel, tensors, stats, others, recipe())
-    elif INTERPRETED and found.layouts != _layouts(named, others):
+        found = kept[key] = Prepared.of(kernel, tensors, others, recipe())
+    elif INTERPRETED and found.layouts != _layouts(tensors, others):
         raise AssertionError(f"launches of {kernel.__name__} that should be alike differ in their layouts")
     like, values = found.launch, found.launch.values.copy()
     for at, name, kind, fields in found.tensors:
-        values[at] = tuple.__new__(kind, (named[name], *fields))  # as kind(...), in half the time
+        values[at] = tuple.__new__(kind, (tensors[name], *fields))  # as kind(...), in half the time
     for at, name, kept_fields in found.descriptors:
-        values[at] = with_base(kept_fields, named[name])
+        values[at] = with_base(kept_fields, tensors[name])
     for at, name in found.others:
         values[at] = others[name]
     return Launch(kernel, like.grid, values, like.config, like.compiled)
 
 
-def _layouts(named: Tensors, others: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*map(layout_of, named.values()), *[value and facts(value) for value in others.values()])
+def _layouts(tensors: Tensors, others: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (*map(layout_of, tensors.values()), *[value and facts(value) for value in others.values()])
 
 
 def layout_of(x: Tensor | None) -> Any:

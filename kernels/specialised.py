@@ -319,8 +319,8 @@ def launch(
     from_acc, from_m, from_l = start or (None, None, None)
     acc, m, l = kept or (None, None, None)
     tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc, "from_acc": from_acc}
-    stats = {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
-    stats |= {"from_m": from_m, "from_l": from_l}
+    tensors |= {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
+    tensors |= {"from_m": from_m, "from_l": from_l}
     flags = {
         "n_q": q.shape[2],
         "n_kv": k.shape[2],
@@ -328,7 +328,7 @@ def launch(
         "STORE_STATE": store_state,
         "STORE_MAX": max_scores is not None,
     }
-    last = engine.launch(specialised_kernel, "specialised", tensors, stats, tables, h_offset, flags)
+    last = engine.launch(specialised_kernel, "specialised", tensors, tables, h_offset, flags)
     return Launches((*parts, last._replace(how=allocating)))
 
 

@@ -46,7 +46,8 @@ def flex_attention(
     natural order for a mask, in the plan's order for a Plan. bf16, fp16, fp32, or fp64 interpreted.
     Called as ``(q, k, v, block_mask, mesh)`` or with torch's own arguments plus ``mesh``, which have torch's
     meaning; masks and mods see global indices. Returns out [B, Hq, S_local, E]; with ``return_lse`` or
-    ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local].
+    ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out lies in memory as the
+    query does, and each gradient as what it is of: [B, S, H, D] seen through ``transpose(1, 2)`` comes back so.
 
     The order of a shard cannot be seen in it: ``positions``, the global positions [S_local] or [B, S_local]
     that the caller believes its rows have, are compared with the plan's (this waits for the device).
@@ -67,7 +68,6 @@ def flex_attention(
     """
     score, mask, mesh = inputs.arguments(score_mod, block_mask, mesh)
     inputs.check_mesh(mask, comm.degree_of(mesh))
-    key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
     want_max = return_aux is not None and return_aux.max_scores
 
     def check() -> None:
@@ -77,6 +77,7 @@ def flex_attention(
 
     if torch.compiler.is_dynamo_compiling():
         check()
+        key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
         outs = compiled.attend(
             query, key, value, score, mask, mesh, scale, kernel_options, want_max, positions
@@ -100,6 +101,7 @@ def flex_attention(
 
         plan = agreement.at_every_call(group, ready, facts)
         world = None if group is None else group.group_name
+        key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
         outs = attend([query], [key], [value], score, plan.pinned(), world, scale, kernel_options, want_max)
     if sinks is not None:
         outs = [*with_sinks(outs[0], outs[1], sinks), *outs[2:]]

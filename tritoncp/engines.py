@@ -17,6 +17,7 @@ from torch import Tensor
 from tritoncp import captured, carried
 from tritoncp.eager import EagerEngine
 from tritoncp.mods import Mod, exact
+from tritoncp.mods.mod import arguments
 
 _MODS: dict[str, Mod] = {}  # structure by digest: what an op's constant spec string names
 
@@ -127,7 +128,9 @@ def around(
     """A TritonEngine of an earlier call around what this one captures."""
     if not (captures or ints or floats):
         return engine
-    return engine.around(*_values(_registered(spec, captures, ints, floats), device, grads))
+    if grads:
+        return engine.around(*_values(_registered(spec, captures, ints, floats), device, grads))
+    return engine.around(arguments(captures, _numbers(spec, ints, floats), device))
 
 
 def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
@@ -202,9 +205,13 @@ def _score(
 
 def _registered(spec: Spec, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]) -> Mod:
     assert spec.score is not None
+    return _MODS[spec.score].around(captures, _numbers(spec, ints, floats))
+
+
+def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[int | float, ...]:
+    """What a registered Mod captures besides tensors, in its order."""
     whole, real = iter(ints), iter(floats)
-    numbers = tuple([next(whole) if kind == "i" else next(real) for kind in spec.numbers])
-    return _MODS[spec.score].around(captures, numbers)
+    return tuple([next(whole) if kind == "i" else next(real) for kind in spec.numbers])
 
 
 def _bound(mod: Mod | None) -> Any:

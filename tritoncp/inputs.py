@@ -109,7 +109,8 @@ def _is_plain(x: Any) -> bool:
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
     for name, x in (("query", q), ("key", k), ("value", v)):
         _check_tensor(name, x, q)
-    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+    other = any(x.shape[0] not in (1, q.shape[0]) for x in (k, v))
+    if other or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit together: "
             "[B, Hq, Sq, D], [B or 1, Hkv, Skv, D] and [B or 1, Hkv, Skv, E] are needed"
@@ -162,9 +163,7 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
 
 def shared_batch(q: Tensor, x: Tensor) -> Tensor:
     """Keys or values of batch 1 serve every batch row of the queries, as torch has it."""
-    plain = isinstance(x, Tensor) and isinstance(q, Tensor) and not (x.is_nested or q.is_nested)
-    fits = plain and x.ndim == q.ndim == 4
-    return x.expand(q.shape[0], -1, -1, -1) if fits and x.shape[0] == 1 != q.shape[0] else x
+    return x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], -1, -1, -1)
 
 
 def check_aux(return_lse: bool, return_aux: Any) -> None:
@@ -193,6 +192,18 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 
 
 def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
+    """A call's ranks and shards against the plan; what was found well is not looked at again."""
+    here = (1, 0) if group is None else (group.size(), group.rank())
+    about, well = (here, plan.rank, q.shape, k.shape), plan._once("well", set)
+    if about not in well:
+        _check_group(plan, group)
+        check_shapes(plan, q, k)
+        if len(well) >= MOST:
+            well.clear()
+        well.add(about)
+
+
+def _check_group(plan: Plan, group: Any) -> None:
     world = 1 if group is None else group.size()
     if plan.world_size != world:
         missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
@@ -201,7 +212,6 @@ def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
         raise ValueError(
             f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank({group.rank()})"
         )
-    check_shapes(plan, q, k)
 
 
 def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:

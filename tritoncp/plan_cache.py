@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp import agreement, captured, comm, plan, tuned
 from tritoncp.agreement import fact
 from tritoncp.balance import Balancer, find
+from tritoncp.closed_forms import is_settled
 from tritoncp.host import on_host
 from tritoncp.inputs import check_lengths, check_plannable
 from tritoncp.masks import Mask
@@ -74,8 +75,8 @@ def plan_for(
 
     check: of the other inputs. Where it fails before this mask has had a plan, all ranks of the group hear.
     """
-    sources = Sources.of(mask)
-    home = sources.key, None if group is None else group.group_name
+    about, tensors = _about(mask)
+    home = about, None if group is None else group.group_name
     try:
         check()
     except Exception:
@@ -83,13 +84,13 @@ def plan_for(
             agreement.together(group, lambda: _lengths(q, k, check))
         raise
     key = (*home, q.shape[2], k.shape[2], q.shape[0])
-    tensors = (*sources.lists, *sources.captures)
     entry = _PLANS.get(key)
     if entry is not None and entry.serves(tensors):
         _PLANS.move_to_end(key)
         _COUNTS["hits"] += 1
         return entry.plan
     _COUNTS["misses"] += 1
+    sources = Sources.of(mask)
     made = _make(sources, q, k, group, check)
     if sources.key is None:
         sources.warn_incomparable()
@@ -99,6 +100,21 @@ def plan_for(
     while len(_PLANS) > MOST or (len(_PLANS) > 1 and _held() > MOST_BYTES):
         _PLANS.popitem(last=False)
     return made
+
+
+def _about(mask: RawMask) -> tuple[Any, tuple[Tensor, ...]]:
+    """``Sources.key`` of a mask, and the tensors it is made of; kept for masks of which only the contents of
+    these can change."""
+    if isinstance(mask, Mask) and (known := _SETTLED.get(mask)) is not None:
+        return known
+    sources = Sources.of(mask)
+    found = sources.key, (*sources.lists, *sources.captures)
+    if isinstance(mask, Mask) and sources.key is not None and is_settled(mask.mask_mod):
+        _SETTLED[mask] = found
+    return found
+
+
+_SETTLED: weakref.WeakKeyDictionary[Mask, tuple[Any, tuple[Tensor, ...]]] = weakref.WeakKeyDictionary()
 
 
 def _held() -> int:

@@ -86,8 +86,9 @@ class World:
         for rank, (q, k) in enumerate(zip(queries, keys)):
             inputs.check_shapes(mask.seen_by(rank), q, k)
         want_max = bool(return_aux and return_aux.max_scores)
+        keys, values = (list(map(inputs.shared_batch, queries, xs)) for xs in (keys, values))
         found = api.attend(
-            list(queries), list(keys), list(values), score, mask.pinned(), "", scale, kernel_options, want_max
+            list(queries), keys, values, score, mask.pinned(), "", scale, kernel_options, want_max
         )
         n = self.world_size
         outs, lses, tops = list(found[:n]), list(found[n : 2 * n]), list(found[2 * n :])

@@ -28,6 +28,8 @@ _ATOMS = (
     torch.memory_format,
     type(Ellipsis),
 )
+_NUMBERS = (int, float, complex)
+_THEMSELVES = (types.ModuleType, type, types.BuiltinFunctionType, enum.Enum, torch._ops.OpOverload)
 
 
 class Incomparable(Exception):
@@ -86,15 +88,16 @@ class Fingerprint:
         self._items += 1
         if self._items > _MOST_ITEMS:
             raise Incomparable(f"more than {_MOST_ITEMS} captured values")
-        if type(thing) in _ATOMS or isinstance(thing, _ATOMS):  # the first is quick, and mostly enough
-            return (type(thing), thing)
-        if isinstance(thing, int | float | complex) and not isinstance(thing, enum.Enum):
-            return (type(thing).__name__, repr(thing))
+        kind = type(thing)
+        if kind is torch.Tensor:  # the most frequent first
+            return self._tensor(thing)
+        if kind in _ATOMS or (kind is not types.FunctionType and isinstance(thing, _ATOMS)):
+            return (kind, thing)
+        if isinstance(thing, _NUMBERS) and not isinstance(thing, enum.Enum):
+            return (kind.__name__, repr(thing))
         if isinstance(thing, torch.Tensor):
             return self._tensor(thing)
-        if isinstance(
-            thing, types.ModuleType | type | types.BuiltinFunctionType | enum.Enum | torch._ops.OpOverload
-        ):
+        if isinstance(thing, _THEMSELVES):
             return Identity(thing)
         if id(thing) in self._seen:
             return ("again", self._seen[id(thing)])
@@ -124,11 +127,11 @@ class Fingerprint:
             return ("method", self._of(thing.__func__), self._of(thing.__self__))
         if isinstance(thing, functools.partial):
             return ("partial", self._of(thing.func), self._of(thing.args), self._of(thing.keywords))
-        if isinstance(thing, tuple | list):
+        if isinstance(thing, (tuple, list)):
             return (type(thing), tuple(self._of(item) for item in thing))
         if isinstance(thing, dict):
             return (type(thing), tuple((self._of(name), self._of(value)) for name, value in thing.items()))
-        if isinstance(thing, set | frozenset):
+        if isinstance(thing, (set, frozenset)):
             return (type(thing), frozenset(self._of(item) for item in thing))
         if (
             callable(thing)

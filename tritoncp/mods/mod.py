@@ -84,7 +84,7 @@ class Mod:
             raise ValueError(
                 f"this mod captures {len(self.tensors)} tensors; {len(given)} were given to caps()"
             )
-        return (*(_argument(_placed(t, device)) for t in given), *self.numbers)
+        return arguments(given, self.numbers, device)
 
     def dcaps(self, grads: Sequence[Tensor]) -> tuple[Any, ...]:
         """The `dcaps` argument: buffers to add the gradients of `tensors[i] for i in wants` to.
@@ -141,6 +141,13 @@ def structure_of(digest: str) -> Mod:
     """A Mod of this digest that is alive, without what it captures."""
     alive = (made() for made in list(_MADE))
     return next(mod for mod in alive if mod is not None and mod.digest == digest).around()
+
+
+def arguments(
+    tensors: Sequence[Tensor], numbers: Sequence[int | float], device: torch.device | None = None
+) -> tuple[Any, ...]:
+    """What :meth:`Mod.caps` gives for these captures."""
+    return (*[_argument(_placed(t, device)) for t in tensors], *numbers)
 
 
 def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
@@ -316,4 +323,4 @@ def _origins(traced: Traced, among: Sequence[Tensor]) -> tuple[int | Tensor, ...
 
 
 def _now(known: _Known, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(found[t] if isinstance(t, int) else t for t in known.tensors)
+    return tuple([found[t] if isinstance(t, int) else t for t in known.tensors])
