@@ -1,9 +1,10 @@
 """Python's share of a call: plan cached, kernels compiled for a GPU that is not here and never launched.
 
-`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, and for one rank of
-several how many are left where no messages are sent (else they go nowhere).  What is left out is what the
-GPU's driver takes.  Beside it stands torch's compiled flex_attention, on so few numbers that computing
-takes next to nothing.
+`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, and how many times
+that of torch's compiled flex_attention it is, on so few numbers that computing takes next to nothing; both
+are taken in turns, as a machine that others use too has fast and slow minutes.  For one rank of several also
+how many are left where no messages are sent (else they go nowhere).  What is left out is what the GPU's
+driver takes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import cProfile
 import json
 import os
 import pstats
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -44,17 +46,22 @@ def pretend() -> None:
     CompiledKernel.packed_metadata = None
 
 
-def microseconds(call: Callable[[], Any], rounds: int = 20, repeats: int = 100) -> float:
-    """Of CPU time: the mean of a round, the smallest of several, as others may have the other cores."""
-    for _ in range(20):
+Call = Callable[[], Any]
+
+
+def microseconds(call: Call, repeats: int = 50) -> float:
+    """Of CPU time, a call."""
+    start = time.process_time()
+    for _ in range(repeats):
         call()
-    found = []
-    for _ in range(rounds):
-        start = time.process_time()
-        for _ in range(repeats):
-            call()
-        found.append((time.process_time() - start) / repeats * 1e6)
-    return min(found)
+    return (time.process_time() - start) / repeats * 1e6
+
+
+def figures(call: Call, beside: Call, rounds: int = 60) -> dict[str, float]:
+    """The smallest time of several rounds, and the median of how often ``beside`` fits into it."""
+    pairs = [(microseconds(call), microseconds(beside)) for _ in range(rounds)][rounds // 10 :]
+    ratio = statistics.median(own / other for own, other in pairs)
+    return {"us": round(min(own for own, _ in pairs), 1), "of torch's": round(ratio, 2)}
 
 
 def unsent(asked: Any, group: Any) -> comm.Ticket:
@@ -67,19 +74,19 @@ def unsent(asked: Any, group: Any) -> comm.Ticket:
             return comm.Ticket(x.new_empty(x.shape[0] // world, *x.shape[1:]))
         case comm.AllToAll(x, _, takes):
             return comm.Ticket(x.new_empty(sum(takes), *x.shape[1:]))
-    return comm.Ticket([torch.empty_like(like) for _, like in asked.takes])
+    return comm.Ticket([x for _, x in asked.takes])
 
 
-def without_collectives(call: Callable[[], Any]) -> float:
-    """Microseconds of a call that sends nothing."""
+def without_collectives(call: Call, beside: Call) -> dict[str, float]:
+    """Figures of a call that sends nothing."""
     start, comm._start = comm._start, unsent
     try:
-        return microseconds(call)
+        return figures(call, beside)
     finally:
         comm._start = start
 
 
-def of_torch() -> dict[str, Callable[[], Any]]:
+def of_torch() -> dict[str, Call]:
     """torch's own attention, compiled for the CPU: its call is what it is for a GPU, guards and wrapper."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -101,7 +108,7 @@ def of_torch() -> dict[str, Callable[[], Any]]:
     }
 
 
-def of_a_rank(schedule: str, ranks: int = 4) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def of_a_rank(schedule: str, ranks: int = 4) -> tuple[Call, Call]:
     """Forward, and forward and backward, of the first of several ranks, whose messages go nowhere."""
     group = dist.group.WORLD
     mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, 256, 256, BLOCK_SIZE=32)
@@ -116,7 +123,7 @@ def of_a_rank(schedule: str, ranks: int = 4) -> tuple[Callable[[], Any], Callabl
     return lambda: tritoncp.flex_attention(*shard, plan, enable_gqa=True, mesh=group), both
 
 
-def calls() -> dict[str, Callable[[], Any]]:
+def calls() -> dict[str, Call]:
     q = torch.randn(1, 2, 128, 64, dtype=torch.bfloat16)
     k, v = (torch.randn(1, 1, 128, 64, dtype=torch.bfloat16) for _ in range(2))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -148,25 +155,24 @@ def calls() -> dict[str, Callable[[], Any]]:
 def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("unset TRITON_INTERPRET: interpreted kernels would be measured, not what launches them")
-    for name, call in of_torch().items():
-        say(name, call)
+    beside = of_torch()
+    torchs = next(iter(beside.values()))
+    for name, call in beside.items():
+        say(name, call, figures(call, torchs))
     pretend()
     for name, call in calls().items():
-        say(name, call)
+        say(name, call, figures(call, torchs))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     comm.timeout = lambda group: timedelta(minutes=1)
     for schedule in ("allgather", "fetch", "ring", "ulysses"):
-        forward, both = of_a_rank(schedule)
-        say(f"{schedule}, a rank of 4, forward", forward, True)
-        say(f"{schedule}, a rank of 4, forward and backward", both, True)
+        for way, call in zip(("forward", "forward and backward"), of_a_rank(schedule), strict=True):
+            found = figures(call, torchs) | {"without collectives": without_collectives(call, torchs)}
+            say(f"{schedule}, a rank of 4, {way}", call, found)
     dist.destroy_process_group()
 
 
-def say(name: str, call: Callable[[], Any], rank: bool = False) -> None:
-    row = {"call": name, "us": round(microseconds(call), 1)}
-    if rank:
-        row["without collectives"] = round(without_collectives(call), 1)
-    print(json.dumps(row), flush=True)
+def say(name: str, call: Call, found: dict[str, Any]) -> None:
+    print(json.dumps({"call": name} | found), flush=True)
     if "--profile" in sys.argv:
         with cProfile.Profile() as profile:
             for _ in range(300):
