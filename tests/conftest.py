@@ -47,6 +47,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch, "empty"),
         (torch, "empty_like"),
         (torch, "empty_strided"),
+        (torch, "empty_permuted"),
         (torch.Tensor, "new_empty"),
         (torch.Tensor, "new_empty_strided"),
     ):

@@ -66,7 +66,8 @@ def test_an_all_gather_waits_for_as_many_messages_as_it_sends(
     assert round(found.forward) == messages
 
 
-def test_messages_alone_favour_the_fewest() -> None:
+def test_messages_alone_favour_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "SMALL", 1 << 30)  # one gather for all heads
     waiting = replace(cost.NVLINK, latency=1.0)
     assert best(full_mask(1024, 1024), 8, "ptrr", waiting)[0] == "allgather"
 

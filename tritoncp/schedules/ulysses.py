@@ -131,10 +131,10 @@ class Message:
     counts: list[int]
     own: list[int]
 
-    def by_tokens(self, flat: Tensor) -> tuple[Tensor, ...]:
+    def by_tokens(self, flat: Tensor) -> Sequence[Tensor]:
         """This rank's heads of all tokens of the row: of each tensor [B, heads, degree * rows, D], views."""
         whole = flat.view(-1, self.batch, sum(self.mine), self.channels).permute(1, 2, 0, 3)
-        return whole.split_with_sizes(self.mine, 1)
+        return _cut(whole, self.mine, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,8 +246,7 @@ class Trade:
         sides, (b, width) = message.sides, (message.batch, message.channels)
         if regular:
             whole = flat.view(self.degree, message.rows, b, sum(message.mine), width).permute(2, 0, 3, 1, 4)
-            parts = whole.split_with_sizes(message.mine, 2)
-            for x, side, n, part in zip(xs, sides, message.mine, parts, strict=True):
+            for x, side, n, part in zip(xs, sides, message.mine, _cut(whole, message.mine, 2), strict=True):
                 s, heads = x.shape[2], self.degree // side.readers
                 part = part if s == message.rows else part[:, :, :, :s]
                 if side.readers > 1:
@@ -296,6 +295,10 @@ class Trade:
         spread = [0] * self.world
         spread[self.rank :: self.degree] = counts
         return spread
+
+
+def _cut(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+    return x.split_with_sizes(sizes, dim) if len(sizes) > 1 else (x,)
 
 
 def _say(heads: int, world: int, degree: int) -> None:
