@@ -46,8 +46,8 @@ def flex_attention(
     natural order for a mask, in the plan's order for a Plan. bf16, fp16, fp32, or fp64 interpreted.
     Called as ``(q, k, v, block_mask, mesh)`` or with torch's own arguments plus ``mesh``, which have torch's
     meaning; masks and mods see global indices. Returns out [B, Hq, S_local, E]; with ``return_lse`` or
-    ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out lies in memory as the
-    query does, and each gradient as what it is of: [B, S, H, D] seen through ``transpose(1, 2)`` comes back so.
+    ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out lies in memory as
+    the query does, each gradient as its tensor: [B, S, H, D] seen through ``transpose(1, 2)`` comes back so.
 
     The order of a shard cannot be seen in it: ``positions``, the global positions [S_local] or [B, S_local]
     that the caller believes its rows have, are compared with the plan's (this waits for the device).

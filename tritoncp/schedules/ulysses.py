@@ -177,18 +177,18 @@ class Trade:
 
     def messages(self, fields: Sequence[Field | Returned]) -> list[Message]:
         """What carries these tensors."""
-        about = fields[0][0].shape[0], *[(side, x.shape[3], x.dtype) for x, side, *_ in fields]
-        if about not in self._messages:
-            self._messages[about] = self._made(*about)
-        return self._messages[about]
+        batch, kinds = fields[0][0].shape[0], tuple([(side, x.shape[3], x.dtype) for x, side, *_ in fields])
+        if (batch, kinds) not in self._messages:
+            self._messages[batch, kinds] = self._made(batch, kinds)
+        return self._messages[batch, kinds]
 
-    def _made(self, batch: int, *fields: tuple[Side, int, torch.dtype]) -> list[Message]:
+    def _made(self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]) -> list[Message]:
         alike: dict[Any, list[int]] = {}
-        for place, (side, channels, dtype) in enumerate(fields):
+        for place, (side, channels, dtype) in enumerate(kinds):
             alike.setdefault((side.rows, channels, dtype), []).append(place)
         made = []
         for (rows, channels, _), places in alike.items():
-            sides = [fields[place][0] for place in places]
+            sides = [kinds[place][0] for place in places]
             each = [sum(same) * rows * batch * channels for same in zip(*(side.counts for side in sides))]
             counts, own = self._row(each), self._row([each[self.rank]] * self.degree)
             mine = [side.counts[self.rank] for side in sides]
@@ -198,7 +198,8 @@ class Trade:
     def heads(self, *fields: Field) -> Schedule[list[Tensor]]:
         """Tensors [B, H, S, D] of every rank of the row -> of each this rank's heads,
         [B, heads, degree * rows, D]."""
-        flights, found = [], {}
+        flights = []
+        found: dict[int, Tensor] = {}
         for message in (messages := self.messages(fields)):
             xs = [fields[place][0] for place in message.places]
             flights.append((yield AllToAll(self._by_heads(message, xs), message.counts, message.own)))
