@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.dist.ranks import run as on_ranks
 from tritoncp import comm
-from tritoncp.comm import AllGather, ReduceScatter, Wait, lockstep
+from tritoncp.comm import AllGather, ReduceScatter, Swap, Wait, lockstep
 
 Program = list[
     tuple[str, int, int]
@@ -127,6 +127,10 @@ DIFFERENT = {
     r"float32 \[2, 1\], float32 \[4, 1\]": (asks(AllGather(ONE)), asks(AllGather(TWO))),
     r"float32 \[2, 1\], float64 \[2, 1\]": (asks(AllGather(ONE)), asks(AllGather(ONE.double()))),
     "2 rows does not divide by 3 ranks": (asks(ReduceScatter(ONE)),) * 3,
+    r"rank 1 sends torch.float32 \[2, 1\], and rank 0 has room for torch.float32 \[4, 1\]": (
+        asks(Swap([(1, ONE)], [(1, TWO.clone())])),
+        asks(Swap([(0, ONE)], [(0, ONE.clone())])),
+    ),
 }
 
 

@@ -171,6 +171,19 @@ def test_other_lengths_become_symbols():
     assert counter.frame_count == 2
 
 
+def test_export_with_a_length_of_batch_that_is_a_symbol():
+    plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=BLOCK))
+
+    class Plain(torch.nn.Module):
+        def forward(self, q, k, v):
+            return tritoncp.flex_attention(q, k, v, plan)
+
+    x, batch = [torch.randn(2, 2, S, 8) for _ in range(3)], torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(Plain(), tuple(x), dynamic_shapes=[{0: batch}] * 3, strict=False)
+    other = [torch.randn(3, 2, S, 8) for _ in range(3)]
+    torch.testing.assert_close(program.module()(*other), tritoncp.flex_attention(*other, plan))
+
+
 def test_inference_mode():
     fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))

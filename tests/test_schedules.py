@@ -244,6 +244,25 @@ def test_results_lie_in_memory_as_what_they_are_made_from(
         assert a.permute(*order, 3).is_contiguous() and b.is_contiguous()
 
 
+@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_in_inference_mode_share_no_memory(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There views do not say that they are views."""
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    world = tritoncp.simulate(2)
+    plan = world.make_plan(MASK, schedule=schedule)
+    x = qkv(24, batch=2, heads=2, dim=4)
+    shards = [
+        [t.transpose(1, 2).contiguous().transpose(1, 2) for t in world.shard(t, plan, dim=2)] for t in x
+    ]
+    leaves = [t.requires_grad_() for ts in shards for t in ts]
+    outs = world.flex_attention(*shards, plan)
+    with torch.inference_mode():
+        grads = torch.autograd.grad(outs, leaves, [torch.ones_like(out) for out in outs])
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == len(grads)
+    assert all(grad.transpose(1, 2).is_contiguous() for grad in grads)
+
+
 def test_expanded_tensors_have_contiguous_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "uses_triton", lambda device: False)
     x = [t[:, :1].expand(-1, 3, -1, -1).requires_grad_() for t in qkv(24, batch=2, heads=1)]

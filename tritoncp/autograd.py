@@ -219,7 +219,9 @@ def _stats(x: Tensor) -> torch.dtype:
 
 def _own(grad: Tensor, x: Tensor) -> Tensor:
     """A gradient of x in its dtype and order in memory, and in memory of its own."""
-    return laid_out_as(x, x.shape[3]).copy_(grad) if grad._is_view() else grad.to(x.dtype)
+    if grad._is_view() or grad.is_inference():  # a view made in inference mode is not known as one
+        return laid_out_as(x, x.shape[3]).copy_(grad)
+    return grad.to(x.dtype)
 
 
 def _cut(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:

@@ -196,7 +196,16 @@ def _swapped(asked: Sequence[Swap]) -> list[Ticket]:
         raise RuntimeError(
             f"sent {sorted(sent)} and taken {sorted(taken)}, each (from, to), differ in the same turn"
         )
-    return [Ticket([x.copy_(sent[peer, rank]) for peer, x in a.takes], (), a) for rank, a in enumerate(asked)]
+    for rank, a in enumerate(asked):
+        for peer, x in a.takes:
+            comes = sent[peer, rank]
+            if (comes.shape, comes.dtype) != (x.shape, x.dtype):
+                raise RuntimeError(
+                    f"rank {peer} sends {comes.dtype} {list(comes.shape)}, and rank {rank} has room for "
+                    f"{x.dtype} {list(x.shape)}"
+                )
+            x.copy_(comes)
+    return [Ticket([x for _, x in a.takes]) for a in asked]
 
 
 def _dealt(asked: Sequence[AllToAll]) -> list[Ticket]:

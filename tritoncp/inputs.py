@@ -193,6 +193,10 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 
 def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
     """A call's ranks and shards against the plan; what was found well is not looked at again."""
+    if not (_is_plain(q) and _is_plain(k)):  # sizes may be symbols, which nothing can be looked up by
+        _check_group(plan, group)
+        check_shapes(plan, q, k)
+        return
     here = (1, 0) if group is None else (group.size(), group.rank())
     about, well = (here, plan.rank, q.shape, k.shape), plan._once("well", set)
     if about not in well:

@@ -75,7 +75,7 @@ def plan_for(
 
     check: of the other inputs. Where it fails before this mask has had a plan, all ranks of the group hear.
     """
-    about, tensors = _about(mask)
+    about, tensors, sources = _about(mask)
     home = about, None if group is None else group.group_name
     try:
         check()
@@ -90,7 +90,7 @@ def plan_for(
         _COUNTS["hits"] += 1
         return entry.plan
     _COUNTS["misses"] += 1
-    sources = Sources.of(mask)
+    sources = sources or Sources.of(mask)
     made = _make(sources, q, k, group, check)
     if sources.key is None:
         sources.warn_incomparable()
@@ -102,16 +102,16 @@ def plan_for(
     return made
 
 
-def _about(mask: RawMask) -> tuple[Any, tuple[Tensor, ...]]:
-    """``Sources.key`` of a mask, and the tensors it is made of; kept for masks of which only the contents of
-    these can change."""
+def _about(mask: RawMask) -> tuple[Any, tuple[Tensor, ...], Sources | None]:
+    """``Sources.key`` of a mask, the tensors it is made of, and its sources unless the former were known: of
+    some masks only the contents of these tensors can change."""
     if isinstance(mask, Mask) and (known := _SETTLED.get(mask)) is not None:
-        return known
+        return *known, None
     sources = Sources.of(mask)
     found = sources.key, (*sources.lists, *sources.captures)
     if isinstance(mask, Mask) and sources.key is not None and is_settled(mask.mask_mod):
         _SETTLED[mask] = found
-    return found
+    return *found, sources
 
 
 _SETTLED: weakref.WeakKeyDictionary[Mask, tuple[Any, tuple[Tensor, ...]]] = weakref.WeakKeyDictionary()

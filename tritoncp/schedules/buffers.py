@@ -35,8 +35,8 @@ def pack(k: Tensor, v: Tensor, rows: int) -> Room:
     made, s = room_for(k, v, rows), k.shape[2]
     if s < rows:
         made.packed[s:] = 0
-    for room, x in ((made.k, k), (made.v, v)):
-        (room if s == rows else room[:, :, :s]).copy_(x)
+    for into, x in ((made.k, k), (made.v, v)):
+        (into if s == rows else into[:, :, :s]).copy_(x)
     return made
 
 
@@ -78,7 +78,7 @@ def outputs(plan: Plan, q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, T
     return out, lse, top
 
 
-def room(x: Tensor, dtype: torch.dtype, filled: bool) -> Tensor:
+def room_for_grad(x: Tensor, dtype: torch.dtype, filled: bool) -> Tensor:
     """Room for the gradient of x [B, H, S, D]: empty where kernels write to every row, as in ``filled``
     placements, else zeros, as no slot covers padding."""
     made = laid_out_as(x, x.shape[3], dtype)
@@ -87,7 +87,7 @@ def room(x: Tensor, dtype: torch.dtype, filled: bool) -> Tensor:
 
 def room_for_dq(plan: Plan, engine: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
     """For a first step that writes it; a fused engine adds to it, in float32, from the beginning."""
-    return room(q, dtype, plan.q.is_filled(plan.rank) and not engine.fused)
+    return room_for_grad(q, dtype, plan.q.is_filled(plan.rank) and not engine.fused)
 
 
 def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritoncp.comm import Schedule
 from tritoncp.plan import Plan
-from tritoncp.schedules.buffers import dkdv, outputs, room, room_for_dq
+from tritoncp.schedules.buffers import dkdv, outputs, room_for_dq, room_for_grad
 
 
 def forward(
@@ -32,7 +32,7 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = room_for_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
-    dk, dv = (room(x, x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
+    dk, dv = (room_for_grad(x, x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
     args = q, k, v, dout, lse, delta, tables
     engine.dq(*args, dq=dq)()
     dkdv(engine, args, dk, dv, dq)

@@ -32,7 +32,7 @@ def forward(
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
-    held, free = pack(k, v, plan.kv.s_max), room_for(k, v, plan.kv.s_max)
+    held, free = _rooms(plan, k, v)
     for turn, hop in enumerate(plan.ring):
         flight = yield _pass_on(hop, held, free)
         if hop.reads:
@@ -51,8 +51,9 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = room_for_dq(plan, engine, q, lse.dtype)
-    held, free = pack(k, v, plan.kv.s_max), room_for(k, v, plan.kv.s_max)
+    held, free = _rooms(plan, k, v)
     home = torch.zeros_like(held.packed, dtype=lse.dtype)  # gradient of the own K and V
+    last = max((turn for turn, hop in enumerate(plan.ring) if hop.previous is not None), default=0)
     following: Ticket | None = None  # the gradient in flight, then what has come
     came: list[Tensor] = []
     for turn, hop in enumerate(plan.ring):
@@ -70,9 +71,18 @@ def backward(
         following = yield _follow(hop, grad, home)
         if (yield Wait(flight)):
             held, free = free, held
+        if turn == last:
+            free = held  # nothing comes any more
     assert following is not None
     _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
     return dq, *separate(home, k)
+
+
+def _rooms(plan: Plan, k: Tensor, v: Tensor) -> tuple[Room, Room]:
+    """This rank's K and V, and room for what comes while they are read, if anything does: they take turns."""
+    held = pack(k, v, plan.kv.s_max)
+    comes = any(hop.previous is not None for hop in plan.ring)
+    return held, room_for(k, v, plan.kv.s_max) if comes else held
 
 
 def _pass_on(hop: Hop, held: Room, free: Room) -> Swap:

@@ -62,6 +62,17 @@ def backward(
     trade = Trade.of(plan, q, k)
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
+    grads = yield from _by_heads(inner, trade, engine, q, k, v, dout, lse, delta)
+    own = [laid_out_as(x, x.shape[3], grad.dtype) for x, grad in zip((q, k, v), grads, strict=True)]
+    yield from trade.sequence(*zip(grads, (trade.q, trade.kv, trade.kv), own, strict=True))
+    return own[0], own[1], own[2]
+
+
+def _by_heads(
+    inner: Any, trade: Trade, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor,
+    delta: Tensor,
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """(dq, dk, dv) of this rank's heads, all tokens. What was sent for that is gone when they return."""
     stats = [(x[..., None], trade.q) for x in (lse, delta)]
     whole = yield from trade.heads((q, trade.q), (k, trade.kv), (v, trade.kv), (dout, trade.q), *stats)
     *whole_qkv, whole_dout = whole[:4]
@@ -71,10 +82,7 @@ def backward(
     heads = Heads(engine, trade, whole_delta)
     inside = row.backward(trade.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_dout, None)
     dq, dk, dv = yield from trade.between_rows(inside)
-    grads = dq.to(q.dtype), dk, dv
-    own = [laid_out_as(x, x.shape[3], grad.dtype) for x, grad in zip((q, k, v), grads, strict=True)]
-    yield from trade.sequence(*zip(grads, (trade.q, trade.kv, trade.kv), own, strict=True))
-    return own[0], own[1], own[2]
+    return dq.to(q.dtype), dk, dv
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,6 +125,7 @@ class Message:
     places:   which tensors of the trade
     sides:    whose heads they have
     mine:     how many of them, of each tensor, are this rank's
+    degree:   ranks of the row
     rows:     tokens of a rank, padding included; batch, channels: B and D of the tensors
     counts:   numbers for each rank of the world: its heads of this rank's tokens
     own:      this rank's heads of its tokens
@@ -125,6 +134,7 @@ class Message:
     places: list[int]
     sides: list[Side]
     mine: list[int]
+    degree: int
     rows: int
     batch: int
     channels: int
@@ -133,8 +143,8 @@ class Message:
 
     def by_tokens(self, flat: Tensor) -> Sequence[Tensor]:
         """This rank's heads of all tokens of the row: of each tensor [B, heads, degree * rows, D], views."""
-        whole = flat.view(-1, self.batch, sum(self.mine), self.channels).permute(1, 2, 0, 3)
-        return _cut(whole, self.mine, 1)
+        whole = flat.view(self.degree * self.rows, self.batch, sum(self.mine), self.channels)
+        return _cut(whole.permute(1, 2, 0, 3), self.mine, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +202,7 @@ class Trade:
             each = [sum(same) * rows * batch * channels for same in zip(*(side.counts for side in sides))]
             counts, own = self._row(each), self._row([each[self.rank]] * self.degree)
             mine = [side.counts[self.rank] for side in sides]
-            made.append(Message(places, sides, mine, rows, batch, channels, counts, own))
+            made.append(Message(places, sides, mine, self.degree, rows, batch, channels, counts, own))
         return made
 
     def heads(self, *fields: Field) -> Schedule[list[Tensor]]:
@@ -202,12 +212,12 @@ class Trade:
         found: dict[int, Tensor] = {}
         for message in (messages := self.messages(fields)):
             xs = [fields[place][0] for place in message.places]
-            flights.append((yield AllToAll(self._by_heads(message, xs), message.counts, message.own)))
+            flights.append((yield AllToAll(self._packed(message, xs), message.counts, message.own)))
         for message, flight in zip(messages, flights, strict=True):
             found.update(zip(message.places, message.by_tokens((yield Wait(flight))), strict=True))
         return [found[place] for place in range(len(fields))]
 
-    def _by_heads(self, message: Message, xs: list[Tensor]) -> Tensor:
+    def _packed(self, message: Message, xs: list[Tensor]) -> Tensor:
         """The heads of each rank of the row, one rank after the other."""
         sent = xs[0].new_empty(sum(message.counts))
         if any(x.shape[2] < message.rows for x in xs):
