@@ -18,6 +18,7 @@ from tritoncp.kernels.configs import Config, does_not_fit
 from tritoncp.kernels.tiles import INTERPRETED, stat, strided, with_base
 
 MOST = 1024  # launches that are kept in one place
+CHECKED = bool(INTERPRETED)  # layouts of launches that should be alike
 
 Tensors = dict[str, Any]  # by name of the argument, None for those that a launch has not
 # Of these, which are statistics [B, H, S]; the others are [B, H, S, D].
@@ -141,7 +142,7 @@ class Prepared(NamedTuple):
         for at in places:
             values[at] = None  # what is new each time is not kept
         launch = Launch(kernel, recipe.grid, values, recipe.config, [])
-        layouts = _layouts(tensors, others) if INTERPRETED else ()
+        layouts = _layouts(tensors, others) if CHECKED else ()
         return cls(launch, moving, copied, some, layouts)
 
 
@@ -165,7 +166,7 @@ def prepared(
         if len(kept) >= MOST and not settled:
             kept.clear()
         found = kept[key] = Prepared.of(kernel, tensors, others, recipe())
-    elif INTERPRETED and found.layouts != _layouts(tensors, others):
+    elif CHECKED and found.layouts != _layouts(tensors, others):
         raise AssertionError(f"launches of {kernel.__name__} that should be alike differ in their layouts")
     like, values = found.launch, found.launch.values.copy()
     for at, name, kind, fields in found.tensors:

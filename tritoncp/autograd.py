@@ -115,8 +115,9 @@ def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], A
     if not call.world:
         return comm.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
     group = comm.named(call.world)
-    if "ring" in plan.schedule:
+    if "ring" in plan.schedule and (made := ("aside", call.world)) not in plan._shared:
         comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
+        plan._shared[made] = True  # not the group itself, which nobody here owns
     return [comm.run(schedule(0, plan), group)]
 
 
@@ -278,22 +279,25 @@ def _below(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: 
             torch._C._set_grad_enabled(True)
 
 
+_LOOKS = (  # what is not 0, None or False where dispatch modes, functorch, autocast, ... are on
+    torch._C._len_torch_dispatch_stack,
+    torch._C._functorch.peek_interpreter_stack,
+    torch._C._is_any_autocast_enabled,
+    torch._C._get_tracing_state,
+    torch.is_inference_mode_enabled,
+)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
 def _seen(tensors: Iterable[Tensor]) -> bool:
     """Whether going through the dispatcher makes a difference: dispatch modes, functorch, autocast, tracing,
     inference mode, profilers; subclasses, and tensors that are negative or zero only in name."""
-    return (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._get_tracing_state() is not None
-        or torch.is_inference_mode_enabled()
-        or torch.autograd._profiler_enabled()
-        or not all(map(_is_plain, tensors))
-    )
-
-
-def _is_plain(x: Tensor) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and not x.is_neg() and not x._is_zerotensor()
+    if torch.autograd._profiler_enabled():
+        return True
+    for look in _LOOKS:
+        if look():
+            return True
+    return any(type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor() for x in tensors)
 
 
 class Attention(torch.autograd.Function):

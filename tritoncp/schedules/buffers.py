@@ -27,7 +27,7 @@ def room_for(k: Tensor, v: Tensor, rows: int) -> Room:
     """Room for ``rows`` rows of keys and values like k [B, h, S, D] and v [B, h, S, E]."""
     (b, h, _, d), e = k.shape, v.shape[3]
     packed = torch.empty((rows, b, h, d + e), dtype=k.dtype, device=k.device)
-    return Room(packed, *views(packed, k))
+    return Room(packed, *packed.permute(1, 2, 0, 3).split_with_sizes([d, e], 3))
 
 
 def pack(k: Tensor, v: Tensor, rows: int) -> Room:

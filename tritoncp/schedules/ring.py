@@ -33,10 +33,11 @@ def forward(
     out, lse, top = outputs(plan, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     held, free = _rooms(plan, k, v)
+    where = q.device, q.shape[0], q.shape[1]
     for turn, hop in enumerate(plan.ring):
         flight = yield _pass_on(hop, held, free)
         if hop.reads:
-            tables = plan.tables(q.device, q.shape[0], q.shape[1], hop.owner)
+            tables = plan.tables(*where, hop.owner)
             engine.forward(q, held.k, held.v, tables, **final, load_state=turn > 0, store_state=hop.more)()
         if (yield Wait(flight)):
             held, free = free, held
