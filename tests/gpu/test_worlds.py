@@ -53,6 +53,14 @@ def test_any_world_is_the_oracle(world, mask, balancer, dtype):
     check(x, whole, got=simulated(x, tritoncp.make_plan(whole, world_size=world, rank=0, balancer=balancer)))
 
 
+@pytest.mark.parametrize("schedule", ["allgather", "fetch", "ring", "ulysses", "ulysses+ring"])
+def test_any_schedule_is_the_oracle(schedule):
+    """Four ranks, two heads of keys: ulysses shares each of them among two ranks."""
+    whole, x = MASKS["documents"](), qkv(batch=2, heads=4, kv_heads=2)
+    plan = tritoncp.make_plan(whole, world_size=4, rank=0, schedule=schedule)
+    check(x, whole, got=simulated(x, plan))
+
+
 def test_scores_see_global_positions_and_what_they_capture_gets_gradients():
     whole, score = MASKS["causal"](), SCORES["relative"]
     x, captured = qkv(heads=4, kv_heads=2), score.captured(4)
