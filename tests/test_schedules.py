@@ -19,7 +19,7 @@ from tritoncp.comm import AllGather, ReduceScatter, Wait
 from tritoncp.eager import EagerEngine
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.plan import Plan, build
-from tritoncp.schedules import SCHEDULES, allgather, schedule_of
+from tritoncp.schedules import SCHEDULES, allgather, ring, schedule_of
 
 MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, None, 24, 24, BLOCK_SIZE=8)
 
@@ -208,6 +208,17 @@ def test_results_may_be_edited(schedule: str, dtype: torch.dtype, monkeypatch: p
     for t in found:
         t.mul_(2)
     assert all(torch.equal(t, 2 * b) for t, b in zip(found, before, strict=True))
+
+
+def test_a_ring_makes_room_only_where_something_comes() -> None:
+    def alone(mask: Mask) -> bool:
+        plan = build(mask, 2)
+        k = torch.randn(1, 1, plan.kv.s_max, 4)
+        held, free = ring._rooms(plan, k, k)
+        return held is free
+
+    apart = create_block_mask(document(lengths=[8, 8]), None, None, 16, 16, BLOCK_SIZE=8)
+    assert alone(apart) and not alone(create_block_mask(causal(), None, None, 16, 16, BLOCK_SIZE=8))
 
 
 ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1, 2)}
