@@ -285,6 +285,7 @@ _LOOKS = (  # what is not 0, None or False where dispatch modes, functorch, auto
     torch._C._is_any_autocast_enabled,
     torch._C._get_tracing_state,
     torch.is_inference_mode_enabled,
+    torch.autograd._profiler_enabled,
 )
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -292,11 +293,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def _seen(tensors: Iterable[Tensor]) -> bool:
     """Whether going through the dispatcher makes a difference: dispatch modes, functorch, autocast, tracing,
     inference mode, profilers; subclasses, and tensors that are negative or zero only in name."""
-    if torch.autograd._profiler_enabled():
+    if any(look() for look in _LOOKS):
         return True
-    for look in _LOOKS:
-        if look():
-            return True
     return any(type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor() for x in tensors)
 
 

@@ -128,31 +128,24 @@ def around(
     """A TritonEngine of an earlier call around what this one captures."""
     if not (captures or ints or floats):
         return engine
-    if grads:
-        return engine.around(*_values(_registered(spec, captures, ints, floats), device, grads))
-    return engine.around(arguments(captures, _numbers(spec, ints, floats), device))
+    caps = arguments(captures, _numbers(spec, ints, floats), device)
+    return engine.around(caps, _registered(spec, captures, ints, floats).dcaps(grads) if grads else ())
 
 
 def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
     """User functions as kernels take them; ``grads``: a buffer for each capture that wants a gradient."""
     from tritoncp.kernels.engine import Mods
 
-    caps, dcaps = _values(score, device, grads) if score else ((), ())
     return Mods(
         mask=mask and mask.fn,
         mask_caps=mask.caps(device=device) if mask else (),
         score=score and score.fn,
         score_grad=score and score.grad,
         score_back=score and score.back,
-        score_caps=caps,
+        score_caps=score.caps(device=device) if score else (),
         score_loads=score.loads if score else 0,
-        score_dcaps=dcaps,
+        score_dcaps=score.dcaps(grads) if score and grads else (),
     )
-
-
-def _values(score: Mod, device: torch.device, grads: Sequence[Tensor]) -> tuple[Any, Any]:
-    """What a score_mod captures, and where the gradients go, as kernels take them."""
-    return score.caps(device=device), score.dcaps(grads) if grads else ()
 
 
 def buffers(spec: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ Each message says what was given, what is needed and what to do.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -92,14 +92,20 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
         _check_tensors(q, k, v, enable_gqa)
         return
     about = enable_gqa, *[(x.shape, x.dtype, x.device) for x in (q, k, v)]
-    if about not in _WELL:
-        _check_tensors(q, k, v, enable_gqa)
-        if len(_WELL) >= MOST:
-            _WELL.clear()
-        _WELL.add(about)
+    _unless_known(_WELL, about, _check_tensors, q, k, v, enable_gqa)
 
 
 _WELL: set[Any] = set()  # what was checked, and is said again at every call
+
+
+def _unless_known(well: set[Any], about: Any, check: Callable[..., None], *args: Any) -> None:
+    """check(*args), unless the same was found well before."""
+    if about in well:
+        return
+    check(*args)
+    if len(well) >= MOST:
+        well.clear()
+    well.add(about)
 
 
 def _is_plain(x: Any) -> bool:
@@ -194,20 +200,14 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
     """A call's ranks and shards against the plan; what was found well is not looked at again."""
     if not (_is_plain(q) and _is_plain(k)):  # sizes may be symbols, which nothing can be looked up by
-        _check_group(plan, group)
-        check_shapes(plan, q, k)
+        _check_plan(plan, q, k, group)
         return
     here = (1, 0) if group is None else (group.size(), group.rank())
-    about, well = (here, plan.rank, q.shape, k.shape), plan._once("well", set)
-    if about not in well:
-        _check_group(plan, group)
-        check_shapes(plan, q, k)
-        if len(well) >= MOST:
-            well.clear()
-        well.add(about)
+    about = here, plan.rank, q.shape, k.shape
+    _unless_known(plan._once("well", set), about, _check_plan, plan, q, k, group)
 
 
-def _check_group(plan: Plan, group: Any) -> None:
+def _check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
     world = 1 if group is None else group.size()
     if plan.world_size != world:
         missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
@@ -216,6 +216,7 @@ def _check_group(plan: Plan, group: Any) -> None:
         raise ValueError(
             f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank({group.rank()})"
         )
+    check_shapes(plan, q, k)
 
 
 def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:

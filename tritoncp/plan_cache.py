@@ -22,7 +22,6 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp import agreement, captured, comm, plan, tuned
 from tritoncp.agreement import fact
 from tritoncp.balance import Balancer, find
-from tritoncp.closed_forms import is_settled
 from tritoncp.host import on_host
 from tritoncp.inputs import check_lengths, check_plannable
 from tritoncp.masks import Mask
@@ -75,8 +74,8 @@ def plan_for(
 
     check: of the other inputs. Where it fails before this mask has had a plan, all ranks of the group hear.
     """
-    about, tensors, sources = _about(mask)
-    home = about, None if group is None else group.group_name
+    sources = Sources.of(mask)
+    home = sources.key, None if group is None else group.group_name
     try:
         check()
     except Exception:
@@ -84,13 +83,13 @@ def plan_for(
             agreement.together(group, lambda: _lengths(q, k, check))
         raise
     key = (*home, q.shape[2], k.shape[2], q.shape[0])
+    tensors = (*sources.lists, *sources.captures)
     entry = _PLANS.get(key)
     if entry is not None and entry.serves(tensors):
         _PLANS.move_to_end(key)
         _COUNTS["hits"] += 1
         return entry.plan
     _COUNTS["misses"] += 1
-    sources = sources or Sources.of(mask)
     made = _make(sources, q, k, group, check)
     if sources.key is None:
         sources.warn_incomparable()
@@ -100,21 +99,6 @@ def plan_for(
     while len(_PLANS) > MOST or (len(_PLANS) > 1 and _held() > MOST_BYTES):
         _PLANS.popitem(last=False)
     return made
-
-
-def _about(mask: RawMask) -> tuple[Any, tuple[Tensor, ...], Sources | None]:
-    """``Sources.key`` of a mask, the tensors it is made of, and its sources unless the former were known: of
-    some masks only the contents of these tensors can change."""
-    if isinstance(mask, Mask) and (known := _SETTLED.get(mask)) is not None:
-        return *known, None
-    sources = Sources.of(mask)
-    found = sources.key, (*sources.lists, *sources.captures)
-    if isinstance(mask, Mask) and sources.key is not None and is_settled(mask.mask_mod):
-        _SETTLED[mask] = found
-    return *found, sources
-
-
-_SETTLED: weakref.WeakKeyDictionary[Mask, tuple[Any, tuple[Tensor, ...]]] = weakref.WeakKeyDictionary()
 
 
 def _held() -> int:

@@ -67,6 +67,8 @@ class Sources:
     def of(cls, mask: RawMask) -> Sources:
         if isinstance(mask, Plan):
             raise TypeError("this is a Plan already; pass it where the mask goes")
+        if isinstance(mask, (Mask, MaskMod)) and (known := _SETTLED.get(mask)) is not None:
+            return cls(mask, *known)
         if mask is not None and not isinstance(mask, BlockMask | Mask | MaskMod):
             raise TypeError(
                 f"a BlockMask or a tritoncp Mask is needed; got a {type(mask).__name__}. "
@@ -77,7 +79,10 @@ class Sources:
         lists, geometry = _lists(mask)
         if any(t.is_inference() for t in (*lists, *captures)):
             key, reason = None, "a tensor made under torch.inference_mode(), which counts no edits"
-        return cls(mask, lists, captures, None if key is None else (geometry, key), reason)
+        made = cls(mask, lists, captures, None if key is None else (geometry, key), reason)
+        if isinstance(mask, (Mask, MaskMod)) and key is not None and is_settled(mod):
+            _SETTLED[mask] = lists, captures, made.key, reason
+        return made
 
     @property
     def mod(self) -> Any:
@@ -177,18 +182,12 @@ def _captured(mod: Any) -> tuple[Any, tuple[Tensor, ...], str]:
         return (mod.digest, tuple(map(repr, mod.numbers)), tuple(about)), mod.tensors, ""
     if mods.hand_written(mod):
         return Identity(mod), (), ""
-    if isinstance(mod, MaskMod) and (known := _SETTLED.get(mod)) is not None:
-        return known
     walked = Fingerprint(mod)
-    found = walked.key, tuple(walked.tensors), walked.reason
-    if is_settled(mod):
-        _SETTLED[mod] = found
-    return found
+    return walked.key, tuple(walked.tensors), walked.reason
 
 
-_SETTLED: weakref.WeakKeyDictionary[MaskMod, tuple[Any, tuple[Tensor, ...], str]] = (
-    weakref.WeakKeyDictionary()
-)
+# Of masks that are made of these tensors, whose contents alone can change: lists, captures, key, reason.
+_SETTLED: weakref.WeakKeyDictionary[Mask | MaskMod, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
 def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:

@@ -55,13 +55,14 @@ def backward(
     held, free = _rooms(plan, k, v)
     home = torch.zeros_like(held.packed, dtype=lse.dtype)  # gradient of the own K and V
     last = max((turn for turn, hop in enumerate(plan.ring) if hop.previous is not None), default=0)
+    where = q.device, q.shape[0], q.shape[1]
     following: Ticket | None = None  # the gradient in flight, then what has come
     came: list[Tensor] = []
     for turn, hop in enumerate(plan.ring):
         flight = yield _pass_on(hop, held, free)
         args: tuple[Any, ...] = ()
         if hop.reads:
-            tables = plan.tables(q.device, q.shape[0], q.shape[1], hop.owner)
+            tables = plan.tables(*where, hop.owner)
             args = (q, held.k, held.v, dout, lse, delta, tables)
             engine.dq(*args, dq=dq, add=turn > 0)()
         if following is not None:

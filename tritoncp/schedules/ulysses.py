@@ -44,14 +44,11 @@ def forward(
     row = local if trade.plan.world_size == 1 else inner
     inside = row.forward(trade.plan, Heads(engine, trade), *whole, want_max)
     whole_out, whole_lse, whole_top = yield from trade.between_rows(inside)
-    out = laid_out_as(q, v.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=whole_lse.dtype, device=q.device)
-    top = None if whole_top is None else torch.empty_like(lse)
-    fields = [(whole_out, trade.q, out), (whole_lse[..., None], trade.q, lse[..., None])]
-    if whole_top is not None and top is not None:
-        fields.append((whole_top[..., None], trade.q, top[..., None]))
-    yield from trade.sequence(*fields)
-    return out, lse, top
+    stats = [x for x in (whole_lse, whole_top) if x is not None]
+    out, own = laid_out_as(q, v.shape[3]), [x.new_empty(q.shape[:3]) for x in stats]
+    pairs = [(whole_out, out), *((x[..., None], into[..., None]) for x, into in zip(stats, own, strict=True))]
+    yield from trade.sequence(*((x, trade.q, into) for x, into in pairs))
+    return out, own[0], own[1] if want_max else None
 
 
 def backward(
@@ -260,11 +257,8 @@ class Trade:
             for x, side, n, part in zip(xs, sides, message.mine, _cut(whole, message.mine, 2), strict=True):
                 s, heads = x.shape[2], self.degree // side.readers
                 part = part if s == message.rows else part[:, :, :, :s]
-                if side.readers > 1:
-                    part = part.view(b, heads, side.readers, n, s, width)
-                    yield part, x.view(b, heads, 1, n, s, width), side
-                else:
-                    yield part, x.view(b, heads, n, s, width), side
+                part = part.view(b, heads, side.readers, n, s, width)
+                yield part, x.view(b, heads, 1, n, s, width), side
             return
         counts = message.counts[self._first : self._first + self.degree]
         for rank, chunk in enumerate(flat.split_with_sizes(counts)):
