@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _AutoDispatchBelowADInplaceOrView
 
 from tritoncp import captured, comm, engines, tuned, tuning
+from tritoncp.eager import EagerEngine
 from tritoncp.engines import Spec
 from tritoncp.handles import held_by
 from tritoncp.host import host
@@ -111,14 +113,20 @@ def _plan(handle: Tensor) -> Plan:
     return known
 
 
-def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any]) -> list[Any]:
-    if not call.world:
-        return comm.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
-    group = comm.named(call.world)
-    if "ring" in plan.schedule and (made := ("aside", call.world)) not in plan._shared:
-        comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
-        plan._shared[made] = True  # not the group itself, which nobody here owns
-    return [comm.run(schedule(0, plan), group)]
+def _drive(
+    call: Spec, plan: Plan, engine: Any, ranks: int, schedule: Callable[[int, Plan], Any]
+) -> list[Any]:
+    """What the schedule of each rank that runs here returns. Kernels take tensors as torch's own do, below
+    autograd, where nobody notes what is a view of what: a view takes half the time. The eager engine
+    differentiates."""
+    with contextlib.nullcontext() if isinstance(engine, EagerEngine) else _AutoDispatchBelowADInplaceOrView():
+        if not call.world:
+            return comm.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
+        group = comm.named(call.world)
+        if "ring" in plan.schedule and (made := ("aside", call.world)) not in plan._shared:
+            comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
+            plan._shared[made] = True  # not the group itself, which nobody here owns
+        return [comm.run(schedule(0, plan), group)]
 
 
 def _attend(
@@ -140,7 +148,7 @@ def _attend(
 
     known = _plan(plan)
     engine = _engine(spec, known, scale, q, k, v, captures, ints, floats)
-    outs, lses, tops = zip(*_drive(call, known, len(q), schedule), strict=True)
+    outs, lses, tops = zip(*_drive(call, known, engine, len(q), schedule), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
 
@@ -190,7 +198,7 @@ def _differentiate(
     known, grads = _plan(plan), engines.buffers(call, captures, lses[0])
     others = *outs, *lses, *douts, *dlses
     engine = _engine(spec, known, scale, q, k, v, captures, ints, floats, others, grads)
-    done = _drive(call, known, len(q), schedule)
+    done = _drive(call, known, engine, len(q), schedule)
     found = engines.sums(call, captures, grads)
     return [x for part in zip(*done, strict=True) for x in part] + found
 
@@ -220,7 +228,7 @@ def _stats(x: Tensor) -> torch.dtype:
 
 def _own(grad: Tensor, x: Tensor) -> Tensor:
     """A gradient of x in its dtype and order in memory, and in memory of its own."""
-    if grad._is_view() or grad.is_inference():  # a view made in inference mode is not known as one
+    if grad.untyped_storage().nbytes() > grad.nbytes:
         return laid_out_as(x, x.shape[3]).copy_(grad)
     return grad.to(x.dtype)
 
