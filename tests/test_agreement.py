@@ -267,7 +267,7 @@ def test_records_of_any_length_and_language_come_across():
 
 @pytest.fixture
 def checking(monkeypatch):
-    monkeypatch.setenv("TRITONCP_CHECK", "1")
+    monkeypatch.setattr(agreement, "CHECKED", True)
 
 
 def differing(name):
@@ -337,5 +337,5 @@ def test_calls_that_agree_pass_and_nothing_is_exchanged_unless_asked_for(monkeyp
         return len(exchanged)
 
     assert run(2, work) == [1, 1]
-    monkeypatch.setenv("TRITONCP_CHECK", "1")
+    monkeypatch.setattr(agreement, "CHECKED", True)
     assert run(2, work) == [2, 2]

@@ -43,14 +43,14 @@ def entry(block_m, kernel="forward", mask="causal", head_dim=16, dtype="float32"
 @pytest.fixture(autouse=True)
 def places(monkeypatch, tmp_path):
     """The three folders, all of them empty."""
-    tuned.table.cache_clear()
+    tuned.forget()
     tuned.TOLD.clear()
     tuning._TRIED.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "given"))
     monkeypatch.setattr(tuned, "user_folder", lambda: tmp_path / "user")
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "shipped")
     yield tmp_path
-    tuned.table.cache_clear()
+    tuned.forget()
 
 
 def put(folder, block_m, device=H200, triton=None, **about):
@@ -82,7 +82,7 @@ def test_the_nearest_place_that_knows_wins(places):
     ]
     for i, (folder, device, triton) in enumerate(weakest_first):
         put(places / folder, 16 << i % 4, device, triton)
-        tuned.table.cache_clear()
+        tuned.forget()
         assert blocks() == {"forward": 16 << i % 4}, (folder, device, triton)
     assert blocks(Device("sm_100", "NVIDIA B200")) == {}
 

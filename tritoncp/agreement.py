@@ -21,6 +21,7 @@ T = TypeVar("T")
 FACTS = ("call", "versions", "options", "shapes", "mask", "placement")  # what ranks compare, in this order
 NUMBERS = 2  # integers that ranks tell each other, and that may differ
 WORDS = 30  # what a failing rank says, in words of eight bytes
+CHECKED = os.environ.get("TRITONCP_CHECK", "0") == "1"  # every call
 
 Facts = Mapping[str, tuple[str, bytes]]  # name: (for people, what is compared)
 
@@ -55,7 +56,7 @@ def together(group: Any, work: Callable[[], tuple[T, Facts, Sequence[int]]]) -> 
 def at_every_call(group: Any, work: Callable[[], T], facts: Callable[[T], Facts]) -> T:
     """work(), and where TRITONCP_CHECK=1 the ranks compare what came of it: for finding the rank that differs
     when answers are wrong or a collective hangs. Otherwise nothing is exchanged."""
-    if group is None or os.environ.get("TRITONCP_CHECK", "0") != "1":
+    if group is None or not CHECKED:
         return work()
 
     def compared() -> tuple[T, Facts, Sequence[int]]:

@@ -86,10 +86,17 @@ def flex_attention(
         group = comm.group_of(mesh)
 
         def ready() -> Plan:
-            if isinstance(mask, Plan):
-                check()
-            made = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, query, key, group, check)
-            inputs.check_plan(made, query, key, group)
+            ranks = None if group is None else (group.size(), group.rank())
+            asked = enable_gqa, return_lse, return_aux is None
+            about = inputs.about(query, key, value, sinks, ranks, asked)
+            made = mask if isinstance(mask, Plan) else about and plan_cache.known(mask, query, key, group)
+            if not (made and about in made.well):
+                if made:
+                    check()
+                else:
+                    made = plan_cache.plan_for(mask, query, key, group, check)
+                inputs.check_plan(made, query, key, group)
+                made.found_well(about)
             if positions is not None:
                 inputs.check_positions(made, positions)
             return made
@@ -124,14 +131,16 @@ def attend(
     want_max: bool,
 ) -> list[Tensor]:
     """Run one layer for the ranks whose tensors are given: outs, lses, max_scores."""
-    check_options(options or {})
+    given: tuple[tuple[str, Any], ...] = ()
+    if options:
+        check_options(options)
+        given = tuple(sorted(options.items()))
     score = captured.score_of(score_mod, q[0])
     numbers, captures, wants = (score.numbers, score.tensors, score.wants) if score else ((), (), ())
-    kinds = tuple(["i" if isinstance(n, int) else "f" for n in numbers])
-    given = tuple(sorted(options.items())) if options else ()
-    spec = engines.Spec.encoded(engines.register(score), None, wants, kinds, want_max, world, given)
     ints = [n for n in numbers if isinstance(n, int)]
     floats = [n for n in numbers if not isinstance(n, int)]
+    kinds = tuple(["i" if isinstance(n, int) else "f" for n in numbers])
+    spec = engines.Spec.encoded(engines.register(score), None, wants, kinds, want_max, world, given)
     scale = 1 / math.sqrt(q[0].shape[3]) if scale is None else float(scale)
     assert plan.handle is not None
     return forward(q, k, v, list(captures), ints, floats, scale, plan.handle, spec)

@@ -21,7 +21,7 @@ from tritoncp import captured, comm, engines, tuned, tuning
 from tritoncp.eager import EagerEngine
 from tritoncp.engines import Spec
 from tritoncp.handles import held_by
-from tritoncp.host import host
+from tritoncp.host import elsewhere, host
 from tritoncp.kernels.launch import facts, layout_of
 from tritoncp.mods import Mod
 from tritoncp.plan import Plan
@@ -60,16 +60,16 @@ def _engine(
     but not what a graph carries, which may read globals, and is only read here."""
     call, device = Spec.decode(spec), q[0].device
     kernels, kept = engines.uses_triton(device), plan._once("engines", dict)
-    group = comm.named(call.world) if call.world else None
-    tiles = tuned.text_of(device, group) if kernels else ""
     again = kernels and call.carried is None
     key = again and (
-        spec, scale, tiles, device, plan.rank, plan.schedule, plan.degree,
+        spec, scale, tuned.read_anew, device, plan.rank, plan.schedule, plan.degree,
         *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, others),
         *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
     )  # fmt: skip
     if again and (known := kept.get(key)) is not None:
         return engines.around(known, call, device, captures, ints, floats, grads)
+    group = comm.named(call.world) if call.world else None
+    tiles = tuned.text_of(device, group) if kernels else ""
     mask, measured = _measured(spec, plan, q, v[0], group, tiles)
     made = engines.make(
         call, scale, mask, q[0], captures, ints, floats, grads, measured, {} if again else None
@@ -277,18 +277,18 @@ def _below(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: 
     if _seen(tensors):
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
-    with host():
-        if not torch.is_grad_enabled():
-            return body(*args)
-        torch._C._set_grad_enabled(False)  # as no_grad() does, in a fifth of the time
-        try:
-            return body(*args)
-        finally:
-            torch._C._set_grad_enabled(True)
+    if not torch.is_grad_enabled():
+        return body(*args)
+    torch._C._set_grad_enabled(False)  # as no_grad() does, in a fifth of the time
+    try:
+        return body(*args)
+    finally:
+        torch._C._set_grad_enabled(True)
 
 
-_LOOKS = (  # what is not 0, None or False where dispatch modes, functorch, autocast, ... are on
+_LOOKS = (  # what is not 0, None or False where modes, functorch, autocast, ... are on
     torch._C._len_torch_dispatch_stack,
+    elsewhere,
     torch._C._functorch.peek_interpreter_stack,
     torch._C._is_any_autocast_enabled,
     torch._C._get_tracing_state,
@@ -300,10 +300,15 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def _seen(tensors: Iterable[Tensor]) -> bool:
     """Whether going through the dispatcher makes a difference: dispatch modes, functorch, autocast, tracing,
-    inference mode, profilers; subclasses, and tensors that are negative or zero only in name."""
-    if any(look() for look in _LOOKS):
-        return True
-    return any(type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor() for x in tensors)
+    inference mode, profilers, another default device; subclasses, and tensors that are negative or zero only
+    in name."""
+    for look in _LOOKS:
+        if look():
+            return True
+    for x in tensors:  # noqa: SIM110 - any() takes twice as long
+        if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():
+            return True
+    return False
 
 
 class Attention(torch.autograd.Function):

@@ -14,12 +14,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def elsewhere() -> bool:
+    """Whether a default device is set, by a mode of torch functions."""
+    return torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
+
+
 def host() -> AbstractContextManager[object]:
     """Within it, tensors made without a device are on the CPU."""
-    plain = torch._C._len_torch_function_stack() == 0  # a default device is a mode of torch functions
-    if plain or torch.get_default_device().type == "cpu":  # a mode would cost every operation in it
-        return contextlib.nullcontext()
-    return torch.device("cpu")
+    # A mode would cost every operation in it.
+    return torch.device("cpu") if elsewhere() else contextlib.nullcontext()
 
 
 def on_host(call: Callable[P, T]) -> Callable[P, T]:
@@ -32,7 +35,9 @@ def on_host(call: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        with host():
+        if not elsewhere():
+            return call(*args, **kwargs)
+        with torch.device("cpu"):
             return call(*args, **kwargs)
 
     return wrapped

@@ -6,7 +6,7 @@ Each message says what was given, what is needed and what to do.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +21,6 @@ from tritoncp.sharding import Placement, natural
 
 MASKS = (BlockMask, Mask, MaskMod, Plan)
 MAX_HEAD_DIM = 256
-MOST = 1024  # kinds of calls that are known to be well
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DEVICES = ("cuda", "cpu")
 
@@ -86,33 +85,22 @@ def _check_score_mod(fn: Any) -> None:
         )
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """Of one rank's shards, what can be seen without a mask."""
-    if torch.compiler.is_dynamo_compiling() or not all(map(_is_plain, (q, k, v))):
-        _check_tensors(q, k, v, enable_gqa)
-        return
-    about = enable_gqa, *[(x.shape, x.dtype, x.device) for x in (q, k, v)]
-    _unless_known(_WELL, about, _check_tensors, q, k, v, enable_gqa)
-
-
-_WELL: set[Any] = set()  # what was checked, and is said again at every call
-
-
-def _unless_known(well: set[Any], about: Any, check: Callable[..., None], *args: Any) -> None:
-    """check(*args), unless the same was found well before."""
-    if about in well:
-        return
-    check(*args)
-    if len(well) >= MOST:
-        well.clear()
-    well.add(about)
+def about(q: Any, k: Any, v: Any, sinks: Any, *others: Any) -> Any:
+    """All that is checked of a call under one plan: others like it are as well as it is. None where sizes may
+    be symbols, which nothing can be looked up by."""
+    if not (_is_plain(q) and _is_plain(k) and _is_plain(v)):
+        return None
+    logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return tensors, logits, others
 
 
 def _is_plain(x: Any) -> bool:
-    return type(x) is Tensor and not x.is_nested
+    return type(x) is Tensor and not x.is_nested and x.ndim == 4
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    """Of one rank's shards, what can be seen without a mask."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         _check_tensor(name, x, q)
     other = any(x.shape[0] not in (1, q.shape[0]) for x in (k, v))
@@ -198,16 +186,7 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 
 
 def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
-    """A call's ranks and shards against the plan; what was found well is not looked at again."""
-    if not (_is_plain(q) and _is_plain(k)):  # sizes may be symbols, which nothing can be looked up by
-        _check_plan(plan, q, k, group)
-        return
-    here = (1, 0) if group is None else (group.size(), group.rank())
-    about = here, plan.rank, q.shape, k.shape
-    _unless_known(plan._once("well", set), about, _check_plan, plan, q, k, group)
-
-
-def _check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
+    """A call's ranks and shards against the plan."""
     world = 1 if group is None else group.size()
     if plan.world_size != world:
         missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"

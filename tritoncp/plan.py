@@ -28,6 +28,7 @@ from tritoncp.tables import Tables, slot_runs, tables_of
 if TYPE_CHECKING:
     from PIL import Image
 
+MOST_WELL = 1024  # kinds of calls that are known to be well
 SCHEDULES = ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 
 
@@ -322,6 +323,18 @@ class Plan:
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
+
+    @property
+    def well(self) -> set[Any]:
+        """What was checked of this rank's calls and found well, to be told from what was not by its like."""
+        return self._once(("well", self.rank), set)
+
+    def found_well(self, about: Any) -> None:
+        """A call like this need not be checked again; None: it cannot be told from others."""
+        if len(self.well) >= MOST_WELL:
+            self.well.clear()
+        if about is not None:
+            self.well.add(about)
 
     def check_sources(self) -> None:
         """Refuse to run when a tensor the mask was made from has been edited since."""

@@ -46,8 +46,10 @@ class Entry:
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are the very tensors the plan was made from, unedited since."""
-        known = zip(self.tensors, self.versions, tensors, strict=True)
-        return all(ref() is t and t._version == version for ref, version, t in known)
+        for ref, version, t in zip(self.tensors, self.versions, tensors, strict=True):
+            if ref() is not t or t._version != version:
+                return False
+        return True
 
 
 class CacheInfo(NamedTuple):
@@ -75,30 +77,50 @@ def plan_for(
     check: of the other inputs. Where it fails before this mask has had a plan, all ranks of the group hear.
     """
     sources = Sources.of(mask)
-    home = sources.key, None if group is None else group.group_name
+    home = _home(sources, group)
     try:
         check()
     except Exception:
         if group is not None and not any(key[:2] == home for key in _PLANS):
             agreement.together(group, lambda: _lengths(q, k, check))
         raise
-    key = (*home, q.shape[2], k.shape[2], q.shape[0])
-    tensors = (*sources.lists, *sources.captures)
-    entry = _PLANS.get(key)
-    if entry is not None and entry.serves(tensors):
-        _PLANS.move_to_end(key)
-        _COUNTS["hits"] += 1
-        return entry.plan
+    if (found := _found(sources, q, k, group)) is not None:
+        return found
     _COUNTS["misses"] += 1
     made = _make(sources, q, k, group, check)
     if sources.key is None:
         sources.warn_incomparable()
         return made
+    key, tensors = (*home, *_rows(q, k)), (*sources.lists, *sources.captures)
     _PLANS[key] = Entry(made, tuple(map(weakref.ref, tensors)), tuple(t._version for t in tensors))
     _PLANS.move_to_end(key)
     while len(_PLANS) > MOST or (len(_PLANS) > 1 and _held() > MOST_BYTES):
         _PLANS.popitem(last=False)
     return made
+
+
+@on_host
+def known(mask: RawMask, q: Tensor, k: Tensor, group: Any) -> Plan | None:
+    """What :func:`plan_for` would find."""
+    return _found(Sources.of(mask), q, k, group)
+
+
+def _found(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan | None:
+    key = (*_home(sources, group), *_rows(q, k))
+    entry = _PLANS.get(key)
+    if entry is None or not entry.serves((*sources.lists, *sources.captures)):
+        return None
+    _PLANS.move_to_end(key)
+    _COUNTS["hits"] += 1
+    return entry.plan
+
+
+def _home(sources: Sources, group: Any) -> tuple[Any, str | None]:
+    return sources.key, None if group is None else group.group_name
+
+
+def _rows(q: Tensor, k: Tensor) -> tuple[int, int, int]:
+    return q.shape[2], k.shape[2], q.shape[0]
 
 
 def _held() -> int:

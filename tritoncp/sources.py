@@ -47,7 +47,7 @@ def is_remote(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Sources:
     """What a raw mask is made of.
 

@@ -209,6 +209,16 @@ def table(device: Device, given: str | None) -> str:
     return json.dumps([[*of, config] for of, config in known.items()])
 
 
+read_anew = 0  # how often: what calls looked up before then, they look up again
+
+
+def forget() -> None:
+    """Files were written, or ranks agreed: tables are made again when they are asked for."""
+    global read_anew
+    read_anew += 1
+    table.cache_clear()
+
+
 def local(device: torch.device) -> str:
     """The table of this process."""
     return table(device_of(device), os.environ.get("TRITONCP_CONFIG_DIR"))
@@ -271,12 +281,13 @@ def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
         words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
         first = comm.exchange(words, group)[0]
         own = b"".join(word.to_bytes(8, "little", signed=True) for word in first)[:length].decode()
+    forget()
     _AGREED[group] = own
 
 
 def renew(group: Any) -> None:
     """Files were written since: what is known is read again, and all ranks of a group agree again."""
-    table.cache_clear()
+    forget()
     if group is not None:
         del _AGREED[group]
         agree(group, comm.exchange(summary(), group))
@@ -393,5 +404,5 @@ def write(
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     fresh.write_text(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')
     os.replace(fresh, path)
-    table.cache_clear()
+    forget()
     return path

@@ -75,7 +75,7 @@ def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed
     if folder is None:
         raise RuntimeError("no folder to keep them in: set TRITONCP_CONFIG_DIR, or install platformdirs")
     with _alone(tuned.path_in(folder, tuned.device_of(device)).with_suffix(".lock"), until):
-        tuned.table.cache_clear()
+        tuned.forget()
         if tuned.serves(tuned.chosen(tuned.local(device), *call)):
             return
         words = _words(call, shape, allowed)
@@ -93,7 +93,7 @@ def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed
             said = done.stderr.strip().rpartition("\n")[2] or f"the command ended with {done.returncode}"
         except subprocess.TimeoutExpired:
             said = f"the command had not ended after {left:.0f} s"
-        tuned.table.cache_clear()
+        tuned.forget()
         if not tuned.serves(tuned.chosen(tuned.local(device), *call)):
             raise RuntimeError(said)
 

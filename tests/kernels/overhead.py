@@ -111,9 +111,9 @@ def of_torch() -> dict[str, Call]:
 def of_a_rank(schedule: str, ranks: int = 4) -> tuple[Call, Call]:
     """Forward, and forward and backward, of the first of several ranks, whose messages go nowhere."""
     group = dist.group.WORLD
-    mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, 256, 256, BLOCK_SIZE=32)
+    mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, 128, 128, BLOCK_SIZE=16)
     plan = tritoncp.make_plan(mask, world_size=ranks, rank=0, schedule=schedule)
-    shard = [torch.randn(1, heads, plan.s_local, 64, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    shard = [torch.randn(1, heads, plan.s_local, 16, dtype=torch.bfloat16) for heads in (4, 2, 2)]
     leaves = [x.clone().requires_grad_() for x in shard]
 
     def both() -> Any:

@@ -64,7 +64,7 @@ def tune(gpu, bench=None, wanted=(TARGET, SCORED), **about):
 
 
 def shipped(configs, device=H200):
-    tuned.table.cache_clear()
+    tuned.forget()
     path = tuned.path_in(configs, device, "3.6.0")
     return {tuned.about(entry): entry for entry in tuned.entries_of(path)} if path.exists() else {}
 
@@ -103,9 +103,9 @@ def test_the_shipped_files_are_where_calls_look(places, monkeypatch, tmp_path):
     ingest(*places)
     monkeypatch.setattr(tuned, "SHIPPED", configs)
     monkeypatch.setattr(tuned, "user_folder", lambda: None)
-    tuned.table.cache_clear()
+    tuned.forget()
     known = json.loads(tuned.table(H200, str(tmp_path / "none")))
-    tuned.table.cache_clear()
+    tuned.forget()
     assert ["forward", "bfloat16", 128, 128, "causal", False, vars(best_of(TARGET))] in known
 
 

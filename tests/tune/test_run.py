@@ -37,10 +37,10 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path):
-    tuned.table.cache_clear()
+    tuned.forget()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "configs"))
     yield tmp_path / "configs"
-    tuned.table.cache_clear()
+    tuned.forget()
 
 
 def invoke(*words):

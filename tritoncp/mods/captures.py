@@ -91,14 +91,15 @@ class Fingerprint:
         kind = type(thing)
         if kind is torch.Tensor:  # the most frequent first
             return self._tensor(thing)
-        if kind in _ATOMS or (kind is not types.FunctionType and isinstance(thing, _ATOMS)):
-            return (kind, thing)
-        if isinstance(thing, _NUMBERS) and not isinstance(thing, enum.Enum):
-            return (kind.__name__, repr(thing))
-        if isinstance(thing, torch.Tensor):
-            return self._tensor(thing)
-        if isinstance(thing, _THEMSELVES):
-            return Identity(thing)
+        if kind is not types.FunctionType:  # and the next
+            if isinstance(thing, _ATOMS):
+                return (kind, thing)
+            if isinstance(thing, _NUMBERS) and not isinstance(thing, enum.Enum):
+                return (kind.__name__, repr(thing))
+            if isinstance(thing, torch.Tensor):
+                return self._tensor(thing)
+            if isinstance(thing, _THEMSELVES):
+                return Identity(thing)
         if id(thing) in self._seen:
             return ("again", self._seen[id(thing)])
         self._seen[id(thing)] = len(self._seen)
@@ -106,19 +107,15 @@ class Fingerprint:
         return self._compound(thing)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
-        place = next((i for i, known in enumerate(self.tensors) if known is tensor), None)
-        if place is None:
-            place = len(self.tensors)
+        place = 0
+        for known in self.tensors:
+            if known is tensor:
+                break
+            place += 1
+        else:
             self.tensors.append(tensor)
-        return (
-            "tensor",
-            place,
-            type(tensor),
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.requires_grad,
-            tensor.device,
-        )
+        facts = tensor.dtype, tensor.shape, tensor.requires_grad, tensor.device
+        return ("tensor", place, type(tensor), *facts)
 
     def _compound(self, thing: Any) -> Any:
         if isinstance(thing, types.FunctionType):
@@ -153,7 +150,7 @@ class Fingerprint:
 
     def _function(self, fn: types.FunctionType) -> Any:
         names = code_names(fn.__code__)
-        cells = tuple(self._of(_cell(cell)) for cell in fn.__closure__ or ())
+        cells = tuple([self._of(_cell(cell)) for cell in fn.__closure__ or ()])
         given = fn.__defaults__, fn.__kwdefaults__
         defaults = None if given == (None, None) else tuple(map(self._of, given))
         return (fn.__code__, defaults, cells, tuple(self._globals(names, fn.__globals__)))

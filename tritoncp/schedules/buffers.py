@@ -26,7 +26,7 @@ class Room(NamedTuple):
 def room_for(k: Tensor, v: Tensor, rows: int) -> Room:
     """Room for ``rows`` rows of keys and values like k [B, h, S, D] and v [B, h, S, E]."""
     (b, h, _, d), e = k.shape, v.shape[3]
-    packed = torch.empty((rows, b, h, d + e), dtype=k.dtype, device=k.device)
+    packed = torch.empty(rows, b, h, d + e, dtype=k.dtype, device=k.device)
     return Room(packed, *packed.permute(1, 2, 0, 3).split_with_sizes([d, e], 3))
 
 
@@ -69,7 +69,7 @@ def outputs(plan: Plan, q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, T
     """out, lse and max_scores; padding as rows that see nothing."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     (b, h, s, _), e = q.shape, v.shape[3]
-    out, lse = laid_out_as(q, e), torch.empty((b, h, s), dtype=dtype, device=q.device)
+    out, lse = laid_out_as(q, e), torch.empty(b, h, s, dtype=dtype, device=q.device)
     top = torch.empty_like(lse) if want_max else None
     if not plan.q.is_filled(plan.rank):
         out.zero_()

@@ -24,6 +24,7 @@ from tritoncp.comm import AllToAll, Schedule, Swap, Wait
 from tritoncp.plan import Plan
 from tritoncp.schedules import local, ring
 from tritoncp.schedules.buffers import laid_out_as
+from tritoncp.sharding import lengthen
 
 T = TypeVar("T")
 
@@ -45,9 +46,9 @@ def forward(
     inside = row.forward(trade.plan, Heads(engine, trade), *whole, want_max)
     whole_out, whole_lse, whole_top = yield from trade.between_rows(inside)
     stats = [x for x in (whole_lse, whole_top) if x is not None]
-    out, own = laid_out_as(q, v.shape[3]), [x.new_empty(q.shape[:3]) for x in stats]
-    pairs = [(whole_out, out), *((x[..., None], into[..., None]) for x, into in zip(stats, own, strict=True))]
-    yield from trade.sequence(*((x, trade.q, into) for x, into in pairs))
+    out, own = laid_out_as(q, v.shape[3]), [x.new_empty(*q.shape[:3]) for x in stats]
+    pairs = zip((x.unsqueeze(3) for x in stats), (x.unsqueeze(3) for x in own), strict=True)
+    yield from trade.sequence((whole_out, trade.q, out), *[(x, trade.q, into) for x, into in pairs])
     return out, own[0], own[1] if want_max else None
 
 
@@ -138,6 +139,22 @@ class Message:
     counts: list[int]
     own: list[int]
 
+    @functools.cached_property
+    def readers(self) -> int:
+        """The most neighbours that read the same heads; 0 where not all of a tensor's heads have as many."""
+        every = [side.readers for side in self.sides]
+        return max(every) if all(every) else 0
+
+    def by_ranks(self, x: Tensor, at: int) -> Tensor:
+        """Tensor [B, H, rows, D] of a side as it is sent, [degree // readers, readers, rows, B, heads, D]: a
+        view, in one operation."""
+        n, shared = self.mine[at], self.readers if self.sides[at].shared else 1
+        b, head, row, channel = x.stride()
+        neighbour = 0 if shared > 1 else n * head
+        first = self.degree // self.readers, self.readers
+        strides = (n * head * self.readers // shared, neighbour, row, b, head, channel)
+        return x.as_strided((*first, self.rows, self.batch, n, self.channels), strides)
+
     def by_tokens(self, flat: Tensor) -> Sequence[Tensor]:
         """This rank's heads of all tokens of the row: of each tensor [B, heads, degree * rows, D], views."""
         whole = flat.view(self.degree * self.rows, self.batch, sum(self.mine), self.channels)
@@ -206,21 +223,22 @@ class Trade:
         """Tensors [B, H, S, D] of every rank of the row -> of each this rank's heads,
         [B, heads, degree * rows, D]."""
         flights = []
-        found: dict[int, Tensor] = {}
+        found = [x for x, _ in fields]
         for message in (messages := self.messages(fields)):
-            xs = [fields[place][0] for place in message.places]
+            xs = [found[place] for place in message.places]
             flights.append((yield AllToAll(self._packed(message, xs), message.counts, message.own)))
         for message, flight in zip(messages, flights, strict=True):
-            found.update(zip(message.places, message.by_tokens((yield Wait(flight))), strict=True))
-        return [found[place] for place in range(len(fields))]
+            for place, x in zip(message.places, message.by_tokens((yield Wait(flight))), strict=True):
+                found[place] = x
+        return found
 
     def _packed(self, message: Message, xs: list[Tensor]) -> Tensor:
         """The heads of each rank of the row, one rank after the other."""
+        xs = [x if x.shape[2] == message.rows else lengthen(x, 2, message.rows) for x in xs]
+        if message.readers:
+            return torch.cat([message.by_ranks(x, at) for at, x in enumerate(xs)], 4).reshape(-1)
         sent = xs[0].new_empty(sum(message.counts))
-        if any(x.shape[2] < message.rows for x in xs):
-            sent.zero_()
-        regular = all(side.readers for side in message.sides)
-        for there, here, _ in self._matched(message, sent, xs, regular):
+        for there, here, _ in self._rank_by_rank(message, sent, xs):
             there.copy_(here)
         return sent
 
@@ -238,33 +256,34 @@ class Trade:
                     there.copy_(here)
             flights.append((yield AllToAll(sent, message.own, message.counts)))
         for message, flight in zip(messages, flights, strict=True):
-            xs, came = [fields[place][2] for place in message.places], (yield Wait(flight))
-            for x, side in zip(xs, message.sides, strict=True):
-                if side.shared:
-                    x.zero_()
-            regular = all(side.readers == 1 for side in message.sides)
-            for there, here, side in self._matched(message, came, xs, regular):
-                here.add_(there) if side.shared else here.copy_(there)
+            self._unpacked(message, (yield Wait(flight)), [fields[place][2] for place in message.places])
 
-    def _matched(
-        self, message: Message, flat: Tensor, xs: list[Tensor], regular: bool
+    def _unpacked(self, message: Message, came: Tensor, xs: list[Tensor]) -> None:
+        """What came from each rank of the row, into tensors [B, H, S, D]."""
+        if message.readers == 1:
+            b, rows, width, mine = message.batch, message.rows, message.channels, message.mine
+            whole = came.view(self.degree, rows, b, sum(mine), width).permute(2, 0, 3, 1, 4)
+            for x, n, part in zip(xs, mine, _cut(whole, mine, 2), strict=True):
+                part = part if x.shape[2] == rows else part[:, :, :, : x.shape[2]]
+                x.view(b, self.degree, n, x.shape[2], width).copy_(part)
+            return
+        for x, side in zip(xs, message.sides, strict=True):
+            if side.shared:
+                x.zero_()
+        for there, here, side in self._rank_by_rank(message, came, xs):
+            here.add_(there) if side.shared else here.copy_(there)
+
+    def _rank_by_rank(
+        self, message: Message, flat: Tensor, xs: list[Tensor]
     ) -> Iterator[tuple[Tensor, Tensor, Side]]:
         """Which part of a message of this rank's tokens is which of tensors [B, H, S, D]: views of both, and
-        the side. One pair a tensor, or one for each rank of the row as well."""
-        sides, (b, width) = message.sides, (message.batch, message.channels)
-        if regular:
-            whole = flat.view(self.degree, message.rows, b, sum(message.mine), width).permute(2, 0, 3, 1, 4)
-            for x, side, n, part in zip(xs, sides, message.mine, _cut(whole, message.mine, 2), strict=True):
-                s, heads = x.shape[2], self.degree // side.readers
-                part = part if s == message.rows else part[:, :, :, :s]
-                part = part.view(b, heads, side.readers, n, s, width)
-                yield part, x.view(b, heads, 1, n, s, width), side
-            return
+        the side, of each rank of the row and each tensor."""
         counts = message.counts[self._first : self._first + self.degree]
         for rank, chunk in enumerate(flat.split_with_sizes(counts)):
-            sizes = [side.counts[rank] for side in sides]
-            parts = chunk.view(message.rows, b, sum(sizes), width).permute(1, 2, 0, 3).split(sizes, 1)
-            for x, side, part in zip(xs, sides, parts, strict=True):
+            sizes = [side.counts[rank] for side in message.sides]
+            whole = chunk.view(message.rows, message.batch, sum(sizes), message.channels)
+            parts = whole.permute(1, 2, 0, 3).split(sizes, 1)
+            for x, side, part in zip(xs, message.sides, parts, strict=True):
                 own = x[:, side.heads[rank].start : side.heads[rank].stop]
                 yield part[:, :, : x.shape[2]], own, side
 
