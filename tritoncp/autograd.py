@@ -7,48 +7,26 @@ alive while any graph still holds that tensor.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _AutoDispatchBelowADInplaceOrView
 
 from tritoncp import captured, comm, engines, tuned, tuning
-from tritoncp.eager import EagerEngine
 from tritoncp.engines import Spec
 from tritoncp.handles import held_by
-from tritoncp.host import elsewhere, host
+from tritoncp.host import elsewhere
 from tritoncp.kernels.launch import facts, layout_of
 from tritoncp.mods import Mod
 from tritoncp.plan import Plan
+from tritoncp.pointwise import undisturbed
 from tritoncp.schedules import schedule_of
 from tritoncp.schedules.buffers import laid_out_as
 
 T = TypeVar("T")
 MOST = 256  # engines that are kept with one plan
-
-
-def _keys() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
-    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-
-with ThreadPoolExecutor(1) as _thread:
-    _FRESH = _thread.submit(_keys).result()
-
-
-@contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """For the inside of an op: dispatch as in a new thread, without gradients.
-
-    An op runs below autograd, and where a dispatch mode is on (the first call of a compiled graph, selective
-    checkpointing) below functorch as well; translating a mod and the eager engine need both.
-    """
-    with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad(), host():
-        yield
 
 
 def _engine(
@@ -113,13 +91,10 @@ def _plan(handle: Tensor) -> Plan:
     return known
 
 
-def _drive(
-    call: Spec, plan: Plan, engine: Any, ranks: int, schedule: Callable[[int, Plan], Any]
-) -> list[Any]:
+def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any]) -> list[Any]:
     """What the schedule of each rank that runs here returns. Kernels take tensors as torch's own do, below
-    autograd, where nobody notes what is a view of what: a view takes half the time. The eager engine
-    differentiates."""
-    with contextlib.nullcontext() if isinstance(engine, EagerEngine) else _AutoDispatchBelowADInplaceOrView():
+    autograd, where nobody notes what is a view of what: a view takes half the time."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
         if not call.world:
             return comm.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
         group = comm.named(call.world)
@@ -148,7 +123,7 @@ def _attend(
 
     known = _plan(plan)
     engine = _engine(spec, known, scale, q, k, v, captures, ints, floats)
-    outs, lses, tops = zip(*_drive(call, known, engine, len(q), schedule), strict=True)
+    outs, lses, tops = zip(*_drive(call, known, len(q), schedule), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
 
@@ -198,7 +173,7 @@ def _differentiate(
     known, grads = _plan(plan), engines.buffers(call, captures, lses[0])
     others = *outs, *lses, *douts, *dlses
     engine = _engine(spec, known, scale, q, k, v, captures, ints, floats, others, grads)
-    done = _drive(call, known, engine, len(q), schedule)
+    done = _drive(call, known, len(q), schedule)
     found = engines.sums(call, captures, grads)
     return [x for part in zip(*done, strict=True) for x in part] + found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritoncp.pointwise import vmapped
+from tritoncp.pointwise import undisturbed, vmapped
 from tritoncp.runs import ABSENT, Kind, Runs
 from tritoncp.sharding import row_positions
 from tritoncp.tables import Tables
@@ -48,6 +48,7 @@ class EagerEngine:
     ) -> Step:  # fmt: skip
         """As the kernels' forward. state: (acc [B, H, S, E], m, l [B, H, S]), m in log2 units."""
 
+        @undisturbed()
         def step() -> None:
             before = [x.clone() for x in state] if load_state else None
             acc, m, l = self._continued(q, k, v, tables, lse.dtype, before, h_offset)
@@ -89,6 +90,7 @@ class EagerEngine:
         return acc, m, l
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Step:
+        @undisturbed()
         def step() -> None:
             delta.copy_((out.to(delta.dtype) * dout.to(delta.dtype)).sum(-1) - (0 if dlse is None else dlse))
 
@@ -98,6 +100,7 @@ class EagerEngine:
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
         dq: Tensor, add: bool = False, h_offset: int = 0,
     ) -> Step:  # fmt: skip
+        @undisturbed()
         def step() -> None:
             _, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, self.grads)
             _store(dq, ds @ wide[1] * self.scale, add)
@@ -108,6 +111,7 @@ class EagerEngine:
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
         dk: Tensor, dv: Tensor, dq: Tensor | None = None, add: bool = False, h_offset: int = 0,
     ) -> Step:  # fmt: skip
+        @undisturbed()
         def step() -> None:
             p, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, ())
             heads = (k.shape[1], q.shape[1] // k.shape[1])

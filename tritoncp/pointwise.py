@@ -6,11 +6,14 @@ API; in the rooms that import torch alone it is used here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
+
+from tritoncp.host import host
 
 Mod = Callable[..., Tensor]
 InDims = tuple[int | None, ...]
@@ -18,6 +21,25 @@ InDims = tuple[int | None, ...]
 # These read the shape, dtype or device of their argument, not its value.
 SHAPE_ONLY = {f"new_{fill}" for fill in ("ones", "zeros", "full", "empty")}
 SHAPE_ONLY |= {f"{fill}_like" for fill in ("ones", "zeros", "full", "empty")}
+
+
+def _keys() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+with ThreadPoolExecutor(1) as _thread:
+    _FRESH = _thread.submit(_keys).result()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """For the inside of an op: dispatch as in a new thread, without gradients.
+
+    An op runs below autograd, and where a dispatch mode is on (the first call of a compiled graph, selective
+    checkpointing) below functorch as well; translating a mod and the eager engine need both.
+    """
+    with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad(), host():
+        yield
 
 
 def _getitem_to_index() -> AbstractContextManager[object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -44,12 +44,15 @@ def forward(
     whole = yield from trade.heads((q, trade.q), (k, trade.kv), (v, trade.kv))
     row = local if trade.plan.world_size == 1 else inner
     inside = row.forward(trade.plan, Heads(engine, trade), *whole, want_max)
-    whole_out, whole_lse, whole_top = yield from trade.between_rows(inside)
-    stats = [x for x in (whole_lse, whole_top) if x is not None]
-    out, own = laid_out_as(q, v.shape[3]), [x.new_empty(*q.shape[:3]) for x in stats]
-    pairs = zip((x.unsqueeze(3) for x in stats), (x.unsqueeze(3) for x in own), strict=True)
-    yield from trade.sequence((whole_out, trade.q, out), *[(x, trade.q, into) for x, into in pairs])
-    return out, own[0], own[1] if want_max else None
+    whole_out, *stats = yield from trade.between_rows(inside)
+    flights = []
+    for x in stats if want_max else stats[:1]:
+        flights.append((yield trade.statistic(x)))
+    out = laid_out_as(q, v.shape[3])
+    yield from trade.sequence((whole_out, trade.q, out))
+    lse, *top = flights
+    lse = trade.own(q, (yield Wait(lse)))
+    return out, lse, trade.own(q, (yield Wait(top[0]))) if want_max else None
 
 
 def backward(
@@ -287,6 +290,25 @@ class Trade:
                 own = x[:, side.heads[rank].start : side.heads[rank].stop]
                 yield part[:, :, : x.shape[2]], own, side
 
+    def statistic(self, x: Tensor) -> AllToAll:
+        """A statistic [B, this rank's heads, degree * rows] on the way to the ranks whose tokens it is of, of
+        each rank [B, heads, rows]: where B is 1, they get theirs as it will lie there."""
+        b, n, _ = x.shape
+        each = b * self.q.rows
+        takes = self._row([heads * each for heads in self.q.counts])
+        sent = x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3).reshape(-1)
+        return AllToAll(sent, self._row([n * each] * self.degree), takes)
+
+    def own(self, q: Tensor, came: Tensor) -> Tensor:
+        """A statistic of this rank's queries [B, H, S]: what came of :meth:`statistic`."""
+        b, s, rows = q.shape[0], q.shape[2], self.q.rows
+        if b == 1:
+            whole = came.view(1, -1, rows)
+        else:
+            parts = came.split_with_sizes([heads * b * rows for heads in self.q.counts])
+            whole = torch.cat([part.view(b, -1, rows) for part in parts], 1)
+        return whole if s == rows else whole[:, :, :s].contiguous()
+
     @property
     def _first(self) -> int:
         """The row's first rank."""
@@ -350,13 +372,23 @@ class Heads:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, *, out: Tensor, lse: Tensor,
                 max_scores: Tensor | None = None, state: Sequence[Tensor] = (), h_offset: int = 0,
                 **keep: bool) -> Callable[[], None]:  # fmt: skip
+        pieces = self._pieces((q, out, lse, max_scores, *state), (k, v))
         return _all(
-            self.engine.forward(
-                q, k, v, tables, out=out, lse=lse, max_scores=top, state=state or None, h_offset=first, **keep
-            )
-            for first, (q, out, lse, top, *state), (k, v) in self._pieces(
-                (q, out, lse, max_scores, *state), (k, v)
-            )
+            [
+                self.engine.forward(
+                    q,
+                    k,
+                    v,
+                    tables,
+                    out=out,
+                    lse=lse,
+                    max_scores=top,
+                    state=state or None,
+                    h_offset=first,
+                    **keep,
+                )
+                for first, (q, out, lse, top, *state), (k, v) in pieces
+            ]
         )
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Callable[[], None]:
@@ -365,19 +397,25 @@ class Heads:
 
     def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
            dq: Tensor, add: bool = False, h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
+        pieces = self._pieces((q, dout, lse, delta, dq), (k, v))
         return _all(
-            self.engine.dq(q, k, v, dout, lse, delta, tables, dq=dq, add=add, h_offset=first)
-            for first, (q, dout, lse, delta, dq), (k, v) in self._pieces((q, dout, lse, delta, dq), (k, v))
+            [
+                self.engine.dq(q, k, v, dout, lse, delta, tables, dq=dq, add=add, h_offset=first)
+                for first, (q, dout, lse, delta, dq), (k, v) in pieces
+            ]
         )
 
     def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
              dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False,
              h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
+        pieces = self._pieces((q, dout, lse, delta, dq), (k, v, dk, dv))
         return _all(
-            self.engine.dkdv(q, k, v, dout, lse, delta, tables, dk=dk, dv=dv, dq=dq, add=add, h_offset=first)
-            for first, (q, dout, lse, delta, dq), (k, v, dk, dv) in self._pieces(
-                (q, dout, lse, delta, dq), (k, v, dk, dv)
-            )
+            [
+                self.engine.dkdv(
+                    q, k, v, dout, lse, delta, tables, dk=dk, dv=dv, dq=dq, add=add, h_offset=first
+                )
+                for first, (q, dout, lse, delta, dq), (k, v, dk, dv) in pieces
+            ]
         )
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
@@ -389,17 +427,18 @@ class Heads:
 
     def _pieces(
         self, rows: Sequence[Tensor | None], keys: Sequence[Tensor]
-    ) -> Iterator[tuple[int, list[Any], list[Any]]]:
+    ) -> list[tuple[int, Sequence[Any], Sequence[Any]]]:
         """Tensors of query heads and of KV heads, cut where the number of heads that share one changes: first
         of a piece's query heads, of all in the layer, and its part of each tensor."""
         mine = self.trade.q.heads[self.trade.rank]
         cuts = stretches(mine, self.trade.group)
         if len(cuts) == 1:
-            yield mine.start, list(rows), list(keys)
-            return
+            return [(mine.start, rows, keys)]
+        found: list[tuple[int, Sequence[Any], Sequence[Any]]] = []
         for a, b in cuts:
             parts = [None if x is None else x[:, a] for x in rows]
-            yield mine.start + a.start, parts, [x[:, b] for x in keys]
+            found.append((mine.start + a.start, parts, [x[:, b] for x in keys]))
+        return found
 
 
 @functools.lru_cache(256)
@@ -422,13 +461,12 @@ def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
     return pieces
 
 
-def _all(launches: Iterable[Callable[[], Any]]) -> Callable[[], None]:
-    made = list(launches)
-    if len(made) == 1:
-        return made[0]
+def _all(launches: list[Callable[[], Any]]) -> Callable[[], None]:
+    if len(launches) == 1:
+        return launches[0]
 
     def run() -> None:
-        for launch in made:
+        for launch in launches:
             launch()
 
     return run
