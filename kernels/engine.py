@@ -135,7 +135,8 @@ class TritonEngine:
     def around(self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()) -> "TritonEngine":
         """The same around other captures, of the same layouts."""
         made, mods = object.__new__(TritonEngine), self.mods
-        vars(made).update(vars(self), mods=Mods(*mods[:5], score_caps, mods.score_loads, score_dcaps))
+        values = *mods[:5], score_caps, mods.score_loads, score_dcaps
+        vars(made).update(vars(self), mods=tuple.__new__(Mods, values))  # as Mods(...), in half the time
         return made
 
     @cached_property

@@ -67,9 +67,8 @@ def _hint(given: Any) -> str:
 def _check_score_mod(fn: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         return  # a look at its signature would compile anew for every function; translating it checks too
-    if type(fn) is FunctionType and "__wrapped__" not in fn.__dict__ and "__signature__" not in fn.__dict__:
-        code, defaults = fn.__code__, len(fn.__defaults__ or ())
-        if code.co_argcount - defaults != 4:
+    if type(fn) is FunctionType and not fn.__dict__:  # else it may say that it wraps another
+        if fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
             return  # as its signature would say, which takes longer to make than a kernel to launch
     try:
         parameters = inspect.signature(fn).parameters.values()

@@ -72,6 +72,8 @@ class Fingerprint:
     `.tensors` are the captured tensors found, in walking order, each once.
     """
 
+    __slots__ = ("_alive", "_items", "_seen", "key", "reason", "tensors")
+
     def __init__(self, fn: object) -> None:
         self.tensors: list[torch.Tensor] = []
         self._seen: dict[int, int] = {}

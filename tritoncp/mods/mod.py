@@ -147,17 +147,14 @@ def arguments(
     tensors: Sequence[Tensor], numbers: Sequence[int | float], device: torch.device | None = None
 ) -> tuple[Any, ...]:
     """What :meth:`Mod.caps` gives for these captures."""
-    return (*[_argument(_placed(t, device)) for t in tensors], *numbers)
+    placed = [t if t.ndim or device is None else t.to(device) for t in tensors]
+    return (*map(_argument, placed), *numbers)
 
 
 def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
     plain = tensor.detach() if tensor.requires_grad else tensor
     plain = plain.view(torch.uint8) if plain.dtype is torch.bool else plain
-    return plain, tuple(tensor.shape), tuple(tensor.stride())
-
-
-def _placed(tensor: Tensor, device: torch.device | None) -> Tensor:
-    return tensor.to(device) if device is not None and not tensor.ndim else tensor
+    return plain, tuple(tensor.shape), tensor.stride()
 
 
 _ARGUMENTS = {5: "b, h, q_idx, kv_idx, caps", 6: "score, b, h, q_idx, kv_idx, caps"}
