@@ -67,9 +67,9 @@ def _hint(given: Any) -> str:
 def _check_score_mod(fn: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         return  # a look at its signature would compile anew for every function; translating it checks too
-    if type(fn) is FunctionType and not fn.__dict__:  # else it may say that it wraps another
-        if fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
-            return  # as its signature would say, which takes longer to make than a kernel to launch
+    plain = type(fn) is FunctionType and not fn.__dict__  # else it may say that it wraps another
+    if plain and fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
+        return  # as its signature would say, which takes longer to make than a kernel to launch
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

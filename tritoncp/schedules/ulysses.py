@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType, SimpleNamespace
@@ -50,9 +50,10 @@ def forward(
         flights.append((yield trade.statistic(x)))
     out = laid_out_as(q, v.shape[3])
     yield from trade.sequence((whole_out, trade.q, out))
-    lse, *top = flights
-    lse = trade.own(q, (yield Wait(lse)))
-    return out, lse, trade.own(q, (yield Wait(top[0]))) if want_max else None
+    own = []
+    for flight in flights:
+        own.append(trade.own(q, (yield Wait(flight))))
+    return out, own[0], own[1] if want_max else None
 
 
 def backward(
@@ -186,6 +187,7 @@ class Trade:
     kv: Side
     group: int
     _messages: dict[Any, list[Message]] = field(default_factory=dict)
+    _statistics: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)  # sends, takes
 
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> Trade:
@@ -294,19 +296,21 @@ class Trade:
         """A statistic [B, this rank's heads, degree * rows] on the way to the ranks whose tokens it is of, of
         each rank [B, heads, rows]: where B is 1, they get theirs as it will lie there."""
         b, n, _ = x.shape
-        each = b * self.q.rows
-        takes = self._row([heads * each for heads in self.q.counts])
+        if b not in self._statistics:
+            each = [heads * b * self.q.rows for heads in self.q.counts]
+            self._statistics[b] = self._row([each[self.rank]] * self.degree), self._row(each)
         sent = x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3).reshape(-1)
-        return AllToAll(sent, self._row([n * each] * self.degree), takes)
+        return AllToAll(sent, *self._statistics[b])
 
     def own(self, q: Tensor, came: Tensor) -> Tensor:
         """A statistic of this rank's queries [B, H, S]: what came of :meth:`statistic`."""
-        b, s, rows = q.shape[0], q.shape[2], self.q.rows
+        b, heads, s, _ = q.shape
+        rows, counts = self.q.rows, self.q.counts
         if b == 1:
-            whole = came.view(1, -1, rows)
+            whole = came.view(1, heads, rows)
         else:
-            parts = came.split_with_sizes([heads * b * rows for heads in self.q.counts])
-            whole = torch.cat([part.view(b, -1, rows) for part in parts], 1)
+            parts = came.split_with_sizes([n * b * rows for n in counts])
+            whole = torch.cat([part.view(b, n, rows) for n, part in zip(counts, parts, strict=True)], 1)
         return whole if s == rows else whole[:, :, :s].contiguous()
 
     @property
@@ -372,23 +376,13 @@ class Heads:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, *, out: Tensor, lse: Tensor,
                 max_scores: Tensor | None = None, state: Sequence[Tensor] = (), h_offset: int = 0,
                 **keep: bool) -> Callable[[], None]:  # fmt: skip
-        pieces = self._pieces((q, out, lse, max_scores, *state), (k, v))
         return _all(
-            [
-                self.engine.forward(
-                    q,
-                    k,
-                    v,
-                    tables,
-                    out=out,
-                    lse=lse,
-                    max_scores=top,
-                    state=state or None,
-                    h_offset=first,
-                    **keep,
-                )
-                for first, (q, out, lse, top, *state), (k, v) in pieces
-            ]
+            self.engine.forward(
+                q, k, v, tables, out=out, lse=lse, max_scores=top, state=state or None, h_offset=first, **keep
+            )
+            for first, (q, out, lse, top, *state), (k, v) in self._pieces(
+                (q, out, lse, max_scores, *state), (k, v)
+            )
         )
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Callable[[], None]:
@@ -397,25 +391,19 @@ class Heads:
 
     def dq(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
            dq: Tensor, add: bool = False, h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
-        pieces = self._pieces((q, dout, lse, delta, dq), (k, v))
         return _all(
-            [
-                self.engine.dq(q, k, v, dout, lse, delta, tables, dq=dq, add=add, h_offset=first)
-                for first, (q, dout, lse, delta, dq), (k, v) in pieces
-            ]
+            self.engine.dq(q, k, v, dout, lse, delta, tables, dq=dq, add=add, h_offset=first)
+            for first, (q, dout, lse, delta, dq), (k, v) in self._pieces((q, dout, lse, delta, dq), (k, v))
         )
 
     def dkdv(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Any, *,
              dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False,
              h_offset: int = 0) -> Callable[[], None]:  # fmt: skip
-        pieces = self._pieces((q, dout, lse, delta, dq), (k, v, dk, dv))
         return _all(
-            [
-                self.engine.dkdv(
-                    q, k, v, dout, lse, delta, tables, dk=dk, dv=dv, dq=dq, add=add, h_offset=first
-                )
-                for first, (q, dout, lse, delta, dq), (k, v, dk, dv) in pieces
-            ]
+            self.engine.dkdv(q, k, v, dout, lse, delta, tables, dk=dk, dv=dv, dq=dq, add=add, h_offset=first)
+            for first, (q, dout, lse, delta, dq), (k, v, dk, dv) in self._pieces(
+                (q, dout, lse, delta, dq), (k, v, dk, dv)
+            )
         )
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
@@ -461,12 +449,13 @@ def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
     return pieces
 
 
-def _all(launches: list[Callable[[], Any]]) -> Callable[[], None]:
-    if len(launches) == 1:
-        return launches[0]
+def _all(launches: Iterable[Callable[[], Any]]) -> Callable[[], None]:
+    made = list(launches)
+    if len(made) == 1:
+        return made[0]
 
     def run() -> None:
-        for launch in launches:
+        for launch in made:
             launch()
 
     return run
