@@ -310,6 +310,38 @@ def test_a_mistake_is_told_what_was_given_and_what_to_do(name):
     assert re.search(given, text) and re.search(advice, text), text
 
 
+AFTER_A_GOOD_CALL = {
+    "heads that share keys": {"k": x(1, 1, S, 16), "v": x(1, 1, S, 16)},
+    "another dtype": {"k": x(dtype=torch.float64)},
+    "another length": {"q": x(1, 2, S // 2, 16)},
+    "another batch": {"k": x(3, 2, S, 16), "v": x(3, 2, S, 16)},
+    "values of other heads": {"v": x(1, 1, S, 16)},
+    "an empty head": {"q": x(1, 2, S, 0)},
+    "one dimension fewer": {"q": x(2, S, 16)},
+    "no tensor": {"k": [1.0]},
+    "logits for other heads": {"sinks": x(3)},
+    "both ways to lse": {"return_lse": True, "return_aux": AuxRequest(lse=True)},
+    "a subclass": {"q": torch.nn.Parameter(x(1, 2, S, 264))},
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("name", AFTER_A_GOOD_CALL)
+def test_a_good_call_makes_no_bad_one_pass(name, planned):
+    """What was found well is not looked at again; anything else is, and is told the same."""
+    mask, wrong = whole(), dict(AFTER_A_GOOD_CALL[name])
+    given = [wrong.pop(which, x()) for which in "qkv"]
+    with pytest.raises((TypeError, ValueError)) as first:
+        flex_attention(*given, make_plan(mask) if planned else mask, **wrong)
+    mask = make_plan(mask) if planned else mask
+    for _ in range(2):
+        flex_attention(x(), x(), x(), mask)
+        flex_attention(x(), x(1, 1, S, 16), x(1, 1, S, 16), mask, enable_gqa=True, sinks=x(2))
+        with pytest.raises(type(first.value), match=re.escape(str(first.value))):
+            flex_attention(*given, mask, **wrong)
+
+
 @pytest.mark.usefixtures("eager")
 def test_what_is_right_passes():
     """The good neighbour of each mistake above."""

@@ -17,7 +17,7 @@ import tritoncp
 from tests.dist import ranks
 from tests.zoo import MASKS, SCORES, Answer, agree, differentiate, oracle, simulated, tensors
 from tritoncp import engines, make_plan, simulate, steps
-from tritoncp.comm import lockstep
+from tritoncp.comm import Wait, lockstep
 from tritoncp.schedules import ulysses
 from tritoncp.schedules.ulysses import Side, Trade, stretches
 
@@ -49,7 +49,7 @@ def trades(draw: Any) -> tuple[tuple[int, int], list[int], list[int], tuple[int,
     """(query heads, KV heads), rows of each rank's queries and keys, channels of keys and values, batch."""
     kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     degree = draw(st.integers(1, min(5, kv_heads * group)))
-    q_rows, kv_rows = (draw(st.lists(st.integers(1, 3), min_size=degree, max_size=degree)) for _ in range(2))
+    q_rows, kv_rows = (draw(st.lists(st.integers(0, 3), min_size=degree, max_size=degree)) for _ in range(2))
     channels = draw(st.sampled_from([(2, 2), (2, 3), (1, 4)]))
     return (kv_heads * group, kv_heads), q_rows, kv_rows, channels, draw(st.integers(0, 2))
 
@@ -69,9 +69,11 @@ def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
         sides = [side for *_, side in about]
         whole = yield from trade.heads(*((xs[i], side) for xs, side in zip(given, sides)))
         yield from trade.sequence(*((x, side, xs[i]) for x, side, xs in zip(whole, sides, back)))
-        return whole
+        flight = yield trade.statistic(whole[0][..., 0].contiguous())
+        return whole, trade.own(given[0][i], (yield Wait(flight)))
 
-    found = lockstep([rank(i) for i in range(degree)])
+    found, statistics = zip(*lockstep([rank(i) for i in range(degree)]), strict=True)
+    assert all(torch.equal(mine, x[..., 0]) for mine, x in zip(statistics, given[0], strict=True))
     for place, (h, _, _, side) in enumerate(about):
         padded = [torch.nn.functional.pad(x, (0, 0, 0, side.rows - x.shape[2])) for x in given[place]]
         for i, whole in enumerate(found):
