@@ -286,7 +286,7 @@ def dkdv_kernel(
     KV_TILES: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     HEADS: tl.constexpr = GROUP // SPLIT
     EVEN: tl.constexpr = Q_BLOCK % BLOCK_M == 0
-    EARLY: tl.constexpr = (
+    BESIDE: tl.constexpr = (
         SCORE_MOD is None and beside(k.ptr.dtype.element_ty) and (dq.ptr is None or not FLIP)
     )
     # A score_mod takes the registers that offsets would; addresses are dearer to compute.
@@ -323,6 +323,7 @@ def dkdv_kernel(
                         q_row, q_pos, n_m = locate(q_slots, i_b, i_q, Q_BLOCK, BLOCK_M, DENSE_Q)
                         o_q = (q_pos + o_m)[None, :]
                         CHECK: tl.constexpr = not EVEN if FULL else RAGGED
+                        EARLY: tl.constexpr = BESIDE and (FULL or MASK != "mod")  # asking takes registers
                         m_m = within(o_m, n_m, CHECK)
                         b_q0, b_q1 = stream_pair(
                             q, q_desc0, q_desc1, i_b, i_h, q_row, o_m, n_m, D0, D1, D, CHECK, HOIST

@@ -64,7 +64,7 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     that; head dims of two pieces, float16 and float32 with the kind that has most in registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
-    (122, 401)
+    (131, 437)
     """
     jobs = []
     for arch in archs:
@@ -73,6 +73,7 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
             jobs.append(Job("delta", arch, dim))
             jobs += [Job(name, arch, dim, variant=mask) for mask in MASKS for name in passes]
             jobs += [Job(name, arch, dim, variant="pointers") for name in passes if copies(arch)]
+            jobs += [Job(name, arch, dim, variant="mask_mod_local") for name in passes]
             jobs += [Job("forward", arch, dim, variant=mask) for mask in ("few", "decode")]
             jobs.append(Job("combine", arch, dim, variant="few"))
             jobs += [Job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]

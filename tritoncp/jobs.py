@@ -36,6 +36,7 @@ VARIANTS = {
     "documents": Variant("documents"),  # tables and row intervals
     "state": Variant("documents", 4, load=True, store=True),  # the same over gathered keys, step by step
     "mask_mod": Variant("dilated", 4),
+    "mask_mod_local": Variant("dilated"),  # one buffer of keys, as torch's templates have it
     "pointers": Variant("documents", 4, load=True, store=True, options=(("USE_TMA", False),)),
     "few": Variant("documents", load=True, options=(("SPLIT_KV", 4),), queries=16),  # a tile of 4 heads
     "short": Variant("documents", load=True, options=(("SPLIT_KV", 4),), queries=64),  # two such tiles
