@@ -320,6 +320,7 @@ AFTER_A_GOOD_CALL = {
     "one dimension fewer": {"q": x(2, S, 16)},
     "no tensor": {"k": [1.0]},
     "logits for other heads": {"sinks": x(3)},
+    "logits that are no tensor": {"sinks": [0.0, 0.0]},
     "both ways to lse": {"return_lse": True, "return_aux": AuxRequest(lse=True)},
     "a subclass": {"q": torch.nn.Parameter(x(1, 2, S, 264))},
 }

@@ -104,6 +104,19 @@ def test_kernels_launch_shared_heads_in_pieces() -> None:
     agree(simulated(qkv, plan, score), oracle(qkv, mask, score), **CLOSE)
 
 
+@pytest.mark.parametrize("schedule", BETWEEN)
+@pytest.mark.parametrize(("batch", "rows"), [(0, 32), (1, 0), (2, 0)])
+def test_nothing_is_traded_too(batch: int, rows: int, schedule: str) -> None:
+    world = simulate(2)
+    mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, rows, rows, BLOCK_SIZE=16)
+    plan = world.make_plan(mask, schedule=schedule)
+    shards = [x.requires_grad_() for x in world.shard(torch.randn(batch, 2, rows, 16), plan, dim=2)]
+    outs, lses = world.flex_attention(shards, shards, shards, plan, return_lse=True)
+    grads = torch.autograd.grad(outs, shards, outs)
+    for x, out, lse, grad in zip(shards, outs, lses, grads, strict=True):
+        assert out.shape == grad.shape == x.shape and lse.shape == x.shape[:3]
+
+
 def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
     monkeypatch.setattr(ulysses, "_TOLD", set())
     world, x = simulate(8), torch.randn(1, 3, 64, 16)

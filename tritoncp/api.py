@@ -87,16 +87,15 @@ def flex_attention(
 
         def ready() -> Plan:
             ranks = None if group is None else (group.size(), group.rank())
-            asked = enable_gqa, return_lse, return_aux is None
+            asked = bool(enable_gqa), bool(return_lse), return_aux is None
             about = inputs.about(query, key, value, sinks, ranks, asked)
-            made = mask if isinstance(mask, Plan) else about and plan_cache.known(mask, query, key, group)
-            if not (made and about in made.well):
-                if made:
+            if not isinstance(mask, Plan):
+                made = plan_cache.plan_for(mask, query, key, group, check, about)
+            else:
+                made = mask
+                if about not in made.well:
                     check()
-                else:
-                    made = plan_cache.plan_for(mask, query, key, group, check)
-                inputs.check_plan(made, query, key, group)
-                made.found_well(about)
+                    inputs.check_plan(made, query, key, group, about)
             if positions is not None:
                 inputs.check_positions(made, positions)
             return made

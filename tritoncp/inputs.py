@@ -87,7 +87,7 @@ def _check_score_mod(fn: Any) -> None:
 def about(q: Any, k: Any, v: Any, sinks: Any, *others: Any) -> Any:
     """All that is checked of a call under one plan: others like it are as well as it is. None where sizes may
     be symbols, which nothing can be looked up by."""
-    if not (_is_plain(q) and _is_plain(k) and _is_plain(v)):
+    if not (_is_plain(q) and _is_plain(k) and _is_plain(v)) or not isinstance(sinks, Tensor | None):
         return None
     logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
@@ -177,6 +177,8 @@ def check_mesh(mask: Any, degree: int) -> None:
 def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
     if sinks is None:
         return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}; a tensor with a logit for each head is needed")
     if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
         raise ValueError(
             f"sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; one floating point logit for "
@@ -184,8 +186,8 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
         )
 
 
-def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
-    """A call's ranks and shards against the plan."""
+def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any, about: Any = None) -> None:
+    """A call's ranks and shards against the plan; that all ``about`` it is well is noted there."""
     world = 1 if group is None else group.size()
     if plan.world_size != world:
         missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
@@ -195,6 +197,7 @@ def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
             f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank({group.rank()})"
         )
     check_shapes(plan, q, k)
+    plan.found_well(about)
 
 
 def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:

@@ -23,7 +23,7 @@ from tritoncp import agreement, captured, comm, plan, tuned
 from tritoncp.agreement import fact
 from tritoncp.balance import Balancer, find
 from tritoncp.host import on_host
-from tritoncp.inputs import check_lengths, check_plannable
+from tritoncp.inputs import check_lengths, check_plan, check_plannable
 from tritoncp.masks import Mask
 from tritoncp.mods.captures import describe
 from tritoncp.plan import Plan
@@ -70,57 +70,55 @@ _TOLD: set[Any] = set()  # (name of a mask_mod, ranks) whose uneven work has bee
 
 @on_host
 def plan_for(
-    mask: RawMask, q: Tensor, k: Tensor, group: Any, check: Callable[[], None] = lambda: None
-) -> Plan:
-    """The natural-order plan of a raw mask for shards of these lengths, found or made.
+    mask: RawMask, q: Tensor, k: Tensor, group: Any, check: Callable[[], None] = lambda: None,
+    about: Any = None,
+) -> Plan:  # fmt: skip
+    """The natural-order plan of a raw mask for shards of these lengths, found or made, and fit for them.
 
     check: of the other inputs. Where it fails before this mask has had a plan, all ranks of the group hear.
+    about: what is checked, :func:`inputs.about`: a plan that had a call like it is found without a check.
     """
     sources = Sources.of(mask)
-    home = _home(sources, group)
-    try:
-        check()
-    except Exception:
-        if group is not None and not any(key[:2] == home for key in _PLANS):
-            agreement.together(group, lambda: _lengths(q, k, check))
-        raise
-    if (found := _found(sources, q, k, group)) is not None:
-        return found
-    _COUNTS["misses"] += 1
-    made = _make(sources, q, k, group, check)
+    home = sources.key, None if group is None else group.group_name
+    tensors = (*sources.lists, *sources.captures)
+    key = None if about is None else (*home, q.shape[2], k.shape[2], q.shape[0])
+    entry = _serving(key, tensors)
+    like = entry is not None and about in entry.plan.well
+    if not like:
+        try:
+            check()
+        except Exception:
+            if group is not None and not any(key[:2] == home for key in _PLANS):
+                agreement.together(group, lambda: _lengths(q, k, check))
+            raise
+        key = (*home, q.shape[2], k.shape[2], q.shape[0])
+        entry = entry or _serving(key, tensors)
+    if entry is not None:
+        _PLANS.move_to_end(key)
+        _COUNTS["hits"] += 1
+        made = entry.plan
+    else:
+        _COUNTS["misses"] += 1
+        made = _make(sources, q, k, group, check)
+        _keep(key, made, sources, tensors)
+    if not like:
+        check_plan(made, q, k, group, about)
+    return made
+
+
+def _serving(key: Any, tensors: Sequence[Tensor]) -> Entry | None:
+    entry = _PLANS.get(key)
+    return entry if entry is not None and entry.serves(tensors) else None
+
+
+def _keep(key: Any, made: Plan, sources: Sources, tensors: Sequence[Tensor]) -> None:
     if sources.key is None:
         sources.warn_incomparable()
-        return made
-    key, tensors = (*home, *_rows(q, k)), (*sources.lists, *sources.captures)
+        return
     _PLANS[key] = Entry(made, tuple(map(weakref.ref, tensors)), tuple(t._version for t in tensors))
     _PLANS.move_to_end(key)
     while len(_PLANS) > MOST or (len(_PLANS) > 1 and _held() > MOST_BYTES):
         _PLANS.popitem(last=False)
-    return made
-
-
-@on_host
-def known(mask: RawMask, q: Tensor, k: Tensor, group: Any) -> Plan | None:
-    """What :func:`plan_for` would find."""
-    return _found(Sources.of(mask), q, k, group)
-
-
-def _found(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan | None:
-    key = (*_home(sources, group), *_rows(q, k))
-    entry = _PLANS.get(key)
-    if entry is None or not entry.serves((*sources.lists, *sources.captures)):
-        return None
-    _PLANS.move_to_end(key)
-    _COUNTS["hits"] += 1
-    return entry.plan
-
-
-def _home(sources: Sources, group: Any) -> tuple[Any, str | None]:
-    return sources.key, None if group is None else group.group_name
-
-
-def _rows(q: Tensor, k: Tensor) -> tuple[int, int, int]:
-    return q.shape[2], k.shape[2], q.shape[0]
 
 
 def _held() -> int:

@@ -199,7 +199,8 @@ def check(entry: Mapping[str, Any]) -> None:
 @functools.lru_cache(maxsize=16)
 def table(device: Device, given: str | None) -> str:
     """Everything that is known for a device, as text that ranks can compare; the first of several entries
-    about the same kernel counts. ``given`` is TRITONCP_CONFIG_DIR, which may change while a process lives."""
+    about the same kernel counts. ``given`` is TRITONCP_CONFIG_DIR, which may change while a process lives:
+    then calls look there that are the first of their kind under their plan, or after :func:`forget`."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
     exact = path_in(Path(), device).name
     for path in sources(device):
@@ -209,7 +210,7 @@ def table(device: Device, given: str | None) -> str:
     return json.dumps([[*of, config] for of, config in known.items()])
 
 
-read_anew = 0  # how often: what calls looked up before then, they look up again
+read_anew = 0  # how often: what a plan's calls looked up before then, they look up again
 
 
 def forget() -> None:
@@ -281,8 +282,8 @@ def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
         words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
         first = comm.exchange(words, group)[0]
         own = b"".join(word.to_bytes(8, "little", signed=True) for word in first)[:length].decode()
-    forget()
     _AGREED[group] = own
+    forget()
 
 
 def renew(group: Any) -> None:

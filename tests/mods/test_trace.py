@@ -153,6 +153,32 @@ def test_tensors_made_inside_are_made_once() -> None:
     assert torch.equal(run_mask(second), eager_mask(fn))
 
 
+def test_what_is_used_at_every_step_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it a mod with another number at each step wants room again and again."""
+    traced: list[str] = []
+    monkeypatch.setattr("tritoncp.mods.mod._KNOWN", {})
+    monkeypatch.setattr("tritoncp.mods.mod._MOST_KNOWN", 3)
+    monkeypatch.setattr(
+        "tritoncp.mods.mod.trace", lambda fn, *a: traced.append(fn.kind) or trace.trace(fn, *a)
+    )
+
+    def used(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * 2
+
+    def annealed(scale: int) -> Any:
+        def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return s * scale
+
+        mod.kind = "annealed"  # type: ignore[attr-defined]
+        return mod
+
+    used.kind = "used"  # type: ignore[attr-defined]
+    for step in range(8):
+        score_mod(used)
+        score_mod(annealed(step))
+    assert traced.count("used") == 1 and traced.count("annealed") == 8
+
+
 def test_captures_that_cannot_be_compared_are_traced_every_time() -> None:
     class Opaque:
         __slots__ = ()

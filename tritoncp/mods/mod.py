@@ -58,13 +58,16 @@ class Mod:
     def __post_init__(self) -> None:
         # One without captures, which lives as long as any other of its structure.
         if (bare := _STRUCTURES.get(self.digest)) is None:
-            bare = _STRUCTURES[self.digest] = self.around()
+            made = object.__new__(Mod)
+            vars(made).update(vars(self), tensors=(), numbers=())
+            bare = _STRUCTURES.setdefault(self.digest, made)
         vars(self)["_bare"] = bare
 
     def around(self, tensors: Sequence[Tensor] = (), numbers: Sequence[int | float] = ()) -> Mod:
         """The same structure around these captures (as `dataclasses.replace`, in a fifth of the time)."""
         made = object.__new__(Mod)
-        vars(made).update(vars(self), tensors=tuple(tensors), numbers=tuple(numbers))
+        vars(made).update({"_bare": self}, **vars(self))
+        vars(made).update(tensors=tuple(tensors), numbers=tuple(numbers))
         return made
 
     @property
@@ -186,16 +189,18 @@ def hand_written(fn: Any) -> bool:
 # -- from Python -----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Known:
-    """A translation without the values: each tensor is one of the fingerprint's, by place, or made inside."""
+    """A translation without the values: each tensor is one of the fingerprint's, by place, or made inside.
+    One that was found again since it was the oldest gets a second chance."""
 
     mod: Mod
     tensors: tuple[int | Tensor, ...]
+    again: bool = False
 
 
 _LOCK = threading.RLock()
-_KNOWN: dict[Any, _Known] = {}  # the latest
+_KNOWN: dict[Any, _Known] = {}  # oldest first
 _MOST_KNOWN = 256
 
 
@@ -238,8 +243,8 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
     if key is None:
         _warn_incomparable(fn, found.reason)
     elif (known := _KNOWN.get(key)) is not None:
-        again = known.mod
-        return again.around(_now(known, found.tensors), again.numbers) if known.tensors else again
+        known.again, mod = True, known.mod
+        return mod.around(_now(known, found.tensors), mod.numbers) if known.tensors else mod
     with _LOCK:  # tracing changes what is global to the process
         traced = trace(fn, arguments == 5, dtype, found)
         mod = _build(traced)
@@ -247,7 +252,9 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         if key is not None and origins is not None:
             _KNOWN[key] = _Known(mod.around(numbers=mod.numbers), origins)
             while len(_KNOWN) > _MOST_KNOWN:
-                del _KNOWN[next(iter(_KNOWN))]
+                known = _KNOWN.pop(oldest := next(iter(_KNOWN)))
+                if known.again:
+                    known.again, _KNOWN[oldest] = False, known
     return mod
 
 

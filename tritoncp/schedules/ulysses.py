@@ -24,7 +24,6 @@ from tritoncp.comm import AllToAll, Schedule, Swap, Wait
 from tritoncp.plan import Plan
 from tritoncp.schedules import local, ring
 from tritoncp.schedules.buffers import laid_out_as
-from tritoncp.sharding import lengthen
 
 T = TypeVar("T")
 
@@ -150,14 +149,19 @@ class Message:
         return max(every) if all(every) else 0
 
     def by_ranks(self, x: Tensor, at: int) -> Tensor:
-        """Tensor [B, H, rows, D] of a side as it is sent, [degree // readers, readers, rows, B, heads, D]: a
-        view, in one operation."""
-        n, shared = self.mine[at], self.readers if self.sides[at].shared else 1
+        """Tensor [B, H, S, D] of a side as it is sent, [degree // readers, readers, S, B, heads, D]: a view,
+        in one operation."""
+        n, readers, shared = self.mine[at], self.readers, self.sides[at].shared
         b, head, row, channel = x.stride()
-        neighbour = 0 if shared > 1 else n * head
+        ranks = (n * head, 0) if shared else (n * head * readers, n * head)
+        shape = (self.degree // readers, readers, x.shape[2], self.batch, n, self.channels)
+        return x.as_strided(shape, (*ranks, row, b, head, channel))
+
+    def parts(self, sent: Tensor) -> Sequence[Tensor]:
+        """Of each tensor, what a message holds of it, as :meth:`by_ranks` has it."""
         first = self.degree // self.readers, self.readers
-        strides = (n * head * self.readers // shared, neighbour, row, b, head, channel)
-        return x.as_strided((*first, self.rows, self.batch, n, self.channels), strides)
+        whole = sent.view(*first, self.rows, self.batch, sum(self.mine), self.channels)
+        return _cut(whole, self.mine, 4)
 
     def by_tokens(self, flat: Tensor) -> Sequence[Tensor]:
         """This rank's heads of all tokens of the row: of each tensor [B, heads, degree * rows, D], views."""
@@ -239,12 +243,18 @@ class Trade:
 
     def _packed(self, message: Message, xs: list[Tensor]) -> Tensor:
         """The heads of each rank of the row, one rank after the other."""
-        xs = [x if x.shape[2] == message.rows else lengthen(x, 2, message.rows) for x in xs]
-        if message.readers:
+        full = all(x.shape[2] == message.rows for x in xs)
+        if message.readers and full:
             return torch.cat([message.by_ranks(x, at) for at, x in enumerate(xs)], 4).reshape(-1)
         sent = xs[0].new_empty(sum(message.counts))
-        for there, here, _ in self._rank_by_rank(message, sent, xs):
-            there.copy_(here)
+        if not full:
+            sent.zero_()
+        if message.readers:
+            for at, (x, part) in enumerate(zip(xs, message.parts(sent), strict=True)):
+                part[:, :, : x.shape[2]].copy_(message.by_ranks(x, at))
+        else:
+            for there, here, _ in self._rank_by_rank(message, sent, xs):
+                there.copy_(here)
         return sent
 
     def sequence(self, *fields: Returned) -> Schedule[None]:
