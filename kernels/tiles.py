@@ -115,8 +115,7 @@ def descriptors(x: torch.Tensor, rows: int, widths: tuple[int, int]) -> list[Ten
 def with_base(fields: dict[str, Any], x: torch.Tensor) -> TensorDescriptor:
     """The descriptor of ``x`` whose other fields are these, as one had that was checked when it was made."""
     made = object.__new__(TensorDescriptor)
-    vars(made).update(fields)
-    made.base = x
+    made.__dict__ = fields | {"base": x}
     return made
 
 

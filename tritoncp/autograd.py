@@ -336,7 +336,7 @@ def _tracked(tensors: Iterable[Tensor]) -> bool:
     """(A forward derivative is not to be had; as a node without one, autograd says so.)"""
     if torch.autograd.forward_ad._current_level >= 0:
         return True
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return torch.is_grad_enabled() and True in [x.requires_grad for x in tensors]
 
 
 def forward(

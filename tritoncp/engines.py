@@ -203,6 +203,8 @@ def _registered(spec: Spec, captures: Sequence[Tensor], ints: Sequence[int], flo
 
 def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[int | float, ...]:
     """What a registered Mod captures besides tensors, in its order."""
+    if not spec.numbers:
+        return ()
     whole, real = iter(ints), iter(floats)
     return tuple([next(whole) if kind == "i" else next(real) for kind in spec.numbers])
 

@@ -27,7 +27,7 @@ DEVICES = ("cuda", "cpu")
 
 def arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:
     """(score_mod, mask, mesh) from either call shape."""
-    if isinstance(fourth, MASKS):
+    if type(fourth) is not FunctionType and isinstance(fourth, MASKS):
         if fifth is not None and mesh is not None:
             raise TypeError(
                 "two meshes: the fifth argument and mesh=; with a mask in fourth place give one of them"

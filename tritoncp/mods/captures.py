@@ -106,7 +106,7 @@ class Fingerprint:
             return ("again", self._seen[id(thing)])
         self._seen[id(thing)] = len(self._seen)
         self._alive.append(thing)
-        return self._compound(thing)
+        return self._function(thing) if kind is types.FunctionType else self._compound(thing)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         place = 0
@@ -120,8 +120,6 @@ class Fingerprint:
         return ("tensor", place, type(tensor), *facts)
 
     def _compound(self, thing: Any) -> Any:
-        if isinstance(thing, types.FunctionType):
-            return self._function(thing)
         if isinstance(thing, types.MethodType):
             return ("method", self._of(thing.__func__), self._of(thing.__self__))
         if isinstance(thing, functools.partial):
