@@ -86,16 +86,9 @@ def flex_attention(
         group = comm.group_of(mesh)
 
         def ready() -> Plan:
-            ranks = None if group is None else (group.size(), group.rank())
             asked = bool(enable_gqa), bool(return_lse), return_aux is None
-            about = inputs.about(query, key, value, sinks, ranks, asked)
-            if not isinstance(mask, Plan):
-                made = plan_cache.plan_for(mask, query, key, group, check, about)
-            else:
-                made = mask
-                if about not in made.well:
-                    check()
-                    inputs.check_plan(made, query, key, group, about)
+            about = inputs.about(query, key, value, sinks, group, *asked)
+            made = plan_cache.plan_of(mask, query, key, group, about, check)
             if positions is not None:
                 inputs.check_positions(made, positions)
             return made

@@ -14,7 +14,6 @@ from tritoncp import comm, engines, inputs, plan_cache
 from tritoncp.autograd import forward_op, registered
 from tritoncp.carried import carry, rebuild
 from tritoncp.handles import handle_of
-from tritoncp.plan import Plan
 
 
 def attend(
@@ -82,8 +81,7 @@ def _plan(
     batch, heads, rows, dim, kv_heads, kv_rows = shape
     q = torch.empty(batch, heads, rows, dim, device="meta")
     k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
-    plan = mask if isinstance(mask, Plan) else plan_cache.plan_for(mask, q, k, group)
-    inputs.check_plan(plan, q, k, group)
+    plan = plan_cache.plan_of(mask, q, k, group, inputs.about(q, k, k, None, group))
     if positions is not None:
         inputs.check_positions(plan, positions)
     return handle_of(plan)

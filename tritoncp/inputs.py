@@ -84,14 +84,14 @@ def _check_score_mod(fn: Any) -> None:
         )
 
 
-def about(q: Any, k: Any, v: Any, sinks: Any, *others: Any) -> Any:
+def about(q: Any, k: Any, v: Any, sinks: Any, group: Any, *others: Any) -> Any:
     """All that is checked of a call under one plan: others like it are as well as it is. None where sizes may
     be symbols, which nothing can be looked up by."""
     if not (_is_plain(q) and _is_plain(k) and _is_plain(v)) or not isinstance(sinks, Tensor | None):
         return None
     logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    return tensors, logits, others
+    return tensors, logits, None if group is None else (group.size(), group.rank()), others
 
 
 def _is_plain(x: Any) -> bool:

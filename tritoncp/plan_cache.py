@@ -68,6 +68,23 @@ _COUNTS = {"hits": 0, "misses": 0}
 _TOLD: set[Any] = set()  # (name of a mask_mod, ranks) whose uneven work has been spoken of
 
 
+def plan_of(
+    mask: RawMask | Plan,
+    q: Tensor,
+    k: Tensor,
+    group: Any,
+    about: Any,
+    check: Callable[[], None] = lambda: None,
+) -> Plan:
+    """The plan of a call, checked against its shards: what was given, or that of a raw mask."""
+    if not isinstance(mask, Plan):
+        return plan_for(mask, q, k, group, check, about)
+    if about not in mask.well:
+        check()
+        check_plan(mask, q, k, group, about)
+    return mask
+
+
 @on_host
 def plan_for(
     mask: RawMask, q: Tensor, k: Tensor, group: Any, check: Callable[[], None] = lambda: None,

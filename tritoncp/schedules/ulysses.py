@@ -249,12 +249,8 @@ class Trade:
         sent = xs[0].new_empty(sum(message.counts))
         if not full:
             sent.zero_()
-        if message.readers:
-            for at, (x, part) in enumerate(zip(xs, message.parts(sent), strict=True)):
-                part[:, :, : x.shape[2]].copy_(message.by_ranks(x, at))
-        else:
-            for there, here, _ in self._rank_by_rank(message, sent, xs):
-                there.copy_(here)
+        for there, here, _ in self._matched(message, sent, xs, message.readers > 0):
+            there.copy_(here)
         return sent
 
     def sequence(self, *fields: Returned) -> Schedule[None]:
@@ -275,24 +271,22 @@ class Trade:
 
     def _unpacked(self, message: Message, came: Tensor, xs: list[Tensor]) -> None:
         """What came from each rank of the row, into tensors [B, H, S, D]."""
-        if message.readers == 1:
-            b, rows, width, mine = message.batch, message.rows, message.channels, message.mine
-            whole = came.view(self.degree, rows, b, sum(mine), width).permute(2, 0, 3, 1, 4)
-            for x, n, part in zip(xs, mine, _cut(whole, mine, 2), strict=True):
-                part = part if x.shape[2] == rows else part[:, :, :, : x.shape[2]]
-                x.view(b, self.degree, n, x.shape[2], width).copy_(part)
-            return
         for x, side in zip(xs, message.sides, strict=True):
             if side.shared:
                 x.zero_()
-        for there, here, side in self._rank_by_rank(message, came, xs):
+        for there, here, side in self._matched(message, came, xs, message.readers == 1):
             here.add_(there) if side.shared else here.copy_(there)
 
-    def _rank_by_rank(
-        self, message: Message, flat: Tensor, xs: list[Tensor]
+    def _matched(
+        self, message: Message, flat: Tensor, xs: list[Tensor], whole_row: bool
     ) -> Iterator[tuple[Tensor, Tensor, Side]]:
         """Which part of a message of this rank's tokens is which of tensors [B, H, S, D]: views of both, and
-        the side, of each rank of the row and each tensor."""
+        the side, of each tensor; of one rank after the other unless ``whole_row``."""
+        if whole_row:
+            for at, (x, part) in enumerate(zip(xs, message.parts(flat), strict=True)):
+                part = part if x.shape[2] == message.rows else part[:, :, : x.shape[2]]
+                yield part, message.by_ranks(x, at), message.sides[at]
+            return
         counts = message.counts[self._first : self._first + self.degree]
         for rank, chunk in enumerate(flat.split_with_sizes(counts)):
             sizes = [side.counts[rank] for side in message.sides]
