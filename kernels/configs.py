@@ -41,9 +41,12 @@ class Config:
         """What Triton's compiler is told beside the constants of the kernel.
 
         >>> Config(128, 64, num_warps=8, num_stages=3).compiler()
-        {'num_warps': 8, 'num_stages': 3}
+        {'num_warps': 8, 'num_stages': 3, 'enable_fp_fusion': True}
         """
-        told = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        told: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        told["enable_fp_fusion"] = (
+            True  # a score is scaled on its way into exp2; from Triton 3.10 on no default
+        )
         return told | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
 
 
@@ -181,7 +184,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
             dims=(64, 96, 128, 256),
         ),
         "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 1, LEAN, FLIP)),
-        "fused": _dims((64, 128, 8, 2), (64, 128, 8, 1, LEAN), (32, 64, 8, 2, LEAN)),
+        "fused": _dims((64, 128, 8, 2), (64, 128, 8, 1, LEAN), (64, 64, 8, 1, LEAN)),
     },
     "sm_100": {
         "forward": _dims(
@@ -345,7 +348,7 @@ def default(
     rules = kinds.get(f"{kind}, {score}", rules)
     config = next(config for dim, config in rules.items() if head_dim <= dim)
     if config.FLIP and family(arch) == "sm_90" and not _transposes():
-        return default("fused", arch, head_dim, dtype, tma=False)  # half as much again of products
+        return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # half as much again of products
     return config
 
 

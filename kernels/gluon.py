@@ -47,6 +47,7 @@ GROUP_ROWS: gl.constexpr = gl.constexpr(64)  # of one warp group, as wgmma has i
 REGISTERS = 168
 PRODUCER_REGISTERS: gl.constexpr = gl.constexpr(24)
 GROUP_REGISTERS: gl.constexpr = gl.constexpr(240)
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name until Triton 3.8
 
 
 class Ring(NamedTuple):
@@ -99,7 +100,7 @@ def fill(ring, desc, i_b, i_h, row, i, STAGES: gl.constexpr):
     stage, parity = place(i, STAGES)
     mbarrier.wait(ring.free.index(stage), parity ^ 1)
     mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [i_b, i_h, row, 0], ring.full.index(stage), ring.tiles.index(stage))
+    copy_tile(desc, [i_b, i_h, row, 0], ring.full.index(stage), ring.tiles.index(stage))
 
 
 @gluon.jit
@@ -173,7 +174,7 @@ def produce(
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     for i_group in gl.static_range(2):
         at = [walk.i_b, walk.i_h, walk.row + i_group * GROUP_ROWS, 0]
-        tma.async_copy_global_to_shared(q_desc, at, q_full, q_tiles.index(i_group))
+        copy_tile(q_desc, at, q_full, q_tiles.index(i_group))
     begin, mid, end = runs_of(walk, WINDOW)
     i = 0
     for FULL in gl.static_range(2):

@@ -84,8 +84,6 @@ def copier(x, i_b, i_h, n_s, ROWS: tl.constexpr, START: tl.constexpr, WIDTH: tl.
         return tl.make_tensor_descriptor(
             head(x, i_b, i_h) + START, [n_s, DIM - START], [x.stride_s, 1], [ROWS, WIDTH]
         )
-    else:
-        return None
 
 
 @triton.jit

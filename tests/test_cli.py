@@ -73,6 +73,7 @@ def test_doctor_fails_on_a_cache_others_may_write(tmp_path):
         ({"torch": "2.10.1", "triton": "3.6.0", "numpy": "2"}, "torch 2.10.1 is too old: 2.11 or newer"),
         ({"torch": "2.11.0", "triton": "3.5.1", "numpy": "2"}, "triton 3.5.1 is too old: 3.6 or newer"),
         ({"torch": "2.11.0", "triton": "3.10.0", "numpy": None}, "TRITON_INTERPRET=1 needs NumPy"),
+        ({"torch": "2.11.0", "triton": "3.6.0", "numpy": "2.4.0"}, "triton 3.6.0 cannot be interpreted with"),
     ],
 )
 def test_doctor_says_what_is_wrong_and_what_to_do(versions, said, monkeypatch):

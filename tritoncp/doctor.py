@@ -114,6 +114,12 @@ def problems(versions: dict[str, str | None], interpreted: bool, cache: dict[str
         found.append("TRITON_INTERPRET=1 is set on a machine with a GPU: nothing will run on it; unset it")
     if interpreted and versions["numpy"] is None:
         found.append("TRITON_INTERPRET=1 needs NumPy: pip install 'tritoncp[interpret]'")
+    triton, numpy = (as_numbers(versions[name] or "0") for name in ("triton", "numpy"))
+    if interpreted and NEEDED["triton"] <= triton < (3, 7) and numpy >= (2, 4):
+        found.append(
+            f"triton {versions['triton']} cannot be interpreted with numpy {versions['numpy']}: "
+            "pip install 'numpy<2.4', or take triton 3.7"
+        )
     if cache["path"] is not None and not cache["usable"]:
         found.append(f"cache {cache['path']}: {cache['state']}; set TRITONCP_CACHE_DIR to a folder of yours")
     return found

@@ -251,7 +251,7 @@ class Program:
             wait=lambda barrier, parity: self.wait(lambda: barrier.passed(parity)),
         )
         names = {"gl": language, "tl": language, "mbarrier": mbarrier}
-        names |= {"tma": SimpleNamespace(async_copy_global_to_shared=self.copy)}
+        names |= {"copy_tile": self.copy}
         names |= {"warpgroup_mma": self.multiply, "warpgroup_mma_wait": self.retire}
         self.names = source(names)
 

@@ -52,7 +52,7 @@ def test_products_are_not_transposed_where_triton_gets_them_wrong(monkeypatch: p
         monkeypatch.setattr("triton.__version__", version)
         for kind, tma in product(("dkdv", "fused"), (True, False)):
             config = default(kind, *wide[1:], tma)
-            assert not config.FLIP and (config.BLOCK_M, config.BLOCK_N) == (32, 64)
+            assert config == Config(64, 64, 8, 1, HOIST=False, USE_TMA=tma)
 
 
 def test_names_that_torch_knows_are_known() -> None:
