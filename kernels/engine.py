@@ -42,6 +42,7 @@ from tritoncp.kernels.tiles import (
     stat,
     strided,
 )
+from tritoncp.kernels.trial import objection
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
 PARTIAL_BYTES = 256 << 20  # what partial sums (dK/dV of a GQA group, states of a row's keys) may take
@@ -158,12 +159,16 @@ class TritonEngine:
         name = self._route
         if name == ROUTES[0] or ("ROUTE" not in self.options and q.shape[2] < WHOLE):
             return self.loops(q, k, v, tables, **step)
-        route = route_of(name)
+        route, asked = route_of(name), "ROUTE" in self.options
         why = next(route.obstacles(self, q, k, v, tables), None)
-        if why is None:
+        wrong = None if why else objection(name, self, route.launch, q, k, v, tables, **step)
+        if why is None and wrong is None:
             return route.launch(self, q, k, v, tables, **step)
-        if "ROUTE" in self.options:
-            warnings.warn(f"ROUTE={name!r} is asked for; this step goes by 'loops': {why}", stacklevel=2)
+        if asked or wrong:
+            whence = "asked for" if asked else "in the table of measured tiles"
+            warnings.warn(
+                f"ROUTE={name!r} is {whence}; this step goes by 'loops': {wrong or why}", stacklevel=2
+            )
         return self.loops(q, k, v, tables, **step)
 
     @cached_property

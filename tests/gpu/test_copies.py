@@ -1,11 +1,15 @@
 """What comes back from the GPU: one copy to make a plan, none once there is one."""
 
+import warnings
+
 import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
 from tritoncp import and_masks, causal, document, flex_attention, make_plan, varlen_attention
+from tritoncp.kernels import trial
+from tritoncp.kernels.configs import architecture, specialises
 
 DEVICE = "cuda"
 S = 512
@@ -95,3 +99,22 @@ def test_score_mods_must_bring_their_tensors():
     table, (q, k, v) = torch.zeros(S), tensors()
     with pytest.raises(ValueError, match=r"on cpu, the query is on cuda:0; move it there once"):
         flex_attention(q, k, v, lambda s, b, h, i, j: s + table[j], causal())
+
+
+def test_a_route_is_compared_once_and_not_in_a_graph(monkeypatch):
+    """A comparison waits for two answers."""
+    monkeypatch.setattr(trial, "_FOUND", {})
+    q, k, v = (x.detach() for x in tensors())
+    asked = {"ROUTE": "specialised"}
+    want = flex_attention(q, k, v)
+    here = specialises(architecture(q.device))
+    words = "which a graph cannot capture" if here else "ROUTE='specialised' is asked for"
+    graph = torch.cuda.CUDAGraph()
+    with pytest.warns(UserWarning, match=words), torch.cuda.graph(graph):
+        out = flex_attention(q, k, v, kernel_options=asked)
+    graph.replay()
+    assert torch.equal(out, want)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error" if here else "ignore", message="ROUTE=")
+        assert (copies_back(lambda: flex_attention(q, k, v, kernel_options=asked)) > 0) == (here > 0)
+        assert copies_back(lambda: flex_attention(q, k, v, kernel_options=asked)) == 0

@@ -79,6 +79,17 @@ def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
     assert record.read(tmp_path / "a.jsonl").points == [point]
 
 
+def test_a_route_that_is_not_taken_is_not_timed_as_that_route(monkeypatch, tmp_path):
+    case = Case("causal", "forward", 16384).shrunk()
+    runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
+    runner.options = [{"ROUTE": "specialised"}, {"SPLIT_KV": 2}]
+    runner.run([case])
+    (point,) = journal.points
+    why = point.contenders["tritoncp ROUTE=specialised"]["why"]
+    assert "this step goes by 'loops': its state between two launches would take" in why
+    assert "ms" in point.own and "ms" in point.contenders["tritoncp SPLIT_KV=2"]
+
+
 def test_a_resumed_run_measures_what_is_left_with_the_variants_that_had_won(monkeypatch, tmp_path):
     cases = [Case("causal", which, seq) for seq in (16384, 8192) for which in ("forward", "backward")]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")

@@ -1,0 +1,155 @@
+"""Routes are tried against the loops before they are taken: to right ones nobody objects, wrong ones are not
+taken.  Interpreted kernels are not compiled wrong, so what is wrong here is made so."""
+
+import ast
+import math
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.compiler.errors import CompilationError
+
+import tritoncp
+from tests.kernels.harness import close, cotangents, over_ranks, qkv, run, same
+from tests.kernels.test_specialised import MASKS, N
+from tritoncp.kernels import engine, specialised, trial
+from tritoncp.kernels.launch import Launches
+
+PLACE = ast.parse("x = 1").body[0]
+ROUTE = {"ROUTE": "specialised"}
+HALF = (torch.bfloat16, torch.float16)
+Damage = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if kernels were compiled, and however small the step."""
+    monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
+    monkeypatch.setattr(trial, "TRIED", True)
+    monkeypatch.setattr(trial, "_FOUND", {})
+
+
+def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
+    """The route does this to what it has written; returns where each of its launches will be noted."""
+    launched = []
+
+    def launch(*args: Any, **step: Any) -> Launches:
+        launched.append("launch")
+        return Launches((specialised.launch(*args, **step), lambda: damage(step)))
+
+    broken = SimpleNamespace(launch=launch, obstacles=specialised.obstacles)
+    monkeypatch.setattr(engine, "route_of", lambda name: broken)
+    return launched
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_right_route_is_taken(mask: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With states between steps, and rows that nobody writes."""
+    batch = 2 if "batch" in mask else 1
+    x, made = qkv(N, batch=batch, heads=batch, dtype=dtype), MASKS[mask](N)
+    launched, start = damaged(monkeypatch, lambda step: None), cotangents(x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ROUTE=.*its answer")
+        got = run(x, made, start=start, **ROUTE)
+        ring = over_ranks(
+            x, tritoncp.make_plan(made, world_size=2, rank=0, schedule="ring"), start=start, **ROUTE
+        )
+    assert launched
+    want = run(x, made, start=start)
+    for found in (got, ring):
+        close(found.out, want.out, "out", 2 * torch.finfo(dtype).eps)
+        close(found.lse, want.lse, "lse")
+
+
+def last_row(step: dict[str, Any]) -> None:
+    """The smallest thing that can be wrong: a row a little."""
+    if step.get("store_state"):
+        step["state"].l[..., -1] *= 1.1
+    else:
+        step["out"][..., -1, :] *= 1.1
+
+
+def forgotten(step: dict[str, Any]) -> None:
+    if step.get("store_state"):
+        step["state"].acc[..., 3, :] = torch.nan
+    else:
+        step["out"][..., 3, :] = torch.nan
+
+
+def lse(step: dict[str, Any]) -> None:
+    """Out is right: the backward pass would not be."""
+    if not step.get("store_state"):
+        step["lse"][..., 1] += 0.05
+
+
+@pytest.mark.parametrize("damage", [last_row, forgotten, lse], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_wrong_route_is_not_taken(
+    damage: Damage, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, mask = qkv(N, dtype=dtype), MASKS["causal"](N)
+    start = cotangents(x)
+    plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="ring")
+    alone, ranks = run(x, mask, start=start), over_ranks(x, plan, start=start)
+    damaged(monkeypatch, damage)
+    with pytest.warns(
+        UserWarning, match="'specialised' is asked for; this step goes by 'loops': its answer is not"
+    ):
+        got = run(x, mask, start=start, **ROUTE)
+    same((got.out, got.lse, got.grads), (alone.out, alone.lse, alone.grads))
+    with pytest.warns(UserWarning, match="its answer is not that of 'loops': (out|lse) differs in"):
+        got = over_ranks(x, plan, start=start, **ROUTE)
+    same((got.out, got.lse), (ranks.out, ranks.lse))
+
+
+def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its length and its tensors; other dtypes, masks and mods are other kinds."""
+    launched = damaged(monkeypatch, last_row)
+
+    def attend(mask: str, dtype: torch.dtype = torch.bfloat16, n: int = N, **more: Any) -> int:
+        before = len(launched)
+        with pytest.warns(UserWarning, match="its answer is not that of 'loops'"):
+            tritoncp.flex_attention(
+                *qkv(n, dtype=dtype), block_mask=MASKS[mask](n), kernel_options=ROUTE, **more
+            )
+        return len(launched) - before
+
+    assert attend("causal") == 1
+    assert attend("causal") == 0 == attend("causal", n=2 * N)
+    assert attend("causal", torch.float16) == 1 == attend("full")
+    assert attend("causal", score_mod=lambda s, b, h, q, kv: 2 * s) == 1
+
+
+def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table may be another GPU's, or of another Triton."""
+    x, mask = qkv(128, dtype=torch.bfloat16), MASKS["causal"](128)
+    want = tritoncp.flex_attention(*x, mask)
+    monkeypatch.setattr(engine.TritonEngine, "_route", "specialised")
+    damaged(monkeypatch, last_row)
+    with pytest.warns(
+        UserWarning, match="'specialised' is in the table of measured tiles; this step goes by 'loops'"
+    ):
+        same(tritoncp.flex_attention(*x, mask), want)
+
+
+@pytest.mark.parametrize(
+    "error", [CompilationError("def kernel():\n  ...", PLACE, "no such word"), RuntimeError()]
+)
+def test_a_route_that_cannot_be_compiled_is_not_taken(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this Triton: what is not asked for by most is not kept from changing."""
+
+    def fail(step: dict[str, Any]) -> None:
+        raise error
+
+    x, mask = qkv(N, dtype=torch.bfloat16), MASKS["causal"](N)
+    want = tritoncp.flex_attention(*x, mask)
+    damaged(monkeypatch, fail)
+    said = "no such word" if str(error) else "without a word"
+    with pytest.warns(UserWarning, match=f"goes by 'loops': it fails: {type(error).__name__}: .*{said}"):
+        same(tritoncp.flex_attention(*x, block_mask=mask, kernel_options=ROUTE), want)
