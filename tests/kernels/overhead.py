@@ -155,6 +155,7 @@ def calls() -> dict[str, Call]:
 def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("unset TRITON_INTERPRET: interpreted kernels would be measured, not what launches them")
+    torch.set_num_threads(1)  # CPU time is that of all threads
     beside = of_torch()
     torchs = next(iter(beside.values()))
     for name, call in beside.items():
