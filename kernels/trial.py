@@ -5,6 +5,7 @@ here. The first step of each kind in a process goes both ways, and the answers a
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,8 @@ def objection(
     if kind not in _FOUND:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return "its answer is compared at the first call of a kind, which a graph cannot capture"
-        _FOUND[kind] = _tried(partial(launch, engine), engine.loops, (q, k, v, tables), step)
+        apart = replace(engine, kept=None)  # whose launches settle nothing: other room is laid out otherwise
+        _FOUND[kind] = _tried(partial(launch, apart), apart.loops, (q, k, v, tables), step)
     return _FOUND[kind]
 
 

@@ -15,12 +15,13 @@ from triton.compiler.errors import CompilationError
 import tritoncp
 from tests.kernels.harness import close, cotangents, over_ranks, qkv, run, same
 from tests.kernels.test_specialised import MASKS, N
+from tritoncp import steps
 from tritoncp.kernels import engine, specialised, trial
 from tritoncp.kernels.launch import Launches
 
 PLACE = ast.parse("x = 1").body[0]
 ROUTE = {"ROUTE": "specialised"}
-HALF = (torch.bfloat16, torch.float16)
+FINE, COARSE = torch.float16, torch.bfloat16  # what right routes have to be as near as, and wrong ones not
 Damage = Callable[[dict[str, Any]], None]
 
 
@@ -45,12 +46,11 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
     return launched
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_right_route_is_taken(mask: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_right_route_is_taken(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With states between steps, and rows that nobody writes."""
     batch = 2 if "batch" in mask else 1
-    x, made = qkv(N, batch=batch, heads=batch, dtype=dtype), MASKS[mask](N)
+    x, made = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
     launched, start = damaged(monkeypatch, lambda step: None), cotangents(x)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="ROUTE=.*its answer")
@@ -61,8 +61,20 @@ def test_a_right_route_is_taken(mask: str, dtype: torch.dtype, monkeypatch: pyte
     assert launched
     want = run(x, made, start=start)
     for found in (got, ring):
-        close(found.out, want.out, "out", 2 * torch.finfo(dtype).eps)
+        close(found.out, want.out, "out", 2 * torch.finfo(FINE).eps)
         close(found.lse, want.lse, "lse")
+
+
+def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heads that are gathered together lie apart in out: launches there are none of the trial's."""
+    monkeypatch.setattr(steps, "SMALL", 0)
+    x, mask = qkv(N, batch=2, heads=4, kv_heads=2, dtype=COARSE), MASKS["causal"](N)
+    plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="allgather")
+    start = cotangents(x)
+    want = over_ranks(x, plan, start=start)
+    launched = damaged(monkeypatch, lambda step: None)
+    same(over_ranks(x, plan, start=start, **ROUTE).out, want.out)
+    assert launched
 
 
 def last_row(step: dict[str, Any]) -> None:
@@ -87,11 +99,8 @@ def lse(step: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("damage", [last_row, forgotten, lse], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_a_wrong_route_is_not_taken(
-    damage: Damage, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, mask = qkv(N, dtype=dtype), MASKS["causal"](N)
+def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)
     start = cotangents(x)
     plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="ring")
     alone, ranks = run(x, mask, start=start), over_ranks(x, plan, start=start)
@@ -126,7 +135,7 @@ def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table may be another GPU's, or of another Triton."""
-    x, mask = qkv(128, dtype=torch.bfloat16), MASKS["causal"](128)
+    x, mask = qkv(128, dtype=COARSE), MASKS["causal"](128)
     want = tritoncp.flex_attention(*x, mask)
     monkeypatch.setattr(engine.TritonEngine, "_route", "specialised")
     damaged(monkeypatch, last_row)
@@ -147,7 +156,7 @@ def test_a_route_that_cannot_be_compiled_is_not_taken(
     def fail(step: dict[str, Any]) -> None:
         raise error
 
-    x, mask = qkv(N, dtype=torch.bfloat16), MASKS["causal"](N)
+    x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)
     want = tritoncp.flex_attention(*x, mask)
     damaged(monkeypatch, fail)
     said = "no such word" if str(error) else "without a word"
