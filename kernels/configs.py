@@ -123,7 +123,9 @@ FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larg
 # Small tiles where two programs then share a multiprocessor: one multiplies while the other waits for its
 # softmax.  What four warps do on sm_90 is what torch's flex_attention launches there for the same head dims.
 # "heavy": where a score_mod loads something for each score, for dQ one that adds to its gradient as well, and
-# the other tiles would spill in their loops. "learns": for dQ, where it adds to less.
+# the other tiles would spill in their loops. "learns": for dQ, where it adds to less. "scored": any other,
+# whose instructions want a second program beside them.
+_SCORED = _dims((128, 32, 8, 2, TMA, TWO), (128, 64, 8, 2, TMA), (64, 64, 4, 2, TMA), dims=(128, 192, 256))
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": {
         "forward": _dims(
@@ -157,11 +159,14 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 4, 2, TMA)),
         "dq": _dims(
             (128, 32, 8, 2, TMA, TWO),
+            (128, 128, 8, 2, TMA),
             (128, 64, 8, 2, TMA),
             (64, 64, 4, 2, TMA),
-            dims=(128, 192, 256),
+            dims=(64, 128, 192, 256),
         ),
         "dq, heavy": _dims((128, 32, 8, 2, TMA), dims=(256,)),
+        "dq, learns": _SCORED,
+        "dq, scored": _SCORED,
         "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2, TMA), (128, 64, 8, 1, TMA, FLIP), dims=(96, 128, 256)),
         "dkdv, heavy": _dims((64, 128, 8, 2), (64, 128, 8, 2, TMA), (64, 64, 8, 1, TMA), dims=(96, 128, 256)),
         "fused": _dims((64, 128, 8, 2, COPY), (64, 128, 8, 1, TMA), (128, 64, 8, 1, TMA, FLIP)),
@@ -321,14 +326,14 @@ def unfit(config: Config) -> Iterator[str]:
 def weight(kind: str, loads: int, learns: bool) -> str:
     """Which tiles a pass needs for a score_mod, by what takes registers for each score: "heavy" where each
     loads its own (with 2 sides of a tile varies what it loads), and for dQ adds to gradients too; "learns"
-    where dQ adds to those of what rows, columns or tiles share; "" for the usual ones.
+    where dQ adds to those of what rows, columns or tiles share; else "scored".
 
     >>> weight("forward", 2, False), weight("dq", 2, False), weight("dq", 1, True)
-    ('heavy', '', 'learns')
+    ('heavy', 'scored', 'learns')
     """
     if kind == "dq":
-        return ("heavy" if loads == 2 else "learns") if learns else ""
-    return "heavy" if loads == 2 else ""
+        return ("heavy" if loads == 2 else "learns") if learns else "scored"
+    return "heavy" if loads == 2 else "scored"
 
 
 def default(

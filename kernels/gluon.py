@@ -715,7 +715,8 @@ def launch(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: An
         "STAGES": loops.config.num_stages,
     }
     values = [args[name] for name in gluon_forward_kernel.arg_names]
-    return Launch(gluon_forward_kernel, loops.grid, values, loops.config, [], {"maxnreg": REGISTERS})
+    made = loops.compiled  # of launches like this one, as that of the loops is never called
+    return Launch(gluon_forward_kernel, loops.grid, values, loops.config, made, {"maxnreg": REGISTERS})
 
 
 def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:

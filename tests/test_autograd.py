@@ -285,3 +285,25 @@ def test_forward_derivatives_are_refused_not_dropped():
         dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
         with pytest.raises(RuntimeError, match="jvp"):
             plain(dual, k, v)
+
+
+def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
+    """Which the thread's current one need not be."""
+    current = [0]
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *_) -> None:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    for device, there in (("cuda:1", 1), ("cuda:0", 0), ("cpu", 0)):
+        with autograd._current(torch.device(device)):
+            assert current[-1] == there
+    assert current == [0]

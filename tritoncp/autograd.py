@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +28,7 @@ from tritoncp.schedules.buffers import laid_out_as
 
 T = TypeVar("T")
 MOST = 256  # engines that are kept with one plan
+_HERE = nullcontext()
 
 
 def _engine(
@@ -91,10 +93,12 @@ def _plan(handle: Tensor) -> Plan:
     return known
 
 
-def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any]) -> list[Any]:
+def _drive(
+    call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any], device: torch.device
+) -> list[Any]:
     """What the schedule of each rank that runs here returns. Kernels take tensors as torch's own do, below
     autograd, where nobody notes what is a view of what: a view takes half the time."""
-    with torch._C._AutoDispatchBelowADInplaceOrView():
+    with torch._C._AutoDispatchBelowADInplaceOrView(), _current(device):
         if not call.world:
             return comm.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
         group = comm.named(call.world)
@@ -102,6 +106,12 @@ def _drive(call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], A
             comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
             plan._shared[made] = True  # not the group itself, which nobody here owns
         return [comm.run(schedule(0, plan), group)]
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the thread's current GPU, which need not be the one that holds the tensors."""
+    there = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if there else _HERE
 
 
 def _attend(
@@ -123,7 +133,7 @@ def _attend(
 
     known = _plan(plan)
     engine = _engine(spec, known, scale, q, k, v, captures, ints, floats)
-    outs, lses, tops = zip(*_drive(call, known, len(q), schedule), strict=True)
+    outs, lses, tops = zip(*_drive(call, known, len(q), schedule, q[0].device), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
 
@@ -173,7 +183,7 @@ def _differentiate(
     known, grads = _plan(plan), engines.buffers(call, captures, lses[0])
     others = *outs, *lses, *douts, *dlses
     engine = _engine(spec, known, scale, q, k, v, captures, ints, floats, others, grads)
-    done = _drive(call, known, len(q), schedule)
+    done = _drive(call, known, len(q), schedule, q[0].device)
     found = engines.sums(call, captures, grads)
     return [x for part in zip(*done, strict=True) for x in part] + found
 

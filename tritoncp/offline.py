@@ -386,6 +386,7 @@ def inner_loop(
         hidden = min(map(machine_code.hidden, groups))
     body = groups[-1]
     spent = machine_code.Cycles(*map(sum, zip(*each)))
+    spent = spent._replace(shared=spent.shared + copied(job, config, code) / machine_code.SHARED_PER_CYCLE)
     used = row["registers"], row["shared_bytes"], machine, row["tensor_columns"]
     turns = len(groups) if job.kernel == "gluon" else 1  # barriers make them take turns
     limit = machine_code.bound(spent, row["warps"], *used, hidden, turns)
@@ -418,6 +419,22 @@ def useful(job: Job, config: Config) -> int:
     of_keys, of_values = {"dq": (2, 1), "dkdv": (2, 2), "fused": (3, 2)}.get(job.kernel, (1, 1))
     d, e = (sum(pieces(dim)) for dim in job.dims)
     return 2 * config.BLOCK_M * config.BLOCK_N * (of_keys * d + of_values * e)
+
+
+def copied(job: Job, config: Config, code: Iterable[machine_code.Instruction]) -> int:
+    """Bytes that descriptors move to shared memory, and from there to be added up, for one tile: 16-bit keys
+    and values, backward by keys queries and dO; float32 dQ.  Their instructions do not show it.
+
+    >>> load, add = (machine_code.Instruction(op, "") for op in ("UTMALDG.4D", "UTMAREDG.4D.ADD"))
+    >>> copied(Job("dq", "sm_90", 128), Config(128, 32), [load]) == 32 * 256 * 2
+    True
+    >>> copied(Job("fused", "sm_90", 128), Config(64, 128), [load, add]) == 64 * 256 * 2 + 64 * 128 * 4
+    True
+    """
+    names = {x.op.split(".")[0] for x in code}
+    d, e = (sum(pieces(dim)) for dim in job.dims)
+    rows = config.BLOCK_M if job.kernel in ("dkdv", "fused") else config.BLOCK_N
+    return 2 * rows * (d + e) * ("UTMALDG" in names) + 4 * config.BLOCK_M * d * ("UTMAREDG" in names)
 
 
 def _matrix(names: Iterable[str]) -> dict[str, int]:

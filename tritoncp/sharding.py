@@ -232,7 +232,7 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
     (``batch_dim=None``) comes back with a new leading batch dimension.
     """
     dim = dim % x.ndim
-    index = index.to(x.device)
+    index = index.to(x.device, non_blocking=x.device.type != "cpu")
     if index.shape[0] > 1 and batch_dim is None:
         x, dim, batch_dim = x.expand(index.shape[0], *x.shape), dim + 1, 0
     shape = [1] * x.ndim

@@ -42,7 +42,7 @@ def attempt() -> None:
     """Some steps of every kind, which end or do not."""
     for dim in (64, 128):
         for name in ("full", "causal", "window", "documents"):
-            forward(qkv(dim=dim, heads=4, kv_heads=2), MASKS[name]())
+            forward(qkv(dim=dim, heads=4, kv_heads=2), MASKS[name](), **ROUTE)
             torch.cuda.synchronize()
 
 
@@ -63,7 +63,7 @@ def always() -> None:
 
 def check(x: QKV, mask: Mask, **options: Any) -> tuple[torch.Tensor, ...]:
     """The forward pass against float64."""
-    got = forward(x, mask, **options)
+    got = forward(x, mask, **ROUTE, **options)
     want, other = oracle(x, mask), peer(x, mask)
     close("out", got[0], want.out, other.out)
     for values, exact, name in ((got[1], want.lse, "lse"), (got[2], want.max_scores, "max_scores")):

@@ -312,6 +312,21 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
     assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("out in steps is off by")
 
 
+def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeypatch):
+    """Whatever is asked of the device then fails, and `--resume` would believe it."""
+
+    def lost(*_) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    bench, target = DeviceBench(CPU), replace(SMALL, kernel="forward")
+    monkeypatch.setattr(Problem, "launch", lost)
+    assert "AcceleratorError: an illegal memory access" in (bench.wrong(target, Config(32, 16)) or "")
+    monkeypatch.undo()
+    for ask in (bench.wrong, bench.milliseconds):
+        with pytest.raises(RuntimeError, match="that candidate is marked: go on with --resume"):
+            ask(target, Config(16, 64))
+
+
 def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share():
     """By the tiles of another GPU: an interpreter has no use for those of few rows."""
     target, config = replace(SMALL, kernel="few", mask="full", heads=4, seq=256), Config(64, 32, 4, 1)

@@ -150,7 +150,10 @@ def arguments(
     tensors: Sequence[Tensor], numbers: Sequence[int | float], device: torch.device | None = None
 ) -> tuple[Any, ...]:
     """What :meth:`Mod.caps` gives for these captures."""
-    placed = [t if t.ndim or device is None else t.to(device) for t in tensors]
+    up = (
+        device is not None and device.type != "cpu"
+    )  # numbers lie on the CPU, and nobody has to wait for them
+    placed = [t if t.ndim or device is None else t.to(device, non_blocking=up) for t in tensors]
     return (*map(_argument, placed), *numbers)
 
 

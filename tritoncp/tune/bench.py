@@ -25,6 +25,7 @@ class DeviceBench:
         self._device = device
         self._clock: Clock = DeviceClock(device) if device.type == "cuda" else WallClock()
         self._problem: tuple[Target, Checked] | None = None
+        self._lost = ""
 
     def _of(self, target: Target) -> Checked:
         shape = replace(target, kernel="few" if target.queries else "")
@@ -34,12 +35,24 @@ class DeviceBench:
         return self._problem[1]
 
     def wrong(self, target: Target, config: Config) -> str | None:
+        self._ask()
         try:
             return self._of(target).wrong(target.kernel, config)
         except Exception as error:  # whatever a compiler or a launch throws: the others go on
-            return f"{type(error).__name__}: {str(error).strip()[:300]}"
+            why = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            self._lost = why if isinstance(error, torch.AcceleratorError) else ""
+            return why
+
+    def _ask(self) -> None:
+        """After an error on the device nothing runs there in this process: the others are not wrong."""
+        if self._lost:
+            raise RuntimeError(
+                f"the GPU runs nothing in this process any more, since one candidate failed ({self._lost}); "
+                "what is known is kept and that candidate is marked: go on with --resume"
+            )
 
     def milliseconds(self, target: Target, config: Config) -> float:
+        self._ask()
         launch = self._of(target).problem.launch(target.kernel, config)
         return self._clock.sample(lambda: launch()).device
 

@@ -272,7 +272,7 @@ def _aligned(target: Target) -> bool:
 
 def _rule(target: Target, arch: str, tma: bool = True) -> Config:
     widest, dtype = max(target.head_dim, target.v_dim), getattr(torch, target.dtype)
-    score = weight(target.kernel, *_loads(target.score))
+    score = weight(target.kernel, *_loads(target.score)) if target.score else ""
     return default(target.kernel, arch, widest, dtype, tma and _aligned(target), score)
 
 
