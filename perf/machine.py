@@ -105,10 +105,12 @@ class Brakes:
             self._library = library
 
     def on(self) -> bool:
-        if self._library is None:
+        # (The driver may call it by its newer name alone one day.)
+        ask = getattr(self._library, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
+        if ask is None:
             return False
         reasons = ctypes.c_ulonglong()
-        failed = self._library.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle, ctypes.byref(reasons))
+        failed = ask(self._handle, ctypes.byref(reasons))
         return not failed and bool(reasons.value & self._REASONS)
 
 

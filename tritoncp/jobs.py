@@ -42,6 +42,7 @@ VARIANTS = {
     "short": Variant("documents", load=True, options=(("SPLIT_KV", 4),), queries=64),  # two such tiles
     "decode": Variant("causal", options=(("SPLIT_KV", 4),), queries=1),
     "single": Variant("single"),  # everything that can be 1 is: Triton makes constants of those
+    "pair": Variant("pair"),  # so it is here, and no window either
 }
 KERNELS = ("forward", "delta", "dq", "dkdv")
 
@@ -118,6 +119,7 @@ def mask_of(name: str, queries: int = S) -> Mask:
         "causal": (causal(), S),
         "window": (sliding_window(200, 10), S),
         "single": (sliding_window(1, 1), 1),
+        "pair": (causal(), 1),
         "documents": (and_masks(causal(), documents), S),
         "dilated": (_dilated, S),
     }

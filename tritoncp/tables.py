@@ -83,7 +83,10 @@ def tables_of(
     decided = "none" if not bool((kinds == Kind.MASKED).any()) else "interval" if lo is not None else "mod"
     dense_q = _is_dense(q_slots, mask.q_block)
     dense_kv = _is_dense(kv_slots, mask.kv_block)
-    window = mask.window if _is_contiguous(q_slots) and _is_contiguous(kv_slots) else None
+    q_rows, kv_rows = (int(slots[0, :, 2].sum()) for slots in (q_slots, kv_slots))
+    # One query and one key make constants of all positions, and ptxas 12.8 and 12.9 die of that (sm_90).
+    positional = _is_contiguous(q_slots) and _is_contiguous(kv_slots) and (q_rows > 1 or kv_rows > 1)
+    window = mask.window if positional else None
     cols = runs.transpose()
     return Tables(
         q_slots,
@@ -96,8 +99,8 @@ def tables_of(
         hi,
         mask.q_block,
         mask.kv_block,
-        q_rows=int(q_slots[0, :, 2].sum()),
-        kv_rows=int(kv_slots[0, :, 2].sum()),
+        q_rows=q_rows,
+        kv_rows=kv_rows,
         q_first=int(q_slots[0, 0, 1]) if q_slots.shape[1] else 0,
         kv_first=int(kv_slots[0, 0, 1]) if kv_slots.shape[1] else 0,
         dense_q=dense_q,

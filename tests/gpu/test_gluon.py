@@ -2,9 +2,13 @@
 
 Off a GPU the same tests run by loops, which shows that they are sound."""
 
+import fcntl
+import os
 import subprocess
 import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +52,38 @@ def attempt() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def it_ends() -> None:
-    """A barrier that nobody completes would hang the device, and all tests: first in a process of its own."""
-    if HERE:
-        command = [sys.executable, "-c", "from tests.gpu.test_gluon import attempt; attempt()"]
-        subprocess.run(command, check=True, timeout=100, cwd=Path(__file__).parents[2])
+    """A barrier that nobody completes would hang the device, and all tests: first in a process of its own,
+    once for all workers of a run."""
+    if not HERE:
+        return
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    with open(Path(tempfile.gettempdir(), f"tritoncp-gluon-{run}"), "a+") as notes:
+        fcntl.flock(notes, fcntl.LOCK_EX)
+        notes.seek(0)
+        if not (found := notes.read()):
+            command = [sys.executable, "-c", "from tests.gpu.test_gluon import attempt; attempt()"]
+            try:
+                subprocess.run(command, check=True, timeout=100, cwd=Path(__file__).parents[2])
+                found = "ends"
+            except subprocess.SubprocessError as error:
+                found = repr(error)
+            notes.write(found)
+    assert found == "ends"
 
 
 @pytest.fixture(autouse=True)
-def always() -> None:
-    """Going by loops is an error where the device has the route."""
-    if HERE:
-        warnings.filterwarnings("error", message="ROUTE=")
+def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Going by loops is an error where the device has the route, and so is not to ask for it."""
+    if not HERE:
+        yield
+        return
+    from tritoncp.kernels import gluon
+
+    launched, launch = [], gluon.launch
+    monkeypatch.setattr(gluon, "launch", lambda *args, **step: launched.append(args) or launch(*args, **step))
+    warnings.filterwarnings("error", message="ROUTE=")
+    yield
+    assert launched
 
 
 def check(x: QKV, mask: Mask, **options: Any) -> tuple[torch.Tensor, ...]:

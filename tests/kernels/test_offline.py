@@ -160,7 +160,7 @@ def test_defaults_fit_odd_dims(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_what_the_user_adds_may_spill_a_little(arch: str) -> None:
     """A mask_mod's code takes registers of its own; sizes of one are constants to Triton."""
-    check(arch, reports(arch, "bfloat16", (64, 128, 256), "mask_mod", "single"), spill=128)
+    check(arch, reports(arch, "bfloat16", (64, 128, 256), "mask_mod", "single", "pair"), spill=128)
 
 
 @pytest.mark.nightly

@@ -442,12 +442,22 @@ def test_the_case_that_is_farthest_below_its_goal_is_tuned(case, names):
         measured("causal-8k-fwd", None, day=1, flex=1.1),  # failed
         measured("prefix-8k-fwd", 1.0, day=1, flex=0.1),  # tuned with documents
         measured("causal-s8-ring-32k-fwd", 1.0, day=1, flex=0.1),
+        replace(measured("causal-1k-fwd", 1.0, day=1, flex=0.1), goal={}),  # a check of the benchmark
         measured("of another version", 1.0, day=1, flex=0.1),
         measured("full-16k-fwd", 9.0, day=2, device="NVIDIA H100", run="another", flex=1.0),
     ]
     why, wanted = lost_most(points, "NVIDIA H200")
     assert why == f"{case}, 0.85 of its goal" and [target.name for target in wanted] == names
     assert lost_most(points, None)[0] == "full-16k-fwd, 0.09 of its goal"
+
+
+def test_where_no_case_has_a_goal_the_one_farthest_behind_is_tuned():
+    points = [
+        replace(measured(f"{mask}-16k-fwd", 1.0, flex=ms), goal={})
+        for mask, ms in (("full", 2), ("causal", 3))
+    ]
+    why, (target,) = lost_most(points, None)
+    assert why == "full-16k-fwd, 2.00 of what the best of the others does" and target.mask == "full"
 
 
 def test_where_nothing_was_compared_a_usual_call_is_tuned():

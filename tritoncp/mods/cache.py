@@ -29,11 +29,14 @@ def digest_of(source: str) -> str:
 
 
 def cache_dir() -> Path:
-    """Where emitted source goes: mods/ in $TRITONCP_CACHE_DIR, else in the user's cache directory."""
+    """Where emitted source goes: mods/ in $TRITONCP_CACHE_DIR, else in the user's cache directory, which is
+    ~/.cache/tritoncp on a machine without platformdirs, where a checkout runs beside its own torch."""
     given = os.environ.get("TRITONCP_CACHE_DIR")
     if not given:
-        import platformdirs  # not needed where the directory is given
-
+        try:
+            import platformdirs
+        except ModuleNotFoundError:
+            return Path.home() / ".cache/tritoncp/mods"
         given = platformdirs.user_cache_dir("tritoncp", appauthor=False)
     return Path(given) / "mods"
 

@@ -106,7 +106,7 @@ class Tuner:
         rule, *_ = listed = self.candidates(target)
         self.journal.begin(target, rule)
         reports = {}
-        for config, found in self._compiled("compile", target, listed, self._half(until)):
+        for config, found in self._compiled("compile", target, listed, self._half(until), rule):
             reports[config] = found
             self.tally.count(tried=1, failed="failed" in found, why=found.get("failed"))
         own = reports.get(rule, {}).get("bound") or 0.0
@@ -130,13 +130,15 @@ class Tuner:
         return now + (until - now) / 2
 
     def _compiled(
-        self, stage: str, target: Target, configs: Sequence[Config], until: float
+        self, stage: str, target: Target, configs: Sequence[Config], until: float, least: Config | None = None
     ) -> Generator[tuple[Config, dict[str, Any]]]:
-        """What is known of these configs, then what is found out before time is up."""
-        jobs = {}
+        """What is known of these configs, then what is found out before time is up, and ``least`` anyway: the
+        others are nothing without it."""
+        jobs, missing = {}, {least} - {None}
         for config in configs:
             found = self.journal.known(stage, target, config)
             if found is not None:
+                missing.discard(config)
                 yield config, found
             else:
                 job = target.job(self.arch, config) if stage == "compile" else target.step(self.arch, config)
@@ -145,8 +147,9 @@ class Tuner:
             for job, report in done:
                 found = {name: report[name] for name in REPORTED if name in report}
                 self.journal.add(stage, target, jobs[job], found)
+                missing.discard(jobs[job])
                 yield jobs[job], found
-                if self.now() > until:
+                if self.now() > until and not missing:
                     break
 
     def _why(self, found: dict[str, Any], own: float) -> str:

@@ -194,26 +194,27 @@ def _check(score: str, heads: int) -> None:
 
 def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Target]]:
     """The case of the newest run on a device (None: any) that is farthest below its goal, in words, and its
-    kernels; where there is none, the forward pass of Llama-3 8B. Cases that failed do not count: better
-    tiles are not what they need.
+    kernels; where none has a goal, the one farthest behind whoever is ahead; where there is none, the forward
+    pass of Llama-3 8B. Cases that failed do not count: better tiles are not what they need.
     """
     mine = [point for point in points if device in (None, point.series.device)]
     newest = max(mine, key=lambda point: point.time).run if mine else ""
     known = {case.name: case for case in CASES}
     rated = [
-        (point.worst, point.case)
+        (not point.goal, point.worst, point.case)
         for point in mine
         if point.run == newest and point.worst is not None and _tunable(known.get(point.case))
     ]
     if not rated:
         why = "nothing was compared with a baseline here: Llama-3 8B instead"
         return why, targets(preset("llama3-8b"), ["causal"], ["fwd"], "bfloat16")
-    worst, name = min(rated)
+    aimless, worst, name = min(rated)
     case = known[name]
     mask, score = SCORED.get(case.mask, (case.mask, ""))
     shape = f"{case.heads}x{case.kv_heads},{case.dim}x{case.v_dim},{case.seq}"
     op = "few" if case.queries else {"forward": "fwd", "backward": "bwd"}[case.which]
-    return f"{name}, {worst:.2f} of its goal", targets([shape], [mask], [op], case.dtype, score)
+    of = "what the best of the others does" if aimless else "its goal"
+    return f"{name}, {worst:.2f} of {of}", targets([shape], [mask], [op], case.dtype, score)
 
 
 def _tunable(case: Case | None) -> bool:
