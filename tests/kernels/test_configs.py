@@ -36,8 +36,9 @@ def test_every_architecture_and_dim_has_a_default(arch: str, kind: str) -> None:
 
 def test_what_goes_with_the_rules_tiles_does_not_go_with_others() -> None:
     """A limit on registers, a transposed product: made for tiles of one size."""
-    assert chosen("dq", {}).maxnreg == 128 and chosen("dq", {"num_stages": 3}).maxnreg == 128
-    assert chosen("dq", {"BLOCK_N2": 64}).maxnreg is None
+    small = "dq", "sm_90", 64, torch.bfloat16, 128, 128
+    assert choose(*small, {}).maxnreg == 128 and choose(*small, {"num_stages": 3}).maxnreg == 128
+    assert choose(*small, {"BLOCK_N2": 64}).maxnreg is None
     wide = "dkdv", "sm_90", 256, torch.bfloat16, 128, 128
     assert choose(*wide, {}).FLIP and not choose(*wide, {"BLOCK_M1": 64}).FLIP
     assert choose(*wide, {"BLOCK_M1": 64, "FLIP": True}).FLIP

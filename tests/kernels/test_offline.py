@@ -61,7 +61,7 @@ def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
         was = table[inspect.key(row)]
         assert {name: row.get(name) for name in was} == was
         if arch == "sm_90" and row["kernel"] in ("dq", "dkdv"):  # dP is begun before the softmax
-            assert row["hidden"] > 0.9, inspect.key(row)
+            assert row["hidden"] > 0.85, inspect.key(row)
 
 
 def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
