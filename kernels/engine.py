@@ -160,15 +160,13 @@ class TritonEngine:
         if name == ROUTES[0] or ("ROUTE" not in self.options and q.shape[2] < WHOLE):
             return self.loops(q, k, v, tables, **step)
         route, asked = route_of(name), "ROUTE" in self.options
-        why = next(route.obstacles(self, q, k, v, tables), None)
-        wrong = None if why else objection(name, self, route.launch, q, k, v, tables, **step)
-        if why is None and wrong is None:
+        hindered = next(route.obstacles(self, q, k, v, tables), None)
+        why = hindered or objection(name, self, route.launch, q, k, v, tables, **step)
+        if why is None:
             return route.launch(self, q, k, v, tables, **step)
-        if asked or wrong:
+        if asked or not hindered:
             whence = "asked for" if asked else "in the table of measured tiles"
-            warnings.warn(
-                f"ROUTE={name!r} is {whence}; this step goes by 'loops': {wrong or why}", stacklevel=2
-            )
+            warnings.warn(f"ROUTE={name!r} is {whence}; this step goes by 'loops': {why}", stacklevel=2)
         return self.loops(q, k, v, tables, **step)
 
     @cached_property

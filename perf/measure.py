@@ -24,6 +24,7 @@ from tritoncp.plan import build
 QUICK = ["flex", "flex prescale", "flex tma"]
 THOROUGH = ["flex prescale tma", "flex max-autotune"]
 assert set(FLEX) == {*QUICK, *THOROUGH}
+LOST = torch.AcceleratorError.__name__  # of a launch that failed on the device itself
 
 
 @dataclass
@@ -121,6 +122,8 @@ class Bench:
             if contender is not None:
                 standing[name] = contender
             self._tell(case, name, checks[name])
+            if checks[name].get("why", "").startswith(LOST):
+                self._give_up(cases, checks)
         del expected
         winners = []
         for case in cases:
@@ -129,6 +132,17 @@ class Bench:
             winners += [min(flex, key=flex.__getitem__)] if flex else []
         if case.tier != "smoke" and case.mask in SEARCHED and winners:
             self.best.setdefault(case.mask, list(dict.fromkeys(winners)))
+
+    def _give_up(self, cases: list[Case], checks: dict[str, dict[str, Any]]) -> None:
+        """After an error on the device nothing runs there in this process. A resumed run leaves these out."""
+        untimed = {"why": "not timed: another contender broke the device"}
+        contenders = {name: untimed | found for name, found in checks.items()}
+        for case in cases:
+            self._write(case, contenders, {})
+        raise RuntimeError(
+            f"the device runs nothing in this process any more, since {cases[0].problem.name}; the others "
+            "are still to be measured: go on with --resume"
+        )
 
     def _tell(self, case: Case, name: str, found: dict[str, Any]) -> None:
         """A word on the screen: the line of the case comes when everyone has been timed."""

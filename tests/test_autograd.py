@@ -1,5 +1,6 @@
 """The registered ops: their contracts with torch, what is saved between them, what may not change there."""
 
+import gc
 import threading
 
 import pytest
@@ -307,3 +308,24 @@ def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
         with autograd._current(torch.device(device)):
             assert current[-1] == there
     assert current == [0]
+
+
+def test_a_plan_outlives_the_copy_of_its_handle_that_a_hook_saves():
+    """As hooks that offload do: the plan has no other owner by the time gradients are asked for."""
+    q, k, v = (x.requires_grad_() for x in inputs(length=40))
+
+    def attend():
+        plan = make_plan(create_block_mask(causal(), 1, 1, 40, 40, BLOCK_SIZE=16))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+            return tritoncp.flex_attention(q, k, v, plan)
+
+    out = attend()
+    gc.collect()
+    make_plan(create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16))  # handles of the dead are let go
+    tritoncp.flex_attention(*inputs(length=48), make_plan(create_block_mask(causal(), 1, 1, 48, 48)))
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    want = torch.autograd.grad(
+        tritoncp.flex_attention(q, k, v, create_block_mask(causal(), 1, 1, 40, 40)).sum(), (q, k, v)
+    )
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)

@@ -3,6 +3,7 @@
 import json
 import time
 
+import pytest
 import torch
 from click.testing import CliRunner
 
@@ -88,6 +89,23 @@ def test_a_route_that_is_not_taken_is_not_timed_as_that_route(monkeypatch, tmp_p
     why = point.contenders["tritoncp ROUTE=specialised"]["why"]
     assert "this step goes by 'loops': its state between two launches would take" in why
     assert "ms" in point.own and "ms" in point.contenders["tritoncp SPLIT_KV=2"]
+
+
+def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(monkeypatch, tmp_path):
+    """Else every contender after it would be called wrong, and every case."""
+
+    def lost():
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    cases = [Case("causal", "forward", 16384).shrunk(), Case("full", "forward", 16384).shrunk()]
+    runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", flash=lost)
+    with pytest.raises(RuntimeError, match=r"since causal-.*: go on with --resume"):
+        runner.run(cases)
+    (point,) = journal.points
+    assert point.case == cases[0].name and "not timed" in point.own["why"] and point.own["errors"]
+    assert "AcceleratorError: an illegal" in point.contenders["flash"]["why"]
+    runner.done = journal.points
+    assert runner._left(cases) == cases[1:]
 
 
 def test_a_resumed_run_measures_what_is_left_with_the_variants_that_had_won(monkeypatch, tmp_path):
