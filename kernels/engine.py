@@ -141,7 +141,7 @@ class TritonEngine:
         return made
 
     @cached_property
-    def _alike(self) -> "Alike":
+    def alike(self) -> "Alike":
         """Engines with the same one launch the same kernels: quick to compare, which functions are not."""
         mods = self.mods
         functions = mods.mask, mods.score, mods.score_grad, mods.score_back
@@ -161,7 +161,7 @@ class TritonEngine:
             return self.loops(q, k, v, tables, **step)
         route, asked = route_of(name), "ROUTE" in self.options
         hindered = next(route.obstacles(self, q, k, v, tables), None)
-        why = hindered or objection(name, self, route.launch, q, k, v, tables, **step)
+        why = hindered or objection(self, route.launch, q, k, v, tables, **step)
         if why is None:
             return route.launch(self, q, k, v, tables, **step)
         if asked or not hindered:
@@ -361,7 +361,7 @@ class TritonEngine:
         if self.kept is not None:
             about = kind, h_offset, tables, *flags.values()
             return prepared(self.kept, about, kernel, tensors, caps, recipe, settled=True)
-        about = kind, h_offset, self._alike, *flags.values()
+        about = kind, h_offset, self.alike, *flags.values()
         return prepared(tables.launches, about, kernel, tensors, caps, recipe)
 
     def _recipe(
@@ -447,7 +447,7 @@ class Alike:
     """A name for what engines that launch the same kernels have in common."""
 
 
-_ALIKE: weakref.WeakValueDictionary[Any, Alike] = weakref.WeakValueDictionary()  # as long as launches name it
+_ALIKE: weakref.WeakValueDictionary[Any, Alike] = weakref.WeakValueDictionary()  # as long as they are named
 _DELTAS: dict[Any, Any] = {}  # launches, as there are no tables to keep them with
 
 

@@ -20,18 +20,11 @@ TRIED = not INTERPRETED  # what is interpreted cannot be compiled wrong
 LAST_PLACES = 2  # of the inputs' dtype, what rounding may take from the largest number of a row of out
 STATS = 1e-3  # of a statistic, and of one, likewise
 
-_FOUND: dict[Any, str | None] = {}
+_FOUND: dict[Any, str | None] = {}  # by all that makes another kernel of a step
 
 
 def objection(
-    name: str,
-    engine: Any,
-    launch: Callable[..., Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tables: Any,
-    **step: Any,
+    engine: Any, launch: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any
 ) -> str | None:
     """Why a route is not to be believed: ``launch``, which takes what :meth:`TritonEngine.loops` takes,
     answered a step like this one differently. None if it did not. Leaves the tensors as they are."""
@@ -40,8 +33,7 @@ def objection(
     flags = tuple((key, x if isinstance(x, bool) else x is None) for key, x in sorted(step.items()))
     blocks = tables.mask, tables.has_masked, bool(tables.window), tables.q_block, tables.kv_block
     dims = q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
-    made_of = engine.mods.mask, engine.mods.score, engine.scale, *engine.options.items()
-    kind = name, q.device, q.dtype, dims, flags, blocks, made_of
+    kind = engine.alike, q.device, q.dtype, dims, flags, blocks
     if kind not in _FOUND:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return "its answer is compared at the first call of a kind, which a graph cannot capture"
@@ -55,10 +47,7 @@ def _tried(
 ) -> str | None:
     try:
         theirs = _answer(partial(launch, *given), step)
-    except (
-        TritonError,
-        RuntimeError,
-    ) as error:  # of a pass of the compiler, which have no class of their own
+    except (TritonError, RuntimeError) as error:  # the latter of a compiler's pass
         first: BaseException = error
         while first.__cause__:
             first = first.__cause__

@@ -150,9 +150,8 @@ def arguments(
     tensors: Sequence[Tensor], numbers: Sequence[int | float], device: torch.device | None = None
 ) -> tuple[Any, ...]:
     """What :meth:`Mod.caps` gives for these captures."""
-    up = (
-        device is not None and device.type != "cpu"
-    )  # numbers lie on the CPU, and nobody has to wait for them
+    # Numbers lie on the CPU, and nobody has to wait until they are elsewhere.
+    up = device is not None and device.type != "cpu"
     placed = [t if t.ndim or device is None else t.to(device, non_blocking=up) for t in tensors]
     return (*map(_argument, placed), *numbers)
 

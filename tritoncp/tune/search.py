@@ -134,11 +134,10 @@ class Tuner:
     ) -> Generator[tuple[Config, dict[str, Any]]]:
         """What is known of these configs, then what is found out before time is up, and ``least`` anyway: the
         others are nothing without it."""
-        jobs, missing = {}, {least} - {None}
+        jobs = {}
         for config in configs:
             found = self.journal.known(stage, target, config)
             if found is not None:
-                missing.discard(config)
                 yield config, found
             else:
                 job = target.job(self.arch, config) if stage == "compile" else target.step(self.arch, config)
@@ -146,10 +145,10 @@ class Tuner:
         with closing(self.compiled(list(jobs))) as done:
             for job, report in done:
                 found = {name: report[name] for name in REPORTED if name in report}
-                self.journal.add(stage, target, jobs[job], found)
-                missing.discard(jobs[job])
-                yield jobs[job], found
-                if self.now() > until and not missing:
+                config = jobs.pop(job)
+                self.journal.add(stage, target, config, found)
+                yield config, found
+                if self.now() > until and least not in jobs.values():
                     break
 
     def _why(self, found: dict[str, Any], own: float) -> str:
