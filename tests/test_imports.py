@@ -46,7 +46,7 @@ ROOMS = {
             "draw",
             "plot",
         },
-        set(),
+        {"mods"},
         {"torch", "PIL"},
         frozenset({"torch.distributed"}),
     ),

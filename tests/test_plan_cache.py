@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tritoncp
 from tritoncp import and_masks, causal, document, engines, plan_cache, sliding_window, sources
 from tritoncp.api import flex_attention, make_plan
+from tritoncp.mods import recording
 from tritoncp.plan_cache import in_order
 from tritoncp.reference import dense_attention
 
@@ -27,7 +28,7 @@ def eager(monkeypatch):
     monkeypatch.setattr(engines, "uses_triton", lambda device: False)
     monkeypatch.setattr(engines, "_NOTICED", [True])
     plan_cache.plan_cache_clear()
-    for store in (plan_cache._TOLD, sources._WARNED):
+    for store in (plan_cache._TOLD, sources._WARNED, recording._WARNED):
         store.clear()
 
 
@@ -106,28 +107,39 @@ def test_an_edited_capture_makes_a_new_plan(made):
     assert expected.lse[0, 0, 0] == -torch.inf  # row 0 sees nothing now, although its block is listed
 
 
-def test_an_edited_capture_of_a_compact_mask_is_seen_in_partial_blocks(made):
+def test_a_compact_mask_whose_capture_was_edited_is_refused():
     table = torch.arange(S)
     mask = tritoncp.create_block_mask(by_table(table), 1, 1, S, S, BLOCK_SIZE=16)
     assert visible(plan(mask)).sum() == S * (S + 1) // 2
     table -= 1
-    q = torch.randn(1, 2, S, 16)
-    out = flex_attention(q, q, q, mask)
-    torch.testing.assert_close(out, dense_attention(q, q, q, mask).out, atol=2e-6, rtol=1e-5)
-    assert len(made) == 2 and not out[0, 0, 0].any()
+    with pytest.raises(RuntimeError, match=r"\(32,\).*edited in place.*make the mask and the plan again"):
+        flex_attention(Q, Q, Q, mask)
 
 
-@pytest.mark.parametrize("make", [block_mask, lambda mod: tritoncp.create_block_mask(mod, 1, 1, S, S)])
-def test_an_edited_number_in_the_closure_makes_a_new_plan(make, made):
+def test_a_block_mask_whose_closure_was_edited_has_a_new_plan(made):
+    """Torch's BlockMask says which blocks are listed, and its mask_mod, as it is now, what is seen inside."""
     width = 3
 
     def near(b, h, q, kv):
         return (q - kv <= width) & (q >= kv)
 
-    mask = make(near)
+    mask = block_mask(near)
     plan(mask)
     width = 5
     assert visible(plan(mask))[8].sum() == 6 and len(made) == 2
+
+
+def test_a_compact_mask_whose_closure_was_edited_is_refused():
+    width = 3
+
+    def near(b, h, q, kv):
+        return (q - kv <= width) & (q >= kv)
+
+    mask = tritoncp.create_block_mask(near, 1, 1, S, S)
+    plan(mask)
+    width = 5
+    with pytest.raises(RuntimeError, match=r"closure variable width was 3 and is 5.*make the mask"):
+        plan(mask)
 
 
 def test_edited_index_lists_make_a_new_plan(made):
@@ -219,19 +231,22 @@ def test_tensors_without_a_version_always_miss_and_are_warned_of_once(made):
     assert len(made) == 3
 
 
-def test_what_cannot_be_compared_always_misses_and_is_warned_of_once(made):
-    lock = iter(range(3))  # has neither attributes nor a value to compare
+def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan(made):
+    values = iter(range(3))  # has neither attributes nor a value to compare
+    sign = [1]
 
     def odd(b, h, q, kv):
-        return (q >= kv) if lock is not None else (q < kv)
+        return (q >= kv) if values is not None and sign[0] > 0 else (q < kv)
 
     mask = block_mask(odd)
-    with pytest.warns(UserWarning, match=r"made again at every call.*range_iterator.*make_plan"):
+    with pytest.warns(UserWarning, match=r"closure variable values is a range_iterator.*capture it instead"):
         plan(mask)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan(mask)
-    assert len(made) == 2
+    assert len(made) == 1
+    sign[0] = -1
+    assert visible(plan(mask))[0, 1] and len(made) == 2
 
 
 def test_a_plan_works_under_inference_mode():

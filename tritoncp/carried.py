@@ -23,7 +23,7 @@ from tritoncp import handles
 from tritoncp.closed_forms import MaskMod
 from tritoncp.masks import Mask
 from tritoncp.mods import Mod
-from tritoncp.mods.captures import Fingerprint
+from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.mods.mod import structure_of
 from tritoncp.plan import Plan
 

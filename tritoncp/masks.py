@@ -23,6 +23,7 @@ from tritoncp.closed_forms import (
     and_masks,
     causal,
     document,
+    is_settled,
     not_,
     or_masks,
     prefix_lm,
@@ -30,6 +31,9 @@ from tritoncp.closed_forms import (
 )
 from tritoncp.handles import handle_of, refuse_inside_a_graph
 from tritoncp.host import on_host
+from tritoncp.mods.captures import describe
+from tritoncp.mods.recording import State
+from tritoncp.mods.snapshot import Snapshot
 from tritoncp.pointwise import reads_batch_or_head
 from tritoncp.runs import ABSENT, Kind, Runs
 
@@ -68,6 +72,7 @@ class Mask:
     reads: tuple[bool, bool] = (False, False)  # whether mask_mod may depend on b, on h
     tokens: tuple[Tensor, Tensor] | None = None
     # bool [q_len], [kv_len]: which queries and keys are tokens, the others padding; None: all are tokens
+    snapshot: Snapshot | None = field(init=False, repr=False)  # the mask_mod's state when the mask was made
     handle: Tensor = field(init=False, repr=False)  # by which a compiled graph knows this mask
 
     def __post_init__(self) -> None:
@@ -82,11 +87,27 @@ class Mask:
                 f"a mask of {self.q_len} x {self.kv_len} in blocks of {self.q_block} x {self.kv_block} has "
                 f"{need[0]} x {need[1]} blocks, its runs have {self.runs.shape[2]} x {self.runs.shape[3]}"
             )
+        snapshot = None if self.mask_mod is None else Snapshot(self.mask_mod, is_settled(self.mask_mod))
+        object.__setattr__(self, "snapshot", snapshot)
         nameless = object.__new__(Mask)  # a handle that kept its own mask would never be let go
         vars(nameless).update(vars(self))
         object.__setattr__(self, "handle", handle_of(nameless))
 
+    def check_state(self, state: State | None = None) -> None:
+        """Refuse to be used when state that the mask_mod reads has changed since the mask was made.
+
+        state: of the mask_mod as of now, where it is known.
+        """
+        if self.snapshot is None or self.mask_mod is None:
+            return
+        if difference := self.snapshot.difference(self.mask_mod, state):
+            raise RuntimeError(
+                f"{difference}, after this mask was made from {describe(self.mask_mod)}, so its blocks no "
+                "longer fit; make the mask and the plan again"
+            )
+
     def __reduce__(self) -> tuple[Any, ...]:
+        self.check_state()
         return Mask, tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
     @property
@@ -128,6 +149,7 @@ class Mask:
 
         B, H: of the call, where the mask has 1; device: where the mask_mod's captures live.
         """
+        self.check_state()
         runs = self.runs.expand(self.B if B is None else B, self.H if H is None else H)
         kinds = runs.to_kinds()
         b, h, rows, cols = kinds.shape
@@ -152,6 +174,7 @@ class Mask:
                 f"rows({start}, {stop}) of a mask of {self.q_len} queries in blocks of {self.q_block}: give "
                 f"0 <= start < stop <= {self.q_len}, start a multiple of {self.q_block}"
             )
+        self.check_state()
         if stop < self.q_len and stop % self.q_block:  # the last block is cut now: classified anew
             part = Later(_whole_mod(self, self.B, self.H), start)
             return _rebuilt(part, self.grid._replace(q_len=stop - start), self.B, self.H)
@@ -172,6 +195,7 @@ class Mask:
         ··▒█
         ···▒
         """
+        self.check_state()
         mod = None if self.mask_mod is None else Flipped(self.mask_mod)
         window = None if self.window is None else self.window[::-1]
         tokens = None if self.tokens is None else self.tokens[::-1]
@@ -197,6 +221,7 @@ class Mask:
     @on_host
     def to_block_mask(self) -> BlockMask:
         """The same mask as torch's BlockMask. Its index lists take 16 bytes per pair of blocks."""
+        self.check_state()
         kinds = self.runs.to_kinds()
         partial = _lists(kinds == Kind.MASKED)
         full = _lists((kinds == Kind.FULL) | (kinds == Kind.BOUNDED))
@@ -289,6 +314,8 @@ def _whole_mod(mask: Mask, B: int, H: int) -> MaskFn:
 
 
 def _combined(how: Callable[..., MaskMod], one: Mask, other: Mask) -> Mask:
+    one.check_state()
+    other.check_state()
     sizes = [(m.B, m.H) for m in (one, other)]
     if one.grid != other.grid or any(1 not in {a, b} and a != b for a, b in zip(*sizes, strict=True)):
         given = " and ".join(repr(m) for m in (one, other))

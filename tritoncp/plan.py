@@ -44,7 +44,6 @@ class Plan:
     reason:   why that schedule
     degree:   ranks that trade heads under "ulysses"; 0 = as many as there are heads for
     heads:    query heads of the layer, where a call sees only some of them
-    sources, versions: the tensors the mask was made from; an edit since then is refused
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     """
 
@@ -57,8 +56,6 @@ class Plan:
     reason: str = ""
     degree: int = 0
     heads: int = 0
-    sources: tuple[Tensor, ...] = ()
-    versions: tuple[int, ...] = ()
     handle: Tensor | None = None
     _shared: dict = field(default_factory=dict, repr=False)
 
@@ -337,13 +334,8 @@ class Plan:
             self.well.add(about)
 
     def check_sources(self) -> None:
-        """Refuse to run when a tensor the mask was made from has been edited since."""
-        for source, version in zip(self.sources, self.versions, strict=True):
-            if source._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(source.shape)} that this plan's mask captures was edited in "
-                    "place after the plan was made; make the mask and the plan again"
-                )
+        """Refuse to run when state that the mask_mod reads has changed since the mask was made."""
+        self.mask.check_state()
 
     def __copy__(self) -> "Plan":
         return replace(self, handle=None).pinned()
@@ -353,7 +345,7 @@ class Plan:
 
     def __getstate__(self) -> dict:
         state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
-        return state | {"_shared": {}, "sources": (), "versions": (), "handle": None}
+        return state | {"_shared": {}, "handle": None}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import types
 import warnings
@@ -19,7 +20,9 @@ from tritoncp import inputs, mods
 from tritoncp.closed_forms import MaskMod, is_settled
 from tritoncp.masks import Mask, create_block_mask, from_block_mask, full_mask, with_intervals
 from tritoncp.mods import Mod
-from tritoncp.mods.captures import Fingerprint, Identity, describe
+from tritoncp.mods.captures import describe
+from tritoncp.mods.fingerprint import Identity
+from tritoncp.mods.recording import State, read_state
 from tritoncp.plan import Plan
 from tritoncp.runs import content
 
@@ -68,6 +71,8 @@ class Sources:
         if isinstance(mask, Plan):
             raise TypeError("this is a Plan already; pass it where the mask goes")
         if isinstance(mask, (Mask, MaskMod)) and (known := _SETTLED.get(mask)) is not None:
+            if isinstance(mask, Mask):
+                mask.check_state()
             return cls(mask, *known)
         if mask is not None and not isinstance(mask, BlockMask | Mask | MaskMod):
             raise TypeError(
@@ -75,7 +80,10 @@ class Sources:
                 "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes one"
             )
         mod = mask.mask_mod if isinstance(mask, BlockMask | Mask) else mask
-        key, captures, reason = _captured(mod)
+        state = _captured(mod)
+        if isinstance(mask, Mask):
+            mask.check_state(state)
+        key, captures, reason = state.key, tuple(state.tensors), state.incomparable
         lists, geometry = _lists(mask)
         if any(t.is_inference() for t in (*lists, *captures)):
             key, reason = None, "a tensor made under torch.inference_mode(), which counts no edits"
@@ -142,15 +150,14 @@ class Sources:
             return replace(mask, interval=None, window=None, reads=(True, True))
 
     def keep(self, made: Plan) -> Plan:
-        """The plan with what it needs of its sources: versions of what the mask captures, and ways to ask the
-        mask_mod anew: on the host without another copy, or, if it was written for its device alone, there.
+        """The plan with ways to ask the mask_mod anew: on the host without another copy, or, if it was
+        written for its device alone, there.
         """
-        counted = [t for t in self.captures if not t.is_inference()]
         made._shared["ways"] = [(self.evaluate, torch.device("cpu"))]
         if self.evaluate is not self.mod:
             device = next(t.device for t in self.captures if is_remote(t))
             made._shared["ways"].append((self.mod, device))
-        return replace(made, sources=tuple(counted), versions=tuple(t._version for t in counted))
+        return made
 
     def digest(self) -> bytes:
         """The same on every rank that has the same mask: contents of tensors, code, plain values."""
@@ -176,14 +183,13 @@ class Sources:
 _WARNED: set[str] = set()
 
 
-def _captured(mod: Any) -> tuple[Any, tuple[Tensor, ...], str]:
+def _captured(mod: Any) -> State:
     if isinstance(mod, Mod):
-        about = [(t.dtype, tuple(t.shape), t.device) for t in mod.tensors]
-        return (mod.digest, tuple(map(repr, mod.numbers)), tuple(about)), mod.tensors, ""
+        facts = [(t.dtype, tuple(t.shape), t.device) for t in mod.tensors]
+        return State((mod.digest, tuple(map(repr, mod.numbers)), tuple(facts)), mod.tensors, ())
     if mods.hand_written(mod):
-        return Identity(mod), (), ""
-    walked = Fingerprint(mod)
-    return walked.key, tuple(walked.tensors), walked.reason
+        return State(Identity(mod), (), ())
+    return State((), (), ()) if mod is None else read_state(mod, is_score=False)
 
 
 # Of masks that are made of these tensors, whose contents alone can change: lists, captures, key, reason.
@@ -222,9 +228,10 @@ def _stable(key: Any) -> Any:
     """A fingerprint's key without what differs between processes: addresses, and the number of a device."""
     if isinstance(key, Identity):
         thing = key.thing
-        return getattr(thing, "__module__", ""), getattr(
-            thing, "__qualname__", getattr(thing, "__name__", "")
-        )
+        named = type(thing) if isinstance(thing, enum.Enum) else thing
+        name = getattr(named, "__qualname__", getattr(named, "__name__", type(named).__qualname__))
+        member = thing.name if isinstance(thing, enum.Enum) else ""
+        return getattr(named, "__module__", ""), name, member
     if isinstance(key, types.CodeType):
         return key.co_name, key.co_code.hex(), key.co_names, _stable(key.co_consts)
     if isinstance(key, torch.device):
@@ -235,4 +242,4 @@ def _stable(key: Any) -> Any:
         return sorted(map(repr, map(_stable, key)))
     if isinstance(key, tuple):
         return tuple(map(_stable, key))
-    return key
+    return repr(key)

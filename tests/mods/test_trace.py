@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tests.mods.harness import N, eager_mask, run_mask, run_score
 from tritoncp.mods import Mod, Untranslatable, mask_mod, score_mod, trace
-from tritoncp.mods.captures import Fingerprint
+from tritoncp.mods.fingerprint import Fingerprint
 
 WINDOW = 4
 IDS = torch.arange(60).view(2, 30) // 4
@@ -179,14 +179,14 @@ def test_what_is_used_at_every_step_is_not_traced_again(monkeypatch: pytest.Monk
     assert traced.count("used") == 1 and traced.count("annealed") == 8
 
 
-def test_captures_that_cannot_be_compared_are_traced_every_time() -> None:
+def test_state_that_cannot_be_compared_is_recorded_every_time() -> None:
     class Opaque:
         __slots__ = ()
 
     thing = iter([])
     fn = lambda b, h, q, k, _=thing: q >= k  # noqa: E731
     assert Fingerprint(fn).key is None
-    with pytest.warns(UserWarning, match="traced again"):
+    with pytest.warns(UserWarning, match="run again at every call"):
         mask_mod(fn)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

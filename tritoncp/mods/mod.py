@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +15,8 @@ from torch import Tensor, fx
 from triton.runtime.jit import KernelInterface
 
 from . import cache
-from .captures import Fingerprint, describe
 from .emit import emit, loads
+from .recording import read_state
 from .trace import Traced, trace
 
 JITFunction: TypeAlias = Any  # what @triton.jit makes: another class where kernels run interpreted
@@ -240,17 +239,15 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
             "a mod is being translated inside torch.compile; do that outside the compiled function, or pass "
             "the plain function to flex_attention"
         )
-    found = Fingerprint(fn)
-    key = None if found.key is None else (found.key, arguments, dtype, torch.get_default_dtype())
-    if key is None:
-        _warn_incomparable(fn, found.reason)
-    elif (known := _KNOWN.get(key)) is not None:
+    state = read_state(fn, arguments == 5, dtype)
+    key = None if state.key is None else (state.key, arguments, dtype, torch.get_default_dtype())
+    if key is not None and (known := _KNOWN.get(key)) is not None:
         known.again, mod = True, known.mod
-        return mod.around(_now(known, found.tensors), mod.numbers) if known.tensors else mod
+        return mod.around(_now(known, state.tensors), mod.numbers) if known.tensors else mod
     with _LOCK:  # tracing changes what is global to the process
-        traced = trace(fn, arguments == 5, dtype, found)
+        traced = trace(fn, arguments == 5, dtype, state)
         mod = _build(traced)
-        origins = _origins(traced, found.tensors)
+        origins = _origins(traced, state.tensors)
         if key is not None and origins is not None:
             _KNOWN[key] = _Known(mod.around(numbers=mod.numbers), origins)
             while len(_KNOWN) > _MOST_KNOWN:
@@ -258,20 +255,6 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
                 if known.again:
                     known.again, _KNOWN[oldest] = False, known
     return mod
-
-
-_WARNED: set[str] = set()
-
-
-def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
-    name = describe(fn)
-    if name not in _WARNED:
-        _WARNED.add(name)
-        warnings.warn(
-            f"{name} captures what cannot be compared between calls ({reason}), so it is traced again at "
-            "every call; capture plain numbers, tensors, functions and containers of these instead",
-            stacklevel=4,
-        )
 
 
 def _check_kind(mod: Mod, arguments: int) -> None:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
-
-from .captures import Fingerprint, code_names
 
 
 def with_tensors(thing: Any, new: Mapping[int, Tensor]) -> Any:
     """`thing` with every tensor t that it captures replaced by new[id(t)], where there is one.
 
-    Follows what `Fingerprint` follows: closures, defaults, globals, attributes, containers, partials.
+    Follows closures, defaults, globals, attributes of objects, containers and partials; not attributes of
+    classes, which every user of the class shares.
 
     >>> import torch
     >>> table = torch.zeros(2)
@@ -39,7 +38,7 @@ class _Move:
             return self.new.get(id(thing), thing)
         if id(thing) in self.done:
             return self.done[id(thing)]
-        if not any(id(t) in self.new for t in Fingerprint(thing).tensors):
+        if not any(id(t) in self.new for t in _tensors(thing, set())):
             return thing
         self.alive.append(thing)
         moved = self._compound(thing)
@@ -70,10 +69,8 @@ class _Move:
     def _object(self, thing: Any) -> Any:
         moved = copy.copy(thing)
         self.done[id(thing)] = moved
-        slots = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
-        for name in (*getattr(thing, "__dict__", ()), *slots):
-            if hasattr(thing, name):
-                object.__setattr__(moved, name, self.of(getattr(thing, name)))  # frozen ones too
+        for name, value in _fields(thing).items():
+            object.__setattr__(moved, name, self.of(value))  # frozen ones too
         return moved
 
     def _function(self, fn: types.FunctionType) -> types.FunctionType:
@@ -81,7 +78,7 @@ class _Move:
         cells = tuple(types.CellType() for _ in fn.__closure__ or ())
         moved = types.FunctionType(fn.__code__, scope, fn.__name__, None, cells or None)
         self.done[id(fn)] = moved  # it may refer to itself
-        names = set(code_names(fn.__code__))
+        names = code_names(fn.__code__)
         for name in names & scope.keys():
             value = scope[name]
             scope[name] = (
@@ -95,7 +92,7 @@ class _Move:
                 cell.cell_contents = self.of(old.cell_contents)
         return moved
 
-    def _module(self, module: types.ModuleType, names: set[str]) -> types.ModuleType:
+    def _module(self, module: types.ModuleType, names: frozenset[str]) -> types.ModuleType:
         """A stand-in where the function reads a moved tensor as an attribute of a module."""
         here = {name: vars(module)[name] for name in names & vars(module).keys()}
         moved = {name: self.new[id(value)] for name, value in here.items() if id(value) in self.new}
@@ -104,6 +101,57 @@ class _Move:
         stand_in = types.ModuleType(module.__name__)
         stand_in.__dict__.update(vars(module) | moved)
         return stand_in
+
+
+@functools.lru_cache(4096)
+def code_names(code: types.CodeType) -> frozenset[str]:
+    """Global and attribute names that a code object and the functions defined inside it may read."""
+    inner = [code_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
+
+
+def _fields(thing: Any) -> dict[str, Any]:
+    """An object's attributes, those in slots included."""
+    slots = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
+    return {**getattr(thing, "__dict__", {}), **{n: getattr(thing, n) for n in slots if hasattr(thing, n)}}
+
+
+def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+    """The tensors that `with_tensors` would come to."""
+    if isinstance(thing, Tensor):
+        yield thing
+        return
+    if id(thing) in seen or isinstance(thing, str | bytes | int | float | type):
+        return
+    seen.add(id(thing))
+    for part in _parts(thing):
+        yield from _tensors(part, seen)
+
+
+def _parts(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, types.FunctionType):
+        if (thing.__module__ or "").split(".")[0] == "torch":
+            return
+        names = code_names(thing.__code__)
+        for value in [thing.__globals__[name] for name in names & thing.__globals__.keys()]:
+            if isinstance(value, types.ModuleType):
+                yield from (vars(value)[name] for name in names & vars(value).keys())
+            else:
+                yield value
+        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
+        yield from (cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell))
+    elif isinstance(thing, types.MethodType):
+        yield from (thing.__func__, thing.__self__)
+    elif isinstance(thing, functools.partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, dict):
+        yield from thing.values()
+    elif isinstance(thing, tuple | list | set | frozenset):
+        yield from thing
+    elif not isinstance(thing, types.ModuleType | types.BuiltinFunctionType):
+        yield from _fields(thing).values()
+        if isinstance(call := getattr(type(thing), "__call__", None), types.FunctionType):  # noqa: B004
+            yield call
 
 
 def _is_set(cell: types.CellType) -> bool:

@@ -7,7 +7,7 @@ The caller traces anew for every new value, so a branch on a number is never tak
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,27 @@ def _places(
     except Exception:  # the changed number broke the user's function: it is no free parameter
         return None
     return _differences(first, second, values, changed)
+
+
+def constant_places(
+    graph: fx.GraphModule, numbers: Sequence[Number], first: int, taken: Mapping[Path, int]
+) -> dict[Path, int]:
+    """{place in the graph: first + which of `numbers`}, where a constant equals a number that was read from a
+    global or an attribute, which cannot be changed for a second trace.
+
+    A constant that is equal by chance becomes an argument too, with its own value: that is right, and no
+    slower than any captured number. 0 and 1 stay constants: most that are equal to them are so by chance.
+    """
+    places: dict[Path, int] = {}
+    values = [(type(number), number) for number in numbers]
+    for i, node in enumerate(graph.graph.nodes if numbers else ()):
+        for key, constant in [*enumerate(node.args), *node.kwargs.items()]:
+            if type(constant) not in (int, float) or constant in (0, 1) or (i, key) in taken:
+                continue
+            value = type(constant), constant
+            if value in values and node.op == "call_function" and _takes_number(node, key, constant):
+                places[i, key] = first + values.index(value)
+    return places
 
 
 def _perturb(number: Number, i: int) -> Number:

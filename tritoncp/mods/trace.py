@@ -30,9 +30,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from .captures import Fingerprint, captured_numbers, describe, origin
+from .captures import captured_numbers, describe, origin
 from .errors import Untranslatable
-from .numbering import Path, number_places
+from .numbering import Path, constant_places, number_places
+from .recording import State, read_state
 
 aten = torch.ops.aten
 INDEX_NAMES = ("b", "h", "q_idx", "kv_idx")
@@ -71,15 +72,15 @@ class Traced:
     made: tuple[int, ...]  # which tensors the function makes itself, the same at every call
 
 
-def trace(
-    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, found: Fingerprint | None = None
-) -> Traced:
+def trace(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: State | None = None) -> Traced:
     """Trace `fn` once more than needed to learn which constants are captured numbers."""
-    device = _device((found or Fingerprint(fn)).tensors)
+    state = state or read_state(fn, is_score, dtype)
+    device = _device(state.tensors)
     values = captured_numbers(fn)
     first = _run(fn, is_score, dtype, device)
     places = number_places(first.graph, fn, values, lambda other: _run(other, is_score, dtype, device).graph)
-    return _finish(first, fn, is_score, dtype, values, places)
+    places |= constant_places(first.graph, state.numbers, len(values), places)
+    return _finish(first, fn, is_score, dtype, [*values, *state.numbers], places)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,177 @@
+"""Which state a function's bytecode reads: chains of attributes and subscripts that begin at its variables.
+
+``Config.limits["cap"]`` compiles to the load of a global, an attribute and a constant subscript, one after
+the other. `code_reads` collects such chains once for each code object; `fingerprint` follows them at each
+call. Attributes of values that no chain leads to (local variables, results of calls) are kept as bare names.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+GLOBAL, CELL, ARGUMENT, IMPORT = "global", "closure variable", "argument", "module"
+ATTRIBUTE, ITEM, OPTIONAL = "attribute", "item", "optional attribute"
+
+Step = tuple[str, Any]  # (ATTRIBUTE or OPTIONAL, name) or (ITEM, constant key)
+
+
+class Chain(NamedTuple):
+    """A variable and the attributes and constant subscripts read from it, in order.
+
+    path: the same as text, for messages: "global Config.limits['cap']"
+    """
+
+    kind: str
+    name: str
+    steps: tuple[Step, ...]
+    path: str
+
+
+class Reads(NamedTuple):
+    """The state that one code object, and the functions defined inside it, may read.
+
+    chains: from globals, closure variables, imported modules and the function's first argument (``self``)
+    attributes: names read from values that no chain leads to
+    computed_names: whether `getattr` or `hasattr` is called with a name that is no constant
+    """
+
+    chains: tuple[Chain, ...]
+    attributes: frozenset[str]
+    computed_names: bool
+
+
+_ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
+_GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
+_CELLS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
+_CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT"}
+_GAPS = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
+_DYNAMIC = ("getattr", "hasattr")
+
+
+@functools.lru_cache(4096)
+def code_reads(code: types.CodeType) -> Reads:
+    """What `code` reads, in the order of its instructions.
+
+    >>> code = (lambda self, x: x * self.config["cap"] + math.pi).__code__
+    >>> [chain.path for chain in code_reads(code).chains]
+    ["argument self.config['cap']", 'global math.pi']
+    """
+    reader = _Reader()
+    reader.read(code, dict.fromkeys(code.co_freevars, CELL) | _first_argument(code))
+    return Reads(tuple(reader.chains), frozenset(reader.attributes), reader.computed_names)
+
+
+def _first_argument(code: types.CodeType) -> dict[str, str]:
+    """The function's first argument, unless the function assigns to it."""
+    if not code.co_argcount:
+        return {}
+    name = code.co_varnames[0]
+    return {} if _is_assigned(name, code) else {name: ARGUMENT}
+
+
+def _is_assigned(name: str, code: types.CodeType) -> bool:
+    stores = (i for i in dis.get_instructions(code) if i.opname.startswith(("STORE_", "DELETE_")))
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return any(name in _names(i) for i in stores) or any(_is_assigned(name, c) for c in inner)
+
+
+def _names(instruction: dis.Instruction) -> tuple[Any, ...]:
+    """The variables of an instruction: later releases of Python join two loads into one."""
+    value = instruction.argval
+    return value if isinstance(value, tuple) else (value,)
+
+
+class _Reader:
+    """Collects the reads of a code object and of the code objects inside it."""
+
+    def __init__(self) -> None:
+        self.chains: dict[Chain, None] = {}
+        self.attributes: set[str] = set()
+        self.computed_names = False
+        self._open: tuple[str, str, list[Step]] | None = None  # the chain that the last instruction continued
+
+    def read(self, code: types.CodeType, scope: dict[str, str]) -> None:
+        """scope: variables of enclosing functions, and the first argument, that chains may begin at."""
+        instructions = [i for i in dis.get_instructions(code) if i.opname not in _GAPS or i.is_jump_target]
+        self._instructions(instructions, scope)
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                hidden = {*constant.co_varnames, *constant.co_cellvars}
+                self.read(constant, {name: kind for name, kind in scope.items() if name not in hidden})
+
+    def _instructions(self, instructions: list[dis.Instruction], scope: dict[str, str]) -> None:
+        named = False  # getattr or hasattr was loaded, and the attribute's name has not come yet
+        skip = False
+        for index, instruction in enumerate(instructions):
+            operation, argument = instruction.opname, instruction.argval
+            if instruction.is_jump_target:
+                self._close()
+            if skip:
+                skip = False
+            elif operation in _ATTRIBUTES:
+                self._attribute(ATTRIBUTE, argument)
+            elif operation in _CONSTANTS and named and isinstance(argument, str):
+                self._attribute(OPTIONAL, argument)
+                self._close()
+                named = False
+            elif operation in _CONSTANTS and self._open and _is_subscript(instructions[index + 1]):
+                self._open[2].append((ITEM, argument))
+                skip = True
+            else:
+                self._close()
+                for root in _roots(instruction, scope):
+                    self._close()
+                    self._open = root
+                if operation == "IMPORT_NAME":
+                    self._import(instructions[index - 2].argval, argument)
+                elif operation in ("IMPORT_FROM", "LOAD_SUPER_ATTR"):
+                    self.attributes.add(argument)
+                self.computed_names |= named and not operation.startswith("LOAD_")
+                named = (named and operation.startswith("LOAD_")) or (
+                    operation in _GLOBALS and argument in _DYNAMIC
+                )
+        self._close()
+
+    def _attribute(self, step: str, name: str) -> None:
+        if self._open is None:
+            self.attributes.add(name)
+        else:
+            self._open[2].append((step, name))
+
+    def _import(self, level: int, name: str) -> None:
+        """A module and the packages it lies in; ``level``: leading dots of a relative import."""
+        parts = name.split(".")
+        for size in range(1, len(parts) + 1):
+            self._open = IMPORT, "." * level + ".".join(parts[:size]), []
+            self._close()
+
+    def _close(self) -> None:
+        if self._open is not None:
+            kind, name, steps = self._open
+            self.chains[Chain(kind, name, tuple(steps), _path(kind, name, steps))] = None
+            self._open = None
+
+
+def _roots(instruction: dis.Instruction, scope: dict[str, str]) -> Iterator[tuple[str, str, list[Step]]]:
+    """The chains that an instruction begins."""
+    operation = instruction.opname
+    if operation in _GLOBALS:
+        yield GLOBAL, instruction.argval, []
+    elif operation in _CELLS or operation.startswith("LOAD_FAST"):
+        for name in _names(instruction):
+            if name in scope:
+                yield scope[name], name, []
+
+
+def _is_subscript(instruction: dis.Instruction) -> bool:
+    binary = instruction.opname == "BINARY_OP" and instruction.argrepr == "[]"
+    return (instruction.opname == "BINARY_SUBSCR" or binary) and not instruction.is_jump_target
+
+
+def _path(kind: str, name: str, steps: list[Step]) -> str:
+    texts = [f"[{key!r}]" if step == ITEM else f".{key}" for step, key in steps]
+    return f"{kind} {name}{''.join(texts)}"

@@ -1,0 +1,156 @@
+"""Recording of a function's operations: how functions are compared whose state cannot be.
+
+The function runs once on 0-d tensors while a dispatch mode notes each operation, forward and backward, with
+its constants and the tensors it takes. Equal recordings are equal graphs, whatever state led to them. It
+takes about a millisecond where a fingerprint takes microseconds, and needs no translation to Triton.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .captures import describe
+from .fingerprint import Fingerprint
+
+
+class State(NamedTuple):
+    """What a mask_mod or score_mod depends on, as of now.
+
+    key: hashable; equal keys mean equal graphs. None where the function can neither be compared nor recorded
+    tensors: captured tensors in a fixed order
+    numbers: Python numbers read from globals and attributes
+    incomparable: why the key is a recording; empty for a fingerprint
+    """
+
+    key: Any
+    tensors: Sequence[Tensor]
+    numbers: Sequence[int | float]
+    incomparable: str = ""
+
+
+def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torch.float32) -> State:
+    """The fingerprint of a function, or a recording of it where it reads state that has no value to compare.
+
+    Warns once, naming that state, since a recording takes a hundred times as long.
+    """
+    fingerprint = Fingerprint(fn)
+    if fingerprint.key is not None:
+        return State(fingerprint.key, fingerprint.tensors, fingerprint.numbers)
+    _warn_incomparable(fn, fingerprint.reason)
+    device = next((t.device for t in fingerprint.tensors if t.ndim), torch.device("cpu"))
+    recording = record(fn, is_score, dtype, device)
+    if recording is None:
+        return State(None, fingerprint.tensors, (), fingerprint.reason)
+    operations, tensors = recording
+    return State(("recording", operations), tensors, (), fingerprint.reason)
+
+
+_WARNED: set[str] = set()
+
+
+def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
+    """Once for a function's name."""
+    name = describe(fn)
+    if name not in _WARNED:
+        _WARNED.add(name)
+        warnings.warn(
+            f"{name} reads state that cannot be compared between calls: {reason}. It is run again at every "
+            "call, about a millisecond, to see whether it changed. Read the value once and capture it "
+            "instead: `cap = config.cap` in an enclosing function, and `cap` in the mask_mod or score_mod",
+            stacklevel=5,
+        )
+
+
+def record(
+    fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[Any, ...], list[Tensor]] | None:
+    """The operations of fn(score?, b, h, q_idx, kv_idx) and of its gradient, and the tensors it captures.
+
+    None where it cannot run on 0-d tensors.
+    """
+    for index in (0, 1):  # a function may divide by an index, or read a table of one entry
+        recorder = _Recorder()
+        try:
+            with torch.inference_mode(False), torch.set_grad_enabled(is_score), _without_hooks():
+                _run(fn, [*_scores(is_score, dtype, device), *_indices(index, device)], recorder)
+        except Exception:  # the user's code; a translation that is needed will say what is wrong with it
+            continue
+        return tuple(recorder.operations), recorder.captured
+    return None
+
+
+def _without_hooks() -> saved_tensors_hooks:
+    """Hooks around the call, as those that offload activations, are not for a recording."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+def _scores(is_score: bool, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    return [torch.ones((), dtype=dtype, device=device, requires_grad=True)] if is_score else []
+
+
+def _indices(index: int, device: torch.device) -> list[Tensor]:
+    return [torch.full((), index, dtype=torch.int64, device=device) for _ in range(4)]
+
+
+def _run(fn: Callable[..., Any], arguments: list[Tensor], recorder: _Recorder) -> None:
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # a second to import
+
+    recorder.number(arguments)
+    scores = [x for x in arguments if x.requires_grad]
+    with recorder, TransformGetItemToIndex():
+        # A copy of the score: the function may edit it in place.
+        out = fn(*[x.clone() if x.requires_grad else x for x in arguments])
+    recorder.operations.append(("result", *map(recorder.describe, tree_leaves(out))))
+    if isinstance(out, Tensor) and out.requires_grad:
+        wanted = [*scores, *(t for t in recorder.captured if t.requires_grad)]
+        with recorder:
+            torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes every operation with its constants, and where its tensors come from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Any] = []
+        self.captured: list[Tensor] = []  # in order of first use
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []
+
+    def number(self, tensors: Sequence[Any]) -> None:
+        """Later operations refer to these tensors by number."""
+        for tensor in tensors:
+            self._numbers[id(tensor)] = len(self._alive)
+            self._alive.append(tensor)
+
+    def describe(self, leaf: Any) -> Any:
+        """A hashable form of an argument or result."""
+        if not isinstance(leaf, Tensor):
+            return type(leaf).__name__, repr(leaf)
+        if id(leaf) in self._numbers:
+            return "value", self._numbers[id(leaf)]
+        place = next((i for i, known in enumerate(self.captured) if known is leaf), len(self.captured))
+        if place == len(self.captured):
+            self.captured.append(leaf)
+        return "captured", place, leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs or {}))
+        if func is torch.ops.aten.lift_fresh.default:  # a tensor that the function made of Python numbers
+            arguments: list[Any] = [("constant", args[0].dtype, args[0].shape, repr(args[0].tolist()))]
+        else:
+            arguments = [*map(self.describe, leaves)]
+        out = func(*args, **(kwargs or {}))
+        results = tree_leaves(out)
+        self.number([result for result in results if isinstance(result, Tensor)])
+        constants = [self.describe(result) for result in results if not isinstance(result, Tensor)]
+        self.operations.append((str(func), tuple(arguments), tuple(constants)))
+        return out

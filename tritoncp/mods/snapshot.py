@@ -1,0 +1,79 @@
+"""Snapshot of a mask_mod's state: what a mask was made from, to be compared with what is there later."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from .fingerprint import first_difference
+from .recording import State, read_state
+
+
+class Snapshot:
+    """The state of a mask_mod when a mask was made from it. It keeps no captured tensor alive.
+
+    >>> width = 40
+    >>> def near(b, h, q_idx, kv_idx):
+    ...     return q_idx - kv_idx <= width
+    >>> snapshot = Snapshot(near)
+    >>> width = 41
+    >>> near.__globals__["width"] = 41
+    >>> snapshot.difference(near)
+    'global width was 40 and is 41'
+    """
+
+    __slots__ = ("_fixed", "_key", "_tensors", "_versions")
+
+    def __init__(self, mask_mod: Callable[..., Any], fixed: bool = False) -> None:
+        """fixed: nothing but the contents of its tensors can change, as in closed forms."""
+        state = _state_of(mask_mod)
+        self._fixed = fixed or _is_translated(mask_mod)
+        self._key = state.key
+        self._tensors = [weakref.ref(tensor) for tensor in state.tensors]
+        self._versions = [_version(tensor) for tensor in state.tensors]
+
+    def difference(self, mask_mod: Callable[..., Any], state: State | None = None) -> str:
+        """The state that has changed since, in words; empty if none has.
+
+        state: of now, where it is known.
+        """
+        if not self._fixed and (text := self._replaced(state or _state_of(mask_mod))):
+            return text
+        for ref, version in zip(self._tensors, self._versions):
+            tensor = ref()
+            if tensor is not None and version != _version(tensor):
+                return f"a captured tensor of shape {tuple(tensor.shape)} was edited in place"
+        return ""
+
+    def _replaced(self, state: State) -> str:
+        if state.key != self._key:
+            if state.incomparable or self._key is None or self._key[0] == "recording":
+                return f"the operations of the mask_mod changed ({state.incomparable or 'with its state'})"
+            return first_difference(self._key, state.key)
+        for ref, tensor in zip(self._tensors, state.tensors):
+            # A recording may capture tensors that the function makes at each call: those have gone.
+            if ref() is not tensor and (ref() is not None or not state.incomparable):
+                return f"a captured tensor of shape {tuple(tensor.shape)} was replaced by another"
+        return ""
+
+
+def _state_of(mask_mod: Callable[..., Any]) -> State:
+    if _is_translated(mask_mod):
+        return State((), getattr(mask_mod, "tensors", ()), ())
+    return read_state(mask_mod, is_score=False)
+
+
+def _is_translated(mask_mod: Any) -> bool:
+    """Whether it is @triton.jit code or a Mod, whose Python state was read when it was made."""
+    return (
+        type(mask_mod).__module__.split(".")[0] == "triton"
+        or type(mask_mod).__module__ == "tritoncp.mods.mod"
+    )
+
+
+def _version(tensor: Tensor) -> int | None:
+    """Number of edits in place; None where they are not counted."""
+    return None if tensor.is_inference() else tensor._version
