@@ -7,7 +7,9 @@ layouts of an earlier one only puts their addresses where the earlier one had it
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +21,8 @@ from tritoncp.kernels.tiles import INTERPRETED, stat, strided, with_base
 
 MOST = 1024  # launches that are kept in one place
 CHECKED = bool(INTERPRETED)  # layouts of launches that should be alike
+# Triton's interpreter replaces its language's functions while a kernel runs: not for two threads at once.
+_ONE_AT_A_TIME: AbstractContextManager[Any] = threading.RLock() if INTERPRETED else nullcontext()
 
 Tensors = dict[str, Any]  # by name of the argument, None for those that a launch has not
 # Of these, which are statistics [B, H, S]; the others are [B, H, S, D].
@@ -78,7 +82,8 @@ class Launch(NamedTuple):
             return
         told = self.config.compiler() | dict(self.options)
         try:
-            made = self.how(self.kernel[self.grid], *self.values, **told)
+            with _ONE_AT_A_TIME:
+                made = self.how(self.kernel[self.grid], *self.values, **told)
         except OutOfResources as error:
             kind = self.kernel.__name__.removesuffix("_kernel")
             message = does_not_fit(kind, self.config, error.name, error.required, error.limit)

@@ -91,6 +91,8 @@ def flex_attention(
             made = plan_cache.plan_of(mask, query, key, group, about, check)
             if positions is not None:
                 inputs.check_positions(made, positions)
+            elif made.balancer != "natural" and not made.q.order_is_read:
+                inputs.warn_unread_order(made)
             return made
 
         def facts(made: Plan) -> agreement.Facts:
@@ -132,7 +134,7 @@ def attend(
     ints = [n for n in numbers if isinstance(n, int)]
     floats = [n for n in numbers if not isinstance(n, int)]
     kinds = tuple(["i" if isinstance(n, int) else "f" for n in numbers])
-    spec = engines.Spec.encoded(engines.register(score), None, wants, kinds, want_max, world, given)
+    spec = engines.Spec.encoded(score and score.digest, None, wants, kinds, want_max, world, given)
     scale = 1 / math.sqrt(q[0].shape[3]) if scale is None else float(scale)
     assert plan.handle is not None
     return forward(q, k, v, list(captures), ints, floats, scale, plan.handle, spec)

@@ -308,7 +308,8 @@ class Attention(torch.autograd.Function):
         lists = _cut(tensors, n, n, n, captured_ones)
         found = _below(forward_op, _attend, tensors, *lists, *constants, plan, spec)
         ctx.save_for_backward(plan, *tensors, *found[: 2 * n])
-        ctx.held = plan  # hooks, as those that offload, save a copy, in whose memory nothing lives
+        # Hooks, as those that offload, save a copy of the handle, which does not keep the plan.
+        ctx.held = plan, engines.score_structure(spec)
         ctx.mark_non_differentiable(*found[2 * n :])
         ctx.set_materialize_grads(False)
         return tuple(found)

@@ -84,6 +84,8 @@ def _plan(
     plan = plan_cache.plan_of(mask, q, k, group, inputs.about(q, k, k, None, group))
     if positions is not None:
         inputs.check_positions(plan, positions)
+    elif plan.balancer != "natural" and not plan.q.order_is_read:
+        inputs.warn_unread_order(plan)
     return handle_of(plan)
 
 

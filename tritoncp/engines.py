@@ -17,17 +17,14 @@ from torch import Tensor
 from tritoncp import captured, carried
 from tritoncp.eager import EagerEngine
 from tritoncp.mods import Mod, exact
-from tritoncp.mods.mod import arguments
-
-_MODS: dict[str, Mod] = {}  # structure by digest: what an op's constant spec string names
-
+from tritoncp.mods.mod import arguments, structure_of
 
 @dataclass(frozen=True)
 class Spec:
     """The constant part of a call. What the score_mod captures are arguments; the mask_mod lies in the "
     "plan."""
 
-    score: str | None  # a registered Mod, by digest
+    score: str | None  # the digest of a Mod that the caller keeps
     carried: str | None  # or a score_mod that a compiled graph carries, see carried.py
     wants: tuple[int, ...]  # which captured tensors want gradients
     numbers: tuple[str, ...]  # kinds of the numbers a registered Mod captures, "i" or "f"
@@ -52,13 +49,10 @@ class Spec:
         return cls(**raw | {"wants": tuple(raw["wants"]), "numbers": tuple(raw["numbers"])})
 
 
-def register(mod: Mod | None) -> str | None:
-    """Make a mod's structure known to the ops; its name there."""
-    if mod is None:
-        return None
-    if mod.digest not in _MODS:
-        _MODS[mod.digest] = mod.around()  # what it captures belongs to the call
-    return mod.digest
+def score_structure(spec: str) -> Mod | None:
+    """The score_mod that a call's spec names, without captures: whoever may run the spec later keeps it."""
+    digest = Spec.decode(spec).score
+    return None if digest is None else structure_of(digest)
 
 
 def scored(spec: Spec) -> int:
@@ -66,7 +60,7 @@ def scored(spec: Spec) -> int:
     graph carries is not translated yet, and counts as any."""
     if spec.score is None:
         return int(spec.carried is not None)
-    return 2 if _MODS[spec.score].loads == 2 else 1
+    return 2 if structure_of(spec.score).loads == 2 else 1
 
 
 def uses_triton(device: torch.device) -> bool:
@@ -198,7 +192,7 @@ def _score(
 
 def _registered(spec: Spec, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]) -> Mod:
     assert spec.score is not None
-    return _MODS[spec.score].around(captures, _numbers(spec, ints, floats))
+    return structure_of(spec.score).around(captures, _numbers(spec, ints, floats))
 
 
 def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[int | float, ...]:

@@ -7,6 +7,7 @@ graph made for one object serves every other of its kind.
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 _HELD: dict[int, tuple[Any, StorageWeakRef]] = {}
 _NUMBERS = itertools.count()
+_LOCK = threading.Lock()  # of _HELD
 
 MOVE = "call it outside the compiled function and pass its result in"
 
@@ -27,10 +29,12 @@ def handle_of(thing: Any) -> Tensor:
     >>> held_by(handle_of(plan)) is plan
     True
     """
-    for number in [number for number, (_, memory) in _HELD.items() if memory.expired()]:
-        del _HELD[number]
-    handle = torch.tensor(next(_NUMBERS), device="cpu")
-    _HELD[int(handle)] = thing, StorageWeakRef(handle.untyped_storage())
+    number = next(_NUMBERS)
+    handle = torch.tensor(number, device="cpu")
+    with _LOCK:
+        expired = [_HELD.pop(each) for each in [n for n, (_, memory) in _HELD.items() if memory.expired()]]
+        _HELD[number] = thing, StorageWeakRef(handle.untyped_storage())
+    del expired  # outside the lock: objects that go may take others with them
     return handle
 
 

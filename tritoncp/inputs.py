@@ -6,6 +6,7 @@ Each message says what was given, what is needed and what to do.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -276,6 +277,22 @@ def check_positions(plan: Plan, positions: Tensor) -> None:
             "dim=...), "
             "and pass the plan, not the mask, to the call"
         )
+
+
+def warn_unread_order(plan: Plan) -> None:
+    """Once for a plan: it deals blocks out of order, and nobody has asked for that order before its first call.
+
+    A tensor does not show the order of its rows, and projections of sharded tokens carry no mark of it; but
+    whoever shards by this plan has called `shard` or `positions` with it, here or where it was unpickled from.
+    """
+    plan.positions  # noqa: B018 - from now on the order has been read
+    warnings.warn(
+        f"this plan deals blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "
+        "positions(plan) was called for it: shards in natural order give wrong answers without an error. Shard "
+        "every tensor with the plan, and pass positions=positions(plan) to have the order checked; or pass the "
+        "mask in place of the plan, if rank r holds the r-th piece",
+        stacklevel=4,
+    )
 
 
 def check_mask_captures(tensors: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ tokens)``, sorted by position.  Everything else (permutation, inverse, validity)
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ class Placement:
     slots:   one int32 [Bp, n, 3] tensor a rank; Bp is 1, or B where batch rows are placed differently.
              A slot lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot.
     lengths: rows of each rank's buffer. Real tokens come first, padding last.
+    order_is_read: whether anyone has asked in which order tokens lie, to shard a tensor or for their positions
 
     >>> p = by_blocks(10, 4, [[[0, 2], [1]]])
     >>> p.slots[0].tolist(), p.lengths
@@ -35,6 +36,7 @@ class Placement:
     block: int
     slots: tuple[Tensor, ...]
     lengths: tuple[int, ...]
+    order_is_read: bool = field(default=False, init=False, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -58,6 +60,7 @@ class Placement:
     @on_host
     def positions(self, rank: int) -> Tensor:
         """Global position of each row of a rank's buffer, -1 at padding: int64 [Bp, lengths[rank]]."""
+        object.__setattr__(self, "order_is_read", True)
         if rank not in self._positions:
             self._positions[rank] = row_positions(self.slots[rank], self.lengths[rank])
         return self._positions[rank]
@@ -65,6 +68,7 @@ class Placement:
     @cached_property
     def _positions(self) -> dict[int, Tensor]:
         return {}
+
 
     def is_filled(self, rank: int) -> bool:
         """Whether every row of a rank's buffer is a token's: what writes tokens leaves nothing as it was."""
@@ -111,7 +115,8 @@ class Placement:
     def __reduce__(self) -> tuple[Any, ...]:
         """In one tensor: a worker hands each tensor to another process through a file of its own."""
         counts = [part.shape[1] for part in self.slots]
-        return _unpacked, (self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths)
+        parts = self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths
+        return _unpacked, parts, {"order_is_read": self.order_is_read}
 
     def merged(self, degree: int) -> "Placement":
         """``degree`` neighbouring ranks as one, whose buffer is theirs one after the other."""

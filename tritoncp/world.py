@@ -85,6 +85,8 @@ class World:
         self._check(mask)
         for rank, (q, k) in enumerate(zip(queries, keys)):
             inputs.check_shapes(mask.seen_by(rank), q, k)
+        if mask.balancer != "natural" and not mask.q.order_is_read:
+            inputs.warn_unread_order(mask)
         want_max = bool(return_aux and return_aux.max_scores)
         keys, values = (list(map(inputs.shared_batch, queries, xs)) for xs in (keys, values))
         found = api.attend(

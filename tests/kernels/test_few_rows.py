@@ -271,7 +271,8 @@ def first_head(score, b, h, q_idx, kv_idx, caps):
 
 
 def test_hand_written_mods_are_given_one_head() -> None:
-    spec = engines.Spec(engines.register(Mod.from_triton(first_head)), None, (), (), False, "")
+    mod = Mod.from_triton(first_head)
+    spec = engines.Spec(mod.digest, None, (), (), False, "")
     q = torch.empty(1, 2, 4, 16)
     assert engines.make(spec, 1.0, None, q, (), (), ()).options == {"PACK_GQA": False}
 

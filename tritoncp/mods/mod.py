@@ -141,8 +141,14 @@ _STRUCTURES: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary
 
 
 def structure_of(digest: str) -> Mod:
-    """Any Mod of this digest that is alive, without what it captures."""
-    return _STRUCTURES[digest]
+    """The Mod of this digest, without captures. RuntimeError once nothing holds a Mod of that digest."""
+    mod = _STRUCTURES.get(digest)
+    if mod is None:
+        raise RuntimeError(
+            f"the score_mod or mask_mod {digest[:12]}, which a recorded call names, has been freed; keep the "
+            "result of tritoncp.mods.score_mod(fn) for as long as the call may run again"
+        )
+    return mod
 
 
 def arguments(
