@@ -13,6 +13,7 @@ from typing import Any
 
 import tritoncp
 from tritoncp import tuned
+from tritoncp.checked_json import read_json
 from tritoncp.jobs import KERNELS, Job
 from tritoncp.kernels.configs import Config, copies, family, fuses, merges, specialises
 from tritoncp.machine_code import KINDS, MACHINES, TENSOR_COLUMNS
@@ -127,7 +128,7 @@ def inspected(jobs: Sequence[Job], processes: int | None, timeout: float) -> Gen
 
 def known(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
     """The committed table."""
-    return {key(row): row for row in json.loads(path.read_text())["rows"]}
+    return {key(row): row for row in read_json(path)["rows"]}
 
 
 def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:

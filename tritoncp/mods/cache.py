@@ -160,7 +160,8 @@ def _sweep(directory: Path) -> None:
 def _holds(path: Path, source: str) -> bool:
     """Whether `path` is a plain file of ours with exactly this text."""
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        flags = os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as file:
             status = os.fstat(file.fileno())
             safe = (
                 stat.S_ISREG(status.st_mode) and not status.st_mode & 0o022 and status.st_uid == os.getuid()
