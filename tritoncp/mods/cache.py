@@ -136,8 +136,8 @@ def _write(path: Path, source: str) -> Path:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove the sources that were used longest ago, as far as they are past the bounds, and what writers that
-    died left unfinished. Other processes may do the same at the same time."""
+    """Remove the sources that were used longest ago, as far as they are past the bounds, and unfinished files
+    of writers that died. Other processes may do the same at the same time."""
     kept: list[tuple[float, int, str]] = []
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:

@@ -35,7 +35,8 @@ class Journal:
     def __init__(self, path: Path, about: dict[str, Any], resume: bool) -> None:
         self._found: dict[str, dict[str, Any]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o666))
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a pipe would wait for a reader
+        self._file = os.fdopen(os.open(path, flags, 0o666), "ab")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however
         except BlockingIOError as error:
