@@ -163,17 +163,253 @@ def test_plan_on_a_terminal_is_in_colour():
     assert "\x1b[38;2;68;119;170m" in said.getvalue(), "rank 0 in its colour"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+MODS = """
+import os
+def three(b, h, q): return q
+def whole(b, h, q, kv): return q - kv
+def plain(b, h, q, kv): return True
+def fails(b, h, q, kv): return 1 / 0
+def leaves(b, h, q, kv): raise SystemExit(0)
+def endless(b, h, q, kv): return endless(b, h, q, kv)
+def rows(b, h, q, kv): return q.new_ones(3) > 0
+def loud(b, h, q, kv): print("said aloud"); return q >= kv
+def near(b, h, q, kv): return (q - kv).abs() < 3
+def made(a, b, c, d): open(a, "w")
+class Tree:
+    def __call__(self, b, h, q, kv): return q >= kv
+tree = Tree()
+import torch
+class Learned(torch.nn.Module):
+    def forward(self, b, h, q, kv): return q >= kv
+module = Learned()
+from functools import partial
+closer = partial(lambda width, b, h, q, kv: q - kv < width, 5)
+from tritoncp import causal
+both = causal() & near
+"""
+
+
+@pytest.fixture
+def mods(tmp_path, monkeypatch):
+    """A folder with modules of a user's, in which commands are called."""
+    for name, text in {
+        "my_mods": MODS,
+        "leaving": "raise SystemExit(0)",
+        "torn": "def",
+        "failing": "{}[1]",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "configs"))
+    return tmp_path
+
+
+NINES = "9" * 30
+SMALL, DRY = "--seq-len=256", ("--target=sm_90", "--dry-run")
+REFUSED = {
+    "plan": [
         (["--mask", "causal & cusal"], "^^^^^"),
+        (["--mask", "os:getcwd"], "os:getcwd takes ()"),
+        (["--mask", "os:system"], "os:system takes (command)"),
+        (["--mask", "shutil:copytree"], "takes (src, dst)"),
+        (["--mask", "pathlib:Path"], "is type, not a mask_mod"),
+        (["--mask", "my_mods:three"], "takes (b, h, q); a mask_mod is a function (b, h, q_idx, kv_idx)"),
+        (["--mask", "my_mods:whole"], "must return bool, got torch.int64"),
+        (["--mask", "my_mods:plain"], "my_mods:plain is no mask_mod"),
+        (["--mask", "my_mods:fails"], "ZeroDivisionError"),
+        (["--mask", "my_mods:leaves"], "SystemExit"),
+        (["--mask", "my_mods:endless"], "RecursionError"),
+        (["--mask", "my_mods:rows"], "must return one bool"),
+        (["--mask", "my_mods:made"], "my_mods:made is no mask_mod"),
+        (["--mask", "my_mods:absent"], "no attribute 'absent'"),
+        (["--mask", "leaving:x"], "cannot be imported (SystemExit: 0)"),
+        (["--mask", "torn:x"], "cannot be imported (SyntaxError"),
+        (["--mask", "failing:x"], "cannot be imported (KeyError"),
+        (["--mask", "..:x"], "cannot be imported"),
+        (["--mask", ""], "no mask expression"),
+        (["--mask", "  "], "no mask expression"),
+        (["--mask", f"window({NINES})"], "more tokens than any sequence has"),
+        (["--mask", f"window({'9' * 5000})"], "no mask expression"),
+        (["--mask", f"prefix({NINES})"], "more tokens than any sequence has"),
+        (["--mask", "document(1000G)"], "tokens together are not planned"),
+        (["--mask", "document(-3)"], "must be integers >= 0"),
+        (["--mask", "window(True)"], "a whole number"),
+        (["--mask", "~" * 400 + "causal"], "nested more than 50 deep"),
+        (["--mask", "~" * 90_000 + "causal"], "nested too deeply"),
+        (["--mask", "causal&" * 15_000 + "causal"], "nested too deeply"),
+        (["--mask", "(" * 1000], "no mask expression"),
+        (["--mask", "causal\n& cusal"], "no mask is called 'cusal'"),
         (["--seq-len", "12Q"], "no whole number of tokens"),
-        (["--lengths", "10 20", "--seq-len", "40"], "are 30 tokens together"),
+        (["--seq-len", "0"], "at least one token"),
+        (["--seq-len", "99999999999G"], "more than any sequence has"),
+        (["--seq-len", "9" * 5000], "no whole number of tokens"),
+        (["--seq-len", "1G"], "at most 67108864 are planned"),
+        (["--seq-len", "2M", "--block-size", "1"], "make --block-size larger"),
+        (["--block-size", NINES], "not in the range"),
+        (["--block-size", "0"], "not in the range"),
+        (["--world-size", "1000000"], "4096 ranks at most"),
+        (["--world-size", "100000000"], "4096 ranks at most"),
+        (["--world-size", NINES], "4096 ranks at most"),
         (["--heads", "6", "--kv-heads", "4"], "must be a multiple"),
+        (["--heads", NINES], "not in the range"),
+        (["--head-dim", "300"], "not in the range 1<=x<=256"),
+        (["--v-head-dim", "257"], "not in the range 1<=x<=256"),
+        (["--batch", NINES], "not in the range"),
         (["--balancer", "fair"], "'fair' is not one of"),
-        (["--seq-len", "1K", "--png", "/dev/null/plan.png"], "/dev/null"),
+        (["--lengths", "10 20", "--seq-len", "40"], "are 30 tokens together"),
+        (["--lengths", "[true]"], "a list of whole numbers"),
+        (["--lengths", "[[8, true]]"], "a list of whole numbers"),
+        (["--lengths", f"[{NINES}]"], "a list of whole numbers"),
+        (["--lengths", f"[{'9' * 5000}]"], "are no JSON"),
+        (["--lengths", "[" * 100_000], "nested more than 64 levels"),
+        (["--lengths", "[3,"], "are no JSON"),
+        (["--lengths", "[[3], []]"], "no lengths of documents"),
+        (["--lengths", "[[3], [4]]"], "must add up to the same"),
+        (["--lengths", "[0]"], "0 tokens together"),
+        (["--lengths", ""], "no lengths of documents"),
+        (["--lengths", "/dev/zero"], "no whole number of tokens"),
+        (["--lengths", sys.executable], "holds no text"),
+        (["--png", "plan.xyz", SMALL], "has to be called *.png"),
+        (["--html", "", SMALL], "has to be called *.html"),
+        (["--png", "/", SMALL], "is a directory"),
+    ],
+    "inspect": [
+        (["--arch", "sm_9000"], "known: sm_80, sm_86"),
+        (["--arch", ""], "known: sm_80, sm_86"),
+        (["--arch", "sm_90", "--kernel", "backwards"], "known: delta, forward"),
+        (["--arch", "sm_90", "--head-dim", "300"], "known: 64, 128"),
+        (["--arch", "sm_90", "--dtype", "int8"], "known: bfloat16"),
+        (["--arch", "sm_90", "--mask", "round"], "known: state, full"),
+        (["--arch", "sm_90", "--kernel", "delta", "--mask", "decode"], "no shipped kernel is all of that"),
+        (["--jobs", "0"], "not in the range"),
+        (["--timeout", "nan"], "no number of seconds"),
+        (["--timeout", "inf"], "not in the range"),
+        (["--timeout", "-1"], "not in the range"),
+    ],
+    "autotune": [
+        (["--target", "sm_9000"], "known: sm_80, sm_86"),
+        ([*DRY, "--preset", ""], "known: llama3-8b"),
+        ([*DRY, "--shapes", ""], "32x8,128,16384"),
+        ([*DRY, "--shapes", f"{NINES}x1,64,64"], "fit no GPU"),
+        ([*DRY, "--shapes", f"8x8,64,{NINES}"], "fit no GPU"),
+        ([*DRY, "--shapes", f"{'9' * 5000}x1,64,64"], "HEADSxKV_HEADS"),
+        ([*DRY, "--ops", "fwd,"], "known: fwd"),
+        ([*DRY, "--score-mod", "os:system"], "os:system takes (command)"),
+        ([*DRY, "--score-mod", "my_mods:near"], "takes (b, h, q, kv)"),
+        ([*DRY, "--score-mod", f"softcap({'9' * 500})"], "known: softcap"),
+        ([*DRY, "--worst", "/dev/zero"], "neither a file nor a folder"),
+        ([*DRY, "--budget", "nan"], "no time to work in"),
+        ([*DRY, "--budget", "9" * 400], "no time to work in"),
+        ([*DRY, "--timeout", "nan"], "no number of seconds"),
+        ([*DRY, "--out", "my_mods.py"], "is a file"),
+    ],
+    "demo": [
+        (["--seq-len", "0"], "not in the range"),
+        (["--seq-len", NINES], "bytes of text at most"),
+        (["--steps", NINES], "bytes of text at most"),
+        (["--world-size", "1000000"], "64 local ranks at most"),
+        (["--out", "my_mods.py"], "is a file"),
+    ],
+    "doctor": [(["--fast"], "No such option"), (["now"], "unexpected extra argument")],
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [(command, words, said) for command, rows in REFUSED.items() for words, said in rows],
+    ids=lambda value: "_".join(word[:24] for word in value) if isinstance(value, list) else None,
+)
+def test_options_that_make_no_sense_are_refused_in_a_message(command, words, said, mods):
+    done = CliRunner().invoke(main, [command, *words])
+    assert done.exit_code == 2, done.output
+    assert said in " ".join(done.stderr.split()) or said in done.stderr
+    assert "Traceback" not in done.output and "a bug in" not in done.output and done.stdout == ""
+    assert len(done.stderr) < 3000
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("plan", [SMALL, "--png", "/proc/x.png"]),
+        ("plan", [SMALL, "--png", "/dev/null/plan.png"]),
+        ("plan", [SMALL, "--html", "/proc/x.html"]),
+        ("plan", [SMALL, "--png", f"{'a' * 300}.png"]),
+        ("autotune", ["--target=sm_90", "--out", "/proc/x"]),
+        ("autotune", ["--target=sm_90", "--out", "/dev/null/x"]),
+        ("demo", ["--steps=1", SMALL, "--out", "/proc/x"]),
+        ("demo", ["--steps=1", SMALL, "--out", "/dev/null/x"]),
     ],
 )
-def test_mistakes_in_plan_are_said_in_a_line(words, said):
-    code, shown = plan_command(*words)
-    assert code != 0 and said in shown and "Traceback" not in shown
+def test_files_that_cannot_be_written_are_named_in_a_message(command, words, mods):
+    done = CliRunner().invoke(main, [command, *words])
+    assert done.exit_code == 1, done.output
+    assert done.stderr.startswith("Error: ") and words[-1] in done.stderr and "Traceback" not in done.output
+
+
+def test_what_is_checked_is_not_called(mods):
+    """A callable of another kind would be called with tensors, whatever it does."""
+    (mods / "my_mods.py").write_text("def f(*path):\n    open('called', 'w')\n")
+    assert plan_command("--mask=my_mods:f")[0] == 2
+    assert not (mods / "called").exists()
+
+
+@pytest.mark.parametrize("name", ["near", "tree", "module", "closer", "both", "loud"])
+def test_json_of_a_users_mask_is_the_same_every_time(name, mods):
+    first = CliRunner().invoke(main, ["plan", f"--mask=my_mods:{name}", SMALL, "--json"])
+    del sys.modules["my_mods"]  # and what lies where: another function at another address
+    second = CliRunner().invoke(main, ["plan", f"--mask=my_mods:{name}", SMALL, "--json"])
+    assert first.exit_code == second.exit_code == 0, first.output
+    assert first.stdout == second.stdout and "0x" not in first.stdout
+    assert json.loads(first.stdout)["mask"]["q_len"] == 256
+
+
+def test_lengths_that_are_longer_than_a_file_name_are_numbers():
+    code, shown = plan_command("--lengths", ",".join(["1"] * 300), "--json")
+    assert code == 0 and json.loads(shown)["mask"]["q_len"] == 300
+
+
+def test_an_architecture_that_is_known_is_compiled_for(mods):
+    assert CliRunner().invoke(main, ["autotune", "--target=sm_103", "--dry-run"]).exit_code == 0
+
+
+def test_a_bug_is_a_line_that_says_how_to_see_more(monkeypatch):
+    def broken() -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(doctor, "examine", broken)
+    monkeypatch.delenv("TRITONCP_DEBUG", raising=False)
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1
+    assert "a bug in tritoncp, KeyError: 'lost'; TRITONCP_DEBUG=1 shows the traceback" in done.stderr
+    monkeypatch.setenv("TRITONCP_DEBUG", "1")
+    assert isinstance(CliRunner().invoke(main, ["doctor"]).exception, KeyError)
+
+
+def test_too_little_memory_is_a_message(monkeypatch):
+    def large() -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(doctor, "examine", large)
+    done = CliRunner().invoke(main, ["doctor"])
+    assert done.exit_code == 1 and done.stderr == "Error: this machine has not enough memory for that\n"
+
+
+def test_doctor_shows_what_is_odd_in_the_environment():
+    done = tritoncp(
+        "doctor", TRITON_ODD="[/bold] \udcff", TRITONCP_CACHE_DIR="/dev/null/x", PYTHONIOENCODING="ascii"
+    )
+    assert done.returncode == 1 and "[/bold] \\udcff" in done.stdout
+    assert "/dev/null is not a directory" in " ".join(done.stdout.split()) and not done.stderr
+
+
+def test_a_message_ends_a_process_too(mods):
+    done = tritoncp("plan", "--mask", "my_mods:three", PYTHONPATH=f"{ROOT}:{mods}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "my_mods:three takes (b, h, q)" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = f"{sys.executable} -m tritoncp plan --seq-len 4K --json | true"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr == ""

@@ -131,7 +131,7 @@ def test_a_world_size_that_torchrun_contradicts_is_refused(monkeypatch, tmp_path
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = CliRunner().invoke(cli.main, ["demo", "--world-size=3", f"--out={tmp_path}"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "--world-size 3, but torchrun started 2 ranks" in done.output
 
 

@@ -64,6 +64,7 @@ ROOMS = {
             "building",
             "captured",
             "carried",
+            "checked_json",
             "compiled",
             "packed",
             "parallel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import warnings
 from dataclasses import asdict
 
@@ -114,16 +115,53 @@ def test_a_dash_looks_nowhere(places, monkeypatch):
         json.dumps({"entries": ["forward"]}),
         json.dumps({"entries": [entry(32, "route")]}),
         json.dumps({"entries": [entry(32) | {"kernel": "route", "config": {"ROUTE": "scenic"}}]}),
+        "[" * 100_000,
+        '{"entries": [' + '{"a":' * 100_000,
+        json.dumps({"entries": [entry(32, mask=["causal"])]}),
+        json.dumps({"entries": [entry(32) | {"config": {"BLOCK_M": [[[32]]]}}]}),
+        "\udcff",
+        f'{{"entries": [{"9" * 5000}]}}',
     ],
-    ids=["torn", "empty", "tile", "kernel", "text", "wide", "dtype", "mask", "word", "no route", "route"],
+    ids=[
+        *("torn", "empty", "tile", "kernel", "text", "wide", "dtype", "mask", "word", "no route", "route"),
+        *("brackets", "braces", "list", "nested", "bytes", "digits"),
+    ],
 )
 def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
     put(places / "user", 64)
     path = tuned.path_in(places / "given", H200)
     path.parent.mkdir(parents=True)
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     with pytest.warns(UserWarning, match="given.*not used"):
         assert blocks() == {"forward": 64}
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "endless", "large"])
+def test_what_is_no_file_is_named_and_passed_over(places, kind):
+    put(places / "user", 64)
+    path = tuned.path_in(places / "given", H200, "3.6.0")
+    path.parent.mkdir(parents=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "endless":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("w") as file:
+            file.truncate(1 << 30)  # takes no room
+    with pytest.warns(UserWarning, match="given.*not used"):
+        assert blocks() == {"forward": 64}
+
+
+def test_a_call_goes_on_beside_a_file_that_is_nested_without_end(places):
+    path = tuned.path_in(places / "given", CPU)
+    path.parent.mkdir(parents=True)
+    path.write_text("[" * 100_000)
+    q = torch.rand(1, 1, 16, 16)
+    with pytest.warns(UserWarning, match="given.*not used"):
+        out = flex_attention(q, q, q)
+    assert out.isfinite().all()
 
 
 def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):

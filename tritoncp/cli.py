@@ -1,7 +1,16 @@
-"""The command line. Torch is imported by the command that needs it."""
+"""The command line. Torch is imported by the command that needs it.
 
+Exit codes: 0, done; 1, not done, or done and found wanting; 2, options that make no sense. What went wrong is
+a line on stderr; TRITONCP_DEBUG=1 shows the traceback instead.
+"""
+
+import contextlib
+import errno
+import io
 import json
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +20,79 @@ from tritoncp import __version__
 from tritoncp.perf.cli import perf
 
 
-@click.group("tritoncp", context_settings={"help_option_names": ["-h", "--help"]})
+@contextlib.contextmanager
+def errors_as_messages() -> Iterator[None]:
+    """Within it errors become messages of the command: what the library refuses is a matter of the options
+    (ValueError, exit code 2), files and memory are not (1); anything else is a bug in tritoncp."""
+    try:
+        yield
+    except (click.ClickException, click.Abort, click.exceptions.Exit):
+        raise
+    except Exception as error:
+        if os.environ.get("TRITONCP_DEBUG", "0") not in ("", "0"):
+            raise
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            raise  # click ends quietly
+        raise _message_of(error) from error
+
+
+def _message_of(error: Exception) -> click.ClickException:
+    said = str(error).strip() or type(error).__name__
+    if isinstance(error, MemoryError) or "can't allocate memory" in said:
+        return click.ClickException("this machine has not enough memory for that")
+    if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
+        return click.UsageError(said if len(said) <= 1000 else f"{said[:1000]}...")
+    refused = isinstance(error, RuntimeError) and not isinstance(error, RecursionError | NotImplementedError)
+    if refused or isinstance(error, OSError | ImportError):
+        return click.ClickException(said)
+    first = said.splitlines()[0][:300]
+    return click.ClickException(
+        f"a bug in tritoncp, {type(error).__name__}: {first}; TRITONCP_DEBUG=1 shows the traceback"
+    )
+
+
+class Command(click.Command):
+    """A command whose errors are messages."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # in a locale without a character, its number
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        with errors_as_messages():
+            return super().invoke(ctx)
+
+
+class Group(click.Group):
+    """A group whose commands' errors are messages, wherever they were defined."""
+
+    command_class = Command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with errors_as_messages():
+            return super().invoke(ctx)
+
+
+class Seconds(click.FloatRange):
+    """A time to wait, up to a day."""
+
+    name = "seconds"
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=86400, min_open=True)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if seconds != seconds:
+            self.fail(f"{value} is no number of seconds", param, ctx)
+        return seconds
+
+
+JOBS = click.IntRange(1, 1024)
+HEADS = click.IntRange(1, 1 << 16)
+HEAD_DIM = click.IntRange(1, 256)  # as tritoncp.inputs.MAX_HEAD_DIM, which would import torch here
+
+
+@click.group("tritoncp", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tritoncp")
 def main() -> None:
     """Context-parallel flex attention in Triton."""
@@ -58,10 +139,7 @@ def demo(steps: int, seq_len: int, world_size: int | None, out: Path, as_json: b
     from tritoncp.demo.run import run
     from tritoncp.demo.train import Config
 
-    try:
-        report = run(Config(seq_len, steps), world_size, out, Console(stderr=as_json))
-    except (RuntimeError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+    report = run(Config(seq_len, steps), world_size, out, Console(stderr=as_json))
     if report is not None:
         text = json.dumps(report.as_json(), indent=2)
         (out / "losses.json").write_text(text + "\n")
@@ -79,9 +157,12 @@ class Tokens(click.ParamType):
         from tritoncp.expressions import count
 
         try:
-            return value if isinstance(value, int) else count(value)
+            tokens = value if isinstance(value, int) else count(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        if tokens < 1:
+            self.fail(f"{value!r}: at least one token is needed", param, ctx)
+        return tokens
 
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -103,13 +184,13 @@ SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
     "--seq-len", type=Tokens(), help="Tokens, as 128K or 1M.  [default: the lengths' sum, else 128K]"
 )
 @click.option("--world-size", type=click.IntRange(1), default=8, show_default=True, help="Ranks.")
-@click.option("--heads", type=click.IntRange(1), default=32, show_default=True, help="Query heads.")
-@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="Key and value heads.")
+@click.option("--heads", type=HEADS, default=32, show_default=True, help="Query heads.")
+@click.option("--kv-heads", type=HEADS, default=8, show_default=True, help="Key and value heads.")
+@click.option("--head-dim", type=HEAD_DIM, default=128, show_default=True, help="Of queries and keys.")
+@click.option("--v-head-dim", type=HEAD_DIM, help="Of values.  [default: --head-dim]")
 @click.option(
-    "--head-dim", type=click.IntRange(1), default=128, show_default=True, help="Of queries and keys."
+    "--batch", type=click.IntRange(1, 1 << 30), help="Batch rows.  [default: those of the lengths, else 1]"
 )
-@click.option("--v-head-dim", type=click.IntRange(1), help="Of values.  [default: --head-dim]")
-@click.option("--batch", type=click.IntRange(1), help="Batch rows.  [default: those of the lengths, else 1]")
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
 @click.option(
     "--balancer", type=click.Choice(BALANCERS), default="ptrr", show_default=True, help="Who gets what."
@@ -118,7 +199,7 @@ SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
     "--schedule", type=click.Choice(SCHEDULES), default="auto", show_default=True, help="What travels."
 )
 @click.option(
-    "--block-size", type=click.IntRange(1), default=128, show_default=True, help="Tokens of a block."
+    "--block-size", type=click.IntRange(1, 1 << 20), default=128, show_default=True, help="Tokens of a block."
 )
 @click.option("--png", type=click.Path(dir_okay=False, path_type=Path), help="Where the picture goes.")
 @click.option(
@@ -137,14 +218,16 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     """
     from tritoncp.planned import planned, say, write
 
-    try:
+    for path, suffix in ((png, ".png"), (html, ".html")):
+        if path is not None and path.suffix != suffix:
+            raise click.UsageError(f"--{suffix[1:]} {str(path)!r}: the file has to be called *{suffix}")
+    with contextlib.redirect_stdout(sys.stderr):  # of a mask_mod that prints
         facts = planned(**options)
         for path in (png, html):
             if path is not None:
                 write(facts, path)
-    except (RuntimeError, ValueError, OSError) as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(json.dumps(facts.as_json())) if as_json else say(facts)
+        text = json.dumps(facts.as_json()) if as_json else ""
+    click.echo(text) if as_json else say(facts)
 
 
 @main.command()
@@ -161,8 +244,8 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
 @click.option("--head-dim", "dims", multiple=True, type=int, help="64, 96, 128, ...")
 @click.option("--dtype", "dtypes", multiple=True, metavar="NAME", help="bfloat16, float16, float32.")
 @click.option("--mask", "masks", multiple=True, metavar="NAME", help="full, causal, state, ...")
-@click.option("--jobs", type=click.IntRange(1), help="Kernels compiled at a time. [default: one a core]")
-@click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds for one kernel.")
+@click.option("--jobs", type=JOBS, help="Kernels compiled at a time. [default: one a core]")
+@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, help="Seconds for one kernel.")
 @click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, nothing else.")
 @click.option("--check", is_flag=True, help="Fail where something got worse since the table was written.")
 @click.option("--update", is_flag=True, help="Write stale rows of that table; with --check, all of them.")
@@ -185,25 +268,13 @@ def inspect(
     can keep the tensor cores at most. Each option that picks may be given several times. Exits with 1 if
     a kernel does not compile, or --check finds one worse than the table that is shipped.
     """
-    from tritoncp.inspect import ARCHS, measured, run, shipped
-    from tritoncp.kernels.configs import family
+    from tritoncp.inspect import ARCHS, measured, pick, run, shipped
+    from tritoncp.offline import check_target
 
-    try:
-        for arch in archs:
-            family(arch)
-        listed = [*shipped(archs or ARCHS), *measured(archs or ARCHS)]
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
-    wanted = [
-        job
-        for job in listed
-        if (job.kernel in kernels or not kernels)
-        and (job.head_dim in dims or not dims)
-        and (job.dtype in dtypes or not dtypes)
-        and (job.variant in masks or not masks)
-    ]
-    if not wanted:
-        raise click.ClickException("no shipped kernel is all of that; tritoncp inspect lists them")
+    for arch in archs:
+        check_target(arch)
+    listed = [*shipped(archs or ARCHS), *measured(archs or ARCHS)]
+    wanted = pick(listed, kernel=kernels, head_dim=dims, dtype=dtypes, variant=masks)
     wrong = run(wanted, jobs, timeout, as_json=as_json, check=check, update=update)
     for line in wrong:
         click.echo(line, err=True)
@@ -250,8 +321,10 @@ def inspect(
     type=click.Path(file_okay=False, path_type=Path),
     help="Folder of what is found. [default: $TRITONCP_CONFIG_DIR, else the user's]",
 )
-@click.option("--jobs", type=click.IntRange(1), help="Kernels compiled at a time. [default: one a core]")
-@click.option("--timeout", type=float, default=60.0, show_default=True, help="Seconds to compile one kernel.")
+@click.option("--jobs", type=JOBS, help="Kernels compiled at a time. [default: one a core]")
+@click.option(
+    "--timeout", type=Seconds(), default=60.0, show_default=True, help="Seconds to compile one kernel."
+)
 @click.option("--json", "as_json", is_flag=True, help="A list of rows on stdout, the rest on stderr.")
 def autotune(
     presets: tuple[str, ...],
@@ -281,18 +354,17 @@ def autotune(
     from tritoncp.perf.record import read
     from tritoncp.tune import run, targets
 
-    try:
-        asked = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
-        asked = asked or [*targets.preset("llama3-8b")]
-        device = run.device(arch)
-        if history is not None:
-            why, wanted = targets.lost_most(read(history).points, None if arch else device.name)
-            click.echo(why, err=True)
-        else:
-            wanted = targets.targets(asked, masks or tuple(targets.MASKS), ops.split(","), dtype, score)
-        request = run.request(wanted, device, arch is not None, budget, resume, out, jobs, timeout)
-    except (RuntimeError, ValueError) as error:
-        raise click.ClickException(str(error)) from error
+    asked = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
+    asked = asked or [*targets.preset("llama3-8b")]
+    device = run.device(arch)
+    if history is not None:
+        if not (history.is_file() or history.is_dir()):
+            raise click.UsageError(f"--worst {history} is neither a file nor a folder of *.jsonl files")
+        why, wanted = targets.lost_most(read(history).points, None if arch else device.name)
+        click.echo(why, err=True)
+    else:
+        wanted = targets.targets(asked, masks or tuple(targets.MASKS), ops.split(","), dtype, score)
+    request = run.request(wanted, device, arch is not None, budget, resume, out, jobs, timeout)
     if dry_run:
         rows = [
             {"kernel": target.name, "candidates": len(targets.candidates(target, request.device.arch))}
@@ -305,10 +377,7 @@ def autotune(
                 click.echo(f"{row['kernel']}: {row['candidates']} candidates")
             click.echo(f"on {request.device.name} ({request.device.arch}), journal {request.journal}")
         return
-    try:
-        found = run.autotune(request, Console(stderr=True))
-    except RuntimeError as error:
-        raise click.ClickException(str(error)) from error
+    found = run.autotune(request, Console(stderr=True))
     if as_json:
         click.echo(json.dumps(found.rows, indent=1))
     else:

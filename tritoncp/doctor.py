@@ -87,11 +87,15 @@ def look_at_cache() -> dict[str, Any]:
 
 
 def state_of(path: Path) -> tuple[str, bool]:
-    if not path.exists():
-        parent = next(p for p in path.parents if p.exists())
+    if not os.path.lexists(path):
+        parent = next(p for p in path.absolute().parents if os.path.lexists(p))
+        if not parent.is_dir():
+            return f"cannot be made: {parent} is not a directory", False
         if os.access(parent, os.W_OK):
             return "not there yet; the first mask or score function makes it", True
         return f"cannot be made: {parent} is not writable", False
+    if not path.is_dir():
+        return "not a directory", False
     mode = stat.S_IMODE(path.stat().st_mode)
     if path.stat().st_uid != os.getuid():
         return "belongs to another user", False
@@ -137,15 +141,16 @@ def as_numbers(version: str) -> tuple[int, ...]:
 def show(report: dict[str, Any]) -> None:
     """The same facts for a person."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for label, value in rows(report):
-        table.add_row(f"[bold]{label}[/bold]", value)
+        table.add_row(f"[bold]{label}[/bold]", escape(value))
     console = Console()
     console.print(table)
     for line in report["problems"]:
-        console.print(f"[red]problem[/red]  {line}", highlight=False)
+        console.print(f"[red]problem[/red]  {escape(line)}", highlight=False)
 
 
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:

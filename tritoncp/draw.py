@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import re
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -87,7 +88,7 @@ class Facts:
         plan, mask = self.plan, self.plan.mask
         return {
             "mask": {
-                "expression": repr(mask.mask_mod),
+                "expression": _without_addresses(repr(mask.mask_mod)),
                 "q_len": mask.q_len, "kv_len": mask.kv_len, "block_size": [mask.q_block, mask.kv_block],
                 "sparsity": mask.sparsity(), "runs": len(mask.runs.runs),
             },
@@ -220,6 +221,15 @@ def choice(facts: Facts) -> str:
         f"auto takes {facts.auto}, compared for the usual layer; for this one {best.schedule} is "
         f"{times[facts.auto] / best.total:.2f} times as fast: schedule={best.schedule!r}"
     )
+
+
+def _without_addresses(text: str) -> str:
+    """Of a function's text, what is the same in every process.
+
+    >>> _without_addresses("and_masks(causal(), <function near at 0x7f2b8c0d3e20>)")
+    'and_masks(causal(), <function near>)'
+    """
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
 
 
 def _mib(count: float) -> str:

@@ -7,16 +7,20 @@ An expression is read with Python's own parser and put together here, piece by p
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
-import json
+import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tritoncp.checked_json import parse_json, read_bounded
 from tritoncp.closed_forms import (
     MaskFn,
     and_masks,
@@ -32,13 +36,29 @@ from tritoncp.perf.cases import CAP, Mod, alibi, softcap
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 JOINED = {ast.BitAnd: and_masks, ast.BitOr: or_masks, ast.And: and_masks, ast.Or: or_masks}
 Lengths = Sequence[int] | Sequence[Sequence[int]]
+MOST_TOKENS = 1 << 40  # of any number of tokens: far from the end of int64, and no sequence is as long
+MOST_IN_DOCUMENTS = 1 << 27  # tokens: a mask of documents holds a number for each
+MOST_NESTED = 50  # masks within each other in an expression
+MASK_ARGUMENTS = ("b", "h", "q_idx", "kv_idx")
+SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 
 
 class ExpressionError(ValueError):
     """What is wrong with an expression, and a mark under the place."""
 
     def __init__(self, said: str, text: str, start: int, end: int) -> None:
+        first = max(0, start - 60) if len(text) > 160 else 0  # of a long one, what is around the place
+        text, start, end = text[first : first + 160], start - first, min(end - first, 160)
         super().__init__(f"{said}\n    {text}\n    {' ' * start}{'^' * max(1, end - start)}")
+
+
+def brief(text: str, most: int = 80) -> str:
+    """A text as Python writes it, of which a message can hold the beginning.
+
+    >>> brief("ab"), brief("9" * 100, 4)
+    ("'ab'", "'9999'...")
+    """
+    return repr(text) if len(text) <= most else f"{text[:most]!r}..."
 
 
 def count(text: str) -> int:
@@ -46,10 +66,12 @@ def count(text: str) -> int:
     >>> count("128K"), count("1M"), count("1000"), count("0.5M")
     (131072, 1048576, 1000, 524288)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip(), re.IGNORECASE)
-    size = float(found[1]) * UNITS.get(found[2].upper(), 1) if found else 0.0
-    if not found or size != int(size):
-        raise ValueError(f"{text!r} is no whole number of tokens, as 1000, 128K or 1M")
+    match = re.fullmatch(r"(\d{1,40}(?:\.\d{1,40})?)([KMG]?)", text.strip(), re.IGNORECASE | re.ASCII)
+    size = Fraction(match[1]) * UNITS.get(match[2].upper(), 1) if match else Fraction(1, 2)
+    if size.denominator != 1:
+        raise ValueError(f"{brief(text)} is no whole number of tokens, as 1000, 128K or 1M")
+    if size > MOST_TOKENS:
+        raise ValueError(f"{brief(text)} is more than any sequence has; at most 1024G tokens can be counted")
     return int(size)
 
 
@@ -60,20 +82,28 @@ def lengths(text: str) -> Lengths:
     >>> lengths("1K, 24 1000"), lengths("[[3, 5], [8]]")
     ([1024, 24, 1000], [[3, 5], [8]])
     """
-    path = Path(text)
-    if len(text) < 4096 and path.is_file():
-        text = path.read_text()
+    if len(text) < 4096 and os.path.isfile(text):
+        try:
+            text = read_bounded(path := Path(text)).decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} holds no text: {error}") from None
     if text.lstrip().startswith("["):
-        found = json.loads(text)
-        rows = found if found and all(isinstance(row, list) for row in found) else [found]
-        if not all(isinstance(n, int) and n >= 0 for row in rows for n in row):
+        try:
+            given = parse_json(text)
+        except ValueError as error:
+            raise ValueError(f"the lengths {brief(text)} are no JSON: {error}") from None
+        rows = given if given and all(isinstance(row, list) for row in given) else [given]
+        if not all(type(n) is int and 0 <= n <= MOST_TOKENS for row in rows for n in row):
             raise ValueError(
-                "lengths in JSON are a list of whole numbers, or one such list for each batch row"
+                "lengths in JSON are a list of whole numbers, or one such list for each batch row; got "
+                + brief(text)
             )
-        return found
+        if not all(rows):
+            raise ValueError(f"there are no lengths of documents for a batch row in {brief(text)}")
+        return given
     words = [word for word in re.split(r"[\s,]+", text) if word]
     if not words:
-        raise ValueError("there are no lengths of documents here")
+        raise ValueError(f"there are no lengths of documents in {brief(text)}")
     try:
         return [count(word) for word in words]
     except ValueError as error:
@@ -96,17 +126,20 @@ prefix_lm, sliding_window, window
         causal & cusal
                  ^^^^^
     """
+    text = re.sub(r"\s", " ", text.strip())
     if named(text):
-        return imported(text.strip(), "mask_mod (b, h, q_idx, kv_idx) -> bool")
-    plain = re.sub(r"\b(\d+)([KMG])\b", r"\2\1", text)  # 4K as a name of the same length: K4
+        return import_function(text, MASK_ARGUMENTS, "bool")
+    plain = re.sub(r"\b(\d+)([KMGkmg])\b", r"\2\1", text)  # 4K as a name of the same length: K4
     try:
-        tree = ast.parse(plain.replace("\n", " "), mode="eval")
+        tree = ast.parse(plain, mode="eval")
+        return _Reader(text, documents).mask(tree.body)
     except SyntaxError as error:
         at = max(0, (error.offset or 1) - 1)
         raise ExpressionError(
             "this is no mask expression, as causal & window(1024)", text, at, at + 1
         ) from None
-    return _Reader(text, documents).mask(tree.body)
+    except (RecursionError, MemoryError):  # how Python's parser says so
+        raise ValueError(f"the mask expression {brief(text)} is nested too deeply") from None
 
 
 def score_of(text: str, heads: int, device: torch.device | str = "cpu") -> Mod:
@@ -124,10 +157,10 @@ module:function
     """
     given = text.strip()
     if named(given):
-        return imported(given, "score_mod (score, b, h, q_idx, kv_idx) -> score")
+        return import_function(given, SCORE_ARGUMENTS, "score")
     if given == "alibi":
         return alibi(heads, torch.device(device))
-    cap = re.fullmatch(r"softcap(?:\(\s*(\d+(?:\.\d*)?)\s*\))?", given)
+    cap = re.fullmatch(r"softcap(?:\(\s*(\d{1,12}(?:\.\d{,12})?)\s*\))?", given, re.ASCII)
     if cap is None or float(cap[1] or CAP) == 0:
         known = "softcap, softcap(CAP), alibi, module:function"
         raise ExpressionError(f"no score_mod is called so; known: {known}", text, 0, len(text))
@@ -139,25 +172,49 @@ def named(text: str) -> bool:
     return re.fullmatch(r"[\w.]+:[\w.]+", text.strip()) is not None
 
 
-def imported(name: str, what: str) -> Any:
-    """The function of ``module:function``, the module as Python finds it from here.
+def import_function(name: str, arguments: Sequence[str], result: str) -> Any:
+    """The function of ``module:function``, the module as Python finds it from here. Nothing is called.
 
-    what: what it has to be, for people
+    arguments: what the function has to take; result: what it has to give
+
+    Raises ValueError for what cannot be imported, and for what takes other arguments.
     """
+    kind = "score_mod" if "score" in arguments else "mask_mod"
+    wanted = f"a {kind} is a function ({', '.join(arguments)}) -> {result}"
     module, _, path = name.partition(":")
     sys.path.insert(0, "")
     try:
-        found: Any = importlib.import_module(module)
+        with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's own
+            found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        kind = what.partition(" ")[0]
-        raise ValueError(f"{name}: {error}; a {kind} is named as module:function") from error
+    except (Exception, SystemExit) as error:  # what a module raises while it is imported can be anything
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name} cannot be imported ({said}); {wanted}, as module:function") from error
     finally:
-        sys.path.remove("")
-    if not callable(found):
-        raise ValueError(f"{name} is {type(found).__name__}, not a {what}")
+        with contextlib.suppress(ValueError):  # the module edited sys.path itself
+            sys.path.remove("")
+    if type(found).__module__.partition(".")[0] == "triton":
+        return found  # its own errors say what is wrong
+    if not callable(found) or isinstance(found, type):
+        raise ValueError(f"{name} is {type(found).__name__}, not a {kind}; {wanted}")
+    takes = _parameters(found)
+    if takes is None:
+        raise ValueError(f"{name} says nothing of its arguments; {wanted}, in Python")
+    if len(takes) != len(arguments):
+        raise ValueError(f"{name} takes ({', '.join(takes)}); {wanted}")
     return found
+
+
+def _parameters(function: Any) -> list[str] | None:
+    """Names of the arguments that a function cannot do without; None where it does not say."""
+    function = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        takes = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in takes if one.default is one.empty and one.kind not in variable]
 
 
 class _Reader:
@@ -165,6 +222,7 @@ class _Reader:
 
     def __init__(self, text: str, documents: Lengths | None) -> None:
         self.text, self.documents = text, documents
+        self.depth = 0
         self.makers: dict[str, Callable[..., MaskFn]] = {
             "causal": causal,
             "document": self._document,
@@ -176,6 +234,15 @@ class _Reader:
         }
 
     def mask(self, node: ast.AST) -> MaskFn:
+        if self.depth > MOST_NESTED:
+            raise self._wrong(f"masks are nested more than {MOST_NESTED} deep", node)
+        self.depth += 1
+        try:
+            return self._mask(node)
+        finally:
+            self.depth -= 1
+
+    def _mask(self, node: ast.AST) -> MaskFn:
         if isinstance(node, ast.BinOp) and type(node.op) in JOINED:
             return JOINED[type(node.op)](*self._flat(node, type(node.op)))
         if isinstance(node, ast.BoolOp):
@@ -209,6 +276,8 @@ class _Reader:
 
     def _document(self, *own: int) -> MaskFn:
         known: Any = own or self.documents
+        if sum(own) > MOST_IN_DOCUMENTS:
+            raise ValueError(f"documents of more than {MOST_IN_DOCUMENTS} tokens together are not planned")
         if known:
             return document(lengths=list(known))
         raise ValueError("document needs to know the documents: --lengths, or document(4096, 8192, ...)")
@@ -217,11 +286,16 @@ class _Reader:
         sign = 1
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             sign, node = -1, node.operand
+        value: int | None = None
         if isinstance(node, ast.Constant) and type(node.value) is int:
-            return sign * node.value
-        if isinstance(node, ast.Name) and re.fullmatch(r"[KMG]\d+", node.id):
-            return sign * int(node.id[1:]) * UNITS[node.id[0]]
-        raise self._wrong("this has to be a whole number, as 1024 or 4K", node)
+            value = node.value
+        elif isinstance(node, ast.Name) and re.fullmatch(r"[KMGkmg]\d{1,40}", node.id):
+            value = int(node.id[1:]) * UNITS[node.id[0].upper()]
+        if value is None:
+            raise self._wrong("this has to be a whole number, as 1024 or 4K", node)
+        if value > MOST_TOKENS:
+            raise self._wrong("this is more tokens than any sequence has; -1 leaves a window open", node)
+        return sign * value
 
     def _wrong(self, said: str, node: Any) -> ExpressionError:
         start, end = (len(self.text.encode()[:at].decode()) for at in (node.col_offset, node.end_col_offset))

@@ -13,6 +13,7 @@ from typing import Any
 
 import tritoncp
 from tritoncp import tuned
+from tritoncp.checked_json import read_json
 from tritoncp.jobs import KERNELS, Job
 from tritoncp.kernels.configs import Config, copies, family, fuses, merges, specialises
 from tritoncp.machine_code import KINDS, MACHINES, TENSOR_COLUMNS
@@ -110,6 +111,24 @@ def measured(archs: Iterable[str] = ARCHS, folder: Path = tuned.SHIPPED) -> list
     return jobs
 
 
+def pick(jobs: Sequence[Job], **wanted: Sequence[Any]) -> list[Job]:
+    """Jobs with one of the wanted values of each field; nothing wanted: any. Raises ValueError for a value
+    that no job has, and where no job has all of it.
+
+    >>> [job.name for job in pick(shipped(["sm_90"]), kernel=["delta"], head_dim=[64])]
+    ['delta sm_90 d64 bfloat16 state']
+    """
+    for field, values in wanted.items():
+        known = dict.fromkeys(str(getattr(job, field)) for job in jobs)
+        for value in values:
+            if str(value) not in known:
+                raise ValueError(f"no shipped kernel has {field} {value!r}; known: {', '.join(known)}")
+    picked = [job for job in jobs if all(getattr(job, f) in v for f, v in wanted.items() if v)]
+    if not picked:
+        raise ValueError("no shipped kernel is all of that; tritoncp inspect lists them")
+    return picked
+
+
 def key(row: Row) -> tuple[Any, ...]:
     """What a row is about; last, what says so, unless it is the rule."""
     about = tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
@@ -127,7 +146,7 @@ def inspected(jobs: Sequence[Job], processes: int | None, timeout: float) -> Gen
 
 def known(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
     """The committed table."""
-    return {key(row): row for row in json.loads(path.read_text())["rows"]}
+    return {key(row): row for row in read_json(path)["rows"]}
 
 
 def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:

@@ -245,6 +245,19 @@ class Stand(NamedTuple):
         return 0
 
 
+# What the rule has tiles for and Triton compiles them for.
+TARGETS = (
+    *("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
+    *("gfx90a", "gfx942", "gfx950"),
+)
+
+
+def check_target(arch: str) -> None:
+    """Raises ValueError for an architecture that nothing is compiled for."""
+    if arch not in TARGETS:
+        raise ValueError(f"architecture {arch!r} is not among those that are known: {', '.join(TARGETS)}")
+
+
 def target_of(arch: str) -> Any:
     from triton.backends.compiler import GPUTarget
 

@@ -31,6 +31,7 @@ import torch
 
 import tritoncp
 from tritoncp import comm
+from tritoncp.checked_json import read_json
 from tritoncp.kernels.configs import KINDS, PASSES, ROUTES, architecture, check_options
 from tritoncp.masks import Mask
 
@@ -143,11 +144,12 @@ def sources(device: Device) -> Iterator[Path]:
 def read(path: Path) -> Entries:
     """What a file says. Raises ValueError where that is nothing that can be used."""
     try:
-        entries = json.loads(path.read_text())["entries"]
+        entries = read_json(path)["entries"]
         for entry in entries:
             check(entry)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no file of tritoncp autotune and is not used: {error!r}") from error
+        why = f"{type(error).__name__}: {str(error)[:300]}"
+        raise ValueError(f"{path} is no file of tritoncp autotune and is not used: {why}") from error
     return entries
 
 
@@ -403,7 +405,10 @@ def write(
     head = json.dumps(said | dict(facts))
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')
-    os.replace(fresh, path)
+    try:
+        fresh.write_text(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')
+        os.replace(fresh, path)
+    finally:
+        fresh.unlink(missing_ok=True)
     forget()
     return path

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
+import gc
+import importlib.util
 import inspect
+import linecache
 import multiprocessing
 import os
+import py_compile
 import stat
+import subprocess
+import sys
 import threading
+import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +29,7 @@ from tritoncp.mods import cache, mask_mod, score_mod
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache for a process that has loaded nothing."""
     monkeypatch.setenv("TRITONCP_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_MODULES", {})
+    monkeypatch.setattr(cache, "_MODULES", weakref.WeakValueDictionary())
     monkeypatch.setattr(cache, "_PRIVATE", [])
     yield tmp_path / "cache"
     for private in cache._PRIVATE:
@@ -123,6 +130,185 @@ def test_threads_translate_at_once(directory: Path) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(translate, range(4)))
+
+
+HALF = "lambda s, b, h, q, kv: s * 0.5"
+TWICE = "lambda s, b, h, q, kv: s * 2.0"
+REPORT = f"""
+import gc, sys, weakref
+from tritoncp.mods import score_mod
+for text in ({HALF!r}, {TWICE!r}):
+    print(score_mod(eval(text)).fn.fn.__name__)
+print([name for name in sys.modules if name.startswith("tritoncp_mod")])
+"""
+
+
+def in_another_process(code: str, **environment: str) -> str:
+    """What it prints."""
+    root = str(Path(cache.__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": root, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def plant(path: Path, text: str) -> Path:
+    """Byte-code of `text` where Python looks for that of `path`, with the size and time of that."""
+    other = path.with_name("planted.py")
+    other.write_text(text.ljust(path.stat().st_size - 1) + "\n")
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    target = importlib.util.cache_from_source(path)
+    py_compile.compile(str(other), cfile=target, dfile=str(path), doraise=True)
+    other.unlink()
+    return Path(target)
+
+
+def test_byte_code_is_neither_read_nor_written(directory: Path) -> None:
+    paths = []
+    for text in (HALF, TWICE):
+        mod = score_mod(eval(text))
+        paths.append(directory / "mods" / f"{cache.digest_of(mod.source)}.py")
+        cache.load(mod.source)  # the mod may be one that an earlier test translated
+    assert not list(directory.rglob("__pycache__"))
+    half, twice = (plant(path, "print('PLANTED')\nfrom os import abort as score_mod") for path in paths)
+    twice.write_bytes(twice.read_bytes()[:20])
+    before = half.read_bytes(), twice.read_bytes()
+    said = in_another_process(REPORT, TRITONCP_CACHE_DIR=str(directory), TRITON_INTERPRET="0")
+    assert said.splitlines() == ["score_mod", "score_mod", "[]"]
+    assert (half.read_bytes(), twice.read_bytes()) == before
+
+
+def test_a_file_replaced_after_it_was_checked_does_not_run(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = os.replace
+
+    def replace_then_edit(source: str, target: Path) -> None:
+        replace(source, target)
+        Path(target).write_text("VALUE = 'planted'\n")
+
+    monkeypatch.setattr(os, "replace", replace_then_edit)
+    module = cache.load(source(6))
+    assert module.VALUE == 6
+    assert inspect.getsource(module) == source(6)
+
+
+@pytest.mark.parametrize("trouble", ["directory", "full disk"])
+def test_a_file_that_cannot_be_written_lies_in_a_private_directory(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    path = directory / "mods" / f"{cache.digest_of(source(7))}.py"
+    path.parent.mkdir(parents=True, mode=0o700)
+    path.parent.parent.chmod(0o700)
+    if trouble == "directory":
+        path.mkdir()
+    else:
+        replace = os.replace
+
+        def full(source: str, target: Path) -> None:
+            if directory in Path(target).parents:
+                raise OSError(28, "No space left on device")
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match="private temporary directory"):
+        module = cache.load(source(7))
+    assert module.VALUE == 7
+    assert Path(module.__file__ or "").read_text() == source(7)
+    assert not list(path.parent.glob(".*"))
+
+
+def test_source_is_readable_without_any_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**given: str) -> None:
+        raise FileNotFoundError("no usable temporary directory")
+
+    directory.write_text("not a directory")
+    monkeypatch.setattr(cache.tempfile, "TemporaryDirectory", refuse)
+    with pytest.warns(UserWarning, match="private temporary directory"):
+        module = cache.load("import triton\n\n\n@triton.jit\ndef add(x, y):\n    return x + y\n")
+    assert inspect.getsource(module.add.fn).endswith("return x + y\n")
+
+
+JITTED = "import triton\n\n\n@triton.jit\ndef add(x):\n    return x + {}\n"
+
+
+def test_a_module_goes_with_its_functions(directory: Path) -> None:
+    functions = [cache.load(JITTED.format(n)).add for n in range(60)]
+    gone = [weakref.ref(function.fn) for function in functions]
+    paths = [function.fn.__code__.co_filename for function in functions]
+    gc.collect()
+    assert cache.load(JITTED.format(3)).add is functions[3], "kept as long as a function is"
+    assert "return x + 7" in inspect.getsource(functions[7].fn)
+    del functions
+    gc.collect()
+    assert not any(function() for function in gone)
+    assert not {*paths} & {*linecache.cache}
+    assert not [name for name in sys.modules if name.startswith("tritoncp_mod")]
+
+
+def test_a_module_of_compiled_functions_goes_with_them(directory: Path) -> None:
+    code = f"""
+import gc, weakref
+from tritoncp.mods import cache
+function = cache.load({JITTED.format(1)!r}).add
+gone = weakref.ref(function)
+key = function.cache_key
+del function
+gc.collect()
+print(gone() is None, cache.load({JITTED.format(1)!r}).add.cache_key == key)
+"""
+    said = in_another_process(code, TRITONCP_CACHE_DIR=str(directory), TRITON_INTERPRET="0")
+    assert said.split() == ["True", "True"]
+
+
+def test_the_directory_keeps_what_was_used_last(directory: Path) -> None:
+    mods = directory / "mods"
+    mods.mkdir(parents=True, mode=0o700)
+    directory.chmod(0o700)
+    old = time.time() - 7200
+    names = [f"{n:064x}.py" for n in range(cache.MOST_FILES + 100)]
+    for n, name in enumerate(names):
+        (mods / name).touch()
+        os.utime(mods / name, (old + n, old + n))
+    (mods / names[0]).unlink()
+    (mods / names[0]).mkdir()  # of our name, but no file
+    strange = ["notes.py", f"{7:063x}.py", f"{7:064x}.txt", ".0123456789abcdef-young.tmp"]
+    for name in [*strange, ".0123456789abcdef-_orphan.tmp"]:
+        (mods / name).touch()
+    for name in (*strange[:3], ".0123456789abcdef-_orphan.tmp"):
+        os.utime(mods / name, (old, old))
+    cache.load(source(8))
+    left = {path.name for path in mods.iterdir()}
+    assert len([name for name in left if len(name) == 67]) <= cache.MOST_FILES
+    assert {*strange, names[0], names[-1], f"{cache.digest_of(source(8))}.py"} <= left
+    assert not {names[1], ".0123456789abcdef-_orphan.tmp"} & left
+
+
+def test_the_directory_is_bounded_in_bytes(directory: Path) -> None:
+    mods = directory / "mods"
+    mods.mkdir(parents=True, mode=0o700)
+    directory.chmod(0o700)
+    for n in range(5):
+        with (mods / f"{n:064x}.py").open("w") as file:
+            file.truncate(cache.MOST_BYTES // 4)  # sparse: takes no room
+        os.utime(mods / f"{n:064x}.py", (n, n))
+    cache.load(source(9))
+    assert sum(path.stat().st_size for path in mods.iterdir()) <= cache.MOST_BYTES
+    assert {path.name[:64].lstrip("0") for path in mods.iterdir()} >= {"4", "3", "2"}
+
+
+def test_use_keeps_a_file_from_being_the_oldest(directory: Path) -> None:
+    cache.load(source(10))
+    path = directory / "mods" / f"{cache.digest_of(source(10))}.py"
+    os.utime(path, (1, 1))
+    gc.collect()
+    cache.load(source(10))
+    assert path.stat().st_mtime > 1
 
 
 def _write_many(directory: str, worker: int) -> None:

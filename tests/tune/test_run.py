@@ -141,7 +141,7 @@ def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
 )
 def test_what_makes_no_sense_is_refused_with_what_does(words, said):
     done = invoke(*words)
-    assert done.exit_code == 1 and said in done.output
+    assert done.exit_code == 2 and said in done.output
 
 
 def test_without_a_gpu_the_way_that_needs_none_is_shown(monkeypatch):

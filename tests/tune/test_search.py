@@ -313,6 +313,44 @@ def test_a_torn_last_line_costs_that_line_alone(tmp_path):
     assert broken == [whole[20][: len(whole[20]) // 2]]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"stage": "compile", "target": "t", "config": ' + "[" * 100_000,
+        '{"stage": "compile", "target": "t", "config": {}, "found": []}',
+        '{"stage": "compile", "target": "t", "config": 5, "found": {}}',
+        '{"stage": "time", "target": "t", "config": {}, "found": {"ms": NaN}}',
+        '{"stage": "check", "target": "t", "config": {}, "found": {"wrong": 3}}',
+        "\udcff",
+        "17",
+    ],
+    ids=["brackets", "torn", "list", "number", "nan", "wrong", "bytes", "no object"],
+)
+def test_a_line_that_says_nothing_costs_that_line_alone(tmp_path, line):
+    """As it stands, and in place of what is known of the first candidate."""
+    path = tmp_path / "journal.jsonl"
+    made = tuner(tmp_path)
+    made.run([TARGET], Formula(cost))
+    made.journal.close()
+    first, target, *rest = path.read_text().splitlines()
+    known = json.loads(rest[0])
+    if line.startswith("{") and not line.endswith("["):
+        line = json.dumps(json.loads(line) | {"target": known["target"], "config": known["config"]})
+    path.write_text("\n".join([first, target, line, *rest[1:], ""]), errors="surrogateescape")
+    again = Compiler()
+    assert tuner(tmp_path, again, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
+    assert len(again.asked) == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_journal_that_is_no_file_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "journal.jsonl"
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    with pytest.raises(OSError, match=r"journal\.jsonl"):
+        tuner(tmp_path)
+
+
 def is_json(line):
     try:
         json.loads(line)

@@ -11,6 +11,8 @@ from tritoncp.demo import ranks
 from tritoncp.demo.report import TOLERANCE, Display, Report, bytes_of, difference, plans_of, show
 from tritoncp.demo.train import Config, Step, train
 
+MOST_RANKS = 64  # processes that are started here
+MOST_BYTES = 1 << 24  # of text, in all steps together
 Losses = tuple[list[Step], list[Step]]  # of many ranks, of one
 
 
@@ -18,14 +20,21 @@ def run(config: Config, world_size: int | None, out: Path, console: Console) -> 
     """Train on many ranks and on one, show both, and compare. None on torchrun's ranks but the first.
 
     Raises ranks.RankFailed with what a local rank said, and ValueError for a world size that torchrun
-    contradicts.
+    contradicts, or more ranks or text than a demo is good for.
     """
+    if config.seq_len * config.steps > MOST_BYTES:
+        raise ValueError(
+            f"--seq-len {config.seq_len} and --steps {config.steps}: the demo trains on {MOST_BYTES} bytes "
+            "of text at most, in all steps together"
+        )
     ranks.interpret_without_gpu()
     torch.set_num_threads(1)
     began = time.perf_counter()
     started = ranks.torchrun_world_size()
     if started and world_size not in (None, started):
         raise ValueError(f"--world-size {world_size}, but torchrun started {started} ranks: leave it out")
+    if not started and (world_size or 0) > MOST_RANKS:
+        raise ValueError(f"--world-size {world_size}: the demo starts {MOST_RANKS} local ranks at most")
     world_size = started or world_size or default_world_size()
     if started and not ranks.is_first():
         ranks.train_in_torchrun(config, lambda step: None)

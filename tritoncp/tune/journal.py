@@ -11,26 +11,32 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from tritoncp.checked_json import parse_json, read_bounded
 from tritoncp.kernels.configs import Config
 from tritoncp.tune.targets import Target
+
+MOST_BYTES = 1 << 30  # of a journal: three million findings
 
 
 class Journal:
     """With ``resume`` the findings of the last run under the same conditions (``about``) count as found;
     otherwise a run begins anew, below the old lines.
 
-    Raises RuntimeError while another process writes to the file.
+    Raises RuntimeError while another process writes to the file, OSError and ValueError for what is no file
+    to write to.
     """
 
     def __init__(self, path: Path, about: dict[str, Any], resume: bool) -> None:
         self._found: dict[str, dict[str, Any]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a pipe would wait for a reader
+        self._file = os.fdopen(os.open(path, flags, 0o666), "ab")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however
         except BlockingIOError as error:
@@ -38,7 +44,11 @@ class Journal:
             raise RuntimeError(
                 f"another tritoncp autotune writes to {path}; wait for it, or name another folder with --out"
             ) from error
-        text = path.read_bytes()
+        try:
+            text = read_bounded(path, MOST_BYTES)
+        except (OSError, ValueError):
+            self._file.close()
+            raise
         current = False
         for line in text.splitlines():
             entry = _entry(line)
@@ -78,11 +88,37 @@ class Journal:
 def _entry(line: bytes) -> dict[str, Any]:
     """A line; nothing for what was being written when a run was cut off, or is not ours."""
     try:
-        found = json.loads(line)
+        entry = parse_json(line)
     except ValueError:
         return {}
-    usual = isinstance(found, dict) and ("about" in found or isinstance(found.get("config", {}), dict))
-    return found if usual else {}
+    if not isinstance(entry, dict):
+        return {}
+    ours = entry.get("stage") == "begin" or _is_finding(entry)
+    return entry if ours else {}
+
+
+def _is_finding(entry: dict[str, Any]) -> bool:
+    """Whether a line says what its stage has to say."""
+    stage, found = entry.get("stage"), entry.get("found")
+    if not isinstance(entry.get("config", {}), dict):
+        return False
+    if stage == "target":
+        return True
+    if not isinstance(found, dict):
+        return False
+    if stage == "time":
+        return _is_number(found.get("ms")) and found["ms"] > 0
+    if stage == "check":
+        return isinstance(found.get("wrong", 0), str | None)
+    sizes = (found.get(name) for name in ("shared_bytes", "spill_bytes"))
+    bound = found.get("bound")
+    return isinstance(found.get("failed"), str) or (
+        all(map(_is_number, sizes)) and (bound is None or _is_number(bound))
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def _about(stage: str, target: Target, config: Config, turn: int) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritoncp import tuned
-from tritoncp.kernels.configs import family
-from tritoncp.offline import Compilers
+from tritoncp.offline import Compilers, check_target
 from tritoncp.tune.journal import Journal
 from tritoncp.tune.search import Bench, Choice, Tally, Tuner
 from tritoncp.tune.targets import Target, candidates
@@ -114,7 +113,7 @@ def device(arch: str | None) -> tuned.Device:
     """Whose times: this process's GPU, or an architecture that is only compiled for. Raises RuntimeError
     without either, ValueError for what is no architecture."""
     if arch is not None:
-        family(arch)
+        check_target(arch)
         return tuned.Device(arch, "offline")
     if torch.cuda.is_available():
         return tuned.device_of(torch.device("cuda", torch.cuda.current_device()))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tritoncp.expressions import score_of
+from tritoncp.expressions import brief, score_of
 from tritoncp.jobs import Call, Job
 from tritoncp.kernels.configs import FEW, ROUTES, Config, copies, default, specialises, weight
 from tritoncp.mods import Untranslatable, hand_written, score_mod
@@ -44,6 +44,7 @@ MASKS = {
     "document": ("interval", "documents"),
     "window": ("window", "window"),
 }
+MOST_NUMBERS = 1 << 34  # in the queries of a shape
 # What a case of perf/cases.py is besides its mask.
 SCORED = {"softcap": ("causal", "softcap"), "alibi": ("causal", "alibi")}
 
@@ -164,11 +165,15 @@ def targets(
             seq = int(length)
         except ValueError as error:
             raise ValueError(
-                f"shape {shape!r} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 32x8,128,16384, or with another "
-                "head dim of values: 128x128,192x128,8192"
+                f"shape {brief(shape)} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 32x8,128,16384, or with "
+                "another head dim of values: 128x128,192x128,8192"
             ) from error
         if min(q_heads, kv_heads, dim, v_dim, seq) < 1 or q_heads % kv_heads or max(dim, v_dim) > 256:
             raise ValueError(f"shape {shape!r}: key heads have to divide heads, head dims end at 256")
+        if q_heads * seq * max(dim, v_dim) > MOST_NUMBERS:
+            raise ValueError(
+                f"shape {shape!r}: queries of more than {MOST_NUMBERS >> 30}G numbers fit no GPU"
+            )
         if score:
             _check(score, q_heads)
         other = v_dim if v_dim != dim else None
