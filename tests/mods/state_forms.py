@@ -1,0 +1,540 @@
+"""Python state that a mask_mod or score_mod can read: one function for each way to reach a number.
+
+Each gives ``(scale, edit)``: ``scale(x)`` is x times a number that lies in that state, and ``edit()`` changes
+the number, from 0.5 to 2.0, where it lies.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+Form = tuple[Callable[[Any], Any], Callable[[], Any]]
+FORMS: dict[str, Callable[[], Form]] = {}
+RECORDED: set[str] = set()  # forms whose state has no value to compare
+SLOPE = 0.5
+
+
+def form(build: Callable[[], Form]) -> Callable[[], Form]:
+    FORMS[build.__name__] = build
+    return build
+
+
+def recorded(build: Callable[[], Form]) -> Callable[[], Form]:
+    RECORDED.add(build.__name__)
+    return form(build)
+
+
+@form
+def closure_number() -> Form:
+    slope = 0.5
+
+    def edit() -> None:
+        nonlocal slope
+        slope = 2.0
+
+    return lambda x: x * slope, edit
+
+
+@form
+def global_number() -> Form:
+    scope = {"slope": 0.5}
+    exec("def scale(x): return x * slope", scope)
+    return scope["scale"], lambda: scope.update(slope=2.0)  # type: ignore[return-value]
+
+
+@form
+def class_attribute() -> Form:
+    class Config:
+        slope = 0.5
+
+    return lambda x: x * Config.slope, lambda: setattr(Config, "slope", 2.0)
+
+
+@form
+def class_attribute_through_self() -> Form:
+    class Layer:
+        slope = 0.5
+
+        def scale(self, x: Any) -> Any:
+            return x * self.slope
+
+    return Layer().scale, lambda: setattr(Layer, "slope", 2.0)
+
+
+@form
+def nested_class() -> Form:
+    class Outer:
+        class Inner:
+            slope = 0.5
+
+    return lambda x: x * Outer.Inner.slope, lambda: setattr(Outer.Inner, "slope", 2.0)
+
+
+@form
+def base_class() -> Form:
+    class Base:
+        slope = 0.5
+
+    class Derived(Base):
+        pass
+
+    return lambda x: x * Derived.slope, lambda: setattr(Base, "slope", 2.0)
+
+
+@form
+def metaclass_attribute() -> Form:
+    class Meta(type):
+        slope = 0.5
+
+    class Config(metaclass=Meta):
+        pass
+
+    return lambda x: x * Config.slope, lambda: setattr(Meta, "slope", 2.0)
+
+
+@form
+def enum_member_attribute() -> Form:
+    class Kind(enum.Enum):
+        SOFT = 1
+
+        def __init__(self, number: int) -> None:
+            self.slope = 0.5
+
+    return lambda x: x * Kind.SOFT.slope, lambda: setattr(Kind.SOFT, "slope", 2.0)
+
+
+@form
+def another_enum_member() -> Form:
+    class Kind(enum.Enum):
+        SOFT = 0.5
+        HARD = 2.0
+
+    chosen = [Kind.SOFT]
+    return lambda x: x * chosen[0].value, lambda: chosen.__setitem__(0, Kind.HARD)
+
+
+@form
+def property_of_a_field() -> Form:
+    class Layer:
+        def __init__(self) -> None:
+            self.half = 0.25
+
+        @property
+        def slope(self) -> float:
+            return self.half * 2
+
+    layer = Layer()
+    return lambda x: x * layer.slope, lambda: setattr(layer, "half", 1.0)
+
+
+@form
+def property_of_a_global() -> Form:
+    scope = {"slope": 0.5, "property": property}
+    exec("class Layer:\n    @property\n    def scaled(self): return slope\nlayer = Layer()", scope)
+    layer: Any = scope["layer"]
+    return lambda x: x * layer.scaled, lambda: scope.update(slope=2.0)
+
+
+@form
+def user_descriptor() -> Form:
+    class Descriptor:
+        value = 0.5
+
+        def __get__(self, owner: Any, kind: Any) -> float:
+            return self.value
+
+    class Layer:
+        slope = Descriptor()
+
+    layer = Layer()
+    return lambda x: x * layer.slope, lambda: setattr(Descriptor, "value", 2.0)
+
+
+@form
+def method_that_reads_a_global() -> Form:
+    scope = {"slope": 0.5}
+    exec(
+        "class Layer:\n    def help(self): return slope\n    def scale(self, x): return x * self.help()",
+        scope,
+    )
+    return scope["Layer"]().scale, lambda: scope.update(slope=2.0)  # type: ignore[operator, return-value]
+
+
+@form
+def module_forward_that_reads_a_global() -> Form:
+    scope = {"slope": 0.5, "Module": torch.nn.Module}
+    exec("class Layer(Module):\n    def forward(self, x): return x * slope", scope)
+    layer = scope["Layer"]()  # type: ignore[operator]
+    return lambda x: layer(x), lambda: scope.update(slope=2.0)
+
+
+@form
+def forward_hook() -> Form:
+    layer, slope = torch.nn.Identity(), [0.5]
+    layer.register_forward_hook(lambda module, args, out: out * slope[0])
+    return lambda x: layer(x), lambda: slope.__setitem__(0, 2.0)
+
+
+@form
+def module_config() -> Form:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = {"slope": 0.5, "unrelated": iter(())}
+            self.linear = torch.nn.Linear(2, 2)
+
+        def scale(self, x: Any) -> Any:
+            return x * self.config["slope"]
+
+    layer = Layer()
+    return layer.scale, lambda: layer.config.update(slope=2.0)
+
+
+@form
+def function_attribute() -> Form:
+    def scale(x: Any) -> Any:
+        return x * scale.slope  # type: ignore[attr-defined]
+
+    scale.slope = 0.5  # type: ignore[attr-defined]
+    return scale, lambda: setattr(scale, "slope", 2.0)
+
+
+@form
+def default_argument() -> Form:
+    def scale(x: Any, slopes: Any = [0.5]) -> Any:  # noqa: B006
+        return x * slopes[0]
+
+    return scale, lambda: scale.__defaults__[0].__setitem__(0, 2.0)  # type: ignore[index]
+
+
+@form
+def tensor_attribute() -> Form:
+    tensor: Any = torch.zeros(2)
+    tensor.slope = 0.5
+    return lambda x: x * tensor.slope, lambda: setattr(tensor, "slope", 2.0)
+
+
+@form
+def attribute_of_a_dictionary() -> Form:
+    class Config(dict):
+        pass
+
+    config: Any = Config()
+    config.slope = 0.5
+    return lambda x: x * config.slope, lambda: setattr(config, "slope", 2.0)
+
+
+@form
+def attribute_of_a_list() -> Form:
+    class Config(list):
+        pass
+
+    config: Any = Config()
+    config.slope = 0.5
+    return lambda x: x * config.slope, lambda: setattr(config, "slope", 2.0)
+
+
+@form
+def submodule_of_a_package() -> Form:
+    package = types.ModuleType("package")
+    package.sub = types.ModuleType("package.sub")  # type: ignore[attr-defined]
+    package.sub.slope = 0.5  # type: ignore[attr-defined]
+    return lambda x: x * package.sub.slope, lambda: setattr(package.sub, "slope", 2.0)
+
+
+@form
+def import_inside() -> Form:
+    module = sys.modules["tests_state_import"] = types.ModuleType("tests_state_import")
+    module.slope = 0.5  # type: ignore[attr-defined]
+
+    def scale(x: Any) -> Any:
+        import tests_state_import as imported  # type: ignore[import-not-found]
+
+        return x * imported.slope
+
+    return scale, lambda: setattr(module, "slope", 2.0)
+
+
+@form
+def import_of_a_name_inside() -> Form:
+    module = sys.modules["tests_state_name"] = types.ModuleType("tests_state_name")
+    module.slope = 0.5  # type: ignore[attr-defined]
+
+    def scale(x: Any) -> Any:
+        from tests_state_name import slope  # type: ignore[import-not-found]
+
+        return x * slope
+
+    return scale, lambda: setattr(module, "slope", 2.0)
+
+
+@form
+def default_factory() -> Form:
+    slopes: Any = collections.defaultdict(lambda: 0.5)
+
+    def edit() -> None:
+        slopes.clear()
+        slopes.default_factory = lambda: 2.0
+
+    return lambda x: x * slopes["slope"], edit
+
+
+@form
+def missing_key() -> Form:
+    class Config(dict):
+        slope = 0.5
+
+        def __missing__(self, key: str) -> float:
+            return self.slope
+
+    config = Config()
+    return lambda x: x * config["slope"], lambda: setattr(Config, "slope", 2.0)
+
+
+@form
+def dictionary_get() -> Form:
+    config = {"slope": 0.5}
+    return lambda x: x * config.get("slope"), lambda: config.update(slope=2.0)  # type: ignore[operator]
+
+
+@form
+def attribute_fallback() -> Form:
+    class Config:
+        def __init__(self) -> None:
+            self.__dict__["values"] = {"slope": 0.5}
+
+        def __getattr__(self, name: str) -> float:
+            return self.__dict__["values"][name]
+
+    config = Config()
+    return lambda x: x * config.slope, lambda: config.__dict__["values"].update(slope=2.0)
+
+
+@form
+def getattr_with_a_constant() -> Form:
+    class Config:
+        slope = 0.5
+
+    return lambda x: x * getattr(Config, "slope", 1.0), lambda: setattr(Config, "slope", 2.0)
+
+
+@form
+def local_variable() -> Form:
+    class Config:
+        slope = 0.5
+
+    def scale(x: Any) -> Any:
+        config = Config
+        return x * config.slope
+
+    return scale, lambda: setattr(Config, "slope", 2.0)
+
+
+@form
+def conditional_expression() -> Form:
+    class Config:
+        slope = 0.5
+
+    class Other:
+        slope = 0.25
+
+    return lambda x: x * (Config if Config else Other).slope, lambda: setattr(Config, "slope", 2.0)
+
+
+@form
+def argument_of_a_helper() -> Form:
+    class Config:
+        slope = 0.5
+
+    def slope_of(config: Any) -> float:
+        return config.slope
+
+    config = Config()
+    return lambda x: x * slope_of(config), lambda: setattr(Config, "slope", 2.0)
+
+
+@form
+def special_method() -> Form:
+    class Factor:
+        slope = 0.5
+
+        def __rmul__(self, x: Any) -> Any:
+            return x * self.slope
+
+    factor = Factor()
+    return lambda x: x * factor, lambda: setattr(Factor, "slope", 2.0)
+
+
+@form
+def constructor() -> Form:
+    class Scaled:
+        slope = 0.5
+
+        def __init__(self, x: Any) -> None:
+            self.x = x * self.slope
+
+    return lambda x: Scaled(x).x, lambda: setattr(Scaled, "slope", 2.0)
+
+
+@form
+def super_method() -> Form:
+    class Base:
+        def slope(self) -> float:
+            return 0.5
+
+    class Layer(Base):
+        def slope(self) -> float:
+            return super().slope()
+
+        def scale(self, x: Any) -> Any:
+            return x * self.slope()
+
+    return Layer().scale, lambda: setattr(Base, "slope", lambda self: 2.0)
+
+
+@form
+def class_method() -> Form:
+    class Config:
+        slope = 0.5
+
+        @classmethod
+        def get(cls) -> float:
+            return cls.slope
+
+    return lambda x: x * Config.get(), lambda: setattr(Config, "slope", 2.0)
+
+
+@form
+def partial_method() -> Form:
+    class Layer:
+        slope = 0.5
+
+        def scaled(self, factor: float, x: Any) -> Any:
+            return x * factor * self.slope
+
+        scale = functools.partialmethod(scaled, 1.0)
+
+    return Layer().scale, lambda: setattr(Layer, "slope", 2.0)
+
+
+@form
+def callable_object() -> Form:
+    class Scale:
+        slope = 0.5
+
+        def __call__(self, x: Any) -> Any:
+            return x * self.slope
+
+    return Scale(), lambda: setattr(Scale, "slope", 2.0)
+
+
+@form
+def comprehension() -> Form:
+    class Layer:
+        slopes: tuple[float, ...] = (0.5,)
+
+        def scale(self, x: Any) -> Any:
+            return sum([x * slope for slope in self.slopes])
+
+    return Layer().scale, lambda: setattr(Layer, "slopes", (0.5, 1.5))
+
+
+@form
+def slots() -> Form:
+    @dataclasses.dataclass(slots=True)
+    class Config:
+        slope: float = 0.5
+
+    config = Config()
+    return lambda x: x * config.slope, lambda: setattr(config, "slope", 2.0)
+
+
+@form
+def named_tuple() -> Form:
+    Config = collections.namedtuple("Config", "slope")
+    box = [Config(0.5)]
+    return lambda x: x * box[0].slope, lambda: box.__setitem__(0, Config(2.0))
+
+
+@form
+def namespace() -> Form:
+    outer = types.SimpleNamespace(inner=types.SimpleNamespace(slope=0.5))
+    return lambda x: x * outer.inner.slope, lambda: setattr(outer.inner, "slope", 2.0)
+
+
+@form
+def cached_property() -> Form:
+    class Layer:
+        @functools.cached_property
+        def slope(self) -> float:
+            return 0.5
+
+    layer = Layer()
+    return lambda x: x * layer.slope, lambda: layer.__dict__.update(slope=2.0)
+
+
+@form
+def cached_function() -> Form:
+    slopes = [0.5]
+    slope_of = functools.cache(lambda: slopes[0])
+
+    def edit() -> None:
+        slopes[0] = 2.0
+        slope_of.cache_clear()
+
+    return lambda x: x * slope_of(), edit
+
+
+@form
+def numpy_array() -> Form:
+    slopes = numpy.array([0.5, 1.0])
+    return lambda x: x * float(slopes[0]), lambda: slopes.__setitem__(0, 2.0)
+
+
+@recorded
+def contents_of_tensors() -> Form:
+    one, other = torch.zeros(2), torch.zeros(2)
+    return lambda x: x * (0.5 if torch.equal(one, other) else 2.0), lambda: one.copy_(torch.ones(2))
+
+
+@recorded
+def getattr_with_a_computed_name() -> Form:
+    class Config:
+        slope = 0.5
+
+    names = ["slope"]
+    return lambda x: x * getattr(Config, names[0]), lambda: setattr(Config, "slope", 2.0)
+
+
+@recorded
+def environment_variable() -> Form:
+    os.environ["TESTS_STATE_SLOPE"] = "0.5"
+    return lambda x: x * float(os.environ["TESTS_STATE_SLOPE"]), lambda: os.environ.update(
+        TESTS_STATE_SLOPE="2.0"
+    )
+
+
+@recorded
+def dictionary_of_a_class() -> Form:
+    class Config:
+        slope = 0.5
+
+    return lambda x: x * vars(Config)["slope"], lambda: setattr(Config, "slope", 2.0)
+
+
+@recorded
+def state_of_an_iterator() -> Form:
+    slopes = iter([0.5] * 1000)
+    box = [0.5]
+    return lambda x: x * box[0] if slopes else x, lambda: box.__setitem__(0, 2.0)

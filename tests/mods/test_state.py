@@ -1,0 +1,298 @@
+"""State that mods read: an edit is seen by the next call of a score_mod, and refused by masks and plans."""
+
+from __future__ import annotations
+
+import threading
+import types
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+
+import tritoncp
+from tests.mods.state_forms import FORMS, RECORDED, Form
+from tritoncp import causal, create_block_mask, make_plan, reference
+
+S = 16
+
+
+@pytest.fixture(autouse=True)
+def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch: what is tested comes before any kernel."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+
+def score_of(scale: Any) -> Any:
+    return lambda score, b, h, q_idx, kv_idx: scale(score)
+
+
+def mask_of(scale: Any) -> Any:
+    return lambda b, h, q_idx, kv_idx: (q_idx - kv_idx < scale(4.0)) & (q_idx >= kv_idx)
+
+
+def attend(score_mod: Any = None, mask: Any = None) -> torch.Tensor:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, S, 8)
+    return tritoncp.flex_attention(q, k, v, score_mod, mask or causal())
+
+
+def expected(score_mod: Any) -> torch.Tensor:
+    """As a fresh process would compute it: by the function itself."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, S, 8)
+    mask = create_block_mask(causal(), 1, 1, S, S)
+    return reference.dense_attention(q.double(), k.double(), v.double(), mask, score_mod).out.float()
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    return FORMS[request.param]()
+
+
+def test_a_score_mod_follows_its_state(form: Form) -> None:
+    scale, edit = form
+    score_mod = score_of(scale)
+    before = attend(score_mod)
+    close(before, expected(score_mod))
+    edit()
+    after = attend(score_mod)
+    close(after, expected(score_mod))
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+def test_a_mask_or_plan_whose_state_changed_is_refused(form: Form) -> None:
+    scale, edit = form
+    mask = create_block_mask(mask_of(scale), 1, 1, S, S, BLOCK_SIZE=4)
+    plan = make_plan(mask)
+    for target in (mask, plan, mask, plan):
+        attend(mask=target)  # nothing has changed
+    edit()
+    for use in (
+        lambda: attend(mask=mask), lambda: attend(mask=plan), lambda: make_plan(mask), mask.transpose,
+        lambda: mask & mask, mask.to_block_mask, mask.to_dense,
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"after this mask was made.*make the mask and the plan again"):
+            use()
+    made_again = create_block_mask(mask_of(scale), 1, 1, S, S, BLOCK_SIZE=4)
+    want = torch.arange(S)[:, None] - torch.arange(S)
+    assert torch.equal(made_again.to_dense()[0, 0], (want >= 0) & (want < 8))
+
+
+@pytest.mark.parametrize("name", ["class_attribute", "module_config", "global_number"])
+def test_a_refusal_names_the_state_and_both_values(name: str) -> None:
+    scale, edit = FORMS[name]()
+    mask = create_block_mask(mask_of(scale), 1, 1, S, S)
+    edit()
+    with pytest.raises(
+        RuntimeError, match=r"slope.* was 0\.5 and is 2\.0, after this mask was made from .*mask_of"
+    ):
+        attend(mask=mask)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_state_that_cannot_be_compared_is_named_once(name: str) -> None:
+    scale, _ = FORMS[name]()
+    score_mod = types.FunctionType(
+        score_of(scale).__code__, globals(), name, None, score_of(scale).__closure__
+    )
+    score_mod.__qualname__ = f"warned_of_{name}"
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        attend(score_mod)
+        attend(score_mod)
+    texts = [str(w.message) for w in raised if "cannot be compared" in str(w.message)]
+    assert len(texts) == (name in RECORDED)
+    assert all("capture it instead" in text and f"warned_of_{name}" in text for text in texts)
+
+
+def test_a_mask_s_tensors_are_state_too() -> None:
+    table = torch.arange(S)
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: table[q_idx] >= table[kv_idx], 1, 1, S, S)
+    attend(mask=mask)
+    table.add_(1)
+    with pytest.raises(RuntimeError, match=r"tensor of shape \(16,\) was edited in place"):
+        attend(mask=mask)
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: table[q_idx] >= table[kv_idx], 1, 1, S, S)
+    table = torch.arange(S).flip(0)
+    with pytest.raises(RuntimeError, match=r"tensor of shape \(16,\) was replaced by another"):
+        attend(mask=mask)
+
+
+def test_a_number_from_anywhere_is_an_argument_of_the_kernel() -> None:
+    """As numbers in a closure are: another value needs no other kernel."""
+    from tritoncp.mods import score_mod
+
+    for name in ("class_attribute", "module_config", "property_of_a_global", "enum_member_attribute"):
+        scale, edit = FORMS[name]()
+        function = score_of(scale)
+        before = score_mod(function)
+        edit()
+        after = score_mod(function)
+        assert before.digest == after.digest
+        assert (before.numbers, after.numbers) == ((0.5,), (2.0,))
+
+
+# -- any state ------------------------------------------------------------------------------------------
+
+LINKS = (
+    "attribute",
+    "class attribute",
+    "dictionary",
+    "list",
+    "tuple",
+    "namespace",
+    "property",
+    "module",
+    "slot",
+)
+
+
+def wrap(link: str, value: Any) -> tuple[Any, str]:
+    """(an object that holds value, the expression that reads it from the object)."""
+    if link == "dictionary":
+        return {"key": value}, "['key']"
+    if link in ("list", "tuple"):
+        return ([0.0, value], "[1]") if link == "list" else ((0.0, [value]), "[1][0]")
+    if link == "namespace":
+        return types.SimpleNamespace(field=value), ".field"
+    if link == "module":
+        module = types.ModuleType("generated")
+        module.field = value  # type: ignore[attr-defined]
+        return module, ".field"
+    if link == "class attribute":
+        return type("Config", (type("Base", (), {"field": value}),), {}), ".field"
+    if link == "property":
+        holder = type("Layer", (), {"field": property(lambda self: self.__dict__["inner"])})()
+        holder.__dict__["inner"] = value
+        return holder, ".field"
+    if link == "slot":
+        holder = type("Slotted", (), {"__slots__": ("field",)})()
+        holder.field = value
+        return holder, ".field"
+    holder = type("Plain", (), {})()
+    holder.field = value
+    return holder, ".field"
+
+
+READERS = {
+    "closure": """
+def make(root):
+    return lambda s, b, h, q, kv: s * root{path}
+""",
+    "local variable": """
+def make(root):
+    def mod(s, b, h, q, kv):
+        x = root
+        return s * x{path}
+    return mod
+""",
+    "helper": """
+def make(root):
+    def read(x):
+        return x{path}
+    return lambda s, b, h, q, kv: s * read(root)
+""",
+    "default": """
+def make(root):
+    def mod(s, b, h, q, kv, x=root):
+        return s * x{path}
+    return mod
+""",
+    "method": """
+def make(root):
+    class Layer:
+        def __init__(self):
+            self.x = root
+        def mod(self, s, b, h, q, kv):
+            return s * self.x{path}
+    return Layer().mod
+""",
+    "loop": """
+def make(root):
+    def mod(s, b, h, q, kv):
+        for x in [root]:
+            s = s * x{path}
+        return s
+    return mod
+""",
+    "global": """
+def make(x):
+    global root
+    root = x
+    def mod(s, b, h, q, kv):
+        return s * root{path}
+    return mod
+""",
+}
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(
+    st.lists(st.sampled_from(LINKS), max_size=3), st.sampled_from(sorted(READERS)),
+    st.lists(st.sampled_from([0.25, 0.5, 3.0, -1.0]), min_size=2, max_size=3),
+)  # fmt: skip
+def test_an_edit_of_any_reachable_state_is_seen(links: list[str], reader: str, values: list[float]) -> None:
+    cell = [0.125]
+    root, path = cell, "[0]"
+    for link in links:
+        root, step = wrap(link, root)
+        path = step + path
+    scope: dict[str, Any] = {}
+    exec(READERS[reader].replace("{path}", path), scope)
+    score_mod = scope["make"](root)
+    for value in values:
+        cell[0] = value
+        close(attend(score_mod), expected(score_mod))
+
+
+# -- compiled, and in several threads ----------------------------------------------------------------------
+
+
+class Compiled:
+    slope = 0.5
+
+
+def compiled_score(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score * Compiled.slope
+
+
+def compiled_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx - kv_idx < Compiled.slope * 8
+
+
+def test_compiled_calls_follow_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = torch.compile(attend, backend="eager")
+    mask = create_block_mask(compiled_mask, 1, 1, S, S)
+    close(call(compiled_score), expected(compiled_score))
+    call(None, mask)
+    monkeypatch.setattr(Compiled, "slope", 2.0)
+    close(call(compiled_score), expected(compiled_score))
+    with pytest.raises(RuntimeError, match=r"global Compiled\.slope was 0\.5 and is 2\.0"):
+        call(None, mask)
+
+
+def test_threads_that_make_masks_mods_and_plans_do_not_disturb_each_other() -> None:
+    ready = threading.Barrier(8)
+
+    def work(thread: int) -> None:
+        ready.wait()
+        for step in range(6):
+            width = 1 + thread * 6 + step
+            torch_mask = create_block_mask(lambda b, h, q, kv, w=width: (q >= kv) & (q - kv < w), 1, 1, S, S)
+            q = torch.full((1, 1, S, 8), 1.0, requires_grad=True)
+            out = tritoncp.flex_attention(q, q, q, lambda s, b, h, x, y, w=width: s / w, torch_mask)
+            out.sum().backward()
+            close(out, torch.ones_like(out))
+            assert q.grad is not None and bool(q.grad.isfinite().all())
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(work, thread) for thread in range(8)]:
+            future.result()
