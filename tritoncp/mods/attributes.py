@@ -15,26 +15,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Classes whose own methods read no state but their instance's.
-_LIBRARIES = frozenset(
-    {
-        "torch",
-        "tritoncp",
-        "enum",
-        "abc",
-        "typing",
-        "builtins",
-        "collections",
-        "functools",
-        "types",
-        "dataclasses",
-    }
-)
-SEQUENCES = (tuple, list, deque)
-CONTAINERS = frozenset({*SEQUENCES, dict, set, frozenset, types.MappingProxyType})
+# Packages whose classes' own methods read no state but their instance's fields.
+_LIBRARIES = frozenset({"torch", "tritoncp", "enum", "abc", "typing", "builtins"})
+SEQUENCES = (tuple, list, deque)  # torch.Size is a tuple
+CONTAINERS = frozenset({*SEQUENCES, torch.Size, dict, set, frozenset, types.MappingProxyType})
 PLAIN_BASES = CONTAINERS | {
     object, int, float, complex, str, bytes, types.SimpleNamespace, OrderedDict, defaultdict, enum.Enum,
 }  # fmt: skip
+
+
+DESCRIPTORS = (
+    property, functools.cached_property, types.GetSetDescriptorType, types.MemberDescriptorType,
+    types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
+)  # fmt: skip
 
 
 class _Absent:
@@ -227,3 +220,17 @@ def _is_data_descriptor(raw: Any) -> bool:
 
 def _is_special(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
+
+
+def is_torch(thing: Any) -> bool:
+    """Whether a function, class, module or object is torch's own."""
+    if isinstance(thing, types.ModuleType):
+        place = thing.__name__
+    else:
+        place = getattr(thing, "__module__", None) or type(thing).__module__
+    return isinstance(place, str) and place.split(".")[0] == "torch"
+
+
+def is_of_torch(cls: type, name: str) -> bool:
+    """Whether torch's own classes define this attribute of a tensor, or none does."""
+    return next((is_library_class(base) for base in cls.__mro__ if name in vars(base)), True)

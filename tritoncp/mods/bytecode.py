@@ -36,12 +36,12 @@ class Reads(NamedTuple):
 
     chains: from globals, closure variables, imported modules and the function's first argument (``self``)
     attributes: names read from values that no chain leads to
-    computed_names: whether `getattr` or `hasattr` is called with a name that is no constant
+    obstacle: what the code does that hides which state it reads; empty if nothing
     """
 
     chains: tuple[Chain, ...]
     attributes: frozenset[str]
-    computed_names: bool
+    obstacle: str
 
 
 _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -62,7 +62,7 @@ def code_reads(code: types.CodeType) -> Reads:
     """
     reader = _Reader()
     reader.read(code, dict.fromkeys(code.co_freevars, CELL) | _first_argument(code))
-    return Reads(tuple(reader.chains), frozenset(reader.attributes), reader.computed_names)
+    return Reads(tuple(reader.chains), frozenset(reader.attributes), reader.obstacle)
 
 
 def _first_argument(code: types.CodeType) -> dict[str, str]:
@@ -91,7 +91,7 @@ class _Reader:
     def __init__(self) -> None:
         self.chains: dict[Chain, None] = {}
         self.attributes: set[str] = set()
-        self.computed_names = False
+        self.obstacle = ""
         self._open: tuple[str, str, list[Step]] | None = None  # the chain that the last instruction continued
 
     def read(self, code: types.CodeType, scope: dict[str, str]) -> None:
@@ -104,7 +104,7 @@ class _Reader:
                 self.read(constant, {name: kind for name, kind in scope.items() if name not in hidden})
 
     def _instructions(self, instructions: list[dis.Instruction], scope: dict[str, str]) -> None:
-        named = False  # getattr or hasattr was loaded, and the attribute's name has not come yet
+        names = self._lookup_names(instructions)
         skip = False
         for index, instruction in enumerate(instructions):
             operation, argument = instruction.opname, instruction.argval
@@ -114,10 +114,9 @@ class _Reader:
                 skip = False
             elif operation in _ATTRIBUTES:
                 self._attribute(ATTRIBUTE, argument)
-            elif operation in _CONSTANTS and named and isinstance(argument, str):
+            elif index in names:
                 self._attribute(OPTIONAL, argument)
                 self._close()
-                named = False
             elif operation in _CONSTANTS and self._open and _is_subscript(instructions[index + 1]):
                 self._open[2].append((ITEM, argument))
                 skip = True
@@ -130,11 +129,20 @@ class _Reader:
                     self._import(instructions[index - 2].argval, argument)
                 elif operation in ("IMPORT_FROM", "LOAD_SUPER_ATTR"):
                     self.attributes.add(argument)
-                self.computed_names |= named and not operation.startswith("LOAD_")
-                named = (named and operation.startswith("LOAD_")) or (
-                    operation in _GLOBALS and argument in _DYNAMIC
-                )
+                elif operation == "MATCH_CLASS":
+                    self.obstacle = "matches a class pattern, which reads attributes by position"
         self._close()
+
+    def _lookup_names(self, instructions: list[dis.Instruction]) -> set[int]:
+        """Where calls of getattr and hasattr load the attribute's name, a constant in all but rare ones."""
+        names = set()
+        for index, instruction in enumerate(instructions):
+            if instruction.opname in _GLOBALS and instruction.argval in _DYNAMIC:
+                name = _lookup_name(instructions, index)
+                names.add(name)
+                if name < 0:
+                    self.obstacle = f"calls {instruction.argval}() with a name that it computes"
+        return names
 
     def _attribute(self, step: str, name: str) -> None:
         if self._open is None:
@@ -154,6 +162,20 @@ class _Reader:
             kind, name, steps = self._open
             self.chains[Chain(kind, name, tuple(steps), _path(kind, name, steps))] = None
             self._open = None
+
+
+def _lookup_name(instructions: list[dis.Instruction], start: int) -> int:
+    """The index of the name in ``getattr(variable.attribute..., "name", default)``, -1 in other calls."""
+    index = start + 1
+    while instructions[index].opname.startswith("LOAD_") and instructions[index].opname not in _CONSTANTS:
+        index += 1
+    following = [i.opname for i in instructions[index + 1 : index + 3]]
+    arguments = 2 if following[0].startswith("CALL") else 3
+    default = following[0] if arguments == 3 else "LOAD_CONST"
+    simple = default.startswith("LOAD_") and default not in _ATTRIBUTES
+    call = instructions[index + arguments - 1]
+    is_name = index > start + 1 and isinstance(instructions[index].argval, str)
+    return index if is_name and simple and call.opname.startswith("CALL") and call.arg == arguments else -1
 
 
 def _roots(instruction: dis.Instruction, scope: dict[str, str]) -> Iterator[tuple[str, str, list[Step]]]:

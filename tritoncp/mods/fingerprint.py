@@ -16,6 +16,7 @@ import builtins
 import enum
 import functools
 import importlib.util
+import operator
 import re
 import sys
 import types
@@ -27,6 +28,7 @@ import torch
 from .attributes import (
     ABSENT,
     CONTAINERS,
+    DESCRIPTORS,
     PLAIN_BASES,
     SEQUENCES,
     Getter,
@@ -36,6 +38,8 @@ from .attributes import (
     implicit_methods,
     in_class,
     is_library_class,
+    is_of_torch,
+    is_torch,
     item_of,
 )
 from .bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Chain, code_reads
@@ -44,9 +48,10 @@ MOST_VALUES = 1024  # in one fingerprint: past that, running the function is qui
 
 _COMPUTED = object()  # a value that a function computes, whose own reads enter the key
 _ATOMS = frozenset(
-    {bool, str, bytes, type(None), type(Ellipsis), range}
+    {bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
+_NAMING_CLASSES = operator.attrgetter, operator.methodcaller
 _NUMBERS = frozenset({int, float, complex})
 _CACHED = type(functools.cache(len))
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -60,7 +65,7 @@ _IMPURE_BUILTINS = frozenset(
 # Names in torch that give a Python value which depends on the contents of tensors or on settings.
 _IMPURE_TORCH = re.compile(
     r"equal|allclose|is_nonzero|data_ptr|_version|grad|is_leaf|get_.*|are_.*|is_\w+_enabled|initial_seed"
-    r"|current_\w+"
+    r"|current_\w+|stride|is_contiguous|\w*storage\w*"
 )
 
 
@@ -99,8 +104,8 @@ class Fingerprint:
     >>> bias = lambda score, b, h, q_idx, kv_idx: score - Config.slope * (q_idx - kv_idx)
     >>> before = Fingerprint(bias)
     >>> Config.slope = 0.25
-    >>> first_difference(before.key, Fingerprint(bias).key)
-    'global Config.slope was 0.5 and is 0.25'
+    >>> before.numbers, Fingerprint(bias).key == before.key
+    ([0.5], False)
     """
 
     __slots__ = (
@@ -175,17 +180,19 @@ class Fingerprint:
         if kind is functools.partial:
             parts = thing.func, thing.args, thing.keywords
             return "partial", tuple([self._value(path, part) for part in parts])
+        if kind is type and thing in _NAMING_CLASSES:
+            raise Incomparable(f"{path} is operator.{thing.__name__}, which reads attributes by name")
         if isinstance(thing, enum.Enum | types.ModuleType | type):
             self._escaped.append((path, thing))
             return Identity(thing)
         if isinstance(thing, types.MethodWrapperType):
             return "method", thing.__name__, self._value(path, thing.__self__)
-        if _is_torch(thing) and callable(thing) and not isinstance(thing, torch.nn.Module):
+        if is_torch(thing) and callable(thing) and not isinstance(thing, torch.nn.Module):
             self._refuse_impure(path, [getattr(thing, "__name__", "")])
             return Identity(thing)
         if kind is slice:
             return kind, self._value(path, (thing.start, thing.stop, thing.step))
-        if kind.__module__ == "numpy" or isinstance(thing, _descriptors()):
+        if kind.__module__ == "numpy" or isinstance(thing, DESCRIPTORS):
             return self._foreign(path, thing, kind)
         if isinstance(thing, staticmethod | classmethod):
             return kind, self._value(path, thing.__func__)
@@ -244,9 +251,12 @@ class Fingerprint:
     # -- functions ---------------------------------------------------------------------------------------
 
     def _bound(self, path: str, fn: Any, owner: Any) -> Any:
-        if isinstance(fn, types.FunctionType):
-            return self._function(path, fn, owner)
-        return self._value(path, fn), self._value(path, owner)
+        if not isinstance(fn, types.FunctionType):
+            return self._value(path, fn), self._value(path, owner)
+        key = self._function(path, fn, owner)
+        if type(key) is Identity:  # torch's own: it reads what its object holds
+            self._read_fields(path, owner)
+        return key
 
     def _function(self, path: str, fn: types.FunctionType, owner: Any) -> Any:
         """owner: the object that the first argument is bound to, None where there is none."""
@@ -259,6 +269,8 @@ class Fingerprint:
         place = self._remember(name, (fn, owner))
         code = fn.__code__
         reads = code_reads(code)
+        if reads.obstacle:
+            raise Incomparable(f"{fn.__qualname__} {reads.obstacle}")
         self._entries.append((path, code))
         if reads.attributes:
             self._attributes |= reads.attributes
@@ -273,8 +285,6 @@ class Fingerprint:
                 continue
             if type(value) in (int, float) and (chain.kind != CELL or chain.steps):
                 self.numbers.append(value)
-            if reads.computed_names and (value is getattr or value is hasattr):
-                raise Incomparable(f"{fn.__qualname__} calls {value.__name__}() with a name that it computes")
             self._entries.append((chain.path, ABSENT if value is ABSENT else self._value(chain.path, value)))
         return "function", place
 
@@ -293,7 +303,7 @@ class Fingerprint:
         return value
 
     def _attribute(self, path: str, thing: Any, name: str) -> Any:
-        if isinstance(thing, torch.Tensor) and name not in thing.__dict__ and _is_of_torch(type(thing), name):
+        if isinstance(thing, torch.Tensor) and name not in thing.__dict__ and is_of_torch(type(thing), name):
             self._refuse_impure(path, [name])
             self._entries.append((path, self._value(path, thing)))  # its dtype and shape, or a method of it
             return _COMPUTED
@@ -322,7 +332,7 @@ class Fingerprint:
         while size != (len(self._escaped), len(self._attributes)):
             size = len(self._escaped), len(self._attributes)
             for path, thing in list(self._escaped):
-                if _is_torch(thing) and not isinstance(thing, torch.Tensor | torch.nn.Module):
+                if is_torch(thing) and not isinstance(thing, torch.Tensor | torch.nn.Module):
                     continue
                 if id(thing) not in asked:
                     self._alive.append(thing)
@@ -333,7 +343,7 @@ class Fingerprint:
                     self._read_definitions(f"{path}.{name}", thing, name)
 
     def _read_definitions(self, path: str, thing: Any, name: str) -> None:
-        if isinstance(thing, torch.Tensor) and name not in thing.__dict__ and _is_of_torch(type(thing), name):
+        if isinstance(thing, torch.Tensor) and name not in thing.__dict__ and is_of_torch(type(thing), name):
             return
         for value in definitions_of(thing, name):
             resolved = self._resolve(path, value)
@@ -345,31 +355,22 @@ class Fingerprint:
             self._function(f"{path}.{name}", method, owner)
         if isinstance(thing, torch.nn.Module):
             self._bound(f"{path}.forward", in_class(type(thing), "forward"), thing)
-            stores = ["_forward_hooks", "_forward_pre_hooks"]
-            stores += ["_parameters", "_buffers", "_modules"] if is_library_class(type(thing)) else []
-            for store in stores:
-                if held := thing.__dict__.get(store):
-                    self._entries.append((f"{path}.{store}", self._value(path, dict(held))))
+            for hooks in ("_forward_hooks", "_forward_pre_hooks"):
+                self._entries.append((f"{path}.{hooks}", self._value(path, dict(getattr(thing, hooks)))))
+        elif is_library_class(type(thing)):
+            self._read_fields(path, thing)
 
-
-def first_difference(old: Any, new: Any) -> str:
-    """The first state in which two keys differ, in words."""
-    for before, after in zip(old, new):
-        if before != after:
-            path = after[0] if before[0] == after[0] else before[0]
-            return f"{path} was {_text(before[1])} and is {_text(after[1])}"
-    return "it reads other state"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, types.CodeType):
-        return f"the code at {value.co_filename}:{value.co_firstlineno}"
-    if isinstance(value, tuple) and len(value) == 2 and (value[0] in ("int", "float", "complex")):
-        return value[1]
-    if isinstance(value, tuple) and len(value) == 2 and value[0] in _ATOMS:
-        return repr(value[1])
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    def _read_fields(self, path: str, thing: Any) -> None:
+        """All that an object of a library's class holds; of a user's nn.Module, what torch's methods read."""
+        if isinstance(thing, type | types.ModuleType | torch.Tensor | enum.Enum):
+            return
+        fields = getattr(thing, "__dict__", {})
+        if not is_library_class(type(thing)):
+            fields = {
+                name: fields[name] for name in ("_parameters", "_buffers", "_modules") if name in fields
+            }
+        for name, value in fields.items():
+            self._entries.append((f"{path}.{name}", self._value(f"{path}.{name}", value)))
 
 
 def _root(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
@@ -397,29 +398,8 @@ _TENSORS_DECIDE = "is asked for {}, which contents of tensors or settings of tor
 @functools.lru_cache(4096)
 def _impurity(thing: types.BuiltinFunctionType) -> str | None:
     """Why the result of a built-in function may differ between calls with equal arguments."""
-    if _is_torch(thing):
+    if is_torch(thing):
         return _TENSORS_DECIDE.format(thing.__name__) if _IMPURE_TORCH.fullmatch(thing.__name__) else None
     if thing.__module__ not in _PURE_MODULES or thing.__name__ in _IMPURE_BUILTINS:
         return f"is {thing.__module__}.{thing.__name__}(), which reads state of its own"
     return None
-
-
-def _is_torch(thing: Any) -> bool:
-    """Whether a function, class, module or object is torch's own."""
-    if isinstance(thing, types.ModuleType):
-        place = thing.__name__
-    else:
-        place = getattr(thing, "__module__", None) or type(thing).__module__
-    return isinstance(place, str) and place.split(".")[0] == "torch"
-
-
-def _is_of_torch(cls: type, name: str) -> bool:
-    """Whether torch's own classes define this attribute of a tensor, or none does."""
-    return next((is_library_class(base) for base in cls.__mro__ if name in vars(base)), True)
-
-
-def _descriptors() -> tuple[type, ...]:
-    return (
-        property, functools.cached_property, types.GetSetDescriptorType, types.MemberDescriptorType,
-        types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType,
-    )  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from .fingerprint import first_difference
 from .recording import State, read_state
 
 
@@ -58,6 +58,24 @@ class Snapshot:
             if ref() is not tensor and (ref() is not None or not state.incomparable):
                 return f"a captured tensor of shape {tuple(tensor.shape)} was replaced by another"
         return ""
+
+
+def first_difference(old: Any, new: Any) -> str:
+    """The first state in which two keys differ, in words."""
+    for before, after in zip(old, new):
+        if before != after:
+            path = after[0] if before[0] == after[0] else before[0]
+            return f"{path} was {_text(before[1])} and is {_text(after[1])}"
+    return "it reads other state"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return f"the code at {value.co_filename}:{value.co_firstlineno}"
+    if isinstance(value, tuple) and len(value) == 2:  # (type, value) or (name of a type of numbers, text)
+        return value[1] if isinstance(value[0], str) and isinstance(value[1], str) else repr(value[1])
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _state_of(mask_mod: Callable[..., Any]) -> State:
