@@ -71,6 +71,7 @@ ROOMS = {
             "engines",
             "sinks",
             "plan_cache",
+            "signatures",
             "sources",
             "integrations",
             "tuned",

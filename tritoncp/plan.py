@@ -45,6 +45,7 @@ class Plan:
     degree:   ranks that trade heads under "ulysses"; 0 = as many as there are heads for
     heads:    query heads of the layer, where a call sees only some of them
     sources, versions: the tensors the mask was made from; an edit since then is refused
+    mask_digest: of the mask's code and values, where ranks may have to compare it
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     """
 
@@ -59,6 +60,7 @@ class Plan:
     heads: int = 0
     sources: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
+    mask_digest: bytes = b""
     handle: Tensor | None = None
     _shared: dict = field(default_factory=dict, repr=False)
 
@@ -353,7 +355,8 @@ class Plan:
 
     def __getstate__(self) -> dict:
         state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
-        return state | {"_shared": {}, "sources": (), "versions": (), "handle": None}
+        digests = {} if self.world_size == 1 else {("digest", self.schedule): self.digest}
+        return state | {"_shared": digests, "sources": (), "versions": (), "handle": None}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
