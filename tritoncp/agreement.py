@@ -51,12 +51,15 @@ class Disagreement(RuntimeError):
 
 
 def together(
-    group: Any, purpose: str, work: Callable[[], tuple[T, Facts, Sequence[int]]]
+    group: Any,
+    purpose: str,
+    work: Callable[[], tuple[T, Facts, Sequence[int]]],
+    moment: str = "while a plan was made",
 ) -> tuple[T, list[list[int]]]:
     """work() on every rank of the group: its result, and the numbers of all ranks.
 
-    purpose: what the ranks do, for messages. work: gives a result, facts that must be equal on all ranks, and
-    up to NUMBERS integers that may differ.
+    purpose, moment: what the ranks do, and when, for messages. work: gives a result, facts that must be equal
+    on all ranks, and up to NUMBERS integers that may differ.
     Raises on every rank where it raised on one, its own exception there and Disagreement elsewhere, and where
     facts differ; PeerLost where a rank does not come. A group of None is this process alone.
     """
@@ -68,27 +71,27 @@ def together(
     except (Disagreement, comm.PeerLost):
         raise  # of an exchange within: every rank knows
     except Exception as error:
-        share_failure(group, purpose, error)
+        share_failure(group, purpose, error, moment)
         raise
     rows = comm.exchange(_record(False, facts, numbers), group, purpose)
     if any(row[0] for row in rows):
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         said = _exchange_texts("", group, purpose)[failed[0]]
         raise Disagreement(
-            f"{_ranks(failed)} failed in {purpose}, so it ends on every rank. Rank {failed[0]} says: {said}"
+            f"{_ranks(failed)} failed {moment} ({purpose}), so no rank goes on. Rank {failed[0]} says: {said}"
         )
     _check_facts(facts, rows, group, purpose)
     return result, [row[1 : 1 + len(numbers)] for row in rows]
 
 
-def share_failure(group: Any, purpose: str, error: Exception) -> None:
+def share_failure(group: Any, purpose: str, error: Exception, moment: str) -> None:
     """Take part in the comparison that the other ranks make now, as the rank that failed; the caller raises
     its error afterwards."""
     rows = comm.exchange(_record(True, {}, ()), group, purpose)
     _exchange_texts(f"{type(error).__name__}: {error}", group, purpose)
     others = [rank for rank, row in enumerate(rows) if row[0] and rank != group.rank()]
     also = f"; {_ranks(others)} failed too" if others else ""
-    error.add_note(f"on rank {group.rank()}, in {purpose}{also}")
+    error.add_note(f"on rank {group.rank()}, {moment} ({purpose}){also}")
 
 
 def fact(text: Text, content: bytes | None = None) -> tuple[Text, bytes]:
@@ -151,12 +154,16 @@ def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) 
     if len(set(said.values())) < len(said):  # alike in words
         said = {ranks[0]: f"{texts[ranks[0]]} (digest {value & 0xFFFFFFFF:08x})"
                 for value, ranks in camps.items()}  # fmt: skip
-    values = "; ".join(f"{_ranks(ranks)} has {said[ranks[0]]}" for ranks in camps.values())
+    values = ". ".join(f"{_owners(ranks)} {said[ranks[0]]}" for ranks in camps.values())
     also = f" They differ in {', '.join(differing[1:])} too." if name != "call" and differing[1:] else ""
     raise Disagreement(
-        f"the ranks differ in {name}: {' against '.join(map(_ranks, camps.values()))}, in {purpose}. "
-        f"{values[:1].upper()}{values[1:]}.{also} {REMEDIES[name]}"
+        f"the ranks differ in {name}: {' against '.join(map(_ranks, camps.values()))} ({purpose}). "
+        f"{values}.{also} {REMEDIES[name]}"
     )
+
+
+def _owners(ranks: Sequence[int]) -> str:
+    return f"R{_ranks(ranks)[1:]} {'have' if len(ranks) > 1 else 'has'}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -304,9 +304,9 @@ def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: 
     ranks = f"rank{'s' * (len(absent) > 1)} {shown}" if absent else "another rank"
     waited = f"{timeout(group).total_seconds():g} s"
     return (
-        f"rank {group.rank()} of {group.size()} was at {purpose}, and {ranks} did not come within {waited} or "
-        "ended the connection: died, stalled, failed before this call or makes another one. What those ranks "
-        f"say comes first. ({error})"
+        f"rank {group.rank()} of {group.size()} was at {purpose}, and {ranks} did not come within {waited} "
+        "or ended the connection: died, stalled, failed before this call or makes another one. What those "
+        f"ranks say comes first. ({error})"
     )
 
 

@@ -162,7 +162,7 @@ def plan_for(
             check()
         except Exception as error:
             if group is not None and (agreement.CHECKED or not cache.holds(sources.key)):
-                agreement.share_failure(group, signatures.CALL, error)
+                agreement.share_failure(group, signatures.CALL, error, signatures.MOMENT)
             raise
         key = (sources.key, q.shape[2], k.shape[2], q.shape[0])
         entry = entry or cache.serving(key, tensors)

@@ -34,7 +34,7 @@ from tritoncp.sources import is_remote, to_host
 
 MOST = 1024  # signatures of a group
 SCALES = 16  # values of scale that are compared for one signature; a scale that changes oftener is data
-CALL = "flex_attention"
+CALL, MOMENT = "flex_attention", "in this call"
 _NUMBERS = itertools.count()
 
 
@@ -105,7 +105,7 @@ def compare_call(
         same = _facts(plan, Spec.decode(spec), scale, q, k, v, captures, ints, floats)
         return None, {"call": fact(purpose, CALL.encode()), **same}, ()
 
-    agreement.together(group, purpose, facts)
+    agreement.together(group, purpose, facts, MOMENT)
     table.note(signature, scale, plan)
     if "ring" in plan.schedule:
         comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
@@ -117,7 +117,7 @@ def share_failure(group: Any, plan: Plan, error: Exception) -> None:
     if group is None or group.size() == 1:
         return
     if agreement.CHECKED or structure_of(plan) not in table_of(group).structures:
-        agreement.share_failure(group, CALL, error)
+        agreement.share_failure(group, CALL, error, MOMENT)
 
 
 def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
@@ -128,7 +128,7 @@ def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
 def shape_facts(q: Tensor, k: Tensor) -> dict[str, tuple[agreement.Text, bytes]]:
     """What shards that may differ in length have in common."""
     return {
-        "batch": fact(str(q.shape[0])),
+        "batch": fact(f"batch {q.shape[0]}"),
         "heads": fact(f"{q.shape[1]} query heads and {k.shape[1]} key heads"),
         "head dims": fact(f"head dim {q.shape[3]}"),
     }
@@ -147,8 +147,8 @@ def _facts(
         **shape_facts(q, k),
         "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
         "lengths": fact(f"{mask.q_len} queries and {mask.kv_len} keys"),
-        "scale": fact(repr(scale)),
-        "kernel_options": fact(repr(dict(spec.options))),
+        "scale": fact(f"scale {scale!r}"),
+        "kernel_options": fact(f"kernel_options {dict(spec.options)}"),
         "returns": fact(", ".join(["out", *(x for x in spec.asked if x != "sinks")])),
         "sinks": fact("sinks" if "sinks" in spec.asked else "no sinks"),
         "score_mod": fact(f"a score_mod of structure {score.digest[:12]}" if score else "no score_mod"),
@@ -236,7 +236,9 @@ def _tensors(mod: MaskMod) -> Iterator[Tensor]:
 
 
 def _fields(mod: MaskMod) -> Iterator[Any]:
-    names = [field.name for field in dataclasses.fields(mod)] if dataclasses.is_dataclass(mod) else []
+    names: list[str] = (
+        [field.name for field in dataclasses.fields(mod)] if dataclasses.is_dataclass(mod) else []
+    )
     for name in names:
         value = getattr(mod, name)
         yield from value if isinstance(value, tuple | list) else (value,)
