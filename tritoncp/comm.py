@@ -9,7 +9,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -272,25 +272,29 @@ def exchange(
     if _is_fake(group):
         return [list(numbers)] * group.size()
     channel = control(group, purpose)
-    rank, world = channel.rank(), channel.size()
-    mine = torch.tensor(list(numbers), dtype=torch.int64, device=_device(channel))
-    rows = mine.repeat(world, 1)
-    if dist.get_backend(channel) != "gloo":
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=_device(group, channel))
+    rows = mine.repeat(group.size(), 1)
+    if isinstance(channel, dist.ProcessGroup):
         _all_gather(rows.view(-1), mine, group=channel)
         return rows.tolist()
-    peers = [peer for peer in range(world) if peer != rank]
-    works = [(peer, channel.recv([rows[peer]], peer, 0)) for peer in peers]
-    works += [(peer, channel.send([mine], peer, 0)) for peer in peers]
-    failures = _wait_each(works, timeout(group).total_seconds())
+    failures = _swap_rows(channel, rows, mine, timeout(group).total_seconds())
     if failures:
         raise PeerLost(_lost(group, purpose, sorted(failures), next(iter(failures.values()))))
     return rows.tolist()
 
 
-def _wait_each(works: Iterable[tuple[int, Any]], seconds: float) -> dict[int, str]:
-    """Wait for all messages for so long in all: the errors of those that failed, by peer."""
+def _swap_rows(channel: Any, rows: Tensor, mine: Tensor, seconds: float) -> dict[int, str]:
+    """Send ``mine`` to every other rank and fill their rows, for so long in all: errors by peer."""
     failures: dict[int, str] = {}
-    end = time.monotonic() + seconds
+    end, works = time.monotonic() + seconds, []
+    peers = [peer for peer in range(channel.size()) if peer != channel.rank()]
+    starts = [(peer, lambda peer=peer: channel.recv([rows[peer]], peer, 0)) for peer in peers]
+    starts += [(peer, lambda peer=peer: channel.send([mine], peer, 0)) for peer in peers]
+    for peer, start in starts:
+        try:
+            works.append((peer, start()))
+        except RuntimeError as error:  # it ended the connection
+            failures.setdefault(peer, str(error))
     for peer, work in works:
         try:
             work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
@@ -310,16 +314,31 @@ def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: 
     )
 
 
-# Companions of a group, by name: torch alone owns them, so that destroy_process_group() ends their threads.
+# Communicators that accompany a group. Those that torch registers are kept by name: torch alone owns them, so
+# that destroy_process_group() ends their threads.
+_CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 ANSWER = 2.0  # seconds that a store has to say which ranks came
 
 
-def control(group: dist.ProcessGroup, purpose: str = "a first call") -> dist.ProcessGroup:
+def control(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
     """A communicator of the same ranks for what is not data, made when first asked for: integers that met
     somebody's keys and values in one collective would come back as garbage, without an error. On the host
-    where there is gloo, so that nothing waits for a GPU."""
-    return _companion(group, "tritoncp control", "gloo" if dist.is_gloo_available() else None, purpose)
+    where there is gloo, so that nothing waits for a GPU.
+
+    Not a group of torch's: how new_group names one without all of the world's ranks depends on how many
+    groups a rank is in, which may differ between the ranks.
+    """
+    if not dist.is_gloo_available():
+        return _companion(group, "tritoncp control", None, purpose)
+    if group not in _CONTROLS:
+        store = dist.PrefixStore("tritoncp control", group.get_group_store())
+
+        def connect() -> Any:
+            return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout(group))
+
+        _CONTROLS[group] = _connected(group, store, purpose, connect)
+    return _CONTROLS[group]
 
 
 def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -333,18 +352,26 @@ def _companion(group: dist.ProcessGroup, name: str, backend: str | None, purpose
     """The communicator of a group's ranks with this name; every rank makes it when it first asks."""
     known = _COMPANIONS.setdefault(group, {})
     if name not in known:
-        store = group.get_group_store()
-        store.set(f"{name} {group.rank()}", "came")
-        try:
-            made = dist.new_group(
+        store = dist.PrefixStore(name, group.get_group_store())
+
+        def connect() -> Any:
+            return dist.new_group(
                 dist.get_process_group_ranks(group), timeout=timeout(group), backend=backend,
                 use_local_synchronization=True, group_desc=name,
             )  # fmt: skip
-        except RuntimeError as error:
-            keys = [f"{name} {rank}" for rank in range(group.size())]
-            raise PeerLost(_lost(group, purpose, _absent_keys(store, keys), error)) from error
-        known[name] = made.group_name
+
+        known[name] = _connected(group, store, purpose, connect).group_name
     return named(known[name])
+
+
+def _connected(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect: Callable[[], Any]) -> Any:
+    """connect(), for which every rank has to come. Raises PeerLost, with the ranks that did not."""
+    store.set(f"came {group.rank()}", "yes")
+    try:
+        return connect()
+    except RuntimeError as error:
+        keys = [f"came {rank}" for rank in range(group.size())]
+        raise PeerLost(_lost(group, purpose, _absent_keys(store, keys), error)) from error
 
 
 def _absent_keys(store: dist.Store, keys: Sequence[str]) -> list[int]:
@@ -371,9 +398,9 @@ def _is_fake(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "fake"
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where the group's tensors lie."""
-    nccl = "nccl" in dist.get_backend(group)
+def _device(group: dist.ProcessGroup, channel: Any = None) -> torch.device:
+    """Where the tensors of a group lie, or those of its control communicator."""
+    nccl = "nccl" in dist.get_backend(group) and (channel is None or isinstance(channel, dist.ProcessGroup))
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
