@@ -324,11 +324,7 @@ ANSWER = 2.0  # seconds that a store has to say which ranks came
 def control(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
     """A communicator of the same ranks for what is not data, made when first asked for: integers that met
     somebody's keys and values in one collective would come back as garbage, without an error. On the host
-    where there is gloo, so that nothing waits for a GPU.
-
-    Not a group of torch's: how new_group names one without all of the world's ranks depends on how many
-    groups a rank is in, which may differ between the ranks.
-    """
+    where there is gloo, so that nothing waits for a GPU."""
     if not dist.is_gloo_available():
         return _companion(group, "tritoncp control", None, purpose)
     if group not in _CONTROLS:
@@ -349,23 +345,33 @@ def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _companion(group: dist.ProcessGroup, name: str, backend: str | None, purpose: str) -> dist.ProcessGroup:
-    """The communicator of a group's ranks with this name; every rank makes it when it first asks."""
+    """The communicator of a group's ranks with this name; every rank makes it when it first asks.
+
+    As torch's new_group does, but under a name of our own: the one that new_group gives without all of the
+    world's ranks depends on how many groups a rank is in, which may differ between the ranks.
+    """
     known = _COMPANIONS.setdefault(group, {})
     if name not in known:
-        store = dist.PrefixStore(name, group.get_group_store())
+        store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
+        torchs: Any = dist.distributed_c10d
 
-        def connect() -> Any:
-            return dist.new_group(
-                dist.get_process_group_ranks(group), timeout=timeout(group), backend=backend,
-                use_local_synchronization=True, group_desc=name,
+        def connect() -> str:
+            made, _ = torchs._new_process_group_helper(
+                len(ranks), group.rank(), ranks, dist.Backend(backend or dist.get_backend(group)), store,
+                f"{group.group_name} {name}", timeout=timeout(group), group_desc=name,
+                device_id=torchs._get_default_group().bound_device_id,
             )  # fmt: skip
+            torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+            return made.group_name
 
-        known[name] = _connected(group, store, purpose, connect).group_name
+        known[name] = _connected(group, dist.PrefixStore(name, store), purpose, connect)
     return named(known[name])
 
 
 def _connected(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect: Callable[[], Any]) -> Any:
     """connect(), for which every rank has to come. Raises PeerLost, with the ranks that did not."""
+    if _is_fake(group):
+        return connect()
     store.set(f"came {group.rank()}", "yes")
     try:
         return connect()
