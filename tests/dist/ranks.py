@@ -107,11 +107,13 @@ def _end(rank: int, world_size: int, folder: Path, fn: Callable[[Any], Any], tim
         torch.set_num_threads(1)
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
         dist.barrier()
+        group = dist.new_group(timeout=timedelta(seconds=timeout))
+        dist.barrier()
         start = time.monotonic()
-        fn(dist.group.WORLD)
+        fn(group)
         said = ""
     except BaseException as error:
         status, said = 1, f"{type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ import tritoncp
 from tests.dist.ranks import outcomes, run
 from tritoncp import engines
 
-S, TIMEOUT, MORE = 24, 2.0, 5.0  # seconds of the group, and how many more a rank may take to end
+S, TIMEOUT, MORE = 24, 3.0, 5.0  # seconds of the group, and how many more a rank may take to end
 
 
 @pytest.fixture(autouse=True)

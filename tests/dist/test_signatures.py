@@ -308,6 +308,23 @@ def test_a_group_made_anew_shares_nothing_with_the_one_before() -> None:
     assert run(2, start) == [[3, 0, 3, 0]] * 2
 
 
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
+def test_ranks_may_be_in_different_numbers_of_groups(schedule: str) -> None:
+    """As where rank 0 has a group of its own to evaluate in."""
+
+    def work(group: Any) -> Tensor:
+        own = dist.new_group([0], timeout=timedelta(seconds=20))
+        both = dist.new_group(timeout=timedelta(seconds=20))
+        if group.rank() == 0:
+            tritoncp.flex_attention(*shards(), tritoncp.causal(), own)
+        plan = tritoncp.make_plan(mask_of(), both, schedule=schedule)
+        xs = [x.requires_grad_() for x in shards()]
+        tritoncp.flex_attention(*xs, plan, both).sum().backward()
+        return xs[0].grad
+
+    assert all(bool(grad.isfinite().all()) for grad in run(2, work))
+
+
 STORES = ""
 
 
