@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.dist.ranks import run as on_ranks
 from tritoncp import comm
-from tritoncp.comm import AllGather, ReduceScatter, Swap, Wait, lockstep
+from tritoncp.comm import AllGather, AllToAll, ReduceScatter, Swap, Wait, lockstep
 
 Program = list[
     tuple[str, int, int]
@@ -121,12 +121,37 @@ def asks(*what: Any) -> Callable[[], comm.Schedule[None]]:
 
 
 ONE, TWO = torch.zeros(2, 1), torch.zeros(4, 1)
+SQUARE, EVERY_OTHER = torch.zeros(2, 2), torch.zeros(4)[::2]
 DIFFERENT = {
     "AllGather, ReduceScatter": (asks(AllGather(TWO)), asks(ReduceScatter(TWO))),
     "AllGather, end": (asks(AllGather(ONE)), asks()),
     r"float32 \[2, 1\], float32 \[4, 1\]": (asks(AllGather(ONE)), asks(AllGather(TWO))),
     r"float32 \[2, 1\], float64 \[2, 1\]": (asks(AllGather(ONE)), asks(AllGather(ONE.double()))),
     "2 rows does not divide by 3 ranks": (asks(ReduceScatter(ONE)),) * 3,
+    r"rank 1's AllGather sends a tensor \[2, 2\] with strides \[1, 2\].*contiguous": (
+        asks(AllGather(SQUARE)),
+        asks(AllGather(SQUARE.T)),
+    ),
+    r"rank 0's ReduceScatter sends a tensor \[2\] with strides \[2\]": (asks(ReduceScatter(EVERY_OTHER)),)
+    * 2,
+    r"rank 0's AllToAll sends a tensor \[2\] with strides \[2\]": (
+        asks(AllToAll(EVERY_OTHER, [1, 1], [1, 1])),
+    )
+    * 2,
+    r"rank 0's Swap sends a tensor \[2\] with strides \[2\]": (
+        asks(Swap([(1, EVERY_OTHER)], [])),
+        asks(Swap([], [(0, torch.zeros(2))])),
+    ),
+    r"rank 1's Swap receives a tensor \[2\] with strides \[2\]": (
+        asks(Swap([(1, torch.zeros(2))], [])),
+        asks(Swap([], [(0, EVERY_OTHER)])),
+    ),
+    "AllGather of tensors on cpu, meta": (asks(AllGather(ONE)), asks(AllGather(ONE.to("meta")))),
+    "AllToAlls differ: float32, float64": (
+        asks(AllToAll(ONE, [1, 1], [1, 1])),
+        asks(AllToAll(ONE.double(), [1, 1], [1, 1])),
+    ),
+    r"rank 0 sends \[1, 2\] rows of a tensor that has 2": (asks(AllToAll(ONE, [1, 2], [1, 2])),) * 2,
     r"rank 1 sends torch.float32 \[2, 1\], and rank 0 has room for torch.float32 \[4, 1\]": (
         asks(Swap([(1, ONE)], [(1, TWO.clone())])),
         asks(Swap([(0, ONE)], [(0, ONE.clone())])),

@@ -72,6 +72,7 @@ ROOMS = {
             "engines",
             "sinks",
             "plan_cache",
+            "signatures",
             "sources",
             "integrations",
             "tuned",

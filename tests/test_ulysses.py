@@ -18,7 +18,7 @@ from tests.dist import ranks
 from tests.zoo import MASKS, SCORES, Answer, agree, differentiate, oracle, simulated, tensors
 from tritoncp import engines, make_plan, simulate, steps
 from tritoncp.comm import Wait, lockstep
-from tritoncp.schedules import ulysses
+from tritoncp.schedules import SCHEDULES, ulysses
 from tritoncp.schedules.ulysses import Side, Trade, stretches
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8, "grad_atol": 1e-8}
@@ -128,6 +128,45 @@ def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
         world.flex_attention(shards, shards, shards, plan)
     (text,) = [str(w.message) for w in said if "go round" in str(w.message)]
     assert re.match("3 heads do not go round 8 ranks: rows of 2 trade heads.*the 4 rows", text)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dims", [(16, 1), (1, 16), (1, 1)])
+def test_single_channels_travel_as_a_process_group_needs_them(
+    dims: tuple[int, int], schedule: str, monkeypatch: Any
+) -> None:
+    """Three ranks that share KV heads: a part of a message of K and V is then not contiguous by itself."""
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    qkv, mask = tensors((6, 2), torch.float64, dim=dims[0], v_dim=dims[1]), MASKS["document"](6)
+    score, world = SCORES["relative"](6, torch.float64), simulate(3)
+    plan = world.make_plan(mask, schedule=schedule)
+    agree(simulated(qkv, plan, score), oracle(qkv, mask, score), **CLOSE)
+    xs = [world.shard(x.detach().bfloat16(), plan, dim=2, side=side) for x, side in zip(qkv, SIDES)]
+    leaves = [x.requires_grad_() for shards in xs for x in shards]
+    outs = world.flex_attention(*xs, plan, enable_gqa=True)
+    grads = torch.autograd.grad(sum(out.float().sum() for out in outs), leaves)  # dK and dV in float32 there
+    assert all(grad.shape == x.shape and bool(grad.isfinite().all()) for grad, x in zip(grads, leaves))
+
+
+def single_channels(group: Any, dims: tuple[int, int], schedule: str) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    qkv = [x.detach().bfloat16() for x in tensors((6, 2), torch.float64, dim=dims[0], v_dim=dims[1])]
+    plan = make_plan(MASKS["document"](6), group, schedule=schedule)
+    shards = [tritoncp.shard(x, plan, dim=2, side=side).requires_grad_() for x, side in zip(qkv, SIDES)]
+    out = tritoncp.flex_attention(*shards, plan, enable_gqa=True, mesh=group)
+    grads = torch.autograd.grad(out.float().square().sum(), shards)
+    return [tritoncp.unshard(x, plan, group, dim=2, side=side) for x, side in zip(grads, SIDES)]
+
+
+SIDES = ("q", "kv", "kv")
+
+
+@pytest.mark.parametrize("dims", [(16, 1), (1, 16)])
+def test_three_processes_share_heads_of_single_channels(dims: tuple[int, int], monkeypatch: Any) -> None:
+    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    traded, gathered = (ranks.run(3, single_channels, dims, way)[0] for way in ("ulysses", "allgather"))
+    for x, y in zip(traded, gathered, strict=True):
+        assert (x - y).abs().max() <= 2**-5 * y.abs().max()
 
 
 # -- meshes of two dimensions -----------------------------------------------------------------------------

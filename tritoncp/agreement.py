@@ -1,7 +1,7 @@
-"""Ranks agree about a plan, or every one of them raises.
+"""Ranks compare what they are about to do, and all of them raise where they differ or one of them failed.
 
 Every rank makes its plan from its own mask; nothing but a few integers is exchanged. A rank that fails takes
-part all the same, so that nobody waits for it.
+part all the same, so that no rank waits for it. Texts travel only once something is wrong.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,60 +18,89 @@ import tritoncp
 from tritoncp import comm
 
 T = TypeVar("T")
-FACTS = ("call", "versions", "options", "shapes", "mask", "placement")  # what ranks compare, in this order
 NUMBERS = 2  # integers that ranks tell each other, and that may differ
-WORDS = 30  # what a failing rank says, in words of eight bytes
+TEXT = 1024  # bytes of what a rank says about itself, once ranks differ or one failed
 CHECKED = os.environ.get("TRITONCP_CHECK", "0") == "1"  # every call
+REMEDIES = {  # what ranks compare, in this order, and what to do where they differ
+    "call": "All ranks of a mesh must make the same calls in the same order.",
+    "versions": "Install the same on every host.",
+    "device": "Put the tensors of every rank on the same kind of device.",
+    "dtype": "Give every rank tensors of one dtype.",
+    "batch": "Shards may differ in length only: give every rank the same batch.",
+    "heads": "Shards may differ in length only: give every rank all heads.",
+    "head dims": "Shards may differ in length only: give every rank the same head dims.",
+    "lengths": "Every rank needs a mask or plan of the same, global sequence.",
+    "options": "Call make_plan with the same arguments on every rank.",
+    "scale": "Pass the same scale on every rank.",
+    "kernel_options": "Pass the same kernel_options on every rank.",
+    "returns": "Pass the same return_lse and return_aux on every rank.",
+    "sinks": "Pass sinks on every rank, or on none.",
+    "score_mod": "Every rank needs the same score_mod: the same code, and captures of the same types.",
+    "captures": "What a score_mod captures is replicated: every rank needs the same numbers and tensors.",
+    "mask": "Every rank needs the same global mask: the same code, numbers and tensors; what depends on the "
+    "rank, or on random numbers not seeded alike, does not belong into it.",
+    "placement": "A balancer of your own has to deal the same blocks on every rank, whichever rank that is.",
+}
 
-Facts = Mapping[str, tuple[str, bytes]]  # name: (for people, what is compared)
+Text = str | Callable[[], str]
+Facts = Mapping[str, tuple[Text, bytes]]  # name: (for people, what is compared)
 
 
 class Disagreement(RuntimeError):
     """Another rank was called with something else, or failed."""
 
 
-def together(group: Any, work: Callable[[], tuple[T, Facts, Sequence[int]]]) -> tuple[T, list[list[int]]]:
+def together(
+    group: Any,
+    purpose: str,
+    work: Callable[[], tuple[T, Facts, Sequence[int]]],
+    moment: str = "while a plan was made",
+) -> tuple[T, list[list[int]]]:
     """work() on every rank of the group: its result, and the numbers of all ranks.
 
-    work: gives a result, facts that must be equal on all ranks, and up to NUMBERS integers that may differ.
+    purpose, moment: what the ranks do, and when, for messages. work: gives a result, facts that must be equal
+    on all ranks, and up to NUMBERS integers that may differ.
     Raises on every rank where it raised on one, its own exception there and Disagreement elsewhere, and where
-    facts differ. A group of None is this process alone.
+    facts differ; PeerLost where a rank does not come. A group of None is this process alone.
     """
     if group is None:
         result, _, numbers = work()
         return result, [list(numbers)]
     try:
         result, facts, numbers = work()
-    except Disagreement:
+    except (Disagreement, comm.PeerLost):
         raise  # of an exchange within: every rank knows
     except Exception as error:
-        _check_failures(error, comm.exchange(_record(error, {}, ()), group), group.rank())
+        share_failure(group, purpose, error, moment)
         raise
-    rows = comm.exchange(_record(None, facts, numbers), group)
-    _check_failures(None, rows, group.rank())
-    _check_facts(facts, rows, group.rank())
+    rows = comm.exchange(_record(False, facts, numbers), group, purpose)
+    if any(row[0] for row in rows):
+        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        said = _exchange_texts("", group, purpose)[failed[0]]
+        raise Disagreement(
+            f"{_ranks(failed)} failed {moment} ({purpose}), so no rank goes on. Rank {failed[0]} says: {said}"
+        )
+    _check_facts(facts, rows, group, purpose)
     return result, [row[1 : 1 + len(numbers)] for row in rows]
 
 
-def at_every_call(group: Any, work: Callable[[], T], facts: Callable[[T], Facts]) -> T:
-    """work(), and where TRITONCP_CHECK=1 the ranks compare what came of it: for finding the rank that differs
-    when answers are wrong or a collective hangs. Otherwise nothing is exchanged."""
-    if group is None or not CHECKED:
-        return work()
-
-    def compared() -> tuple[T, Facts, Sequence[int]]:
-        result = work()
-        return result, facts(result), ()
-
-    return together(group, compared)[0]
+def share_failure(group: Any, purpose: str, error: Exception, moment: str) -> None:
+    """Take part in the comparison that the other ranks make now, as the rank that failed; the caller raises
+    its error afterwards."""
+    rows = comm.exchange(_record(True, {}, ()), group, purpose)
+    _exchange_texts(f"{type(error).__name__}: {error}", group, purpose)
+    others = [rank for rank, row in enumerate(rows) if row[0] and rank != group.rank()]
+    also = f"; {_ranks(others)} failed too" if others else ""
+    error.add_note(f"on rank {group.rank()}, {moment} ({purpose}){also}")
 
 
-def fact(text: str, content: bytes | None = None) -> tuple[str, bytes]:
-    """A fact as people read it, and as it is compared where the text does not say all."""
-    return text, text.encode() if content is None else content
+def fact(text: Text, content: bytes | None = None) -> tuple[Text, bytes]:
+    """A fact as people read it, made when it is needed, and as it is compared where the text does not say
+    all."""
+    return text, _read(text).encode() if content is None else content
 
 
-def versions() -> tuple[str, bytes]:
+def versions() -> tuple[Text, bytes]:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -85,59 +114,59 @@ def versions() -> tuple[str, bytes]:
     )
 
 
-def _record(error: Exception | None, facts: Facts, numbers: Sequence[int]) -> list[int]:
-    said = f"{type(error).__name__}: {error}" if error is not None else ""
-    text = said.encode()[: 8 * WORDS].ljust(8 * WORDS, b"\0")
-    words = [int.from_bytes(text[i : i + 8], "little", signed=True) for i in range(0, len(text), 8)]
-    digests = [_word(facts[name][1]) if name in facts else 0 for name in FACTS]
-    return [int(error is not None), *numbers, *[0] * (NUMBERS - len(numbers)), *digests, *words]
+def _read(text: Text) -> str:
+    return text if isinstance(text, str) else text()
+
+
+def _record(failed: bool, facts: Facts, numbers: Sequence[int]) -> list[int]:
+    """One rank's row: whether it failed, its numbers, digests of its facts. As long for every purpose, so
+    that ranks that make different calls meet in one exchange and hear so."""
+    digests = [_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
+    return [int(failed), *numbers, *[0] * (NUMBERS - len(numbers)), *digests]
 
 
 def _word(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
 
-def _check_failures(error: Exception | None, rows: list[list[int]], rank: int) -> None:
-    failed = [at for at, row in enumerate(rows) if row[0]]
-    if error is not None:
-        others = [at for at in failed if at != rank]
-        also = f"; {_ranks(others)} failed too" if others else ""
-        error.add_note(f"on rank {rank}, while a plan was made{also}")
-    elif failed:
-        words = rows[failed[0]][-WORDS:]
-        said = b"".join(w.to_bytes(8, "little", signed=True) for w in words).rstrip(b"\0")
-        raise Disagreement(
-            f"{_ranks(failed)} failed while a plan was made, so no rank has one. Rank {failed[0]} says: "
-            + said.decode(errors="ignore")
-        )
+def _exchange_texts(text: str, group: Any, purpose: str) -> list[str]:
+    """The first TEXT bytes of every rank's text."""
+    padded = text.encode()[:TEXT].ljust(TEXT, b"\0")
+    words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, TEXT, 8)]
+    rows = comm.exchange(words, group, purpose)
+    parts = [b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in rows]
+    return [part.rstrip(b"\0").decode(errors="ignore") for part in parts]
 
 
-def _check_facts(facts: Facts, rows: list[list[int]], rank: int) -> None:
-    for place, name in enumerate(FACTS):
-        seen = [row[1 + NUMBERS + place] for row in rows]
-        if len(set(seen)) == 1:
-            continue
-        camps: dict[int, list[int]] = {}
-        for at, value in enumerate(seen):
-            camps.setdefault(value, []).append(at)
-        mine = facts[name][0] if name in facts else "none"
-        raise Disagreement(
-            f"the ranks differ in {name}: {' against '.join(map(_ranks, camps.values()))}. Rank {rank} has "
-            f"{mine}. {_REMEDY[name]}"
-        )
+def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) -> None:
+    """Raise Disagreement, with the values of each rank, where one of the facts differs."""
+    columns = {name: [row[1 + NUMBERS + at] for row in rows] for at, name in enumerate(REMEDIES)}
+    differing = [name for name, values in columns.items() if len(set(values)) > 1]
+    if not differing:
+        return
+    name = differing[0]
+    camps: dict[int, list[int]] = {}
+    for rank, value in enumerate(columns[name]):
+        camps.setdefault(value, []).append(rank)
+    own = _read(facts[name][0]) if name in facts else "none"
+    texts = _exchange_texts(own, group, purpose)
+    said = {ranks[0]: texts[ranks[0]] for ranks in camps.values()}
+    if len(set(said.values())) < len(said):  # alike in words
+        said = {ranks[0]: f"{texts[ranks[0]]} (digest {value & 0xFFFFFFFF:08x})"
+                for value, ranks in camps.items()}  # fmt: skip
+    values = ". ".join(f"{_owners(ranks)} {said[ranks[0]]}" for ranks in camps.values())
+    also = f" They differ in {', '.join(differing[1:])} too." if name != "call" and differing[1:] else ""
+    raise Disagreement(
+        f"the ranks differ in {name}: {' against '.join(map(_ranks, camps.values()))} ({purpose}). "
+        f"{values}.{also} {REMEDIES[name]}"
+    )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+def _owners(ranks: Sequence[int]) -> str:
+    return f"R{_ranks(ranks)[1:]} {'have' if len(ranks) > 1 else 'has'}"
 
 
-_REMEDY = {
-    "call": "All ranks of a mesh must make the same calls in the same order.",
-    "versions": "Install the same on every host.",
-    "options": "Call make_plan with the same arguments on every rank.",
-    "shapes": "Shards may differ in length only: give every rank the same batch, heads, head dims and dtype.",
-    "mask": "Every rank needs the same global mask: the same code, numbers and tensors; what depends on the "
-    "rank, or on random numbers not seeded alike, does not belong into it.",
-    "placement": "A balancer of your own has to deal the same blocks on every rank, whichever rank that is.",
-}
+def _ranks(ranks: Iterable[int]) -> str:
+    every = list(ranks)
+    shown = ", ".join(map(str, every[:8])) + (", ..." if len(every) > 8 else "")
+    return f"rank{'s' * (len(every) > 1)} {shown}"

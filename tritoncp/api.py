@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from tritoncp import agreement, captured, comm, compiled, engines, inputs, plan_cache, tuned
+from tritoncp import captured, comm, compiled, engines, inputs, plan_cache, signatures
 from tritoncp.autograd import forward
 from tritoncp.balance import Balancer
 from tritoncp.closed_forms import MaskMod
 from tritoncp.handles import refuse_inside_a_graph
 from tritoncp.kernels.configs import check_options
 from tritoncp.masks import Mask
+from tritoncp.mods import Mod
 from tritoncp.plan import Plan
 from tritoncp.sharding import Placement, lengthen, take
 from tritoncp.sinks import with_sinks
@@ -69,6 +70,8 @@ def flex_attention(
     score, mask, mesh = inputs.arguments(score_mod, block_mask, mesh)
     inputs.check_mesh(mask, comm.degree_of(mesh))
     want_max = return_aux is not None and return_aux.max_scores
+    want_lse = return_lse or (return_aux is not None and return_aux.lse)
+    asked = ("lse",) * want_lse + ("max_scores",) * want_max + ("sinks",) * (sinks is not None)
 
     def check() -> None:
         inputs.check_aux(return_lse, return_aux)
@@ -80,30 +83,26 @@ def flex_attention(
         key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
         outs = compiled.attend(
-            query, key, value, score, mask, mesh, scale, kernel_options, want_max, positions
+            query, key, value, score, mask, mesh, scale, kernel_options, want_max, positions, asked
         )
     else:
         group = comm.group_of(mesh)
-
-        def ready() -> Plan:
-            asked = bool(enable_gqa), bool(return_lse), return_aux is None
-            about = inputs.about(query, key, value, sinks, group, *asked)
-            made = plan_cache.plan_of(mask, query, key, group, about, check)
-            if positions is not None:
-                inputs.check_positions(made, positions)
-            elif made.balancer != "natural" and not made.q.order_is_read:
-                inputs.warn_unread_order(made)
-            return made
-
-        def facts(made: Plan) -> agreement.Facts:
-            tiles = tuned.digest_of(query.device, group)
-            options = score, scale, kernel_options, return_lse, return_aux, tiles
-            return plan_cache.facts_of_call(made, query, key, value, *options)
-
-        plan = agreement.at_every_call(group, ready, facts)
+        flags = bool(enable_gqa), bool(return_lse), return_aux is None
+        about = inputs.about(query, key, value, sinks, group, *flags)
+        plan = plan_cache.plan_of(mask, query, key, group, about, check)
         world = None if group is None else group.group_name
         key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
-        outs = attend([query], [key], [value], score, plan.pinned(), world, scale, kernel_options, want_max)
+        try:
+            if positions is not None:
+                inputs.check_positions(plan, positions)
+            elif plan.balancer != "natural" and not plan.q.order_is_read:
+                inputs.warn_unread_order(plan)
+            mod = captured.score_of(score, query)  # lives as long as the call that names it
+            rest = _arguments(query, mod, plan.pinned(), world, scale, kernel_options, want_max, asked)
+        except Exception as error:
+            signatures.share_failure(group, plan, error)
+            raise
+        outs = forward([query], [key], [value], *rest)
     if sinks is not None:
         outs = [*with_sinks(outs[0], outs[1], sinks), *outs[2:]]
     if return_aux is not None:
@@ -125,19 +124,33 @@ def attend(
     want_max: bool,
 ) -> list[Tensor]:
     """Run one layer for the ranks whose tensors are given: outs, lses, max_scores."""
+    mod = captured.score_of(score_mod, q[0])  # lives as long as the call that names it
+    return forward(q, k, v, *_arguments(q[0], mod, plan, world, scale, options, want_max, ()))
+
+
+def _arguments(
+    q: Tensor,
+    score: Mod | None,
+    plan: Plan,
+    world: str | None,
+    scale: float | None,
+    options: dict[str, Any] | None,
+    want_max: bool,
+    asked: tuple[str, ...],
+) -> tuple[Any, ...]:
+    """What the forward op takes besides tensors of the ranks: score_mod, scale and options, checked."""
     given: tuple[tuple[str, Any], ...] = ()
     if options:
         check_options(options)
         given = tuple(sorted(options.items()))
-    score = captured.score_of(score_mod, q[0])
     numbers, captures, wants = (score.numbers, score.tensors, score.wants) if score else ((), (), ())
     ints = [n for n in numbers if isinstance(n, int)]
     floats = [n for n in numbers if not isinstance(n, int)]
     kinds = tuple(["i" if isinstance(n, int) else "f" for n in numbers])
-    spec = engines.Spec.encoded(score and score.digest, None, wants, kinds, want_max, world, given)
-    scale = 1 / math.sqrt(q[0].shape[3]) if scale is None else float(scale)
+    spec = engines.Spec.encoded(score and score.digest, None, wants, kinds, want_max, world, given, asked)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     assert plan.handle is not None
-    return forward(q, k, v, list(captures), ints, floats, scale, plan.handle, spec)
+    return list(captures), ints, floats, scale, plan.handle, spec
 
 
 @overload

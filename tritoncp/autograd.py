@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tritoncp import captured, comm, engines, tuned, tuning
+from tritoncp import captured, comm, engines, signatures, tuned, tuning
 from tritoncp.engines import Spec
 from tritoncp.handles import held_by
 from tritoncp.host import elsewhere
@@ -48,7 +48,7 @@ def _engine(
     )  # fmt: skip
     if again and (known := kept.get(key)) is not None:
         return engines.around(known, call, device, captures, ints, floats, grads)
-    group = comm.named(call.world) if call.world else None
+    group = _group(call)
     tiles = tuned.text_of(device, group) if kernels else ""
     mask, measured = _measured(spec, plan, q, v[0], group, tiles)
     made = engines.make(
@@ -94,18 +94,19 @@ def _plan(handle: Tensor) -> Plan:
 
 
 def _drive(
-    call: Spec, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any], device: torch.device
+    group: Any, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any], device: torch.device
 ) -> list[Any]:
     """What the schedule of each rank that runs here returns. Kernels take tensors as torch's own do, below
     autograd, where nobody notes what is a view of what: a view takes half the time."""
     with torch._C._AutoDispatchBelowADInplaceOrView(), _current(device):
-        if not call.world:
+        if group is None:
             return comm.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
-        group = comm.named(call.world)
-        if "ring" in plan.schedule and (made := ("aside", call.world)) not in plan._shared:
-            comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
-            plan._shared[made] = True  # not the group itself, which nobody here owns
         return [comm.run(schedule(0, plan), group)]
+
+
+def _group(call: Spec) -> Any:
+    """The process group of a call, None where all ranks run here."""
+    return comm.named(call.world) if call.world else None
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -131,9 +132,11 @@ def _attend(
     def schedule(i: int, p: Plan) -> Any:
         return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
 
-    known = _plan(plan)
+    known, group = _plan(plan), _group(call)
+    if group is not None:
+        signatures.compare_call(group, known, spec, scale, q[0], k[0], v[0], captures, ints, floats)
     engine = _engine(spec, known, scale, q, k, v, captures, ints, floats)
-    outs, lses, tops = zip(*_drive(call, known, len(q), schedule, q[0].device), strict=True)
+    outs, lses, tops = zip(*_drive(group, known, len(q), schedule, q[0].device), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
 
@@ -183,7 +186,7 @@ def _differentiate(
     known, grads = _plan(plan), engines.buffers(call, captures, lses[0])
     others = *outs, *lses, *douts, *dlses
     engine = _engine(spec, known, scale, q, k, v, captures, ints, floats, others, grads)
-    done = _drive(call, known, len(q), schedule, q[0].device)
+    done = _drive(_group(call), known, len(q), schedule, q[0].device)
     found = engines.sums(call, captures, grads)
     return [x for part in zip(*done, strict=True) for x in part] + found
 

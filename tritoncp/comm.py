@@ -6,8 +6,10 @@ group; ``lockstep`` drives all ranks of a simulated world in one thread, one yie
 """
 
 import itertools
+import threading
+import time
 import weakref
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -169,16 +171,17 @@ def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
 
 
 def _turn(asked: Sequence[Any]) -> list[Any]:
+    if isinstance(asked[0], Wait):
+        return [a.ticket.result for a in asked]
+    _check_buffers(asked)
     match asked[0]:
-        case Wait():
-            return [a.ticket.result for a in asked]
         case Swap():
             return _swapped(asked)
         case AllToAll():
             return _dealt(asked)
     xs = [a.x for a in asked]
     if len({(x.shape, x.dtype) for x in xs}) > 1:
-        given = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in xs)
+        given = ", ".join(f"{_dtype(x)} {list(x.shape)}" for x in xs)
         raise RuntimeError(f"the ranks' {type(asked[0]).__name__}s differ: {given} in the same turn")
     if isinstance(asked[0], AllGather):
         whole = torch.cat(xs) if len(xs) > 1 else xs[0]
@@ -187,6 +190,33 @@ def _turn(asked: Sequence[Any]) -> list[Any]:
         raise RuntimeError(f"a ReduceScatter of {xs[0].shape[0]} rows does not divide by {len(xs)} ranks")
     total = xs[0] if len(xs) == 1 else torch.stack(list(xs)).sum(0)
     return [Ticket(part) for part in total.chunk(len(xs))]
+
+
+def _check_buffers(asked: Sequence[Any]) -> None:
+    """What Gloo and NCCL refuse: buffers that are not contiguous, and tensors of several devices."""
+    buffers = [(rank, name, x) for rank, a in enumerate(asked) for name, x in _buffers(a)]
+    for rank, name, x in buffers:
+        if not x.is_contiguous():
+            raise RuntimeError(
+                f"rank {rank}'s {type(asked[rank]).__name__} {name} a tensor {list(x.shape)} with strides "
+                f"{list(x.stride())}; a process group needs it contiguous: send x.contiguous(), and receive "
+                "into new memory"
+            )
+    devices = {x.device for *_, x in buffers}
+    if len(devices) > 1:
+        given = ", ".join(sorted(map(str, devices)))
+        raise RuntimeError(f"{type(asked[0]).__name__} of tensors on {given}; one device a rank is needed")
+
+
+def _buffers(asked: Collective) -> list[tuple[str, Tensor]]:
+    """The memory that a collective reads and writes, and whether it sends or receives it."""
+    if isinstance(asked, Swap):
+        return [("sends", x) for _, x in asked.sends] + [("receives", x) for _, x in asked.takes]
+    return [("sends", asked.x)]
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def _swapped(asked: Sequence[Swap]) -> list[Ticket]:
@@ -209,6 +239,12 @@ def _swapped(asked: Sequence[Swap]) -> list[Ticket]:
 
 
 def _dealt(asked: Sequence[AllToAll]) -> list[Ticket]:
+    if len({a.x.dtype for a in asked}) > 1:
+        given = ", ".join(_dtype(a.x) for a in asked)
+        raise RuntimeError(f"the ranks' AllToAlls differ: {given} in the same turn")
+    for rank, a in enumerate(asked):
+        if sum(a.sends) != len(a.x):
+            raise RuntimeError(f"rank {rank} sends {list(a.sends)} rows of a tensor that has {len(a.x)}")
     parts = [a.x.split(list(a.sends)) for a in asked]
     tickets = []
     for rank, a in enumerate(asked):
@@ -218,46 +254,144 @@ def _dealt(asked: Sequence[AllToAll]) -> list[Ticket]:
                 f"{[len(x) for x in mine]} rows were sent to rank {rank}, which takes {list(a.takes)}"
             )
         some = [x for x in mine if len(x)]  # ranks that send nothing here may have rows of another shape
+        if len({x.shape[1:] for x in some}) > 1:
+            given = ", ".join(str(list(x.shape)) for x in mine)
+            raise RuntimeError(f"rank {rank} gets parts of different rows: {given} from the ranks in order")
         tickets.append(Ticket(torch.cat(some) if some else a.x[:0]))
     return tickets
 
 
-def exchange(numbers: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
-    """Every rank's integers, by rank: one small collective of the group's control communicator."""
-    group = control(group)
-    mine = torch.tensor(list(numbers), dtype=torch.int64, device=_device(group))
-    rows = mine.new_empty(group.size() * len(numbers))
-    _all_gather(rows, mine, group=group)
-    return rows.view(group.size(), len(numbers)).tolist()
+def exchange(
+    numbers: Sequence[int], group: dist.ProcessGroup, purpose: str = "an exchange of settings"
+) -> list[list[int]]:
+    """Every rank's integers, by rank, equally many on all: one small message from each rank to each other, on
+    the group's control communicator.
+
+    purpose: what the ranks do together, for the message of PeerLost, which names the ranks that did not come
+    """
+    if _is_fake(group):
+        return [list(numbers)] * group.size()
+    channel = control(group, purpose)
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=_device(group, channel))
+    rows = mine.repeat(group.size(), 1)
+    if isinstance(channel, dist.ProcessGroup):
+        _all_gather(rows.view(-1), mine, group=channel)
+        return rows.tolist()
+    failures = _swap_rows(channel, rows, mine, timeout(group).total_seconds())
+    if failures:
+        raise PeerLost(_lost(group, purpose, sorted(failures), next(iter(failures.values()))))
+    return rows.tolist()
 
 
-# Companions of a group, by name: torch alone owns them, so that destroy_process_group() ends their threads.
+def _swap_rows(channel: Any, rows: Tensor, mine: Tensor, seconds: float) -> dict[int, str]:
+    """Send ``mine`` to every other rank and fill their rows, for so long in all: errors by peer."""
+    failures: dict[int, str] = {}
+    end, works = time.monotonic() + seconds, []
+    peers = [peer for peer in range(channel.size()) if peer != channel.rank()]
+    starts = [(peer, lambda peer=peer: channel.recv([rows[peer]], peer, 0)) for peer in peers]
+    starts += [(peer, lambda peer=peer: channel.send([mine], peer, 0)) for peer in peers]
+    for peer, start in starts:
+        try:
+            works.append((peer, start()))
+        except RuntimeError as error:  # it ended the connection
+            failures.setdefault(peer, str(error))
+    for peer, work in works:
+        try:
+            work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+        except RuntimeError as error:
+            failures.setdefault(peer, str(error))
+    return failures
+
+
+def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: object) -> str:
+    shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+    ranks = f"rank{'s' * (len(absent) > 1)} {shown}" if absent else "another rank"
+    waited = f"{timeout(group).total_seconds():g} s"
+    return (
+        f"rank {group.rank()} of {group.size()} was at {purpose}, and {ranks} did not come within {waited} "
+        "or ended the connection: died, stalled, failed before this call or makes another one. What those "
+        f"ranks say comes first. ({error})"
+    )
+
+
+# Communicators that accompany a group. Those that torch registers are kept by name: torch alone owns them, so
+# that destroy_process_group() ends their threads.
+_CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
+ANSWER = 2.0  # seconds that a store has to say which ranks came
 
 
-def control(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def control(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
     """A communicator of the same ranks for what is not data, made when first asked for: integers that met
     somebody's keys and values in one collective would come back as garbage, without an error. On the host
     where there is gloo, so that nothing waits for a GPU."""
-    return _companion(group, "tritoncp control", "gloo" if dist.is_gloo_available() else None)
+    if not dist.is_gloo_available():
+        return _companion(group, "tritoncp control", None, purpose)
+    if group not in _CONTROLS:
+        store = dist.PrefixStore("tritoncp control", group.get_group_store())
+
+        def connect() -> Any:
+            return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout(group))
+
+        _CONTROLS[group] = _connected(group, store, purpose, connect)
+    return _CONTROLS[group]
 
 
 def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A second communicator of the same ranks for data: what a ring sends home need not queue behind what it
-    passes on. Made with the first plan that needs it, so that no backward pass has to."""
-    return _companion(group, "tritoncp gradients of keys and values", dist.get_backend(group))
+    passes on. Made before the first call that needs it, so that no backward pass has to."""
+    backend, purpose = dist.get_backend(group), "making a second communicator for a ring"
+    return _companion(group, "tritoncp gradients of keys and values", backend, purpose)
 
 
-def _companion(group: dist.ProcessGroup, purpose: str, backend: str | None) -> dist.ProcessGroup:
-    """The communicator of a group's ranks for a purpose; every rank makes it when it first asks."""
+def _companion(group: dist.ProcessGroup, name: str, backend: str | None, purpose: str) -> dist.ProcessGroup:
+    """The communicator of a group's ranks with this name; every rank makes it when it first asks.
+
+    As torch's new_group does, but under a name of our own: the one that new_group gives without all of the
+    world's ranks depends on how many groups a rank is in, which may differ between the ranks.
+    """
     known = _COMPANIONS.setdefault(group, {})
-    if purpose not in known:
-        made = dist.new_group(
-            dist.get_process_group_ranks(group), timeout=timeout(group), backend=backend,
-            use_local_synchronization=True, group_desc=purpose,
-        )  # fmt: skip
-        known[purpose] = made.group_name
-    return named(known[purpose])
+    if name not in known:
+        store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
+        torchs: Any = dist.distributed_c10d
+
+        def connect() -> str:
+            made, _ = torchs._new_process_group_helper(
+                len(ranks), group.rank(), ranks, dist.Backend(backend or dist.get_backend(group)), store,
+                f"{group.group_name} {name}", timeout=timeout(group), group_desc=name,
+                device_id=torchs._get_default_group().bound_device_id,
+            )  # fmt: skip
+            torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+            return made.group_name
+
+        known[name] = _connected(group, dist.PrefixStore(name, store), purpose, connect)
+    return named(known[name])
+
+
+def _connected(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect: Callable[[], Any]) -> Any:
+    """connect(), for which every rank has to come. Raises PeerLost, with the ranks that did not."""
+    if _is_fake(group):
+        return connect()
+    store.set(f"came {group.rank()}", "yes")
+    try:
+        return connect()
+    except RuntimeError as error:
+        keys = [f"came {rank}" for rank in range(group.size())]
+        raise PeerLost(_lost(group, purpose, _absent_keys(store, keys), error)) from error
+
+
+def _absent_keys(store: dist.Store, keys: Sequence[str]) -> list[int]:
+    """Places of the keys that a store does not hold; none where the store itself does not answer in time, as
+    its host may be the rank that stopped."""
+    absent: list[int] = []
+
+    def ask() -> None:
+        absent.extend([place for place, key in enumerate(keys) if not store.check([key])])
+
+    asking = threading.Thread(target=ask, daemon=True)  # a store has no time limit of its own for this
+    asking.start()
+    asking.join(ANSWER)
+    return [] if asking.is_alive() else absent
 
 
 def timeout(group: dist.ProcessGroup) -> timedelta:
@@ -265,22 +399,51 @@ def timeout(group: dist.ProcessGroup) -> timedelta:
     return group._get_backend(_device(group)).options._timeout
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
-    """Where the group's tensors lie."""
-    nccl = "nccl" in dist.get_backend(group)
+def _is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether this is a dry run: torch's "fake" backend, under which the other ranks do not exist."""
+    return dist.get_backend(group) == "fake"
+
+
+def _device(group: dist.ProcessGroup, channel: Any = None) -> torch.device:
+    """Where the tensors of a group lie, or those of its control communicator."""
+    nccl = "nccl" in dist.get_backend(group) and (channel is None or isinstance(channel, dist.ProcessGroup))
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
 
 def named(name: str) -> dist.ProcessGroup:
-    """The process group with this name."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    """The process group with this name. Raises ValueError for one that was destroyed."""
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(_DESTROYED.format(name=name)) from error
+
+
+_DESTROYED = (
+    "the process group {name!r} was destroyed, or never made in this process; pass a group that exists: make "
+    "it, and all plans for it, again after destroy_process_group()"
+)
+_NOT_A_MEMBER = (
+    "this process is not a member of {which}: only its ranks call this. Make the call where "
+    "torch.distributed.get_rank(group) is not -1, or pass the group that this process belongs to"
+)
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup | None:
     """The process group of all ranks of a DeviceMesh of one or two dimensions, or a ProcessGroup; None for
-    None."""
-    if mesh is None or isinstance(mesh, dist.ProcessGroup):
-        return mesh
+    None. Raises ValueError for a group that was destroyed or does not hold this process, before anything is
+    sent."""
+    if mesh is None:
+        return None
+    group = mesh if isinstance(mesh, dist.ProcessGroup) else _group_of_mesh(mesh)
+    if group not in dist.distributed_c10d._world.pg_map:
+        raise ValueError(_DESTROYED.format(name=group.group_name))
+    return group
+
+
+def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
+    outside = dist.GroupMember.NON_GROUP_MEMBER
+    if type(mesh) is type(outside) and mesh == outside:
+        raise ValueError(_NOT_A_MEMBER.format(which="this process group"))
     if not isinstance(mesh, dist.DeviceMesh):
         raise TypeError(f"mesh is a DeviceMesh, a ProcessGroup or None; got a {type(mesh).__name__}")
     if mesh.ndim > 2:
@@ -288,7 +451,12 @@ def group_of(mesh: Any) -> dist.ProcessGroup | None:
             f"this mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass its context-parallel one, for "
             "example mesh['cp'], or two of them for ulysses and another schedule"
         )
-    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    if mesh.get_coordinate() is None:
+        raise ValueError(_NOT_A_MEMBER.format(which=f"the mesh {mesh}"))
+    try:
+        return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    except (LookupError, RuntimeError) as error:
+        raise ValueError(_DESTROYED.format(name=str(mesh))) from error
 
 
 def degree_of(mesh: Any) -> int:

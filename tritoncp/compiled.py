@@ -27,6 +27,7 @@ def attend(
     options: dict[str, Any] | None,
     want_max: bool,
     positions: Tensor | None,
+    asked: tuple[str, ...],
 ) -> list[Tensor]:
     """As :func:`tritoncp.api.attend` for one rank, traced by Dynamo: out, lse, max_scores."""
     world = _world(mesh)
@@ -39,7 +40,7 @@ def attend(
     numbers: list[int] = []
     score = None if score_mod is None else carry(score_mod, captures, numbers)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
-    spec = _spec(score, wants, want_max, world, options or {})
+    spec = _spec(score, wants, want_max, world, options or {}, asked)
     return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
 
 
@@ -51,8 +52,9 @@ def _world(mesh: Any) -> str:
 
 @torch.compiler.assume_constant_result
 def _spec(
-    score: str | None, wants: tuple[int, ...], want_max: bool, world: str, options: dict[str, Any]
-) -> str:
+    score: str | None, wants: tuple[int, ...], want_max: bool, world: str, options: dict[str, Any],
+    asked: tuple[str, ...],
+) -> str:  # fmt: skip
     return engines.Spec(
         score=None,
         carried=score,
@@ -61,6 +63,7 @@ def _spec(
         want_max=want_max,
         world=world or None,
         options=tuple(sorted(options.items())),
+        asked=asked,
     ).encode()
 
 

@@ -31,6 +31,7 @@ class Spec:
     want_max: bool
     world: str | None  # process group by name; "" = all ranks in lockstep
     options: tuple[tuple[str, Any], ...] = ()
+    asked: tuple[str, ...] = ()  # "lse", "max_scores": what the caller gets besides out; "sinks": it has some
 
     @classmethod
     @lru_cache(256)
@@ -46,7 +47,7 @@ class Spec:
     def decode(cls, text: str) -> Spec:
         raw = json.loads(text)
         raw["options"] = tuple((name, value) for name, value in raw["options"])
-        return cls(**raw | {"wants": tuple(raw["wants"]), "numbers": tuple(raw["numbers"])})
+        return cls(**raw | {name: tuple(raw[name]) for name in ("wants", "numbers", "asked")})
 
 
 def score_structure(spec: str) -> Mod | None:
@@ -170,6 +171,13 @@ def _notice() -> None:
 
 
 _NOTICED: list[bool] = []
+
+
+def score_of(
+    spec: Spec, q: Tensor, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
+) -> Mod | None:
+    """The score_mod of a call around what it captures."""
+    return _score(spec, q, captures, ints, floats, ())[0]
 
 
 def _score(

@@ -44,6 +44,7 @@ class Plan:
     reason:   why that schedule
     degree:   ranks that trade heads under "ulysses"; 0 = as many as there are heads for
     heads:    query heads of the layer, where a call sees only some of them
+    mask_digest: of the mask's code and values, where ranks may have to compare it
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     """
 
@@ -56,6 +57,7 @@ class Plan:
     reason: str = ""
     degree: int = 0
     heads: int = 0
+    mask_digest: bytes = b""
     handle: Tensor | None = None
     _shared: dict = field(default_factory=dict, repr=False)
 
@@ -345,7 +347,8 @@ class Plan:
 
     def __getstate__(self) -> dict:
         state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
-        return state | {"_shared": {}, "handle": None}
+        digests = {} if self.world_size == 1 else {("digest", self.schedule): self.digest}
+        return state | {"_shared": digests, "handle": None}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)

@@ -1,25 +1,28 @@
-"""Plans behind raw masks: made once, found again, never stale.
+"""Plans behind raw masks: made once, served again, never stale.
 
-A plan is found again while the mask is made of the same: code, plain values, lengths, and the very same
-tensors, unedited. Tensors are known by weak references (an id alone comes back as another tensor's) and by
-their version counters; what is written through ``.data`` or NumPy is not seen. Eviction is in call order, by
-the number of plans and the bytes of their masks and placements, which are equal on every rank: a plan is
-found or made on all ranks alike.
+A plan serves again while the mask is made of the same: code, plain values, lengths, and the very same
+tensors, unedited. Tensors are told apart by weak references (an id alone comes back as another tensor's) and
+by their version counters; what is written through ``.data`` or NumPy is not seen.
+
+Making a plan for a group communicates. So every group has a cache of its own, which other calls of this
+process do not touch, and eviction is in call order, by the number of plans and the bytes of their masks and
+placements, which are equal on every rank: a plan is served or made on all ranks alike.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp import agreement, captured, comm, plan, tuned
+from tritoncp import agreement, comm, plan, signatures, tuned
 from tritoncp.agreement import fact
 from tritoncp.balance import Balancer, find
 from tritoncp.host import on_host
@@ -29,7 +32,7 @@ from tritoncp.mods.captures import describe
 from tritoncp.plan import Plan
 from tritoncp.sources import RawMask, Sources
 
-MOST = 64  # plans
+MOST = 64  # plans of a group, or of calls without one
 MOST_BYTES = 1 << 30  # of their masks and placements
 UNEVEN = 1.2  # of the mean work on one rank: natural order is then worth a warning
 
@@ -52,8 +55,44 @@ class Entry:
         return True
 
 
+class PlanCache:
+    """Plans of one group, or of calls without one, the one that served last at the end."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[Any, Entry] = OrderedDict()
+        self.lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries.values())
+
+    def serving(self, key: Any, tensors: Sequence[Tensor]) -> Entry | None:
+        """The entry for a mask made of these tensors."""
+        entry = self.entries.get(key)
+        return entry if entry is not None and entry.serves(tensors) else None
+
+    def holds(self, source_key: Any) -> bool:
+        """Whether a mask of this key had a plan, for shards of whatever lengths."""
+        return any(key[0] == source_key for key in list(self.entries))
+
+    def renew(self, key: Any) -> None:
+        """The plan served: the last one to be evicted now."""
+        with self.lock:
+            if key in self.entries:
+                self.entries.move_to_end(key)
+
+    def keep(self, key: Any, entry: Entry) -> None:
+        """Add a plan, and evict the ones that served longest ago. One plan is kept, however large it is."""
+        with self.lock:
+            self.entries[key] = entry
+            self.entries.move_to_end(key)
+            while len(self.entries) > MOST or (len(self.entries) > 1 and self.nbytes > MOST_BYTES):
+                self.entries.popitem(last=False)
+
+
 class CacheInfo(NamedTuple):
-    """How the plans behind raw masks have fared since the last `plan_cache_clear`."""
+    """How the plans behind raw masks have fared since the last `plan_cache_clear`, in all groups and without
+    one; the limits are those of each group's cache."""
 
     hits: int
     misses: int
@@ -63,9 +102,21 @@ class CacheInfo(NamedTuple):
     most_bytes: int
 
 
-_PLANS: OrderedDict[Any, Entry] = OrderedDict()
+_ALONE = PlanCache()  # of calls without a group
+# By the group itself, not its name: another group may get the name of one that was destroyed.
+_OF_GROUP: weakref.WeakKeyDictionary[Any, PlanCache] = weakref.WeakKeyDictionary()
 _COUNTS = {"hits": 0, "misses": 0}
 _TOLD: set[Any] = set()  # (name of a mask_mod, ranks) whose uneven work has been spoken of
+
+
+def cache_of(group: Any) -> PlanCache:
+    """The plans of a group, or of calls without one."""
+    if group is None:
+        return _ALONE
+    cache = _OF_GROUP.get(group)
+    if cache is None:
+        cache = _OF_GROUP[group] = PlanCache()
+    return cache
 
 
 def plan_of(
@@ -76,12 +127,16 @@ def plan_of(
     about: Any,
     check: Callable[[], None] = lambda: None,
 ) -> Plan:
-    """The plan of a call, checked against its shards: what was given, or that of a raw mask."""
+    """The plan of a call, checked against its shards: the one that was passed, or that of a raw mask."""
     if not isinstance(mask, Plan):
         return plan_for(mask, q, k, group, check, about)
     if about not in mask.well:
-        check()
-        check_plan(mask, q, k, group, about)
+        try:
+            check()
+            check_plan(mask, q, k, group, about)
+        except Exception as error:
+            signatures.share_failure(group, mask, error)
+            raise
     return mask
 
 
@@ -90,56 +145,46 @@ def plan_for(
     mask: RawMask, q: Tensor, k: Tensor, group: Any, check: Callable[[], None] = lambda: None,
     about: Any = None,
 ) -> Plan:  # fmt: skip
-    """The natural-order plan of a raw mask for shards of these lengths, found or made, and fit for them.
+    """The natural-order plan of a raw mask for shards of these lengths, from the cache or new, and checked
+    against them.
 
     check: of the other inputs. Where it fails before this mask has had a plan, all ranks of the group hear.
-    about: what is checked, :func:`inputs.about`: a plan that had a call like it is found without a check.
+    about: what is checked, :func:`inputs.about`: a plan that served a call like it needs no check.
     """
     sources = Sources.of(mask)
-    home = sources.key, None if group is None else group.group_name
+    cache = cache_of(group)
     tensors = (*sources.lists, *sources.captures)
-    key = None if about is None else (*home, q.shape[2], k.shape[2], q.shape[0])
-    entry = _serving(key, tensors)
+    key = None if about is None else (sources.key, q.shape[2], k.shape[2], q.shape[0])
+    entry = cache.serving(key, tensors)
     like = entry is not None and about in entry.plan.well
     if not like:
         try:
             check()
-        except Exception:
-            if group is not None and not any(key[:2] == home for key in _PLANS):
-                agreement.together(group, lambda: _lengths(q, k, check))
+        except Exception as error:
+            if group is not None and (agreement.CHECKED or not cache.holds(sources.key)):
+                agreement.share_failure(group, signatures.CALL, error, signatures.MOMENT)
             raise
-        key = (*home, q.shape[2], k.shape[2], q.shape[0])
-        entry = entry or _serving(key, tensors)
+        key = (sources.key, q.shape[2], k.shape[2], q.shape[0])
+        entry = entry or cache.serving(key, tensors)
     if entry is not None:
-        _PLANS.move_to_end(key)
+        cache.renew(key)
         _COUNTS["hits"] += 1
         made = entry.plan
     else:
         _COUNTS["misses"] += 1
-        made = _make(sources, q, k, group, check)
-        _keep(key, made, sources, tensors)
+        made = _make(sources, q, k, group)
+        if sources.key is None:
+            sources.warn_incomparable()
+        else:
+            versions = tuple(t._version for t in tensors)
+            cache.keep(key, Entry(made, tuple(map(weakref.ref, tensors)), versions))
     if not like:
-        check_plan(made, q, k, group, about)
+        try:
+            check_plan(made, q, k, group, about)
+        except Exception as error:
+            signatures.share_failure(group, made, error)
+            raise
     return made
-
-
-def _serving(key: Any, tensors: Sequence[Tensor]) -> Entry | None:
-    entry = _PLANS.get(key)
-    return entry if entry is not None and entry.serves(tensors) else None
-
-
-def _keep(key: Any, made: Plan, sources: Sources, tensors: Sequence[Tensor]) -> None:
-    if sources.key is None:
-        sources.warn_incomparable()
-        return
-    _PLANS[key] = Entry(made, tuple(map(weakref.ref, tensors)), tuple(t._version for t in tensors))
-    _PLANS.move_to_end(key)
-    while len(_PLANS) > MOST or (len(_PLANS) > 1 and _held() > MOST_BYTES):
-        _PLANS.popitem(last=False)
-
-
-def _held() -> int:
-    return sum(entry.nbytes for entry in _PLANS.values())
 
 
 def plan_cache_info() -> CacheInfo:
@@ -158,26 +203,39 @@ def plan_cache_info() -> CacheInfo:
     >>> info.hits, info.misses, info.plans
     (2, 1, 1)
     """
-    return CacheInfo(**_COUNTS, plans=len(_PLANS), nbytes=_held(), most=MOST, most_bytes=MOST_BYTES)
+    caches = [_ALONE, *_OF_GROUP.values()]
+    plans, nbytes = sum(len(cache.entries) for cache in caches), sum(cache.nbytes for cache in caches)
+    return CacheInfo(**_COUNTS, plans=plans, nbytes=nbytes, most=MOST, most_bytes=MOST_BYTES)
 
 
 def plan_cache_clear() -> None:
     """Forget all plans made behind raw masks, and count anew. Under several ranks: on every rank."""
-    _PLANS.clear()
+    for cache in (_ALONE, *_OF_GROUP.values()):
+        cache.entries.clear()
     _COUNTS.update(hits=0, misses=0)
 
 
-def _make(sources: Sources, q: Tensor, k: Tensor, group: Any, check: Callable[[], None]) -> Plan:
-    _, rows = agreement.together(group, lambda: _lengths(q, k, check))
+def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
+    """A new plan of a raw mask, with the lengths of all ranks' shards."""
+    call = "flex_attention, which makes the plan of a raw mask"
+
+    def compare_shapes() -> tuple[None, agreement.Facts, Sequence[int]]:
+        same = {"call": fact(call), "versions": agreement.versions(), **signatures.shape_facts(q, k)}
+        return None, same, (q.shape[2], k.shape[2])
+
+    _, rows = agreement.together(group, call, compare_shapes)
     lengths, kv_lengths = ([row[i] for row in rows] for i in (0, 1))
     rank = 0 if group is None else group.rank()
 
     def build() -> tuple[Plan, agreement.Facts, Sequence[int]]:
-        made = _natural(sources, q.shape[0], lengths, kv_lengths, rank)
-        facts = {"call": fact("building"), "mask": fact(repr(made.mask), sources.digest())} if group else {}
-        return made, facts, tuned.summary() if group else ()
+        digest = sources.digest() if group else b""
+        made = _natural(sources, q.shape[0], lengths, kv_lengths, rank, digest)
+        if not group:
+            return made, {}, ()
+        text = lambda: signatures.mask_text(made.mask)  # noqa: E731 - read only where ranks differ
+        return made, {"call": fact(call, b"building"), "mask": fact(text, digest)}, tuned.summary()
 
-    made, tiles = agreement.together(group, build)
+    made, tiles = agreement.together(group, call, build)
     _connect(group, [made], tiles)
     return made
 
@@ -188,33 +246,11 @@ def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) 
     if group is None:
         return
     tuned.agree(group, tiles)
-    if any("ring" in one.schedule for one in plans):
-        comm.aside(group)
-
-
-def facts_of_call(
-    made: Plan, q: Tensor, k: Tensor, v: Tensor, score_mod: Any, *options: Any
-) -> agreement.Facts:
-    """What the ranks of one call have in common."""
-    score = captured.score_of(score_mod, q)
-    shapes = (
-        f"batch {q.shape[0]}, {q.shape[1]} and {k.shape[1]} heads, head dims {q.shape[3]} and {v.shape[3]}"
-    )
-    said = f"score_mod {score and score.digest[:12]}, options {options}, schedule {made.schedule!r}"
-    return {
-        "call": fact("the call itself"),
-        "versions": agreement.versions(),
-        "options": fact(said),
-        "shapes": fact(f"{shapes}, {q.dtype}"),
-        "mask": fact(repr(made.mask), made.digest),
-    }
-
-
-def _lengths(q: Tensor, k: Tensor, check: Callable[[], None]) -> tuple[None, agreement.Facts, Sequence[int]]:
-    check()
-    shapes = f"batch {q.shape[0]}, {q.shape[1]} and {k.shape[1]} heads, head dim {q.shape[3]}, {q.dtype}"
-    facts = {"call": fact("flex_attention"), "versions": agreement.versions(), "shapes": fact(shapes)}
-    return None, facts, (q.shape[2], k.shape[2])
+    table = signatures.table_of(group)
+    for one in plans:
+        signatures.note_plan(table, one)
+        if "ring" in one.schedule:
+            comm.aside(group)
 
 
 def in_order(mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:
@@ -223,13 +259,14 @@ def in_order(mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequ
 
 
 def _natural(
-    sources: Sources, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int
-) -> Plan:
+    sources: Sources, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
+    digest: bytes = b"",
+) -> Plan:  # fmt: skip
     mask = sources.compact(batch, sum(lengths), sum(kv_lengths))
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len)
     made = plan.build(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     _warn_uneven(sources, made)
-    return sources.keep(made).pinned()
+    return replace(sources.keep(made), mask_digest=digest).pinned()
 
 
 def _warn_uneven(sources: Sources, made: Plan) -> None:
@@ -278,22 +315,27 @@ def make(
             )
             for name, mask in whole.items()
         }
+        # Also without a group: the plan may go to one, as from a data loader's worker.
+        digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}
+        plans = {
+            name: replace(sources[name].keep(one), mask_digest=digests[name]).pinned()
+            for name, one in made.items()
+        }
+        if not group:
+            return plans, {}, ()
         named = find(balancer)[0] if callable(balancer) else balancer
         options = f"balancer={named!r}, schedule={schedule!r}, degree {degree}, masks {list(masks)}"
+        text = lambda: "; ".join(map(signatures.mask_text, whole.values()))  # noqa: E731 - where ranks differ
         facts = {
-            "call": fact("make_plan"),
+            "call": fact(call),
             "versions": agreement.versions(),
             "options": fact(options),
-            "mask": fact(", ".join(map(repr, whole.values())), b"".join(s.digest() for s in sources.values()))
-            if group
-            else fact(""),
-            "placement": fact(f"balancer={named!r}", b"".join(one.digest for one in made.values()))
-            if group
-            else fact(""),
+            "mask": fact(text, b"".join(digests.values())),
+            "placement": fact(f"balancer={named!r}", b"".join(one.digest for one in made.values())),
         }
-        plans = {name: sources[name].keep(one).pinned() for name, one in made.items()}
-        return plans, facts, tuned.summary() if group else ()
+        return plans, facts, tuned.summary()
 
-    made, tiles = agreement.together(group, build)
+    call = "make_plan"
+    made, tiles = agreement.together(group, call, build)
     _connect(group, made.values(), tiles)
     return made

@@ -14,7 +14,7 @@ from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,75 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60
                 os.waitpid(pid, 0)
             for pipe in pipes:
                 pipe.close()
+
+
+class Outcome(NamedTuple):
+    """How a rank ended: its exit status (-9: killed, None: it had to be ended here), what it raised, and how
+    many seconds it took since the ranks were ready."""
+
+    status: int | None
+    said: str
+    seconds: float
+
+
+def outcomes(
+    world_size: int, fn: Callable[[Any], Any], timeout: float, wait: float, faulty: int
+) -> list[Outcome]:
+    """How every rank of a new gloo world ends that runs ``fn(group)``: for ranks that die, stop or raise.
+
+    timeout: the group's, in seconds. A rank that has not ended after ``wait`` seconds is ended here, and the
+    faulty rank, where it does not end by itself, a moment after all others.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        children, ended = {}, {}
+        try:
+            for rank in range(world_size):
+                children[rank] = os.fork()
+                if children[rank] == 0:
+                    _end(rank, world_size, Path(folder), fn, timeout)
+            deadline = time.monotonic() + wait
+            while len(ended) < world_size and time.monotonic() < deadline:
+                for rank in children.keys() - ended.keys():
+                    pid, status = os.waitpid(children[rank], os.WNOHANG)
+                    if pid:
+                        ended[rank] = os.waitstatus_to_exitcode(status)
+                if children.keys() - ended.keys() == {faulty}:
+                    deadline = min(deadline, time.monotonic() + 0.5)
+                    faulty = -1
+                time.sleep(0.02)
+        finally:
+            for rank in children.keys() - ended.keys():
+                os.kill(children[rank], signal.SIGKILL)
+                os.waitpid(children[rank], 0)
+        return [_outcome(Path(folder, str(rank)), ended.get(rank)) for rank in range(world_size)]
+
+
+def _outcome(path: Path, status: int | None) -> Outcome:
+    seconds, _, said = path.read_text().partition(" ") if path.exists() else ("nan", "", "")
+    return Outcome(status, said, float(seconds))
+
+
+def _end(rank: int, world_size: int, folder: Path, fn: Callable[[Any], Any], timeout: float) -> None:
+    """The life of one rank; never returns."""
+    signal.alarm(120)  # an orphan ends by itself
+    status, start = 0, time.monotonic()
+    try:
+        stay_on_this_machine()
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+        dist.barrier()
+        group = dist.new_group(timeout=timedelta(seconds=timeout))
+        dist.barrier()
+        start = time.monotonic()
+        fn(group)
+        said = ""
+    except BaseException as error:
+        status, said = 1, f"{type(error).__name__}: {error}"
+    (folder / str(rank)).write_text(f"{time.monotonic() - start} {said}")
+    os._exit(status)
 
 
 def _collect(pipes: dict[Connection, int], world_size: int, deadline: float) -> list[Any]:

@@ -149,12 +149,13 @@ def test_processes_in_bfloat16(world: int, schedule: str, monkeypatch: pytest.Mo
 
 
 def alone(group: Any, schedule: str) -> str:
-    """Rank 1 makes the plan and is not heard of again."""
+    """Rank 1 makes the plan and the first call, and is not heard of again."""
     few = torch.distributed.new_group(timeout=timedelta(seconds=2))
     plan = tritoncp.make_plan(mask_of("causal", 1, 512), few, schedule=schedule)
+    q = tritoncp.shard(torch.randn(1, 2, 512, 32), plan, dim=2)
+    tritoncp.flex_attention(q, q, q, plan, few)
     if group.rank() == 1:
         return ""
-    q = tritoncp.shard(torch.randn(1, 2, 512, 32), plan, dim=2)
     with pytest.raises(comm.PeerLost) as caught:
         tritoncp.flex_attention(q, q, q, plan, few)
     return str(caught.value)

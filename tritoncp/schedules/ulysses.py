@@ -245,7 +245,7 @@ class Trade:
         """The heads of each rank of the row, one rank after the other."""
         full = all(x.shape[2] == message.rows for x in xs)
         if message.readers and full:
-            return torch.cat([message.by_ranks(x, at) for at, x in enumerate(xs)], 4).reshape(-1)
+            return _flat(torch.cat([message.by_ranks(x, at) for at, x in enumerate(xs)], 4))
         sent = xs[0].new_empty(sum(message.counts))
         if not full:
             sent.zero_()
@@ -260,7 +260,7 @@ class Trade:
         for message in (messages := self.messages(fields)):
             xs = [fields[place][0] for place in message.places]
             if len(xs) == 1:
-                sent = xs[0].permute(2, 0, 1, 3).reshape(-1)
+                sent = _flat(xs[0].permute(2, 0, 1, 3))
             else:
                 sent = xs[0].new_empty(sum(message.own))
                 for there, here in zip(message.by_tokens(sent), xs, strict=True):
@@ -303,7 +303,7 @@ class Trade:
         if b not in self._statistics:
             each = [heads * b * self.q.rows for heads in self.q.counts]
             self._statistics[b] = self._row([each[self.rank]] * self.degree), self._row(each)
-        sent = x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3).reshape(-1)
+        sent = _flat(x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3))
         return AllToAll(sent, *self._statistics[b])
 
     def own(self, q: Tensor, came: Tensor) -> Tensor:
@@ -349,6 +349,12 @@ class Trade:
         spread = [0] * self.world
         spread[self.rank :: self.degree] = counts
         return spread
+
+
+def _flat(x: Tensor) -> Tensor:
+    """The elements of x in order, one after the other in memory: as a view with gaps, which ``reshape`` may
+    give, no process group takes them."""
+    return x.reshape(-1).contiguous()
 
 
 def _cut(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:

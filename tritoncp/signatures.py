@@ -1,0 +1,277 @@
+"""The signature of a call: what all ranks of a group must have in common, compared at its first call.
+
+Once for each group and signature the ranks compare dtype, heads, lengths, scale, options and the structure of
+mods and mask, on the host; a call whose signature was compared costs a look-up. Contents of tensors and
+captured numbers are compared with TRITONCP_CHECK=1 alone, at every call. A plan that the group did not make
+together, as one from a data loader's worker, is compared at its first use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import itertools
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp import agreement, comm, engines
+from tritoncp.agreement import Facts, fact
+from tritoncp.closed_forms import MaskMod
+from tritoncp.engines import Spec
+from tritoncp.mods import Mod
+from tritoncp.mods.captures import describe, origin
+from tritoncp.plan import Plan
+from tritoncp.runs import content
+from tritoncp.sources import is_remote, to_host
+
+MOST = 1024  # signatures of a group
+SCALES = 16  # values of scale that are compared for one signature; a scale that changes oftener is data
+CALL, MOMENT = "flex_attention", "in this call"
+_NUMBERS = itertools.count()
+
+
+class Table:
+    """Signatures that a group's ranks compared: equal on every rank, as all make the same calls in one order.
+
+    scales:     by signature, the scales that it was compared with
+    structures: of the plans among them
+    mark:       under which a plan notes that this group compared it
+    """
+
+    def __init__(self) -> None:
+        self.scales: dict[Any, set[float]] = {}
+        self.structures: set[Any] = set()
+        self.mark = "compared", next(_NUMBERS)
+
+    def note(self, signature: Any, scale: float, plan: Plan) -> None:
+        """The ranks compared this call."""
+        if len(self.scales) >= MOST:
+            self.scales.clear()
+        self.scales.setdefault(signature, set()).add(scale)
+        self.structures.add(structure_of(plan))
+        note_plan(self, plan)
+
+
+# By the group itself, not its name: another group may get the name of one that was destroyed.
+_TABLES: weakref.WeakKeyDictionary[Any, Table] = weakref.WeakKeyDictionary()
+
+
+def table_of(group: Any) -> Table:
+    """The signatures of a group."""
+    table = _TABLES.get(group)
+    if table is None:
+        table = _TABLES[group] = Table()
+    return table
+
+
+def note_plan(table: Table, plan: Plan) -> None:
+    """The group's ranks compared this plan."""
+    plan._shared[table.mark] = True
+
+
+def compare_call(
+    group: Any, plan: Plan, spec: str, scale: float, q: Tensor, k: Tensor, v: Tensor,
+    captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float],
+) -> None:  # fmt: skip
+    """Compare a call with those of the other ranks, if its signature or plan is new to the group, or if
+    TRITONCP_CHECK=1. Raises Disagreement on every rank where they differ, PeerLost where a rank does not
+    come. Under CUDA-graph capture nothing is compared."""
+    table, shape = table_of(group), q.shape
+    # Nothing that can change on some ranks only, as the length of a shard.
+    signature = (
+        spec, structure_of(plan), q.dtype, q.device.type, shape[0], shape[1], shape[3], k.shape[1], v.shape[3]
+    )  # fmt: skip
+    scales = table.scales.get(signature)
+    if (
+        scales is not None
+        and (scale in scales or len(scales) >= SCALES)
+        and table.mark in plan._shared
+        and not agreement.CHECKED
+    ):
+        return
+    if group.size() == 1 or (q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    purpose = purpose_of(q, k, v)
+
+    def facts() -> tuple[None, Facts, Sequence[int]]:
+        same = _facts(plan, Spec.decode(spec), scale, q, k, v, captures, ints, floats)
+        return None, {"call": fact(purpose, CALL.encode()), **same}, ()
+
+    agreement.together(group, purpose, facts, MOMENT)
+    table.note(signature, scale, plan)
+    if "ring" in plan.schedule:
+        comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
+
+
+def share_failure(group: Any, plan: Plan, error: Exception) -> None:
+    """Tell the other ranks that this call failed here, if they compare it: if it has the first signature with
+    such a plan. Else they are under way, and hear by the group's timeout."""
+    if group is None or group.size() == 1:
+        return
+    if agreement.CHECKED or structure_of(plan) not in table_of(group).structures:
+        agreement.share_failure(group, CALL, error, MOMENT)
+
+
+def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """A call of attention, for messages."""
+    return f"{CALL} of query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)} in {_name(q)}"
+
+
+def shape_facts(q: Tensor, k: Tensor) -> dict[str, tuple[agreement.Text, bytes]]:
+    """What shards that may differ in length have in common."""
+    return {
+        "batch": fact(f"batch {q.shape[0]}"),
+        "heads": fact(f"{q.shape[1]} query heads and {k.shape[1]} key heads"),
+        "head dims": fact(f"head dim {q.shape[3]}"),
+    }
+
+
+def _facts(
+    plan: Plan, spec: Spec, scale: float, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor],
+    ints: Sequence[int], floats: Sequence[float],
+) -> Facts:  # fmt: skip
+    score = engines.score_of(spec, q, captures, ints, floats)
+    mask, between = plan.mask, f"schedule {plan.schedule!r}, degree {plan.degree}"
+    found = {
+        "versions": agreement.versions(),
+        "device": fact(q.device.type),
+        "dtype": fact(_name(q)),
+        **shape_facts(q, k),
+        "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
+        "lengths": fact(f"{mask.q_len} queries and {mask.kv_len} keys"),
+        "scale": fact(f"scale {scale!r}"),
+        "kernel_options": fact(f"kernel_options {dict(spec.options)}"),
+        "returns": fact(", ".join(["out", *(x for x in spec.asked if x != "sinks")])),
+        "sinks": fact("sinks" if "sinks" in spec.asked else "no sinks"),
+        "score_mod": fact(f"a score_mod of structure {score.digest[:12]}" if score else "no score_mod"),
+        "mask": fact(lambda: mask_text(mask), plan.mask_digest + form_of(mask.mask_mod).encode()),
+        "placement": fact(f"balancer {plan.balancer!r}, {between}", plan.digest),
+    }
+    if agreement.CHECKED:
+        found["captures"] = _capture_fact(captures, ints, floats)
+    return found
+
+
+def _capture_fact(
+    captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
+) -> tuple[agreement.Text, bytes]:
+    """Everything that a score_mod captures, by value."""
+    tensors = [tensor_text(x) for x in captures]
+    return fact(", ".join([*tensors, *map(repr, ints), *map(repr, floats)]) or "none")
+
+
+def structure_of(plan: Plan) -> Any:
+    """What plans of one kind share, whatever their masks' tensors and numbers: hashable, and equal on all
+    ranks."""
+    key = "structure", plan.schedule
+    known = plan._shared.get(key)
+    if known is None:
+        mask = plan.mask
+        lengths = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block
+        known = plan._shared[key] = lengths, plan.balancer, plan.schedule, plan.degree, form_of(mask.mask_mod)
+    return known
+
+
+def form_of(mod: Any) -> str:
+    """The code of a mask_mod, or the kind of a closed form, without what it captures: equal on all ranks.
+
+    >>> from tritoncp import causal, sliding_window
+    >>> form_of(causal() & sliding_window(4)) == form_of(causal() & sliding_window(5)) != form_of(causal())
+    True
+    """
+    if isinstance(mod, Mod):
+        return mod.digest
+    if isinstance(mod, functools.partial):
+        return f"partial({form_of(mod.func)})"
+    if isinstance(mod, MaskMod):
+        return f"{type(mod).__qualname__}({', '.join(map(form_of, _nested(mod)))})"
+    code = getattr(mod, "__code__", None)
+    return describe(mod) if code is None else f"{describe(mod)} {_code_digest(code)}"
+
+
+def _nested(mod: MaskMod) -> Iterator[Any]:
+    """The mask_mods that a closed form is made of."""
+    for part in _fields(mod):
+        if callable(part):
+            yield part
+
+
+def _code_digest(code: types.CodeType) -> str:
+    return hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]
+
+
+def mask_text(mask: Any) -> str:
+    """A mask and the values that its mask_mod reads, for messages."""
+    return f"{mask!r} of {mod_text(getattr(mask, 'mask_mod', mask))}"
+
+
+def mod_text(mod: Any) -> str:
+    """A mask_mod with the plain values that it reads: from closures, globals, and attributes of these."""
+    if mod is None:
+        return "every pair"
+    if isinstance(mod, MaskMod):
+        return repr(mod) + "".join(f", {tensor_text(x)}" for x in _tensors(mod))
+    while isinstance(mod, functools.partial):
+        mod = mod.func
+    if not isinstance(mod, types.FunctionType):
+        return describe(mod)
+    values = [f"{name} = {text}" for name, text in _values(mod)]
+    return f"{describe(mod)} ({origin(mod)})" + (f" with {', '.join(values)}" if values else "")
+
+
+def _tensors(mod: MaskMod) -> Iterator[Tensor]:
+    for part in _fields(mod):
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, MaskMod):
+            yield from _tensors(part)
+
+
+def _fields(mod: MaskMod) -> Iterator[Any]:
+    names: list[str] = (
+        [field.name for field in dataclasses.fields(mod)] if dataclasses.is_dataclass(mod) else []
+    )
+    for name in names:
+        value = getattr(mod, name)
+        yield from value if isinstance(value, tuple | list) else (value,)
+
+
+def _values(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
+    try:
+        read = inspect.getclosurevars(fn)
+    except (TypeError, ValueError):
+        return
+    for name, value in {**read.nonlocals, **read.globals}.items():
+        if (text := _value_text(value)) is not None:
+            yield name, text
+            continue
+        for attribute in fn.__code__.co_names:
+            inner = inspect.getattr_static(value, attribute, None)
+            if (text := _value_text(inner)) is not None and inner is not None:
+                yield f"{name}.{attribute}", text
+
+
+def _value_text(value: Any) -> str | None:
+    """A plain value or tensor, for messages; None for anything else."""
+    if isinstance(value, Tensor):
+        return tensor_text(value)
+    plain = bool, int, float, complex, str, bytes, type(None), enum.Enum, tuple, list, dict
+    return repr(value)[:100] if isinstance(value, plain) else None
+
+
+def tensor_text(x: Tensor) -> str:
+    """A tensor by type, shape and a digest of its content."""
+    here = to_host([x])[0] if is_remote(x) else x.detach()
+    return f"{_name(x)} {list(x.shape)} #{hashlib.sha256(content(here)).hexdigest()[:12]}"
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
