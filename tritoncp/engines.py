@@ -19,6 +19,7 @@ from tritoncp.eager import EagerEngine
 from tritoncp.mods import Mod, exact
 from tritoncp.mods.mod import arguments, structure_of
 
+
 @dataclass(frozen=True)
 class Spec:
     """The constant part of a call. What the score_mod captures are arguments; the mask_mod lies in the "

@@ -280,17 +280,18 @@ def check_positions(plan: Plan, positions: Tensor) -> None:
 
 
 def warn_unread_order(plan: Plan) -> None:
-    """Once for a plan: it deals blocks out of order, and nobody has asked for that order before its first call.
+    """Warn, once for a plan, that it deals blocks out of order and that its order was never asked for.
 
-    A tensor does not show the order of its rows, and projections of sharded tokens carry no mark of it; but
-    whoever shards by this plan has called `shard` or `positions` with it, here or where it was unpickled from.
+    A tensor does not show the order of its rows, and projections of sharded tokens carry no mark of it; but a
+    program that shards by a plan has called `shard` or `positions` with it, in this process or in the one
+    that pickled the plan.
     """
     plan.positions  # noqa: B018 - from now on the order has been read
     warnings.warn(
         f"this plan deals blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "
-        "positions(plan) was called for it: shards in natural order give wrong answers without an error. Shard "
-        "every tensor with the plan, and pass positions=positions(plan) to have the order checked; or pass the "
-        "mask in place of the plan, if rank r holds the r-th piece",
+        "positions(plan) was called for it: shards in natural order give wrong answers without an error. "
+        "Shard every tensor with the plan, and pass positions=positions(plan) to have the order checked; or "
+        "pass the mask in place of the plan, if rank r holds the r-th piece",
         stacklevel=4,
     )
 

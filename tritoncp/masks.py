@@ -93,17 +93,17 @@ class Mask:
         vars(nameless).update(vars(self))
         object.__setattr__(self, "handle", handle_of(nameless))
 
-    def check_state(self, state: State | None = None) -> None:
+    def check_state(self, state: State | None = None, user: str = "mask") -> None:
         """Refuse to be used when state that the mask_mod reads has changed since the mask was made.
 
-        state: of the mask_mod as of now, where it is known.
+        state: of the mask_mod as of now, where it is known. user: the mask, or a plan of it, for the message.
         """
         if self.snapshot is None or self.mask_mod is None:
             return
         if difference := self.snapshot.difference(self.mask_mod, state):
             raise RuntimeError(
-                f"{difference}, after this mask was made from {describe(self.mask_mod)}, so its blocks no "
-                "longer fit; make the mask and the plan again"
+                f"{difference} after the {user} was made; make the mask and the plan again: the blocks were "
+                f"computed from the old state of {describe(self.mask_mod)}"
             )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -337,7 +337,7 @@ class Plan:
 
     def check_sources(self) -> None:
         """Refuse to run when state that the mask_mod reads has changed since the mask was made."""
-        self.mask.check_state()
+        self.mask.check_state(user="plan")
 
     def __copy__(self) -> "Plan":
         return replace(self, handle=None).pinned()

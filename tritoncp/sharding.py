@@ -23,7 +23,7 @@ class Placement:
     slots:   one int32 [Bp, n, 3] tensor a rank; Bp is 1, or B where batch rows are placed differently.
              A slot lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot.
     lengths: rows of each rank's buffer. Real tokens come first, padding last.
-    order_is_read: whether anyone has asked in which order tokens lie, to shard a tensor or for their positions
+    order_is_read: whether the order of tokens was asked for, to shard a tensor or for their positions
 
     >>> p = by_blocks(10, 4, [[[0, 2], [1]]])
     >>> p.slots[0].tolist(), p.lengths

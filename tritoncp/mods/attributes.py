@@ -161,10 +161,9 @@ def implicit_methods(thing: Any) -> Iterator[tuple[str, types.FunctionType, Any]
 
 def has_hidden_state(kind: type) -> bool:
     """Whether objects of this type keep state that is no attribute and no item, as types written in C do."""
-    return any(_is_opaque_base(base) for base in kind.__mro__)
+    return any(map(_is_opaque_base, kind.__mro__))
 
 
-@functools.lru_cache(4096)
 def _is_opaque_base(base: type) -> bool:
     if base in PLAIN_BASES:
         return False

@@ -8,7 +8,6 @@ call. Attributes of values that no chain leads to (local variables, results of c
 from __future__ import annotations
 
 import dis
-import functools
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -52,7 +51,10 @@ _GAPS = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
 _DYNAMIC = ("getattr", "hasattr")
 
 
-@functools.lru_cache(4096)
+MOST_CODES = 4096
+_READS: dict[types.CodeType, Reads] = {}  # not an lru_cache, of which Dynamo warns
+
+
 def code_reads(code: types.CodeType) -> Reads:
     """What `code` reads, in the order of its instructions.
 
@@ -60,6 +62,14 @@ def code_reads(code: types.CodeType) -> Reads:
     >>> [chain.path for chain in code_reads(code).chains]
     ["argument self.config['cap']", 'global math.pi']
     """
+    if (reads := _READS.get(code)) is None:
+        if len(_READS) >= MOST_CODES:
+            _READS.clear()
+        reads = _READS[code] = _read(code)
+    return reads
+
+
+def _read(code: types.CodeType) -> Reads:
     reader = _Reader()
     reader.read(code, dict.fromkeys(code.co_freevars, CELL) | _first_argument(code))
     return Reads(tuple(reader.chains), frozenset(reader.attributes), reader.obstacle)

@@ -395,7 +395,6 @@ def _root(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
 _TENSORS_DECIDE = "is asked for {}, which contents of tensors or settings of torch decide"
 
 
-@functools.lru_cache(4096)
 def _impurity(thing: types.BuiltinFunctionType) -> str | None:
     """Why the result of a built-in function may differ between calls with equal arguments."""
     if is_torch(thing):
