@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tritoncp.kernels.configs import Config
+from tritoncp.perf.lines import decoded
 from tritoncp.tune.targets import Target
 
 
@@ -78,10 +79,12 @@ class Journal:
 def _entry(line: bytes) -> dict[str, Any]:
     """A line; nothing for what was being written when a run was cut off, or is not ours."""
     try:
-        found = json.loads(line)
+        found = decoded(line)
     except ValueError:
         return {}
-    usual = isinstance(found, dict) and ("about" in found or isinstance(found.get("config", {}), dict))
+    usual = isinstance(found, dict) and all(
+        isinstance(found.get(name, {}), dict) for name in ("config", "found")
+    )
     return found if usual else {}
 
 
