@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from tritoncp.perf.lines import decoded, finite
 from tritoncp.perf.record import Problem, checked, files, merge, same_line
 from tritoncp.tuned import Device
 
+DAY = 86400.0  # seconds by which clocks of two machines may differ
 KINDS = ("case", "left out", "resources")
 Config = tuple[tuple[str, Any], ...]  # sorted items
 
@@ -231,7 +233,10 @@ def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
         tuned.path_in(Path(), Device(about["arch"], about["device"]), about["triton"])
     except ValueError as error:
         raise Refused(f"{path}:{number}: {error}") from error
-    return Run(path, about, _positive(line["time"]))
+    began = _positive(line["time"])
+    if began > time.time() + DAY:  # what it says would count as newest for ever
+        raise ValueError(f"the run began in the future: {began:g} seconds after 1970")
+    return Run(path, about, began)
 
 
 def _read(run: Run, number: int, line: dict[str, Any]) -> None:
@@ -260,7 +265,7 @@ def _items(config: dict[str, Any]) -> Config:
 
 
 def _positive(x: Any) -> float:
-    if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf:
+    if type(x) not in (int, float) or not 0 < x <= sys.float_info.max:
         raise ValueError(f"{x!r} is no positive number")
     return float(x)
 
@@ -297,7 +302,8 @@ def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tu
     """Put wins where calls look for what is shipped, and take away what is no better than the rule any more,
     unless what is there is newer; how many of each. Raises ValueError where there is what cannot be read."""
     old = _held(tuned.path_in(configs, device, triton))
-    newer = {about for about, choice in choices.items() if old.get(about, {}).get("time", "") > choice.time}
+    times = {about: str(entry.get("time", "")) for about, entry in old.items()}
+    newer = {about for about, choice in choices.items() if times.get(about, "") > choice.time}
     fresh = [
         entry
         for about, (_, entry) in choices.items()

@@ -5,6 +5,7 @@ Raises plain errors; what becomes of a line that is none is up to who reads it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -52,6 +53,8 @@ def check_measurement(line: dict[str, Any]) -> None:
     for name in ("run", "time", "case"):
         if not isinstance(line[name], str):
             raise TypeError(f"{name} is not text")
+    if not line["case"].strip():
+        raise ValueError("the case has no name")
     for name, figures in line["contenders"].items():
         _check_figures(name, figures)
     for name in ("env", "tags", "work", "ceilings", "state", "goal"):
@@ -60,12 +63,21 @@ def check_measurement(line: dict[str, Any]) -> None:
     for name in ("ceilings", "goal"):
         if not all(map(_positive, line.get(name, {}).values())):
             raise ValueError(f"{name} holds what is no positive number")
-    for name, amount in line.get("work", {}).items():
-        if not all(map(_is_number, amount if isinstance(amount, list) else [amount])):
-            raise TypeError(f"work holds what is no number: {name}")
+    _check_work(line.get("work", {}))
     contenders = [{k: v for k, v in found.items() if k != "errors"} for found in line["contenders"].values()]
     if not finite(contenders + [value for name, value in line.items() if name != "contenders"]):
         raise ValueError("a number is NaN or infinite")  # the errors of a wrong answer may be
+
+
+def _check_work(work: dict[str, Any]) -> None:
+    """Raises TypeError unless amounts are numbers, and those of ranks lists of them, one for each rank."""
+    ranks = {name: work[name] for name in ("rank_work", "rank_bytes") if name in work}
+    lists = all(isinstance(amounts, list) for amounts in ranks.values())
+    if not lists or len({len(amounts) for amounts in ranks.values()}) > 1 or len(ranks) == 1:
+        raise TypeError("work holds rank_work and rank_bytes that are not one number for each rank")
+    amounts = [*itertools.chain(*ranks.values()), *(work[name] for name in work if name not in ranks)]
+    if not all(map(_is_number, amounts)):
+        raise TypeError("work holds what is no number")
 
 
 def _check_figures(name: str, figures: dict[str, Any]) -> None:

@@ -2,15 +2,17 @@
 
 import json
 import os
+import random
 import signal
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.made import line
+from tests.perf.made import CEILINGS, WORK, line, mutated, tags
 from tritoncp.cli import main
-from tritoncp.perf.record import append
+from tritoncp.perf.dashboard import digest
+from tritoncp.perf.record import append, read
 
 
 def perf(*words) -> tuple[int, str]:
@@ -145,6 +147,28 @@ def test_names_of_a_history_are_text_and_no_markup(tmp_path):
         code, output = perf("compare", *sides, *options)
         assert code == 1 and "[/b]" in output
     assert "`[/b]/'<img> [red]`" in output and output.count("</details>") == 1
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
+)
+def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
+    """Half of the lines have a part that is something else; what is kept can be compared and drawn."""
+    draw = random.Random(seed)
+    points = line("c", [1.0, 1.01, 0.99, 1.0], tags=tags(), work=WORK, ceilings=CEILINGS, goal={"flex": 1.2})
+    whole = [point.as_line() for point in points + line("d", [2.0, None, 2.1])]
+    before, after = write(tmp_path / "before.jsonl", c=[1.0, 1.0], d=[2.0]), tmp_path / "after.jsonl"
+    for _ in range(25):
+        lines = [mutated(each, draw) if draw.random() < 0.5 else each for each in whole]
+        after.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        for words in (
+            (before, after),
+            (after, before, "--baseline", "flex", "--markdown"),
+            (after, after, "--json"),
+        ):
+            assert perf("compare", *words, "--fail-over", "5")[0] in (0, 1, 2, 3)
+        about, _ = digest(read(before, after))
+        json.dumps(about, allow_nan=False)
 
 
 RUN = ["run", "--device", "host", "--tier", "smoke"]

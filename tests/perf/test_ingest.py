@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import time
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tests.perf.made import mutated
 from tests.tune.stand_ins import Compiler, Formula
 from tritoncp import tuned
 from tritoncp.kernels.configs import default
@@ -337,6 +339,14 @@ def test_a_line_of_the_wrong_type_is_named_and_costs_no_other(text, places):
     assert status == 2 and "not a line of tritoncp autotune" in said and len(shipped(places[2])) == 2
 
 
+@pytest.mark.parametrize("when", [1e308, 10**400, 1e12, 4e9, -1, 0, "now", None, True])
+def test_a_run_that_began_at_no_time_yet_is_left_out(when, places):
+    """One of a far future would count as the newest for ever."""
+    edited(journal_of(places[0]), of("begin", {"time": when}))
+    status, said = command(places)
+    assert status == 2 and "not a line of tritoncp autotune" in said and not list(places[2].rglob("*"))
+
+
 @pytest.mark.parametrize("value", [5, None, [], {}, ["sm_90"], "", True])
 @pytest.mark.parametrize("field", ["arch", "triton", "device", "code"])
 def test_a_run_whose_names_are_no_text_is_left_out(field, value, places):
@@ -409,3 +419,24 @@ def test_a_shipped_file_of_a_hundred_thousand_brackets_is_named_and_kept(places)
     path.write_text("[" * 100_000)
     status, said = command(places)
     assert status == 2 and "mend or remove it" in said and path.read_text() == "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
+)
+def test_no_journal_ends_in_a_traceback_or_leads_out(seed, places, tmp_path):
+    """Parts of some lines are something else: what is shipped can be read, and is where it belongs."""
+    draw, journal = random.Random(seed), journal_of(places[0])
+    whole = [json.loads(text) for text in journal.read_text().splitlines()]
+    before = set(files(tmp_path))
+    for _ in range(25):
+        lines = list(whole)
+        for at in [0] * (draw.random() < 0.5) + draw.choices(range(len(lines)), k=draw.choice((0, 1, 4))):
+            lines[at] = mutated(lines[at], draw)
+        journal.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        assert command(places)[0] in (0, 2)
+        written = set(files(tmp_path)) - before
+        assert all(places[1] in path.parents or places[2] in path.parents for path in written)
+        for path in places[2].rglob("*.json"):
+            tuned.read(path)
+        shutil.rmtree(places[2], ignore_errors=True)
