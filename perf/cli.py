@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
+from tritoncp.checked_json import parse_json
 from tritoncp.perf import compare as comparing
-from tritoncp.perf.record import DiskFull, History, Problem, append, read
+from tritoncp.perf.exit_codes import EPILOG, FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
+from tritoncp.perf.record import DiskFull, History, Point, Problem, append, read
 from tritoncp.perf.run import main as run
 
 HISTORY, CONFIGS = Path("perf/history"), Path("kernels/configs")
+SHOWN = 20  # problems that are shown one by one
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
 def perf() -> None:
     """Measure, keep a history, compare, and show it."""
 
@@ -25,24 +31,25 @@ perf.add_command(run, "run")
 
 
 class Percent(click.ParamType):
-    """A part of one, as "5%" or "0.05"."""
+    """A percentage, with or without its sign, as a part of one.
+
+    >>> Percent().convert("5", None, None), Percent().convert("5 %", None, None)
+    (0.05, 0.05)
+    """
 
     name = "percent"
 
-    def convert(self, value: object, param: object, ctx: object) -> float:
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
         if isinstance(value, float):
             return value
-        text = str(value).strip()
-        try:
-            found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            found = -1.0
-        if not 0 <= found < math.inf:
-            raise click.BadParameter(f"{text!r} is not a part like 5% or 0.05", param_hint="--fail-over")
-        return found
+        number = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+) ?%?", str(value).strip())
+        part = float(number[1]) / 100 if number else math.inf
+        if not math.isfinite(part):
+            self.fail(f"{value!r} is not a percentage: 5 and 5% both mean five per cent", param, ctx)
+        return part
 
 
-@perf.command("compare")
+@perf.command("compare", cls=PerfCommand)
 @click.argument("before")
 @click.argument("after")
 @click.option(
@@ -62,7 +69,13 @@ class Percent(click.ParamType):
     "--fail-over",
     type=Percent(),
     metavar="PERCENT",
-    help="Exit with 1 if a case is slower by more than this, or fails and did not. As 5%.",
+    help="Exit with 1 if a case is slower by more than this. Always a percentage, with or without its sign: "
+    "5 and 5% are five per cent, 0.5 is half of one.",
+)
+@click.option(
+    "--allow-missing",
+    is_flag=True,
+    help="Cases that were measured before and not after are told, and no reason to exit with 1.",
 )
 @click.option(
     "--baseline",
@@ -77,46 +90,71 @@ def compare(
     history: Path,
     last: int | None,
     fail_over: float | None,
+    allow_missing: bool,
     baseline: str | None,
     markdown: bool,
     as_json: bool,
 ) -> None:
     """Ratio of times, AFTER over BEFORE, for each case: worst first, with a confidence interval.
 
-    BEFORE and AFTER are files, folders, commits (HEAD~1), versions of tritoncp, runs or devices. A case is
-    past --fail-over if its ratio is and the interval lies above 1.
+    BEFORE and AFTER are files, folders, commits (HEAD~1), versions of tritoncp, runs or devices. Exits with 1
+    if a case is past --fail-over (its ratio is, and the interval lies above 1), fails and did not, or is not
+    measured again.
     """
-    try:
-        sides = [comparing.side(word, history, _broken) for word in (before, after)]
-    except comparing.Unknown as error:
-        raise click.ClickException(str(error)) from error
+    sides = [_side(word, history) for word in (before, after)]
     if last is not None:
         sides = [comparing.newest(points, last) for points in sides]
     try:
         found = comparing.compare(sides[0], sides[1], baseline)
+    except comparing.Unknown as error:
+        raise InputError(str(error)) from error
     except ImportError as error:
         raise _without(error) from error
     if not found.rows:
-        raise click.ClickException(f"{before} and {after} have no case in common: nothing is compared")
+        raise NothingMeasured(
+            f"{before} and {after} have no case in common: nothing is compared. "
+            f"{comparing.summary(found, None)}"
+        )
     if as_json:
         rows = [row._asdict() for row in found.rows]
         click.echo(json.dumps({**found._asdict(), "rows": rows, "geomean": found.geomean}, indent=2))
     elif markdown:
-        click.echo(comparing.markdown(found, fail_over), nl=False)
+        click.echo(comparing.markdown(found, fail_over, allow_missing), nl=False)
     else:
         _show(found, fail_over)
-    sys.exit(fail_over is not None and any(row.regressed(fail_over) for row in found.rows))
+    if found.failed(fail_over, allow_missing):
+        sys.exit(REGRESSION)
+    if found.empty:
+        raise NothingMeasured("every case fails on both sides: nothing is compared")
+    sys.exit(FINE)
+
+
+def _side(word: str, history: Path) -> list[Point]:
+    """The points that a word of the command line names; there is at least one."""
+    problems: list[Problem] = []
+    try:
+        points = comparing.side(word, history, problems.append)
+    except comparing.Unknown as error:
+        raise InputError(str(error)) from error
+    finally:
+        _report(problems)
+    if points:
+        return points
+    if problems:
+        raise InputError(f"{word}: no line of it is a measurement")
+    raise NothingMeasured(f"{word} holds no measurement: nothing is compared")
 
 
 def _show(found: comparing.Comparison, limit: float | None) -> None:
     from rich.console import Console
     from rich.table import Column, Table
+    from rich.text import Text
 
     case, *rest = comparing.HEAD
     table = Table(Column(case, no_wrap=True, overflow="fold"), *rest)
     for row, text in zip(found.rows, comparing.lines(found, limit)):
         bad = row.regressed(limit or 0.0)
-        table.add_row(*text, style="red" if bad else None)
+        table.add_row(*map(Text, text), style="red" if bad else None)
     console = Console()
     console.print(table)
     for row in found.rows:
@@ -125,7 +163,7 @@ def _show(found: comparing.Comparison, limit: float | None) -> None:
     console.print(comparing.summary(found, limit), markup=False)
 
 
-@perf.command("dashboard")
+@perf.command("dashboard", cls=PerfCommand)
 @click.argument("places", nargs=-1, type=click.Path(exists=True, path_type=Path), metavar="[HISTORY]...")
 @click.option(
     "-o",
@@ -145,32 +183,33 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
         raise _without(error) from error
     history = _read(places or (HISTORY,))
     if not history.points:
-        raise click.ClickException(f"no measurement in {', '.join(map(str, places or (HISTORY,)))}")
+        kind = InputError if history.problems else NothingMeasured
+        raise kind(f"no measurement in {', '.join(map(str, places or (HISTORY,)))}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(history), encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
 
 
-def _without(error: ImportError) -> click.ClickException:
-    return click.ClickException(f"{error}; pip install 'tritoncp[perf]' has what is missing")
+def _without(error: ImportError) -> InputError:
+    return InputError(f"{error}; pip install 'tritoncp[perf]' has what is missing")
 
 
 def _read(places: tuple[Path, ...]) -> History:
     """A history; what is broken in it is said."""
-    try:
-        history = read(*places)
-    except FileNotFoundError as error:
-        raise click.ClickException(str(error)) from error
-    for problem in history.problems:
-        _broken(problem)
+    history = read(*places)
+    _report(history.problems)
     return history
 
 
-def _broken(problem: Problem) -> None:
-    click.echo(str(problem), err=True)
+def _report(problems: Sequence[Problem]) -> None:
+    """Say which lines are broken: the first of them one by one."""
+    for problem in problems[:SHOWN]:
+        click.echo(str(problem), err=True)
+    if len(problems) > SHOWN:
+        click.echo(f"and {len(problems) - SHOWN} more lines that are broken", err=True)
 
 
-@perf.command("ingest")
+@perf.command("ingest", cls=PerfCommand)
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option(
     "--history", type=click.Path(file_okay=False, path_type=Path), default=HISTORY, show_default=True
@@ -182,25 +221,27 @@ def ingest(folder: Path, history: Path, configs: Path) -> None:
     """Keep what `make gpu` left in FOLDER: lines for the history, tile shapes that won to be shipped.
 
     Every line is checked: what is broken, or was timed without having been checked, is named and left out,
-    and the exit status is 1. Doing it twice adds nothing.
+    and the exit code is 2. Names that no file may be called after, links, and anything but plain files are
+    refused before anything is written. Doing it twice adds nothing.
     """
-    from tritoncp.perf.ingest import ingest as taken
+    from tritoncp.perf.ingest import Refused
+    from tritoncp.perf.ingest import ingest as take_over
 
     try:
-        found = taken(folder, history, configs)
-    except (FileNotFoundError, DiskFull) as error:
-        raise click.ClickException(str(error)) from error
-    for problem in found.problems:
-        _broken(problem)
+        found = take_over(folder, history, configs)
+    except (Refused, DiskFull) as error:
+        raise InputError(str(error)) from error
+    _report(found.problems)
     click.echo(f"{found.added} lines added to {history}, {found.known} were there")
     for path, (won, lost) in found.shipped.items():
         click.echo(f"{path}: {won} entries" + f", {lost} removed: the rule is as fast" * bool(lost))
     if not found.shipped:
         click.echo("no tile shapes that are new")
-    sys.exit(bool(found.problems))
+    if found.problems:
+        raise InputError(f"{len(found.problems)} problems, named above; what they are about was left out")
 
 
-@perf.command("import")
+@perf.command("import", cls=PerfCommand)
 @click.argument("source", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="History file, appended to."
@@ -210,16 +251,16 @@ def import_(source: Path, out: Path) -> None:
     from tritoncp.perf.imported import points
 
     try:
-        found = points(json.loads(source.read_bytes()))
-    except (ValueError, KeyError, TypeError) as error:
+        found = points(parse_json(source.read_bytes()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
-        raise click.ClickException(
-            f"{source} is not what `pytest --benchmark-json` writes: {what}"
-        ) from error
+        raise InputError(f"{source} is not what `pytest --benchmark-json` writes: {what}") from error
+    if not found:
+        raise NothingMeasured(f"{source} holds no benchmark")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         for point in found:
             append(out, point.as_line())
     except DiskFull as error:
-        raise click.ClickException(str(error)) from error
+        raise InputError(str(error)) from error
     click.echo(f"{len(found)} benchmarks added to {out}", err=True)

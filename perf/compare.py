@@ -43,26 +43,38 @@ class Row(NamedTuple):
     runs: tuple[int, int]
     why: str = ""
 
-    def regressed(self, limit: float) -> bool:
-        """Slower than the limit and surely slower at all, or failing where it did not.
+    @property
+    def broken(self) -> bool:
+        """Failing where it did not."""
+        return self.before is not None and self.after is None
+
+    def regressed(self, limit: float | None) -> bool:
+        """Broken; or, if there is a limit, slower than that and surely slower at all.
 
         >>> Row("c", "d", 1.0, 1.06, 1.06, 1.02, 1.1, (3, 3)).regressed(0.05)
         True
         >>> Row("c", "d", 1.0, 1.06, 1.06, 0.98, 1.15, (3, 3)).regressed(0.05)
         False
         """
-        if self.before is not None and self.after is None:
-            return True
-        return self.ratio is not None and self.ratio > 1 + limit and (self.low is None or self.low > 1)
+        if limit is None or self.ratio is None:
+            return self.broken
+        return self.ratio > 1 + limit and (self.low is None or self.low > 1)
 
 
 class Comparison(NamedTuple):
-    """rows: worst first. missing: measured before and not after, so that nothing is known; new: the other
-    way round."""
+    """Rows, worst first, and what has no row.
+
+    missing: cases measured before and not after: on the same series, or, if the case is gone, on any
+    new: cases measured after and not before
+    unmatched: cases in which the baseline took part on neither side
+    absent_series: measured before and not after, with cases that another series has after
+    """
 
     rows: list[Row]
     missing: list[str]
     new: list[str]
+    unmatched: list[str]
+    absent_series: list[str]
 
     @property
     def geomean(self) -> float | None:
@@ -70,12 +82,21 @@ class Comparison(NamedTuple):
         logs = [math.log(row.ratio) for row in self.rows if row.ratio]
         return math.exp(statistics.fmean(logs)) if logs else None
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was compared: no case in common, or all of them fail on both sides."""
+        return all(row.before is None and row.after is None for row in self.rows)
+
+    def failed(self, limit: float | None, allow_missing: bool = False) -> bool:
+        """Whether a gate is to stop this: a case past the limit, broken, or missing."""
+        return any(row.regressed(limit) for row in self.rows) or bool(self.missing and not allow_missing)
+
 
 def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | None = None) -> Comparison:
     """Cases that both sides have, on the same series; on any, if they have no series in common.
 
     baseline: compare multiples of this family's time in the same run, which a change of the machine does not
-    move, instead of times
+    move, instead of times. Raises Unknown, naming the known ones, for one that either side does not have.
 
     >>> from tritoncp.perf.record import Series
     >>> def side(times):
@@ -85,14 +106,36 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
     >>> f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
     '1.10 [1.08, 1.12]'
     """
+    if baseline is not None:
+        _check_baseline(baseline, before, after)
     common = {point.series for point in before} & {point.series for point in after}
+    series = {str(each) for each in common} or {""}
+    cases = {point.case for point in after}
     one, two = (_grouped(points, bool(common)) for points in (before, after))
-    rows = [_row(key, one[key], two[key], baseline) for key in one if key in two]
+    first, second = (
+        {key: points for key, points in side.items() if _comparable(points, baseline)} for side in (one, two)
+    )
+    gone = [key for key in first if key not in second]
+    rows = [_row(key, first[key], second[key], baseline) for key in first if key in second]
     return Comparison(
         sorted(rows, key=_loss, reverse=True),
-        [case for case, series in one if (case, series) not in two],
-        [case for case, series in two if (case, series) not in one],
+        [case for case, where in gone if where in series or case not in cases],
+        [case for case, where in second if (case, where) not in first],
+        [key[0] for key in one if key in two and key not in first and key not in second],
+        sorted({where for case, where in gone if where not in series and case in cases}),
     )
+
+
+def _check_baseline(baseline: str, *sides: Sequence[Point]) -> None:
+    families = [{name for point in points for name in point.baselines()} for points in sides]
+    if not all(baseline in names for names in families):
+        before, after = (", ".join(sorted(names)) or "none" for names in families)
+        raise Unknown(f"no baseline {baseline!r} on both sides; before: {before}; after: {after}")
+
+
+def _comparable(points: Sequence[Point], baseline: str | None) -> bool:
+    """Whether there is a figure to compare, or a failure."""
+    return baseline is None or any(not point.ms or baseline in point.baselines() for point in points)
 
 
 def _grouped(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
@@ -209,6 +252,8 @@ def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda pr
 
     Raises Unknown, naming what there is.
     """
+    if not word.strip():
+        raise Unknown("an empty word names no file, commit, run, version or device")
     place = Path(word) if Path(word).exists() else history
     points: list[Point] = []
     if place.exists():
@@ -235,10 +280,13 @@ def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda pr
 
 def _of_commit(points: Sequence[Point], word: str) -> list[Point]:
     if len(word) < 4 or not set(word.lower()) <= set("0123456789abcdef+"):
-        said = subprocess.run(
-            ["git", "rev-parse", "--verify", "--quiet", f"{word}^{{commit}}"], capture_output=True, text=True
-        )
-        word = said.stdout.strip() or "no commit"
+        if word.startswith("-"):  # an option of git's
+            return []
+        command = ["git", "rev-parse", "--verify", "--quiet", f"{word}^{{commit}}"]
+        try:
+            word = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "no commit"
+        except OSError:  # there is no git here
+            return []
     return [point for point in points if str(point.env.get("commit", "")).startswith(word.lower())]
 
 
@@ -264,10 +312,10 @@ def verdict(row: Row, limit: float | None) -> str:
     'faster'
     """
     if row.after is None:
-        return "FAILED" if row.before is not None else "fails, as before"
+        return "FAILED" if row.broken else "fails, as before"
     if row.before is None:
         return "works now"
-    if limit is not None and row.regressed(limit):
+    if row.regressed(limit):
         return "TOO SLOW"
     if row.low is None or row.high is None:
         return "one figure each"
@@ -278,29 +326,43 @@ HEAD = ("case", "before, ms", "after, ms", "change", f"{LEVEL:.0%} interval", "v
 
 
 def summary(found: Comparison, limit: float | None) -> str:
-    """One line: how many cases, their geometric mean, how many are past the limit."""
+    """One line: how many cases, their geometric mean, how many are past the limit, which have no row."""
     mean = found.geomean
     said = f"{len(found.rows)} cases"
     said += f", geometric mean {100 * (mean - 1):+.1f} %" if mean else ""
     if limit is not None:
         said += f", {sum(row.regressed(limit) for row in found.rows)} past {100 * limit:g} %"
-    for what, cases in (("not measured again", found.missing), ("new", found.new)):
-        said += f"; {what}: {', '.join(cases)}" if cases else ""
+    for what, names in (
+        ("not measured again", found.missing),
+        ("new", found.new),
+        ("without this baseline", found.unmatched),
+        ("no measurement after on", found.absent_series),
+    ):
+        said += f"; {what}: {', '.join(names)}" if names else ""
     return said
 
 
-def markdown(found: Comparison, limit: float | None) -> str:
-    """For a comment on a pull request: the summary, and the table, folded unless a case is past the limit."""
-    bad = [row for row in found.rows if limit is not None and row.regressed(limit)]
+def markdown(found: Comparison, limit: float | None, allow_missing: bool = False) -> str:
+    """For a comment on a pull request: the summary, and the table, folded unless a gate stops this."""
+    bad = found.failed(limit, allow_missing)
     mark = "❌" if bad else "✅"
     table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
     for row in lines(found, limit):
         case, *rest = row
-        table.append(f"| `{case}` | {' | '.join(rest)} |")
-    whys = [f"- `{row.case}`: {' '.join(row.why.split())}" for row in found.rows if row.why]
+        table.append(f"| {_code(case)} | {' | '.join(rest)} |")
+    whys = [f"- {_code(row.case)}: {_code(row.why)}" for row in found.rows if row.why]
     opened = " open" if bad else ""
     body = "\n".join([*table, *(["", *whys] if whys else [])])
     return (
         f"{mark} **tritoncp perf**: {summary(found, limit)}\n\n"
         f"<details{opened}><summary>every case, worst first</summary>\n\n{body}\n\n</details>\n"
     )
+
+
+def _code(text: str) -> str:
+    """Text as it is, in a cell of a table: no markup, no end of the cell.
+
+    >>> _code("a`b|c\\n</details>")
+    "`a'b/c </details>`"
+    """
+    return f"`{' '.join(text.replace('`', chr(39)).replace('|', '/').split())}`"

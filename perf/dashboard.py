@@ -21,7 +21,7 @@ from bokeh.resources import Resources
 
 from tritoncp import __version__
 from tritoncp.perf import changes, charts
-from tritoncp.perf.record import ATTRIBUTES, History, Point
+from tritoncp.perf.record import ATTRIBUTES, History, Point, Series
 
 STEP = 2.5e-4  # of the logarithm of a time: figures in the page are true to an eighth of a per mille
 NONE = -32768  # a failure, or a baseline that did not take part
@@ -69,6 +69,7 @@ def digest(history: History) -> tuple[dict[str, Any], bytes]:
     about = {
         "version": __version__,
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
+        "confidence": changes.CONFIDENCE,
         "step": STEP,
         "none": NONE,
         "devices": devices,
@@ -76,7 +77,7 @@ def digest(history: History) -> tuple[dict[str, Any], bytes]:
         "colours": charts.COLOURS,
         "runs": [[time, run] for run, time in begun.items()],
         "envs": [json.loads(text) for text in envs],
-        "lines": [_line(points, devices, families) for points in lines],
+        "lines": _ranked([_line(points, devices, families) for points in lines]),
         "resources": [_kernel(line) for line in history.kernels()],
         "problems": [str(problem) for problem in history.problems],
     }
@@ -116,9 +117,12 @@ def _line(points: list[Point], devices: list[str], families: list[str]) -> dict[
     """One case on one series: what is known of its last point, and what happened before."""
     last = points[-1]
     contenders = {
-        name: {key: value for key, value in found.items() if key != "samples"}
+        name: {key: value for key, value in found.items() if key not in ("samples", "errors")}
         for name, found in last.contenders.items()
     }
+    right = [i for i, point in enumerate(points) if point.ms]
+    times = [points[i].ms or 0.0 for i in right]
+    told = changes.find(times)
     line = {
         "case": last.case,
         "device": devices.index(str(last.series)),
@@ -126,11 +130,43 @@ def _line(points: list[Point], devices: list[str], families: list[str]) -> dict[
         "n": len(points),
         "unit": _unit(points),
         "fails": {i: point.own["why"] for i, point in enumerate(points) if not point.ms},
-        "changes": _changes(points, families),
+        "changes": _changes(points, right, told, families),
+        "loss": _loss(told),
+        "latest": _latest(points, times, told),
         "last": contenders,
     }
     extra = {"work": last.work, "ceilings": last.ceilings, "goal": last.goal, "state": last.state}
     return line | {name: value for name, value in extra.items() if value}
+
+
+def _ranked(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines with their "rank" among all, the most urgent first: what failed in its latest run and not before;
+    what was slower there, by the lower end of the interval; what still fails; what is slower than at its
+    best; what is farthest below its goal."""
+    order = {key: rank for rank, key in enumerate(sorted({_urgency(line) for line in lines}))}
+    return [line | {"rank": order[_urgency(line)]} for line in lines]
+
+
+def _urgency(line: dict[str, Any]) -> tuple[float, ...]:
+    latest = line["latest"]
+    group = {"failing": 0, "slower": 1, "still failing": 2}.get(latest["verdict"], 3)
+    speedups = Point("", "", "", Series(""), {}, line["last"]).speedups()
+    goals = [speedups.get(name, goal) / goal for name, goal in line.get("goal", {}).items()]
+    return group, -latest["low"] if group == 1 else 0.0, -line["loss"], min(goals, default=1.0)
+
+
+def _latest(points: list[Point], times: list[float], told: Sequence[changes.Change]) -> dict[str, Any]:
+    """How the newest point compares with those before it."""
+    if not points[-1].ms:
+        before = points[-2].ms if len(points) > 1 else None
+        return {"verdict": "failing" if before else "still failing"}
+    found = changes.compare_latest(times, told)._asdict()
+    return {name: round(x, 5) if isinstance(x, float) else x for name, x in found.items()}
+
+
+def _loss(told: Sequence[changes.Change]) -> float:
+    """The level now over the lowest before a change; 1 if it never was lower."""
+    return max(1.0, told[-1].after / min(change.before for change in told)) if told else 1.0
 
 
 def _unit(points: list[Point]) -> float:
@@ -139,10 +175,10 @@ def _unit(points: list[Point]) -> float:
     return float(np.median(times)) if times else 1.0
 
 
-def _changes(points: list[Point], families: list[str]) -> list[dict[str, Any]]:
-    """Change points, by index of the point, with what else changed there."""
-    right = [i for i, point in enumerate(points) if point.ms]
-    told = changes.find([points[i].ms or 0.0 for i in right])
+def _changes(
+    points: list[Point], right: list[int], told: Sequence[changes.Change], families: list[str]
+) -> list[dict[str, Any]]:
+    """Change points, by index of the point, with what else changed there; right: points that did not fail."""
     edges = [0, *(change.at for change in told), len(right)]
     found = []
     for k, change in enumerate(told):

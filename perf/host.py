@@ -111,8 +111,7 @@ def run(
         if case.name in there:
             continue
         if time.monotonic() > deadline:
-            why = "the time budget is used up"
-            journal.write({"kind": "left out", "case": case.name, "why": why})
+            journal.leave_out(case.name)
             continue
         try:
             contenders, work = measure(case, seconds)

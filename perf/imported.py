@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from tritoncp.perf.record import OURS, Point, Series
+from tritoncp.perf.record import OURS, Point, Series, point_of
 
 
 def points(report: dict[str, Any]) -> list[Point]:
@@ -14,7 +14,7 @@ def points(report: dict[str, Any]) -> list[Point]:
 
     A benchmark may say more of itself in ``extra_info``: "series" (device, power_limit, clocks), "env" and
     "tags", as perf/bench.py does; else the series is the CPU's, and the test's name is all there is. Raises
-    KeyError or TypeError for anything that is no such report.
+    KeyError, TypeError, ValueError or AttributeError for anything that is no such report.
 
     >>> stats = {"median": 0.002, "q1": 0.0019, "q3": 0.0021, "rounds": 9}
     >>> cpu = {"cpu": {"brand_raw": "A CPU"}, "python_version": "3.11"}
@@ -36,7 +36,8 @@ def points(report: dict[str, Any]) -> list[Point]:
         tags = {"pass": "benchmark", **said.get("tags", {})}
         known = env | said.get("env", {})
         took = {OURS: _figures(bench["stats"])}
-        found.append(Point(run, report["datetime"], bench["fullname"], series, known, took, tags))
+        point = Point(run, report["datetime"], bench["fullname"], series, known, took, tags)
+        found.append(point_of(point.as_line()))
     return found
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,9 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tritoncp import tuned
-from tritoncp.perf.record import Problem, checked, merge, same_line
+from tritoncp.checked_json import parse_json
+from tritoncp.paths import HISTORY_FILE, checked_name, path_inside
+from tritoncp.perf.lines import finite
+from tritoncp.perf.record import Problem, checked, files, merge, same_line
 from tritoncp.tuned import Device
 
+DAY = 86400.0  # seconds by which clocks of two machines may differ
 KINDS = ("case", "left out", "resources")
 Config = tuple[tuple[str, Any], ...]  # sorted items
 
@@ -44,27 +49,38 @@ class Ingested(NamedTuple):
     problems: list[Problem]
 
 
+class Refused(Exception):
+    """What no `make gpu` leaves: nothing of the folder is taken over."""
+
+
 def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
     """Take over what is in a folder: ``*.jsonl`` into ``history``, wins in ``configs/`` into ``configs``.
 
-    Doing it again changes nothing. Raises FileNotFoundError where there is neither.
+    Everything is read and every place to write to is known before anything is written. Doing it again changes
+    nothing. Raises FileNotFoundError where there is neither, Refused for links and anything but plain files,
+    for names that no file may be called after, for journals with lines that no version of tritoncp autotune
+    writes (nested deeply, NaN), and where a link leads out of ``history`` or ``configs``.
     """
     lines, journals = sorted(folder.glob("*.jsonl")), sorted((folder / "configs").glob("*/*.jsonl"))
     if not lines and not journals:
         raise FileNotFoundError(f"{folder} holds no *.jsonl and no configs/*/*.jsonl: nothing of make gpu's")
+    for path in (*lines, *journals):
+        _check_plain(path, folder)
     problems: list[Problem] = []
-    counts = [_kept(path, history, problems) for path in lines]
+    good = {_history_file(history, path): list(_good(path, problems)) for path in lines}
     chosen: dict[tuple[Device, str], Choices] = defaultdict(dict)
     for path in journals:
         for run in runs(path, problems):
             of = Device(run.about["arch"], run.about["device"]), run.about["triton"]
             _choose(run, chosen[of], problems)
+    places = {of: _config_file(configs, *of) for of in chosen}
+    counts = [_keep(path, found) for path, found in good.items()]
     shipped = {}
     for (device, triton), choices in chosen.items():
-        path, changes = tuned.path_in(configs, device, triton), (0, 0)
+        path, changes = places[device, triton], (0, 0)
         try:
             changes = _shipped(choices, configs, device, triton)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.append(Problem(path, 1, f"{error}; mend or remove it, and ingest again"))
         if any(changes):
             shipped[path] = changes
@@ -72,21 +88,55 @@ def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
     return Ingested(added, known, shipped, problems)
 
 
-def _kept(path: Path, history: Path, problems: list[Problem]) -> tuple[int, int]:
-    """Lines of one file that were added, and that were there."""
-    good = []
+def _check_plain(path: Path, folder: Path) -> None:
+    """Raises Refused unless a file is a plain one, in folders that are no links."""
+    for level in (path, *path.parents):
+        if level == folder:
+            break
+        if level.is_symlink():
+            raise Refused(f"{level} is a symbolic link; make gpu leaves none: remove it, and ingest again")
+    if not path.is_file():
+        raise Refused(f"{path} is no plain file; remove it, and ingest again")
+
+
+def _history_file(history: Path, source: Path) -> Path:
+    """Where the lines of a file go."""
+    try:
+        name = checked_name(source.name, HISTORY_FILE, "history file", "2026-01-01-nvidia-h200.jsonl")
+        path = path_inside(history, history / name)
+    except ValueError as error:
+        raise Refused(f"{source}: {error}") from error
+    if path.exists() and not path.is_file():
+        raise Refused(f"{path} is no plain file: nothing can be added to it")
+    return path
+
+
+def _config_file(configs: Path, device: Device, triton: str) -> Path:
+    """Where the tile shapes of a device go."""
+    try:
+        return path_inside(configs, tuned.path_in(configs, device, triton))
+    except ValueError as error:
+        raise Refused(str(error)) from error
+
+
+def _good(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
+    """The lines of one file that a history holds."""
     for number, line in checked(path):
         if isinstance(line, str):
             problems.append(Problem(path, number, line))
         elif line["kind"] not in KINDS:
-            problems.append(Problem(path, number, f"no history has lines of kind {line['kind']!r}"))
+            problems.append(Problem(path, number, f"no history has lines of kind {line['kind']!r:.40}"))
         else:
-            good.append(line)
-    history.mkdir(parents=True, exist_ok=True)
-    others = [other for other in history.glob("*.jsonl") if other.name != path.name]
+            yield line
+
+
+def _keep(path: Path, good: list[dict[str, Any]]) -> tuple[int, int]:
+    """Add lines to a file of the history; how many were added, and how many were there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    others = [other for other in files([path.parent]) if other.name != path.name]
     lines = (line for other in others for _, line in checked(other))
     elsewhere = {same_line(line) for line in lines if not isinstance(line, str)}
-    added = merge(history / path.name, [line for line in good if same_line(line) not in elsewhere])
+    added = merge(path, [line for line in good if same_line(line) not in elsewhere])
     return added, len(good) - added
 
 
@@ -131,17 +181,18 @@ class Run:
 
 
 def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
-    """The runs in a journal, each as far as it can be read."""
+    """The runs in a journal, each as far as it can be read. Raises Refused for a journal that no version of
+    tritoncp autotune has written."""
     found: list[Run] = []
     current, orphans = False, []
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         if not text.strip():
             continue
         try:
-            line = json.loads(text)
+            line = _line(path, number, text)
             if line["stage"] == "begin":
                 current = False
-                found.append(_begun(path, line))
+                found.append(_begun(path, number, line))
                 current = True
             elif current:
                 _read(found[-1], number, line)
@@ -156,11 +207,37 @@ def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
     yield from found
 
 
-def _begun(path: Path, line: dict[str, Any]) -> Run:
+def _line(path: Path, number: int, text: bytes) -> Any:
+    """What a line holds. Raises ValueError for one that is cut off."""
+    try:
+        line = parse_json(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:
+        raise _foreign(path, number, str(error)) from error
+    if not finite(line):
+        raise _foreign(path, number, "a number is NaN or infinite")
+    return line
+
+
+def _foreign(path: Path, number: int, why: str) -> Refused:
+    return Refused(f"{path}:{number}: {why}; no tritoncp autotune wrote this: remove the file")
+
+
+def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
+    """The run that a line begins. Raises Refused for an architecture or a Triton that no file may be called
+    after."""
     about = {name: line["about"][name] for name in ("device", "arch", "triton", "code")}
     if not all(isinstance(value, str) and value for value in about.values()):
         raise ValueError("device, arch, triton and code have to be text")
-    return Run(path, about, _positive(line["time"]))
+    try:
+        tuned.path_in(Path(), Device(about["arch"], about["device"]), about["triton"])
+    except ValueError as error:
+        raise Refused(f"{path}:{number}: {error}") from error
+    began = _positive(line["time"])
+    if began > time.time() + DAY:  # what it says would count as newest for ever
+        raise ValueError(f"the run began in the future: {began:g} seconds after 1970")
+    return Run(path, about, began)
 
 
 def _read(run: Run, number: int, line: dict[str, Any]) -> None:
@@ -189,7 +266,7 @@ def _items(config: dict[str, Any]) -> Config:
 
 
 def _positive(x: Any) -> float:
-    if isinstance(x, bool) or not isinstance(x, int | float) or not 0 < x < math.inf:
+    if type(x) not in (int, float) or not 0 < x <= sys.float_info.max:
         raise ValueError(f"{x!r} is no positive number")
     return float(x)
 
@@ -226,7 +303,8 @@ def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tu
     """Put wins where calls look for what is shipped, and take away what is no better than the rule any more,
     unless what is there is newer; how many of each. Raises ValueError where there is what cannot be read."""
     old = _held(tuned.path_in(configs, device, triton))
-    newer = {about for about, choice in choices.items() if old.get(about, {}).get("time", "") > choice.time}
+    times = {about: str(entry.get("time", "")) for about, entry in old.items()}
+    newer = {about for about, choice in choices.items() if times.get(about, "") > choice.time}
     fresh = [
         entry
         for about, (_, entry) in choices.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +26,10 @@ QUICK = ["flex", "flex prescale", "flex tma"]
 THOROUGH = ["flex prescale tma", "flex max-autotune"]
 assert set(FLEX) == {*QUICK, *THOROUGH}
 LOST = torch.AcceleratorError.__name__  # of a launch that failed on the device itself
+
+
+class DeviceLost(RuntimeError):
+    """A launch failed on the device itself, which runs nothing in this process any more."""
 
 
 @dataclass
@@ -98,8 +103,7 @@ class Bench:
         begin = time.monotonic()
         if self.clock.agree(begin + slowest - self.deadline) > 0:
             for case in cases:
-                why = "the time budget is used up"
-                self.journal.write({"kind": "left out", "case": case.name, "why": why})
+                self.journal.leave_out(case.name)
             return 0.0
         try:
             self._problem(cases, variants)
@@ -139,7 +143,7 @@ class Bench:
         contenders = {name: untimed | found for name, found in checks.items()}
         for case in cases:
             self._write(case, contenders, {})
-        raise RuntimeError(
+        raise DeviceLost(
             f"the device runs nothing in this process any more, since {cases[0].problem.name}; the others "
             "are still to be measured: go on with --resume"
         )
@@ -165,7 +169,7 @@ class Bench:
                 if "backward" in passes:
                     got |= zip(("dq", "dk", "dv"), contender.backward())
             errors = {key: check.errors(x, getattr(expected, key)) for key, x in got.items()}
-            found["errors"] = {key: [float(f"{e:.3g}") for e in pair] for key, pair in errors.items()}
+            found["errors"] = {key: list(map(_short, pair)) for key, pair in errors.items()}
             if not all(check.acceptable(pair, case.torch_dtype) for pair in errors.values()):
                 found["why"] = "wrong: relative error of the whole or of the worst rows is out of tolerance"
         except Exception as error:  # whatever a compiler or a backend throws: the others go on
@@ -207,6 +211,15 @@ class Bench:
         gpu = machine.state(self.device) if self.device.type == "cuda" else {}
         goal = GOALS.get((case.mask, case.which), {}) if case.tier == "core" else {}
         self.journal.point(case.name, contenders, tags=case.tags, work=work, state=gpu, goal=goal)
+
+
+def _short(error: float) -> float | None:
+    """Three digits of an error; None for NaN, which JSON has not.
+
+    >>> _short(0.0012345), _short(float("nan"))
+    (0.00123, None)
+    """
+    return float(f"{error:.3g}") if math.isfinite(error) else None
 
 
 def _brief(error: Exception) -> str:

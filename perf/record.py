@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tritoncp.checked_json import parse_json
+from tritoncp.perf.lines import check_measurement, finite
+
 VERSION = 1
 OURS = "tritoncp"
 # What may change from point to point of a series, and be the reason of a change.
@@ -215,7 +218,7 @@ def _write(file: int, text: bytes, path: Path) -> None:
 def files(places: Iterable[Path]) -> list[Path]:
     """The .jsonl files in folders, and files as they are; in order of name.
 
-    Raises FileNotFoundError for what does not exist.
+    Raises FileNotFoundError for what does not exist, OSError for a device, which may have no end.
     """
     found: list[Path] = []
     for place in places:
@@ -223,7 +226,12 @@ def files(places: Iterable[Path]) -> list[Path]:
             raise FileNotFoundError(
                 f"{place} does not exist: name a history file, or a folder of *.jsonl files"
             )
-        found += sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+        if place.is_dir():
+            found += sorted(path for path in place.glob("*.jsonl") if not path.is_dir())
+        elif place.is_char_device() or place.is_block_device():
+            raise OSError(f"{place} is a device: name a history file, or a folder of *.jsonl files")
+        else:
+            found.append(place)
     return found
 
 
@@ -255,7 +263,7 @@ def checked(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Number of each line of a file, and the line as JSON holds it, or what is wrong with it."""
     for number, text in _lines(path):
         found = _parsed(text)
-        yield number, json.loads(text) if isinstance(found, Point) else found
+        yield number, parse_json(text) if isinstance(found, Point) else found
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -268,45 +276,39 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def _parsed(text: bytes) -> Point | dict[str, Any] | str:
     """A point, another kind of line, or what is wrong."""
     try:
-        line = json.loads(text)
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        line = parse_json(text)
+    except ValueError as error:  # UnicodeDecodeError is one
         if text.endswith(b"\n"):
             return f"not JSON: {error}"
         return f"the line is cut off after {len(text)} characters"
     if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
         return 'not a line of a history: it has no "kind"'
     if line["kind"] != "case":
-        return line
+        return line if finite(line) else f"a number of the {line['kind']!r:.40} line is NaN or infinite"
     if line.get("v") != VERSION:
         return f"written in version {line.get('v')!r} of the format; this tritoncp reads version {VERSION}"
     try:
-        return _point(line)
+        return point_of(line)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return f"not a measurement: {type(error).__name__}: {error}"
 
 
-def _point(line: dict[str, Any]) -> Point:
-    for name in ("run", "time", "case"):
-        if not isinstance(line[name], str):
-            raise TypeError(f"{name} is not text")
-    for name, found in line["contenders"].items():
-        figures = [found[key] for key in ("ms", "low", "high") if key in found]
-        if not figures and "why" not in found:
-            raise KeyError(f"{name} has neither ms nor why")
-        if not all(isinstance(x, int | float) and 0 < x < float("inf") for x in figures):
-            raise ValueError(f"the times of {name} are not positive numbers")
+def point_of(line: dict[str, Any]) -> Point:
+    """The point that a line of kind "case" holds. Raises KeyError, TypeError, ValueError or AttributeError if
+    it is no measurement."""
+    check_measurement(line)
     fields = {name: line[name] for name in Point.__dataclass_fields__ if name in line}
-    for name in ("env", "contenders", "tags", "work", "ceilings", "state", "goal"):
-        if not isinstance(fields.get(name, {}), dict):
-            raise TypeError(f"{name} is not an object")
-    return Point(**fields | {"series": Series(**line["series"]), "env": line.get("env", {})})
+    series = Series(**line["series"])
+    if not all(isinstance(part, str) for part in series):
+        raise TypeError("series holds what is no text")
+    return Point(**fields | {"series": series, "env": line.get("env", {})})
 
 
 @dataclass
 class Journal:
     """Points of one run, in a file as soon as they are known.
 
-    tell: hears of every line that is written
+    tell: hears of every line that is written; left_out: names of cases that there was no time for
     """
 
     path: Path
@@ -316,6 +318,12 @@ class Journal:
     tell: Callable[[dict[str, Any]], object] = lambda line: None
     ceilings: dict[str, float] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
+    left_out: set[str] = field(default_factory=set)
+
+    def leave_out(self, case: str) -> None:
+        """Write that there was no time for a case. Raises DiskFull."""
+        self.left_out.add(case)
+        self.write({"kind": "left out", "case": case, "why": "the time budget is used up"})
 
     def point(self, case: str, contenders: dict[str, dict[str, Any]], **parts: Any) -> None:
         """Write what was found about a case. Raises DiskFull."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from tritoncp.checked_json import parse_json
+from tritoncp.paths import path_inside, slug
+from tritoncp.perf.exit_codes import FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
 from tritoncp.perf.record import DiskFull, Journal, Point, Series, kernel_name, unfinished
 
 if TYPE_CHECKING:
@@ -26,15 +29,34 @@ if TYPE_CHECKING:
 BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+class Seconds(click.ParamType):
+    """A length of time: a finite number that is not negative."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> float:
+        try:
+            length = float(value)
+        except ValueError:
+            length = math.nan
+        if not 0 <= length < math.inf:
+            self.fail(f"{value!r} is not a number of seconds, 0 or more", param, ctx)
+        return length
+
+
+@click.command(cls=PerfCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--tier", type=click.Choice(["smoke", "core", "full"]), default="core", show_default=True)
 @click.option(
     "--only", "--filter", "only", default="*", metavar="PATTERN", help="Cases by name: 'causal-*-bwd'."
 )
 @click.option(
-    "--budget", type=float, help="Seconds; starts nothing after. [default: smoke 30, core 470, full 3600]"
+    "--budget",
+    type=Seconds(),
+    help="Starts nothing after so long. [default: smoke 30, core 470, full 3600]",
 )
-@click.option("--seconds", type=float, default=1.5, show_default=True, help="Seconds of rounds for a case.")
+@click.option(
+    "--seconds", type=Seconds(), default=1.5, show_default=True, help="Seconds of rounds for a case."
+)
 @click.option(
     "--try",
     "options",
@@ -73,7 +95,8 @@ def main(
     """Time tritoncp against PyTorch's own attention, most important cases first.
 
     Every contender's answer is checked before it is timed. Under torchrun the cases of as many ranks are
-    measured, by all of them together. Exits with 1 if tritoncp fails or is wrong in any case.
+    measured, by all of them together. Exits with 1 if tritoncp fails or is wrong in any case, with 3 if the
+    budget is too short for any case.
     """
     deadline = time.monotonic() + (BUDGET[tier] if budget is None else budget)
     tried = [_parsed(text) for text in options]
@@ -86,9 +109,7 @@ def main(
         if device == "host":
             os.environ.setdefault("TRITON_INTERPRET", "1")
     if device == "cuda" and not torch.cuda.is_available():
-        raise click.ClickException(
-            "torch finds no GPU here; --device host measures what means something without"
-        )
+        raise InputError("torch finds no GPU here; --device host measures what means something without")
     from tritoncp.perf import host, machine
 
     where, group = _place(device)
@@ -102,7 +123,7 @@ def main(
         series = machine.series(where, clocks)
         cases = select(tier, only, group.size() if group else 1)
     if not cases:
-        raise click.ClickException(f"no case of tier {tier} for this device is named like {only!r}")
+        raise InputError(f"no case of tier {tier} for this device is named like {only!r}")
     lead = group is None or group.rank() == 0
     journal = _journal(out, series, env, resume and lead, lead, as_json)
     before = list(journal.points)
@@ -114,10 +135,20 @@ def main(
         else:
             failures = _attention(where, journal, deadline, seconds, tried, group, before, cases)
     except DiskFull as error:
-        raise click.ClickException(str(error)) from error
+        raise InputError(str(error)) from error
     if lead and not as_json:
         show(journal)
-    sys.exit(1 if failures else 0)
+    if failures:
+        sys.exit(REGRESSION)
+    left_out = journal.left_out - {point.case for point in journal.points}
+    if left_out and len(journal.points) == len(before):
+        raise NothingMeasured(
+            f"nothing was measured: the budget was used up before the first of {len(left_out)} cases; give "
+            "more --budget"
+        )
+    if left_out and lead:
+        click.echo(f"{len(left_out)} cases were left out: the budget is used up", err=True)
+    sys.exit(FINE)
 
 
 def _attention(
@@ -131,12 +162,16 @@ def _attention(
     cases: Sequence[Any],
 ) -> int:
     """Measure attention cases; how many failed."""
-    from tritoncp.perf.measure import Bench, ceilings
+    from tritoncp.perf.measure import Bench, DeviceLost, ceilings
 
     if device.type == "cuda":
         journal.ceilings = ceilings(device)
     bench = Bench(device, journal, deadline, seconds, options, group, done)
-    bench.run(cases)
+    try:
+        bench.run(cases)
+    except DeviceLost as error:
+        click.echo(f"Error: {error}", err=True)
+        return bench.failures + 1
     return bench.failures
 
 
@@ -156,7 +191,7 @@ def _place(device: str) -> tuple[torch.device, Any]:
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
+        found = parse_json(text.encode())
     except ValueError as error:
         raise click.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--try") from error
     if not isinstance(found, dict):
@@ -181,7 +216,10 @@ def _journal(
     one_file = out.suffix == ".jsonl" or (out.exists() and not out.is_dir())
     (out.parent if one_file else out).mkdir(parents=True, exist_ok=True)
     day = datetime.date.today().isoformat()
-    path = out if one_file else out / f"{day}-{re.sub(r'[^a-z0-9]+', '-', series.device.lower())}.jsonl"
+    try:
+        path = out if one_file else path_inside(out, out / f"{day}-{slug(series.device)}.jsonl")
+    except ValueError as error:
+        raise InputError(str(error)) from error
     found = unfinished(out, series, env) if resume else None
     if found is None:
         if resume:

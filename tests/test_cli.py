@@ -95,7 +95,7 @@ def test_the_benchmark_has_its_own_help_and_errors(tmp_path):
     done = CliRunner().invoke(
         main, ["perf", "run", "--device", "cpu", "--only", "nothing", "--out", str(tmp_path)]
     )
-    assert done.exit_code == 1 and "'nothing'" in done.output
+    assert done.exit_code == 2 and "'nothing'" in done.output
 
 
 def plan_command(*words) -> tuple[int, str]:

@@ -234,6 +234,9 @@ def test_edits_of_captures_are_seen():
     ids.copy_(torch.arange(S) // 11)
     with pytest.raises(RuntimeError, match="edited in place after the plan was made"):
         late.sum().backward()
+    with pytest.raises(RuntimeError, match="edited in place after the mask was made"):
+        fast(q, k, v, mask)
+    mask = create_block_mask(mask.mask_mod, 1, 1, S, S, BLOCK_SIZE=BLOCK)
     assert torch.equal(fast(q, k, v, mask), tritoncp.flex_attention(q, k, v, mask))
     assert counter.frame_count == 2  # with a score_mod, and without
 

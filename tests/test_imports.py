@@ -43,6 +43,7 @@ ROOMS = {
             "plan",
             "handles",
             "host",
+            "paths",
             "draw",
             "plot",
         },

@@ -13,7 +13,8 @@ MOST_LEVELS = 64  # of lists and objects within each other
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError for what is no JSON, or is nested past MOST_LEVELS.
+    """The value of a JSON text. Raises ValueError for what is no JSON, is nested past MOST_LEVELS, or holds
+    text that no file can (half of a surrogate pair).
 
     >>> parse_json('{"a": [1, 2]}')
     {'a': [1, 2]}
@@ -34,8 +35,14 @@ def parse_json(text: str | bytes) -> Any:
             for part in (whole.values() if isinstance(whole, dict) else whole)
         ]
         if not level:
+            _check_text(text, value)
             return value
     raise ValueError(f"JSON that is nested more than {MOST_LEVELS} levels deep")
+
+
+def _check_text(text: str | bytes, value: Any) -> None:
+    if (b"\\ud" if isinstance(text, bytes) else "\\ud") in text.lower():  # type: ignore[operator]
+        json.dumps(value, ensure_ascii=False).encode()  # a UnicodeEncodeError is a ValueError
 
 
 def read_json(path: Path) -> Any:

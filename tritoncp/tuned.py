@@ -20,7 +20,6 @@ import itertools
 import json
 import math
 import os
-import re
 import warnings
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from tritoncp import comm
 from tritoncp.checked_json import read_json
 from tritoncp.kernels.configs import KINDS, PASSES, ROUTES, architecture, check_options
 from tritoncp.masks import Mask
+from tritoncp.paths import architecture_name, path_inside, slug, triton_version
 
 SHIPPED = Path(tritoncp.__file__).parent / "kernels/configs"
 # For the nearest that was measured, where a mask's own kind was not: long rows of full blocks in both.
@@ -116,12 +116,14 @@ def user_folder() -> Path | None:
 
 
 def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
-    """
+    """The file of a device's tile shapes. Raises ValueError for an architecture or a version that no file
+    may be called after.
+
     >>> path_in(Path("x"), Device("sm_90", "NVIDIA H200"), "3.7.1").as_posix()
     'x/sm_90/nvidia-h200-triton-3.7.1.json'
     """
-    slug = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-")
-    return folder / device.arch / f"{slug}-triton-{triton or _triton()}.json"
+    version = triton_version(triton or _triton())
+    return folder / architecture_name(device.arch) / f"{slug(device.name)}-triton-{version}.json"
 
 
 def _triton() -> str:
@@ -395,9 +397,10 @@ def write(
     """Put entries into the device's file, in place of those about the same kernels, all or nothing.
 
     facts: what else the file says; triton: the version they were measured with, this one's unless given;
-    drop: what is known no more, as :func:`about` says it
+    drop: what is known no more, as :func:`about` says it. Raises ValueError for a file that a link would put
+    outside the folder.
     """
-    path = path_in(folder, device, triton)
+    path = path_inside(folder, path_in(folder, device, triton))
     old = entries_of(path) if path.is_file() else []
     merged = {about(entry): entry for entry in [*old, *entries] if about(entry) not in drop}
     lines = ",\n".join(json.dumps(entry) for entry in merged.values())

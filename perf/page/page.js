@@ -100,24 +100,14 @@ const last = (xs) => xs[xs.length - 1];
 const lastRatio = (line, family) => (family && line.ratio[family] ? last(line.ratio[family]) : null);
 const failing = (line) => last(line.ms) === null;
 
-/** How much slower the level is now than at its best: 1 if it never was better. */
-function loss(line) {
-  const levels = line.changes.map((change) => change.before);
-  return levels.length ? Math.max(1, last(line.changes).after / Math.min(...levels)) : 1;
-}
+const slowerNow = (line) => line.latest.verdict === "slower";
+const slowerThanBest = (line) => !failing(line) && line.loss > 1;
+const tooFew = (line) => line.latest.verdict === "too few runs";
 
-/** The least ratio over its goal, of the baselines that have one. */
-function toGoal(line) {
-  const found = Object.entries(line.goal ?? {}).map(([name, goal]) => (lastRatio(line, name) ?? goal) / goal);
-  return found.length ? Math.min(...found) : 1;
-}
-
-/** Failures, then what became slower, then what is farthest below its goal or its baseline. */
+/** By rank (see dashboard.py); then what is farthest below its baseline. */
 function worstFirst(a, b) {
-  const key = (line) => [failing(line) ? 0 : 1, -loss(line), toGoal(line), lastRatio(line, state.baseline) ?? 9];
-  const [x, y] = [key(a), key(b)];
-  const at = x.findIndex((value, i) => value !== y[i]);
-  return at < 0 ? a.case.localeCompare(b.case) : x[at] - y[at];
+  const ratio = (line) => lastRatio(line, state.baseline) ?? 9;
+  return a.rank - b.rank || ratio(a) - ratio(b) || a.case.localeCompare(b.case);
 }
 
 const valueOf = (line, filter) => (filter === "device" ? line.deviceName : line.tags?.[filter] ?? "");
@@ -222,12 +212,13 @@ function meansOverRuns(chosen, family) {
 function showOverview() {
   const chosen = shown().sort(worstFirst);
   $("status").textContent = `${chosen.length} of ${lines.length} cases`
-    + (chosen.some(failing) ? `, ${chosen.filter(failing).length} failing` : "")
-    + (chosen.some((line) => loss(line) > 1) ? `, ${chosen.filter((line) => loss(line) > 1).length} slower than they were` : "");
+    + [[failing, "failing"], [slowerNow, "slower in the latest run"], [slowerThanBest, "slower than at best"]]
+      .map(([is, what]) => [chosen.filter(is).length, what]).filter(([n]) => n).map(([n, what]) => `, ${n} ${what}`).join("");
   const devices = about.devices.filter((name) => chosen.some((line) => line.deviceName === name));
   $("cards").replaceChildren(...devices.map((name) => card(name, chosen.filter((line) => line.deviceName === name))));
   showMeans(chosen, devices);
-  const heads = [["Case"], ["GPU", "wide"], ["Time", "number"], ["Since best", "number"],
+  const heads = [["Case"], ["GPU", "wide"], ["Time", "number"],
+                 ["Latest against before", "number"], ["Since best", "number"],
                  [state.baseline ? `÷ ${state.baseline}` : "÷", "number"], ["History", "wide"]];
   heads[0][1] = "case";
   fill($("cases"), `${chosen.length} cases`,
@@ -238,14 +229,25 @@ function row(line) {
   const link = element("a", { href: address({ case: line.case, on: line.deviceName }) }, line.case);
   const model = line.tags?.model ? element("div", { class: "small" }, line.tags.model) : null;
   const now = failing(line) ? element("span", { class: "failed" }, "failed") : ms(last(line.ms));
-  const lost = loss(line), better = line.changes.length && last(line.changes).after < last(line.changes).before;
+  const lost = line.loss, better = line.changes.length && last(line.changes).after < last(line.changes).before;
   const since = !line.changes.length || failing(line) ? "–" : lost > 1
     ? element("span", { class: "worse" }, percent(lost))
     : element("span", { class: better ? "better" : "" }, better ? "best" : "–");
   const ratio = lastRatio(line, state.baseline), goal = line.goal?.[state.baseline];
   const shownRatio = element("span", { class: ratio !== null && goal && ratio < goal ? "worse" : "" },
     times(ratio) + (goal && ratio !== null ? ` (goal ${goal})` : ""));
-  return [element("div", {}, link, model), line.deviceName, now, since, shownRatio, spark(line)];
+  return [element("div", {}, link, model), line.deviceName, now, latest(line), since, shownRatio, spark(line)];
+}
+
+const interval = ({ low, high }) => `${percent(low).replace(" %", "")} … ${percent(high)}`;
+
+/** The newest run against those before it: the change, and its interval below. */
+function latest(line) {
+  const { verdict, ratio } = line.latest;
+  if (failing(line)) return element("span", { class: "failed" }, verdict === "failing" ? "fails now" : "fails still");
+  if (tooFew(line)) return element("span", { class: "small" }, verdict);
+  const kind = { slower: "worse", faster: "better" }[verdict];
+  return element("div", {}, element("span", { class: kind }, percent(ratio)), element("div", { class: "small wide" }, interval(line.latest)));
 }
 
 function card(name, chosen) {
@@ -255,9 +257,11 @@ function card(name, chosen) {
     const ratios = chosen.map((line) => lastRatio(line, family)).filter((x) => x !== null);
     if (ratios.length) say(`÷ ${family} (${ratios.length})`, times(geomean(ratios)));
   }
-  const failed = chosen.filter(failing).length, slower = chosen.filter((line) => loss(line) > 1).length;
-  say("failing", `${failed} of ${chosen.length}`, failed ? "failed" : "");
-  say("slower now", `${slower}`, slower ? "worse" : "");
+  const count = (is) => chosen.filter(is).length, bad = (n, kind) => [`${n} of ${chosen.length}`, n ? kind : ""];
+  say("failing", ...bad(count(failing), "failed"));
+  say("latest slower than before", ...bad(count(slowerNow), "worse"));
+  say("slower than at best", ...bad(count(slowerThanBest), "worse"));
+  if (count(tooFew)) say("too few runs to say", ...bad(count(tooFew), ""));
   say("last measured", day(Math.max(...chosen.map((line) => about.runs[last(line.run)][0]))));
   return element("div", { class: "card" }, element("h3", {}, name), list);
 }
@@ -317,12 +321,22 @@ function showCase(line) {
   $("case-tags").textContent = [line.deviceName, ...Object.values(line.tags ?? {})].filter(Boolean).join(" · ");
   const why = line.fails[line.n - 1];
   $("case-failure").replaceChildren(...(why ? [element("div", { class: "note" }, element("strong", {}, "Failing: "), why)] : []));
+  $("case-latest").textContent = latestInWords(line);
+  $("case-latest").className = slowerNow(line) ? "worse" : "";
   showChanges(line);
   showTime(line);
   showRatio(line);
   showContenders(line);
   showRoofline(line);
   showRanks(line);
+}
+
+function latestInWords(line) {
+  const { verdict, ratio, points } = line.latest;
+  if (failing(line)) return "";
+  if (tooFew(line)) return `Too few runs of this level (${points} before the latest) to say whether the latest fits them.`;
+  return `The latest run is ${verdict === "as before" ? "as those before" : verdict + " than those before"}: ${percent(ratio)} `
+    + `(${100 * about.confidence} % interval ${interval(line.latest)}) against ${counted(points, "run")} of the level before it.`;
 }
 
 function showChanges(line) {

@@ -93,12 +93,23 @@ def test_it_opens_from_disk_and_asks_for_nothing_else(page, address):
     page.errors.clear()  # the refusal
 
 
-def test_failures_come_first_then_what_became_slower(page):
-    assert names(page)[:2] == ["broken", "window-forward"]
+def test_failures_come_first_then_a_slow_latest_run_then_a_lost_level(page):
+    assert names(page)[:4] == ["broken", "window-backward", "document-forward", "window-forward"]
     rows = page.locator("#cases tbody tr")
-    expect(rows.nth(0)).to_contain_text("failed")
-    expect(rows.nth(1)).to_contain_text(re.compile(r"\+[78]\.\d %"))
-    expect(page.get_by_role("status")).to_have_text("15 of 15 cases, 1 failing, 1 slower than they were")
+    expect(rows.nth(0)).to_contain_text("fails now")
+    expect(rows.nth(1)).to_contain_text("+22.0 %+18.9 … +25.2 %")
+    expect(rows.nth(3)).to_contain_text(re.compile(r"\+[78]\.\d %"))
+    expect(page.get_by_role("row").filter(has_text="plan-w2")).to_contain_text("too few runs")
+    said = "15 of 15 cases, 1 failing, 2 slower in the latest run, 1 slower than at best"
+    expect(page.get_by_role("status")).to_have_text(said)
+    card = page.locator(".card").filter(has_text="NVIDIA H200")
+    for what, count in (("latest slower than before", "2 of 9"), ("slower than at best", "1 of 9")):
+        expect(card).to_contain_text(what + count)
+    expect(card).to_contain_text("too few runs to say1 of 9")
+    page.get_by_role("link", name="window-backward").first.click()
+    expect(page.locator("#case-latest")).to_contain_text(
+        "The latest run is slower than those before: +22.0 % (99 %"
+    )
 
 
 def test_filters_narrow_the_list_say_so_and_are_in_the_address(page):

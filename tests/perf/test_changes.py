@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tritoncp.perf.changes import NEAR, Cause, Change, causes, find
+from tritoncp.perf.changes import NEAR, Cause, Change, causes, compare_latest, find
 from tritoncp.perf.record import Point, Series
 
 SEEDS = range(100)
@@ -81,3 +81,24 @@ def test_causes_are_what_changed_nearby_nearest_first():
     assert Cause("driver", "a", "b", 1) in found and "torch" not in {cause.name for cause in found}
     assert max(abs(cause.away) for cause in found) == NEAR
     assert [abs(cause.away) for cause in found] == sorted(abs(cause.away) for cause in found)
+
+
+@pytest.mark.parametrize(("count", "alarms", "hits"), [(5, 8, 190), (10, 5, 197), (30, 4, 199)])
+def test_the_newest_of_a_flat_series_is_seldom_slower_and_one_that_is_mostly_is(count, alarms, hits):
+    """1 % noise; a few outliers before the newest neither hide it nor raise an alarm."""
+    told = {"flat": 0, "slow": 0}
+    for seed in range(200):
+        x = times(2000 + seed, count + 1, noise=0.01)
+        x[-1] = 2.5 * np.random.default_rng(seed).lognormal(0, 0.01)
+        told["flat"] += compare_latest(x).verdict == "slower"
+        x[-1] *= 1.15
+        told["slow"] += compare_latest(x).verdict == "slower"
+    assert told["flat"] <= alarms and told["slow"] >= hits, told
+
+
+def test_the_interval_of_the_newest_holds_the_truth_as_often_as_it_says():
+    random, held = np.random.default_rng(7), 0
+    for _ in range(1000):
+        found = compare_latest(1.05 ** np.array([0] * 12 + [1]) * random.lognormal(0, 0.02, 13))
+        held += found.low <= 1.05 <= found.high
+    assert 975 <= held <= 999, held

@@ -91,8 +91,26 @@ def test_a_baseline_takes_out_what_the_machine_did():
     assert compare.compare(before, after).rows[0].regressed(0.05)
     (row,) = compare.compare(before, after, "flex").rows
     assert row.ratio == pytest.approx(1.0, rel=1e-2) and not row.regressed(0.05)
-    (row,) = compare.compare(before, after, "cudnn").rows
-    assert row.ratio is None and not row.regressed(0.05)
+    with pytest.raises(compare.Unknown, match="no baseline 'cudnn' on both sides; before: flex; after: flex"):
+        compare.compare(before, after, "cudnn")
+
+
+def test_cases_without_the_baseline_are_told_and_one_that_lost_it_is_missing():
+    before = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0, flex=2.0)]
+    after = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0)]
+    found = compare.compare(before, after, "flex")
+    assert [row.case for row in found.rows] == ["both"]
+    assert (found.unmatched, found.missing) == (["never"], ["lost"]) and found.failed(0.05)
+    assert "without this baseline: never" in compare.summary(found, None)
+
+
+def test_a_device_that_is_gone_is_told_and_its_cases_are_missing_where_no_device_has_them():
+    before = [point("c", 1.0), point("c", 2.0, series=H100), point("mask", 1.0, series=Series("CPU"))]
+    found = compare.compare(before, [point("c", 1.0)])
+    assert [row.case for row in found.rows] == ["c"] and found.missing == ["mask"]
+    assert found.absent_series == [str(H100)] and "no measurement after on: NVIDIA H100" in compare.summary(
+        found, 1
+    )
 
 
 @pytest.fixture
@@ -139,16 +157,18 @@ def test_the_newest_runs_can_be_asked_for_and_broken_lines_are_named(history):
 
 
 def test_sides_are_devices_and_files_too(history, tmp_path):
-    status, said = run_compare("h200", "h100", "--history", history.parent, "--json")
+    words = ("h200", "h100", "--history", history.parent)
+    assert run_compare(*words)[0] == 1, "d was not measured on an H100"
+    status, said = run_compare(*words, "--json", "--allow-missing")
     assert status == 0 and [row["case"] for row in json.loads(said)["rows"]] == ["c"]
-    assert run_compare(history, history.parent, "--fail-over", "0.05")[0] == 0
+    assert run_compare(history, history.parent, "--fail-over", "5")[0] == 0
     status, said = run_compare("nothing like it", "h100", "--history", history.parent)
-    assert status == 1 and "devices: NVIDIA H100" in said and "Commits there: aaaaaaaaaa" in said
+    assert status == 2 and "devices: NVIDIA H100" in said and "Commits there: aaaaaaaaaa" in said
     assert run_compare(history, history, "--fail-over", "lots")[0] == 2
     other = tmp_path / "other.jsonl"
     append(other, point("else", 1.0).as_line())
     status, said = run_compare(history, other)
-    assert status == 1 and "no case in common" in said
+    assert status == 3 and "no case in common" in said
 
 
 def test_markdown_is_what_a_pull_request_shows(history):
@@ -201,4 +221,4 @@ def test_pytest_benchmarks_are_imported(tmp_path):
         assert len(each.own["samples"]) == 15 and each.env["torch"]
         assert each.own["low"] <= each.ms <= each.own["high"]
     bad = CliRunner().invoke(main, ["perf", "import", str(out), "--out", str(tmp_path / "x.jsonl")])
-    assert bad.exit_code == 1 and "is not what `pytest --benchmark-json` writes" in bad.output
+    assert bad.exit_code == 2 and "is not what `pytest --benchmark-json` writes" in bad.output

@@ -4,13 +4,14 @@ import json
 import re
 import time
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from tests.perf.made import ENV, H100, line, noisy, tags
 from tritoncp.cli import main
 from tritoncp.perf.dashboard import NONE, STEP, digest, page
-from tritoncp.perf.record import History, append
+from tritoncp.perf.record import History, append, read
 
 
 def history(points, resources=()) -> History:
@@ -58,6 +59,74 @@ def test_a_change_names_its_commits_its_causes_and_what_the_baselines_did():
     assert change["relative"] == {"flex": pytest.approx(1 / 1.1, rel=1e-3)}
 
 
+def worst_first(points) -> list[dict]:
+    """Lines as the page lists them."""
+    about, _ = digest(history(points))
+    return sorted(about["lines"], key=lambda line: line["rank"])
+
+
+def test_a_regression_of_the_newest_run_comes_before_old_losses():
+    """Sixty cases with 1 % noise, twenty of them slower since long ago, two failing since long ago."""
+    points = []
+    for seed in range(60):
+        random = np.random.default_rng(seed)
+        times = 2.0 * random.lognormal(0, 0.01, 30)
+        times[15:] *= 1.2 if seed < 20 else 1.0
+        times[-1] *= 1.15 if seed == 40 else 1.0
+        points += line(f"case-{seed}", times)
+    points += line("broken", [1.0] * 20 + [None] * 10) + line("never-worked", [None] * 30)
+    first, *rest = worst_first(points)
+    assert (first["case"], first["latest"]["verdict"], first["rank"]) == ("case-40", "slower", 0)
+    assert first["latest"]["low"] > 1.08 and first["latest"]["low"] < 1.15 < first["latest"]["high"]
+    assert sum(other["latest"]["verdict"] == "slower" for other in rest) <= 3
+    rest = [other for other in rest if other["latest"]["verdict"] != "slower"]
+    assert sorted(other["case"] for other in rest[:2]) == ["broken", "never-worked"]
+    lost = [other for other in rest[2:] if other["loss"] > 1.1]
+    assert lost == rest[2 : 2 + len(lost)] and len(lost) >= 17, "some may have a slow latest run besides"
+    assert {other["case"] for other in lost} <= {f"case-{seed}" for seed in range(20)}
+
+
+def test_what_fails_in_the_newest_run_comes_first():
+    points = line("slow", [1.0] * 20 + [1.15]) + line("fails", [1.0] * 20 + [None]) + line("fine", [1.0] * 21)
+    found = [(each["case"], each["latest"]["verdict"]) for each in worst_first(points)]
+    assert found == [("fails", "failing"), ("slow", "slower"), ("fine", "as before")]
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict"),
+    [
+        ([1.15], "too few runs"),
+        ([1.0] * 3 + [1.15], "too few runs"),
+        ([None] * 9 + [1.0] * 3 + [1.15], "too few runs"),
+        ([1.0] * 4 + [1.15], "slower"),
+        ([1.0] * 4 + [None] * 3 + [1.15], "slower"),
+        ([1.0] * 4 + [1.005], "as before"),
+        ([1.0, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 1.04], "slower"),
+        ([1.0, 1.01, 0.99, 1.0, 1.01, 0.99, 1.0, 0.96], "faster"),
+        ([1.0, 1.2, 0.9, 1.1, 0.8, 1.0, 1.2, 1.15], "as before"),
+        ([1.0, 1.01, 0.99, 1.3, 1.0, 1.01, 0.99, 1.15], "slower"),
+        ([1.0] * 9 + [1.15, 1.15], "slower"),
+        ([1.0] * 10 + [1.15] * 10, "as before"),
+        ([1.15] * 10 + [1.0] * 10 + [1.15], "slower"),
+    ],
+)  # fmt: skip
+def test_the_newest_run_is_compared_with_the_level_before_it(times, verdict):
+    about, _ = digest(history(line("c", times)))
+    (found,) = about["lines"]
+    assert found["latest"]["verdict"] == verdict, found["latest"]
+    assert (found["latest"]["ratio"] is None) == (verdict == "too few runs")
+
+
+def test_a_wrong_answer_whose_error_is_not_a_number_leaves_the_page_readable(tmp_path):
+    (point,) = line("c", [None])
+    point.contenders["tritoncp"]["errors"] = {"out": [float("nan"), float("inf")]}
+    append(tmp_path / "a.jsonl", point.as_line())
+    kept = read(tmp_path)
+    assert [found.case for found in kept.points] == ["c"] and kept.problems == []
+    about, _ = digest(kept)
+    json.dumps(about, allow_nan=False)
+
+
 def test_failures_are_no_times_and_do_not_move_a_change():
     times = [1.0] * 20 + [None] * 3 + [1.0] * 10 + [1.2] * 20
     about, _ = digest(history(line("c", times)))
@@ -90,7 +159,7 @@ def test_the_command_writes_the_page_and_names_broken_lines(tmp_path):
     assert out.read_text().startswith("<!doctype html>")
     (tmp_path / "empty").mkdir()
     nothing = CliRunner().invoke(main, ["perf", "dashboard", str(tmp_path / "empty"), "-o", str(out)])
-    assert nothing.exit_code == 1 and "no measurement in" in nothing.output
+    assert nothing.exit_code == 3 and "no measurement in" in nothing.output
 
 
 def test_charts_and_page_agree_on_names():

@@ -62,7 +62,33 @@ def test_broken_lines_are_named_and_take_no_other_with_them(place, tmp_path):
         ({"contenders": {"tritoncp": {"ms": -1.0}}}, "not positive"),
         ({"contenders": {"tritoncp": {"ms": "1"}}}, "not positive"),
         ({"contenders": {"tritoncp": {"ms": float("nan")}}}, "not positive"),
+        ({"contenders": {"tritoncp": {"ms": 1e-30}}}, "not positive numbers between 1e-09 and 1e+12"),
+        ({"contenders": {"tritoncp": {"ms": 10**400}}}, "not positive"),
+        ({"contenders": {"tritoncp": {"ms": 1.0, "samples": [1.0, float("nan")]}}}, "not positive"),
+        (
+            {"contenders": {"tritoncp": {"ms": 1.0, "samples": {"a": 1.0}}}},
+            "samples of tritoncp are not a list",
+        ),
+        ({"contenders": {"tritoncp": {"ms": 1.0, "low": 0.9}}}, "a part of median and quartiles"),
+        ({"contenders": {"tritoncp": {"ms": 1.0, "n": "20"}}}, "is not a whole number"),
+        (
+            {"contenders": {"tritoncp": {"ms": 1.0, "peak_bytes": "much"}}},
+            "peak_bytes of tritoncp is not a number",
+        ),
+        ({"contenders": {"tritoncp": ["ms"]}}, "are not an object"),
+        ({"contenders": {" ": {"ms": 1.0}}}, "a contender has no name"),
+        ({"contenders": {"tritoncp": {"why": 5}}}, "neither ms nor why"),
         ({"contenders": {"tritoncp": {}}}, "neither ms nor why"),
+        ({"case": "\ud800"}, "surrogates not allowed"),
+        ({"series": {"device": ["x"]}}, "series holds what is no text"),
+        ({"goal": {"flex": 0}}, "goal holds what is no positive number"),
+        ({"work": {"flops": "many"}}, "work holds what is no number"),
+        ({"work": {"imbalance": [1.0]}}, "work holds what is no number"),
+        ({"work": {"rank_work": [1, 2], "rank_bytes": [1]}}, "not one number for each rank"),
+        ({"work": {"rank_work": [1, 2]}}, "not one number for each rank"),
+        ({"case": " "}, "the case has no name"),
+        ({"env": {"torch": float("inf")}}, "NaN or infinite"),
+        ({"tags": json.loads("[" * 90 + "]" * 90)}, "nested more than 64 levels"),
         ({"contenders": []}, "no attribute"),
         ({"case": 7}, "case is not text"),
         ({"series": {"gpu": "x"}}, "unexpected keyword"),
@@ -115,7 +141,7 @@ def test_a_full_disk_is_said_and_leaves_every_line_before(tmp_path, monkeypatch)
 def test_a_run_on_a_full_device_stops_with_one_clear_message():
     arguments = ["--device", "host", "--filter", "plan-*-64k", "--seconds", "0", "--out", "/dev/full"]
     done = CliRunner().invoke(run.main, arguments)
-    assert done.exit_code == 1 and "Traceback" not in done.output
+    assert done.exit_code == 2 and "Traceback" not in done.output
     assert "/dev/full: No space left on device" in done.output and "--resume" in done.output
 
 

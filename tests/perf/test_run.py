@@ -63,7 +63,7 @@ def test_a_second_run_is_appended_and_json_is_what_the_file_holds(tmp_path):
 
 def test_nothing_is_started_after_the_budget(tmp_path):
     done = CliRunner().invoke(main, [*QUICK, "--budget", "0", "--out", str(tmp_path)])
-    assert done.exit_code == 0
+    assert done.exit_code == 3 and "nothing was measured" in done.output
     assert [line["kind"] for line in lines_of(tmp_path)] == ["left out"] * len(select("core"))
 
 
@@ -174,12 +174,11 @@ def test_every_core_case_has_a_goal():
 
 def test_mistakes_are_explained(tmp_path):
     none = CliRunner().invoke(main, ["--device", "cpu", "--only", "casual-*", "--out", str(tmp_path)])
-    assert (
-        none.exit_code == 1 and "no case of tier core for this device is named like 'casual-*'" in none.output
-    )
+    assert none.exit_code == 2
+    assert "no case of tier core for this device is named like 'casual-*'" in none.output
     if not torch.cuda.is_available():
         gpu = CliRunner().invoke(main, ["--device", "cuda", "--out", str(tmp_path)])
-        assert gpu.exit_code == 1 and "torch finds no GPU here" in gpu.output
+        assert gpu.exit_code == 2 and "torch finds no GPU here" in gpu.output
     for options in ("{", "[1]"):
         tried = CliRunner().invoke(main, ["--device", "cpu", "--try", options, "--out", str(tmp_path)])
         assert tried.exit_code == 2 and "--try" in tried.output

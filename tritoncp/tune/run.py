@@ -12,6 +12,7 @@ import torch
 
 from tritoncp import tuned
 from tritoncp.offline import Compilers, check_target
+from tritoncp.paths import path_inside
 from tritoncp.tune.journal import Journal
 from tritoncp.tune.search import Bench, Choice, Tally, Tuner
 from tritoncp.tune.targets import Target, candidates
@@ -91,7 +92,8 @@ class Request:
 
     @property
     def journal(self) -> Path:
-        return tuned.path_in(self.folder, self.device).with_suffix(".jsonl")
+        path = tuned.path_in(self.folder, self.device).with_suffix(".jsonl")
+        return path_inside(self.folder, path)
 
     @property
     def about(self) -> dict[str, Any]:
@@ -133,15 +135,17 @@ def request(
     processes: int | None,
     timeout: float,
 ) -> Request:
-    """What the command's words mean here. Raises ValueError for a budget that is none, RuntimeError where
-    nobody knows a folder."""
+    """What the command's words mean here. Raises ValueError for a budget that is none or a folder that a link
+    leads out of, RuntimeError where no folder is known."""
     found = folder or next((one for one in tuned.folders() if one != tuned.SHIPPED), tuned.user_folder())
     if found is None:
         raise RuntimeError(
             "platformdirs, which knows the folder for configurations, is not installed: name one with --out, "
             "or in TRITONCP_CONFIG_DIR"
         )
-    return Request(tuple(wanted), device, static, seconds(budget), resume, found, processes, timeout)
+    asked = Request(tuple(wanted), device, static, seconds(budget), resume, found, processes, timeout)
+    _ = asked.journal  # raises ValueError now for a folder that a link leads out of
+    return asked
 
 
 class Found(NamedTuple):

@@ -1,0 +1,46 @@
+"""Exit codes of the perf commands, and the errors that end a command with them."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import click
+
+FINE, REGRESSION, BAD_INPUT, NOTHING_MEASURED = range(4)
+INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
+
+EPILOG = (
+    "Exit codes: 0 fine; 1 a regression (slower than allowed, failing, wrong, or not measured again); 2 bad "
+    "usage, input that cannot be read, or output that cannot be written; 3 nothing was measured or compared."
+)
+
+
+class InputError(click.ClickException):
+    """Bad usage, or a file that cannot be read or written: exit code 2."""
+
+    exit_code = BAD_INPUT
+
+
+class NothingMeasured(click.ClickException):
+    """The command ended without a figure: exit code 3."""
+
+    exit_code = NOTHING_MEASURED
+
+
+class PerfCommand(click.Command):
+    """A command with the exit codes above: errors of the file system are input errors, Ctrl-C is 130."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"epilog": EPILOG} | options)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of a pipe is gone: click ends quietly
+                raise
+            raise InputError(str(error)) from error
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)

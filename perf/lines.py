@@ -1,0 +1,88 @@
+"""Lines of JSON that anyone may have written: what a measurement has to hold.
+
+Raises plain errors; what becomes of a line that is none is up to who reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+TIMES = 1e-9, 1e12  # milliseconds that something may have taken: beyond, ratios overflow
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def finite(value: Any) -> bool:
+    """Whether no number in decoded JSON is NaN or infinite, which Python's JSON has and no other."""
+    return math.isfinite(value) if isinstance(value, float) else all(map(finite, _parts(value)))
+
+
+def check_measurement(line: dict[str, Any]) -> None:
+    """Raises KeyError, TypeError, ValueError or AttributeError for a line of kind "case" that is none, the
+    series aside."""
+    for name in ("run", "time", "case"):
+        if not isinstance(line[name], str):
+            raise TypeError(f"{name} is not text")
+    if not line["case"].strip():
+        raise ValueError("the case has no name")
+    for name, figures in line["contenders"].items():
+        _check_figures(name, figures)
+    for name in ("env", "tags", "work", "ceilings", "state", "goal"):
+        if not isinstance(line.get(name, {}), dict):
+            raise TypeError(f"{name} is not an object")
+    for name in ("ceilings", "goal"):
+        if not all(map(_positive, line.get(name, {}).values())):
+            raise ValueError(f"{name} holds what is no positive number")
+    _check_work(line.get("work", {}))
+    contenders = [{k: v for k, v in found.items() if k != "errors"} for found in line["contenders"].values()]
+    if not finite(contenders + [value for name, value in line.items() if name != "contenders"]):
+        raise ValueError("a number is NaN or infinite")  # the errors of a wrong answer may be
+
+
+def _check_work(work: dict[str, Any]) -> None:
+    """Raises TypeError unless amounts are numbers, and those of ranks lists of them, one for each rank."""
+    ranks = {name: work[name] for name in ("rank_work", "rank_bytes") if name in work}
+    lists = all(isinstance(amounts, list) for amounts in ranks.values())
+    if not lists or len({len(amounts) for amounts in ranks.values()}) > 1 or len(ranks) == 1:
+        raise TypeError("work holds rank_work and rank_bytes that are not one number for each rank")
+    amounts = [*itertools.chain(*ranks.values()), *(work[name] for name in work if name not in ranks)]
+    if not all(map(_is_number, amounts)):
+        raise TypeError("work holds what is no number")
+
+
+def _check_figures(name: str, figures: dict[str, Any]) -> None:
+    """Raises for figures of a contender that nothing can be computed from."""
+    if not name.split():
+        raise ValueError("a contender has no name")
+    if not isinstance(figures, dict):
+        raise TypeError(f"the figures of {name} are not an object")
+    times = [figures[key] for key in ("ms", "low", "high") if key in figures]
+    if not times and not isinstance(figures.get("why"), str):
+        raise KeyError(f"{name} has neither ms nor why")
+    samples = figures.get("samples", [])
+    if not isinstance(samples, list):
+        raise TypeError(f"the samples of {name} are not a list")
+    if not all(map(_positive, [*times, *samples])):
+        raise ValueError(
+            f"the times of {name} are not positive numbers between {TIMES[0]:g} and {TIMES[1]:g}"
+        )
+    if len(times) not in (0, 1, 3) or (times and "ms" not in figures):
+        raise KeyError(f"{name} has a part of median and quartiles")
+    if type(figures.get("n", 0)) is not int:
+        raise TypeError(f"n of {name}, how many samples there were, is not a whole number")
+    for key in ("host_ms", "peak_bytes", "setup_s"):
+        if not _is_number(figures.get(key, 0)):
+            raise TypeError(f"{key} of {name} is not a number")
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float)
+
+
+def _positive(x: Any) -> bool:
+    return _is_number(x) and TIMES[0] <= x <= TIMES[1]

@@ -1,0 +1,249 @@
+"""0 fine, 1 a regression, 2 bad usage or unreadable input, 3 nothing measured: for every perf command."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.perf.made import CEILINGS, WORK, line, mutated, tags
+from tritoncp.cli import main
+from tritoncp.perf.dashboard import digest
+from tritoncp.perf.record import append, read
+
+
+def perf(*words) -> tuple[int, str]:
+    """Exit code and output of a command that may not end in an exception of its own."""
+    done = CliRunner().invoke(main, ["perf", *map(str, words)])
+    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
+    assert "Traceback" not in done.output
+    return done.exit_code, done.output
+
+
+def write(path: Path, **cases) -> Path:
+    """A history of cases by their times, one a run."""
+    for case, times in cases.items():
+        for point in line(case, times):
+            append(path, point.as_line())
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Path]:
+    """Sides of a comparison by what is the matter with them."""
+    folder = tmp_path_factory.mktemp("sides")
+    found = {
+        name: write(folder / f"{name}.jsonl", **cases)
+        for name, cases in {
+            "base": {"c": [1.0, 1.01, 0.99], "d": [2.0, 2.02, 1.98]},
+            "same": {"c": [1.0, 1.01, 0.99], "d": [2.0, 2.02, 1.98]},
+            "slow4": {"c": [1.04, 1.0504, 1.0296], "d": [2.0, 2.02, 1.98]},
+            "slow15": {"c": [1.15, 1.16, 1.14], "d": [2.0, 2.02, 1.98]},
+            "slow600": {"c": [7.0, 7.1, 6.9], "d": [2.0, 2.02, 1.98]},
+            "broke": {"c": [1.0, 1.01, None], "d": [2.0, 2.02, 1.98]},
+            "less": {"c": [1.0, 1.01, 0.99]},
+            "other": {"e": [1.0, 1.0, 1.0]},
+            "failing": {"c": [None], "d": [None]},
+        }.items()
+    }
+    base = found["base"].read_bytes()
+    texts = {
+        "empty": b"",
+        "blank": b"\n\n \n",
+        "junk": bytes(range(256)) * 40,
+        "nested": b"[" * 100_000 + b"\n",
+        "nan": base.replace(b'"ms":1.0,', b'"ms":NaN,').replace(b'"ms":2.0,', b'"ms":-1,'),
+        "cake": base.replace(b'"kind":"case"', b'"kind":"cake"'),
+    }
+    for name, text in texts.items():
+        found[name] = folder / f"{name}.jsonl"
+        found[name].write_bytes(text)
+    for name in ("folder", "trap"):
+        found[name] = folder / name
+        found[name].mkdir()
+    (found["trap"] / "x.jsonl").mkdir()
+    found["link"] = folder / "link.jsonl"
+    found["link"].symlink_to(folder / "nowhere.jsonl")
+    found["device"] = Path("/dev/null")
+    return found
+
+
+NO_PERCENT = ("-5", "nan", "inf", "-inf", "5%%", "%", "lots", "1e400", "1_0", "٥", "0x5", "5%5", "--")
+NO_SIDE = {
+    "empty": (3, "holds no measurement"),
+    "blank": (3, "holds no measurement"),
+    "folder": (3, "holds no measurement"),
+    "trap": (3, "holds no measurement"),
+    "cake": (3, "holds no measurement"),
+    "junk": (2, "no line of it is a measurement"),
+    "nested": (2, "nested more than"),
+    "link": (2, "is no file"),
+    "device": (2, "is a device"),
+    "nowhere": (2, "is no file"),
+}
+COMPARED = [
+    # words after `perf compare`, exit code, a part of what is said
+    ("base same", 0, "2 cases"),
+    ("base same --fail-over 5", 0, "0 past 5 %"),
+    ("base slow4 --fail-over 5", 0, "0 past 5 %"),
+    ("base slow4 --fail-over 5%", 0, "0 past 5 %"),
+    ("base slow15 --fail-over 5", 1, "1 past 5 %"),
+    ("base slow15 --fail-over 5%", 1, "1 past 5 %"),
+    ("base slow15 --fail-over 0.05", 1, "1 past 0.05 %"),
+    ("base slow15 --fail-over 20", 0, "0 past 20 %"),
+    ("base slow15 --fail-over 20.%", 0, "0 past 20 %"),
+    ("base slow600 --fail-over 5", 1, "1 past 5 %"),
+    ("base slow15", 0, "slower"),
+    ("slow15 base --fail-over 0", 0, "0 past 0 %"),
+    ("base broke", 1, "FAILED"),
+    ("failing base", 0, "works now"),
+    ("base less", 1, "not measured again: d"),
+    ("base less --fail-over 5", 1, "not measured again: d"),
+    ("base less --fail-over 5 --allow-missing", 0, "not measured again: d"),
+    ("base less --json", 1, '"missing": [\n    "d"'),
+    ("base less --markdown", 1, "❌"),
+    ("base less --markdown --allow-missing", 0, "✅"),
+    ("less base --fail-over 5", 0, "new: d"),
+    ("base same --baseline flex", 0, "2 cases"),
+    ("base same --baseline nope", 2, "no baseline 'nope' on both sides; before: flex; after: flex"),
+    ("base same --baseline nope --fail-over 5", 2, "before: flex"),
+    ("base same --baseline tritoncp", 2, "before: flex"),
+    ("base other", 3, "no case in common: nothing is compared"),
+    ("base other --allow-missing", 3, "no case in common: nothing is compared"),
+    ("base failing", 1, "FAILED"),
+    ("failing failing", 3, "every case fails on both sides"),
+    *((f"base same --fail-over {bad}", 2, "is not a percentage: 5 and 5% both mean") for bad in NO_PERCENT),
+    *((f"base {side}", *ends) for side, ends in NO_SIDE.items()),
+    *((f"{side} base", *ends) for side, ends in NO_SIDE.items()),
+    ("base nan --fail-over 5", 0, "are not positive numbers"),
+    ("base same --last 0", 2, "--last"),
+    ("base", 2, "Missing argument"),
+    ("base same less", 2, "unexpected extra argument"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "code", "said"), COMPARED, ids=[words for words, *_ in COMPARED])
+def test_compare(words, code, said, files, tmp_path):
+    named = [files.get(word, word) for word in words.split()]
+    found, output = perf("compare", *named, "--history", tmp_path / "none")
+    assert found == code, output
+    assert said in " ".join(output.split()) or said in output
+
+
+@pytest.mark.parametrize("word", ["", " ", "--help^{commit}", "x" * 5000, "a\nb"])
+def test_a_word_that_names_nothing_is_bad_usage(word, files, tmp_path):
+    code, _ = perf("compare", "--history", tmp_path / "none", "--", files["base"], word)
+    assert code == 2
+
+
+def test_names_of_a_history_are_text_and_no_markup(tmp_path):
+    sides = [
+        write(tmp_path / f"{i}.jsonl", **{"[/b]|`<img>\n[red]": [1.0, None][i : i + 1]}) for i in range(2)
+    ]
+    for options in ((), ("--markdown",)):
+        code, output = perf("compare", *sides, *options)
+        assert code == 1 and "[/b]" in output
+    assert "`[/b]/'<img> [red]`" in output and output.count("</details>") == 1
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
+)
+def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
+    """Half of the lines have a part that is something else; what is kept can be compared and drawn."""
+    draw = random.Random(seed)
+    points = line("c", [1.0, 1.01, 0.99, 1.0], tags=tags(), work=WORK, ceilings=CEILINGS, goal={"flex": 1.2})
+    whole = [point.as_line() for point in points + line("d", [2.0, None, 2.1])]
+    before, after = write(tmp_path / "before.jsonl", c=[1.0, 1.0], d=[2.0]), tmp_path / "after.jsonl"
+    for _ in range(25):
+        lines = [mutated(each, draw) if draw.random() < 0.5 else each for each in whole]
+        after.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        for words in (
+            (before, after),
+            (after, before, "--baseline", "flex", "--markdown"),
+            (after, after, "--json"),
+        ):
+            assert perf("compare", *words, "--fail-over", "5")[0] in (0, 1, 2, 3)
+        about, _ = digest(read(before, after))
+        json.dumps(about, allow_nan=False)
+
+
+RUN = ["run", "--device", "host", "--tier", "smoke"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--budget 0", 3, "nothing was measured: the budget was used up before the first of 4 cases"),
+        ("--budget 0.000001", 3, "nothing was measured"),
+        ("--budget -5", 2, "'-5' is not a number of seconds"),
+        ("--budget nan", 2, "not a number of seconds"),
+        ("--budget inf", 2, "not a number of seconds"),
+        ("--seconds -1", 2, "'-1' is not a number of seconds"),
+        ("--seconds nan", 2, "not a number of seconds"),
+        ("--only nothing-*", 2, "no case of tier smoke for this device is named like 'nothing-*'"),
+        ("--only [", 2, "no case of tier smoke"),
+        ("--tier most", 2, "--tier"),
+        ("--try {", 2, "is not JSON"),
+        ("--try " + "[" * 5000, 2, "nested more than"),
+        ("--no-such-option", 2, "No such option"),
+        ("--out /dev/null/x --only mask-*", 2, "/dev/null"),
+        ("--out /proc/x.jsonl --only mask-*", 2, "/proc/x.jsonl"),
+    ],
+)  # fmt: skip
+def test_run(words, code, said, tmp_path):
+    found, output = perf(*RUN, "--out", tmp_path, *words.split())
+    assert found == code, output
+    assert said in " ".join(output.split())
+
+
+def test_a_run_that_measured_something_is_fine_and_so_is_one_with_nothing_left_to_resume(tmp_path):
+    words = [*RUN, "--only", "mask-*", "--seconds", "0", "--out", tmp_path]
+    assert perf(*words)[0] == 0
+    code, output = perf(*words, "--resume", "--budget", "0")
+    assert code == 0 and "1 cases are there" in output
+    code, output = perf(*RUN, "--seconds", "0", "--out", tmp_path, "--resume", "--budget", "0")
+    assert code == 3 and "the first of 3 cases" in output
+
+
+def test_the_other_commands(files, tmp_path):
+    out = tmp_path / "page.html"
+    assert perf("dashboard", files["base"], "-o", out)[0] == 0
+    for name, code in (("empty", 3), ("folder", 3), ("junk", 2), ("device", 2)):
+        assert perf("dashboard", files[name], "-o", out)[0] == code, name
+    assert perf("dashboard", tmp_path / "none", "-o", out)[0] == 2
+    assert perf("dashboard", files["base"], "-o", files["base"] / "x.html")[0] == 2
+    history = tmp_path / "h.jsonl"
+    for text in ("", "[]", "{}", "[" * 100_000, '{"machine_info": [], "benchmarks": []}', "\xff", "null"):
+        (tmp_path / "b.json").write_text(text, encoding="latin-1")
+        assert perf("import", tmp_path / "b.json", "--out", history)[0] == 2, text[:40]
+    report = {"machine_info": {}, "datetime": "2026-01-01", "benchmarks": []}
+    (tmp_path / "b.json").write_text(json.dumps(report))
+    assert perf("import", tmp_path / "b.json", "--out", history)[0] == 3
+    stats = {"median": float("nan"), "q1": 1.0, "q3": 1.0, "rounds": 5}
+    (tmp_path / "b.json").write_text(json.dumps(report | {"benchmarks": [{"fullname": "x", "stats": stats}]}))
+    assert perf("import", tmp_path / "b.json", "--out", history)[0] == 2
+    assert not history.exists(), "nothing that cannot be read is written"
+
+
+def test_every_help_says_the_exit_codes():
+    for words in ((), ("run",), ("compare",), ("dashboard",), ("ingest",), ("import",)):
+        said = " ".join(perf(*words, "--help")[1].split())
+        assert "0 fine; 1 a regression" in said and "2 bad usage" in said and "3 nothing was measured" in said
+    assert "5 and 5% are five per cent" in " ".join(perf("compare", "--help")[1].split())
+
+
+def test_ctrl_c_is_no_regression(files, tmp_path):
+    """While a side is read that has no writer."""
+    os.mkfifo(tmp_path / "pipe")
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    try:
+        code, output = perf("compare", tmp_path / "pipe", files["base"])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert code == 130 and "interrupted" in output
