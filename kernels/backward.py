@@ -72,6 +72,13 @@ def load_lse(lse, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr, SCORE_MOD: tl.co
 
 
 @triton.jit
+def probabilities(b_s, b_lse):
+    """exp2(s - lse), at most 1: where scores are so large that lse has no fractional digits left, the
+    difference may come out positive.  A NaN in either stays one."""
+    return tl.exp2(tl.minimum(b_s - b_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
 def dq_kernel(
     q,  # Strided [B, Hq, S, D]
     k,  # Strided [B, Hkv, rows, D]
@@ -199,7 +206,7 @@ def dq_kernel(
                                 MASK_MOD,
                                 BOUNDED,
                             )
-                    b_p = tl.exp2(b_s - b_lse)  # [M, N]
+                    b_p = probabilities(b_s, b_lse)  # [M, N]
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
                     if not EARLY:
@@ -348,7 +355,7 @@ def dkdv_kernel(
                                 HOIST,
                             )  # [M, E]
                             b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
-                        b_p = tl.exp2(b_s - b_lse)  # [N, M]
+                        b_p = probabilities(b_s, b_lse)  # [N, M]
                         m_in = m_m[None, :]
                         if not FULL:
                             if WINDOW:
