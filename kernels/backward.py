@@ -8,6 +8,7 @@ dS' = P * (dP - delta), dS = dS' * dS'/dS, dQ = scale * dS K, dK = scale * dS^T 
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 
 from tritoncp.kernels.tiles import (
     LOG2E,
@@ -71,11 +72,21 @@ def load_lse(lse, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr, SCORE_MOD: tl.co
     return b_lse * LOG2E
 
 
+@triton.constexpr_function
+def drops_nan():
+    """Whether a minimum that keeps NaN takes several instructions: AMD's drops it unless both sides are NaN."""
+    target = current_target()
+    return target is not None and target.backend == "hip"
+
+
 @triton.jit
 def probabilities(b_s, b_lse):
     """exp2(s - lse), at most 1: where scores are so large that lse has no fractional digits left, the
-    difference may come out positive.  A NaN in either stays one."""
-    return tl.exp2(tl.minimum(b_s - b_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    difference may come out positive.  A row whose lse is NaN stays NaN."""
+    if drops_nan():
+        return tl.exp2(tl.minimum(b_s - b_lse, b_lse * 0.0))
+    else:
+        return tl.exp2(tl.minimum(b_s - b_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

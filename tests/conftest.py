@@ -15,6 +15,11 @@ import pytest  # noqa: E402
 
 from tritoncp import steps  # noqa: E402
 
+if not HAS_GPU:
+    from tests import exact_dot
+
+    exact_dot.install()
+
 torch.set_num_threads(1)
 # A machine with a GPU may have pytest alone: tests/gpu needs no more.
 if importlib.util.find_spec("hypothesis"):

@@ -28,7 +28,7 @@ class EagerEngine:
 
     mask:     the user's function over (b, h, q_idx, kv_idx)
     score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
-    captures: those tensors; ``grads`` are buffers for their gradients
+    captures: those tensors, no narrower than what sums their gradients; ``grads`` are buffers for these
     """
 
     scale: float
@@ -56,7 +56,7 @@ class EagerEngine:
                 for kept, now in zip(state, (acc, m, l)):
                     kept.copy_(now)
                 return
-            some = l > 0
+            some = l != 0  # a NaN is passed on
             safe = torch.where(some, l, 1)
             out.copy_(acc / safe[..., None])
             lse.copy_(torch.where(some, (m + safe.log2()) * LN2, -torch.inf))
@@ -141,13 +141,13 @@ class EagerEngine:
         at, seen = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
         if self.score is None:
-            p = torch.exp(self._shown(raw, seen) - torch.where(lse == -torch.inf, 0, lse)[..., None])
+            p = _probabilities(self._shown(raw, seen), lse)
             return p, p * (dout @ v.mT - delta), (q, k, dout)
         # An op runs below autograd; functorch's transforms bring their own.
         scores, pull, *_ = torch.func.vjp(
             lambda raw, *caps: self._modified(raw, caps, at, seen, h_offset), raw, *self.captures
         )
-        p = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
+        p = _probabilities(scores, lse)
         ds, *found = pull(p * (dout @ v.mT - delta))
         for buffer, grad in zip(grads, found):
             buffer += grad
@@ -212,6 +212,11 @@ class EagerEngine:
             self.mask, (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)
         )
         return call(torch.arange(b, device=device), heads, rows.expand(b, -1), cols.expand(b, -1))
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), at most 1, which a rounded lse of large scores would exceed."""
+    return torch.exp((scores - torch.where(lse == -torch.inf, 0, lse)[..., None]).clamp(max=0))
 
 
 def _store(into: Tensor, x: Tensor, add: bool) -> None:

@@ -18,6 +18,7 @@ from tritoncp import captured, carried
 from tritoncp.eager import EagerEngine
 from tritoncp.mods import Mod, exact
 from tritoncp.mods.mod import arguments
+from tritoncp.pointwise import WideGradients
 
 _MODS: dict[str, Mod] = {}  # structure by digest: what an op's constant spec string names
 
@@ -105,15 +106,26 @@ def make(
     _notice()
     if score is None:
         return EagerEngine(scale, _bound(mask))
-    known = score
+    return _differentiable(scale, mask, score, torch.promote_types(q.dtype, torch.float32), grads)
 
-    def bind(wanted: Sequence[Tensor]) -> Any:
-        inner = list(known.tensors)
-        for place, tensor in zip(known.wants, wanted, strict=True):
+
+def _differentiable(
+    scale: float, mask: Mod | None, score: Mod, dtype: torch.dtype, grads: Sequence[Tensor]
+) -> EagerEngine:
+    """The eager engine, which sums gradients of captures in ``dtype`` however narrow these are."""
+    _check_graph(score)
+    graph, wanted = score.graph, [score.tensors[i] for i in score.wants]
+    if any(x.dtype.itemsize < dtype.itemsize for x in wanted):
+        graph = WideGradients(score.graph, dtype).run
+        wanted = [x.to(torch.promote_types(x.dtype, dtype)) for x in wanted]
+
+    def bind(captures: Sequence[Tensor]) -> Any:
+        inner = list(score.tensors)
+        for place, tensor in zip(score.wants, captures, strict=True):
             inner[place] = tensor
-        return _bound(known.around(inner, known.numbers))
+        return _around(graph, inner, score.numbers)
 
-    return EagerEngine(scale, _bound(mask), bind, [known.tensors[i] for i in known.wants], grads)
+    return EagerEngine(scale, _bound(mask), bind, wanted, grads)
 
 
 def around(
@@ -212,10 +224,17 @@ def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[
 def _bound(mod: Mod | None) -> Any:
     if mod is None:
         return None
+    _check_graph(mod)
+    return _around(mod.graph, mod.tensors, mod.numbers)
+
+
+def _check_graph(mod: Mod) -> None:
     if mod.graph is None:
         raise ValueError(
             "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with "
             "TRITON_INTERPRET=1"
         )
-    graph, tensors, numbers = mod.graph, mod.tensors, mod.numbers
+
+
+def _around(graph: Any, tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> Any:
     return lambda *indices: graph(*indices, *tensors, *numbers)
