@@ -74,7 +74,7 @@ def load_lse(lse, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr, SCORE_MOD: tl.co
 
 @triton.constexpr_function
 def drops_nan():
-    """Whether a minimum that keeps NaN takes several instructions: AMD's drops it unless both sides are NaN."""
+    """Whether a minimum that keeps NaN takes several instructions: AMD's one keeps it where both are."""
     target = current_target()
     return target is not None and target.backend == "hip"
 

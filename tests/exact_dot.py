@@ -1,9 +1,9 @@
 """Interpreted ``tl.dot`` whose bits depend on the rows and columns alone that it multiplies.
 
-The interpreter takes NumPy's matmul, and what BLAS makes of a row depends on how many others there are, on the
-CPU and on the number of threads: no two computations of equal numbers could be compared bit by bit. Here each
-product is a few float64 products of *slices* (error-free splitting, Ozaki et al. 2012), integers times one
-power of two, so small that no sum of them rounds, whatever its order.
+The interpreter takes NumPy's matmul, and what BLAS makes of a row depends on how many others there are, on
+the CPU and on the number of threads: no two computations of equal numbers could be compared bit by bit. Here
+each product is a few float64 products of *slices* (error-free splitting, Ozaki et al. 2012), integers times
+one power of two, so small that no sum of them rounds, whatever its order.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def multiply_finite(a: Wide, b: Wide, count: int) -> Wide:
 
 
 def slices(x: Wide, axis: int, count: int) -> Iterator[Wide]:
-    """Parts of x, multiples of a power of two for each vector along ``axis``, which together are x or nearly."""
+    """Parts of x, multiples of a power of two for each vector along ``axis``, that add up to x or nearly."""
     _, exponent = np.frexp(np.abs(x).max(axis, keepdims=True))
     shift = np.ldexp(1.5, exponent + (52 - FIRST))  # adding it rounds to the unit of the slice
     for _ in range(count):

@@ -29,6 +29,7 @@ class EagerEngine:
     mask:     the user's function over (b, h, q_idx, kv_idx)
     score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
     captures: those tensors, no narrower than what sums their gradients; ``grads`` are buffers for these
+    first_row: batch row of the whole that row 0 of the tensors is, for what masks and mods see
     """
 
     scale: float
@@ -36,6 +37,7 @@ class EagerEngine:
     score: Callable[[Sequence[Tensor]], Callable[..., Tensor]] | None = None
     captures: Sequence[Tensor] = ()
     grads: Sequence[Tensor] = ()
+    first_row: int = 0
 
     @property
     def fused(self) -> bool:
@@ -164,7 +166,7 @@ class EagerEngine:
         b, h, row, col = pairs
         shown = raw[pairs]
         if self.score is not None and len(b):
-            places = b, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
+            places = b + self.first_row, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
             mod = self.score(captures)
             shown = vmapped(mod, (0, 0, 0, 0, 0))(shown, *places).to(raw.dtype)
         return torch.full_like(raw, -torch.inf).index_put(pairs, shown)
@@ -211,7 +213,8 @@ class EagerEngine:
         call = vmapped(
             self.mask, (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)
         )
-        return call(torch.arange(b, device=device), heads, rows.expand(b, -1), cols.expand(b, -1))
+        batch = torch.arange(b, device=device) + self.first_row
+        return call(batch, heads, rows.expand(b, -1), cols.expand(b, -1))
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

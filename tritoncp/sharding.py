@@ -113,6 +113,13 @@ class Placement:
         counts = [part.shape[1] for part in self.slots]
         return _unpacked, (self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths)
 
+    def batch_rows(self, first: int, count: int) -> "Placement":
+        """The placement of ``count`` batch rows from ``first`` on, where they are placed differently."""
+        if self.batch == 1:
+            return self
+        slots = tuple(part[first : first + count].contiguous() for part in self.slots)
+        return Placement(self.length, self.block, slots, self.lengths)
+
     def merged(self, degree: int) -> "Placement":
         """``degree`` neighbouring ranks as one, whose buffer is theirs one after the other."""
         firsts = range(0, self.world_size, degree)
