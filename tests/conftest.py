@@ -20,7 +20,7 @@ if not HAS_GPU:
 
     exact_dot.install()
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 # A machine with a GPU may have pytest alone: tests/gpu needs no more.
 if importlib.util.find_spec("hypothesis"):
     import hypothesis
