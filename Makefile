@@ -22,8 +22,19 @@ demo: $(VENV)/.demo-ready ## train a small model on 4 ranks and on one, and comp
 test: $(VENV)/.dev-ready ## the suite (ARGS="-k mask" narrows it)
 	OMP_NUM_THREADS=1 $(py) -m pytest $(ARGS)
 
-verify: $(VENV)/.dev-ready ## the suite and everything marked nightly: the full product of factors
+# No answer may hang on the CPU: what compares bits runs again as BLAS and ATen are on others, and with two threads.
+bits := tests/kernels $(addprefix tests/test_,$(addsuffix .py,api autograd captured_gradients compile conftest \
+	deterministic eager extremes fallback parallel schedules sinks ulysses varlen))
+machines := $(addprefix OPENBLAS_CORETYPE=,Haswell Zen Prescott $(shell grep -qs avx512f /proc/cpuinfo && echo SkylakeX))
+machines += ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=2
+
+verify: $(VENV)/.dev-ready ## the suite, everything marked nightly, and what compares bits as on other CPUs
 	OMP_NUM_THREADS=1 $(py) -m pytest -m "nightly or not nightly" $(ARGS)
+	@failed=; for machine in $(machines); do \
+		echo "+ $$machine pytest $(bits)"; \
+		env OMP_NUM_THREADS=1 $$machine $(py) -m pytest -q $(bits) || failed="$$failed $$machine"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "make verify: failed as$$failed"; exit 1; fi
 
 # A machine with a GPU mostly has its own torch: used as it is, with the checkout on the path; pytest, click and
 # rich are all that it needs besides. Each part runs whatever became of the one before, is stopped when its

@@ -8,6 +8,7 @@ dS' = P * (dP - delta), dS = dS' * dS'/dS, dQ = scale * dS K, dK = scale * dS^T 
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
 
 from tritoncp.kernels.tiles import (
     LOG2E,
@@ -69,6 +70,23 @@ def load_lse(lse, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr, SCORE_MOD: tl.co
     if SCORE_MOD is not None:
         b_lse = tl.where(b_lse == -float("inf"), 0.0, b_lse)
     return b_lse * LOG2E
+
+
+@triton.constexpr_function
+def drops_nan():
+    """Whether a minimum that keeps NaN takes several instructions: AMD's one keeps it where both are."""
+    target = current_target()
+    return target is not None and target.backend == "hip"
+
+
+@triton.jit
+def probabilities(b_s, b_lse):
+    """exp2(s - lse), at most 1: where scores are so large that lse has no fractional digits left, the
+    difference may come out positive.  A row whose lse is NaN stays NaN."""
+    if drops_nan():
+        return tl.exp2(tl.minimum(b_s - b_lse, b_lse * 0.0))
+    else:
+        return tl.exp2(tl.minimum(b_s - b_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
@@ -199,7 +217,7 @@ def dq_kernel(
                                 MASK_MOD,
                                 BOUNDED,
                             )
-                    b_p = tl.exp2(b_s - b_lse)  # [M, N]
+                    b_p = probabilities(b_s, b_lse)  # [M, N]
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
                     if not EARLY:
@@ -348,7 +366,7 @@ def dkdv_kernel(
                                 HOIST,
                             )  # [M, E]
                             b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
-                        b_p = tl.exp2(b_s - b_lse)  # [N, M]
+                        b_p = probabilities(b_s, b_lse)  # [N, M]
                         m_in = m_m[None, :]
                         if not FULL:
                             if WINDOW:

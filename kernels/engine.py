@@ -120,6 +120,7 @@ class TritonEngine:
     scale:    multiplies q k^T before score_mod
     options:  torch-style kernel options, see :func:`tritoncp.kernels.configs.choose`
     arch:     architecture whose tile shapes to use; that of the tensors' device unless given
+    first_row: batch row of the whole that row 0 of the tensors is, for what masks and mods see
     kept:     launches of passes whose tensors all have the same layouts, which settle those of each launch
               (each rank has tables of its own); without it, a launch looks at its tensors
     """
@@ -128,6 +129,7 @@ class TritonEngine:
     scale: float
     options: dict[str, Any] = field(default_factory=dict)
     arch: str | None = None
+    first_row: int = 0
     kept: dict[Any, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -361,7 +363,7 @@ class TritonEngine:
         if self.kept is not None:
             about = kind, h_offset, tables, *flags.values()
             return prepared(self.kept, about, kernel, tensors, caps, recipe, settled=True)
-        about = kind, h_offset, self.alike, *flags.values()
+        about = kind, h_offset, self.first_row, self.alike, *flags.values()
         return prepared(tables.launches, about, kernel, tensors, caps, recipe)
 
     def _recipe(
@@ -394,7 +396,7 @@ class TritonEngine:
             "interval": interval,
             "left": right if by_keys else left,
             "right": left if by_keys else right,
-            "i_b0": 0,
+            "i_b0": self.first_row,
             "i_h0": h_offset,
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,

@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 
 from tritoncp.kernels.tiles import (
-    LN2,
     LOG2E,
     head,
     in_window,
     inner,
     inverse,
+    largest,
     load_pair,
     locate,
     log_sum,
@@ -65,7 +65,7 @@ def leave(
         store_pair(out, head(out, i_b, i_hc), row, o_m, n_m, b_acc0 * b_inv, b_acc1 * b_inv, E0, E1, E, False)
         tl.store(stat_rows(lse, i_b, i_h, row) + o_m, log_sum(b_m, b_l), mask=m_m)
         if STORE_MAX:
-            tl.store(stat_rows(max_scores, i_b, i_h, row) + o_m, b_m * LN2, mask=m_m)
+            tl.store(stat_rows(max_scores, i_b, i_h, row) + o_m, largest(b_m, b_l), mask=m_m)
 
 
 @triton.jit
@@ -386,4 +386,4 @@ def combine_kernel(
         tl.store(one_row(out, i_b, i_h, row, o_e), b_out, mask=m_e)
         tl.store(stat_rows(lse, i_b, i_h, row), log_sum(b_m, b_l))
         if STORE_MAX:
-            tl.store(stat_rows(max_scores, i_b, i_h, row), b_m * LN2)
+            tl.store(stat_rows(max_scores, i_b, i_h, row), largest(b_m, b_l))

@@ -419,7 +419,9 @@ def leave(
         b_lse = gl.where(m_seen, b_m + gl.log2(b_sum), -float("inf"))
         gl.store(stat_rows(lse, walk.i_b, walk.i_h, row) + o_m, b_lse * LN2, mask=m_m)
         if STORE_MAX:
-            gl.store(stat_rows(max_scores, walk.i_b, walk.i_h, row) + o_m, b_m * LN2, mask=m_m)
+            m_nan = (b_l != b_l) & (b_m < float("inf"))  # see tiles.largest
+            b_top = gl.where(m_nan, b_l, b_m * LN2)
+            gl.store(stat_rows(max_scores, walk.i_b, walk.i_h, row) + o_m, b_top, mask=m_m)
 
 
 @gluon.jit

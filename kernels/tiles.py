@@ -569,6 +569,14 @@ def inverse(b_l):
 
 
 @triton.jit
+def largest(b_m, b_l):
+    """The largest score in natural units.  A running maximum on a GPU drops NaN scores, the sum keeps them;
+    a sum that a score of +inf made NaN says nothing about others."""
+    m_nan = (b_l != b_l) & (b_m < float("inf"))
+    return tl.where(m_nan, b_l, b_m * LN2)
+
+
+@triton.jit
 def log_sum(b_m, b_l):
     """lse in natural log."""
     m_seen = b_l != 0

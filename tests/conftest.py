@@ -13,9 +13,14 @@ if not HAS_GPU:
 
 import pytest  # noqa: E402
 
-from tritoncp import steps  # noqa: E402
+from tritoncp import engines, steps  # noqa: E402
 
-torch.set_num_threads(1)
+if not HAS_GPU:
+    from tests import exact_dot
+
+    exact_dot.install()
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 # A machine with a GPU may have pytest alone: tests/gpu needs no more.
 if importlib.util.find_spec("hypothesis"):
     import hypothesis
@@ -52,6 +57,13 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.Tensor, "new_empty_strided"),
     ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(params=["eager", "kernels"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both engines of a CPU: plain torch, and interpreted kernels."""
+    monkeypatch.setattr(engines, "uses_triton", lambda device: request.param == "kernels")
+    return request.param
 
 
 def poisoned(allocate):

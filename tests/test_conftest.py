@@ -1,9 +1,13 @@
 """The nets that other tests rely on do hold."""
 
+import math
 import os
+from fractions import Fraction
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -30,3 +34,48 @@ def test_kernels_are_interpreted_off_the_gpu():
 
 def test_random_numbers_do_not_depend_on_what_ran_before():
     assert torch.rand(1).item() == pytest.approx(0.4962565898895264)
+
+
+@triton.jit
+def product(a, b, out, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+    o_m, o_k, o_n = tl.arange(0, M)[:, None], tl.arange(0, K), tl.arange(0, N)[None, :]
+    b_a, b_b = tl.load(a + o_m * K + o_k[None, :]), tl.load(b + o_k[:, None] * N + o_n)
+    tl.store(out + o_m * N + o_n, tl.dot(b_a, b_b, out_dtype=out.dtype.element_ty))
+
+
+def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b by an interpreted kernel, in float32 or float64."""
+    out = torch.empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
+    product[(1,)](a, b, out, a.shape[0], a.shape[1], b.shape[1])
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("terms", [16, 64, 256])
+def test_interpreted_products_are_exact_sums_whatever_stands_beside_them(terms, dtype):
+    """Element (m, n) has the bits that row m and column n alone give it, on every CPU."""
+    a, b = (torch.randn(64, terms).to(dtype), torch.randn(terms, 64).to(dtype))
+    whole = dot(a, b)
+    for m in range(0, 64, 16):
+        for n in range(0, 64, 32):
+            part = dot(a[m : m + 16].contiguous(), b[:, n : n + 32].contiguous())
+            assert torch.equal(whole[m : m + 16, n : n + 32], part)
+    order = torch.randperm(terms)
+    assert torch.equal(dot(a[:, order].contiguous(), b[order]), whole)
+    row, column = a[3].double().tolist(), b[:, 5].double().tolist()
+    exact = torch.tensor(
+        float(sum(Fraction(x) * Fraction(y) for x, y in zip(row, column))), dtype=whole.dtype
+    )
+    torch.testing.assert_close(whole[3, 5], exact, rtol=torch.finfo(whole.dtype).eps, atol=0)
+
+
+def test_interpreted_products_keep_what_is_not_finite_in_its_rows():
+    a, b = torch.randn(32, 16), torch.randn(16, 32)
+    whole = dot(a, b)
+    a[3, 2], a[4, 0], b[5, 7] = math.nan, math.inf, 0.0
+    b[0, 9] = 0.0
+    got, want = dot(a, b), a @ b
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got == math.inf, want == math.inf)
+    rows = [m for m in range(32) if m not in (3, 4)]
+    columns = [n for n in range(32) if n not in (7, 9)]
+    assert torch.equal(got[rows][:, columns], whole[rows][:, columns])

@@ -80,7 +80,8 @@ def test_which_kernels_for_hopper_are_bounded_above_torchs() -> None:
     """By descriptor, torch's with and without them: with the window, intervals and state that ours keeps in
     registers beside it too; with a mask_mod, which is also in torch's other loop, as torch is by default.
     dQ of 256 channels has exponentials beside products with every mask but that; with no score_mod dQ of 128
-    is as good as torch's, which copies by other means: what else was tried is too, or needs four warps."""
+    is as good as torch's, which copies by other means: what else was tried is too, or needs four warps. Ours
+    also keeps probabilities at most 1, one instruction for each."""
     rows = [row for row in RULES if inspect.flex(row) and row["variant"] in inspect.MASKS]
     assert len(rows) == 54
     behind = {}
@@ -91,7 +92,7 @@ def test_which_kernels_for_hopper_are_bounded_above_torchs() -> None:
             behind[row["kernel"], row["head_dim"], row["variant"]] = row["bound"] - beaten
     alike = {("dq", 128, mask) for mask in ("full", "causal", "documents", "mask_mod")}
     assert set(behind) == {("dq", 256, "mask_mod"), *alike}
-    assert min(behind[about] for about in alike) > -0.02 and min(behind.values()) > -0.03
+    assert min(behind[about] for about in alike) > -0.02 and min(behind.values()) > -0.04
 
 
 def test_forward_for_hopper_has_the_tiles_that_it_should() -> None:

@@ -40,6 +40,7 @@ def flex_attention(
     mesh: Any = None,
     positions: Tensor | None = None,
     sinks: Tensor | None = None,
+    batch_offset: int | None = None,
 ) -> Any:
     """Flex attention over a sequence that is sharded over ``mesh``.
 
@@ -55,6 +56,9 @@ def flex_attention(
     sinks: [Hq], learned logits that take probability and give nothing (:mod:`tritoncp.sinks`); lse then
     counts them, max_scores does not. There is no dropout. Raises TypeError and ValueError before any tensor
     data moves.
+    batch_offset: the tensors hold the rows of a batch from this one on, as micro-batches do: mods see
+    b + batch_offset, and a mask or plan of the whole batch is looked up there. Without it, the mask's batch
+    is the query's or 1.
     ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of what
     score_mod captures, too, come out the same in every run; all else does anyway.
     Few rows (up to about a hundred) against many keys: query heads that share keys lie in one tile and
@@ -83,13 +87,14 @@ def flex_attention(
         key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
         outs = compiled.attend(
-            query, key, value, score, mask, mesh, scale, kernel_options, want_max, positions, asked
+            query, key, value, score, mask, mesh, scale, kernel_options, want_max, positions, asked,
+            batch_offset,
         )
     else:
         group = comm.group_of(mesh)
         flags = bool(enable_gqa), bool(return_lse), return_aux is None
-        about = inputs.about(query, key, value, sinks, group, *flags)
-        plan = plan_cache.plan_of(mask, query, key, group, about, check)
+        about = inputs.about(query, key, value, sinks, group, *flags, batch_offset)
+        plan = plan_cache.plan_of_rows(mask, query, key, group, about, check, batch_offset)
         world = None if group is None else group.group_name
         key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
         try:

@@ -52,7 +52,17 @@ def _engine(
     tiles = tuned.text_of(device, group) if kernels else ""
     mask, measured = _measured(spec, plan, q, v[0], group, tiles)
     made = engines.make(
-        call, scale, mask, q[0], captures, ints, floats, grads, measured, {} if again else None
+        call,
+        scale,
+        mask,
+        q[0],
+        captures,
+        ints,
+        floats,
+        grads,
+        measured,
+        {} if again else None,
+        plan.first_row,
     )
     if again:
         _keep(kept, key, made.around())

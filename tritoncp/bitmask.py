@@ -23,6 +23,7 @@ class Bitmask:
     rows:  int32 [q blocks], the row of ``ids`` that stands for a block of queries
     ids:   int32 [B or 1, H or 1, n, kv blocks], which block of ``bits``; -1 where nobody will ask
     bits:  uint8 [blocks, q_block, ceil(kv_block / 8)], lowest bit first
+    first_row: the batch row whose answers row 0 of ``ids`` has
     """
 
     rows: Tensor
@@ -30,14 +31,15 @@ class Bitmask:
     bits: Tensor
     q_block: int
     kv_block: int
+    first_row: int = 0
 
     def mask_mod(self) -> Callable[..., Tensor]:
         """The same answers as a mask_mod of plain gathers. Where nobody should ask it says anything."""
         rows, ids, bits, q_block, kv_block = self.rows, self.ids, self.bits, self.q_block, self.kv_block
-        each_batch, each_head = ids.shape[0] > 1, ids.shape[1] > 1
+        each_batch, each_head, first_row = ids.shape[0] > 1, ids.shape[1] > 1, self.first_row
 
         def looked_up(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-            batch, head = b if each_batch else 0, h if each_head else 0
+            batch, head = b - first_row if each_batch else 0, h if each_head else 0
             block = ids[batch, head, rows[q_idx // q_block], kv_idx // kv_block]
             inside = kv_idx % kv_block
             byte = bits[block, q_idx % q_block, inside // 8].to(torch.int32)
@@ -58,7 +60,7 @@ def bitmask(
 
     evaluate: the plan's mask_mod, called with indices on ``device``.
     """
-    mask = plan.mask
+    mask, first_row = plan.mask, plan.first_row
     B = max(mask.B, batch if mask.reads[0] else 1)
     H = max(mask.H, heads if mask.reads[1] else 1)
     blocks = masked_blocks(mask.runs.expand(B, H))  # [n, 4]: b, h, row, col
@@ -70,9 +72,14 @@ def bitmask(
     rows = wanted.cumsum(0) - 1
     ids = torch.full((B, H, max(1, int(wanted.sum())), mask.runs.shape[3]), -1, dtype=torch.int32)
     ids[blocks[:, 0], blocks[:, 1], rows[blocks[:, 2]], blocks[:, 3]] = torch.arange(len(blocks)).int()
-    parts = [_packed(seen) for _, seen in mask.evaluate(evaluate, blocks, device)]
+
+    def shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return evaluate(b + first_row, h, q_idx, kv_idx)
+
+    parts = [_packed(seen) for _, seen in mask.evaluate(shifted, blocks, device)]
     nothing = torch.zeros(1, mask.q_block, -(-mask.kv_block // 8), dtype=torch.uint8)
-    return Bitmask(rows.int(), ids, torch.cat(parts) if parts else nothing, mask.q_block, mask.kv_block)
+    bits = torch.cat(parts) if parts else nothing
+    return Bitmask(rows.int(), ids, bits, mask.q_block, mask.kv_block, first_row)
 
 
 def _held(plan: Plan, ranks: Sequence[int]) -> Tensor:

@@ -46,6 +46,11 @@ class MaskMod(ABC):
         return None
 
     @property
+    def batch(self) -> int:
+        """Rows of the batch that it is made for, 1 where it serves any."""
+        return 1
+
+    @property
     def window(self) -> tuple[int, int] | None:
         """(left, right) where the mask is q - left <= kv <= q + right, -1 = unbounded; else None."""
         return None
@@ -141,6 +146,10 @@ class Document(MaskMod):
         return _tidy(lo[:, None, :q_len], hi[:, None, :q_len], kv_len)
 
     @property
+    def batch(self) -> int:
+        return self.ids.shape[0] if self.ids.ndim == 2 else 1
+
+    @property
     def reads(self) -> tuple[bool, bool]:
         return self.ids.ndim == 2, False
 
@@ -166,6 +175,10 @@ class PrefixLM(MaskMod):
         return _tidy(torch.zeros_like(hi), hi, kv_len)
 
     @property
+    def batch(self) -> int:
+        return len(self.prefix) if isinstance(self.prefix, Tensor) and self.prefix.ndim == 1 else 1
+
+    @property
     def reads(self) -> tuple[bool, bool]:
         return isinstance(self.prefix, Tensor) and self.prefix.ndim == 1, False
 
@@ -177,6 +190,10 @@ class PrefixLM(MaskMod):
 @dataclass(frozen=True, repr=False)
 class _Combined(MaskMod):
     parts: tuple[MaskFn, ...]
+
+    @property
+    def batch(self) -> int:
+        return max(map(_batch, self.parts))
 
     @property
     def reads(self) -> tuple[bool, bool]:
@@ -280,6 +297,10 @@ class Later(MaskMod):
         return whole and (whole[0][..., self.start :], whole[1][..., self.start :])
 
     @property
+    def batch(self) -> int:
+        return _batch(self.part)
+
+    @property
     def reads(self) -> tuple[bool, bool]:
         return _reads(self.part)
 
@@ -303,6 +324,10 @@ class Flipped(MaskMod):
     def window(self) -> tuple[int, int] | None:
         window = self.part.window if isinstance(self.part, MaskMod) else None
         return window and (window[1], window[0])
+
+    @property
+    def batch(self) -> int:
+        return _batch(self.part)
 
     @property
     def reads(self) -> tuple[bool, bool]:
@@ -420,6 +445,10 @@ def _ids_from_lengths(lengths: Tensor) -> Tensor:
     number = torch.arange(rows.shape[1], dtype=torch.int32, device=rows.device).repeat(len(rows))
     ids = number.repeat_interleave(rows.flatten()).view(len(rows), -1)
     return ids if lengths.ndim == 2 else ids[0]
+
+
+def _batch(part: MaskFn) -> int:
+    return part.batch if isinstance(part, MaskMod) else 1
 
 
 def _reads(part: MaskFn) -> tuple[bool, bool]:

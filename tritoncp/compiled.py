@@ -28,6 +28,7 @@ def attend(
     want_max: bool,
     positions: Tensor | None,
     asked: tuple[str, ...],
+    batch_offset: int | None = None,
 ) -> list[Tensor]:
     """As :func:`tritoncp.api.attend` for one rank, traced by Dynamo: out, lse, max_scores."""
     world = _world(mesh)
@@ -35,7 +36,7 @@ def attend(
     ints: list[int] = []
     structure = carry(mask, tensors, ints)
     shape = [*q.shape, k.shape[1], k.shape[2]]
-    plan = plan_op(tensors, ints, shape, structure, world, positions)
+    plan = plan_op(tensors, ints, shape, structure, world, positions, batch_offset)
     captures: list[Tensor] = []
     numbers: list[int] = []
     score = None if score_mod is None else carry(score_mod, captures, numbers)
@@ -74,6 +75,7 @@ def _plan(
     structure: str,
     world: str,
     positions: Tensor | None,
+    batch_offset: int | None,
 ) -> Tensor:
     """A handle of the plan for a Plan or mask that :func:`carry` took apart, checked against the shards.
 
@@ -84,7 +86,8 @@ def _plan(
     batch, heads, rows, dim, kv_heads, kv_rows = shape
     q = torch.empty(batch, heads, rows, dim, device="meta")
     k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
-    plan = plan_cache.plan_of(mask, q, k, group, inputs.about(q, k, k, None, group))
+    about = inputs.about(q, k, k, None, group, batch_offset)
+    plan = plan_cache.plan_of_rows(mask, q, k, group, about, batch_offset=batch_offset)
     if positions is not None:
         inputs.check_positions(plan, positions)
     elif plan.balancer != "natural" and not plan.q.order_is_read:
@@ -99,6 +102,7 @@ def _plan_fake(
     structure: str,
     world: str,
     positions: Tensor | None,
+    batch_offset: int | None,
 ) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 

@@ -28,7 +28,8 @@ class EagerEngine:
 
     mask:     the user's function over (b, h, q_idx, kv_idx)
     score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
-    captures: those tensors; ``grads`` are buffers for their gradients
+    captures: those tensors, no narrower than what sums their gradients; ``grads`` are buffers for these
+    first_row: batch row of the whole that row 0 of the tensors is, for what masks and mods see
     """
 
     scale: float
@@ -36,6 +37,7 @@ class EagerEngine:
     score: Callable[[Sequence[Tensor]], Callable[..., Tensor]] | None = None
     captures: Sequence[Tensor] = ()
     grads: Sequence[Tensor] = ()
+    first_row: int = 0
 
     @property
     def fused(self) -> bool:
@@ -56,7 +58,7 @@ class EagerEngine:
                 for kept, now in zip(state, (acc, m, l)):
                     kept.copy_(now)
                 return
-            some = l > 0
+            some = l != 0  # a NaN is passed on
             safe = torch.where(some, l, 1)
             out.copy_(acc / safe[..., None])
             lse.copy_(torch.where(some, (m + safe.log2()) * LN2, -torch.inf))
@@ -141,13 +143,13 @@ class EagerEngine:
         at, seen = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
         if self.score is None:
-            p = torch.exp(self._shown(raw, seen) - torch.where(lse == -torch.inf, 0, lse)[..., None])
+            p = _probabilities(self._shown(raw, seen), lse)
             return p, p * (dout @ v.mT - delta), (q, k, dout)
         # An op runs below autograd; functorch's transforms bring their own.
         scores, pull, *_ = torch.func.vjp(
             lambda raw, *caps: self._modified(raw, caps, at, seen, h_offset), raw, *self.captures
         )
-        p = torch.exp(scores - torch.where(lse == -torch.inf, 0, lse)[..., None])
+        p = _probabilities(scores, lse)
         ds, *found = pull(p * (dout @ v.mT - delta))
         for buffer, grad in zip(grads, found):
             buffer += grad
@@ -164,7 +166,7 @@ class EagerEngine:
         b, h, row, col = pairs
         shown = raw[pairs]
         if self.score is not None and len(b):
-            places = b, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
+            places = b + self.first_row, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
             mod = self.score(captures)
             shown = vmapped(mod, (0, 0, 0, 0, 0))(shown, *places).to(raw.dtype)
         return torch.full_like(raw, -torch.inf).index_put(pairs, shown)
@@ -211,7 +213,13 @@ class EagerEngine:
         call = vmapped(
             self.mask, (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)
         )
-        return call(torch.arange(b, device=device), heads, rows.expand(b, -1), cols.expand(b, -1))
+        batch = torch.arange(b, device=device) + self.first_row
+        return call(batch, heads, rows.expand(b, -1), cols.expand(b, -1))
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), at most 1, which a rounded lse of large scores would exceed."""
+    return torch.exp((scores - torch.where(lse == -torch.inf, 0, lse)[..., None]).clamp(max=0))
 
 
 def _store(into: Tensor, x: Tensor, add: bool) -> None:

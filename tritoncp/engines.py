@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from tritoncp import captured, carried
 from tritoncp.eager import EagerEngine
 from tritoncp.mods import Mod, exact
 from tritoncp.mods.mod import arguments, structure_of
+from tritoncp.pointwise import WideGradients
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ def make(
     grads: Sequence[Tensor] = (),
     measured: Mapping[str, Any] = MappingProxyType({}),
     kept: dict[Any, Any] | None = None,
+    first_row: int = 0,
 ) -> Any:
     """The engine of one call. ``grads``: a buffer for each capture in ``spec.wants``; ``measured``: options
-    that stand where the caller gave none; ``kept``: see TritonEngine."""
+    that stand where the caller gave none; ``kept``, ``first_row``: see TritonEngine."""
     score, grads = _score(spec, q, captures, ints, floats, grads)
     if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
         raise ValueError(
@@ -97,19 +100,32 @@ def make(
         # Hand-written mods are promised one head at a time: h is a scalar.
         alone = {"PACK_GQA": False} if by_hand else {}
         options = {**measured, **alone, **dict(spec.options)}
-        return TritonEngine(launched(mask, score, q.device, grads), scale, options, kept=kept)
+        mods = launched(mask, score, q.device, grads)
+        return TritonEngine(mods, scale, options, first_row=first_row, kept=kept)
     _notice()
     if score is None:
-        return EagerEngine(scale, _bound(mask))
-    known = score
+        return EagerEngine(scale, _bound(mask), first_row=first_row)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return replace(_differentiable(scale, mask, score, dtype, grads), first_row=first_row)
 
-    def bind(wanted: Sequence[Tensor]) -> Any:
-        inner = list(known.tensors)
-        for place, tensor in zip(known.wants, wanted, strict=True):
+
+def _differentiable(
+    scale: float, mask: Mod | None, score: Mod, dtype: torch.dtype, grads: Sequence[Tensor]
+) -> EagerEngine:
+    """The eager engine, which sums gradients of captures in ``dtype`` however narrow these are."""
+    graph, wanted = _graph_of(score), [score.tensors[i] for i in score.wants]
+    call: Callable[..., Any] = graph
+    if any(x.dtype.itemsize < dtype.itemsize for x in wanted):
+        call = WideGradients(graph, dtype).run
+        wanted = [x.to(torch.promote_types(x.dtype, dtype)) for x in wanted]
+
+    def bind(captures: Sequence[Tensor]) -> Any:
+        inner = list(score.tensors)
+        for place, tensor in zip(score.wants, captures, strict=True):
             inner[place] = tensor
-        return _bound(known.around(inner, known.numbers))
+        return _around(call, inner, score.numbers)
 
-    return EagerEngine(scale, _bound(mask), bind, [known.tensors[i] for i in known.wants], grads)
+    return EagerEngine(scale, _bound(mask), bind, wanted, grads)
 
 
 def around(
@@ -215,10 +231,17 @@ def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[
 def _bound(mod: Mod | None) -> Any:
     if mod is None:
         return None
+    return _around(_graph_of(mod), mod.tensors, mod.numbers)
+
+
+def _graph_of(mod: Mod) -> GraphModule:
     if mod.graph is None:
         raise ValueError(
             "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with "
             "TRITON_INTERPRET=1"
         )
-    graph, tensors, numbers = mod.graph, mod.tensors, mod.numbers
+    return mod.graph
+
+
+def _around(graph: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> Any:
     return lambda *indices: graph(*indices, *tensors, *numbers)

@@ -175,6 +175,23 @@ def check_mesh(mask: Any, degree: int) -> None:
         )
 
 
+def whole_batch(mask: Any, rows: int, batch_offset: int) -> int:
+    """Rows of the batch of which a call has ``rows``, from ``batch_offset`` on: those of the mask, or, where
+    its lists have one row that serves all, as many as are known to be there."""
+    if isinstance(batch_offset, bool) or not isinstance(batch_offset, int | torch.SymInt):
+        raise TypeError(f"batch_offset is a {type(batch_offset).__name__}; a number of batch rows is needed")
+    batch = mask.batch if isinstance(mask, Plan | MaskMod) else mask.B if isinstance(mask, Mask) else 1
+    if isinstance(mask, BlockMask):
+        batch = mask.shape[0]
+    if batch_offset < 0 or (batch > 1 and batch_offset + rows > batch):
+        raise ValueError(
+            f"batch_offset={batch_offset} and a query of {rows} rows: rows {batch_offset} to "
+            f"{batch_offset + rows - 1} of a mask that has {batch}; batch_offset is the row of the mask's "
+            "batch that the query begins with"
+        )
+    return max(batch, batch_offset + rows)
+
+
 def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
     if sinks is None:
         return

@@ -185,6 +185,19 @@ class Mask:
         size = stop - start, self.kv_len, self.q_block, self.kv_block
         return Mask(*size, self.runs.take(blocks[None]), mod, None, here, self.reads, tokens)  # type: ignore[arg-type]
 
+    def listed_rows(self, first: int, count: int) -> Mask:
+        """The lists of ``count`` batch rows from ``first`` on. The mask_mod is asked about rows as they are
+        numbered in the whole batch."""
+        if self.B == 1:  # lists serve every row, intervals only those that they were made for
+            interval = self.interval_for(first + count, self.H)
+            return self if interval is self.interval else replace(self, interval=interval)
+        interval = self.interval
+        if interval is not None:
+            rows = slice(first, first + count)
+            lo, hi = (bound[rows] if len(bound) > 1 else bound for bound in interval)
+            interval = lo, hi
+        return replace(self, runs=self.runs.batch_rows(first, count), interval=interval)
+
     @on_host
     def transpose(self) -> Mask:
         """Queries and keys exchanged: for each block of keys, the blocks of queries that see it.

@@ -28,6 +28,7 @@ from tritoncp.tables import Tables, slot_runs, tables_of
 if TYPE_CHECKING:
     from PIL import Image
 
+MOST_PARTS = 64  # ranges of batch rows whose plans are kept with the whole's
 MOST_WELL = 1024  # kinds of calls that are known to be well
 SCHEDULES = ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 
@@ -45,6 +46,7 @@ class Plan:
     degree:   ranks that trade heads under "ulysses"; 0 = as many as there are heads for
     heads:    query heads of the layer, where a call sees only some of them
     mask_digest: of the mask's code and values, where ranks may have to compare it
+    first_row: batch row of the whole that is row 0 here, see :meth:`batch_rows`
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     """
 
@@ -58,6 +60,7 @@ class Plan:
     degree: int = 0
     heads: int = 0
     mask_digest: bytes = b""
+    first_row: int = 0
     handle: Tensor | None = None
     _shared: dict = field(default_factory=dict, repr=False)
 
@@ -105,7 +108,8 @@ class Plan:
 
         def digest() -> bytes:
             runs, slots = self.mask.runs, (*self.q.slots, *self.kv.slots)
-            geometry = self.mask.q_len, self.mask.kv_len, self.mask.q_block, self.mask.kv_block
+            mask = self.mask
+            geometry = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block, self.first_row
             counts = self.q.lengths, self.kv.lengths, [held.shape for held in slots]
             found = hashlib.sha256(repr((geometry, self.schedule, counts)).encode())
             for tensor in (runs.ptr, runs.runs, *(self.mask.interval or ()), *slots):
@@ -248,6 +252,42 @@ class Plan:
         return self._once(("rows", degree, heads), made).for_rank(self.rank // degree)
 
     @property
+    def batch(self) -> int:
+        """Batch rows that mask or placement tell apart, else 1."""
+        return max(self.mask.B, self.q.batch, self.kv.batch)
+
+    def batch_rows(self, first: int, count: int) -> "Plan":
+        """The plan of ``count`` rows of the batch from ``first`` on: for tensors that hold these alone, whose
+        row i is row ``first + i`` to mask_mod and score_mod.
+
+        >>> from tritoncp import create_block_mask, make_plan
+        >>> ends = torch.tensor([100, 200, 300])
+        >>> mask = create_block_mask(lambda b, h, q, kv: kv < ends[b], 3, 1, 384, 384)
+        >>> make_plan(mask).batch_rows(1, 2).mask.B
+        2
+        """
+        if first < 0 or count < 1 or not (self.batch == 1 or first + count <= self.batch):
+            raise ValueError(
+                f"rows {first} to {first + count - 1} of a batch are asked for, and the plan's mask has "
+                f"{self.batch} (one that has 1 serves any): pass where the query's rows begin in its batch"
+            )
+        parts: dict[Any, Plan] = self._once("batch rows", dict)
+        key = first, count, self.rank
+        if (part := parts.get(key)) is None:
+            self.check_sources()
+            if len(parts) >= MOST_PARTS:
+                parts.clear()
+            part = parts[key] = self._part(first, count).pinned()
+        return part
+
+    def _part(self, first: int, count: int) -> "Plan":
+        mask = self.mask.listed_rows(first, count)
+        q, kv = (side.batch_rows(first, count) for side in (self.q, self.kv))
+        shared = {name: self._shared[name] for name in ("mask_mod", "ways") if name in self._shared}
+        first += self.first_row
+        return replace(self, mask=mask, q=q, kv=kv, first_row=first, handle=None, _shared=shared)
+
+    @property
     def seen(self) -> Tensor:
         """KV blocks that each rank's queries see: bool [W, Bn, blocks]."""
         return self._once("seen", lambda: steps.seen_blocks(self.mask, self.q))
@@ -261,7 +301,7 @@ class Plan:
     @property
     def batched(self) -> bool:
         """Whether batch rows see or hold different keys, so that what travels differs between them."""
-        return max(self.mask.B, self.q.batch, self.kv.batch) > 1
+        return self.batch > 1
 
     @property
     def around(self) -> tuple[int, Tensor]:

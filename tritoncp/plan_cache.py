@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp import agreement, comm, plan, signatures, tuned
+from tritoncp import agreement, comm, inputs, plan, signatures, tuned
 from tritoncp.agreement import fact
 from tritoncp.balance import Balancer, find
 from tritoncp.host import on_host
@@ -138,6 +139,23 @@ def plan_of(
             signatures.share_failure(group, mask, error)
             raise
     return mask
+
+
+def plan_of_rows(
+    mask: RawMask | Plan,
+    q: Tensor,
+    k: Tensor,
+    group: Any,
+    about: Any,
+    check: Callable[[], None] = lambda: None,
+    batch_offset: int | None = None,
+) -> Plan:
+    """The plan of a call that holds the rows of a batch from ``batch_offset`` on (None: all of them)."""
+    if batch_offset is None:
+        return plan_of(mask, q, k, group, about, check)
+    rows = inputs.whole_batch(mask, q.shape[0], batch_offset)
+    whole_q, whole_k = (torch.empty(rows, *x.shape[1:], device="meta") for x in (q, k))
+    return plan_of(mask, whole_q, whole_k, group, about, check).batch_rows(batch_offset, q.shape[0])
 
 
 @on_host

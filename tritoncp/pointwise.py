@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from tritoncp.host import host
 
@@ -63,6 +65,62 @@ def vmapped(mod: Mod, *levels: InDims) -> Mod:
             return mod(*args)
 
     return call
+
+
+class Rounding(torch.autograd.Function):
+    """Round to a narrower type and keep the wide one; gradients pass as they are."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class WideGradients(torch.fx.Interpreter):
+    """A score_mod's graph around captures that were widened to ``dtype``: the values are those of the narrow
+    types it was traced with, rounded after each operation, and gradients are summed in ``dtype``.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> def f(t, i):
+    ...     return t[i] * 3
+    >>> args = torch.tensor([0.1], dtype=torch.bfloat16), torch.tensor([0])
+    >>> graph = make_fx(f)(*args)
+    >>> wide = args[0].float().requires_grad_()
+    >>> out = WideGradients(graph, torch.float32).run(wide, args[1])
+    >>> out.dtype, out.item() == f(*args).item(), torch.autograd.grad(out, wide)
+    (torch.float32, True, (tensor([3.]),))
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule, dtype: torch.dtype) -> None:
+        super().__init__(graph)
+        self.dtype = dtype
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        out = super().run_node(n)
+        traced = n.meta.get("val")
+        if n.op != "call_function" or not isinstance(traced, Tensor) or not self._is_narrow(traced.dtype):
+            return out
+        return Rounding.apply(out.to(self.dtype), traced.dtype)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """(A type that is asked for is rounded to afterwards.)"""
+        args, kwargs = tree_map_only(torch.dtype, self._widened, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+    def _widened(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self._is_narrow(dtype) else dtype
+
+    def _is_narrow(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
 
 
 def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.GraphModule | None:

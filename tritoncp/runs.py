@@ -139,7 +139,11 @@ class Runs:
 
     def batch_row(self, b: int) -> Runs:
         """One batch row, as Runs of batch size 1."""
-        return self._gather(self.ptr[b : b + 1])
+        return self.batch_rows(b, 1)
+
+    def batch_rows(self, first: int, count: int) -> Runs:
+        """``count`` batch rows from ``first`` on."""
+        return self._gather(self.ptr[first : first + count])
 
     def part(self, B: int, H: int) -> Runs:
         """The first B batch rows and H heads."""

@@ -118,6 +118,15 @@ class Placement:
         parts = self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths
         return _unpacked, parts, {"order_is_read": self.order_is_read}
 
+    def batch_rows(self, first: int, count: int) -> "Placement":
+        """The placement of ``count`` batch rows from ``first`` on, where they are placed differently."""
+        if self.batch == 1:
+            return self
+        slots = tuple(part[first : first + count].contiguous() for part in self.slots)
+        part = Placement(self.length, self.block, slots, self.lengths)
+        object.__setattr__(part, "order_is_read", self.order_is_read)
+        return part
+
     def merged(self, degree: int) -> "Placement":
         """``degree`` neighbouring ranks as one, whose buffer is theirs one after the other."""
         firsts = range(0, self.world_size, degree)

@@ -60,6 +60,7 @@ class World:
         *,
         return_aux: AuxRequest | None = None,
         sinks: Tensor | None = None,
+        batch_offset: int | None = None,
     ) -> Any:
         """:func:`tritoncp.flex_attention` of every rank: lists of shards in, lists out.
 
@@ -79,10 +80,13 @@ class World:
         for q, k, v in zip(queries, keys, values):
             inputs.check_tensors(q, k, v, enable_gqa)
             inputs.check_sinks(q, sinks)
+        rows = queries[0].shape[0]
+        whole = rows if batch_offset is None else inputs.whole_batch(mask, rows, batch_offset)
         if not isinstance(mask, Plan):
             lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
-            mask = plan_cache.in_order(mask, queries[0].shape[0], lengths, kv_lengths, 0)
+            mask = plan_cache.in_order(mask, whole, lengths, kv_lengths, 0)
         self._check(mask)
+        mask = mask if batch_offset is None else mask.batch_rows(batch_offset, rows)
         for rank, (q, k) in enumerate(zip(queries, keys)):
             inputs.check_shapes(mask.seen_by(rank), q, k)
         if mask.balancer != "natural" and not mask.q.order_is_read:

@@ -1,0 +1,106 @@
+"""NaN and scores of any size, on both engines: lse says what out does, and gradients stay within bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+import tritoncp
+
+S, D = 48, 8  # a scale that is no power of two, so that log2 units round
+AUX = AuxRequest(lse=True, max_scores=True)
+SCHEDULES = ("one device", "allgather", "ring", "fetch", "ulysses")
+
+
+pytestmark = pytest.mark.usefixtures("engine")
+
+
+def mask() -> tritoncp.Mask:
+    """Its last block of queries sees nothing."""
+    return tritoncp.create_block_mask(lambda b, h, q, kv: (q >= kv) & (q < 32), 1, 1, S, S, BLOCK_SIZE=16)
+
+
+def tensors(size: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """q, k, v, where scores are about ``size``."""
+    q, k, v = (torch.randn(1, 2, S, D) for _ in range(3))
+    return [x.to(dtype).requires_grad_() for x in (q * math.sqrt(size), k * math.sqrt(size), v)]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, max_scores in plain torch; softmax of a row that sees nothing is 0, as in torch's flex."""
+    q, k, v = (x.double() for x in (q, k, v))
+    at = torch.arange(S)
+    seen = (at[:, None] >= at) & (at[:, None] < 32)
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~seen, -math.inf)
+    p = torch.softmax(scores, -1).masked_fill(~seen.any(1)[:, None], 0)
+    return p @ v, scores.logsumexp(-1), scores.amax(-1)
+
+
+def answers(qkv: list[Tensor], schedule: str, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    if schedule == "one device":
+        out, aux = tritoncp.flex_attention(*qkv, mask(), return_aux=AUX, kernel_options=options)
+        return out, aux.lse, aux.max_scores
+    world = tritoncp.simulate(3)
+    plan = world.make_plan(mask(), schedule=schedule)
+    shards = (world.shard(x, plan, dim=2) for x in qkv)
+    outs, aux = world.flex_attention(*shards, plan, return_aux=AUX, kernel_options=options)
+    out, lse, top = (world.unshard(x, plan, dim=2) for x in (outs, aux.lse, aux.max_scores))
+    return out, lse, top
+
+
+@pytest.mark.parametrize("where", ["q", "k", "q and k"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_nan_is_in_every_answer_that_saw_it(schedule: str, where: str) -> None:
+    q, k, v = tensors()
+    with torch.no_grad():
+        if "q" in where:
+            q[0, 0, 20] = math.nan
+        if "k" in where:
+            k[0, 1, 25] = math.nan
+    got, want = answers([q, k, v], schedule), dense(q, k, v)
+    for name, a, b in zip(("out", "lse", "max_scores"), got, want, strict=True):
+        assert bool(b.isnan().any()) and torch.equal(a.isnan(), b.isnan()), name
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert bool((got[1][:, :, 32:] == -math.inf).all())  # saw nothing, and says so
+
+
+def test_programs_that_share_keys_hand_a_nan_on() -> None:
+    q, k, v = tensors()
+    with torch.no_grad():
+        k[0, 1, 5] = math.nan
+    got = answers([q, k, v], "one device", SPLIT_KV=2, BLOCK_M=16, BLOCK_N=16)
+    for a, b in zip(got, dense(q, k, v), strict=True):
+        assert torch.equal(a.isnan(), b.isnan())
+
+
+def test_gradients_of_rows_with_a_nan_are_nan() -> None:
+    """However finite the gradient of out is."""
+    q, k, v = tensors()
+    with torch.no_grad():
+        q[0, 0, 20] = math.nan
+    dq, dk, dv = torch.autograd.grad(answers([q, k, v], "one device")[0].sum(), (q, k, v))
+    assert bool(dq[0, 0, 20].isnan().all()) and not bool(dq[0, 0, :20].isnan().any())
+    for grad in (dk, dv):
+        assert bool(grad[0, 0, :16].isnan().all()) and not bool(grad[0, 1].isnan().any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1e7, 1e8, 1e9, 1e10, 1e12])
+def test_no_probability_exceeds_one_however_large_scores_are(size: float, dtype: torch.dtype) -> None:
+    """Forward is right; from where a float32 has no fractional digits on, gradients are bounded by those that
+    all probabilities of one would give."""
+    qkv = tensors(size, dtype)
+    found, want = answers(qkv, "one device"), dense(*qkv)
+    near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(found[0].double(), want[0], **near)
+    torch.testing.assert_close(found[1].double(), want[1], rtol=1e-5, atol=0)
+    dout = torch.randn_like(found[0])
+    dq, dk, dv = torch.autograd.grad(found[0], qkv, dout)
+    assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
+    most = dout.abs().double()[:, :, :32].flip(2).cumsum(2).flip(2)  # of all queries that see a key
+    assert bool((dv.double().abs()[:, :, :32] <= most * 1.01 + 1e-6).all())
