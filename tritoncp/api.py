@@ -87,7 +87,17 @@ def flex_attention(
         key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
         outs = compiled.attend(
-            query, key, value, score, mask, mesh, scale, kernel_options, want_max, positions, asked,
+            query,
+            key,
+            value,
+            score,
+            mask,
+            mesh,
+            scale,
+            kernel_options,
+            want_max,
+            positions,
+            asked,
             batch_offset,
         )
     else:

@@ -106,6 +106,7 @@ def test_state_that_cannot_be_compared_is_named_once(name: str) -> None:
         score_of(scale).__code__, globals(), name, None, score_of(scale).__closure__
     )
     score_mod.__qualname__ = f"warned_of_{name}"
+    score_mod.__code__ = score_mod.__code__.replace(co_name=f"warned_of_{name}")  # another function
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         attend(score_mod)
