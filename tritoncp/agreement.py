@@ -1,7 +1,7 @@
-"""Ranks compare what they are about to do, and all of them raise where they differ or one of them failed.
+"""Agreement of ranks: they compare facts before they go on, and all raise if facts differ or one rank failed.
 
-Every rank makes its plan from its own mask; nothing but a few integers is exchanged. A rank that fails takes
-part all the same, so that no rank waits for it. Texts travel only once something is wrong.
+Every rank makes its plan from its own mask; only a few integers are exchanged. A rank that fails still takes
+part, so that no rank waits for it. Texts are exchanged only after a difference or a failure.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from tritoncp import comm
 
 T = TypeVar("T")
 NUMBERS = 2  # integers that ranks tell each other, and that may differ
-TEXT = 1024  # bytes of what a rank says about itself, once ranks differ or one failed
+TEXT = 1024  # bytes of a rank's text, exchanged once ranks differ or one failed
 CHECKED = os.environ.get("TRITONCP_CHECK", "0") == "1"  # every call
-REMEDIES = {  # what ranks compare, in this order, and what to do where they differ
+REMEDIES = {  # the facts that ranks compare, in this order, and the remedy where they differ
     "call": "All ranks of a mesh must make the same calls in the same order.",
     "versions": "Install the same on every host.",
     "device": "Put the tensors of every rank on the same kind of device.",
@@ -43,11 +43,11 @@ REMEDIES = {  # what ranks compare, in this order, and what to do where they dif
 }
 
 Text = str | Callable[[], str]
-Facts = Mapping[str, tuple[Text, bytes]]  # name: (for people, what is compared)
+Facts = Mapping[str, tuple[Text, bytes]]  # name: (text for messages, bytes that are compared)
 
 
 class Disagreement(RuntimeError):
-    """Another rank was called with something else, or failed."""
+    """The ranks of a group were called with different facts, or another rank failed."""
 
 
 def together(
@@ -56,12 +56,12 @@ def together(
     work: Callable[[], tuple[T, Facts, Sequence[int]]],
     moment: str = "while a plan was made",
 ) -> tuple[T, list[list[int]]]:
-    """work() on every rank of the group: its result, and the numbers of all ranks.
+    """Run work() on every rank of the group; return its result, and the numbers of all ranks.
 
-    purpose, moment: what the ranks do, and when, for messages. work: gives a result, facts that must be equal
-    on all ranks, and up to NUMBERS integers that may differ.
-    Raises on every rank where it raised on one, its own exception there and Disagreement elsewhere, and where
-    facts differ; PeerLost where a rank does not come. A group of None is this process alone.
+    purpose, moment: the call and the time of it, for messages. work: returns a result, facts that must be
+    equal on all ranks, and up to NUMBERS integers that may differ.
+    If work() raises on one rank, that rank raises the exception and the others Disagreement; all raise
+    Disagreement if facts differ, and PeerLost if a rank is missing. A group of None is this process alone.
     """
     if group is None:
         result, _, numbers = work()
@@ -89,14 +89,14 @@ def share_failure(group: Any, purpose: str, error: Exception, moment: str) -> No
     its error afterwards."""
     rows = comm.exchange(_record(True, {}, ()), group, purpose)
     _exchange_texts(f"{type(error).__name__}: {error}", group, purpose)
-    others = [rank for rank, row in enumerate(rows) if row[0] and rank != group.rank()]
-    also = f"; {_ranks(others)} failed too" if others else ""
+    failed = [rank for rank, row in enumerate(rows) if row[0] and rank != group.rank()]
+    also = f"; {_ranks(failed)} failed too" if failed else ""
     error.add_note(f"on rank {group.rank()}, {moment} ({purpose}){also}")
 
 
 def fact(text: Text, content: bytes | None = None) -> tuple[Text, bytes]:
-    """A fact as people read it, made when it is needed, and as it is compared where the text does not say
-    all."""
+    """A fact: its text for messages, read only when needed, and the bytes that are compared, by default those
+    of the text."""
     return text, _read(text).encode() if content is None else content
 
 
@@ -119,8 +119,8 @@ def _read(text: Text) -> str:
 
 
 def _record(failed: bool, facts: Facts, numbers: Sequence[int]) -> list[int]:
-    """One rank's row: whether it failed, its numbers, digests of its facts. As long for every purpose, so
-    that ranks that make different calls meet in one exchange and hear so."""
+    """One rank's row: whether it failed, its numbers, digests of its facts. Equally long for every purpose,
+    so that ranks that make different calls meet in one exchange and report it."""
     digests = [_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
     return [int(failed), *numbers, *[0] * (NUMBERS - len(numbers)), *digests]
 
@@ -168,5 +168,5 @@ def _owners(ranks: Sequence[int]) -> str:
 
 def _ranks(ranks: Iterable[int]) -> str:
     every = list(ranks)
-    shown = ", ".join(map(str, every[:8])) + (", ..." if len(every) > 8 else "")
-    return f"rank{'s' * (len(every) > 1)} {shown}"
+    listed = ", ".join(map(str, every[:8])) + (", ..." if len(every) > 8 else "")
+    return f"rank{'s' * (len(every) > 1)} {listed}"

@@ -59,8 +59,8 @@ def flex_attention(
     batch_offset: the tensors hold the rows of a batch from this one on, as micro-batches do: mods see
     b + batch_offset, and a mask or plan of the whole batch is looked up there. Without it, the mask's batch
     is the query's or 1.
-    ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of what
-    score_mod captures, too, come out the same in every run; all else does anyway.
+    ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of
+    captures of score_mod are bitwise equal in every run, too; all other results always are.
     Few rows (up to about a hundred) against many keys: query heads that share keys lie in one tile and
     several programs share a row's keys, in numbers that fill the device. ``kernel_options``: ``"PACK_GQA"``,
     True or False, and ``"SPLIT_KV"``, the number of programs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
@@ -75,7 +75,7 @@ def flex_attention(
     inputs.check_mesh(mask, comm.degree_of(mesh))
     want_max = return_aux is not None and return_aux.max_scores
     want_lse = return_lse or (return_aux is not None and return_aux.lse)
-    asked = ("lse",) * want_lse + ("max_scores",) * want_max + ("sinks",) * (sinks is not None)
+    returns = ("lse",) * want_lse + ("max_scores",) * want_max + ("sinks",) * (sinks is not None)
 
     def check() -> None:
         inputs.check_aux(return_lse, return_aux)
@@ -97,14 +97,14 @@ def flex_attention(
             kernel_options,
             want_max,
             positions,
-            asked,
+            returns,
             batch_offset,
         )
     else:
         group = comm.group_of(mesh)
         flags = bool(enable_gqa), bool(return_lse), return_aux is None
-        about = inputs.about(query, key, value, sinks, group, *flags, batch_offset)
-        plan = plan_cache.plan_of_rows(mask, query, key, group, about, check, batch_offset)
+        call_key = inputs.call_key(query, key, value, sinks, group, *flags, batch_offset)
+        plan = plan_cache.plan_of_rows(mask, query, key, group, call_key, check, batch_offset)
         world = None if group is None else group.group_name
         key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
         try:
@@ -113,7 +113,7 @@ def flex_attention(
             elif plan.balancer != "natural" and not plan.q.order_is_read:
                 inputs.warn_unread_order(plan)
             mod = captured.score_of(score, query)  # lives as long as the call that names it
-            rest = _arguments(query, mod, plan.pinned(), world, scale, kernel_options, want_max, asked)
+            rest = _arguments(query, mod, plan.pinned(), world, scale, kernel_options, want_max, returns)
         except Exception as error:
             signatures.share_failure(group, plan, error)
             raise
@@ -151,18 +151,20 @@ def _arguments(
     scale: float | None,
     options: dict[str, Any] | None,
     want_max: bool,
-    asked: tuple[str, ...],
+    returns: tuple[str, ...],
 ) -> tuple[Any, ...]:
-    """What the forward op takes besides tensors of the ranks: score_mod, scale and options, checked."""
-    given: tuple[tuple[str, Any], ...] = ()
+    """Arguments of the forward op besides tensors of the ranks: score_mod, scale and options, checked."""
+    named_options: tuple[tuple[str, Any], ...] = ()
     if options:
         check_options(options)
-        given = tuple(sorted(options.items()))
+        named_options = tuple(sorted(options.items()))
     numbers, captures, wants = (score.numbers, score.tensors, score.wants) if score else ((), (), ())
     ints = [n for n in numbers if isinstance(n, int)]
     floats = [n for n in numbers if not isinstance(n, int)]
     kinds = tuple(["i" if isinstance(n, int) else "f" for n in numbers])
-    spec = engines.Spec.encoded(score and score.digest, None, wants, kinds, want_max, world, given, asked)
+    spec = engines.Spec.encoded(
+        score and score.digest, None, wants, kinds, want_max, world, named_options, returns
+    )  # fmt: skip
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     assert plan.handle is not None
     return list(captures), ints, floats, scale, plan.handle, spec
@@ -223,8 +225,8 @@ def make_plan(
         world_size, rank = group.size(), group.rank()
     masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
     degree = comm.degree_of(mesh)
-    made = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule, degree)
-    return made if isinstance(block_mask, Mapping) else made[""]
+    plans = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule, degree)
+    return plans if isinstance(block_mask, Mapping) else plans[""]
 
 
 def shard(

@@ -1,4 +1,4 @@
-"""Two registered ops, one whole forward and one whole backward pass, and what joins them in autograd.
+"""Two registered ops, one whole forward and one whole backward pass, and the autograd node that joins them.
 
 Launches and collectives stay inside the ops, so neither step counts nor Work handles enter a graph.  The plan
 travels as a 0-d CPU tensor that names it: nothing is compiled again for another plan, and the plan stays
@@ -33,25 +33,25 @@ _HERE = nullcontext()
 
 def _engine(
     spec: str, plan: Plan, scale: float, q: list[Tensor], k: list[Tensor], v: list[Tensor],
-    captures: list[Tensor], ints: list[int], floats: list[float], others: Sequence[Tensor] = (),
+    captures: list[Tensor], ints: list[int], floats: list[float], extra: Sequence[Tensor] = (),
     grads: Sequence[Tensor] = (),
 ) -> Any:  # fmt: skip
-    """What computes a pass over q, k, v and other tensors. Kept with the plan for passes of these layouts;
-    but not what a graph carries, which may read globals, and is only read here."""
+    """The engine of a pass over q, k, v and other tensors. Kept with the plan for passes of these layouts,
+    unless a graph carries the score_mod, which may read globals."""
     call, device = Spec.decode(spec), q[0].device
-    kernels, kept = engines.uses_triton(device), plan._once("engines", dict)
-    again = kernels and call.carried is None
-    key = again and (
+    kernels, cache = engines.uses_triton(device), plan._once("engines", dict)
+    reusable = kernels and call.carried is None
+    key = reusable and (
         spec, scale, tuned.read_anew, device, plan.rank, plan.schedule, plan.degree,
-        *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, others),
+        *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
         *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
     )  # fmt: skip
-    if again and (known := kept.get(key)) is not None:
-        return engines.around(known, call, device, captures, ints, floats, grads)
+    if reusable and (engine := cache.get(key)) is not None:
+        return engines.rebind(engine, call, device, captures, ints, floats, grads)
     group = _group(call)
     tiles = tuned.text_of(device, group) if kernels else ""
     mask, measured = _measured(spec, plan, q, v[0], group, tiles)
-    made = engines.make(
+    engine = engines.make(
         call,
         scale,
         mask,
@@ -61,53 +61,53 @@ def _engine(
         floats,
         grads,
         measured,
-        {} if again else None,
+        {} if reusable else None,
         plan.first_row,
     )
-    if again:
-        _keep(kept, key, made.around())
-    return made
+    if reusable:
+        _keep(cache, key, engine.around())
+    return engine
 
 
 def _measured(
     spec: str, plan: Plan, q: list[Tensor], v: Tensor, group: Any, tiles: str
 ) -> tuple[Mod | None, dict[str, Any]]:
-    """The mask_mod of a call and the tiles that were measured for it, or are now, by all ranks together: so
-    it goes by nothing in which one rank's tensors may differ from another's."""
+    """The mask_mod of a call and the tiles measured for it, measured now if need be by all ranks together: it
+    depends on no property in which the tensors of two ranks may differ."""
     call, (_, heads, rows, d), e = Spec.decode(spec), q[0].shape, v.shape[3]
-    kept = plan._once("measured", dict)
+    cache = plan._once("measured", dict)
     key = spec, tiles, q[0].device, q[0].dtype, q[0].shape, v.shape, plan.rank, plan.schedule, plan.degree
-    if (known := kept.get(key)) is not None:
-        return known
+    if (cached := cache.get(key)) is not None:
+        return cached
     every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
-    mask, found = captured.mask_of(plan, q, every_rank=every), {}
+    mask, tiles_by_kernel = captured.mask_of(plan, q, every_rank=every), {}
     if tiles:
         kind = tuned.kind_of(plan.mask, mask is not None)
         like = tuned.Call.of(v.dtype, (d, e), kind, engines.scored(call))
         tuning.if_asked(v.device, group, like, (heads, v.shape[1], rows))
-        found = tuned.configs(v.device, like, group)
-    return _keep(kept, key, (mask, found))
+        tiles_by_kernel = tuned.configs(v.device, like, group)
+    return _keep(cache, key, (mask, tiles_by_kernel))
 
 
-def _keep(kept: dict[Any, T], key: Any, made: T) -> T:
-    if len(kept) >= MOST:
-        kept.clear()
-    kept[key] = made
-    return made
+def _keep(cache: dict[Any, T], key: Any, value: T) -> T:
+    if len(cache) >= MOST:
+        cache.clear()
+    cache[key] = value
+    return value
 
 
 def _plan(handle: Tensor) -> Plan:
-    """The plan behind a handle, of a mask that is what it was."""
-    known: Plan = held_by(handle)
-    known.check_sources()
-    return known
+    """The plan behind a handle, after a check that its mask has not changed."""
+    plan: Plan = held_by(handle)
+    plan.check_sources()
+    return plan
 
 
 def _drive(
     group: Any, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any], device: torch.device
 ) -> list[Any]:
-    """What the schedule of each rank that runs here returns. Kernels take tensors as torch's own do, below
-    autograd, where nobody notes what is a view of what: a view takes half the time."""
+    """Run the schedule of each rank that runs here; return the results. Kernels run as torch's own do, below
+    autograd, which does not track views there: a view takes half the time."""
     with torch._C._AutoDispatchBelowADInplaceOrView(), _current(device):
         if group is None:
             return comm.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
@@ -121,8 +121,8 @@ def _group(call: Spec) -> Any:
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the thread's current GPU, which need not be the one that holds the tensors."""
-    there = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if there else _HERE
+    is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if is_other else _HERE
 
 
 def _attend(
@@ -142,11 +142,11 @@ def _attend(
     def schedule(i: int, p: Plan) -> Any:
         return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
 
-    known, group = _plan(plan), _group(call)
+    plan_of_call, group = _plan(plan), _group(call)
     if group is not None:
-        signatures.compare_call(group, known, spec, scale, q[0], k[0], v[0], captures, ints, floats)
-    engine = _engine(spec, known, scale, q, k, v, captures, ints, floats)
-    outs, lses, tops = zip(*_drive(group, known, len(q), schedule, q[0].device), strict=True)
+        signatures.compare_call(group, plan_of_call, spec, scale, q[0], k[0], v[0], captures, ints, floats)
+    engine = _engine(spec, plan_of_call, scale, q, k, v, captures, ints, floats)
+    outs, lses, tops = zip(*_drive(group, plan_of_call, len(q), schedule, q[0].device), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
 
@@ -189,16 +189,16 @@ def _differentiate(
         # Where nothing was seen lse is -inf and a loss of it may well have no finite slope.
         dlse = dlses[i].masked_fill(lses[i] == -torch.inf, 0).contiguous() if dlses else None
         dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
-        found = yield from schedule_of(p).backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
+        parts = yield from schedule_of(p).backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
         # Rounded once, here. dk and dv may be views of one buffer, and an op's outputs share no memory.
-        return tuple(_own(grad, x[i]) for grad, x in zip(found, (q, k, v), strict=True))
+        return tuple(_own(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
 
-    known, grads = _plan(plan), engines.buffers(call, captures, lses[0])
-    others = *outs, *lses, *douts, *dlses
-    engine = _engine(spec, known, scale, q, k, v, captures, ints, floats, others, grads)
-    done = _drive(_group(call), known, len(q), schedule, q[0].device)
-    found = engines.sums(call, captures, grads)
-    return [x for part in zip(*done, strict=True) for x in part] + found
+    plan_of_call, grads = _plan(plan), engines.buffers(call, captures, lses[0])
+    extra = *outs, *lses, *douts, *dlses
+    engine = _engine(spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads)
+    done = _drive(_group(call), plan_of_call, len(q), schedule, q[0].device)
+    sums = engines.sums(call, captures, grads)
+    return [x for part in zip(*done, strict=True) for x in part] + sums
 
 
 def _backward_fake(
@@ -312,20 +312,20 @@ def _seen(tensors: Iterable[Tensor]) -> bool:
 class Attention(torch.autograd.Function):
     """One node for every rank that runs here: one under a process group, all of a simulated world.
 
-    call: number of ranks, number of captured tensors, and what the op takes besides tensors
+    call: number of ranks, number of captured tensors, and the other arguments of the op
     """
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         n, captured_ones, *constants, spec = ctx.call = call
         lists = _cut(tensors, n, n, n, captured_ones)
-        found = _below(forward_op, _attend, tensors, *lists, *constants, plan, spec)
-        ctx.save_for_backward(plan, *tensors, *found[: 2 * n])
+        results = _below(forward_op, _attend, tensors, *lists, *constants, plan, spec)
+        ctx.save_for_backward(plan, *tensors, *results[: 2 * n])
         # Hooks, as those that offload, save a copy of the handle, which does not keep the plan.
         ctx.held = plan, engines.score_structure(spec)
-        ctx.mark_non_differentiable(*found[2 * n :])
+        ctx.mark_non_differentiable(*results[2 * n :])
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
@@ -333,13 +333,13 @@ class Attention(torch.autograd.Function):
         plan, *saved = ctx.saved_tensors
         q, k, v, captures, outs, lses = _cut(saved, n, n, n, captured_ones, n, n)
         douts = [_or_zeros(*pair) for pair in zip(grads[:n], outs, strict=True)]
-        some = list(zip(grads[n : 2 * n], lses, strict=True))
-        dlses = [_or_zeros(*pair) for pair in some] if any(grad is not None for grad, _ in some) else []
-        found = _backward(douts, dlses, q, k, v, outs, lses, captures, *constants, plan, spec)
+        pairs = list(zip(grads[n : 2 * n], lses, strict=True))
+        dlses = [_or_zeros(*pair) for pair in pairs] if any(grad is not None for grad, _ in pairs) else []
+        all_grads = _backward(douts, dlses, q, k, v, outs, lses, captures, *constants, plan, spec)
         rest: list[Tensor | None] = [None] * captured_ones
-        for place, grad in zip(Spec.decode(spec).wants, found[3 * n :], strict=True):
+        for place, grad in zip(Spec.decode(spec).wants, all_grads[3 * n :], strict=True):
             rest[place] = grad
-        return None, None, *found[: 3 * n], *rest
+        return None, None, *all_grads[: 3 * n], *rest
 
 
 class Final(torch.autograd.Function):

@@ -13,8 +13,8 @@ MOST_LEVELS = 64  # of lists and objects within each other
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError for what is no JSON, is nested past MOST_LEVELS, or holds
-    text that no file can (half of a surrogate pair).
+    """Parse a JSON text. Raises ValueError for a text that is not JSON, is nested past MOST_LEVELS, or holds
+    half of a surrogate pair, which no file can store.
 
     >>> parse_json('{"a": [1, 2]}')
     {'a': [1, 2]}
@@ -46,14 +46,14 @@ def _check_text(text: str | bytes, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """The value of a JSON file. Raises OSError, or ValueError for what :func:`parse_json` refuses and for
-    files larger than MOST_BYTES."""
+    """Read a JSON file. Raises OSError, or ValueError for files that are larger than MOST_BYTES or that
+    :func:`parse_json` refuses."""
     return parse_json(read_bounded(path))
 
 
 def read_bounded(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The bytes of a plain file. Raises OSError, or ValueError for a larger one and for pipes and devices,
-    which may have no end, or no writer to wait for."""
+    """Read up to ``most`` bytes of a plain file. Raises OSError, or ValueError for a larger file and for
+    pipes and devices, which may have no end, or no writer."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError(f"{path} is not a plain file")

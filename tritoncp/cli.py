@@ -1,7 +1,7 @@
 """The command line. Torch is imported by the command that needs it.
 
-Exit codes: 0, done; 1, not done, or done and found wanting; 2, options that make no sense. What went wrong is
-a line on stderr; TRITONCP_DEBUG=1 shows the traceback instead.
+Exit codes: 0, done; 1, failed, or the result of a check is negative; 2, options that make no sense. An error
+is a line on stderr; TRITONCP_DEBUG=1 shows the traceback instead.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from tritoncp.perf.cli import perf
 
 @contextlib.contextmanager
 def errors_as_messages() -> Iterator[None]:
-    """Within it errors become messages of the command: what the library refuses is a matter of the options
-    (ValueError, exit code 2), files and memory are not (1); anything else is a bug in tritoncp."""
+    """Turn errors into messages of the command: a ValueError of the library is a usage error (exit code 2),
+    errors of files and memory are failures (1); anything else is a bug in tritoncp."""
     try:
         yield
     except (click.ClickException, click.Abort, click.exceptions.Exit):
@@ -103,7 +103,7 @@ def main() -> None:
 def doctor(as_json: bool) -> None:
     """Say what tritoncp finds on this machine and what will run where.
 
-    Exits with 1 if something that is needed is missing or does not work.
+    Exits with 1 if a requirement is missing or does not work.
     """
     from tritoncp.doctor import examine, show
 
@@ -131,7 +131,7 @@ def doctor(as_json: bool) -> None:
 def demo(steps: int, seq_len: int, world_size: int | None, out: Path, as_json: bool) -> None:
     """Train a small transformer on several ranks and on one, and compare the losses.
 
-    Starts local processes, or joins what torchrun started: torchrun --nproc-per-node 4 -m tritoncp.demo.
+    Starts local processes, or joins those of torchrun: torchrun --nproc-per-node 4 -m tritoncp.demo.
     Exits with 1 if the losses differ by more than rounding explains, or a rank fails.
     """
     from rich.console import Console
@@ -207,14 +207,14 @@ SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> None:
-    """Show how a mask would be dealt to ranks, and what that costs: no GPU is needed.
+    """Show how a mask would be dealt to ranks, and at which cost: no GPU is needed.
 
     \b
     tritoncp plan --mask "causal & window(4K)" --seq-len 1M --world-size 64
     tritoncp plan --lengths 4096,8192,53248 --world-size 4 --png plan.png
 
-    Shows who owns which blocks, the work of each rank, what each schedule sends and keeps, its predicted
-    time, and what "auto" takes. In Python: print(plan), plan.plot().
+    Shows the owner of each block, the work of each rank, the bytes that each schedule sends and keeps, its
+    predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
     """
     from tritoncp.planned import planned, say, write
 
@@ -261,9 +261,9 @@ def inspect(
     check: bool,
     update: bool,
 ) -> None:
-    """Compile every shipped kernel for GPUs that need not be here, and say what came of it.
+    """Compile every shipped kernel for GPUs that need not be here, and show the figures of the compiler.
 
-    With the tiles of the rule, and with those that are shipped because they were measured.
+    With the tiles of the rule, and with the shipped tiles, which were measured.
     Registers, spills, shared memory, matrix instructions, the inner loop's instructions, and how busy that
     can keep the tensor cores at most. Each option that picks may be given several times. Exits with 1 if
     a kernel does not compile, or --check finds one worse than the table that is shipped.
@@ -274,8 +274,8 @@ def inspect(
     for arch in archs:
         check_target(arch)
     listed = [*shipped(archs or ARCHS), *measured(archs or ARCHS)]
-    wanted = pick(listed, kernel=kernels, head_dim=dims, dtype=dtypes, variant=masks)
-    wrong = run(wanted, jobs, timeout, as_json=as_json, check=check, update=update)
+    rows = pick(listed, kernel=kernels, head_dim=dims, dtype=dtypes, variant=masks)
+    wrong = run(rows, jobs, timeout, as_json=as_json, check=check, update=update)
     for line in wrong:
         click.echo(line, err=True)
     sys.exit(1 if wrong else 0)
@@ -347,28 +347,28 @@ def autotune(
 
     Candidates are compiled first, and dropped if they spill, do not fit or are bound to be slow; the rest is
     checked against float32 and timed in turn, the better half for longer. Every choice is written at once,
-    and used by tritoncp from then on. Ctrl-C keeps what is known; --resume goes on from there.
+    and used by tritoncp from then on. Ctrl-C keeps the choices so far; --resume goes on from there.
     """
     from rich.console import Console
 
     from tritoncp.perf.record import read
     from tritoncp.tune import run, targets
 
-    asked = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
-    asked = asked or [*targets.preset("llama3-8b")]
+    named_shapes = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
+    named_shapes = named_shapes or [*targets.preset("llama3-8b")]
     device = run.device(arch)
     if history is not None:
         if not (history.is_file() or history.is_dir()):
             raise click.UsageError(f"--worst {history} is neither a file nor a folder of *.jsonl files")
-        why, wanted = targets.lost_most(read(history).points, None if arch else device.name)
+        why, selection = targets.lost_most(read(history).points, None if arch else device.name)
         click.echo(why, err=True)
     else:
-        wanted = targets.targets(asked, masks or tuple(targets.MASKS), ops.split(","), dtype, score)
-    request = run.request(wanted, device, arch is not None, budget, resume, out, jobs, timeout)
+        selection = targets.targets(named_shapes, masks or tuple(targets.MASKS), ops.split(","), dtype, score)
+    request = run.request(selection, device, arch is not None, budget, resume, out, jobs, timeout)
     if dry_run:
         rows = [
             {"kernel": target.name, "candidates": len(targets.candidates(target, request.device.arch))}
-            for target in wanted
+            for target in selection
         ]
         if as_json:
             click.echo(json.dumps(rows, indent=1))
@@ -377,14 +377,14 @@ def autotune(
                 click.echo(f"{row['kernel']}: {row['candidates']} candidates")
             click.echo(f"on {request.device.name} ({request.device.arch}), journal {request.journal}")
         return
-    found = run.autotune(request, Console(stderr=True))
+    outcome = run.autotune(request, Console(stderr=True))
     if as_json:
-        click.echo(json.dumps(found.rows, indent=1))
+        click.echo(json.dumps(outcome.rows, indent=1))
     else:
-        run.show(found, request.static, Console())
-    if found.interrupted:
+        run.show(outcome, request.static, Console())
+    if outcome.interrupted:
         click.echo("interrupted: what is shown is kept; --resume goes on from there", err=True)
-    sys.exit(130 if found.interrupted else 0 if found.rows else 1)
+    sys.exit(130 if outcome.interrupted else 0 if outcome.rows else 1)
 
 
 main.add_command(perf)

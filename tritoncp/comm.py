@@ -1,8 +1,9 @@
-"""The only collectives, and two drivers of one protocol.
+"""The collectives, and two drivers of the schedules that use them.
 
 A schedule is a generator: it yields a collective to start and gets back a ticket, yields ``Wait(ticket)`` and
-gets back the tensor.  What lies between the two runs while bytes fly.  ``run`` drives one rank over a process
-group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a time.
+gets back the tensor.  Computation between the two overlaps with the messages.  ``run`` drives one
+rank over a process group; ``lockstep`` drives all ranks of a simulated world in one thread, one yield at a
+time.
 """
 
 import itertools
@@ -40,13 +41,13 @@ class ReduceScatter:
 
 @dataclass(eq=False, slots=True)
 class Swap:
-    """Point to point: ``sends`` are (peer, tensor); ``takes`` are (peer, a tensor for what comes).
+    """Point to point: ``sends`` are (peer, tensor); ``takes`` are (peer, tensor to receive into).
     The result is a list of these tensors, filled. Two ranks swap at most one tensor a direction.
-    ``aside``: on a communicator of its own, where it need not queue behind other messages."""
+    ``second``: on the group's second communicator, where it need not queue behind other messages."""
 
     sends: Sequence[tuple[int, Tensor]]
     takes: Sequence[tuple[int, Tensor]]
-    aside: bool = False
+    second: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +61,7 @@ class AllToAll:
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """Block until the collective behind ``ticket`` is done; its result."""
+    """Block until the collective behind ``ticket`` is done, and return its result."""
 
     ticket: "Ticket"
 
@@ -84,13 +85,13 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup) -> T:
     answer: Any = None
     for turn in itertools.count(1):
         try:
-            asked = schedule.send(answer)
+            request = schedule.send(answer)
         except StopIteration as stop:
             return stop.value
         try:
-            answer = _finish(asked.ticket) if isinstance(asked, Wait) else _start(asked, group)
+            answer = _finish(request.ticket) if isinstance(request, Wait) else _start(request, group)
         except RuntimeError as error:
-            message = asked.ticket.source if isinstance(asked, Wait) else asked
+            message = request.ticket.source if isinstance(request, Wait) else request
             raise PeerLost(
                 f"rank {group.rank()} of {group.size()}: {_described(message, group)}, turn {turn} of this "
                 f"layer's schedule, did not end. A peer died, stalled or runs something else; what the other "
@@ -121,9 +122,9 @@ def _finish(ticket: Ticket) -> Any:
     return ticket.result
 
 
-def _start(asked: Collective, group: dist.ProcessGroup) -> Ticket:
+def _start(request: Collective, group: dist.ProcessGroup) -> Ticket:
     world = group.size()
-    match asked:
+    match request:
         case AllGather(x):
             result = x.new_empty(x.shape[0] * world, *x.shape[1:])
             work = _all_gather(result, x, group=group, async_op=True)
@@ -134,15 +135,15 @@ def _start(asked: Collective, group: dist.ProcessGroup) -> Ticket:
             result = x.new_empty(sum(takes), *x.shape[1:])
             work = dist.all_to_all_single(result, x, list(takes), list(sends), group=group, async_op=True)
         case Swap():
-            return _swap(asked, aside(group) if asked.aside else group)
-    return Ticket(result, [work], asked)
+            return _swap(request, second_communicator(group) if request.second else group)
+    return Ticket(result, [work], request)
 
 
-def _swap(asked: Swap, group: dist.ProcessGroup) -> Ticket:
-    ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in asked.sends]
-    ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in asked.takes]
-    result = [x for _, x in asked.takes]
-    return Ticket(result, dist.batch_isend_irecv(ops) if ops else (), asked)
+def _swap(request: Swap, group: dist.ProcessGroup) -> Ticket:
+    ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in request.sends]
+    ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in request.takes]
+    result = [x for _, x in request.takes]
+    return Ticket(result, dist.batch_isend_irecv(ops) if ops else (), request)
 
 
 def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
@@ -156,34 +157,34 @@ def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
     """
     answers: list[Any] = [None] * len(schedules)
     while True:
-        asked, done = [], []
+        requests, done = [], []
         for schedule, answer in zip(schedules, answers, strict=True):
             try:
-                asked.append(schedule.send(answer))
+                requests.append(schedule.send(answer))
             except StopIteration as stop:
                 done.append(stop.value)
-        if done and not asked:
+        if done and not requests:
             return done
-        kinds = [type(a).__name__ for a in asked] + ["end"] * len(done)
+        kinds = [type(a).__name__ for a in requests] + ["end"] * len(done)
         if len(set(kinds)) > 1:
             raise RuntimeError(f"the ranks' schedules differ: {', '.join(kinds)} in the same turn")
-        answers = _turn(asked)
+        answers = _turn(requests)
 
 
-def _turn(asked: Sequence[Any]) -> list[Any]:
-    if isinstance(asked[0], Wait):
-        return [a.ticket.result for a in asked]
-    _check_buffers(asked)
-    match asked[0]:
+def _turn(requests: Sequence[Any]) -> list[Any]:
+    if isinstance(requests[0], Wait):
+        return [a.ticket.result for a in requests]
+    _check_buffers(requests)
+    match requests[0]:
         case Swap():
-            return _swapped(asked)
+            return _swapped(requests)
         case AllToAll():
-            return _dealt(asked)
-    xs = [a.x for a in asked]
+            return _dealt(requests)
+    xs = [a.x for a in requests]
     if len({(x.shape, x.dtype) for x in xs}) > 1:
-        given = ", ".join(f"{_dtype(x)} {list(x.shape)}" for x in xs)
-        raise RuntimeError(f"the ranks' {type(asked[0]).__name__}s differ: {given} in the same turn")
-    if isinstance(asked[0], AllGather):
+        forms = ", ".join(f"{_dtype(x)} {list(x.shape)}" for x in xs)
+        raise RuntimeError(f"the ranks' {type(requests[0]).__name__}s differ: {forms} in the same turn")
+    if isinstance(requests[0], AllGather):
         whole = torch.cat(xs) if len(xs) > 1 else xs[0]
         return [Ticket(whole) for _ in xs]
     if xs[0].shape[0] % len(xs):
@@ -192,41 +193,41 @@ def _turn(asked: Sequence[Any]) -> list[Any]:
     return [Ticket(part) for part in total.chunk(len(xs))]
 
 
-def _check_buffers(asked: Sequence[Any]) -> None:
-    """What Gloo and NCCL refuse: buffers that are not contiguous, and tensors of several devices."""
-    buffers = [(rank, name, x) for rank, a in enumerate(asked) for name, x in _buffers(a)]
+def _check_buffers(requests: Sequence[Any]) -> None:
+    """Refuse buffers that Gloo and NCCL refuse: not contiguous, or on several devices."""
+    buffers = [(rank, name, x) for rank, a in enumerate(requests) for name, x in _buffers(a)]
     for rank, name, x in buffers:
         if not x.is_contiguous():
             raise RuntimeError(
-                f"rank {rank}'s {type(asked[rank]).__name__} {name} a tensor {list(x.shape)} with strides "
+                f"rank {rank}'s {type(requests[rank]).__name__} {name} a tensor {list(x.shape)} with strides "
                 f"{list(x.stride())}; a process group needs it contiguous: send x.contiguous(), and receive "
                 "into new memory"
             )
     devices = {x.device for *_, x in buffers}
     if len(devices) > 1:
-        given = ", ".join(sorted(map(str, devices)))
-        raise RuntimeError(f"{type(asked[0]).__name__} of tensors on {given}; one device a rank is needed")
+        names = ", ".join(sorted(map(str, devices)))
+        raise RuntimeError(f"{type(requests[0]).__name__} of tensors on {names}; one device a rank is needed")
 
 
-def _buffers(asked: Collective) -> list[tuple[str, Tensor]]:
+def _buffers(request: Collective) -> list[tuple[str, Tensor]]:
     """The memory that a collective reads and writes, and whether it sends or receives it."""
-    if isinstance(asked, Swap):
-        return [("sends", x) for _, x in asked.sends] + [("receives", x) for _, x in asked.takes]
-    return [("sends", asked.x)]
+    if isinstance(request, Swap):
+        return [("sends", x) for _, x in request.sends] + [("receives", x) for _, x in request.takes]
+    return [("sends", request.x)]
 
 
 def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def _swapped(asked: Sequence[Swap]) -> list[Ticket]:
-    sent = {(rank, peer): x for rank, a in enumerate(asked) for peer, x in a.sends}
-    taken = [(peer, rank) for rank, a in enumerate(asked) for peer, _ in a.takes]
-    if sorted(sent) != sorted(taken):
+def _swapped(requests: Sequence[Swap]) -> list[Ticket]:
+    sent = {(rank, peer): x for rank, a in enumerate(requests) for peer, x in a.sends}
+    received = [(peer, rank) for rank, a in enumerate(requests) for peer, _ in a.takes]
+    if sorted(sent) != sorted(received):
         raise RuntimeError(
-            f"sent {sorted(sent)} and taken {sorted(taken)}, each (from, to), differ in the same turn"
+            f"sent {sorted(sent)} and taken {sorted(received)}, each (from, to), differ in the same turn"
         )
-    for rank, a in enumerate(asked):
+    for rank, a in enumerate(requests):
         for peer, x in a.takes:
             comes = sent[peer, rank]
             if (comes.shape, comes.dtype) != (x.shape, x.dtype):
@@ -235,61 +236,61 @@ def _swapped(asked: Sequence[Swap]) -> list[Ticket]:
                     f"{x.dtype} {list(x.shape)}"
                 )
             x.copy_(comes)
-    return [Ticket([x for _, x in a.takes]) for a in asked]
+    return [Ticket([x for _, x in a.takes]) for a in requests]
 
 
-def _dealt(asked: Sequence[AllToAll]) -> list[Ticket]:
-    if len({a.x.dtype for a in asked}) > 1:
-        given = ", ".join(_dtype(a.x) for a in asked)
-        raise RuntimeError(f"the ranks' AllToAlls differ: {given} in the same turn")
-    for rank, a in enumerate(asked):
+def _dealt(requests: Sequence[AllToAll]) -> list[Ticket]:
+    if len({a.x.dtype for a in requests}) > 1:
+        dtypes = ", ".join(_dtype(a.x) for a in requests)
+        raise RuntimeError(f"the ranks' AllToAlls differ: {dtypes} in the same turn")
+    for rank, a in enumerate(requests):
         if sum(a.sends) != len(a.x):
             raise RuntimeError(f"rank {rank} sends {list(a.sends)} rows of a tensor that has {len(a.x)}")
-    parts = [a.x.split(list(a.sends)) for a in asked]
+    parts = [a.x.split(list(a.sends)) for a in requests]
     tickets = []
-    for rank, a in enumerate(asked):
-        mine = [part[rank] for part in parts]
-        if [len(x) for x in mine] != list(a.takes):
+    for rank, a in enumerate(requests):
+        received = [part[rank] for part in parts]
+        if [len(x) for x in received] != list(a.takes):
             raise RuntimeError(
-                f"{[len(x) for x in mine]} rows were sent to rank {rank}, which takes {list(a.takes)}"
+                f"{[len(x) for x in received]} rows were sent to rank {rank}, which takes {list(a.takes)}"
             )
-        some = [x for x in mine if len(x)]  # ranks that send nothing here may have rows of another shape
-        if len({x.shape[1:] for x in some}) > 1:
-            given = ", ".join(str(list(x.shape)) for x in mine)
-            raise RuntimeError(f"rank {rank} gets parts of different rows: {given} from the ranks in order")
-        tickets.append(Ticket(torch.cat(some) if some else a.x[:0]))
+        filled = [x for x in received if len(x)]  # a rank that sends nothing may have rows of another shape
+        if len({x.shape[1:] for x in filled}) > 1:
+            shapes = ", ".join(str(list(x.shape)) for x in received)
+            raise RuntimeError(f"rank {rank} gets parts of different rows: {shapes} from the ranks in order")
+        tickets.append(Ticket(torch.cat(filled) if filled else a.x[:0]))
     return tickets
 
 
 def exchange(
     numbers: Sequence[int], group: dist.ProcessGroup, purpose: str = "an exchange of settings"
 ) -> list[list[int]]:
-    """Every rank's integers, by rank, equally many on all: one small message from each rank to each other, on
-    the group's control communicator.
+    """Gather every rank's integers, in rank order: one small message between each pair of ranks, on the
+    group's control communicator. Every rank passes equally many.
 
-    purpose: what the ranks do together, for the message of PeerLost, which names the ranks that did not come
+    purpose: the call that all ranks make, for the message of PeerLost, which names the absent ranks
     """
     if _is_fake(group):
         return [list(numbers)] * group.size()
     channel = control(group, purpose)
-    mine = torch.tensor(list(numbers), dtype=torch.int64, device=_device(group, channel))
-    rows = mine.repeat(group.size(), 1)
+    row = torch.tensor(list(numbers), dtype=torch.int64, device=_device(group, channel))
+    rows = row.repeat(group.size(), 1)
     if isinstance(channel, dist.ProcessGroup):
-        _all_gather(rows.view(-1), mine, group=channel)
+        _all_gather(rows.view(-1), row, group=channel)
         return rows.tolist()
-    failures = _swap_rows(channel, rows, mine, timeout(group).total_seconds())
+    failures = _swap_rows(channel, rows, row, timeout(group).total_seconds())
     if failures:
         raise PeerLost(_lost(group, purpose, sorted(failures), next(iter(failures.values()))))
     return rows.tolist()
 
 
-def _swap_rows(channel: Any, rows: Tensor, mine: Tensor, seconds: float) -> dict[int, str]:
-    """Send ``mine`` to every other rank and fill their rows, for so long in all: errors by peer."""
+def _swap_rows(channel: Any, rows: Tensor, row: Tensor, seconds: float) -> dict[int, str]:
+    """Send ``row`` to every other rank and receive theirs, within ``seconds`` in all: errors by peer."""
     failures: dict[int, str] = {}
     end, works = time.monotonic() + seconds, []
     peers = [peer for peer in range(channel.size()) if peer != channel.rank()]
     starts = [(peer, lambda peer=peer: channel.recv([rows[peer]], peer, 0)) for peer in peers]
-    starts += [(peer, lambda peer=peer: channel.send([mine], peer, 0)) for peer in peers]
+    starts += [(peer, lambda peer=peer: channel.send([row], peer, 0)) for peer in peers]
     for peer, start in starts:
         try:
             works.append((peer, start()))
@@ -304,8 +305,8 @@ def _swap_rows(channel: Any, rows: Tensor, mine: Tensor, seconds: float) -> dict
 
 
 def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: object) -> str:
-    shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-    ranks = f"rank{'s' * (len(absent) > 1)} {shown}" if absent else "another rank"
+    listed = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+    ranks = f"rank{'s' * (len(absent) > 1)} {listed}" if absent else "another rank"
     waited = f"{timeout(group).total_seconds():g} s"
     return (
         f"rank {group.rank()} of {group.size()} was at {purpose}, and {ranks} did not come within {waited} "
@@ -314,17 +315,17 @@ def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: 
     )
 
 
-# Communicators that accompany a group. Those that torch registers are kept by name: torch alone owns them, so
-# that destroy_process_group() ends their threads.
+# Communicators that accompany a group. Registered ones are kept by name: torch alone owns them, so that
+# destroy_process_group() ends their threads.
 _CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 ANSWER = 2.0  # seconds that a store has to say which ranks came
 
 
 def control(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
-    """A communicator of the same ranks for what is not data, made when first asked for: integers that met
-    somebody's keys and values in one collective would come back as garbage, without an error. On the host
-    where there is gloo, so that nothing waits for a GPU."""
+    """The control communicator of a group: the same ranks, for integers instead of data, made at its first
+    use. Integers sent over the group itself could meet another rank's keys and values in one collective and
+    come back as garbage, without an error. On the host where there is gloo, so that it waits for no GPU."""
     if not dist.is_gloo_available():
         return _companion(group, "tritoncp control", None, purpose)
     if group not in _CONTROLS:
@@ -337,39 +338,39 @@ def control(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
     return _CONTROLS[group]
 
 
-def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second communicator of the same ranks for data: what a ring sends home need not queue behind what it
-    passes on. Made before the first call that needs it, so that no backward pass has to."""
+def second_communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A second communicator of the same ranks for data: the gradients that a ring sends to their owner need
+    not queue behind the keys and values that it passes on. Made with the plan, before the first call."""
     backend, purpose = dist.get_backend(group), "making a second communicator for a ring"
     return _companion(group, "tritoncp gradients of keys and values", backend, purpose)
 
 
 def _companion(group: dist.ProcessGroup, name: str, backend: str | None, purpose: str) -> dist.ProcessGroup:
-    """The communicator of a group's ranks with this name; every rank makes it when it first asks.
+    """The communicator of a group's ranks with this name, made at its first use, on every rank.
 
-    As torch's new_group does, but under a name of our own: the one that new_group gives without all of the
+    As torch's new_group does, but under a fixed name: the name that new_group chooses without all of the
     world's ranks depends on how many groups a rank is in, which may differ between the ranks.
     """
-    known = _COMPANIONS.setdefault(group, {})
-    if name not in known:
+    companions = _COMPANIONS.setdefault(group, {})
+    if name not in companions:
         store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
         torchs: Any = dist.distributed_c10d
 
         def connect() -> str:
-            made, _ = torchs._new_process_group_helper(
+            companion, _ = torchs._new_process_group_helper(
                 len(ranks), group.rank(), ranks, dist.Backend(backend or dist.get_backend(group)), store,
                 f"{group.group_name} {name}", timeout=timeout(group), group_desc=name,
                 device_id=torchs._get_default_group().bound_device_id,
             )  # fmt: skip
-            torchs._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-            return made.group_name
+            torchs._world.pg_group_ranks[companion] = {rank: place for place, rank in enumerate(ranks)}
+            return companion.group_name
 
-        known[name] = _connected(group, dist.PrefixStore(name, store), purpose, connect)
-    return named(known[name])
+        companions[name] = _connected(group, dist.PrefixStore(name, store), purpose, connect)
+    return named(companions[name])
 
 
 def _connected(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect: Callable[[], Any]) -> Any:
-    """connect(), for which every rank has to come. Raises PeerLost, with the ranks that did not."""
+    """Call connect(), which needs every rank. Raises PeerLost, which names the absent ranks."""
     if _is_fake(group):
         return connect()
     store.set(f"came {group.rank()}", "yes")
@@ -395,7 +396,7 @@ def _absent_keys(store: dist.Store, keys: Sequence[str]) -> list[int]:
 
 
 def timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long the group waits: its companions wait no longer."""
+    """The timeout of a group, which its companions share."""
     return group._get_backend(_device(group)).options._timeout
 
 

@@ -1,5 +1,5 @@
-"""Attention inside torch.compile. A graph made for one mask serves the next: what is constant in it is the
-structure of mods and masks; tensors, numbers and the handles of plans are its inputs.
+"""Attention inside torch.compile. A graph made for one mask serves the next: its constants are the structure
+of mods and masks; tensors, numbers and the handles of plans are its inputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attend(
     options: dict[str, Any] | None,
     want_max: bool,
     positions: Tensor | None,
-    asked: tuple[str, ...],
+    returns: tuple[str, ...],
     batch_offset: int | None = None,
 ) -> list[Tensor]:
     """As :func:`tritoncp.api.attend` for one rank, traced by Dynamo: out, lse, max_scores."""
@@ -41,7 +41,7 @@ def attend(
     numbers: list[int] = []
     score = None if score_mod is None else carry(score_mod, captures, numbers)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
-    spec = _spec(score, wants, want_max, world, options or {}, asked)
+    spec = _spec(score, wants, want_max, world, options or {}, returns)
     return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
 
 
@@ -54,7 +54,7 @@ def _world(mesh: Any) -> str:
 @torch.compiler.assume_constant_result
 def _spec(
     score: str | None, wants: tuple[int, ...], want_max: bool, world: str, options: dict[str, Any],
-    asked: tuple[str, ...],
+    returns: tuple[str, ...],
 ) -> str:  # fmt: skip
     return engines.Spec(
         score=None,
@@ -64,7 +64,7 @@ def _spec(
         want_max=want_max,
         world=world or None,
         options=tuple(sorted(options.items())),
-        asked=asked,
+        returns=returns,
     ).encode()
 
 
@@ -86,8 +86,8 @@ def _plan(
     batch, heads, rows, dim, kv_heads, kv_rows = shape
     q = torch.empty(batch, heads, rows, dim, device="meta")
     k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
-    about = inputs.about(q, k, k, None, group, batch_offset)
-    plan = plan_cache.plan_of_rows(mask, q, k, group, about, batch_offset=batch_offset)
+    call_key = inputs.call_key(q, k, k, None, group, batch_offset)
+    plan = plan_cache.plan_of_rows(mask, q, k, group, call_key, batch_offset=batch_offset)
     if positions is not None:
         inputs.check_positions(plan, positions)
     elif plan.balancer != "natural" and not plan.q.order_is_read:

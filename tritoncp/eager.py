@@ -55,13 +55,13 @@ class EagerEngine:
             before = [x.clone() for x in state] if load_state else None
             acc, m, l = self._continued(q, k, v, tables, lse.dtype, before, h_offset)
             if store_state:
-                for kept, now in zip(state, (acc, m, l)):
-                    kept.copy_(now)
+                for buffer, now in zip(state, (acc, m, l)):
+                    buffer.copy_(now)
                 return
-            some = l != 0  # a NaN is passed on
-            safe = torch.where(some, l, 1)
+            filled = l != 0  # a NaN is passed on
+            safe = torch.where(filled, l, 1)
             out.copy_(acc / safe[..., None])
-            lse.copy_(torch.where(some, (m + safe.log2()) * LN2, -torch.inf))
+            lse.copy_(torch.where(filled, (m + safe.log2()) * LN2, -torch.inf))
             if max_scores is not None:
                 max_scores.copy_(m * LN2)
 
@@ -73,12 +73,12 @@ class EagerEngine:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """(acc, m, l) after these keys, from those before them."""
         q, k, v = _wide(q, k, v, tables, dtype)
-        at, seen = self._visible(tables, q, k, h_offset)
+        at, visible = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
         scores = (
-            self._shown(raw, seen)
+            self._hide(raw, visible)
             if self.score is None
-            else self._modified(raw, self.captures, at, seen, h_offset)
+            else self._modified(raw, self.captures, at, visible, h_offset)
         )
         none = raw.new_full(raw.shape[:3], -torch.inf)
         top = scores.amax(-1) / LN2 if scores.shape[-1] else none
@@ -140,36 +140,36 @@ class EagerEngine:
         """Probabilities, gradient of the raw scores, and q, k, dout in the accumulating dtype."""
         q, k, v = _wide(q, k, v, tables, lse.dtype)
         dout, delta = (_held(x, tables.q_slots).to(lse.dtype) for x in (dout, delta[..., None]))
-        at, seen = self._visible(tables, q, k, h_offset)
+        at, visible = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
         if self.score is None:
-            p = _probabilities(self._shown(raw, seen), lse)
+            p = _probabilities(self._hide(raw, visible), lse)
             return p, p * (dout @ v.mT - delta), (q, k, dout)
         # An op runs below autograd; functorch's transforms bring their own.
         scores, pull, *_ = torch.func.vjp(
-            lambda raw, *caps: self._modified(raw, caps, at, seen, h_offset), raw, *self.captures
+            lambda raw, *caps: self._modified(raw, caps, at, visible, h_offset), raw, *self.captures
         )
         p = _probabilities(scores, lse)
-        ds, *found = pull(p * (dout @ v.mT - delta))
-        for buffer, grad in zip(grads, found):
+        ds, *capture_grads = pull(p * (dout @ v.mT - delta))
+        for buffer, grad in zip(grads, capture_grads):
             buffer += grad
         return p, ds, (q, k, dout)
 
-    def _shown(self, scores: Tensor, seen: Tensor) -> Tensor:
-        return torch.where(seen, scores, -torch.inf)
+    def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
+        return torch.where(visible, scores, -torch.inf)
 
     def _modified(
-        self, raw: Tensor, captures: Sequence[Tensor], at: Sequence[Tensor], seen: Tensor, h_offset: int
+        self, raw: Tensor, captures: Sequence[Tensor], at: Sequence[Tensor], visible: Tensor, h_offset: int
     ) -> Tensor:
         """Scores after score_mod, called on visible pairs only; hidden ones -inf."""
-        pairs = seen.nonzero(as_tuple=True)
+        pairs = visible.nonzero(as_tuple=True)
         b, h, row, col = pairs
-        shown = raw[pairs]
+        scores = raw[pairs]
         if self.score is not None and len(b):
             places = b + self.first_row, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
             mod = self.score(captures)
-            shown = vmapped(mod, (0, 0, 0, 0, 0))(shown, *places).to(raw.dtype)
-        return torch.full_like(raw, -torch.inf).index_put(pairs, shown)
+            scores = vmapped(mod, (0, 0, 0, 0, 0))(scores, *places).to(raw.dtype)
+        return torch.full_like(raw, -torch.inf).index_put(pairs, scores)
 
     def _visible(
         self, tables: Tables, q: Tensor, k: Tensor, h_offset: int
@@ -189,13 +189,13 @@ class EagerEngine:
         cols = slot[1].clamp(min=0).expand(b, -1)[:, None, None].expand(-1, h, q.shape[2], -1)
         kinds = kinds.gather(3, cols)
         real = (slot[0] >= 0)[:, None, :, None] & (slot[1] >= 0)[:, None, None, :]
-        seen = (kinds != ABSENT) & real
+        visible = (kinds != ABSENT) & real
         if tables.mask == "none":
-            return at, seen
-        return at, seen & ((kinds != Kind.MASKED) | self._inside(tables, at, b, h, h_offset))
+            return at, visible
+        return at, visible & ((kinds != Kind.MASKED) | self._inside(tables, at, b, h, h_offset))
 
     def _inside(self, tables: Tables, at: tuple[Tensor, Tensor], b: int, h: int, h_offset: int) -> Tensor:
-        """What masked blocks let through: bool, broadcastable to [B, H, S, rows]."""
+        """The visible pairs of masked blocks: bool, broadcastable to [B, H, S, rows]."""
         rows, cols = at[0].clamp(min=0), at[1].clamp(min=0)
         if tables.window is not None:
             gap = rows[:, None, :, None] - cols[:, None, None, :]

@@ -24,8 +24,7 @@ from tritoncp.pointwise import WideGradients
 
 @dataclass(frozen=True)
 class Spec:
-    """The constant part of a call. What the score_mod captures are arguments; the mask_mod lies in the "
-    "plan."""
+    """The constant part of a call. Captures of the score_mod are arguments; the mask_mod lies in the plan."""
 
     score: str | None  # the digest of a Mod that the caller keeps
     carried: str | None  # or a score_mod that a compiled graph carries, see carried.py
@@ -34,12 +33,12 @@ class Spec:
     want_max: bool
     world: str | None  # process group by name; "" = all ranks in lockstep
     options: tuple[tuple[str, Any], ...] = ()
-    asked: tuple[str, ...] = ()  # "lse", "max_scores": what the caller gets besides out; "sinks": it has some
+    returns: tuple[str, ...] = ()  # results besides out: "lse", "max_scores"; "sinks" if the call has some
 
     @classmethod
     @lru_cache(256)
     def encoded(cls, *fields: Any) -> str:
-        """Text of the spec with these fields: a few small ones, which every call asks for."""
+        """Text of the spec with these fields, cached: every call needs it."""
         return cls(*fields).encode()
 
     def encode(self) -> str:
@@ -50,18 +49,18 @@ class Spec:
     def decode(cls, text: str) -> Spec:
         raw = json.loads(text)
         raw["options"] = tuple((name, value) for name, value in raw["options"])
-        return cls(**raw | {name: tuple(raw[name]) for name in ("wants", "numbers", "asked")})
+        return cls(**raw | {name: tuple(raw[name]) for name in ("wants", "numbers", "returns")})
 
 
 def score_structure(spec: str) -> Mod | None:
-    """The score_mod that a call's spec names, without captures: whoever may run the spec later keeps it."""
+    """The score_mod that a call's spec names, without captures: keep it as long as the spec may run."""
     digest = Spec.decode(spec).score
     return None if digest is None else structure_of(digest)
 
 
 def scored(spec: Spec) -> int:
-    """As tiles are looked up: 0 without a score_mod, 2 for one that loads something for each score.  What a
-    graph carries is not translated yet, and counts as any."""
+    """The kind of score_mod by which tiles are looked up: 0 for none, 2 for one that loads a value for each
+    score, else 1. A score_mod that a graph carries is not translated yet: 1."""
     if spec.score is None:
         return int(spec.carried is not None)
     return 2 if structure_of(spec.score).loads == 2 else 1
@@ -82,11 +81,11 @@ def make(
     floats: Sequence[float],
     grads: Sequence[Tensor] = (),
     measured: Mapping[str, Any] = MappingProxyType({}),
-    kept: dict[Any, Any] | None = None,
+    cache: dict[Any, Any] | None = None,
     first_row: int = 0,
 ) -> Any:
     """The engine of one call. ``grads``: a buffer for each capture in ``spec.wants``; ``measured``: options
-    that stand where the caller gave none; ``kept``, ``first_row``: see TritonEngine."""
+    for which the caller passed no value; ``cache``, ``first_row``: see TritonEngine."""
     score, grads = _score(spec, q, captures, ints, floats, grads)
     if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
         raise ValueError(
@@ -101,7 +100,7 @@ def make(
         alone = {"PACK_GQA": False} if by_hand else {}
         options = {**measured, **alone, **dict(spec.options)}
         mods = launched(mask, score, q.device, grads)
-        return TritonEngine(mods, scale, options, first_row=first_row, kept=kept)
+        return TritonEngine(mods, scale, options, first_row=first_row, kept=cache)
     _notice()
     if score is None:
         return EagerEngine(scale, _bound(mask), first_row=first_row)
@@ -113,22 +112,22 @@ def _differentiable(
     scale: float, mask: Mod | None, score: Mod, dtype: torch.dtype, grads: Sequence[Tensor]
 ) -> EagerEngine:
     """The eager engine, which sums gradients of captures in ``dtype`` however narrow these are."""
-    graph, wanted = _graph_of(score), [score.tensors[i] for i in score.wants]
+    graph, targets = _graph_of(score), [score.tensors[i] for i in score.wants]
     call: Callable[..., Any] = graph
-    if any(x.dtype.itemsize < dtype.itemsize for x in wanted):
+    if any(x.dtype.itemsize < dtype.itemsize for x in targets):
         call = WideGradients(graph, dtype).run
-        wanted = [x.to(torch.promote_types(x.dtype, dtype)) for x in wanted]
+        targets = [x.to(torch.promote_types(x.dtype, dtype)) for x in targets]
 
     def bind(captures: Sequence[Tensor]) -> Any:
         inner = list(score.tensors)
         for place, tensor in zip(score.wants, captures, strict=True):
             inner[place] = tensor
-        return _around(call, inner, score.numbers)
+        return _bind(call, inner, score.numbers)
 
-    return EagerEngine(scale, _bound(mask), bind, wanted, grads)
+    return EagerEngine(scale, _bound(mask), bind, targets, grads)
 
 
-def around(
+def rebind(
     engine: Any,
     spec: Spec,
     device: torch.device,
@@ -137,7 +136,7 @@ def around(
     floats: Sequence[float],
     grads: Sequence[Tensor],
 ) -> Any:
-    """A TritonEngine of an earlier call around what this one captures."""
+    """A TritonEngine of an earlier call with the captures of this call."""
     if not (captures or ints or floats):
         return engine
     caps = arguments(captures, _numbers(spec, ints, floats), device)
@@ -170,13 +169,13 @@ def buffers(spec: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tensor
 
 
 def sums(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of captures, in their own dtypes, from what was added to the buffers."""
+    """Gradients of captures, in their own dtypes, from the sums in the buffers."""
     totals = [exact.total(grad) if grad.dtype is torch.int64 else grad for grad in grads]
     return [total.to(captures[i].dtype) for total, i in zip(totals, spec.wants, strict=True)]
 
 
 def _notice() -> None:
-    """Once: the answers are right, but these are not the kernels."""
+    """Warn, once, that the eager engine runs instead of the kernels."""
     if not _NOTICED:
         _NOTICED.append(True)
         warnings.warn(
@@ -193,7 +192,7 @@ _NOTICED: list[bool] = []
 def score_of(
     spec: Spec, q: Tensor, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> Mod | None:
-    """The score_mod of a call around what it captures."""
+    """The score_mod of a call with its captures."""
     return _score(spec, q, captures, ints, floats, ())[0]
 
 
@@ -205,7 +204,7 @@ def _score(
     floats: Sequence[float],
     grads: Sequence[Tensor],
 ) -> tuple[Mod | None, Sequence[Tensor]]:
-    """The score_mod around what this call captures, and the buffers in the order of its own ``wants``."""
+    """The score_mod with the captures of this call, and the buffers in the order of its own ``wants``."""
     if spec.carried is not None:
         own = [tensor.detach().requires_grad_(i in spec.wants) for i, tensor in enumerate(captures)]
         mod = captured.score_of(carried.rebuild(spec.carried, own, ints), q)
@@ -221,7 +220,7 @@ def _registered(spec: Spec, captures: Sequence[Tensor], ints: Sequence[int], flo
 
 
 def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[int | float, ...]:
-    """What a registered Mod captures besides tensors, in its order."""
+    """Numbers that a registered Mod captures, in its order."""
     if not spec.numbers:
         return ()
     whole, real = iter(ints), iter(floats)
@@ -231,7 +230,7 @@ def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[
 def _bound(mod: Mod | None) -> Any:
     if mod is None:
         return None
-    return _around(_graph_of(mod), mod.tensors, mod.numbers)
+    return _bind(_graph_of(mod), mod.tensors, mod.numbers)
 
 
 def _graph_of(mod: Mod) -> GraphModule:
@@ -243,5 +242,5 @@ def _graph_of(mod: Mod) -> GraphModule:
     return mod.graph
 
 
-def _around(graph: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> Any:
+def _bind(graph: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> Any:
     return lambda *indices: graph(*indices, *tensors, *numbers)

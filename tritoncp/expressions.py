@@ -1,7 +1,7 @@
-"""What the command line is told about masks and scores, as text: expressions, lengths of documents, numbers
-of tokens.
+"""Texts of the command line that describe masks and scores: expressions, lengths of documents, numbers of
+tokens.
 
-An expression is read with Python's own parser and put together here, piece by piece; nothing in it is run.
+An expression is parsed with Python's own parser, and its mask built from the tree; no code in it is run.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 
 
 class ExpressionError(ValueError):
-    """What is wrong with an expression, and a mark under the place."""
+    """An error in an expression, shown with a mark under its place."""
 
     def __init__(self, said: str, text: str, start: int, end: int) -> None:
-        first = max(0, start - 60) if len(text) > 160 else 0  # of a long one, what is around the place
+        first = max(0, start - 60) if len(text) > 160 else 0  # of a long text, the part around the place
         text, start, end = text[first : first + 160], start - first, min(end - first, 160)
         super().__init__(f"{said}\n    {text}\n    {' ' * start}{'^' * max(1, end - start)}")
 
@@ -76,8 +76,8 @@ def count(text: str) -> int:
 
 
 def lengths(text: str) -> Lengths:
-    """Tokens of each document: JSON (nested for several batch rows) or numbers between spaces and commas, and
-    where a file has that name, what it holds.
+    """Tokens of each document: JSON (nested for several batch rows), numbers between spaces and commas, or
+    the name of a file that holds either.
 
     >>> lengths("1K, 24 1000"), lengths("[[3, 5], [8]]")
     ([1024, 24, 1000], [[3, 5], [8]])
@@ -89,10 +89,10 @@ def lengths(text: str) -> Lengths:
             raise ValueError(f"{path} holds no text: {error}") from None
     if text.lstrip().startswith("["):
         try:
-            given = parse_json(text)
+            value = parse_json(text)
         except ValueError as error:
             raise ValueError(f"the lengths {brief(text)} are no JSON: {error}") from None
-        rows = given if given and all(isinstance(row, list) for row in given) else [given]
+        rows = value if value and all(isinstance(row, list) for row in value) else [value]
         if not all(type(n) is int and 0 <= n <= MOST_TOKENS for row in rows for n in row):
             raise ValueError(
                 "lengths in JSON are a list of whole numbers, or one such list for each batch row; got "
@@ -100,7 +100,7 @@ def lengths(text: str) -> Lengths:
             )
         if not all(rows):
             raise ValueError(f"there are no lengths of documents for a batch row in {brief(text)}")
-        return given
+        return value
     words = [word for word in re.split(r"[\s,]+", text) if word]
     if not words:
         raise ValueError(f"there are no lengths of documents in {brief(text)}")
@@ -114,8 +114,8 @@ def mask_of(text: str, documents: Lengths | None = None) -> MaskFn:
     """The mask_mod that an expression, or ``module:function``, names.
 
     Names: causal, full, document (its lengths are ``documents``, or given to it), sliding_window(left,
-    right=0) or window, prefix_lm(n) or prefix. Numbers take K and M. What is named is joined with & | ~, or
-    with and, or, not.
+    right=0) or window, prefix_lm(n) or prefix. Numbers take K and M. Masks are joined with & | ~, or with
+    and, or, not.
 
     >>> mask_of("causal & window(4K) & document", [3, 5])
     and_masks(causal(), sliding_window(4096, 0), document(ids=[8]))
@@ -155,15 +155,15 @@ module:function
         softcup
         ^^^^^^^
     """
-    given = text.strip()
-    if named(given):
-        return import_function(given, SCORE_ARGUMENTS, "score")
-    if given == "alibi":
+    name = text.strip()
+    if named(name):
+        return import_function(name, SCORE_ARGUMENTS, "score")
+    if name == "alibi":
         return alibi(heads, torch.device(device))
-    cap = re.fullmatch(r"softcap(?:\(\s*(\d{1,12}(?:\.\d{,12})?)\s*\))?", given, re.ASCII)
+    cap = re.fullmatch(r"softcap(?:\(\s*(\d{1,12}(?:\.\d{,12})?)\s*\))?", name, re.ASCII)
     if cap is None or float(cap[1] or CAP) == 0:
-        known = "softcap, softcap(CAP), alibi, module:function"
-        raise ExpressionError(f"no score_mod is called so; known: {known}", text, 0, len(text))
+        names = "softcap, softcap(CAP), alibi, module:function"
+        raise ExpressionError(f"no score_mod is called so; known: {names}", text, 0, len(text))
     return softcap(float(cap[1] or CAP))
 
 
@@ -173,41 +173,41 @@ def named(text: str) -> bool:
 
 
 def import_function(name: str, arguments: Sequence[str], result: str) -> Any:
-    """The function of ``module:function``, the module as Python finds it from here. Nothing is called.
+    """Import the function of ``module:function``, also from the current directory. It is not called.
 
-    arguments: what the function has to take; result: what it has to give
+    arguments, result: names of the arguments and of the result that the function must have, for messages
 
-    Raises ValueError for what cannot be imported, and for what takes other arguments.
+    Raises ValueError if the import fails, or if the function takes another number of arguments.
     """
     kind = "score_mod" if "score" in arguments else "mask_mod"
-    wanted = f"a {kind} is a function ({', '.join(arguments)}) -> {result}"
+    usage = f"a {kind} is a function ({', '.join(arguments)}) -> {result}"
     module, _, path = name.partition(":")
     sys.path.insert(0, "")
     try:
         with contextlib.redirect_stdout(sys.stderr):  # stdout is the command's own
-            found: Any = importlib.import_module(module)
+            function: Any = importlib.import_module(module)
         for part in path.split("."):
-            found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # what a module raises while it is imported can be anything
+            function = getattr(function, part)
+    except (Exception, SystemExit) as error:  # an imported module can raise any exception
         said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{name} cannot be imported ({said}); {wanted}, as module:function") from error
+        raise ValueError(f"{name} cannot be imported ({said}); {usage}, as module:function") from error
     finally:
         with contextlib.suppress(ValueError):  # the module edited sys.path itself
             sys.path.remove("")
-    if type(found).__module__.partition(".")[0] == "triton":
-        return found  # its own errors say what is wrong
-    if not callable(found) or isinstance(found, type):
-        raise ValueError(f"{name} is {type(found).__name__}, not a {kind}; {wanted}")
-    takes = _parameters(found)
+    if type(function).__module__.partition(".")[0] == "triton":
+        return function  # its own errors say what is wrong
+    if not callable(function) or isinstance(function, type):
+        raise ValueError(f"{name} is {type(function).__name__}, not a {kind}; {usage}")
+    takes = _parameters(function)
     if takes is None:
-        raise ValueError(f"{name} says nothing of its arguments; {wanted}, in Python")
+        raise ValueError(f"{name} says nothing of its arguments; {usage}, in Python")
     if len(takes) != len(arguments):
-        raise ValueError(f"{name} takes ({', '.join(takes)}); {wanted}")
-    return found
+        raise ValueError(f"{name} takes ({', '.join(takes)}); {usage}")
+    return function
 
 
 def _parameters(function: Any) -> list[str] | None:
-    """Names of the arguments that a function cannot do without; None where it does not say."""
+    """Names of the arguments that a function requires; None where it has no signature."""
     function = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         takes = inspect.signature(function).parameters.values()
@@ -218,7 +218,7 @@ def _parameters(function: Any) -> list[str] | None:
 
 
 class _Reader:
-    """From a syntax tree to a mask_mod."""
+    """Builds a mask_mod from a syntax tree."""
 
     def __init__(self, text: str, documents: Lengths | None) -> None:
         self.text, self.documents = text, documents
@@ -250,23 +250,23 @@ class _Reader:
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert | ast.Not):
             return not_(self.mask(node.operand))
         if isinstance(node, ast.Name):
-            return self._made(node, node, (), {})
+            return self._call(node, node, (), {})
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            named = {each.arg or "**": self._number(each.value) for each in node.keywords}
-            return self._made(node, node.func, [self._number(each) for each in node.args], named)
+            named = {keyword.arg or "**": self._number(keyword.value) for keyword in node.keywords}
+            return self._call(node, node.func, [self._number(argument) for argument in node.args], named)
         raise self._wrong("a mask is a name, a call of one, or masks joined with & | ~", node)
 
     def _flat(self, node: ast.AST, kind: type) -> list[MaskFn]:
-        """a & b & c as three parts, not as two of which one is two."""
+        """The operands of a & b & c as three parts, without nesting."""
         if isinstance(node, ast.BinOp) and type(node.op) is kind:
             return [*self._flat(node.left, kind), *self._flat(node.right, kind)]
         return [self.mask(node)]
 
-    def _made(self, node: ast.AST, name: ast.Name, given: Sequence[int], named: dict[str, int]) -> MaskFn:
+    def _call(self, node: ast.AST, name: ast.Name, numbers: Sequence[int], named: dict[str, int]) -> MaskFn:
         if name.id not in self.makers:
             raise self._wrong(f"no mask is called {name.id!r}; known: {', '.join(sorted(self.makers))}", name)
         try:
-            return self.makers[name.id](*given, **named)
+            return self.makers[name.id](*numbers, **named)
         except TypeError:
             signs = {"window": "(left, right=0)", "sliding_window": "(left, right=0)", "prefix": "(n)"}
             signs |= {"prefix_lm": "(n)", "document": " alone, or (lengths...)"}
@@ -275,11 +275,11 @@ class _Reader:
             raise self._wrong(str(error), node) from None
 
     def _document(self, *own: int) -> MaskFn:
-        known: Any = own or self.documents
+        documents: Any = own or self.documents
         if sum(own) > MOST_IN_DOCUMENTS:
             raise ValueError(f"documents of more than {MOST_IN_DOCUMENTS} tokens together are not planned")
-        if known:
-            return document(lengths=list(known))
+        if documents:
+            return document(lengths=list(documents))
         raise ValueError("document needs to know the documents: --lengths, or document(4096, 8192, ...)")
 
     def _number(self, node: ast.AST) -> int:

@@ -1,4 +1,4 @@
-"""Python objects named by tensors: what an op or a compiled graph can carry, when it cannot carry the object.
+"""Handles: tensors that name Python objects, for ops and compiled graphs, which cannot carry the objects.
 
 A handle is a 0-d int64 tensor on the CPU. Its value is an input of the graph, not a constant of it, so that a
 graph made for one object serves every other of its kind.
@@ -32,18 +32,18 @@ def handle_of(thing: Any) -> Tensor:
     number = next(_NUMBERS)
     handle = torch.tensor(number, device="cpu")
     with _LOCK:
-        expired = [_HELD.pop(each) for each in [n for n, (_, memory) in _HELD.items() if memory.expired()]]
+        expired = [_HELD.pop(name) for name in [n for n, (_, memory) in _HELD.items() if memory.expired()]]
         _HELD[number] = thing, StorageWeakRef(handle.untyped_storage())
     del expired  # outside the lock: objects that go may take others with them
     return handle
 
 
 def held_by(handle: Tensor) -> Any:
-    """What a handle names."""
+    """The object that a handle names."""
     return _HELD[int(handle)][0]
 
 
 def refuse_inside_a_graph(call: str) -> None:
-    """For what decides on the host: inside torch.compile, an error that says to move it out."""
+    """Raise inside torch.compile: this call decides on the host, and has to move out of the graph."""
     if torch.compiler.is_dynamo_compiling():
         raise RuntimeError(f"{call} was called inside torch.compile; {MOVE}")

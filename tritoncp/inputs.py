@@ -85,14 +85,14 @@ def _check_score_mod(fn: Any) -> None:
         )
 
 
-def about(q: Any, k: Any, v: Any, sinks: Any, group: Any, *others: Any) -> Any:
-    """All that is checked of a call under one plan: others like it are as well as it is. None where sizes may
-    be symbols, which nothing can be looked up by."""
+def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any:
+    """Key of a call under one plan: calls of equal keys pass or fail the same checks. None where sizes may be
+    symbols, which cannot be part of a key."""
     if not (_is_plain(q) and _is_plain(k) and _is_plain(v)) or not isinstance(sinks, Tensor | None):
         return None
     logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
     tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
-    return tensors, logits, None if group is None else (group.size(), group.rank()), others
+    return tensors, logits, None if group is None else (group.size(), group.rank()), flags
 
 
 def _is_plain(x: Any) -> bool:
@@ -100,7 +100,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """Of one rank's shards, what can be seen without a mask."""
+    """Check one rank's shards, as far as that needs no mask."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         _check_tensor(name, x, q)
     other = any(x.shape[0] not in (1, q.shape[0]) for x in (k, v))
@@ -204,8 +204,8 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
         )
 
 
-def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any, about: Any = None) -> None:
-    """A call's ranks and shards against the plan; that all ``about`` it is well is noted there."""
+def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any = None) -> None:
+    """Check a call's ranks and shards against the plan, which notes the key of a call that passes."""
     world = 1 if group is None else group.size()
     if plan.world_size != world:
         missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
@@ -215,11 +215,11 @@ def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any, about: Any = None) 
             f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank({group.rank()})"
         )
     check_shapes(plan, q, k)
-    plan.found_well(about)
+    plan.note_checked(call_key)
 
 
 def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:
-    """A call's shards against the plan: their lengths, batch and heads."""
+    """Check a call's shards against the plan: their lengths, batch and heads."""
     for name, x, placement, side in (("query", q, plan.q, "q"), ("key", k, plan.kv, "kv")):
         if x.shape[2] != placement.lengths[plan.rank]:
             whole = " (that is all of them: it was not sharded)" if x.shape[2] == placement.length else ""

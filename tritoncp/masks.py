@@ -1,4 +1,4 @@
-"""The compact mask: which blocks are listed, as runs, and what each row sees inside masked ones.
+"""The compact mask: its listed blocks, as runs, and the keys that each row sees inside masked blocks.
 
 Block lists are authoritative, as in compiled flex attention: an unlisted block is invisible and a
 full block unmasked, whatever the mask_mod says.
@@ -108,7 +108,7 @@ class Mask:
 
     def __reduce__(self) -> tuple[Any, ...]:
         self.check_state()
-        return Mask, tuple(getattr(self, each.name) for each in fields(self) if each.init)
+        return Mask, tuple(getattr(self, item.name) for item in fields(self) if item.init)
 
     @property
     def B(self) -> int:
@@ -156,14 +156,14 @@ class Mask:
         dense = (kinds != ABSENT)[:, :, :, None, :, None].repeat(1, 1, 1, self.q_block, 1, self.kv_block)
         if self.mask_mod is not None:
             tiles = dense.permute(0, 1, 2, 4, 3, 5)  # [B, H, R, C, q_block, kv_block]
-            for at, seen in self.evaluate(self.mask_mod, (kinds == Kind.MASKED).nonzero(), device):
-                tiles[tuple(at.unbind(1))] = seen
+            for at, visible in self.evaluate(self.mask_mod, (kinds == Kind.MASKED).nonzero(), device):
+                tiles[tuple(at.unbind(1))] = visible
         whole = dense.reshape(b, h, rows * self.q_block, cols * self.kv_block)
         return whole[:, :, : self.q_len, : self.kv_len].contiguous()
 
     @on_host
     def rows(self, start: int, stop: int) -> Mask:
-        """What queries start..stop-1 see, as a mask whose query 0 is `start`, the first of a block.
+        """The rows of queries start..stop-1, as a mask whose query 0 is `start`, the first of a block.
 
         >>> print(create_block_mask(causal(), None, None, 512, 512).rows(256, 512).draw())
         ██▒·
@@ -179,15 +179,15 @@ class Mask:
             part = Later(_whole_mod(self, self.B, self.H), start)
             return _rebuilt(part, self.grid._replace(q_len=stop - start), self.B, self.H)
         blocks = torch.arange(start // self.q_block, -(-stop // self.q_block))
-        here = None if self.interval is None else tuple(t[..., start:stop] for t in self.interval)
+        interval = None if self.interval is None else tuple(t[..., start:stop] for t in self.interval)
         tokens = None if self.tokens is None else (self.tokens[0][start:stop], self.tokens[1])
         mod = None if self.mask_mod is None else Later(self.mask_mod, start)
         size = stop - start, self.kv_len, self.q_block, self.kv_block
-        return Mask(*size, self.runs.take(blocks[None]), mod, None, here, self.reads, tokens)  # type: ignore[arg-type]
+        return Mask(*size, self.runs.take(blocks[None]), mod, None, interval, self.reads, tokens)  # type: ignore[arg-type]
 
     def listed_rows(self, first: int, count: int) -> Mask:
-        """The lists of ``count`` batch rows from ``first`` on. The mask_mod is asked about rows as they are
-        numbered in the whole batch."""
+        """The lists of ``count`` batch rows from ``first`` on. The mask_mod gets numbers of rows in the whole
+        batch."""
         if self.B == 1:  # lists serve every row, intervals only those that they were made for
             interval = self.interval_for(first + count, self.H)
             return self if interval is self.interval else replace(self, interval=interval)
@@ -331,8 +331,8 @@ def _combined(how: Callable[..., MaskMod], one: Mask, other: Mask) -> Mask:
     other.check_state()
     sizes = [(m.B, m.H) for m in (one, other)]
     if one.grid != other.grid or any(1 not in {a, b} and a != b for a, b in zip(*sizes, strict=True)):
-        given = " and ".join(repr(m) for m in (one, other))
-        raise ValueError(f"{given} do not combine: make them for the same lengths and BLOCK_SIZE")
+        both = " and ".join(repr(m) for m in (one, other))
+        raise ValueError(f"{both} do not combine: make them for the same lengths and BLOCK_SIZE")
     B, H = (max(pair) for pair in zip(*sizes, strict=True))
     return _rebuilt(how(_whole_mod(one, B, H), _whole_mod(other, B, H)), one.grid, B, H)
 

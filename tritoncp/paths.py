@@ -15,7 +15,8 @@ HISTORY_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*\.jsonl")
 
 
 def checked_name(name: str, pattern: re.Pattern[str], kind: str, example: str) -> str:
-    """``name``, if the whole of it is what a file may be called after. Raises ValueError otherwise.
+    """Return ``name`` if all of it matches ``pattern``, so that a file may be named after it. Raises
+    ValueError otherwise.
 
     >>> checked_name("sm_90", ARCHITECTURE, "architecture", "sm_90")
     'sm_90'
@@ -49,8 +50,8 @@ def slug(name: str) -> str:
 
 
 def path_inside(root: Path, path: Path) -> Path:
-    """``path``, if it lies below ``root`` once symbolic links and ".." are resolved. Raises ValueError
-    otherwise. Links above ``root`` are the user's own affair.
+    """Return ``path`` if it lies below ``root`` once symbolic links and ".." are resolved. Raises ValueError
+    otherwise. Links above ``root`` are left to the user.
 
     >>> path_inside(Path("configs"), Path("configs/sm_90/x.json")).as_posix()
     'configs/sm_90/x.json'

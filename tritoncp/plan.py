@@ -1,6 +1,6 @@
 """The plan: everything decided before the first byte moves.
 
-Who owns which block, in what order the steps run, what each step reads.  A plan is frozen, derived from the
+The owner of each block, the order of the steps, the reads of each step.  A plan is frozen, derived from the
 mask alone, and equal on every rank but for the rank's own number; nothing in it knows a process group.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MOST_PARTS = 64  # ranges of batch rows whose plans are kept with the whole's
-MOST_WELL = 1024  # kinds of calls that are known to be well
+MOST_CHECKED = 1024  # keys of calls whose checks passed
 SCHEDULES = ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 
 
@@ -89,7 +89,7 @@ class Plan:
         return made if self.handle is None else made.pinned()
 
     def seen_by(self, rank: int) -> "Plan":
-        """As :meth:`for_rank`, for a look at it: a compiled graph would not know it."""
+        """As :meth:`for_rank`, without a handle: compiled graphs cannot name the result."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
         if rank == self.rank:
@@ -104,17 +104,17 @@ class Plan:
 
     @property
     def digest(self) -> bytes:
-        """What equal plans have in common, whichever rank's they are: blocks, and who holds them."""
+        """Digest of the blocks and of their owners: equal for equal plans, on every rank."""
 
         def digest() -> bytes:
             runs, slots = self.mask.runs, (*self.q.slots, *self.kv.slots)
             mask = self.mask
             geometry = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block, self.first_row
-            counts = self.q.lengths, self.kv.lengths, [held.shape for held in slots]
-            found = hashlib.sha256(repr((geometry, self.schedule, counts)).encode())
+            counts = self.q.lengths, self.kv.lengths, [slot.shape for slot in slots]
+            hashed = hashlib.sha256(repr((geometry, self.schedule, counts)).encode())
             for tensor in (runs.ptr, runs.runs, *(self.mask.interval or ()), *slots):
-                found.update(content(tensor))
-            return found.digest()
+                hashed.update(content(tensor))
+            return hashed.digest()
 
         return self._once(("digest", self.schedule), digest)
 
@@ -300,7 +300,7 @@ class Plan:
 
     @property
     def batched(self) -> bool:
-        """Whether batch rows see or hold different keys, so that what travels differs between them."""
+        """Whether batch rows see or hold different keys, so that the rows sent differ between them."""
         return self.batch > 1
 
     @property
@@ -364,16 +364,16 @@ class Plan:
         return self._shared[key]
 
     @property
-    def well(self) -> set[Any]:
-        """What was checked of this rank's calls and found well, to be told from what was not by its like."""
-        return self._once(("well", self.rank), set)
+    def checked_calls(self) -> set[Any]:
+        """Keys of this rank's calls that passed their checks (:func:`inputs.call_key`)."""
+        return self._once(("checked calls", self.rank), set)
 
-    def found_well(self, about: Any) -> None:
-        """A call like this need not be checked again; None: it cannot be told from others."""
-        if len(self.well) >= MOST_WELL:
-            self.well.clear()
-        if about is not None:
-            self.well.add(about)
+    def note_checked(self, call_key: Any) -> None:
+        """Note that calls of this key passed their checks; None is the key of no call."""
+        if len(self.checked_calls) >= MOST_CHECKED:
+            self.checked_calls.clear()
+        if call_key is not None:
+            self.checked_calls.add(call_key)
 
     def check_sources(self) -> None:
         """Refuse to run when state that the mask_mod reads has changed since the mask was made."""

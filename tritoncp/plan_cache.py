@@ -1,12 +1,12 @@
-"""Plans behind raw masks: made once, served again, never stale.
+"""Cache of the plans of raw masks: each is made once, reused, and never stale.
 
-A plan serves again while the mask is made of the same: code, plain values, lengths, and the very same
-tensors, unedited. Tensors are told apart by weak references (an id alone comes back as another tensor's) and
-by their version counters; what is written through ``.data`` or NumPy is not seen.
+A plan is reused while the mask has the same code, plain values and lengths, and the very same tensors,
+unedited. Tensors are compared by weak references (a freed id is reused for another tensor) and by their
+version counters; writes through ``.data`` or NumPy are not noticed.
 
 Making a plan for a group communicates. So every group has a cache of its own, which other calls of this
 process do not touch, and eviction is in call order, by the number of plans and the bytes of their masks and
-placements, which are equal on every rank: a plan is served or made on all ranks alike.
+placements, which are equal on every rank: all ranks reuse a plan, or all make one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Entry:
 
 
 class PlanCache:
-    """Plans of one group, or of calls without one, the one that served last at the end."""
+    """Plans of one group, or of calls without one, in order of their last use."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
@@ -73,17 +73,17 @@ class PlanCache:
         return entry if entry is not None and entry.serves(tensors) else None
 
     def holds(self, source_key: Any) -> bool:
-        """Whether a mask of this key had a plan, for shards of whatever lengths."""
+        """Whether a mask of this key has a plan, for shards of any lengths."""
         return any(key[0] == source_key for key in list(self.entries))
 
     def renew(self, key: Any) -> None:
-        """The plan served: the last one to be evicted now."""
+        """Note a use of the plan, which is now evicted last."""
         with self.lock:
             if key in self.entries:
                 self.entries.move_to_end(key)
 
     def keep(self, key: Any, entry: Entry) -> None:
-        """Add a plan, and evict the ones that served longest ago. One plan is kept, however large it is."""
+        """Add a plan, and evict the least recently used ones. One plan is kept, however large it is."""
         with self.lock:
             self.entries[key] = entry
             self.entries.move_to_end(key)
@@ -92,14 +92,14 @@ class PlanCache:
 
 
 class CacheInfo(NamedTuple):
-    """How the plans behind raw masks have fared since the last `plan_cache_clear`, in all groups and without
-    one; the limits are those of each group's cache."""
+    """Counts of the plan cache since the last `plan_cache_clear`, over all groups and calls without one; the
+    limits are those of each group's cache."""
 
     hits: int
     misses: int
-    plans: int  # held now
+    plans: int  # in the cache now
     nbytes: int  # of their masks and placements
-    most: int  # plans that are kept
+    most: int  # plans that a cache keeps
     most_bytes: int
 
 
@@ -107,7 +107,7 @@ _ALONE = PlanCache()  # of calls without a group
 # By the group itself, not its name: another group may get the name of one that was destroyed.
 _OF_GROUP: weakref.WeakKeyDictionary[Any, PlanCache] = weakref.WeakKeyDictionary()
 _COUNTS = {"hits": 0, "misses": 0}
-_TOLD: set[Any] = set()  # (name of a mask_mod, ranks) whose uneven work has been spoken of
+_TOLD: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
 
 
 def cache_of(group: Any) -> PlanCache:
@@ -125,16 +125,16 @@ def plan_of(
     q: Tensor,
     k: Tensor,
     group: Any,
-    about: Any,
+    call_key: Any,
     check: Callable[[], None] = lambda: None,
 ) -> Plan:
     """The plan of a call, checked against its shards: the one that was passed, or that of a raw mask."""
     if not isinstance(mask, Plan):
-        return plan_for(mask, q, k, group, check, about)
-    if about not in mask.well:
+        return plan_for(mask, q, k, group, check, call_key)
+    if call_key not in mask.checked_calls:
         try:
             check()
-            check_plan(mask, q, k, group, about)
+            check_plan(mask, q, k, group, call_key)
         except Exception as error:
             signatures.share_failure(group, mask, error)
             raise
@@ -146,35 +146,35 @@ def plan_of_rows(
     q: Tensor,
     k: Tensor,
     group: Any,
-    about: Any,
+    call_key: Any,
     check: Callable[[], None] = lambda: None,
     batch_offset: int | None = None,
 ) -> Plan:
     """The plan of a call that holds the rows of a batch from ``batch_offset`` on (None: all of them)."""
     if batch_offset is None:
-        return plan_of(mask, q, k, group, about, check)
+        return plan_of(mask, q, k, group, call_key, check)
     rows = inputs.whole_batch(mask, q.shape[0], batch_offset)
     whole_q, whole_k = (torch.empty(rows, *x.shape[1:], device="meta") for x in (q, k))
-    return plan_of(mask, whole_q, whole_k, group, about, check).batch_rows(batch_offset, q.shape[0])
+    return plan_of(mask, whole_q, whole_k, group, call_key, check).batch_rows(batch_offset, q.shape[0])
 
 
 @on_host
 def plan_for(
     mask: RawMask, q: Tensor, k: Tensor, group: Any, check: Callable[[], None] = lambda: None,
-    about: Any = None,
+    call_key: Any = None,
 ) -> Plan:  # fmt: skip
     """The natural-order plan of a raw mask for shards of these lengths, from the cache or new, and checked
     against them.
 
-    check: of the other inputs. Where it fails before this mask has had a plan, all ranks of the group hear.
-    about: what is checked, :func:`inputs.about`: a plan that served a call like it needs no check.
+    check: raises for wrong inputs. If it raises before this mask has a plan, all ranks of the group raise.
+    call_key: :func:`inputs.call_key` of the call: a plan that served a call of this key needs no check.
     """
     sources = Sources.of(mask)
     cache = cache_of(group)
     tensors = (*sources.lists, *sources.captures)
-    key = None if about is None else (sources.key, q.shape[2], k.shape[2], q.shape[0])
+    key = None if call_key is None else (sources.key, q.shape[2], k.shape[2], q.shape[0])
     entry = cache.serving(key, tensors)
-    like = entry is not None and about in entry.plan.well
+    like = entry is not None and call_key in entry.plan.checked_calls
     if not like:
         try:
             check()
@@ -187,22 +187,22 @@ def plan_for(
     if entry is not None:
         cache.renew(key)
         _COUNTS["hits"] += 1
-        made = entry.plan
+        result = entry.plan
     else:
         _COUNTS["misses"] += 1
-        made = _make(sources, q, k, group)
+        result = _make(sources, q, k, group)
         if sources.key is None:
             sources.warn_incomparable()
         else:
             versions = tuple(t._version for t in tensors)
-            cache.keep(key, Entry(made, tuple(map(weakref.ref, tensors)), versions))
+            cache.keep(key, Entry(result, tuple(map(weakref.ref, tensors)), versions))
     if not like:
         try:
-            check_plan(made, q, k, group, about)
+            check_plan(result, q, k, group, call_key)
         except Exception as error:
-            signatures.share_failure(group, made, error)
+            signatures.share_failure(group, result, error)
             raise
-    return made
+    return result
 
 
 def plan_cache_info() -> CacheInfo:
@@ -247,20 +247,20 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
 
     def build() -> tuple[Plan, agreement.Facts, Sequence[int]]:
         digest = sources.digest() if group else b""
-        made = _natural(sources, q.shape[0], lengths, kv_lengths, rank, digest)
+        result = _natural(sources, q.shape[0], lengths, kv_lengths, rank, digest)
         if not group:
-            return made, {}, ()
-        text = lambda: signatures.mask_text(made.mask)  # noqa: E731 - read only where ranks differ
-        return made, {"call": fact(call, b"building"), "mask": fact(text, digest)}, tuned.summary()
+            return result, {}, ()
+        text = lambda: signatures.mask_text(result.mask)  # noqa: E731 - read only where ranks differ
+        return result, {"call": fact(call, b"building"), "mask": fact(text, digest)}, tuned.summary()
 
-    made, tiles = agreement.together(group, call, build)
-    _connect(group, [made], tiles)
-    return made
+    result, tiles = agreement.together(group, call, build)
+    _connect(group, [result], tiles)
+    return result
 
 
 def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) -> None:
-    """What takes every rank and comes once: measured tile shapes, which are rank 0's (``tiles`` says who has
-    which), and what the schedules communicate over besides the group."""
+    """Agree on measured tile shapes (rank 0's; ``tiles``: the summary of each rank) and make the
+    communicators that the schedules need besides the group: once for new plans, on every rank."""
     if group is None:
         return
     tuned.agree(group, tiles)
@@ -268,7 +268,7 @@ def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) 
     for one in plans:
         signatures.note_plan(table, one)
         if "ring" in one.schedule:
-            comm.aside(group)
+            comm.second_communicator(group)
 
 
 def in_order(mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:
@@ -282,22 +282,21 @@ def _natural(
 ) -> Plan:  # fmt: skip
     mask = sources.compact(batch, sum(lengths), sum(kv_lengths))
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len)
-    made = plan.build(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
-    _warn_uneven(sources, made)
-    return replace(sources.keep(made), mask_digest=digest).pinned()
+    natural_plan = plan.build(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
+    _warn_uneven(sources, natural_plan)
+    return replace(sources.keep(natural_plan), mask_digest=digest).pinned()
 
 
-def _warn_uneven(sources: Sources, made: Plan) -> None:
-    """Once for a mask_mod, by name, and a number of ranks; on the first rank."""
-    about = describe(sources.mod), made.world_size
-    if made.rank or made.imbalance <= UNEVEN or about in _TOLD:
+def _warn_uneven(sources: Sources, natural: Plan) -> None:
+    """Warn about uneven work, on the first rank, once for a mask_mod's name and a number of ranks."""
+    warning_key = describe(sources.mod), natural.world_size
+    if natural.rank or natural.imbalance <= UNEVEN or warning_key in _TOLD:
         return
-    _TOLD.add(about)
-    busiest = max(range(made.world_size), key=made.work.__getitem__)
+    _TOLD.add(warning_key)
+    busiest = max(range(natural.world_size), key=natural.work.__getitem__)
     warnings.warn(
-        f"in natural order rank {busiest} of {made.world_size} does {made.imbalance:.2f} times the mean "
-        "work of "
-        f"this mask. Two lines balance it:\n"
+        f"in natural order rank {busiest} of {natural.world_size} does {natural.imbalance:.2f} times "
+        "the mean work of this mask. Two lines balance it:\n"
         "    plan = tritoncp.make_plan(block_mask, mesh)\n"
         "    q, k, v = (tritoncp.shard(x, plan, dim=2) for x in (q, k, v))  # of the global tensors\n"
         "and flex_attention(q, k, v, plan, mesh) in place of the mask.",
@@ -321,7 +320,7 @@ def make(
         check_plannable(masks)
         sources = {name: Sources.of(mask) for name, mask in masks.items()}
         whole = {name: source.compact(1, 0, 0) for name, source in sources.items()}
-        made = {
+        unpinned = {
             name: plan.build(
                 mask,
                 world_size,
@@ -337,7 +336,7 @@ def make(
         digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}
         plans = {
             name: replace(sources[name].keep(one), mask_digest=digests[name]).pinned()
-            for name, one in made.items()
+            for name, one in unpinned.items()
         }
         if not group:
             return plans, {}, ()
@@ -349,11 +348,11 @@ def make(
             "versions": agreement.versions(),
             "options": fact(options),
             "mask": fact(text, b"".join(digests.values())),
-            "placement": fact(f"balancer={named!r}", b"".join(one.digest for one in made.values())),
+            "placement": fact(f"balancer={named!r}", b"".join(one.digest for one in unpinned.values())),
         }
         return plans, facts, tuned.summary()
 
     call = "make_plan"
-    made, tiles = agreement.together(group, call, build)
-    _connect(group, made.values(), tiles)
-    return made
+    plans, tiles = agreement.together(group, call, build)
+    _connect(group, plans.values(), tiles)
+    return plans

@@ -89,7 +89,7 @@ def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:
 
 @contextlib.contextmanager
 def asking(text: str) -> Iterator[None]:
-    """Within it a mask_mod runs: what a function of the user's raises there is about the option."""
+    """Context in which a mask_mod of the user runs: its exceptions become errors of --mask."""
     try:
         yield
     except (Exception, SystemExit) as error:

@@ -69,7 +69,6 @@ class Placement:
     def _positions(self) -> dict[int, Tensor]:
         return {}
 
-
     def is_filled(self, rank: int) -> bool:
         """Whether every row of a rank's buffer is a token's: what writes tokens leaves nothing as it was."""
         if rank not in self._filled:

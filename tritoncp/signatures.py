@@ -1,9 +1,9 @@
-"""The signature of a call: what all ranks of a group must have in common, compared at its first call.
+"""The signature of a call: the settings that all ranks of a group share, compared at its first call.
 
 Once for each group and signature the ranks compare dtype, heads, lengths, scale, options and the structure of
 mods and mask, on the host; a call whose signature was compared costs a look-up. Contents of tensors and
-captured numbers are compared with TRITONCP_CHECK=1 alone, at every call. A plan that the group did not make
-together, as one from a data loader's worker, is compared at its first use.
+captured numbers are compared only under TRITONCP_CHECK=1, at every call. A plan that came from elsewhere, as
+from a data loader's worker, is compared at its first use.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Table:
 
     scales:     by signature, the scales that it was compared with
     structures: of the plans among them
-    mark:       under which a plan notes that this group compared it
+    mark:       the key under which a plan notes that this group compared it
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Table:
         self.mark = "compared", next(_NUMBERS)
 
     def note(self, signature: Any, scale: float, plan: Plan) -> None:
-        """The ranks compared this call."""
+        """Note that the ranks compared this call."""
         if len(self.scales) >= MOST:
             self.scales.clear()
         self.scales.setdefault(signature, set()).add(scale)
@@ -73,7 +73,7 @@ def table_of(group: Any) -> Table:
 
 
 def note_plan(table: Table, plan: Plan) -> None:
-    """The group's ranks compared this plan."""
+    """Note that the group's ranks compared this plan."""
     plan._shared[table.mark] = True
 
 
@@ -81,11 +81,13 @@ def compare_call(
     group: Any, plan: Plan, spec: str, scale: float, q: Tensor, k: Tensor, v: Tensor,
     captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float],
 ) -> None:  # fmt: skip
-    """Compare a call with those of the other ranks, if its signature or plan is new to the group, or if
-    TRITONCP_CHECK=1. Raises Disagreement on every rank where they differ, PeerLost where a rank does not
-    come. Under CUDA-graph capture nothing is compared."""
+    """Compare a call across the ranks, if its signature or plan is new to the group, or if TRITONCP_CHECK=1.
+
+    Raises Disagreement on every rank where the ranks differ, PeerLost where a rank is missing. Under
+    CUDA-graph capture nothing is compared.
+    """
     table, shape = table_of(group), q.shape
-    # Nothing that can change on some ranks only, as the length of a shard.
+    # Only values that are equal on all ranks: not the length of a shard.
     signature = (
         spec, structure_of(plan), q.dtype, q.device.type, shape[0], shape[1], shape[3], k.shape[1], v.shape[3]
     )  # fmt: skip
@@ -108,12 +110,12 @@ def compare_call(
     agreement.together(group, purpose, facts, MOMENT)
     table.note(signature, scale, plan)
     if "ring" in plan.schedule:
-        comm.aside(group)  # a plan made elsewhere, as by a data loader's worker, has not made it
+        comm.second_communicator(group)  # a plan from another process, as a data loader's, has made none
 
 
 def share_failure(group: Any, plan: Plan, error: Exception) -> None:
-    """Tell the other ranks that this call failed here, if they compare it: if it has the first signature with
-    such a plan. Else they are under way, and hear by the group's timeout."""
+    """Tell the other ranks that this call failed, if they compare it: if it is the first with a plan of this
+    structure. Otherwise they already run the call, and fail after the group's timeout."""
     if group is None or group.size() == 1:
         return
     if agreement.CHECKED or structure_of(plan) not in table_of(group).structures:
@@ -121,12 +123,12 @@ def share_failure(group: Any, plan: Plan, error: Exception) -> None:
 
 
 def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """A call of attention, for messages."""
+    """Describe a call of attention, for messages."""
     return f"{CALL} of query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)} in {_name(q)}"
 
 
 def shape_facts(q: Tensor, k: Tensor) -> dict[str, tuple[agreement.Text, bytes]]:
-    """What shards that may differ in length have in common."""
+    """Facts that all shards share, whatever their lengths."""
     return {
         "batch": fact(f"batch {q.shape[0]}"),
         "heads": fact(f"{q.shape[1]} query heads and {k.shape[1]} key heads"),
@@ -140,7 +142,7 @@ def _facts(
 ) -> Facts:  # fmt: skip
     score = engines.score_of(spec, q, captures, ints, floats)
     mask, between = plan.mask, f"schedule {plan.schedule!r}, degree {plan.degree}"
-    found = {
+    facts = {
         "versions": agreement.versions(),
         "device": fact(q.device.type),
         "dtype": fact(_name(q)),
@@ -149,39 +151,39 @@ def _facts(
         "lengths": fact(f"{mask.q_len} queries and {mask.kv_len} keys"),
         "scale": fact(f"scale {scale!r}"),
         "kernel_options": fact(f"kernel_options {dict(spec.options)}"),
-        "returns": fact(", ".join(["out", *(x for x in spec.asked if x != "sinks")])),
-        "sinks": fact("sinks" if "sinks" in spec.asked else "no sinks"),
+        "returns": fact(", ".join(["out", *(x for x in spec.returns if x != "sinks")])),
+        "sinks": fact("sinks" if "sinks" in spec.returns else "no sinks"),
         "score_mod": fact(f"a score_mod of structure {score.digest[:12]}" if score else "no score_mod"),
         "mask": fact(lambda: mask_text(mask), plan.mask_digest + form_of(mask.mask_mod).encode()),
         "placement": fact(f"balancer {plan.balancer!r}, {between}", plan.digest),
     }
     if agreement.CHECKED:
-        found["captures"] = _capture_fact(captures, ints, floats)
-    return found
+        facts["captures"] = _capture_fact(captures, ints, floats)
+    return facts
 
 
 def _capture_fact(
     captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> tuple[agreement.Text, bytes]:
-    """Everything that a score_mod captures, by value."""
+    """The fact of all captures of a score_mod, by value."""
     tensors = [tensor_text(x) for x in captures]
     return fact(", ".join([*tensors, *map(repr, ints), *map(repr, floats)]) or "none")
 
 
 def structure_of(plan: Plan) -> Any:
-    """What plans of one kind share, whatever their masks' tensors and numbers: hashable, and equal on all
-    ranks."""
+    """The structure of a plan, without its mask's tensors and numbers: hashable, and equal on all ranks."""
     key = "structure", plan.schedule
-    known = plan._shared.get(key)
-    if known is None:
+    structure = plan._shared.get(key)
+    if structure is None:
         mask = plan.mask
         lengths = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block
-        known = plan._shared[key] = lengths, plan.balancer, plan.schedule, plan.degree, form_of(mask.mask_mod)
-    return known
+        form = form_of(mask.mask_mod)
+        structure = plan._shared[key] = lengths, plan.balancer, plan.schedule, plan.degree, form
+    return structure
 
 
 def form_of(mod: Any) -> str:
-    """The code of a mask_mod, or the kind of a closed form, without what it captures: equal on all ranks.
+    """The code of a mask_mod, or the kind of a closed form, without its captures: equal on all ranks.
 
     >>> from tritoncp import causal, sliding_window
     >>> form_of(causal() & sliding_window(4)) == form_of(causal() & sliding_window(5)) != form_of(causal())
@@ -269,8 +271,8 @@ def _value_text(value: Any) -> str | None:
 
 def tensor_text(x: Tensor) -> str:
     """A tensor by type, shape and a digest of its content."""
-    here = to_host([x])[0] if is_remote(x) else x.detach()
-    return f"{_name(x)} {list(x.shape)} #{hashlib.sha256(content(here)).hexdigest()[:12]}"
+    local = to_host([x])[0] if is_remote(x) else x.detach()
+    return f"{_name(x)} {list(x.shape)} #{hashlib.sha256(content(local)).hexdigest()[:12]}"
 
 
 def _name(x: Tensor) -> str:

@@ -35,7 +35,7 @@ class Reads(NamedTuple):
 
     chains: from globals, closure variables, imported modules and the function's first argument (``self``)
     attributes: names read from values that no chain leads to
-    obstacle: what the code does that hides which state it reads; empty if nothing
+    obstacle: an operation that hides which state the code reads; empty if there is none
     """
 
     chains: tuple[Chain, ...]
@@ -56,7 +56,7 @@ _READS: dict[types.CodeType, Reads] = {}  # not an lru_cache, of which Dynamo wa
 
 
 def code_reads(code: types.CodeType) -> Reads:
-    """What `code` reads, in the order of its instructions.
+    """The state that `code` reads, in the order of its instructions.
 
     >>> code = (lambda self, x: x * self.config["cap"] + math.pi).__code__
     >>> [chain.path for chain in code_reads(code).chains]

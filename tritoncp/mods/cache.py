@@ -138,7 +138,7 @@ def _write(path: Path, source: str) -> Path:
 def _sweep(directory: Path) -> None:
     """Remove the sources that were used longest ago, as far as they are past the bounds, and unfinished files
     of writers that died. Other processes may do the same at the same time."""
-    kept: list[tuple[float, int, str]] = []
+    sources: list[tuple[float, int, str]] = []
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):  # it is gone already
@@ -146,11 +146,11 @@ def _sweep(directory: Path) -> None:
                 if not stat.S_ISREG(status.st_mode):
                     continue
                 if _SOURCE_NAME.fullmatch(entry.name):
-                    kept.append((status.st_mtime, status.st_size, entry.path))
+                    sources.append((status.st_mtime, status.st_size, entry.path))
                 elif _UNFINISHED_NAME.fullmatch(entry.name) and status.st_mtime < time.time() - _ORPHANED:
                     os.unlink(entry.path)
     size = 0
-    for i, (_, own, path) in enumerate(sorted(kept, reverse=True)):
+    for i, (_, own, path) in enumerate(sorted(sources, reverse=True)):
         size += own
         if i > MOST_FILES - _SWEPT_EVERY or size > MOST_BYTES:
             with contextlib.suppress(OSError):
@@ -185,7 +185,7 @@ def _usable(directory: Path) -> Path:
 
 
 def unsafe(directory: Path) -> str | None:
-    """Why nobody can rely on the files of a directory; None if one can."""
+    """The reason why the files of a directory cannot be trusted; None if they can."""
     status = directory.lstat()
     if stat.S_ISLNK(status.st_mode):
         return "it is a symbolic link"

@@ -70,7 +70,7 @@ _IMPURE_TORCH = re.compile(
 
 
 class Incomparable(Exception):
-    """State that a function reads cannot be compared with what it was at another call."""
+    """State that a function reads cannot be compared with its value at another call."""
 
 
 class Identity:
@@ -326,20 +326,20 @@ class Fingerprint:
     # -- escaped objects -----------------------------------------------------------------------------------
 
     def _read_escaped(self) -> None:
-        """Read from every escaped object each attribute that some function names, until there is no more."""
-        asked: dict[int, set[str]] = {}
+        """Read from every escaped object each attribute that a function names, until no new one appears."""
+        read: dict[int, set[str]] = {}
         size = None
         while size != (len(self._escaped), len(self._attributes)):
             size = len(self._escaped), len(self._attributes)
             for path, thing in list(self._escaped):
                 if is_torch(thing) and not isinstance(thing, torch.Tensor | torch.nn.Module):
                     continue
-                if id(thing) not in asked:
+                if id(thing) not in read:
                     self._alive.append(thing)
-                    asked[id(thing)] = set()
+                    read[id(thing)] = set()
                     self._read_implicit(path, thing)
-                for name in sorted(self._attributes - asked[id(thing)]):
-                    asked[id(thing)].add(name)
+                for name in sorted(self._attributes - read[id(thing)]):
+                    read[id(thing)].add(name)
                     self._read_definitions(f"{path}.{name}", thing, name)
 
     def _read_definitions(self, path: str, thing: Any, name: str) -> None:
@@ -361,7 +361,7 @@ class Fingerprint:
             self._read_fields(path, thing)
 
     def _read_fields(self, path: str, thing: Any) -> None:
-        """All that an object of a library's class holds; of a user's nn.Module, what torch's methods read."""
+        """Read the fields of a library object; of a user's nn.Module, those that torch reads."""
         if isinstance(thing, type | types.ModuleType | torch.Tensor | enum.Enum):
             return
         fields = getattr(thing, "__dict__", {})

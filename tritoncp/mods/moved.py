@@ -94,8 +94,8 @@ class _Move:
 
     def _module(self, module: types.ModuleType, names: frozenset[str]) -> types.ModuleType:
         """A stand-in where the function reads a moved tensor as an attribute of a module."""
-        here = {name: vars(module)[name] for name in names & vars(module).keys()}
-        moved = {name: self.new[id(value)] for name, value in here.items() if id(value) in self.new}
+        attributes = {name: vars(module)[name] for name in names & vars(module).keys()}
+        moved = {name: self.new[id(value)] for name, value in attributes.items() if id(value) in self.new}
         if not moved:
             return module
         stand_in = types.ModuleType(module.__name__)
@@ -116,16 +116,16 @@ def _fields(thing: Any) -> dict[str, Any]:
     return {**getattr(thing, "__dict__", {}), **{n: getattr(thing, n) for n in slots if hasattr(thing, n)}}
 
 
-def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
+def _tensors(thing: Any, visited: set[int]) -> Iterator[Tensor]:
     """The tensors that `with_tensors` would come to."""
     if isinstance(thing, Tensor):
         yield thing
         return
-    if id(thing) in seen or isinstance(thing, str | bytes | int | float | type):
+    if id(thing) in visited or isinstance(thing, str | bytes | int | float | type):
         return
-    seen.add(id(thing))
+    visited.add(id(thing))
     for part in _parts(thing):
-        yield from _tensors(part, seen)
+        yield from _tensors(part, visited)
 
 
 def _parts(thing: Any) -> Iterator[Any]:

@@ -63,7 +63,7 @@ def _places(
 
 
 def constant_places(
-    graph: fx.GraphModule, numbers: Sequence[Number], first: int, taken: Mapping[Path, int]
+    graph: fx.GraphModule, numbers: Sequence[Number], first: int, excluded: Mapping[Path, int]
 ) -> dict[Path, int]:
     """{place in the graph: first + which of `numbers`}, where a constant equals a number that was read from a
     global or an attribute, which cannot be changed for a second trace.
@@ -75,7 +75,7 @@ def constant_places(
     values = [(type(number), number) for number in numbers]
     for i, node in enumerate(graph.graph.nodes if numbers else ()):
         for key, constant in [*enumerate(node.args), *node.kwargs.items()]:
-            if type(constant) not in (int, float) or constant in (0, 1) or (i, key) in taken:
+            if type(constant) not in (int, float) or constant in (0, 1) or (i, key) in excluded:
                 continue
             value = type(constant), constant
             if value in values and node.op == "call_function" and _takes_number(node, key, constant):

@@ -1,4 +1,4 @@
-"""Recording of a function's operations: how functions are compared whose state cannot be.
+"""Recording of a function's operations, to compare functions whose state has no value to compare.
 
 The function runs once on 0-d tensors while a dispatch mode notes each operation, forward and backward, with
 its constants and the tensors it takes. Equal recordings are equal graphs, whatever state led to them. It
@@ -22,7 +22,7 @@ from .fingerprint import Fingerprint
 
 
 class State(NamedTuple):
-    """What a mask_mod or score_mod depends on, as of now.
+    """The state of a mask_mod or score_mod at one moment.
 
     key: hashable; equal keys mean equal graphs. None where the function can neither be compared nor recorded
     tensors: captured tensors in a fixed order
@@ -57,7 +57,7 @@ _WARNED: set[str] = set()
 
 
 def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
-    """Once for a function's name."""
+    """Warn, once for a function's name."""
     name = describe(fn)
     if name not in _WARNED:
         _WARNED.add(name)
@@ -88,7 +88,7 @@ def record(
 
 
 def _without_hooks() -> saved_tensors_hooks:
-    """Hooks around the call, as those that offload activations, are not for a recording."""
+    """Keep the caller's hooks for saved tensors, as for offloaded activations, out of a recording."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
@@ -110,9 +110,9 @@ def _run(fn: Callable[..., Any], arguments: list[Tensor], recorder: _Recorder) -
         out = fn(*[x.clone() if x.requires_grad else x for x in arguments])
     recorder.operations.append(("result", *map(recorder.describe, tree_leaves(out))))
     if isinstance(out, Tensor) and out.requires_grad:
-        wanted = [*scores, *(t for t in recorder.captured if t.requires_grad)]
+        inputs = [*scores, *(t for t in recorder.captured if t.requires_grad)]
         with recorder:
-            torch.autograd.grad(out, wanted, torch.ones_like(out), allow_unused=True)
+            torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
 
 
 class _Recorder(TorchDispatchMode):
@@ -126,7 +126,7 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Tensor] = []
 
     def number(self, tensors: Sequence[Any]) -> None:
-        """Later operations refer to these tensors by number."""
+        """Number these tensors, so that later operations refer to them."""
         for tensor in tensors:
             self._numbers[id(tensor)] = len(self._alive)
             self._alive.append(tensor)
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):
             return type(leaf).__name__, repr(leaf)
         if id(leaf) in self._numbers:
             return "value", self._numbers[id(leaf)]
-        place = next((i for i, known in enumerate(self.captured) if known is leaf), len(self.captured))
+        place = next((i for i, tensor in enumerate(self.captured) if tensor is leaf), len(self.captured))
         if place == len(self.captured):
             self.captured.append(leaf)
         return "captured", place, leaf.dtype, leaf.shape, leaf.requires_grad, leaf.device

@@ -1,4 +1,4 @@
-"""Snapshot of a mask_mod's state: what a mask was made from, to be compared with what is there later."""
+"""Snapshot of the mask_mod state that a mask was made from, to be compared with later state."""
 
 from __future__ import annotations
 

@@ -331,16 +331,16 @@ class Trade:
         answer: Any = None
         while True:
             try:
-                asked = schedule.send(answer)
+                request = schedule.send(answer)
             except StopIteration as stop:
                 return stop.value
-            match asked:
-                case Swap(sends, takes, aside):
+            match request:
+                case Swap(sends, takes, second):
                     sends, takes = ([(self._peer(to), x) for to, x in part] for part in (sends, takes))
-                    asked = Swap(sends, takes, aside)
+                    request = Swap(sends, takes, second)
                 case AllToAll(x, sends, takes):
-                    asked = AllToAll(x, self._column(sends), self._column(takes))
-            answer = yield asked
+                    request = AllToAll(x, self._column(sends), self._column(takes))
+            answer = yield request
 
     def _peer(self, row: int) -> int:
         return row * self.degree + self.rank
