@@ -105,26 +105,28 @@ def compare(
     if last is not None:
         sides = [comparing.newest(points, last) for points in sides]
     try:
-        found = comparing.compare(sides[0], sides[1], baseline)
+        comparison = comparing.compare(sides[0], sides[1], baseline)
     except comparing.Unknown as error:
         raise InputError(str(error)) from error
     except ImportError as error:
         raise _without(error) from error
-    if not found.rows:
+    if not comparison.rows:
         raise NothingMeasured(
             f"{before} and {after} have no case in common: nothing is compared. "
-            f"{comparing.summary(found, None)}"
+            f"{comparing.summary(comparison, None)}"
         )
     if as_json:
-        rows = [row._asdict() for row in found.rows]
-        click.echo(json.dumps({**found._asdict(), "rows": rows, "geomean": found.geomean}, indent=2))
+        rows = [row._asdict() for row in comparison.rows]
+        click.echo(
+            json.dumps({**comparison._asdict(), "rows": rows, "geomean": comparison.geomean}, indent=2)
+        )
     elif markdown:
-        click.echo(comparing.markdown(found, fail_over, allow_missing), nl=False)
+        click.echo(comparing.markdown(comparison, fail_over, allow_missing), nl=False)
     else:
-        _show(found, fail_over)
-    if found.failed(fail_over, allow_missing):
+        _show(comparison, fail_over)
+    if comparison.failed(fail_over, allow_missing):
         sys.exit(REGRESSION)
-    if found.empty:
+    if comparison.empty:
         raise NothingMeasured("every case fails on both sides: nothing is compared")
     sys.exit(FINE)
 
@@ -145,22 +147,22 @@ def _side(word: str, history: Path) -> list[Point]:
     raise NothingMeasured(f"{word} holds no measurement: nothing is compared")
 
 
-def _show(found: comparing.Comparison, limit: float | None) -> None:
+def _show(comparison: comparing.Comparison, limit: float | None) -> None:
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
 
     case, *rest = comparing.HEAD
     table = Table(Column(case, no_wrap=True, overflow="fold"), *rest)
-    for row, text in zip(found.rows, comparing.lines(found, limit)):
+    for row, text in zip(comparison.rows, comparing.lines(comparison, limit)):
         bad = row.regressed(limit or 0.0)
         table.add_row(*map(Text, text), style="red" if bad else None)
     console = Console()
     console.print(table)
-    for row in found.rows:
+    for row in comparison.rows:
         if row.why:
             console.print(f"{row.case}: {row.why}", markup=False)
-    console.print(comparing.summary(found, limit), markup=False)
+    console.print(comparing.summary(comparison, limit), markup=False)
 
 
 @perf.command("dashboard", cls=PerfCommand)
@@ -195,14 +197,14 @@ def _without(error: ImportError) -> InputError:
 
 
 def _read(places: tuple[Path, ...]) -> History:
-    """A history; what is broken in it is said."""
+    """Read a history, and report its broken lines."""
     history = read(*places)
     _report(history.problems)
     return history
 
 
 def _report(problems: Sequence[Problem]) -> None:
-    """Say which lines are broken: the first of them one by one."""
+    """Report broken lines: the first of them one by one."""
     for problem in problems[:SHOWN]:
         click.echo(str(problem), err=True)
     if len(problems) > SHOWN:
@@ -218,27 +220,27 @@ def _report(problems: Sequence[Problem]) -> None:
     "--configs", type=click.Path(file_okay=False, path_type=Path), default=CONFIGS, show_default=True
 )
 def ingest(folder: Path, history: Path, configs: Path) -> None:
-    """Keep what `make gpu` left in FOLDER: lines for the history, tile shapes that won to be shipped.
+    """Take over the results of `make gpu` in FOLDER: lines for the history, faster tile shapes to ship.
 
-    Every line is checked: what is broken, or was timed without having been checked, is named and left out,
-    and the exit code is 2. Names that no file may be called after, links, and anything but plain files are
+    Every line is checked: broken lines, and times without a check of the answer, are named and left out,
+    and the exit code is 2. Names that are not allowed in file names, links, and anything but plain files are
     refused before anything is written. Doing it twice adds nothing.
     """
     from tritoncp.perf.ingest import Refused
     from tritoncp.perf.ingest import ingest as take_over
 
     try:
-        found = take_over(folder, history, configs)
+        result = take_over(folder, history, configs)
     except (Refused, DiskFull) as error:
         raise InputError(str(error)) from error
-    _report(found.problems)
-    click.echo(f"{found.added} lines added to {history}, {found.known} were there")
-    for path, (won, lost) in found.shipped.items():
+    _report(result.problems)
+    click.echo(f"{result.added} lines added to {history}, {result.present} were there")
+    for path, (won, lost) in result.shipped.items():
         click.echo(f"{path}: {won} entries" + f", {lost} removed: the rule is as fast" * bool(lost))
-    if not found.shipped:
+    if not result.shipped:
         click.echo("no tile shapes that are new")
-    if found.problems:
-        raise InputError(f"{len(found.problems)} problems, named above; what they are about was left out")
+    if result.problems:
+        raise InputError(f"{len(result.problems)} problems, named above; what they are about was left out")
 
 
 @perf.command("import", cls=PerfCommand)
@@ -251,16 +253,16 @@ def import_(source: Path, out: Path) -> None:
     from tritoncp.perf.imported import points
 
     try:
-        found = points(parse_json(source.read_bytes()))
+        benchmarks = points(parse_json(source.read_bytes()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise InputError(f"{source} is not what `pytest --benchmark-json` writes: {what}") from error
-    if not found:
+    if not benchmarks:
         raise NothingMeasured(f"{source} holds no benchmark")
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        for point in found:
+        for point in benchmarks:
             append(out, point.as_line())
     except DiskFull as error:
         raise InputError(str(error)) from error
-    click.echo(f"{len(found)} benchmarks added to {out}", err=True)
+    click.echo(f"{len(benchmarks)} benchmarks added to {out}", err=True)

@@ -2,7 +2,7 @@
 
 The logarithm of a case's time is the mean over runs of the logarithms of their medians. Its variance is that
 between the runs; with one run, that of its median by order statistics (McKean and Schrader, Comm. Stat. B 13,
-1984), which knows nothing of what differs from run to run.
+1984), which does not include the variance between runs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Rows, worst first, and what has no row.
+    """Rows, worst first, and the cases that have no row.
 
     missing: cases measured before and not after: on the same series, or, if the case is gone, on any
     new: cases measured after and not before
@@ -109,20 +109,20 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
     if baseline is not None:
         _check_baseline(baseline, before, after)
     common = {point.series for point in before} & {point.series for point in after}
-    series = {str(each) for each in common} or {""}
+    series = {str(item) for item in common} or {""}
     cases = {point.case for point in after}
     one, two = (_grouped(points, bool(common)) for points in (before, after))
     first, second = (
         {key: points for key, points in side.items() if _comparable(points, baseline)} for side in (one, two)
     )
-    gone = [key for key in first if key not in second]
+    dropped = [key for key in first if key not in second]
     rows = [_row(key, first[key], second[key], baseline) for key in first if key in second]
     return Comparison(
         sorted(rows, key=_loss, reverse=True),
-        [case for case, where in gone if where in series or case not in cases],
+        [case for case, where in dropped if where in series or case not in cases],
         [case for case, where in second if (case, where) not in first],
         [key[0] for key in one if key in two and key not in first and key not in second],
-        sorted({where for case, where in gone if where not in series and case in cases}),
+        sorted({where for case, where in dropped if where not in series and case in cases}),
     )
 
 
@@ -246,30 +246,30 @@ def newest(points: Sequence[Point], runs: int) -> list[Point]:
 
 
 def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda problem: None) -> list[Point]:
-    """What a word of the command line means: a file or folder; else, of a history, the points of a commit
-    (or anything that git resolves to one), of a run, or of the series whose device it names. ``tell`` hears
-    of every line that is broken.
+    """The points that a word of the command line names: those of a file or folder; else, in a history, those
+    of a commit (or a name that git resolves to one), of a run, or of a device. ``tell`` is called with every
+    broken line.
 
-    Raises Unknown, naming what there is.
+    Raises Unknown, which lists the known commits and devices.
     """
     if not word.strip():
         raise Unknown("an empty word names no file, commit, run, version or device")
     place = Path(word) if Path(word).exists() else history
     points: list[Point] = []
     if place.exists():
-        found = read(place)
-        points = found.points
-        for problem in found.problems:
+        contents = read(place)
+        points = contents.points
+        for problem in contents.problems:
             tell(problem)
     if place == Path(word):
         return points
-    for meant in (
+    for selection in (
         [point for point in points if word in (point.run, point.env.get("tritoncp"))],
         _of_commit(points, word),
         [point for point in points if word.lower() in str(point.series).lower()],
     ):
-        if meant:
-            return meant
+        if selection:
+            return selection
     commits = list(dict.fromkeys(str(point.env.get("commit", ""))[:10] for point in points))
     devices = sorted({str(point.series) for point in points})
     raise Unknown(
@@ -290,7 +290,7 @@ def _of_commit(points: Sequence[Point], word: str) -> list[Point]:
     return [point for point in points if str(point.env.get("commit", "")).startswith(word.lower())]
 
 
-def lines(found: Comparison, limit: float | None) -> list[tuple[str, ...]]:
+def lines(comparison: Comparison, limit: float | None) -> list[tuple[str, ...]]:
     """Case, before, after, change, confidence interval, verdict: as text, worst first."""
     return [
         (
@@ -302,7 +302,7 @@ def lines(found: Comparison, limit: float | None) -> list[tuple[str, ...]]:
             else f"{100 * (row.low - 1):+.1f} … {100 * (row.high - 1):+.1f} %",
             verdict(row, limit),
         )
-        for row in found.rows
+        for row in comparison.rows
     ]  # fmt: skip
 
 
@@ -325,42 +325,42 @@ def verdict(row: Row, limit: float | None) -> str:
 HEAD = ("case", "before, ms", "after, ms", "change", f"{LEVEL:.0%} interval", "verdict")
 
 
-def summary(found: Comparison, limit: float | None) -> str:
-    """One line: how many cases, their geometric mean, how many are past the limit, which have no row."""
-    mean = found.geomean
-    said = f"{len(found.rows)} cases"
+def summary(comparison: Comparison, limit: float | None) -> str:
+    """One line: number of cases, their geometric mean, number past the limit, cases without a row."""
+    mean = comparison.geomean
+    said = f"{len(comparison.rows)} cases"
     said += f", geometric mean {100 * (mean - 1):+.1f} %" if mean else ""
     if limit is not None:
-        said += f", {sum(row.regressed(limit) for row in found.rows)} past {100 * limit:g} %"
+        said += f", {sum(row.regressed(limit) for row in comparison.rows)} past {100 * limit:g} %"
     for what, names in (
-        ("not measured again", found.missing),
-        ("new", found.new),
-        ("without this baseline", found.unmatched),
-        ("no measurement after on", found.absent_series),
+        ("not measured again", comparison.missing),
+        ("new", comparison.new),
+        ("without this baseline", comparison.unmatched),
+        ("no measurement after on", comparison.absent_series),
     ):
         said += f"; {what}: {', '.join(names)}" if names else ""
     return said
 
 
-def markdown(found: Comparison, limit: float | None, allow_missing: bool = False) -> str:
+def markdown(comparison: Comparison, limit: float | None, allow_missing: bool = False) -> str:
     """For a comment on a pull request: the summary, and the table, folded unless a gate stops this."""
-    bad = found.failed(limit, allow_missing)
+    bad = comparison.failed(limit, allow_missing)
     mark = "❌" if bad else "✅"
     table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
-    for row in lines(found, limit):
+    for row in lines(comparison, limit):
         case, *rest = row
         table.append(f"| {_code(case)} | {' | '.join(rest)} |")
-    whys = [f"- {_code(row.case)}: {_code(row.why)}" for row in found.rows if row.why]
+    whys = [f"- {_code(row.case)}: {_code(row.why)}" for row in comparison.rows if row.why]
     opened = " open" if bad else ""
     body = "\n".join([*table, *(["", *whys] if whys else [])])
     return (
-        f"{mark} **tritoncp perf**: {summary(found, limit)}\n\n"
+        f"{mark} **tritoncp perf**: {summary(comparison, limit)}\n\n"
         f"<details{opened}><summary>every case, worst first</summary>\n\n{body}\n\n</details>\n"
     )
 
 
 def _code(text: str) -> str:
-    """Text as it is, in a cell of a table: no markup, no end of the cell.
+    """Text in a cell of a table, without markup or the end of the cell.
 
     >>> _code("a`b|c\\n</details>")
     "`a'b/c </details>`"

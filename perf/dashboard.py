@@ -1,7 +1,7 @@
-"""A history as one page that needs nothing else: data, charts and code in one file.
+"""A history as one self-contained page: data, charts and code in one file.
 
 Columns of numbers are quantised, deflated and decoded in the page; charts are Bokeh's, made here and filled
-there; what the page looks like and does is in perf/page/.
+there; the style and the code of the page are in perf/page/.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ HERE = Path(__file__).parent / "page"
 
 def page(history: History) -> str:
     """The whole page, as HTML."""
-    about, columns = digest(history)
+    facts, columns = digest(history)
     parts = {
         "style": (HERE / "page.css").read_text(),
         "script": _inside_script((HERE / "page.js").read_text()),
         "bokeh": _inside_script("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
         "charts": _inside_script(
-            json.dumps({name: json_item(made) for name, made in charts.all_of(about).items()})
+            json.dumps({name: json_item(chart) for name, chart in charts.all_of(facts).items()})
         ),
-        "about": _packed(json.dumps(about, separators=(",", ":")).encode()),
+        "about": _packed(json.dumps(facts, separators=(",", ":")).encode()),
         "points": _packed(columns),
     }
     text = (HERE / "page.html").read_text()
@@ -56,7 +56,7 @@ def _packed(data: bytes) -> str:
 
 
 def digest(history: History) -> tuple[dict[str, Any], bytes]:
-    """What the page shows: names and findings, and the columns of all points (see `_columns`)."""
+    """The data of the page: names and facts, and the columns of all points (see `_columns`)."""
     lines = _lines(history.points)
     begun = _runs(history.points)
     runs = {run: i for i, run in enumerate(begun)}
@@ -66,7 +66,7 @@ def digest(history: History) -> tuple[dict[str, Any], bytes]:
             envs.setdefault(_attributes(point), len(envs))
     devices = sorted({str(points[0].series) for points in lines})
     families = sorted({name for points in lines for point in points for name in point.baselines()})
-    about = {
+    facts = {
         "version": __version__,
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes"),
         "confidence": changes.CONFIDENCE,
@@ -82,24 +82,24 @@ def digest(history: History) -> tuple[dict[str, Any], bytes]:
         "problems": [str(problem) for problem in history.problems],
     }
     columns = [_columns(points, runs, envs, families) for points in lines]
-    return about, b"".join(_planes(np.concatenate(column)) for column in zip(*columns, strict=True))
+    return facts, b"".join(_planes(np.concatenate(column)) for column in zip(*columns, strict=True))
 
 
 def _lines(points: Sequence[Point]) -> list[list[Point]]:
     """Points of each case on each series, by time; of a run, the last."""
-    found: dict[tuple[str, str], dict[str, Point]] = {}
+    by_line: dict[tuple[str, str], dict[str, Point]] = {}
     for point in sorted(points, key=lambda point: _seconds(point.time)):
-        found.setdefault((point.case, str(point.series)), {})[point.run] = point
-    return [list(runs.values()) for _, runs in sorted(found.items())]
+        by_line.setdefault((point.case, str(point.series)), {})[point.run] = point
+    return [list(runs.values()) for _, runs in sorted(by_line.items())]
 
 
 def _runs(points: Sequence[Point]) -> dict[str, int]:
     """When each run began, in that order."""
-    found: dict[str, int] = {}
+    begun: dict[str, int] = {}
     for point in points:
         time = _seconds(point.time)
-        found[point.run] = min(time, found.get(point.run, time))
-    return dict(sorted(found.items(), key=lambda item: item[1]))
+        begun[point.run] = min(time, begun.get(point.run, time))
+    return dict(sorted(begun.items(), key=lambda item: item[1]))
 
 
 def _seconds(time: str) -> int:
@@ -114,15 +114,15 @@ def _attributes(point: Point) -> str:
 
 
 def _line(points: list[Point], devices: list[str], families: list[str]) -> dict[str, Any]:
-    """One case on one series: what is known of its last point, and what happened before."""
+    """One case on one series: its last point, and the changes before it."""
     last = points[-1]
     contenders = {
-        name: {key: value for key, value in found.items() if key not in ("samples", "errors")}
-        for name, found in last.contenders.items()
+        name: {key: value for key, value in figures.items() if key not in ("samples", "errors")}
+        for name, figures in last.contenders.items()
     }
     right = [i for i, point in enumerate(points) if point.ms]
     times = [points[i].ms or 0.0 for i in right]
-    told = changes.find(times)
+    level_changes = changes.find(times)
     line = {
         "case": last.case,
         "device": devices.index(str(last.series)),
@@ -130,9 +130,9 @@ def _line(points: list[Point], devices: list[str], families: list[str]) -> dict[
         "n": len(points),
         "unit": _unit(points),
         "fails": {i: point.own["why"] for i, point in enumerate(points) if not point.ms},
-        "changes": _changes(points, right, told, families),
-        "loss": _loss(told),
-        "latest": _latest(points, times, told),
+        "changes": _changes(points, right, level_changes, families),
+        "loss": _loss(level_changes),
+        "latest": _latest(points, times, level_changes),
         "last": contenders,
     }
     extra = {"work": last.work, "ceilings": last.ceilings, "goal": last.goal, "state": last.state}
@@ -140,9 +140,9 @@ def _line(points: list[Point], devices: list[str], families: list[str]) -> dict[
 
 
 def _ranked(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines with their "rank" among all, the most urgent first: what failed in its latest run and not before;
-    what was slower there, by the lower end of the interval; what still fails; what is slower than at its
-    best; what is farthest below its goal."""
+    """Lines with their "rank", the most urgent first: new failures of the latest run; slower cases, by the
+    lower end of the interval; cases that still fail; cases that are slower than at their best; cases that
+    are farthest below their goal."""
     order = {key: rank for rank, key in enumerate(sorted({_urgency(line) for line in lines}))}
     return [line | {"rank": order[_urgency(line)]} for line in lines]
 
@@ -155,33 +155,39 @@ def _urgency(line: dict[str, Any]) -> tuple[float, ...]:
     return group, -latest["low"] if group == 1 else 0.0, -line["loss"], min(goals, default=1.0)
 
 
-def _latest(points: list[Point], times: list[float], told: Sequence[changes.Change]) -> dict[str, Any]:
-    """How the newest point compares with those before it."""
+def _latest(
+    points: list[Point], times: list[float], level_changes: Sequence[changes.Change]
+) -> dict[str, Any]:
+    """The newest point compared with the level before it."""
     if not points[-1].ms:
         before = points[-2].ms if len(points) > 1 else None
         return {"verdict": "failing" if before else "still failing"}
-    found = changes.compare_latest(times, told)._asdict()
-    return {name: round(x, 5) if isinstance(x, float) else x for name, x in found.items()}
+    latest = changes.compare_latest(times, level_changes)._asdict()
+    return {name: round(x, 5) if isinstance(x, float) else x for name, x in latest.items()}
 
 
-def _loss(told: Sequence[changes.Change]) -> float:
+def _loss(level_changes: Sequence[changes.Change]) -> float:
     """The level now over the lowest before a change; 1 if it never was lower."""
-    return max(1.0, told[-1].after / min(change.before for change in told)) if told else 1.0
+    return (
+        max(1.0, level_changes[-1].after / min(change.before for change in level_changes))
+        if level_changes
+        else 1.0
+    )
 
 
 def _unit(points: list[Point]) -> float:
-    """The median time: what the times of a line are logarithms over."""
+    """The median time of a line, which is the unit of its logarithms."""
     times = [point.ms for point in points if point.ms]
     return float(np.median(times)) if times else 1.0
 
 
 def _changes(
-    points: list[Point], right: list[int], told: Sequence[changes.Change], families: list[str]
+    points: list[Point], right: list[int], level_changes: Sequence[changes.Change], families: list[str]
 ) -> list[dict[str, Any]]:
-    """Change points, by index of the point, with what else changed there; right: points that did not fail."""
-    edges = [0, *(change.at for change in told), len(right)]
-    found = []
-    for k, change in enumerate(told):
+    """Change points, by index of the point, with other changes there; right: points that did not fail."""
+    edges = [0, *(change.at for change in level_changes), len(right)]
+    rows = []
+    for k, change in enumerate(level_changes):
         before, after = (
             [points[i] for i in right[a:b]]
             for a, b in ((edges[k], edges[k + 1]), (edges[k + 1], edges[k + 2]))
@@ -189,7 +195,7 @@ def _changes(
         at = right[change.at]
         causes = [cause._asdict() for cause in changes.causes(points, at)]
         relative = {name: _median_speedup(after, name) / _median_speedup(before, name) for name in families}
-        found.append({
+        rows.append({
             "at": at,
             "from": right[change.at - 1],
             "before": change.before,
@@ -197,16 +203,16 @@ def _changes(
             "causes": causes,
             "relative": {name: round(x, 4) for name, x in relative.items() if not math.isnan(x)},
         })  # fmt: skip
-    return found
+    return rows
 
 
 def _median_speedup(points: list[Point], family: str) -> float:
-    found = [speedup[family] for speedup in (point.speedups() for point in points) if family in speedup]
-    return float(np.median(found)) if found else math.nan
+    speedups = [speedup[family] for speedup in (point.speedups() for point in points) if family in speedup]
+    return float(np.median(speedups)) if speedups else math.nan
 
 
 def _kernel(line: dict[str, Any]) -> dict[str, Any]:
-    """What the page shows of a compiled kernel: everything but what every line has."""
+    """The data of a compiled kernel on the page: its line without the fields that every line has."""
     return {key: value for key, value in line.items() if key not in ("kind", "run") and value is not None}
 
 
@@ -218,12 +224,12 @@ def _columns(
     unit = _unit(points)
     own = [point.own for point in points]
     logs = [
-        [_log(found.get("ms"), unit) for found in own],
-        [_log(found.get("ms"), found.get("low", found.get("ms"))) for found in own],
-        [_log(found.get("high", found.get("ms")), found.get("ms")) for found in own],
+        [_log(figures.get("ms"), unit) for figures in own],
+        [_log(figures.get("ms"), figures.get("low", figures.get("ms"))) for figures in own],
+        [_log(figures.get("high", figures.get("ms")), figures.get("ms")) for figures in own],
     ]
     speedups = [point.speedups() for point in points]
-    logs += [[_log(found.get(name), 1.0) for found in speedups] for name in families]
+    logs += [[_log(figures.get(name), 1.0) for figures in speedups] for name in families]
     numbers = [runs[point.run] for point in points], [envs[_attributes(point)] for point in points]
     return [*(np.array(x, "<i4") for x in numbers), *(np.array(x, "<i2") for x in logs)]
 

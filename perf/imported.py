@@ -10,11 +10,11 @@ from tritoncp.perf.record import OURS, Point, Series, point_of
 
 
 def points(report: dict[str, Any]) -> list[Point]:
-    """What `pytest --benchmark-json` wrote: a point for each benchmark.
+    """Read a report of `pytest --benchmark-json`: a point for each benchmark.
 
-    A benchmark may say more of itself in ``extra_info``: "series" (device, power_limit, clocks), "env" and
-    "tags", as perf/bench.py does; else the series is the CPU's, and the test's name is all there is. Raises
-    KeyError, TypeError, ValueError or AttributeError for anything that is no such report.
+    A benchmark may describe itself in ``extra_info``: "series" (device, power_limit, clocks), "env" and
+    "tags", as perf/bench.py does; else the series is the CPU's, and only the test's name is known. Raises
+    KeyError, TypeError, ValueError or AttributeError for other JSON.
 
     >>> stats = {"median": 0.002, "q1": 0.0019, "q3": 0.0021, "rounds": 9}
     >>> cpu = {"cpu": {"brand_raw": "A CPU"}, "python_version": "3.11"}
@@ -29,22 +29,22 @@ def points(report: dict[str, Any]) -> list[Point]:
     if commit.get("id"):
         env["commit"] = commit["id"] + "+" * bool(commit.get("dirty"))
     device = machine.get("cpu", {}).get("brand_raw") or machine.get("processor") or "CPU"
-    found = []
+    imported = []
     for bench in report["benchmarks"]:
         said = bench.get("extra_info", {})
         series = Series(**said["series"]) if "series" in said else Series(device)
         tags = {"pass": "benchmark", **said.get("tags", {})}
-        known = env | said.get("env", {})
+        env_of_bench = env | said.get("env", {})
         took = {OURS: _figures(bench["stats"])}
-        point = Point(run, report["datetime"], bench["fullname"], series, known, took, tags)
-        found.append(point_of(point.as_line()))
-    return found
+        point = Point(run, report["datetime"], bench["fullname"], series, env_of_bench, took, tags)
+        imported.append(point_of(point.as_line()))
+    return imported
 
 
 def _figures(stats: dict[str, Any]) -> dict[str, Any]:
     """Milliseconds from seconds; samples if they were saved."""
     names = {"ms": "median", "low": "q1", "high": "q3"}
-    figures: dict[str, Any] = {ours: round(1e3 * stats[theirs], 6) for ours, theirs in names.items()}
+    figures: dict[str, Any] = {name: round(1e3 * stats[column], 6) for name, column in names.items()}
     if stats.get("data"):
         return figures | {"samples": [round(1e3 * x, 6) for x in stats["data"]]}
     return figures | {"n": stats["rounds"]}

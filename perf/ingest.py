@@ -1,8 +1,8 @@
-"""`tritoncp perf ingest`: what `make gpu` left in a folder, for keeps.
+"""`tritoncp perf ingest`: adds the results of `make gpu` in a folder to the repository.
 
 Lines of histories are added to a history that does not hold them yet.  Tile shapes that beat the rule are
-shipped: not what some file claims, but what the journal of `tritoncp autotune` holds a right answer and times
-for (tritoncp/tune/journal.py says what is in one).  What cannot be read is named and costs nothing else.
+shipped, if the journal of `tritoncp autotune` (see tritoncp/tune/journal.py) holds a right answer and times
+for them.  Unreadable lines are named and left out.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ class Choice(NamedTuple):
     entry: dict[str, Any] | None
 
 
-Choices = dict[tuple[Any, ...], Choice]  # by what tuned.about says
+Choices = dict[tuple[Any, ...], Choice]  # by tuned.about(entry)
 
 
 class Ingested(NamedTuple):
-    """Lines that were added to the history and that it held already; files of tile shapes with how many
-    entries each has gained or changed, and lost; what was refused."""
+    """Numbers of lines added to the history, and present before; files of tile shapes with the numbers of
+    entries gained or changed, and lost; problems with lines that were left out."""
 
     added: int
-    known: int
+    present: int
     shipped: dict[Path, tuple[int, int]]
     problems: list[Problem]
 
 
 class Refused(Exception):
-    """What no `make gpu` leaves: nothing of the folder is taken over."""
+    """The folder holds a file that `make gpu` never writes: nothing of it is taken over."""
 
 
 def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
-    """Take over what is in a folder: ``*.jsonl`` into ``history``, wins in ``configs/`` into ``configs``.
+    """Take over the files of a folder: ``*.jsonl`` into ``history``, wins in ``configs/`` into ``configs``.
 
     Everything is read and every place to write to is known before anything is written. Doing it again changes
     nothing. Raises FileNotFoundError where there is neither, Refused for links and anything but plain files,
-    for names that no file may be called after, for journals with lines that no version of tritoncp autotune
+    for names that are not allowed in file names, for journals with lines that no version of tritoncp autotune
     writes (nested deeply, NaN), and where a link leads out of ``history`` or ``configs``.
     """
     lines, journals = sorted(folder.glob("*.jsonl")), sorted((folder / "configs").glob("*/*.jsonl"))
@@ -71,10 +71,10 @@ def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
     chosen: dict[tuple[Device, str], Choices] = defaultdict(dict)
     for path in journals:
         for run in runs(path, problems):
-            of = Device(run.about["arch"], run.about["device"]), run.about["triton"]
+            of = Device(run.facts["arch"], run.facts["device"]), run.facts["triton"]
             _choose(run, chosen[of], problems)
     places = {of: _config_file(configs, *of) for of in chosen}
-    counts = [_keep(path, found) for path, found in good.items()]
+    counts = [_keep(path, rows) for path, rows in good.items()]
     shipped = {}
     for (device, triton), choices in chosen.items():
         path, changes = places[device, triton], (0, 0)
@@ -84,8 +84,8 @@ def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
             problems.append(Problem(path, 1, f"{error}; mend or remove it, and ingest again"))
         if any(changes):
             shipped[path] = changes
-    added, known = (sum(x) for x in zip(*counts)) if counts else (0, 0)
-    return Ingested(added, known, shipped, problems)
+    added, present = (sum(x) for x in zip(*counts)) if counts else (0, 0)
+    return Ingested(added, present, shipped, problems)
 
 
 def _check_plain(path: Path, folder: Path) -> None:
@@ -133,10 +133,10 @@ def _good(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
 def _keep(path: Path, good: list[dict[str, Any]]) -> tuple[int, int]:
     """Add lines to a file of the history; how many were added, and how many were there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    others = [other for other in files([path.parent]) if other.name != path.name]
-    lines = (line for other in others for _, line in checked(other))
-    elsewhere = {same_line(line) for line in lines if not isinstance(line, str)}
-    added = merge(path, [line for line in good if same_line(line) not in elsewhere])
+    siblings = [other for other in files([path.parent]) if other.name != path.name]
+    lines = (line for other in siblings for _, line in checked(other))
+    stored = {same_line(line) for line in lines if not isinstance(line, str)}
+    added = merge(path, [line for line in good if same_line(line) not in stored])
     return added, len(good) - added
 
 
@@ -145,8 +145,8 @@ def _keep(path: Path, good: list[dict[str, Any]]) -> tuple[int, int]:
 
 @dataclass
 class Evidence:
-    """What a run found out about one target. wrong: why the answer of a config is not to be trusted, or None;
-    times: milliseconds of configs, by how many rounds they were taken in."""
+    """The results of a run for one target. wrong: the error in the answer of a config, or None; times:
+    milliseconds of configs, by the number of rounds."""
 
     line: int
     entry: dict[str, Any] = field(default_factory=dict)
@@ -155,7 +155,7 @@ class Evidence:
     times: dict[int, dict[Config, float]] = field(default_factory=lambda: defaultdict(dict))
 
     def choice(self) -> tuple[Config, float, float] | None:
-        """As tritoncp autotune chooses, among what was checked: a config, its time, and the rule's."""
+        """The choice of tritoncp autotune among checked configs: a config, its time, and the rule's."""
         for turn in sorted(self.times, reverse=True):
             right = {c: ms for c, ms in self.times[turn].items() if self.wrong.get(c, "unknown") is None}
             if self.rule in right and len(right) > 1:
@@ -165,17 +165,17 @@ class Evidence:
         return None
 
     def unchecked(self) -> list[Config]:
-        """Configs that were timed and that nothing is said about."""
-        timed = dict.fromkeys(c for taken in self.times.values() for c in taken)
+        """Configs that were timed and not checked."""
+        timed = dict.fromkeys(c for times in self.times.values() for c in times)
         return [config for config in timed if config not in self.wrong]
 
 
 @dataclass
 class Run:
-    """A run of tritoncp autotune. about: device, arch, triton, code; time: when it began."""
+    """A run of tritoncp autotune. facts: device, arch, triton, code; time: when it began."""
 
     path: Path
-    about: dict[str, str]
+    facts: dict[str, str]
     time: float
     targets: dict[str, Evidence] = field(default_factory=dict)
 
@@ -183,7 +183,7 @@ class Run:
 def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
     """The runs in a journal, each as far as it can be read. Raises Refused for a journal that no version of
     tritoncp autotune has written."""
-    found: list[Run] = []
+    runs_read: list[Run] = []
     current, orphans = False, []
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         if not text.strip():
@@ -192,10 +192,10 @@ def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
             line = _line(path, number, text)
             if line["stage"] == "begin":
                 current = False
-                found.append(_begun(path, number, line))
+                runs_read.append(_begun(path, number, line))
                 current = True
             elif current:
-                _read(found[-1], number, line)
+                _read(runs_read[-1], number, line)
             else:
                 orphans.append(number)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -204,11 +204,11 @@ def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
     if orphans:
         why = f"{len(orphans)} lines from here on belong to a run whose beginning cannot be read"
         problems.append(Problem(path, orphans[0], why))
-    yield from found
+    yield from runs_read
 
 
 def _line(path: Path, number: int, text: bytes) -> Any:
-    """What a line holds. Raises ValueError for one that is cut off."""
+    """Parse a line. Raises ValueError for one that is cut off."""
     try:
         line = parse_json(text)
     except json.JSONDecodeError:
@@ -227,17 +227,17 @@ def _foreign(path: Path, number: int, why: str) -> Refused:
 def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
     """The run that a line begins. Raises Refused for an architecture or a Triton that no file may be called
     after."""
-    about = {name: line["about"][name] for name in ("device", "arch", "triton", "code")}
-    if not all(isinstance(value, str) and value for value in about.values()):
+    facts = {name: line["about"][name] for name in ("device", "arch", "triton", "code")}
+    if not all(isinstance(value, str) and value for value in facts.values()):
         raise ValueError("device, arch, triton and code have to be text")
     try:
-        tuned.path_in(Path(), Device(about["arch"], about["device"]), about["triton"])
+        tuned.path_in(Path(), Device(facts["arch"], facts["device"]), facts["triton"])
     except ValueError as error:
         raise Refused(f"{path}:{number}: {error}") from error
     began = _positive(line["time"])
     if began > time.time() + DAY:  # what it says would count as newest for ever
         raise ValueError(f"the run began in the future: {began:g} seconds after 1970")
-    return Run(path, about, began)
+    return Run(path, facts, began)
 
 
 def _read(run: Run, number: int, line: dict[str, Any]) -> None:
@@ -248,16 +248,16 @@ def _read(run: Run, number: int, line: dict[str, Any]) -> None:
         of = run.targets.setdefault(name, Evidence(number))
         of.entry, of.rule = line["entry"], _items(line["rule"])
         return
-    config, found = _items(line["config"]), line["found"]
+    config, result = _items(line["config"]), line["found"]
     hash((name, config))
     if stage == "check":
-        if found["wrong"] is not None and not isinstance(found["wrong"], str):
+        if result["wrong"] is not None and not isinstance(result["wrong"], str):
             raise TypeError("wrong is neither null nor a reason")
-        run.targets.setdefault(name, Evidence(number)).wrong[config] = found["wrong"]
+        run.targets.setdefault(name, Evidence(number)).wrong[config] = result["wrong"]
     elif stage == "time":
-        turn, ms = int(line["turn"]), _positive(found["ms"])
+        turn, ms = int(line["turn"]), _positive(result["ms"])
         run.targets.setdefault(name, Evidence(number)).times[turn][config] = ms
-    elif stage not in ("compile", "steps") or not isinstance(found, dict):
+    elif stage not in ("compile", "steps") or not isinstance(result, dict):
         raise ValueError(f"there is no stage {stage!r}")
 
 
@@ -275,7 +275,7 @@ def _positive(x: Any) -> float:
 
 
 def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
-    """Put what a run chose in place of what older ones did."""
+    """Put the choices of a run in place of those of older runs."""
     when = datetime.datetime.fromtimestamp(run.time, datetime.UTC).isoformat(timespec="seconds")
     for name, of in run.targets.items():
         for config in of.unchecked():
@@ -287,36 +287,36 @@ def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
         if (choice := of.choice()) is None:
             continue
         config, ms, rule_ms = choice
-        took = {"ms": ms, "rule_ms": rule_ms, "time": when, "code": run.about["code"]}
+        took = {"ms": ms, "rule_ms": rule_ms, "time": when, "code": run.facts["code"]}
         entry = {**of.entry, "config": dict(config), **took}
         try:
             tuned.check(entry)
         except (ValueError, KeyError, TypeError) as error:
             problems.append(Problem(run.path, of.line, f"{name}: {error}"))
             continue
-        about = tuned.about(entry)
-        if about not in choices or choices[about].time <= when:
-            choices[about] = Choice(when, None if config == of.rule else entry)
+        key = tuned.about(entry)
+        if key not in choices or choices[key].time <= when:
+            choices[key] = Choice(when, None if config == of.rule else entry)
 
 
 def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
-    """Put wins where calls look for what is shipped, and take away what is no better than the rule any more,
-    unless what is there is newer; how many of each. Raises ValueError where there is what cannot be read."""
-    old = _held(tuned.path_in(configs, device, triton))
-    times = {about: str(entry.get("time", "")) for about, entry in old.items()}
-    newer = {about for about, choice in choices.items() if times.get(about, "") > choice.time}
+    """Write wins to the shipped file, and remove entries that no longer beat the rule, except newer ones;
+    return the numbers of each. Raises ValueError for a file that cannot be read."""
+    old = _entries_of(tuned.path_in(configs, device, triton))
+    times = {key: str(entry.get("time", "")) for key, entry in old.items()}
+    newer = {key for key, choice in choices.items() if times.get(key, "") > choice.time}
     fresh = [
         entry
-        for about, (_, entry) in choices.items()
-        if entry is not None and about not in newer and old.get(about) != entry
+        for key, (_, entry) in choices.items()
+        if entry is not None and key not in newer and old.get(key) != entry
     ]
-    drop = {about for about, (_, entry) in choices.items() if entry is None} & set(old) - newer
+    drop = {key for key, (_, entry) in choices.items() if entry is None} & set(old) - newer
     if fresh or drop:
         tuned.write(configs, device, fresh, {}, triton, drop)
     return len(fresh), len(drop)
 
 
-def _held(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """What a file of tile shapes holds. Raises ValueError for one that cannot be read: it is not ours to
-    replace."""
+def _entries_of(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """The entries of a file of tile shapes. Raises ValueError for one that cannot be read, and is not
+    replaced."""
     return {tuned.about(entry): entry for entry in tuned.read(path)} if path.exists() else {}

@@ -1,6 +1,6 @@
-"""Lines of JSON that anyone may have written: what a measurement has to hold.
+"""Checks of lines of JSON from unknown sources: the fields that a measurement must have.
 
-Raises plain errors; what becomes of a line that is none is up to who reads it.
+They raise plain errors; the caller decides how to treat a line that is no measurement.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-TIMES = 1e-9, 1e12  # milliseconds that something may have taken: beyond, ratios overflow
+TIMES = 1e-9, 1e12  # range of times, in milliseconds: beyond, ratios overflow
 
 
 def _parts(value: Any) -> Iterable[Any]:
@@ -18,13 +18,13 @@ def _parts(value: Any) -> Iterable[Any]:
 
 
 def finite(value: Any) -> bool:
-    """Whether no number in decoded JSON is NaN or infinite, which Python's JSON has and no other."""
+    """Whether no number in decoded JSON is NaN or infinite; only Python's JSON has such numbers."""
     return math.isfinite(value) if isinstance(value, float) else all(map(finite, _parts(value)))
 
 
 def check_measurement(line: dict[str, Any]) -> None:
-    """Raises KeyError, TypeError, ValueError or AttributeError for a line of kind "case" that is none, the
-    series aside."""
+    """Check a line of kind "case", except its series. Raises KeyError, TypeError, ValueError or
+    AttributeError if it is no measurement."""
     for name in ("run", "time", "case"):
         if not isinstance(line[name], str):
             raise TypeError(f"{name} is not text")
@@ -39,13 +39,15 @@ def check_measurement(line: dict[str, Any]) -> None:
         if not all(map(_positive, line.get(name, {}).values())):
             raise ValueError(f"{name} holds what is no positive number")
     _check_work(line.get("work", {}))
-    contenders = [{k: v for k, v in found.items() if k != "errors"} for found in line["contenders"].values()]
+    contenders = [
+        {k: v for k, v in figures.items() if k != "errors"} for figures in line["contenders"].values()
+    ]
     if not finite(contenders + [value for name, value in line.items() if name != "contenders"]):
         raise ValueError("a number is NaN or infinite")  # the errors of a wrong answer may be
 
 
 def _check_work(work: dict[str, Any]) -> None:
-    """Raises TypeError unless amounts are numbers, and those of ranks lists of them, one for each rank."""
+    """Raise TypeError unless amounts are numbers, and those of ranks lists with one number for each rank."""
     ranks = {name: work[name] for name in ("rank_work", "rank_bytes") if name in work}
     lists = all(isinstance(amounts, list) for amounts in ranks.values())
     if not lists or len({len(amounts) for amounts in ranks.values()}) > 1 or len(ranks) == 1:
@@ -56,7 +58,7 @@ def _check_work(work: dict[str, Any]) -> None:
 
 
 def _check_figures(name: str, figures: dict[str, Any]) -> None:
-    """Raises for figures of a contender that nothing can be computed from."""
+    """Check the figures of a contender. Raises KeyError, TypeError or ValueError for unusable ones."""
     if not name.split():
         raise ValueError("a contender has no name")
     if not isinstance(figures, dict):

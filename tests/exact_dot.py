@@ -1,9 +1,9 @@
-"""Interpreted ``tl.dot`` whose bits depend on the rows and columns alone that it multiplies.
+"""Interpreted ``tl.dot`` whose bits depend only on the rows and columns that it multiplies.
 
-The interpreter takes NumPy's matmul, and what BLAS makes of a row depends on how many others there are, on
-the CPU and on the number of threads: no two computations of equal numbers could be compared bit by bit. Here
-each product is a few float64 products of *slices* (error-free splitting, Ozaki et al. 2012), integers times
-one power of two, so small that no sum of them rounds, whatever its order.
+The interpreter uses NumPy's matmul, and the bits that BLAS computes for a row depend on the number of rows,
+on the CPU and on the number of threads: no two computations of equal numbers could be compared bit by bit.
+Here each product is a few float64 products of *slices* (error-free splitting, Ozaki et al. 2012), integers
+times one power of two, so small that no sum of them rounds, whatever its order.
 """
 
 from __future__ import annotations

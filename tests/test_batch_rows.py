@@ -1,4 +1,4 @@
-"""Rows from the middle of a batch: what they compute is what the whole batch's rows do."""
+"""Rows from the middle of a batch: their results equal those of the same rows in the whole batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SCHEDULES = ("allgather", "ring", "fetch", "ulysses")
 
 
 class Layer:
-    """q, k, v of a whole batch, a captured table of each row, and what a call on some rows makes of them."""
+    """q, k, v of a whole batch, a captured table of each row, and the results of a call on some rows."""
 
     def __init__(self) -> None:
         self.qkv = [torch.randn(B, HEADS, S, D, dtype=torch.float64) for _ in range(3)]
@@ -88,8 +88,8 @@ def over_ranks(mask: Any, schedule: str) -> Callable[..., Any]:
     def call(q: Tensor, k: Tensor, v: Tensor, score: Any, batch_offset: int = 0) -> Any:
         placed = plan.batch_rows(batch_offset, len(q))
         shards = (world.shard(x, placed, dim=2) for x in (q, k, v))
-        found = world.flex_attention(*shards, score, plan, return_lse=True, batch_offset=batch_offset)
-        return [world.unshard(xs, placed, dim=2) for xs in found]
+        results = world.flex_attention(*shards, score, plan, return_lse=True, batch_offset=batch_offset)
+        return [world.unshard(xs, placed, dim=2) for xs in results]
 
     return call
 

@@ -1,4 +1,4 @@
-"""NaN and scores of any size, on both engines: lse says what out does, and gradients stay within bounds."""
+"""NaN and scores of any size, on both engines: lse agrees with out, and gradients stay within bounds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("engine")
 
 
 def mask() -> tritoncp.Mask:
-    """Its last block of queries sees nothing."""
+    """A causal mask whose last block of queries sees no key."""
     return tritoncp.create_block_mask(lambda b, h, q, kv: (q >= kv) & (q < 32), 1, 1, S, S, BLOCK_SIZE=16)
 
 
@@ -35,9 +35,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """out, lse, max_scores in plain torch; softmax of a row that sees nothing is 0, as in torch's flex."""
     q, k, v = (x.double() for x in (q, k, v))
     at = torch.arange(S)
-    seen = (at[:, None] >= at) & (at[:, None] < 32)
-    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~seen, -math.inf)
-    p = torch.softmax(scores, -1).masked_fill(~seen.any(1)[:, None], 0)
+    visible = (at[:, None] >= at) & (at[:, None] < 32)
+    scores = (q @ k.mT / math.sqrt(D)).masked_fill(~visible, -math.inf)
+    p = torch.softmax(scores, -1).masked_fill(~visible.any(1)[:, None], 0)
     return p @ v, scores.logsumexp(-1), scores.amax(-1)
 
 
@@ -92,15 +92,15 @@ def test_gradients_of_rows_with_a_nan_are_nan() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1e7, 1e8, 1e9, 1e10, 1e12])
 def test_no_probability_exceeds_one_however_large_scores_are(size: float, dtype: torch.dtype) -> None:
-    """Forward is right; from where a float32 has no fractional digits on, gradients are bounded by those that
-    all probabilities of one would give."""
+    """Forward is exact; for scores past the fractional digits of a float32, gradients are bounded by those of
+    probabilities that are all one."""
     qkv = tensors(size, dtype)
-    found, want = answers(qkv, "one device"), dense(*qkv)
+    got, want = answers(qkv, "one device"), dense(*qkv)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(found[0].double(), want[0], **near)
-    torch.testing.assert_close(found[1].double(), want[1], rtol=1e-5, atol=0)
-    dout = torch.randn_like(found[0])
-    dq, dk, dv = torch.autograd.grad(found[0], qkv, dout)
+    torch.testing.assert_close(got[0].double(), want[0], **near)
+    torch.testing.assert_close(got[1].double(), want[1], rtol=1e-5, atol=0)
+    dout = torch.randn_like(got[0])
+    dq, dk, dv = torch.autograd.grad(got[0], qkv, dout)
     assert all(bool(x.isfinite().all()) for x in (dq, dk, dv))
     most = dout.abs().double()[:, :, :32].flip(2).cumsum(2).flip(2)  # of all queries that see a key
     assert bool((dv.double().abs()[:, :, :32] <= most * 1.01 + 1e-6).all())

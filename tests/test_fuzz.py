@@ -24,13 +24,13 @@ SCORES = ("none", "softcap", "alibi", "by batch row", "learned table", "learned 
 
 
 class Mask(NamedTuple):
-    """A mask_mod as tritoncp takes it, and the same written once more; ``each``: whether batch rows or heads
-    differ, so that each needs lists of its own."""
+    """A mask_mod for tritoncp, and its visible pairs written independently; ``varies``: whether they differ
+    between batch rows or heads, so that each needs lists of its own."""
 
     name: str
     mod: Any
-    seen: Pairs
-    each: bool = False
+    visible: Pairs
+    varies: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Case:
     dims: tuple[int, int]
     dtype: torch.dtype
     mask: Mask
-    each: bool  # whether lists are made for each batch row and head, or once for all
+    own_lists: bool  # whether lists are made for each batch row and head, or once for all
     score: str
     sinks: bool
     scale: float | None
@@ -54,7 +54,7 @@ class Case:
     seed: int = field(repr=False)
 
 
-# -- what is drawn -----------------------------------------------------------------------------------------
+# -- random cases -----------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -95,7 +95,7 @@ def leaf_masks(draw: st.DrawFn, length: int, batch: int) -> Mask:
 
 @st.composite
 def python_masks(draw: st.DrawFn) -> Mask:
-    """Functions that say nothing about themselves."""
+    """Python functions, which have no closed form."""
     m, r, shift = draw(st.integers(1, 5)), draw(st.integers(0, 4)), draw(st.integers(0, 30))
     table = torch.rand(3, 61, generator=torch.Generator().manual_seed(shift)) < 0.5
     mods: dict[str, Pairs] = {
@@ -112,20 +112,20 @@ def python_masks(draw: st.DrawFn) -> Mask:
 
 @st.composite
 def masks(draw: st.DrawFn, length: int, batch: int, depth: int = 2) -> Mask:
-    """Closed forms and Python functions, and what ``and``, ``or`` and ``not`` make of them."""
+    """Closed forms and Python functions, joined with ``and``, ``or`` and ``not``."""
     how = draw(st.sampled_from(["leaf", "leaf", "and", "or", "not"])) if depth else "leaf"
     if how == "leaf":
         return draw(leaf_masks(length, batch))
     one = draw(masks(length, batch, depth - 1))
     if how == "not":
-        return Mask(f"not {one.name}", tritoncp.not_(one.mod), lambda *at: ~one.seen(*at), one.each)
+        return Mask(f"not {one.name}", tritoncp.not_(one.mod), lambda *at: ~one.visible(*at), one.varies)
     other = draw(masks(length, batch, depth - 1))
-    name, each = f"({one.name} {how} {other.name})", one.each or other.each
+    name, varies = f"({one.name} {how} {other.name})", one.varies or other.varies
     if how == "and":
         both = tritoncp.and_masks(one.mod, other.mod)
-        return Mask(name, both, lambda *at: one.seen(*at) & other.seen(*at), each)
+        return Mask(name, both, lambda *at: one.visible(*at) & other.visible(*at), varies)
     return Mask(
-        name, tritoncp.or_masks(one.mod, other.mod), lambda *at: one.seen(*at) | other.seen(*at), each
+        name, tritoncp.or_masks(one.mod, other.mod), lambda *at: one.visible(*at) | other.visible(*at), varies
     )
 
 
@@ -142,7 +142,7 @@ def cases(draw: st.DrawFn, longest: int) -> Case:
         dims=(draw(st.sampled_from([1, 3, 8, 16, 24, 40])), draw(st.sampled_from([1, 5, 16, 40]))),
         dtype=draw(st.sampled_from(DTYPES)),
         mask=draw(masks(max(length, kv_length), batch)),
-        each=draw(st.booleans()),
+        own_lists=draw(st.booleans()),
         score=draw(st.sampled_from(SCORES)),
         sinks=draw(st.booleans()),
         scale=draw(st.sampled_from([None, 0.3, 1.0, -0.2])),
@@ -154,11 +154,11 @@ def cases(draw: st.DrawFn, longest: int) -> Case:
     )
 
 
-# -- what is computed --------------------------------------------------------------------------------------
+# -- results of a case --------------------------------------------------------------------------------------
 
 
 class Layer(NamedTuple):
-    """Tensors of a call: q, k, v, sinks or None, and what the score_mod captures and learns, or None."""
+    """Tensors of a call: q, k, v, sinks or None, and the learned capture of the score_mod, or None."""
 
     q: Tensor
     k: Tensor
@@ -212,21 +212,21 @@ def dense(case: Case, layer: Layer) -> tuple[Tensor, Tensor]:
     scores = q @ k.mT * (case.dims[0] ** -0.5 if case.scale is None else case.scale)
     mod = score_of(case, layer.learned)
     scores = scores if mod is None else mod(scores, b, h, i, j)
-    scores = scores.masked_fill(~case.mask.seen(b, h, i, j), -math.inf)
-    some = (scores > -math.inf).any(-1)
-    scores = torch.where(some[..., None], scores, 0)
-    out = torch.where(some[..., None], scores.softmax(-1) @ v, 0)
-    lse = torch.where(some, scores.logsumexp(-1), -math.inf)
+    scores = scores.masked_fill(~case.mask.visible(b, h, i, j), -math.inf)
+    filled = (scores > -math.inf).any(-1)
+    scores = torch.where(filled[..., None], scores, 0)
+    out = torch.where(filled[..., None], scores.softmax(-1) @ v, 0)
+    lse = torch.where(filled, scores.logsumexp(-1), -math.inf)
     if layer.sinks is None:
         return out, lse
     sink = layer.sinks[:, None].expand_as(lse)
-    total = torch.where(some, torch.logaddexp(torch.where(some, lse, 0), sink), sink)
-    return out * torch.where(some, torch.where(some, lse, 0) - total, 0).exp()[..., None], total
+    total = torch.where(filled, torch.logaddexp(torch.where(filled, lse, 0), sink), sink)
+    return out * torch.where(filled, torch.where(filled, lse, 0) - total, 0).exp()[..., None], total
 
 
 def called(case: Case, layer: Layer) -> tuple[Tensor, Tensor]:
     """out and lse of all ranks of a simulated world, or of one device."""
-    lists = (case.batch, case.heads * case.group) if case.each or case.mask.each else (1, 1)
+    lists = (case.batch, case.heads * case.group) if case.own_lists or case.mask.varies else (1, 1)
     sizes = *lists, case.length, case.kv_length
     mask = tritoncp.create_block_mask(case.mask.mod, *sizes, BLOCK_SIZE=case.block)
     options = {"enable_gqa": True, "return_lse": True, "sinks": layer.sinks, "scale": case.scale}
@@ -237,8 +237,8 @@ def called(case: Case, layer: Layer) -> tuple[Tensor, Tensor]:
     plan = world.make_plan(mask, balancer=case.balancer, schedule=case.schedule)
     sides = zip(layer[:3], ("q", "kv", "kv"))
     shards = [world.shard(x, plan, dim=2, side=side) for x, side in sides]
-    found = world.flex_attention(*shards, score, plan, **options)
-    out, lse = (world.unshard(xs, plan, dim=2) for xs in found)
+    results = world.flex_attention(*shards, score, plan, **options)
+    out, lse = (world.unshard(xs, plan, dim=2) for xs in results)
     return out, lse
 
 
@@ -247,8 +247,10 @@ def answers(case: Case, layer: Layer, call: Callable[[Case, Layer], tuple[Tensor
     out, lse = call(case, layer)
     g = torch.Generator().manual_seed(case.seed + 1)
     by_out, by_lse = (torch.randn(x.shape, generator=g, dtype=torch.float64) for x in (out, lse))
-    seen = torch.where(lse == -math.inf, 0, lse)
-    loss = (out.double() * by_out.to(case.dtype).double()).sum() + (seen.double() * by_lse.float()).sum()
+    finite_lse = torch.where(lse == -math.inf, 0, lse)
+    loss = (out.double() * by_out.to(case.dtype).double()).sum() + (
+        finite_lse.double() * by_lse.float()
+    ).sum()
     grads = torch.autograd.grad(loss, layer.leaves(), materialize_grads=True)
     return [out.detach(), lse.detach(), *grads]
 
@@ -269,8 +271,8 @@ def check(case: Case) -> None:
 
 
 def tolerance(dtype: torch.dtype, name: str) -> float:
-    """Of the largest number. Statistics are float32 whatever the inputs are; gradients of captures and sinks
-    are sums over all pairs or rows."""
+    """Tolerance relative to the largest number. Statistics are float32 for all inputs but float64; gradients
+    of captures and sinks are sums over all pairs or rows."""
     if name == "lse":
         return {torch.float64: 1e-11}.get(dtype, 2e-5)
     grown = 4 if name in ("dsinks", "dlearned") else 1

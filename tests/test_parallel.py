@@ -182,7 +182,7 @@ def messages(group, schedule, wrap):
     """Gradients of two layers under a way of checkpointing, and its messages, forward and backward."""
     started = []
     start = comm._start
-    comm._start = lambda asked, group: started.append(type(asked).__name__) or start(asked, group)
+    comm._start = lambda request, group: started.append(type(request).__name__) or start(request, group)
     plan = make_plan(mask(), group, schedule=schedule)
     q, k, v = (
         shard(torch.randn(1, HEADS, S, DIM, dtype=torch.float64), plan, dim=2).requires_grad_() for _ in "qkv"

@@ -1,4 +1,4 @@
-"""Names that data brings: what a file may be called after, and where its path may lead."""
+"""File names that are built from data: the allowed names, and the folders that their paths may lead to."""
 
 from pathlib import Path
 

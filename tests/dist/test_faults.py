@@ -1,4 +1,4 @@
-"""Ranks that die, stop, raise or do something else: the others end in time and say what they waited for.
+"""Ranks that die, stop, raise or make another call: the other ranks end in time, with an error that names it.
 
 Three gloo ranks, of which rank 1 fails just before a stage that all of them make together.
 """
@@ -77,7 +77,7 @@ DIFFERENT = r"Disagreement: the ranks differ in (call|mask).*rank 1"  # where th
 
 
 def stage(group: Any, what: str, fault: Any) -> None:
-    """Everything that comes before, on all ranks; then the fault on rank 1 and the stage on the others."""
+    """Run the earlier stages on all ranks; then the fault on rank 1 and this stage on the other ranks."""
     plan, out = None, None
     if what != "first plan":
         plan = tritoncp.make_plan(mask_of(), group, schedule="allgather")
@@ -132,7 +132,7 @@ def raised(call: Any) -> str:
 
 
 def calls_with(mesh: Any) -> list[str]:
-    """What every public call says of a mesh."""
+    """The errors of every public call with a mesh."""
     x, mask = torch.ones(1, 2, S // 2, 8), mask_of()
     plan = tritoncp.make_plan(mask, world_size=2, rank=0)
     return [

@@ -35,7 +35,7 @@ def shards(heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32, ba
 
 
 def message(call: Any) -> str:
-    """What a call raises on this rank."""
+    """The error that a call raises on this rank, as text."""
     try:
         call()
     except Exception as error:
@@ -44,7 +44,7 @@ def message(call: Any) -> str:
 
 
 def count_exchanges(call: Any) -> int:
-    """How often the ranks compare something during a call."""
+    """The number of exchanges between the ranks during a call."""
     count = []
     exchange = comm.exchange
     comm.exchange = lambda *args: count.append(1) or exchange(*args)
@@ -131,8 +131,8 @@ def test_a_compiled_call_is_compared_too() -> None:
         assert "the ranks differ in score_mod: rank 0 against rank 1" in text
 
 
-def test_what_may_differ_or_change_costs_one_comparison() -> None:
-    """Lengths of shards, and what a score_mod captures: numbers, tensors, tensors that are learned."""
+def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> None:
+    """Lengths of shards, and captures of a score_mod: numbers, tensors, learned tensors."""
 
     def work(group: Any) -> tuple[list[int], Tensor]:
         whole = torch.randn(1, 2, S, 16, generator=torch.Generator().manual_seed(1))
@@ -165,8 +165,8 @@ def test_what_may_differ_or_change_costs_one_comparison() -> None:
         counts = [count_exchanges(call) for call in (with_floats, with_learned, with_scales, uneven)]
         return counts, outs[-1]
 
-    (counts, first), (others, second) = run(2, work, timeout=120)
-    assert counts == others and counts[:2] == [1, 1]
+    (counts, first), (second_counts, second) = run(2, work, timeout=120)
+    assert counts == second_counts and counts[:2] == [1, 1]
     assert counts[2] <= 16, "a scale that changes at every step is not compared for ever"
     assert counts[3] == 2 * 3 + 1  # three plans of new masks, one signature
     whole = torch.randn(1, 2, S, 16, generator=torch.Generator().manual_seed(1))
@@ -198,8 +198,8 @@ def test_captured_values_are_compared_where_asked_for(kind: str, monkeypatch: py
     def work(group: Any) -> tuple[str, str]:
         plan = tritoncp.make_plan(mask_of(), group)
 
-        def call(mine: int) -> None:
-            table, slope = torch.full((2,), 1.0 + mine), 0.5 + mine
+        def call(offset: int) -> None:
+            table, slope = torch.full((2,), 1.0 + offset), 0.5 + offset
             mods = {
                 "tensor": lambda s, b, h, q, kv: s * table[h],
                 "number": lambda s, b, h, q, kv: s * slope,
@@ -265,9 +265,9 @@ def local_calls(group: Any, count: int) -> tuple[list[int], int]:
 @pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_calls_of_one_rank_evict_no_plan_of_a_group(count: int) -> None:
     tritoncp.plan_cache_clear()
-    (first, held), (second, _) = run(2, local_calls, count, timeout=20 + count / 5)
+    (first, plans), (second, _) = run(2, local_calls, count, timeout=20 + count / 5)
     assert first == second == [3, 0]
-    assert held == tritoncp.plan_cache_info().most + 1  # of this process alone, and the group's
+    assert plans == tritoncp.plan_cache_info().most + 1  # of this process alone, and the group's
 
 
 def test_plans_of_a_group_are_evicted_alike_on_every_rank() -> None:

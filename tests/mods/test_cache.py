@@ -1,4 +1,4 @@
-"""Where emitted source is kept, and what it is protected from."""
+"""Storage of emitted source, and its protection."""
 
 from __future__ import annotations
 
@@ -120,13 +120,13 @@ def test_an_unsafe_directory_is_not_used(directory: Path, tmp_path: Path, level:
 
 
 def test_threads_translate_at_once(directory: Path) -> None:
-    """Tracing changes what is global to a process: one at a time."""
+    """Tracing changes the state of a process, so threads trace one at a time."""
     ready = threading.Barrier(4)
 
     def translate(number: int) -> bool:
         ready.wait()
-        made = [score_mod(lambda s, b, h, q, kv, n=n: s * (q + n) - kv) for n in range(number, 24, 4)]
-        return all(mod.graph is not None for mod in made)
+        mods = [score_mod(lambda s, b, h, q, kv, n=n: s * (q + n) - kv) for n in range(number, 24, 4)]
+        return all(mod.graph is not None for mod in mods)
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(translate, range(4)))
@@ -144,7 +144,7 @@ print([name for name in sys.modules if name.startswith("tritoncp_mod")])
 
 
 def in_another_process(code: str, **environment: str) -> str:
-    """What it prints."""
+    """Run code in another process; return its output."""
     root = str(Path(cache.__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -224,7 +224,7 @@ def test_a_file_that_cannot_be_written_lies_in_a_private_directory(
 
 
 def test_source_is_readable_without_any_file(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(**given: str) -> None:
+    def refuse(**options: str) -> None:
         raise FileNotFoundError("no usable temporary directory")
 
     directory.write_text("not a directory")
@@ -239,14 +239,14 @@ JITTED = "import triton\n\n\n@triton.jit\ndef add(x):\n    return x + {}\n"
 
 def test_a_module_goes_with_its_functions(directory: Path) -> None:
     functions = [cache.load(JITTED.format(n)).add for n in range(60)]
-    gone = [weakref.ref(function.fn) for function in functions]
+    refs = [weakref.ref(function.fn) for function in functions]
     paths = [function.fn.__code__.co_filename for function in functions]
     gc.collect()
     assert cache.load(JITTED.format(3)).add is functions[3], "kept as long as a function is"
     assert "return x + 7" in inspect.getsource(functions[7].fn)
     del functions
     gc.collect()
-    assert not any(function() for function in gone)
+    assert not any(function() for function in refs)
     assert not {*paths} & {*linecache.cache}
     assert not [name for name in sys.modules if name.startswith("tritoncp_mod")]
 

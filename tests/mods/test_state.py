@@ -22,7 +22,7 @@ S = 16
 
 @pytest.fixture(autouse=True)
 def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch: what is tested comes before any kernel."""
+    """Plain torch: the tested code runs before any kernel."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 

@@ -33,9 +33,9 @@ def write(path: Path, **cases) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> dict[str, Path]:
-    """Sides of a comparison by what is the matter with them."""
+    """Histories to compare, by their defect."""
     folder = tmp_path_factory.mktemp("sides")
-    found = {
+    paths = {
         name: write(folder / f"{name}.jsonl", **cases)
         for name, cases in {
             "base": {"c": [1.0, 1.01, 0.99], "d": [2.0, 2.02, 1.98]},
@@ -49,7 +49,7 @@ def files(tmp_path_factory) -> dict[str, Path]:
             "failing": {"c": [None], "d": [None]},
         }.items()
     }
-    base = found["base"].read_bytes()
+    base = paths["base"].read_bytes()
     texts = {
         "empty": b"",
         "blank": b"\n\n \n",
@@ -59,16 +59,16 @@ def files(tmp_path_factory) -> dict[str, Path]:
         "cake": base.replace(b'"kind":"case"', b'"kind":"cake"'),
     }
     for name, text in texts.items():
-        found[name] = folder / f"{name}.jsonl"
-        found[name].write_bytes(text)
+        paths[name] = folder / f"{name}.jsonl"
+        paths[name].write_bytes(text)
     for name in ("folder", "trap"):
-        found[name] = folder / name
-        found[name].mkdir()
-    (found["trap"] / "x.jsonl").mkdir()
-    found["link"] = folder / "link.jsonl"
-    found["link"].symlink_to(folder / "nowhere.jsonl")
-    found["device"] = Path("/dev/null")
-    return found
+        paths[name] = folder / name
+        paths[name].mkdir()
+    (paths["trap"] / "x.jsonl").mkdir()
+    paths["link"] = folder / "link.jsonl"
+    paths["link"].symlink_to(folder / "nowhere.jsonl")
+    paths["device"] = Path("/dev/null")
+    return paths
 
 
 NO_PERCENT = ("-5", "nan", "inf", "-inf", "5%%", "%", "lots", "1e400", "1_0", "٥", "0x5", "5%5", "--")
@@ -128,8 +128,8 @@ COMPARED = [
 @pytest.mark.parametrize(("words", "code", "said"), COMPARED, ids=[words for words, *_ in COMPARED])
 def test_compare(words, code, said, files, tmp_path):
     named = [files.get(word, word) for word in words.split()]
-    found, output = perf("compare", *named, "--history", tmp_path / "none")
-    assert found == code, output
+    status, output = perf("compare", *named, "--history", tmp_path / "none")
+    assert status == code, output
     assert said in " ".join(output.split()) or said in output
 
 
@@ -153,22 +153,22 @@ def test_names_of_a_history_are_text_and_no_markup(tmp_path):
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
 )
 def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
-    """Half of the lines have a part that is something else; what is kept can be compared and drawn."""
+    """Half of the lines have a part of another type; the remaining lines can be compared and drawn."""
     draw = random.Random(seed)
     points = line("c", [1.0, 1.01, 0.99, 1.0], tags=tags(), work=WORK, ceilings=CEILINGS, goal={"flex": 1.2})
     whole = [point.as_line() for point in points + line("d", [2.0, None, 2.1])]
     before, after = write(tmp_path / "before.jsonl", c=[1.0, 1.0], d=[2.0]), tmp_path / "after.jsonl"
     for _ in range(25):
-        lines = [mutated(each, draw) if draw.random() < 0.5 else each for each in whole]
-        after.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        lines = [mutated(entry, draw) if draw.random() < 0.5 else entry for entry in whole]
+        after.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
         for words in (
             (before, after),
             (after, before, "--baseline", "flex", "--markdown"),
             (after, after, "--json"),
         ):
             assert perf("compare", *words, "--fail-over", "5")[0] in (0, 1, 2, 3)
-        about, _ = digest(read(before, after))
-        json.dumps(about, allow_nan=False)
+        facts, _ = digest(read(before, after))
+        json.dumps(facts, allow_nan=False)
 
 
 RUN = ["run", "--device", "host", "--tier", "smoke"]
@@ -195,8 +195,8 @@ RUN = ["run", "--device", "host", "--tier", "smoke"]
     ],
 )  # fmt: skip
 def test_run(words, code, said, tmp_path):
-    found, output = perf(*RUN, "--out", tmp_path, *words.split())
-    assert found == code, output
+    status, output = perf(*RUN, "--out", tmp_path, *words.split())
+    assert status == code, output
     assert said in " ".join(output.split())
 
 

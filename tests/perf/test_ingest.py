@@ -58,10 +58,10 @@ def journal_of(gpu):
     return tuned.path_in(gpu / "configs", H200, "3.6.0").with_suffix(".jsonl")
 
 
-def tune(gpu, bench=None, wanted=(TARGET, SCORED), **about):
-    journal = Journal(journal_of(gpu), ABOUT | about, resume=False)
+def tune(gpu, bench=None, targets=(TARGET, SCORED), **facts):
+    journal = Journal(journal_of(gpu), ABOUT | facts, resume=False)
     tuner = Tuner("sm_90", journal, Compiler(), 1e9, now=lambda: 0.0)
-    chosen = tuner.run(wanted, bench or Formula(cost))
+    chosen = tuner.run(targets, bench or Formula(cost))
     journal.close()
     return chosen
 
@@ -87,7 +87,7 @@ def files(folder):
 def test_everything_is_taken_over_once(places):
     _, history, configs = places
     found = ingest(*places)
-    assert (found.added, found.known, found.problems) == (3, 0, [])
+    assert (found.added, found.present, found.problems) == (3, 0, [])
     assert [point.case for point in read(history).points] == ["causal-16k-fwd", "causal-16k-bwd"]
     path = tuned.path_in(configs, H200, "3.6.0")
     assert found.shipped == {path: (2, 0)} and path.name == "nvidia-h200-triton-3.6.0.json"
@@ -97,7 +97,7 @@ def test_everything_is_taken_over_once(places):
     assert shipped(configs)["dq", "bfloat16", 192, 128, "causal", True]["config"] == vars(best_of(SCORED))
     before = files(configs) | files(history)
     again = ingest(*places)
-    assert (again.added, again.known, again.shipped) == (0, 3, {})
+    assert (again.added, again.present, again.shipped) == (0, 3, {})
     assert files(configs) | files(history) == before
 
 
@@ -140,7 +140,7 @@ def test_lines_that_another_file_of_the_history_holds_are_not_added(places):
     lines = source.read_text().splitlines()
     append(history / "by-hand.jsonl", dict(reversed(json.loads(lines[0]).items())))
     found = ingest(*places)
-    assert (found.added, found.known) == (2, 1) and len(read(history).points) == 2
+    assert (found.added, found.present) == (2, 1) and len(read(history).points) == 2
 
 
 def _ingest(places):
@@ -265,7 +265,7 @@ def command(places) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def about(**changed):
+def edited_facts(**changed):
     return lambda line: line | {"about": line["about"] | changed} if line["stage"] == "begin" else line
 
 
@@ -294,7 +294,7 @@ NAMES = [
 def test_a_journal_whose_names_lead_elsewhere_is_refused_and_nothing_is_written(
     field, name, places, tmp_path
 ):
-    edited(journal_of(places[0]), about(**{field: name}))
+    edited(journal_of(places[0]), edited_facts(**{field: name}))
     before = files(tmp_path)
     status, said = command(places)
     assert status == 2 and "no file is called after it" in said and f"{journal_of(places[0])}:1: " in said
@@ -350,7 +350,7 @@ def test_a_run_that_began_at_no_time_yet_is_left_out(when, places):
 @pytest.mark.parametrize("value", [5, None, [], {}, ["sm_90"], "", True])
 @pytest.mark.parametrize("field", ["arch", "triton", "device", "code"])
 def test_a_run_whose_names_are_no_text_is_left_out(field, value, places):
-    edited(journal_of(places[0]), about(**{field: value}))
+    edited(journal_of(places[0]), edited_facts(**{field: value}))
     status, said = command(places)
     assert status == 2 and "have to be text" in said and not list(places[2].rglob("*"))
 
@@ -433,7 +433,7 @@ def test_no_journal_ends_in_a_traceback_or_leads_out(seed, places, tmp_path):
         lines = list(whole)
         for at in [0] * (draw.random() < 0.5) + draw.choices(range(len(lines)), k=draw.choice((0, 1, 4))):
             lines[at] = mutated(lines[at], draw)
-        journal.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        journal.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
         assert command(places)[0] in (0, 2)
         written = set(files(tmp_path)) - before
         assert all(places[1] in path.parents or places[2] in path.parents for path in written)
