@@ -343,7 +343,9 @@ def test_opcheck_of_the_op_that_plans():
     for mask in (KINDS["torch's"](2), KINDS["plan"](2), None):
         kept, numbers = [], []
         structure = carry(mask, kept, numbers)
-        opcheck(compiled.plan_op, (kept, numbers, [1, 2, S, 8, 2, S], structure, "", None), test_utils=TESTS)
+        opcheck(
+            compiled.plan_op, (kept, numbers, [1, 2, S, 8, 2, S], structure, "", None, None), test_utils=TESTS
+        )
 
 
 # A handle is a new name each time: the two runs of test_aot_dispatch_dynamic differ in its value.
