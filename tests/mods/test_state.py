@@ -237,12 +237,8 @@ def make(x):
 }
 
 
-@hypothesis.settings(max_examples=25)
-@hypothesis.given(
-    st.lists(st.sampled_from(LINKS), max_size=3), st.sampled_from(sorted(READERS)),
-    st.lists(st.sampled_from([0.25, 0.5, 3.0, -1.0]), min_size=2, max_size=3),
-)  # fmt: skip
-def test_an_edit_of_any_reachable_state_is_seen(links: list[str], reader: str, values: list[float]) -> None:
+def check_edits(links: list[str], reader: str, values: list[float]) -> None:
+    """Each value, written where the chain of links ends, is what the next call computes with."""
     cell = [0.125]
     root, path = cell, "[0]"
     for link in links:
@@ -254,6 +250,26 @@ def test_an_edit_of_any_reachable_state_is_seen(links: list[str], reader: str, v
     for value in values:
         cell[0] = value
         close(attend(score_mod), expected(score_mod))
+
+
+EDITS = hypothesis.given(
+    links=st.lists(st.sampled_from(LINKS), max_size=4),
+    reader=st.sampled_from(sorted(READERS)),
+    values=st.lists(st.sampled_from([0.25, 0.5, 3.0, -1.0]), min_size=2, max_size=3),
+)
+
+
+@hypothesis.settings(max_examples=25)
+@EDITS
+def test_an_edit_of_any_reachable_state_is_seen(links: list[str], reader: str, values: list[float]) -> None:
+    check_edits(links, reader, values)
+
+
+@pytest.mark.nightly
+@hypothesis.settings(max_examples=1000)
+@EDITS
+def test_edits_of_much_reachable_state_are_seen(links: list[str], reader: str, values: list[float]) -> None:
+    check_edits(links, reader, values)
 
 
 # -- compiled, and in several threads ----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from triton.runtime.jit import KernelInterface
 from . import cache
 from .emit import emit, loads
 from .recording import read_state
-from .trace import Traced, trace
+from .trace import Traced, release_source, trace
 
 JITFunction: TypeAlias = Any  # what @triton.jit makes: another class where kernels run interpreted
 
@@ -297,6 +297,7 @@ def _score_only(traced: Traced) -> Traced:
     output.args = ((output.args[0][0],),)
     joint.graph.eliminate_dead_code()
     joint.recompile()
+    release_source(joint)
     return replace(traced, joint=joint, wants=())
 
 

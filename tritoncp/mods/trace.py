@@ -8,6 +8,7 @@ private tracing API (`TransformGetItemToIndex`: indexing by a 0-d tensor stays a
 
 from __future__ import annotations
 
+import linecache
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
@@ -136,6 +138,7 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         raise Untranslatable(
             _operation(error), where, "its result depends on data known only in the kernel"
         ) from error
+    release_source(graph)
     return _Raw(_normalise(_attached(graph), origin(fn)), tuple(wanted), tuple(watch.captured))
 
 
@@ -393,7 +396,7 @@ def _lift_numbers(
 def _split(graph: fx.Graph, is_score: bool, order: list[int]) -> tuple[fx.GraphModule, fx.GraphModule | None]:
     root = torch.nn.Module()
     if not is_score:
-        return fx.GraphModule(root, graph), None
+        return _module(root, graph), None
     (outputs,) = next(n for n in graph.nodes if n.op == "output").args
     out, dscore_in, *grads = outputs
     forward, joint = fx.Graph(), fx.Graph()
@@ -405,4 +408,19 @@ def _split(graph: fx.Graph, is_score: bool, order: list[int]) -> tuple[fx.GraphM
     for node in list(forward.nodes):
         if node.name == "dscore":
             forward.erase_node(node)
-    return fx.GraphModule(root, forward), fx.GraphModule(root, joint)
+    return _module(root, forward), _module(root, joint)
+
+
+def _module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
+    module = fx.GraphModule(root, graph)
+    release_source(module)
+    return module
+
+
+def release_source(module: fx.GraphModule) -> None:
+    """Remove a graph's Python source from torch's cache, which keeps that of every graph for ever, and from
+    linecache: it is for tracebacks only, and ``module.code`` has it too."""
+    name = type(module).forward.__code__.co_filename
+    linecache.cache.pop(name, None)
+    graph_module._loader.eval_cache.pop(name, None)
+
