@@ -46,6 +46,7 @@ MASKS: dict[str, Callable[[], Any]] = {
     "closed form": causal,
     "documents of each row": lambda: listed(and_masks(causal(), document(ids=IDS))),
     "documents without lists": lambda: and_masks(causal(), document(ids=IDS)),
+    "mask_mod without lists": lambda: and_masks(causal(), near),
     "mask_mod": lambda: listed(bits, heads=HEADS),
     "listed for one row": lambda: listed(by_row, 1),
     "intervals listed for one row": lambda: create_block_mask(near, 1, 1, S, S, BLOCK_SIZE=64),
@@ -115,7 +116,11 @@ def test_kernels_read_rows_of_a_batch(name: str, engine: str) -> None:
     check(on_one_device(MASKS[name]()))
 
 
-PLANNED = [name for name in MASKS if name not in ("none", "closed form", "documents without lists")]
+PLANNED = [
+    name
+    for name in MASKS
+    if name not in ("none", "closed form", "documents without lists", "mask_mod without lists")
+]
 
 
 @pytest.mark.parametrize("engine", ["eager"], indirect=True)
@@ -193,6 +198,15 @@ def test_rows_that_are_not_there_are_refused(offset: Any, error: type[Exception]
             tritoncp.flex_attention(*x, mask, batch_offset=offset)
     with pytest.raises(error, match=message):
         tritoncp.simulate(1).flex_attention(*([t] for t in x), MASKS["mask_mod"](), batch_offset=offset)
+
+
+def test_one_plan_serves_every_offset_of_a_mask_that_does_not_read_the_row() -> None:
+    x = [torch.randn(1, HEADS, S, D) for _ in range(3)]
+    for mask in (causal(), MASKS["torch's"](), None):
+        tritoncp.plan_cache_clear()
+        for offset in range(3):
+            tritoncp.flex_attention(*x, mask, batch_offset=offset)
+        assert tritoncp.plan_cache_info().misses == 1
 
 
 def test_without_an_offset_the_batch_has_to_fit() -> None:

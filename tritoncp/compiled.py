@@ -75,7 +75,7 @@ def _plan(
     structure: str,
     world: str,
     positions: Tensor | None,
-    batch_offset: int | None,
+    batch_offset: int | None = None,
 ) -> Tensor:
     """A handle of the plan for a Plan or mask that :func:`carry` took apart, checked against the shards.
 
@@ -102,7 +102,7 @@ def _plan_fake(
     structure: str,
     world: str,
     positions: Tensor | None,
-    batch_offset: int | None,
+    batch_offset: int | None = None,
 ) -> Tensor:
     return torch.empty((), dtype=torch.int64, device="cpu")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.closed_forms import Document, MaskMod, document
+from tritoncp.closed_forms import Document, MaskMod, document, is_settled
 from tritoncp.masks import Mask
 from tritoncp.plan import Plan, pieces
 from tritoncp.sharding import Placement, natural
@@ -176,8 +176,8 @@ def check_mesh(mask: Any, degree: int) -> None:
 
 
 def whole_batch(mask: Any, rows: int, batch_offset: int) -> int:
-    """Rows of the batch of which a call has ``rows``, from ``batch_offset`` on: those of the mask, or, where
-    its lists have one row that serves all, as many as are known to be there."""
+    """Rows of the batch to plan for, where a call has ``rows`` of it from ``batch_offset`` on: the mask's, or
+    where one row of lists serves all, the call's; as many as are known for a function without lists."""
     if isinstance(batch_offset, bool) or not isinstance(batch_offset, int | torch.SymInt):
         raise TypeError(f"batch_offset is a {type(batch_offset).__name__}; a number of batch rows is needed")
     batch = mask.batch if isinstance(mask, Plan | MaskMod) else mask.B if isinstance(mask, Mask) else 1
@@ -189,7 +189,8 @@ def whole_batch(mask: Any, rows: int, batch_offset: int) -> int:
             f"{batch_offset + rows - 1} of a mask that has {batch}; batch_offset is the row of the mask's "
             "batch that the query begins with"
         )
-    return max(batch, batch_offset + rows)
+    without_lists = isinstance(mask, MaskMod) and not is_settled(mask)
+    return batch if batch > 1 else batch_offset + rows if without_lists else rows
 
 
 def check_sinks(q: Tensor, sinks: Tensor | None) -> None:

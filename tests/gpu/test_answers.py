@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import AuxRequest
 
+import tritoncp
 from tests.gpu.support import (
     BF16,
     BLOCK,
@@ -137,3 +139,47 @@ def test_kernel_options_change_speed_only():
     x = qkv(dim=128)
     for options in ({"BLOCK_M": 64, "BLOCK_N": 32}, {"num_warps": 8, "num_stages": 1}):
         check(x, MASKS["documents"](), **options)
+
+
+@pytest.mark.parametrize("score", ["none", "softcap"])
+def test_a_nan_is_in_every_answer_that_saw_it(score):
+    """A maximum drops it, on a GPU alone."""
+    x, key = qkv(heads=4, kv_heads=2), N // 2
+    with torch.no_grad():
+        x.q[0, 0, 5] = torch.nan
+        x.k[0, 1, key] = torch.nan
+    mod = None if score == "none" else SCORES[score].of()
+    leaves = [t.detach().requires_grad_() for t in x[:3]]
+    out, aux = tritoncp.flex_attention(
+        *leaves, mod, block_mask(causal()), enable_gqa=True, return_aux=AuxRequest(lse=True, max_scores=True)
+    )
+    for answer in (out[..., 0], aux.lse, aux.max_scores):
+        want = torch.zeros_like(answer, dtype=torch.bool)
+        want[0, 0, 5] = want[0, 2:, key:] = True
+        assert torch.equal(answer.isnan(), want)
+    dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
+    assert bool(dq[0, 0, 5].isnan().all() and dq[0, 2:, key:].isnan().all())
+    assert bool(dk[0, 0, :6].isnan().all() and dv[0, 0, :6].isnan().all())
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(1e7, BF16), (1e8, BF16), (1e7, FP32), (1e8, FP32), (1e9, FP32)])
+def test_gradients_of_large_scores_are_finite(size, dtype):
+    x = qkv(dim=24, dtype=FP32)  # a scale that is no power of two
+    q, k, v = ((t * s).to(dtype).requires_grad_() for t, s in zip(x[:3], (size**0.5, size**0.5, 1)))
+    out = tritoncp.flex_attention(q, k, v, block_mask(causal()), enable_gqa=True)
+    grads = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    assert all(bool(t.isfinite().all()) for t in (out, *grads))
+
+
+def test_rows_of_a_batch_are_numbered_as_in_the_whole():
+    x = qkv(batch=3, heads=2, kv_heads=2)
+    mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & ((q + kv + b) % 3 != 0), 3, 1, N, N, DEVICE)
+
+    def score(s, b, h, q, kv):
+        return s * (b + 1)
+
+    whole = tritoncp.flex_attention(*x[:3], score, mask)
+    for first in range(3):
+        part = (t[first : first + 1] for t in x[:3])
+        out = tritoncp.flex_attention(*part, score, mask, batch_offset=first)
+        torch.testing.assert_close(out, whole[first : first + 1], atol=1e-2, rtol=1e-2)
