@@ -301,8 +301,8 @@ def warn_unread_order(plan: Plan) -> None:
     """Warn, once for a plan, that it deals blocks out of order and that its order was never asked for.
 
     A tensor does not show the order of its rows, and projections of sharded tokens carry no mark of it; but a
-    program that shards by a plan has called `shard` or `positions` with it, in this process or in the one
-    that pickled the plan.
+    program that shards by a plan has called `shard` or `positions` with it. A plan that was unpickled, as
+    from a data loader's worker, may have been asked there, and is not warned of.
     """
     plan.positions  # noqa: B018 - from now on the order has been read
     warnings.warn(

@@ -118,6 +118,17 @@ class Plan:
 
         return self._once(("digest", self.schedule), digest)
 
+    @property
+    def identity(self) -> Any:
+        """Hashable; equal plans have equal ones, on every rank, and other plans others."""
+
+        def identity() -> Any:
+            if self.balancer == "natural" and self.mask_digest:  # mask and lengths say all
+                return self.mask_digest, self.schedule, self.q.lengths, self.kv.lengths
+            return self.mask_digest, self.digest
+
+        return self._once(("identity", self.schedule), identity)
+
     @cached_property
     @on_host
     def owners(self) -> Tensor:
@@ -283,7 +294,11 @@ class Plan:
     def _part(self, first: int, count: int) -> "Plan":
         mask = self.mask.listed_rows(first, count)
         q, kv = (side.batch_rows(first, count) for side in (self.q, self.kv))
-        shared = {name: self._shared[name] for name in ("mask_mod", "ways") if name in self._shared}
+        shared: dict[Any, Any] = {
+            name: self._shared[name] for name in ("mask_mod", "ways") if name in self._shared
+        }
+        if self.world_size > 1:  # ranks that compared the whole compared its rows
+            shared["identity", self.schedule] = self.identity
         first += self.first_row
         return replace(self, mask=mask, q=q, kv=kv, first_row=first, handle=None, _shared=shared)
 

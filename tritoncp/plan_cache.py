@@ -65,7 +65,7 @@ class PlanCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries.values())
+        return sum(entry.nbytes for entry in list(self.entries.values()))
 
     def serving(self, key: Any, tensors: Sequence[Tensor]) -> Entry | None:
         """The entry for a mask made of these tensors."""
@@ -106,6 +106,7 @@ class CacheInfo(NamedTuple):
 _ALONE = PlanCache()  # of calls without a group
 # By the group itself, not its name: another group may get the name of one that was destroyed.
 _OF_GROUP: weakref.WeakKeyDictionary[Any, PlanCache] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()  # of _OF_GROUP
 _COUNTS = {"hits": 0, "misses": 0}
 _TOLD: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
 
@@ -116,7 +117,8 @@ def cache_of(group: Any) -> PlanCache:
         return _ALONE
     cache = _OF_GROUP.get(group)
     if cache is None:
-        cache = _OF_GROUP[group] = PlanCache()
+        with _LOCK:
+            cache = _OF_GROUP.setdefault(group, PlanCache())
     return cache
 
 
@@ -221,15 +223,16 @@ def plan_cache_info() -> CacheInfo:
     >>> info.hits, info.misses, info.plans
     (2, 1, 1)
     """
-    caches = [_ALONE, *_OF_GROUP.values()]
+    caches = [_ALONE, *list(_OF_GROUP.values())]
     plans, nbytes = sum(len(cache.entries) for cache in caches), sum(cache.nbytes for cache in caches)
     return CacheInfo(**_COUNTS, plans=plans, nbytes=nbytes, most=MOST, most_bytes=MOST_BYTES)
 
 
 def plan_cache_clear() -> None:
     """Forget all plans made behind raw masks, and count anew. Under several ranks: on every rank."""
-    for cache in (_ALONE, *_OF_GROUP.values()):
-        cache.entries.clear()
+    for cache in (_ALONE, *list(_OF_GROUP.values())):
+        with cache.lock:
+            cache.entries.clear()
     _COUNTS.update(hits=0, misses=0)
 
 
@@ -266,7 +269,7 @@ def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) 
     tuned.agree(group, tiles)
     table = signatures.table_of(group)
     for one in plans:
-        signatures.note_plan(table, one)
+        table.note_plan(one)
         if "ring" in one.schedule:
             comm.second_communicator(group)
 
@@ -332,6 +335,8 @@ def make(
             )
             for name, mask in whole.items()
         }
+        first = next(iter(unpinned.values()))  # equal placements are one: a tensor sharded by one is by all
+        unpinned = {name: replace(one, q=first.q, kv=first.kv) for name, one in unpinned.items()}
         # Also without a group: the plan may go to one, as from a data loader's worker.
         digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}
         plans = {

@@ -115,7 +115,7 @@ class Placement:
         """In one tensor: a worker hands each tensor to another process through a file of its own."""
         counts = [part.shape[1] for part in self.slots]
         parts = self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths
-        return _unpacked, parts, {"order_is_read": self.order_is_read}
+        return _unpacked, parts, {"order_is_read": True}  # where it was made, it may have been
 
     def batch_rows(self, first: int, count: int) -> "Placement":
         """The placement of ``count`` batch rows from ``first`` on, where they are placed differently."""

@@ -13,7 +13,7 @@ import enum
 import functools
 import hashlib
 import inspect
-import itertools
+import threading
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,6 @@ from tritoncp.sources import is_remote, to_host
 MOST = 1024  # signatures of a group
 SCALES = 16  # values of scale that are compared for one signature; a scale that changes oftener is data
 CALL, MOMENT = "flex_attention", "in this call"
-_NUMBERS = itertools.count()
 
 
 class Table:
@@ -43,38 +42,42 @@ class Table:
 
     scales:     by signature, the scales that it was compared with
     structures: of the plans among them
-    mark:       the key under which a plan notes that this group compared it
+    plans:      identities of plans that were compared
     """
 
     def __init__(self) -> None:
         self.scales: dict[Any, set[float]] = {}
         self.structures: set[Any] = set()
-        self.mark = "compared", next(_NUMBERS)
+        self.plans: set[Any] = set()
 
     def note(self, signature: Any, scale: float, plan: Plan) -> None:
         """Note that the ranks compared this call."""
         if len(self.scales) >= MOST:
             self.scales.clear()
+            self.structures.clear()
         self.scales.setdefault(signature, set()).add(scale)
         self.structures.add(structure_of(plan))
-        note_plan(self, plan)
+        self.note_plan(plan)
+
+    def note_plan(self, plan: Plan) -> None:
+        """Note that the ranks compared this plan."""
+        if len(self.plans) >= MOST:
+            self.plans.clear()
+        self.plans.add(plan.identity)
 
 
 # By the group itself, not its name: another group may get the name of one that was destroyed.
 _TABLES: weakref.WeakKeyDictionary[Any, Table] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()  # of _TABLES
 
 
 def table_of(group: Any) -> Table:
     """The signatures of a group."""
     table = _TABLES.get(group)
     if table is None:
-        table = _TABLES[group] = Table()
+        with _LOCK:
+            table = _TABLES.setdefault(group, Table())
     return table
-
-
-def note_plan(table: Table, plan: Plan) -> None:
-    """Note that the group's ranks compared this plan."""
-    plan._shared[table.mark] = True
 
 
 def compare_call(
@@ -89,13 +92,14 @@ def compare_call(
     table, shape = table_of(group), q.shape
     # Only values that are equal on all ranks: not the length of a shard.
     signature = (
-        spec, structure_of(plan), q.dtype, q.device.type, shape[0], shape[1], shape[3], k.shape[1], v.shape[3]
+        spec, structure_of(plan), plan.first_row, q.dtype, q.device.type, shape[0], shape[1], shape[3],
+        k.shape[1], v.shape[3],
     )  # fmt: skip
     scales = table.scales.get(signature)
     if (
         scales is not None
         and (scale in scales or len(scales) >= SCALES)
-        and table.mark in plan._shared
+        and plan.identity in table.plans
         and not agreement.CHECKED
     ):
         return
@@ -114,11 +118,13 @@ def compare_call(
 
 
 def share_failure(group: Any, plan: Plan, error: Exception) -> None:
-    """Tell the other ranks that this call failed, if they compare it: if it is the first with a plan of this
-    structure. Otherwise they already run the call, and fail after the group's timeout."""
+    """Tell the other ranks that this call failed, if they certainly compare it: if this plan, or all of its
+    structure, are new to the group. Otherwise they may run the call, and fail after the group's timeout."""
     if group is None or group.size() == 1:
         return
-    if agreement.CHECKED or structure_of(plan) not in table_of(group).structures:
+    table = table_of(group)
+    is_new = structure_of(plan) not in table.structures or plan.identity not in table.plans
+    if agreement.CHECKED or is_new:
         agreement.share_failure(group, CALL, error, MOMENT)
 
 
@@ -147,6 +153,7 @@ def _facts(
         "device": fact(q.device.type),
         "dtype": fact(_name(q)),
         **shape_facts(q, k),
+        "batch": fact(f"batch {q.shape[0]} from row {plan.first_row} on"),
         "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
         "lengths": fact(f"{mask.q_len} queries and {mask.kv_len} keys"),
         "scale": fact(f"scale {scale!r}"),

@@ -13,6 +13,7 @@ import functools
 import os
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -146,7 +147,7 @@ def property_of_a_global() -> Form:
     return lambda x: x * layer.scaled, lambda: scope.update(slope=2.0)
 
 
-@form
+@recorded
 def user_descriptor() -> Form:
     class Descriptor:
         value = 0.5
@@ -171,7 +172,7 @@ def method_that_reads_a_global() -> Form:
     return scope["Layer"]().scale, lambda: scope.update(slope=2.0)  # type: ignore[operator, return-value]
 
 
-@form
+@recorded
 def module_forward_that_reads_a_global() -> Form:
     scope = {"slope": 0.5, "Module": torch.nn.Module}
     exec("class Layer(Module):\n    def forward(self, x): return x * slope", scope)
@@ -179,7 +180,7 @@ def module_forward_that_reads_a_global() -> Form:
     return lambda x: layer(x), lambda: scope.update(slope=2.0)
 
 
-@form
+@recorded
 def forward_hook() -> Form:
     layer, slope = torch.nn.Identity(), [0.5]
     layer.register_forward_hook(lambda module, args, out: out * slope[0])
@@ -253,7 +254,7 @@ def submodule_of_a_package() -> Form:
     return lambda x: x * package.sub.slope, lambda: setattr(package.sub, "slope", 2.0)
 
 
-@form
+@recorded
 def import_inside() -> Form:
     module = sys.modules["tests_state_import"] = types.ModuleType("tests_state_import")
     module.slope = 0.5  # type: ignore[attr-defined]
@@ -266,7 +267,7 @@ def import_inside() -> Form:
     return scale, lambda: setattr(module, "slope", 2.0)
 
 
-@form
+@recorded
 def import_of_a_name_inside() -> Form:
     module = sys.modules["tests_state_name"] = types.ModuleType("tests_state_name")
     module.slope = 0.5  # type: ignore[attr-defined]
@@ -279,7 +280,7 @@ def import_of_a_name_inside() -> Form:
     return scale, lambda: setattr(module, "slope", 2.0)
 
 
-@form
+@recorded
 def default_factory() -> Form:
     slopes: Any = collections.defaultdict(lambda: 0.5)
 
@@ -290,7 +291,7 @@ def default_factory() -> Form:
     return lambda x: x * slopes["slope"], edit
 
 
-@form
+@recorded
 def missing_key() -> Form:
     class Config(dict):
         slope = 0.5
@@ -308,7 +309,7 @@ def dictionary_get() -> Form:
     return lambda x: x * config.get("slope"), lambda: config.update(slope=2.0)  # type: ignore[operator]
 
 
-@form
+@recorded
 def attribute_fallback() -> Form:
     class Config:
         def __init__(self) -> None:
@@ -329,7 +330,7 @@ def getattr_with_a_constant() -> Form:
     return lambda x: x * getattr(Config, "slope", 1.0), lambda: setattr(Config, "slope", 2.0)
 
 
-@form
+@recorded
 def local_variable() -> Form:
     class Config:
         slope = 0.5
@@ -341,7 +342,7 @@ def local_variable() -> Form:
     return scale, lambda: setattr(Config, "slope", 2.0)
 
 
-@form
+@recorded
 def conditional_expression() -> Form:
     class Config:
         slope = 0.5
@@ -352,7 +353,7 @@ def conditional_expression() -> Form:
     return lambda x: x * (Config if Config else Other).slope, lambda: setattr(Config, "slope", 2.0)
 
 
-@form
+@recorded
 def argument_of_a_helper() -> Form:
     class Config:
         slope = 0.5
@@ -364,7 +365,7 @@ def argument_of_a_helper() -> Form:
     return lambda x: x * slope_of(config), lambda: setattr(Config, "slope", 2.0)
 
 
-@form
+@recorded
 def special_method() -> Form:
     class Factor:
         slope = 0.5
@@ -376,7 +377,7 @@ def special_method() -> Form:
     return lambda x: x * factor, lambda: setattr(Factor, "slope", 2.0)
 
 
-@form
+@recorded
 def constructor() -> Form:
     class Scaled:
         slope = 0.5
@@ -387,7 +388,7 @@ def constructor() -> Form:
     return lambda x: Scaled(x).x, lambda: setattr(Scaled, "slope", 2.0)
 
 
-@form
+@recorded
 def super_method() -> Form:
     class Base:
         def slope(self) -> float:
@@ -415,7 +416,7 @@ def class_method() -> Form:
     return lambda x: x * Config.get(), lambda: setattr(Config, "slope", 2.0)
 
 
-@form
+@recorded
 def partial_method() -> Form:
     class Layer:
         slope = 0.5
@@ -428,7 +429,7 @@ def partial_method() -> Form:
     return Layer().scale, lambda: setattr(Layer, "slope", 2.0)
 
 
-@form
+@recorded
 def callable_object() -> Form:
     class Scale:
         slope = 0.5
@@ -473,7 +474,7 @@ def namespace() -> Form:
     return lambda x: x * outer.inner.slope, lambda: setattr(outer.inner, "slope", 2.0)
 
 
-@form
+@recorded
 def cached_property() -> Form:
     class Layer:
         @functools.cached_property
@@ -484,7 +485,7 @@ def cached_property() -> Form:
     return lambda x: x * layer.slope, lambda: layer.__dict__.update(slope=2.0)
 
 
-@form
+@recorded
 def cached_function() -> Form:
     slopes = [0.5]
     slope_of = functools.cache(lambda: slopes[0])
@@ -496,7 +497,7 @@ def cached_function() -> Form:
     return lambda x: x * slope_of(), edit
 
 
-@form
+@recorded
 def numpy_array() -> Form:
     slopes = numpy.array([0.5, 1.0])
     return lambda x: x * float(slopes[0]), lambda: slopes.__setitem__(0, 2.0)
@@ -538,3 +539,92 @@ def state_of_an_iterator() -> Form:
     slopes = iter([0.5] * 1000)
     box = [0.5]
     return lambda x: x * box[0] if slopes else x, lambda: box.__setitem__(0, 2.0)
+
+
+@recorded
+def lookup_of_a_user_class() -> Form:
+    """As configurations of transformers have it."""
+
+    class Config:
+        def __getattribute__(self, name: str) -> Any:
+            return super().__getattribute__(name)
+
+    config: Any = Config()
+    config.slope = 0.5
+    return lambda x: x * config.slope, lambda: setattr(config, "slope", 2.0)
+
+
+@recorded
+def attribute_dictionary() -> Form:
+    class Config(dict):
+        __getattr__ = dict.__getitem__
+
+    config: Any = Config(slope=0.5)
+    return lambda x: x * config.slope, lambda: config.update(slope=2.0)
+
+
+@form
+def validating_descriptor() -> Form:
+    class Positive:
+        def __set_name__(self, owner: Any, name: str) -> None:
+            self.name = name
+
+        def __set__(self, owner: Any, value: float) -> None:
+            owner.__dict__[self.name] = abs(value)
+
+    class Config:
+        slope = Positive()
+
+    config: Any = Config()
+    config.slope = 0.5
+    return lambda x: x * config.slope, lambda: setattr(config, "slope", 2.0)
+
+
+@recorded
+def class_property() -> Form:
+    class OfClass(property):
+        def __get__(self, owner: Any, kind: Any = None) -> Any:
+            return self.fget(kind)  # type: ignore[misc]
+
+    class Config:
+        half = 0.25
+        slope = OfClass(lambda cls: cls.half * 2)
+
+    return lambda x: x * Config.slope, lambda: setattr(Config, "half", 1.0)
+
+
+@recorded
+def torch_module() -> Form:
+    layer = torch.nn.Sequential(torch.nn.Identity())
+    layer[0].register_forward_hook(lambda module, args, out: out * slope[0])
+    slope = [0.5]
+    return lambda x: layer(x), lambda: slope.__setitem__(0, 2.0)
+
+
+@form
+def function_with_the_name_of_another() -> Form:
+    class Config:
+        slope = 0.5
+
+    @functools.wraps(torch.nn.functional.relu)
+    def scale(x: Any) -> Any:
+        return x * Config.slope
+
+    return scale, lambda: setattr(Config, "slope", 2.0)
+
+
+@recorded
+def proxy() -> Form:
+    class Config:
+        slope = 0.5
+
+    config = Config()
+    weak = weakref.proxy(config)
+    return lambda x: x * weak.slope if config else x, lambda: setattr(Config, "slope", 2.0)
+
+
+@form
+def submodule_by_number() -> Form:
+    layers: Any = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
+    layers[1].slope = 0.5
+    return lambda x: x * layers[1].slope, lambda: setattr(layers[1], "slope", 2.0)

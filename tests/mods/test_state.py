@@ -315,3 +315,72 @@ def test_threads_that_make_masks_mods_and_plans_do_not_disturb_each_other() -> N
     with ThreadPoolExecutor(8) as pool:
         for future in [pool.submit(work, thread) for thread in range(8)]:
             future.result()
+
+
+# -- what must not be refused, nor run again -----------------------------------------------------------------
+
+
+class Model(torch.nn.Module):
+    """A model of which a mask reads one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(12)])
+        self.window, self.steps = 4, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.layers[0](x)
+
+    def near(self, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return q_idx - kv_idx < self.window
+
+
+def window_of(model: Model) -> int:
+    return model.window
+
+
+@pytest.mark.parametrize("way", ["method", "closure", "helper"])
+def test_training_a_model_does_not_disturb_a_mask_that_reads_its_window(way: str) -> None:
+    model = Model()
+    mods = {
+        "method": model.near,
+        "closure": lambda b, h, q_idx, kv_idx: q_idx - kv_idx < model.window,
+        "helper": lambda b, h, q_idx, kv_idx: q_idx - kv_idx < window_of(model),
+    }
+    mask = create_block_mask(mods[way], 1, 1, S, S)
+    plan = make_plan(mask)
+    model(torch.ones(2, 4)).sum().backward()
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    model.eval().register_forward_hook(lambda *_: None)
+    for target in (mask, plan):
+        attend(mask=target)
+    model.window = 5
+    with pytest.raises(RuntimeError, match="make the mask and the plan again"):
+        attend(mask=mask)
+
+
+def test_a_mask_mod_that_counts_its_calls_is_not_refused() -> None:
+    calls = [0]
+
+    def counted(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        calls[0] += 1
+        return q_idx >= kv_idx
+
+    mask = create_block_mask(counted, 1, 1, S, S)
+    for _ in range(3):
+        attend(mask=mask)
+    assert calls[0]
+
+
+def test_one_placement_of_several_plans_is_read_by_all() -> None:
+    masks = {name: create_block_mask(mod, 1, 1, 64, 64, BLOCK_SIZE=8) for name, mod in
+             {"full": causal(), "window": tritoncp.sliding_window(9)}.items()}  # fmt: skip
+    world = tritoncp.simulate(2)
+    plans = world.make_plan(masks)
+    x = world.shard(torch.ones(1, 1, 64, 8), plans["full"], dim=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", message=".*plain torch.*")
+        for plan in plans.values():
+            world.flex_attention(x, x, x, plan)

@@ -8,6 +8,7 @@ call. Attributes of values that no chain leads to (local variables, results of c
 from __future__ import annotations
 
 import dis
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -47,6 +48,8 @@ _ATTRIBUTES = {"LOAD_ATTR", "LOAD_METHOD"}
 _GLOBALS = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _CELLS = {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"}
 _CONSTANTS = {"LOAD_CONST", "LOAD_SMALL_INT"}
+_EDITS = {"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_SUBSCR", "DELETE_SUBSCR"}
+_CELL_EDITS = {"STORE_DEREF", "DELETE_DEREF"}
 _GAPS = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
 _DYNAMIC = ("getattr", "hasattr")
 
@@ -141,6 +144,8 @@ class _Reader:
                     self.attributes.add(argument)
                 elif operation == "MATCH_CLASS":
                     self.obstacle = "matches a class pattern, which reads attributes by position"
+                elif operation in _EDITS or (operation in _CELL_EDITS and scope.get(argument) == CELL):
+                    self.obstacle = "edits state"
         self._close()
 
     def _lookup_names(self, instructions: list[dis.Instruction]) -> set[int]:
@@ -176,16 +181,16 @@ class _Reader:
 
 def _lookup_name(instructions: list[dis.Instruction], start: int) -> int:
     """The index of the name in ``getattr(variable.attribute..., "name", default)``, -1 in other calls."""
-    index = start + 1
-    while instructions[index].opname.startswith("LOAD_") and instructions[index].opname not in _CONSTANTS:
-        index += 1
-    following = [i.opname for i in instructions[index + 1 : index + 3]]
-    arguments = 2 if following[0].startswith("CALL") else 3
-    default = following[0] if arguments == 3 else "LOAD_CONST"
-    simple = default.startswith("LOAD_") and default not in _ATTRIBUTES
-    call = instructions[index + arguments - 1]
-    is_name = index > start + 1 and isinstance(instructions[index].argval, str)
-    return index if is_name and simple and call.opname.startswith("CALL") and call.arg == arguments else -1
+    loads = itertools.takewhile(
+        lambda i: i.opname.startswith("LOAD_") and i.opname not in _CONSTANTS, instructions[start + 1 :]
+    )
+    index = start + 1 + len(list(loads))
+    name, *rest = instructions[index : index + 3]
+    default = [i for i in rest[:1] if i.opname.startswith("LOAD_") and i.opname not in _ATTRIBUTES]
+    call = rest[len(default)] if len(rest) > len(default) else name
+    simple = call.opname.startswith("CALL") and call.arg == 2 + len(default)
+    is_name = name.opname in _CONSTANTS and isinstance(name.argval, str)
+    return index if index > start + 1 and is_name and simple else -1
 
 
 def _roots(instruction: dis.Instruction, scope: dict[str, str]) -> Iterator[tuple[str, str, list[Step]]]:

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .captures import describe
+from .captures import describe, origin
 from .fingerprint import Fingerprint
 
 
@@ -53,14 +53,14 @@ def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torc
     return State(("recording", operations), tensors, (), fingerprint.reason)
 
 
-_WARNED: set[str] = set()
+_WARNED: set[tuple[str, str]] = set()
 
 
 def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
     """Warn, once for a function's name."""
     name = describe(fn)
-    if name not in _WARNED:
-        _WARNED.add(name)
+    if (name, origin(fn)) not in _WARNED:
+        _WARNED.add((name, origin(fn)))
         warnings.warn(
             f"{name} reads state that cannot be compared between calls: {reason}. It is run again at every "
             "call, about a millisecond, to see whether it changed. Read the value once and capture it "

@@ -423,4 +423,3 @@ def release_source(module: fx.GraphModule) -> None:
     name = type(module).forward.__code__.co_filename
     linecache.cache.pop(name, None)
     graph_module._loader.eval_cache.pop(name, None)
-
