@@ -154,7 +154,7 @@ def _child(
     signal.alarm(int(timeout) + 10)  # an orphan ends by itself
     try:
         stay_on_this_machine()
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        torch.set_num_threads(1)  # a forked process cannot use the threads of its parent
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(str(store), world_size),
