@@ -69,18 +69,34 @@ def constant_places(
     global or an attribute, which cannot be changed for a second trace.
 
     A constant that is equal by chance becomes an argument too, with its own value: that is right, and no
-    slower than any captured number. 0 and 1 stay constants: most that are equal to them are so by chance.
+    slower than any captured number. 0 and 1 stay constants: most that are equal to them are so by chance. So
+    do whole numbers in the address of a captured tensor, sizes and offsets mostly: as an argument, one took
+    the forward kernel of a table of biases from 241 registers to 32 spilled bytes.
     """
     places: dict[Path, int] = {}
+    addresses = _address_nodes(graph)
     values = [(type(number), number) for number in numbers]
     for i, node in enumerate(graph.graph.nodes if numbers else ()):
         for key, constant in [*enumerate(node.args), *node.kwargs.items()]:
             if type(constant) not in (int, float) or constant in (0, 1) or (i, key) in excluded:
                 continue
+            if type(constant) is int and node in addresses:
+                continue
             value = type(constant), constant
             if value in values and node.op == "call_function" and _takes_number(node, key, constant):
                 places[i, key] = first + values.index(value)
     return places
+
+
+def _address_nodes(graph: fx.GraphModule) -> set[fx.Node]:
+    """The nodes of which an index into a tensor is computed."""
+    nodes: set[fx.Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if "index" in str(node.target) or "gather" in str(node.target) or "scatter" in str(node.target):
+            fx.node.map_arg(node.args[1:], nodes.add)
+        if node in nodes:
+            nodes.update(node.all_input_nodes)
+    return nodes
 
 
 def _perturb(number: Number, i: int) -> Number:
