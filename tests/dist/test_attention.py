@@ -172,3 +172,26 @@ def alone(group: Any, schedule: str) -> str:
 def test_a_rank_that_stalls_is_named_within_the_groups_timeout(schedule: str, message: str) -> None:
     said, _ = ranks.run(2, alone, schedule)
     assert re.match(rf"rank 0 of 2: {message} of this layer's schedule, did not end", said), said
+
+
+@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
+def test_rows_from_the_middle_of_a_batch(schedule: str) -> None:
+    """Micro-batches of a batch whose mask and score_mod read the batch row."""
+    torch.manual_seed(0)
+    ends = torch.tensor([9, 20, 33])
+    mask = create_block_mask(lambda b, h, q, kv: (kv <= q) & (kv < ends[b]), 3, 1, 40, 40, BLOCK_SIZE=8)
+    whole = torch.randn(3, 3, 2, 40, 8, dtype=torch.float64)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * (b + 1)
+
+    def attend(group: Any) -> Tensor:
+        plan = tritoncp.make_plan(mask, group, schedule=schedule)
+        rows = plan.batch_rows(1, 2)
+        q, k, v = (tritoncp.shard(x[1:], rows, dim=2) for x in whole)
+        out = tritoncp.flex_attention(q, k, v, score_mod, plan, mesh=group, batch_offset=1)
+        return tritoncp.unshard(out, rows, mesh=group, dim=2)
+
+    expected = dense_attention(*whole, mask, score_mod).out[1:]
+    for out in ranks.run(2, attend):
+        torch.testing.assert_close(out, expected, atol=1e-9, rtol=1e-9)
