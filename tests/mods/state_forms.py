@@ -510,6 +510,26 @@ def contents_of_tensors() -> Form:
 
 
 @recorded
+def contents_of_an_argument() -> Form:
+    one, other = torch.zeros(2), torch.zeros(2)
+
+    def is_other(tensor: torch.Tensor) -> bool:
+        return tensor.equal(other)
+
+    return lambda x: x * (0.5 if is_other(one) else 2.0), lambda: one.copy_(torch.ones(2))
+
+
+@recorded
+def contents_through_a_property() -> Form:
+    class Layer:
+        one = torch.zeros(2)
+        table = property(lambda self: self.one)
+
+    layer, other = Layer(), torch.zeros(2)
+    return lambda x: x * (0.5 if layer.table.equal(other) else 2.0), lambda: layer.one.copy_(torch.ones(2))
+
+
+@recorded
 def getattr_with_a_computed_name() -> Form:
     class Config:
         slope = 0.5

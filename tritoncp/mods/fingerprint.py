@@ -256,8 +256,11 @@ class Fingerprint:
     def _follow(self, chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
         """The value at the end of a chain; _COMPUTED where a property or a tensor computes it."""
         value = _root(chain, fn, owner)
-        for step, name in chain.steps:
-            if value is ABSENT or value is _COMPUTED:
+        for position, (step, name) in enumerate(chain.steps):
+            if value is ABSENT:
+                return value
+            if value is _COMPUTED:  # a tensor, say
+                _refuse_impure("a tensor", [name for step, name in chain.steps[position:] if step != ITEM])
                 return value
             try:
                 value = self._step(chain, value, step, name)
