@@ -153,7 +153,7 @@ def _facts(
         "device": fact(q.device.type),
         "dtype": fact(_name(q)),
         **shape_facts(q, k),
-        "batch": fact(f"batch {q.shape[0]} from row {plan.first_row} on"),
+        "batch": fact(f"batch {q.shape[0]}" + f" from row {plan.first_row} on" * bool(plan.first_row)),
         "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
         "lengths": fact(f"{mask.q_len} queries and {mask.kv_len} keys"),
         "scale": fact(f"scale {scale!r}"),
