@@ -113,6 +113,7 @@ def of_a_rank(schedule: str, ranks: int = 4) -> tuple[Call, Call]:
     group = dist.group.WORLD
     mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, 128, 128, BLOCK_SIZE=16)
     plan = tritoncp.make_plan(mask, world_size=ranks, rank=0, schedule=schedule)
+    tritoncp.positions(plan)  # the shards below are in its order
     shard = [torch.randn(1, heads, plan.s_local, 16, dtype=torch.bfloat16) for heads in (4, 2, 2)]
     leaves = [x.clone().requires_grad_() for x in shard]
 
