@@ -108,10 +108,7 @@ def flex_attention(
         world = None if group is None else group.group_name
         key, value = inputs.shared_batch(query, key), inputs.shared_batch(query, value)
         try:
-            if positions is not None:
-                inputs.check_positions(plan, positions)
-            elif plan.balancer != "natural" and not plan.q.order_is_read:
-                inputs.warn_unread_order(plan)
+            inputs.check_order(plan, positions)
             mod = captured.score_of(score, query)  # lives as long as the call that names it
             rest = _arguments(query, mod, plan.pinned(), world, scale, kernel_options, want_max, returns)
         except Exception as error:

@@ -88,10 +88,7 @@ def _plan(
     k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
     call_key = inputs.call_key(q, k, k, None, group, batch_offset)
     plan = plan_cache.plan_of_rows(mask, q, k, group, call_key, batch_offset=batch_offset)
-    if positions is not None:
-        inputs.check_positions(plan, positions)
-    elif plan.balancer != "natural" and not plan.q.order_is_read:
-        inputs.warn_unread_order(plan)
+    inputs.check_order(plan, positions)
     return handle_of(plan)
 
 

@@ -297,13 +297,19 @@ def check_positions(plan: Plan, positions: Tensor) -> None:
         )
 
 
-def warn_unread_order(plan: Plan) -> None:
-    """Warn, once for a plan, that it deals blocks out of order and that its order was never asked for.
+def check_order(plan: Plan, positions: Tensor | None = None) -> None:
+    """Compare the positions of a shard's rows with the plan's. Without them, warn, once for a plan, that it
+    deals blocks out of order, if its order was never asked for.
 
     A tensor does not show the order of its rows, and projections of sharded tokens carry no mark of it; but a
     program that shards by a plan has called `shard` or `positions` with it. A plan that was unpickled, as
     from a data loader's worker, may have been asked there, and is not warned of.
     """
+    if positions is not None:
+        check_positions(plan, positions)
+        return
+    if plan.balancer == "natural" or plan.q.order_is_read:
+        return
     plan.positions  # noqa: B018 - from now on the order has been read
     warnings.warn(
         f"this plan deals blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "

@@ -89,8 +89,7 @@ class World:
         mask = mask if batch_offset is None else mask.batch_rows(batch_offset, rows)
         for rank, (q, k) in enumerate(zip(queries, keys)):
             inputs.check_shapes(mask.seen_by(rank), q, k)
-        if mask.balancer != "natural" and not mask.q.order_is_read:
-            inputs.warn_unread_order(mask)
+        inputs.check_order(mask)
         want_max = bool(return_aux and return_aux.max_scores)
         keys, values = (list(map(inputs.shared_batch, queries, xs)) for xs in (keys, values))
         found = api.attend(
