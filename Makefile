@@ -38,34 +38,13 @@ verify: $(VENV)/.dev-ready ## the suite, everything marked nightly, and what com
 	if [ -n "$$failed" ]; then echo "make verify: failed as$$failed"; exit 1; fi
 
 # A machine with a GPU mostly has its own torch: used as it is, with the checkout on the path; pytest, click and
-# rich are all that it needs besides. Each part runs whatever became of the one before, is stopped when its
-# seconds are over (together under nine minutes) and leaves its words in $(OUT)/<part>.log; what is measured is
-# in $(OUT)/*.jsonl and $(OUT)/configs as soon as it is known, and `tritoncp perf ingest $(OUT)` keeps it.
-# Compiling is most of what the tests do: without xdist, several processes take ten tests each. The benchmark has
-# the time that the tests leave.  (A descendant that outlives its part may hold the pipe: tee does not wait for it.)
+# rich are all that it needs besides. perf/gpu_parts.py has the parts and their time, together under nine minutes.
 OUT ?= gpu-out
-JOBS ?= 12
-gpu: SHELL := bash
-gpu: ## tests that need a GPU, the benchmark, autotuning of what lost most (OUT=folder JOBS=12 ARGS="-k masks")
+gpu: ## check, measure, test and tune on a GPU (OUT=folder JOBS=12 GPU_RUN=--dry-run ARGS="-k masks")
 	@run=$$($(PYTHON) -c "import sys, torch; print(sys.executable)" 2>/dev/null || true); \
 	if [ -z "$$run" ]; then $(MAKE) --no-print-directory $(VENV)/.dev-ready && run=$(py) || exit 1; fi; \
-	$$run -c "import sys, torch; torch.cuda.is_available() or sys.exit('make gpu: torch finds no GPU here')" || exit 1; \
-	cache=$$(mktemp -d) && trap 'rm -rf "$$cache"' EXIT && mkdir -p "$(OUT)" || exit 1; \
-	export PYTHONPATH=. PYTHONUNBUFFERED=1 TRITONCP_CACHE_DIR="$${TRITONCP_CACHE_DIR:-$$cache}"; \
-	set -o pipefail; failed=; \
-	part() { name=$$1; seconds=$$2; shift 2; echo "+ $$name: $$*"; \
-		timeout -k 5 -s INT $$seconds "$$@" 2>&1 | timeout $$((seconds + 8)) tee "$(OUT)/$$name.log" \
-			|| failed="$$failed $$name"; }; \
-	tests="env OMP_NUM_THREADS=1 $$run -m pytest -o addopts= --import-mode=importlib -v -ra --durations=10"; \
-	part smoke 60 $$tests tests/gpu/test_smoke.py; \
-	rest="--ignore=tests/gpu/test_smoke.py tests/gpu $(ARGS)"; \
-	if $$run -c "import xdist" 2>/dev/null; then all="$$tests -n $(JOBS) $$rest"; \
-	else all="$$tests --collect-only -qq $$rest | grep :: | xargs -d '\n' -P $(JOBS) -n 10 $$tests"; fi; \
-	part tests 150 bash -o pipefail -c "$$all"; \
-	left=$$((425 - SECONDS)); \
-	part benchmark $$left $$run -m tritoncp.perf.run --budget $$((left - 15)) --out "$(OUT)"; \
-	part autotune 95 $$run -m tritoncp autotune --worst "$(OUT)" --budget 75s --out "$(OUT)/configs"; \
-	if [ -n "$$failed" ]; then echo "make gpu: not well:$$failed"; exit 1; fi
+	PYTHONPATH=. $$run -m tritoncp.perf.gpu_run --out "$(OUT)" --python "$$run" \
+		$(if $(JOBS),--jobs $(JOBS)) $(GPU_RUN) -- $(ARGS)
 
 format: $(VENV)/.dev-ready ## rewrite in the house style
 	$(bin)/ruff format $(sources)

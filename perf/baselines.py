@@ -6,9 +6,11 @@ A contender gets q, k and v in the layout its own users would hold them in; how 
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from tritoncp.api import flex_attention, make_plan, shard, unshard
 from tritoncp.masks import create_block_mask, full_mask
 from tritoncp.perf.cases import MASKS, Case, document_lengths, sink_logits
+from tritoncp.perf.record import variant
 from tritoncp.sinks import with_sinks
 from tritoncp.world import simulate
 
@@ -29,8 +32,15 @@ FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
     "flex": (None, {}),
     "flex prescale": (None, {"PRESCALE_QK": True}),
     "flex tma": (None, {"USE_TMA": True}),
+    "flex flash": (None, {"BACKEND": "FLASH"}),
     "flex prescale tma": (None, {"PRESCALE_QK": True, "USE_TMA": True}),
     "flex max-autotune": ("max-autotune-no-cudagraphs", {}),
+}
+PASSES = ("forward", "backward")
+# Options of tritoncp that another pass does not read.
+_OTHERS = {
+    "forward": ("bwd_", "FUSED_BACKWARD"),
+    "backward": ("fwd_", "ROUTE", "PACK_GQA", "SPLIT_KV"),
 }
 
 
@@ -53,6 +63,8 @@ class Contender:
             as the outputs
     usual:  brings out, dq, dk, dv (or the list of what the ranks have of it) to [batch, heads, seq, dim]
     repeat: how many times every key head stands in the leaves
+    passes: those that differ from what the contender without its options computes
+    environment: variables that are set while this contender runs, and for no other
     """
 
     call: Callable[[], Any]
@@ -60,16 +72,29 @@ class Contender:
     dout: Any
     usual: Callable[[Any], Tensor] = lambda x: x
     repeat: int = 1
+    passes: tuple[str, ...] = PASSES
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """A call in the environment of this contender."""
+        before = {name: os.environ.get(name) for name in self.environment}
+        os.environ.update(self.environment)
+        try:
+            return call()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                os.environ.update({} if value is None else {name: value})
 
     def forward(self) -> Tensor:
         """out [batch, heads, seq, v_dim], detached."""
-        out = self.call()
+        out = self.run(self.call)
         with torch.no_grad():
             return self.usual(out).detach()
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv, as the case's own q, k, v lie."""
-        grads = torch.autograd.grad(self.call(), self.leaves, self.dout)
+        grads = self.run(lambda: torch.autograd.grad(self.call(), self.leaves, self.dout))
         ranks = len(grads) // 3
         with torch.no_grad():
             each = (grads[i] if ranks == 1 else grads[i : i + ranks] for i in range(0, len(grads), ranks))
@@ -97,7 +122,8 @@ def inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 
 
 def ours(case: Case, given: Inputs, options: dict[str, Any] | None = None) -> Contender:
-    """tritoncp on one device, with the mask in closed form."""
+    """tritoncp on one device, with the mask in closed form. Its answer is compared with the reference before
+    it is timed, so the fused backward pass may run where it is refused as unsafe."""
     mask = MASKS[case.mask].closed(case.seq)
     score = MASKS[case.mask].score(case.heads, given.q.device)
     sinks = _sinks(case, given)
@@ -106,15 +132,30 @@ def ours(case: Case, given: Inputs, options: dict[str, Any] | None = None) -> Co
     def call() -> Tensor:
         return flex_attention(*leaves, score, mask, enable_gqa=True, kernel_options=options, sinks=sinks)
 
-    return Contender(call, leaves, given.dout)
+    return Contender(call, leaves, given.dout, **_terms(options))
 
 
-def split(case: Case, given: Inputs, group: Any = None) -> Contender:
+def _terms(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The passes that kernel options change, and the environment that they need.
+
+    >>> _terms({"ROUTE": "gluon", "fwd_BLOCK_N": 64}), _terms({"num_warps": 8})["passes"]
+    ({'passes': ('forward',), 'environment': {}}, ('forward', 'backward'))
+    """
+    names = [*(options or {})]
+    passes = tuple(p for p in PASSES if not names or not all(name.startswith(_OTHERS[p]) for name in names))
+    unsafe = {"TRITONCP_UNSAFE_FUSED": "1"} if (options or {}).get("FUSED_BACKWARD") else {}
+    return {"passes": passes, "environment": unsafe}
+
+
+def split(
+    case: Case, given: Inputs, group: Any = None, kernel_options: dict[str, Any] | None = None
+) -> Contender:
     """tritoncp by the case's schedule: this rank's part in a process group, or, without one, all ranks in
     lockstep on this device."""
     closed = MASKS[case.mask].closed(case.seq)
     score = MASKS[case.mask].score(case.heads, given.q.device)
     options: dict[str, Any] = {"enable_gqa": True, "sinks": _sinks(case, given)}
+    options["kernel_options"] = kernel_options
     mask = create_block_mask(closed, 1, 1, case.seq, case.seq) if closed else full_mask(case.seq, case.seq)
     whole = (given.q, given.k, given.v, given.dout)
     if group is not None:
@@ -128,7 +169,9 @@ def split(case: Case, given: Inputs, group: Any = None) -> Contender:
     plan = world.make_plan(mask, schedule=case.schedule)
     qs, ks, vs, douts = ([x.requires_grad_() for x in world.shard(x.detach(), plan, dim=2)] for x in whole)
     together: Callable[[], Any] = partial(world.flex_attention, qs, ks, vs, score, plan, **options)
-    return Contender(together, (*qs, *ks, *vs), douts, lambda xs: world.unshard(xs, plan, dim=2))
+    leaves = (*qs, *ks, *vs)
+    usual = partial(world.unshard, plan=plan, dim=2)
+    return Contender(together, leaves, douts, usual, **_terms(kernel_options))
 
 
 def torch_split(case: Case, given: Inputs, group: Any) -> Contender:
@@ -169,6 +212,8 @@ def flex(case: Case, given: Inputs, variant: str = "flex") -> Contender:
     """torch's flex attention, compiled on a GPU; eager elsewhere, where only the answer matters."""
     device = given.q.device
     mode, options = FLEX[variant]
+    if options.get("BACKEND") == "FLASH":
+        _check_flash_backend()
     mod = MASKS[case.mask].plain(case.seq, device)
     score = MASKS[case.mask].score(case.heads, device)
     length = (case.seq, case.seq)
@@ -189,6 +234,14 @@ def flex(case: Case, given: Inputs, variant: str = "flex") -> Contender:
     call.__code__ = call.__code__.replace(co_name=variant.replace(" ", "_"))
     run = torch.compile(call, fullgraph=True, dynamic=False, mode=mode) if device.type == "cuda" else call
     return Contender(lambda: run(*leaves), leaves, given.dout)
+
+
+def _check_flash_backend() -> None:
+    """Raises Unsupported where flex attention cannot run on FlashAttention's CuTe kernels."""
+    if "BACKEND" not in torch_flex.FlexKernelOptions.__annotations__:
+        raise Unsupported(f"flex_attention of torch {torch.__version__} has no kernel option BACKEND")
+    if not (importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")):
+        raise Unsupported('BACKEND="FLASH" needs flash_attn.cute, which is not installed')
 
 
 def dense(case: Case, given: Inputs, backend: SDPBackend) -> Contender:
@@ -282,10 +335,13 @@ def contenders(
             "tritoncp": partial(split, case, given, group),
             "torch": partial(torch_split, case, given, group),
         }
-    found: dict[str, Callable[[], Contender]] = {"tritoncp": partial(ours, case, given)}
-    found |= {f"tritoncp {_words(chosen)}": partial(ours, case, given, chosen) for chosen in options}
+    attend: Callable[..., Contender] = (
+        partial(split, case, given, None) if case.together else partial(ours, case, given)
+    )
+    found: dict[str, Callable[[], Contender]] = {"tritoncp": attend}
+    found |= {variant(chosen): partial(attend, chosen) for chosen in options}
     if case.together:
-        found = {"tritoncp": partial(split, case, given), "whole": partial(ours, case, given)}
+        found["whole"] = partial(ours, case, given)
     found |= {name: partial(flex, case, given, name) for name in variants}
     if MASKS[case.mask].dense is not None:
         found["flash"] = partial(dense, case, given, SDPBackend.FLASH_ATTENTION)
@@ -294,7 +350,3 @@ def contenders(
     elif MASKS[case.mask].documents or MASKS[case.mask].window:
         found["flash"] = partial(packed, case, given)
     return found
-
-
-def _words(options: dict[str, Any]) -> str:
-    return " ".join(f"{name}={value}" for name, value in options.items())

@@ -7,7 +7,7 @@ shape or mask is a new case.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -285,6 +285,8 @@ CASES: tuple[Case, ...] = (
         for mask in ("full", "document")
         for case in _both(mask, 8192, dim=dim, v_dim=dim, tier="full")
     ),
+    # Two ranks of a ring on one device: steps that load and store the state of a softmax
+    *_both("causal", 16384, tier="full", world=2, schedule="ring", together=True),
     *(
         case
         for together, world in ((True, 8), (False, 2), (False, 4), (False, 8))
@@ -296,18 +298,27 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def select(tier: str = "core", only: str = "*", world: int = 1) -> list[Case]:
-    """The cases of a tier and those before it for a number of processes, whose names fit a pattern; in the
-    table's order.
+def position(name: str, patterns: str | Sequence[str]) -> int | None:
+    """The position of the first pattern (of one or several) that a name fits; None if it fits none.
 
-    >>> [case.name for case in select(only="causal-16k-*")]
-    ['causal-16k-fwd', 'causal-16k-bwd']
+    >>> position("causal-8k-fwd", ["full-*", "*-8k-*"]), position("causal-8k-fwd", ["full-*"])
+    (1, None)
+    """
+    listed = [patterns] if isinstance(patterns, str) else patterns
+    return next((i for i, pattern in enumerate(listed) if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def select(tier: str = "core", only: str | Sequence[str] = "*", world: int = 1) -> list[Case]:
+    """The cases of a tier and those before it for a number of processes, whose names fit a pattern; in the
+    order of the patterns, then of the table.
+
+    >>> [case.name for case in select(only=["causal-8k-*", "causal-*-fwd"])]
+    ['causal-8k-fwd', 'causal-8k-bwd', 'causal-1k-fwd', 'causal-16k-fwd', 'causal-32k-fwd']
     """
     wanted = TIERS[: TIERS.index(tier) + 1]
-    return [
-        case
+    places = {
+        case: position(case.name, only)
         for case in CASES
-        if case.tier in wanted
-        and world == (1 if case.together else case.world)
-        and fnmatch.fnmatchcase(case.name, only)
-    ]
+        if case.tier in wanted and world == (1 if case.together else case.world)
+    }
+    return sorted((case for case, at in places.items() if at is not None), key=lambda case: places[case] or 0)

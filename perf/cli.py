@@ -219,8 +219,14 @@ def _report(problems: Sequence[Problem]) -> None:
 @click.option(
     "--configs", type=click.Path(file_okay=False, path_type=Path), default=CONFIGS, show_default=True
 )
-def ingest(folder: Path, history: Path, configs: Path) -> None:
-    """Take over the results of `make gpu` in FOLDER: lines for the history, faster tile shapes to ship.
+@click.option(
+    "--readme",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Page whose block of measured figures is made again. [default: README.md beside perf/history]",
+)
+def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> None:
+    """Take over the results of `make gpu` in FOLDER: lines for the history, faster tile shapes and
+    the default route to ship, figures for the README.
 
     Every line is checked: broken lines, and times without a check of the answer, are named and left out,
     and the exit code is 2. Names that are not allowed in file names, links, and anything but plain files are
@@ -236,11 +242,27 @@ def ingest(folder: Path, history: Path, configs: Path) -> None:
     _report(result.problems)
     click.echo(f"{result.added} lines added to {history}, {result.present} were there")
     for path, (won, lost) in result.shipped.items():
-        click.echo(f"{path}: {won} entries" + f", {lost} removed: the rule is as fast" * bool(lost))
+        click.echo(f"{path}: {won} entries" + f", {lost} removed: the rule or loops are as fast" * bool(lost))
     if not result.shipped:
         click.echo("no tile shapes that are new")
+    _rewrite(readme, history)
     if result.problems:
         raise InputError(f"{len(result.problems)} problems, named above; what they are about was left out")
+
+
+def _rewrite(readme: Path | None, history: Path) -> None:
+    """Make the measured figures of a page again; of the README where the history is that of a checkout."""
+    from tritoncp.perf import readme as page
+
+    if readme is None and history.resolve() == page.ROOT / "perf/history":
+        readme = page.ROOT / "README.md"
+    if readme is None or not readme.exists():
+        return
+    try:
+        if page.rewrite(readme, history):
+            click.echo(f"{readme}: the measured figures were made again")
+    except ValueError as error:
+        raise InputError(f"{readme}: {error}") from error
 
 
 @perf.command("import", cls=PerfCommand)

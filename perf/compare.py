@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritoncp.perf.record import Point, Problem, read
+from tritoncp.perf.record import TUNED, Point, Problem, read
 
 LEVEL = 0.95
 Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
@@ -130,7 +130,9 @@ def _check_baseline(baseline: str, *sides: Sequence[Point]) -> None:
     families = [{name for point in points for name in point.baselines()} for points in sides]
     if not all(baseline in names for names in families):
         before, after = (", ".join(sorted(names)) or "none" for names in families)
-        raise Unknown(f"no baseline {baseline!r} on both sides; before: {before}; after: {after}")
+        untuned = any(baseline in point.untuned() for points in sides for point in points)
+        why = f"; its times without {TUNED[baseline]!r} are untuned and do not count" if untuned else ""
+        raise Unknown(f"no baseline {baseline!r} on both sides; before: {before}; after: {after}{why}")
 
 
 def _comparable(points: Sequence[Point], baseline: str | None) -> bool:

@@ -7,7 +7,6 @@ device of its series is the CPU.
 from __future__ import annotations
 
 import ctypes
-import fnmatch
 import gc
 import json
 import time
@@ -24,7 +23,7 @@ from torch.nn.attention import flex_attention as torch_flex
 import tritoncp
 from tritoncp.api import flex_attention
 from tritoncp.masks import Mask, create_block_mask
-from tritoncp.perf.cases import MASKS, TIERS
+from tritoncp.perf.cases import MASKS, TIERS, position
 from tritoncp.perf.record import OURS, Journal, Point, kernel_name, read
 from tritoncp.perf.timing import Run, WallClock, interleaved
 from tritoncp.plan import build
@@ -95,10 +94,10 @@ CASES: tuple[HostCase, ...] = (
 )  # fmt: skip
 
 
-def select(tier: str = "core", only: str = "*") -> list[HostCase]:
+def select(tier: str = "core", only: str | Sequence[str] = "*") -> list[HostCase]:
     """The cases of a tier and those before it, whose names fit a pattern."""
     wanted = TIERS[: TIERS.index(tier) + 1]
-    return [case for case in CASES if case.tier in wanted and fnmatch.fnmatchcase(case.name, only)]
+    return [case for case in CASES if case.tier in wanted and position(case.name, only) is not None]
 
 
 def run(
@@ -122,7 +121,7 @@ def run(
     return failures
 
 
-def resources(journal: Journal, only: str = "*") -> None:
+def resources(journal: Journal, only: str | Sequence[str] = "*") -> None:
     """Write what each shipped kernel compiles to (`tritoncp inspect` keeps the table), where that differs
     from what the history says."""
     table = Path(tritoncp.__file__).parent / "kernels/configs/resources.json"
@@ -134,7 +133,9 @@ def resources(journal: Journal, only: str = "*") -> None:
     for row in found["rows"]:
         line = {"kind": "resources", "triton": found["triton"], **row}
         before = known.get(kernel_name(row), {})
-        if fnmatch.fnmatchcase(kernel_name(row), only) and any(before.get(key) != line[key] for key in line):
+        if position(kernel_name(row), only) is None:
+            continue
+        if any(before.get(key) != line[key] for key in line):
             journal.write(line)
 
 

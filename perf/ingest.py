@@ -2,7 +2,8 @@
 
 Lines of histories are added to a history that does not hold them yet.  Tile shapes that beat the rule are
 shipped, if the journal of `tritoncp autotune` (see tritoncp/tune/journal.py) holds a right answer and times
-for them.  Unreadable lines are named and left out.
+for them; and forward routes that beat the loops in lines of cases (see route_choices.py).  Unreadable lines
+are named and left out.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from tritoncp.checked_json import parse_json
 from tritoncp.paths import HISTORY_FILE, checked_name, path_inside
 from tritoncp.perf.lines import finite
 from tritoncp.perf.record import Problem, checked, files, merge, same_line
+from tritoncp.perf.route_choices import DAY, RouteChoice, choices_of
 from tritoncp.tuned import Device
 
-DAY = 86400.0  # seconds by which clocks of two machines may differ
 KINDS = ("case", "left out", "resources")
 Config = tuple[tuple[str, Any], ...]  # sorted items
 
@@ -73,6 +74,9 @@ def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
         for run in runs(path, problems):
             of = Device(run.facts["arch"], run.facts["device"]), run.facts["triton"]
             _choose(run, chosen[of], problems)
+    for rows in good.values():
+        for route in choices_of(rows):
+            _choose_route(route, chosen[route.device, route.triton])
     places = {of: _config_file(configs, *of) for of in chosen}
     counts = [_keep(path, rows) for path, rows in good.items()]
     shipped = {}
@@ -299,6 +303,12 @@ def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
             choices[key] = Choice(when, None if config == of.rule else entry)
 
 
+def _choose_route(route: RouteChoice, choices: Choices) -> None:
+    """Put the route of some lines in place of what an older journal says."""
+    if route.about not in choices or choices[route.about].time <= route.time:
+        choices[route.about] = Choice(route.time, route.entry)
+
+
 def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
     """Write wins to the shipped file, and remove entries that no longer beat the rule, except newer ones;
     return the numbers of each. Raises ValueError for a file that cannot be read."""
@@ -308,12 +318,19 @@ def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tu
     fresh = [
         entry
         for key, (_, entry) in choices.items()
-        if entry is not None and key not in newer and old.get(key) != entry
+        if entry is not None and key not in newer and not _says_no_less(old.get(key), entry)
     ]
     drop = {key for key, (_, entry) in choices.items() if entry is None} & set(old) - newer
     if fresh or drop:
         tuned.write(configs, device, fresh, {}, triton, drop)
     return len(fresh), len(drop)
+
+
+def _says_no_less(old: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
+    """Whether an entry is there already, or one for the same route with tiles of its own, which lines of
+    cases do not measure."""
+    bare = entry["kernel"] == "route" and set(entry["config"]) == {"ROUTE"}
+    return old == entry or bool(bare and old and old["config"]["ROUTE"] == entry["config"]["ROUTE"])
 
 
 def _entries_of(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:

@@ -13,6 +13,7 @@ import torch
 import triton
 
 import tritoncp
+from tritoncp import tuned
 from tritoncp.perf.record import Series
 
 _STATE = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
@@ -32,6 +33,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "sources": sources(package),
     }
     if device.type == "cuda":
+        about["arch"] = tuned.device_of(device).arch
         about["cuda"] = torch.version.cuda or torch.version.hip
         about["cudnn"] = torch.backends.cudnn.version()
         about["driver"] = _asked(device, "driver_version").get("driver_version")

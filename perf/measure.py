@@ -16,13 +16,13 @@ import torch
 from tritoncp.masks import create_block_mask, full_mask
 from tritoncp.perf import baselines, check, machine
 from tritoncp.perf.baselines import FLEX, Contender
-from tritoncp.perf.cases import GOALS, MASKS, SEARCHED, Case
+from tritoncp.perf.cases import GOALS, MASKS, SEARCHED, Case, position
 from tritoncp.perf.record import OURS, Journal, Point
 from tritoncp.perf.timing import Clock, DeviceClock, Figure, GroupClock, Run, WallClock, interleaved
 from tritoncp.perf.work import Shape, Work, of_plan
 from tritoncp.plan import build
 
-QUICK = ["flex", "flex prescale", "flex tma"]
+QUICK = ["flex", "flex prescale", "flex tma", "flex flash"]
 THOROUGH = ["flex prescale tma", "flex max-autotune"]
 assert set(FLEX) == {*QUICK, *THOROUGH}
 LOST = torch.AcceleratorError.__name__  # of a launch that failed on the device itself
@@ -42,6 +42,7 @@ class Bench:
     options:  kernel options to try tritoncp with, besides its own choice
     group:    the ranks that measure cases of several ranks together; None for one device
     done:     points of the run that is resumed: their cases are not measured again
+    wanted:   patterns of contenders that take part, besides tritoncp
     """
 
     device: torch.device
@@ -51,6 +52,7 @@ class Bench:
     options: Sequence[dict[str, Any]] = ()
     group: Any = None
     done: Sequence[Point] = ()
+    wanted: Sequence[str] = ("*",)
     failures: int = 0
     best: dict[str, list[str]] = field(
         default_factory=dict
@@ -63,10 +65,7 @@ class Bench:
 
     def run(self, cases: Sequence[Case]) -> None:
         """Every case with what compiles fast, then what compiles slowly against the best of that."""
-        cases = self._left(cases)
-        if self.device.type == "cpu":
-            cases = [case.shrunk() for case in cases]
-        groups = [list(group) for _, group in itertools.groupby(cases, key=lambda case: case.problem)]
+        groups = self._problems(self._left(cases))
         slowest = 0.0
         for group in groups:
             slowest = max(slowest, self._in_time(group, self._variants(group[0]), slowest))
@@ -74,8 +73,32 @@ class Bench:
         for group in groups:
             if group[0].tier == "core" and group[0].mask in self.best:
                 first.setdefault(group[0].mask, group)
-        for mask, group in first.items() if self.device.type == "cuda" else ():
+        thorough = self.device.type == "cuda" and any(self._takes_part(name) for name in THOROUGH)
+        for mask, group in first.items() if thorough else ():
             slowest = max(slowest, self._in_time(group, [*self.best[mask], *THOROUGH], slowest))
+
+    def warm(self, cases: Sequence[Case]) -> None:
+        """Run the wanted contenders once, so that their kernels are in the caches of compilers."""
+        for group in self._problems(cases):
+            case, passes = group[0], [case.which for case in group]
+            given = baselines.inputs(case, self.device)
+            for name, make in self._contenders(case, given, self._variants(case)).items():
+                if position(name, self.wanted) is not None and time.monotonic() < self.deadline:
+                    self._tell(case, name, self._checked(case, make, None, passes)[1])
+
+    def _problems(self, cases: Sequence[Case]) -> list[list[Case]]:
+        """The cases of each problem, small ones on a CPU."""
+        sized = [case.shrunk() for case in cases] if self.device.type == "cpu" else cases
+        return [list(group) for _, group in itertools.groupby(sized, key=lambda case: case.problem)]
+
+    def _takes_part(self, name: str) -> bool:
+        return name == OURS or position(name, self.wanted) is not None
+
+    def _contenders(
+        self, case: Case, given: baselines.Inputs, variants: Sequence[str]
+    ) -> dict[str, Callable[[], Contender]]:
+        makers = baselines.contenders(case, given, variants, self.options, self.group)
+        return {name: make for name, make in makers.items() if self._takes_part(name)}
 
     def _left(self, cases: Sequence[Case]) -> list[Case]:
         """What a resumed run has not measured; and what it found out about flex's variants."""
@@ -120,7 +143,7 @@ class Bench:
         passes = [case.which for case in cases]
         expected = check.reference(case, given)
         standing, checks = {}, {}
-        for name, make in baselines.contenders(case, given, variants, self.options, self.group).items():
+        for name, make in self._contenders(case, given, variants).items():
             contender, checks[name] = self._checked(case, make, expected, passes)
             self.failures += name == OURS and contender is None
             if contender is not None:
@@ -154,10 +177,10 @@ class Bench:
         self.journal.tell({"kind": "check", "case": problem, "contender": name, **found})
 
     def _checked(
-        self, case: Case, make: Callable[[], Contender], expected: check.Answer, passes: list[str]
+        self, case: Case, make: Callable[[], Contender], expected: check.Answer | None, passes: list[str]
     ) -> tuple[Contender | None, dict[str, Any]]:
-        """The contender if it can do the problem and is right; and set-up time, peak memory, errors, or why
-        not."""
+        """The contender if it can do the problem and is right (None: whatever its answer is); and set-up
+        time, peak memory, errors, or why not."""
         found: dict[str, Any] = {}
         begin, before = time.monotonic(), self._allocated()
         contender = None
@@ -165,10 +188,12 @@ class Bench:
             with warnings.catch_warnings():  # what goes another way than it is named for is not timed as that
                 warnings.filterwarnings("error", message="ROUTE=.* is asked for")
                 contender = make()
-                got = {"out": contender.forward()} if "forward" in passes else {}
-                if "backward" in passes:
+                asked = {*passes} & {*contender.passes}
+                got = {"out": contender.forward()} if "forward" in asked else {}
+                if "backward" in asked:
                     got |= zip(("dq", "dk", "dv"), contender.backward())
-            errors = {key: check.errors(x, getattr(expected, key)) for key, x in got.items()}
+            compared = got if expected is not None else {}
+            errors = {key: check.errors(x, getattr(expected, key)) for key, x in compared.items()}
             found["errors"] = {key: list(map(_short, pair)) for key, pair in errors.items()}
             if not all(check.acceptable(pair, case.torch_dtype) for pair in errors.values()):
                 found["why"] = "wrong: relative error of the whole or of the worst rows is out of tolerance"
@@ -194,16 +219,22 @@ class Bench:
         self, case: Case, standing: dict[str, Contender], checks: dict[str, dict[str, Any]]
     ) -> dict[str, Figure]:
         """Times of one pass, and the line of the case."""
-        runs = {name: partial(prepared, contender, case.which) for name, contender in standing.items()}
+        idle = {name for name, contender in standing.items() if case.which not in contender.passes}
+        runs = {
+            name: partial(prepared, contender, case.which)
+            for name, contender in standing.items()
+            if name not in idle
+        }
         least = 7 if self.device.type == "cuda" else 3  # interpreted kernels are slow, and measure nothing
         figures = interleaved(runs, self.clock, self.seconds, least) if runs else {}
         work = work_of(case)
-        contenders = {}
-        for name, found in checks.items():
-            contenders[name] = dict(found)
+        contenders = {name: dict(found) for name, found in checks.items() if name not in idle}
+        for name in contenders:
             if name in figures:
                 contenders[name] |= figures[name].rounded(samples=name == OURS)
                 contenders[name]["tflops"] = round(work.flops / figures[name].ms / 1e9, 1)
+                if case.together and name.split()[0] == OURS:
+                    contenders[name]["rank_ms"] = round(figures[name].ms / case.world, 5)
         self._write(case, contenders, {"flops": work.flops, "hbm_bytes": work.hbm, "wire_bytes": work.wire})
         return figures
 
@@ -230,9 +261,9 @@ def _brief(error: Exception) -> str:
 def prepared(contender: Contender, which: str) -> Run:
     """One execution of a pass, ready to be timed."""
     if which == "forward":
-        return contender.call
-    out = contender.call()
-    return lambda: torch.autograd.grad(out, contender.leaves, contender.dout)
+        return partial(contender.run, contender.call)
+    out = contender.run(contender.call)
+    return partial(contender.run, lambda: torch.autograd.grad(out, contender.leaves, contender.dout))
 
 
 def work_of(case: Case) -> Work:
@@ -249,15 +280,28 @@ def work_of(case: Case) -> Work:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """What this device reaches at best: a bf16 matrix product and a copy, both too large for its caches."""
-    clock, n = DeviceClock(device), 8192
+    """What this device reaches at best: a bf16 matrix product and a copy, both too large for its caches, and
+    a copy between halves of half its L2 cache, over and over, with the gaps between launches."""
+    clock, n, copies = DeviceClock(device), 8192, 64
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(1 << 30, device=device)
     target = torch.empty_like(source)
-    found = interleaved(
-        {"matmul": lambda: lambda: a @ b, "copy": lambda: lambda: target.copy_(source)}, clock, 0.3
-    )
+    size = torch.cuda.get_device_properties(device).L2_cache_size // 4
+    small_source, small_target = (x.view(torch.int8)[:size] for x in (source, target))
+
+    def copy_in_cache() -> None:
+        for _ in range(copies):
+            small_target.copy_(small_source)
+
+    runs = {
+        "matmul": lambda: lambda: a @ b,
+        "copy": lambda: lambda: target.copy_(source),
+        "l2": lambda: copy_in_cache,
+    }
+    found = interleaved({name: run for name, run in runs.items() if size or name != "l2"}, clock, 0.3)
+    l2 = {"l2_gbytes_per_s": round(copies * 2 * size / found["l2"].ms / 1e6, 1)} if size else {}
     return {
+        **l2,
         "matmul_tflops": round(2 * n**3 / found["matmul"].ms / 1e9, 1),
         "copy_gbytes_per_s": round(2 * source.nbytes / found["copy"].ms / 1e6, 1),
     }

@@ -11,7 +11,7 @@ import datetime
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,8 @@ from tritoncp.perf.lines import check_measurement, finite
 
 VERSION = 1
 OURS = "tritoncp"
+# The contender that shows that a family of baselines was tuned; without its time the family is untuned.
+TUNED = {"flex": "flex max-autotune"}
 # What may change from point to point of a series, and be the reason of a change.
 ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "driver", "cuda", "cudnn", "python")
 
@@ -63,7 +65,7 @@ class Point:
                 optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": what went wrong}
     tags:       mask, pass, dtype, shape, model, ranks
     work:       flops, hbm_bytes, wire_bytes; for plans also work and bytes of each rank
-    ceilings:   matmul_tflops, copy_gbytes_per_s of the device
+    ceilings:   matmul_tflops, copy_gbytes_per_s, l2_gbytes_per_s of the device
     state:      clock, power and temperature after the rounds; goal: least speedups that are worth shipping
     """
 
@@ -90,21 +92,37 @@ class Point:
         return self.own.get("ms")
 
     def baselines(self) -> dict[str, float]:
-        """The best median of each family of baselines: the first word of a name says the family.
+        """The best median of each family of baselines: the first word of a name is the family. An untuned
+        family has none: a ratio to it would say how PyTorch's defaults fare, and be read as more.
 
-        >>> found = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}, "flex tma": {"ms": 3.0}, "x": {"why": ""}}
+        >>> found = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}, "cudnn": {"ms": 1.5}, "x": {"why": ""}}
         >>> Point("r", "t", "c", Series("d"), {}, found).baselines()
-        {'flex': 3.0}
+        {'cudnn': 1.5}
+        >>> Point("r", "t", "c", Series("d"), {}, found | {"flex max-autotune": {"ms": 3.0}}).baselines()
+        {'flex': 3.0, 'cudnn': 1.5}
         """
+        best = self._best_of_families()
+        return {family: ms for family, ms in best.items() if family not in self.untuned()}
+
+    def untuned(self) -> list[str]:
+        """Families with a time, but none of the contender that TUNED asks for.
+
+        >>> Point("r", "t", "c", Series("d"), {}, {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}}).untuned()
+        ['flex']
+        """
+        missing = [family for family, name in TUNED.items() if "ms" not in self.contenders.get(name, {})]
+        return [family for family in missing if family in self._best_of_families()]
+
+    def _best_of_families(self) -> dict[str, float]:
         best: dict[str, float] = {}
-        for name, found in self.contenders.items():
+        for name, figures in self.contenders.items():
             family = name.split()[0]
-            if family != OURS and "ms" in found:
-                best[family] = min(found["ms"], best.get(family, found["ms"]))
+            if family != OURS and "ms" in figures:
+                best[family] = min(figures["ms"], best.get(family, figures["ms"]))
         return best
 
     def speedups(self) -> dict[str, float]:
-        """Each family's best time over tritoncp's; empty if tritoncp failed."""
+        """Each tuned family's best time over tritoncp's; empty if tritoncp failed."""
         return {name: ms / self.ms for name, ms in self.baselines().items()} if self.ms else {}
 
     @property
@@ -112,8 +130,8 @@ class Point:
         """The worst speedup over its goal; without goals the worst speedup; None if tritoncp failed or
         nobody else took part.
 
-        >>> found = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 3.0}, "flash": {"ms": 1.8}}
-        >>> Point("r", "t", "c", Series("d"), {}, found, goal={"flex": 1.2}).worst
+        >>> found = {"tritoncp": {"ms": 2.0}, "cudnn": {"ms": 3.0}, "flash": {"ms": 1.8}}
+        >>> Point("r", "t", "c", Series("d"), {}, found, goal={"cudnn": 1.2}).worst
         1.25
         """
         speedups = self.speedups()
@@ -138,6 +156,15 @@ class History:
         """The newest line of each compiled kernel: of each architecture, head dim, dtype and variant."""
         newest = {kernel_name(line): line for line in self.resources}
         return [newest[name] for name in sorted(newest)]
+
+
+def variant(options: Mapping[str, Any]) -> str:
+    """The name of tritoncp with kernel options, as a contender.
+
+    >>> variant({"ROUTE": "gluon", "num_stages": 3})
+    'tritoncp ROUTE=gluon num_stages=3'
+    """
+    return " ".join([OURS, *(f"{name}={value}" for name, value in options.items())])
 
 
 def kernel_name(line: dict[str, Any]) -> str:

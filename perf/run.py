@@ -26,6 +26,8 @@ from tritoncp.perf.record import DiskFull, Journal, Point, Series, kernel_name, 
 if TYPE_CHECKING:
     import torch
 
+    from tritoncp.perf.measure import Bench
+
 BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
 
 
@@ -47,7 +49,13 @@ class Seconds(click.ParamType):
 @click.command(cls=PerfCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--tier", type=click.Choice(["smoke", "core", "full"]), default="core", show_default=True)
 @click.option(
-    "--only", "--filter", "only", default="*", metavar="PATTERN", help="Cases by name: 'causal-*-bwd'."
+    "--only",
+    "--filter",
+    "only",
+    multiple=True,
+    default=("*",),
+    metavar="PATTERN",
+    help="Cases by name: 'causal-*-bwd'; several are measured in the order in which they are named.",
 )
 @click.option(
     "--budget",
@@ -63,6 +71,20 @@ class Seconds(click.ParamType):
     multiple=True,
     metavar="JSON",
     help="""Also time tritoncp with these kernel options, as '{"BLOCK_N": 64}'; as often as you like.""",
+)
+@click.option(
+    "--contenders",
+    "wanted",
+    multiple=True,
+    default=("*",),
+    metavar="PATTERN",
+    help="Besides tritoncp only these, by name: 'flash', 'flex*', 'tritoncp ROUTE=*'. Without 'flex*' "
+    "nothing waits for torch.compile.",
+)
+@click.option(
+    "--warm",
+    is_flag=True,
+    help="Only run the named contenders once, to have their kernels compiled; time and write nothing.",
 )
 @click.option(
     "--device",
@@ -82,10 +104,12 @@ class Seconds(click.ParamType):
 @click.option("--json", "as_json", is_flag=True, help="The same JSON lines on stdout, instead of the table.")
 def main(
     tier: str,
-    only: str,
+    only: tuple[str, ...],
     budget: float | None,
     seconds: float,
     options: tuple[str, ...],
+    wanted: tuple[str, ...],
+    warm: bool,
     device: str | None,
     clocks: str | None,
     out: Path,
@@ -123,7 +147,10 @@ def main(
         series = machine.series(where, clocks)
         cases = select(tier, only, group.size() if group else 1)
     if not cases:
-        raise InputError(f"no case of tier {tier} for this device is named like {only!r}")
+        named = " or ".join(map(repr, only))
+        raise InputError(f"no case of tier {tier} for this device is named like {named}")
+    if warm and (device == "host" or group is not None):
+        raise click.UsageError("--warm is for attention on one device; --device host compiles nothing")
     lead = group is None or group.rank() == 0
     journal = _journal(out, series, env, resume and lead, lead, as_json)
     before = list(journal.points)
@@ -133,7 +160,13 @@ def main(
                 host.resources(journal, only)
             failures = host.run(cases, journal, deadline, seconds, before)
         else:
-            failures = _attention(where, journal, deadline, seconds, tried, group, before, cases)
+            from tritoncp.perf.measure import Bench
+
+            bench = Bench(where, journal, deadline, seconds, tried, group, before, wanted)
+            if warm:
+                bench.warm(cases)
+                sys.exit(FINE)
+            failures = _attention(bench, cases)
     except DiskFull as error:
         raise InputError(str(error)) from error
     if lead and not as_json:
@@ -151,22 +184,12 @@ def main(
     sys.exit(FINE)
 
 
-def _attention(
-    device: torch.device,
-    journal: Journal,
-    deadline: float,
-    seconds: float,
-    options: list[dict[str, Any]],
-    group: Any,
-    done: list[Point],
-    cases: Sequence[Any],
-) -> int:
+def _attention(bench: Bench, cases: Sequence[Any]) -> int:
     """Measure attention cases; how many failed."""
-    from tritoncp.perf.measure import Bench, DeviceLost, ceilings
+    from tritoncp.perf.measure import DeviceLost, ceilings
 
-    if device.type == "cuda":
-        journal.ceilings = ceilings(device)
-    bench = Bench(device, journal, deadline, seconds, options, group, done)
+    if bench.device.type == "cuda":
+        bench.journal.ceilings = ceilings(bench.device)
     try:
         bench.run(cases)
     except DeviceLost as error:
@@ -233,9 +256,9 @@ def _journal(
 def brief(line: dict[str, Any]) -> str:
     """One line for people.
 
-    >>> figures = {"tritoncp": {"ms": 1.5, "tflops": 400.0}, "flex": {"ms": 3.0}, "cudnn": {"why": "no"}}
+    >>> figures = {"tritoncp": {"ms": 1.5, "tflops": 400.0}, "flex": {"ms": 3.0}, "cudnn": {"ms": 1.2}}
     >>> brief({"kind": "case", "case": "full-8k-fwd", "contenders": figures})
-    'full-8k-fwd                           1.5 ms  400.0 TFLOP/s  ÷flex 2.00'
+    'full-8k-fwd                           1.5 ms  400.0 TFLOP/s  ÷cudnn 0.80  ÷flex untuned'
     """
     name = f"{line.get('case', ''):<32}"
     if line["kind"] == "left out":
@@ -250,6 +273,7 @@ def brief(line: dict[str, Any]) -> str:
     rate = f"  {own['tflops']} TFLOP/s" if "tflops" in own else ""
     point = Point("", "", "", Series(""), {}, line["contenders"])
     ratios = "".join(f"  ÷{family} {x:.2f}" for family, x in point.speedups().items())
+    ratios += "".join(f"  ÷{family} untuned" for family in point.untuned())
     return f"{name} {own['ms']:>8.4g} ms{rate}{ratios}"
 
 
@@ -259,13 +283,17 @@ def show(journal: Journal) -> None:
     from rich.table import Table
 
     points = list({point.case: point for point in journal.points}.values())  # the most thorough search
-    families = sorted({name for point in points for name in point.baselines()})
+    families = sorted({name for point in points for name in (*point.baselines(), *point.untuned())})
     table = Table(
         "case", "tritoncp ms", *(f"÷ {name}" for name in families), title="time over tritoncp's (goal)"
     )
     for point in sorted(points, key=_order):
         speedups = point.speedups()
-        cells = [_cell(speedups.get(name), point.goal.get(name)) for name in families]
+        untuned = point.untuned()
+        cells = [
+            "untuned" if name in untuned else _cell(speedups.get(name), point.goal.get(name))
+            for name in families
+        ]
         table.add_row(point.case, f"{point.ms:.4g}" if point.ms else "[red]failed[/]", *cells)
     console = Console()
     console.print(table)

@@ -1,10 +1,12 @@
 """Every contender computes the case it is timed on: the two dialects of a case mean the same."""
 
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, varlen
+from torch.nn.attention import flex_attention as torch_flex
 
 from tritoncp.perf import baselines, check
 from tritoncp.perf.cases import MASKS, Case, sink_logits
@@ -135,6 +137,16 @@ def test_a_wrong_answer_is_not_acceptable(harm):
     else:
         got *= 1.02
     assert not check.acceptable(check.errors(got, expected), torch.bfloat16)
+
+
+def test_flex_attention_on_flash_attention_is_absent_with_a_reason(monkeypatch):
+    case, given = problem("causal")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it is not installed
+    with pytest.raises(baselines.Unsupported, match="which is not installed"):
+        baselines.contenders(case, given, ["flex flash"])["flex flash"]()
+    monkeypatch.delitem(torch_flex.FlexKernelOptions.__annotations__, "BACKEND", raising=False)
+    with pytest.raises(baselines.Unsupported, match="has no kernel option BACKEND"):
+        baselines.contenders(case, given, ["flex flash"])["flex flash"]()
 
 
 def test_what_a_baseline_cannot_express_is_said():

@@ -16,14 +16,14 @@ from tests.perf.made import H100, H200
 from tritoncp.cli import main
 from tritoncp.kernels.engine import Launch
 from tritoncp.perf import compare, imported
-from tritoncp.perf.record import Point, Series, append, read
+from tritoncp.perf.record import TUNED, Point, Series, append, read
 
 ROOT = Path(__file__).parents[2]
 
 
 def point(case: str, ms, run: str = "r", series: Series = H200, commit: str = "a" * 40, samples=(), **others):
     own = {"why": "it broke"} if ms is None else {"ms": ms, **({"samples": list(samples)} if samples else {})}
-    took = {"tritoncp": own} | {name: {"ms": x, "n": 1} for name, x in others.items()}
+    took = {"tritoncp": own} | {TUNED.get(name, name): {"ms": x, "n": 1} for name, x in others.items()}
     env = {"commit": commit, "tritoncp": "0.1.0"}
     return Point(run, "2026-01-01T00:00:00+00:00", case, series, env, took)
 
@@ -93,6 +93,19 @@ def test_a_baseline_takes_out_what_the_machine_did():
     assert row.ratio == pytest.approx(1.0, rel=1e-2) and not row.regressed(0.05)
     with pytest.raises(compare.Unknown, match="no baseline 'cudnn' on both sides; before: flex; after: flex"):
         compare.compare(before, after, "cudnn")
+
+
+def test_an_untuned_baseline_is_none():
+    """As those whose history holds PyTorch's defaults alone would compare with what nobody should run."""
+    tuned = runs("c", [1.0, 1.01, 1.0], flex=2.0)
+    defaults = runs("c", [1.0, 1.01, 1.0], **{"flex prescale": 1.5})
+    assert [one.speedups() for one in defaults] == [{}] * 3
+    with pytest.raises(compare.Unknown, match=r"after: none; .*'flex max-autotune' are untuned"):
+        compare.compare(tuned, defaults, "flex")
+    other = compare.compare(
+        [*tuned, point("d", 1.0, flex=2.0)], [*defaults, point("d", 1.0, flex=2.0)], "flex"
+    )
+    assert [row.case for row in other.rows] == ["d"] and other.missing == ["c"]
 
 
 def test_cases_without_the_baseline_are_told_and_one_that_lost_it_is_missing():

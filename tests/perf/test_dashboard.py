@@ -24,7 +24,7 @@ def test_two_hundred_cases_of_five_hundred_runs_are_below_three_megabytes():
         times = 2.0 * noisy(seed, 500)
         found = line(f"case-{seed}", times, tags=tags())
         for point, flex, flash in zip(found, 2.6 * noisy(seed + 1000, 500), 2.2 * noisy(seed + 2000, 500)):
-            point.contenders["flex"] = {"ms": float(flex)}
+            point.contenders["flex max-autotune"] = {"ms": float(flex)}
             point.contenders["flash"] = {"ms": float(flash)}
         points += found
     begin = time.process_time()

@@ -1,7 +1,9 @@
 """The whole path of a benchmark run, on a CPU: what is written, in which order, and what stops it."""
 
 import json
+import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from click.testing import CliRunner
 
 from tritoncp.perf import baselines, measure, record, timing
 from tritoncp.perf.cases import GOALS, Case, select
-from tritoncp.perf.run import brief, main
+from tritoncp.perf.run import brief, main, show
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--seconds", "0.01"]
@@ -89,6 +91,86 @@ def test_a_route_that_is_not_taken_is_not_timed_as_that_route(monkeypatch, tmp_p
     why = point.contenders["tritoncp ROUTE=specialised"]["why"]
     assert "this step goes by 'loops': its state between two launches would take" in why
     assert "ms" in point.own and "ms" in point.contenders["tritoncp SPLIT_KV=2"]
+
+
+def test_kernel_options_take_part_in_the_pass_that_they_change(monkeypatch, tmp_path):
+    cases = [Case("causal", which, 16384).shrunk() for which in ("forward", "backward")]
+    runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
+    runner.options = [{"fwd_BLOCK_N": 32}, {"bwd_BLOCK_M2": 32}, {"num_stages": 2}]
+    runner.wanted = ["tritoncp*"]
+    runner.run(cases)
+    forward, backward = (set(point.contenders) for point in journal.points)
+    assert forward == {"tritoncp", "tritoncp fwd_BLOCK_N=32", "tritoncp num_stages=2"}
+    assert backward == {"tritoncp", "tritoncp bwd_BLOCK_M2=32", "tritoncp num_stages=2"}
+    assert all("ms" in figures for point in journal.points for figures in point.contenders.values())
+
+
+def test_the_unsafe_backward_pass_is_allowed_for_its_contender_alone(monkeypatch, tmp_path):
+    """Where it is refused otherwise, it is compared with the reference, then timed."""
+    seen = set()
+    attention = baselines.flex_attention
+
+    def watched(*args, kernel_options=None, **more):
+        seen.add((str(kernel_options), os.environ.get("TRITONCP_UNSAFE_FUSED")))
+        return attention(*args, kernel_options=kernel_options, **more)
+
+    monkeypatch.setattr(baselines, "flex_attention", watched)
+    monkeypatch.delenv("TRITONCP_UNSAFE_FUSED", raising=False)
+    runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
+    runner.options, runner.wanted = [{"FUSED_BACKWARD": True}], ["tritoncp*"]
+    runner.run([Case("causal", "backward", 16384).shrunk()])
+    assert seen == {("None", None), ("{'FUSED_BACKWARD': True}", "1")}
+    assert "TRITONCP_UNSAFE_FUSED" not in os.environ
+    (point,) = journal.points
+    fused = point.contenders["tritoncp FUSED_BACKWARD=True"]
+    assert set(fused["errors"]) == {"dq", "dk", "dv"} and fused["ms"] == 1.0
+
+
+def test_a_wrong_backward_pass_is_recorded_as_wrong(monkeypatch, tmp_path):
+    case = Case("causal", "backward", 16384).shrunk()
+    right = baselines.ours(case, baselines.inputs(case, CPU))
+    wrong = replace(right, dout=right.dout * 1.1, passes=("backward",))
+    name = "tritoncp FUSED_BACKWARD=True"
+    runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", **{name: lambda: wrong})
+    runner.run([case])
+    (point,) = journal.points
+    assert point.contenders[name]["why"].startswith("wrong") and "ms" not in point.contenders[name]
+
+
+def test_warming_runs_the_named_contenders_and_writes_nothing(tmp_path):
+    options = ["--tier", "smoke", "--warm", "--try", '{"BLOCK_N": 64}', "--out", str(tmp_path)]
+    done = CliRunner().invoke(main, [*QUICK, *options, "--contenders", "tritoncp BLOCK_N=64"])
+    assert done.exit_code == 0 and done.output.count("right") == 1
+    assert "tritoncp BLOCK_N=64" in done.output and not list(tmp_path.iterdir())
+
+
+def test_named_contenders_and_cases_take_part_in_the_order_of_the_names(tmp_path):
+    words = [*QUICK, "--tier", "smoke", "--only", "*-bwd", "--only", "*-fwd", "--out", str(tmp_path)]
+    done = CliRunner().invoke(main, [*words, "--contenders", "flash"])
+    assert done.exit_code == 0, done.output
+    lines = lines_of(tmp_path)
+    assert [line["case"][-4:] for line in lines] == ["-bwd", "-fwd"]
+    assert [set(line["contenders"]) for line in lines] == [{"tritoncp", "flash"}] * 2
+
+
+def test_ranks_in_one_place_have_a_time_each_and_options_of_their_own(monkeypatch, tmp_path):
+    runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
+    runner.options, runner.wanted = [{"BLOCK_N": 32}], ["tritoncp*", "whole"]
+    runner.run([case for case in select("full") if case.name == "causal-s2-ring-16k-fwd"])
+    (point,) = journal.points
+    assert set(point.contenders) == {"tritoncp", "tritoncp BLOCK_N=32", "whole"}
+    assert point.own["ms"] == 1.0 and point.own["rank_ms"] == 0.5
+    assert "rank_ms" not in point.contenders["whole"]
+
+
+def test_a_table_says_that_a_baseline_is_untuned(capsys, tmp_path):
+    journal = record.Journal(tmp_path / "a.jsonl", "run", record.Series("GPU"), {})
+    journal.point("causal-8k-fwd", {"tritoncp": {"ms": 1.0}, "flex": {"ms": 2.0}}, goal={"flex": 1.2})
+    tuned = {"flex": {"ms": 2.0}, "flex max-autotune": {"ms": 1.5}}
+    journal.point("causal-16k-fwd", {"tritoncp": {"ms": 1.0}, **tuned}, goal={"flex": 1.2})
+    show(journal)
+    said = capsys.readouterr().out
+    assert "untuned" in said and "1.50 (1.2)" in said and "2.00" not in said
 
 
 def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(monkeypatch, tmp_path):

@@ -220,7 +220,7 @@ def gpu(monkeypatch):
 def test_the_command_tunes_what_a_benchmark_lost_most_and_all_three_of_a_backward_pass(
     compile_nothing, gpu, home, tmp_path
 ):
-    took = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 1.0}}
+    took = {"tritoncp": {"ms": 2.0}, "flex max-autotune": {"ms": 1.0}}
     point = Point("r", "2026-01-01", "alibi-8k-bwd", Series("NVIDIA H200"), {}, took, goal={"flex": 1.2})
     append(tmp_path / "history.jsonl", point.as_line())
     done = invoke("--worst", str(tmp_path), "--json")

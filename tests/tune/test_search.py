@@ -15,7 +15,7 @@ import torch
 from tests.tune.stand_ins import Compiler, Formula, Ticks
 from tritoncp.kernels.configs import default
 from tritoncp.offline import launch_of
-from tritoncp.perf.record import Point, Series
+from tritoncp.perf.record import TUNED, Point, Series
 from tritoncp.tune.journal import Journal
 from tritoncp.tune.search import ROUNDS, TIMED, Tally, Tuner
 from tritoncp.tune.targets import MASKS, OPS, Target, candidates, lost_most, targets
@@ -454,7 +454,7 @@ def test_shapes_that_nobody_has_are_refused(shape, said):
 
 def measured(case, ours, day=0, device="NVIDIA H200", run="r", **others):
     took = {"tritoncp": {"ms": ours} if ours else {"why": "wrong"}}
-    took |= {name: {"ms": ms} for name, ms in others.items()}
+    took |= {TUNED.get(name, name): {"ms": ms} for name, ms in others.items()}
     goal = {"flex": 1.2, "cudnn": 0.8}
     return Point(run, f"2026-01-0{day + 1}", case, Series(device), {}, took, goal=goal)
 
@@ -462,12 +462,16 @@ def measured(case, ours, day=0, device="NVIDIA H200", run="r", **others):
 @pytest.mark.parametrize(
     ("case", "names"),
     [
-        ("window-8k-fwd", ["forward window 32x8 d128 8192 bfloat16"]),
+        ("window-8k-fwd", [f"{kernel} window 32x8 d128 8192 bfloat16" for kernel in ("forward", "route")]),
+        ("softcap-8k-fwd", ["forward causal softcap 32x8 d128 8192 bfloat16"]),
         (
             "softcap-16k-bwd",
             ["dq causal softcap 32x8 d128 16384 bfloat16", "dkdv causal softcap 32x8 d128 16384 bfloat16"],
         ),
-        ("causal-h128x128-d192x128-8k-fwd", ["forward causal 128x128 d192x128 8192 bfloat16"]),
+        (
+            "causal-h128x128-d192x128-8k-fwd",
+            [f"{kernel} causal 128x128 d192x128 8192 bfloat16" for kernel in ("forward", "route")],
+        ),
         ("full-q1-32k-fwd", ["few full 32x8 d128 32768 bfloat16"]),
     ],
 )
@@ -489,12 +493,27 @@ def test_the_case_that_is_farthest_below_its_goal_is_tuned(case, names):
     assert lost_most(points, None)[0] == "full-16k-fwd, 0.09 of its goal"
 
 
+def test_runs_of_the_same_code_count_together():
+    """As those of `make gpu`, each of which measures some cases; without a baseline a line says nothing."""
+
+    def of(code, point):
+        return replace(point, env={"sources": code})
+
+    points = [
+        of("old", measured("window-8k-fwd", 9.0, run="a", flex=1.0)),
+        of("new", measured("full-16k-fwd", 1.0, day=1, run="b", flex=1.2, cudnn=0.4)),
+        of("new", measured("causal-16k-fwd", 1.0, day=1, run="c", flex=1.1)),
+        of("new", measured("full-16k-fwd", 1.0, day=2, run="d")),
+    ]
+    assert lost_most(points, None)[0] == "full-16k-fwd, 0.50 of its goal"
+
+
 def test_where_no_case_has_a_goal_the_one_farthest_behind_is_tuned():
     points = [
         replace(measured(f"{mask}-16k-fwd", 1.0, flex=ms), goal={})
         for mask, ms in (("full", 2), ("causal", 3))
     ]
-    why, (target,) = lost_most(points, None)
+    why, (target, _) = lost_most(points, None)
     assert why == "full-16k-fwd, 2.00 of what the best of the others does" and target.mask == "full"
 
 

@@ -198,18 +198,22 @@ def _check(score: str, heads: int) -> None:
 
 
 def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Target]]:
-    """The case of the newest run on a device (None: any) that is farthest below its goal, in words, and its
-    kernels; where none has a goal, the one farthest behind whoever is ahead; where there is none, the forward
-    pass of Llama-3 8B. Cases that failed do not count: better tiles are not what they need.
+    """The case that is farthest below its goal in the newest runs on a device (None: any), in words, and its
+    kernels, of a forward pass also its routes; where none has a goal, the one farthest behind the fastest
+    baseline; where there is none, the forward pass of Llama-3 8B. Cases that failed do not count: better
+    tiles are not what they need.
+
+    The newest runs are the newest one and those of the same sources; of each case the last line counts that
+    compares it with a baseline.
     """
-    mine = [point for point in points if device in (None, point.series.device)]
-    newest = max(mine, key=lambda point: point.time).run if mine else ""
+    mine = sorted((p for p in points if device in (None, p.series.device)), key=lambda point: point.time)
     known = {case.name: case for case in CASES}
-    rated = [
-        (not point.goal, point.worst, point.case)
+    last = {
+        point.case: point
         for point in mine
-        if point.run == newest and point.worst is not None and _tunable(known.get(point.case))
-    ]
+        if _alike(point, mine[-1]) and point.worst is not None and _tunable(known.get(point.case))
+    }
+    rated = [(not point.goal, point.worst or 0.0, point.case) for point in last.values()]
     if not rated:
         why = "nothing was compared with a baseline here: Llama-3 8B instead"
         return why, targets(preset("llama3-8b"), ["causal"], ["fwd"], "bfloat16")
@@ -217,9 +221,16 @@ def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Ta
     case = known[name]
     mask, score = SCORED.get(case.mask, (case.mask, ""))
     shape = f"{case.heads}x{case.kv_heads},{case.dim}x{case.v_dim},{case.seq}"
-    op = "few" if case.queries else {"forward": "fwd", "backward": "bwd"}[case.which]
+    forward = "few" if case.queries else "fwd" if score else "routes"
+    op = {"forward": forward, "backward": "bwd"}[case.which]
     of = "what the best of the others does" if aimless else "its goal"
     return f"{name}, {worst:.2f} of {of}", targets([shape], [mask], [op], case.dtype, score)
+
+
+def _alike(point: Point, newest: Point) -> bool:
+    """Whether a point is of the newest run, or of one that measured the same code."""
+    same_code = "sources" in newest.env and point.env.get("sources") == newest.env["sources"]
+    return point.run == newest.run or same_code
 
 
 def _tunable(case: Case | None) -> bool:

@@ -1,0 +1,174 @@
+"""The summary of `make gpu`: one page on the screen, and the same as summary.json."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tritoncp.checked_json import read_json
+from tritoncp.perf.record import OURS, Point, files, read
+
+WIDTH = 150  # of the page where the screen does not say how wide it is
+
+
+def collect(
+    out: Path, device: str, began: datetime.datetime, parts: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The results of a run, as plain values.
+
+    parts:      part, outcome ("done", "failed", "not run"), seconds and why of each part
+    check:      whether everything was right for `tritoncp check`, and its wrong cases
+    figures:    milliseconds and TFLOP/s of each contender of each case, or why there are none
+    worst:      cases by what they reach of their goals, worst first; then those without, by what they reach
+                of the best baseline
+    left_out:   cases that there was no time for
+    """
+    points = points_since(out, began)
+    alone = [point for point in points if "ranks" not in point.tags]  # what splitting costs is no loss
+    rated = {point.case: (not point.goal, point.worst) for point in alone if point.worst is not None}
+    measured = {point.case for point in points}
+    return {
+        "device": device,
+        "time": began.isoformat(timespec="seconds"),
+        "parts": [*parts],
+        "check": check_of(out / "check.json"),
+        "ceilings": next((point.ceilings for point in reversed(points) if point.ceilings), {}),
+        "environment": points[-1].env if points else {},
+        "figures": [row for point in points for row in figures(point)],
+        "worst": [
+            {"case": case, "ratio": round(ratio, 3)}
+            for case, (_, ratio) in sorted(rated.items(), key=lambda item: item[1])
+        ],
+        "left_out": sorted({case for case in cases_left_out(out, began) if case not in measured}),
+    }
+
+
+def points_since(out: Path, began: datetime.datetime) -> list[Point]:
+    """Points of a folder that are not older than the run."""
+    start = began.isoformat(timespec="seconds")
+    return [point for point in read(out).points if point.time >= start]
+
+
+def cases_left_out(out: Path, began: datetime.datetime) -> list[str]:
+    """Cases that runs of this folder had no time for, from files that this run has written to."""
+    left = []
+    for path in files([out]):
+        if path.stat().st_mtime >= began.timestamp():
+            for text in path.read_bytes().splitlines():
+                if b'"left out"' in text:
+                    left.append(str(json.loads(text).get("case", "")))
+    return left
+
+
+def figures(point: Point) -> list[dict[str, Any]]:
+    """A row for each contender of a case."""
+    names = ("ms", "tflops", "rank_ms", "why")
+    return [
+        {"case": point.case, "contender": name, **{key: row[key] for key in names if key in row}}
+        for name, row in point.contenders.items()
+    ]
+
+
+def check_of(path: Path) -> dict[str, Any]:
+    """The result of `tritoncp check --json`: whether all was right, the wrong cases, facts of the machine."""
+    try:
+        report = read_json(path)
+        wrong = [case for case in report["cases"] if not case["right"]]
+        return {"right": bool(report["right"]), "wrong": wrong, "facts": report["facts"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {"right": False, "wrong": [], "why": f"no result: {type(error).__name__}: {error}"}
+
+
+def write(out: Path, summary: Mapping[str, Any]) -> None:
+    """Write summary.json."""
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+
+def show(summary: Mapping[str, Any]) -> None:
+    """The page."""
+    from rich.console import Console
+    from rich.table import Table
+
+    screen = Console()
+    screen = screen if screen.is_terminal else Console(width=WIDTH)
+    looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "title_justify": "left"}
+    table = Table("part", "outcome", "seconds", "why", title=f"make gpu on {summary['device']}", **looks)
+    for part in summary["parts"]:
+        table.add_row(part["part"], part["outcome"], f"{part['seconds']:.0f}", _plain(part["why"]))
+    screen.print(table)
+    screen.print(_figures_table(summary["figures"], Table(title="ms (TFLOP/s)", **looks)))
+    for line in lines(summary):
+        screen.print(line, markup=False, highlight=False)
+
+
+def _figures_table(rows: Sequence[Mapping[str, Any]], table: Any) -> Any:
+    """A row for each case, a column for each contender."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cells.setdefault(row["case"], {})[row["contender"]] = _cell(row)
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    table.add_column("case", no_wrap=True)
+    for name in names:
+        table.add_column(_plain(name.removeprefix(f"{OURS} ")), overflow="fold")
+    for case, by_name in cells.items():
+        table.add_row(_plain(case), *(by_name.get(name, "–") for name in names))
+    return table
+
+
+def _cell(row: Mapping[str, Any]) -> str:
+    """
+    >>> _cell({"ms": 1.23456, "tflops": 400.4}), _cell({"why": "wrong: relative error"}), _cell({"why": "x"})
+    ('1.235 (400)', 'wrong', 'none')
+    """
+    if "ms" in row:
+        return f"{row['ms']:.4g}" + (f" ({row['tflops']:.0f})" if "tflops" in row else "")
+    return "wrong" if row.get("why", "").startswith("wrong") else "none"
+
+
+def lines(summary: Mapping[str, Any]) -> list[str]:
+    """What the tables do not show: wrong answers, ceilings, what lost most, what did not run."""
+    rows = []
+    check = summary["check"]
+    if any(part["part"] == "check" for part in summary["parts"]):
+        rows.append(f"check: {'everything is right' if check['right'] else check.get('why', 'wrong:')}")
+    rows += [f"  {_case(case)}" for case in check["wrong"]]
+    rows += [
+        f"{row['case']}: {row['contender']}: {row['why']}"
+        for row in summary["figures"]
+        if row.get("why", "").startswith("wrong")
+    ]
+    rows += [
+        f"{row['case']}: {row['contender']}: {row['rank_ms']:.4g} ms a rank"
+        for row in summary["figures"]
+        if "rank_ms" in row
+    ]
+    if summary["ceilings"]:
+        rows.append("ceilings: " + ", ".join(f"{name} {x:g}" for name, x in summary["ceilings"].items()))
+    if summary["worst"]:
+        worst = ", ".join(f"{row['case']} {row['ratio']:.2f}" for row in summary["worst"][:3])
+        rows.append(f"lost most (time of the baseline over ours, over the goal): {worst}")
+    if summary["left_out"]:
+        rows.append(f"no time for: {', '.join(summary['left_out'])}")
+    return rows
+
+
+def _case(case: Mapping[str, Any]) -> str:
+    """A wrong case of `tritoncp check`.
+
+    >>> _case({"schedule": "ring", "mask": "causal", "dtype": "bfloat16", "pass": "forward", "tensor": "out",
+    ...        "error": 0.5, "allowed": 0.01, "rank": 1})
+    'ring causal bfloat16 forward: out is off by 0.5, allowed is 0.01 (rank 1)'
+    """
+    names = " ".join(str(case.get(name, "?")) for name in ("schedule", "mask", "dtype", "pass"))
+    off = f"{case.get('tensor', '?')} is off by {case.get('error')}, allowed is {case.get('allowed')}"
+    return f"{names}: {off} (rank {case.get('rank', '?')})"
+
+
+def _plain(text: str) -> Any:
+    """Text without markup."""
+    from rich.text import Text
+
+    return Text(text)

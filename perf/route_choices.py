@@ -1,0 +1,127 @@
+"""The default route of the forward pass, from lines of a history.
+
+A line of a case that was measured with ``ROUTE`` loops and with other routes settles which is the default for
+calls of its dtype, head dims and kind of mask on its device with its Triton: another route than loops, if its
+answer was right and it beat loops by more than `tuned.WIN`. Where lines about the same calls disagree, the
+longer sequence counts, then the newer line. A route that is not chosen loses the entry that it had.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from tritoncp import tuned
+from tritoncp.kernels.configs import ROUTES
+from tritoncp.masks import create_block_mask, full_mask
+from tritoncp.perf.cases import CASES, MASKS, Case
+from tritoncp.perf.record import variant
+from tritoncp.tuned import Device
+
+DAY = 86400.0  # seconds by which clocks of two machines may differ
+LOOPS, *OTHERS = ({"ROUTE": route} for route in ROUTES)
+_LENGTH = 4096  # of a mask whose kind is asked
+
+
+class RouteChoice(NamedTuple):
+    """The default of calls on a device with a Triton: an entry of a file of tile shapes; None for loops.
+
+    about: what calls look up, as `tuned.about`; time: when it was measured (ISO 8601, UTC)
+    """
+
+    device: Device
+    triton: str
+    about: tuple[Any, ...]
+    time: str
+    entry: dict[str, Any] | None
+
+
+def choices_of(lines: Iterable[Mapping[str, Any]]) -> list[RouteChoice]:
+    """The choices that lines of a history settle, one for each device, Triton and kind of call."""
+    cases = {case.name: case for case in CASES if _is_plain(case)}
+    settled: dict[tuple[Any, ...], tuple[tuple[int, str], RouteChoice]] = {}
+    for line in lines:
+        case = cases.get(line["case"]) if line["kind"] == "case" else None
+        choice = _choice(line, case) if case is not None else None
+        if case is None or choice is None:
+            continue
+        key, rank = (choice.device, choice.triton, choice.about), (case.seq, choice.time)
+        if key not in settled or settled[key][0] <= rank:
+            settled[key] = rank, choice
+    return [choice for _, choice in settled.values()]
+
+
+def _is_plain(case: Case) -> bool:
+    """Whether a case is a forward pass of one device, and nothing but shapes and the mask tells its call."""
+    mask = MASKS[case.mask]
+    scored = mask.sinks or mask.score(case.heads, torch.device("cpu")) is not None
+    return case.which == "forward" and case.world == case.batch == 1 and not case.queries and not scored
+
+
+def _choice(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
+    """What a line settles; None where it does not compare routes, or does not say where and when."""
+    env, contenders = line.get("env", {}), line["contenders"]
+    names = [env.get(name) for name in ("arch", "triton", "sources")]
+    when = _utc(line["time"])
+    loops = _time(contenders, LOOPS)
+    tried = {
+        options["ROUTE"]: _time(contenders, options) for options in OTHERS if _was_tried(contenders, options)
+    }
+    if not all(isinstance(name, str) and name for name in names) or not (when and loops and tried):
+        return None
+    arch, triton, sources = names
+    right = {route: ms for route, ms in tried.items() if ms is not None}
+    best = min(right, key=right.__getitem__, default=None)
+    base = {"kernel": "route", "dtype": case.dtype, "head_dim": case.dim, "mask": kind_of(case.mask)}
+    base |= {"v_head_dim": case.v_dim} if case.v_dim != case.dim else {}
+    won = best is not None and loops / right[best] > tuned.WIN
+    shape = f"{case.heads}x{case.kv_heads},{case.dim}" + f"x{case.v_dim}" * (case.v_dim != case.dim)
+    entry = {
+        **base,
+        "shape": f"{shape},{case.seq}",
+        "config": {"ROUTE": best},
+        "ms": right[best],
+        "rule_ms": loops,
+        "time": when,
+        "code": sources,
+    } if won and best is not None else None  # fmt: skip
+    device = Device(str(arch), line["series"]["device"])
+    return RouteChoice(device, str(triton), tuned.about(base), when, entry)
+
+
+def _was_tried(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+    """Whether a route was timed or gave another answer: not where it could not be had."""
+    row = contenders.get(variant(options), {})
+    why = str(row.get("why", ""))
+    return "ms" in row or why.startswith("wrong") or "its answer is not that of" in why
+
+
+def _time(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
+    """The time of a contender whose answer was right."""
+    row = contenders.get(variant(options), {})
+    return None if "why" in row else row.get("ms")
+
+
+def _utc(text: str) -> str:
+    """A time as entries have it; "" for one that is none, has no zone, or is yet to come."""
+    try:
+        when = datetime.datetime.fromisoformat(text)
+        if when.tzinfo is None or when.timestamp() > time.time() + DAY:
+            return ""
+        return when.astimezone(datetime.UTC).isoformat(timespec="seconds")
+    except (ValueError, OverflowError):
+        return ""
+
+
+def kind_of(mask: str) -> str:
+    """The kind that a call with a mask of `cases.MASKS` looks up.
+
+    >>> [kind_of(mask) for mask in ("causal", "full", "document", "window")]
+    ['causal', 'full', 'interval', 'window']
+    """
+    closed, length = MASKS[mask].closed(_LENGTH), (_LENGTH, _LENGTH)
+    return tuned.kind_of(full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length))

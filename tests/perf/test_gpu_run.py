@@ -1,0 +1,355 @@
+"""`make gpu` runs its parts in order and in time, says what went wrong, and needs no more than a machine with
+a GPU has."""
+
+import contextlib
+import datetime
+import importlib.metadata
+import itertools
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.perf.made import H200
+from tritoncp import tuned
+from tritoncp.kernels.configs import check_options
+from tritoncp.perf import gpu_parts, gpu_summary
+from tritoncp.perf.baselines import FLEX
+from tritoncp.perf.cases import select
+from tritoncp.perf.cli import perf
+from tritoncp.perf.gpu_parts import PARTS, batches, timetable
+from tritoncp.perf.record import Point, append, read, variant
+
+ROOT = Path(__file__).parents[2]
+NAMES = [part.name for part in PARTS]
+WRONG = {"schedule": "ring", "mask": "causal", "dtype": "bfloat16", "pass": "forward", "tensor": "out"}
+WRONG |= {"error": 0.5, "allowed": 0.01, "ms": 1.0, "rank": 1, "right": False}
+CHECK = {"facts": {"ptxas": "13.1"}, "cases": [WRONG | {"right": True}], "seconds": 1.0, "right": True}
+# Stands for a python with torch and a GPU; writes down what it is asked to run, and fails on request.
+STAND_IN = """#!/bin/sh
+case "$*" in
+    *sys.executable*) echo "$0"; exit ;;
+    *is_available*) echo "NVIDIA H200"; exit $NO_GPU ;;
+    *gpu_run*) exec "$REAL" "$@" ;;
+    *collect-only*) for test in $TESTS; do echo "tests/gpu/test_$test.py::test_x[a rule]"; done ;;
+esac
+echo "$*" >> "$LOG"; echo "said $*" >&2
+case "$*" in "-m tritoncp check --json") echo "$CHECK" ;; esac
+case "$*" in $HANG) trap '' INT; setsid sleep 300 & echo $! > "$LOG.pid"; sleep 300 ;; $FAIL) exit 1 ;; esac
+"""
+# Runs the real thing where a GPU is not the point: tests are collected, cases are tiny, kernels only listed.
+REAL = """#!/bin/sh
+export PYTHONPATH="$SITE:$PYTHONPATH" TRITON_INTERPRET=0
+case "$*" in
+    *sys.executable*) echo "$0"; exit ;;
+    *is_available*) echo "NVIDIA H200"; exit ;;
+    *tritoncp\\ check*) echo "$CHECK"; exit ;;
+    *collect-only*) ;;
+    *"-m pytest"*test_smoke*) exit ;;
+    *"-m pytest"*) set -- "$@" --collect-only -q ;;
+    *perf.run*cudnn*whole*)
+        export TRITON_INTERPRET=1
+        set -- "$@" --device cpu --tier smoke --only causal-1k-fwd --seconds 0.01 ;;
+    *perf.run*) exit ;;
+    *autotune*) set -- "$@" --target sm_90 --dry-run ;;
+esac
+exec "$BARE" -S "$@"
+"""
+
+
+def stand_in(folder: Path, script: str = STAND_IN) -> Path:
+    python = folder / "python"
+    python.write_text(script)
+    python.chmod(0o755)
+    return python
+
+
+def environment(folder: Path, **more: str) -> dict[str, str]:
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    tools = folder / "tools"
+    tools.mkdir()
+    (tools / "compute-sanitizer").write_text('#!/bin/sh\nshift 4; exec "$@"\n')
+    (tools / "compute-sanitizer").chmod(0o755)
+    given = {"LOG": str(folder / "log"), "REAL": sys.executable, "CHECK": json.dumps(CHECK)}
+    given |= {"TESTS": "worlds gluon other answers", "FAIL": "-", "HANG": "-", "NO_GPU": "0"}
+    return outside | given | {"PATH": f"{tools}{os.pathsep}{outside['PATH']}"} | more
+
+
+def make_gpu(folder: Path, script: str, *words: str, **more: str) -> tuple[int, str]:
+    python = stand_in(folder, script)
+    command = ["make", "gpu", f"PYTHON={python}", f"OUT={folder / 'out'}", *words]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment(folder, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    return done.returncode, done.stdout
+
+
+def summary_of(folder: Path) -> dict:
+    return json.loads((folder / "out/summary.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("fail", "wrong"),
+    [
+        ("-", []),
+        ("*check*", ["check"]),
+        ("*perf.run*", ["routes", "tiles", "flex"]),
+        ("*test_gluon*", ["tests"]),
+        ("*", NAMES),
+    ],
+)
+def test_every_part_runs_in_order_and_the_status_tells(tmp_path, fail, wrong):
+    status, said = make_gpu(tmp_path, STAND_IN, "GPU_RUN=--jobs 2", FAIL=fail)
+    ran = (tmp_path / "log").read_text().splitlines()
+    own = ["tritoncp check --json", "--warm", "--contenders whole", "fwd_maxnreg", "flex max-autotune"]
+    own += ["test_smoke.py", "--collect-only", "::test_x", "tritoncp autotune --worst", "test_smoke.py"]
+    at = 0
+    for words in own:
+        at = next(i for i in range(at, len(ran)) if words in ran[i]) + 1
+    assert at == len(ran), "the sanitizer runs last"
+    assert all(f"said {words}" in said for words in ran)
+    for part, words in (("check", ran[0]), ("autotune", ran[-2]), ("sanitizer", ran[-1])):
+        assert f"said {words}\n" in (tmp_path / f"out/{part}.log").read_text()
+    found = summary_of(tmp_path)
+    assert [part["part"] for part in found["parts"]] == NAMES and found["device"] == "NVIDIA H200"
+    assert [part["part"] for part in found["parts"] if part["outcome"] == "failed"] == wrong
+    assert bool(status) == bool(wrong) and (f"make gpu: failed: {' '.join(wrong)}\n" in said) == bool(wrong)
+
+
+def test_tests_run_in_the_order_of_what_they_tell_and_those_that_may_hang_last(tmp_path):
+    make_gpu(tmp_path, STAND_IN, "GPU_RUN=--jobs 1 --only tests", "ARGS=-k 'a rule'")
+    *_, collected, first, last = (tmp_path / "log").read_text().splitlines()
+    assert collected.endswith("tests/gpu -k a rule")
+    assert re.findall(r"test_(\w+)\.py", first) == ["answers", "worlds", "other"]
+    assert re.findall(r"test_(\w+)\.py", last) == ["gluon"]
+    names = [f"tests/gpu/test_{name}.py::{i}" for name in ("gluon", "specialised", "x") for i in range(25)]
+    shared = batches(names)
+    assert sorted(itertools.chain(*shared)) == sorted(names) and max(map(len, shared)) == 10
+    assert ["".join({re.search("test_(.)", name)[1] for name in batch}) for batch in shared] == [
+        *"xxx", *"sss", *"ggg"
+    ]  # fmt: skip
+
+
+def test_a_collection_without_a_test_is_a_failure(tmp_path):
+    status, said = make_gpu(tmp_path, STAND_IN, "GPU_RUN=--only tests", TESTS="")
+    assert status and "no test was collected" in said and "make gpu: failed: tests\n" in said
+
+
+def test_wrong_cases_are_named_at_the_end_and_stop_nothing(tmp_path):
+    found = CHECK | {"cases": [*CHECK["cases"], WRONG], "right": False}
+    words = "GPU_RUN=--only check --only tiles"
+    status, said = make_gpu(tmp_path, STAND_IN, words, CHECK=json.dumps(found), FAIL="*check*")
+    assert status and "ring causal bfloat16 forward: out is off by 0.5, allowed is 0.01 (rank 1)" in said
+    assert "fwd_maxnreg" in (tmp_path / "log").read_text()
+    assert summary_of(tmp_path)["check"]["wrong"] == [WRONG]
+    assert summary_of(tmp_path)["check"]["facts"] == CHECK["facts"]
+
+
+def test_without_a_gpu_nothing_runs(tmp_path):
+    status, said = make_gpu(tmp_path, STAND_IN, NO_GPU="1")
+    assert status and "torch finds no GPU here" in said and not (tmp_path / "log").exists()
+
+
+def test_without_a_sanitizer_that_part_says_so_and_fails_nothing(tmp_path):
+    words = [sys.executable, "-m", "tritoncp.perf.gpu_run", "--only", "sanitizer"]
+    words += ["--python", str(stand_in(tmp_path)), "--out", str(tmp_path / "out")]
+    env = environment(tmp_path, PATH=str(tmp_path))
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "compute-sanitizer is not on PATH" in done.stdout
+
+
+# -- time ----------------------------------------------------------------------------------------------------
+
+
+def test_all_parts_together_take_less_than_nine_minutes():
+    ends = [end for _, _, end in timetable(PARTS, gpu_parts.BUDGET)]
+    begins = [begin for _, begin, _ in timetable(PARTS, gpu_parts.BUDGET)]
+    assert gpu_parts.BUDGET == 540 and begins == [gpu_parts.START, *ends[:-1]]
+    assert ends[-1] == gpu_parts.START + sum(part.seconds for part in PARTS) <= 535
+    assert (PARTS[0].name, PARTS[0].seconds) == ("check", 60) and PARTS[1].seconds <= 95
+    assert all(part.seconds > 2 * gpu_parts.GRACE for part in PARTS)
+
+
+def test_a_dry_run_prints_the_order_and_the_time_table_and_runs_nothing(tmp_path):
+    status, said = make_gpu(tmp_path, STAND_IN, "GPU_RUN=--dry-run --jobs 7")
+    assert status == 0 and not (tmp_path / "log").exists() and not (tmp_path / "out").exists()
+    listed = re.findall(r"^(\w+) +(\d+) +(\d):(\d\d)  \w", said, re.MULTILINE)
+    assert [row[0] for row in listed] == NAMES
+    clock = [60 * int(minutes) + int(seconds) for _, _, minutes, seconds in listed]
+    assert clock == [begin for _, begin, _ in timetable(PARTS, 540)]
+    assert [int(row[1]) for row in listed] == [part.seconds for part in PARTS]
+    assert "tritoncp check --json" in said and "7 at a time" in said
+    assert all(int(n) <= 105 for n in re.findall(r"--budget (\d+)", said)), "it is to end by itself"
+
+
+@pytest.fixture
+def strays(tmp_path):
+    """Ends the process that a hanging command has put into a session of its own."""
+    yield
+    with contextlib.suppress(OSError, ValueError):
+        os.kill(int((tmp_path / "log.pid").read_text()), signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("strays")
+def test_what_does_not_end_is_killed_and_the_next_part_runs(tmp_path):
+    """Also if it ignores SIGINT, and though a process that left the group keeps its output open."""
+    words = "GPU_RUN=--budget 12 --jobs 1 --only check --only tests"
+    status, said = make_gpu(tmp_path, STAND_IN, words, HANG="*check*")
+    assert status and "make gpu: failed: check\n" in said
+    check, tests = summary_of(tmp_path)["parts"]
+    assert check["why"] == "out of time" and tests["outcome"] == "done"
+    assert "test_smoke.py" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.usefixtures("strays")
+def test_commands_that_there_was_no_time_for_are_counted(tmp_path):
+    words = "GPU_RUN=--budget 6 --jobs 1 --only tests"
+    status, _ = make_gpu(tmp_path, STAND_IN, words, HANG="*::*", TESTS="answers gluon")
+    assert status and summary_of(tmp_path)["parts"][0]["why"] == "out of time, 1 commands not started"
+
+
+@pytest.mark.usefixtures("strays")
+def test_an_interrupt_ends_what_runs_and_keeps_the_summary(tmp_path):
+    words = [sys.executable, "-m", "tritoncp.perf.gpu_run", "--python", str(stand_in(tmp_path))]
+    env = environment(tmp_path, HANG="*check*")
+    process = subprocess.Popen([*words, "--out", str(tmp_path / "out")], cwd=ROOT, env=env)
+    pid = tmp_path / "log.pid"
+    while not (pid.exists() and pid.read_text().strip()):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=100) == 130
+    outcomes = [part["why"] for part in summary_of(tmp_path)["parts"]]
+    assert outcomes == ["interrupted", *["not run: interrupted"] * (len(PARTS) - 1)]
+
+
+# -- what is measured ----------------------------------------------------------------------------------------
+
+
+def commands_of(name: str) -> list[str]:
+    (part,) = (part for part in PARTS if part.name == name)
+    return [command for step in part.steps for command in step.commands]
+
+
+def options_of(command: str, option: str) -> list[str]:
+    words = gpu_parts.fill(command, dict.fromkeys(("python", "out", "jobs", "seconds", "arguments"), "x"))
+    return [value for name, value in itertools.pairwise(words) if name == option]
+
+
+def test_the_commands_name_cases_options_and_contenders_that_exist():
+    names = [case.name for case in select("full")]
+    races = commands_of("routes")[-1], commands_of("tiles")[-1]
+    tried = [json.loads(text) for command in races for text in options_of(command, "--try")]
+    for options in tried:
+        check_options(options)
+    contenders = {"flash", "cudnn", "whole", "tritoncp*", "tritoncp", *FLEX, *map(variant, tried)}
+    for command in (*commands_of("routes"), *commands_of("tiles"), *commands_of("flex")):
+        assert set(options_of(command, "--contenders")) <= contenders
+        for pattern in options_of(command, "--only"):
+            assert select("full", pattern), pattern
+    measured = [case.name for case in select("full", options_of(races[0], "--only"))]
+    assert measured[:2] == ["causal-16k-fwd", "causal-16k-bwd"] and measured[-1] == "causal-s8-ring-32k-fwd"
+    for wanted in ("window-8k-bwd", "causal-h64x8-d64x64-16k-fwd", "causal-s2-ring-16k-bwd"):
+        assert wanted in measured and wanted in names
+    assert not any("flex" in name for name in options_of(races[0], "--contenders"))
+    assert {"flex", "flex max-autotune", "flex flash"} <= set(
+        options_of(commands_of("flex")[0], "--contenders")
+    )
+
+
+def test_a_machine_with_a_gpu_needs_nothing_else(tmp_path):
+    """There are torch, Triton, pytest and the command line's two packages, and what these need; NumPy, which
+    only interpreted kernels need. No hypothesis, no xdist, no platformdirs, nothing that draws. The results,
+    with a line of a GPU beside them, become history, the default route and figures of the README."""
+    packages = "torch", "triton", "pytest", "pytest-benchmark", "click", "rich", "numpy"
+    here = linked(tmp_path / "site", packages)
+    assert not here & {"hypothesis", "platformdirs", "execnet", "bokeh", "PIL"}
+    site = str(tmp_path / "site")
+    status, said = make_gpu(tmp_path, REAL, "ARGS=-k test_masks", BARE=sys.executable, SITE=site)
+    assert status == 0, said
+    out = tmp_path / "out"
+    assert re.search(r"\b[1-9]\d* tests collected", (out / "tests.log").read_text())
+    (lines,) = out.glob("*.jsonl")
+    (point,) = read(lines).points
+    assert point.ms > 0 and point.contenders["tritoncp ROUTE=loops"]["ms"] > 0
+    assert "why" in point.contenders["tritoncp ROUTE=gluon"], "it needs a GPU"
+    assert "forward causal 32x8 d128 16384 bfloat16: " in (out / "autotune.log").read_text()
+    rows = {(row["case"], row["contender"]): row for row in summary_of(tmp_path)["figures"]}
+    assert rows[point.case, "tritoncp"]["ms"] == point.ms
+
+    took = {"tritoncp": {"ms": 5.0, "tflops": 440.0}, variant({"ROUTE": "loops"}): {"ms": 5.0}}
+    took |= {variant({"ROUTE": "gluon"}): {"ms": 4.0}, "flash": {"ms": 6.0}}
+    env = {"arch": "sm_90", "triton": "3.6.0", "sources": "abc", "cuda": "13.0"}
+    gpu = Point("r", "2026-02-03T00:00:00+00:00", "causal-16k-fwd", H200, env, took)
+    append(out / "2026-02-03-nvidia-h200.jsonl", gpu.as_line())
+    page = shutil.copy(ROOT / "README.md", tmp_path / "page.md")
+    places = "--history", str(tmp_path / "history"), "--configs", str(tmp_path / "configs"), "--readme", page
+    for added in (2, 0):
+        done = CliRunner().invoke(perf, ["ingest", str(out), *places])
+        assert done.exit_code == 0 and f"{added} lines added" in done.output, done.output
+    path = tuned.path_in(tmp_path / "configs", tuned.Device("sm_90", "NVIDIA H200"), "3.6.0")
+    (entry,) = tuned.read(path)
+    assert (entry["kernel"], entry["mask"], entry["config"]) == ("route", "causal", {"ROUTE": "gluon"})
+    assert "| causal-16k-fwd | 5 | 440 | – | 1.20 | – |" in Path(page).read_text()
+
+
+def linked(folder: Path, names: tuple[str, ...]) -> set[str]:
+    """Links to what some distributions need, and to nothing else; the names at the top."""
+    folder.mkdir()
+    todo, seen = list(names), set()
+    while todo:
+        name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
+        try:
+            found = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # for another platform
+        if name not in seen:
+            seen.add(name)
+            todo += [re.match(r"[\w.-]+", line)[0] for line in found.requires or () if "extra ==" not in line]
+            for top in {path.parts[0] for path in found.files or ()} - {"..", "__pycache__"}:
+                if not (folder / top).exists():  # several share it
+                    (folder / top).symlink_to(found.locate_file(top))
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_summary_tells_what_lost_most_and_what_there_was_no_time_for(tmp_path):
+    """Of lines since the run began; what splitting over ranks costs is no loss."""
+    began = datetime.datetime(2026, 2, 3, tzinfo=datetime.UTC)
+
+    def line(case, flash, day=3, **parts):
+        took = {"tritoncp": {"ms": 2.0, "tflops": 400.0, "rank_ms": 1.0}, "flash": {"ms": flash}}
+        took["tritoncp FUSED_BACKWARD=True"] = {"why": "wrong: relative error"}
+        return Point("r", f"2026-02-0{day}T00:00:00+00:00", case, H200, {"ptxas": "13.1"}, took, **parts)
+
+    path = tmp_path / "2026-02-03-nvidia-h200.jsonl"
+    for point in (
+        line("causal-16k-fwd", 0.1, day=1, goal={"flash": 1.0}),
+        line("causal-16k-fwd", 3.0, goal={"flash": 1.0}),
+        line("full-16k-fwd", 1.8, goal={"flash": 1.0}),
+        line("causal-s8-ring-32k-fwd", 0.1, tags={"ranks": "8 in one, ring"}),
+    ):
+        append(path, point.as_line())
+    for case in ("full-16k-fwd", "window-8k-bwd"):
+        append(path, {"kind": "left out", "case": case, "why": "the time budget is used up"})
+    parts = [{"part": "routes", "outcome": "done", "seconds": 1.0, "why": ""}]
+    found = gpu_summary.collect(tmp_path, "NVIDIA H200", began, parts)
+    assert [row["case"] for row in found["worst"]] == ["full-16k-fwd", "causal-16k-fwd"]
+    assert found["left_out"] == ["window-8k-bwd"] and found["environment"] == {"ptxas": "13.1"}
+    assert len(found["figures"]) == 9 and not found["check"]["right"]
+    said = "\n".join(gpu_summary.lines(found))
+    for words in ("full-16k-fwd 0.90, causal-16k-fwd 1.50", "no time for: window-8k-bwd", "1 ms a rank",
+                  "full-16k-fwd: tritoncp FUSED_BACKWARD=True: wrong"):  # fmt: skip
+        assert words in said
