@@ -1,4 +1,4 @@
-"""Messages beside a kernel that fills the GPU: a copy with few blocks, as NCCL's, on streams of two priorities."""
+"""Messages beside a kernel that fills the GPU: a copy of few blocks, as NCCL's, on streams of two priorities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tritoncp
 from tests.gpu.support import DEVICE, ON_GPU, normal
 
 S = 16384 if ON_GPU else 128
-BLOCKS = 16  # of the copy
+LAUNCHES = 4  # of the copy: each waits for a free multiprocessor
 ROUNDS = 5
 
 
@@ -27,7 +27,7 @@ class Times(NamedTuple):
 
 def strided_copy(source: torch.Tensor, target: torch.Tensor) -> None:
     """A copy that multiprocessors make, not the copy engine, in a few launches of few blocks."""
-    for rows, into in zip(source.mT.chunk(BLOCKS), target.chunk(BLOCKS), strict=True):
+    for rows, into in zip(source.mT.chunk(LAUNCHES), target.chunk(LAUNCHES), strict=True):
         into.copy_(rows)
 
 
