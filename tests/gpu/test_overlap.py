@@ -1,4 +1,4 @@
-"""Messages beside a kernel that fills the GPU: a copy of few blocks, as NCCL's, on streams of two priorities."""
+"""Messages beside a kernel that fills the GPU: a copy of few blocks, on streams of two priorities."""
 
 from __future__ import annotations
 
