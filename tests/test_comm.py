@@ -74,6 +74,9 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
         )
         with pytest.raises(ValueError, match=r"3 dimensions \('dp', 'tp', 'cp'\).*mesh\['cp'\]"):
             comm.group_of(mesh)
+        nameless = torch.distributed.device_mesh.init_device_mesh("cpu", (1, world_size))
+        with pytest.raises(ValueError, match=r"two dimensions without names.*mesh_dim_names="):
+            comm.group_of(nameless)
         assert comm.group_of(mesh["tp", "cp"]).size() == world_size
         assert (comm.degree_of(mesh["tp", "cp"]), comm.degree_of(mesh["cp"])) == (world_size, 0)
         assert comm.group_of(group) is group

@@ -95,12 +95,13 @@ def test_rows_arrive_where_their_slots_say(name: str) -> None:
             assert torch.equal(row[row >= 0], came[row >= 0])
 
 
-@settings(max_examples=200)
-@given(
-    st.integers(1, 7).flatmap(
-        lambda w: st.lists(st.lists(st.booleans(), min_size=w, max_size=w), min_size=w, max_size=w)
-    )
+READS = st.integers(1, 7).flatmap(
+    lambda w: st.lists(st.lists(st.booleans(), min_size=w, max_size=w), min_size=w, max_size=w)
 )
+
+
+@settings(max_examples=200)
+@given(READS)
 def test_the_ring_brings_every_reader_what_it_reads_and_every_gradient_home(table: list[list[bool]]) -> None:
     reads = torch.tensor(table)
     world = len(reads)
@@ -137,6 +138,42 @@ def test_the_ring_brings_every_reader_what_it_reads_and_every_gradient_home(tabl
     for rank in range(world):
         assert read[rank] == {rank} | {owner for owner in range(world) if table[rank][owner]}
         assert home[rank] == {reader for reader in range(world) if table[reader][rank]} - {rank}
+
+
+def queued_messages(hops: tuple[steps.Hop, ...]) -> list[set[tuple[int, bool]]]:
+    """A rank's messages in the order in which the ring's backward pass starts them: of each, the peers, and
+    whether it sends to them."""
+    queue = []
+    for hop in hops:
+        queue.append({(hop.next, True), (hop.previous, False)})
+        queue.append({(hop.dkv_to, True), (hop.dkv_next, False), (hop.dkv_home, False)})
+    return [
+        {(peer, sends) for peer, sends in message if peer is not None}
+        for message in queue
+        if any(peer is not None for peer, _ in message)
+    ]
+
+
+@settings(max_examples=200)
+@given(READS)
+def test_one_queue_of_messages_a_rank_never_deadlocks(table: list[list[bool]]) -> None:
+    """The parts of a message end, in any order, when the peer is at the message with the other end; a rank
+    starts its next one when all have ended."""
+    reads = torch.tensor(table)
+    queues = [queued_messages(steps.ring(reads, rank)) for rank in range(len(reads))]
+    while any(queues):
+        heads = [queue[0] if queue else set() for queue in queues]
+        met = [
+            (rank, peer)
+            for rank, head in enumerate(heads)
+            for peer, sends in head
+            if sends and (rank, False) in heads[peer]
+        ]
+        assert met, f"every rank waits: {queues}"
+        for rank, peer in met:
+            heads[rank].remove((peer, True))
+            heads[peer].remove((rank, False))
+        queues = [queue[1:] if queue and not queue[0] else queue for queue in queues]
 
 
 def test_a_window_travels_to_its_neighbours_only() -> None:

@@ -6,11 +6,13 @@ rank over a process group; ``lockstep`` drives all ranks of a simulated world in
 time.
 """
 
+import contextlib
 import itertools
+import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -42,12 +44,10 @@ class ReduceScatter:
 @dataclass(eq=False, slots=True)
 class Swap:
     """Point to point: ``sends`` are (peer, tensor); ``takes`` are (peer, tensor to receive into).
-    The result is a list of these tensors, filled. Two ranks swap at most one tensor a direction.
-    ``second``: on the group's second communicator, where it need not queue behind other messages."""
+    The result is a list of these tensors, filled. Two ranks swap at most one tensor a direction."""
 
     sends: Sequence[tuple[int, Tensor]]
     takes: Sequence[tuple[int, Tensor]]
-    second: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -107,7 +107,7 @@ class PeerLost(RuntimeError):
 def _described(message: Any, group: dist.ProcessGroup) -> str:
     name = type(message).__name__
     match message:
-        case Swap(sends, takes, _):
+        case Swap(sends, takes):
             to, come = ([peer for peer, _ in part] for part in (sends, takes))
             return f"{name} to ranks {to} and from ranks {come}"
         case AllToAll(_, sends, takes):
@@ -123,27 +123,32 @@ def _finish(ticket: Ticket) -> Any:
 
 
 def _start(request: Collective, group: dist.ProcessGroup) -> Ticket:
-    world = group.size()
+    if isinstance(request, Swap):
+        return _swap(request, group)
+    x, world = request.x, group.size()
+    channel = data_communicator(group, x.device)
     match request:
-        case AllGather(x):
+        case AllGather():
             result = x.new_empty(x.shape[0] * world, *x.shape[1:])
-            work = _all_gather(result, x, group=group, async_op=True)
-        case ReduceScatter(x):
+            work = _all_gather(result, x, group=channel, async_op=True)
+        case ReduceScatter():
             result = x.new_empty(x.shape[0] // world, *x.shape[1:])
-            work = _reduce_scatter(result, x, group=group, async_op=True)
+            work = _reduce_scatter(result, x, group=channel, async_op=True)
         case AllToAll(x, sends, takes):
             result = x.new_empty(sum(takes), *x.shape[1:])
-            work = dist.all_to_all_single(result, x, list(takes), list(sends), group=group, async_op=True)
-        case Swap():
-            return _swap(request, second_communicator(group) if request.second else group)
+            work = dist.all_to_all_single(result, x, list(takes), list(sends), group=channel, async_op=True)
     return Ticket(result, [work], request)
 
 
 def _swap(request: Swap, group: dist.ProcessGroup) -> Ticket:
-    ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in request.sends]
-    ops += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in request.takes]
     result = [x for _, x in request.takes]
-    return Ticket(result, dist.batch_isend_irecv(ops) if ops else (), request)
+    if not (request.sends or request.takes):
+        return Ticket(result, (), request)
+    device = (*request.sends, *request.takes)[0][1].device
+    channel = data_communicator(group, device)
+    ops = [dist.P2POp(dist.isend, x, group=channel, group_peer=peer) for peer, x in request.sends]
+    ops += [dist.P2POp(dist.irecv, x, group=channel, group_peer=peer) for peer, x in request.takes]
+    return Ticket(result, dist.batch_isend_irecv(ops), request)
 
 
 def lockstep(schedules: Sequence[Schedule[T]]) -> list[T]:
@@ -319,6 +324,7 @@ def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: 
 # destroy_process_group() ends their threads.
 _CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
+_CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose data communicator is connected
 ANSWER = 2.0  # seconds that a store has to say which ranks came
 
 
@@ -338,18 +344,64 @@ def control(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
     return _CONTROLS[group]
 
 
-def second_communicator(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A second communicator of the same ranks for data: the gradients that a ring sends to their owner need
-    not queue behind the keys and values that it passes on. Made with the plan, before the first call."""
-    backend, purpose = dist.get_backend(group), "making a second communicator for a ring"
-    return _companion(group, "tritoncp gradients of keys and values", backend, purpose)
+DATA = "tritoncp data"
 
 
-def _companion(group: dist.ProcessGroup, name: str, backend: str | None, purpose: str) -> dist.ProcessGroup:
+def data_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """The communicator that carries a schedule's tensors on ``device``: one, in one order on every rank.
+
+    The group itself, except where NCCL would use a stream of normal priority: its blocks then start after
+    those of the attention kernel that fills the GPU, and nothing overlaps.  There it is a companion of the
+    same ranks with a high-priority stream, which all ranks make together, see :func:`connect_data`.
+    """
+    if device.type != "cuda":
+        return group
+    name = _COMPANIONS.get(group, {}).get(DATA)
+    if name is not None:
+        return named(name)
+    if not _has_normal_priority(group):
+        return group
+    purpose = "making the communicator of keys and values"
+    return _companion(group, DATA, "nccl", purpose, high_priority=True)
+
+
+def connect_data(group: dist.ProcessGroup) -> None:
+    """Connect the communicator of a group's CUDA tensors, where that is NCCL: all ranks together, since its
+    first message may leave some of them out, for which NCCL would wait."""
+    if group.size() == 1 or _nccl_of(group) is None or group in _CONNECTED:
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.all_reduce(torch.zeros(1, device=device), group=data_communicator(group, device))
+    _CONNECTED.add(group)
+
+
+def _has_normal_priority(group: dist.ProcessGroup) -> bool:
+    """Whether NCCL carries the CUDA tensors of a group, on a stream of normal priority."""
+    backend = _nccl_of(group)
+    if backend is None or group.size() == 1:
+        return False
+    forced = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0").upper() in ("1", "Y", "YES", "T", "TRUE")
+    return not (forced or backend.options.is_high_priority_stream)
+
+
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    """The NCCL backend that carries the CUDA tensors of a group, or None."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # none for CUDA tensors
+        return None
+    return backend if backend.name() == "nccl" else None
+
+
+def _companion(
+    group: dist.ProcessGroup, name: str, backend: str | None, purpose: str, high_priority: bool = False
+) -> dist.ProcessGroup:
     """The communicator of a group's ranks with this name, made at its first use, on every rank.
 
     As torch's new_group does, but under a fixed name: the name that new_group chooses without all of the
     world's ranks depends on how many groups a rank is in, which may differ between the ranks.
+
+    high_priority: have NCCL run on a stream whose blocks the GPU starts before those of other kernels
     """
     companions = _COMPANIONS.setdefault(group, {})
     if name not in companions:
@@ -357,16 +409,35 @@ def _companion(group: dist.ProcessGroup, name: str, backend: str | None, purpose
         torchs: Any = dist.distributed_c10d
 
         def connect() -> str:
-            companion, _ = torchs._new_process_group_helper(
-                len(ranks), group.rank(), ranks, dist.Backend(backend or dist.get_backend(group)), store,
-                f"{group.group_name} {name}", timeout=timeout(group), group_desc=name,
-                device_id=torchs._get_default_group().bound_device_id,
-            )  # fmt: skip
+            options = None
+            if high_priority:
+                options = torchs.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                options._timeout = timeout(group)
+            with _without_split(torchs._get_default_group()):
+                companion, _ = torchs._new_process_group_helper(
+                    len(ranks), group.rank(), ranks, dist.Backend(backend or dist.get_backend(group)), store,
+                    f"{group.group_name} {name}", options, timeout(group), group_desc=name,
+                )  # fmt: skip
             torchs._world.pg_group_ranks[companion] = {rank: place for place, rank in enumerate(ranks)}
             return companion.group_name
 
         companions[name] = _connected(group, dist.PrefixStore(name, store), purpose, connect)
     return named(companions[name])
+
+
+@contextlib.contextmanager
+def _without_split(world: dist.ProcessGroup) -> Iterator[None]:
+    """Have a new communicator connect its own ranks alone.
+
+    Where the world's group is bound to a device, torch splits new communicators from it, which waits for
+    every rank of the world: also for those outside the group, which make none.
+    """
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
 
 
 def _connected(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect: Callable[[], Any]) -> Any:
@@ -451,6 +522,11 @@ def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
         raise ValueError(
             f"this mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass its context-parallel one, for "
             "example mesh['cp'], or two of them for ulysses and another schedule"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            "this mesh has two dimensions without names, and torch joins only named ones; pass "
+            "init_device_mesh(..., mesh_dim_names=('ring', 'ulysses')), or any two names"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(_NOT_A_MEMBER.format(which=f"the mesh {mesh}"))

@@ -263,15 +263,14 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
 
 def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) -> None:
     """Agree on measured tile shapes (rank 0's; ``tiles``: the summary of each rank) and make the
-    communicators that the schedules need besides the group: once for new plans, on every rank."""
+    communicator of the group's data: once for new plans, on every rank."""
     if group is None:
         return
     tuned.agree(group, tiles)
     table = signatures.table_of(group)
     for one in plans:
         table.note_plan(one)
-        if "ring" in one.schedule:
-            comm.second_communicator(group)
+    comm.connect_data(group)
 
 
 def in_order(mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:

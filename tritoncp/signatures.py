@@ -113,8 +113,7 @@ def compare_call(
 
     agreement.together(group, purpose, facts, MOMENT)
     table.note(signature, scale, plan)
-    if "ring" in plan.schedule:
-        comm.second_communicator(group)  # a plan from another process, as a data loader's, has made none
+    comm.connect_data(group)  # a plan from another process, as a data loader's, has not
 
 
 def share_failure(group: Any, plan: Plan, error: Exception) -> None:

@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import tritoncp
 from tests.dist import ranks
-
 from tritoncp import comm
 from tritoncp.plan import SCHEDULES, Plan
 from tritoncp.reference import dense_attention
@@ -99,12 +99,13 @@ def test_ranks_use_what_their_workers_made(schedule: str) -> None:
 
 
 def compiled(group: Any) -> tuple[bool, list[Tensor]]:
-    """Whether a ring's second communicator is there after a compiled forward pass; output and gradients."""
+    """Whether a compiled forward pass connected the communicator of the data; output and gradients."""
     (plan,) = list(plans_from_a_worker(Steps(2, group.rank(), "ring")))[:1]
     attend = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     shards = [tritoncp.shard(x, plan, dim=2).requires_grad_() for x in qkv(0)]
-    out = attend(*shards, plan, group)
-    there = "tritoncp gradients of keys and values" in comm._COMPANIONS[group]
+    with mock.patch.object(comm, "connect_data") as connect:
+        out = attend(*shards, plan, group)
+    there = connect.call_args_list == [mock.call(group)]
     out.square().sum().backward()
     return there, [tritoncp.unshard(x.detach(), plan, group, dim=2) for x in (out, *(x.grad for x in shards))]
 

@@ -96,7 +96,7 @@ def _pass_on(hop: Hop, held: Room, free: Room) -> Swap:
 def _follow(hop: Hop, grad: Tensor, home: Tensor) -> Swap:
     """The gradient of this turn's K and V onwards; the next turn's, and the own one's if it comes now."""
     takes = [(peer, torch.empty_like(home)) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
-    return Swap([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], takes, second=True)
+    return Swap([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], takes)
 
 
 def _arrived(hops: tuple[Hop, ...], turn: int, came: list[Tensor], home: Tensor) -> Tensor:

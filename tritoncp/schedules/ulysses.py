@@ -335,9 +335,9 @@ class Trade:
             except StopIteration as stop:
                 return stop.value
             match request:
-                case Swap(sends, takes, second):
+                case Swap(sends, takes):
                     sends, takes = ([(self._peer(to), x) for to, x in part] for part in (sends, takes))
-                    request = Swap(sends, takes, second)
+                    request = Swap(sends, takes)
                 case AllToAll(x, sends, takes):
                     request = AllToAll(x, self._column(sends), self._column(takes))
             answer = yield request

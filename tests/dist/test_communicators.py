@@ -1,0 +1,183 @@
+"""The communicator of a group's tensors: one, in one order on every rank, on a high-priority stream of NCCL."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import tritoncp
+from tests.dist.ranks import run
+from tritoncp import comm, engines
+from tritoncp.reference import dense_attention
+
+S, HEADS, DIM = 40, 4, 8
+CUDA = torch.device("cuda", 0)
+SCHEDULES = {"allgather": 3, "ring": 3, "fetch": 3, "ulysses": 3, "ulysses+ring": 4}
+
+
+def mask_of() -> tritoncp.Mask:
+    """A window: on rings, some ranks take no part in some turns."""
+    return tritoncp.create_block_mask(tritoncp.sliding_window(11), 1, 1, S, S, BLOCK_SIZE=4)
+
+
+def tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, HEADS, S, DIM, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def attend(plan: tritoncp.Plan, group: Any) -> list[Tensor]:
+    """Output and gradients of a call on this rank's shards, put together."""
+    shards = [tritoncp.shard(x, plan, dim=2).requires_grad_() for x in tensors()]
+    out = tritoncp.flex_attention(*shards, plan, group)
+    out.square().sum().backward()
+    return [tritoncp.unshard(x.detach(), plan, group, dim=2) for x in (out, *(x.grad for x in shards))]
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, channel: Any) -> list[str]:
+    """The kinds of messages in the order of their start; any on another communicator than ``channel`` fails."""
+    kinds: list[str] = []
+
+    def spy(owner: Any, name: str) -> None:
+        start = getattr(owner, name)
+
+        def started(*args: Any, **options: Any) -> Any:
+            groups = [op.group for op in args[0]] if name == "batch_isend_irecv" else [options["group"]]
+            assert all(one is channel for one in groups), f"{name} on {groups}"
+            kinds.append(name)
+            return start(*args, **options)
+
+        monkeypatch.setattr(owner, name, started)
+
+    for owner, name in ((comm, "_all_gather"), (comm, "_reduce_scatter")):
+        spy(owner, name)
+    for name in ("batch_isend_irecv", "all_to_all_single"):
+        spy(dist, name)
+    return kinds
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_tensors_travel_on_one_communicator(schedule: str) -> None:
+    """On the group's companion where there is one, forward, backward and when shards are put together."""
+
+    def work(group: Any) -> list[Any]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+            companion = dist.new_group()
+            monkeypatch.setattr(comm, "data_communicator", lambda of, device: companion)
+            mesh = (
+                group
+                if schedule != "ulysses+ring"
+                else init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+            )
+            plan = tritoncp.make_plan(mask_of(), mesh, schedule=schedule)
+            kinds = spied(monkeypatch, companion)
+            results = attend(plan, mesh)
+        return [kinds, *results]
+
+    whole = [x.requires_grad_() for x in tensors()]
+    out = dense_attention(*whole, mask_of()).out
+    want = [out.detach(), *torch.autograd.grad(out.square().sum(), whole)]
+    for kinds, *results in run(SCHEDULES[schedule], work):
+        assert kinds, "the spies see something"
+        torch.testing.assert_close(results, want, atol=1e-8, rtol=1e-8)
+
+
+class StandIn:
+    """NCCL's part in torch where there is none: its options, and a backend with some of them."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+
+
+def pretend_nccl(monkeypatch: pytest.MonkeyPatch, high_priority: bool) -> list[dict[str, Any]]:
+    """Have groups look as if NCCL carried their CUDA tensors; the new communicators that torch is asked for,
+    which are made of gloo, and the collectives (as "connected": group)."""
+    torchs: Any = dist.distributed_c10d
+    make, events = torchs._new_process_group_helper, []
+    backend = SimpleNamespace(options=StandIn.Options(high_priority))
+
+    def helper(size: int, rank: int, ranks: list[int], backend: str, store: Any, name: str,
+               options: Any = None, *args: Any, **rest: Any) -> Any:  # fmt: skip
+        events.append(
+            {
+                "backend": str(backend),
+                "ranks": ranks,
+                "options": options,
+                "bound": dist.group.WORLD.bound_device_id,
+            }
+        )
+        return make(size, rank, ranks, dist.Backend("gloo"), store, name, None, *args, **rest)
+
+    def all_reduce(x: Tensor, group: Any) -> None:
+        events.append({"connected": group})
+
+    monkeypatch.setattr(torchs, "_new_process_group_helper", helper)
+    monkeypatch.setattr(torchs, "ProcessGroupNCCL", StandIn, raising=False)
+    monkeypatch.setattr(comm, "_nccl_of", lambda group: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **rest: zeros(*shape, **{**rest, "device": None}))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return events
+
+
+def test_nccl_gets_a_companion_with_a_high_priority_stream() -> None:
+    """Made and connected with the group's first plan, of the group's ranks alone, once."""
+
+    def work(group: Any) -> None:
+        pair = dist.new_group([0, 2]) if group.rank() != 1 else dist.new_group([0, 2])
+        if group.rank() == 1:
+            return
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            events = pretend_nccl(monkeypatch, high_priority=False)
+            group.bound_device_id = CUDA
+            for schedule in ("ring", "fetch", "allgather"):
+                tritoncp.make_plan(mask_of(), pair, schedule=schedule)
+            assert group.bound_device_id == CUDA
+            made, connected = events
+            assert made["backend"] == "nccl" and made["ranks"] == [0, 2] and made["bound"] is None
+            assert made["options"].is_high_priority_stream
+            channel = comm.data_communicator(pair, CUDA)
+            assert connected == {"connected": channel} and channel is not pair
+            assert dist.get_process_group_ranks(channel) == [0, 2]
+            assert made["options"]._timeout == comm.timeout(pair)
+            assert comm.data_communicator(pair, torch.device("cpu")) is pair
+            group.bound_device_id = None
+
+    run(3, work)
+
+
+@pytest.mark.parametrize("way", ["options", "environment"])
+def test_a_group_with_a_high_priority_stream_carries_its_tensors(way: str) -> None:
+    """It is connected with the first plan all the same."""
+
+    def work(group: Any) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            events = pretend_nccl(monkeypatch, high_priority=way == "options")
+            if way == "environment":
+                monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
+            for _ in range(2):
+                tritoncp.make_plan(mask_of(), group, schedule="ring")
+            assert events == [{"connected": group}]
+            assert comm.data_communicator(group, CUDA) is group
+
+    run(2, work)
+
+
+def test_other_backends_and_single_ranks_need_no_companion() -> None:
+    def work(group: Any) -> None:
+        assert comm.data_communicator(group, CUDA) is group
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
+            events = pretend_nccl(monkeypatch, high_priority=False)
+            tritoncp.make_plan(mask_of(), alone)
+            assert comm.data_communicator(alone, CUDA) is alone and not events
+
+    run(2, work)

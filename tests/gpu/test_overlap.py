@@ -1,0 +1,83 @@
+"""Messages beside a kernel that fills the GPU: a copy of few blocks, on streams of two priorities."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import NamedTuple
+
+import torch
+
+import tritoncp
+from tests.gpu.support import DEVICE, ON_GPU, normal
+
+S = 16384 if ON_GPU else 128
+LAUNCHES = 4  # of the copy: each waits for a free multiprocessor
+ROUNDS = 5
+
+
+class Times(NamedTuple):
+    """Milliseconds from the start of an attention kernel to its end, and to the end of a copy that was queued
+    after it on another stream."""
+
+    attention: float
+    copy: float
+
+
+def strided_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """A copy that multiprocessors make, not the copy engine, in a few launches of few blocks."""
+    for rows, into in zip(source.mT.chunk(LAUNCHES), target.chunk(LAUNCHES), strict=True):
+        into.copy_(rows)
+
+
+def measure(priority: int) -> Times:
+    """Attention on the current stream and, queued after it, a copy on a stream of this priority."""
+    q, k, v = (normal(1, 32, S, 128) for _ in range(3))
+    source, target = torch.randn(512, 512, device=DEVICE), torch.empty(512, 512, device=DEVICE)
+    tritoncp.flex_attention(q, k, v)  # compiled here
+    strided_copy(source, target)
+    side = torch.cuda.Stream(priority=priority)
+    begin, end, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    torch.cuda.synchronize()
+    begin.record()
+    tritoncp.flex_attention(q, k, v)
+    end.record()
+    with torch.cuda.stream(side):
+        side.wait_event(begin)
+        strided_copy(source, target)
+        copied.record()
+    torch.cuda.synchronize()
+    assert torch.equal(target, source.mT)
+    return Times(begin.elapsed_time(end), begin.elapsed_time(copied))
+
+
+if ON_GPU:
+
+    def test_a_copy_of_high_priority_ends_before_the_attention_it_was_queued_after() -> None:
+        """The claim behind docs/decisions/0001: without it, no schedule hides its messages."""
+        low, high = torch.cuda.Stream.priority_range()
+        usual = [measure(low) for _ in range(ROUNDS)]
+        urgent = [measure(high) for _ in range(ROUNDS)]
+        print(f"\npriority {low}: {usual}\npriority {high}: {urgent}")
+        shares = sorted(times.copy / times.attention for times in urgent)
+        assert shares[ROUNDS // 2] < 0.9, f"the copy waits for the kernel: {urgent}"
+
+
+if torch.cuda.device_count() > 1:
+
+    def test_ranks_on_gpus_of_their_own_agree_with_one_device() -> None:
+        """Every schedule, on NCCL, with the companion communicator."""
+        ranks = f"--nproc-per-node={min(torch.cuda.device_count(), 8)}"
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            ranks,
+            "-m",
+            "tritoncp",
+            "check",
+        ]
+        ended = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
