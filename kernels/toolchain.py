@@ -41,6 +41,15 @@ class Ptxas(NamedTuple):
         """
         return f"{self.version}, {self.origin}: {self.path}"
 
+    @property
+    def variable(self) -> str:
+        """The environment variable that puts another ptxas in its place.
+
+        >>> Ptxas("12.9.86", "/triton/bin/ptxas-blackwell", BUNDLED).variable
+        'TRITON_PTXAS_BLACKWELL_PATH'
+        """
+        return PTXAS_PATHS["blackwell" in Path(self.path).name] if self.origin == BUNDLED else self.origin
+
 
 def ptxas_for(arch: str) -> Ptxas:
     """The ptxas that Triton runs for ``arch``. Raises LookupError, which says why, where there is none."""

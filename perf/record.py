@@ -23,7 +23,7 @@ from tritoncp.perf.lines import check_measurement, finite
 VERSION = 1
 OURS = "tritoncp"
 # What may change from point to point of a series, and be the reason of a change.
-ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "driver", "cuda", "cudnn", "python")
+ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "ptxas", "driver", "cuda", "cudnn", "python")
 
 
 class Series(NamedTuple):

@@ -14,7 +14,7 @@ import tritoncp
 from tritoncp.cli import main
 from tritoncp.kernels.configs import Config, choose, default
 from tritoncp.kernels.engine import Mods, TritonEngine
-from tritoncp.kernels.toolchain import multiplies_transposed
+from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, multiplies_transposed, ptxas_faults, ptxas_for
 from tritoncp.tune.targets import Target, candidates
 
 VERSIONS = {"3.6.0": False, "3.7.0": False, "3.7.0+git5": False, "3.7.1": True, "3.7.1+git12": True}
@@ -170,3 +170,64 @@ def test_the_tuner_proposes_no_flip_where_it_is_compiled_wrong(arch, version, pr
     for kernel, dim in itertools.product(BACKWARD, (64, 256)):
         found = candidates(Target(kernel, "causal", 8, 2, dim, 4096), arch)
         assert any(config.FLIP for config in found) is not affected
+
+
+def fake_ptxas(folder, said: str = "Cuda compilation tools, release 13.1, V13.1.80") -> str:
+    """A program that says it is a ptxas."""
+    path = folder / "ptxas"
+    path.write_text(f"#!/bin/sh\necho '{said}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def no_paths(monkeypatch):
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_ptxas_is_the_one_that_triton_brings(arch, no_paths):
+    used = ptxas_for(arch)
+    assert used.origin == BUNDLED and used in bundled_ptxas()
+    assert len(used.version.split(".")) == 3 and used.version in str(used) and used.path in str(used)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"), [("sm_90", "TRITON_PTXAS_PATH"), ("sm_100", "TRITON_PTXAS_BLACKWELL_PATH")]
+)
+def test_ptxas_is_the_one_that_a_variable_names(arch, name, no_paths, monkeypatch, tmp_path):
+    other = {"sm_90": "sm_100", "sm_100": "sm_90"}[arch]
+    monkeypatch.setenv(name, path := fake_ptxas(tmp_path))
+    assert ptxas_for(arch) == ("13.1.80", path, name)
+    assert ptxas_for(other).origin == BUNDLED
+
+
+@pytest.mark.parametrize("said", ["hello", "Cuda compilation tools, release 12.9"])
+def test_a_ptxas_that_says_less_is_no_bug(said, no_paths, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", path := fake_ptxas(tmp_path, said))
+    used = ptxas_for("sm_90")
+    assert used.version == "12.9" if "12.9" in said else used.path != path
+
+
+def test_there_is_none_for_other_vendors():
+    with pytest.raises(LookupError, match="gfx942 has no ptxas"):
+        ptxas_for("gfx942")
+
+
+def test_the_reason_is_said_where_none_runs(no_paths, monkeypatch, tmp_path):
+    """Triton does not pass over a file that may not be executed."""
+    path = tmp_path / "ptxas"
+    path.write_text("")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(path))
+    with pytest.raises(LookupError, match="no ptxas runs for sm_90"):
+        ptxas_for("sm_90")
+
+
+@pytest.mark.parametrize(
+    ("version", "faults"),
+    [("12.8.93", 2), ("12.9.86", 2), ("13.0.88", 2), ("13.1.80", 1), ("13.3.33", 0), ("14.0", 0)],
+)
+def test_faults_of_ptxas_end_with_a_version_and_are_of_hopper_alone(version, faults):
+    assert len(list(ptxas_faults("sm_90", version))) == faults
+    assert not any(list(ptxas_faults(arch, version)) for arch in ("sm_80", "sm_89", "sm_100", "gfx942"))
