@@ -94,9 +94,9 @@ def multiplies_transposed(arch: str) -> bool:
     """Whether this Triton compiles products of a transposed register tile right for ``arch``.
 
     Triton before 3.7.1 does not on sm_90: where wgmma's left operand is the transposed result of another
-    product, rows land in the wrong place without an error (flash-linear-attention#640; #983 found 3.4 to
-    3.7.0 wrong, triton#6124 already 3.2).  Reported for 16-bit tiles.  The guard holds for every dtype: tf32
-    products go through wgmma as well.
+    product, the answer is wrong without an error (flash-linear-attention#640; #983 names 3.4 to 3.7.0,
+    triton#6124 already 3.2).  Reported for 16-bit tiles; the guard holds for every dtype, since products in
+    tf32 are wgmma's as well.
 
     Products of the kernels with such an operand:
 

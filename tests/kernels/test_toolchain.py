@@ -94,6 +94,15 @@ def test_an_affected_option_is_refused_by_the_call_and_by_the_engine(arch, versi
             assert len(say) < 300 and "\n" not in say, "a benchmark keeps one short line"
 
 
+def test_a_compiled_call_is_refused_in_its_forward_pass(pretend, monkeypatch):
+    pretend("sm_90", "3.7.0")
+    monkeypatch.setattr("tritoncp.kernels.configs.architecture", lambda device: "sm_90")
+    call = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=True)
+    x = torch.randn(1, 1, 16, 16)
+    with pytest.raises(ValueError, match="FUSED_BACKWARD=True: Triton"):
+        call(x, x, x, None, tritoncp.causal(), kernel_options={"FUSED_BACKWARD": True})
+
+
 @pytest.mark.parametrize("option", ["FLIP", "bwd_FLIP"])
 def test_the_stronger_option_and_false_are_what_counts(option, pretend):
     pretend("sm_90", "3.7.0")
