@@ -107,14 +107,11 @@ def multiplies_transposed(arch: str) -> bool:
     ``tiles.inner``, and K in ``gluon``.  The forward kernels never pass FLIP; the permutations in
     ``forward.rescaled`` move an accumulator, no operand.
     """
+    if arch != "sm_90":
+        return True  # without Triton too, where the eager engine runs
     import triton
 
-    return _right(arch, triton.__version__)
-
-
-@lru_cache
-def _right(arch: str, version: str) -> bool:
-    return arch != "sm_90" or _numbers(version) >= (3, 7, 1)
+    return _numbers(triton.__version__) >= (3, 7, 1)
 
 
 def transposed_fault(arch: str) -> str | None:
@@ -134,6 +131,7 @@ def fused_fault(arch: str) -> str | None:
     return None if os.environ.get(UNSAFE) == "1" else transposed_fault(arch)
 
 
+@lru_cache
 def _numbers(version: str) -> tuple[int, ...]:
     """The leading numbers of a version.
 

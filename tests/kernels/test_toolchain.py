@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritoncp
 from tritoncp.cli import main
-from tritoncp.kernels.configs import Config, choose, default
+from tritoncp.kernels.configs import Config, architecture, check_options, choose, default
 from tritoncp.kernels.engine import Mods, TritonEngine
 from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, multiplies_transposed, ptxas_faults, ptxas_for
 from tritoncp.tune.targets import Target, candidates
@@ -92,6 +93,11 @@ def test_an_affected_option_is_refused_by_the_call_and_by_the_engine(arch, versi
                 assert part in say
             assert ("TRITONCP_UNSAFE_FUSED=1" in say) is (option == "FUSED_BACKWARD")
             assert len(say) < 300 and "\n" not in say, "a benchmark keeps one short line"
+
+
+def test_options_of_the_eager_engine_need_no_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    check_options({"FUSED_BACKWARD": True, "FLIP": True}, architecture(torch.device("cpu")))
 
 
 def test_a_compiled_call_is_refused_in_its_forward_pass(pretend, monkeypatch):
