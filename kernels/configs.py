@@ -4,13 +4,14 @@ A rule per architecture, checked offline: every default compiles without a spill
 memory (``tests/kernels/test_offline.py``).  Nothing here times anything.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
 import torch
+
+from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed, transposed_fault
 
 PASSES = ("forward", "dq", "dkdv")
 KINDS = (*PASSES, "few", "fused", "specialised", "gluon")  # of tiles
@@ -351,17 +352,9 @@ def default(
     rules = kinds.get(kind, kinds["dkdv"])
     rules = kinds.get(f"{kind}, {score}", rules)
     config = next(config for dim, config in rules.items() if head_dim <= dim)
-    if config.FLIP and family(arch) == "sm_90" and not _transposes():
+    if config.FLIP and not multiplies_transposed(arch):
         return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # half as much again of products
     return config
-
-
-def _transposes() -> bool:
-    """Whether Triton multiplies transposed results of wgmma right: before 3.7.1 not always
-    (flash-linear-attention#640)."""
-    import triton
-
-    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:3])) >= (3, 7, 1)
 
 
 @cache
@@ -379,8 +372,9 @@ def option_names(kind: str) -> dict[str, tuple[str, str]]:
     return {name: (option, prefix + option) for name, option in plain.items()}
 
 
-def check_options(options: dict[str, Any]) -> None:
-    """Refuse options that mean nothing, and values no kernel can be compiled with."""
+def check_options(options: dict[str, Any], arch: str | None = None) -> None:
+    """Refuse options that mean nothing and values no kernel can be compiled with; with ``arch``, also options
+    for kernels that this Triton compiles wrong there."""
     if not options:
         return
     fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
@@ -416,6 +410,19 @@ def check_options(options: dict[str, Any]) -> None:
         raise ValueError(f"kernel option PRECISION={precision!r}; one of {', '.join(PRECISIONS)} is needed")
     if (route := options.get("ROUTE", ROUTES[0])) not in ROUTES:
         raise ValueError(f"kernel option ROUTE={route!r}; one of {', '.join(ROUTES)} is needed")
+    if arch is not None:
+        _check_transposed(options, arch)
+
+
+def _check_transposed(options: dict[str, Any], arch: str) -> None:
+    """Refuse options for kernels that this Triton compiles wrong for ``arch``."""
+    if options.get("FUSED_BACKWARD") and (why := fused_fault(arch)):
+        raise ValueError(
+            f"kernel option FUSED_BACKWARD=True: {why}, or leave the option out; {UNSAFE}=1 runs it"
+        )
+    flips = [option for option in option_names("dq")["FLIP"] if option in options]
+    if flips and options[flips[-1]] and (why := transposed_fault(arch)):
+        raise ValueError(f"kernel option {flips[-1]}=True: {why}, or leave the option out")
 
 
 def choose(
@@ -431,8 +438,9 @@ def choose(
 ) -> Config:
     """The default, what was measured (CONFIGS) over it, the user's ``kernel_options`` over that, fitted to
     the mask's blocks and the tensors.  CONFIGS holds (pass, ((field of Config, value), ...)) for some passes;
-    tiles that were measured with descriptors are left out where there are none.  It may hold ("route",
-    (("ROUTE", name),)) too: the one to take where a call asks for none.
+    tiles that were measured with descriptors are left out where there are none, and those with FLIP where
+    Triton compiles it wrong.  It may hold ("route", (("ROUTE", name),)) too: the one to take where a call
+    asks for none.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
@@ -443,7 +451,11 @@ def choose(
     take turns.  Where a route cannot be had, a warning says why, and it is "loops".  (PACK_GQA and SPLIT_KV:
     see ``TritonEngine.loops``.)
     """
-    return _chosen(kind, arch, head_dim, dtype, q_block, kv_block, tma, score, tuple(options.items()))
+    transposes = multiplies_transposed(arch)
+    if not transposes:
+        _check_transposed(options | {"FUSED_BACKWARD": kind == "fused"}, arch)
+    about = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes
+    return _chosen(*about, tuple(options.items()))
 
 
 @lru_cache(1024)
@@ -456,16 +468,17 @@ def _chosen(
     kv_block: int,
     tma: bool,
     score: str,
+    transposes: bool,
     options: tuple[tuple[str, Any], ...],
 ) -> Config:
-    """:func:`choose`, which every launch asks."""
+    """:func:`choose`, which every launch asks. transposes: whether tiles of CONFIGS may have FLIP."""
     asked, names = dict(options), option_names(kind).items()
     given: dict[str, Any] = {
         name: asked[option] for name, both in names for option in both if option in asked
     }
     tma = tma and given.get("USE_TMA", True)
     measured = dict(dict(asked.get("CONFIGS", ())).get(kind, ()))
-    if measured.get("USE_TMA") and not tma:
+    if (measured.get("USE_TMA") and not tma) or (measured.get("FLIP") and not transposes):
         measured = {}
     given = measured | given
     if given.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # what goes with the rule's tiles alone

@@ -133,7 +133,7 @@ class TritonEngine:
     kept: dict[Any, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_options(self.options)
+        check_options(self.options, self.arch)
 
     def around(self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()) -> "TritonEngine":
         """The same around other captures, of the same layouts."""

@@ -311,8 +311,18 @@ def _choose_route(route: RouteChoice, choices: Choices) -> None:
 
 def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
     """Write wins to the shipped file, and remove entries that no longer beat the rule, except newer ones;
-    return the numbers of each. Raises ValueError for a file that cannot be read."""
-    old = _entries_of(tuned.path_in(configs, device, triton))
+    return the numbers of each. Raises ValueError for a file that cannot be read, and what
+    :func:`tuned.locked` raises."""
+    path = tuned.path_in(configs, device, triton)
+    if not path.exists() and all(entry is None for _, entry in choices.values()):
+        return 0, 0
+    with tuned.locked(path):
+        return _merged(path, choices, configs, device, triton)
+
+
+def _merged(path: Path, choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
+    """The part of :func:`_shipped` under the lock."""
+    old = _entries_of(path)
     times = {key: str(entry.get("time", "")) for key, entry in old.items()}
     newer = {key for key, choice in choices.items() if times.get(key, "") > choice.time}
     fresh = [

@@ -14,6 +14,7 @@ import triton
 
 import tritoncp
 from tritoncp import tuned
+from tritoncp.kernels.toolchain import ptxas_for
 from tritoncp.perf.record import Series
 
 _STATE = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
@@ -37,7 +38,16 @@ def environment(device: torch.device) -> dict[str, Any]:
         about["cuda"] = torch.version.cuda or torch.version.hip
         about["cudnn"] = torch.backends.cudnn.version()
         about["driver"] = _asked(device, "driver_version").get("driver_version")
+        about["ptxas"] = _ptxas(about["arch"])
     return {name: value for name, value in about.items() if value is not None}
+
+
+def _ptxas(arch: str) -> str | None:
+    """The version of the assembler of an architecture's kernels; None where there is none."""
+    try:
+        return ptxas_for(arch).version
+    except LookupError:
+        return None
 
 
 def series(device: torch.device, clocks: str | None = None) -> Series:

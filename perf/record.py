@@ -25,7 +25,7 @@ OURS = "tritoncp"
 # The contender that shows that a family of baselines was tuned; without its time the family is untuned.
 TUNED = {"flex": "flex max-autotune"}
 # What may change from point to point of a series, and be the reason of a change.
-ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "driver", "cuda", "cudnn", "python")
+ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "ptxas", "driver", "cuda", "cudnn", "python")
 
 
 class Series(NamedTuple):

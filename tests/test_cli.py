@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +53,53 @@ def test_doctor_reports_in_json_what_this_process_sees(tmp_path):
     assert report["cache"]["path"] == str(tmp_path / "mods")
     assert "gloo" in report["distributed"]
     assert not (tmp_path / "mods").exists(), "doctor looks and makes nothing"
+
+
+def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> None:
+    """Pretend that a Hopper GPU is here, and that TRITON_PTXAS_PATH names a ptxas of this version."""
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=1 << 37)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delenv("TRITON_PTXAS_PATH", raising=False)
+    if ptxas:
+        monkeypatch.setenv("TRITON_PTXAS_PATH", ptxas)
+        Path(ptxas).write_text(f"#!/bin/sh\necho 'release {version[:4]}, V{version}'\n")
+        Path(ptxas).chmod(0o755)
+
+
+def test_doctor_names_ptxas_and_gives_a_cure_for_a_bad_one_on_hopper(monkeypatch, tmp_path):
+    hopper(monkeypatch, path := str(tmp_path / "ptxas"))
+    done = CliRunner().invoke(main, ["doctor", "--json"])
+    report = json.loads(done.stdout)
+    assert done.exit_code == 0 and report["problems"] == [], "advice is no failure"
+    assert report["ptxas"] == {"sm_90": {"version": "12.8.93", "path": path, "origin": "TRITON_PTXAS_PATH"}}
+    (line,) = report["advice"]
+    for part in ("ptxas 12.8.93", "sm_90", "nvidia-cuda-nvcc>=13.3", "set TRITON_PTXAS_PATH", "#1262"):
+        assert part in line
+    shown = "".join(CliRunner().invoke(main, ["doctor"]).output.split())
+    assert path in shown and "advice" in shown and "".join(line.split()) in shown
+
+
+def test_doctor_has_no_advice_about_a_good_ptxas_or_without_a_gpu(monkeypatch, tmp_path):
+    hopper(monkeypatch, str(tmp_path / "ptxas"), "13.3.33")
+    assert doctor.examine()["advice"] == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    report = doctor.examine()
+    assert report["advice"] == [] and list(report["ptxas"]) == ["sm_90", "sm_100"]
+
+
+def test_doctor_says_that_a_path_to_ptxas_leads_nowhere(monkeypatch, tmp_path):
+    hopper(monkeypatch)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", gone := str(tmp_path / "gone"))
+    report = doctor.examine()
+    assert report["ptxas"]["sm_90"]["origin"] == "bundled with Triton"
+    assert f"TRITON_PTXAS_PATH={gone} names no ptxas that runs" in report["advice"][0]
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    amd = SimpleNamespace(name="MI300X", gcnArchName="gfx942", total_memory=1 << 37)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: amd)
+    assert "gfx942 has no ptxas" in doctor.examine()["ptxas"]["gfx942"]["why"]
 
 
 def test_doctor_shows_a_table_to_people():

@@ -81,7 +81,7 @@ ROOMS = {
             "world",
         },
         ALL_BUT_EDGE,
-        {"torch", "platformdirs", "rich"},
+        {"torch", "filelock", "platformdirs", "rich"},
     ),
     "edge": Room(
         {

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import math
+import multiprocessing
 import os
 import warnings
 from dataclasses import asdict
@@ -257,7 +260,68 @@ def test_writing_replaces_the_same_kernels_and_keeps_the_others(places):
     assert blocks() == {"forward": 64, "dq": 32}
     said = json.loads(path.read_text())
     assert (said["device"], said["arch"], said["code"]) == ("NVIDIA H200", "sm_90", "b") and said["triton"]
-    assert [left.name for left in path.parent.iterdir()] == [path.name]
+    assert {left.name for left in path.parent.iterdir()} == {path.name, f"{path.name}.lock"}
+    assert list(tuned.sources(H200)) == [path], "a lock is no table"
+
+
+FORK = multiprocessing.get_context("fork")
+WRITERS, WRITES = 8, 20
+
+
+def write_many(folder, first, start):
+    start.wait()
+    for head_dim in range(first, first + WRITES):
+        tuned.write(folder, H200, [entry(16, head_dim=head_dim)], {})
+
+
+def test_entries_of_writers_at_once_all_remain(places):
+    start = FORK.Barrier(WRITERS)
+    firsts = [1 + i * WRITES for i in range(WRITERS)]
+    writers = [FORK.Process(target=write_many, args=(places / "user", first, start)) for first in firsts]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * WRITERS
+    written = {line["head_dim"] for line in tuned.read(tuned.path_in(places / "user", H200))}
+    assert written == set(range(1, WRITERS * WRITES + 1))
+
+
+def hold(path, held, release):
+    with tuned.locked(path):
+        held.set()
+        release.wait()
+
+
+def test_a_table_that_another_process_holds_is_an_error_that_says_so(places, monkeypatch):
+    path = tuned.path_in(places / "user", H200)
+    held, release = FORK.Event(), FORK.Event()
+    holder = FORK.Process(target=hold, args=(path, held, release))
+    holder.start()
+    assert held.wait(60)
+    monkeypatch.setattr(tuned, "LOCK_SECONDS", 0.2)
+    with pytest.raises(TimeoutError, match=r"nvidia-h200.*is not written.*\.lock for 0\.2 s.*run again"):
+        tuned.write(places / "user", H200, [entry(16)], {})
+    assert not path.exists()
+    holder.kill()  # its lock ends with it
+    holder.join()
+    tuned.write(places / "user", H200, [entry(16)], {})
+    assert blocks() == {"forward": 16}
+
+
+def test_a_folder_without_locks_is_an_error_that_says_what_to_do(places, monkeypatch):
+    def refuse(fd, how):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=r"cannot be locked \(No locks available\).*TRITONCP_CONFIG_DIR"):
+        tuned.write(places / "user", H200, [entry(16)], {})
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_that_says_what_to_do(places):
+    (places / "user").write_text("")
+    with pytest.raises(OSError, match=r"is not written.*make the folder writable.*TRITONCP_CONFIG_DIR"):
+        tuned.write(places / "user", H200, [entry(16)], {})
 
 
 # -- calls ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from tritoncp.autograd import forward
 from tritoncp.balance import Balancer
 from tritoncp.closed_forms import MaskMod
 from tritoncp.handles import refuse_inside_a_graph
-from tritoncp.kernels.configs import check_options
+from tritoncp.kernels.configs import architecture, check_options
 from tritoncp.masks import Mask
 from tritoncp.mods import Mod
 from tritoncp.plan import Plan
@@ -153,7 +153,7 @@ def _arguments(
     """Arguments of the forward op besides tensors of the ranks: score_mod, scale and options, checked."""
     named_options: tuple[tuple[str, Any], ...] = ()
     if options:
-        check_options(options)
+        check_options(options, architecture(q.device))
         named_options = tuple(sorted(options.items()))
     numbers, captures, wants = (score.numbers, score.tensors, score.wants) if score else ((), (), ())
     ints = [n for n in numbers if isinstance(n, int)]

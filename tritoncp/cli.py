@@ -364,6 +364,9 @@ def autotune(
         click.echo(why, err=True)
     else:
         selection = targets.targets(named_shapes, masks or tuple(targets.MASKS), ops.split(","), dtype, score)
+    selection, left_out = targets.without_faults(selection, device.arch)
+    for line in left_out:
+        click.echo(line, err=True)
     request = run.request(selection, device, arch is not None, budget, resume, out, jobs, timeout)
     if dry_run:
         rows = [

@@ -5,6 +5,7 @@ import os
 import platform
 import stat
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,30 +13,37 @@ import torch
 import torch.distributed as dist
 
 from tritoncp import __version__
+from tritoncp.kernels import toolchain
+from tritoncp.kernels.toolchain import Ptxas
 
 NEEDED = {"torch": (2, 11), "triton": (3, 6)}
 
 
 def examine() -> dict[str, Any]:
-    """Everything as plain values. `problems` holds one line for each thing that is wrong, with its cure.
+    """Everything as plain values. `problems` holds one line for each thing that is wrong, with its cure;
+    `advice` one for each thing that works and could be better.
 
     >>> facts = examine()
-    >>> sorted(facts)[:4]
-    ['cache', 'cpu', 'devices', 'distributed']
+    >>> sorted(facts)[:5]
+    ['advice', 'cache', 'cpu', 'devices', 'distributed']
     """
     versions = {name: version(name) for name in ("torch", "triton", "numpy", "pillow")}
     versions = {"tritoncp": __version__, "python": platform.python_version(), **versions}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     cache = look_at_cache()
+    gpus = devices()
+    archs = list(dict.fromkeys(gpu["architecture"] for gpu in gpus))
     return {
         "versions": versions,
-        "devices": devices(),
+        "devices": gpus,
+        "ptxas": assemblers(archs),
         "interpreted": interpreted,
         "cpu": engine_on_cpu(interpreted, versions),
         "distributed": backends(),
         "cache": cache,
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON", "TORCH"))},
         "problems": problems(versions, interpreted, cache),
+        "advice": [*ptxas_advice(archs)],
     }
 
 
@@ -59,6 +67,45 @@ def device(index: int) -> dict[str, Any]:
         "memory_gib": round(found.total_memory / 2**30, 1),
         "shared_memory_bytes": getattr(found, "shared_memory_per_block_optin", None),
     }
+
+
+def assemblers(archs: Sequence[str]) -> dict[str, dict[str, str]]:
+    """The ptxas of each architecture, or why there is none; of Hopper and Blackwell where no GPU is here."""
+    return {arch: assembler(arch) for arch in archs or ("sm_90", "sm_100")}
+
+
+def assembler(arch: str) -> dict[str, str]:
+    try:
+        return toolchain.ptxas_for(arch)._asdict()
+    except LookupError as error:
+        return {"why": str(error)}
+
+
+def ptxas_advice(archs: Sequence[str]) -> Iterator[str]:
+    """What to change where the ptxas of these architectures is known to assemble some kernels wrong."""
+    yield from toolchain.broken_ptxas_paths()
+    for arch in archs:
+        try:
+            used = toolchain.ptxas_for(arch)
+        except LookupError:
+            continue  # the row of the table says why
+        if faults := list(toolchain.ptxas_faults(arch, used.version)):
+            known = "; ".join(faults)
+            yield (
+                f"ptxas {used.version} ({used.origin}) is known to assemble wrong for {arch}: {known}. "
+                "pip install 'nvidia-cuda-nvcc>=13.3' (CUDA 13: driver 580 or newer), and set "
+                f"{used.variable} to its nvidia/cu13/bin/ptxas{at_hand(arch, used)}"
+            )
+
+
+def at_hand(arch: str, used: Ptxas) -> str:
+    """Another ptxas that Triton brings, if it has fewer faults than the one in use; else nothing."""
+    better = [
+        (len(list(toolchain.ptxas_faults(arch, one.version))), one) for one in toolchain.bundled_ptxas()
+    ]
+    faults, best = min(better, default=(9, used), key=lambda pair: pair[0])
+    fewer = faults < len(list(toolchain.ptxas_faults(arch, used.version)))
+    return f"; without installing anything, {best.version} is {best.path}" if fewer else ""
 
 
 def engine_on_cpu(interpreted: bool, versions: dict[str, str | None]) -> str:
@@ -145,12 +192,16 @@ def show(report: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(overflow="fold")  # a path whole
     for label, value in rows(report):
         table.add_row(f"[bold]{label}[/bold]", escape(value))
     console = Console()
     console.print(table)
     for line in report["problems"]:
         console.print(f"[red]problem[/red]  {escape(line)}", highlight=False)
+    for line in report["advice"]:
+        console.print(f"[yellow]advice[/yellow]  {escape(line)}", highlight=False)
 
 
 def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
@@ -160,6 +211,12 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("versions", ", ".join(f"{name} {have or '-'}" for name, have in report["versions"].items())),
         ("GPUs", "\n".join(gpus) or "none"),
+        (
+            "ptxas",
+            "\n".join(
+                f"{arch}: {facts.get('why') or Ptxas(**facts)}" for arch, facts in report["ptxas"].items()
+            ),
+        ),
         ("CPU tensors run", report["cpu"]),
         ("collectives", ", ".join(report["distributed"]) or "none"),
         ("cache", f"{report['cache']['path']} ({report['cache']['state']})"),

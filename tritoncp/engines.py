@@ -93,12 +93,15 @@ def make(
             "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
         )
     if uses_triton(q.device):
+        from tritoncp.kernels.configs import architecture, check_options
         from tritoncp.kernels.engine import TritonEngine
 
         by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
         # Hand-written mods are promised one head at a time: h is a scalar.
         alone = {"PACK_GQA": False} if by_hand else {}
         options = {**measured, **alone, **dict(spec.options)}
+        if spec.options:  # of a compiled call, which nothing has checked before
+            check_options(dict(spec.options), architecture(q.device))
         mods = launched(mask, score, q.device, grads)
         return TritonEngine(mods, scale, options, first_row=first_row, kept=cache)
     _notice()

@@ -13,6 +13,7 @@ Where nothing is known a call may tune for itself, if asked: ``tuning.py``.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -39,6 +40,7 @@ SHIPPED = Path(tritoncp.__file__).parent / "kernels/configs"
 # For the nearest that was measured, where a mask's own kind was not: long rows of full blocks in both.
 NEAREST = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}
 FEW = "full"  # the kind that few rows are measured with: tiles that hold them are nearly all full
+LOCK_SECONDS = 60.0  # a writer waits for others at most; each holds the lock for milliseconds
 WIN = 1.02  # time of the rule over that of tiles worth keeping
 
 # Each: kernel, dtype, head_dim, mask, config; v_head_dim if it is another; score, the name of a score_mod,
@@ -394,24 +396,67 @@ def write(
     triton: str | None = None,
     drop: Collection[tuple[Any, ...]] = (),
 ) -> Path:
-    """Put entries into the device's file, in place of those about the same kernels, all or nothing.
+    """Put entries into the device's file, in place of those about the same kernels, all or nothing. Writers
+    take turns: the entries of all of them remain.
 
     facts: what else the file says; triton: the version they were measured with, this one's unless given;
     drop: what is known no more, as :func:`about` says it. Raises ValueError for a file that a link would put
-    outside the folder.
+    outside the folder, and what :func:`locked` raises.
     """
     path = path_inside(folder, path_in(folder, device, triton))
+    with locked(path):
+        _merge(path, device, entries, facts, triton, drop)
+    forget()
+    return path
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file of tile shapes, ``<file>.lock`` beside it, from reading that file to replacing
+    it. A thread that holds it may take it again.
+
+    Raises TimeoutError where others hold it for more than LOCK_SECONDS, OSError where the folder cannot be
+    written to or its filesystem has no locks.
+    """
+    from filelock import FileLock, Timeout
+
+    name = path.with_name(f"{path.name}.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(name, is_singleton=True).acquire(timeout=LOCK_SECONDS)
+    except Timeout as error:
+        raise TimeoutError(
+            f"{path} is not written: another process has held {name} for {LOCK_SECONDS:g} s (tritoncp "
+            "autotune, a program with TRITONCP_AUTOTUNE, or tritoncp perf ingest); wait for it or end it, "
+            "and run again"
+        ) from error
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{path} is not written: {name} cannot be locked ({error.strerror}); make the folder writable, "
+            "on a filesystem with locks, or name another one with --out or TRITONCP_CONFIG_DIR",
+        ) from error
+    with lock:
+        yield
+
+
+def _merge(
+    path: Path,
+    device: Device,
+    entries: Entries,
+    facts: Mapping[str, Any],
+    triton: str | None,
+    drop: Collection[tuple[Any, ...]],
+) -> None:
+    """The part of :func:`write` under the lock."""
     old = entries_of(path) if path.is_file() else []
     merged = {about(entry): entry for entry in [*old, *entries] if about(entry) not in drop}
     lines = ",\n".join(json.dumps(entry) for entry in merged.values())
     said = {"device": device.name, "arch": device.arch, "triton": triton or _triton()}
     head = json.dumps(said | dict(facts))
-    path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         fresh.write_text(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')
         os.replace(fresh, path)
     finally:
         fresh.unlink(missing_ok=True)
-    forget()
-    return path

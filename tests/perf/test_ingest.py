@@ -244,6 +244,31 @@ def test_newer_runs_replace_older_ones_and_a_rule_that_has_caught_up_is_no_entry
     assert forward not in shipped(configs) and ingest(gpu, history, configs).shipped == {}
 
 
+def test_a_writer_who_came_first_is_heard_before_anything_is_decided(places):
+    """Another process has the lock of the shipped file, and puts a newer entry there."""
+    configs = places[2]
+    ingest(*places)
+    (entry,) = (e for e in shipped(configs).values() if e["kernel"] == "forward")
+    newer = entry | {"time": "2999-01-01", "config": entry["config"] | {"num_stages": 3}}
+    stale = entry | {"time": "2000-01-01", "config": entry["config"] | {"num_stages": 1}}
+    tuned.write(configs, H200, [stale], {}, "3.6.0")
+    fork = multiprocessing.get_context("fork")
+    held = fork.Event()
+
+    def write_slowly() -> None:
+        with tuned.locked(tuned.path_in(configs, H200, "3.6.0")):
+            held.set()
+            time.sleep(1)
+            tuned.write(configs, H200, [newer], {}, "3.6.0")
+
+    writer = fork.Process(target=write_slowly)
+    writer.start()
+    assert held.wait(60)
+    assert ingest(*places).shipped == {}, "what is there is newer"
+    writer.join()
+    assert writer.exitcode == 0 and newer in shipped(configs).values()
+
+
 def test_a_shipped_file_that_cannot_be_read_is_not_replaced(places):
     path = tuned.path_in(places[2], H200, "3.6.0")
     path.parent.mkdir(parents=True)

@@ -267,6 +267,19 @@ def test_mistakes_are_explained(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_options_that_a_call_refuses_are_a_contender_with_the_reason(monkeypatch, tmp_path):
+    """As the fused backward pass on a GPU for which this Triton compiles it wrong."""
+    monkeypatch.setattr("triton.__version__", "3.7.0")
+    monkeypatch.setattr("tritoncp.api.architecture", lambda device: "sm_90")
+    tried = ["--try", '{"FUSED_BACKWARD": true}', "--tier", "smoke", "--only", "*-fwd"]
+    done = CliRunner().invoke(main, [*QUICK, *tried, "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    for line in lines_of(tmp_path):
+        why = line["contenders"]["tritoncp FUSED_BACKWARD=True"]["why"]
+        assert why.startswith("ValueError: kernel option FUSED_BACKWARD=True: Triton 3.7.0 miscompiles")
+        assert "triton 3.7.1" in why and "ms" in line["contenders"]["tritoncp"]
+
+
 def test_every_kind_of_line_has_a_short_form():
     failed = {"tritoncp": {"why": "so"}}
     kernel = {"kernel": "forward", "arch": "sm_90", "config": [64, 64], "registers": 99, "spill_bytes": 0}

@@ -13,6 +13,7 @@ import torch
 from tritoncp.expressions import brief, score_of
 from tritoncp.jobs import Call, Job
 from tritoncp.kernels.configs import FEW, ROUTES, Config, copies, default, specialises, weight
+from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed
 from tritoncp.mods import Untranslatable, hand_written, score_mod
 from tritoncp.perf.cases import CASES, Case
 from tritoncp.perf.record import Point
@@ -186,6 +187,19 @@ def targets(
     return list(found.values())
 
 
+def without_faults(wanted: Sequence[Target], arch: str) -> tuple[list[Target], list[str]]:
+    """The targets that this Triton compiles right for ``arch``, and a line that says why others are left out.
+    Raises ValueError where none remains."""
+    why = fused_fault(arch)
+    kept = [target for target in wanted if target.kernel != "fused" or why is None]
+    if len(kept) == len(wanted):
+        return kept, []
+    line = f"fused is left out: {why}, or leave it out of --ops; {UNSAFE}=1 tunes it"
+    if not kept:
+        raise ValueError(line)
+    return kept, [line]
+
+
 def _check(score: str, heads: int) -> None:
     """Raises ValueError for a score_mod that kernels cannot run, or torch, which says what is right."""
     fn = score_of(score, heads)
@@ -270,7 +284,7 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
         }
         if not arch.startswith("gfx"):  # two programs on a multiprocessor
             listed |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
-        if target.kernel not in ("forward", "few"):
+        if target.kernel not in ("forward", "few") and multiplies_transposed(arch):
             listed |= {replace(config, FLIP=True) for config in sized}
     values = asdict(own)
 

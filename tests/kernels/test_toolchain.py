@@ -1,0 +1,248 @@
+"""Known faults of Triton's compiler and of ptxas: what is refused, what is avoided, what is said."""
+
+import itertools
+import json
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tritoncp
+from tritoncp.cli import main
+from tritoncp.kernels.configs import Config, architecture, check_options, choose, default
+from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, multiplies_transposed, ptxas_faults, ptxas_for
+from tritoncp.tune.targets import Target, candidates
+
+VERSIONS = {"3.6.0": False, "3.7.0": False, "3.7.0+git5": False, "3.7.1": True, "3.7.1+git12": True}
+VERSIONS |= {"3.8.0": True, "3.10.0": True, "4.0.0": True}
+CAPABILITIES = {"sm_80": (8, 0), "sm_90": (9, 0), "sm_100": (10, 0)}
+ARCHS = (*CAPABILITIES, "gfx942")
+PAIRS = list(itertools.product(ARCHS, VERSIONS))
+BACKWARD = ("dq", "dkdv", "fused")
+FAKE = FakeTensorMode()
+OPTIONS = [{"FUSED_BACKWARD": True}, {"FLIP": True}, {"bwd_FLIP": True}]
+
+
+@pytest.fixture
+def pretend(monkeypatch):
+    """Makes this process believe in a GPU of an architecture and a version of Triton."""
+
+    def set_up(arch: str, version: str) -> bool:
+        monkeypatch.setattr("triton.__version__", version)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: CAPABILITIES[arch])
+        if arch.startswith("gfx"):
+            monkeypatch.setattr(torch.version, "hip", "6.4")
+            props = SimpleNamespace(gcnArchName=f"{arch}:sramecc+")
+            monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props)
+        return arch == "sm_90" and not VERSIONS[version]
+
+    monkeypatch.delenv("TRITONCP_UNSAFE_FUSED", raising=False)
+    return set_up
+
+
+def refusal(call) -> str:
+    """The message of the ValueError that a call raises; "" where it raises none."""
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def call_on_gpu(**options) -> str:
+    """The refusal of a public call with tensors of a GPU, which holds no data: what comes after it, fails."""
+    with FAKE:
+        x = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda")
+    try:
+        return refusal(lambda: tritoncp.flex_attention(x, x, x, tritoncp.causal(), kernel_options=options))
+    except AssertionError:  # of the fake mode: the call went on with its options
+        return ""
+
+
+def tiles(kind: str, arch: str, options: dict) -> Config:
+    return choose(kind, arch, 64, torch.bfloat16, 128, 128, options)
+
+
+@pytest.mark.parametrize(("arch", "version"), PAIRS)
+def test_only_triton_before_3_7_1_on_hopper_is_affected(arch, version, pretend):
+    affected = pretend(arch, version)
+    assert multiplies_transposed(arch) is not affected
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize(("arch", "version"), PAIRS)
+def test_an_affected_option_is_refused_by_the_call_and_by_the_engine(arch, version, options, pretend):
+    affected = pretend(arch, version)
+    for say in (call_on_gpu(**options), refusal(lambda: TritonEngine(Mods(), 1.0, options, arch))):
+        assert bool(say) is affected
+        if affected:
+            (option,) = options
+            for part in (
+                f"{option}=True",
+                f"Triton {version}",
+                "gradients",
+                "sm_90",
+                "triton 3.7.1",
+                "leave",
+            ):
+                assert part in say
+            assert ("TRITONCP_UNSAFE_FUSED=1" in say) is (option == "FUSED_BACKWARD")
+            assert len(say) < 300 and "\n" not in say, "a benchmark keeps one short line"
+
+
+def test_options_of_the_eager_engine_need_no_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    check_options({"FUSED_BACKWARD": True, "FLIP": True}, architecture(torch.device("cpu")))
+
+
+def test_a_compiled_call_is_refused_in_its_forward_pass(pretend, monkeypatch):
+    pretend("sm_90", "3.7.0")
+    monkeypatch.setattr("tritoncp.kernels.configs.architecture", lambda device: "sm_90")
+    call = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=True)
+    x = torch.randn(1, 1, 16, 16)
+    with pytest.raises(ValueError, match="FUSED_BACKWARD=True: Triton"):
+        call(x, x, x, None, tritoncp.causal(), kernel_options={"FUSED_BACKWARD": True})
+
+
+@pytest.mark.parametrize("option", ["FLIP", "bwd_FLIP"])
+def test_the_stronger_option_and_false_are_what_counts(option, pretend):
+    pretend("sm_90", "3.7.0")
+    TritonEngine(Mods(), 1.0, {option: False, "fwd_FLIP": True, "FUSED_BACKWARD": False}, "sm_90")
+    TritonEngine(Mods(), 1.0, {"FLIP": True, "bwd_FLIP": False}, "sm_90")
+    assert "bwd_FLIP=True" in refusal(
+        lambda: TritonEngine(Mods(), 1.0, {"FLIP": False, "bwd_FLIP": True}, "sm_90")
+    )
+
+
+def test_one_variable_allows_the_fused_kernel_and_nothing_else(pretend, monkeypatch):
+    pretend("sm_90", "3.7.0")
+    monkeypatch.setenv("TRITONCP_UNSAFE_FUSED", "0")
+    assert call_on_gpu(FUSED_BACKWARD=True)
+    monkeypatch.setenv("TRITONCP_UNSAFE_FUSED", "1")
+    assert not call_on_gpu(FUSED_BACKWARD=True)
+    assert not tiles("fused", "sm_90", {"FUSED_BACKWARD": True}).FLIP
+    assert call_on_gpu(FUSED_BACKWARD=True, FLIP=True) and call_on_gpu(FLIP=True)
+
+
+@pytest.mark.parametrize(("arch", "version"), PAIRS)
+def test_no_tiles_of_a_launch_have_flip_where_it_is_compiled_wrong(arch, version, pretend, monkeypatch):
+    """The rule's, measured ones, and those of options; whatever was asked before under another Triton."""
+    pretend(arch, "3.7.1")
+    for kind in BACKWARD:
+        tiles(kind, arch, flipped(kind))
+    affected = pretend(arch, version)
+    monkeypatch.setenv("TRITONCP_UNSAFE_FUSED", "1")
+    for kind, dim, tma in itertools.product(BACKWARD, (64, 128, 192, 256), (False, True)):
+        rule = default(kind, arch, dim, torch.bfloat16, tma)
+        assert not (affected and rule.FLIP)
+        about = kind, arch, dim, torch.bfloat16, 128, 128
+        found = choose(*about, flipped(kind), tma)
+        assert found == (rule if affected else Config(64, 64, 8, 1, FLIP=True))
+        for option in ("FLIP", "bwd_FLIP"):
+            assert bool(refusal(lambda: choose(*about, {option: True}, tma))) is affected  # noqa: B023
+
+
+def flipped(kind: str) -> dict:
+    """Options with measured tiles of a pass."""
+    return {"CONFIGS": ((kind, tuple(asdict(Config(64, 64, 8, 1, FLIP=True)).items())),)}
+
+
+@pytest.mark.parametrize(("arch", "version"), PAIRS)
+def test_a_fused_launch_is_refused_for_an_engine_without_an_architecture(arch, version, pretend):
+    affected = pretend(arch, version)
+    TritonEngine(Mods(), 1.0, {"FUSED_BACKWARD": True})
+    assert bool(refusal(lambda: tiles("fused", arch, {"FUSED_BACKWARD": True}))) is affected
+    assert not refusal(lambda: tiles("dkdv", arch, {}))
+
+
+def autotune(arch: str, *words: str):
+    shape = "8x2,64,4096", "--mask", "full", "--dry-run", "--json"
+    return CliRunner().invoke(main, ["autotune", "--target", arch, "--shapes", *shape, *words])
+
+
+@pytest.mark.parametrize(("arch", "version"), PAIRS)
+def test_the_tuner_leaves_out_the_fused_kernel_and_says_so(arch, version, pretend, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path))
+    affected = pretend(arch, version)
+    done = autotune(arch, "--ops", "bwd,fused")
+    assert done.exit_code == 0, done.output
+    kernels = [row["kernel"].split()[0] for row in json.loads(done.stdout)]
+    assert kernels == ["dq", "dkdv", *([] if affected else ["fused"])]
+    assert ("fused is left out: Triton" in done.stderr and "triton 3.7.1" in done.stderr) is affected
+    assert autotune(arch, "--ops", "fused").exit_code == (2 if affected else 0)
+    monkeypatch.setenv("TRITONCP_UNSAFE_FUSED", "1")
+    assert len(json.loads(autotune(arch, "--ops", "fused").stdout)) == 1
+
+
+@pytest.mark.parametrize(("arch", "version"), PAIRS)
+def test_the_tuner_proposes_no_flip_where_it_is_compiled_wrong(arch, version, pretend):
+    affected = pretend(arch, version)
+    for kernel, dim in itertools.product(BACKWARD, (64, 256)):
+        found = candidates(Target(kernel, "causal", 8, 2, dim, 4096), arch)
+        assert any(config.FLIP for config in found) is not affected
+
+
+def fake_ptxas(folder, said: str = "Cuda compilation tools, release 13.1, V13.1.80") -> str:
+    """A program that says it is a ptxas."""
+    path = folder / "ptxas"
+    path.write_text(f"#!/bin/sh\necho '{said}'\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def no_paths(monkeypatch):
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_ptxas_is_the_one_that_triton_brings(arch, no_paths):
+    used = ptxas_for(arch)
+    assert used.origin == BUNDLED and used in bundled_ptxas()
+    assert len(used.version.split(".")) == 3 and used.version in str(used) and used.path in str(used)
+
+
+@pytest.mark.parametrize(
+    ("arch", "name"), [("sm_90", "TRITON_PTXAS_PATH"), ("sm_100", "TRITON_PTXAS_BLACKWELL_PATH")]
+)
+def test_ptxas_is_the_one_that_a_variable_names(arch, name, no_paths, monkeypatch, tmp_path):
+    other = {"sm_90": "sm_100", "sm_100": "sm_90"}[arch]
+    monkeypatch.setenv(name, path := fake_ptxas(tmp_path))
+    assert ptxas_for(arch) == ("13.1.80", path, name)
+    assert ptxas_for(other).origin == BUNDLED
+
+
+@pytest.mark.parametrize("said", ["hello", "Cuda compilation tools, release 12.9"])
+def test_a_ptxas_that_says_less_is_no_bug(said, no_paths, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_PTXAS_PATH", path := fake_ptxas(tmp_path, said))
+    used = ptxas_for("sm_90")
+    assert used.version == "12.9" if "12.9" in said else used.path != path
+
+
+def test_there_is_none_for_other_vendors():
+    with pytest.raises(LookupError, match="gfx942 has no ptxas"):
+        ptxas_for("gfx942")
+
+
+def test_the_reason_is_said_where_none_runs(no_paths, monkeypatch, tmp_path):
+    """Triton does not pass over a file that may not be executed."""
+    path = tmp_path / "ptxas"
+    path.write_text("")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(path))
+    with pytest.raises(LookupError, match="no ptxas runs for sm_90"):
+        ptxas_for("sm_90")
+
+
+@pytest.mark.parametrize(
+    ("version", "faults"),
+    [("12.8.93", 2), ("12.9.86", 2), ("13.0.88", 2), ("13.1.80", 1), ("13.3.33", 0), ("14.0", 0)],
+)
+def test_faults_of_ptxas_end_with_a_version_and_are_of_hopper_alone(version, faults):
+    assert len(list(ptxas_faults("sm_90", version))) == faults
+    assert not any(list(ptxas_faults(arch, version)) for arch in ("sm_80", "sm_89", "sm_100", "gfx942"))
