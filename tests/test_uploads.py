@@ -310,14 +310,21 @@ def test_a_permutation_that_is_kept_is_announced_on_every_stream(recorder: Recor
 
 
 def test_what_is_read_at_once_goes_through_pinned_memory(recorder: Recorder) -> None:
-    mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=BLOCK)
-    plan, x = tritoncp.make_plan(mask, world_size=2), torch.arange(S)
-    tritoncp.shard(x, plan, dim=0)
-    scale = torch.tensor(0.5)
-    q = torch.randn(1, 2, S, 8)
-    for scale in (torch.tensor(0.5), torch.tensor(2.0)):
+    """The rows of a shard, and 0-d numbers on the CPU, which are copied at every call."""
+    plan = tritoncp.make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=BLOCK), world_size=2)
+    recorder.calls.clear()
+    tritoncp.shard(torch.arange(S), plan, dim=0)
+    assert [kind for kind, *_ in recorder.calls] == ["copy"]
+    q, factor = torch.randn(1, 2, S, 8), torch.tensor(0.5)
+
+    def attend(**options: Any) -> Tensor:
+        return tritoncp.flex_attention(q, q, q, lambda s, b, h, i, j: s * factor, causal(), **options)
+
+    attend()
+    for value in (0.5, 2.0):
+        factor.fill_(value)
         recorder.calls.clear()
-        got = tritoncp.flex_attention(q, q, q, lambda s, b, h, i, j, scale=scale: s * scale, causal())
-        want = tritoncp.flex_attention(q, q, q, causal(), scale=float(scale) * 8**-0.5)
-        torch.testing.assert_close(got, want)
-        assert recorder.count("copy")
+        got = attend()
+        assert [kind for kind, *_ in recorder.calls] == ["copy"]
+        factor.fill_(1.0)
+        torch.testing.assert_close(got, attend(scale=value * 8**-0.5))

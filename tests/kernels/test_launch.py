@@ -92,8 +92,8 @@ def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:
 
 
 def test_slices_of_unaligned_tensors_are_told_apart() -> None:
-    """No base is at a multiple of 16 bytes. Its second head group, which an all-gather in pieces computes by
-    itself and which lies 12 bytes past such a multiple from there, is for some bases, and is not for others."""
+    """No base lies at a multiple of 16 bytes. An all-gather in pieces computes the second head group in a
+    launch of its own: it starts 12 bytes past its base, modulo 16, at a multiple for some bases only."""
     world = tritoncp.simulate(2)
     plan = world.make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16), schedule="allgather")
     x = [[t.requires_grad_() for t in world.shard(torch.randn(1, 2, S, 8), plan, dim=2)] for _ in range(3)]
