@@ -132,10 +132,8 @@ def test_a_graph_uses_the_copies_of_an_earlier_call_and_makes_none():
     """Tables, and a mask_mod's tensor on the CPU: what is captured reads what the call before it copied."""
     odd, (q, k, v) = torch.arange(S) % 3 == 0, (x.detach() for x in tensors())
     plan = make_plan(create_block_mask(lambda b, h, q, kv: (q >= kv) & (odd[q] | odd[kv]), 1, 1, S, S))
-    with (
-        pytest.raises(RuntimeError, match="once before the capture"),
-        torch.cuda.graph(torch.cuda.CUDAGraph()),
-    ):
+    first = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="once before the capture"), torch.cuda.graph(first):
         flex_attention(q, k, v, plan)
     flex_attention(q, k, v, plan)
     graph = torch.cuda.CUDAGraph()
