@@ -39,6 +39,7 @@ ROOMS = {
             "sharding",
             "steps",
             "tables",
+            "upload",
             "cost",
             "plan",
             "handles",

@@ -25,6 +25,7 @@ from tritoncp.plan import Plan
 from tritoncp.pointwise import undisturbed
 from tritoncp.schedules import schedule_of
 from tritoncp.schedules.buffers import laid_out_as
+from tritoncp.upload import DeviceCopy
 
 T = TypeVar("T")
 MOST = 256  # engines that are kept with one plan
@@ -46,7 +47,10 @@ def _engine(
         *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
         *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
     )  # fmt: skip
-    if reusable and (engine := cache.get(key)) is not None:
+    if reusable and (kept := cache.get(key)) is not None:
+        engine, mask = kept
+        if mask is not None:
+            mask.on_current_stream()  # the engine holds its tensors
         return engines.rebind(engine, call, device, captures, ints, floats, grads)
     group = _group(call)
     tiles = tuned.text_of(device, group) if kernels else ""
@@ -54,7 +58,7 @@ def _engine(
     engine = engines.make(
         call,
         scale,
-        mask,
+        None if mask is None else mask.on_current_stream(),
         q[0],
         captures,
         ints,
@@ -65,13 +69,13 @@ def _engine(
         plan.first_row,
     )
     if reusable:
-        _keep(cache, key, engine.around())
+        _keep(cache, key, (engine.around(), mask))
     return engine
 
 
 def _measured(
     spec: str, plan: Plan, q: list[Tensor], v: Tensor, group: Any, tiles: str
-) -> tuple[Mod | None, dict[str, Any]]:
+) -> tuple[DeviceCopy[Mod] | None, dict[str, Any]]:
     """The mask_mod of a call and the tiles measured for it, measured now if need be by all ranks together: it
     depends on no property in which the tensors of two ranks may differ."""
     call, (_, heads, rows, d), e = Spec.decode(spec), q[0].shape, v.shape[3]

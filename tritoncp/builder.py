@@ -19,6 +19,7 @@ from tritoncp.bounds import Bounds
 from tritoncp.closed_forms import MaskFn
 from tritoncp.pointwise import vmapped
 from tritoncp.runs import ABSENT, Kind, Runs, ramps
+from tritoncp.upload import upload
 
 Ask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # (b [n], h [n], q [n, i], kv [n, j]) -> bool [n, i, j]: a mask_mod about pairs. int64, all on the CPU
@@ -69,7 +70,7 @@ def ask_torch(mask_mod: MaskFn, device: str | torch.device) -> Ask:
 
     def ask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         with torch.no_grad():
-            seen = vmap(*(t.to(device) for t in (b, h, q, kv))).cpu()
+            seen = vmap(*upload((b, h, q, kv), torch.device(device))).cpu()
         if seen.ndim != 3:
             raise TypeError(f"a mask_mod must return one bool, got a tensor of {seen.ndim - 3} dimensions")
         if seen.dtype != torch.bool:

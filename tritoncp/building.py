@@ -12,6 +12,7 @@ from tritoncp.builder import Ask
 from tritoncp.handles import refuse_inside_a_graph
 from tritoncp.masks import Mask, MaskFn
 from tritoncp.pointwise import graph_of
+from tritoncp.upload import upload
 
 _PATIENCE = 2.0  # seconds before a bar appears
 
@@ -67,7 +68,7 @@ def _asker(mask_mod: MaskFn, device: torch.device) -> Ask | None:
         mod = mods.mask_mod(mask_mod)
     except mods.Untranslatable:
         return None
-    return asker(mod.fn, mod.caps(device=device), device)
+    return asker(mod.fn, mod.caps(upload(mod.tensors, device)), device)
 
 
 class _Bar:

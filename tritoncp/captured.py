@@ -13,6 +13,7 @@ from tritoncp.bitmask import bitmask
 from tritoncp.mods import Mod, Untranslatable
 from tritoncp.plan import Plan
 from tritoncp.runs import Kind
+from tritoncp.upload import DeviceCopy
 
 
 def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
@@ -30,7 +31,7 @@ def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
     return mod
 
 
-def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> Mod | None:
+def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> DeviceCopy[Mod] | None:
     """The translated mask_mod of a call, or None where no masked block needs it. Kept with the plan, and so
     are copies of captured CPU tensors on the queries' device: a plan refuses to run once one is edited.
 
@@ -44,7 +45,7 @@ def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> Mod | None:
     key = "mask_mod", ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
     if key not in plan._shared:
         needed = any(_has_masked(plan.for_rank(rank)) for rank in ranks)
-        plan._shared[key] = _placed(_translated(plan, ranks, batch, heads), device) if needed else None
+        plan._shared[key] = _copy_of(_translated(plan, ranks, batch, heads), device) if needed else None
     return plan._shared[key]
 
 
@@ -73,14 +74,11 @@ def _translated(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod
     return mods.mask_mod(bitmask(plan, ranks, batch, heads, last, device).mask_mod())
 
 
-def _placed(mod: Mod, device: torch.device) -> Mod:
-    return mod.around([_moved(tensor, device) for tensor in mod.tensors], mod.numbers)
-
-
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.device.type != "cpu" and tensor.device != device:
-        raise ValueError(
-            f"mask_mod captures a tensor {tuple(tensor.shape)} on {tensor.device}, the query is on {device}; "
-            f"make the mask from tensors on {device} or on the CPU"
-        )
-    return tensor.to(device)
+def _copy_of(mod: Mod, device: torch.device) -> DeviceCopy[Mod]:
+    for tensor in mod.tensors:
+        if tensor.device.type != "cpu" and tensor.device != device:
+            raise ValueError(
+                f"mask_mod captures a tensor {tuple(tensor.shape)} on {tensor.device}, the query is on "
+                f"{device}; make the mask from tensors on {device} or on the CPU"
+            )
+    return DeviceCopy(mod.tensors, device, lambda *copies: mod.around(copies, mod.numbers))

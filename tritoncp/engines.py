@@ -20,6 +20,7 @@ from tritoncp.eager import EagerEngine
 from tritoncp.mods import Mod, exact
 from tritoncp.mods.mod import arguments, structure_of
 from tritoncp.pointwise import WideGradients
+from tritoncp.upload import upload
 
 
 @dataclass(frozen=True)
@@ -142,21 +143,26 @@ def rebind(
     """A TritonEngine of an earlier call with the captures of this call."""
     if not (captures or ints or floats):
         return engine
-    caps = arguments(captures, _numbers(spec, ints, floats), device)
+    caps = arguments(upload(captures, device), _numbers(spec, ints, floats))
     return engine.around(caps, _registered(spec, captures, ints, floats).dcaps(grads) if grads else ())
 
 
 def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
-    """User functions as kernels take them; ``grads``: a buffer for each capture that wants a gradient."""
+    """User functions as kernels take them. mask: around captures on the device; ``grads``: a buffer for each
+    capture that wants a gradient.
+
+    A score_mod may capture 0-d tensors on the CPU, which torch lets meet tensors of any device. They may be
+    edited between calls, so they are copied at each.
+    """
     from tritoncp.kernels.engine import Mods
 
     return Mods(
         mask=mask and mask.fn,
-        mask_caps=mask.caps(device=device) if mask else (),
+        mask_caps=mask.caps() if mask else (),
         score=score and score.fn,
         score_grad=score and score.grad,
         score_back=score and score.back,
-        score_caps=score.caps(device=device) if score else (),
+        score_caps=score.caps(upload(score.tensors, device)) if score else (),
         score_loads=score.loads if score else 0,
         score_dcaps=score.dcaps(grads) if score and grads else (),
     )

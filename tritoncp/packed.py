@@ -17,6 +17,7 @@ from tritoncp.api import flex_attention
 from tritoncp.masks import Mask
 from tritoncp.plan import Plan
 from tritoncp.sources import to_host
+from tritoncp.upload import DeviceCopy
 from tritoncp.varlen import Varlen, dual_chunk_rows, varlen
 
 EVERYTHING = (-1, -1)
@@ -170,7 +171,8 @@ def _reorder(
         )
     world = world_size or 1 if group is None else group.size()
     rank = None if group is None else group.rank()
-    way = _remembered(cu_seqlens, (world, rank, to_dual, x.device))
+    copied = _remembered(cu_seqlens, (world, rank, to_dual, x.device))
+    way = copied.on_current_stream()
     rows = len(way if isinstance(way, Tensor) else way.order)
     if x.shape[dim] != rows:
         whose = "the shards of all ranks have" if group is None else "each rank's shard has"
@@ -180,18 +182,20 @@ def _reorder(
         )
     if isinstance(way, Tensor):
         return x.index_select(dim, way)
-    return Move.apply(x.movedim(dim, 0), way, group).movedim(0, dim)
+    return Move.apply(x.movedim(dim, 0), copied, group).movedim(0, dim)
 
 
 MOST = 64
-_WAYS: OrderedDict[Any, tuple[weakref.ref[Tensor], int, Any]] = OrderedDict()
+_WAYS: OrderedDict[Any, tuple[weakref.ref[Tensor], int, DeviceCopy[Any]]] = OrderedDict()
 
 
-def _remembered(cu_seqlens: Tensor, about: tuple[int, int | None, bool, torch.device]) -> Any:
+def _remembered(cu_seqlens: Tensor, about: tuple[int, int | None, bool, torch.device]) -> DeviceCopy[Any]:
     """The way for this very tensor, unedited, or a new one, which takes a copy to the host."""
     key = id(cu_seqlens), *about
-    known, version, way = _WAYS.pop(key, (lambda: None, 0, None))
-    if known() is not cu_seqlens or version != cu_seqlens._version:
+    entry = _WAYS.pop(key, None)
+    if entry is not None and entry[0]() is cu_seqlens and entry[1] == cu_seqlens._version:
+        way = entry[2]
+    else:
         way = _way(to_host([cu_seqlens])[0], *about)
     _WAYS[key] = weakref.ref(cu_seqlens), cu_seqlens._version, way
     while len(_WAYS) > MOST:
@@ -201,15 +205,15 @@ def _remembered(cu_seqlens: Tensor, about: tuple[int, int | None, bool, torch.de
 
 def _way(
     cu_seqlens: Tensor, world: int, rank: int | None, to_dual: bool, device: torch.device
-) -> Tensor | Route:
+) -> DeviceCopy[Any]:
     """Between dual-chunk order and the buffer's: a permutation of all shards, or one rank's route."""
     dual = dual_chunk_rows(cu_seqlens, world)
     if rank is None:
         flat = dual.flatten()
-        return (flat if to_dual else flat.argsort()).to(device)
+        return DeviceCopy([flat if to_dual else flat.argsort()], device, lambda rows: rows)
     whole = torch.arange(dual.numel()).view_as(dual)
     source, target = (whole, dual) if to_dual else (dual, whole)
-    return route(source, target, rank).to(device)
+    return route(source, target, rank).copy_to(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,8 +229,11 @@ class Route:
     def back(self) -> Route:
         return Route(self.arrange.argsort(), self.takes, self.sends, self.order.argsort())
 
-    def to(self, device: torch.device) -> Route:
-        return Route(self.order.to(device), self.sends, self.takes, self.arrange.to(device))
+    def copy_to(self, device: torch.device) -> DeviceCopy[Route]:
+        def route(order: Tensor, arrange: Tensor) -> Route:
+            return Route(order, self.sends, self.takes, arrange)
+
+        return DeviceCopy([self.order, self.arrange], device, route)
 
 
 def route(source: Tensor, target: Tensor, rank: int) -> Route:
@@ -252,13 +259,13 @@ class Move(torch.autograd.Function):
     """Rows along dim 0 to where a route takes them; backward, gradients come back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Route, group: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, way: DeviceCopy[Route], group: Any) -> Tensor:
         ctx.way, ctx.group = way, group
-        return comm.run(_travel(x, way), group)
+        return comm.run(_travel(x, way.on_current_stream()), group)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return comm.run(_travel(dx, ctx.way.back()), ctx.group), None, None
+        return comm.run(_travel(dx, ctx.way.on_current_stream().back()), ctx.group), None, None
 
 
 def _travel(x: Tensor, way: Route) -> comm.Schedule[Tensor]:

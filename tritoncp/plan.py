@@ -24,6 +24,7 @@ from tritoncp.masks import Mask, Runs
 from tritoncp.runs import content
 from tritoncp.sharding import Placement, by_blocks, natural, without_padding
 from tritoncp.tables import Tables, slot_runs, tables_of
+from tritoncp.upload import DeviceCopy
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -335,7 +336,11 @@ class Plan:
 
     def fetch_rows(self, device: torch.device) -> Tensor:
         """``fetch.rows`` on a device."""
-        return self._once(("fetch rows", self.rank, device), lambda: self.fetch.rows.to(device))
+
+        def copied() -> DeviceCopy[Tensor]:
+            return DeviceCopy([self.fetch.rows], device, lambda rows: rows)
+
+        return self._once(("fetch rows", self.rank, device), copied).on_current_stream()
 
     def tables(
         self,
@@ -350,15 +355,15 @@ class Plan:
         """
         interval = self.mask.interval_for(batch, self.heads or heads)
         key = "tables", self.rank, buffer, interval is None
-        if (known := self._shared.get((*key, device))) is not None:
-            return known
+        if (copied := self._shared.get((*key, device))) is None:
 
-        def made() -> Tables:
-            mine = self.q.slots[self.rank], self.positions
-            return tables_of(self.mask, *mine, *self.listed(buffer), interval)
+            def on_host() -> Tables:
+                own = self.q.slots[self.rank], self.positions
+                return tables_of(self.mask, *own, *self.listed(buffer), interval)
 
-        here, place = self._once((*key, torch.device("cpu")), made), torch.device(device)
-        return self._once((*key, place), lambda: here.to(place))
+            tables, place = self._once(key, on_host), torch.device(device)
+            copied = self._once((*key, place), lambda: tables.copy_to(place))
+        return copied.on_current_stream()
 
     def listed(self, buffer: int | str = "gathered") -> tuple[Tensor, Runs]:
         """The slots of a KV buffer, and the runs of them that each Q slot of this rank sees."""

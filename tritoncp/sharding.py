@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tritoncp.host import on_host
 from tritoncp.runs import ramps
+from tritoncp.upload import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,7 +246,7 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
     (``batch_dim=None``) comes back with a new leading batch dimension.
     """
     dim = dim % x.ndim
-    index = index.to(x.device, non_blocking=x.device.type != "cpu")
+    (index,) = upload([index], x.device)
     if index.shape[0] > 1 and batch_dim is None:
         x, dim, batch_dim = x.expand(index.shape[0], *x.shape), dim + 1, 0
     shape = [1] * x.ndim

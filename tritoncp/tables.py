@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.masks import Kind, Mask, Runs
+from tritoncp.upload import DeviceCopy
 
 UNBOUNDED = 1 << 30  # a window edge that no position reaches
 
@@ -57,13 +58,14 @@ class Tables:
     keys: float
     launches: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def to(self, device: torch.device) -> Tables:
+    def copy_to(self, device: torch.device) -> DeviceCopy[Tables]:
         """These tables on ``device``."""
-        moved: dict[str, Any] = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
-        }
-        return Tables(**moved | {"launches": {}})
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+        def tables(*copies: Tensor) -> Tables:
+            return Tables(**vars(self) | dict(zip(tensors, copies, strict=True)) | {"launches": {}})
+
+        return DeviceCopy(list(tensors.values()), device, tables)
 
 
 def tables_of(

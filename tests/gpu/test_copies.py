@@ -7,7 +7,15 @@ import torch
 from torch.autograd import DeviceType
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
-from tritoncp import and_masks, causal, document, flex_attention, make_plan, varlen_attention
+from tritoncp import (
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    flex_attention,
+    make_plan,
+    varlen_attention,
+)
 from tritoncp.kernels import trial
 from tritoncp.kernels.configs import architecture, specialises
 
@@ -118,3 +126,19 @@ def test_a_route_is_compared_once_and_not_in_a_graph(monkeypatch):
         warnings.filterwarnings("error" if here else "ignore", message="ROUTE=")
         assert (copies_back(lambda: flex_attention(q, k, v, kernel_options=asked)) > 0) == (here > 0)
         assert copies_back(lambda: flex_attention(q, k, v, kernel_options=asked)) == 0
+
+
+def test_a_graph_uses_the_copies_of_an_earlier_call_and_makes_none():
+    """Tables, and a mask_mod's tensor on the CPU: what is captured reads what the call before it copied."""
+    odd, (q, k, v) = torch.arange(S) % 3 == 0, (x.detach() for x in tensors())
+    plan = make_plan(create_block_mask(lambda b, h, q, kv: (q >= kv) & (odd[q] | odd[kv]), 1, 1, S, S))
+    first = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="once before the capture"), torch.cuda.graph(first):
+        flex_attention(q, k, v, plan)
+    flex_attention(q, k, v, plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flex_attention(q, k, v, plan)
+    q.normal_()
+    graph.replay()
+    assert torch.equal(out, flex_attention(q, k, v, plan))

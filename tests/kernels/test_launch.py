@@ -91,6 +91,36 @@ def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:
         assert torch.equal(a, b)
 
 
+def test_slices_of_unaligned_tensors_are_told_apart() -> None:
+    """No base lies at a multiple of 16 bytes. An all-gather in pieces computes the second head group in a
+    launch of its own: it starts 12 bytes past its base, modulo 16, at a multiple for some bases only."""
+    world = tritoncp.simulate(2)
+    plan = world.make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16), schedule="allgather")
+    x = [[t.requires_grad_() for t in world.shard(torch.randn(1, 2, S, 8), plan, dim=2)] for _ in range(3)]
+    leaves = [t for shards in x for t in shards]
+    size, strides = x[0][0].shape, (S * 8 + 3, S * 4 + 3, 8, 1)  # a head ends 3 floats before the next
+
+    def moved(t: Tensor, offset: int) -> Tensor:
+        """t, ``offset`` floats after a multiple of 16 bytes."""
+        room = torch.zeros(2 * (S * 8 + 3) + 16)
+        assert room.data_ptr() % 16 == 0
+        return room.as_strided_scatter(t, size, strides, offset).as_strided(size, strides, offset)
+
+    def results(q: list[Tensor], k: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+        outs = world.flex_attention(q, k, v, plan)
+        return [*outs, *torch.autograd.grad([out.sum() for out in outs], leaves)]
+
+    want, aligned = results(*x), set()
+    for offset in (1, 2, 3, 1, 6):
+        views = [[moved(t, offset) for t in shards] for shards in x]
+        q = views[0][0]
+        assert q.data_ptr() % 16 and q.stride() == strides
+        aligned.add(q[:, 1:].data_ptr() % 16 == 0)
+        for got, expected in zip(results(*views), want, strict=True):
+            torch.testing.assert_close(got, expected)
+    assert aligned == {True, False}
+
+
 def test_kept_engines_are_bounded(monkeypatch: Any) -> None:
     monkeypatch.setattr(autograd, "MOST", 3)
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S))

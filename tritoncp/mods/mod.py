@@ -74,20 +74,17 @@ class Mod:
         """Whether `fn` takes a score."""
         return len(self.fn.arg_names) == 6
 
-    def caps(
-        self, tensors: Sequence[Tensor] | None = None, device: torch.device | None = None
-    ) -> tuple[Any, ...]:
+    def caps(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
         """The `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then the numbers.
 
-        `tensors` stand in for the captured ones (those an autograd function saved). 0-d CPU tensors, which
-        torch lets meet tensors of any device, are copied to `device`.
+        `tensors` stand in for the captured ones: those an autograd function saved, or copies on a device.
         """
         given = self.tensors if tensors is None else tuple(tensors)
         if len(given) != len(self.tensors):
             raise ValueError(
                 f"this mod captures {len(self.tensors)} tensors; {len(given)} were given to caps()"
             )
-        return arguments(given, self.numbers, device)
+        return arguments(given, self.numbers)
 
     def dcaps(self, grads: Sequence[Tensor]) -> tuple[Any, ...]:
         """The `dcaps` argument: buffers to add the gradients of `tensors[i] for i in wants` to.
@@ -151,14 +148,9 @@ def structure_of(digest: str) -> Mod:
     return mod
 
 
-def arguments(
-    tensors: Sequence[Tensor], numbers: Sequence[int | float], device: torch.device | None = None
-) -> tuple[Any, ...]:
+def arguments(tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> tuple[Any, ...]:
     """What :meth:`Mod.caps` gives for these captures."""
-    # Numbers lie on the CPU, and nobody has to wait until they are elsewhere.
-    up = device is not None and device.type != "cpu"
-    placed = [t if t.ndim or device is None else t.to(device, non_blocking=up) for t in tensors]
-    return (*map(_argument, placed), *numbers)
+    return (*map(_argument, tensors), *numbers)
 
 
 def _argument(tensor: Tensor) -> tuple[Tensor, tuple[int, ...], tuple[int, ...]]:
