@@ -268,15 +268,15 @@ def test_mistakes_are_explained(tmp_path):
 
 
 def test_options_that_a_call_refuses_are_a_contender_with_the_reason(monkeypatch, tmp_path):
-    """As the fused backward pass on a GPU for which this Triton compiles it wrong."""
+    """As transposed tiles of dK/dV on a GPU for which this Triton compiles them wrong."""
     monkeypatch.setattr("triton.__version__", "3.7.0")
     monkeypatch.setattr("tritoncp.api.architecture", lambda device: "sm_90")
-    tried = ["--try", '{"FUSED_BACKWARD": true}', "--tier", "smoke", "--only", "*-bwd"]
+    tried = ["--try", '{"bwd_FLIP": true}', "--tier", "smoke", "--only", "*-bwd"]
     done = CliRunner().invoke(main, [*QUICK, *tried, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     for line in lines_of(tmp_path):
-        why = line["contenders"]["tritoncp FUSED_BACKWARD=True"]["why"]
-        assert why.startswith("ValueError: kernel option FUSED_BACKWARD=True: Triton 3.7.0 miscompiles")
+        why = line["contenders"]["tritoncp bwd_FLIP=True"]["why"]
+        assert why.startswith("ValueError: kernel option bwd_FLIP=True: Triton 3.7.0 miscompiles")
         assert "triton 3.7.1" in why and "ms" in line["contenders"]["tritoncp"]
 
 
