@@ -56,7 +56,9 @@ def test_doctor_reports_in_json_what_this_process_sees(tmp_path):
 
 
 def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> None:
-    """Pretend that a Hopper GPU is here, and that TRITON_PTXAS_PATH names a ptxas of this version."""
+    """Pretend that Hopper GPUs are here, without NCCL, and that TRITON_PTXAS_PATH names a ptxas of this
+    version."""
+    monkeypatch.setattr(doctor, "nccl_version", lambda: None)
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -80,6 +82,26 @@ def test_doctor_names_ptxas_and_gives_a_cure_for_a_bad_one_on_hopper(monkeypatch
         assert part in line
     shown = "".join(CliRunner().invoke(main, ["doctor"]).output.split())
     assert path in shown and "advice" in shown and "".join(line.split()) in shown
+
+
+@pytest.mark.parametrize(
+    ("gpus", "version", "settings", "advice"),
+    [
+        (1, (2, 27, 3), {}, []),
+        (8, None, {}, []),
+        (8, (2, 27, 3), {}, ["high-priority", "deadlock: set NCCL_LAUNCH_ORDER_IMPLICIT=1"]),
+        (8, (2, 21, 5), {"TORCH_NCCL_HIGH_PRIORITY": "1"}, ["NCCL 2.26 is needed, this is 2.21.5: then set"]),
+        (2, (2, 27, 3), {"TORCH_NCCL_HIGH_PRIORITY": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, []),
+    ],
+)
+def test_doctor_says_how_messages_overlap(monkeypatch, gpus, version, settings, advice):
+    monkeypatch.setattr(doctor, "nccl_version", lambda: version)
+    for name in ("TORCH_NCCL_HIGH_PRIORITY", "NCCL_LAUNCH_ORDER_IMPLICIT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    lines = list(doctor.nccl_advice(gpus))
+    assert len(lines) == len(advice) and all(words in line for words, line in zip(advice, lines))
 
 
 def test_doctor_has_no_advice_about_a_good_ptxas_or_without_a_gpu(monkeypatch, tmp_path):

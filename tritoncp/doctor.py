@@ -40,10 +40,13 @@ def examine() -> dict[str, Any]:
         "interpreted": interpreted,
         "cpu": engine_on_cpu(interpreted, versions),
         "distributed": backends(),
+        "nccl": nccl_version(),
         "cache": cache,
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON", "TORCH"))},
+        "environment": {
+            k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON", "TORCH", "NCCL"))
+        },
         "problems": problems(versions, interpreted, cache),
-        "advice": [*ptxas_advice(archs)],
+        "advice": [*ptxas_advice(archs), *nccl_advice(len(gpus))],
     }
 
 
@@ -120,6 +123,41 @@ def backends() -> list[str]:
         return []
     has = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
     return [name for name, available in has.items() if available()]
+
+
+def collectives(names: Sequence[str], nccl: Sequence[int] | None) -> str:
+    """
+    >>> collectives(["nccl", "gloo"], (2, 27, 3)), collectives([], None)
+    ('nccl 2.27.3, gloo', 'none')
+    """
+    numbers = " " + ".".join(map(str, nccl)) if nccl else ""
+    return ", ".join(name + numbers if name == "nccl" else name for name in names) or "none"
+
+
+def nccl_version() -> tuple[int, ...] | None:
+    """The version of NCCL that torch was built with; None without it."""
+    if not torch.cuda.is_available() or "nccl" not in backends():
+        return None
+    return tuple(torch.cuda.nccl.version())
+
+
+def nccl_advice(gpus: int) -> Iterator[str]:
+    """Settings with which NCCL's messages overlap with kernels, and several communicators are safe, on a
+    machine with several GPUs. docs/decisions/0001-one-data-communicator.md has the reasons."""
+    version = nccl_version()
+    if gpus < 2 or version is None:
+        return
+    if os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") != "1":
+        yield (
+            "a process group without a high-priority stream gets a companion communicator that has one; to "
+            "spare NCCL's buffers for it, set TORCH_NCCL_HIGH_PRIORITY=1, or make the group with "
+            "pg_options=ProcessGroupNCCL.Options(is_high_priority_stream=True)"
+        )
+    if os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT", "0") != "1":
+        remedy = "set NCCL_LAUNCH_ORDER_IMPLICIT=1"
+        if version < (2, 26):
+            remedy = f"NCCL 2.26 is needed, this is {'.'.join(map(str, version))}: then {remedy}"
+        yield f"several communicators that are busy at once, as FSDP's beside this one, may deadlock: {remedy}"
 
 
 def look_at_cache() -> dict[str, Any]:
@@ -218,7 +256,7 @@ def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
             ),
         ),
         ("CPU tensors run", report["cpu"]),
-        ("collectives", ", ".join(report["distributed"]) or "none"),
+        ("collectives", collectives(report["distributed"], report["nccl"])),
         ("cache", f"{report['cache']['path']} ({report['cache']['state']})"),
         ("environment", "\n".join(f"{k}={v}" for k, v in report["environment"].items()) or "-"),
     ]
