@@ -157,7 +157,7 @@ def nccl_advice(gpus: int) -> Iterator[str]:
         remedy = "set NCCL_LAUNCH_ORDER_IMPLICIT=1"
         if version < (2, 26):
             remedy = f"NCCL 2.26 is needed, this is {'.'.join(map(str, version))}: then {remedy}"
-        yield f"several communicators that are busy at once, as FSDP's beside this one, may deadlock: {remedy}"
+        yield f"communicators that are busy at once, as FSDP's beside this one, may deadlock: {remedy}"
 
 
 def look_at_cache() -> dict[str, Any]:
