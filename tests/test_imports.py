@@ -96,6 +96,7 @@ ROOMS = {
             "jobs",
             "offline",
             "planned",
+            "self_check",
             "tune",
         },
         ALL_BUT_EDGE | {"perf"},

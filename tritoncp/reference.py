@@ -1,4 +1,4 @@
-"""The oracle: slow, obvious attention that every fast path is compared with, and how far off a path may be."""
+"""The oracle: slow, obvious attention that fast paths are compared with, and how far off these may be."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ def largest_error(result: Tensor, exact: Tensor) -> float:
     if not result.numel():
         return 0.0
     wide = result.to(exact.dtype)
-    return float(torch.where(wide == exact, 0, (wide - exact).abs()).nan_to_num(math.inf, posinf=math.inf).amax())
+    return float(
+        torch.where(wide == exact, 0, (wide - exact).abs()).nan_to_num(math.inf, posinf=math.inf).amax()
+    )
 
 
 def allowed_error(eager: Tensor, exact: Tensor) -> float:
