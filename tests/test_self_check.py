@@ -93,6 +93,36 @@ def test_cases_that_do_not_fit_the_budget_are_listed_and_are_not_right():
     assert {case["why"] for case in report["cases"]} == {"not run: the budget of 0.001 s is over (--budget)"}
 
 
+def test_a_check_that_is_asked_to_end_says_how_far_it_came():
+    command = [sys.executable, "-m", "tritoncp", "check", "--jobs=2", "--budget=600"]
+    with subprocess.Popen(
+        [*command, "--only=*-causal-*"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    ) as process:  # fmt: skip
+        first = process.stdout.readline()
+        process.terminate()
+        rest = process.communicate(timeout=100)[0]
+    assert process.returncode == 1
+    assert first.startswith("right "), first
+    assert "stopped: SIGTERM came" in rest
+    assert "NOT RUN " in rest
+
+
+def test_an_answer_that_is_no_number_is_wrong(monkeypatch):
+    attend = tritoncp.flex_attention
+
+    def spoiled(*arguments, **options):
+        out, lse = attend(*arguments, **options)
+        return out * torch.nan, lse
+
+    monkeypatch.setattr(tritoncp, "flex_attention", spoiled)
+    code, report = check("--only=one-device-causal-float32-forward", "--jobs=1")
+    (case,) = report["cases"]
+    assert code == 1
+    assert (case["tensor"], case["error"], case["right"]) == ("out", None, False)
+    assert case["why"] == "out has values that are no numbers, or another shape"
+
+
 def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
     doubled = torch.autograd.grad
 

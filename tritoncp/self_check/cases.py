@@ -76,8 +76,11 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         schedule, mask, dtype, direction = self.case
         fields = {name: value for name, value in vars(self).items() if name != "case"}
-        if self.error is not None and not math.isfinite(self.error):
-            fields["error"] = str(self.error)  # JSON has no such number
+        if self.error is not None and not math.isfinite(self.error):  # JSON has no such number
+            fields |= {
+                "error": None,
+                "why": f"{self.tensor} has values that are no numbers, or another shape",
+            }
         case = {"schedule": schedule, "mask": mask, "dtype": dtype, "pass": direction}
         return {**case, **fields, "ranks": list(self.ranks)}
 

@@ -97,6 +97,7 @@ class Display:
             self.status.update(as_line(result))
         elif self.enabled:
             self.console.print(as_line(result), markup=False, highlight=False, soft_wrap=True)
+            self.console.file.flush()  # also where it goes to a file, and this process may be killed
             self.shown.add(result.case)
 
 
@@ -113,8 +114,9 @@ def show_report(report: Report, console: Console, shown: Container[Case]) -> Non
     for label, value in [*doctor.rows(report.facts), *machine.rows(report.facts)]:
         text = escape(value).replace("\n", "\n" + " " * 17)
         console.print(f"[bold]{label:<16}[/bold] {text}", highlight=False, soft_wrap=True)
-    for line in report.facts["problems"]:
-        console.print(f"[red]problem[/red]  {escape(line)}", highlight=False, soft_wrap=True)
+    for label, style in (("problems", "red"), ("advice", "yellow")):
+        for line in report.facts.get(label, ()):
+            console.print(f"[{style}]{label:<16}[/{style}] {escape(line)}", highlight=False, soft_wrap=True)
     for line in verdict(report):
         style = "green" if report.right else "red"
         console.print(f"[{style}]{escape(line)}[/{style}]", highlight=False, soft_wrap=True)

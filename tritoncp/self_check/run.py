@@ -70,12 +70,17 @@ def selected(request: Request, world_size: int, device: torch.device) -> list[Ca
 def simulated(cases: Sequence[Case], ranks: Ranks, limits: Limits) -> Iterator[Result]:
     """Results of cases in a simulated world, as they come."""
     parts = parts_of(cases)
-    jobs = min(len(parts), limits.request.jobs or len(os.sched_getaffinity(0)))
+    jobs = min(len(parts), limits.request.jobs or cores())
     if jobs == 1:
         start(ranks.device)
         yield from outcomes(cases, ranks, lambda own: [own], limits)
     else:
         yield from work_in_processes(parts, ranks, jobs, limits)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 # -- a process group --------------------------------------------------------------------------------------
@@ -144,12 +149,25 @@ def compile_share(cases: Sequence[Case], device: torch.device, limits: Limits) -
     simulated world on its own GPU. Results are those of the real run alone."""
     local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     parts = parts_of(cases)[local::here]
-    jobs = limits.request.jobs or max(1, len(os.sched_getaffinity(0)) // here)
+    jobs = limits.request.jobs or max(1, cores() // here)
     try:
         for _ in work_in_processes(parts, Ranks(device, int(os.environ["WORLD_SIZE"])), jobs, limits):
             pass
     except Stopped:
         pass  # the real run ends for the same reason
+
+
+def await_compilers(store: dist.Store, rank: int, world_size: int, budget: timedelta) -> None:
+    """Wait until every rank has compiled its share. Raises RuntimeError, which names the ranks that have not."""
+    keys = [f"tritoncp/compiled/{other}" for other in range(world_size)]
+    store.set(keys[rank], "")
+    try:
+        store.wait(keys, budget)
+    except RuntimeError as error:
+        absent = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise RuntimeError(
+            f"ranks {absent} have not compiled their share of the kernels within {budget.total_seconds():g} s"
+        ) from error
 
 
 def check_group(request: Request, limits: Limits, show: Show) -> Report:
@@ -161,8 +179,7 @@ def check_group(request: Request, limits: Limits, show: Show) -> Report:
     machine = facts.local_facts(device)
     if device.type == "cuda":
         compile_share(cases, device, limits)
-        store.set(f"tritoncp/compiled/{rank}", "")
-        store.wait([f"tritoncp/compiled/{rank}" for rank in range(world_size)], budget)
+        await_compilers(store, rank, world_size, budget)
     start(device)
     group = join(request, device, store, rank, world_size)
     machine["world"] = f"{world_size} ranks, {dist.get_backend()}"
@@ -199,9 +216,11 @@ def main(request: Request, as_json: bool) -> int:
         show_report(report, console, display.shown)
         if as_json:
             print(json.dumps(report.as_json(), indent=2))
-    if many and report.stopped:  # a communicator waits for lost ranks as the process ends
+    if report.stopped and (
+        many or torch.cuda.is_initialized()
+    ):  # as it ends, a process waits for what is lost
         sys.stdout.flush()
         sys.stderr.flush()
-        time.sleep(LINGER)
+        time.sleep(LINGER if many else 0)
         os._exit(1)
     return 0 if report.right else 1
