@@ -97,6 +97,7 @@ ROOMS = {
             "jobs",
             "offline",
             "planned",
+            "self_check",
             "tune",
         },
         ALL_BUT_EDGE | {"perf"},

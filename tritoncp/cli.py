@@ -18,6 +18,7 @@ import click
 
 from tritoncp import __version__
 from tritoncp.perf.cli import perf
+from tritoncp.self_check.command import check
 
 
 @contextlib.contextmanager
@@ -390,4 +391,5 @@ def autotune(
     sys.exit(130 if outcome.interrupted else 0 if outcome.rows else 1)
 
 
+main.add_command(check)
 main.add_command(perf)

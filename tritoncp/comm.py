@@ -101,7 +101,12 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup) -> T:
 
 
 class PeerLost(RuntimeError):
-    """A message between ranks failed, or took longer than the group's timeout."""
+    """A message between ranks failed, or took longer than the group's timeout. absent: ranks of the
+    group that did not come, where that is known."""
+
+    def __init__(self, message: str, absent: Sequence[int] = ()):
+        super().__init__(message)
+        self.absent = tuple(absent)
 
 
 def _described(message: Any, group: dist.ProcessGroup) -> str:
@@ -285,7 +290,8 @@ def exchange(
         return rows.tolist()
     failures = _swap_rows(channel, rows, row, timeout(group).total_seconds())
     if failures:
-        raise PeerLost(_lost(group, purpose, sorted(failures), next(iter(failures.values()))))
+        absent = sorted(failures)
+        raise PeerLost(_lost(group, purpose, absent, next(iter(failures.values()))), absent)
     return rows.tolist()
 
 

@@ -1,9 +1,9 @@
-"""The oracle: slow, obvious attention that every fast path is compared with."""
+"""The oracle: slow, obvious attention that fast paths are compared with, and how far off these may be."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,18 @@ class Dense(NamedTuple):
     out: Tensor
     lse: Tensor
     max_scores: Tensor
+
+
+class Training(NamedTuple):
+    """The results of a forward and a backward pass; ``captured``: gradients of what a score_mod captures."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    captured: tuple[Tensor, ...]
 
 
 def dense_attention(
@@ -55,6 +67,77 @@ def dense_attention(
     total = torch.where(empty, 1, total)
     lse = torch.where(empty, -math.inf, m + torch.log(total))
     return Dense(p @ v / total[..., None], lse, max_scores)
+
+
+def eager_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None,
+    gradients: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    score_mod: Callable[..., Tensor] | None = None,
+    captured: Sequence[Tensor] = (),
+    *,
+    scale: float | None = None,
+) -> Training:
+    """Round as torch's eager flex attention does, step by step: scores and softmax in float32; P, dS, out and
+    the sums over a group's heads in the inputs' dtype; delta from the rounded out.
+
+    gradients: (out, lse) -> the gradients of both, from which the backward pass starts
+    captured:  leaves that ``score_mod`` reads, and that want a gradient
+    """
+    q, k, v = (x.detach() for x in (q, k, v))
+    group, dtype = q.shape[1] // k.shape[1], q.dtype
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q.float() @ k.float().mT * factor).requires_grad_()
+    b, h, i, j = (torch.arange(size, device=q.device) for size in scores.shape)
+    index = b[:, None, None, None], h[:, None, None], i[:, None], j
+    modified = scores * 1 if score_mod is None else score_mod(scores, *index)
+    modified = torch.where(_visible(mask, scores), modified, -math.inf)
+    logits = modified.detach()
+    lse = logits.logsumexp(-1)
+    p = torch.where(lse[..., None] == -math.inf, 0, torch.exp(logits - lse[..., None]))
+    out = p.to(dtype) @ v
+    dout, dlse = gradients(out, lse)
+    delta = (out.float() * dout.float()).sum(-1) - dlse
+    ds = p * (dout.float() @ v.float().mT - delta[..., None])
+    leaves = [scores, *captured]
+    grads = torch.autograd.grad(modified, leaves, ds, allow_unused=True)
+    dscores, *dcaptured = (torch.zeros_like(x) if dx is None else dx for dx, x in zip(grads, leaves))
+    back = (dscores * factor).to(dtype)
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (back.mT @ q, p.to(dtype).mT @ dout))
+    return Training(out, lse, logits.amax(-1), back @ k, dk, dv, tuple(dcaptured))
+
+
+def largest_error(result: Tensor, exact: Tensor) -> float:
+    """The largest difference from the exact values, infinite where a result is NaN or has another shape.
+
+    >>> largest_error(torch.tensor([1.0, -math.inf]), torch.tensor([1.5, -math.inf]))
+    0.5
+    >>> largest_error(torch.tensor([math.nan]), torch.tensor([0.0]))
+    inf
+    """
+    if result.shape != exact.shape:
+        return math.inf
+    if not result.numel():
+        return 0.0
+    wide = result.to(exact.dtype)
+    return float(
+        torch.where(wide == exact, 0, (wide - exact).abs()).nan_to_num(math.inf, posinf=math.inf).amax()
+    )
+
+
+def allowed_error(eager: Tensor, exact: Tensor) -> float:
+    """How far from ``exact`` a result in the dtype of ``eager`` may be: twice as far as ``eager``, which
+    torch's eager attention computes, and two units in the last place of the largest value.
+
+    >>> allowed_error(torch.tensor([1.0]), torch.tensor([1.0])) == 2 * torch.finfo(torch.float32).eps
+    True
+    """
+    limits = torch.finfo(eager.dtype)
+    largest = max(float(exact.abs().max()), limits.tiny)
+    return 2 * largest_error(eager, exact) + 2 * limits.eps * 2.0 ** math.floor(math.log2(largest))
 
 
 def _visible(mask: Mask | Tensor | None, scores: Tensor) -> Tensor:

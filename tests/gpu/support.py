@@ -6,7 +6,6 @@ interpreted kernels and smaller shapes, which shows that the tests themselves ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from tritoncp.masks import (
     prefix_lm,
     sliding_window,
 )
-from tritoncp.reference import dense_attention
+from tritoncp.reference import allowed_error, dense_attention, eager_attention, largest_error
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -170,31 +169,11 @@ def oracle(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence
 
 def peer(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
          scale: float | None = None) -> Results:  # fmt: skip
-    """What torch's eager flex attention does, step by step: scores and softmax in float32; P, dS, out and the
-    sums over a group's heads in the inputs' dtype; delta from the rounded out.
-
-    tests/gpu/test_torch.py compares it with the real one.
-    """
+    """What torch's eager flex attention does: tests/gpu/test_torch.py compares it with the real one."""
     (q, k, v), caught = leaves(x, captured, None)
-    group, dtype = x.q.shape[1] // x.k.shape[1], x.q.dtype
-    q, k, v = q.detach(), *(t.detach().repeat_interleave(group, 1) for t in (k, v))
-    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = (q.float() @ k.float().mT * factor).requires_grad_()
-    b, h, i, j = (torch.arange(size, device=DEVICE) for size in scores.shape)
-    index = b[:, None, None, None], h[:, None, None], i[:, None], j
-    modified = scores * 1 if score.of is None else score.of(*caught)(scores, *index)
-    modified = torch.where(mask.to_dense(*scores.shape[:2], DEVICE).to(DEVICE), modified, -math.inf)
-    shown = modified.detach()
-    lse = shown.logsumexp(-1)
-    p = torch.where(lse[..., None] == -math.inf, 0, torch.exp(shown - lse[..., None]))
-    out = p.to(dtype) @ v
-    delta = (out.float() * x.dout.float()).sum(-1) - x.dlse
-    ds = p * (x.dout.float() @ v.float().mT - delta[..., None])
-    found = torch.autograd.grad(modified, [scores, *caught], ds, allow_unused=True)
-    grads = (torch.zeros_like(t) if g is None else g for g, t in zip(found, [scores, *caught]))
-    back = (next(grads) * factor).to(dtype)
-    dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (back.mT @ q, p.to(dtype).mT @ x.dout))
-    return Results(out, lse, shown.amax(-1), back @ k, dk, dv, tuple(grads))
+    mod = score.of and score.of(*caught)
+    start = lambda out, lse: (x.dout, x.dlse)  # noqa: E731
+    return Results(*eager_attention(q, k, v, mask, start, mod, caught, scale=scale))
 
 
 # -- the rule -------------------------------------------------------------------------------------------
@@ -246,13 +225,10 @@ def equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
 
 
 def close(name: str, got: Tensor, want: Tensor, other: Tensor) -> None:
-    """No further from float64 than twice what torch's eager flex attention is in this dtype, plus two units
-    in the last place of the largest value."""
+    """No further from float64 than :func:`tritoncp.reference.allowed_error`."""
     assert got.shape == want.shape and got.dtype == other.dtype, name
-    error, theirs = (float((t.double() - want).abs().max()) for t in (got, other))
-    largest = max(float(want.abs().max()), torch.finfo(got.dtype).tiny)
-    ulp = torch.finfo(got.dtype).eps * 2.0 ** math.floor(math.log2(largest))
-    assert error <= 2 * theirs + 2 * ulp, f"{name}: {error:.3g} off, torch {theirs:.3g}, ulp {ulp:.3g}"
+    error, allowed = largest_error(got, want), allowed_error(other, want)
+    assert error <= allowed, f"{name}: {error:.3g} off, allowed {allowed:.3g}"
 
 
 def same(got: Results, want: Results) -> None:

@@ -1,0 +1,243 @@
+"""`tritoncp check` in one process: its cases, its output, and that it can tell right from wrong."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tritoncp
+from tritoncp.cli import main
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.reference import allowed_error, dense_attention, eager_attention, largest_error
+
+ROOT = Path(__file__).parents[1]
+SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
+MASKS = ("causal", "documents", "window", "score_mod", "sinks")
+DTYPES = ("float16", "float32")  # the interpreter truncates bfloat16
+PASSES = ("forward", "backward")
+FIELDS = {
+    "schedule",
+    "mask",
+    "dtype",
+    "pass",
+    "tensor",
+    "error",
+    "allowed",
+    "ms",
+    "rank",
+    "ranks",
+    "right",
+    "why",
+}
+
+
+def check(*options: str) -> tuple[int, dict]:
+    done = CliRunner().invoke(main, ["check", "--json", "--budget=600", *options])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, json.loads(done.stdout)
+
+
+def name(case: dict) -> tuple[str, ...]:
+    return case["schedule"], case["mask"], case["dtype"], case["pass"]
+
+
+def wrong(report: dict) -> list[dict]:
+    return [case for case in report["cases"] if not case["right"]]
+
+
+def test_the_command_compares_every_schedule_and_says_so_in_json():
+    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
+    done = subprocess.run(
+        [*command, "--only=*-window-float32-*"], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["right"] and report["stopped"] is None
+    assert sorted(map(name, report["cases"])) == sorted(
+        itertools.product(SCHEDULES, ["window"], ["float32"], PASSES)
+    )
+    for case in report["cases"]:
+        assert case.keys() == FIELDS
+        assert case["right"] and case["why"] is None
+        assert 0 < case["error"] <= case["allowed"] < 1e-4 * (2 if case["tensor"] == "lse" else 1)
+        assert case["ms"] > 0 and case["tensor"] in ("out", "lse", "dq", "dk", "dv")
+    facts = report["facts"]
+    assert facts["versions"]["tritoncp"] == tritoncp.__version__
+    assert facts.keys() >= {
+        "device",
+        "devices",
+        "driver",
+        "nccl",
+        "peer_access",
+        "all_gather",
+        "problems",
+        "notes",
+    }
+    assert any("float16 in bfloat16's place" in note for note in facts["notes"])
+
+
+def test_cases_that_do_not_fit_the_budget_are_listed_and_are_not_right():
+    done = CliRunner().invoke(main, ["check", "--json", "--budget=0.001"])
+    report = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert not report["right"]
+    assert sorted(map(name, report["cases"])) == sorted(itertools.product(SCHEDULES, MASKS, DTYPES, PASSES))
+    assert {case["why"] for case in report["cases"]} == {"not run: the budget of 0.001 s is over (--budget)"}
+
+
+def test_a_check_that_is_asked_to_end_says_how_far_it_came():
+    command = [sys.executable, "-m", "tritoncp", "check", "--jobs=2", "--budget=600"]
+    with subprocess.Popen(
+        [*command, "--only=*-causal-*"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+    ) as process:  # fmt: skip
+        first = process.stdout.readline()
+        process.terminate()
+        rest = process.communicate(timeout=100)[0]
+    assert process.returncode == 1
+    assert first.startswith("right "), first
+    assert "stopped: SIGTERM came" in rest
+    assert "NOT RUN " in rest
+
+
+def test_an_answer_that_is_no_number_is_wrong(monkeypatch):
+    attend = tritoncp.flex_attention
+
+    def spoiled(*arguments, **options):
+        out, lse = attend(*arguments, **options)
+        return out * torch.nan, lse
+
+    monkeypatch.setattr(tritoncp, "flex_attention", spoiled)
+    code, report = check("--only=one-device-causal-float32-forward", "--jobs=1")
+    (case,) = report["cases"]
+    assert code == 1
+    assert (case["tensor"], case["error"], case["right"]) == ("out", None, False)
+    assert case["why"] == "out has values that are no numbers, or another shape"
+
+
+def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
+    doubled = torch.autograd.grad
+
+    def grad(outputs, inputs, *rest, **options):
+        """Gradients of replicated parameters as a bug would have them: twice as large."""
+        grads = doubled(outputs, inputs, *rest, **options)
+        return [2 * g if i >= 3 and outputs[0].dtype is torch.float32 else g for i, g in enumerate(grads)]
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    for mask, tensor in (("score_mod", "dbias"), ("sinks", "dsinks")):
+        code, report = check(f"--only=one-device-{mask}-float32-*", "--jobs=1")
+        assert code == 1
+        assert [(case["pass"], case["tensor"]) for case in wrong(report)] == [("backward", tensor)]
+
+
+def plant(monkeypatch, kernel: str) -> None:
+    """A kernel that multiplies scores by another scale than it was told, under a window."""
+    right = getattr(TritonEngine, kernel)
+
+    def launch(self, *tensors, **step):
+        windows = (getattr(x, "window", None) for x in tensors)
+        windowed = any(window is not None and window[0] < 100 for window in windows)
+        return right(
+            replace(self, scale=self.scale * 1.05, kept=None) if windowed else self, *tensors, **step
+        )
+
+    monkeypatch.setattr(TritonEngine, kernel, launch)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "direction", "tensor"), [("forward", "forward", "out"), ("dq", "backward", "dq")]
+)
+def test_a_wrong_kernel_is_named(kernel, direction, tensor, monkeypatch):
+    plant(monkeypatch, kernel)
+    options = ["check", f"--only=ring-[cw][ai]*-float32-{direction}", "--jobs=1", "--budget=600"]
+    done = CliRunner().invoke(main, options)
+    assert done.exit_code == 1
+    lines = done.stdout.splitlines()
+    off = [line for line in lines if line.startswith("WRONG")]
+    assert f"ring window float32 {direction}: {tensor} off by" in off[0]
+    assert not any("causal" in line for line in off), "the other mask's kernels are right"
+    worst = next(line for line in lines if line.startswith("worst: "))
+    assert worst.startswith(f"worst: ring-window-float32-{direction}: {tensor} on rank")
+    told = lines[-1]
+    assert told.startswith(
+        f"for a report: tritoncp {tritoncp.__version__}, torch {torch.__version__}, triton "
+    )
+    assert told.endswith(worst.removeprefix("worst: "))
+
+
+def test_an_exception_fails_its_case_and_no_other(monkeypatch):
+    attend = tritoncp.flex_attention
+
+    def refuse(q, k, v, score_mod, *rest, **options):
+        if score_mod is not None:
+            raise NotImplementedError("no such score")
+        return attend(q, k, v, score_mod, *rest, **options)
+
+    monkeypatch.setattr(tritoncp, "flex_attention", refuse)
+    code, report = check("--only=one-device-s*-float32-*", "--jobs=1")
+    assert code == 1 and report["stopped"] is None
+    assert [case["mask"] for case in wrong(report)] == ["score_mod"] * 2
+    assert {case["why"] for case in wrong(report)} == {"NotImplementedError: no such score"}
+
+
+def test_a_process_that_dies_fails_its_case_and_no_other(monkeypatch):
+    attend = tritoncp.flex_attention
+
+    def die(q, k, v, score_mod, *rest, sinks, **options):
+        if sinks is not None:
+            os._exit(7)
+        return attend(q, k, v, score_mod, *rest, sinks=sinks, **options)
+
+    monkeypatch.setattr(tritoncp, "flex_attention", die)
+    code, report = check("--only=one-device-[cs][ai]*", "--jobs=2")
+    assert code == 1
+    assert {case["mask"]: case["right"] for case in report["cases"]} == {"causal": True, "sinks": False}
+    assert all("ended with exit code 7" in case["why"] for case in wrong(report))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only=rings"], r"--only 'rings' fits no case of 4 ranks; one is called "),
+        (["--budget=0"], "0"),
+        (["--timeout=nan"], "numbers of seconds"),
+        (["--world-size=0"], "world-size"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    done = CliRunner().invoke(main, ["check", *options])
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_without_numpy_it_says_what_to_install(monkeypatch):
+    from tritoncp import doctor
+
+    version = doctor.version
+    monkeypatch.setattr(doctor, "version", lambda package: None if package == "numpy" else version(package))
+    done = CliRunner().invoke(main, ["check"])
+    assert done.exit_code == 1
+    assert "pip install 'tritoncp[interpret]'" in done.output
+
+
+def test_the_allowed_error_follows_the_dtype_and_refuses_what_is_no_number():
+    torch.manual_seed(0)
+    x = torch.randn(3, 1, 2, 40, 16)
+    exact = dense_attention(*x.double()).out
+    for dtype in (torch.bfloat16, torch.float32):
+        q, k, v = x.to(dtype)
+        eager = eager_attention(q, k, v, None, lambda out, lse: (out, lse)).out
+        assert eager.dtype == dtype
+        allowed = allowed_error(eager, exact)
+        assert largest_error(eager, exact) < allowed < 100 * torch.finfo(dtype).eps
+    broken = exact.clone()
+    broken[0, 0, 0, 0] = torch.nan
+    assert largest_error(broken, exact) == largest_error(exact[:, :1], exact) == torch.inf
