@@ -117,7 +117,7 @@ def test_doctor_says_that_a_path_to_ptxas_leads_nowhere(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_PTXAS_PATH", gone := str(tmp_path / "gone"))
     report = doctor.examine()
     assert report["ptxas"]["sm_90"]["origin"] == "bundled with Triton"
-    assert f"TRITON_PTXAS_PATH={gone} names no ptxas that runs" in report["advice"][0]
+    assert f"TRITON_PTXAS_PATH={gone}: this ptxas does not run" in report["advice"][0]
     monkeypatch.setattr(torch.version, "hip", "6.4")
     amd = SimpleNamespace(name="MI300X", gcnArchName="gfx942", total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: amd)

@@ -81,7 +81,7 @@ def test_the_command_compares_every_schedule_and_says_so_in_json():
         "problems",
         "notes",
     }
-    assert any("float16 in bfloat16's place" in note for note in facts["notes"])
+    assert any("float16 replaces bfloat16" in note for note in facts["notes"])
 
 
 def test_cases_that_do_not_fit_the_budget_are_listed_and_are_not_right():
@@ -104,7 +104,7 @@ def test_a_check_that_is_asked_to_end_says_how_far_it_came():
         rest = process.communicate(timeout=100)[0]
     assert process.returncode == 1
     assert first.startswith("right "), first
-    assert "stopped: SIGTERM came" in rest
+    assert "stopped: this process received SIGTERM" in rest
     assert "NOT RUN " in rest
 
 
@@ -120,7 +120,7 @@ def test_an_answer_that_is_no_number_is_wrong(monkeypatch):
     (case,) = report["cases"]
     assert code == 1
     assert (case["tensor"], case["error"], case["right"]) == ("out", None, False)
-    assert case["why"] == "out has values that are no numbers, or another shape"
+    assert case["why"] == "out has NaN or infinite values, or the wrong shape"
 
 
 def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
@@ -206,7 +206,7 @@ def test_a_process_that_dies_fails_its_case_and_no_other(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--only=rings"], r"--only 'rings' fits no case of 4 ranks; one is called "),
+        (["--only=rings"], r"--only 'rings' matches no case of 4 ranks; a case's name is, say, "),
         (["--budget=0"], "0"),
         (["--timeout=nan"], "numbers of seconds"),
         (["--world-size=0"], "world-size"),

@@ -1,7 +1,7 @@
-"""`tritoncp check`: every schedule over the masks that differ for kernels, compared with dense float64.
+"""`tritoncp check`: compares every schedule with dense float64 attention, over masks with different kernels.
 
-cases.py     the cases; how one is run on the ranks of a world, and compared with the oracle
-attempts.py  cases one after the other: limits of time, failures, what the ranks say of each
+cases.py     the cases; running one on the ranks of a world, and comparing it with the oracle
+attempts.py  running cases in turn: time limits, failures, collecting the results of all ranks
 workers.py   worker processes that share a device
 run.py       one process with simulated worlds, or the ranks that torchrun started
 facts.py     the machine: devices, driver, compilers, links

@@ -1,4 +1,4 @@
-"""The cases of the self-check, and how one is run and compared with the dense float64 oracle."""
+"""Cases of the self-check: running them, and comparing the results with the dense float64 oracle."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ MASKS = ("causal", "documents", "window", "score_mod", "sinks")
 PASSES = ("forward", "backward")
 TENSORS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dbias", "dsinks")}
 REPLICATED = ("dbias", "dsinks")  # gradients of replicated parameters: the sum over ranks is compared
-PERIOD = 61  # of the score_mod's table: many entries, so that the largest error of them is no matter of luck
-DRAWS = 4  # one draw's largest error is a matter of luck where a tensor is small: eager attention has several
+PERIOD = 61  # entries of the score_mod's table: with many, the largest error varies little between draws
+DRAWS = 4  # random inputs per problem: the largest error of eager attention on one small tensor varies a lot
 
 
 class Case(NamedTuple):
@@ -50,12 +50,12 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a case: of the tensor that is furthest off, as a part of what is allowed.
+    """The result of a case: the tensor whose error is largest relative to the allowed error.
 
-    tensor, error, allowed: None for a case without an answer
-    rank:  the rank whose part that is; None for a sum over ranks, and where there is no answer
-    ranks: all ranks with a part that is wrong
-    why:   the reason why there is no answer
+    tensor, error, allowed: None for a case that did not run to its end
+    rank:  the rank that holds that part of the tensor; None for a sum over ranks, or without an error
+    ranks: all ranks with a wrong part
+    why:   the reason why there is no error to report
     """
 
     case: Case
@@ -70,7 +70,7 @@ class Result:
 
     @property
     def excess(self) -> float:
-        """The error as a part of what is allowed."""
+        """The error divided by the allowed error."""
         return math.inf if self.error is None or self.allowed is None else self.error / self.allowed
 
     def as_json(self) -> dict[str, Any]:
@@ -79,14 +79,14 @@ class Result:
         if self.error is not None and not math.isfinite(self.error):  # JSON has no such number
             fields |= {
                 "error": None,
-                "why": f"{self.tensor} has values that are no numbers, or another shape",
+                "why": f"{self.tensor} has NaN or infinite values, or the wrong shape",
             }
         case = {"schedule": schedule, "mask": mask, "dtype": dtype, "pass": direction}
         return {**case, **fields, "ranks": list(self.ranks)}
 
 
 class Sizes(NamedTuple):
-    """Sizes of the tensors: ``length`` tokens, which are no multiple of a block."""
+    """Sizes of the tensors. ``length``: tokens, not a multiple of ``block``."""
 
     length: int
     block: int
@@ -95,39 +95,41 @@ class Sizes(NamedTuple):
     kv_heads: int
 
 
-def sizes(device: torch.device, world_size: int) -> Sizes:
-    """On a GPU, blocks as users have them, and shards of a multiple of 16 tokens, as other lengths double the
-    kernels to compile. Where kernels are interpreted, as little as has several blocks."""
+def choose_sizes(device: torch.device, world_size: int) -> Sizes:
+    """Choose the sizes for a device. On a GPU: the default block size, and shards of a multiple of 16 tokens,
+    because other lengths need more kernels. Interpreted: the smallest length with several blocks."""
     if device.type == "cuda":
         return Sizes(1424, 128, 128, 8, 2)
     heads, kv_heads = (4, 2) if world_size % 2 and world_size > 1 else (2, 1)
     return Sizes(100, 64, 16, heads, kv_heads)
 
 
-def dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """The narrow dtype and float32. The interpreter truncates bfloat16 where kernels round: float16 there."""
+def choose_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """Choose the 16-bit dtype; float32 always comes second. Interpreted kernels run in float16, because the
+    interpreter truncates to bfloat16 where a GPU rounds."""
     interpreted = device.type == "cpu" and engines.uses_triton(device)
     return (torch.float16 if interpreted else torch.bfloat16), torch.float32
 
 
-def degree_of(world_size: int, heads: int) -> int | None:
-    """Ranks that trade heads under "ulysses+ring": the smallest divisor of the world that leaves a ring.
+def choose_degree(world_size: int, heads: int) -> int | None:
+    """Choose how many ranks exchange heads under "ulysses+ring": the smallest divisor of the world size that
+    leaves a ring of at least two ranks; None where there is none.
 
-    >>> degree_of(4, 4), degree_of(9, 4), degree_of(3, 4), degree_of(25, 4)
+    >>> choose_degree(4, 4), choose_degree(9, 4), choose_degree(3, 4), choose_degree(25, 4)
     (2, 3, None, None)
     """
     divisors = (d for d in range(2, min(world_size - 1, heads) + 1) if world_size % d == 0)
     return next(divisors, None)
 
 
-def all_cases(world_size: int, device: torch.device, only: str = "*") -> list[Case]:
-    """Every case that fits the world and is named like ``only``, those that share kernels side by side."""
+def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[Case]:
+    """List the cases that fit the world and match ``only``; those that share kernels are adjacent."""
     fitting = [ONE_DEVICE]
     if world_size > 1:
         fitting += [name for name in SCHEDULES[1:] if name != "ulysses+ring"]
-    if degree_of(world_size, sizes(device, world_size).heads):
+    if choose_degree(world_size, choose_sizes(device, world_size).heads):
         fitting.append("ulysses+ring")
-    names = (str(dtype).removeprefix("torch.") for dtype in dtypes(device))
+    names = (str(dtype).removeprefix("torch.") for dtype in choose_dtypes(device))
     cases = (
         Case(schedule, mask, dtype, direction)
         for dtype in names
@@ -143,12 +145,12 @@ def all_cases(world_size: int, device: torch.device, only: str = "*") -> list[Ca
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors of one mask and dtype, whole, with their exact answers; the same on every rank.
+    """Unsharded tensors of one mask and dtype with their exact results, identical on every rank.
 
     bias:    [H, PERIOD], captured by the score_mod, or None
     sinks:   [H], or None
-    exact:   float64, by the names of TENSORS
-    allowed: the largest error of each
+    exact:   float64 results, by the names of TENSORS
+    allowed: the allowed error of each
     """
 
     mask: Mask
@@ -163,7 +165,7 @@ class Problem:
     allowed: dict[str, float]
 
 
-def block_mask(name: str, size: Sizes, device: torch.device) -> Mask:
+def make_mask(name: str, size: Sizes, device: torch.device) -> Mask:
     n, block = size.length, size.block
     lengths = [n // 3 + 1, 2, n // 5]
     forms = {
@@ -173,8 +175,8 @@ def block_mask(name: str, size: Sizes, device: torch.device) -> Mask:
     return create_block_mask(forms.get(name, causal()), 1, 1, n, n, str(device), block)
 
 
-def relative(bias: Tensor) -> Callable[..., Tensor]:
-    """A score_mod: a learned number for each head and distance, which comes again after a period."""
+def make_score_mod(bias: Tensor) -> Callable[..., Tensor]:
+    """Make a score_mod that adds a learned bias for each head and for the distance modulo PERIOD."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + bias[h, (q_idx - kv_idx) % PERIOD]
@@ -183,13 +185,14 @@ def relative(bias: Tensor) -> Callable[..., Tensor]:
 
 
 def make_problem(name: str, dtype: torch.dtype, size: Sizes, device: torch.device) -> Problem:
-    """Draw unit normals, and compute what is exact and how far off a result may be."""
-    problem, *others = (draw(name, dtype, size, device, seed) for seed in range(DRAWS))
-    allowed = {key: max(one.allowed[key] for one in (problem, *others)) for key in problem.exact}
+    """Draw a problem; its allowed errors are the largest over DRAWS random inputs."""
+    problem, *redraws = (draw_problem(name, dtype, size, device, seed) for seed in range(DRAWS))
+    allowed = {key: max(one.allowed[key] for one in (problem, *redraws)) for key in problem.exact}
     return replace(problem, allowed=allowed)
 
 
-def draw(name: str, dtype: torch.dtype, size: Sizes, device: torch.device, seed: int) -> Problem:
+def draw_problem(name: str, dtype: torch.dtype, size: Sizes, device: torch.device, seed: int) -> Problem:
+    """Draw unit-normal inputs, and compute their exact results and allowed errors."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -201,32 +204,34 @@ def draw(name: str, dtype: torch.dtype, size: Sizes, device: torch.device, seed:
         normal(*shape, dtype=torch.float32) for shape in ((1, heads, n), (heads, PERIOD), (heads,))
     )
     problem = Problem(
-        block_mask(name, size, device), q, k, v, dout, dlse, bias if name == "score_mod" else None,
+        make_mask(name, size, device), q, k, v, dout, dlse, bias if name == "score_mod" else None,
         sinks if name == "sinks" else None, {}, {},
     )  # fmt: skip
-    problem.exact.update(exact_answer(problem))
-    eager = eager_answer(problem)
+    problem.exact.update(compute_exact(problem))
+    eager = compute_eager(problem)
     problem.allowed.update({key: allowed_error(eager[key], x) for key, x in problem.exact.items()})
-    # Statistics are float32 whatever the dtype: the tolerance of tests/gpu.
+    # lse is float32 for every dtype; this is the tolerance of tests/gpu.
     problem.allowed["lse"] = 1e-4 + 1e-5 * float(problem.exact["lse"].abs().max())
     return problem
 
 
-def exact_answer(problem: Problem) -> dict[str, Tensor]:
-    """Dense attention in float64; a sink is one more term of the softmax's denominator."""
+def compute_exact(problem: Problem) -> dict[str, Tensor]:
+    """Compute dense attention and its gradients in float64. A sink adds one term to the denominator of the
+    softmax."""
     p = problem
     wide = [None if x is None else x.double().requires_grad_() for x in (p.q, p.k, p.v, p.bias, p.sinks)]
     q, k, v, bias, sinks = wide
     assert q is not None and k is not None and v is not None
-    out, lse, _ = dense_attention(q, k, v, p.mask, None if bias is None else relative(bias))
+    out, lse, _ = dense_attention(q, k, v, p.mask, None if bias is None else make_score_mod(bias))
     if sinks is not None:
         total = torch.logaddexp(lse, sinks[:, None])
         out, lse = out * torch.exp(lse - total)[..., None], total
-    return differentiated(out, lse, p.dout.double(), p.dlse.double(), wide)
+    return differentiate(out, lse, p.dout.double(), p.dlse.double(), wide)
 
 
-def eager_answer(problem: Problem) -> dict[str, Tensor]:
-    """Torch's eager flex attention in the problem's dtype, and sinks as a user of it has them."""
+def compute_eager(problem: Problem) -> dict[str, Tensor]:
+    """Compute attention and its gradients as torch's eager flex attention does, in the problem's dtype; sinks
+    rescale its output, as users of flex attention apply them."""
     p = problem
     ends: dict[str, Tensor] = {}
 
@@ -240,21 +245,22 @@ def eager_answer(problem: Problem) -> dict[str, Tensor]:
         return dout, dlse
 
     captured = [] if p.bias is None else [p.bias.detach().requires_grad_()]
-    mod = relative(captured[0]) if captured else None
-    found = eager_attention(p.q, p.k, p.v, p.mask, gradients, mod, captured)
-    ends |= {"dq": found.dq, "dk": found.dk, "dv": found.dv}
+    mod = make_score_mod(captured[0]) if captured else None
+    eager = eager_attention(p.q, p.k, p.v, p.mask, gradients, mod, captured)
+    ends |= {"dq": eager.dq, "dk": eager.dk, "dv": eager.dv}
     if captured:
-        ends["dbias"] = found.captured[0]
+        ends["dbias"] = eager.captured[0]
     return {name: x.detach() for name, x in ends.items()}
 
 
-def differentiated(
+def differentiate(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor, leaves: Sequence[Tensor | None]
 ) -> dict[str, Tensor]:
-    """Results and gradients by name, of the leaves (q, k, v, bias, sinks) that there are."""
-    named = {name: x for name, x in zip(TENSORS["backward"], leaves) if x is not None}
-    grads = torch.autograd.grad([out, lse], list(named.values()), [dout, dlse])
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(named, grads))}
+    """Compute the gradients of the leaves (q, k, v, bias, sinks) that are not None. Returns them and the
+    outputs by name."""
+    leaves_by_name = {name: x for name, x in zip(TENSORS["backward"], leaves) if x is not None}
+    grads = torch.autograd.grad([out, lse], list(leaves_by_name.values()), [dout, dlse])
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves_by_name, grads))}
 
 
 # -- runs -------------------------------------------------------------------------------------------------
@@ -262,7 +268,7 @@ def differentiated(
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that this process computes for: of a process group its own, of a simulated world all of them.
+    """The ranks that this process computes: its own in a process group, all of them in a simulated world.
 
     world_size: ranks of the group, or of the simulated world
     group:      None for a simulated world
@@ -271,7 +277,7 @@ class Ranks:
     device: torch.device
     world_size: int
     group: dist.ProcessGroup | None = None
-    mesh: Any = None  # of two dimensions, for "ulysses+ring"
+    mesh: Any = None  # a mesh of two dimensions, for "ulysses+ring"
 
     @property
     def own(self) -> int:
@@ -284,8 +290,8 @@ class Ranks:
             return None
         if self.group is None:
             plan = tritoncp.make_plan(mask, world_size=self.world_size, rank=0, schedule=schedule)
-            degree = degree_of(self.world_size, heads) if schedule == "ulysses+ring" else 0
-            return replace(plan, degree=degree or 0).pinned()  # as the second dimension of a mesh says it
+            degree = choose_degree(self.world_size, heads) if schedule == "ulysses+ring" else 0
+            return replace(plan, degree=degree or 0).pinned()  # a mesh would give its second dimension here
         mesh = self.mesh if schedule == "ulysses+ring" else self.group
         return tritoncp.make_plan(mask, mesh, schedule=schedule)
 
@@ -294,8 +300,8 @@ class Ranks:
         return list(range(self.world_size)) if plan is not None and self.group is None else [self.own]
 
     def attend(self, plan: Plan | None, problem: Problem, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
-        """Outs and lses of the members."""
-        score = None if parts.bias is None else relative(parts.bias)
+        """Run the forward pass: out and lse of each member."""
+        score = None if parts.bias is None else make_score_mod(parts.bias)
         options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "sinks": parts.sinks}
         if plan is not None and self.group is None:
             world = tritoncp.simulate(self.world_size)
@@ -317,10 +323,11 @@ class Parts(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """What this process knows of one pass after a run.
+    """Errors of one pass, as far as one process can compute them.
 
     errors: by rank and tensor
-    sums:   partial gradients of replicated parameters, float64 on the host, to be summed over processes first
+    sums:   this process's part of the gradients of replicated parameters, float64 on the host; summing over
+            processes gives the gradients to compare
     """
 
     errors: dict[tuple[int, str], float]
@@ -328,27 +335,27 @@ class Errors(NamedTuple):
     ms: float
 
 
-def shard(x: Tensor, name: str, plan: Plan | None, ranks: Sequence[int]) -> list[Tensor]:
-    """The members' parts of a whole tensor [B, H, S, ...]."""
+def shard_tensor(x: Tensor, name: str, plan: Plan | None, ranks: Sequence[int]) -> list[Tensor]:
+    """Cut a tensor [B, H, S, ...] into the shards of the members."""
     if plan is None:
         return [x]
     side, pad = "kv" if name in ("k", "v", "dk", "dv") else "q", -math.inf if name == "lse" else 0
     return [tritoncp.shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in ranks]
 
 
-def run(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[], None]) -> Iterator[Errors]:
-    """Run the forward pass, then the backward pass: the errors of each. ``wait`` returns when the device has
-    done its work."""
+def run_passes(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[], None]) -> Iterator[Errors]:
+    """Run the forward pass, then the backward pass, and yield the errors of each. ``wait`` blocks until the
+    device has finished its work."""
     p = problem
     plan = ranks.plan(schedule, p.mask, p.q.shape[1])
     members = ranks.members(plan)
     leaves = (
-        [x.detach().requires_grad_() for x in shard(whole, name, plan, members)]
-        for name, whole in (("q", p.q), ("k", p.k), ("v", p.v))
+        [x.detach().requires_grad_() for x in shard_tensor(full, name, plan, members)]
+        for name, full in (("q", p.q), ("k", p.k), ("v", p.v))
     )
     own = [None if x is None else x.detach().clone().requires_grad_() for x in (p.bias, p.sinks)]
     parts = Parts(*leaves, *own)  # type: ignore[arg-type]
-    starts = [*shard(p.dout, "dout", plan, members), *shard(p.dlse, "dlse", plan, members)]
+    starts = [*shard_tensor(p.dout, "dout", plan, members), *shard_tensor(p.dlse, "dlse", plan, members)]
     wait()
 
     began = time.perf_counter()
@@ -356,7 +363,7 @@ def run(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[], None])
     wait()
     ms = (time.perf_counter() - began) * 1e3
     results = {"out": [x.detach() for x in outs], "lse": [x.detach() for x in lses]}
-    yield Errors(compare(p, results, plan, members), {}, ms)
+    yield Errors(compare_results(p, results, plan, members), {}, ms)
 
     replicated = {name: x for name, x in zip(REPLICATED, own) if x is not None}
     inputs = [*parts.q, *parts.k, *parts.v, *replicated.values()]
@@ -366,28 +373,28 @@ def run(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[], None])
     ms, n = (time.perf_counter() - began) * 1e3, len(members)
     results = {name: list(grads[i * n : i * n + n]) for i, name in enumerate(("dq", "dk", "dv"))}
     sums = dict(zip(replicated, grads[3 * n :]))
-    errors = compare(p, results, plan, members)
-    if plan is None:  # every rank has computed all of it
+    errors = compare_results(p, results, plan, members)
+    if plan is None:  # each rank has computed the full gradients: nothing to sum
         errors |= {(ranks.own, name): largest_error(x, p.exact[name]) for name, x in sums.items()}
         sums = {}
     yield Errors(errors, {name: x.double().cpu() for name, x in sums.items()}, ms)
 
 
-def compare(
+def compare_results(
     problem: Problem, results: dict[str, list[Tensor]], plan: Plan | None, members: Sequence[int]
 ) -> dict[tuple[int, str], float]:
-    """Errors by member and tensor: each member's part of the exact tensors is what it should have."""
+    """Compare each member's results with its shards of the exact tensors: errors by member and tensor."""
     errors = {}
     for name, parts in results.items():
-        for rank, x, exact in zip(members, parts, shard(problem.exact[name], name, plan, members)):
-            if name == "lse":  # of padding it is -inf, or the sink
+        for rank, x, exact in zip(members, parts, shard_tensor(problem.exact[name], name, plan, members)):
+            if name == "lse":  # padding rows have -inf, or the sink
                 x = torch.where(exact == -math.inf, exact, x.to(exact.dtype))
             errors[rank, name] = largest_error(x, exact)
     return errors
 
 
-def judge(case: Case, problem: Problem, repetitions: Sequence[Sequence[Errors]]) -> Result:
-    """The outcome of a case, from what every process knows of each repetition. The last one is timed."""
+def judge_case(case: Case, problem: Problem, repetitions: Sequence[Sequence[Errors]]) -> Result:
+    """Judge a case by the errors of every process in each repetition. The time is that of the last one."""
     errors: dict[tuple[int | None, str], float] = {}  # by rank, None for sums, and tensor
     for processes in repetitions:
         run: dict[tuple[int | None, str], float] = {}
