@@ -44,10 +44,10 @@ class Config:
         >>> Config(128, 64, num_warps=8, num_stages=3).compiler()
         {'num_warps': 8, 'num_stages': 3, 'enable_fp_fusion': True}
         """
-        told: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         # A score is scaled on its way into exp2, which Triton from 3.10 on does apart unless told.
-        told["enable_fp_fusion"] = True
-        return told | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
+        options["enable_fp_fusion"] = True
+        return options | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
 
 
 @cache
@@ -102,10 +102,10 @@ def shares(programs: int, tiles: int, processors: int) -> int:
 
 def _dims(*tiles: tuple[Any, ...], dims: tuple[int, ...] = (64, 128, 256)) -> dict[int, Config]:
     """tiles: for each of ``dims`` (BLOCK_M, BLOCK_N, warps, stages) and then dicts of other fields."""
-    found = (
+    sizes = (
         Config(*tile[:4], **{name: x for more in tile[4:] for name, x in more.items()}) for tile in tiles
     )
-    return dict(zip(dims, found, strict=True))
+    return dict(zip(dims, sizes, strict=True))
 
 
 LEAN = {"HOIST": False}
@@ -391,18 +391,18 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
             continue
         if (name := fields.get(option)) is None:
             if option not in OWN and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS:
-                known = ", ".join(sorted({*fields, *HINTS, *OWN}))
-                raise ValueError(f"unknown kernel option {option!r}; known: {known}")
+                accepted = ", ".join(sorted({*fields, *HINTS, *OWN}))
+                raise ValueError(f"unknown kernel option {option!r}; known: {accepted}")
             continue
         allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, _SWITCH)
-        whole = type(value) in ((bool,) if allowed is _SWITCH else (int, type(None)))
-        if not whole or value not in allowed:
+        is_whole = type(value) in ((bool,) if allowed is _SWITCH else (int, type(None)))
+        if not is_whole or value not in allowed:
             raise ValueError(
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )
     for option in ("FUSED_BACKWARD", "PACK_GQA"):
-        if not isinstance(asked := options.get(option, False), bool):
-            raise ValueError(f"kernel option {option}={asked!r}; True or False is needed")
+        if not isinstance(flag := options.get(option, False), bool):
+            raise ValueError(f"kernel option {option}={flag!r}; True or False is needed")
     splits = options.get("SPLIT_KV", 1)
     if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1:
         raise ValueError(f"kernel option SPLIT_KV={splits!r}; a number of programs, 1 or more, is needed")
@@ -454,8 +454,8 @@ def choose(
     transposes = multiplies_transposed(arch)
     if not transposes:
         _check_transposed(options | {"FUSED_BACKWARD": kind == "fused"}, arch)
-    about = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes
-    return _chosen(*about, tuple(options.items()))
+    call = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes
+    return _chosen(*call, tuple(options.items()))
 
 
 @lru_cache(1024)
@@ -472,18 +472,18 @@ def _chosen(
     options: tuple[tuple[str, Any], ...],
 ) -> Config:
     """:func:`choose`, which every launch asks. transposes: whether tiles of CONFIGS may have FLIP."""
-    asked, names = dict(options), option_names(kind).items()
-    given: dict[str, Any] = {
-        name: asked[option] for name, both in names for option in both if option in asked
+    by_option, names = dict(options), option_names(kind).items()
+    settings: dict[str, Any] = {
+        name: by_option[option] for name, both in names for option in both if option in by_option
     }
-    tma = tma and given.get("USE_TMA", True)
-    measured = dict(dict(asked.get("CONFIGS", ())).get(kind, ()))
+    tma = tma and settings.get("USE_TMA", True)
+    measured = dict(dict(by_option.get("CONFIGS", ())).get(kind, ()))
     if (measured.get("USE_TMA") and not tma) or (measured.get("FLIP") and not transposes):
         measured = {}
-    given = measured | given
-    if given.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # what goes with the rule's tiles alone
-        given = {"FLIP": False, "maxnreg": None} | given
-    config = replace(default(kind, arch, head_dim, dtype, tma, score), **given)
+    settings = measured | settings
+    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # what goes with the rule's tiles alone
+        settings = {"FLIP": False, "maxnreg": None} | settings
+    config = replace(default(kind, arch, head_dim, dtype, tma, score), **settings)
     return replace(
         config,
         BLOCK_M=fit(config.BLOCK_M, q_block),
@@ -494,9 +494,9 @@ def _chosen(
 
 def does_not_fit(kind: str, config: Config, what: str, needed: int, available: int) -> str:
     """What to say when the GPU refuses a config."""
-    given = ", ".join(f"{both[1]}={getattr(config, name)}" for name, both in option_names(kind).items())
+    settings = ", ".join(f"{both[1]}={getattr(config, name)}" for name, both in option_names(kind).items())
     return (
-        f"the {kind} kernel with {given} needs {needed} bytes of {what} and this GPU has {available}; "
+        f"the {kind} kernel with {settings} needs {needed} bytes of {what} and this GPU has {available}; "
         "pass smaller ones in kernel_options"
     )
 

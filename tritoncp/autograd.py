@@ -47,8 +47,8 @@ def _engine(
         *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
         *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
     )  # fmt: skip
-    if reusable and (kept := cache.get(key)) is not None:
-        engine, mask = kept
+    if reusable and (entry := cache.get(key)) is not None:
+        engine, mask = entry
         if mask is not None:
             mask.on_current_stream()  # the engine holds its tensors
         return engines.rebind(engine, call, device, captures, ints, floats, grads)

@@ -316,8 +316,8 @@ def _swap_rows(channel: Any, rows: Tensor, row: Tensor, seconds: float) -> dict[
 
 
 def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: object) -> str:
-    listed = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-    ranks = f"rank{'s' * (len(absent) > 1)} {listed}" if absent else "another rank"
+    numbers = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+    ranks = f"rank{'s' * (len(absent) > 1)} {numbers}" if absent else "another rank"
     waited = f"{timeout(group).total_seconds():g} s"
     return (
         f"rank {group.rank()} of {group.size()} was at {purpose}, and {ranks} did not come within {waited} "

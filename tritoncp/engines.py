@@ -232,8 +232,8 @@ def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[
     """Numbers that a registered Mod captures, in its order."""
     if not spec.numbers:
         return ()
-    whole, real = iter(ints), iter(floats)
-    return tuple([next(whole) if kind == "i" else next(real) for kind in spec.numbers])
+    integers, real = iter(ints), iter(floats)
+    return tuple([next(integers) if kind == "i" else next(real) for kind in spec.numbers])
 
 
 def _bound(mod: Mod | None) -> Any:

@@ -173,7 +173,7 @@ def _is_dense(slots: Tensor, block: int) -> bool:
 def _ends(slots: Tensor, block: int) -> str:
     """Where slots end, and with them what a tile reads behind the last token of its slot."""
     row, _, tokens = slots.unbind(-1)
-    whole = (tokens == 0) | (tokens == block)
-    if bool(whole.all()):
+    is_full = (tokens == 0) | (tokens == block)
+    if bool(is_full.all()):
         return "block"
-    return "buffer" if bool((whole | (row + tokens == tokens.sum(-1, keepdim=True))).all()) else "anywhere"
+    return "buffer" if bool((is_full | (row + tokens == tokens.sum(-1, keepdim=True))).all()) else "anywhere"

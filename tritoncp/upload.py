@@ -123,9 +123,9 @@ def _upload(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tenso
     if STREAMS.is_capturing(device):
         raise RuntimeError(
             f"tensors on the CPU cannot be copied to {device} while a CUDA graph is captured. Make the "
-            "same call once before the capture, with the same plan or mask and the same shapes. Two things are "
-            f"copied at every call: a 0-d CPU tensor that a score_mod captures (move it to {device}), and the "
-            "indices of shard and unshard (call these outside the graph)"
+            "same call once before the capture, with the same plan or mask and the same shapes. Two things "
+            f"are copied at every call: a 0-d CPU tensor that a score_mod captures (move it to {device}), and "
+            "the indices of shard and unshard (call these outside the graph)"
         )
     starts, end = [], 0
     for x in on_host:

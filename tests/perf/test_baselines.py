@@ -37,7 +37,7 @@ def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
     for got, want in zip(expected, (oracle.detach(), *grads)):
         assert check.errors(got, want).worst < 1e-12
 
-    contender = baselines.ours(case, given)
+    contender = baselines.one_device(case, given)
     for got, want in zip((contender.forward(), *contender.backward()), expected):
         assert check.acceptable(check.errors(got, want), torch.float32)
 
@@ -58,7 +58,7 @@ def test_few_queries_are_measured_as_all_are() -> None:
     assert given.q.shape[2] == 3 and work_of(case).flops == 3 * work_of(replace(case, queries=1)).flops
     frozen = baselines.Inputs(*(x.detach() for x in (given.q, given.k, given.v, given.dout)))
     dense = baselines.dense(case, given, SDPBackend.MATH)
-    for contender in (baselines.ours(case, frozen), baselines.flex(case, frozen), dense):
+    for contender in (baselines.one_device(case, frozen), baselines.flex(case, frozen), dense):
         assert check.acceptable(check.errors(contender.forward(), want.out), torch.float32)
     with pytest.raises(ValueError, match="causal-q3-16k-fwd: masks and shards"):
         baselines.inputs(Case("causal", "forward", 16384, queries=3), CPU)

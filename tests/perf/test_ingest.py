@@ -69,7 +69,7 @@ def tune(gpu, bench=None, targets=(TARGET, SCORED), **facts):
 def shipped(configs, device=H200):
     tuned.forget()
     path = tuned.path_in(configs, device, "3.6.0")
-    return {tuned.about(entry): entry for entry in tuned.entries_of(path)} if path.exists() else {}
+    return {tuned.entry_key(entry): entry for entry in tuned.entries_of(path)} if path.exists() else {}
 
 
 def edited(path, change):

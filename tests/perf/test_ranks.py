@@ -65,7 +65,7 @@ def test_a_rank_that_fails_stops_the_contender_everywhere():
         def make():
             if group.rank() == 1:
                 raise MemoryError("no room here")
-            return baselines.ours(case, given)
+            return baselines.one_device(case, given)
 
         given = baselines.inputs(case, CPU)
         contender, found = bench._checked(case, make, check.reference(case, given), ["forward"])

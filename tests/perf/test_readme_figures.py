@@ -83,7 +83,7 @@ def test_the_command_and_ingest_write_the_block(tmp_path):
     assert CliRunner().invoke(perf, ["ingest", str(gpu), *places]).exit_code == 0
     assert page.read_text() == before == (ROOT / "README.md").read_text(), "the README is of another history"
     done = CliRunner().invoke(perf, ["ingest", str(gpu), *places, "--readme", str(page)])
-    assert done.exit_code == 0 and "were made again" in done.output
+    assert done.exit_code == 0 and "figures were updated" in done.output
     assert block_of(page) == measured(read(history).points) and "NVIDIA H200" in block_of(page)
     head, tail = before.split(BEGIN)[0], before.split(END)[1]
     assert page.read_text().startswith(head) and page.read_text().endswith(tail)

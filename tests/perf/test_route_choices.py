@@ -40,7 +40,7 @@ def shipped(tmp_path):
         found = ingest(folder, tmp_path / "history", tmp_path / "configs")
         assert found.problems == [] and found.added + found.present == len(points)
         path = tuned.path_in(tmp_path / "configs", DEVICE, "3.6.0")
-        return {tuned.about(entry): entry for entry in tuned.read(path)} if path.exists() else {}
+        return {tuned.entry_key(entry): entry for entry in tuned.read(path)} if path.exists() else {}
 
     return take
 

@@ -72,7 +72,7 @@ def test_nothing_is_started_after_the_budget(tmp_path):
 def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
     case = Case("causal", "forward", 16384).shrunk()
     given = baselines.inputs(case, CPU)
-    right = baselines.ours(case, given)
+    right = baselines.one_device(case, given)
     wrong = baselines.Contender(lambda: right.call() * 1.01, right.leaves, right.dout)
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", tritoncp=lambda: wrong, flash=lambda: 1 / 0)
     runner.run([case])
@@ -97,7 +97,7 @@ def test_kernel_options_take_part_in_the_pass_that_they_change(monkeypatch, tmp_
     cases = [Case("causal", which, 16384).shrunk() for which in ("forward", "backward")]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     runner.options = [{"fwd_BLOCK_N": 32}, {"bwd_BLOCK_M2": 32}, {"num_stages": 2}]
-    runner.wanted = ["tritoncp*"]
+    runner.patterns = ["tritoncp*"]
     runner.run(cases)
     forward, backward = (set(point.contenders) for point in journal.points)
     assert forward == {"tritoncp", "tritoncp fwd_BLOCK_N=32", "tritoncp num_stages=2"}
@@ -117,7 +117,7 @@ def test_the_unsafe_backward_pass_is_allowed_for_its_contender_alone(monkeypatch
     monkeypatch.setattr(baselines, "flex_attention", watched)
     monkeypatch.delenv("TRITONCP_UNSAFE_FUSED", raising=False)
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
-    runner.options, runner.wanted = [{"FUSED_BACKWARD": True}], ["tritoncp*"]
+    runner.options, runner.patterns = [{"FUSED_BACKWARD": True}], ["tritoncp*"]
     runner.run([Case("causal", "backward", 16384).shrunk()])
     assert seen == {("None", None), ("{'FUSED_BACKWARD': True}", "1")}
     assert "TRITONCP_UNSAFE_FUSED" not in os.environ
@@ -128,7 +128,7 @@ def test_the_unsafe_backward_pass_is_allowed_for_its_contender_alone(monkeypatch
 
 def test_a_wrong_backward_pass_is_recorded_as_wrong(monkeypatch, tmp_path):
     case = Case("causal", "backward", 16384).shrunk()
-    right = baselines.ours(case, baselines.inputs(case, CPU))
+    right = baselines.one_device(case, baselines.inputs(case, CPU))
     wrong = replace(right, dout=right.dout * 1.1, passes=("backward",))
     name = "tritoncp FUSED_BACKWARD=True"
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", **{name: lambda: wrong})
@@ -155,7 +155,7 @@ def test_named_contenders_and_cases_take_part_in_the_order_of_the_names(tmp_path
 
 def test_ranks_in_one_place_have_a_time_each_and_options_of_their_own(monkeypatch, tmp_path):
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
-    runner.options, runner.wanted = [{"BLOCK_N": 32}], ["tritoncp*", "whole"]
+    runner.options, runner.patterns = [{"BLOCK_N": 32}], ["tritoncp*", "whole"]
     runner.run([case for case in select("full") if case.name == "causal-s2-ring-16k-fwd"])
     (point,) = journal.points
     assert set(point.contenders) == {"tritoncp", "tritoncp BLOCK_N=32", "whole"}

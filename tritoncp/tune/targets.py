@@ -130,11 +130,11 @@ class Target:
     @property
     def entry(self) -> dict[str, Any]:
         """What a call looks up, as files hold it; and the shape that stands for it."""
-        about = {"kernel": self.kernel, "dtype": self.dtype, "head_dim": self.head_dim}
-        about |= {"v_head_dim": self.v_dim} if self.v_dim != self.head_dim else {}
-        about |= {"score": self.score} if self.score else {}
-        about |= {"loads": 2} if _loads(self.score)[0] == 2 else {}
-        return {**about, "mask": MASKS[self.mask][0], "shape": self.shape}
+        key = {"kernel": self.kernel, "dtype": self.dtype, "head_dim": self.head_dim}
+        key |= {"v_head_dim": self.v_dim} if self.v_dim != self.head_dim else {}
+        key |= {"score": self.score} if self.score else {}
+        key |= {"loads": 2} if _loads(self.score)[0] == 2 else {}
+        return {**key, "mask": MASKS[self.mask][0], "shape": self.shape}
 
 
 def preset(name: str) -> tuple[str, ...]:
@@ -153,10 +153,10 @@ def targets(
     >>> [target.name for target in targets(["32x8,128,4096"], ["full"], ["bwd"], "float16")]
     ['dq full 32x8 d128 4096 float16', 'dkdv full 32x8 d128 4096 float16']
     """
-    found: dict[tuple[Any, ...], Target] = {}
-    for given, known, what in ((masks, MASKS, "mask"), (ops, OPS, "op")):
-        if unknown := [name for name in given if name not in known]:
-            raise ValueError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
+    targets_by_key: dict[tuple[Any, ...], Target] = {}
+    for names, choices, what in ((masks, MASKS, "mask"), (ops, OPS, "op")):
+        if unknown := [name for name in names if name not in choices]:
+            raise ValueError(f"unknown {what} {unknown[0]!r}; known: {', '.join(choices)}")
     for shape, mask, op in itertools.product(shapes, masks, ops):
         try:
             heads, width, length = shape.split(",")
@@ -181,23 +181,23 @@ def targets(
         if op == "few" and q_heads // kv_heads > FEW:
             raise ValueError(f"shape {shape!r}: up to {FEW} query heads of a key head are few rows")
         for kernel in OPS[op]:
-            seen = "full" if kernel == "few" else mask
-            target = Target(kernel, seen, q_heads, kv_heads, dim, seq, dtype, other, score)
-            found.setdefault((kernel, dim, v_dim, MASKS[seen][0]), target)
-    return list(found.values())
+            mask_name = "full" if kernel == "few" else mask
+            target = Target(kernel, mask_name, q_heads, kv_heads, dim, seq, dtype, other, score)
+            targets_by_key.setdefault((kernel, dim, v_dim, MASKS[mask_name][0]), target)
+    return list(targets_by_key.values())
 
 
-def without_faults(wanted: Sequence[Target], arch: str) -> tuple[list[Target], list[str]]:
+def without_faults(requested: Sequence[Target], arch: str) -> tuple[list[Target], list[str]]:
     """The targets that this Triton compiles right for ``arch``, and a line that says why others are left out.
     Raises ValueError where none remains."""
     why = fused_fault(arch)
-    kept = [target for target in wanted if target.kernel != "fused" or why is None]
-    if len(kept) == len(wanted):
-        return kept, []
+    right = [target for target in requested if target.kernel != "fused" or why is None]
+    if len(right) == len(requested):
+        return right, []
     line = f"fused is left out: {why}, or leave it out of --ops; {UNSAFE}=1 tunes it"
-    if not kept:
+    if not right:
         raise ValueError(line)
-    return kept, [line]
+    return right, [line]
 
 
 def _check(score: str, heads: int) -> None:
@@ -220,19 +220,19 @@ def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Ta
     The newest runs are the newest one and those of the same sources; of each case the last line counts that
     compares it with a baseline.
     """
-    mine = sorted((p for p in points if device in (None, p.series.device)), key=lambda point: point.time)
-    known = {case.name: case for case in CASES}
+    ordered = sorted((p for p in points if device in (None, p.series.device)), key=lambda point: point.time)
+    cases = {case.name: case for case in CASES}
     last = {
         point.case: point
-        for point in mine
-        if _alike(point, mine[-1]) and point.worst is not None and _tunable(known.get(point.case))
+        for point in ordered
+        if _alike(point, ordered[-1]) and point.worst is not None and _tunable(cases.get(point.case))
     }
     rated = [(not point.goal, point.worst or 0.0, point.case) for point in last.values()]
     if not rated:
         why = "nothing was compared with a baseline here: Llama-3 8B instead"
         return why, targets(preset("llama3-8b"), ["causal"], ["fwd"], "bfloat16")
     aimless, worst, name = min(rated)
-    case = known[name]
+    case = cases[name]
     mask, score = SCORED.get(case.mask, (case.mask, ""))
     shape = f"{case.heads}x{case.kv_heads},{case.dim}x{case.v_dim},{case.seq}"
     forward = "few" if case.queries else "fwd" if score else "routes"
@@ -268,7 +268,7 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
     if target.kernel == "route":
         return list(_routes(target, arch, loops or _rule(replace(target, kernel="forward"), arch)))
     aligned, own = _aligned(target), _rule(target, arch)
-    listed = {replace(own, HOIST=not own.HOIST)}
+    configs = {replace(own, HOIST=not own.HOIST)}
     for tma in (False, True) if aligned and copies(arch) else (own.USE_TMA,):
         rule = own if tma == own.USE_TMA else replace(_rule(target, arch, tma), USE_TMA=tma)
         near = [
@@ -278,21 +278,21 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
         near[0] = [rule.BLOCK_M] if target.kernel == "few" else near[0]  # a tile is as high as rows are many
         plain = replace(rule, FLIP=False, maxnreg=None)
         sized = [replace(plain, BLOCK_M=m, BLOCK_N=n) for m, n in itertools.product(*near)]
-        listed |= {
+        configs |= {
             replace(config, num_warps=warps, num_stages=stages)
             for config, warps, stages in itertools.product(sized, (4, 8), (1, 2, 3, 4))
         }
         if not arch.startswith("gfx"):  # two programs on a multiprocessor
-            listed |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
+            configs |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
         if target.kernel not in ("forward", "few") and multiplies_transposed(arch):
-            listed |= {replace(config, FLIP=True) for config in sized}
+            configs |= {replace(config, FLIP=True) for config in sized}
     values = asdict(own)
 
     def order(config: Config) -> tuple[Any, ...]:
         other = asdict(config)
         return sum(other[name] != values[name] for name in values), str(other)
 
-    return [own, *sorted(listed - {own}, key=order)]
+    return [own, *sorted(configs - {own}, key=order)]
 
 
 def _aligned(target: Target) -> bool:
@@ -323,5 +323,5 @@ def _routes(target: Target, arch: str, loops: Config) -> Iterator[Routed]:
             continue
         rule = asdict(default(route, arch, widest, dtype)) | {"ROUTE": route}
         sizes = [n for n in (64, 128) if rule["BLOCK_N"] // 2 <= n <= rule["BLOCK_N"] * 2]
-        tried = [{}, *({"BLOCK_N": n, "num_stages": s} for n, s in itertools.product(sizes, (2, 3, 4)))]
-        yield from dict.fromkeys(Routed(**rule | one) for one in tried)
+        settings = [{}, *({"BLOCK_N": n, "num_stages": s} for n, s in itertools.product(sizes, (2, 3, 4)))]
+        yield from dict.fromkeys(Routed(**rule | one) for one in settings)
