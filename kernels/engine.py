@@ -103,26 +103,26 @@ class Streamed(NamedTuple):
         return bool(self.rows % tile if window else self.ends != "block" or self.block % tile)
 
     def descriptors(self, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
-        """As Recipe has them."""
+        """The descriptors of all tensors, in the form of Recipe.descriptors."""
         return [one for name, x in self.tensors.items() for one in _descriptors(name, x, tile)]
 
 
 def _descriptors(name: str, x: Tensor, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
-    """Of tiles of x [B, H, S, D], as Recipe has them."""
+    """The descriptors of tiles of x [B, H, S, D], in the form of Recipe.descriptors."""
     numbered = enumerate(descriptors(x, tile, pieces(x.shape[3])))
     return [(f"{name}_desc{piece}", name, vars(one) | {"base": None}) for piece, one in numbered if one]
 
 
 @dataclass(frozen=True)
 class TritonEngine:
-    """Launches the kernels.
+    """The Triton engine: launches the kernels of one attention call.
 
     scale:    multiplies q k^T before score_mod
     options:  torch-style kernel options, see :func:`tritoncp.kernels.configs.choose`
-    arch:     architecture whose tile shapes to use; that of the tensors' device unless given
-    first_row: batch row of the whole that row 0 of the tensors is, for what masks and mods see
-    kept:     launches of passes whose tensors all have the same layouts, which settle those of each launch
-              (each rank has tables of its own); without it, a launch looks at its tensors
+    arch:     architecture whose tile shapes to use; by default that of the tensors' device
+    first_row: the index in the full batch of row 0 of the tensors, for masks and mods
+    kept:     cache of launches for calls whose tensors always have the same layouts, so that a lookup need
+              not inspect the tensors; None: launches are cached with the tables, by layouts
     """
 
     mods: Mods
@@ -136,7 +136,7 @@ class TritonEngine:
         check_options(self.options, self.arch)
 
     def around(self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()) -> "TritonEngine":
-        """The same around other captures, of the same layouts."""
+        """Copy the engine with other captured tensors of the same layouts."""
         copy, mods = object.__new__(TritonEngine), self.mods
         values = *mods[:5], score_caps, mods.score_loads, score_dcaps
         vars(copy).update(vars(self), mods=tuple.__new__(Mods, values))  # as Mods(...), in half the time
@@ -257,7 +257,7 @@ class TritonEngine:
         add: bool = False,
         h_offset: int = 0,
     ) -> Launch | Callable[[], None]:
-        """dQ of one step, and the gradients of what score_mod captures; ``add`` accumulates into dq."""
+        """Compute dQ of one step, and the gradients of score_mod's captures; ``add`` accumulates into dq."""
         if self.fused:
             return _nothing if add else partial(_clear, dq)
         tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "lse": lse, "delta": delta}
@@ -313,8 +313,8 @@ class TritonEngine:
         return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, score)
 
     def _deal(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Deal:
-        """Tiles that few rows fill and programs that fill the device, or what was asked for.  Interpreted,
-        only the latter: there is nothing to fill."""
+        """Choose tiles that few rows fill, and enough programs to fill the device, or follow PACK_GQA and
+        SPLIT_KV.  Interpreted kernels only follow the options."""
         rows, options = min(q.shape[2], tables.q_block), self.options
         is_explicit = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1
         arch, group = self.arch or architecture(q.device), q.shape[1] // k.shape[1]
@@ -356,8 +356,8 @@ class TritonEngine:
         self, kernel: Any, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int,
         flags: dict[str, Any], dcaps: tuple[Any, ...] = (),
     ) -> Launch:  # fmt: skip
-        """``tensors`` are other ones at every call, mostly of the same layouts: what follows from these and
-        from ``flags`` is kept with the tables."""
+        """Prepare a launch. ``tensors`` change at every call, mostly with the same layouts: the parts of the
+        launch that depend only on layouts and ``flags`` are cached."""
         caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
         recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
         if self.kept is not None:
@@ -439,14 +439,14 @@ class TritonEngine:
 
 
 def route_of(name: str) -> Any:
-    """The module of a route of the forward pass, any but the default. Its ``launch`` takes an engine and
-    what :meth:`TritonEngine.loops` takes; its ``obstacles`` say why a step cannot, or had better not, use it.
+    """Import the module of a route of the forward pass other than "loops". Its ``launch`` takes an engine and
+    the arguments of :meth:`TritonEngine.loops`; its ``obstacles`` yield reasons why a step should not use it.
     """
     return import_module(f"tritoncp.kernels.{name}")
 
 
 class Alike:
-    """A name for what engines that launch the same kernels have in common."""
+    """A key that engines with the same kernels share, to look up launches."""
 
 
 _ALIKE: weakref.WeakValueDictionary[Any, Alike] = weakref.WeakValueDictionary()  # as long as they are named

@@ -66,11 +66,11 @@ class Launch(NamedTuple):
 
     @property
     def parts(self) -> tuple[Launch, ...]:
-        """As Launches has them, for those who look at either."""
+        """The launches: this one alone. The same interface as Launches.parts."""
         return (self,)
 
     def instead(self, **args: Any) -> Launch:
-        """The same with other arguments."""
+        """The same launch with some arguments replaced."""
         values = [args.get(name, value) for name, value in zip(self.kernel.arg_names, self.values)]
         return self._replace(values=values)
 
@@ -103,9 +103,9 @@ class Launches(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What is the same for every launch of one kernel in one place with tensors of these layouts.
+    """The parts of a launch that do not change while the tensors' layouts stay the same.
 
-    args:        by name; what changes from launch to launch may be missing
+    args:        arguments by name, except those that change from launch to launch
     descriptors: (argument, tensor, fields) of the tiles that are copied by descriptor
     """
 
@@ -116,12 +116,12 @@ class Recipe(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A launch without what is new each time, and where in the kernel's order of arguments that goes.
+    """A launch to copy, and the places in the kernel's list of arguments that change at every launch.
 
-    tensors:     (place, name, kind of argument, what it holds besides the tensor)
+    tensors:     (place, name, type of the argument, its fields besides the tensor)
     descriptors: (place, name of the tensor, fields)
-    others:      (place, name) of those that are not empty
-    layouts:     of all of them, where kernels run interpreted
+    scalars:     (place, name) of other arguments that are not empty
+    layouts:     layouts of all arguments, where kernels run interpreted; else empty
     """
 
     launch: Launch
@@ -162,11 +162,11 @@ def prepared(
     recipe: Callable[[], Recipe],
     settled: bool = False,
 ) -> Launch:
-    """A launch of ``kernel`` on tensors and statistics, with ``others``, which are new at every launch too.
+    """Prepare a launch of ``kernel`` on tensors, with other arguments (``scalars``) that also change.
 
-    kept:    where launches like it are, found by ``about``, and by layouts
-    settled: everything in ``kept`` is about one pass, in which ``about`` settles the layouts; they are looked
-             at only where kernels run interpreted, to see that it does
+    cache:   earlier launches, by ``identity`` and layouts
+    settled: ``identity`` determines the layouts, so that they are not part of the key; interpreted kernels
+             verify this
     """
     key = identity if settled else (identity, _layouts(tensors, scalars))
     if (entry := cache.get(key)) is None:
@@ -190,11 +190,12 @@ def _layouts(tensors: Tensors, scalars: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def layout_of(x: Tensor | None) -> Any:
-    """What a kernel is compiled and launched for: the tensor's type, shape and strides, its address modulo
-    16, and on AMD whether 32 bits hold every offset in its memory.
+    """The properties of a tensor that decide which compiled kernel runs and how it is launched: dtype, shape,
+    strides, address modulo 16, and on AMD whether 32 bits hold every offset in its memory.
 
-    The compiler asks only whether the address is a multiple of 16. The remainder settles that for every slice
-    of the tensor too: slices of bases 2 and 6 bytes past such a multiple differ, 14 bytes further on.
+    The compiler only uses whether an address is a multiple of 16. The full remainder is kept because it also
+    decides this for every slice of the tensor: at an offset of 14 bytes, a base with remainder 2 gives an
+    aligned slice, one with remainder 6 does not.
     """
     if x is None:
         return None
@@ -204,7 +205,7 @@ def layout_of(x: Tensor | None) -> Any:
 
 
 def facts(value: Any) -> Any:
-    """What Triton compiles an argument for: a number by what it makes use of, a tensor without its shape and
+    """The properties of an argument for which Triton specialises a kernel. For a tensor without its shape and
     strides, which are arguments of their own."""
     if isinstance(value, tuple):
         return tuple(map(facts, value))

@@ -37,8 +37,8 @@ def _engine(
     captures: list[Tensor], ints: list[int], floats: list[float], extra: Sequence[Tensor] = (),
     grads: Sequence[Tensor] = (),
 ) -> Any:  # fmt: skip
-    """The engine of a pass over q, k, v and other tensors. Kept with the plan for passes of these layouts,
-    unless a graph carries the score_mod, which may read globals."""
+    """The engine of a pass over q, k, v and other tensors. It is cached with the plan for tensors of these
+    layouts, except where a graph carries the score_mod, which may read globals."""
     call, device = Spec.decode(spec), q[0].device
     kernels, cache = engines.uses_triton(device), plan._once("engines", dict)
     reusable = kernels and call.carried is None
@@ -50,7 +50,7 @@ def _engine(
     if reusable and (entry := cache.get(key)) is not None:
         engine, mask = entry
         if mask is not None:
-            mask.on_current_stream()  # the engine holds its tensors
+            mask.on_current_stream()  # the cached engine reads its tensors on this stream
         return engines.rebind(engine, call, device, captures, ints, floats, grads)
     group = _group(call)
     tiles = tuned.text_of(device, group) if kernels else ""
@@ -76,8 +76,8 @@ def _engine(
 def _measured(
     spec: str, plan: Plan, q: list[Tensor], v: Tensor, group: Any, tiles: str
 ) -> tuple[DeviceCopy[Mod] | None, dict[str, Any]]:
-    """The mask_mod of a call and the tiles measured for it, measured now if need be by all ranks together: it
-    depends on no property in which the tensors of two ranks may differ."""
+    """The mask_mod of a call and its measured tiles. If the user asked for tuning, all ranks may measure them
+    now together: this does not depend on properties that may differ between ranks."""
     call, (_, heads, rows, d), e = Spec.decode(spec), q[0].shape, v.shape[3]
     cache = plan._once("measured", dict)
     key = spec, tiles, q[0].device, q[0].dtype, q[0].shape, v.shape, plan.rank, plan.schedule, plan.degree

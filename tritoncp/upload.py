@@ -122,10 +122,10 @@ def _upload(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tenso
         return list(tensors), None
     if STREAMS.is_capturing(device):
         raise RuntimeError(
-            f"tensors on the CPU cannot be copied to {device} while a CUDA graph is captured. Make the "
-            "same call once before the capture, with the same plan or mask and the same shapes. Two things "
-            f"are copied at every call: a 0-d CPU tensor that a score_mod captures (move it to {device}), and "
-            "the indices of shard and unshard (call these outside the graph)"
+            f"CPU tensors cannot be copied to {device} while a CUDA graph is captured. Make the same call "
+            "once before the capture, with the same plan or mask and the same shapes. Two things are copied "
+            f"at every call: a 0-d CPU tensor that a score_mod captures (move it to {device}), and the "
+            "indices of shard and unshard (call these outside the graph)"
         )
     starts, end = [], 0
     for x in on_host:

@@ -63,7 +63,7 @@ class Mod:
         vars(self)["_bare"] = bare
 
     def around(self, tensors: Sequence[Tensor] = (), numbers: Sequence[int | float] = ()) -> Mod:
-        """The same structure around these captures (as `dataclasses.replace`, in a fifth of the time)."""
+        """Copy the mod with other captures (as `dataclasses.replace` does, in a fifth of the time)."""
         copy = object.__new__(Mod)
         vars(copy).update(vars(self), tensors=tuple(tensors), numbers=tuple(numbers))
         vars(copy).setdefault("_bare", self)
@@ -77,7 +77,7 @@ class Mod:
     def caps(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
         """The `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then the numbers.
 
-        `tensors` stand in for the captured ones: those an autograd function saved, or copies on a device.
+        `tensors` replace the captured ones: tensors that an autograd function saved, or copies on a device.
         """
         values = self.tensors if tensors is None else tuple(tensors)
         if len(values) != len(self.tensors):
@@ -153,7 +153,7 @@ def structure_of(digest: str) -> Mod:
 
 
 def arguments(tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> tuple[Any, ...]:
-    """What :meth:`Mod.caps` gives for these captures."""
+    """The `caps` argument of a kernel for these captures, see :meth:`Mod.caps`."""
     return (*map(_argument, tensors), *numbers)
 
 
