@@ -1,4 +1,4 @@
-"""`tritoncp check` in one process: its cases, its output, and that it can tell right from wrong."""
+"""`tritoncp check` in one process: its cases, its output, and its verdict on planted faults."""
 
 import itertools
 import json
@@ -52,7 +52,7 @@ def wrong(report: dict) -> list[dict]:
     return [case for case in report["cases"] if not case["right"]]
 
 
-def test_the_command_compares_every_schedule_and_says_so_in_json():
+def test_the_json_has_every_schedule():
     command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
     done = subprocess.run(
         [*command, "--only=*-window-float32-*"], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -84,7 +84,7 @@ def test_the_command_compares_every_schedule_and_says_so_in_json():
     assert any("float16 replaces bfloat16" in note for note in facts["notes"])
 
 
-def test_cases_that_do_not_fit_the_budget_are_listed_and_are_not_right():
+def test_cases_beyond_the_budget_are_listed_as_failures():
     done = CliRunner().invoke(main, ["check", "--json", "--budget=0.001"])
     report = json.loads(done.stdout)
     assert done.exit_code == 1
@@ -93,7 +93,7 @@ def test_cases_that_do_not_fit_the_budget_are_listed_and_are_not_right():
     assert {case["why"] for case in report["cases"]} == {"not run: the budget of 0.001 s is over (--budget)"}
 
 
-def test_a_check_that_is_asked_to_end_says_how_far_it_came():
+def test_a_check_that_gets_sigterm_reports_its_finished_cases():
     command = [sys.executable, "-m", "tritoncp", "check", "--jobs=2", "--budget=600"]
     with subprocess.Popen(
         [*command, "--only=*-causal-*"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -108,7 +108,7 @@ def test_a_check_that_is_asked_to_end_says_how_far_it_came():
     assert "NOT RUN " in rest
 
 
-def test_an_answer_that_is_no_number_is_wrong(monkeypatch):
+def test_a_nan_is_wrong(monkeypatch):
     attend = tritoncp.flex_attention
 
     def spoiled(*arguments, **options):
@@ -127,7 +127,7 @@ def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
     doubled = torch.autograd.grad
 
     def grad(outputs, inputs, *rest, **options):
-        """Gradients of replicated parameters as a bug would have them: twice as large."""
+        """Compute gradients with a fault: those of replicated parameters are twice too large."""
         grads = doubled(outputs, inputs, *rest, **options)
         return [2 * g if i >= 3 and outputs[0].dtype is torch.float32 else g for i, g in enumerate(grads)]
 
@@ -139,7 +139,7 @@ def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
 
 
 def plant(monkeypatch, kernel: str) -> None:
-    """A kernel that multiplies scores by another scale than it was told, under a window."""
+    """Plant a fault into a kernel: under a window mask it uses a wrong scale."""
     right = getattr(TritonEngine, kernel)
 
     def launch(self, *tensors, **step):
@@ -166,14 +166,14 @@ def test_a_wrong_kernel_is_named(kernel, direction, tensor, monkeypatch):
     assert not any("causal" in line for line in off), "the other mask's kernels are right"
     worst = next(line for line in lines if line.startswith("worst: "))
     assert worst.startswith(f"worst: ring-window-float32-{direction}: {tensor} on rank")
-    told = lines[-1]
-    assert told.startswith(
+    report_line = lines[-1]
+    assert report_line.startswith(
         f"for a report: tritoncp {tritoncp.__version__}, torch {torch.__version__}, triton "
     )
-    assert told.endswith(worst.removeprefix("worst: "))
+    assert report_line.endswith(worst.removeprefix("worst: "))
 
 
-def test_an_exception_fails_its_case_and_no_other(monkeypatch):
+def test_an_exception_fails_only_its_case(monkeypatch):
     attend = tritoncp.flex_attention
 
     def refuse(q, k, v, score_mod, *rest, **options):
@@ -188,7 +188,7 @@ def test_an_exception_fails_its_case_and_no_other(monkeypatch):
     assert {case["why"] for case in wrong(report)} == {"NotImplementedError: no such score"}
 
 
-def test_a_process_that_dies_fails_its_case_and_no_other(monkeypatch):
+def test_a_dead_process_fails_only_its_case(monkeypatch):
     attend = tritoncp.flex_attention
 
     def die(q, k, v, score_mod, *rest, sinks, **options):
@@ -218,7 +218,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
     assert message in done.output
 
 
-def test_without_numpy_it_says_what_to_install(monkeypatch):
+def test_without_numpy_the_error_names_the_package(monkeypatch):
     from tritoncp import doctor
 
     version = doctor.version
@@ -228,7 +228,7 @@ def test_without_numpy_it_says_what_to_install(monkeypatch):
     assert "pip install 'tritoncp[interpret]'" in done.output
 
 
-def test_the_allowed_error_follows_the_dtype_and_refuses_what_is_no_number():
+def test_the_allowed_error_depends_on_the_dtype_and_nan_exceeds_it():
     torch.manual_seed(0)
     x = torch.randn(3, 1, 2, 40, 16)
     exact = dense_attention(*x.double()).out
