@@ -371,7 +371,7 @@ def _tracked(tensors: Iterable[Tensor]) -> bool:
 def forward(
     q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor], *rest: Any
 ) -> list[Tensor]:
-    """What ``forward_op`` does, differentiable; arguments are the op's."""
+    """Differentiable ``forward_op``, with the same arguments."""
     tensors = *q, *k, *v, *captures
     if not _tracked(tensors):
         return _below(forward_op, _attend, tensors, q, k, v, captures, *rest)

@@ -208,7 +208,7 @@ class Plan:
 
     @on_host
     def explain(self, hardware: cost.Hardware | None = None, **shape: int) -> str:
-        """What each schedule would cost this placement, as a table.
+        """Format the costs of each schedule for this placement as a table.
 
         shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer; see
         :class:`tritoncp.cost.Shape` for what is assumed otherwise.
@@ -331,7 +331,7 @@ class Plan:
 
     @property
     def fetch(self) -> steps.Fetch:
-        """What this rank sends and takes when each gets exactly what it sees."""
+        """The rows that this rank sends and receives if each rank fetches exactly the keys that it sees."""
         return self._once(("fetch", self.rank), lambda: steps.fetch(self.seen, self.kv, self.rank))
 
     def fetch_rows(self, device: torch.device) -> Tensor:
@@ -378,7 +378,7 @@ class Plan:
         return self._once(("slots", buffer), lambda: self.kv.gathered(ranks))
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What does not change with the rank's view is kept for all views of the plan."""
+        """Compute a value once and cache it for all ranks' views of the plan."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]

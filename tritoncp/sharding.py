@@ -208,7 +208,7 @@ def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Pla
 
 
 def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tensor:
-    """What of ``slots`` [n, 3] lies in the ranges [first, last): int64 [m, 3]."""
+    """Cut ``slots`` [n, 3] to the ranges [first, last): int64 [m, 3]."""
     row, position, tokens = slots.T.contiguous()
     begin = torch.searchsorted(last, position, right=True)
     count = (torch.searchsorted(first, position + tokens) - begin).clamp(min=0) * (tokens > 0)

@@ -88,7 +88,7 @@ def _by_heads(
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """What a row trades of queries, or of keys and values.
+    """The queries, or the keys and values, that the ranks of a row exchange.
 
     heads: those of each of its ranks; rows: tokens of each, padding included
     """
@@ -209,7 +209,7 @@ class Trade:
         return cls(rows, plan.rank % degree, degree, plan.world_size, *sides, heads // kv_heads)
 
     def messages(self, fields: Sequence[Field | Returned]) -> list[Message]:
-        """What carries these tensors."""
+        """The messages that carry these tensors."""
         batch, kinds = fields[0][0].shape[0], tuple([(side, x.shape[3], x.dtype) for x, side, *_ in fields])
         if (batch, kinds) not in self._messages:
             self._messages[batch, kinds] = self._made(batch, kinds)
@@ -274,7 +274,7 @@ class Trade:
             self._unpacked(message, (yield Wait(flight)), [fields[place][2] for place in message.places])
 
     def _unpacked(self, message: Message, came: Tensor, xs: list[Tensor]) -> None:
-        """What came from each rank of the row, into tensors [B, H, S, D]."""
+        """Copy the received chunk of each rank of the row into tensors [B, H, S, D]."""
         for x, side in zip(xs, message.sides, strict=True):
             if side.shared:
                 x.zero_()

@@ -1,4 +1,4 @@
-"""What can be tuned, and what is tried."""
+"""Targets of the autotuner, and their candidate configs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Routed(Config):
 
 
 def kernel_of(kernel: str, config: Config | None) -> tuple[str, Config | None]:
-    """What is launched for a config of a target's kernel."""
+    """The kernel and tiles that are launched for a config of a target's kernel."""
     return (config.kernel, config.tiles) if isinstance(config, Routed) else (kernel, config)
 
 
@@ -117,7 +117,7 @@ class Target:
         )
 
     def job(self, arch: str, config: Config | None) -> Job:
-        """What is timed."""
+        """The launch that is timed."""
         call = Call(self.mask, self.heads, self.kv_heads, self.seq, self.queries)
         return replace(self.step(arch, config), variant=MASKS[self.mask][1], call=call)
 
@@ -129,7 +129,7 @@ class Target:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What a call looks up, as files hold it; and the shape that stands for it."""
+        """The key of an entry as files store it, and the shape that was measured."""
         key = {"kernel": self.kernel, "dtype": self.dtype, "head_dim": self.head_dim}
         key |= {"v_head_dim": self.v_dim} if self.v_dim != self.head_dim else {}
         key |= {"score": self.score} if self.score else {}
