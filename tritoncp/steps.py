@@ -216,7 +216,7 @@ class Fetch:
 
 
 def fetch(seen: Tensor, kv: Placement, rank: int) -> Fetch:
-    """The rows that ``rank`` sends and receives if all ranks fetch the remote slots that their queries see."""
+    """The rows that ``rank`` sends and receives if all ranks fetch the remote slots that they see."""
     mine = kv.slots[rank]
     wanted = _wanted(seen, mine, kv.block)  # [W, Bn, n]
     wanted[rank] = False
