@@ -51,11 +51,11 @@ class Ingested(NamedTuple):
 
 
 class Refused(Exception):
-    """The folder holds a file that `make gpu` never writes: nothing of it is taken over."""
+    """Raised where a folder holds a file that `make gpu` never writes: nothing of it is imported."""
 
 
 def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
-    """Take over the files of a folder: ``*.jsonl`` into ``history``, wins in ``configs/`` into ``configs``.
+    """Import the files of a folder: ``*.jsonl`` into ``history``, wins in ``configs/`` into ``configs``.
 
     Everything is read and every place to write to is known before anything is written. Doing it again changes
     nothing. Raises FileNotFoundError where there is neither, Refused for links and anything but plain files,
@@ -104,7 +104,7 @@ def _check_plain(path: Path, folder: Path) -> None:
 
 
 def _history_file(history: Path, source: Path) -> Path:
-    """Where the lines of a file go."""
+    """The history file for the lines of a file."""
     try:
         name = checked_name(source.name, HISTORY_FILE, "history file", "2026-01-01-nvidia-h200.jsonl")
         path = path_inside(history, history / name)
@@ -116,7 +116,7 @@ def _history_file(history: Path, source: Path) -> Path:
 
 
 def _config_file(configs: Path, device: Device, triton: str) -> Path:
-    """Where the tile shapes of a device go."""
+    """The file for the tile shapes of a device."""
     try:
         return path_inside(configs, tuned.path_in(configs, device, triton))
     except ValueError as error:
@@ -135,7 +135,7 @@ def _good(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
 
 
 def _keep(path: Path, good: list[dict[str, Any]]) -> tuple[int, int]:
-    """Add lines to a file of the history; how many were added, and how many were there."""
+    """Add lines to a file of the history. Returns the numbers added and already present."""
     path.parent.mkdir(parents=True, exist_ok=True)
     siblings = [other for other in files([path.parent]) if other.name != path.name]
     lines = (line for other in siblings for _, line in checked(other))
@@ -245,7 +245,7 @@ def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
 
 
 def _read(run: Run, number: int, line: dict[str, Any]) -> None:
-    """One line into the evidence."""
+    """Add a line to the evidence of a run."""
     stage, name = line["stage"], line["target"]
     if stage == "target":
         tuned.check({**line["entry"], "config": line["rule"]})

@@ -225,7 +225,7 @@ def _parsed(text: str) -> dict[str, Any]:
 def _journal(
     out: Path, series: Series, env: dict[str, Any], resume: bool, lead: bool, as_json: bool
 ) -> Journal:
-    """Where this run's lines go: the file of the run that is resumed, or of the day."""
+    """The journal of this run: in the file of the run that is resumed, or in the day's file."""
 
     def tell(line: dict[str, Any]) -> None:
         if as_json and line["kind"] != "check":
@@ -278,7 +278,8 @@ def brief(line: dict[str, Any]) -> str:
 
 
 def show(journal: Journal) -> None:
-    """The table: tritoncp's time, and everyone's best over it, worst first against the goal."""
+    """Print a table: tritoncp's time and each family's best time over it, cases farthest below their goal
+    first."""
     from rich.console import Console
     from rich.table import Table
 
@@ -315,7 +316,7 @@ def _cell(ratio: float | None, goal: float | None) -> str:
 
 
 def _order(point: Point) -> float:
-    """A failure comes first, then what is farthest below its goal; what has none comes last."""
+    """Sort key: failures first, then cases farthest below their goal, then cases without a goal."""
     return (point.worst if point.goal else None) or (9.0 if point.ms else 0.0)
 
 

@@ -190,7 +190,8 @@ _WAYS: OrderedDict[Any, tuple[weakref.ref[Tensor], int, DeviceCopy[Any]]] = Orde
 
 
 def _remembered(cu_seqlens: Tensor, route_key: tuple[int, int | None, bool, torch.device]) -> DeviceCopy[Any]:
-    """The way for this very tensor, unedited, or a new one, which takes a copy to the host."""
+    """The cached route for this tensor object, if it was not edited; else a new one, which needs a copy to
+    the host."""
     key = id(cu_seqlens), *route_key
     entry = _WAYS.pop(key, None)
     if entry is not None and entry[0]() is cu_seqlens and entry[1] == cu_seqlens._version:
@@ -206,7 +207,8 @@ def _remembered(cu_seqlens: Tensor, route_key: tuple[int, int | None, bool, torc
 def _way(
     cu_seqlens: Tensor, world: int, rank: int | None, to_dual: bool, device: torch.device
 ) -> DeviceCopy[Any]:
-    """Between dual-chunk order and the buffer's: a permutation of all shards, or one rank's route."""
+    """Compute the route between dual-chunk order and the buffer's: a permutation of the rows of all shards,
+    or (with ``rank``) one rank's messages."""
     dual = dual_chunk_rows(cu_seqlens, world)
     if rank is None:
         flat = dual.flatten()
@@ -218,8 +220,8 @@ def _way(
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How rows get from one order to another: of ``x[order]`` rank r gets ``sends[r]`` rows and ``takes[r]``
-    rows come from it; what came, after ``[arrange]``, is the result."""
+    """The messages that bring rows from one order to another: ``x[order]`` has ``sends[r]`` rows for each
+    rank r, which sends ``takes[r]`` rows; the received rows, indexed by ``[arrange]``, are the result."""
 
     order: Tensor
     sends: list[int]
@@ -256,7 +258,7 @@ def route(source: Tensor, target: Tensor, rank: int) -> Route:
 
 
 class Move(torch.autograd.Function):
-    """Rows along dim 0 to where a route takes them; backward, gradients come back the same way."""
+    """Moves rows along dim 0 by a route; the backward pass moves gradients by the inverse route."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: DeviceCopy[Route], group: Any) -> Tensor:
