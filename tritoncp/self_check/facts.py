@@ -35,20 +35,12 @@ def local_facts(device: torch.device) -> dict[str, Any]:
         "driver": environment.get("driver"),
         "cuda": environment.get("cuda"),
         "commit": environment.get("commit"),
-        "nccl": nccl_version(),
         "peer_access": peer_access(torch.cuda.device_count() if torch.cuda.is_available() else 0),
         "world": f"simulated on {device}",
         "ranks": None,
         "all_gather": None,
         "notes": notes,
     }
-
-
-def nccl_version() -> str | None:
-    if not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()):
-        return None
-    version: Any = torch.cuda.nccl.version()
-    return ".".join(map(str, version))
 
 
 def peer_access(gpus: int) -> str | None:
@@ -97,7 +89,6 @@ def rows(facts: dict[str, Any]) -> Sequence[tuple[str, str]]:
     table = [
         ("device", facts["device"]),
         ("driver", facts["driver"] or "-"),
-        ("NCCL", facts["nccl"] or "-"),
         ("world", facts["world"]),
         ("GPU to GPU", facts["peer_access"] or "-"),
     ]

@@ -158,7 +158,7 @@ def compile_share(cases: Sequence[Case], device: torch.device, limits: Limits) -
 
 
 def await_compilers(store: dist.Store, rank: int, world_size: int, budget: timedelta) -> None:
-    """Wait until every rank has compiled its share. Raises RuntimeError, which names the ranks that have not."""
+    """Wait until every rank has compiled its share. Raises RuntimeError, which names the absent ranks."""
     keys = [f"tritoncp/compiled/{other}" for other in range(world_size)]
     store.set(keys[rank], "")
     try:
