@@ -20,7 +20,8 @@ from tritoncp import comm
 from tritoncp.demo.ranks import stay_on_this_machine, torchrun_world_size
 from tritoncp.self_check import facts
 from tritoncp.self_check.attempts import Limits, Request, Stopped, outcomes
-from tritoncp.self_check.cases import Case, Ranks, Result, all_cases, degree_of, sizes
+from tritoncp.self_check.cases import Case, Result, all_cases, degree_of, sizes
+from tritoncp.self_check.comparison import Ranks
 from tritoncp.self_check.report import Display, Report, show_report
 from tritoncp.self_check.workers import parts_of, start, work_in_processes
 
@@ -158,7 +159,7 @@ def compile_share(cases: Sequence[Case], device: torch.device, limits: Limits) -
 
 
 def await_compilers(store: dist.Store, rank: int, world_size: int, budget: timedelta) -> None:
-    """Wait until every rank has compiled its share. Raises RuntimeError, which names the ranks that have not."""
+    """Wait until every rank has compiled its share. Raises RuntimeError, which names the others."""
     keys = [f"tritoncp/compiled/{other}" for other in range(world_size)]
     store.set(keys[rank], "")
     try:
