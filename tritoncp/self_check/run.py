@@ -55,6 +55,7 @@ def check_alone(request: Request, limits: Limits, show: Show) -> Report:
     except Stopped as stop:
         stopped = str(stop)
         results += not_run(cases, results, stopped)
+    results.sort(key=lambda result: cases.index(result.case))  # processes end in any order
     return Report(machine, results, limits.seconds, stopped)
 
 
