@@ -13,18 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tritoncp import comm
-from tritoncp.self_check.cases import (
-    PASSES,
-    Case,
-    Errors,
-    Problem,
-    Ranks,
-    Result,
-    judge,
-    make_problem,
-    run,
-    sizes,
-)
+from tritoncp.self_check.cases import PASSES, Case, Problem, Result, make_problem, sizes
+from tritoncp.self_check.comparison import Errors, Ranks, judge, run
 
 
 class Request(NamedTuple):

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from tritoncp import comm
 from tritoncp.doctor import examine
 from tritoncp.perf import machine
-from tritoncp.self_check.cases import Ranks, dtypes
+from tritoncp.self_check.cases import dtypes
+from tritoncp.self_check.comparison import Ranks
 
 MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}  # bytes of a rank: a medium message of each kind of link
 

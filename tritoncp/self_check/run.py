@@ -20,7 +20,8 @@ from tritoncp import comm
 from tritoncp.demo.ranks import stay_on_this_machine, torchrun_world_size
 from tritoncp.self_check import facts
 from tritoncp.self_check.attempts import Limits, Request, Stopped, outcomes
-from tritoncp.self_check.cases import Case, Ranks, Result, all_cases, degree_of, sizes
+from tritoncp.self_check.cases import Case, Result, all_cases, degree_of, sizes
+from tritoncp.self_check.comparison import Ranks
 from tritoncp.self_check.report import Display, Report, show_report
 from tritoncp.self_check.workers import parts_of, start, work_in_processes
 
@@ -54,6 +55,7 @@ def check_alone(request: Request, limits: Limits, show: Show) -> Report:
     except Stopped as stop:
         stopped = str(stop)
         results += not_run(cases, results, stopped)
+    results.sort(key=lambda result: cases.index(result.case))  # processes end in any order
     return Report(machine, results, limits.seconds, stopped)
 
 

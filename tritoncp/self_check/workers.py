@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tritoncp.self_check.attempts import Limits, Stopped, outcomes
-from tritoncp.self_check.cases import ONE_DEVICE, Case, Ranks, Result
+from tritoncp.self_check.cases import ONE_DEVICE, Case, Result
+from tritoncp.self_check.comparison import Ranks
 
 SHORT = (
     ONE_DEVICE,
