@@ -16,9 +16,10 @@ import pytest  # noqa: E402
 from tritoncp import engines, steps  # noqa: E402
 
 if not HAS_GPU:
-    from tests import exact_dot
+    from tests import exact_dot, interpreter_patches
 
     exact_dot.install()
+    interpreter_patches.install()
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 # A machine with a GPU may have pytest alone: tests/gpu needs no more.

@@ -40,7 +40,7 @@ def examine() -> dict[str, Any]:
         "interpreted": interpreted,
         "cpu": engine_on_cpu(interpreted, versions),
         "distributed": backends(),
-        "nccl": nccl_version(),
+        "nccl": ".".join(map(str, nccl_version() or ())) or None,
         "cache": cache,
         "environment": {
             k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON", "TORCH", "NCCL"))
@@ -126,13 +126,13 @@ def backends() -> list[str]:
     return [name for name, available in has.items() if available()]
 
 
-def collectives(names: Sequence[str], nccl: Sequence[int] | None) -> str:
-    """
-    >>> collectives(["nccl", "gloo"], (2, 27, 3)), collectives([], None)
+def collectives(names: Sequence[str], nccl: str | None) -> str:
+    """The collectives that torch can run, with NCCL's version.
+
+    >>> collectives(["nccl", "gloo"], "2.27.3"), collectives([], None)
     ('nccl 2.27.3, gloo', 'none')
     """
-    numbers = " " + ".".join(map(str, nccl)) if nccl else ""
-    return ", ".join(name + numbers if name == "nccl" else name for name in names) or "none"
+    return ", ".join(f"nccl {nccl}" if name == "nccl" and nccl else name for name in names) or "none"
 
 
 def nccl_version() -> tuple[int, ...] | None:

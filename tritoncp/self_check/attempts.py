@@ -13,18 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tritoncp import comm
-from tritoncp.self_check.cases import (
-    PASSES,
-    Case,
-    Errors,
-    Problem,
-    Ranks,
-    Result,
-    choose_sizes,
-    judge_case,
-    make_problem,
-    run_passes,
-)
+from tritoncp.self_check.cases import PASSES, Case, Problem, Result, choose_sizes, make_problem
+from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
 
 
 class Request(NamedTuple):

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from tritoncp import comm
 from tritoncp.doctor import examine
 from tritoncp.perf import machine
-from tritoncp.self_check.cases import Ranks, choose_dtypes
+from tritoncp.self_check.cases import choose_dtypes
+from tritoncp.self_check.comparison import Ranks
 
 MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}  # bytes that each rank sends, by device type
 
@@ -35,20 +36,12 @@ def collect_facts(device: torch.device) -> dict[str, Any]:
         "driver": environment.get("driver"),
         "cuda": environment.get("cuda"),
         "commit": environment.get("commit"),
-        "nccl": read_nccl_version(),
         "peer_access": describe_peer_access(torch.cuda.device_count() if torch.cuda.is_available() else 0),
         "world": f"simulated on {device}",
         "ranks": None,
         "all_gather": None,
         "notes": notes,
     }
-
-
-def read_nccl_version() -> str | None:
-    if not (torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available()):
-        return None
-    version: Any = torch.cuda.nccl.version()
-    return ".".join(map(str, version))
 
 
 def describe_peer_access(gpus: int) -> str | None:
@@ -97,7 +90,6 @@ def list_rows(facts: dict[str, Any]) -> Sequence[tuple[str, str]]:
     table = [
         ("device", facts["device"]),
         ("driver", facts["driver"] or "-"),
-        ("NCCL", facts["nccl"] or "-"),
         ("world", facts["world"]),
         ("GPU to GPU", facts["peer_access"] or "-"),
     ]

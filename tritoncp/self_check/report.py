@@ -109,7 +109,8 @@ def show_report(report: Report, console: Console, printed: Container[Case]) -> N
             table.add_row(*map(escape, format_row(result)), style=None if result.right else "red")
         console.print(table)
     for result in report.results:
-        if not console.is_terminal and result.case not in printed:
+        left = result.why and not is_left_out(result) if console.is_terminal else result.case not in printed
+        if left:
             console.print(format_line(result), markup=False, highlight=False, soft_wrap=True)
     for label, value in [*doctor.rows(report.facts), *machine.list_rows(report.facts)]:
         text = escape(value).replace("\n", "\n" + " " * 17)

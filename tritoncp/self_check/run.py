@@ -20,14 +20,13 @@ from tritoncp import comm
 from tritoncp.demo.ranks import stay_on_this_machine, torchrun_world_size
 from tritoncp.self_check import facts
 from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
-from tritoncp.self_check.cases import Case, Ranks, Result, choose_degree, choose_sizes, list_cases
+from tritoncp.self_check.cases import Case, Result, choose_degree, choose_sizes, list_cases
+from tritoncp.self_check.comparison import Ranks
 from tritoncp.self_check.report import Display, Report, show_report
 from tritoncp.self_check.workers import run_in_processes, set_up_process, split_into_parts
 
 GRACE = 5.0  # extra seconds, after a message has timed out, for ranks to exchange their results
-LINGER = (
-    2.0  # seconds that a rank waits before it exits after a loss: slower ranks would count it as lost too
-)
+LINGER = 2.0  # seconds that a rank waits after a loss before it exits: slower ranks may still need it
 Show = Callable[[Result], None]
 
 
@@ -56,6 +55,7 @@ def check_alone(request: Request, limits: Limits, show: Show) -> Report:
     except Stopped as stop:
         stopped = str(stop)
         results += mark_not_run(cases, results, stopped)
+    results.sort(key=lambda result: cases.index(result.case))  # processes end in any order
     return Report(machine, results, limits.seconds, stopped)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tritoncp.self_check.attempts import Limits, Stopped, run_cases
-from tritoncp.self_check.cases import ONE_DEVICE, Case, Ranks, Result
+from tritoncp.self_check.cases import ONE_DEVICE, Case, Result
+from tritoncp.self_check.comparison import Ranks
 
 # Schedules that share kernels. The others share theirs, about as many.
 SHORT = (ONE_DEVICE, "allgather", "ulysses")
