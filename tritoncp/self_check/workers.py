@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -49,6 +50,8 @@ def work_in_processes(
             for pipe in wait(list(workers), 0.2):
                 worker = workers[pipe]
                 result = worker.receive()
+                if worker.ended and (reason := limits.reason()):
+                    raise Stopped(reason)  # it may have ended for the same reason: its case has not failed
                 if result is not None:
                     yield result
                 if worker.ended:
@@ -90,7 +93,9 @@ class Worker:
 
 
 def work(cases: list[Case], ranks: Ranks, limits: Limits, pipe: Connection) -> None:
-    """The life of a worker. A device that is of no use any more is another process's to try again."""
+    """The life of a worker. A device that is of no use any more is another process's to try again. Ctrl-C
+    reaches it too, and is the parent's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     start(ranks.device)
     try:
         for result in outcomes(cases, ranks, lambda own: [own], limits):
