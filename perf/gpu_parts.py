@@ -124,8 +124,8 @@ AUTOTUNE = Step((
     "$python -m tritoncp autotune --worst $out --out $out/configs --jobs $jobs --budget ${seconds}s",
 ))  # fmt: skip
 FLEX = _options("--contenders", ("flex", "flex flash", "flex max-autotune", "flash", "cudnn"))
-# perf.run starts the tuned variant only where as much time is left as the others took: here it starts whatever
-# is left, since it loses nothing but its own line if the time is over, and no ratio is said without it.
+# perf.run starts the tuned variant only where as much time is left as the others took. With this budget it
+# always does: cut off, it loses nothing but its own line, and without it no ratio is reported.
 
 # -- tests ---------------------------------------------------------------------------------------------------
 

@@ -67,8 +67,8 @@ def check(
 
 
 def require_engine() -> None:
-    """Raises RuntimeError where kernels are to be interpreted and cannot be, or would be beside a GPU, of which
-    the check would then say nothing; with the cure."""
+    """Raises RuntimeError, with the cure, where kernels are to be interpreted and cannot be, or would be
+    beside a GPU, of which the check would then say nothing."""
     from tritoncp.doctor import examine
 
     report = examine()
