@@ -17,6 +17,7 @@ import tritoncp
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.reference import allowed_error, dense_attention, eager_attention, largest_error
+from tritoncp.self_check import attempts
 
 ROOT = Path(__file__).parents[1]
 SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
@@ -206,6 +207,23 @@ def test_a_process_that_dies_fails_its_case_and_no_other(monkeypatch):
     assert code == 1
     assert {case["mask"]: case["right"] for case in report["cases"]} == {"causal": True, "sinks": False}
     assert all("ended with exit code 7" in case["why"] for case in wrong(report))
+
+
+def test_a_case_that_breaks_its_device_leaves_the_others_to_another_process(monkeypatch):
+    attend = tritoncp.flex_attention
+
+    def refuse(q, k, v, score_mod, *rest, sinks, **options):
+        if score_mod is None and sinks is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return attend(q, k, v, score_mod, *rest, sinks=sinks, **options)
+
+    monkeypatch.setattr(tritoncp, "flex_attention", refuse)
+    monkeypatch.setattr(attempts, "usable", lambda device: False)
+    code, report = check("--only=one-device-[cs]*-float32-*", "--jobs=2")
+    assert code == 1
+    right = {"causal": False, "score_mod": True, "sinks": True}  # causal and sinks share a process
+    assert {case["mask"]: case["right"] for case in report["cases"]} == right
+    assert all("illegal memory access" in case["why"] for case in wrong(report))
 
 
 @pytest.mark.parametrize(

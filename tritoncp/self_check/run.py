@@ -217,7 +217,7 @@ def main(request: Request, as_json: bool) -> int:
     if not many or int(os.environ["RANK"]) == report.speaker(int(os.environ["WORLD_SIZE"])):
         show_report(report, console, display.shown)
         if as_json:
-            print(json.dumps(report.as_json(), indent=2))
+            print(json.dumps(report.as_json(), indent=2), flush=True)  # a worker that hangs delays the end
     if report.stopped and (
         many or torch.cuda.is_initialized()
     ):  # as it ends, a process waits for what is lost

@@ -22,6 +22,8 @@ SHORT = (
     "ulysses",
 )  # these schedules share kernels, and so do the others: about as many
 
+DYING = 2.0  # seconds that a process whose pipe has ended is waited for
+
 
 def parts_of(cases: Sequence[Case]) -> list[list[Case]]:
     """Cases that share kernels: of one dtype and mask (sinks come after the kernels of the causal mask), in
@@ -76,15 +78,16 @@ class Worker:
         theirs.close()  # a dead worker now ends the pipe
 
     def receive(self) -> Result | None:
-        """The next result, or that of the case in which the process died."""
+        """The next result, or that of the case in which the process died; None at the end."""
         try:
             result: Result = self.pipe.recv()
         except (EOFError, OSError):
             self.ended = True
-            self.process.join()
-            if not self.cases:
-                return None
+            self.process.join(DYING)
             code = self.process.exitcode
+            if not code or not self.cases:  # in order, or it hangs in a driver: the rest is another one's
+                self.process.kill()
+                return None
             return Result(
                 self.cases.pop(0), why=f"its process ended with exit code {code} (negative: a signal)"
             )
