@@ -160,7 +160,7 @@ def main(
                 host.resources(journal, only)
             failures = host.run(cases, journal, deadline, seconds, before)
         else:
-            from tritoncp.offline import name_functions
+            from tritoncp.engines import name_functions
             from tritoncp.perf.measure import Bench
 
             name_functions()  # what --warm compiled in another process is then found in Triton's cache

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tritoncp import offline
+from tritoncp import engines
 from tritoncp.perf import baselines, measure, record, timing
 from tritoncp.perf.cases import GOALS, Case, select
 from tritoncp.perf.run import brief, main, show
@@ -151,7 +151,7 @@ def test_functions_are_hashed_in_one_order_so_that_kernels_of_a_warm_cache_are_f
 ):
     """The key of a kernel in Triton's cache depends on what its process has hashed before."""
     calls = []
-    monkeypatch.setattr(offline, "name_functions", lambda: calls.append("hash"))
+    monkeypatch.setattr(engines, "name_functions", lambda: calls.append("hash"))
     monkeypatch.setattr(measure.Bench, "warm", lambda self, cases: calls.append("run"))
     monkeypatch.setattr(measure.Bench, "run", lambda self, cases: calls.append("run"))
     CliRunner().invoke(main, [*QUICK, "--tier", "smoke", "--out", str(tmp_path), *words])

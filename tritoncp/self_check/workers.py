@@ -114,7 +114,7 @@ def start(device: torch.device) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*heads do not go round")  # some worlds are to have too few
     if device.type == "cuda":
-        from tritoncp.offline import name_functions
+        from tritoncp.engines import name_functions
 
         torch.cuda.set_device(device)
         name_functions()
