@@ -220,11 +220,17 @@ def gpu_name(python: str) -> str | None:
 
 @contextlib.contextmanager
 def settings() -> Iterator[dict[str, str]]:
-    """The environment of every command: this checkout, and a cache of generated code that is thrown away."""
+    """The environment of every command: this checkout, a cache of generated code that is thrown away, and
+    kernels that run on the GPU, whatever TRITON_INTERPRET was."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         folder = os.environ.get("TRITONCP_CACHE_DIR") or cache
-        yield {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "TRITONCP_CACHE_DIR": folder}
+        yield {
+            "PYTHONPATH": paths,
+            "PYTHONUNBUFFERED": "1",
+            "TRITONCP_CACHE_DIR": folder,
+            "TRITON_INTERPRET": "0",
+        }
 
 
 @click.command(cls=PerfCommand, context_settings={"help_option_names": ["-h", "--help"]}, epilog=None)

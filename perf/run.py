@@ -160,8 +160,10 @@ def main(
                 host.resources(journal, only)
             failures = host.run(cases, journal, deadline, seconds, before)
         else:
+            from tritoncp.engines import name_functions
             from tritoncp.perf.measure import Bench
 
+            name_functions()  # what --warm compiled in another process is then found in Triton's cache
             bench = Bench(where, journal, deadline, seconds, tried, group, before, wanted)
             if warm:
                 bench.warm(cases)

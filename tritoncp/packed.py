@@ -203,6 +203,7 @@ def _remembered(cu_seqlens: Tensor, about: tuple[int, int | None, bool, torch.de
     return way
 
 
+@torch.inference_mode(False)  # it is kept, and autograd saves it
 def _way(
     cu_seqlens: Tensor, world: int, rank: int | None, to_dual: bool, device: torch.device
 ) -> DeviceCopy[Any]:

@@ -84,17 +84,21 @@ class DeviceCopy(Generic[T]):
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, make: Callable[..., T]) -> None:
-        """make: from the tensors on the device to what :meth:`on_current_stream` returns."""
+        """make: from the tensors on the device to what :meth:`on_current_stream` returns.
+
+        Also a first use under inference_mode makes tensors that autograd may save: a later one may train.
+        """
         self._memory: Tensor | None = None
         self._streams: set[int] = set()  # those that may read it
         self._lock = threading.Lock()
         copies = list(tensors)
-        if STREAMS.is_asynchronous(device):
-            copies, self._memory = _upload(tensors, device)
-        if self._memory is not None:
-            self._device, self._event = self._memory.device, STREAMS.record_event(device)
-            self._streams.add(STREAMS.current(self._device))
-        self._value = make(*copies)
+        with torch.inference_mode(False):
+            if STREAMS.is_asynchronous(device):
+                copies, self._memory = _upload(tensors, device)
+            if self._memory is not None:
+                self._device, self._event = self._memory.device, STREAMS.record_event(device)
+                self._streams.add(STREAMS.current(self._device))
+            self._value = make(*copies)
 
     def on_current_stream(self) -> T:
         """The value, for work that is queued on the current stream from now on. Call this at each use."""

@@ -67,9 +67,11 @@ def check(
 
 
 def require_engine() -> None:
-    """Raises RuntimeError where kernels are to be interpreted and cannot be, with the cure."""
+    """Raises RuntimeError, with the cure, where kernels are to be interpreted and cannot be, or would be
+    beside a GPU, of which the check would then say nothing."""
     from tritoncp.doctor import examine
 
     report = examine()
-    if report["interpreted"] and None in (report["versions"]["triton"], report["versions"]["numpy"]):
+    needed = report["versions"]["triton"], report["versions"]["numpy"]
+    if report["interpreted"] and (report["devices"] or None in needed):
         raise RuntimeError("; ".join(report["problems"]))

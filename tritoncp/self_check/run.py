@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +45,8 @@ def check_alone(request: Request, limits: Limits, show: Show) -> Report:
     cases = selected(request, request.world_size, device)
     machine = facts.local_facts(device)
     machine["world"] = f"{request.world_size} simulated ranks on {device}"
+    if gpu and processes(request, parts_of(cases)) > 1:
+        machine["notes"].append("processes share the GPU: ms are longer than in a process of its own")
     results: list[Result] = []
     stopped = None
     try:
@@ -72,12 +73,17 @@ def selected(request: Request, world_size: int, device: torch.device) -> list[Ca
 def simulated(cases: Sequence[Case], ranks: Ranks, limits: Limits) -> Iterator[Result]:
     """Results of cases in a simulated world, as they come."""
     parts = parts_of(cases)
-    jobs = min(len(parts), limits.request.jobs or cores())
+    jobs = processes(limits.request, parts)
     if jobs == 1:
         start(ranks.device)
         yield from outcomes(cases, ranks, lambda own: [own], limits)
     else:
         yield from work_in_processes(parts, ranks, jobs, limits)
+
+
+def processes(request: Request, parts: Sequence[Sequence[Case]]) -> int:
+    """How many processes share the device."""
+    return min(len(parts), request.jobs or cores())
 
 
 def cores() -> int:
@@ -205,19 +211,15 @@ def check_group(request: Request, limits: Limits, show: Show) -> Report:
 def main(request: Request, as_json: bool) -> int:
     """Check, say what came of it, and return the exit code. Does not return where a rank is lost."""
     limits = Limits(request)
-    handler = limits.listen()
     console = Console(stderr=as_json)
     many = (torchrun_world_size() or 1) > 1
     first = not many or os.environ["RANK"] == "0"
-    try:
-        with Display(console, enabled=first) as display:
-            report = (check_group if many else check_alone)(request, limits, display.show)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    with limits.listening(), Display(console, enabled=first) as display:
+        report = (check_group if many else check_alone)(request, limits, display.show)
     if not many or int(os.environ["RANK"]) == report.speaker(int(os.environ["WORLD_SIZE"])):
         show_report(report, console, display.shown)
         if as_json:
-            print(json.dumps(report.as_json(), indent=2))
+            print(json.dumps(report.as_json(), indent=2), flush=True)  # a worker that hangs delays the end
     if report.stopped and (
         many or torch.cuda.is_initialized()
     ):  # as it ends, a process waits for what is lost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -21,6 +22,8 @@ SHORT = (
     "allgather",
     "ulysses",
 )  # these schedules share kernels, and so do the others: about as many
+
+DYING = 2.0  # seconds that a process whose pipe has ended is waited for
 
 
 def parts_of(cases: Sequence[Case]) -> list[list[Case]]:
@@ -50,6 +53,8 @@ def work_in_processes(
             for pipe in wait(list(workers), 0.2):
                 worker = workers[pipe]
                 result = worker.receive()
+                if worker.ended and (reason := limits.reason()):
+                    raise Stopped(reason)  # it may have ended for the same reason: its case has not failed
                 if result is not None:
                     yield result
                 if worker.ended:
@@ -74,15 +79,16 @@ class Worker:
         theirs.close()  # a dead worker now ends the pipe
 
     def receive(self) -> Result | None:
-        """The next result, or that of the case in which the process died."""
+        """The next result, or that of the case in which the process died; None at the end."""
         try:
             result: Result = self.pipe.recv()
         except (EOFError, OSError):
             self.ended = True
-            self.process.join()
-            if not self.cases:
-                return None
+            self.process.join(DYING)
             code = self.process.exitcode
+            if not code or not self.cases:  # in order, or it hangs in a driver: the rest is another one's
+                self.process.kill()
+                return None
             return Result(
                 self.cases.pop(0), why=f"its process ended with exit code {code} (negative: a signal)"
             )
@@ -91,7 +97,9 @@ class Worker:
 
 
 def work(cases: list[Case], ranks: Ranks, limits: Limits, pipe: Connection) -> None:
-    """The life of a worker. A device that is of no use any more is another process's to try again."""
+    """The life of a worker. A device that is of no use any more is another process's to try again. Ctrl-C
+    reaches it too, and is the parent's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     start(ranks.device)
     try:
         for result in outcomes(cases, ranks, lambda own: [own], limits):
@@ -107,7 +115,7 @@ def start(device: torch.device) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*heads do not go round")  # some worlds are to have too few
     if device.type == "cuda":
-        from tritoncp.offline import name_functions
+        from tritoncp.engines import name_functions
 
         torch.cuda.set_device(device)
         name_functions()
