@@ -130,6 +130,7 @@ FLEX = _options("--contenders", ("flex", "flex flash", "flex max-autotune", "fla
 # -- tests ---------------------------------------------------------------------------------------------------
 
 SMOKE = "tests/gpu/test_smoke.py"
+OVERLAP = "tests/gpu/test_overlap.py"  # compares times, and has the GPU alone
 # In this order; files that are not named come before the last two, whose kernels may never end.
 TESTS = ("answers", "steps", "worlds", "few_rows", "varlen", "descriptors")
 LAST = ("specialised", "gluon")
@@ -185,8 +186,9 @@ PARTS = (
         "what of the package works on this GPU",
         (
             Step((f"{PYTEST} {SMOKE}",), share=0.5, environment=ONE_THREAD),
+            Step((f"{PYTEST} -s {OVERLAP}",), share=0.3, environment=ONE_THREAD),
             Step(
-                (f"{PYTEST} --collect-only -qq --ignore={SMOKE} tests/gpu $arguments",),
+                (f"{PYTEST} --collect-only -qq --ignore={SMOKE} --ignore={OVERLAP} tests/gpu $arguments",),
                 environment=ONE_THREAD,
                 batch=PYTEST,
             ),
