@@ -133,7 +133,7 @@ def test_a_line_whose_names_lead_elsewhere_is_refused_and_nothing_is_written(fie
 def test_each_device_and_triton_has_its_own(tmp_path, shipped):
     other = replace(line(), series=Series("NVIDIA H100"))
     shipped(line(), other, line(env=ENV | {"triton": "3.7.1"}))
-    names = sorted(path.name for path in (tmp_path / "configs/sm_90").iterdir())
+    names = sorted(path.name for path in (tmp_path / "configs/sm_90").glob("*.json"))
     assert names == [
         f"nvidia-{x}.json" for x in ("h100-triton-3.6.0", "h200-triton-3.6.0", "h200-triton-3.7.1")
     ]
