@@ -222,12 +222,17 @@ def gpu_name(python: str) -> str | None:
 
 @contextlib.contextmanager
 def settings() -> Iterator[dict[str, str]]:
-    """Make the environment of every command: this checkout on the path, and a temporary cache of generated
-    code unless TRITONCP_CACHE_DIR is set."""
+    """Make the environment of every command: this checkout on the path, a temporary cache of generated code
+    unless TRITONCP_CACHE_DIR is set, and compiled kernels, whatever TRITON_INTERPRET was."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         folder = os.environ.get("TRITONCP_CACHE_DIR") or cache
-        yield {"PYTHONPATH": paths, "PYTHONUNBUFFERED": "1", "TRITONCP_CACHE_DIR": folder}
+        yield {
+            "PYTHONPATH": paths,
+            "PYTHONUNBUFFERED": "1",
+            "TRITONCP_CACHE_DIR": folder,
+            "TRITON_INTERPRET": "0",
+        }
 
 
 @click.command(cls=PerfCommand, context_settings={"help_option_names": ["-h", "--help"]}, epilog=None)

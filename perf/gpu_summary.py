@@ -74,11 +74,14 @@ def figures(point: Point) -> list[dict[str, Any]]:
 
 
 def check_of(path: Path) -> dict[str, Any]:
-    """Read the result of `tritoncp check --json`: whether all cases are right, the wrong ones, the facts."""
+    """Read the result of `tritoncp check --json`: whether all cases are right, the cases that are wrong or
+    failed, how many did not run, facts of the machine."""
     try:
         report = read_json(path)
-        wrong = [case for case in report["cases"] if not case["right"]]
-        return {"right": bool(report["right"]), "wrong": wrong, "facts": report["facts"]}
+        others = [case for case in report["cases"] if not case["right"]]
+        wrong = [case for case in others if not str(case.get("why", "")).startswith("not run")]
+        numbers = {"cases": len(report["cases"]), "not_run": len(others) - len(wrong)}
+        return {"right": bool(report["right"]), "wrong": wrong, **numbers, "facts": report["facts"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {"right": False, "wrong": [], "why": f"no result: {type(error).__name__}: {error}"}
 
@@ -135,7 +138,9 @@ def lines(summary: Mapping[str, Any]) -> list[str]:
     rows = []
     check = summary["check"]
     if any(part["part"] == "check" for part in summary["parts"]):
-        rows.append(f"check: {'everything is right' if check['right'] else check.get('why', 'wrong:')}")
+        rows.append(
+            f"check: {'everything is right' if check['right'] else check.get('why') or _tally(check)}"
+        )
     rows += [f"  {_case(case)}" for case in check["wrong"]]
     rows += [
         f"{row['case']}: {row['contender']}: {row['why']}"
@@ -157,14 +162,24 @@ def lines(summary: Mapping[str, Any]) -> list[str]:
     return rows
 
 
+def _tally(check: Mapping[str, Any]) -> str:
+    """
+    >>> _tally({"wrong": [{}], "cases": 120, "not_run": 20})
+    '1 of 120 cases wrong, 20 not run'
+    """
+    return f"{len(check['wrong'])} of {check['cases']} cases wrong, {check['not_run']} not run"
+
+
 def _case(case: Mapping[str, Any]) -> str:
-    """Format a wrong case of `tritoncp check`.
+    """Format a wrong case of `tritoncp check`, or the reason why it has no answer.
 
     >>> _case({"schedule": "ring", "mask": "causal", "dtype": "bfloat16", "pass": "forward", "tensor": "out",
     ...        "error": 0.5, "allowed": 0.01, "rank": 1})
     'ring causal bfloat16 forward: out is off by 0.5, allowed is 0.01 (rank 1)'
     """
     names = " ".join(str(case.get(name, "?")) for name in ("schedule", "mask", "dtype", "pass"))
+    if case.get("why"):
+        return f"{names}: {case['why']}"
     off = f"{case.get('tensor', '?')} is off by {case.get('error')}, allowed is {case.get('allowed')}"
     return f"{names}: {off} (rank {case.get('rank', '?')})"
 

@@ -160,8 +160,10 @@ def main(
                 host.resources(journal, only)
             failures = host.run(cases, journal, deadline, seconds, before)
         else:
+            from tritoncp.engines import name_functions
             from tritoncp.perf.measure import Bench
 
+            name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
             bench = Bench(where, journal, deadline, seconds, options_list, group, before, patterns)
             if warm:
                 bench.warm(cases)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ import tritoncp
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.reference import allowed_error, dense_attention, eager_attention, largest_error
+from tritoncp.self_check import attempts
 
 ROOT = Path(__file__).parents[1]
 SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
@@ -93,19 +95,23 @@ def test_cases_beyond_the_budget_are_listed_as_failures():
     assert {case["why"] for case in report["cases"]} == {"not run: the budget of 0.001 s is over (--budget)"}
 
 
-def test_a_check_that_gets_sigterm_reports_its_finished_cases():
-    command = [sys.executable, "-m", "tritoncp", "check", "--jobs=2", "--budget=600"]
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_check_that_gets_a_signal_reports_its_finished_cases(number):
+    """The signal goes to all of its processes, as Ctrl-C does."""
+    command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
     with subprocess.Popen(
-        [*command, "--only=*-causal-*"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        [*command, "--only=*-causal-*"], cwd=ROOT, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "TRITON_INTERPRET": "1"},
     ) as process:  # fmt: skip
-        first = process.stdout.readline()
-        process.terminate()
-        rest = process.communicate(timeout=100)[0]
+        first = process.stderr.readline()
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        said, rest = process.communicate(timeout=100)
     assert process.returncode == 1
     assert first.startswith("right "), first
-    assert "stopped: this process received SIGTERM" in rest
+    assert f"stopped: {number.name} came" in rest
     assert "NOT RUN " in rest
+    cases = json.loads(said)["cases"]
+    assert {"not run" in (case["why"] or "") for case in cases if not case["right"]} == {True}
 
 
 def test_a_nan_is_wrong(monkeypatch):
@@ -203,6 +209,23 @@ def test_a_dead_process_fails_only_its_case(monkeypatch):
     assert all("ended with exit code 7" in case["why"] for case in wrong(report))
 
 
+def test_a_case_that_breaks_its_device_leaves_the_others_to_another_process(monkeypatch):
+    attend = tritoncp.flex_attention
+
+    def refuse(q, k, v, score_mod, *rest, sinks, **options):
+        if score_mod is None and sinks is None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return attend(q, k, v, score_mod, *rest, sinks=sinks, **options)
+
+    monkeypatch.setattr(tritoncp, "flex_attention", refuse)
+    monkeypatch.setattr(attempts, "usable", lambda device: False)
+    code, report = check("--only=one-device-[cs]*-float32-*", "--jobs=2")
+    assert code == 1
+    right = {"causal": False, "score_mod": True, "sinks": True}  # causal and sinks share a process
+    assert {case["mask"]: case["right"] for case in report["cases"]} == right
+    assert all("illegal memory access" in case["why"] for case in wrong(report))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -226,6 +249,18 @@ def test_without_numpy_the_error_names_the_package(monkeypatch):
     done = CliRunner().invoke(main, ["check"])
     assert done.exit_code == 1
     assert "pip install 'tritoncp[interpret]'" in done.output
+
+
+def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch):
+    """The check would be right, and say nothing of the GPU."""
+    from tritoncp import doctor
+
+    gpu = {"index": 0, "name": "NVIDIA H200", "architecture": "sm_90", "memory_gib": 139.8}
+    monkeypatch.setattr(doctor, "devices", lambda: [gpu | {"shared_memory_bytes": 232448}])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    done = CliRunner().invoke(main, ["check"])
+    assert done.exit_code == 1
+    assert "TRITON_INTERPRET=1 is set on a machine with a GPU" in done.output
 
 
 def test_the_allowed_error_depends_on_the_dtype_and_nan_exceeds_it():

@@ -309,6 +309,20 @@ def test_every_stream_records_its_use_of_a_cached_permutation(recorder: Recorder
     assert [kind for kind, *_ in recorder.calls] == ["copy", "event"] * 2 + ["wait", "use"] * 2
 
 
+@pytest.mark.parametrize("streams", [Recorder, upload.Streams])
+def test_a_permutation_first_used_under_inference_mode_serves_training(
+    streams: type[upload.Streams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "STREAMS", streams())
+    cu_seqlens, x = torch.tensor([0, 4, 12]), torch.arange(12.0)
+    with torch.inference_mode():
+        there = tritoncp.contiguous_to_dual_chunk(x, cu_seqlens, world_size=2)
+    leaf = x.clone().requires_grad_()
+    again = tritoncp.contiguous_to_dual_chunk(leaf, cu_seqlens, world_size=2)
+    (grad,) = torch.autograd.grad(again, leaf, there)
+    assert torch.equal(again, there) and torch.equal(grad, x)
+
+
 def test_uncached_copies_go_through_pinned_memory(recorder: Recorder) -> None:
     """The rows of a shard, and 0-d numbers on the CPU, which are copied at every call."""
     plan = tritoncp.make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=BLOCK), world_size=2)

@@ -371,14 +371,27 @@ def data_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
     return _companion(group, DATA, "nccl", purpose, high_priority=True)
 
 
-def connect_data(group: dist.ProcessGroup) -> None:
+def connect_data(group: dist.ProcessGroup, device: torch.device | None = None) -> None:
     """Connect the NCCL communicator of a group's CUDA tensors, by one collective of all ranks. NCCL connects
-    at the first message and waits for all ranks, but a schedule's first message may involve only some."""
-    if group.size() == 1 or _nccl_of(group) is None or group in _CONNECTED:
+    at the first message and waits for all ranks, but a schedule's first message may involve only some.
+
+    device: of the call's tensors; None while a plan is made. A group that also serves CPU tensors is
+        connected by a call with GPU tensors only: its ranks may share one GPU, which NCCL refuses.
+    """
+    if group.size() == 1 or group in _CONNECTED or _nccl_of(group) is None:
         return
-    device = torch.device("cuda", torch.cuda.current_device())
+    if device is None and not _serves_cpu(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device is None or device.type != "cuda":
+        return
     dist.all_reduce(torch.zeros(1, device=device), group=data_communicator(group, device))
     _CONNECTED.add(group)
+
+
+def _serves_cpu(group: dist.ProcessGroup) -> bool:
+    """Whether a group was made for tensors on the CPU besides those on GPUs, as init_process_group() does."""
+    backend = dist.get_backend(group)
+    return backend == "undefined" or "cpu:" in backend
 
 
 def _has_normal_priority(group: dist.ProcessGroup) -> bool:

@@ -253,3 +253,20 @@ def _graph_of(mod: Mod) -> GraphModule:
 
 def _bind(graph: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> Any:
     return lambda *indices: graph(*indices, *tensors, *numbers)
+
+
+def name_functions() -> None:
+    """Have Triton hash all functions that kernels are made of, in one order; to be called before any is used.
+
+    The key of a compiled kernel depends on what the process has hashed before: a caller's hash holds the
+    global constants of its callees, but only of those that were hashed already (triton 3.7.1, in
+    ``DependenciesFinder._update_hash``). Without this, what one process compiled is not found by another.
+    """
+    from tritoncp.kernels import backward, forward, gluon, specialised, tiles
+    from tritoncp.mods import library
+
+    modules = tiles, library, forward, specialised, backward
+    for module in modules if tiles.INTERPRETED else (*modules, gluon):  # which cannot be interpreted
+        for function in vars(module).values():
+            if getattr(function, "__module__", "") == module.__name__:
+                _ = getattr(function, "cache_key", None)  # of what is compiled

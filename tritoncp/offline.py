@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tritoncp import machine_code, tuned
+from tritoncp.engines import name_functions
 from tritoncp.jobs import HEADS, KV_HEADS, VARIANTS, Job, mask_of, options_of
 from tritoncp.kernels.configs import Config, family, pieces
 from tritoncp.plan import build
@@ -209,25 +210,6 @@ def launch_of(job: Job) -> Any:
         return engine.dq(*given, dq=dq_sum if variant.load else dq, add=variant.load)
     into = torch.empty(1, rows, HEADS, d).transpose(1, 2) if job.kernel == "fused" else None
     return engine.dkdv(*given, dk=dk, dv=dv, dq=into, add=variant.load)
-
-
-def name_functions() -> None:
-    """Have Triton hash all functions that kernels are made of, in one order; to be called before any is used.
-
-    The key of a compiled kernel depends on what the process has hashed before: a caller's hash holds the
-    global constants of its callees, but only of those that were hashed already (triton 3.7.1, in
-    ``DependenciesFinder._update_hash``). Without this, what one process compiled is not found by another.
-    """
-    from triton.runtime.jit import JITFunction
-
-    from tritoncp.kernels import backward, forward, gluon, specialised, tiles
-    from tritoncp.mods import library
-
-    modules = tiles, library, forward, specialised, backward
-    for module in modules if tiles.INTERPRETED else (*modules, gluon):  # which cannot be interpreted
-        for function in vars(module).values():
-            if isinstance(function, JITFunction) and function.__module__ == module.__name__:
-                _ = function.cache_key
 
 
 class Stand(NamedTuple):

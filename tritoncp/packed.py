@@ -204,6 +204,7 @@ def _remembered(cu_seqlens: Tensor, route_key: tuple[int, int | None, bool, torc
     return way
 
 
+@torch.inference_mode(False)  # it is kept, and autograd saves it
 def _way(
     cu_seqlens: Tensor, world: int, rank: int | None, to_dual: bool, device: torch.device
 ) -> DeviceCopy[Any]:

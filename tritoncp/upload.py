@@ -84,17 +84,21 @@ class DeviceCopy(Generic[T]):
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, make: Callable[..., T]) -> None:
-        """make: computes the value from the tensors on the device."""
+        """make: computes the value from the tensors on the device.
+
+        The tensors can be saved by autograd even if their first use is under inference_mode.
+        """
         self._memory: Tensor | None = None
         self._streams: set[int] = set()  # streams that may read the memory
         self._lock = threading.Lock()
         copies = list(tensors)
-        if STREAMS.is_asynchronous(device):
-            copies, self._memory = _upload(tensors, device)
-        if self._memory is not None:
-            self._device, self._event = self._memory.device, STREAMS.record_event(device)
-            self._streams.add(STREAMS.current(self._device))
-        self._value = make(*copies)
+        with torch.inference_mode(False):
+            if STREAMS.is_asynchronous(device):
+                copies, self._memory = _upload(tensors, device)
+            if self._memory is not None:
+                self._device, self._event = self._memory.device, STREAMS.record_event(device)
+                self._streams.add(STREAMS.current(self._device))
+            self._value = make(*copies)
 
     def on_current_stream(self) -> T:
         """Return the value, for work that is queued on the current stream afterwards. Call it at each use."""

@@ -171,6 +171,24 @@ def test_a_group_with_a_high_priority_stream_carries_its_tensors(way: str) -> No
     run(2, work)
 
 
+@pytest.mark.parametrize("backend", ["undefined", "cpu:gloo,cuda:nccl"])
+def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(backend: str) -> None:
+    """Ranks that share a GPU, or use none, send CPU tensors; NCCL would refuse to connect them."""
+
+    def work(group: Any) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            events = pretend_nccl(monkeypatch, high_priority=True)
+            monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
+            monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+            monkeypatch.setattr(comm, "_device", lambda *arguments: torch.device("cpu"))
+            attend(tritoncp.make_plan(mask_of(), group, schedule="ring"), group)
+            assert not events
+            comm.connect_data(group, CUDA)  # as a call with tensors there does
+            assert events == [{"connected": group}]
+
+    run(2, work)
+
+
 def test_other_backends_and_single_ranks_need_no_companion() -> None:
     def work(group: Any) -> None:
         assert comm.data_communicator(group, CUDA) is group

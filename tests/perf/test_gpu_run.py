@@ -42,7 +42,7 @@ case "$*" in
     *collect-only*) for test in $TESTS; do echo "tests/gpu/test_$test.py::test_x[a rule]"; done ;;
 esac
 echo "$*" >> "$LOG"; echo "said $*" >&2
-case "$*" in "-m tritoncp check --json") echo "$CHECK" ;; esac
+case "$*" in "-m tritoncp check --json"*) echo "$CHECK" ;; esac
 case "$*" in $HANG) trap '' INT; setsid sleep 300 & echo $! > "$LOG.pid"; sleep 300 ;; $FAIL) exit 1 ;; esac
 """
 # Runs the real commands without a GPU: collects tests, measures tiny cases on the CPU, lists kernels.
@@ -159,6 +159,24 @@ def test_wrong_cases_are_named_at_the_end_and_do_not_stop_the_run(tmp_path):
     assert summary_of(tmp_path)["check"]["facts"] == CHECK["facts"]
 
 
+def test_cases_without_an_answer_are_told_apart_from_wrong_ones(tmp_path):
+    bare = {"tensor": None, "error": None, "allowed": None, "rank": None}
+    broken = WRONG | bare | {"why": "RuntimeError: no room"}
+    left_out = WRONG | bare | {"why": "not run: the budget of 44 s is over (--budget)"}
+    found = CHECK | {"cases": [*CHECK["cases"], broken, left_out, left_out], "right": False}
+    words = "GPU_RUN=--only check"
+    _, said = make_gpu(tmp_path, STAND_IN, words, CHECK=json.dumps(found), FAIL="*check*")
+    assert "check: 1 of 4 cases wrong, 2 not run" in said
+    assert "ring causal bfloat16 forward: RuntimeError: no room" in said and "None" not in said
+    assert summary_of(tmp_path)["check"]["wrong"] == [broken]
+
+
+def test_kernels_run_on_the_gpu_whatever_the_shell_says(tmp_path):
+    script = STAND_IN.replace('echo "$*" >>', 'echo "interpret=$TRITON_INTERPRET $*" >>')
+    make_gpu(tmp_path, script, "GPU_RUN=--only check --only tiles", TRITON_INTERPRET="1")
+    assert (tmp_path / "log").read_text().count("interpret=0 ") == 2
+
+
 def test_without_a_gpu_nothing_runs(tmp_path):
     status, output = make_gpu(tmp_path, STAND_IN, NO_GPU="1")
     assert status and "torch finds no GPU here" in output and not (tmp_path / "log").exists()
@@ -192,8 +210,11 @@ def test_a_dry_run_prints_the_order_and_the_time_table_and_runs_nothing(tmp_path
     clock = [60 * int(minutes) + int(seconds) for _, _, minutes, seconds in rows]
     assert clock == [begin for _, begin, _ in timetable(PARTS, 540)]
     assert [int(row[1]) for row in rows] == [part.seconds for part in PARTS]
-    assert "tritoncp check --json" in output and "7 at a time" in output
-    assert all(int(n) <= 105 for n in re.findall(r"--budget (\d+)", output)), "it is to end by itself"
+    assert re.search(r"tritoncp check --json --budget 4\d\n", output) and "7 at a time" in output
+    budgets = [int(n) for line in output.splitlines() for n in re.findall(r"--budget (\d+)", line)]
+    flex = [int(n) for n in re.findall(r"--budget (\d+).* flex", output)]
+    assert max(n for n in budgets if n not in flex) <= 105, "it is to end by itself"
+    assert min(flex) > 105, "the tuned baseline starts, however little time is left"
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def test_a_line_with_a_path_as_a_name_is_refused(field, name, tmp_path):
 def test_each_device_and_triton_version_has_its_own_routes(tmp_path, shipped):
     other = replace(line(), series=Series("NVIDIA H100"))
     shipped(line(), other, line(env=ENV | {"triton": "3.7.1"}))
-    names = sorted(path.name for path in (tmp_path / "configs/sm_90").iterdir())
+    names = sorted(path.name for path in (tmp_path / "configs/sm_90").glob("*.json"))
     assert names == [
         f"nvidia-{x}.json" for x in ("h100-triton-3.6.0", "h200-triton-3.6.0", "h200-triton-3.7.1")
     ]

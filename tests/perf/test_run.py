@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tritoncp import engines
 from tritoncp.perf import baselines, measure, record, timing
 from tritoncp.perf.cases import GOALS, Case, select
 from tritoncp.perf.run import brief, main, show
@@ -144,6 +145,19 @@ def test_warming_runs_the_named_contenders_and_writes_nothing(tmp_path):
     done = CliRunner().invoke(main, [*QUICK, *options, "--contenders", "tritoncp BLOCK_N=64"])
     assert done.exit_code == 0 and done.output.count("right") == 1
     assert "tritoncp BLOCK_N=64" in done.output and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [["--warm"], []])
+def test_functions_are_hashed_in_one_order_so_that_kernels_of_a_warm_cache_are_found(
+    words, monkeypatch, tmp_path
+):
+    """The key of a kernel in Triton's cache depends on what its process has hashed before."""
+    calls = []
+    monkeypatch.setattr(engines, "name_functions", lambda: calls.append("hash"))
+    monkeypatch.setattr(measure.Bench, "warm", lambda self, cases: calls.append("run"))
+    monkeypatch.setattr(measure.Bench, "run", lambda self, cases: calls.append("run"))
+    CliRunner().invoke(main, [*QUICK, "--tier", "smoke", "--out", str(tmp_path), *words])
+    assert calls == ["hash", "run"]
 
 
 def test_contenders_and_cases_are_selected_by_patterns_in_their_order(tmp_path):

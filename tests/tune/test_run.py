@@ -367,7 +367,8 @@ def test_what_is_compiled_offline_is_what_is_launched(kernel):
 LAUNCHES = """
 import os, torch
 from tritoncp.kernels.configs import Config
-from tritoncp.offline import Compilers, compiled, name_functions
+from tritoncp.engines import name_functions
+from tritoncp.offline import Compilers, compiled
 from tritoncp.tune.problem import Problem
 from tritoncp.tune.targets import Target
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,16 +30,31 @@ class Request(NamedTuple):
 
 @dataclass
 class Limits:
-    """Limits after which the check stops: the time budget, or a SIGTERM to this process."""
+    """Limits after which the check stops: the time budget, or a signal to this process.
+
+    signal_name: of the signal that was received
+    """
 
     request: Request
     began: float = field(default_factory=time.monotonic)
-    terminated: bool = False
+    signal_name: str = ""
 
-    def listen(self) -> Any:
-        """Install a SIGTERM handler that asks the check to stop, and return the previous handler. torchrun
-        sends SIGTERM when another rank has died."""
-        return signal.signal(signal.SIGTERM, lambda number, frame: setattr(self, "terminated", True))
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGTERM, which torchrun sends when another rank has died, and SIGINT as requests to end in
+        order; a second SIGINT interrupts at once."""
+
+        def note(number: int, frame: Any) -> None:
+            if self.signal_name == "SIGINT" == signal.Signals(number).name:
+                raise KeyboardInterrupt
+            self.signal_name = signal.Signals(number).name
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     @property
     def seconds(self) -> float:
@@ -46,8 +62,8 @@ class Limits:
 
     def reason(self) -> str | None:
         """The reason to stop now, or None."""
-        if self.terminated:
-            return "this process received SIGTERM: it was stopped, or another rank died"
+        if self.signal_name:
+            return f"{self.signal_name} came: this process was asked to end, or another rank died"
         if self.seconds > self.request.budget:
             return f"the budget of {self.request.budget:g} s is over (--budget)"
         return None
@@ -173,6 +189,6 @@ def wait_for_device(device: torch.device, limits: Limits) -> None:
     event, end = torch.cuda.Event(), time.monotonic() + limits.request.timeout
     event.record(torch.cuda.current_stream(device))
     while not event.query():
-        if limits.terminated or time.monotonic() > end:
+        if limits.signal_name or time.monotonic() > end:
             raise Stalled(f"the GPU did not finish its work within {limits.request.timeout:g} s")
         time.sleep(0)

@@ -67,9 +67,11 @@ def check(
 
 
 def require_engine() -> None:
-    """Check that kernels can be interpreted where they have to be. Raises RuntimeError with the remedy."""
+    """Check that kernels are interpreted only where that is possible and meant. Raises RuntimeError, with the
+    remedy, if they cannot be interpreted here, or if a GPU is here, which the check would then not test."""
     from tritoncp.doctor import examine
 
     report = examine()
-    if report["interpreted"] and None in (report["versions"]["triton"], report["versions"]["numpy"]):
+    needed = report["versions"]["triton"], report["versions"]["numpy"]
+    if report["interpreted"] and (report["devices"] or None in needed):
         raise RuntimeError("; ".join(report["problems"]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,6 +45,8 @@ def check_alone(request: Request, limits: Limits, show: Show) -> Report:
     cases = select_cases(request, request.world_size, device)
     machine = facts.collect_facts(device)
     machine["world"] = f"{request.world_size} simulated ranks on {device}"
+    if gpu and count_processes(request, split_into_parts(cases)) > 1:
+        machine["notes"].append("processes share the GPU: ms are longer than in a process of its own")
     results: list[Result] = []
     stopped = None
     try:
@@ -73,12 +74,17 @@ def select_cases(request: Request, world_size: int, device: torch.device) -> lis
 def run_simulated(cases: Sequence[Case], ranks: Ranks, limits: Limits) -> Iterator[Result]:
     """Run cases in a simulated world; yield results as they come."""
     parts = split_into_parts(cases)
-    jobs = min(len(parts), limits.request.jobs or count_cores())
+    jobs = count_processes(limits.request, parts)
     if jobs == 1:
         set_up_process(ranks.device)
         yield from run_cases(cases, ranks, lambda own: [own], limits)
     else:
         yield from run_in_processes(parts, ranks, jobs, limits)
+
+
+def count_processes(request: Request, parts: Sequence[Sequence[Case]]) -> int:
+    """Count the processes that share the device."""
+    return min(len(parts), request.jobs or count_cores())
 
 
 def count_cores() -> int:
@@ -208,19 +214,15 @@ def check_group(request: Request, limits: Limits, show: Show) -> Report:
 def main(request: Request, as_json: bool) -> int:
     """Run the check, print its report, and return the exit code. Exits the process where a rank is lost."""
     limits = Limits(request)
-    handler = limits.listen()
     console = Console(stderr=as_json)
     many = (torchrun_world_size() or 1) > 1
     first = not many or os.environ["RANK"] == "0"
-    try:
-        with Display(console, enabled=first) as display:
-            report = (check_group if many else check_alone)(request, limits, display.show)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
+    with limits.listening(), Display(console, enabled=first) as display:
+        report = (check_group if many else check_alone)(request, limits, display.show)
     if not many or int(os.environ["RANK"]) == report.reporting_rank(int(os.environ["WORLD_SIZE"])):
         show_report(report, console, display.shown)
         if as_json:
-            print(json.dumps(report.as_json(), indent=2))
+            print(json.dumps(report.as_json(), indent=2), flush=True)  # a worker that hangs delays the end
     if report.stopped and (many or torch.cuda.is_initialized()):
         # A normal exit would wait for the lost rank's messages or the hanging kernel.
         sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -18,6 +19,8 @@ from tritoncp.self_check.comparison import Ranks
 
 # Schedules that share kernels. The others share theirs, about as many.
 SHORT = (ONE_DEVICE, "allgather", "ulysses")
+
+DYING = 2.0  # seconds that a process whose pipe has ended is waited for
 
 
 def split_into_parts(cases: Sequence[Case]) -> list[list[Case]]:
@@ -47,6 +50,8 @@ def run_in_processes(
             for pipe in wait(list(workers), 0.2):
                 worker = workers[pipe]
                 result = worker.receive()
+                if worker.ended and (reason := limits.reason()):
+                    raise Stopped(reason)  # it may have ended for the same reason: its case has not failed
                 if result is not None:
                     yield result
                 if worker.ended:
@@ -73,15 +78,17 @@ class Worker:
         child_pipe.close()  # so that receive() sees the end of the pipe when the worker dies
 
     def receive(self) -> Result | None:
-        """Receive the next result; if the process died, a failure of the case that it was running."""
+        """Receive the next result; None at the end; if the process died, a failure of the case that it was
+        running."""
         try:
             result: Result = self.pipe.recv()
         except (EOFError, OSError):
             self.ended = True
-            self.process.join()
-            if not self.cases:
-                return None
+            self.process.join(DYING)
             code = self.process.exitcode
+            if not code or not self.cases:  # in order, or it hangs in a driver: the rest is another one's
+                self.process.kill()
+                return None
             return Result(
                 self.cases.pop(0), why=f"its process ended with exit code {code} (negative: a signal)"
             )
@@ -92,6 +99,7 @@ class Worker:
 def run_worker(cases: list[Case], ranks: Ranks, limits: Limits, pipe: Connection) -> None:
     """Run cases in a worker process and send the results. Where the device can no longer be used, the process
     ends, and a new one runs the remaining cases."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the parent answers it
     set_up_process(ranks.device)
     try:
         for result in run_cases(cases, ranks, lambda own: [own], limits):
@@ -109,7 +117,7 @@ def set_up_process(device: torch.device) -> None:
         "ignore", message=".*heads do not go round"
     )  # worlds with too few heads are cases
     if device.type == "cuda":
-        from tritoncp.offline import name_functions
+        from tritoncp.engines import name_functions
 
         torch.cuda.set_device(device)
         name_functions()

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tritoncp.engines import name_functions
 from tritoncp.expressions import score_of
 from tritoncp.kernels.configs import Config
-from tritoncp.offline import name_functions
 from tritoncp.perf import baselines, check
 from tritoncp.perf.cases import Case
 from tritoncp.perf.timing import Clock, DeviceClock, WallClock
