@@ -37,8 +37,8 @@ verify: $(VENV)/.dev-ready ## the suite, everything marked nightly, and what com
 	done; \
 	if [ -n "$$failed" ]; then echo "make verify: failed as$$failed"; exit 1; fi
 
-# A machine with a GPU mostly has its own torch: used as it is, with the checkout on the path; pytest, click and
-# rich are all that it needs besides. perf/gpu_parts.py has the parts and their time, together under nine minutes.
+# Uses the python3 that has torch, if there is one, with this checkout on the path; it also needs pytest, click and
+# rich. perf/gpu_parts.py lists the parts and their time limits, together under nine minutes.
 OUT ?= gpu-out
 gpu: ## check, measure, test and tune on a GPU (OUT=folder JOBS=12 GPU_RUN=--dry-run ARGS="-k masks")
 	@run=$$($(PYTHON) -c "import sys, torch; print(sys.executable)" 2>/dev/null || true); \

@@ -39,15 +39,15 @@ class Config:
     maxnreg: int | None = None
 
     def compiler(self) -> dict[str, Any]:
-        """What Triton's compiler is told beside the constants of the kernel.
+        """Compiler options of a launch, besides the constants of the kernel.
 
         >>> Config(128, 64, num_warps=8, num_stages=3).compiler()
         {'num_warps': 8, 'num_stages': 3, 'enable_fp_fusion': True}
         """
-        told: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        # A score is scaled on its way into exp2, which Triton from 3.10 on does apart unless told.
-        told["enable_fp_fusion"] = True
-        return told | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # Fuses the scaling of scores into exp2's argument, which Triton from 3.10 on does not do by default.
+        options["enable_fp_fusion"] = True
+        return options | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
 
 
 @cache
@@ -102,10 +102,10 @@ def shares(programs: int, tiles: int, processors: int) -> int:
 
 def _dims(*tiles: tuple[Any, ...], dims: tuple[int, ...] = (64, 128, 256)) -> dict[int, Config]:
     """tiles: for each of ``dims`` (BLOCK_M, BLOCK_N, warps, stages) and then dicts of other fields."""
-    found = (
+    sizes = (
         Config(*tile[:4], **{name: x for more in tile[4:] for name, x in more.items()}) for tile in tiles
     )
-    return dict(zip(dims, found, strict=True))
+    return dict(zip(dims, sizes, strict=True))
 
 
 LEAN = {"HOIST": False}
@@ -324,9 +324,9 @@ def unfit(config: Config) -> Iterator[str]:
 
 
 def weight(kind: str, loads: int, learns: bool) -> str:
-    """Which tiles a pass needs for a score_mod, by what takes registers for each score: "heavy" where each
-    loads its own (with 2 sides of a tile varies what it loads), and for dQ adds to gradients too; "learns"
-    where dQ adds to those of what rows, columns or tiles share; else "scored".
+    """Classify a score_mod by the registers that it takes per score, to choose tiles. "heavy": every score
+    loads its own value (``loads`` is 2) and, in dQ, adds to its gradient; "learns": dQ adds to gradients of
+    values that rows, columns or tiles share; "scored": all other cases.
 
     >>> weight("forward", 2, False), weight("dq", 2, False), weight("dq", 1, True)
     ('heavy', 'scored', 'learns')
@@ -373,8 +373,8 @@ def option_names(kind: str) -> dict[str, tuple[str, str]]:
 
 
 def check_options(options: dict[str, Any], arch: str | None = None) -> None:
-    """Refuse options that mean nothing and values no kernel can be compiled with; with ``arch``, also options
-    for kernels that this Triton compiles wrong there."""
+    """Refuse unknown options and invalid values; with ``arch``, also options for kernels that this Triton
+    compiles wrong for it. Raises ValueError."""
     if not options:
         return
     fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
@@ -391,18 +391,18 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
             continue
         if (name := fields.get(option)) is None:
             if option not in OWN and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS:
-                known = ", ".join(sorted({*fields, *HINTS, *OWN}))
-                raise ValueError(f"unknown kernel option {option!r}; known: {known}")
+                accepted = ", ".join(sorted({*fields, *HINTS, *OWN}))
+                raise ValueError(f"unknown kernel option {option!r}; known: {accepted}")
             continue
         allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, _SWITCH)
-        whole = type(value) in ((bool,) if allowed is _SWITCH else (int, type(None)))
-        if not whole or value not in allowed:
+        is_whole = type(value) in ((bool,) if allowed is _SWITCH else (int, type(None)))
+        if not is_whole or value not in allowed:
             raise ValueError(
                 f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
             )
     for option in ("FUSED_BACKWARD", "PACK_GQA"):
-        if not isinstance(asked := options.get(option, False), bool):
-            raise ValueError(f"kernel option {option}={asked!r}; True or False is needed")
+        if not isinstance(flag := options.get(option, False), bool):
+            raise ValueError(f"kernel option {option}={flag!r}; True or False is needed")
     splits = options.get("SPLIT_KV", 1)
     if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1:
         raise ValueError(f"kernel option SPLIT_KV={splits!r}; a number of programs, 1 or more, is needed")
@@ -436,26 +436,26 @@ def choose(
     tma: bool = True,
     score: str = "",
 ) -> Config:
-    """The default, what was measured (CONFIGS) over it, the user's ``kernel_options`` over that, fitted to
-    the mask's blocks and the tensors.  CONFIGS holds (pass, ((field of Config, value), ...)) for some passes;
-    tiles that were measured with descriptors are left out where there are none, and those with FLIP where
-    Triton compiles it wrong.  It may hold ("route", (("ROUTE", name),)) too: the one to take where a call
-    asks for none.
+    """Choose the config of a launch: the default, overridden by measured tiles (the option CONFIGS), then by
+    the user's ``kernel_options``, fitted to the mask's blocks and the tensors.  CONFIGS has (pass, ((field of
+    Config, value), ...)) for some passes; measured tiles that need descriptors are dropped where tensors have
+    none, those with FLIP where Triton compiles it wrong.  It may also have ("route", (("ROUTE", name),)), the
+    default route.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
-    by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` there
-    are no descriptors, whoever wants them.  ROUTE is of the forward pass: "loops" (the default) is one launch
-    with a loop over masked and one over full blocks; "specialised" is two, the second with specialised warps,
-    where that can be had and pays, or on sm_100 one whose warps all are; "gluon" is one whose groups of warps
-    take turns.  Where a route cannot be had, a warning says why, and it is "loops".  (PACK_GQA and SPLIT_KV:
-    see ``TritonEngine.loops``.)
+    by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` no
+    tile is copied by descriptor, whatever the options.  ROUTE selects the forward kernels: "loops" (the
+    default) is one launch with a loop over masked and one over full blocks; "specialised" is two launches,
+    the second warp-specialised, or on sm_100 one launch that is warp-specialised throughout; "gluon" is one
+    launch whose groups of warps take turns.  Where a route is not available, a warning says why, and "loops"
+    runs.  (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
     """
     transposes = multiplies_transposed(arch)
     if not transposes:
         _check_transposed(options | {"FUSED_BACKWARD": kind == "fused"}, arch)
-    about = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes
-    return _chosen(*about, tuple(options.items()))
+    call = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes
+    return _chosen(*call, tuple(options.items()))
 
 
 @lru_cache(1024)
@@ -471,19 +471,19 @@ def _chosen(
     transposes: bool,
     options: tuple[tuple[str, Any], ...],
 ) -> Config:
-    """:func:`choose`, which every launch asks. transposes: whether tiles of CONFIGS may have FLIP."""
-    asked, names = dict(options), option_names(kind).items()
-    given: dict[str, Any] = {
-        name: asked[option] for name, both in names for option in both if option in asked
+    """Choose a config as :func:`choose` does, cached. transposes: whether tiles of CONFIGS may have FLIP."""
+    by_option, names = dict(options), option_names(kind).items()
+    settings: dict[str, Any] = {
+        name: by_option[option] for name, both in names for option in both if option in by_option
     }
-    tma = tma and given.get("USE_TMA", True)
-    measured = dict(dict(asked.get("CONFIGS", ())).get(kind, ()))
+    tma = tma and settings.get("USE_TMA", True)
+    measured = dict(dict(by_option.get("CONFIGS", ())).get(kind, ()))
     if (measured.get("USE_TMA") and not tma) or (measured.get("FLIP") and not transposes):
         measured = {}
-    given = measured | given
-    if given.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # what goes with the rule's tiles alone
-        given = {"FLIP": False, "maxnreg": None} | given
-    config = replace(default(kind, arch, head_dim, dtype, tma, score), **given)
+    settings = measured | settings
+    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # what goes with the rule's tiles alone
+        settings = {"FLIP": False, "maxnreg": None} | settings
+    config = replace(default(kind, arch, head_dim, dtype, tma, score), **settings)
     return replace(
         config,
         BLOCK_M=fit(config.BLOCK_M, q_block),
@@ -493,10 +493,10 @@ def _chosen(
 
 
 def does_not_fit(kind: str, config: Config, what: str, needed: int, available: int) -> str:
-    """What to say when the GPU refuses a config."""
-    given = ", ".join(f"{both[1]}={getattr(config, name)}" for name, both in option_names(kind).items())
+    """The error message for a config that needs more resources than the GPU has."""
+    settings = ", ".join(f"{both[1]}={getattr(config, name)}" for name, both in option_names(kind).items())
     return (
-        f"the {kind} kernel with {given} needs {needed} bytes of {what} and this GPU has {available}; "
+        f"the {kind} kernel with {settings} needs {needed} bytes of {what} and this GPU has {available}; "
         "pass smaller ones in kernel_options"
     )
 

@@ -103,26 +103,26 @@ class Streamed(NamedTuple):
         return bool(self.rows % tile if window else self.ends != "block" or self.block % tile)
 
     def descriptors(self, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
-        """As Recipe has them."""
+        """The descriptors of all tensors, in the form of Recipe.descriptors."""
         return [one for name, x in self.tensors.items() for one in _descriptors(name, x, tile)]
 
 
 def _descriptors(name: str, x: Tensor, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
-    """Of tiles of x [B, H, S, D], as Recipe has them."""
-    made = enumerate(descriptors(x, tile, pieces(x.shape[3])))
-    return [(f"{name}_desc{piece}", name, vars(one) | {"base": None}) for piece, one in made if one]
+    """The descriptors of tiles of x [B, H, S, D], in the form of Recipe.descriptors."""
+    numbered = enumerate(descriptors(x, tile, pieces(x.shape[3])))
+    return [(f"{name}_desc{piece}", name, vars(one) | {"base": None}) for piece, one in numbered if one]
 
 
 @dataclass(frozen=True)
 class TritonEngine:
-    """Launches the kernels.
+    """The Triton engine: launches the kernels of one attention call.
 
     scale:    multiplies q k^T before score_mod
     options:  torch-style kernel options, see :func:`tritoncp.kernels.configs.choose`
-    arch:     architecture whose tile shapes to use; that of the tensors' device unless given
-    first_row: batch row of the whole that row 0 of the tensors is, for what masks and mods see
-    kept:     launches of passes whose tensors all have the same layouts, which settle those of each launch
-              (each rank has tables of its own); without it, a launch looks at its tensors
+    arch:     architecture whose tile shapes to use; by default that of the tensors' device
+    first_row: the index in the full batch of row 0 of the tensors, for masks and mods
+    kept:     cache of launches for calls whose tensors always have the same layouts, so that a lookup need
+              not inspect the tensors; None: launches are cached with the tables, by layouts
     """
 
     mods: Mods
@@ -136,11 +136,11 @@ class TritonEngine:
         check_options(self.options, self.arch)
 
     def around(self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()) -> "TritonEngine":
-        """The same around other captures, of the same layouts."""
-        made, mods = object.__new__(TritonEngine), self.mods
+        """Copy the engine with other captured tensors of the same layouts."""
+        copy, mods = object.__new__(TritonEngine), self.mods
         values = *mods[:5], score_caps, mods.score_loads, score_dcaps
-        vars(made).update(vars(self), mods=tuple.__new__(Mods, values))  # as Mods(...), in half the time
-        return made
+        vars(copy).update(vars(self), mods=tuple.__new__(Mods, values))  # as Mods(...), in half the time
+        return copy
 
     @cached_property
     def alike(self) -> "Alike":
@@ -161,13 +161,13 @@ class TritonEngine:
         name = self._route
         if name == ROUTES[0] or ("ROUTE" not in self.options and q.shape[2] < WHOLE):
             return self.loops(q, k, v, tables, **step)
-        route, asked = route_of(name), "ROUTE" in self.options
+        route, is_explicit = route_of(name), "ROUTE" in self.options
         hindered = next(route.obstacles(self, q, k, v, tables), None)
         why = hindered or objection(self, route.launch, q, k, v, tables, **step)
         if why is None:
             return route.launch(self, q, k, v, tables, **step)
-        if asked or not hindered:
-            whence = "asked for" if asked else "in the table of measured tiles"
+        if is_explicit or not hindered:
+            whence = "asked for" if is_explicit else "in the table of measured tiles"
             warnings.warn(f"ROUTE={name!r} is {whence}; this step goes by 'loops': {why}", stacklevel=2)
         return self.loops(q, k, v, tables, **step)
 
@@ -175,12 +175,12 @@ class TritonEngine:
     def _route(self) -> str:
         """The route that is asked for, else the one that was measured (with tiles of its own, on whole tiles
         of rows, each with a program of its own)."""
-        found, options = dict(self.options.get("CONFIGS", ())).get("route"), self.options
+        entry, options = dict(self.options.get("CONFIGS", ())).get("route"), self.options
         if options.get("ROUTE"):
             return str(options["ROUTE"])
         tiles = {option for both in option_names("forward").values() for option in both}
         other = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1 or options.keys() & tiles
-        return dict(found)["ROUTE"] if found and not other else "loops"
+        return dict(entry)["ROUTE"] if entry and not other else "loops"
 
     def loops(
         self,
@@ -218,8 +218,8 @@ class TritonEngine:
             "STORE_MAX": max_scores is not None,
             "SPECIALISE": kind == "specialised",
         }
-        made = self.launch(forward_kernel, kind, tensors, tables, h_offset, flags)
-        return made if made.values[_SPLITS] is None else _shared(made, q, v, tables)
+        launch = self.launch(forward_kernel, kind, tensors, tables, h_offset, flags)
+        return launch if launch.values[_SPLITS] is None else _shared(launch, q, v, tables)
 
     def streams(self, k: Tensor, v: Tensor, tables: Any) -> bool:
         """Whether descriptors may copy tiles of these keys and values."""
@@ -257,7 +257,7 @@ class TritonEngine:
         add: bool = False,
         h_offset: int = 0,
     ) -> Launch | Callable[[], None]:
-        """dQ of one step, and the gradients of what score_mod captures; ``add`` accumulates into dq."""
+        """Compute dQ of one step, and the gradients of score_mod's captures; ``add`` accumulates into dq."""
         if self.fused:
             return _nothing if add else partial(_clear, dq)
         tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "lse": lse, "delta": delta}
@@ -313,20 +313,20 @@ class TritonEngine:
         return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, score)
 
     def _deal(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Deal:
-        """Tiles that few rows fill and programs that fill the device, or what was asked for.  Interpreted,
-        only the latter: there is nothing to fill."""
+        """Choose tiles that few rows fill, and enough programs to fill the device, or follow PACK_GQA and
+        SPLIT_KV.  Interpreted kernels only follow the options."""
         rows, options = min(q.shape[2], tables.q_block), self.options
-        asked = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1
+        is_explicit = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1
         arch, group = self.arch or architecture(q.device), q.shape[1] // k.shape[1]
         few = rows < WHOLE and arch != "interpreter"
-        if not few and not asked:
+        if not few and not is_explicit:
             return Deal(self.config("forward", q, v, tables, tma), tables.q_block)
         config = partial(self.config, q=q, v=v, tables=tables, tma=tma)
-        alike = all(t is None or t.shape[1] == 1 for t in (tables.row_ptr, tables.lo))  # for all heads
+        same_tables = all(t is None or t.shape[1] == 1 for t in (tables.row_ptr, tables.lo))  # for all heads
         widest = config("forward", q_block=1 << 16).BLOCK_M
         pack = packed(rows, group, widest) if few else 1
         pack = min(group, widest) if options.get("PACK_GQA") else pack
-        pack = pack if alike and options.get("PACK_GQA", True) else 1
+        pack = pack if same_tables and options.get("PACK_GQA", True) else 1
         alone = few and q.shape[2] * pack <= FEW
         block = tables.q_block
         if alone or pack > 1:  # wgmma and tcgen05 take 64 rows at least
@@ -356,18 +356,18 @@ class TritonEngine:
         self, kernel: Any, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int,
         flags: dict[str, Any], dcaps: tuple[Any, ...] = (),
     ) -> Launch:  # fmt: skip
-        """``tensors`` are other ones at every call, mostly of the same layouts: what follows from these and
-        from ``flags`` is kept with the tables."""
+        """Prepare a launch. ``tensors`` change at every call, mostly with the same layouts: the parts of the
+        launch that depend only on layouts and ``flags`` are cached."""
         caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
         recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
         if self.kept is not None:
-            about = kind, h_offset, tables, *flags.values()
-            return prepared(self.kept, about, kernel, tensors, caps, recipe, settled=True)
-        about = kind, h_offset, self.first_row, self.alike, *flags.values()
-        return prepared(tables.launches, about, kernel, tensors, caps, recipe)
+            key = kind, h_offset, tables, *flags.values()
+            return prepared(self.kept, key, kernel, tensors, caps, recipe, settled=True)
+        key = kind, h_offset, self.first_row, self.alike, *flags.values()
+        return prepared(tables.launches, key, kernel, tensors, caps, recipe)
 
     def _recipe(
-        self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, given: dict[str, Any]
+        self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, values: dict[str, Any]
     ) -> Recipe:
         q, k, v = (tensors[name] for name in "qkv")
         by_keys = kind in ("dkdv", "fused")  # programs are tiles of keys, and queries are streamed
@@ -378,7 +378,7 @@ class TritonEngine:
             deal = self._deal(q, k, v, tables, streamed.copyable())
         else:
             deal = Deal(self.config(kind, q, v, tables, streamed.copyable()), tables.q_block)
-        given = given | {"PACK": deal.pack, "splits": deal.splits if deal.splits > 1 else None}
+        values = values | {"PACK": deal.pack, "splits": deal.splits if deal.splits > 1 else None}
         config = deal.config
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
         (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
@@ -389,7 +389,7 @@ class TritonEngine:
         if tables.lo is not None:
             interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
         copied = (*streamed.tensors, "dq") if by_keys else streamed.tensors
-        args = dict.fromkeys(f"{name}_desc{piece}" for name in copied for piece in (0, 1)) | given
+        args = dict.fromkeys(f"{name}_desc{piece}" for name in copied for piece in (0, 1)) | values
         args |= {
             "q_slots": Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
             "kv_slots": Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
@@ -428,7 +428,7 @@ class TritonEngine:
             args["FLIP"] = config.FLIP
         if by_keys:
             args["cols"] = _rows(tables.col_ptr, tables.col_runs)
-            grid = (_tiles(tables, "kv", config.BLOCK_N), k.shape[1] * given["SPLIT"], q.shape[0])
+            grid = (_tiles(tables, "kv", config.BLOCK_N), k.shape[1] * values["SPLIT"], q.shape[0])
         else:
             args["rows"] = _rows(tables.row_ptr, tables.row_runs)
             grid = (deal.tiles(tables) * deal.splits, deal.heads(q, k), q.shape[0])
@@ -439,14 +439,14 @@ class TritonEngine:
 
 
 def route_of(name: str) -> Any:
-    """The module of a route of the forward pass, any but the default. Its ``launch`` takes an engine and
-    what :meth:`TritonEngine.loops` takes; its ``obstacles`` say why a step cannot, or had better not, use it.
+    """Import the module of a route of the forward pass other than "loops". Its ``launch`` takes an engine and
+    the arguments of :meth:`TritonEngine.loops`; its ``obstacles`` yield reasons why a step should not use it.
     """
     return import_module(f"tritoncp.kernels.{name}")
 
 
 class Alike:
-    """A name for what engines that launch the same kernels have in common."""
+    """A key that engines with the same kernels share, to look up launches."""
 
 
 _ALIKE: weakref.WeakValueDictionary[Any, Alike] = weakref.WeakValueDictionary()  # as long as they are named
@@ -502,10 +502,10 @@ _COMBINE = Config(1, 16, 4, 1)
 _SPLITS = forward_kernel.arg_names.index("splits")
 
 
-def _shared(made: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
+def _shared(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
     """``made``, in which several programs share the keys of a tile, as two: each of them leaves a state, in
     heads of its own, and then these are combined."""
-    args, (b, h, s, _) = made.args, q.shape
+    args, (b, h, s, _) = launch.args, q.shape
     splits, dtype = args["splits"], torch.promote_types(q.dtype, torch.float32)
     m, l = torch.empty(2, b, h * splits, s, dtype=dtype, device=q.device).unbind()
     acc = torch.empty(b, h * splits, s, v.shape[3], dtype=dtype, device=q.device)
@@ -519,9 +519,9 @@ def _shared(made: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
         }
         return Recipe((_tiles(tables, "q", 1, args["Q_BLOCK"]), h, b), combined, _COMBINE)
 
-    given = ("out", "acc", "lse", "max_scores", "stat_m", "stat_l")
-    tensors = {name: args[name].ptr for name in given} | {"parts_acc": acc, "parts_m": m, "parts_l": l}
-    about = "combine", q.dtype, *(args[name] for name in same)
-    combine = prepared(tables.launches, about, combine_kernel, tensors, {}, recipe)
+    written = ("out", "acc", "lse", "max_scores", "stat_m", "stat_l")
+    tensors = {name: args[name].ptr for name in written} | {"parts_acc": acc, "parts_m": m, "parts_l": l}
+    key = "combine", q.dtype, *(args[name] for name in same)
+    combine = prepared(tables.launches, key, combine_kernel, tensors, {}, recipe)
     left = {"acc": strided(acc), "stat_m": stat(m), "stat_l": stat(l)}
-    return Launches((made.instead(**left, LOAD_STATE=False, STORE_STATE=True), combine))
+    return Launches((launch.instead(**left, LOAD_STATE=False, STORE_STATE=True), combine))

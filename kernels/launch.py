@@ -66,11 +66,11 @@ class Launch(NamedTuple):
 
     @property
     def parts(self) -> tuple[Launch, ...]:
-        """As Launches has them, for those who look at either."""
+        """The launches: this one alone. The same interface as Launches.parts."""
         return (self,)
 
     def instead(self, **args: Any) -> Launch:
-        """The same with other arguments."""
+        """The same launch with some arguments replaced."""
         values = [args.get(name, value) for name, value in zip(self.kernel.arg_names, self.values)]
         return self._replace(values=values)
 
@@ -80,16 +80,16 @@ class Launch(NamedTuple):
         if self.compiled:
             self.how(self.compiled[0][self.grid], *self.values)
             return
-        told = self.config.compiler() | dict(self.options)
+        options = self.config.compiler() | dict(self.options)
         try:
             with _ONE_AT_A_TIME:
-                made = self.how(self.kernel[self.grid], *self.values, **told)
+                launched = self.how(self.kernel[self.grid], *self.values, **options)
         except OutOfResources as error:
             kind = self.kernel.__name__.removesuffix("_kernel")
             message = does_not_fit(kind, self.config, error.name, error.required, error.limit)
             raise ValueError(message) from error
-        if made is not None:  # None: interpreted
-            self.compiled.append(made)
+        if launched is not None:  # None: interpreted
+            self.compiled.append(launched)
 
 
 class Launches(NamedTuple):
@@ -103,9 +103,9 @@ class Launches(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """What is the same for every launch of one kernel in one place with tensors of these layouts.
+    """The parts of a launch that do not change while the tensors' layouts stay the same.
 
-    args:        by name; what changes from launch to launch may be missing
+    args:        arguments by name, except those that change from launch to launch
     descriptors: (argument, tensor, fields) of the tiles that are copied by descriptor
     """
 
@@ -116,83 +116,86 @@ class Recipe(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A launch without what is new each time, and where in the kernel's order of arguments that goes.
+    """A launch to copy, and the places in the kernel's list of arguments that change at every launch.
 
-    tensors:     (place, name, kind of argument, what it holds besides the tensor)
+    tensors:     (place, name, type of the argument, its fields besides the tensor)
     descriptors: (place, name of the tensor, fields)
-    others:      (place, name) of those that are not empty
-    layouts:     of all of them, where kernels run interpreted
+    scalars:     (place, name) of other arguments that are not empty
+    layouts:     layouts of all arguments, where kernels run interpreted; else empty
     """
 
     launch: Launch
     tensors: list[tuple[int, str, Any, tuple[Any, ...]]]
     descriptors: list[tuple[int, str, dict[str, Any]]]
-    others: list[tuple[int, str]]
+    scalars: list[tuple[int, str]]
     layouts: tuple[Any, ...]
 
     @classmethod
-    def of(cls, kernel: Any, tensors: Tensors, others: Any, recipe: Recipe) -> Prepared:
+    def of(cls, kernel: Any, tensors: Tensors, scalars: Any, recipe: Recipe) -> Prepared:
         place = {name: at for at, name in enumerate(kernel.arg_names)}
-        made: dict[str, Any] = {name: stat(x) if name in STATS else strided(x) for name, x in tensors.items()}
+        structs: dict[str, Any] = {
+            name: stat(x) if name in STATS else strided(x) for name, x in tensors.items()
+        }
         moving = [
             (place[name], name, type(value), value[1:])
-            for name, value in made.items()
+            for name, value in structs.items()
             if value.ptr is not None and name in place
         ]
         copied = [(place[argument], name, fields) for argument, name, fields in recipe.descriptors]
-        some = [(place[name], name) for name, value in others.items() if value and name in place]
-        args = made | dict(others) | dict(recipe.args)
+        presence = [(place[name], name) for name, value in scalars.items() if value and name in place]
+        args = structs | dict(scalars) | dict(recipe.args)
         values = [args[name] for name in kernel.arg_names]
-        places = *(at for at, *_ in moving), *(at for at, *_ in copied), *(at for at, _ in some)
+        places = *(at for at, *_ in moving), *(at for at, *_ in copied), *(at for at, _ in presence)
         for at in places:
             values[at] = None  # what is new each time is not kept
         launch = Launch(kernel, recipe.grid, values, recipe.config, [])
-        layouts = _layouts(tensors, others) if CHECKED else ()
-        return cls(launch, moving, copied, some, layouts)
+        layouts = _layouts(tensors, scalars) if CHECKED else ()
+        return cls(launch, moving, copied, presence, layouts)
 
 
 def prepared(
-    kept: dict[Any, Prepared],
-    about: tuple[Any, ...],
+    cache: dict[Any, Prepared],
+    identity: tuple[Any, ...],
     kernel: Any,
     tensors: Tensors,
-    others: Mapping[str, Any],
+    scalars: Mapping[str, Any],
     recipe: Callable[[], Recipe],
     settled: bool = False,
 ) -> Launch:
-    """A launch of ``kernel`` on tensors and statistics, with ``others``, which are new at every launch too.
+    """Prepare a launch of ``kernel`` on tensors, with other arguments (``scalars``) that also change.
 
-    kept:    where launches like it are, found by ``about``, and by layouts
-    settled: everything in ``kept`` is about one pass, in which ``about`` settles the layouts; they are looked
-             at only where kernels run interpreted, to see that it does
+    cache:   earlier launches, by ``identity`` and layouts
+    settled: ``identity`` determines the layouts, so that they are not part of the key; interpreted kernels
+             verify this
     """
-    key = about if settled else (about, _layouts(tensors, others))
-    if (found := kept.get(key)) is None:
-        if len(kept) >= MOST and not settled:
-            kept.clear()
-        found = kept[key] = Prepared.of(kernel, tensors, others, recipe())
-    elif CHECKED and found.layouts != _layouts(tensors, others):
+    key = identity if settled else (identity, _layouts(tensors, scalars))
+    if (entry := cache.get(key)) is None:
+        if len(cache) >= MOST and not settled:
+            cache.clear()
+        entry = cache[key] = Prepared.of(kernel, tensors, scalars, recipe())
+    elif CHECKED and entry.layouts != _layouts(tensors, scalars):
         raise AssertionError(f"launches of {kernel.__name__} that should be alike differ in their layouts")
-    like, values = found.launch, found.launch.values.copy()
-    for at, name, kind, fields in found.tensors:
+    like, values = entry.launch, entry.launch.values.copy()
+    for at, name, kind, fields in entry.tensors:
         values[at] = tuple.__new__(kind, (tensors[name], *fields))  # as kind(...), in half the time
-    for at, name, kept_fields in found.descriptors:
+    for at, name, kept_fields in entry.descriptors:
         values[at] = with_base(kept_fields, tensors[name])
-    for at, name in found.others:
-        values[at] = others[name]
+    for at, name in entry.scalars:
+        values[at] = scalars[name]
     return Launch(kernel, like.grid, values, like.config, like.compiled)
 
 
-def _layouts(tensors: Tensors, others: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*map(layout_of, tensors.values()), *[value and facts(value) for value in others.values()])
+def _layouts(tensors: Tensors, scalars: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (*map(layout_of, tensors.values()), *[value and facts(value) for value in scalars.values()])
 
 
 def layout_of(x: Tensor | None) -> Any:
-    """What a kernel is compiled and launched for: the tensor's type, shape and strides, its address modulo
-    16, and on AMD whether 32 bits hold every offset in its memory.
+    """The properties of a tensor that decide which compiled kernel runs and how it is launched: dtype, shape,
+    strides, address modulo 16, and on AMD whether 32 bits hold every offset in its memory.
 
-    The compiler asks only whether the address is a multiple of 16. The remainder settles that for every slice
-    of the tensor too: slices of bases 2 and 6 bytes past such a multiple differ, 14 bytes further on.
+    The compiler only uses whether an address is a multiple of 16. The full remainder is kept because it also
+    decides this for every slice of the tensor: at an offset of 14 bytes, a base with remainder 2 gives an
+    aligned slice, one with remainder 6 does not.
     """
     if x is None:
         return None
@@ -202,7 +205,7 @@ def layout_of(x: Tensor | None) -> Any:
 
 
 def facts(value: Any) -> Any:
-    """What Triton compiles an argument for: a number by what it makes use of, a tensor without its shape and
+    """The properties of an argument for which Triton specialises a kernel. For a tensor without its shape and
     strides, which are arguments of their own."""
     if isinstance(value, tuple):
         return tuple(map(facts, value))

@@ -1,7 +1,4 @@
-"""Triton's compiler and ptxas, the assembler behind it: which ones are in use, and their known faults.
-
-Nothing here compiles or launches a kernel.
-"""
+"""Versions of Triton's compiler and of ptxas, its assembler, and their known faults. Compiles no kernel."""
 
 from __future__ import annotations
 
@@ -15,9 +12,9 @@ from typing import NamedTuple
 
 UNSAFE = "TRITONCP_UNSAFE_FUSED"  # environment variable: 1 allows the fused backward pass everywhere
 BUNDLED = "bundled with Triton"
-# Environment variables that name another ptxas: for GPUs before sm_100, and from there on.
+# Environment variables that name another ptxas: for GPUs before sm_100, and for sm_100 and newer.
 PTXAS_PATHS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
-# Faults of ptxas in kernels for sm_90: the first version without it, and the kernels that it assembles wrong.
+# Faults of ptxas in kernels for sm_90: the first version without the fault, and the kernels that it breaks.
 HOPPER_FAULTS = (
     ((13, 1), "some kernels of four warps (flash-linear-attention#1262)"),
     ((13, 3), "some products whose left operand lies in registers (triton#9433)"),
@@ -25,10 +22,7 @@ HOPPER_FAULTS = (
 
 
 class Ptxas(NamedTuple):
-    """The assembler of an architecture's kernels.
-
-    origin: "bundled with Triton", or the environment variable that names the path
-    """
+    """A ptxas. origin: "bundled with Triton", or the environment variable that names its path."""
 
     version: str
     path: str
@@ -43,7 +37,7 @@ class Ptxas(NamedTuple):
 
     @property
     def variable(self) -> str:
-        """The environment variable that puts another ptxas in its place.
+        """The environment variable that replaces this ptxas by another one.
 
         >>> Ptxas("12.9.86", "/triton/bin/ptxas-blackwell", BUNDLED).variable
         'TRITON_PTXAS_BLACKWELL_PATH'
@@ -52,9 +46,9 @@ class Ptxas(NamedTuple):
 
 
 def ptxas_for(arch: str) -> Ptxas:
-    """The ptxas that Triton runs for ``arch``. Raises LookupError, which says why, where there is none."""
+    """The ptxas that Triton runs for ``arch``. Raises LookupError with the reason where there is none."""
     if not arch.startswith("sm_"):
-        raise LookupError(f"{arch} has no ptxas: it assembles for NVIDIA's GPUs alone")
+        raise LookupError(f"ptxas assembles only for NVIDIA's GPUs, not for {arch}")
     try:
         from triton.backends.nvidia.compiler import get_ptxas
     except ImportError as error:
@@ -70,15 +64,16 @@ def ptxas_for(arch: str) -> Ptxas:
 
 @lru_cache
 def _version(path: str) -> str:
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-    number = re.search(r"\bV(\d+\.\d+\.\d+)", said) or re.search(r"\brelease (\d+\.\d+)", said)
+    """Ask a ptxas for its version."""
+    text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    number = re.search(r"\bV(\d+\.\d+\.\d+)", text) or re.search(r"\brelease (\d+\.\d+)", text)
     if number is None:
-        raise OSError(f"{path} --version names no version")
+        raise OSError(f"{path} --version prints no version")
     return number[1]
 
 
 def ptxas_faults(arch: str, version: str) -> Iterator[str]:
-    """The kernels for ``arch`` that this version of ptxas is known to assemble wrong, and the cure's version.
+    """Known faults of a ptxas version: the ``arch`` kernels that it assembles wrong, and the fixed version.
 
     >>> list(ptxas_faults("sm_90", "13.1.80"))
     ['some products whose left operand lies in registers (triton#9433), right from 13.3 on']
@@ -95,27 +90,28 @@ def multiplies_transposed(arch: str) -> bool:
 
     Triton before 3.7.1 does not on sm_90: where wgmma's left operand is the transposed result of another
     product, the answer is wrong without an error (flash-linear-attention#640; #983 names 3.4 to 3.7.0,
-    triton#6124 already 3.2).  Reported for 16-bit tiles; the guard holds for every dtype, since products in
-    tf32 are wgmma's as well.
+    triton#6124 names 3.2).  It was reported for 16-bit tiles; the guard covers every dtype, since tf32
+    products run on wgmma too.
 
-    Products of the kernels with such an operand:
+    Kernels with such products:
 
-    - dQ, dK/dV and fused kernels with FLIP: P and dS are the transposed result of ``tiles.inner``;
-    - the fused kernel, with FLIP or without: dS is transposed for dQ.
+    - dQ, dK/dV and fused with FLIP: P and dS are the transposed result of ``tiles.inner``;
+    - fused, with or without FLIP: dS is transposed for dQ.
 
     All other transposed operands are loads, which wgmma reads from shared memory: the right operands of
-    ``tiles.inner``, and K in ``gluon``.  The forward kernels never pass FLIP; the permutations in
-    ``forward.rescaled`` move an accumulator, no operand.
+    ``tiles.inner``, and K in ``gluon``.  The forward kernels never use FLIP; ``forward.rescaled`` permutes an
+    accumulator, not an operand.
     """
     if arch != "sm_90":
-        return True  # without Triton too, where the eager engine runs
+        return True  # before the import, which fails where only the eager engine is installed
     import triton
 
     return _numbers(triton.__version__) >= (3, 7, 1)
 
 
 def transposed_fault(arch: str) -> str | None:
-    """Why kernels for ``arch`` may not multiply transposed register tiles, and the cure; None if they may."""
+    """The reason why kernels for ``arch`` may not multiply transposed register tiles, with the remedy; None
+    if they may."""
     if multiplies_transposed(arch):
         return None
     import triton
@@ -127,13 +123,13 @@ def transposed_fault(arch: str) -> str | None:
 
 
 def fused_fault(arch: str) -> str | None:
-    """The same for the fused backward kernel, which TRITONCP_UNSAFE_FUSED=1 allows all the same."""
+    """The reason why the fused backward kernel may not run; None if it may, or if TRITONCP_UNSAFE_FUSED=1."""
     return None if os.environ.get(UNSAFE) == "1" else transposed_fault(arch)
 
 
 @lru_cache
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version.
+    """Parse the leading numbers of a version.
 
     >>> _numbers("3.7.1+git12"), _numbers("3.8.0rc1"), _numbers("13.1")
     ((3, 7, 1), (3, 8, 0), (13, 1))
@@ -143,17 +139,17 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def broken_ptxas_paths() -> Iterator[str]:
-    """A line for each environment variable that names a ptxas which does not run."""
+    """List the environment variables that name a ptxas that does not run, each as a line with the remedy."""
     for name in PTXAS_PATHS:
         if path := os.environ.get(name):
             try:
                 _version(path)
             except (OSError, subprocess.SubprocessError) as error:
-                yield f"{name}={path} names no ptxas that runs ({error}): name another one, or unset {name}"
+                yield f"{name}={path}: this ptxas does not run ({error}); set another path, or unset {name}"
 
 
 def bundled_ptxas() -> list[Ptxas]:
-    """Every ptxas that Triton brings and that runs here."""
+    """List every ptxas that is bundled with Triton and runs on this machine."""
     import triton
 
     folder = Path(triton.__file__).parent / "backends/nvidia/bin"

@@ -112,7 +112,7 @@ class Numbers(click.ParamType):
 
 
 class Quality(NamedTuple):
-    """What a placement is worth.
+    """The quality of a placement.
 
     imbalance: most work of a rank over the mean
     travels:   rows of keys that all ranks fetch, in per cent of what a full gather moves

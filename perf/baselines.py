@@ -1,6 +1,6 @@
-"""Who runs: tritoncp, PyTorch's compiled flex attention in its variants, and its fixed-function kernels.
+"""Contenders of the benchmark: tritoncp, PyTorch's compiled flex attention in variants, and SDPA's kernels.
 
-A contender gets q, k and v in the layout its own users would hold them in; how its results are brought to
+A contender takes q, k and v in the layout that its users would have. Converting its results to
 [batch, heads, seq, dim] for comparison is not timed.
 """
 
@@ -27,7 +27,7 @@ from tritoncp.perf.record import variant
 from tritoncp.sinks import with_sinks
 from tritoncp.world import simulate
 
-# torch.compile mode and kernel options of each flex variant. The first is what everybody gets.
+# torch.compile mode and kernel options of each flex variant. The first one is the default.
 FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
     "flex": (None, {}),
     "flex prescale": (None, {"PRESCALE_QK": True}),
@@ -37,7 +37,7 @@ FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
     "flex max-autotune": ("max-autotune-no-cudagraphs", {}),
 }
 PASSES = ("forward", "backward")
-# Options of tritoncp that another pass does not read.
+# Prefixes of the kernel options of tritoncp that do not affect a pass.
 _OTHERS = {
     "forward": ("bwd_", "FUSED_BACKWARD"),
     "backward": ("fwd_", "ROUTE", "PACK_GQA", "SPLIT_KV"),
@@ -46,7 +46,7 @@ _OTHERS = {
 
 @dataclass(frozen=True)
 class Inputs:
-    """One problem's tensors: q, k, v are leaves [batch, heads, seq, dim], dout is out's gradient."""
+    """Tensors of a problem: q, k, v are leaves [batch, heads, seq, dim], dout is the gradient of out."""
 
     q: Tensor
     k: Tensor
@@ -56,27 +56,27 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that computes a case.
+    """An implementation of attention, ready to run one case.
 
     call:   one forward pass over ``leaves``; a list of outputs where several ranks are on one device
     leaves: q, k, v in the contender's own layout, requiring grad; all q, all k, all v of several ranks; dout
             as the outputs
-    usual:  brings out, dq, dk, dv (or the list of what the ranks have of it) to [batch, heads, seq, dim]
-    repeat: how many times every key head stands in the leaves
-    passes: those that differ from what the contender without its options computes
-    environment: variables that are set while this contender runs, and for no other
+    to_bhsd: converts out, dq, dk or dv (or the list of the ranks' parts) to [batch, heads, seq, dim]
+    repeat: the number of copies of each key head in the leaves
+    passes: the passes to time: those that the contender's options change
+    environment: variables that are set only while this contender runs
     """
 
     call: Callable[[], Any]
     leaves: tuple[Tensor, ...]
     dout: Any
-    usual: Callable[[Any], Tensor] = lambda x: x
+    to_bhsd: Callable[[Any], Tensor] = lambda x: x
     repeat: int = 1
     passes: tuple[str, ...] = PASSES
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """A call in the environment of this contender."""
+        """Run a call in the environment of this contender."""
         before = {name: os.environ.get(name) for name in self.environment}
         os.environ.update(self.environment)
         try:
@@ -90,26 +90,28 @@ class Contender:
         """out [batch, heads, seq, v_dim], detached."""
         out = self.run(self.call)
         with torch.no_grad():
-            return self.usual(out).detach()
+            return self.to_bhsd(out).detach()
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv, as the case's own q, k, v lie."""
+        """dq, dk, dv in the layout of the case's q, k, v."""
         grads = self.run(lambda: torch.autograd.grad(self.call(), self.leaves, self.dout))
         ranks = len(grads) // 3
         with torch.no_grad():
-            each = (grads[i] if ranks == 1 else grads[i : i + ranks] for i in range(0, len(grads), ranks))
-            dq, dk, dv = (self.usual(x) for x in each)
+            per_tensor = (
+                grads[i] if ranks == 1 else grads[i : i + ranks] for i in range(0, len(grads), ranks)
+            )
+            dq, dk, dv = (self.to_bhsd(x) for x in per_tensor)
         return dq, *(x.unflatten(1, (-1, self.repeat)).sum(2) for x in (dk, dv))
 
 
 class Unsupported(Exception):
-    """This PyTorch, device or baseline cannot do the case; the message says why."""
+    """Raised where this PyTorch, device or baseline cannot run a case; the message says why."""
 
 
 def inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
-    """Unit-normal tensors of a case."""
+    """Draw unit-normal tensors for a case."""
     if case.queries and (case.mask != "full" or case.world > 1):
-        raise ValueError(f"{case.name}: masks and shards of as many queries as keys are measured, or no mask")
+        raise ValueError(f"{case.name}: a case with few queries needs the full mask and one rank")
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(heads: int, width: int, rows: int = case.seq) -> Tensor:
@@ -121,18 +123,18 @@ def inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
 
-def ours(case: Case, given: Inputs, options: dict[str, Any] | None = None) -> Contender:
-    """tritoncp on one device, with the mask in closed form. Its answer is compared with the reference before
-    it is timed, so the fused backward pass may run where it is refused as unsafe."""
+def one_device(case: Case, tensors: Inputs, options: dict[str, Any] | None = None) -> Contender:
+    """tritoncp on one device, with the mask in closed form. The fused backward pass may run even where it is
+    refused as unsafe, because answers are compared with the reference before they are timed."""
     mask = MASKS[case.mask].closed(case.seq)
-    score = MASKS[case.mask].score(case.heads, given.q.device)
-    sinks = _sinks(case, given)
-    leaves = given.q, given.k, given.v
+    score = MASKS[case.mask].score(case.heads, tensors.q.device)
+    sinks = _sinks(case, tensors)
+    leaves = tensors.q, tensors.k, tensors.v
 
     def call() -> Tensor:
         return flex_attention(*leaves, score, mask, enable_gqa=True, kernel_options=options, sinks=sinks)
 
-    return Contender(call, leaves, given.dout, **_terms(options))
+    return Contender(call, leaves, tensors.dout, **_terms(options))
 
 
 def _terms(options: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -148,69 +150,71 @@ def _terms(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def split(
-    case: Case, given: Inputs, group: Any = None, kernel_options: dict[str, Any] | None = None
+    case: Case, tensors: Inputs, group: Any = None, kernel_options: dict[str, Any] | None = None
 ) -> Contender:
-    """tritoncp by the case's schedule: this rank's part in a process group, or, without one, all ranks in
-    lockstep on this device."""
+    """tritoncp with the case's schedule: this rank of a process group, or, without a group, all ranks
+    simulated on this device."""
     closed = MASKS[case.mask].closed(case.seq)
-    score = MASKS[case.mask].score(case.heads, given.q.device)
-    options: dict[str, Any] = {"enable_gqa": True, "sinks": _sinks(case, given)}
+    score = MASKS[case.mask].score(case.heads, tensors.q.device)
+    options: dict[str, Any] = {"enable_gqa": True, "sinks": _sinks(case, tensors)}
     options["kernel_options"] = kernel_options
     mask = create_block_mask(closed, 1, 1, case.seq, case.seq) if closed else full_mask(case.seq, case.seq)
-    whole = (given.q, given.k, given.v, given.dout)
+    unsharded = (tensors.q, tensors.k, tensors.v, tensors.dout)
     if group is not None:
         plan = make_plan(mask, group, schedule=case.schedule)
-        q, k, v, dout = (shard(x.detach(), plan, dim=2).requires_grad_() for x in whole)
+        q, k, v, dout = (shard(x.detach(), plan, dim=2).requires_grad_() for x in unsharded)
         call = partial(flex_attention, q, k, v, score, plan, mesh=group, **options)
         return Contender(
             call, (q, k, v), dout.detach(), lambda x: unshard(x.detach(), plan, mesh=group, dim=2)
         )
     world = simulate(case.world)
     plan = world.make_plan(mask, schedule=case.schedule)
-    qs, ks, vs, douts = ([x.requires_grad_() for x in world.shard(x.detach(), plan, dim=2)] for x in whole)
+    qs, ks, vs, douts = (
+        [x.requires_grad_() for x in world.shard(x.detach(), plan, dim=2)] for x in unsharded
+    )
     together: Callable[[], Any] = partial(world.flex_attention, qs, ks, vs, score, plan, **options)
     leaves = (*qs, *ks, *vs)
-    usual = partial(world.unshard, plan=plan, dim=2)
-    return Contender(together, leaves, douts, usual, **_terms(kernel_options))
+    to_bhsd = partial(world.unshard, plan=plan, dim=2)
+    return Contender(together, leaves, douts, to_bhsd, **_terms(kernel_options))
 
 
-def torch_split(case: Case, given: Inputs, group: Any) -> Contender:
+def torch_split(case: Case, tensors: Inputs, group: Any) -> Contender:
     """PyTorch's own context parallel flex attention: keys gathered, blocks dealt by its PTRR balancer."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import _attention
 
-    theirs: Any = _attention  # private, and the only door there is
-    device = given.q.device
+    api: Any = _attention  # private, and the only door there is
+    device = tensors.q.device
     mod, length = MASKS[case.mask].plain(case.seq, device), (case.seq, case.seq)
     if mod is None or MASKS[case.mask].score(case.heads, device) is not None or MASKS[case.mask].sinks:
         raise Unsupported("PyTorch's context parallelism is measured with a mask, no score_mod and no sinks")
     mesh = DeviceMesh.from_group(group, device.type)
     mask = torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
-    balancer = theirs._PTRRLoadBalancer(mask, group.size())
-    whole = [x.detach() for x in (given.q, given.k, given.v, given.dout)]
-    *shards, mine = theirs._context_parallel_shard(mesh, [*whole, mask], [2] * 5, balancer)
-    q, k, v, dout = (x.requires_grad_(given.q.requires_grad) for x in shards)
+    balancer = api._PTRRLoadBalancer(mask, group.size())
+    unsharded = [x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)]
+    *shards, local_mask = api._context_parallel_shard(mesh, [*unsharded, mask], [2] * 5, balancer)
+    q, k, v, dout = (x.requires_grad_(tensors.q.requires_grad) for x in shards)
 
     class Attention(torch.nn.Module):
         def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
-            return torch_flex.flex_attention(query, key, value, block_mask=mine, enable_gqa=True)
+            return torch_flex.flex_attention(query, key, value, block_mask=local_mask, enable_gqa=True)
 
-    module = theirs._ContextParallel(2, theirs._ContextParallel.AttentionType.FLEX)._apply(Attention(), mesh)
+    module = api._ContextParallel(2, api._ContextParallel.AttentionType.FLEX)._apply(Attention(), mesh)
     run = torch.compile(module, dynamic=False) if device.type == "cuda" else module
 
-    def usual(x: Tensor) -> Tensor:
-        return theirs.context_parallel_unshard(mesh, [x.detach()], [2], balancer)[0]
+    def to_bhsd(x: Tensor) -> Tensor:
+        return api.context_parallel_unshard(mesh, [x.detach()], [2], balancer)[0]
 
-    return Contender(lambda: run(q, k, v), (q, k, v), dout.detach(), usual)
-
-
-def _sinks(case: Case, given: Inputs) -> Tensor | None:
-    return sink_logits(case.heads, given.q.device) if MASKS[case.mask].sinks else None
+    return Contender(lambda: run(q, k, v), (q, k, v), dout.detach(), to_bhsd)
 
 
-def flex(case: Case, given: Inputs, variant: str = "flex") -> Contender:
-    """torch's flex attention, compiled on a GPU; eager elsewhere, where only the answer matters."""
-    device = given.q.device
+def _sinks(case: Case, tensors: Inputs) -> Tensor | None:
+    return sink_logits(case.heads, tensors.q.device) if MASKS[case.mask].sinks else None
+
+
+def flex(case: Case, tensors: Inputs, variant: str = "flex") -> Contender:
+    """torch's flex attention: compiled on a GPU, eager on a CPU, where only the answer matters."""
+    device = tensors.q.device
     mode, options = FLEX[variant]
     if options.get("BACKEND") == "FLASH":
         _check_flash_backend()
@@ -218,8 +222,8 @@ def flex(case: Case, given: Inputs, variant: str = "flex") -> Contender:
     score = MASKS[case.mask].score(case.heads, device)
     length = (case.seq, case.seq)
     mask = None if mod is None else torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
-    sinks = _sinks(case, given)
-    leaves = given.q, given.k, given.v
+    sinks = _sinks(case, tensors)
+    leaves = tensors.q, tensors.k, tensors.v
 
     attention: Any = torch_flex.flex_attention
 
@@ -233,7 +237,7 @@ def flex(case: Case, given: Inputs, variant: str = "flex") -> Contender:
     # A code object of its own: what is compiled for another variant must not be found for this one.
     call.__code__ = call.__code__.replace(co_name=variant.replace(" ", "_"))
     run = torch.compile(call, fullgraph=True, dynamic=False, mode=mode) if device.type == "cuda" else call
-    return Contender(lambda: run(*leaves), leaves, given.dout)
+    return Contender(lambda: run(*leaves), leaves, tensors.dout)
 
 
 def _check_flash_backend() -> None:
@@ -244,28 +248,28 @@ def _check_flash_backend() -> None:
         raise Unsupported('BACKEND="FLASH" needs flash_attn.cute, which is not installed')
 
 
-def dense(case: Case, given: Inputs, backend: SDPBackend) -> Contender:
-    """One backend of scaled_dot_product_attention, for masks that it has a name for.
+def dense(case: Case, tensors: Inputs, backend: SDPBackend) -> Contender:
+    """One backend of scaled_dot_product_attention, for the masks that it supports without a tensor.
 
     A backend that refuses grouped heads gets K and V repeated for each query head, which is not timed.
     """
-    known = MASKS[case.mask].dense
-    if known is None:
+    supported = MASKS[case.mask].dense
+    if supported is None:
         raise Unsupported(f"scaled_dot_product_attention has no name for the mask {case.mask!r}")
     group = case.heads // case.kv_heads
 
     def contender(repeat: int) -> Contender:
-        k, v = given.k, given.v
+        k, v = tensors.k, tensors.v
         if repeat > 1:
             k, v = (x.detach().repeat_interleave(repeat, 1).requires_grad_() for x in (k, v))
 
         def call() -> Tensor:
             with sdpa_kernel(backend):
                 return functional.scaled_dot_product_attention(
-                    given.q, k, v, is_causal=known == "causal", enable_gqa=repeat != group
+                    tensors.q, k, v, is_causal=supported == "causal", enable_gqa=repeat != group
                 )
 
-        return Contender(call, (given.q, k, v), given.dout, repeat=repeat)
+        return Contender(call, (tensors.q, k, v), tensors.dout, repeat=repeat)
 
     grouped = contender(1)
     if group > 1 and not _works(grouped):
@@ -281,7 +285,7 @@ def _works(contender: Contender) -> bool:
     return True
 
 
-def packed(case: Case, given: Inputs) -> Contender:
+def packed(case: Case, tensors: Inputs) -> Contender:
     """FlashAttention-2 by varlen_attn: packed documents, causal windows; tensors [tokens, heads, dim]."""
     mask = MASKS[case.mask]
     if not mask.documents and mask.window is None:
@@ -291,19 +295,19 @@ def packed(case: Case, given: Inputs) -> Contender:
     varlen_attn: Any = varlen.varlen_attn
     lengths = document_lengths(case.seq) if mask.documents else [case.seq]
     lengths *= case.batch
-    edges = torch.tensor([0, *lengths]).cumsum(0).to(given.q.device, torch.int32)
+    edges = torch.tensor([0, *lengths]).cumsum(0).to(tensors.q.device, torch.int32)
     left = mask.window(case.seq) if mask.window else -1
     options = _varlen_options(inspect.signature(varlen_attn).parameters, left, case.heads != case.kv_heads)
 
     def rows(x: Tensor) -> Tensor:
         return x.detach().transpose(1, 2).flatten(0, 1).contiguous()
 
-    def usual(x: Tensor) -> Tensor:
+    def to_bhsd(x: Tensor) -> Tensor:
         return x.unflatten(0, (case.batch, -1)).transpose(1, 2)
 
-    q, k, v = (rows(x).requires_grad_() for x in (given.q, given.k, given.v))
+    q, k, v = (rows(x).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
     call = partial(varlen_attn, q, k, v, edges, edges, max(lengths), max(lengths), **options)
-    return Contender(call, (q, k, v), rows(given.dout), usual)
+    return Contender(call, (q, k, v), rows(tensors.dout), to_bhsd)
 
 
 def _varlen_options(parameters: Any, left: int, grouped: bool) -> dict[str, Any]:
@@ -319,34 +323,34 @@ def _varlen_options(parameters: Any, left: int, grouped: bool) -> dict[str, Any]
 
 def contenders(
     case: Case,
-    given: Inputs,
+    tensors: Inputs,
     variants: Sequence[str],
     options: Sequence[dict[str, Any]] = (),
     group: Any = None,
 ) -> dict[str, Callable[[], Contender]]:
-    """By name, how to make everyone who may take part. The first word of a name says what it is a variant of.
+    """Functions that make the contenders of a case, by name. The first word of a name is its family.
 
-    variants: keys of FLEX; options: kernel options to try tritoncp with, besides its own choice; group: the
-    ranks that share the case, if they do. What splits a sequence over ranks on one device is compared with
-    what computes it whole.
+    variants: keys of FLEX; options: kernel options to try tritoncp with, besides its defaults; group: the
+    process group of a case of several ranks. A case that simulates ranks on one device has the contender
+    "whole": tritoncp without splitting.
     """
     if group is not None:
         return {
-            "tritoncp": partial(split, case, given, group),
-            "torch": partial(torch_split, case, given, group),
+            "tritoncp": partial(split, case, tensors, group),
+            "torch": partial(torch_split, case, tensors, group),
         }
     attend: Callable[..., Contender] = (
-        partial(split, case, given, None) if case.together else partial(ours, case, given)
+        partial(split, case, tensors, None) if case.together else partial(one_device, case, tensors)
     )
-    found: dict[str, Callable[[], Contender]] = {"tritoncp": attend}
-    found |= {variant(chosen): partial(attend, chosen) for chosen in options}
+    makers: dict[str, Callable[[], Contender]] = {"tritoncp": attend}
+    makers |= {variant(chosen): partial(attend, chosen) for chosen in options}
     if case.together:
-        found["whole"] = partial(ours, case, given)
-    found |= {name: partial(flex, case, given, name) for name in variants}
+        makers["whole"] = partial(one_device, case, tensors)
+    makers |= {name: partial(flex, case, tensors, name) for name in variants}
     if MASKS[case.mask].dense is not None:
-        found["flash"] = partial(dense, case, given, SDPBackend.FLASH_ATTENTION)
-        found["cudnn"] = partial(dense, case, given, SDPBackend.CUDNN_ATTENTION)
-        found["efficient"] = partial(dense, case, given, SDPBackend.EFFICIENT_ATTENTION)
+        makers["flash"] = partial(dense, case, tensors, SDPBackend.FLASH_ATTENTION)
+        makers["cudnn"] = partial(dense, case, tensors, SDPBackend.CUDNN_ATTENTION)
+        makers["efficient"] = partial(dense, case, tensors, SDPBackend.EFFICIENT_ATTENTION)
     elif MASKS[case.mask].documents or MASKS[case.mask].window:
-        found["flash"] = partial(packed, case, given)
-    return found
+        makers["flash"] = partial(packed, case, tensors)
+    return makers

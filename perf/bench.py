@@ -44,7 +44,7 @@ def on_host(case: host.HostCase, benchmark: Any) -> None:
 
 def attention(case: Case, benchmark: Any) -> None:
     given = baselines.inputs(case, torch.device("cuda"))
-    contender, expected = baselines.ours(case, given), check.reference(case, given)
+    contender, expected = baselines.one_device(case, given), check.reference(case, given)
     errors = check.errors(contender.forward(), expected.out)
     assert check.acceptable(errors, case.torch_dtype)
 

@@ -1,4 +1,4 @@
-"""What is measured: one table, most important first.
+"""The cases that are measured: one table, most important first.
 
 A case is data. Its name never changes meaning, so that figures of different days can be compared: a new
 shape or mask is a new case.
@@ -101,7 +101,7 @@ class Case:
 
     @property
     def tags(self) -> dict[str, str]:
-        """What a reader of the history may want to choose by.
+        """Tags by which a reader of the history may filter cases.
 
         >>> Case("causal", "forward", 16384).tags["shape"]
         '1×16384, 32/8 heads of 128'
@@ -232,7 +232,7 @@ CONTEXT_PARALLEL = (("causal", "allgather"), ("causal", "ring"), ("document", "f
 # Masks whose kernel options PyTorch is searched for; the others take the causal mask's best.
 SEARCHED = ("causal", "full", "document", "window")
 
-# What to reach: time of the baseline over ours, the least that is worth shipping.
+# Goals: the least speedup over a baseline (its time over tritoncp's) that is worth shipping.
 GOALS: dict[tuple[str, str], dict[str, float]] = {
     ("full", "forward"): {"flex": 1.2, "flash": 1.3, "cudnn": 0.8},
     ("full", "backward"): {"flex": 1.3, "flash": 1.1, "cudnn": 0.72},
@@ -285,7 +285,7 @@ CASES: tuple[Case, ...] = (
         for mask in ("full", "document")
         for case in _both(mask, 8192, dim=dim, v_dim=dim, tier="full")
     ),
-    # Two ranks of a ring on one device: steps that load and store the state of a softmax
+    # Two ranks of a ring on one device: steps that load and store the softmax state
     *_both("causal", 16384, tier="full", world=2, schedule="ring", together=True),
     *(
         case
@@ -299,26 +299,26 @@ CASES: tuple[Case, ...] = (
 
 
 def position(name: str, patterns: str | Sequence[str]) -> int | None:
-    """The position of the first pattern (of one or several) that a name fits; None if it fits none.
+    """The position of the first pattern that a name matches; None if it matches none.
 
     >>> position("causal-8k-fwd", ["full-*", "*-8k-*"]), position("causal-8k-fwd", ["full-*"])
     (1, None)
     """
-    listed = [patterns] if isinstance(patterns, str) else patterns
-    return next((i for i, pattern in enumerate(listed) if fnmatch.fnmatchcase(name, pattern)), None)
+    sequence = [patterns] if isinstance(patterns, str) else patterns
+    return next((i for i, pattern in enumerate(sequence) if fnmatch.fnmatchcase(name, pattern)), None)
 
 
 def select(tier: str = "core", only: str | Sequence[str] = "*", world: int = 1) -> list[Case]:
-    """The cases of a tier and those before it for a number of processes, whose names fit a pattern; in the
-    order of the patterns, then of the table.
+    """Select the cases of a tier and the tiers before it, for a number of processes, whose names match a
+    pattern; in the order of the patterns, then of the table.
 
     >>> [case.name for case in select(only=["causal-8k-*", "causal-*-fwd"])]
     ['causal-8k-fwd', 'causal-8k-bwd', 'causal-1k-fwd', 'causal-16k-fwd', 'causal-32k-fwd']
     """
-    wanted = TIERS[: TIERS.index(tier) + 1]
+    tiers = TIERS[: TIERS.index(tier) + 1]
     places = {
         case: position(case.name, only)
         for case in CASES
-        if case.tier in wanted and world == (1 if case.together else case.world)
+        if case.tier in tiers and world == (1 if case.together else case.world)
     }
     return sorted((case for case, at in places.items() if at is not None), key=lambda case: places[case] or 0)

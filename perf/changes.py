@@ -145,7 +145,7 @@ def _told(values: np.ndarray, edges: list[int], least: float) -> list[Change]:
 
 
 def causes(points: Sequence[Point], at: int) -> list[Cause]:
-    """What else changed at point ``at`` or up to NEAR points away, nearest first.
+    """List other changes at point ``at`` or up to NEAR points away, nearest first.
 
     >>> from tritoncp.perf.record import Series
     >>> points = [Point("r", "t", "c", Series("d"), {"torch": v}, {}) for v in ("2.12", "2.13")]

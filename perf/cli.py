@@ -222,11 +222,11 @@ def _report(problems: Sequence[Problem]) -> None:
 @click.option(
     "--readme",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Page whose block of measured figures is made again. [default: README.md beside perf/history]",
+    help="Page whose block of measured figures is updated. [default: README.md beside perf/history]",
 )
 def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> None:
-    """Take over the results of `make gpu` in FOLDER: lines for the history, faster tile shapes and
-    the default route to ship, figures for the README.
+    """Import the results of `make gpu` from FOLDER: lines for the history, faster tile shapes and the default
+    route to ship, figures for the README.
 
     Every line is checked: broken lines, and times without a check of the answer, are named and left out,
     and the exit code is 2. Names that are not allowed in file names, links, and anything but plain files are
@@ -251,7 +251,7 @@ def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> N
 
 
 def _rewrite(readme: Path | None, history: Path) -> None:
-    """Make the measured figures of a page again; of the README where the history is that of a checkout."""
+    """Update the measured figures of a page: by default the README, if the history is a checkout's."""
     from tritoncp.perf import readme as page
 
     if readme is None and history.resolve() == page.ROOT / "perf/history":
@@ -260,7 +260,7 @@ def _rewrite(readme: Path | None, history: Path) -> None:
         return
     try:
         if page.rewrite(readme, history):
-            click.echo(f"{readme}: the measured figures were made again")
+            click.echo(f"{readme}: the measured figures were updated")
     except ValueError as error:
         raise InputError(f"{readme}: {error}") from error
 

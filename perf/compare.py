@@ -95,8 +95,8 @@ class Comparison(NamedTuple):
 def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | None = None) -> Comparison:
     """Cases that both sides have, on the same series; on any, if they have no series in common.
 
-    baseline: compare multiples of this family's time in the same run, which a change of the machine does not
-    move, instead of times. Raises Unknown, naming the known ones, for one that either side does not have.
+    baseline: compare multiples of this family's time in the same run instead of times, since a change of the
+    machine affects both. Raises Unknown, with a list of the baselines, where a side lacks it.
 
     >>> from tritoncp.perf.record import Series
     >>> def side(times):
@@ -136,17 +136,17 @@ def _check_baseline(baseline: str, *sides: Sequence[Point]) -> None:
 
 
 def _comparable(points: Sequence[Point], baseline: str | None) -> bool:
-    """Whether there is a figure to compare, or a failure."""
+    """Whether some point has a figure to compare, or a failure."""
     return baseline is None or any(not point.ms or baseline in point.baselines() for point in points)
 
 
 def _grouped(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
-    """Points of each case and series: the last of each run."""
-    found: dict[tuple[str, str], dict[str, Point]] = {}
+    """Group points by case and series; of each run the last point counts."""
+    groups: dict[tuple[str, str], dict[str, Point]] = {}
     for point in points:
         key = point.case, str(point.series) if by_series else ""
-        found.setdefault(key, {})[point.run] = point
-    return {key: list(runs.values()) for key, runs in found.items()}
+        groups.setdefault(key, {})[point.run] = point
+    return {key: list(runs.values()) for key, runs in groups.items()}
 
 
 def _row(key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None) -> Row:
@@ -161,7 +161,7 @@ def _row(key: tuple[str, str], before: list[Point], after: list[Point], baseline
 
 
 def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate | None:
-    """What some runs of one case say about its time, or its multiple of a baseline; None if they all failed.
+    """Estimate the time of a case, or its multiple of a baseline, from several runs; None if all failed.
 
     >>> from tritoncp.perf.record import Series
     >>> figures = {"ms": 2.0, "samples": [1.98, 1.99, 2.0, 2.01, 2.02] * 4}
@@ -189,24 +189,24 @@ def _unit(point: Point, baseline: str | None) -> float:
 
 
 def _fastest(point: Point, family: str) -> dict[str, Any]:
-    members = (found for name, found in point.contenders.items() if name.split()[0] == family)
-    return min((found for found in members if "ms" in found), key=lambda found: found["ms"])
+    members = (row for name, row in point.contenders.items() if name.split()[0] == family)
+    return min((row for row in members if "ms" in row), key=lambda row: row["ms"])
 
 
-def _count(found: dict[str, Any]) -> int:
-    return len(found.get("samples", ())) or found.get("n", 0)
+def _count(row: dict[str, Any]) -> int:
+    return len(row.get("samples", ())) or row.get("n", 0)
 
 
-def median_variance(found: dict[str, Any]) -> float | None:
+def median_variance(row: dict[str, Any]) -> float | None:
     """Variance of the logarithm of a median: from its samples, else from quartiles and count, else None."""
-    samples, n = sorted(found.get("samples", ())), _count(found)
+    samples, n = sorted(row.get("samples", ())), _count(row)
     if len(samples) >= 5:
         rank = max(
             0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1
         )  # the median's interval: from here to -rank
         return (math.log(samples[n - 1 - rank] / samples[rank]) / (2 * Z)) ** 2
-    if n >= 5 and "low" in found and "high" in found:
-        deviation = math.log(found["high"] / found["low"]) / 1.349  # a normal's quartiles are so far apart
+    if n >= 5 and "low" in row and "high" in row:
+        deviation = math.log(row["high"] / row["low"]) / 1.349  # a normal's quartiles are so far apart
         return (math.pi / 2) * deviation**2 / n
     return None
 
@@ -328,20 +328,20 @@ HEAD = ("case", "before, ms", "after, ms", "change", f"{LEVEL:.0%} interval", "v
 
 
 def summary(comparison: Comparison, limit: float | None) -> str:
-    """One line: number of cases, their geometric mean, number past the limit, cases without a row."""
+    """Summarise in a line: number of cases, geometric mean, number past the limit, cases without a row."""
     mean = comparison.geomean
-    said = f"{len(comparison.rows)} cases"
-    said += f", geometric mean {100 * (mean - 1):+.1f} %" if mean else ""
+    text = f"{len(comparison.rows)} cases"
+    text += f", geometric mean {100 * (mean - 1):+.1f} %" if mean else ""
     if limit is not None:
-        said += f", {sum(row.regressed(limit) for row in comparison.rows)} past {100 * limit:g} %"
+        text += f", {sum(row.regressed(limit) for row in comparison.rows)} past {100 * limit:g} %"
     for what, names in (
         ("not measured again", comparison.missing),
         ("new", comparison.new),
         ("without this baseline", comparison.unmatched),
         ("no measurement after on", comparison.absent_series),
     ):
-        said += f"; {what}: {', '.join(names)}" if names else ""
-    return said
+        text += f"; {what}: {', '.join(names)}" if names else ""
+    return text
 
 
 def markdown(comparison: Comparison, limit: float | None, allow_missing: bool = False) -> str:

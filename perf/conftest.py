@@ -1,4 +1,4 @@
-"""What benchmarks share."""
+"""Fixtures of the benchmarks."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
-"""The table of `make gpu`: in which order the parts run, what each answers, how long it may take.
+"""The parts of `make gpu`: their order, commands and time limits, and the question that each one answers.
 
-The most valuable facts come first, so that a machine that is taken away early has given those. Each part has
-to end at a fixed time after the start; time that it leaves is added to the parts after it.
+The most valuable results come first, in case the machine is lost before the end. Each part has to end at a
+fixed time after the start, so the next part gets the time that a part does not use.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from string import Template
 
 from tritoncp.perf.record import OURS, variant
 
-BUDGET = 540.0  # seconds for everything
-START = 10.0  # of them: to import torch, find the GPU, and write the summary
-GRACE = 5.0  # of a part's seconds: between SIGINT and SIGKILL
-BATCH = 10  # tests that one pytest runs
+BUDGET = 540.0  # seconds for the whole run
+START = 10.0  # seconds of the budget to import torch, find the GPU, and write the summary
+GRACE = 5.0  # seconds of a part between SIGINT and SIGKILL
+BATCH = 10  # tests per pytest process
 
 PERF = "$python -m tritoncp.perf.run --out $out"
 PYTEST = "$python -m pytest -o addopts= --import-mode=importlib -v -ra --durations=10"
@@ -26,14 +26,14 @@ PYTEST = "$python -m pytest -o addopts= --import-mode=importlib -v -ra --duratio
 
 @dataclass(frozen=True)
 class Step:
-    """Commands of which up to ``--jobs`` run at a time; words are those of a shell, with $python, $out,
-    $jobs, $seconds (left to this step) and $arguments (of pytest).
+    """Commands in shell syntax, of which up to ``--jobs`` run at a time. Placeholders: $python, $out, $jobs,
+    $seconds (time for this step) and $arguments (for pytest).
 
-    share:    of the time that is left to the part when the step begins
-    optional: whether a failure means nothing for the part
-    output:   file in the results folder that takes stdout; the log of the part takes it by default
+    share:    fraction of the part's remaining time that the step may take
+    optional: whether the part can succeed though this step fails
+    output:   file in the results folder for stdout; by default stdout goes to the part's log
     environment: variables besides those of every part
-    batch:    the command prints names of tests, which this one runs, BATCH at a time, in the order of TESTS
+    batch:    a command that runs the tests whose names ``commands`` print, BATCH at a time, in order of TESTS
     """
 
     commands: tuple[str, ...]
@@ -52,8 +52,8 @@ class Step:
 class Part:
     """A part of the run.
 
-    seconds: the time in the table
-    answers: the question that the part settles
+    seconds: its time limit, if the parts before it use all of theirs
+    answers: the question that it answers
     needs:   a program on PATH without which the part does not run
     """
 
@@ -65,7 +65,7 @@ class Part:
 
 
 def fill(command: str, values: Mapping[str, str]) -> list[str]:
-    """The words of a command, with values in place of $names; $arguments may be several words.
+    """Split a command into words and fill in its placeholders; $arguments becomes any number of words.
 
     >>> fill("$python -m pytest $arguments", {"python": "/a b/python", "arguments": "-k 'x y'"})
     ['/a b/python', '-m', 'pytest', '-k', 'x y']
@@ -82,8 +82,8 @@ def _options(name: str, values: Sequence[str]) -> str:
     return " ".join(f"{name} {shlex.quote(value)}" for value in values)
 
 
-def _json(tried: Sequence[Mapping[str, object]]) -> list[str]:
-    return [json.dumps(options) for options in tried]
+def _as_json(options_list: Sequence[Mapping[str, object]]) -> list[str]:
+    return [json.dumps(options) for options in options_list]
 
 
 # -- the forward routes, the fused backward pass, ring steps -------------------------------------------------
@@ -93,11 +93,11 @@ LONG = tuple(f"{mask}-16k-*" for mask in ("causal", "full", "document", "window"
 NARROW, RING = "causal-h64x8-d64x64-16k-*", "causal-s2-ring-16k-*"
 SHORT = tuple(f"{mask}-8k-*" for mask in ("causal", "full", "document", "window"))
 EIGHT_RANKS = "causal-s8-ring-32k-fwd"
-TRIED = _options("--try", _json(ROUTES))
+TRIED = _options("--try", _as_json(ROUTES))
 _NAMES = (OURS, *(variant(options) for options in ROUTES[1:]))
 
-# Compiling needs a core each, timing needs the GPU alone: so each kernel is compiled first, by a process that
-# runs one contender of one problem. Other lengths and the explicit loops launch the same kernels.
+# Each contender of each problem first runs in a process of its own, so that kernels compile in parallel;
+# timing then has the GPU to itself. Other lengths and ROUTE=loops launch kernels that this compiles too.
 WARM = Step(
     tuple(
         f"{PERF} --warm --tier full --budget $seconds {TRIED} --only '{case}' --contenders '{name}'"
@@ -118,7 +118,7 @@ TILES = ({"fwd_BLOCK_N": 64, "fwd_maxnreg": 128}, {"fwd_BLOCK_M": 64, "fwd_num_w
 TILE_TRIALS = Step((
     f"{PERF} --seconds 0.4 --budget $seconds --contenders 'tritoncp*' "
     + _options("--only", ("causal-16k-fwd", "full-16k-fwd")) + " "
-    + _options("--try", _json(TILES)),
+    + _options("--try", _as_json(TILES)),
 ))  # fmt: skip
 AUTOTUNE = Step((
     "$python -m tritoncp autotune --worst $out --out $out/configs --jobs $jobs --budget ${seconds}s",
@@ -130,15 +130,16 @@ FLEX = _options("--contenders", ("flex", "flex flash", "flex max-autotune", "fla
 # -- tests ---------------------------------------------------------------------------------------------------
 
 SMOKE = "tests/gpu/test_smoke.py"
-OVERLAP = "tests/gpu/test_overlap.py"  # compares times, and has the GPU alone
-# In this order; files that are not named come before the last two, whose kernels may never end.
+OVERLAP = "tests/gpu/test_overlap.py"  # compares times, so it needs the GPU for itself
+# The order of the files tests/gpu/test_<name>.py. Unlisted files run after TESTS and before LAST, whose
+# kernels may hang.
 TESTS = ("answers", "steps", "worlds", "few_rows", "varlen", "descriptors")
 LAST = ("specialised", "gluon")
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # for each of many processes
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # since many processes run at a time
 
 
 def batches(names: Sequence[str]) -> list[list[str]]:
-    """Tests in the order that is most telling, ten to a batch; those that may hang in batches of their own.
+    """Sort tests by importance into batches of ten; tests that may hang come last, in separate batches.
 
     >>> batches(["tests/gpu/test_gluon.py::a", "tests/gpu/test_x.py::b", "tests/gpu/test_answers.py::c"])
     [['tests/gpu/test_answers.py::c', 'tests/gpu/test_x.py::b'], ['tests/gpu/test_gluon.py::a']]
@@ -207,7 +208,7 @@ PARTS = (
         (
             Step(
                 (f"compute-sanitizer --tool memcheck --error-exitcode 1 {PYTEST} {SMOKE}",),
-                environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # or its pool hides the bounds
+                environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # a memory pool would hide out-of-bounds
             ),
         ),
         needs="compute-sanitizer",
@@ -216,7 +217,7 @@ PARTS = (
 
 
 def timetable(parts: Sequence[Part], budget: float) -> Iterator[tuple[Part, float, float]]:
-    """Each part with the seconds after the start by which it begins and has to end.
+    """Yield each part with the seconds after the start by which it begins and has to end.
 
     >>> [(part.name, begin, end) for part, begin, end in timetable(PARTS[:2], BUDGET)]
     [('check', 10.0, 70.0), ('routes', 70.0, 165.0)]

@@ -1,8 +1,8 @@
-"""`make gpu`: everything that a machine with a GPU can tell in nine minutes, the most valuable facts first.
+"""`make gpu`: checks, measures, tests and tunes on a GPU in nine minutes, the most valuable results first.
 
 ``python -m tritoncp.perf.gpu_run --dry-run`` prints the order and the time table of `gpu_parts`. Each command
-runs in a process group of its own, which gets SIGINT when the time of its part is nearly over and SIGKILL
-when it is; what it has written by then stays.
+runs in a process group of its own, which gets SIGINT shortly before the time of its part is over and SIGKILL
+when it is over. Results that it has written until then are kept.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from tritoncp.perf.gpu_parts import BUDGET, GRACE, PARTS, Part, Step, batches, f
 
 ROOT = Path(__file__).resolve().parents[1]
 POLL = 0.05  # seconds
-DYING = 0.5  # seconds that a killed process is waited for
+DYING = 0.5  # seconds to wait for a killed process
 PROBE = "import sys, torch; torch.cuda.is_available() or sys.exit(1); print(torch.cuda.get_device_name())"
 
 
 @dataclass
 class Commands:
-    """Commands of one part, ``jobs`` at a time; their words go to ``log`` and to the screen.
+    """Commands of one part, of which ``jobs`` run at a time; their output goes to ``log`` and to the screen.
 
-    until: time.monotonic() at which the process groups get SIGINT; ``grace`` seconds later SIGKILL
+    until:   time.monotonic() at which the process groups get SIGINT; ``grace`` seconds later SIGKILL
+    printed: bytes of the log that are on the screen
     """
 
     log: Path
@@ -47,18 +48,18 @@ class Commands:
     until: float
     grace: float
     environment: Mapping[str, str]
-    shown: int = 0
+    printed: int = 0
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def run(self, commands: Sequence[Sequence[str]], stdout: Path | None = None) -> str:
-        """Run all of them; "" if each ended with 0, else what went wrong first."""
+        """Run all commands. Returns "" if all exit with 0, else the first failure."""
         waiting, failures = deque(commands), []
         try:
             with self.log.open("ab") as log, open(stdout or self.log, "wb" if stdout else "ab") as out:
                 while (waiting or self.running) and time.monotonic() < self.until:
                     while waiting and len(self.running) < self.jobs:
                         failures += self._start(waiting.popleft(), log, out)
-                    failures += self._ended()
+                    failures += self._reap()
                     self._show()
                     time.sleep(POLL)
                 stopped = [*self.running]
@@ -72,7 +73,7 @@ class Commands:
         return failures[0] if failures else ""
 
     def _start(self, words: Sequence[str], log: BinaryIO, out: BinaryIO) -> list[str]:
-        """Start a command; what went wrong, in a list."""
+        """Start a command. Returns a list of failures, empty or of one."""
         log.write(f"+ {shlex.join(words)}\n".encode(errors="backslashreplace"))
         log.flush()
         try:
@@ -90,30 +91,30 @@ class Commands:
         self.running.append(process)
         return []
 
-    def _ended(self) -> list[str]:
-        """Take out the commands that have ended; the failures among them."""
-        ended = [process for process in self.running if process.poll() is not None]
-        for process in ended:
+    def _reap(self) -> list[str]:
+        """Remove the commands that have ended, and return the failures among them."""
+        done = [process for process in self.running if process.poll() is not None]
+        for process in done:
             self.running.remove(process)
-            self._signal(process, signal.SIGKILL)  # its descendants
+            self._signal(process, signal.SIGKILL)  # ends its descendants
         return [
             f"exit code {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
-            for process in ended
+            for process in done
             if process.returncode
         ]
 
     def _stop(self) -> None:
-        """End what runs: politely, and `_kill` does the rest."""
+        """Send SIGINT to the running commands and wait for the grace period; `_kill` ends the others."""
         for process in self.running:
             self._signal(process, signal.SIGINT)
         end = time.monotonic() + self.grace
         while self.running and time.monotonic() < end:
-            self._ended()
+            self._reap()
             self._show()
             time.sleep(POLL)
 
     def _kill(self) -> None:
-        """End what is left. A process that hangs in a driver cannot be waited for."""
+        """Kill the commands that still run. Waits only briefly: a process that hangs in a driver stays."""
         for process in self.running:
             self._signal(process, signal.SIGKILL)
         for process in self.running:
@@ -127,17 +128,17 @@ class Commands:
             os.killpg(process.pid, number)
 
     def _show(self) -> None:
-        """Bring the screen up to the end of the log."""
+        """Print the part of the log that is not on the screen yet."""
         with self.log.open("rb") as log:
-            log.seek(self.shown)
-            fresh = log.read()
-        self.shown += len(fresh)
-        click.echo(fresh, nl=False)
+            log.seek(self.printed)
+            new = log.read()
+        self.printed += len(new)
+        click.echo(new, nl=False)
 
 
 @dataclass(frozen=True)
 class Session:
-    """A run of parts: where results go, with which interpreter, and what every command is told."""
+    """Settings of a run: results folder, interpreter, and values that all commands share."""
 
     out: Path
     python: str
@@ -147,7 +148,8 @@ class Session:
     environment: Mapping[str, str]
 
     def values(self, seconds: float = 0.0) -> dict[str, str]:
-        """What stands for the $names in commands; a command with $seconds is to end by itself."""
+        """Values of the placeholders in commands. $seconds is less than ``seconds``, so that a command with
+        that budget ends by itself."""
         return {
             "python": self.python,
             "out": str(self.out),
@@ -156,44 +158,44 @@ class Session:
             "arguments": self.arguments,
         }
 
-    def part(self, part: Part, end: float) -> str:
-        """Run the steps of a part, of which a failure stops none; "" or what went wrong first."""
+    def run_part(self, part: Part, end: float) -> str:
+        """Run the steps of a part, also after a failure. Returns "" or the first failure."""
         if part.needs and shutil.which(part.needs) is None:
             return f"not run: {part.needs} is not on PATH"
         log = self.out / f"{part.name}.log"
         log.unlink(missing_ok=True)
         grace = GRACE * self.budget / BUDGET
-        problems, shown = [], 0
+        problems, printed = [], 0
         for step in part.steps:
             left = end - grace - time.monotonic()
             environment = {**self.environment, **step.environment}
             until = time.monotonic() + step.share * left
-            commands = Commands(log, self.jobs, until, grace, environment, shown)
-            why = self._step(step, commands, self.values(step.share * left))
-            shown = commands.shown
+            commands = Commands(log, self.jobs, until, grace, environment, printed)
+            why = self._run_step(step, commands, self.values(step.share * left))
+            printed = commands.printed
             problems += [why] if why and not step.optional else []
         return problems[0] if problems else ""
 
-    def _step(self, step: Step, commands: Commands, values: Mapping[str, str]) -> str:
+    def _run_step(self, step: Step, commands: Commands, values: Mapping[str, str]) -> str:
         if not step.batch:
             return commands.run(step.words(values), self.out / step.output if step.output else None)
-        with tempfile.NamedTemporaryFile() as listed:
-            why = commands.run(step.words(values), Path(listed.name))
-            names = [line for line in Path(listed.name).read_text().splitlines() if "::" in line]
+        with tempfile.NamedTemporaryFile() as file:
+            why = commands.run(step.words(values), Path(file.name))
+            names = [line for line in Path(file.name).read_text().splitlines() if "::" in line]
         if not names:
             return why or "no test was collected"
         return commands.run([[*fill(step.batch, values), *batch] for batch in batches(names)]) or why
 
 
 def plan_text(parts: Sequence[Part], budget: float, session: Session) -> str:
-    """The order and the time table, for people."""
+    """Format the order, the time table and the commands."""
     lines = [f"{'part':<10} {'seconds':>7} {'begins by':>9}  answers"]
     for part, begin, end in timetable(parts, budget):
         lines.append(f"{part.name:<10} {end - begin:>7.0f} {_clock(begin):>9}  {part.answers}")
         for step in part.steps:
-            first, *others = step.words(session.values(step.share * (end - begin)))
+            first, *rest = step.words(session.values(step.share * (end - begin)))
             lines.append(f"    $ {shlex.join(first)}")
-            lines += [f"      and {len(others)} like it, {session.jobs} at a time"] if others else []
+            lines += [f"      and {len(rest)} like it, {session.jobs} at a time"] if rest else []
             if step.batch:
                 lines.append(f"      then these tests, in batches, {session.jobs} at a time")
     *_, (_, _, end) = timetable(parts, budget)
@@ -209,7 +211,7 @@ def _clock(seconds: float) -> str:
 
 
 def gpu_name(python: str) -> str | None:
-    """The name of the GPU that this interpreter's torch finds; None without one."""
+    """The name of the GPU that torch under this interpreter finds; None without a GPU."""
     words = [python, "-c", PROBE]
     try:
         answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
@@ -220,8 +222,8 @@ def gpu_name(python: str) -> str | None:
 
 @contextlib.contextmanager
 def settings() -> Iterator[dict[str, str]]:
-    """The environment of every command: this checkout, a cache of generated code that is thrown away, and
-    kernels that run on the GPU, whatever TRITON_INTERPRET was."""
+    """Make the environment of every command: this checkout on the path, a temporary cache of generated code
+    unless TRITONCP_CACHE_DIR is set, and compiled kernels, whatever TRITON_INTERPRET was."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         folder = os.environ.get("TRITONCP_CACHE_DIR") or cache
@@ -242,11 +244,15 @@ def settings() -> Iterator[dict[str, str]]:
     help="Folder of logs and results, for `tritoncp perf ingest`.",
 )
 @click.option(
-    "--jobs", type=click.IntRange(1, 1024), help="Commands at a time. [default: one a core, 12 at most]"
+    "--jobs", type=click.IntRange(1, 1024), help="Commands at a time. [default: one per core, 12 at most]"
 )
-@click.option("--only", multiple=True, type=click.Choice([part.name for part in PARTS]), help="Only these.")
+@click.option("--only", multiple=True, type=click.Choice([part.name for part in PARTS]), help="Parts to run.")
 @click.option(
-    "--budget", type=click.FloatRange(0, min_open=True), default=BUDGET, show_default=True, help="Seconds."
+    "--budget",
+    type=click.FloatRange(0, min_open=True),
+    default=BUDGET,
+    show_default=True,
+    help="Seconds for the run; scales the time of every part.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the order and the time table, and run nothing.")
 @click.option("--python", default=sys.executable, help="Interpreter of the parts. [default: this one]")
@@ -260,7 +266,7 @@ def main(
     python: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Check, measure, test and tune on this machine's GPU, in the order of what is worth most to know.
+    """Check, measure, test and tune on this machine's GPU, the most valuable results first.
 
     A part that fails or runs out of time does not stop those after it. Exits with 1 if any part failed.
     """
@@ -278,7 +284,7 @@ def main(
         raise InputError("make gpu: torch finds no GPU here")
     out.mkdir(parents=True, exist_ok=True)
     (out / "check.json").unlink(missing_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of `timeout`: end in order
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM, say of `timeout`, acts as Ctrl-C
     results: list[dict[str, Any]] = []
     with settings() as environment:
         session = Session(session.out, python, jobs, session.arguments, budget, environment)
@@ -293,12 +299,12 @@ def main(
 
 
 def _run(session: Session, parts: Sequence[Part], begin: float, results: list[dict[str, Any]]) -> bool:
-    """Run the parts and append what became of each; whether Ctrl-C ended that."""
+    """Run the parts and append the outcome of each to ``results``. Returns whether Ctrl-C ended the run."""
     for part, _, end in timetable(parts, session.budget):
         started = time.monotonic()
         click.echo(f"== {part.name}, until {_clock(end)}: {part.answers}")
         try:
-            why = session.part(part, begin + end)
+            why = session.run_part(part, begin + end)
         except KeyboardInterrupt:
             why = "interrupted"
         outcome = "not run" if why.startswith("not run") else "failed" if why else "done"

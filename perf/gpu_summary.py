@@ -1,4 +1,4 @@
-"""The summary of `make gpu`: one page on the screen, and the same as summary.json."""
+"""The summary of `make gpu`: a page on the screen, and summary.json."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from typing import Any
 from tritoncp.checked_json import read_json
 from tritoncp.perf.record import OURS, Point, files, read
 
-WIDTH = 150  # of the page where the screen does not say how wide it is
+WIDTH = 150  # columns of the page where the output is not a terminal
 
 
 def collect(
     out: Path, device: str, began: datetime.datetime, parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The results of a run, as plain values.
+    """Collect the results of a run as plain values.
 
-    parts:      part, outcome ("done", "failed", "not run"), seconds and why of each part
-    check:      whether everything was right for `tritoncp check`, and its wrong cases
+    parts:      part, outcome ("done", "failed", "not run"), seconds, and why of each part
+    check:      whether all cases of `tritoncp check` are right, and the wrong ones
     figures:    milliseconds and TFLOP/s of each contender of each case, or why there are none
-    worst:      cases by what they reach of their goals, worst first; then those without, by what they reach
-                of the best baseline
-    left_out:   cases that there was no time for
+    worst:      cases by their speedup over the goal, worst first; then those without a goal, by their speedup
+                over the best baseline
+    left_out:   cases that were not measured for lack of time
     """
     points = points_since(out, began)
-    alone = [point for point in points if "ranks" not in point.tags]  # what splitting costs is no loss
+    # Cases split over ranks are left out: their baseline is the same case unsplit, which should be faster.
+    alone = [point for point in points if "ranks" not in point.tags]
     rated = {point.case: (not point.goal, point.worst) for point in alone if point.worst is not None}
     measured = {point.case for point in points}
     return {
@@ -47,13 +48,13 @@ def collect(
 
 
 def points_since(out: Path, began: datetime.datetime) -> list[Point]:
-    """Points of a folder that are not older than the run."""
+    """Read the points of a folder that are not older than the run."""
     start = began.isoformat(timespec="seconds")
     return [point for point in read(out).points if point.time >= start]
 
 
 def cases_left_out(out: Path, began: datetime.datetime) -> list[str]:
-    """Cases that runs of this folder had no time for, from files that this run has written to."""
+    """Read the names of cases that had no time, from the files that this run has written to."""
     left = []
     for path in files([out]):
         if path.stat().st_mtime >= began.timestamp():
@@ -64,7 +65,7 @@ def cases_left_out(out: Path, began: datetime.datetime) -> list[str]:
 
 
 def figures(point: Point) -> list[dict[str, Any]]:
-    """A row for each contender of a case."""
+    """Make a row for each contender of a case."""
     names = ("ms", "tflops", "rank_ms", "why")
     return [
         {"case": point.case, "contender": name, **{key: row[key] for key in names if key in row}}
@@ -73,8 +74,8 @@ def figures(point: Point) -> list[dict[str, Any]]:
 
 
 def check_of(path: Path) -> dict[str, Any]:
-    """The result of `tritoncp check --json`: whether all was right, the cases that are wrong or failed, how
-    many did not run, facts of the machine."""
+    """Read the result of `tritoncp check --json`: whether all cases are right, the cases that are wrong or
+    failed, how many did not run, facts of the machine."""
     try:
         report = read_json(path)
         others = [case for case in report["cases"] if not case["right"]]
@@ -91,7 +92,7 @@ def write(out: Path, summary: Mapping[str, Any]) -> None:
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """The page."""
+    """Print the page."""
     from rich.console import Console
     from rich.table import Table
 
@@ -108,7 +109,7 @@ def show(summary: Mapping[str, Any]) -> None:
 
 
 def _figures_table(rows: Sequence[Mapping[str, Any]], table: Any) -> Any:
-    """A row for each case, a column for each contender."""
+    """Fill a table with a row for each case and a column for each contender."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
         cells.setdefault(row["case"], {})[row["contender"]] = _cell(row)
@@ -132,7 +133,8 @@ def _cell(row: Mapping[str, Any]) -> str:
 
 
 def lines(summary: Mapping[str, Any]) -> list[str]:
-    """What the tables do not show: wrong answers, ceilings, what lost most, what did not run."""
+    """Format the facts that the tables do not show: wrong answers, ceilings, the worst cases, cases without
+    time."""
     rows = []
     check = summary["check"]
     if any(part["part"] == "check" for part in summary["parts"]):
@@ -169,7 +171,7 @@ def _tally(check: Mapping[str, Any]) -> str:
 
 
 def _case(case: Mapping[str, Any]) -> str:
-    """A wrong case of `tritoncp check`, or the reason why it has no answer.
+    """Format a wrong case of `tritoncp check`, or the reason why it has no answer.
 
     >>> _case({"schedule": "ring", "mask": "causal", "dtype": "bfloat16", "pass": "forward", "tensor": "out",
     ...        "error": 0.5, "allowed": 0.01, "rank": 1})
@@ -183,7 +185,7 @@ def _case(case: Mapping[str, Any]) -> str:
 
 
 def _plain(text: str) -> Any:
-    """Text without markup."""
+    """Make text in which rich sees no markup."""
     from rich.text import Text
 
     return Text(text)

@@ -1,4 +1,4 @@
-"""What means something without a GPU: time and memory of masks and plans, and Python's part of a call.
+"""Measurements that need no GPU: time and memory of masks and plans, and Python's part of a call.
 
 A case here has the same kind of line as one of attention, so that it is kept, compared and shown alike. The
 device of its series is the CPU.
@@ -96,18 +96,18 @@ CASES: tuple[HostCase, ...] = (
 
 def select(tier: str = "core", only: str | Sequence[str] = "*") -> list[HostCase]:
     """The cases of a tier and those before it, whose names fit a pattern."""
-    wanted = TIERS[: TIERS.index(tier) + 1]
-    return [case for case in CASES if case.tier in wanted and position(case.name, only) is not None]
+    tiers = TIERS[: TIERS.index(tier) + 1]
+    return [case for case in CASES if case.tier in tiers and position(case.name, only) is not None]
 
 
 def run(
     cases: Sequence[HostCase], journal: Journal, deadline: float, seconds: float, done: Sequence[Point] = ()
 ) -> int:
-    """Measure on one core and write a line for each; how many failed."""
+    """Measure cases on one core and write a line for each. Returns the number of failures."""
     torch.set_num_threads(1)
-    there, failures = {point.case for point in done}, 0
+    measured, failures = {point.case for point in done}, 0
     for case in cases:
-        if case.name in there:
+        if case.name in measured:
             continue
         if time.monotonic() > deadline:
             journal.leave_out(case.name)
@@ -122,17 +122,17 @@ def run(
 
 
 def resources(journal: Journal, only: str | Sequence[str] = "*") -> None:
-    """Write what each shipped kernel compiles to (`tritoncp inspect` keeps the table), where that differs
-    from what the history says."""
+    """Write the resources of each shipped kernel (from the table of `tritoncp inspect`) where they differ
+    from the history."""
     table = Path(tritoncp.__file__).parent / "kernels/configs/resources.json"
     if not table.exists():
         return
-    found = json.loads(table.read_text())
+    document = json.loads(table.read_text())
     place = journal.path.parent if journal.path.suffix == ".jsonl" else journal.path
-    known = {kernel_name(line): line for line in (read(place).kernels() if place.is_dir() else ())}
-    for row in found["rows"]:
-        line = {"kind": "resources", "triton": found["triton"], **row}
-        before = known.get(kernel_name(row), {})
+    recorded = {kernel_name(line): line for line in (read(place).kernels() if place.is_dir() else ())}
+    for row in document["rows"]:
+        line = {"kind": "resources", "triton": document["triton"], **row}
+        before = recorded.get(kernel_name(row), {})
         if position(kernel_name(row), only) is None:
             continue
         if any(before.get(key) != line[key] for key in line):
@@ -140,31 +140,31 @@ def resources(journal: Journal, only: str | Sequence[str] = "*") -> None:
 
 
 def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Figures of everyone who can do a case, and what is to be known about the work."""
+    """Measure every contender of a case. Returns their figures and facts about the work."""
     who, work = makers(case)
     with no_launches():
         figures = interleaved(who, WallClock(), seconds, least=5)
         peak = grown(who[OURS]())
-    contenders = {name: found.rounded(samples=name == OURS) for name, found in figures.items()}
+    contenders = {name: figure.rounded(samples=name == OURS) for name, figure in figures.items()}
     if peak is not None:
         contenders[OURS]["peak_bytes"] = peak
     return contenders, work
 
 
 def makers(case: HostCase) -> tuple[Makers, dict[str, Any]]:
-    """By name, what prepares one execution of a case; and what is to be known about the work."""
+    """Functions that prepare one execution of a case, by contender; and facts about the work."""
     return {"mask": _masks, "plan": _plans}.get(case.what, _call)(case)
 
 
 def _masks(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     plain: Any = MASKS[case.mask].plain(case.seq, CPU)
     length = (case.seq, case.seq)
-    found: Makers = {OURS: lambda: lambda: _mask(case)}
+    functions: Makers = {OURS: lambda: lambda: _mask(case)}
     if case.seq <= 4096:  # torch's way takes memory by the square of the length
-        found["torch"] = lambda: (
+        functions["torch"] = lambda: (
             lambda: torch_flex.create_block_mask(plain, None, None, *length, device="cpu")
         )
-    return found, {}
+    return functions, {}
 
 
 def _mask(case: HostCase) -> Mask:
@@ -176,16 +176,16 @@ def _plans(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     mask = _mask(case)
 
     def plan() -> None:
-        made = build(mask, case.world, schedule=case.schedule)
+        result = build(mask, case.world, schedule=case.schedule)
         first: Any = {"ring": 0, "fetch": "fetched"}.get(case.schedule, "gathered")
-        assert case.schedule != "ring" or made.ring
-        made.tables(buffer=first)
+        assert case.schedule != "ring" or result.ring
+        result.tables(buffer=first)
 
-    made = build(mask, case.world, schedule=case.schedule)
-    sent = [made.for_rank(rank).bytes_sent(**LAYER, backward=False) for rank in range(case.world)]
-    work: dict[str, Any] = {"imbalance": round(made.imbalance, 5), "wire_bytes": max(sent)}
+    result = build(mask, case.world, schedule=case.schedule)
+    sent = [result.for_rank(rank).bytes_sent(**LAYER, backward=False) for rank in range(case.world)]
+    work: dict[str, Any] = {"imbalance": round(result.imbalance, 5), "wire_bytes": max(sent)}
     if case.world <= 64:
-        work |= {"rank_work": [round(x) for x in made.work], "rank_bytes": sent}
+        work |= {"rank_work": [round(x) for x in result.work], "rank_bytes": sent}
     return {OURS: lambda: plan}, work
 
 
@@ -193,16 +193,16 @@ def _call(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     world: Any = simulate(case.world)
     score = MASKS[case.mask].score(4, CPU)
     heads, dim = (4, 2, 2), 64
-    whole = [torch.randn(1, n, case.seq, dim) for n in heads]
+    unsharded = [torch.randn(1, n, case.seq, dim) for n in heads]
     closed = MASKS[case.mask].closed(case.seq)
     if case.world == 1:
-        q, k, v = leaves = [x.requires_grad_() for x in whole]
+        q, k, v = leaves = [x.requires_grad_() for x in unsharded]
 
         def forward() -> Any:
             return flex_attention(q, k, v, score, closed, enable_gqa=True)
     else:
         plan = world.make_plan(_mask(case), schedule=case.schedule)
-        shards = [[x.requires_grad_() for x in world.shard(x, plan, dim=2)] for x in whole]
+        shards = [[x.requires_grad_() for x in world.shard(x, plan, dim=2)] for x in unsharded]
         leaves = [x for shard in shards for x in shard]
 
         def forward() -> Any:
@@ -218,7 +218,7 @@ def _call(case: HostCase) -> tuple[Makers, dict[str, Any]]:
 
 @contextmanager
 def no_launches() -> Iterator[None]:
-    """All of a call but its kernels: what a launch would run is made, and not run."""
+    """Prepare kernel launches without running them, to time the rest of a call."""
     from tritoncp.kernels.engine import Launch
 
     with mock.patch.object(Launch, "__call__", return_value=None):
@@ -226,18 +226,17 @@ def no_launches() -> Iterator[None]:
 
 
 def grown(run: Run) -> int | None:
-    """Bytes by which this process is larger at the most while ``run`` runs; None where the system does not
-    say (it is Linux that does)."""
+    """Measure the bytes by which this process grows at most while ``run`` runs; None except on Linux."""
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not reset.exists():
         return None
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free and not given back would hide what is taken
+    ctypes.CDLL(None).malloc_trim(0)  # so that allocations do not reuse free memory of the process
     reset.write_text("5")
     before = _kilobytes(status, "VmRSS")
-    kept = run()
+    result = run()
     peak = _kilobytes(status, "VmHWM")
-    del kept
+    del result
     return max(0, peak - before) * 1024
 
 

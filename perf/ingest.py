@@ -37,7 +37,7 @@ class Choice(NamedTuple):
     entry: dict[str, Any] | None
 
 
-Choices = dict[tuple[Any, ...], Choice]  # by tuned.about(entry)
+Choices = dict[tuple[Any, ...], Choice]  # by tuned.entry_key(entry)
 
 
 class Ingested(NamedTuple):
@@ -51,11 +51,11 @@ class Ingested(NamedTuple):
 
 
 class Refused(Exception):
-    """The folder holds a file that `make gpu` never writes: nothing of it is taken over."""
+    """Raised where a folder holds a file that `make gpu` never writes: nothing of it is imported."""
 
 
 def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
-    """Take over the files of a folder: ``*.jsonl`` into ``history``, wins in ``configs/`` into ``configs``.
+    """Import the files of a folder: ``*.jsonl`` into ``history``, wins in ``configs/`` into ``configs``.
 
     Everything is read and every place to write to is known before anything is written. Doing it again changes
     nothing. Raises FileNotFoundError where there is neither, Refused for links and anything but plain files,
@@ -104,7 +104,7 @@ def _check_plain(path: Path, folder: Path) -> None:
 
 
 def _history_file(history: Path, source: Path) -> Path:
-    """Where the lines of a file go."""
+    """The history file for the lines of a file."""
     try:
         name = checked_name(source.name, HISTORY_FILE, "history file", "2026-01-01-nvidia-h200.jsonl")
         path = path_inside(history, history / name)
@@ -116,7 +116,7 @@ def _history_file(history: Path, source: Path) -> Path:
 
 
 def _config_file(configs: Path, device: Device, triton: str) -> Path:
-    """Where the tile shapes of a device go."""
+    """The file for the tile shapes of a device."""
     try:
         return path_inside(configs, tuned.path_in(configs, device, triton))
     except ValueError as error:
@@ -135,7 +135,7 @@ def _good(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
 
 
 def _keep(path: Path, good: list[dict[str, Any]]) -> tuple[int, int]:
-    """Add lines to a file of the history; how many were added, and how many were there."""
+    """Add lines to a file of the history. Returns the numbers added and already present."""
     path.parent.mkdir(parents=True, exist_ok=True)
     siblings = [other for other in files([path.parent]) if other.name != path.name]
     lines = (line for other in siblings for _, line in checked(other))
@@ -245,7 +245,7 @@ def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
 
 
 def _read(run: Run, number: int, line: dict[str, Any]) -> None:
-    """One line into the evidence."""
+    """Add a line to the evidence of a run."""
     stage, name = line["stage"], line["target"]
     if stage == "target":
         tuned.check({**line["entry"], "config": line["rule"]})
@@ -279,7 +279,7 @@ def _positive(x: Any) -> float:
 
 
 def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
-    """Put the choices of a run in place of those of older runs."""
+    """Replace the choices of older runs by those of a run."""
     when = datetime.datetime.fromtimestamp(run.time, datetime.UTC).isoformat(timespec="seconds")
     for name, of in run.targets.items():
         for config in of.unchecked():
@@ -298,21 +298,21 @@ def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
         except (ValueError, KeyError, TypeError) as error:
             problems.append(Problem(run.path, of.line, f"{name}: {error}"))
             continue
-        key = tuned.about(entry)
+        key = tuned.entry_key(entry)
         if key not in choices or choices[key].time <= when:
             choices[key] = Choice(when, None if config == of.rule else entry)
 
 
 def _choose_route(route: RouteChoice, choices: Choices) -> None:
-    """Put the route of some lines in place of what an older journal says."""
-    if route.about not in choices or choices[route.about].time <= route.time:
-        choices[route.about] = Choice(route.time, route.entry)
+    """Replace the route of an older journal by one from lines of cases."""
+    if route.key not in choices or choices[route.key].time <= route.time:
+        choices[route.key] = Choice(route.time, route.entry)
 
 
 def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
-    """Write wins to the shipped file, and remove entries that no longer beat the rule, except newer ones;
-    return the numbers of each. Raises ValueError for a file that cannot be read, and what
-    :func:`tuned.locked` raises."""
+    """Write the winning entries to the shipped file, and remove older entries that no longer beat the rule.
+    Returns the numbers of both. Raises ValueError for a file that cannot be read, and the errors of
+    :func:`tuned.locked`."""
     path = tuned.path_in(configs, device, triton)
     if not path.exists() and all(entry is None for _, entry in choices.values()):
         return 0, 0
@@ -321,29 +321,29 @@ def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tu
 
 
 def _merged(path: Path, choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
-    """The part of :func:`_shipped` under the lock."""
+    """Merge choices into a shipped file whose lock is held. Returns the numbers written and removed."""
     old = _entries_of(path)
     times = {key: str(entry.get("time", "")) for key, entry in old.items()}
     newer = {key for key, choice in choices.items() if times.get(key, "") > choice.time}
-    fresh = [
+    new = [
         entry
         for key, (_, entry) in choices.items()
-        if entry is not None and key not in newer and not _says_no_less(old.get(key), entry)
+        if entry is not None and key not in newer and not _covers(old.get(key), entry)
     ]
     drop = {key for key, (_, entry) in choices.items() if entry is None} & set(old) - newer
-    if fresh or drop:
-        tuned.write(configs, device, fresh, {}, triton, drop)
-    return len(fresh), len(drop)
+    if new or drop:
+        tuned.write(configs, device, new, {}, triton, drop)
+    return len(new), len(drop)
 
 
-def _says_no_less(old: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
-    """Whether an entry is there already, or one for the same route with tiles of its own, which lines of
-    cases do not measure."""
+def _covers(old: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
+    """Whether the old entry equals the new one, or has the same route with tuned tiles, which lines of cases
+    do not measure."""
     bare = entry["kernel"] == "route" and set(entry["config"]) == {"ROUTE"}
     return old == entry or bool(bare and old and old["config"]["ROUTE"] == entry["config"]["ROUTE"])
 
 
 def _entries_of(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """The entries of a file of tile shapes. Raises ValueError for one that cannot be read, and is not
-    replaced."""
-    return {tuned.about(entry): entry for entry in tuned.read(path)} if path.exists() else {}
+    """Read the entries of a file of tile shapes. Raises ValueError for one that cannot be read, which is then
+    not replaced."""
+    return {tuned.entry_key(entry): entry for entry in tuned.read(path)} if path.exists() else {}

@@ -1,4 +1,4 @@
-"""What a figure may depend on besides the code that is measured."""
+"""Facts about the machine that affect figures: versions, driver, clocks, temperature."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ INTERPRETED = "cpu, interpreted"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, driver, and which code this is: what the points of a series may differ in."""
+    """Versions, driver, commit and digest of the code: attributes in which points of a series may differ."""
     package = Path(tritoncp.__file__).resolve().parent
-    about: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "triton": triton.__version__,
@@ -34,16 +34,16 @@ def environment(device: torch.device) -> dict[str, Any]:
         "sources": sources(package),
     }
     if device.type == "cuda":
-        about["arch"] = tuned.device_of(device).arch
-        about["cuda"] = torch.version.cuda or torch.version.hip
-        about["cudnn"] = torch.backends.cudnn.version()
-        about["driver"] = _asked(device, "driver_version").get("driver_version")
-        about["ptxas"] = _ptxas(about["arch"])
-    return {name: value for name, value in about.items() if value is not None}
+        facts["arch"] = tuned.device_of(device).arch
+        facts["cuda"] = torch.version.cuda or torch.version.hip
+        facts["cudnn"] = torch.backends.cudnn.version()
+        facts["driver"] = _asked(device, "driver_version").get("driver_version")
+        facts["ptxas"] = _ptxas(facts["arch"])
+    return {name: value for name, value in facts.items() if value is not None}
 
 
 def _ptxas(arch: str) -> str | None:
-    """The version of the assembler of an architecture's kernels; None where there is none."""
+    """The version of the ptxas that Triton runs for an architecture; None where there is none."""
     try:
         return ptxas_for(arch).version
     except LookupError:
@@ -51,8 +51,8 @@ def _ptxas(arch: str) -> str | None:
 
 
 def series(device: torch.device, clocks: str | None = None) -> Series:
-    """The device, its power limit and its clocks policy: ``clocks`` if given, else whether application
-    clocks are set. Locked clocks cannot be read from a device; say them."""
+    """The device, its power limit and its clocks policy: ``clocks`` if not None, else whether application
+    clocks are set. Locked clocks cannot be read from a device: pass them as ``clocks``."""
     if device.type != "cuda":
         return Series(INTERPRETED)
     limit = _asked(device, "power.limit").get("power.limit", "")
@@ -81,13 +81,13 @@ def commit(folder: Path) -> str | None:
 
 
 def state(device: torch.device) -> dict[str, str]:
-    """Clock, power and temperature of the GPU, and why its clock is held back, where there is a tool
-    that says so; a bit mask of 0 is a clock that nothing holds back."""
+    """Clock, power and temperature of the GPU, and the bit mask of reasons that hold its clock back (0: no
+    reason). Empty without nvidia-smi."""
     return _asked(device, *_STATE)
 
 
 def sources(package: Path) -> str:
-    """A digest of the package's Python files: says which code ran where there is no git."""
+    """A digest of the package's Python files, which identifies the code without git."""
     folders = (package, package / "kernels", package / "perf")  # the last two are links in a checkout
     files = {path.relative_to(package): path for folder in folders for path in folder.rglob("*.py")}
     digest = hashlib.sha256()
@@ -132,9 +132,9 @@ def _identity(device: torch.device) -> str:
 
 
 def _policy(device: torch.device) -> str:
-    asked = _asked(device, *_CLOCKS)
-    chosen, usual = (asked.get(name, "") for name in _CLOCKS)
-    return "default" if chosen == usual else chosen
+    clocks = _asked(device, *_CLOCKS)
+    chosen, default = (clocks.get(name, "") for name in _CLOCKS)
+    return "default" if chosen == default else chosen
 
 
 def _asked(device: torch.device, *fields: str) -> dict[str, str]:
@@ -144,7 +144,7 @@ def _asked(device: torch.device, *fields: str) -> dict[str, str]:
 
 
 def _said(*command: str) -> str | None:
-    """A command's output; None where there is no such command or it fails."""
+    """Run a command and return its output; None where the command is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

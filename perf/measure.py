@@ -1,4 +1,4 @@
-"""The benchmark itself: problem by problem, check everyone, then time everyone, and say so at once."""
+"""The benchmark: for each problem, checks the answers of all contenders, then times them."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ LOST = torch.AcceleratorError.__name__  # of a launch that failed on the device 
 
 
 class DeviceLost(RuntimeError):
-    """A launch failed on the device itself, which runs nothing in this process any more."""
+    """Raised where a launch failed on the device, which this process then cannot use any more."""
 
 
 @dataclass
 class Bench:
-    """One run.
+    """A run of the benchmark.
 
-    journal:  takes each case when it is measured
-    deadline: time.monotonic() after which no problem is started that would not end in time
-    seconds:  what the rounds of one case may take
+    journal:  receives each case when it is measured
+    deadline: time.monotonic() by which the run should end; later problems are left out
+    seconds:  time for the rounds of one case
     options:  kernel options to try tritoncp with, besides its own choice
     group:    the ranks that measure cases of several ranks together; None for one device
     done:     points of the run that is resumed: their cases are not measured again
-    wanted:   patterns of contenders that take part, besides tritoncp
+    patterns: patterns of the names of contenders that take part, besides tritoncp
     """
 
     device: torch.device
@@ -52,7 +52,7 @@ class Bench:
     options: Sequence[dict[str, Any]] = ()
     group: Any = None
     done: Sequence[Point] = ()
-    wanted: Sequence[str] = ("*",)
+    patterns: Sequence[str] = ("*",)
     failures: int = 0
     best: dict[str, list[str]] = field(
         default_factory=dict
@@ -64,7 +64,8 @@ class Bench:
         return clock if self.group is None else GroupClock(clock, self.device)
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Every case with what compiles fast, then what compiles slowly against the best of that."""
+        """Measure every case with contenders that compile fast; then those that compile slowly, against the
+        best of the fast ones."""
         groups = self._problems(self._left(cases))
         slowest = 0.0
         for group in groups:
@@ -78,51 +79,51 @@ class Bench:
             slowest = max(slowest, self._in_time(group, [*self.best[mask], *THOROUGH], slowest))
 
     def warm(self, cases: Sequence[Case]) -> None:
-        """Run the wanted contenders once, so that their kernels are in the caches of compilers."""
+        """Run the selected contenders once, so that their kernels are in the compilers' caches."""
         for group in self._problems(cases):
             case, passes = group[0], [case.which for case in group]
-            given = baselines.inputs(case, self.device)
-            for name, make in self._contenders(case, given, self._variants(case)).items():
-                if position(name, self.wanted) is not None and time.monotonic() < self.deadline:
+            tensors = baselines.inputs(case, self.device)
+            for name, make in self._contenders(case, tensors, self._variants(case)).items():
+                if position(name, self.patterns) is not None and time.monotonic() < self.deadline:
                     self._tell(case, name, self._checked(case, make, None, passes)[1])
 
     def _problems(self, cases: Sequence[Case]) -> list[list[Case]]:
-        """The cases of each problem, small ones on a CPU."""
+        """Group the cases by problem; on a CPU they are shrunk."""
         sized = [case.shrunk() for case in cases] if self.device.type == "cpu" else cases
         return [list(group) for _, group in itertools.groupby(sized, key=lambda case: case.problem)]
 
     def _takes_part(self, name: str) -> bool:
-        return name == OURS or position(name, self.wanted) is not None
+        return name == OURS or position(name, self.patterns) is not None
 
     def _contenders(
-        self, case: Case, given: baselines.Inputs, variants: Sequence[str]
+        self, case: Case, tensors: baselines.Inputs, variants: Sequence[str]
     ) -> dict[str, Callable[[], Contender]]:
-        makers = baselines.contenders(case, given, variants, self.options, self.group)
+        makers = baselines.contenders(case, tensors, variants, self.options, self.group)
         return {name: make for name, make in makers.items() if self._takes_part(name)}
 
     def _left(self, cases: Sequence[Case]) -> list[Case]:
-        """What a resumed run has not measured; and what it found out about flex's variants."""
+        """Select the cases that the resumed run has not measured, and note its best flex variants."""
         measured = {point.case: point for point in self.done}
         for case in cases:
             point = measured.get(case.name)
             flex = {
-                name: found["ms"]
-                for name, found in (point.contenders.items() if point else ())
-                if name in FLEX and "ms" in found
+                name: row["ms"]
+                for name, row in (point.contenders.items() if point else ())
+                if name in FLEX and "ms" in row
             }
             if flex and case.tier != "smoke" and case.mask in SEARCHED:
                 self.best.setdefault(case.mask, [min(flex, key=flex.__getitem__)])
         return [case for case in cases if case.name not in measured]
 
     def _variants(self, case: Case) -> list[str]:
-        """Which flex variants take part: the winners of the mask's first size, so that most compilations
-        are done once; masks that are not searched take those of the causal mask."""
+        """Select the flex variants: at later sizes of a mask the winners at its first size, so that most
+        variants compile once. Masks that are not searched use the winners of the causal mask."""
         if case.tier == "smoke":
             return QUICK[:1]
         return self.best.get(case.mask if case.mask in SEARCHED else "causal", QUICK)
 
     def _in_time(self, cases: list[Case], variants: Sequence[str], slowest: float) -> float:
-        """Measure one problem if there is time; how long it took."""
+        """Measure one problem if there is time. Returns the seconds that it took."""
         begin = time.monotonic()
         if self.clock.agree(begin + slowest - self.deadline) > 0:
             for case in cases:
@@ -139,31 +140,32 @@ class Bench:
     def _problem(self, cases: list[Case], variants: Sequence[str]) -> None:
         case = cases[0]
         torch.compiler.reset()
-        given = baselines.inputs(case, self.device)
+        tensors = baselines.inputs(case, self.device)
         passes = [case.which for case in cases]
-        expected = check.reference(case, given)
-        standing, checks = {}, {}
-        for name, make in self._contenders(case, given, variants).items():
+        expected = check.reference(case, tensors)
+        working, checks = {}, {}
+        for name, make in self._contenders(case, tensors, variants).items():
             contender, checks[name] = self._checked(case, make, expected, passes)
             self.failures += name == OURS and contender is None
             if contender is not None:
-                standing[name] = contender
+                working[name] = contender
             self._tell(case, name, checks[name])
             if checks[name].get("why", "").startswith(LOST):
                 self._give_up(cases, checks)
         del expected
         winners = []
         for case in cases:
-            figures = self._timed(case, standing, checks)
-            flex = {name: found.ms for name, found in figures.items() if name.startswith("flex")}
+            figures = self._timed(case, working, checks)
+            flex = {name: figure.ms for name, figure in figures.items() if name.startswith("flex")}
             winners += [min(flex, key=flex.__getitem__)] if flex else []
         if case.tier != "smoke" and case.mask in SEARCHED and winners:
             self.best.setdefault(case.mask, list(dict.fromkeys(winners)))
 
     def _give_up(self, cases: list[Case], checks: dict[str, dict[str, Any]]) -> None:
-        """After an error on the device nothing runs there in this process. A resumed run leaves these out."""
+        """Write the cases without times after an error on the device, and raise DeviceLost. A resumed run
+        leaves them out."""
         untimed = {"why": "not timed: another contender broke the device"}
-        contenders = {name: untimed | found for name, found in checks.items()}
+        contenders = {name: untimed | row for name, row in checks.items()}
         for case in cases:
             self._write(case, contenders, {})
         raise DeviceLost(
@@ -171,42 +173,42 @@ class Bench:
             "are still to be measured: go on with --resume"
         )
 
-    def _tell(self, case: Case, name: str, found: dict[str, Any]) -> None:
-        """A word on the screen: the line of the case comes when everyone has been timed."""
+    def _tell(self, case: Case, name: str, row: dict[str, Any]) -> None:
+        """Show a contender's check; the line of the case comes after all contenders are timed."""
         problem = case.problem.name.removesuffix("-fwd")
-        self.journal.tell({"kind": "check", "case": problem, "contender": name, **found})
+        self.journal.tell({"kind": "check", "case": problem, "contender": name, **row})
 
     def _checked(
         self, case: Case, make: Callable[[], Contender], expected: check.Answer | None, passes: list[str]
     ) -> tuple[Contender | None, dict[str, Any]]:
-        """The contender if it can do the problem and is right (None: whatever its answer is); and set-up
-        time, peak memory, errors, or why not."""
-        found: dict[str, Any] = {}
+        """Run a contender and compare its answer with ``expected`` (None: no comparison). Returns the
+        contender, None if it failed or was wrong; and its set-up time, peak memory and errors, or why not."""
+        row: dict[str, Any] = {}
         begin, before = time.monotonic(), self._allocated()
         contender = None
         try:
-            with warnings.catch_warnings():  # what goes another way than it is named for is not timed as that
+            with warnings.catch_warnings():  # a call that falls back to another ROUTE fails here, untimed
                 warnings.filterwarnings("error", message="ROUTE=.* is asked for")
                 contender = make()
-                asked = {*passes} & {*contender.passes}
-                got = {"out": contender.forward()} if "forward" in asked else {}
-                if "backward" in asked:
+                timed_passes = {*passes} & {*contender.passes}
+                got = {"out": contender.forward()} if "forward" in timed_passes else {}
+                if "backward" in timed_passes:
                     got |= zip(("dq", "dk", "dv"), contender.backward())
             compared = got if expected is not None else {}
             errors = {key: check.errors(x, getattr(expected, key)) for key, x in compared.items()}
-            found["errors"] = {key: list(map(_short, pair)) for key, pair in errors.items()}
+            row["errors"] = {key: list(map(_short, pair)) for key, pair in errors.items()}
             if not all(check.acceptable(pair, case.torch_dtype) for pair in errors.values()):
-                found["why"] = "wrong: relative error of the whole or of the worst rows is out of tolerance"
-        except Exception as error:  # whatever a compiler or a backend throws: the others go on
-            found["why"] = _brief(error)
-        found["setup_s"] = round(time.monotonic() - begin, 2)
-        found["peak_bytes"] = self._peak() - before
-        if self.clock.agree("why" in found) and "why" not in found:
-            found["why"] = "failed on another rank"
-        return (None if "why" in found else contender), found
+                row["why"] = "wrong: relative error of the whole or of the worst rows is out of tolerance"
+        except Exception as error:  # of a compiler or a backend; the other contenders go on
+            row["why"] = _brief(error)
+        row["setup_s"] = round(time.monotonic() - begin, 2)
+        row["peak_bytes"] = self._peak() - before
+        if self.clock.agree("why" in row) and "why" not in row:
+            row["why"] = "failed on another rank"
+        return (None if "why" in row else contender), row
 
     def _allocated(self) -> int:
-        """Bytes in use; what is in use at most is counted from here on."""
+        """Reset the peak memory count and return the bytes in use."""
         if self.device.type != "cuda":
             return 0
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -216,19 +218,19 @@ class Bench:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def _timed(
-        self, case: Case, standing: dict[str, Contender], checks: dict[str, dict[str, Any]]
+        self, case: Case, working: dict[str, Contender], checks: dict[str, dict[str, Any]]
     ) -> dict[str, Figure]:
-        """Times of one pass, and the line of the case."""
-        idle = {name for name, contender in standing.items() if case.which not in contender.passes}
+        """Time one pass of the contenders and write the line of the case."""
+        idle = {name for name, contender in working.items() if case.which not in contender.passes}
         runs = {
             name: partial(prepared, contender, case.which)
-            for name, contender in standing.items()
+            for name, contender in working.items()
             if name not in idle
         }
         least = 7 if self.device.type == "cuda" else 3  # interpreted kernels are slow, and measure nothing
         figures = interleaved(runs, self.clock, self.seconds, least) if runs else {}
         work = work_of(case)
-        contenders = {name: dict(found) for name, found in checks.items() if name not in idle}
+        contenders = {name: dict(row) for name, row in checks.items() if name not in idle}
         for name in contenders:
             if name in figures:
                 contenders[name] |= figures[name].rounded(samples=name == OURS)
@@ -245,7 +247,7 @@ class Bench:
 
 
 def _short(error: float) -> float | None:
-    """Three digits of an error; None for NaN, which JSON has not.
+    """Round an error to three digits; None for NaN and infinity, which JSON does not have.
 
     >>> _short(0.0012345), _short(float("nan"))
     (0.00123, None)
@@ -254,12 +256,12 @@ def _short(error: float) -> float | None:
 
 
 def _brief(error: Exception) -> str:
-    said = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {said[0][:300]}"
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0][:300]}"
 
 
 def prepared(contender: Contender, which: str) -> Run:
-    """One execution of a pass, ready to be timed."""
+    """Prepare one execution of a pass for timing."""
     if which == "forward":
         return partial(contender.run, contender.call)
     out = contender.run(contender.call)
@@ -267,7 +269,7 @@ def prepared(contender: Contender, which: str) -> Run:
 
 
 def work_of(case: Case) -> Work:
-    """What a case makes one rank do; all ranks, where one device does the work of all."""
+    """The useful work of a case on its busiest rank; of all ranks, where one device simulates them."""
     closed = MASKS[case.mask].closed(case.seq)
     length = (case.rows, case.seq)
     mask = full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length)
@@ -275,13 +277,13 @@ def work_of(case: Case) -> Work:
     if case.world == 1 or case.together:
         return of_plan(build(mask), shape, case.which)
     plan = build(mask, case.world, schedule=case.schedule)
-    each = [of_plan(plan.for_rank(rank), shape, case.which) for rank in range(case.world)]
-    return Work(*map(max, zip(*((work.flops, work.hbm, work.wire) for work in each))))
+    per_rank = [of_plan(plan.for_rank(rank), shape, case.which) for rank in range(case.world)]
+    return Work(*map(max, zip(*((work.flops, work.hbm, work.wire) for work in per_rank))))
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """What this device reaches at best: a bf16 matrix product and a copy, both too large for its caches, and
-    a copy between halves of half its L2 cache, over and over, with the gaps between launches."""
+    """Measure the best rates of a device: a bf16 matrix product, a copy through memory, and a repeated copy
+    between two quarters of its L2 cache, which includes the gaps between launches."""
     clock, n, copies = DeviceClock(device), 8192, 64
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(1 << 30, device=device)
@@ -298,10 +300,10 @@ def ceilings(device: torch.device) -> dict[str, float]:
         "copy": lambda: lambda: target.copy_(source),
         "l2": lambda: copy_in_cache,
     }
-    found = interleaved({name: run for name, run in runs.items() if size or name != "l2"}, clock, 0.3)
-    l2 = {"l2_gbytes_per_s": round(copies * 2 * size / found["l2"].ms / 1e6, 1)} if size else {}
+    times = interleaved({name: run for name, run in runs.items() if size or name != "l2"}, clock, 0.3)
+    l2 = {"l2_gbytes_per_s": round(copies * 2 * size / times["l2"].ms / 1e6, 1)} if size else {}
     return {
         **l2,
-        "matmul_tflops": round(2 * n**3 / found["matmul"].ms / 1e9, 1),
-        "copy_gbytes_per_s": round(2 * source.nbytes / found["copy"].ms / 1e6, 1),
+        "matmul_tflops": round(2 * n**3 / times["matmul"].ms / 1e9, 1),
+        "copy_gbytes_per_s": round(2 * source.nbytes / times["copy"].ms / 1e6, 1),
     }

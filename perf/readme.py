@@ -1,7 +1,7 @@
-"""The README's block of measured figures: made from the history, never by hand.
+"""Generates the README's block of measured figures from the history.
 
 ``python -m tritoncp.perf.readme`` prints the block, ``--write`` puts it into README.md; `tritoncp perf
-ingest` does so in a checkout.
+ingest` updates it in a checkout.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ NOTHING = (
     "`docs/` comes from one. `make gpu` on a machine with a GPU measures them."
 )
 BASELINES = {"flex": "flex", "flash": "flash", "cudnn": "cuDNN"}
-LENGTH = 16384  # of the cases in the table, where there are any
+LENGTH = 16384  # the table shows cases of this length only, if there are any
 
 
 def measured(points: Iterable[Point]) -> str:
-    """The block for a history: of each GPU its newest figures, or that there are none.
+    """Format the block for a history: a table of each GPU's newest figures, or a line that there are none.
 
     >>> from tritoncp.perf.record import Series
     >>> took = {"tritoncp": {"ms": 5.0, "tflops": 440.0}, "flash": {"ms": 6.0}}
@@ -36,16 +36,16 @@ def measured(points: Iterable[Point]) -> str:
     | causal-16k-fwd | 5 | 440 | – | 1.20 | – |
     """
     by_device: dict[str, list[Point]] = {}
-    known = {case.name for case in CASES}
+    names = {case.name for case in CASES}
     for point in sorted(points, key=lambda point: point.time):
-        if point.env.get("cuda") and point.ms and point.case in known:
+        if point.env.get("cuda") and point.ms and point.case in names:
             by_device.setdefault(point.series.device, []).append(point)
     tables = [_table(device, own) for device, own in sorted(by_device.items())]
     return "\n\n".join(tables) if tables else NOTHING
 
 
 def _table(device: str, points: Sequence[Point]) -> str:
-    """A GPU's newest figure of each case; points are in the order of time."""
+    """Format a GPU's newest figures. ``points`` are in order of time."""
     of_case: dict[str, list[Point]] = {}
     for point in points:
         of_case.setdefault(point.case, []).append(point)
@@ -65,7 +65,7 @@ def _table(device: str, points: Sequence[Point]) -> str:
 
 
 def _row(name: str, points: Sequence[Point]) -> list[str]:
-    """Ratios are those of the newest line in which the baseline took part."""
+    """Format the row of a case. Each ratio is from the newest line that has the baseline."""
     own = points[-1].own
     ratios: dict[str, float] = {}
     for point in points:
@@ -76,32 +76,32 @@ def _row(name: str, points: Sequence[Point]) -> list[str]:
 
 
 def _plain(text: object) -> str:
-    """Text without Markdown, HTML or line ends.
+    """Remove Markdown, HTML and line ends from text.
 
     >>> _plain("a|b <!-- x -->\\n[y](z) `c` sm_90")
     'a b !-- x -- y z c sm 90'
     """
-    kept = (c if c.isalnum() or c in " .,:;+-!?/%" else " " for c in str(text))
-    return " ".join("".join(kept).split())[:80]
+    cleaned = (c if c.isalnum() or c in " .,:;+-!?/%" else " " for c in str(text))
+    return " ".join("".join(cleaned).split())[:80]
 
 
 def with_block(text: str, block: str) -> str:
-    """A page with this block between its marks. Raises ValueError for a page without them."""
+    """Replace the block between the marks of a page. Raises ValueError for a page without the marks."""
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not (begin and end):
-        raise ValueError(f"the page has no {BEGIN} and {END} after it: put them where the figures are to be")
+        raise ValueError(f"the page has no {BEGIN} followed by {END}: put both where the figures belong")
     return f"{head}{BEGIN}\n{block}\n{END}{tail}"
 
 
 def rewrite(page: Path, history: Path) -> bool:
-    """Put the block of a history into a page; whether that changed it. Raises ValueError for a page without
-    the marks."""
+    """Put the block of a history into a page. Returns whether the page changed. Raises ValueError for a page
+    without the marks."""
     text = page.read_text()
-    fresh = with_block(text, measured(read(history).points))
-    if fresh != text:
-        page.write_text(fresh)
-    return fresh != text
+    updated = with_block(text, measured(read(history).points))
+    if updated != text:
+        page.write_text(updated)
+    return updated != text
 
 
 @click.command(cls=PerfCommand, context_settings={"help_option_names": ["-h", "--help"]})
@@ -109,7 +109,7 @@ def rewrite(page: Path, history: Path) -> bool:
 @click.option(
     "--page", type=click.Path(exists=True, dir_okay=False, path_type=Path), default=ROOT / "README.md"
 )
-@click.option("--write", is_flag=True, help="Put it between the marks of the page instead of printing it.")
+@click.option("--write", is_flag=True, help="Write the block into the page instead of printing it.")
 def main(history: Path, page: Path, write: bool) -> None:
     """Print the block of measured figures that the README holds."""
     if not write:

@@ -24,7 +24,7 @@ VERSION = 1
 OURS = "tritoncp"
 # The contender that shows that a family of baselines was tuned; without its time the family is untuned.
 TUNED = {"flex": "flex max-autotune"}
-# What may change from point to point of a series, and be the reason of a change.
+# Attributes that may differ between points of a series, and may explain a change.
 ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "ptxas", "driver", "cuda", "cudnn", "python")
 
 
@@ -92,8 +92,8 @@ class Point:
         return self.own.get("ms")
 
     def baselines(self) -> dict[str, float]:
-        """The best median of each family of baselines: the first word of a name is the family. An untuned
-        family has none: a ratio to it would say how PyTorch's defaults fare, and be read as more.
+        """The best median of each family of baselines: the first word of a name is the family. Untuned
+        families are left out, because a ratio to them would be mistaken for one to a tuned baseline.
 
         >>> found = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}, "cudnn": {"ms": 1.5}, "x": {"why": ""}}
         >>> Point("r", "t", "c", Series("d"), {}, found).baselines()
@@ -105,7 +105,7 @@ class Point:
         return {family: ms for family, ms in best.items() if family not in self.untuned()}
 
     def untuned(self) -> list[str]:
-        """Families with a time, but none of the contender that TUNED asks for.
+        """Families with a time, but without one of the contender that TUNED requires.
 
         >>> Point("r", "t", "c", Series("d"), {}, {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}}).untuned()
         ['flex']
@@ -122,7 +122,7 @@ class Point:
         return best
 
     def speedups(self) -> dict[str, float]:
-        """Each tuned family's best time over tritoncp's; empty if tritoncp failed."""
+        """The best time of each tuned family over tritoncp's; empty if tritoncp failed."""
         return {name: ms / self.ms for name, ms in self.baselines().items()} if self.ms else {}
 
     @property
@@ -178,7 +178,7 @@ def kernel_name(line: dict[str, Any]) -> str:
 
 
 class DiskFull(Exception):
-    """A line could not be written whole; what was written before it is."""
+    """Raised where a line could not be written in full; the lines before it were."""
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
@@ -192,22 +192,22 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def merge(path: Path, lines: Sequence[dict[str, Any]]) -> int:
-    """Add those of some lines that a file does not hold yet, all of them or none; how many they are.
+    """Add the lines that a file does not hold yet, all of them or none. Returns their number.
 
     Raises DiskFull if there is no room.
     """
     if not lines:
         return 0
     with _locked(path) as file:
-        held = {same_line(line) for _, line in checked(path) if not isinstance(line, str)}
-        fresh = {name: line for line in lines if (name := same_line(line)) not in held}
-        if fresh:
-            _write(file, b"".join(map(_text, fresh.values())), path)
-    return len(fresh)
+        present = {same_line(line) for _, line in checked(path) if not isinstance(line, str)}
+        new = {name: line for line in lines if (name := same_line(line)) not in present}
+        if new:
+            _write(file, b"".join(map(_text, new.values())), path)
+    return len(new)
 
 
 def same_line(line: dict[str, Any]) -> str:
-    """Equal for lines that say the same, however they are written."""
+    """Text that is equal for lines with equal content, whatever the order of their keys."""
     return json.dumps(line, sort_keys=True)
 
 
@@ -243,27 +243,27 @@ def _write(file: int, text: bytes, path: Path) -> None:
 
 
 def files(places: Iterable[Path]) -> list[Path]:
-    """The .jsonl files in folders, and files as they are; in order of name.
+    """List the .jsonl files of folders, and files themselves, in order of name.
 
     Raises FileNotFoundError for what does not exist, OSError for a device, which may have no end.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for place in places:
         if not place.exists():
             raise FileNotFoundError(
                 f"{place} does not exist: name a history file, or a folder of *.jsonl files"
             )
         if place.is_dir():
-            found += sorted(path for path in place.glob("*.jsonl") if not path.is_dir())
+            paths += sorted(path for path in place.glob("*.jsonl") if not path.is_dir())
         elif place.is_char_device() or place.is_block_device():
             raise OSError(f"{place} is a device: name a history file, or a folder of *.jsonl files")
         else:
-            found.append(place)
-    return found
+            paths.append(place)
+    return paths
 
 
 def read(*places: Path) -> History:
-    """All of some files and folders. Broken lines become problems, never an exception.
+    """Read files and folders of lines. Broken lines become problems, never an exception.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "a.jsonl")
@@ -276,21 +276,21 @@ def read(*places: Path) -> History:
     history = History([], [], [])
     for path in files(places):
         for number, text in _lines(path):
-            found = _parsed(text)
-            if isinstance(found, str):
-                history.problems.append(Problem(path, number, found))
-            elif isinstance(found, Point):
-                history.points.append(found)
-            elif found["kind"] == "resources":
-                history.resources.append(found)
+            entry = _parsed(text)
+            if isinstance(entry, str):
+                history.problems.append(Problem(path, number, entry))
+            elif isinstance(entry, Point):
+                history.points.append(entry)
+            elif entry["kind"] == "resources":
+                history.resources.append(entry)
     return history
 
 
 def checked(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Number of each line of a file, and the line as JSON holds it, or what is wrong with it."""
+    """Yield the number of each line of a file, and the parsed JSON, or an error message."""
     for number, text in _lines(path):
-        found = _parsed(text)
-        yield number, parse_json(text) if isinstance(found, Point) else found
+        entry = _parsed(text)
+        yield number, parse_json(text) if isinstance(entry, Point) else entry
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -301,7 +301,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parsed(text: bytes) -> Point | dict[str, Any] | str:
-    """A point, another kind of line, or what is wrong."""
+    """Parse a line: a point, a line of another kind, or an error message."""
     try:
         line = parse_json(text)
     except ValueError as error:  # UnicodeDecodeError is one
@@ -333,9 +333,9 @@ def point_of(line: dict[str, Any]) -> Point:
 
 @dataclass
 class Journal:
-    """Points of one run, in a file as soon as they are known.
+    """Points of one run, each written to a file as soon as it is measured.
 
-    tell: hears of every line that is written; left_out: names of cases that there was no time for
+    tell: called with every line that is written; left_out: names of cases that had no time
     """
 
     path: Path
@@ -353,11 +353,13 @@ class Journal:
         self.write({"kind": "left out", "case": case, "why": "the time budget is used up"})
 
     def point(self, case: str, contenders: dict[str, dict[str, Any]], **parts: Any) -> None:
-        """Write what was found about a case. Raises DiskFull."""
+        """Write the figures of a case. Raises DiskFull."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        found = Point(self.run, now, case, self.series, self.env, contenders, ceilings=self.ceilings, **parts)
-        self.points.append(found)
-        self.write(found.as_line())
+        measured = Point(
+            self.run, now, case, self.series, self.env, contenders, ceilings=self.ceilings, **parts
+        )
+        self.points.append(measured)
+        self.write(measured.as_line())
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line of any kind. Raises DiskFull."""
@@ -366,14 +368,14 @@ class Journal:
 
 
 def unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
-    """The newest run with this very code, versions and device: its file, and its points so far."""
+    """The newest run with the same code, versions and device: its file, and its points so far."""
     newest: tuple[Path, list[Point]] | None = None
     same = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code
     for path in files([folder]) if folder.exists() else ():
         runs: dict[str, list[Point]] = {}
         for point in read(path).points:
-            alike = all(point.env.get(name) == env.get(name) for name in same)
-            if point.series == series and alike:
+            is_same = all(point.env.get(name) == env.get(name) for name in same)
+            if point.series == series and is_same:
                 runs.setdefault(point.run, []).append(point)
         for points in runs.values():
             if newest is None or points[-1].time >= newest[1][-1].time:

@@ -1,9 +1,9 @@
-"""The default route of the forward pass, from lines of a history.
+"""Chooses the default route of the forward pass from lines of a history.
 
-A line of a case that was measured with ``ROUTE`` loops and with other routes settles which is the default for
-calls of its dtype, head dims and kind of mask on its device with its Triton: another route than loops, if its
-answer was right and it beat loops by more than `tuned.WIN`. Where lines about the same calls disagree, the
-longer sequence counts, then the newer line. A route that is not chosen loses the entry that it had.
+A line that has times of ``ROUTE=loops`` and of another route decides the default for calls with its dtype,
+head dims and kind of mask, on its device with its version of Triton: the fastest right route, if it beats
+loops by more than `tuned.WIN`, else loops. Where lines for the same calls disagree, the longer sequence
+counts, then the newer line. The entry of a route that is no longer chosen is removed.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from tritoncp.perf.cases import CASES, MASKS, Case
 from tritoncp.perf.record import variant
 from tritoncp.tuned import Device
 
-DAY = 86400.0  # seconds by which clocks of two machines may differ
+DAY = 86400.0  # seconds by which the clocks of two machines may differ
 LOOPS, *OTHERS = ({"ROUTE": route} for route in ROUTES)
-_LENGTH = 4096  # of a mask whose kind is asked
+_LENGTH = 4096  # of the mask that is made to determine its kind
 
 
 class RouteChoice(NamedTuple):
-    """The default of calls on a device with a Triton: an entry of a file of tile shapes; None for loops.
+    """The default route of calls on a device with a version of Triton. entry: for a file of tile shapes; None
+    for loops.
 
-    about: what calls look up, as `tuned.about`; time: when it was measured (ISO 8601, UTC)
+    key: the calls, as `tuned.entry_key` has it; time: when it was measured (ISO 8601, UTC)
     """
 
     device: Device
     triton: str
-    about: tuple[Any, ...]
+    key: tuple[Any, ...]
     time: str
     entry: dict[str, Any] | None
 
 
 def choices_of(lines: Iterable[Mapping[str, Any]]) -> list[RouteChoice]:
-    """The choices that lines of a history settle, one for each device, Triton and kind of call."""
+    """Choose the routes from lines of a history: one for each device, Triton and kind of call."""
     cases = {case.name: case for case in CASES if _is_plain(case)}
     settled: dict[tuple[Any, ...], tuple[tuple[int, str], RouteChoice]] = {}
     for line in lines:
@@ -49,32 +50,33 @@ def choices_of(lines: Iterable[Mapping[str, Any]]) -> list[RouteChoice]:
         choice = _choice(line, case) if case is not None else None
         if case is None or choice is None:
             continue
-        key, rank = (choice.device, choice.triton, choice.about), (case.seq, choice.time)
+        key, rank = (choice.device, choice.triton, choice.key), (case.seq, choice.time)
         if key not in settled or settled[key][0] <= rank:
             settled[key] = rank, choice
     return [choice for _, choice in settled.values()]
 
 
 def _is_plain(case: Case) -> bool:
-    """Whether a case is a forward pass of one device, and nothing but shapes and the mask tells its call."""
+    """Whether a case is a forward pass on one device, without sinks, score_mod or few queries."""
     mask = MASKS[case.mask]
     scored = mask.sinks or mask.score(case.heads, torch.device("cpu")) is not None
     return case.which == "forward" and case.world == case.batch == 1 and not case.queries and not scored
 
 
 def _choice(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
-    """What a line settles; None where it does not compare routes, or does not say where and when."""
+    """Choose the route from one line; None where it does not compare routes, or lacks device, Triton or
+    time."""
     env, contenders = line.get("env", {}), line["contenders"]
     names = [env.get(name) for name in ("arch", "triton", "sources")]
     when = _utc(line["time"])
     loops = _time(contenders, LOOPS)
-    tried = {
+    times = {
         options["ROUTE"]: _time(contenders, options) for options in OTHERS if _was_tried(contenders, options)
     }
-    if not all(isinstance(name, str) and name for name in names) or not (when and loops and tried):
+    if not all(isinstance(name, str) and name for name in names) or not (when and loops and times):
         return None
     arch, triton, sources = names
-    right = {route: ms for route, ms in tried.items() if ms is not None}
+    right = {route: ms for route, ms in times.items() if ms is not None}
     best = min(right, key=right.__getitem__, default=None)
     base = {"kernel": "route", "dtype": case.dtype, "head_dim": case.dim, "mask": kind_of(case.mask)}
     base |= {"v_head_dim": case.v_dim} if case.v_dim != case.dim else {}
@@ -90,24 +92,24 @@ def _choice(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
         "code": sources,
     } if won and best is not None else None  # fmt: skip
     device = Device(str(arch), line["series"]["device"])
-    return RouteChoice(device, str(triton), tuned.about(base), when, entry)
+    return RouteChoice(device, str(triton), tuned.entry_key(base), when, entry)
 
 
 def _was_tried(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
-    """Whether a route was timed or gave another answer: not where it could not be had."""
+    """Whether a route was timed or was wrong; False where it could not run."""
     row = contenders.get(variant(options), {})
     why = str(row.get("why", ""))
     return "ms" in row or why.startswith("wrong") or "its answer is not that of" in why
 
 
 def _time(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
-    """The time of a contender whose answer was right."""
+    """The time of a contender, or None if its answer was wrong."""
     row = contenders.get(variant(options), {})
     return None if "why" in row else row.get("ms")
 
 
 def _utc(text: str) -> str:
-    """A time as entries have it; "" for one that is none, has no zone, or is yet to come."""
+    """Convert a time to UTC in ISO 8601; "" for text that is not a time, has no zone, or is in the future."""
     try:
         when = datetime.datetime.fromisoformat(text)
         if when.tzinfo is None or when.timestamp() > time.time() + DAY:
@@ -118,7 +120,7 @@ def _utc(text: str) -> str:
 
 
 def kind_of(mask: str) -> str:
-    """The kind that a call with a mask of `cases.MASKS` looks up.
+    """The kind of a mask of `cases.MASKS`, by which calls look up tiles.
 
     >>> [kind_of(mask) for mask in ("causal", "full", "document", "window")]
     ['causal', 'full', 'interval', 'window']

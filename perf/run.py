@@ -55,7 +55,7 @@ class Seconds(click.ParamType):
     multiple=True,
     default=("*",),
     metavar="PATTERN",
-    help="Cases by name: 'causal-*-bwd'; several are measured in the order in which they are named.",
+    help="Cases by name: 'causal-*-bwd'; several patterns are measured in the given order.",
 )
 @click.option(
     "--budget",
@@ -74,17 +74,17 @@ class Seconds(click.ParamType):
 )
 @click.option(
     "--contenders",
-    "wanted",
+    "patterns",
     multiple=True,
     default=("*",),
     metavar="PATTERN",
-    help="Besides tritoncp only these, by name: 'flash', 'flex*', 'tritoncp ROUTE=*'. Without 'flex*' "
-    "nothing waits for torch.compile.",
+    help="Contenders to run besides tritoncp, by name: 'flash', 'flex*', 'tritoncp ROUTE=*'. Without 'flex*' "
+    "the run does not use torch.compile.",
 )
 @click.option(
     "--warm",
     is_flag=True,
-    help="Only run the named contenders once, to have their kernels compiled; time and write nothing.",
+    help="Run the named contenders once, so that their kernels are compiled, without timing or writing.",
 )
 @click.option(
     "--device",
@@ -108,7 +108,7 @@ def main(
     budget: float | None,
     seconds: float,
     options: tuple[str, ...],
-    wanted: tuple[str, ...],
+    patterns: tuple[str, ...],
     warm: bool,
     device: str | None,
     clocks: str | None,
@@ -123,7 +123,7 @@ def main(
     budget is too short for any case.
     """
     deadline = time.monotonic() + (BUDGET[tier] if budget is None else budget)
-    tried = [_parsed(text) for text in options]
+    options_list = [_parsed(text) for text in options]
     if device in ("cpu", "host"):
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
     import torch
@@ -147,10 +147,10 @@ def main(
         series = machine.series(where, clocks)
         cases = select(tier, only, group.size() if group else 1)
     if not cases:
-        named = " or ".join(map(repr, only))
-        raise InputError(f"no case of tier {tier} for this device is named like {named}")
+        names = " or ".join(map(repr, only))
+        raise InputError(f"no case of tier {tier} for this device is named like {names}")
     if warm and (device == "host" or group is not None):
-        raise click.UsageError("--warm is for attention on one device; --device host compiles nothing")
+        raise click.UsageError("--warm needs attention cases on one device; --device host compiles nothing")
     lead = group is None or group.rank() == 0
     journal = _journal(out, series, env, resume and lead, lead, as_json)
     before = list(journal.points)
@@ -163,8 +163,8 @@ def main(
             from tritoncp.engines import name_functions
             from tritoncp.perf.measure import Bench
 
-            name_functions()  # what --warm compiled in another process is then found in Triton's cache
-            bench = Bench(where, journal, deadline, seconds, tried, group, before, wanted)
+            name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
+            bench = Bench(where, journal, deadline, seconds, options_list, group, before, patterns)
             if warm:
                 bench.warm(cases)
                 sys.exit(FINE)
@@ -187,7 +187,7 @@ def main(
 
 
 def _attention(bench: Bench, cases: Sequence[Any]) -> int:
-    """Measure attention cases; how many failed."""
+    """Measure attention cases. Returns the number of failures."""
     from tritoncp.perf.measure import DeviceLost, ceilings
 
     if bench.device.type == "cuda":
@@ -216,18 +216,18 @@ def _place(device: str) -> tuple[torch.device, Any]:
 
 def _parsed(text: str) -> dict[str, Any]:
     try:
-        found = parse_json(text.encode())
+        value = parse_json(text.encode())
     except ValueError as error:
         raise click.BadParameter(f"{text!r} is not JSON: {error}", param_hint="--try") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise click.BadParameter(f"{text!r} is not an object, as '{{\"BLOCK_N\": 64}}'", param_hint="--try")
-    return found
+    return value
 
 
 def _journal(
     out: Path, series: Series, env: dict[str, Any], resume: bool, lead: bool, as_json: bool
 ) -> Journal:
-    """Where this run's lines go: the file of the run that is resumed, or of the day."""
+    """The journal of this run: in the file of the run that is resumed, or in the day's file."""
 
     def tell(line: dict[str, Any]) -> None:
         if as_json and line["kind"] != "check":
@@ -245,18 +245,18 @@ def _journal(
         path = out if one_file else path_inside(out, out / f"{day}-{slug(series.device)}.jsonl")
     except ValueError as error:
         raise InputError(str(error)) from error
-    found = unfinished(out, series, env) if resume else None
-    if found is None:
+    unfinished_run = unfinished(out, series, env) if resume else None
+    if unfinished_run is None:
         if resume:
             click.echo("nothing to resume: no run of this code on this device is there; a new one", err=True)
         return Journal(path, run, series, env, tell)
-    path, points = found
+    path, points = unfinished_run
     click.echo(f"resuming run {points[0].run} in {path}: {len(points)} cases are there", err=True)
     return Journal(path, points[0].run, series, env, tell, points=points)
 
 
 def brief(line: dict[str, Any]) -> str:
-    """One line for people.
+    """Format a line of a history for the screen.
 
     >>> figures = {"tritoncp": {"ms": 1.5, "tflops": 400.0}, "flex": {"ms": 3.0}, "cudnn": {"ms": 1.2}}
     >>> brief({"kind": "case", "case": "full-8k-fwd", "contenders": figures})
@@ -280,7 +280,8 @@ def brief(line: dict[str, Any]) -> str:
 
 
 def show(journal: Journal) -> None:
-    """The table: tritoncp's time, and everyone's best over it, worst first against the goal."""
+    """Print a table: tritoncp's time and each family's best time over it, cases farthest below their goal
+    first."""
     from rich.console import Console
     from rich.table import Table
 
@@ -317,7 +318,7 @@ def _cell(ratio: float | None, goal: float | None) -> str:
 
 
 def _order(point: Point) -> float:
-    """A failure comes first, then what is farthest below its goal; what has none comes last."""
+    """Sort key: failures first, then cases farthest below their goal, then cases without a goal."""
     return (point.worst if point.goal else None) or (9.0 if point.ms else 0.0)
 
 

@@ -205,7 +205,7 @@ def page(lines: Sequence[dict[str, Any]], folder: str) -> str:
 
 
 def verdicts(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """What the figures say about the limits, and what gives first."""
+    """Format the limits that the figures show, and which one is reached first."""
     said = ["## What holds, and what gives first"]
     near = [line for line in lines if (line["tokens"], line["world"]) == (1024, 64)]
     if near:

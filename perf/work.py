@@ -1,4 +1,4 @@
-"""What a case has to do, counted exactly: floating-point operations, memory bytes, wire bytes.
+"""The useful work of a case, counted exactly: floating-point operations, memory bytes, wire bytes.
 
 Counted is what the answer needs: visible pairs only, and each tensor once. What a kernel does beyond that
 (masked halves of tiles, reading K again, the recomputed scores of a second backward kernel) is what

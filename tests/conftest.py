@@ -1,4 +1,4 @@
-"""What every test runs under: one thread, fixed seeds, interpreted kernels off the GPU, poisoned buffers."""
+"""Settings of every test: one thread, fixed seeds, interpreted kernels off the GPU, poisoned buffers."""
 
 import importlib.util
 import os

@@ -25,7 +25,7 @@ def eager(monkeypatch):
 
 
 def said(group, call):
-    """What a call raises on this rank."""
+    """The exception of a call on this rank."""
     try:
         call()
     except Exception as error:

@@ -36,8 +36,8 @@ def test_the_module_is_the_command():
 
 
 def test_help_names_every_command():
-    shown = CliRunner().invoke(main, ["--help"]).output
-    assert all(name in shown for name in main.commands)
+    output = CliRunner().invoke(main, ["--help"]).output
+    assert all(name in output for name in main.commands)
 
 
 def test_an_unknown_command_is_an_error():
@@ -71,7 +71,7 @@ def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> None:
         Path(ptxas).chmod(0o755)
 
 
-def test_doctor_names_ptxas_and_gives_a_cure_for_a_bad_one_on_hopper(monkeypatch, tmp_path):
+def test_doctor_names_ptxas_and_a_remedy_for_a_faulty_one(monkeypatch, tmp_path):
     hopper(monkeypatch, path := str(tmp_path / "ptxas"))
     done = CliRunner().invoke(main, ["doctor", "--json"])
     report = json.loads(done.stdout)
@@ -80,8 +80,8 @@ def test_doctor_names_ptxas_and_gives_a_cure_for_a_bad_one_on_hopper(monkeypatch
     (line,) = report["advice"]
     for part in ("ptxas 12.8.93", "sm_90", "nvidia-cuda-nvcc>=13.3", "set TRITON_PTXAS_PATH", "#1262"):
         assert part in line
-    shown = "".join(CliRunner().invoke(main, ["doctor"]).output.split())
-    assert path in shown and "advice" in shown and "".join(line.split()) in shown
+    output = "".join(CliRunner().invoke(main, ["doctor"]).output.split())
+    assert path in output and "advice" in output and "".join(line.split()) in output
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_doctor_names_ptxas_and_gives_a_cure_for_a_bad_one_on_hopper(monkeypatch
         (2, (2, 27, 3), {"TORCH_NCCL_HIGH_PRIORITY": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}, []),
     ],
 )
-def test_doctor_says_how_messages_overlap(monkeypatch, gpus, version, settings, advice):
+def test_doctor_advises_a_high_priority_stream(monkeypatch, gpus, version, settings, advice):
     monkeypatch.setattr(doctor, "nccl_version", lambda: version)
     for name in ("TORCH_NCCL_HIGH_PRIORITY", "NCCL_LAUNCH_ORDER_IMPLICIT"):
         monkeypatch.delenv(name, raising=False)
@@ -112,21 +112,21 @@ def test_doctor_has_no_advice_about_a_good_ptxas_or_without_a_gpu(monkeypatch, t
     assert report["advice"] == [] and list(report["ptxas"]) == ["sm_90", "sm_100"]
 
 
-def test_doctor_says_that_a_path_to_ptxas_leads_nowhere(monkeypatch, tmp_path):
+def test_doctor_reports_a_path_without_a_ptxas(monkeypatch, tmp_path):
     hopper(monkeypatch)
-    monkeypatch.setenv("TRITON_PTXAS_PATH", gone := str(tmp_path / "gone"))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", missing := str(tmp_path / "gone"))
     report = doctor.examine()
     assert report["ptxas"]["sm_90"]["origin"] == "bundled with Triton"
-    assert f"TRITON_PTXAS_PATH={gone} names no ptxas that runs" in report["advice"][0]
+    assert f"TRITON_PTXAS_PATH={missing}: this ptxas does not run" in report["advice"][0]
     monkeypatch.setattr(torch.version, "hip", "6.4")
     amd = SimpleNamespace(name="MI300X", gcnArchName="gfx942", total_memory=1 << 37)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: amd)
-    assert "gfx942 has no ptxas" in doctor.examine()["ptxas"]["gfx942"]["why"]
+    assert "not for gfx942" in doctor.examine()["ptxas"]["gfx942"]["why"]
 
 
 def test_doctor_shows_a_table_to_people():
-    shown = CliRunner().invoke(main, ["doctor"]).output
-    assert "CPU tensors run" in shown and str(torch.__version__).split("+")[0] in shown
+    output = CliRunner().invoke(main, ["doctor"]).output
+    assert "CPU tensors run" in output and str(torch.__version__).split("+")[0] in output
 
 
 def test_doctor_fails_on_a_cache_others_may_write(tmp_path):
@@ -148,8 +148,8 @@ def test_doctor_fails_on_a_cache_others_may_write(tmp_path):
 )
 def test_doctor_says_what_is_wrong_and_what_to_do(versions, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = doctor.problems(versions, True, {"path": "/x", "usable": True, "state": ""})
-    assert len(found) == 1 and found[0].startswith(said)
+    lines = doctor.problems(versions, True, {"path": "/x", "usable": True, "state": ""})
+    assert len(lines) == 1 and lines[0].startswith(said)
 
 
 def test_doctor_warns_when_a_gpu_would_be_left_idle(monkeypatch):
@@ -160,8 +160,8 @@ def test_doctor_warns_when_a_gpu_would_be_left_idle(monkeypatch):
 
 
 def test_the_benchmark_has_its_own_help_and_errors(tmp_path):
-    shown = CliRunner().invoke(main, ["perf", "run", "--help"]).output
-    assert "tritoncp perf run" in shown and "--budget" in shown
+    output = CliRunner().invoke(main, ["perf", "run", "--help"]).output
+    assert "tritoncp perf run" in output and "--budget" in output
     done = CliRunner().invoke(
         main, ["perf", "run", "--device", "cpu", "--only", "nothing", "--out", str(tmp_path)]
     )
@@ -176,12 +176,12 @@ def plan_command(*words) -> tuple[int, str]:
 def test_plan_shows_what_print_shows(tmp_path):
     lengths = tmp_path / "lengths.json"
     lengths.write_text("[1000, 3000, 4192]")
-    code, shown = plan_command("--lengths", str(lengths), "--world-size=4")
+    code, output = plan_command("--lengths", str(lengths), "--world-size=4")
     mod = tritoncp_package.and_masks(
         tritoncp_package.causal(), tritoncp_package.document(lengths=[1000, 3000, 4192])
     )
     mask = tritoncp_package.create_block_mask(mod, 1, 1, 8192, 8192)
-    assert (code, shown) == (0, f"{tritoncp_package.make_plan(mask, world_size=4, rank=0)}\n")
+    assert (code, output) == (0, f"{tritoncp_package.make_plan(mask, world_size=4, rank=0)}\n")
 
 
 def test_plan_in_json_is_the_plans_own_figures():
@@ -192,14 +192,14 @@ def test_plan_in_json_is_the_plans_own_figures():
         "--balancer=contiguous",
         "--json",
     )
-    code, shown = plan_command(*words, "--heads=16", "--kv-heads=2", "--head-dim=64", "--dtype=float32")
-    report = json.loads(shown)
+    code, output = plan_command(*words, "--heads=16", "--kv-heads=2", "--head-dim=64", "--dtype=float32")
+    report = json.loads(output)
     mask = tritoncp_package.create_block_mask(tritoncp_package.sliding_window(1024), 1, 1, 1 << 16, 1 << 16)
-    made = tritoncp_package.make_plan(mask, world_size=5, rank=0, balancer="contiguous")
-    assert code == 0 and report["work"] == made.work and report["schedule"] == made.schedule
+    plan = tritoncp_package.make_plan(mask, world_size=5, rank=0, balancer="contiguous")
+    assert code == 0 and report["work"] == plan.work and report["schedule"] == plan.schedule
     layer = {"batch": 1, "heads": 16, "kv_heads": 2, "head_dim": 64, "itemsize": 4}
-    assert report["schedules"][made.schedule]["sent_bytes"] == [
-        made.for_rank(rank).bytes_sent(**layer) for rank in range(5)
+    assert report["schedules"][plan.schedule]["sent_bytes"] == [
+        plan.for_rank(rank).bytes_sent(**layer) for rank in range(5)
     ]
     assert report["layer"]["v_head_dim"] == 64 and report["mask"]["q_len"] == 1 << 16
 
@@ -212,8 +212,8 @@ def test_plan_draws_a_picture_and_a_page(tmp_path):
 
 
 def test_plan_takes_batch_rows_with_documents_of_their_own():
-    code, shown = plan_command("--lengths=[[256, 256], [500, 12]]", "--world-size=2", "--json")
-    report = json.loads(shown)
+    code, output = plan_command("--lengths=[[256, 256], [500, 12]]", "--world-size=2", "--json")
+    report = json.loads(output)
     assert code == 0 and report["layer"]["batch"] == 2 and report["mask"]["q_len"] == 512
 
 
@@ -224,13 +224,13 @@ def test_plan_on_a_terminal_is_in_colour():
 
     class Terminal(Console):
         def __init__(self) -> None:
-            super().__init__(force_terminal=True, color_system="truecolor", file=said, width=200)
+            super().__init__(force_terminal=True, color_system="truecolor", file=output, width=200)
 
-    said = io.StringIO()
+    output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned, "Console", Terminal)
         assert plan_command("--seq-len=1K", "--world-size=2")[0] == 0
-    assert "\x1b[38;2;68;119;170m" in said.getvalue(), "rank 0 in its colour"
+    assert "\x1b[38;2;68;119;170m" in output.getvalue(), "rank 0 in its colour"
 
 
 MODS = """
@@ -435,8 +435,8 @@ def test_json_of_a_users_mask_is_the_same_every_time(name, mods):
 
 
 def test_lengths_that_are_longer_than_a_file_name_are_numbers():
-    code, shown = plan_command("--lengths", ",".join(["1"] * 300), "--json")
-    assert code == 0 and json.loads(shown)["mask"]["q_len"] == 300
+    code, output = plan_command("--lengths", ",".join(["1"] * 300), "--json")
+    assert code == 0 and json.loads(output)["mask"]["q_len"] == 300
 
 
 def test_an_architecture_that_is_known_is_compiled_for(mods):

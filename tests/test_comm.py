@@ -26,7 +26,7 @@ def contribution(step: int, rank: int, rows: int) -> Tensor:
 
 def rank_of(program: Program, rank: int, world_size: int) -> comm.Schedule[list[Tensor]]:
     """A schedule that starts each collective in order and waits for some of them late."""
-    flying, found = [], []
+    flying, results = [], []
     for step, (kind, rows, late) in enumerate(program):
         given_rows = rows if kind == "gather" else rows * world_size
         x = contribution(step, rank, given_rows)
@@ -34,11 +34,11 @@ def rank_of(program: Program, rank: int, world_size: int) -> comm.Schedule[list[
         flying.append((step, ticket))
         while len(flying) > late:
             step, ticket = flying.pop(0)
-            found.append((step, (yield Wait(ticket)).clone()))
+            results.append((step, (yield Wait(ticket)).clone()))
     while flying:
         step, ticket = flying.pop()
-        found.append((step, (yield Wait(ticket)).clone()))
-    return [result for _, result in sorted(found, key=lambda pair: pair[0])]
+        results.append((step, (yield Wait(ticket)).clone()))
+    return [result for _, result in sorted(results, key=lambda pair: pair[0])]
 
 
 def expected(program: Program, rank: int, world_size: int) -> list[Tensor]:
@@ -84,27 +84,27 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
         inner = comm.group_of(mesh["cp"])
         return results, comm.exchange([rank, 10 * rank], group), inner.size()
 
-    found = on_ranks(3, work)
+    answers = on_ranks(3, work)
     want = lockstep([rank_of(PROGRAM, rank, 3) for rank in range(3)])
-    for (results, numbers, size), mine in zip(found, want):
-        assert all(torch.equal(a, b) for a, b in zip(results, mine))
+    for (results, numbers, size), expected in zip(answers, want):
+        assert all(torch.equal(a, b) for a, b in zip(results, expected))
         assert numbers == [[0, 0], [1, 10], [2, 20]]
         assert size == 3
 
 
 def test_lockstep_goes_rank_by_rank_from_yield_to_yield() -> None:
-    said = []
+    events = []
 
     def schedule(rank: int) -> comm.Schedule[int]:
-        said.append(f"{rank} starts")
+        events.append(f"{rank} starts")
         ticket = yield AllGather(torch.zeros(1))
-        said.append(f"{rank} computes")
+        events.append(f"{rank} computes")
         yield Wait(ticket)
-        said.append(f"{rank} ends")
+        events.append(f"{rank} ends")
         return rank
 
     assert lockstep([schedule(0), schedule(1)]) == [0, 1]
-    assert said == [f"{rank} {what}" for what in ("starts", "computes", "ends") for rank in (0, 1)]
+    assert events == [f"{rank} {what}" for what in ("starts", "computes", "ends") for rank in (0, 1)]
 
 
 def test_schedules_that_send_nothing_just_run() -> None:

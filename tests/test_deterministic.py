@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def added(values: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
-    """What the kernels' exact sum makes of values [n], added in an order."""
+    """The kernels' exact sum of values [n], added in an order."""
     table = torch.zeros(1, requires_grad=True)
     mod = score_mod(lambda s, b, h, q, kv: s + table[q * 0])
     values = values if order is None else values[order]

@@ -1,4 +1,4 @@
-"""What `print(plan)` shows is what the plan says."""
+"""`print(plan)` shows the plan's figures."""
 
 import json
 from dataclasses import replace

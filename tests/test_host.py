@@ -10,7 +10,7 @@ S, W = 96, 3
 
 
 def everything() -> list:
-    """What a training script asks for, as plain values."""
+    """Settings of a training script, as plain values."""
     ids = torch.arange(S, device="cpu") // 20
     traced = tritoncp.create_block_mask(
         lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), None, None, S, S, device="cpu", BLOCK_SIZE=16

@@ -113,12 +113,12 @@ ROOMS = {
 
 def modules() -> dict[str, Path]:
     """Every module of the package by the name after `tritoncp.`; "" is the package itself."""
-    found = {}
+    imports = {}
     for base, folder in ((ROOT / "tritoncp", "tritoncp"), (ROOT, "kernels"), (ROOT, "perf")):
         for path in (ROOT / folder).rglob("*.py"):
             parts = path.relative_to(base).with_suffix("").parts
-            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+            imports[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return imports
 
 
 def room_of(module: str) -> str:
@@ -146,15 +146,15 @@ def reaches(name: str, prefixes: set[str] | frozenset[str]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def forbidden(module: str, names: set[str], known: set[str]) -> list[str]:
+def forbidden(module: str, names: set[str], modules: set[str]) -> list[str]:
     room = room_of(module)
-    return sorted(name for name in names if not allowed(room, name, known))
+    return sorted(name for name in names if not allowed(room, name, modules))
 
 
-def allowed(room: str, name: str, known: set[str]) -> bool:
+def allowed(room: str, name: str, modules: set[str]) -> bool:
     if name.split(".")[0] == "tritoncp":
         inner = name.removeprefix("tritoncp").lstrip(".")
-        while inner and inner not in known:  # from tritoncp.plan import Plan: the module is what counts
+        while inner and inner not in modules:  # from tritoncp.plan import Plan: the module is what counts
             inner = inner.rpartition(".")[0]
         return not inner or room_of(inner) in ROOMS[room].doors | {room}
     if name.split(".")[0] in sys.stdlib_module_names:
@@ -164,19 +164,19 @@ def allowed(room: str, name: str, known: set[str]) -> bool:
 
 @pytest.mark.parametrize("module", sorted(modules()))
 def test_a_room_imports_only_through_its_doors(module):
-    known = modules()
-    wrong = forbidden(module, imports(module, known[module]), set(known))
+    present = modules()
+    wrong = forbidden(module, imports(module, present[module]), set(present))
     assert not wrong, f"tritoncp.{module or '__init__'} ({room_of(module)}) may not import {', '.join(wrong)}"
 
 
 def test_the_table_can_say_no():
-    known = {"plan", "mods.trace", "comm", "kernels.forward", "api", "perf.run"}
-    assert forbidden("plan", {"triton.language", "torch.distributed.init_process_group"}, known)
-    assert forbidden("plan", {"tritoncp.comm.Group"}, known) == ["tritoncp.comm.Group"]
-    assert forbidden("mods.trace", {"tritoncp.plan.Plan"}, known)
-    assert forbidden("kernels.forward", {"tritoncp.plan.Plan", "kernels.tiles", "tests.x"}, known)
-    assert forbidden("api", {"tritoncp.perf.run"}, known)
-    assert not forbidden("plan", {"torch.Tensor", "math", "tritoncp.plan.Plan"}, known)
+    present = {"plan", "mods.trace", "comm", "kernels.forward", "api", "perf.run"}
+    assert forbidden("plan", {"triton.language", "torch.distributed.init_process_group"}, present)
+    assert forbidden("plan", {"tritoncp.comm.Group"}, present) == ["tritoncp.comm.Group"]
+    assert forbidden("mods.trace", {"tritoncp.plan.Plan"}, present)
+    assert forbidden("kernels.forward", {"tritoncp.plan.Plan", "kernels.tiles", "tests.x"}, present)
+    assert forbidden("api", {"tritoncp.perf.run"}, present)
+    assert not forbidden("plan", {"torch.Tensor", "math", "tritoncp.plan.Plan"}, present)
 
 
 def test_relative_imports_are_resolved(tmp_path):

@@ -193,7 +193,7 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
     table = tmp_path / "resources.json"
     inspect.write([TABLE[0], *rows.values()], table)
     assert len(inspect.known(table)) == 3 and inspect.known(table)[inspect.key(worse)]["spill_bytes"]
-    tuned.write(folder, tuned.Device("sm_90", "NVIDIA H200"), [], {}, "3.7.1", [tuned.about(entries[1])])
+    tuned.write(folder, tuned.Device("sm_90", "NVIDIA H200"), [], {}, "3.7.1", [tuned.entry_key(entries[1])])
     inspect.write([TABLE[0]], table)
     assert len(inspect.known(table)) == 2 and inspect.key(worse) not in inspect.known(table)
     tuned.path_in(folder, tuned.Device("sm_90", "odd"), "3.7.1").write_text("{")

@@ -1,4 +1,4 @@
-"""What callers of packed attention see: real ranks, Megatron's order, and what goes wrong."""
+"""Packed attention from its callers' view: real ranks, Megatron's order, and what goes wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tritoncp check` in one process: its cases, its output, and that it can tell right from wrong."""
+"""`tritoncp check` in one process: its cases, its output, and its verdict on planted faults."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ def wrong(report: dict) -> list[dict]:
     return [case for case in report["cases"] if not case["right"]]
 
 
-def test_the_command_compares_every_schedule_and_says_so_in_json():
+def test_the_json_has_every_schedule():
     command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
     done = subprocess.run(
         [*command, "--only=*-window-float32-*"], cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"},
@@ -83,10 +83,10 @@ def test_the_command_compares_every_schedule_and_says_so_in_json():
         "problems",
         "notes",
     }
-    assert any("float16 in bfloat16's place" in note for note in facts["notes"])
+    assert any("float16 replaces bfloat16" in note for note in facts["notes"])
 
 
-def test_cases_that_do_not_fit_the_budget_are_listed_and_are_not_right():
+def test_cases_beyond_the_budget_are_listed_as_failures():
     done = CliRunner().invoke(main, ["check", "--json", "--budget=0.001"])
     report = json.loads(done.stdout)
     assert done.exit_code == 1
@@ -96,7 +96,7 @@ def test_cases_that_do_not_fit_the_budget_are_listed_and_are_not_right():
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_check_that_is_asked_to_end_says_how_far_it_came(number):
+def test_a_check_that_gets_a_signal_reports_its_finished_cases(number):
     """The signal goes to all of its processes, as Ctrl-C does."""
     command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
     with subprocess.Popen(
@@ -114,7 +114,7 @@ def test_a_check_that_is_asked_to_end_says_how_far_it_came(number):
     assert {"not run" in (case["why"] or "") for case in cases if not case["right"]} == {True}
 
 
-def test_an_answer_that_is_no_number_is_wrong(monkeypatch):
+def test_a_nan_is_wrong(monkeypatch):
     attend = tritoncp.flex_attention
 
     def spoiled(*arguments, **options):
@@ -126,14 +126,14 @@ def test_an_answer_that_is_no_number_is_wrong(monkeypatch):
     (case,) = report["cases"]
     assert code == 1
     assert (case["tensor"], case["error"], case["right"]) == ("out", None, False)
-    assert case["why"] == "out has values that are no numbers, or another shape"
+    assert case["why"] == "out has NaN or infinite values, or the wrong shape"
 
 
 def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
     doubled = torch.autograd.grad
 
     def grad(outputs, inputs, *rest, **options):
-        """Gradients of replicated parameters as a bug would have them: twice as large."""
+        """Compute gradients with a fault: those of replicated parameters are twice too large."""
         grads = doubled(outputs, inputs, *rest, **options)
         return [2 * g if i >= 3 and outputs[0].dtype is torch.float32 else g for i, g in enumerate(grads)]
 
@@ -145,7 +145,7 @@ def test_gradients_of_a_captured_tensor_and_of_sinks_are_compared(monkeypatch):
 
 
 def plant(monkeypatch, kernel: str) -> None:
-    """A kernel that multiplies scores by another scale than it was told, under a window."""
+    """Plant a fault into a kernel: under a window mask it uses a wrong scale."""
     right = getattr(TritonEngine, kernel)
 
     def launch(self, *tensors, **step):
@@ -172,14 +172,14 @@ def test_a_wrong_kernel_is_named(kernel, direction, tensor, monkeypatch):
     assert not any("causal" in line for line in off), "the other mask's kernels are right"
     worst = next(line for line in lines if line.startswith("worst: "))
     assert worst.startswith(f"worst: ring-window-float32-{direction}: {tensor} on rank")
-    told = lines[-1]
-    assert told.startswith(
+    report_line = lines[-1]
+    assert report_line.startswith(
         f"for a report: tritoncp {tritoncp.__version__}, torch {torch.__version__}, triton "
     )
-    assert told.endswith(worst.removeprefix("worst: "))
+    assert report_line.endswith(worst.removeprefix("worst: "))
 
 
-def test_an_exception_fails_its_case_and_no_other(monkeypatch):
+def test_an_exception_fails_only_its_case(monkeypatch):
     attend = tritoncp.flex_attention
 
     def refuse(q, k, v, score_mod, *rest, **options):
@@ -194,7 +194,7 @@ def test_an_exception_fails_its_case_and_no_other(monkeypatch):
     assert {case["why"] for case in wrong(report)} == {"NotImplementedError: no such score"}
 
 
-def test_a_process_that_dies_fails_its_case_and_no_other(monkeypatch):
+def test_a_dead_process_fails_only_its_case(monkeypatch):
     attend = tritoncp.flex_attention
 
     def die(q, k, v, score_mod, *rest, sinks, **options):
@@ -229,7 +229,7 @@ def test_a_case_that_breaks_its_device_leaves_the_others_to_another_process(monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--only=rings"], r"--only 'rings' fits no case of 4 ranks; one is called "),
+        (["--only=rings"], r"--only 'rings' matches no case of 4 ranks; a case's name is, say, "),
         (["--budget=0"], "0"),
         (["--timeout=nan"], "numbers of seconds"),
         (["--world-size=0"], "world-size"),
@@ -241,7 +241,7 @@ def test_options_that_make_no_sense_are_refused(options, message):
     assert message in done.output
 
 
-def test_without_numpy_it_says_what_to_install(monkeypatch):
+def test_without_numpy_the_error_names_the_package(monkeypatch):
     from tritoncp import doctor
 
     version = doctor.version
@@ -263,7 +263,7 @@ def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch):
     assert "TRITON_INTERPRET=1 is set on a machine with a GPU" in done.output
 
 
-def test_the_allowed_error_follows_the_dtype_and_refuses_what_is_no_number():
+def test_the_allowed_error_depends_on_the_dtype_and_nan_exceeds_it():
     torch.manual_seed(0)
     x = torch.randn(3, 1, 2, 40, 16)
     exact = dense_attention(*x.double()).out

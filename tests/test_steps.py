@@ -1,4 +1,4 @@
-"""What travels: tables that every rank derives alike, held to the dense mask and to the hops themselves."""
+"""Messages of schedules: tables that every rank derives alike, compared with the dense mask and the hops."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def plans(name: str, balancer: str | None, world: int) -> list[Plan]:
 def blocks_seen(plan: Plan) -> Tensor:
     """Listed blocks of this rank's queries, from the dense map: bool [B, KV blocks]."""
     kinds = plan.mask.runs.to_kinds() != 3  # [Bm, Hm, rows, columns]
-    held = plan.positions
-    batch = max(len(kinds), len(held))
-    kinds, held = kinds.any(1).expand(batch, -1, -1), held.expand(batch, -1)
-    rows = [kinds[b, (held[b][held[b] >= 0] // plan.mask.q_block).unique()] for b in range(batch)]
+    positions = plan.positions
+    batch = max(len(kinds), len(positions))
+    kinds, positions = kinds.any(1).expand(batch, -1, -1), positions.expand(batch, -1)
+    rows = [kinds[b, (positions[b][positions[b] >= 0] // plan.mask.q_block).unique()] for b in range(batch)]
     return torch.stack([row.any(0) for row in rows])
 
 
@@ -50,8 +50,10 @@ def test_seen_blocks_and_traffic_are_the_masks(name: str, balancer: str | None, 
         want = blocks_seen(reader)
         assert torch.equal(reader.seen[reader.rank], want)
         for owner in all_plans:
-            held = owner.kv.positions(owner.rank)
-            real = [held[b % len(held)][held[b % len(held)] >= 0] for b in range(len(want))]
+            positions = owner.kv.positions(owner.rank)
+            real = [
+                positions[b % len(positions)][positions[b % len(positions)] >= 0] for b in range(len(want))
+            ]
             rows = sum(int(want[b, at // 32].sum()) for b, at in enumerate(real))
             assert int(reader.traffic[reader.rank, owner.rank]) == rows
 
@@ -69,12 +71,12 @@ def test_fetched_are_the_visible_remote_blocks_and_no_other(
         local = plan.kv.positions(plan.rank)
         positions = row_positions(got.slots, sum(got.takes))
         for b in range(batch):
-            here = local[b % len(local)]
+            own = local[b % len(local)]
             remote = torch.ones(plan.kv.length, dtype=torch.bool)
-            remote[here[here >= 0]] = False
+            remote[own[own >= 0]] = False
             visible = want[b].repeat_interleave(32)[: plan.kv.length] & remote
-            held = positions[b % len(positions)]
-            assert held[held >= 0].sort().values.tolist() == visible.nonzero()[:, 0].tolist()
+            present = positions[b % len(positions)]
+            assert present[present >= 0].sort().values.tolist() == visible.nonzero()[:, 0].tolist()
         assert list(got.takes) == [other.fetch.sends[plan.rank] for other in all_plans]
         assert got.takes[plan.rank] == 0
 
@@ -86,8 +88,8 @@ def test_rows_arrive_where_their_slots_say(name: str) -> None:
     batch = max(len(plan.fetch.slots) for plan in all_plans)
     sent = []
     for plan in all_plans:
-        held = plan.kv.positions(plan.rank)
-        rows = held.expand(batch, -1).flatten() if plan.fetch.batched else held[0]
+        positions = plan.kv.positions(plan.rank)
+        rows = positions.expand(batch, -1).flatten() if plan.fetch.batched else positions[0]
         sent.append(rows[plan.fetch.rows].split(list(plan.fetch.sends)))
     for plan in all_plans:
         came = torch.cat([parts[plan.rank] for parts in sent])
@@ -106,15 +108,15 @@ def test_the_ring_brings_every_reader_what_it_reads_and_every_gradient_home(tabl
     reads = torch.tensor(table)
     world = len(reads)
     hops = [steps.ring(reads, rank) for rank in range(world)]
-    held = list(range(world))  # whose K and V lie where
+    location = list(range(world))  # whose K and V lie where
     gradient: list[set[int] | None] = [None] * world  # who has added to the gradient that lies there
     read = [set() for _ in range(world)]
     home = [set() for _ in range(world)]
     for turn in range(len(hops[0])):
         now = [hop[turn] for hop in hops]
         for rank, hop in enumerate(now):
-            assert hop.here == (held[rank] is not None)
-            assert held[rank] in (hop.owner, None)
+            assert hop.here == (location[rank] is not None)
+            assert location[rank] in (hop.owner, None)
             if hop.reads:
                 read[rank].add(hop.owner)
             if turn and hop.here:
@@ -124,7 +126,7 @@ def test_the_ring_brings_every_reader_what_it_reads_and_every_gradient_home(tabl
         for rank, hop in enumerate(now):
             if hop.next is not None:
                 assert now[hop.next].previous == rank
-                moved[hop.next] = held[rank]
+                moved[hop.next] = location[rank]
             if hop.dkv_to is not None and hop.next is not None:
                 assert now[hop.dkv_to].dkv_next == rank
                 followed[hop.dkv_to] = gradient[rank]
@@ -134,7 +136,7 @@ def test_the_ring_brings_every_reader_what_it_reads_and_every_gradient_home(tabl
         assert sum(hop.previous is not None for hop in now) == sum(hop.next is not None for hop in now)
         takes = sum(peer is not None for hop in now for peer in (hop.dkv_next, hop.dkv_home))
         assert takes == sum(hop.dkv_to is not None for hop in now)
-        held, gradient = moved, followed
+        location, gradient = moved, followed
     for rank in range(world):
         assert read[rank] == {rank} | {owner for owner in range(world) if table[rank][owner]}
         assert home[rank] == {reader for reader in range(world) if table[reader][rank]} - {rank}
@@ -156,7 +158,7 @@ def queued_messages(hops: tuple[steps.Hop, ...]) -> list[set[tuple[int, bool]]]:
 
 @settings(max_examples=200)
 @given(READS)
-def test_one_queue_of_messages_a_rank_never_deadlocks(table: list[list[bool]]) -> None:
+def test_one_message_queue_per_rank_never_deadlocks(table: list[list[bool]]) -> None:
     """The parts of a message end, in any order, when the peer is at the message with the other end; a rank
     starts its next one when all have ended."""
     reads = torch.tensor(table)

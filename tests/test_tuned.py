@@ -57,14 +57,14 @@ def places(monkeypatch, tmp_path):
     tuned.forget()
 
 
-def put(folder, block_m, device=H200, triton=None, **about):
+def put(folder, block_m, device=H200, triton=None, **fields):
     path = tuned.path_in(folder, device, triton)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"entries": [entry(block_m, **about)]}))
+    path.write_text(json.dumps({"entries": [entry(block_m, **fields)]}))
 
 
 def configs(device, dtype, dims, mask, score=False):
-    """What a call like this takes."""
+    """The tile options of a call."""
     return tuned.configs(device, Call.of(dtype, dims, mask, score))
 
 
@@ -170,9 +170,9 @@ def test_a_call_goes_on_beside_a_file_that_is_nested_without_end(places):
 def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):
     put(places / "user", 16, CPU)
     cpu = torch.device("cpu")
-    for mask, found in (("causal", 16), ("full", 16), ("interval", 16), ("mod", 16), ("window", None)):
+    for mask, expected in (("causal", 16), ("full", 16), ("interval", 16), ("mod", 16), ("window", None)):
         options = configs(cpu, torch.float32, (16, 16), mask)
-        assert dict(dict(options.get("CONFIGS", ())).get("forward", ())).get("BLOCK_M") == found
+        assert dict(dict(options.get("CONFIGS", ())).get("forward", ())).get("BLOCK_M") == expected
         hash(options.get("CONFIGS"))  # a key of caches
     assert configs(cpu, torch.float32, (32, 32), "causal") == {}
     assert configs(cpu, torch.bfloat16, (16, 16), "causal") == {}
@@ -186,8 +186,8 @@ def test_a_score_mod_that_loads_for_each_score_takes_only_what_was_measured_with
     assert configs(cpu, torch.float32, (16, 16), "causal", 2) == {}
     tuned.write(places / "user", CPU, [heavy], {})
     for score, block in ((0, 16), (1, 32), (2, 64)):
-        found = dict(configs(cpu, torch.float32, (16, 16), "causal", score)["CONFIGS"])
-        assert dict(found["forward"])["BLOCK_M"] == block
+        tiles = dict(configs(cpu, torch.float32, (16, 16), "causal", score)["CONFIGS"])
+        assert dict(tiles["forward"])["BLOCK_M"] == block
     slopes, table = torch.rand(2), torch.rand(2, 64)
     kinds = (None, lambda s, b, h, q, kv: s * slopes[h], lambda s, b, h, q, kv: s + table[h, q - kv + 32])
     for score, mod in enumerate(kinds):
@@ -258,8 +258,12 @@ def test_writing_replaces_the_same_kernels_and_keeps_the_others(places):
     tuned.write(folder, H200, [entry(16), entry(32, "dq")], {"code": "a"})
     path = tuned.write(folder, H200, [entry(64)], {"code": "b"})
     assert blocks() == {"forward": 64, "dq": 32}
-    said = json.loads(path.read_text())
-    assert (said["device"], said["arch"], said["code"]) == ("NVIDIA H200", "sm_90", "b") and said["triton"]
+    document = json.loads(path.read_text())
+    assert (document["device"], document["arch"], document["code"]) == (
+        "NVIDIA H200",
+        "sm_90",
+        "b",
+    ) and document["triton"]
     assert {left.name for left in path.parent.iterdir()} == {path.name, f"{path.name}.lock"}
     assert list(tuned.sources(H200)) == [path], "a lock is no table"
 
@@ -274,7 +278,7 @@ def write_many(folder, first, start):
         tuned.write(folder, H200, [entry(16, head_dim=head_dim)], {})
 
 
-def test_entries_of_writers_at_once_all_remain(places):
+def test_concurrent_writers_lose_no_entry(places):
     start = FORK.Barrier(WRITERS)
     firsts = [1 + i * WRITES for i in range(WRITERS)]
     writers = [FORK.Process(target=write_many, args=(places / "user", first, start)) for first in firsts]
@@ -287,18 +291,18 @@ def test_entries_of_writers_at_once_all_remain(places):
     assert written == set(range(1, WRITERS * WRITES + 1))
 
 
-def hold(path, held, release):
+def hold(path, locked, release):
     with tuned.locked(path):
-        held.set()
+        locked.set()
         release.wait()
 
 
-def test_a_table_that_another_process_holds_is_an_error_that_says_so(places, monkeypatch):
+def test_a_lock_held_by_another_process_is_an_error(places, monkeypatch):
     path = tuned.path_in(places / "user", H200)
-    held, release = FORK.Event(), FORK.Event()
-    holder = FORK.Process(target=hold, args=(path, held, release))
+    locked, release = FORK.Event(), FORK.Event()
+    holder = FORK.Process(target=hold, args=(path, locked, release))
     holder.start()
-    assert held.wait(60)
+    assert locked.wait(60)
     monkeypatch.setattr(tuned, "LOCK_SECONDS", 0.2)
     with pytest.raises(TimeoutError, match=r"nvidia-h200.*is not written.*\.lock for 0\.2 s.*run again"):
         tuned.write(places / "user", H200, [entry(16)], {})
@@ -309,7 +313,7 @@ def test_a_table_that_another_process_holds_is_an_error_that_says_so(places, mon
     assert blocks() == {"forward": 16}
 
 
-def test_a_folder_without_locks_is_an_error_that_says_what_to_do(places, monkeypatch):
+def test_a_filesystem_without_locks_is_an_error_with_a_remedy(places, monkeypatch):
     def refuse(fd, how):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
@@ -318,7 +322,7 @@ def test_a_folder_without_locks_is_an_error_that_says_what_to_do(places, monkeyp
         tuned.write(places / "user", H200, [entry(16)], {})
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_that_says_what_to_do(places):
+def test_a_folder_that_cannot_be_created_is_an_error_with_a_remedy(places):
     (places / "user").write_text("")
     with pytest.raises(OSError, match=r"is not written.*make the folder writable.*TRITONCP_CONFIG_DIR"):
         tuned.write(places / "user", H200, [entry(16)], {})
@@ -330,15 +334,15 @@ def test_a_folder_that_cannot_be_made_is_an_error_that_says_what_to_do(places):
 @pytest.fixture
 def launched(monkeypatch):
     """(kernel, BLOCK_M) of everything that is launched."""
-    seen = []
+    launches = []
     original = launch.Launch.__call__
 
     def call(self):
-        seen.append((self.kernel.__name__.removesuffix("_kernel"), self.config.BLOCK_M))
+        launches.append((self.kernel.__name__.removesuffix("_kernel"), self.config.BLOCK_M))
         return original(self)
 
     monkeypatch.setattr(launch.Launch, "__call__", call)
-    return seen
+    return launches
 
 
 def attend(mask, score=None, call=flex_attention, **options):
@@ -346,8 +350,8 @@ def attend(mask, score=None, call=flex_attention, **options):
     q.requires_grad_()
     out = call(q, k, v, score, mask, kernel_options=options or None)
     out.sum().backward()
-    whole = create_block_mask(mask, 1, 1, 40, 40)
-    torch.testing.assert_close(out, dense_attention(q, k, v, whole, score).out, atol=2e-6, rtol=1e-5)
+    mask_of_call = create_block_mask(mask, 1, 1, 40, 40)
+    torch.testing.assert_close(out, dense_attention(q, k, v, mask_of_call, score).out, atol=2e-6, rtol=1e-5)
 
 
 def test_calls_take_what_was_measured_and_options_are_stronger(places, launched):
@@ -389,8 +393,8 @@ def test_a_route_is_for_calls_just_like_the_one_it_was_measured_with(places):
 
     tuned.write(places / "user", CPU, [entry(16), entry(16, head_dim=32), entry(16) | ROUTED], {})
     assert found() == (("ROUTE", "specialised"),)
-    others = [{"mask": "full"}, {"mask": "interval"}, {"dims": (16, 8)}, {"score": True}]
-    assert not any(found(**other) for other in [*others, {"dims": (32, 32)}, {"dtype": torch.float16}])
+    other_calls = [{"mask": "full"}, {"mask": "interval"}, {"dims": (16, 8)}, {"score": True}]
+    assert not any(found(**other) for other in [*other_calls, {"dims": (32, 32)}, {"dtype": torch.float16}])
     won = {"kernel": "route", "config": {"ROUTE": "loops", **asdict(Config(64, 32))}}
     tuned.write(places / "given", CPU, [entry(16) | won], {})
     assert found() is None and configs(torch.device("cpu"), torch.float32, (16, 16), "causal")
@@ -417,7 +421,7 @@ def kernels(launched):
 
 
 def test_calls_go_by_the_route_that_was_measured_where_it_can_be_had(places, kernels, monkeypatch):
-    """What is in its way is said to those who asked for it, and to no others."""
+    """Warnings about a route come only from calls that ask for it."""
     loops, both = ["forward"], ["forward", "specialised"]
     tuned.write(places / "user", CPU, [entry(64) | ROUTED | {"mask": "interval"}], {})
     with warnings.catch_warnings():

@@ -1,6 +1,6 @@
-"""What is copied to a device goes through pinned memory, and is safe on every stream.
+"""Copies to a device go through pinned memory and are safe on every stream.
 
-Read from the calls that reach streams, with CPU memory in the place of the device's.
+The tests record the calls to streams; CPU memory stands in for the device's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def storage(x: Tensor) -> int:
 
 
 class Recorder(upload.Streams):
-    """Notes every call; ``stream`` is the current one."""
+    """A stand-in for Streams that records every call; ``stream`` is the current one."""
 
     def __init__(self) -> None:
         self.stream, self.capturing = 0, False
@@ -40,7 +40,7 @@ class Recorder(upload.Streams):
         self.pinned_memory: dict[int, Tensor] = {}
         self.memory: dict[int, Tensor] = {}
         self.ready: set[tuple[int, int]] = set()  # (memory, stream that may read it)
-        self.copied_before: dict[int, int] = {}  # memory that an event stands for
+        self.copied_before: dict[int, int] = {}  # event -> memory whose copy it follows
 
     def is_asynchronous(self, device: torch.device) -> bool:
         return True
@@ -60,7 +60,7 @@ class Recorder(upload.Streams):
         assert not self.capturing
         assert storage(pinned) in self.pinned_memory, "a copy from pageable memory"
         memory = pinned.clone()
-        self.memory[storage(memory)] = memory  # kept: no other memory gets its address
+        self.memory[storage(memory)] = memory  # keeps it alive, so that its address is not reused
         self.ready.add((storage(memory), self.stream))
         self.calls.append(("copy", storage(memory), self.stream))
         return memory
@@ -86,9 +86,9 @@ class Recorder(upload.Streams):
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    made = Recorder()
-    monkeypatch.setattr(upload, "STREAMS", made)
-    return made
+    new = Recorder()
+    monkeypatch.setattr(upload, "STREAMS", new)
+    return new
 
 
 # -- one copy, many streams -----------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_tensors_of_any_type_and_layout_travel_in_one_copy(recorder: Recorder) -
     assert len(recorder.pinned_memory) == len(recorder.count("copy")) == 1
 
 
-def test_nothing_is_asked_of_streams_where_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_without_streams_get_plain_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     class NoStreams(upload.Streams):
         current = is_capturing = pinned = copy = record_event = wait = record_use = None
 
@@ -239,7 +239,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("schedule", "kind"), CALLS)
-def test_every_tensor_of_a_plan_is_announced_on_every_stream(
+def test_every_stream_records_its_use_of_every_tensor_of_a_plan(
     schedule: str, kind: str, recorder: Recorder, launched: list[int]
 ) -> None:
     """Forward on the stream that makes the copies, forward and backward on another one: there nothing is
@@ -258,27 +258,27 @@ def test_every_tensor_of_a_plan_is_announced_on_every_stream(
 
     with Indices(recorder) as indices:
         want = attend()
-        kept = {memory for _, memory, _ in recorder.count("event")}
-        assert kept and not recorder.count("wait", "use") and max(launched) > 0
+        cached = {memory for _, memory, _ in recorder.count("event")}
+        assert cached and not recorder.count("wait", "use") and max(launched) > 0
         recorder.stream = 8
         outs = attend()
         torch.autograd.grad([out.sum() for out in outs], [x for tensors in leaves for x in tensors])
     assert all(map(torch.equal, outs, want))
-    assert {memory for _, memory, _ in recorder.count("event")} == kept
+    assert {memory for _, memory, _ in recorder.count("event")} == cached
     assert recorder.count("wait", "use") == Counter(
-        (do, memory, 8) for do in ("wait", "use") for memory in kept
+        (do, memory, 8) for do in ("wait", "use") for memory in cached
     )
     assert bool(indices.seen) == (schedule == "fetch")
 
 
-def test_a_capture_uses_the_copies_of_an_earlier_call_and_makes_none(recorder: Recorder) -> None:
+def test_a_capture_uses_the_copies_of_an_earlier_call(recorder: Recorder) -> None:
     mask = create_block_mask(dilated, 1, 1, S, S, BLOCK_SIZE=BLOCK)
     q, plan = torch.randn(1, 2, S, 8), tritoncp.make_plan(mask)
     recorder.calls.clear()  # the mask_mod was asked
     recorder.stream, recorder.capturing = 1, True
     with pytest.raises(RuntimeError, match=r"cpu while a CUDA graph is captured.*once before the capture"):
         tritoncp.flex_attention(q, q, q, plan)
-    with pytest.raises(RuntimeError, match=r"outside the graph: shard"):
+    with pytest.raises(RuntimeError, match=r"shard and unshard .call these outside the graph"):
         tritoncp.shard(q, plan, dim=2)
     assert not recorder.calls
     recorder.stream, recorder.capturing = 0, False
@@ -295,17 +295,17 @@ def test_a_plan_whose_tables_were_copied_is_pickled(recorder: Recorder) -> None:
     mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=BLOCK)
     q, plan = torch.randn(1, 2, S, 8), tritoncp.make_plan(mask)
     want, copies = tritoncp.flex_attention(q, q, q, plan), len(recorder.count("event"))
-    again = pickle.loads(pickle.dumps(plan))
-    assert torch.equal(tritoncp.flex_attention(q, q, q, again), want)
+    loaded = pickle.loads(pickle.dumps(plan))
+    assert torch.equal(tritoncp.flex_attention(q, q, q, loaded), want)
     assert len(recorder.count("event")) == 2 * copies > 0
 
 
-def test_a_permutation_that_is_kept_is_announced_on_every_stream(recorder: Recorder) -> None:
+def test_every_stream_records_its_use_of_a_cached_permutation(recorder: Recorder) -> None:
     lengths = torch.tensor([0, 4, 12])
     x = torch.arange(12)
     for recorder.stream in (0, 1, 0, 1):
-        there = tritoncp.dual_chunk_to_contiguous(x, lengths, world_size=2)
-        assert torch.equal(tritoncp.contiguous_to_dual_chunk(there, lengths, world_size=2), x)
+        reordered = tritoncp.dual_chunk_to_contiguous(x, lengths, world_size=2)
+        assert torch.equal(tritoncp.contiguous_to_dual_chunk(reordered, lengths, world_size=2), x)
     assert [kind for kind, *_ in recorder.calls] == ["copy", "event"] * 2 + ["wait", "use"] * 2
 
 
@@ -323,7 +323,7 @@ def test_a_permutation_first_used_under_inference_mode_serves_training(
     assert torch.equal(again, there) and torch.equal(grad, x)
 
 
-def test_what_is_read_at_once_goes_through_pinned_memory(recorder: Recorder) -> None:
+def test_uncached_copies_go_through_pinned_memory(recorder: Recorder) -> None:
     """The rows of a shard, and 0-d numbers on the CPU, which are copied at every call."""
     plan = tritoncp.make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=BLOCK), world_size=2)
     recorder.calls.clear()

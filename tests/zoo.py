@@ -161,7 +161,7 @@ def rebound(score: Score, wants: Sequence[Tensor]) -> Callable[..., Tensor] | No
 
 
 def simulated(qkv: Sequence[Tensor], plan: Plan, score: Score, **options: Any) -> Answer:
-    """What a simulated world of the plan's size answers."""
+    """Run a simulated world of the plan's size."""
     world = simulate(plan.world_size)
     q, k, v = (world.shard(x, plan, dim=2, side=side) for x, side in zip(qkv, ("q", "kv", "kv")))
     outs, lses = world.flex_attention(q, k, v, score.mod, plan, enable_gqa=True, return_lse=True, **options)

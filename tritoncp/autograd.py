@@ -37,8 +37,8 @@ def _engine(
     captures: list[Tensor], ints: list[int], floats: list[float], extra: Sequence[Tensor] = (),
     grads: Sequence[Tensor] = (),
 ) -> Any:  # fmt: skip
-    """The engine of a pass over q, k, v and other tensors. Kept with the plan for passes of these layouts,
-    unless a graph carries the score_mod, which may read globals."""
+    """The engine of a pass over q, k, v and other tensors. It is cached with the plan for tensors of these
+    layouts, except where a graph carries the score_mod, which may read globals."""
     call, device = Spec.decode(spec), q[0].device
     kernels, cache = engines.uses_triton(device), plan._once("engines", dict)
     reusable = kernels and call.carried is None
@@ -47,10 +47,10 @@ def _engine(
         *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
         *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
     )  # fmt: skip
-    if reusable and (kept := cache.get(key)) is not None:
-        engine, mask = kept
+    if reusable and (entry := cache.get(key)) is not None:
+        engine, mask = entry
         if mask is not None:
-            mask.on_current_stream()  # the engine holds its tensors
+            mask.on_current_stream()  # the cached engine reads its tensors on this stream
         return engines.rebind(engine, call, device, captures, ints, floats, grads)
     group = _group(call)
     tiles = tuned.text_of(device, group) if kernels else ""
@@ -76,8 +76,8 @@ def _engine(
 def _measured(
     spec: str, plan: Plan, q: list[Tensor], v: Tensor, group: Any, tiles: str
 ) -> tuple[DeviceCopy[Mod] | None, dict[str, Any]]:
-    """The mask_mod of a call and the tiles measured for it, measured now if need be by all ranks together: it
-    depends on no property in which the tensors of two ranks may differ."""
+    """The mask_mod of a call and its measured tiles. If the user asked for tuning, all ranks may measure them
+    now together: this does not depend on properties that may differ between ranks."""
     call, (_, heads, rows, d), e = Spec.decode(spec), q[0].shape, v.shape[3]
     cache = plan._once("measured", dict)
     key = spec, tiles, q[0].device, q[0].dtype, q[0].shape, v.shape, plan.rank, plan.schedule, plan.degree
@@ -371,7 +371,7 @@ def _tracked(tensors: Iterable[Tensor]) -> bool:
 def forward(
     q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor], *rest: Any
 ) -> list[Tensor]:
-    """What ``forward_op`` does, differentiable; arguments are the op's."""
+    """Differentiable ``forward_op``, with the same arguments."""
     tensors = *q, *k, *v, *captures
     if not _tracked(tensors):
         return _below(forward_op, _attend, tensors, q, k, v, captures, *rest)

@@ -38,7 +38,7 @@ of a block's time are instructions beside the products."""
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What a balancer is given: the query blocks of one batch row.
+    """The input of a balancer: the query blocks of one batch row.
 
     costs:      work of each block [blocks], summed over heads and masks
     world_size: ranks to deal them to

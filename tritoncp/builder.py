@@ -70,12 +70,12 @@ def ask_torch(mask_mod: MaskFn, device: str | torch.device) -> Ask:
 
     def ask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         with torch.no_grad():
-            seen = vmap(*upload((b, h, q, kv), torch.device(device))).cpu()
-        if seen.ndim != 3:
-            raise TypeError(f"a mask_mod must return one bool, got a tensor of {seen.ndim - 3} dimensions")
-        if seen.dtype != torch.bool:
-            raise TypeError(f"a mask_mod must return bool, got {seen.dtype}: compare, or call .bool()")
-        return seen
+            visible = vmap(*upload((b, h, q, kv), torch.device(device))).cpu()
+        if visible.ndim != 3:
+            raise TypeError(f"a mask_mod must return one bool, got a tensor of {visible.ndim - 3} dimensions")
+        if visible.dtype != torch.bool:
+            raise TypeError(f"a mask_mod must return bool, got {visible.dtype}: compare, or call .bool()")
+        return visible
 
     return ask
 

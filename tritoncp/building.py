@@ -55,8 +55,8 @@ def _home(mask_mod: MaskFn) -> torch.device:
     """Where the tensors are that the mask_mod captures."""
     graph = graph_of(mask_mod) if torch.accelerator.is_available() else None
     nodes = graph.graph.nodes if graph is not None else ()
-    held = [getattr(graph, str(node.target)).device for node in nodes if node.op == "get_attr"]
-    return next((d for d in held if d.type != "cpu"), torch.device("cpu"))
+    devices = [getattr(graph, str(node.target)).device for node in nodes if node.op == "get_attr"]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def _asker(mask_mod: MaskFn, device: torch.device) -> Ask | None:

@@ -1,4 +1,4 @@
-"""User functions as one call takes them: translated, with what they capture where the queries are."""
+"""Translated mask_mods and score_mods of a call, with their captured tensors on the queries' device."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tritoncp.upload import DeviceCopy
 
 
 def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
-    """The translated score_mod. Its tensors have to be where the queries are: they may be edited between
-    calls and may want gradients, so that a copy kept from an earlier call would not do."""
+    """The translated score_mod. Its tensors have to be on the queries' device: they may be edited between
+    calls and may require gradients, so that a cached copy would be wrong."""
     if score_mod is None:
         return None
     mod = mods.score_mod(score_mod, torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -32,20 +32,20 @@ def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
 
 
 def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> DeviceCopy[Mod] | None:
-    """The translated mask_mod of a call, or None where no masked block needs it. Kept with the plan, and so
-    are copies of captured CPU tensors on the queries' device: a plan refuses to run once one is edited.
+    """The translated mask_mod of a call, or None where no masked block needs it. It is cached with the plan,
+    with copies of captured CPU tensors on the queries' device: a plan refuses to run after one was edited.
 
-    q: the query of each rank that runs here: all ranks of the plan, or its own alone.
+    q: the query of each rank that this process computes: all ranks of the plan, or its own alone.
     """
     ranks = tuple(range(plan.world_size)) if every_rank else (plan.rank,)
     batch, heads, device = q[0].shape[0], q[0].shape[1], q[0].device
     if plan.mask.interval_for(batch, heads) is not None:
-        return None  # two comparisons a row do
+        return None  # kernels compare each position with the bounds of its row instead
     reads = plan.mask.reads
     key = "mask_mod", ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
     if key not in plan._shared:
         needed = any(_has_masked(plan.for_rank(rank)) for rank in ranks)
-        plan._shared[key] = _copy_of(_translated(plan, ranks, batch, heads), device) if needed else None
+        plan._shared[key] = _copy_to(_translated(plan, ranks, batch, heads), device) if needed else None
     return plan._shared[key]
 
 
@@ -74,7 +74,8 @@ def _translated(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod
     return mods.mask_mod(bitmask(plan, ranks, batch, heads, last, device).mask_mod())
 
 
-def _copy_of(mod: Mod, device: torch.device) -> DeviceCopy[Mod]:
+def _copy_to(mod: Mod, device: torch.device) -> DeviceCopy[Mod]:
+    """Copy a mod's captured CPU tensors to a device. Raises ValueError for one on another device."""
     for tensor in mod.tensors:
         if tensor.device.type != "cpu" and tensor.device != device:
             raise ValueError(

@@ -284,7 +284,7 @@ class Not(_Combined):
 
 @dataclass(frozen=True, repr=False)
 class Later(MaskMod):
-    """What the queries from `start` on see, as a mask whose first query is that one."""
+    """A mask without its first `start` queries."""
 
     part: MaskFn
     start: int

@@ -94,15 +94,15 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup) -> T:
             message = request.ticket.source if isinstance(request, Wait) else request
             raise PeerLost(
                 f"rank {group.rank()} of {group.size()}: {_described(message, group)}, turn {turn} of this "
-                f"layer's schedule, did not end. A peer died, stalled or runs something else; what the other "
-                f"ranks say comes first. ({error})"
+                "layer's schedule, did not end. A peer died, stalled or runs something else; look at the "
+                f"output of the other ranks first. ({error})"
             ) from error
     raise AssertionError("a schedule has no end")
 
 
 class PeerLost(RuntimeError):
-    """A message between ranks failed, or took longer than the group's timeout. absent: ranks of the
-    group that did not come, where that is known."""
+    """Raised where a message between ranks failed, or took longer than the group's timeout. absent: the
+    missing ranks of the group, where they are known."""
 
     def __init__(self, message: str, absent: Sequence[int] = ()):
         super().__init__(message)
@@ -316,13 +316,13 @@ def _swap_rows(channel: Any, rows: Tensor, row: Tensor, seconds: float) -> dict[
 
 
 def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: object) -> str:
-    listed = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
-    ranks = f"rank{'s' * (len(absent) > 1)} {listed}" if absent else "another rank"
+    numbers = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+    ranks = f"rank{'s' * (len(absent) > 1)} {numbers}" if absent else "another rank"
     waited = f"{timeout(group).total_seconds():g} s"
     return (
         f"rank {group.rank()} of {group.size()} was at {purpose}, and {ranks} did not come within {waited} "
-        "or ended the connection: died, stalled, failed before this call or makes another one. What those "
-        f"ranks say comes first. ({error})"
+        "or ended the connection: it died, stalled, failed before this call or made another call. Look at "
+        f"the output of those ranks first. ({error})"
     )
 
 
@@ -331,7 +331,7 @@ def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: 
 _CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
 _CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose data communicator is connected
-ANSWER = 2.0  # seconds that a store has to say which ranks came
+ANSWER = 2.0  # seconds to wait for a store's answer, which ranks came
 
 
 def control(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
@@ -354,11 +354,11 @@ DATA = "tritoncp data"
 
 
 def data_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """The communicator that carries a schedule's tensors on ``device``: one, in one order on every rank.
+    """The communicator that carries all tensors of a schedule on ``device``, in the same order on every rank.
 
-    The group itself, except where NCCL would use a stream of normal priority: its blocks then start after
-    those of the attention kernel that fills the GPU, and nothing overlaps.  There it is a companion of the
-    same ranks with a high-priority stream, which all ranks make together, see :func:`connect_data`.
+    This is the group itself, except where NCCL would use a stream of normal priority: its blocks would start
+    only after the attention kernel that fills the GPU, so that nothing overlaps.  There it is a companion: a
+    communicator of the same ranks with a high-priority stream, which all ranks make in :func:`connect_data`.
     """
     if device.type != "cuda":
         return group
@@ -372,11 +372,11 @@ def data_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
 
 
 def connect_data(group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-    """Connect the communicator of a group's CUDA tensors, where that is NCCL: all ranks together, since its
-    first message may leave some of them out, for which NCCL would wait.
+    """Connect the NCCL communicator of a group's CUDA tensors, by one collective of all ranks. NCCL connects
+    at the first message and waits for all ranks, but a schedule's first message may involve only some.
 
-    device: of the tensors that are to be sent; None for a plan, which serves any. A group for CPU tensors as
-    well then waits for a call with tensors on a GPU: its ranks may share one, which NCCL refuses.
+    device: of the call's tensors; None while a plan is made. A group that also serves CPU tensors is
+        connected by a call with GPU tensors only: its ranks may share one GPU, which NCCL refuses.
     """
     if group.size() == 1 or group in _CONNECTED or _nccl_of(group) is None:
         return
@@ -415,12 +415,12 @@ def _nccl_of(group: dist.ProcessGroup) -> Any:
 def _companion(
     group: dist.ProcessGroup, name: str, backend: str | None, purpose: str, high_priority: bool = False
 ) -> dist.ProcessGroup:
-    """The communicator of a group's ranks with this name, made at its first use, on every rank.
+    """The companion communicator of a group with this name, made by all of its ranks at the first use.
 
-    As torch's new_group does, but under a fixed name: the name that new_group chooses without all of the
-    world's ranks depends on how many groups a rank is in, which may differ between the ranks.
+    It is made as by torch's new_group, but under a fixed name: the name that new_group chooses without all of
+    the world's ranks depends on the number of groups of a rank, which may differ between the ranks.
 
-    high_priority: have NCCL run on a stream whose blocks the GPU starts before those of other kernels
+    high_priority: run NCCL on a high-priority stream, whose blocks start before those of other streams
     """
     companions = _COMPANIONS.setdefault(group, {})
     if name not in companions:
@@ -446,10 +446,10 @@ def _companion(
 
 @contextlib.contextmanager
 def _without_split(world: dist.ProcessGroup) -> Iterator[None]:
-    """Have a new communicator connect its own ranks alone.
+    """Make new communicators without ncclCommSplit of the world's communicator.
 
     Where the world's group is bound to a device, torch splits new communicators from it, which waits for
-    every rank of the world: also for those outside the group, which make none.
+    every rank of the world, also for those outside the group, which do not take part.
     """
     device = world.bound_device_id
     world.bound_device_id = None

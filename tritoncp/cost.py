@@ -1,4 +1,4 @@
-"""What a schedule costs: a small model of time and memory, from a plan's own work and bytes.
+"""The cost of a schedule: a small model of time and memory, from a plan's own work and bytes.
 
 It ranks schedules; it does not predict a step to the microsecond.  Every number of hardware says where it is
 from, and all of them are arguments.

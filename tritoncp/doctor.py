@@ -1,4 +1,4 @@
-"""What is on this machine and what will run where: the facts behind `tritoncp doctor`."""
+"""Facts about this machine for `tritoncp doctor`: versions, devices, and the engine that runs on each."""
 
 import importlib.metadata
 import os
@@ -20,8 +20,8 @@ NEEDED = {"torch": (2, 11), "triton": (3, 6)}
 
 
 def examine() -> dict[str, Any]:
-    """Everything as plain values. `problems` holds one line for each thing that is wrong, with its cure;
-    `advice` one for each thing that works and could be better.
+    """Collect all facts as plain values. `problems` has a line with a remedy for each fault, `advice` one for
+    each setting that works but could be better.
 
     >>> facts = examine()
     >>> sorted(facts)[:5]
@@ -62,18 +62,19 @@ def devices() -> list[dict[str, Any]]:
 
 
 def device(index: int) -> dict[str, Any]:
-    found = torch.cuda.get_device_properties(index)
+    properties = torch.cuda.get_device_properties(index)
     return {
         "index": index,
-        "name": found.name,
-        "architecture": getattr(found, "gcnArchName", None) or f"sm_{found.major}{found.minor}",
-        "memory_gib": round(found.total_memory / 2**30, 1),
-        "shared_memory_bytes": getattr(found, "shared_memory_per_block_optin", None),
+        "name": properties.name,
+        "architecture": getattr(properties, "gcnArchName", None)
+        or f"sm_{properties.major}{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "shared_memory_bytes": getattr(properties, "shared_memory_per_block_optin", None),
     }
 
 
 def assemblers(archs: Sequence[str]) -> dict[str, dict[str, str]]:
-    """The ptxas of each architecture, or why there is none; of Hopper and Blackwell where no GPU is here."""
+    """The ptxas of each architecture, or why there is none. Without a GPU: those of Hopper and Blackwell."""
     return {arch: assembler(arch) for arch in archs or ("sm_90", "sm_100")}
 
 
@@ -85,7 +86,7 @@ def assembler(arch: str) -> dict[str, str]:
 
 
 def ptxas_advice(archs: Sequence[str]) -> Iterator[str]:
-    """What to change where the ptxas of these architectures is known to assemble some kernels wrong."""
+    """Advise another ptxas where the one of these architectures is known to assemble some kernels wrong."""
     yield from toolchain.broken_ptxas_paths()
     for arch in archs:
         try:
@@ -93,16 +94,16 @@ def ptxas_advice(archs: Sequence[str]) -> Iterator[str]:
         except LookupError:
             continue  # the row of the table says why
         if faults := list(toolchain.ptxas_faults(arch, used.version)):
-            known = "; ".join(faults)
+            listing = "; ".join(faults)
             yield (
-                f"ptxas {used.version} ({used.origin}) is known to assemble wrong for {arch}: {known}. "
+                f"ptxas {used.version} ({used.origin}) is known to assemble wrong for {arch}: {listing}. "
                 "pip install 'nvidia-cuda-nvcc>=13.3' (CUDA 13: driver 580 or newer), and set "
                 f"{used.variable} to its nvidia/cu13/bin/ptxas{at_hand(arch, used)}"
             )
 
 
 def at_hand(arch: str, used: Ptxas) -> str:
-    """Another ptxas that Triton brings, if it has fewer faults than the one in use; else nothing."""
+    """Advise another ptxas bundled with Triton, if it has fewer faults than the one in use; else ""."""
     better = [
         (len(list(toolchain.ptxas_faults(arch, one.version))), one) for one in toolchain.bundled_ptxas()
     ]
@@ -118,7 +119,7 @@ def engine_on_cpu(interpreted: bool, versions: dict[str, str | None]) -> str:
 
 
 def backends() -> list[str]:
-    """Collectives that this torch can run."""
+    """The backends of torch.distributed in this torch."""
     if not dist.is_available():
         return []
     has = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
@@ -135,15 +136,15 @@ def collectives(names: Sequence[str], nccl: str | None) -> str:
 
 
 def nccl_version() -> tuple[int, ...] | None:
-    """The version of NCCL that torch was built with; None without it."""
+    """The version of NCCL in this torch; None without NCCL or a GPU."""
     if not torch.cuda.is_available() or "nccl" not in backends():
         return None
     return tuple(torch.cuda.nccl.version())
 
 
 def nccl_advice(gpus: int) -> Iterator[str]:
-    """Settings with which NCCL's messages overlap with kernels, and several communicators are safe, on a
-    machine with several GPUs. docs/decisions/0001-one-data-communicator.md has the reasons."""
+    """Advise NCCL settings on a machine with several GPUs: for messages that overlap with kernels, and for
+    safety with several communicators. docs/decisions/0001-one-data-communicator.md has the reasons."""
     version = nccl_version()
     if gpus < 2 or version is None:
         return
@@ -157,11 +158,11 @@ def nccl_advice(gpus: int) -> Iterator[str]:
         remedy = "set NCCL_LAUNCH_ORDER_IMPLICIT=1"
         if version < (2, 26):
             remedy = f"NCCL 2.26 is needed, this is {'.'.join(map(str, version))}: then {remedy}"
-        yield f"communicators that are busy at once, as FSDP's beside this one, may deadlock: {remedy}"
+        yield f"communicators that are in flight at once (FSDP's and this one, say) may deadlock: {remedy}"
 
 
 def look_at_cache() -> dict[str, Any]:
-    """Where generated Triton source is kept, and whether only its owner can write there."""
+    """Describe the folder of generated Triton source: its path, its state, and whether it can be used."""
     if version("triton") is None:
         return {"path": None, "state": "needs triton", "usable": False}
     from tritoncp.mods.cache import cache_dir
@@ -192,26 +193,26 @@ def state_of(path: Path) -> tuple[str, bool]:
 
 
 def problems(versions: dict[str, str | None], interpreted: bool, cache: dict[str, Any]) -> list[str]:
-    found = []
+    lines = []
     for package, least in NEEDED.items():
         have = versions[package]
         if have is None and (package == "torch" or sys.platform == "linux"):
-            found.append(f"{package} is not installed: pip install {package}")
+            lines.append(f"{package} is not installed: pip install {package}")
         elif have is not None and as_numbers(have) < least:
-            found.append(f"{package} {have} is too old: {'.'.join(map(str, least))} or newer is needed")
+            lines.append(f"{package} {have} is too old: {'.'.join(map(str, least))} or newer is needed")
     if interpreted and torch.cuda.is_available():
-        found.append("TRITON_INTERPRET=1 is set on a machine with a GPU: nothing will run on it; unset it")
+        lines.append("TRITON_INTERPRET=1 is set on a machine with a GPU: nothing will run on it; unset it")
     if interpreted and versions["numpy"] is None:
-        found.append("TRITON_INTERPRET=1 needs NumPy: pip install 'tritoncp[interpret]'")
+        lines.append("TRITON_INTERPRET=1 needs NumPy: pip install 'tritoncp[interpret]'")
     triton, numpy = (as_numbers(versions[name] or "0") for name in ("triton", "numpy"))
     if interpreted and NEEDED["triton"] <= triton < (3, 7) and numpy >= (2, 4):
-        found.append(
+        lines.append(
             f"triton {versions['triton']} cannot be interpreted with numpy {versions['numpy']}: "
             "pip install 'numpy<2.4', or take triton 3.7"
         )
     if cache["path"] is not None and not cache["usable"]:
-        found.append(f"cache {cache['path']}: {cache['state']}; set TRITONCP_CACHE_DIR to a folder of yours")
-    return found
+        lines.append(f"cache {cache['path']}: {cache['state']}; set TRITONCP_CACHE_DIR to a folder of yours")
+    return lines
 
 
 def as_numbers(version: str) -> tuple[int, ...]:
@@ -224,14 +225,14 @@ def as_numbers(version: str) -> tuple[int, ...]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The same facts for a person."""
+    """Print the facts as a table."""
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column()
-    table.add_column(overflow="fold")  # a path whole
+    table.add_column(overflow="fold")  # long paths wrap instead of being cut off
     for label, value in rows(report):
         table.add_row(f"[bold]{label}[/bold]", escape(value))
     console = Console()

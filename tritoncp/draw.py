@@ -64,7 +64,7 @@ class Facts:
 
     @cached_property
     def auto(self) -> str:
-        """What `schedule="auto"` takes: it compares for the usual layer, not for this one."""
+        """The schedule that `schedule="auto"` chooses, by the costs of a standard layer, not of this one."""
         usual = cost.Shape()
         found = self.costs if usual == self.shape else cost.costs(self.plan, usual, self.hardware)
         return found[0].schedule if found else self.plan.schedule
@@ -117,7 +117,7 @@ class Facts:
 
 
 def picture(plan: Plan) -> str:
-    """What `print(plan)` shows."""
+    """The text that `print(plan)` shows."""
     return text(Facts.of(plan))
 
 
@@ -189,7 +189,7 @@ def bars(plan: Plan) -> list[Line]:
 
 
 def table(facts: Facts) -> list[str]:
-    """What each schedule would cost; an arrow at the plan's own."""
+    """Format the cost of each schedule, with an arrow at the plan's own."""
     shape, hardware = facts.shape, facts.hardware
     if not facts.costs:
         return ["one rank: nothing travels"]

@@ -98,10 +98,10 @@ def make(
         from tritoncp.kernels.engine import TritonEngine
 
         by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
-        # Hand-written mods are promised one head at a time: h is a scalar.
+        # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
         alone = {"PACK_GQA": False} if by_hand else {}
         options = {**measured, **alone, **dict(spec.options)}
-        if spec.options:  # of a compiled call, which nothing has checked before
+        if spec.options:  # a compiled call gets here without a check
             check_options(dict(spec.options), architecture(q.device))
         mods = launched(mask, score, q.device, grads)
         return TritonEngine(mods, scale, options, first_row=first_row, kept=cache)
@@ -148,11 +148,11 @@ def rebind(
 
 
 def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
-    """User functions as kernels take them. mask: around captures on the device; ``grads``: a buffer for each
-    capture that wants a gradient.
+    """Make the kernels' form of user functions. mask: a mod whose captures are on the device; ``grads``: a
+    buffer for each capture that requires a gradient.
 
-    A score_mod may capture 0-d tensors on the CPU, which torch lets meet tensors of any device. They may be
-    edited between calls, so they are copied at each.
+    A score_mod may capture 0-d CPU tensors, which torch combines with tensors on any device. They may be
+    edited between calls, so every call copies them.
     """
     from tritoncp.kernels.engine import Mods
 
@@ -232,8 +232,8 @@ def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[
     """Numbers that a registered Mod captures, in its order."""
     if not spec.numbers:
         return ()
-    whole, real = iter(ints), iter(floats)
-    return tuple([next(whole) if kind == "i" else next(real) for kind in spec.numbers])
+    integers, real = iter(ints), iter(floats)
+    return tuple([next(integers) if kind == "i" else next(real) for kind in spec.numbers])
 
 
 def _bound(mod: Mod | None) -> Any:

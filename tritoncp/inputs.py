@@ -363,7 +363,7 @@ def placement_of(
 
 
 def check_gathered(plan_or_mask: Any, world_size: int) -> None:
-    """What unshard takes."""
+    """Check the plan or mask argument of unshard."""
     if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None:
         raise TypeError(
             f"{plan_or_mask!r} does not say how long the whole sequence is; pass the Plan or "
@@ -393,7 +393,7 @@ def document_starts(documents: Any, length: int) -> Tensor:
 
 
 def check_plannable(masks: Mapping[Any, Any]) -> None:
-    """What make_plan takes: masks that know their lengths."""
+    """Check that make_plan gets masks with known lengths."""
     for mask in masks.values():
         if isinstance(mask, MaskMod) or mask is None:
             make = (

@@ -100,7 +100,7 @@ def measured(archs: Iterable[str] = ARCHS, folder: Path = tuned.SHIPPED) -> list
     for path in (path for arch in archs for path in sorted((folder / arch).glob("*.json"))):
         for entry in tuned.read(path):
             kernel, tiles = tuned.launched(entry["kernel"], entry["config"])
-            about, dim, wide = tuned.about(entry), entry["head_dim"], entry.get("v_head_dim")
+            about, dim, wide = tuned.entry_key(entry), entry["head_dim"], entry.get("v_head_dim")
             words = [path.stem, entry["kernel"], entry["mask"], f"{dim}x{wide}" if wide else ""]
             source, score = " ".join(filter(None, [*words, entry.get("score")])), entry.get("score") or ""
             job = Job(

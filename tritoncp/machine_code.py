@@ -336,7 +336,7 @@ def cycles(body: Sequence[Instruction], done: Sequence[Product], warps: int, mac
 
 
 def bytes_of(x: Instruction, lanes: int) -> int:
-    """What one warp's instruction moves in or out of shared memory.
+    """Bytes that one warp's instruction moves in or out of shared memory.
 
     >>> [bytes_of(Instruction(op, ""), 32) for op in ("LDS.128", "STS", "LDSM.16.M88.4", "LDGSTS.E.128")]
     [512, 128, 512, 512]

@@ -69,9 +69,9 @@ def varlen_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:
-            given = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            text = list(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ValueError(
-                f"{name} is {given}; packed [t, heads, head dim] is needed: put the documents of a batch one "
+                f"{name} is {text}; packed [t, heads, head dim] is needed: put the documents of a batch one "
                 "after the other along t"
             )
     lengths = {
@@ -81,7 +81,7 @@ def varlen_attention(
     }
     mask = _mask(cu_seqlens_q, causal, window, lengths)
     query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
-    found = flex_attention(
+    result = flex_attention(
         query,
         key,
         value,
@@ -96,12 +96,12 @@ def varlen_attention(
         sinks=sinks,
     )
     if return_aux is not None:
-        out, aux = found
+        out, aux = result
         return _rows(out), AuxOutput(
             lse=None if aux.lse is None else _rows(aux.lse),
             max_scores=None if aux.max_scores is None else _rows(aux.max_scores),
         )
-    return (_rows(found[0]), _rows(found[1])) if return_lse else _rows(found)
+    return (_rows(result[0]), _rows(result[1])) if return_lse else _rows(result)
 
 
 def _mask(
@@ -189,14 +189,15 @@ MOST = 64
 _WAYS: OrderedDict[Any, tuple[weakref.ref[Tensor], int, DeviceCopy[Any]]] = OrderedDict()
 
 
-def _remembered(cu_seqlens: Tensor, about: tuple[int, int | None, bool, torch.device]) -> DeviceCopy[Any]:
-    """The way for this very tensor, unedited, or a new one, which takes a copy to the host."""
-    key = id(cu_seqlens), *about
+def _remembered(cu_seqlens: Tensor, route_key: tuple[int, int | None, bool, torch.device]) -> DeviceCopy[Any]:
+    """The cached route for this tensor object, if it was not edited; else a new one, which needs a copy to
+    the host."""
+    key = id(cu_seqlens), *route_key
     entry = _WAYS.pop(key, None)
     if entry is not None and entry[0]() is cu_seqlens and entry[1] == cu_seqlens._version:
         way = entry[2]
     else:
-        way = _way(to_host([cu_seqlens])[0], *about)
+        way = _way(to_host([cu_seqlens])[0], *route_key)
     _WAYS[key] = weakref.ref(cu_seqlens), cu_seqlens._version, way
     while len(_WAYS) > MOST:
         _WAYS.popitem(last=False)
@@ -207,20 +208,21 @@ def _remembered(cu_seqlens: Tensor, about: tuple[int, int | None, bool, torch.de
 def _way(
     cu_seqlens: Tensor, world: int, rank: int | None, to_dual: bool, device: torch.device
 ) -> DeviceCopy[Any]:
-    """Between dual-chunk order and the buffer's: a permutation of all shards, or one rank's route."""
+    """Compute the route between dual-chunk order and the buffer's: a permutation of the rows of all shards,
+    or (with ``rank``) one rank's messages."""
     dual = dual_chunk_rows(cu_seqlens, world)
     if rank is None:
         flat = dual.flatten()
         return DeviceCopy([flat if to_dual else flat.argsort()], device, lambda rows: rows)
-    whole = torch.arange(dual.numel()).view_as(dual)
-    source, target = (whole, dual) if to_dual else (dual, whole)
+    positions = torch.arange(dual.numel()).view_as(dual)
+    source, target = (positions, dual) if to_dual else (dual, positions)
     return route(source, target, rank).copy_to(device)
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """How rows get from one order to another: of ``x[order]`` rank r gets ``sends[r]`` rows and ``takes[r]``
-    rows come from it; what came, after ``[arrange]``, is the result."""
+    """The messages that bring rows from one order to another: ``x[order]`` has ``sends[r]`` rows for each
+    rank r, which sends ``takes[r]`` rows; the received rows, indexed by ``[arrange]``, are the result."""
 
     order: Tensor
     sends: list[int]
@@ -257,7 +259,7 @@ def route(source: Tensor, target: Tensor, rank: int) -> Route:
 
 
 class Move(torch.autograd.Function):
-    """Rows along dim 0 to where a route takes them; backward, gradients come back the same way."""
+    """Moves rows along dim 0 by a route; the backward pass moves gradients by the inverse route."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, way: DeviceCopy[Route], group: Any) -> Tensor:

@@ -86,8 +86,8 @@ class Plan:
 
     def for_rank(self, rank: int) -> "Plan":
         """The same plan seen by another rank."""
-        made = self.seen_by(rank)
-        return made if self.handle is None else made.pinned()
+        view = self.seen_by(rank)
+        return view if self.handle is None else view.pinned()
 
     def seen_by(self, rank: int) -> "Plan":
         """As :meth:`for_rank`, without a handle: compiled graphs cannot name the result."""
@@ -95,9 +95,9 @@ class Plan:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
         if rank == self.rank:
             return self
-        made = object.__new__(Plan)  # as replace() does, in a fifth of the time
-        vars(made).update(vars(self), rank=rank, handle=None)
-        return made
+        view = object.__new__(Plan)  # as replace() does, in a fifth of the time
+        vars(view).update(vars(self), rank=rank, handle=None)
+        return view
 
     def pinned(self) -> "Plan":
         """The plan with its handle, which keeps it known to the ops for as long as anyone holds it."""
@@ -179,18 +179,18 @@ class Plan:
         heads = heads or kv_heads
         degree = self.degree_for(heads)
         at, (q_heads, kv_parts) = self.rank % degree, steps.trade(heads, kv_heads, degree)
-        mine, others = len(q_heads[at]), heads - len(q_heads[at])
+        own, remote = len(q_heads[at]), heads - len(q_heads[at])
         keys = sum(map(len, kv_parts)) - len(kv_parts[at])
-        back = mine * (degree - 1)
+        back = own * (degree - 1)
         q_rows, kv_rows = batch * self.q.s_max, batch * self.kv.s_max
         e = width - head_dim
-        sent = q_rows * (others * head_dim * itemsize + back * (e * itemsize + stats))
+        sent = q_rows * (remote * head_dim * itemsize + back * (e * itemsize + stats))
         sent += kv_rows * keys * width * itemsize
         if backward:
-            sent += q_rows * (others * (width * itemsize + 2 * stats) + back * head_dim * itemsize)
+            sent += q_rows * (remote * (width * itemsize + 2 * stats) + back * head_dim * itemsize)
             summed = degree < self.world_size or steps.share(kv_parts)  # of several ranks' parts
-            each = stats if summed else itemsize
-            sent += kv_rows * width * (keys * itemsize + len(kv_parts[at]) * (degree - 1) * each)
+            row_bytes = stats if summed else itemsize
+            sent += kv_rows * width * (keys * itemsize + len(kv_parts[at]) * (degree - 1) * row_bytes)
         between = replace(self.rows(degree, heads), schedule=_between(self.schedule))
         rows, grad_rows = between._rows_sent(batch)
         return sent + len(kv_parts[at]) * width * (passes * rows * itemsize + backward * grad_rows * stats)
@@ -198,9 +198,9 @@ class Plan:
     def _rows_sent(self, batch: int) -> tuple[int, int]:
         """Rows of K and V this rank sends forward, and rows of their gradient backward."""
         if self.schedule == "fetch":
-            each, stays = 1 if self.batched else batch, int(self.traffic[self.rank, self.rank])
+            copies, stays = 1 if self.batched else batch, int(self.traffic[self.rank, self.rank])
             sends, takes = self.traffic[:, self.rank].sum(), self.traffic[self.rank].sum()
-            return (int(sends) - stays) * each, (int(takes) - stays) * each
+            return (int(sends) - stays) * copies, (int(takes) - stays) * copies
         hops = [self.world_size - 1] * 2
         if self.schedule == "ring":
             hops = list(steps.hops_sent(self.around, self.rank))
@@ -208,7 +208,7 @@ class Plan:
 
     @on_host
     def explain(self, hardware: cost.Hardware | None = None, **shape: int) -> str:
-        """What each schedule would cost this placement, as a table.
+        """Format the costs of each schedule for this placement as a table.
 
         shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer; see
         :class:`tritoncp.cost.Shape` for what is assumed otherwise.
@@ -331,7 +331,7 @@ class Plan:
 
     @property
     def fetch(self) -> steps.Fetch:
-        """What this rank sends and takes when each gets exactly what it sees."""
+        """The rows that this rank sends and receives if each rank fetches exactly the keys that it sees."""
         return self._once(("fetch", self.rank), lambda: steps.fetch(self.seen, self.kv, self.rank))
 
     def fetch_rows(self, device: torch.device) -> Tensor:
@@ -368,8 +368,8 @@ class Plan:
     def listed(self, buffer: int | str = "gathered") -> tuple[Tensor, Runs]:
         """The slots of a KV buffer, and the runs of them that each Q slot of this rank sees."""
         slots = self._slots(buffer)
-        mine = self.q.slots[self.rank]
-        return slots, self._once(("runs", self.rank, buffer), lambda: slot_runs(self.mask, mine, slots))
+        own = self.q.slots[self.rank]
+        return slots, self._once(("runs", self.rank, buffer), lambda: slot_runs(self.mask, own, slots))
 
     def _slots(self, buffer: int | str) -> Tensor:
         if buffer == "fetched":
@@ -378,7 +378,7 @@ class Plan:
         return self._once(("slots", buffer), lambda: self.kv.gathered(ranks))
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """What does not change with the rank's view is kept for all views of the plan."""
+        """Compute a value once and cache it for all ranks' views of the plan."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]
@@ -443,7 +443,7 @@ def build(
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
-    named = None if balancer is None else find(balancer)
+    by_name = None if balancer is None else find(balancer)
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; known: auto, {', '.join(SCHEDULES)}")
     if degree:
@@ -455,32 +455,34 @@ def build(
             )
     sizes = {(m.q_len, m.kv_len, m.q_block, m.kv_block) for m in (mask, *weighed)}
     if len(sizes) > 1:
-        given = ", ".join(f"{a} x {b} in blocks of {c} x {d}" for a, b, c, d in sorted(sizes))
+        size_text = ", ".join(f"{a} x {b} in blocks of {c} x {d}" for a, b, c, d in sorted(sizes))
         raise ValueError(
-            f"masks that share a placement are {given}; make them for the same lengths and BLOCK_SIZE"
+            f"masks that share a placement are {size_text}; make them for the same lengths and BLOCK_SIZE"
         )
     if any(not _same_tokens(mask, other) for other in weighed):
         raise ValueError(
             "masks that share a placement have padding in different places; make them from the same "
             "cu_seqlens"
         )
-    if named is None or world_size == 1:
+    if by_name is None or world_size == 1:
         q = natural(_pieces("query", lengths, mask.q_len, world_size), mask.q_block)
         same = kv_lengths is None and mask.kv_len == mask.q_len
         kv = natural(_pieces("key", lengths if same else kv_lengths, mask.kv_len, world_size), mask.kv_block)
         name = "natural"
     else:
-        name, q, kv = named[0], *_balance(mask, weighed or [mask], world_size, named[1])
+        name, q, kv = by_name[0], *_balance(mask, weighed or [mask], world_size, by_name[1])
     if mask.tokens is not None:
-        q, kv = (without_padding(side, held, name != "natural") for side, held in zip((q, kv), mask.tokens))
+        q, kv = (
+            without_padding(side, tokens, name != "natural") for side, tokens in zip((q, kv), mask.tokens)
+        )
     if schedule != "auto":
         return Plan(mask, q, kv, rank, name, schedule, reason="asked for", degree=degree)
-    made = Plan(mask, q, kv, rank, name, "allgather")
+    plan = Plan(mask, q, kv, rank, name, "allgather")
     if world_size == 1:
-        return made
+        return plan
     hardware = cost.hardware_of(world_size)
-    found = cost.costs(made, cost.Shape(), hardware)
-    return replace(made, schedule=found[0].schedule, reason=cost.why(found, hardware))
+    estimates = cost.costs(plan, cost.Shape(), hardware)
+    return replace(plan, schedule=estimates[0].schedule, reason=cost.why(estimates, hardware))
 
 
 def pieces(total: int, world_size: int) -> list[int]:

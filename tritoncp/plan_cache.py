@@ -321,7 +321,7 @@ def make(
     def build() -> tuple[dict[str, Plan], agreement.Facts, Sequence[int]]:
         check_plannable(masks)
         sources = {name: Sources.of(mask) for name, mask in masks.items()}
-        whole = {name: source.compact(1, 0, 0) for name, source in sources.items()}
+        compact = {name: source.compact(1, 0, 0) for name, source in sources.items()}
         unpinned = {
             name: plan.build(
                 mask,
@@ -329,10 +329,10 @@ def make(
                 rank,
                 balancer=balancer,
                 schedule=schedule,
-                weighed=list(whole.values()),
+                weighed=list(compact.values()),
                 degree=degree,
             )
-            for name, mask in whole.items()
+            for name, mask in compact.items()
         }
         first = next(iter(unpinned.values()))  # equal placements are one: a tensor sharded by one is by all
         unpinned = {name: replace(one, q=first.q, kv=first.kv) for name, one in unpinned.items()}
@@ -344,15 +344,15 @@ def make(
         }
         if not group:
             return plans, {}, ()
-        named = find(balancer)[0] if callable(balancer) else balancer
-        options = f"balancer={named!r}, schedule={schedule!r}, degree {degree}, masks {list(masks)}"
-        text = lambda: "; ".join(map(signatures.mask_text, whole.values()))  # noqa: E731 - where ranks differ
+        chosen = find(balancer)[0] if callable(balancer) else balancer
+        options = f"balancer={chosen!r}, schedule={schedule!r}, degree {degree}, masks {list(masks)}"
+        text = lambda: "; ".join(map(signatures.mask_text, compact.values()))  # noqa: E731 - where ranks differ
         facts = {
             "call": fact(call),
             "versions": agreement.versions(),
             "options": fact(options),
             "mask": fact(text, b"".join(digests.values())),
-            "placement": fact(f"balancer={named!r}", b"".join(one.digest for one in unpinned.values())),
+            "placement": fact(f"balancer={chosen!r}", b"".join(one.digest for one in unpinned.values())),
         }
         return plans, facts, tuned.summary()
 

@@ -202,7 +202,7 @@ def paint(facts: Facts) -> Image.Image:
 
 
 def headline(facts: Facts) -> tuple[str, str]:
-    """What is drawn, and how it was dealt."""
+    """The title of a picture: the mask, and the plan's placement."""
     plan, mask = facts.plan, facts.plan.mask
     said = "" if mask.mask_mod is None else f" · {name_of(mask)}"
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
@@ -215,7 +215,7 @@ def headline(facts: Facts) -> tuple[str, str]:
 
 
 def name_of(mask: Mask) -> str:
-    """What the mask_mod calls itself, in a line."""
+    """The name of the mask_mod, in one line."""
     said = getattr(mask.mask_mod, "__name__", None) or repr(mask.mask_mod)
     said = said if said != "<lambda>" else "a lambda"
     return said if len(said) <= 72 else f"{said[:71]}…"

@@ -1,4 +1,4 @@
-"""The oracle: slow, obvious attention that fast paths are compared with, and how far off these may be."""
+"""The oracle: slow, simple attention, and the errors that fast paths may have against it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Dense(NamedTuple):
 
 
 class Training(NamedTuple):
-    """The results of a forward and a backward pass; ``captured``: gradients of what a score_mod captures."""
+    """Results of a forward and a backward pass; ``captured``: gradients of the score_mod's captures."""
 
     out: Tensor
     lse: Tensor
@@ -80,11 +80,11 @@ def eager_attention(
     *,
     scale: float | None = None,
 ) -> Training:
-    """Round as torch's eager flex attention does, step by step: scores and softmax in float32; P, dS, out and
-    the sums over a group's heads in the inputs' dtype; delta from the rounded out.
+    """Compute both passes with the rounding of torch's eager flex attention: scores and softmax in float32;
+    P, dS, out and the sums over a group's heads in the inputs' dtype; delta from the rounded out.
 
     gradients: (out, lse) -> the gradients of both, from which the backward pass starts
-    captured:  leaves that ``score_mod`` reads, and that want a gradient
+    captured:  leaves that ``score_mod`` reads and that require gradients
     """
     q, k, v = (x.detach() for x in (q, k, v))
     group, dtype = q.shape[1] // k.shape[1], q.dtype
@@ -111,7 +111,7 @@ def eager_attention(
 
 
 def largest_error(result: Tensor, exact: Tensor) -> float:
-    """The largest difference from the exact values, infinite where a result is NaN or has another shape.
+    """The largest absolute error; infinite if a result is NaN or has the wrong shape.
 
     >>> largest_error(torch.tensor([1.0, -math.inf]), torch.tensor([1.5, -math.inf]))
     0.5
@@ -129,8 +129,8 @@ def largest_error(result: Tensor, exact: Tensor) -> float:
 
 
 def allowed_error(eager: Tensor, exact: Tensor) -> float:
-    """How far from ``exact`` a result in the dtype of ``eager`` may be: twice as far as ``eager``, which
-    torch's eager attention computes, and two units in the last place of the largest value.
+    """The allowed error of a result in the dtype of ``eager``: twice the error of ``eager``, which torch's
+    eager attention computed, plus two units in the last place of the largest value.
 
     >>> allowed_error(torch.tensor([1.0]), torch.tensor([1.0])) == 2 * torch.finfo(torch.float32).eps
     True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Kind(enum.IntEnum):
-    """What must be done inside a listed block."""
+    """How a kernel treats a listed block."""
 
     MASKED = 0  # some pairs are hidden: ask the row interval or the mask_mod
     FULL = 1  # every pair is visible

@@ -87,11 +87,11 @@ class Placement:
         """Row of each global position in the gathered buffer [W * s_max]: int64 [Bp, length]."""
         out = torch.full((self.slots[0].shape[0], self.length), -1, dtype=torch.int64)
         for rank, (slots, length) in enumerate(zip(self.slots, self.lengths, strict=True)):
-            held = row_positions(slots, length)
-            rows = torch.arange(held.shape[1]).expand_as(held) + rank * self.s_max
-            batch = torch.arange(held.shape[0])[:, None].expand_as(held)
-            real = held >= 0
-            out[batch[real], held[real]] = rows[real]
+            positions = row_positions(slots, length)
+            rows = torch.arange(positions.shape[1]).expand_as(positions) + rank * self.s_max
+            batch = torch.arange(positions.shape[0])[:, None].expand_as(positions)
+            real = positions >= 0
+            out[batch[real], positions[real]] = rows[real]
         return out
 
     def gathered(self, ranks: Sequence[int] | None = None) -> Tensor:
@@ -202,22 +202,22 @@ def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Pla
         rows = [_pieces(table.long(), first, last, close_up) for table in slots]
         width = max(map(len, rows))
         tables.append(torch.stack([lengthen(table, 0, width) for table in rows]).int())
-    held = max(int(table[..., 2].sum(1).max()) for table in tables)
-    lengths = (held,) * placement.world_size if close_up else placement.lengths
+    most = max(int(table[..., 2].sum(1).max()) for table in tables)
+    lengths = (most,) * placement.world_size if close_up else placement.lengths
     return Placement(placement.length, placement.block, tuple(tables), lengths)
 
 
 def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tensor:
-    """What of ``slots`` [n, 3] lies in the ranges [first, last): int64 [m, 3]."""
+    """Cut ``slots`` [n, 3] to the ranges [first, last): int64 [m, 3]."""
     row, position, tokens = slots.T.contiguous()
     begin = torch.searchsorted(last, position, right=True)
     count = (torch.searchsorted(first, position + tokens) - begin).clamp(min=0) * (tokens > 0)
     slot = torch.arange(len(slots)).repeat_interleave(count)
     which = ramps(begin, count)
     start = torch.maximum(first[which], position[slot])
-    held = torch.minimum(last[which], (position + tokens)[slot]) - start
-    at = held.cumsum(0) - held if close_up else row[slot] + start - position[slot]
-    return torch.stack([at, start, held], 1)
+    counts = torch.minimum(last[which], (position + tokens)[slot]) - start
+    at = counts.cumsum(0) - counts if close_up else row[slot] + start - position[slot]
+    return torch.stack([at, start, counts], 1)
 
 
 def by_position(slots: Tensor) -> Tensor:

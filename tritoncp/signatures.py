@@ -113,7 +113,7 @@ def compare_call(
 
     agreement.together(group, purpose, facts, MOMENT)
     table.note(signature, scale, plan)
-    comm.connect_data(group, q.device)  # a plan from another process, as a data loader's, has not
+    comm.connect_data(group, q.device)  # for a plan made in another process, as a data loader's
 
 
 def share_failure(group: Any, plan: Plan, error: Exception) -> None:

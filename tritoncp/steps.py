@@ -198,7 +198,7 @@ def share(kv_parts: Sequence[range]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Fetch:
-    """What one rank sends and takes in one all-to-all.
+    """The rows that one rank sends and receives in one all-to-all.
 
     batched: whether batch rows fetch different rows; then rows are numbered over [B, S_local], else over
              [S_local] and each carries all batch rows
@@ -216,7 +216,7 @@ class Fetch:
 
 
 def fetch(seen: Tensor, kv: Placement, rank: int) -> Fetch:
-    """What ``rank`` sends and takes when every rank gets exactly the remote slots that its queries see."""
+    """The rows that ``rank`` sends and receives if all ranks fetch the remote slots that they see."""
     mine = kv.slots[rank]
     wanted = _wanted(seen, mine, kv.block)  # [W, Bn, n]
     wanted[rank] = False

@@ -1,4 +1,4 @@
-"""The tables of one attention step: what kernels read of a mask, in units of the step's own slots."""
+"""The tables of one attention step: a mask in the form that kernels read, in units of the step's slots."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ UNBOUNDED = 1 << 30  # a window edge that no position reaches
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """What one step reads: local Q slots x the slots of one KV buffer.
+    """The tables of one step: local Q slots x the slots of one KV buffer.
 
     q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens)
     row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ)
     col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
-    lo, hi:            int32 [Bm, Hm, S_local], what a row sees inside masked blocks, or None
+    lo, hi:            int32 [Bm, Hm, S_local], the keys that a row sees inside masked blocks, or None
     mask:              "none" | "interval" | "mod": how masked blocks are decided
-    window:            (left, right) where positions alone give runs and intervals; no table is read then
+    window:            (left, right) if positions alone determine runs and intervals: kernels read no table
     dense_q, dense_kv: row r of the buffer is position first + r, slots are whole blocks but the last
     q_ends, kv_ends:   where slots end: "block" (all hold whole blocks), else "buffer" (or end with the
                        buffer's tokens), else "anywhere"
     full_runs:         how many full runs a Q slot has at most
     keys:              keys in the blocks that a Q slot lists, on average
-    launches:          what the engine keeps of the launches made with these tables
+    launches:          the engine's cache of launches with these tables
     """
 
     q_slots: Tensor
@@ -59,7 +59,7 @@ class Tables:
     launches: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def copy_to(self, device: torch.device) -> DeviceCopy[Tables]:
-        """These tables on ``device``."""
+        """Copy the tables to a device."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
         def tables(*copies: Tensor) -> Tables:
@@ -173,7 +173,7 @@ def _is_dense(slots: Tensor, block: int) -> bool:
 def _ends(slots: Tensor, block: int) -> str:
     """Where slots end, and with them what a tile reads behind the last token of its slot."""
     row, _, tokens = slots.unbind(-1)
-    whole = (tokens == 0) | (tokens == block)
-    if bool(whole.all()):
+    is_full = (tokens == 0) | (tokens == block)
+    if bool(is_full.all()):
         return "block"
-    return "buffer" if bool((whole | (row + tokens == tokens.sum(-1, keepdim=True))).all()) else "anywhere"
+    return "buffer" if bool((is_full | (row + tokens == tokens.sum(-1, keepdim=True))).all()) else "anywhere"

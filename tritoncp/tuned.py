@@ -40,7 +40,7 @@ SHIPPED = Path(tritoncp.__file__).parent / "kernels/configs"
 # For the nearest that was measured, where a mask's own kind was not: long rows of full blocks in both.
 NEAREST = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}
 FEW = "full"  # the kind that few rows are measured with: tiles that hold them are nearly all full
-LOCK_SECONDS = 60.0  # a writer waits for others at most; each holds the lock for milliseconds
+LOCK_SECONDS = 60.0  # that a writer waits for the lock, which each writer holds for milliseconds
 WIN = 1.02  # time of the rule over that of tiles worth keeping
 
 # Each: kernel, dtype, head_dim, mask, config; v_head_dim if it is another; score, the name of a score_mod,
@@ -49,7 +49,7 @@ Entries = list[dict[str, Any]]
 
 
 class Call(NamedTuple):
-    """What a call is, as far as tiles are looked up by it.
+    """The properties of a call by which tiles are looked up.
 
     dims: of q and k, and of v; mask: see :func:`kind_of`; score: 1 for a score_mod, 2 for one
     that loads something for each score, 0 for none
@@ -66,7 +66,7 @@ class Call(NamedTuple):
 
 
 class Device(NamedTuple):
-    """Whose times: architecture as in kernels/configs.py, and the name of the product."""
+    """A GPU model: its architecture, as kernels/configs.py names it, and its product name."""
 
     arch: str
     name: str
@@ -100,12 +100,12 @@ def kind_of(mask: Mask, mod: bool = False) -> str:
 
 
 def folders() -> list[Path]:
-    """Where files are looked for, best first."""
-    given = os.environ.get("TRITONCP_CONFIG_DIR")
-    if given == "-":
+    """The folders that are searched for files of tile shapes, best first."""
+    variable = os.environ.get("TRITONCP_CONFIG_DIR")
+    if variable == "-":
         return []
     own = user_folder()
-    return [*([Path(given)] if given else []), *([own] if own else []), SHIPPED]
+    return [*([Path(variable)] if variable else []), *([own] if own else []), SHIPPED]
 
 
 def user_folder() -> Path | None:
@@ -136,17 +136,17 @@ def _triton() -> str:
 
 
 def sources(device: Device) -> Iterator[Path]:
-    """Files that may know something about a device, best first."""
+    """Files that may have tile shapes for a device, best first."""
     exact = [path_in(folder, device) for folder in folders()]
     yield from (path for path in exact if path.is_file())
     own = exact[0].name.partition("-triton-")[0] if exact else ""
     for folder in folders():
-        found = [path for path in sorted((folder / device.arch).glob("*.json")) if path not in exact]
-        yield from sorted(found, key=lambda path: path.name.partition("-triton-")[0] != own)
+        paths = [path for path in sorted((folder / device.arch).glob("*.json")) if path not in exact]
+        yield from sorted(paths, key=lambda path: path.name.partition("-triton-")[0] != own)
 
 
 def read(path: Path) -> Entries:
-    """What a file says. Raises ValueError where that is nothing that can be used."""
+    """Read the entries of a file. Raises ValueError for a file that cannot be used."""
     try:
         entries = read_json(path)["entries"]
         for entry in entries:
@@ -158,7 +158,7 @@ def read(path: Path) -> Entries:
 
 
 def entries_of(path: Path) -> Entries:
-    """What a file says; a warning and nothing where that cannot be used."""
+    """Read the entries of a file; warn and return none where the file cannot be used."""
     try:
         return read(path)
     except ValueError as error:
@@ -166,10 +166,10 @@ def entries_of(path: Path) -> Entries:
         return []
 
 
-def about(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What an entry is about: kernel, dtype, head dims, mask, and score as :class:`Call` has it.
+def entry_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The key of an entry: kernel, dtype, head dims, mask, and score as in :class:`Call`.
 
-    >>> about({"kernel": "dq", "dtype": "float16", "head_dim": 64, "mask": "causal", "score": "softcap"})
+    >>> entry_key({"kernel": "dq", "dtype": "float16", "head_dim": 64, "mask": "causal", "score": "softcap"})
     ('dq', 'float16', 64, 64, 'causal', 1)
     """
     dim = entry["head_dim"]
@@ -195,7 +195,7 @@ def check(entry: Mapping[str, Any]) -> None:
         check_options({"ROUTE": entry["config"]["ROUTE"]})
     kernel, tiles = launched(entry["kernel"], entry["config"])
     check_options({"CONFIGS": ((kernel, tuple(tiles.items())),)})
-    _, dtype, *dims, mask, _ = about(entry)
+    _, dtype, *dims, mask, _ = entry_key(entry)
     if not isinstance(getattr(torch, dtype), torch.dtype) or mask not in (*NEAREST, "window"):
         raise ValueError(f"no call has dtype {dtype!r} and a mask of kind {mask!r}")
     if not all(type(dim) is int and 0 < dim <= 256 for dim in dims):
@@ -203,24 +203,24 @@ def check(entry: Mapping[str, Any]) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def table(device: Device, given: str | None) -> str:
-    """Everything that is known for a device, as text that ranks can compare; the first of several entries
-    about the same kernel counts. ``given`` is TRITONCP_CONFIG_DIR, which may change while a process lives:
-    then calls look there that are the first of their kind under their plan, or after :func:`forget`."""
-    known: dict[tuple[Any, ...], dict[str, Any]] = {}
+def table(device: Device, config_dir: str | None) -> str:
+    """All configs for a device, as text that ranks can compare; of entries with the same key the first
+    counts. ``config_dir`` is TRITONCP_CONFIG_DIR, which a process may change: plans that have looked up their
+    tiles then keep them until :func:`forget`."""
+    configs_by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
     exact = path_in(Path(), device).name
     for path in sources(device):
         for entry in entries_of(path):
             if path.name == exact or entry["kernel"] != "route":
-                known.setdefault(about(entry), entry["config"])
-    return json.dumps([[*of, config] for of, config in known.items()])
+                configs_by_key.setdefault(entry_key(entry), entry["config"])
+    return json.dumps([[*of, config] for of, config in configs_by_key.items()])
 
 
 read_anew = 0  # how often: what a plan's calls looked up before then, they look up again
 
 
 def forget() -> None:
-    """Files were written, or ranks agreed: tables are made again when they are asked for."""
+    """Drop the cached tables, after files were written or ranks agreed."""
     global read_anew
     read_anew += 1
     table.cache_clear()
@@ -242,22 +242,22 @@ def seconds(text: str) -> float:
     """
     unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
     try:
-        found = float(text[:-1]) * unit if unit else float(text)
+        number = float(text[:-1]) * unit if unit else float(text)
     except ValueError as error:
         raise ValueError(f"budget {text!r} is no time: 90s, 15m, 1.5h") from error
-    if not 0 < found < math.inf:
+    if not 0 < number < math.inf:
         raise ValueError(f"budget {text!r} is no time to work in")
-    return found
+    return number
 
 
 def budget() -> float:
-    """Seconds that this process may spend on one kind of call: TRITONCP_AUTOTUNE, 1 for a minute; 0 unless
-    that is set."""
-    asked = os.environ.get("TRITONCP_AUTOTUNE", "0")
-    if asked in ("", "0") or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
+    """Seconds that this process may spend tuning one kind of call: TRITONCP_AUTOTUNE, where 1 means a minute;
+    0 if it is not set."""
+    text = os.environ.get("TRITONCP_AUTOTUNE", "0")
+    if text in ("", "0") or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
         return 0.0
     try:
-        return ASKED if asked == "1" else seconds(asked)
+        return ASKED if text == "1" else seconds(text)
     except ValueError as error:
         warnings.warn(f"nothing is tuned: TRITONCP_AUTOTUNE is 1 or a time, and {error}", stacklevel=2)
         return 0.0
@@ -293,7 +293,7 @@ def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
 
 
 def renew(group: Any) -> None:
-    """Files were written since: what is known is read again, and all ranks of a group agree again."""
+    """Read the files again after they were written, and have all ranks of a group agree again."""
     forget()
     if group is not None:
         del _AGREED[group]
@@ -302,12 +302,12 @@ def renew(group: Any) -> None:
 
 def agreed_budget(group: Any) -> float:
     """Rank 0's :func:`budget`, as the group agreed; 0 where it made no plan together."""
-    known: list[list[Any]] = json.loads(_AGREED.get(group, "[]"))
-    return next((float(row[1]) for row in known if row[0] == BUDGET), 0.0)
+    rows: list[list[Any]] = json.loads(_AGREED.get(group, "[]"))
+    return next((float(row[1]) for row in rows if row[0] == BUDGET), 0.0)
 
 
 def _own() -> str:
-    """The table for the GPU of this process, and how long it may take to add to it."""
+    """The table for the GPU of this process, with a row for its tuning budget if it has one."""
     gpu = torch.cuda.is_available()
     text = local(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
     allowed = budget()
@@ -331,41 +331,42 @@ def chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: int) 
     without (one that loads something for each score only with such a one), then with these head dims rather
     than with the larger one throughout, then with the nearest mask.  Last the route, measured with all of
     that alike."""
-    known = {tuple(of): config for *of, config in json.loads(text)}
+    configs_by_key = {tuple(of): config for *of, config in json.loads(text)}
     masks = list(dict.fromkeys([mask, (near := NEAREST.get(mask)), NEAREST.get(near or "")]))
     wide = (max(dims),) * 2
-    found: dict[str, tuple[Any, ...]] = {}
-    for wanted in itertools.product(((0,), (1, 0), (2,))[score], (dims, wide), masks):
-        scored, widths, kind = wanted
+    tiles_by_kernel: dict[str, tuple[Any, ...]] = {}
+    for candidate in itertools.product(((0,), (1, 0), (2,))[score], (dims, wide), masks):
+        scored, widths, kind = candidate
         for kernel in KINDS:
-            seen = FEW if kernel == "few" else kind
-            if (config := known.get((kernel, dtype, *widths, seen, scored))) is not None:
-                found.setdefault(kernel, tuple(config.items()))
-    if (config := known.get(("route", dtype, *dims, mask, score), {})).get("ROUTE", ROUTES[0]) != ROUTES[0]:
+            measured_kind = FEW if kernel == "few" else kind
+            if (config := configs_by_key.get((kernel, dtype, *widths, measured_kind, scored))) is not None:
+                tiles_by_kernel.setdefault(kernel, tuple(config.items()))
+    if (config := configs_by_key.get(("route", dtype, *dims, mask, score), {})).get(
+        "ROUTE", ROUTES[0]
+    ) != ROUTES[0]:
         kernel, tiles = launched("route", config)
-        found |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}
-    return tuple(found.items())
+        tiles_by_kernel |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}
+    return tuple(tiles_by_kernel.items())
 
 
 def configs(device: torch.device, call: Call, group: Any = None) -> dict[str, Any]:
-    """Options of the engine for one call: CONFIGS, or nothing where nothing that was measured applies and the
-    rule does."""
-    found = chosen(text_of(device, group), *call)
-    if not serves(found):
+    """Options of the engine for one call: CONFIGS, or none where no measured tiles apply, only the rule."""
+    tiles = chosen(text_of(device, group), *call)
+    if not serves(tiles):
         _tell(device, group)
-    return {"CONFIGS": found} if found else {}
+    return {"CONFIGS": tiles} if tiles else {}
 
 
-def serves(found: tuple[Any, ...]) -> bool:
-    """Whether a pass of a call with many rows is among what was found."""
-    return any(kernel in PASSES for kernel, _ in found)
+def serves(tiles: tuple[Any, ...]) -> bool:
+    """Whether some tiles are for a pass over many rows."""
+    return any(kernel in PASSES for kernel, _ in tiles)
 
 
 TOLD: set[Device] = set()
 
 
 def _tell(device: torch.device, group: Any) -> None:
-    """Once for a GPU, on one rank: measured tiles may be faster, and this is how to get them."""
+    """Warn once per GPU, on one rank, that no tiles were measured for it, and how to measure them."""
     if device.type == "cpu" or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
         return
     of = device_of(device)
@@ -382,7 +383,7 @@ def _tell(device: torch.device, group: Any) -> None:
 
 
 def environment(without: str) -> dict[str, str]:
-    """Of a process that runs this package: what is set here, but for one variable."""
+    """Environment variables for a subprocess that imports this package: this process's, without one."""
     env = {name: value for name, value in os.environ.items() if name != without}
     home = str(Path(tritoncp.__file__).parents[1])
     return env | {"PYTHONPATH": os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])}
@@ -396,12 +397,12 @@ def write(
     triton: str | None = None,
     drop: Collection[tuple[Any, ...]] = (),
 ) -> Path:
-    """Put entries into the device's file, in place of those about the same kernels, all or nothing. Writers
-    take turns: the entries of all of them remain.
+    """Write entries into the device's file, replacing those with the same key. The file is replaced as a
+    whole, under a lock, so that no entry of another writer is lost.
 
-    facts: what else the file says; triton: the version they were measured with, this one's unless given;
-    drop: what is known no more, as :func:`about` says it. Raises ValueError for a file that a link would put
-    outside the folder, and what :func:`locked` raises.
+    facts: other fields of the file's header; triton: the version that the entries were measured with, by
+    default the installed one; drop: keys (:func:`entry_key`) of entries to remove. Raises ValueError where a
+    link leads out of the folder, and the errors of :func:`locked`.
     """
     path = path_inside(folder, path_in(folder, device, triton))
     with locked(path):
@@ -412,11 +413,11 @@ def write(
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file of tile shapes, ``<file>.lock`` beside it, from reading that file to replacing
-    it. A thread that holds it may take it again.
+    """Hold the lock of a file of tile shapes (``<file>.lock`` beside it), to read and replace the file. The
+    lock is reentrant within a thread.
 
-    Raises TimeoutError where others hold it for more than LOCK_SECONDS, OSError where the folder cannot be
-    written to or its filesystem has no locks.
+    Raises TimeoutError where another process holds it for more than LOCK_SECONDS, OSError where the folder is
+    not writable or its filesystem has no locks.
     """
     from filelock import FileLock, Timeout
 
@@ -428,7 +429,7 @@ def locked(path: Path) -> Iterator[None]:
         raise TimeoutError(
             f"{path} is not written: another process has held {name} for {LOCK_SECONDS:g} s (tritoncp "
             "autotune, a program with TRITONCP_AUTOTUNE, or tritoncp perf ingest); wait for it or end it, "
-            "and run again"
+            "then run again"
         ) from error
     except OSError as error:
         raise OSError(
@@ -448,15 +449,15 @@ def _merge(
     triton: str | None,
     drop: Collection[tuple[Any, ...]],
 ) -> None:
-    """The part of :func:`write` under the lock."""
+    """Merge entries into a file whose lock is held."""
     old = entries_of(path) if path.is_file() else []
-    merged = {about(entry): entry for entry in [*old, *entries] if about(entry) not in drop}
+    merged = {entry_key(entry): entry for entry in [*old, *entries] if entry_key(entry) not in drop}
     lines = ",\n".join(json.dumps(entry) for entry in merged.values())
-    said = {"device": device.name, "arch": device.arch, "triton": triton or _triton()}
-    head = json.dumps(said | dict(facts))
-    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    header = {"device": device.name, "arch": device.arch, "triton": triton or _triton()}
+    head = json.dumps(header | dict(facts))
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        fresh.write_text(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')
-        os.replace(fresh, path)
+        temporary.write_text(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')
+        os.replace(temporary, path)
     finally:
-        fresh.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

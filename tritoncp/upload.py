@@ -1,8 +1,8 @@
 """Copies of host tensors on a device: through pinned memory, and safe on every stream that reads them.
 
-A copy that is kept is read on other streams than the one that made it. Each of them waits once for the copy
-to end, and tells the allocator once that it reads the memory: memory that is freed under a running kernel is
-then not handed out before the kernel has ended.
+A cached copy may be read on other streams than the one that made it. Each such stream waits once for the copy
+to end, and is recorded once with the allocator (`record_stream`), which then reuses the freed memory only
+after the kernels that read it have ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIGNMENT = 128  # bytes between the starts of tensors in one buffer: a cache li
 
 
 class Streams:
-    """The calls by which uploads reach a device and its streams."""
+    """The calls that uploads make to a device and its streams."""
 
     def is_asynchronous(self, device: torch.device) -> bool:
         """Whether work on the device is queued on streams."""
@@ -35,8 +35,8 @@ class Streams:
             return torch.cuda.is_current_stream_capturing()
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Pinned host memory. Freed memory is reused after the copies that were queued from it have ended:
-        a non_blocking copy_ records an event with torch's host allocator."""
+        """Allocate pinned host memory. It may be freed while copies from it are queued: a non_blocking copy_
+        records an event with torch's host allocator, which reuses the memory after that event."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, pinned: Tensor, device: torch.device) -> Tensor:
@@ -44,7 +44,7 @@ class Streams:
         return pinned.to(device, non_blocking=True)
 
     def record_event(self, device: torch.device) -> Any:
-        """An event after the work that is queued on the current stream."""
+        """Record an event after the work that is queued on the current stream."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(device))
         return event
@@ -58,13 +58,13 @@ class Streams:
         memory.record_stream(torch.cuda.current_stream(device))
 
 
-STREAMS = Streams()  # a test puts a recorder in its place
+STREAMS = Streams()  # tests replace it with a recorder
 
 
 def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on ``device``, for use on the current stream; what is on a device already stays as it is.
+    """Copy CPU tensors to ``device``, for use on the current stream; tensors on a GPU already are not copied.
 
-    For tensors that are read at once. Those that are kept are a :class:`DeviceCopy`.
+    Only for copies that are not cached: cached ones need a :class:`DeviceCopy`.
     """
     if not STREAMS.is_asynchronous(device) or torch.compiler.is_compiling():
         return [x if x.device == device else x.to(device) for x in tensors]
@@ -72,24 +72,24 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class DeviceCopy(Generic[T]):
-    """Something made of tensors on a device, which were copied there once and serve all of its streams.
+    """A value made from tensors that were copied to a device once, for use on all of its streams.
 
-    Under CUDA graph capture there is nothing to wait for: a copy was made before the capture began
-    (making one under capture raises), and has ended, since ``torch.cuda.graph`` and
-    ``make_graphed_callables`` synchronise the device before they capture. A program that calls
-    ``capture_begin`` itself has to do so too. The graph does not keep the memory: its owner keeps the plan.
+    Under CUDA graph capture no stream waits: the copy was made before the capture began (making one under
+    capture raises) and has ended, since ``torch.cuda.graph`` and ``make_graphed_callables`` synchronise the
+    device before they capture. A program that calls ``capture_begin`` itself has to synchronise too. A graph
+    does not keep the memory alive: its owner has to keep the plan.
 
     >>> DeviceCopy([torch.ones(2)], torch.device("cpu"), torch.sum).on_current_stream()
     tensor(2.)
     """
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device, make: Callable[..., T]) -> None:
-        """make: from the tensors on the device to what :meth:`on_current_stream` returns.
+        """make: computes the value from the tensors on the device.
 
-        Also a first use under inference_mode makes tensors that autograd may save: a later one may train.
+        The tensors can be saved by autograd even if their first use is under inference_mode.
         """
         self._memory: Tensor | None = None
-        self._streams: set[int] = set()  # those that may read it
+        self._streams: set[int] = set()  # streams that may read the memory
         self._lock = threading.Lock()
         copies = list(tensors)
         with torch.inference_mode(False):
@@ -101,12 +101,13 @@ class DeviceCopy(Generic[T]):
             self._value = make(*copies)
 
     def on_current_stream(self) -> T:
-        """The value, for work that is queued on the current stream from now on. Call this at each use."""
+        """Return the value, for work that is queued on the current stream afterwards. Call it at each use."""
         if self._memory is not None and STREAMS.current(self._device) not in self._streams:
             self._admit_current_stream()
         return self._value
 
     def _admit_current_stream(self) -> None:
+        """Make the current stream wait for the copy, and record its use of the memory."""
         assert self._memory is not None
         with self._lock:
             stream = STREAMS.current(self._device)
@@ -114,20 +115,21 @@ class DeviceCopy(Generic[T]):
                 return
             STREAMS.wait(self._event, self._device)
             STREAMS.record_use(self._memory, self._device)
-            self._streams.add(stream)  # last: other threads with this stream go ahead from here on
+            self._streams.add(stream)  # last, because other threads on this stream then skip the lock
 
 
 def _upload(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tensor], Tensor | None]:
-    """The tensors on the device, and the memory that those share which were copied there, if any were."""
+    """Copy the CPU tensors to the device in one piece. Returns all tensors there, and the memory that the
+    copies share (None without copies)."""
     on_host = [x for x in tensors if x.device.type == "cpu"]
     if not on_host:
         return list(tensors), None
     if STREAMS.is_capturing(device):
         raise RuntimeError(
-            f"tensors on the CPU cannot be copied to {device} while a CUDA graph is captured. Make the same "
-            "call once before the capture, with the same plan or mask and the same shapes. What is copied at "
-            f"every call has to be on {device} before: a 0-d tensor on the CPU that a score_mod captures; or "
-            "is called outside the graph: shard, unshard"
+            f"CPU tensors cannot be copied to {device} while a CUDA graph is captured. Make the same call "
+            "once before the capture, with the same plan or mask and the same shapes. Two things are copied "
+            f"at every call: a 0-d CPU tensor that a score_mod captures (move it to {device}), and the "
+            "indices of shard and unshard (call these outside the graph)"
         )
     starts, end = [], 0
     for x in on_host:
@@ -142,5 +144,5 @@ def _upload(tensors: Sequence[Tensor], device: torch.device) -> tuple[list[Tenso
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """The bytes from ``start`` on as a tensor of the type and shape of ``like``."""
+    """View the bytes from ``start`` on as a tensor with the dtype and shape of ``like``."""
     return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)

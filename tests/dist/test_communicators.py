@@ -1,4 +1,4 @@
-"""The communicator of a group's tensors: one, in one order on every rank, on a high-priority stream of NCCL."""
+"""The data communicator of a group: it carries all tensors in one order, on a high-priority NCCL stream."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEDULES = {"allgather": 3, "ring": 3, "fetch": 3, "ulysses": 3, "ulysses+ring"
 
 
 def mask_of() -> tritoncp.Mask:
-    """A window: on rings, some ranks take no part in some turns."""
+    """A window mask, with which some ranks are idle in some turns of a ring."""
     return tritoncp.create_block_mask(tritoncp.sliding_window(11), 1, 1, S, S, BLOCK_SIZE=4)
 
 
@@ -32,7 +32,7 @@ def tensors() -> list[Tensor]:
 
 
 def attend(plan: tritoncp.Plan, group: Any) -> list[Tensor]:
-    """Output and gradients of a call on this rank's shards, put together."""
+    """Run a call on this rank's shards; return output and gradients, unsharded."""
     shards = [tritoncp.shard(x, plan, dim=2).requires_grad_() for x in tensors()]
     out = tritoncp.flex_attention(*shards, plan, group)
     out.square().sum().backward()
@@ -63,7 +63,7 @@ def spied(monkeypatch: pytest.MonkeyPatch, channel: Any) -> list[str]:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_tensors_travel_on_one_communicator(schedule: str) -> None:
-    """On the group's companion where there is one, forward, backward and when shards are put together."""
+    """With and without a companion: forward, backward and unshard."""
 
     def work(group: Any) -> list[Any]:
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -80,16 +80,16 @@ def test_all_tensors_travel_on_one_communicator(schedule: str) -> None:
             results = attend(plan, mesh)
         return [kinds, *results]
 
-    whole = [x.requires_grad_() for x in tensors()]
-    out = dense_attention(*whole, mask_of()).out
-    want = [out.detach(), *torch.autograd.grad(out.square().sum(), whole)]
+    unsharded = [x.requires_grad_() for x in tensors()]
+    out = dense_attention(*unsharded, mask_of()).out
+    want = [out.detach(), *torch.autograd.grad(out.square().sum(), unsharded)]
     for kinds, *results in run(SCHEDULES[schedule], work):
         assert kinds, "the spies see something"
         torch.testing.assert_close(results, want, atol=1e-8, rtol=1e-8)
 
 
 class StandIn:
-    """NCCL's part in torch where there is none: its options, and a backend with some of them."""
+    """A stand-in for torch's ProcessGroupNCCL: its options."""
 
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
@@ -97,8 +97,8 @@ class StandIn:
 
 
 def pretend_nccl(monkeypatch: pytest.MonkeyPatch, high_priority: bool) -> list[dict[str, Any]]:
-    """Have groups look as if NCCL carried their CUDA tensors; the new communicators that torch is asked for,
-    which are made of gloo, and the collectives (as "connected": group)."""
+    """Pretend that NCCL carries the CUDA tensors of groups; new communicators use gloo. Returns a list of
+    events: the arguments of new communicators, and collectives ("connected": group)."""
     torchs: Any = dist.distributed_c10d
     make, events = torchs._new_process_group_helper, []
     backend = SimpleNamespace(options=StandIn.Options(high_priority))
@@ -141,13 +141,13 @@ def test_nccl_gets_a_companion_with_a_high_priority_stream() -> None:
             for schedule in ("ring", "fetch", "allgather"):
                 tritoncp.make_plan(mask_of(), pair, schedule=schedule)
             assert group.bound_device_id == CUDA
-            made, connected = events
-            assert made["backend"] == "nccl" and made["ranks"] == [0, 2] and made["bound"] is None
-            assert made["options"].is_high_priority_stream
+            creation, connected = events
+            assert creation["backend"] == "nccl" and creation["ranks"] == [0, 2] and creation["bound"] is None
+            assert creation["options"].is_high_priority_stream
             channel = comm.data_communicator(pair, CUDA)
             assert connected == {"connected": channel} and channel is not pair
             assert dist.get_process_group_ranks(channel) == [0, 2]
-            assert made["options"]._timeout == comm.timeout(pair)
+            assert creation["options"]._timeout == comm.timeout(pair)
             assert comm.data_communicator(pair, torch.device("cpu")) is pair
             group.bound_device_id = None
 
@@ -156,7 +156,7 @@ def test_nccl_gets_a_companion_with_a_high_priority_stream() -> None:
 
 @pytest.mark.parametrize("way", ["options", "environment"])
 def test_a_group_with_a_high_priority_stream_carries_its_tensors(way: str) -> None:
-    """It is connected with the first plan all the same."""
+    """It is also connected with the first plan."""
 
     def work(group: Any) -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:

@@ -46,8 +46,8 @@ class Steps(Dataset):
 
     def __getitem__(self, step: int) -> tuple[Plan, int]:
         mask = mask_of(PACKED[step])
-        made = tritoncp.make_plan(mask, world_size=self.world_size, rank=self.rank, schedule=self.schedule)
-        return made, os.getpid()
+        plan = tritoncp.make_plan(mask, world_size=self.world_size, rank=self.rank, schedule=self.schedule)
+        return plan, os.getpid()
 
 
 def plans_from_a_worker(steps: Steps) -> Iterator[Plan]:
@@ -65,33 +65,33 @@ def qkv(step: int) -> list[Tensor]:
 def test_one_process_uses_what_a_worker_made() -> None:
     for step, plan in enumerate(plans_from_a_worker(Steps(1, 0))):
         mask = mask_of(PACKED[step])
-        here = tritoncp.make_plan(mask, world_size=1, rank=0)
-        assert plan.digest == here.digest and str(plan) == str(here)
+        local = tritoncp.make_plan(mask, world_size=1, rank=0)
+        assert plan.digest == local.digest and str(plan) == str(local)
         out = tritoncp.flex_attention(*qkv(step), plan)
-        assert torch.equal(out, tritoncp.flex_attention(*qkv(step), here))
+        assert torch.equal(out, tritoncp.flex_attention(*qkv(step), local))
         torch.testing.assert_close(out, dense_attention(*qkv(step), mask).out, atol=1e-8, rtol=1e-8)
 
 
 def trained(group: Any, schedule: str) -> list[list[Tensor]]:
     """Output and gradients of every step with plans of a worker of this rank's, and with plans made here."""
-    found = []
+    results = []
     for step, plan in enumerate(plans_from_a_worker(Steps(group.size(), group.rank(), schedule))):
-        here = tritoncp.make_plan(mask_of(PACKED[step]), group, schedule=schedule)
-        assert plan.digest == here.digest
-        for one in (plan, here):
+        local = tritoncp.make_plan(mask_of(PACKED[step]), group, schedule=schedule)
+        assert plan.digest == local.digest
+        for one in (plan, local):
             shards = [tritoncp.shard(x, one, dim=2).requires_grad_() for x in qkv(step)]
             out = tritoncp.flex_attention(*shards, one, group)
             out.square().sum().backward()
-            found.append([tritoncp.unshard(out.detach(), one, group, dim=2), *(x.grad for x in shards)])
-    return found
+            results.append([tritoncp.unshard(out.detach(), one, group, dim=2), *(x.grad for x in shards)])
+    return results
 
 
 @pytest.mark.parametrize("schedule", ["ring", "fetch"])
 def test_ranks_use_what_their_workers_made(schedule: str) -> None:
     assert schedule in SCHEDULES
     for answers in ranks.run(2, trained, schedule):
-        for step, (shipped, here) in enumerate(zip(answers[::2], answers[1::2], strict=True)):
-            assert all(map(torch.equal, shipped, here))
+        for step, (shipped, local) in enumerate(zip(answers[::2], answers[1::2], strict=True)):
+            assert all(map(torch.equal, shipped, local))
             want = dense_attention(*qkv(step), mask_of(PACKED[step])).out
             torch.testing.assert_close(shipped[0], want, atol=1e-8, rtol=1e-8)
 
@@ -103,26 +103,28 @@ def compiled(group: Any) -> tuple[bool, list[Tensor]]:
     shards = [tritoncp.shard(x, plan, dim=2).requires_grad_() for x in qkv(0)]
     with mock.patch.object(comm, "connect_data") as connect:
         out = attend(*shards, plan, group)
-    there = connect.call_args_list == [mock.call(group, torch.device("cpu"))]
+    connected = connect.call_args_list == [mock.call(group, torch.device("cpu"))]
     out.square().sum().backward()
-    return there, [tritoncp.unshard(x.detach(), plan, group, dim=2) for x in (out, *(x.grad for x in shards))]
+    return connected, [
+        tritoncp.unshard(x.detach(), plan, group, dim=2) for x in (out, *(x.grad for x in shards))
+    ]
 
 
 def test_a_compiled_ring_uses_what_a_worker_made() -> None:
     x = [t.requires_grad_() for t in qkv(0)]
     out = dense_attention(*x, mask_of(PACKED[0])).out
     want = out.detach(), *torch.autograd.grad(out.square().sum(), x)
-    for there, found in ranks.run(2, compiled):
-        assert there, "no backward pass is the first to make a communicator"
-        for a, b in zip(found, want, strict=True):
+    for connected, result in ranks.run(2, compiled):
+        assert connected, "no backward pass is the first to make a communicator"
+        for a, b in zip(result, want, strict=True):
             torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8)
 
 
 def test_a_mask_without_a_closed_form_goes_across_too() -> None:
     mask = tritoncp.create_block_mask(near_or_first, 1, 1, SIZE, SIZE, BLOCK_SIZE=32)
-    here = tritoncp.make_plan(mask, world_size=1, rank=0)
-    there = pickle.loads(pickle.dumps(here))
-    assert torch.equal(tritoncp.flex_attention(*qkv(0), there), tritoncp.flex_attention(*qkv(0), here))
+    local = tritoncp.make_plan(mask, world_size=1, rank=0)
+    loaded = pickle.loads(pickle.dumps(local))
+    assert torch.equal(tritoncp.flex_attention(*qkv(0), loaded), tritoncp.flex_attention(*qkv(0), local))
 
 
 def test_a_long_plan_is_small_and_quick_to_pickle() -> None:
@@ -135,10 +137,10 @@ def test_a_long_plan_is_small_and_quick_to_pickle() -> None:
     str(plan), plan.tables(), plan.fetch, plan.q.inverse, plan.positions
     begin = time.process_time()
     text = pickle.dumps(plan)
-    there = pickle.loads(text)
+    loaded = pickle.loads(text)
     seconds = time.process_time() - begin
     assert len(text) == len(fresh) < 12 * size + 2**20
-    assert there.digest == plan.digest and there.q is there.kv
+    assert loaded.digest == plan.digest and loaded.q is loaded.kv
     begin = time.process_time()
     tritoncp.make_plan(mask, world_size=64, rank=3)
     assert seconds < time.process_time() - begin, "taking it over costs less than making it"
@@ -153,7 +155,7 @@ def test_a_plan_takes_few_files_across() -> None:
     for world_size in (2, 90):
         before = len(os.listdir("/proc/self/fd"))
         plan = tritoncp.make_plan(mask, world_size=world_size, rank=0)
-        held = ForkingPickler.dumps(plan)
+        buffer = ForkingPickler.dumps(plan)
         counts.append(len(os.listdir("/proc/self/fd")) - before)
-        del held
+        del buffer
     assert max(counts) < 20

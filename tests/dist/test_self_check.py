@@ -1,4 +1,4 @@
-"""`tritoncp check` on real ranks: gloo, forked, as torchrun would start them, and under torchrun itself."""
+"""`tritoncp check` on real ranks over gloo: forked with the environment of torchrun, and under torchrun."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TIMEOUT = 4.0  # seconds that a rank waits for another
 
 
 class End(NamedTuple):
-    """How the check ended on each rank, and what it wrote on stdout."""
+    """The exit status and stdout of the check on each rank."""
 
     ranks: list[Outcome]
     stdout: list[str]
@@ -125,7 +125,7 @@ def in_forward(rank: int, number: int, fault: Callable[[], None]) -> Callable[[i
     return plant
 
 
-def test_a_rank_that_computes_something_else_is_named(tmp_path: Path) -> None:
+def test_a_wrong_rank_is_named(tmp_path: Path) -> None:
     def plant(rank: int) -> None:
         attend = tritoncp.flex_attention
 
@@ -150,24 +150,24 @@ def test_a_rank_that_computes_something_else_is_named(tmp_path: Path) -> None:
         pytest.param("stalls", 0, marks=pytest.mark.nightly),
     ],
 )
-def test_a_lost_rank_is_named_and_the_others_end_in_time(fault: str, lost: int, tmp_path: Path) -> None:
+def test_a_lost_rank_is_named_and_the_other_ranks_end_in_time(fault: str, lost: int, tmp_path: Path) -> None:
     def fail() -> None:
         if fault == "dies":
             os._exit(7)
         time.sleep(300)
 
     end = check(tmp_path, 3, "--only=*-causal-float32-*", plant=in_forward(lost, 4, fail), faulty=lost)
-    others = [rank for rank in range(3) if rank != lost]
-    assert [end.codes[rank] for rank in others] == [1, 1], end
-    said = end.stdout[others[0]]
-    assert "right   one-device causal float32 backward" in said, "what was done before is shown"
-    running = next(line for line in said.splitlines() if line.startswith("WRONG"))
+    remaining = [rank for rank in range(3) if rank != lost]
+    assert [end.codes[rank] for rank in remaining] == [1, 1], end
+    output = end.stdout[remaining[0]]
+    assert "right   one-device causal float32 backward" in output, "what was done before is shown"
+    running = next(line for line in output.splitlines() if line.startswith("WRONG"))
     assert "forward: " in running and f"rank {lost} did not come" in running
-    assert f"forward ran: rank {lost}; " in said, said
-    assert f"on rank {lost}" not in said.split("worst")[0]
+    assert f"forward ran: rank {lost}; " in output, output
+    assert f"on rank {lost}" not in output.split("worst")[0]
 
 
-def test_an_exception_of_one_rank_is_said_by_all(tmp_path: Path) -> None:
+def test_all_ranks_report_an_exception_of_one_rank(tmp_path: Path) -> None:
     def fail() -> None:
         raise ArithmeticError("of rank 1 alone")
 
@@ -198,7 +198,7 @@ PROGRAM = """
 
 
 @pytest.mark.parametrize(("dies_at", "code"), [(0, 0), (2, 1)])
-def test_torchrun_runs_it_and_ends_the_others_when_a_rank_dies(
+def test_under_torchrun_a_dead_rank_ends_the_check(
     dies_at: int, code: int, tmp_path: Path
 ) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))

@@ -1,4 +1,4 @@
-"""What the tests on a real GPU share: sizes, tensors, and the rule for rounding.
+"""Helpers of the tests on a real GPU: sizes, tensors, and the rule for rounding.
 
 Nothing here insists on a GPU. `TRITON_INTERPRET=1 pytest --noconftest tests/gpu` runs the same tests on
 interpreted kernels and smaller shapes, which shows that the tests themselves are sound.
@@ -143,8 +143,8 @@ def gathered(outs: Sequence[Tensor], wrt: Sequence[Tensor], x: QKV) -> Results:
     out, lse, top = outs
     start = [x.dout.to(out.dtype), x.dlse.to(lse.dtype)]
     grads = torch.autograd.grad([out, lse], wrt, start, allow_unused=True)
-    found = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, wrt)]
-    return Results(out.detach(), lse.detach(), top.detach(), *found[:3], tuple(found[3:]))
+    tensors = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, wrt)]
+    return Results(out.detach(), lse.detach(), top.detach(), *tensors[:3], tuple(tensors[3:]))
 
 
 def run(x: QKV, mask: Any, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
@@ -162,8 +162,8 @@ def oracle(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence
            scale: float | None = None) -> Results:  # fmt: skip
     """Dense float64."""
     own, caught = leaves(x, captured, FP64)
-    seen = mask.to_dense(x.q.shape[0], x.q.shape[1], DEVICE).to(DEVICE)
-    outs = dense_attention(*own, seen, score.of and score.of(*caught), scale=scale)
+    visible = mask.to_dense(x.q.shape[0], x.q.shape[1], DEVICE).to(DEVICE)
+    outs = dense_attention(*own, visible, score.of and score.of(*caught), scale=scale)
     return gathered(outs, [*own, *caught], x)
 
 

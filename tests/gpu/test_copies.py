@@ -1,4 +1,4 @@
-"""What comes back from the GPU: one copy to make a plan, none once there is one."""
+"""Copies from the GPU to the host: one to make a plan, none in later calls."""
 
 import warnings
 
@@ -97,10 +97,10 @@ def test_a_closed_form_of_cpu_tensors_takes_none():
 
 
 def test_a_plan_made_by_hand_takes_one():
-    made = []
+    plans = []
     mask = masks()["mask_mod"]
-    assert copies_back(lambda: made.append(make_plan(mask, world_size=4))) == 1
-    assert made[0].world_size == 4
+    assert copies_back(lambda: plans.append(make_plan(mask, world_size=4))) == 1
+    assert plans[0].world_size == 4
 
 
 def test_score_mods_must_bring_their_tensors():
@@ -113,22 +113,22 @@ def test_a_route_is_compared_once_and_not_in_a_graph(monkeypatch):
     """A comparison waits for two answers."""
     monkeypatch.setattr(trial, "_FOUND", {})
     q, k, v = (x.detach() for x in tensors())
-    asked = {"ROUTE": "specialised"}
+    options = {"ROUTE": "specialised"}
     want = flex_attention(q, k, v)
-    here = specialises(architecture(q.device))
-    words = "which a graph cannot capture" if here else "ROUTE='specialised' is asked for"
+    has_route = specialises(architecture(q.device))
+    words = "which a graph cannot capture" if has_route else "ROUTE='specialised' is asked for"
     graph = torch.cuda.CUDAGraph()
     with pytest.warns(UserWarning, match=words), torch.cuda.graph(graph):
-        out = flex_attention(q, k, v, kernel_options=asked)
+        out = flex_attention(q, k, v, kernel_options=options)
     graph.replay()
     assert torch.equal(out, want)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error" if here else "ignore", message="ROUTE=")
-        assert (copies_back(lambda: flex_attention(q, k, v, kernel_options=asked)) > 0) == (here > 0)
-        assert copies_back(lambda: flex_attention(q, k, v, kernel_options=asked)) == 0
+        warnings.filterwarnings("error" if has_route else "ignore", message="ROUTE=")
+        assert (copies_back(lambda: flex_attention(q, k, v, kernel_options=options)) > 0) == (has_route > 0)
+        assert copies_back(lambda: flex_attention(q, k, v, kernel_options=options)) == 0
 
 
-def test_a_graph_uses_the_copies_of_an_earlier_call_and_makes_none():
+def test_a_graph_uses_the_copies_of_an_earlier_call():
     """Tables, and a mask_mod's tensor on the CPU: what is captured reads what the call before it copied."""
     odd, (q, k, v) = torch.arange(S) % 3 == 0, (x.detach() for x in tensors())
     plan = make_plan(create_block_mask(lambda b, h, q, kv: (q >= kv) & (odd[q] | odd[kv]), 1, 1, S, S))

@@ -24,11 +24,11 @@ def test_answers(dim, mask):
 @pytest.mark.parametrize("mask", MASKS)
 def test_same_bits_as_by_pointer(mask):
     """The same tiles in the same order, however they come into shared memory."""
-    x, made = qkv(dim=128), MASKS[mask]()
-    copied = run(x, made, USE_TMA=True, **TILES)
-    same(copied, run(x, made, USE_TMA=False, **TILES))
+    x, mask_mod = qkv(dim=128), MASKS[mask]()
+    copied = run(x, mask_mod, USE_TMA=True, **TILES)
+    same(copied, run(x, mask_mod, USE_TMA=False, **TILES))
     for _ in range(3):
-        same(run(x, made, USE_TMA=True, **TILES), copied)
+        same(run(x, mask_mod, USE_TMA=True, **TILES), copied)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -49,8 +49,8 @@ def test_slots_of_a_gathered_buffer():
     world = tritoncp.simulate(2)
     shards = [world.shard(t, plan, dim=2) for t in x[:3]]
     outs = world.flex_attention(*shards, plan, enable_gqa=True, kernel_options={"USE_TMA": True})
-    whole = run(x, block_mask(causal(), n), USE_TMA=True)
-    torch.testing.assert_close(world.unshard(outs, plan, dim=2), whole.out, atol=2e-2, rtol=2e-2)
+    expected = run(x, block_mask(causal(), n), USE_TMA=True)
+    torch.testing.assert_close(world.unshard(outs, plan, dim=2), expected.out, atol=2e-2, rtol=2e-2)
 
 
 def check_fused(x, mask, *score, **options):

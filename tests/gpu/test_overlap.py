@@ -26,16 +26,16 @@ class Times(NamedTuple):
 
 
 def strided_copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """A copy that multiprocessors make, not the copy engine, in a few launches of few blocks."""
+    """Copy by multiprocessors instead of the copy engine, in a few launches of few blocks."""
     for rows, into in zip(source.mT.chunk(LAUNCHES), target.chunk(LAUNCHES), strict=True):
         into.copy_(rows)
 
 
 def measure(priority: int) -> Times:
-    """Attention on the current stream and, queued after it, a copy on a stream of this priority."""
+    """Time attention on the current stream and a copy, queued after it, on a stream of this priority."""
     q, k, v = (normal(1, 32, S, 128) for _ in range(3))
     source, target = torch.randn(512, 512, device=DEVICE), torch.empty(512, 512, device=DEVICE)
-    tritoncp.flex_attention(q, k, v)  # compiled here
+    tritoncp.flex_attention(q, k, v)  # compiles the kernel
     strided_copy(source, target)
     side = torch.cuda.Stream(priority=priority)
     begin, end, copied = (torch.cuda.Event(enable_timing=True) for _ in range(3))
@@ -60,19 +60,19 @@ def test_the_copy_is_a_transpose() -> None:
 
 if ON_GPU:
 
-    def test_a_copy_of_high_priority_ends_before_the_attention_it_was_queued_after() -> None:
-        """The claim behind docs/decisions/0001: without it, no schedule hides its messages."""
+    def test_a_high_priority_copy_ends_before_the_attention_kernel() -> None:
+        """An assumption of docs/decisions/0001: without it no schedule overlaps its messages."""
         low, high = torch.cuda.Stream.priority_range()
-        usual = [measure(low) for _ in range(ROUNDS)]
+        normal = [measure(low) for _ in range(ROUNDS)]
         urgent = [measure(high) for _ in range(ROUNDS)]
-        print(f"\npriority {low}: {usual}\npriority {high}: {urgent}")
+        print(f"\npriority {low}: {normal}\npriority {high}: {urgent}")
         shares = sorted(times.copy / times.attention for times in urgent)
         assert shares[ROUNDS // 2] < 0.9, f"the copy waits for the kernel: {urgent}"
 
 
 if torch.cuda.device_count() > 1:
 
-    def test_ranks_on_gpus_of_their_own_agree_with_one_device() -> None:
+    def test_one_rank_per_gpu_agrees_with_one_device() -> None:
         """Every schedule, on NCCL, with the companion communicator."""
         ranks = f"--nproc-per-node={min(torch.cuda.device_count(), 8)}"
         command = [
@@ -85,5 +85,5 @@ if torch.cuda.device_count() > 1:
             "tritoncp",
             "check",
         ]
-        ended = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
-        assert ended.returncode == 0, ended.stdout + ended.stderr
+        result = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stdout + result.stderr

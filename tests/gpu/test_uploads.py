@@ -21,7 +21,7 @@ DELAY = 1 << 30  # cycles: half a second
 
 
 def documents(length: int) -> Mask:
-    """Lists, row intervals: no mask_mod is asked."""
+    """A mask of block lists and row intervals, without a mask_mod in the kernel."""
     return create_block_mask(document(lengths=[length, N - length]), 1, 1, N, N, BLOCK_SIZE=BLOCK)
 
 
@@ -32,7 +32,7 @@ def striped(length: int) -> Mask:
 
 
 def bits(length: int) -> Mask:
-    """A mask_mod that no kernel runs."""
+    """A mask_mod that cannot be translated: the kernel reads a bitmap."""
     ids = torch.arange(N) // length
     return create_block_mask(
         lambda b, h, q, kv: torch.cumsum(ids, 0)[q] % 3 != kv % 3, 1, 1, N, N, BLOCK_SIZE=BLOCK
@@ -47,7 +47,7 @@ def new_stream() -> Any:
 
 
 def on(stream: Any, delay: int = 0) -> AbstractContextManager[Any]:
-    """Work on a stream, behind ``delay`` cycles."""
+    """Queue work on a stream, after a delay of ``delay`` cycles."""
     if stream is None:
         return nullcontext()
     with torch.cuda.stream(stream):
@@ -62,7 +62,7 @@ def synchronize() -> None:
 
 
 def attend(x: Any, plan: Plan) -> list[Tensor]:
-    """out, dq, dk, dv"""
+    """Run both passes: out, dq, dk, dv."""
     leaves = [t.detach().requires_grad_() for t in x[:3]]
     out = tritoncp.flex_attention(*leaves, plan, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, leaves, x.dout)]
@@ -77,7 +77,7 @@ def agree(got: list[Tensor], x: Any, mask: Mask) -> None:
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_the_first_use_of_a_plan_on_two_streams_at_once(kind: str) -> None:
-    """One stream is busy when it is given the copies; the other one waits for them."""
+    """One stream is busy when the copies are queued on it; the other one waits for them."""
     x, mask, streams = qkv(), MASKS[kind](N // 3), [new_stream() for _ in range(2)]
     for stream in streams:  # compiled, and memory of these sizes holds another mask's tables
         with on(stream):
@@ -95,7 +95,7 @@ def test_the_first_use_of_a_plan_on_two_streams_at_once(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_a_plan_that_is_dropped_while_a_kernel_runs(kind: str) -> None:
-    """Its memory is not handed out before the kernel has ended."""
+    """Its memory is not reused before the kernel has ended."""
     x, mask, side = qkv(), MASKS[kind](N // 3), new_stream()
     before = torch.cuda.memory_allocated() if ON_GPU else 0
     plan, expected = make_plan(mask), MASKS[kind](N // 3)

@@ -218,7 +218,7 @@ def test_over_ranks(schedule: str) -> None:
 
 def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str = "sm_90", batch: int = 1,
            keys: int = 4096, device: str = "cpu", **options: Any) -> Any:  # fmt: skip
-    """What would be launched on this architecture, first if it is two."""
+    """The kernel that would be launched on this architecture, the first if there are two."""
     x = [torch.empty(batch, n, s, 128, dtype=torch.bfloat16, device=device)
          for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]  # fmt: skip
     tables = single(mask or full_mask(rows, keys)).tables("cpu", batch, heads)

@@ -28,15 +28,15 @@ def test_one_engine_serves_captures_of_the_same_layouts_and_no_others() -> None:
     x, plan = qkv(S, heads=2, dtype=torch.float64), make_plan(create_block_mask(causal(), 1, 1, S, S))
     wide = torch.randn(4 * S + 8, 2, dtype=torch.float64)
     tables = [wide.T[:, 2 : 2 * S + 2].contiguous(), wide.T, wide.flatten()[1:].view(-1)[: 8 * S].view(2, -1)]
-    kept = []
+    engines = []
     for bias in [*tables, torch.randn_like(tables[0]), tables[0].clone().requires_grad_()]:
         for shift in (1, 5):
             score = biased(bias, shift)
             got = tritoncp.flex_attention(*x, score, plan)
             want = dense_attention(*x, plan.mask, score).out
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-            kept.append(len(plan._shared["engines"]))
-    assert kept == [1, 2, 3, 4, 5, 6, 6, 6, 7, 8]
+            engines.append(len(plan._shared["engines"]))
+    assert engines == [1, 2, 3, 4, 5, 6, 6, 6, 7, 8]
 
 
 def test_an_engine_holds_nothing_that_a_call_captured() -> None:
@@ -60,9 +60,11 @@ def test_backward_passes_of_other_cotangents_are_told_apart() -> None:
     crossed = torch.randn(1, 2, out.shape[3], S, dtype=out.dtype).transpose(2, 3)
     for dout in (plain, crossed, plain[:, :, :1].expand_as(plain), plain.clone()):
         for dlse in (None, torch.randn_like(lse)):
-            some = ((out, want_out, dout), (lse, want_lse, dlse))[: 1 if dlse is None else 2]
+            outputs = ((out, want_out, dout), (lse, want_lse, dlse))[: 1 if dlse is None else 2]
             got, want = (
-                torch.autograd.grad([s[i] for s in some], leaves, [s[2] for s in some], retain_graph=True)
+                torch.autograd.grad(
+                    [s[i] for s in outputs], leaves, [s[2] for s in outputs], retain_graph=True
+                )
                 for i in (0, 1)
             )
             for a, b in zip(got, want, strict=True):
@@ -91,7 +93,7 @@ def test_simulated_ranks_of_unlike_tensors_share_an_engine() -> None:
         assert torch.equal(a, b)
 
 
-def test_slices_of_unaligned_tensors_are_told_apart() -> None:
+def test_slices_of_unaligned_tensors_have_separate_launches() -> None:
     """No base lies at a multiple of 16 bytes. An all-gather in pieces computes the second head group in a
     launch of its own: it starts 12 bytes past its base, modulo 16, at a multiple for some bases only."""
     world = tritoncp.simulate(2)

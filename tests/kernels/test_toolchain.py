@@ -1,4 +1,4 @@
-"""Known faults of Triton's compiler and of ptxas: what is refused, what is avoided, what is said."""
+"""Known faults of Triton's compiler and of ptxas: refused options, avoided tiles, messages."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ OPTIONS = [{"FUSED_BACKWARD": True}, {"FLIP": True}, {"bwd_FLIP": True}]
 
 @pytest.fixture
 def pretend(monkeypatch):
-    """Makes this process believe in a GPU of an architecture and a version of Triton."""
+    """Pretend that this machine has a GPU of an architecture, and a version of Triton."""
 
     def set_up(arch: str, version: str) -> bool:
         monkeypatch.setattr("triton.__version__", version)
@@ -55,7 +55,7 @@ def refusal(call) -> str:
 
 
 def call_on_gpu(**options) -> str:
-    """The refusal of a public call with tensors of a GPU, which holds no data: what comes after it, fails."""
+    """The refusal of a public call with fake GPU tensors, on which any later step fails."""
     with FAKE:
         x = torch.empty(1, 1, 128, 64, dtype=torch.bfloat16, device="cuda")
     try:
@@ -110,7 +110,7 @@ def test_a_compiled_call_is_refused_in_its_forward_pass(pretend, monkeypatch):
 
 
 @pytest.mark.parametrize("option", ["FLIP", "bwd_FLIP"])
-def test_the_stronger_option_and_false_are_what_counts(option, pretend):
+def test_the_stronger_option_decides(option, pretend):
     pretend("sm_90", "3.7.0")
     TritonEngine(Mods(), 1.0, {option: False, "fwd_FLIP": True, "FUSED_BACKWARD": False}, "sm_90")
     TritonEngine(Mods(), 1.0, {"FLIP": True, "bwd_FLIP": False}, "sm_90")
@@ -119,7 +119,7 @@ def test_the_stronger_option_and_false_are_what_counts(option, pretend):
     )
 
 
-def test_one_variable_allows_the_fused_kernel_and_nothing_else(pretend, monkeypatch):
+def test_the_variable_allows_only_the_fused_kernel(pretend, monkeypatch):
     pretend("sm_90", "3.7.0")
     monkeypatch.setenv("TRITONCP_UNSAFE_FUSED", "0")
     assert call_on_gpu(FUSED_BACKWARD=True)
@@ -131,7 +131,7 @@ def test_one_variable_allows_the_fused_kernel_and_nothing_else(pretend, monkeypa
 
 @pytest.mark.parametrize(("arch", "version"), PAIRS)
 def test_no_tiles_of_a_launch_have_flip_where_it_is_compiled_wrong(arch, version, pretend, monkeypatch):
-    """The rule's, measured ones, and those of options; whatever was asked before under another Triton."""
+    """Tiles of the rule, measured tiles and those of options, also after calls under another Triton."""
     pretend(arch, "3.7.1")
     for kind in BACKWARD:
         tiles(kind, arch, flipped(kind))
@@ -140,11 +140,11 @@ def test_no_tiles_of_a_launch_have_flip_where_it_is_compiled_wrong(arch, version
     for kind, dim, tma in itertools.product(BACKWARD, (64, 128, 192, 256), (False, True)):
         rule = default(kind, arch, dim, torch.bfloat16, tma)
         assert not (affected and rule.FLIP)
-        about = kind, arch, dim, torch.bfloat16, 128, 128
-        found = choose(*about, flipped(kind), tma)
-        assert found == (rule if affected else Config(64, 64, 8, 1, FLIP=True))
+        call = kind, arch, dim, torch.bfloat16, 128, 128
+        config = choose(*call, flipped(kind), tma)
+        assert config == (rule if affected else Config(64, 64, 8, 1, FLIP=True))
         for option in ("FLIP", "bwd_FLIP"):
-            assert bool(refusal(lambda: choose(*about, {option: True}, tma))) is affected  # noqa: B023
+            assert bool(refusal(lambda: choose(*call, {option: True}, tma))) is affected  # noqa: B023
 
 
 def flipped(kind: str) -> dict:
@@ -166,7 +166,7 @@ def autotune(arch: str, *words: str):
 
 
 @pytest.mark.parametrize(("arch", "version"), PAIRS)
-def test_the_tuner_leaves_out_the_fused_kernel_and_says_so(arch, version, pretend, monkeypatch, tmp_path):
+def test_the_tuner_leaves_out_the_fused_kernel_with_a_message(arch, version, pretend, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path))
     affected = pretend(arch, version)
     done = autotune(arch, "--ops", "bwd,fused")
@@ -183,14 +183,14 @@ def test_the_tuner_leaves_out_the_fused_kernel_and_says_so(arch, version, preten
 def test_the_tuner_proposes_no_flip_where_it_is_compiled_wrong(arch, version, pretend):
     affected = pretend(arch, version)
     for kernel, dim in itertools.product(BACKWARD, (64, 256)):
-        found = candidates(Target(kernel, "causal", 8, 2, dim, 4096), arch)
-        assert any(config.FLIP for config in found) is not affected
+        configs = candidates(Target(kernel, "causal", 8, 2, dim, 4096), arch)
+        assert any(config.FLIP for config in configs) is not affected
 
 
-def fake_ptxas(folder, said: str = "Cuda compilation tools, release 13.1, V13.1.80") -> str:
-    """A program that says it is a ptxas."""
+def fake_ptxas(folder, output: str = "Cuda compilation tools, release 13.1, V13.1.80") -> str:
+    """Make a program that prints the version of a ptxas."""
     path = folder / "ptxas"
-    path.write_text(f"#!/bin/sh\necho '{said}'\n")
+    path.write_text(f"#!/bin/sh\necho '{output}'\n")
     path.chmod(0o755)
     return str(path)
 
@@ -202,7 +202,7 @@ def no_paths(monkeypatch):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_ptxas_is_the_one_that_triton_brings(arch, no_paths):
+def test_the_default_ptxas_is_bundled_with_triton(arch, no_paths):
     used = ptxas_for(arch)
     assert used.origin == BUNDLED and used in bundled_ptxas()
     assert len(used.version.split(".")) == 3 and used.version in str(used) and used.path in str(used)
@@ -211,7 +211,7 @@ def test_ptxas_is_the_one_that_triton_brings(arch, no_paths):
 @pytest.mark.parametrize(
     ("arch", "name"), [("sm_90", "TRITON_PTXAS_PATH"), ("sm_100", "TRITON_PTXAS_BLACKWELL_PATH")]
 )
-def test_ptxas_is_the_one_that_a_variable_names(arch, name, no_paths, monkeypatch, tmp_path):
+def test_a_variable_selects_another_ptxas(arch, name, no_paths, monkeypatch, tmp_path):
     other = {"sm_90": "sm_100", "sm_100": "sm_90"}[arch]
     monkeypatch.setenv(name, path := fake_ptxas(tmp_path))
     assert ptxas_for(arch) == ("13.1.80", path, name)
@@ -219,18 +219,18 @@ def test_ptxas_is_the_one_that_a_variable_names(arch, name, no_paths, monkeypatc
 
 
 @pytest.mark.parametrize("said", ["hello", "Cuda compilation tools, release 12.9"])
-def test_a_ptxas_that_says_less_is_no_bug(said, no_paths, monkeypatch, tmp_path):
+def test_a_ptxas_with_a_shorter_version_is_accepted(said, no_paths, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_PTXAS_PATH", path := fake_ptxas(tmp_path, said))
     used = ptxas_for("sm_90")
     assert used.version == "12.9" if "12.9" in said else used.path != path
 
 
-def test_there_is_none_for_other_vendors():
-    with pytest.raises(LookupError, match="gfx942 has no ptxas"):
+def test_amd_gpus_have_no_ptxas():
+    with pytest.raises(LookupError, match="not for gfx942"):
         ptxas_for("gfx942")
 
 
-def test_the_reason_is_said_where_none_runs(no_paths, monkeypatch, tmp_path):
+def test_a_ptxas_that_does_not_run_is_an_error_with_a_reason(no_paths, monkeypatch, tmp_path):
     """Triton does not pass over a file that may not be executed."""
     path = tmp_path / "ptxas"
     path.write_text("")
@@ -243,6 +243,6 @@ def test_the_reason_is_said_where_none_runs(no_paths, monkeypatch, tmp_path):
     ("version", "faults"),
     [("12.8.93", 2), ("12.9.86", 2), ("13.0.88", 2), ("13.1.80", 1), ("13.3.33", 0), ("14.0", 0)],
 )
-def test_faults_of_ptxas_end_with_a_version_and_are_of_hopper_alone(version, faults):
+def test_ptxas_faults_depend_on_the_version_and_affect_only_hopper(version, faults):
     assert len(list(ptxas_faults("sm_90", version))) == faults
     assert not any(list(ptxas_faults(arch, version)) for arch in ("sm_80", "sm_89", "sm_100", "gfx942"))

@@ -1,4 +1,4 @@
-"""What is captured, what is refused, and when a translation is used again."""
+"""Tracing of mods: captures, refusals, and reuse of translations."""
 
 from __future__ import annotations
 

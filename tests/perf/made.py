@@ -19,10 +19,10 @@ FIRST = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 def noisy(seed: int, points: int = 120, step: float = 0.0, at: int = 0) -> np.ndarray:
     """1 % log-normal noise, 2 % of points 10 to 30 % too slow, and a step."""
     random = np.random.default_rng(seed)
-    found = random.lognormal(0, 0.01, points)
-    found *= np.where(random.random(points) < 0.02, random.uniform(1.1, 1.3, points), 1)
-    found[at:] *= 1 + step
-    return found
+    times = random.lognormal(0, 0.01, points)
+    times *= np.where(random.random(points) < 0.02, random.uniform(1.1, 1.3, points), 1)
+    times[at:] *= 1 + step
+    return times
 
 
 def line(case: str, times, series: Series = H200, envs=None, flex=1.3, **parts) -> list[Point]:

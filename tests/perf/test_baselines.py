@@ -24,57 +24,57 @@ def problem(mask: str):
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
-    case, given = problem(mask)
-    expected = check.reference(case, given)
-    q, k, v = (x.detach().double().requires_grad_() for x in (given.q, given.k, given.v))
+    case, tensors = problem(mask)
+    expected = check.reference(case, tensors)
+    q, k, v = (x.detach().double().requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
     closed = MASKS[mask].closed(case.seq)
     rows = torch.arange(case.seq)
-    seen = None if closed is None else closed(None, None, rows[:, None], rows)[None, None]
-    found = dense_attention(q, k, v, seen, MASKS[mask].score(case.heads, CPU))
+    visible = None if closed is None else closed(None, None, rows[:, None], rows)[None, None]
+    dense = dense_attention(q, k, v, visible, MASKS[mask].score(case.heads, CPU))
     sinks = sink_logits(case.heads, CPU)
-    oracle = with_sinks(found.out, found.lse, sinks)[0] if MASKS[mask].sinks else found.out
-    grads = torch.autograd.grad(oracle, (q, k, v), given.dout.double())
+    oracle = with_sinks(dense.out, dense.lse, sinks)[0] if MASKS[mask].sinks else dense.out
+    grads = torch.autograd.grad(oracle, (q, k, v), tensors.dout.double())
     for got, want in zip(expected, (oracle.detach(), *grads)):
         assert check.errors(got, want).worst < 1e-12
 
-    contender = baselines.ours(case, given)
+    contender = baselines.one_device(case, tensors)
     for got, want in zip((contender.forward(), *contender.backward()), expected):
         assert check.acceptable(check.errors(got, want), torch.float32)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_torch_flex_attention_is_asked_for_the_same(mask):
-    case, given = problem(mask)
+    case, tensors = problem(mask)
     # torch refuses to differentiate flex attention on a CPU
-    frozen = baselines.Inputs(*(x.detach() for x in (given.q, given.k, given.v, given.dout)))
+    frozen = baselines.Inputs(*(x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)))
     got = baselines.flex(case, frozen).forward()
-    assert check.acceptable(check.errors(got, check.reference(case, given).out), torch.float32)
+    assert check.acceptable(check.errors(got, check.reference(case, tensors).out), torch.float32)
 
 
 def test_few_queries_are_measured_as_all_are() -> None:
     case = Case("full", "forward", 16384, queries=3).shrunk()
-    given = baselines.inputs(case, CPU)
-    want = check.reference(case, given)
-    assert given.q.shape[2] == 3 and work_of(case).flops == 3 * work_of(replace(case, queries=1)).flops
-    frozen = baselines.Inputs(*(x.detach() for x in (given.q, given.k, given.v, given.dout)))
-    dense = baselines.dense(case, given, SDPBackend.MATH)
-    for contender in (baselines.ours(case, frozen), baselines.flex(case, frozen), dense):
+    tensors = baselines.inputs(case, CPU)
+    want = check.reference(case, tensors)
+    assert tensors.q.shape[2] == 3 and work_of(case).flops == 3 * work_of(replace(case, queries=1)).flops
+    frozen = baselines.Inputs(*(x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)))
+    dense = baselines.dense(case, tensors, SDPBackend.MATH)
+    for contender in (baselines.one_device(case, frozen), baselines.flex(case, frozen), dense):
         assert check.acceptable(check.errors(contender.forward(), want.out), torch.float32)
-    with pytest.raises(ValueError, match="causal-q3-16k-fwd: masks and shards"):
+    with pytest.raises(ValueError, match="causal-q3-16k-fwd: a case with few queries"):
         baselines.inputs(Case("causal", "forward", 16384, queries=3), CPU)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 def test_dense_kernels_are_asked_for_the_same(mask, backend):
-    case, given = problem(mask)
-    contender = baselines.dense(case, given, backend)
-    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, given)):
+    case, tensors = problem(mask)
+    contender = baselines.dense(case, tensors, backend)
+    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, tensors)):
         assert check.acceptable(check.errors(got, want), torch.float32)
 
 
 def test_a_kernel_without_grouped_heads_gets_them_repeated(monkeypatch):
-    case, given = problem("causal")
+    case, tensors = problem("causal")
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def refuses_groups(*args, enable_gqa, **options):
@@ -83,16 +83,16 @@ def test_a_kernel_without_grouped_heads_gets_them_repeated(monkeypatch):
         return attention(*args, **options)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuses_groups)
-    contender = baselines.dense(case, given, SDPBackend.MATH)
+    contender = baselines.dense(case, tensors, SDPBackend.MATH)
     assert contender.repeat == 2
-    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, given)):
+    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, tensors)):
         assert check.acceptable(check.errors(got, want), torch.float32)
 
 
 @pytest.mark.parametrize("mask", ["document", "window"])
 def test_the_packed_kernel_is_asked_for_the_same(mask, monkeypatch):
     """By a dense stand-in for the GPU's kernel that follows its documentation."""
-    case, given = problem(mask)
+    case, tensors = problem(mask)
 
     def stand_in(q, k, v, edges, edges_k, longest, longest_k, *, window_size, enable_gqa):
         assert torch.equal(edges, edges_k) and enable_gqa
@@ -101,13 +101,13 @@ def test_the_packed_kernel_is_asked_for_the_same(mask, monkeypatch):
         document = torch.bucketize(rows, edges[1:], right=True)
         gap = rows[:, None] - rows
         left, right = (len(q) if width < 0 else width for width in window_size)
-        seen = (document[:, None] == document) & (gap <= left) & (-gap <= right)
+        visible = (document[:, None] == document) & (gap <= left) & (-gap <= right)
         batched = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return dense_attention(*batched, seen[None, None]).out[0].transpose(0, 1)
+        return dense_attention(*batched, visible[None, None]).out[0].transpose(0, 1)
 
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
-    contender = baselines.packed(case, given)
-    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, given)):
+    contender = baselines.packed(case, tensors)
+    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, tensors)):
         assert check.acceptable(check.errors(got, want), torch.float32)
 
 
@@ -139,20 +139,20 @@ def test_a_wrong_answer_is_not_acceptable(harm):
     assert not check.acceptable(check.errors(got, expected), torch.bfloat16)
 
 
-def test_flex_attention_on_flash_attention_is_absent_with_a_reason(monkeypatch):
-    case, given = problem("causal")
+def test_an_unavailable_flash_backend_has_a_reason(monkeypatch):
+    case, tensors = problem("causal")
     monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it is not installed
     with pytest.raises(baselines.Unsupported, match="which is not installed"):
-        baselines.contenders(case, given, ["flex flash"])["flex flash"]()
+        baselines.contenders(case, tensors, ["flex flash"])["flex flash"]()
     monkeypatch.delitem(torch_flex.FlexKernelOptions.__annotations__, "BACKEND", raising=False)
     with pytest.raises(baselines.Unsupported, match="has no kernel option BACKEND"):
-        baselines.contenders(case, given, ["flex flash"])["flex flash"]()
+        baselines.contenders(case, tensors, ["flex flash"])["flex flash"]()
 
 
 def test_what_a_baseline_cannot_express_is_said():
-    case, given = problem("prefix")
+    case, tensors = problem("prefix")
     with pytest.raises(baselines.Unsupported, match="'prefix'"):
-        baselines.dense(case, given, SDPBackend.MATH)
+        baselines.dense(case, tensors, SDPBackend.MATH)
     with pytest.raises(baselines.Unsupported, match="'prefix'"):
-        baselines.packed(case, given)
-    assert set(baselines.contenders(case, given, ["flex"])) == {"tritoncp", "flex"}
+        baselines.packed(case, tensors)
+    assert set(baselines.contenders(case, tensors, ["flex"])) == {"tritoncp", "flex"}

@@ -21,9 +21,9 @@ from tritoncp.perf.record import TUNED, Point, Series, append, read
 ROOT = Path(__file__).parents[2]
 
 
-def point(case: str, ms, run: str = "r", series: Series = H200, commit: str = "a" * 40, samples=(), **others):
+def point(case: str, ms, run: str = "r", series: Series = H200, commit: str = "a" * 40, samples=(), **rest):
     own = {"why": "it broke"} if ms is None else {"ms": ms, **({"samples": list(samples)} if samples else {})}
-    took = {"tritoncp": own} | {TUNED.get(name, name): {"ms": x, "n": 1} for name, x in others.items()}
+    took = {"tritoncp": own} | {TUNED.get(name, name): {"ms": x, "n": 1} for name, x in rest.items()}
     env = {"commit": commit, "tritoncp": "0.1.0"}
     return Point(run, "2026-01-01T00:00:00+00:00", case, series, env, took)
 
@@ -35,18 +35,18 @@ def runs(case: str, times, **more) -> list[Point]:
 def test_intervals_hold_the_truth_as_often_as_they_say():
     """One run a side, by its samples; then four runs a side that differ by more than their samples do."""
     draw = random.Random(0)
-    held = {"samples": 0, "runs": 0}
+    hits = {"samples": 0, "runs": 0}
     for _ in range(400):
         sides = []
         for truth in (2.0, 2.1):
             samples = [truth * draw.lognormvariate(0, 0.02) for _ in range(20)]
             sides.append([point("c", statistics.median(samples), samples=samples)])
         row = compare.compare(*sides).rows[0]
-        held["samples"] += row.low <= 1.05 <= row.high
+        hits["samples"] += row.low <= 1.05 <= row.high
         sides = [runs("c", [t * draw.lognormvariate(0, 0.02) for _ in range(4)]) for t in (2.0, 2.1)]
         row = compare.compare(*sides).rows[0]
-        held["runs"] += row.low <= 1.05 <= row.high
-    assert 0.92 <= held["samples"] / 400 <= 0.99 and 0.92 <= held["runs"] / 400 <= 0.99, held
+        hits["runs"] += row.low <= 1.05 <= row.high
+    assert 0.92 <= hits["samples"] / 400 <= 0.99 and 0.92 <= hits["runs"] / 400 <= 0.99, hits
 
 
 def test_an_interval_comes_from_quartiles_where_samples_were_not_kept():
@@ -70,11 +70,13 @@ def test_worst_come_first_and_the_mean_is_geometric():
         point("broke", None),
         point("new", 1.0),
     ]
-    found = compare.compare(before, after)
-    assert [row.case for row in found.rows] == ["broke", "slow", "same", "fast"]
-    assert found.geomean == pytest.approx((1.5 * 0.5) ** (1 / 3))
-    assert (found.missing, found.new) == (["gone"], ["new"]) and found.rows[0].why == "it broke"
-    assert [row.case for row in found.rows if row.regressed(0.05)] == ["broke", "slow"]
+    comparison = compare.compare(before, after)
+    assert [row.case for row in comparison.rows] == ["broke", "slow", "same", "fast"]
+    assert comparison.geomean == pytest.approx((1.5 * 0.5) ** (1 / 3))
+    assert (comparison.missing, comparison.new) == (["gone"], ["new"]) and comparison.rows[
+        0
+    ].why == "it broke"
+    assert [row.case for row in comparison.rows if row.regressed(0.05)] == ["broke", "slow"]
     both = compare.compare([point("c", None)], [point("c", None)])
     assert both.geomean is None and not both.rows[0].regressed(0.05), "it failed before, too"
 
@@ -95,7 +97,7 @@ def test_a_baseline_takes_out_what_the_machine_did():
         compare.compare(before, after, "cudnn")
 
 
-def test_an_untuned_baseline_is_none():
+def test_an_untuned_baseline_does_not_count():
     """As those whose history holds PyTorch's defaults alone would compare with what nobody should run."""
     tuned = runs("c", [1.0, 1.01, 1.0], flex=2.0)
     defaults = runs("c", [1.0, 1.01, 1.0], **{"flex prescale": 1.5})
@@ -111,19 +113,19 @@ def test_an_untuned_baseline_is_none():
 def test_cases_without_the_baseline_are_told_and_one_that_lost_it_is_missing():
     before = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0, flex=2.0)]
     after = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0)]
-    found = compare.compare(before, after, "flex")
-    assert [row.case for row in found.rows] == ["both"]
-    assert (found.unmatched, found.missing) == (["never"], ["lost"]) and found.failed(0.05)
-    assert "without this baseline: never" in compare.summary(found, None)
+    comparison = compare.compare(before, after, "flex")
+    assert [row.case for row in comparison.rows] == ["both"]
+    assert (comparison.unmatched, comparison.missing) == (["never"], ["lost"]) and comparison.failed(0.05)
+    assert "without this baseline: never" in compare.summary(comparison, None)
 
 
 def test_a_device_that_is_gone_is_told_and_its_cases_are_missing_where_no_device_has_them():
     before = [point("c", 1.0), point("c", 2.0, series=H100), point("mask", 1.0, series=Series("CPU"))]
-    found = compare.compare(before, [point("c", 1.0)])
-    assert [row.case for row in found.rows] == ["c"] and found.missing == ["mask"]
-    assert found.absent_series == [str(H100)] and "no measurement after on: NVIDIA H100" in compare.summary(
-        found, 1
-    )
+    comparison = compare.compare(before, [point("c", 1.0)])
+    assert [row.case for row in comparison.rows] == ["c"] and comparison.missing == ["mask"]
+    assert comparison.absent_series == [
+        str(H100)
+    ] and "no measurement after on: NVIDIA H100" in compare.summary(comparison, 1)
 
 
 @pytest.fixture
@@ -150,10 +152,10 @@ def run_compare(*words) -> tuple[int, str]:
     ids=["commit", "run", "sha"],
 )
 def test_sides_are_commits_or_runs_of_a_history(before, after, history):
-    status, said = run_compare(before, after, "--history", history.parent, "--fail-over", "5%", "--json")
-    found = json.loads(said)
-    assert status == 1 and [row["case"] for row in found["rows"]] == ["c", "d"]
-    assert found["rows"][0]["ratio"] == pytest.approx(1.1) and found["geomean"] == pytest.approx(1.1**0.5)
+    status, output = run_compare(before, after, "--history", history.parent, "--fail-over", "5%", "--json")
+    result = json.loads(output)
+    assert status == 1 and [row["case"] for row in result["rows"]] == ["c", "d"]
+    assert result["rows"][0]["ratio"] == pytest.approx(1.1) and result["geomean"] == pytest.approx(1.1**0.5)
     assert run_compare(before, after, "--history", history.parent, "--fail-over", "20%")[0] == 0
     assert run_compare(before, after, "--history", history.parent)[0] == 0
 
@@ -172,24 +174,24 @@ def test_the_newest_runs_can_be_asked_for_and_broken_lines_are_named(history):
 def test_sides_are_devices_and_files_too(history, tmp_path):
     words = ("h200", "h100", "--history", history.parent)
     assert run_compare(*words)[0] == 1, "d was not measured on an H100"
-    status, said = run_compare(*words, "--json", "--allow-missing")
-    assert status == 0 and [row["case"] for row in json.loads(said)["rows"]] == ["c"]
+    status, output = run_compare(*words, "--json", "--allow-missing")
+    assert status == 0 and [row["case"] for row in json.loads(output)["rows"]] == ["c"]
     assert run_compare(history, history.parent, "--fail-over", "5")[0] == 0
-    status, said = run_compare("nothing like it", "h100", "--history", history.parent)
-    assert status == 2 and "devices: NVIDIA H100" in said and "Commits there: aaaaaaaaaa" in said
+    status, output = run_compare("nothing like it", "h100", "--history", history.parent)
+    assert status == 2 and "devices: NVIDIA H100" in output and "Commits there: aaaaaaaaaa" in output
     assert run_compare(history, history, "--fail-over", "lots")[0] == 2
     other = tmp_path / "other.jsonl"
     append(other, point("else", 1.0).as_line())
-    status, said = run_compare(history, other)
-    assert status == 3 and "no case in common" in said
+    status, output = run_compare(history, other)
+    assert status == 3 and "no case in common" in output
 
 
 def test_markdown_is_what_a_pull_request_shows(history):
-    _, said = run_compare("aaaa", "bbbb", "--history", history.parent, "--fail-over", "5%", "--markdown")
-    assert said.startswith("❌ **tritoncp perf**: 2 cases, geometric mean +4.9 %, 1 past 5 %\n")
-    assert "<details open>" in said and "\n| `c` | " in said and "| TOO SLOW |" in said
-    _, said = run_compare("aaaa", "aaaa", "--history", history.parent, "--fail-over", "5%", "--markdown")
-    assert said.startswith("✅") and "<details>" in said
+    _, output = run_compare("aaaa", "bbbb", "--history", history.parent, "--fail-over", "5%", "--markdown")
+    assert output.startswith("❌ **tritoncp perf**: 2 cases, geometric mean +4.9 %, 1 past 5 %\n")
+    assert "<details open>" in output and "\n| `c` | " in output and "| TOO SLOW |" in output
+    _, output = run_compare("aaaa", "aaaa", "--history", history.parent, "--fail-over", "5%", "--markdown")
+    assert output.startswith("✅") and "<details>" in output
 
 
 def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch):
@@ -210,28 +212,28 @@ def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch)
             done = CliRunner().invoke(main, ["perf", "run", *words, "--out", str(side)])
             assert done.exit_code == 0, done.output
         factor = 4.0
-    status, said = run_compare(*sides, "--fail-over", "60%", "--json")
-    kernel, plan = json.loads(said)["rows"]
+    status, output = run_compare(*sides, "--fail-over", "60%", "--json")
+    kernel, plan = json.loads(output)["rows"]
     assert status == 1 and kernel["case"].startswith("causal-") and kernel["ratio"] > 1.6
     assert plan["case"] == runs["host"] and plan["ratio"] < kernel["ratio"]
-    said = run_compare(*sides, "--fail-over", "60%", "--markdown")[1]
-    assert "past 60 %" in said and kernel["case"] in said.split("TOO SLOW")[0]
+    output = run_compare(*sides, "--fail-over", "60%", "--markdown")[1]
+    assert "past 60 %" in output and kernel["case"] in output.split("TOO SLOW")[0]
 
 
 def test_pytest_benchmarks_are_imported(tmp_path):
-    made = tmp_path / "b.json"
-    words = ["-k", "plan-causal and 128k", f"--benchmark-json={made}", "-q", "-p", "no:cacheprovider"]
+    source = tmp_path / "b.json"
+    words = ["-k", "plan-causal and 128k", f"--benchmark-json={source}", "-q", "-p", "no:cacheprovider"]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # no worker's
     run = [sys.executable, "-m", "pytest", "perf/bench.py", *words]
     subprocess.run(run, cwd=ROOT, env=own, check=True, capture_output=True)
     out = tmp_path / "h.jsonl"
-    done = CliRunner().invoke(main, ["perf", "import", str(made), "--out", str(out)])
+    done = CliRunner().invoke(main, ["perf", "import", str(source), "--out", str(out)])
     assert done.exit_code == 0 and "3 benchmarks added" in done.output
-    found = read(out)
-    assert found.problems == [] and found.points == imported.points(json.loads(made.read_text()))
-    for each in found.points:
-        assert each.case.startswith("bench.py::test_case[plan-causal-w8-") and each.tags["mask"] == "causal"
-        assert len(each.own["samples"]) == 15 and each.env["torch"]
-        assert each.own["low"] <= each.ms <= each.own["high"]
+    history = read(out)
+    assert history.problems == [] and history.points == imported.points(json.loads(source.read_text()))
+    for point in history.points:
+        assert point.case.startswith("bench.py::test_case[plan-causal-w8-") and point.tags["mask"] == "causal"
+        assert len(point.own["samples"]) == 15 and point.env["torch"]
+        assert point.own["low"] <= point.ms <= point.own["high"]
     bad = CliRunner().invoke(main, ["perf", "import", str(out), "--out", str(tmp_path / "x.jsonl")])
     assert bad.exit_code == 2 and "is not what `pytest --benchmark-json` writes" in bad.output

@@ -22,35 +22,37 @@ def test_two_hundred_cases_of_five_hundred_runs_are_below_three_megabytes():
     points = []
     for seed in range(200):
         times = 2.0 * noisy(seed, 500)
-        found = line(f"case-{seed}", times, tags=tags())
-        for point, flex, flash in zip(found, 2.6 * noisy(seed + 1000, 500), 2.2 * noisy(seed + 2000, 500)):
+        case_line = line(f"case-{seed}", times, tags=tags())
+        for point, flex, flash in zip(
+            case_line, 2.6 * noisy(seed + 1000, 500), 2.2 * noisy(seed + 2000, 500)
+        ):
             point.contenders["flex max-autotune"] = {"ms": float(flex)}
             point.contenders["flash"] = {"ms": float(flash)}
-        points += found
+        points += case_line
     begin = time.process_time()
-    made = page(history(points))
-    assert len(made.encode()) < 3_000_000
+    html = page(history(points))
+    assert len(html.encode()) < 3_000_000
     assert time.process_time() - begin < 60
 
 
 def test_columns_hold_the_times_to_a_quarter_of_a_per_mille():
     times = [1.0, 1.5, None, 40.0]
-    about, columns = digest(history(line("c", times)))
+    summary, columns = digest(history(line("c", times)))
     count = len(times)
     low = columns[8 * count : 9 * count]
     high = columns[9 * count : 10 * count]
-    whole = [int.from_bytes(bytes(pair), "little", signed=True) for pair in zip(low, high)]
-    assert whole[2] == NONE and about["lines"][0]["fails"] == {2: "wrong: <b>out of tolerance</b>"}
-    unit = about["lines"][0]["unit"]
-    for ms, found in zip(times, whole):
+    numbers = [int.from_bytes(bytes(pair), "little", signed=True) for pair in zip(low, high)]
+    assert numbers[2] == NONE and summary["lines"][0]["fails"] == {2: "wrong: <b>out of tolerance</b>"}
+    unit = summary["lines"][0]["unit"]
+    for ms, number in zip(times, numbers):
         if ms is not None:
-            assert unit * 2.718281828459045 ** (found * STEP) == pytest.approx(ms, rel=STEP)
+            assert unit * 2.718281828459045 ** (number * STEP) == pytest.approx(ms, rel=STEP)
 
 
 def test_a_change_names_its_commits_its_causes_and_what_the_baselines_did():
     envs = [ENV | {"commit": f"{i:040x}", "driver": "550" if i < 30 else "560"} for i in range(60)]
-    about, _ = digest(history(line("c", [1.0] * 30 + [1.1] * 30, envs=envs)))
-    (change,) = about["lines"][0]["changes"]
+    summary, _ = digest(history(line("c", [1.0] * 30 + [1.1] * 30, envs=envs)))
+    (change,) = summary["lines"][0]["changes"]
     assert (change["from"], change["at"]) == (29, 30)
     exact = {
         cause["name"]: (cause["before"], cause["after"]) for cause in change["causes"] if not cause["away"]
@@ -61,8 +63,8 @@ def test_a_change_names_its_commits_its_causes_and_what_the_baselines_did():
 
 def worst_first(points) -> list[dict]:
     """Lines as the page lists them."""
-    about, _ = digest(history(points))
-    return sorted(about["lines"], key=lambda line: line["rank"])
+    summary, _ = digest(history(points))
+    return sorted(summary["lines"], key=lambda line: line["rank"])
 
 
 def test_a_regression_of_the_newest_run_comes_before_old_losses():
@@ -88,8 +90,8 @@ def test_a_regression_of_the_newest_run_comes_before_old_losses():
 
 def test_what_fails_in_the_newest_run_comes_first():
     points = line("slow", [1.0] * 20 + [1.15]) + line("fails", [1.0] * 20 + [None]) + line("fine", [1.0] * 21)
-    found = [(each["case"], each["latest"]["verdict"]) for each in worst_first(points)]
-    assert found == [("fails", "failing"), ("slow", "slower"), ("fine", "as before")]
+    verdicts = [(row["case"], row["latest"]["verdict"]) for row in worst_first(points)]
+    assert verdicts == [("fails", "failing"), ("slow", "slower"), ("fine", "as before")]
 
 
 @pytest.mark.parametrize(
@@ -111,41 +113,41 @@ def test_what_fails_in_the_newest_run_comes_first():
     ],
 )  # fmt: skip
 def test_the_newest_run_is_compared_with_the_level_before_it(times, verdict):
-    about, _ = digest(history(line("c", times)))
-    (found,) = about["lines"]
-    assert found["latest"]["verdict"] == verdict, found["latest"]
-    assert (found["latest"]["ratio"] is None) == (verdict == "too few runs")
+    summary, _ = digest(history(line("c", times)))
+    (series,) = summary["lines"]
+    assert series["latest"]["verdict"] == verdict, series["latest"]
+    assert (series["latest"]["ratio"] is None) == (verdict == "too few runs")
 
 
 def test_a_wrong_answer_whose_error_is_not_a_number_leaves_the_page_readable(tmp_path):
     (point,) = line("c", [None])
     point.contenders["tritoncp"]["errors"] = {"out": [float("nan"), float("inf")]}
     append(tmp_path / "a.jsonl", point.as_line())
-    kept = read(tmp_path)
-    assert [found.case for found in kept.points] == ["c"] and kept.problems == []
-    about, _ = digest(kept)
-    json.dumps(about, allow_nan=False)
+    stored = read(tmp_path)
+    assert [found.case for found in stored.points] == ["c"] and stored.problems == []
+    summary, _ = digest(stored)
+    json.dumps(summary, allow_nan=False)
 
 
 def test_failures_are_no_times_and_do_not_move_a_change():
     times = [1.0] * 20 + [None] * 3 + [1.0] * 10 + [1.2] * 20
-    about, _ = digest(history(line("c", times)))
-    assert [change["at"] for change in about["lines"][0]["changes"]] == [33]
-    assert set(about["lines"][0]["fails"]) == {20, 21, 22}
+    summary, _ = digest(history(line("c", times)))
+    assert [change["at"] for change in summary["lines"][0]["changes"]] == [33]
+    assert set(summary["lines"][0]["fails"]) == {20, 21, 22}
 
 
 def test_a_run_that_measured_a_case_twice_counts_its_last_figure():
     twice = line("c", [1.0, 1.0])
     twice[1] = type(twice[0])(**vars(twice[1]) | {"run": "run0"})
-    about, _ = digest(history(twice))
-    assert about["lines"][0]["n"] == 1 and len(about["runs"]) == 1
+    summary, _ = digest(history(twice))
+    assert summary["lines"][0]["n"] == 1 and len(summary["runs"]) == 1
 
 
 def test_nothing_of_a_history_can_become_markup():
     evil = "</script><img src=x onerror=alert(1)><!--"
-    made = page(history(line(evil, [1.0], tags=tags(mask=evil)), [{"kind": "resources", "kernel": evil}]))
-    assert "<img" not in made and made.count("<script") == made.count("</script>") == 5
-    assert not re.search(r"""(src|href)=["'](?!#|data:,)""", made.split("<script>")[0])
+    html = page(history(line(evil, [1.0], tags=tags(mask=evil)), [{"kind": "resources", "kernel": evil}]))
+    assert "<img" not in html and html.count("<script") == html.count("</script>") == 5
+    assert not re.search(r"""(src|href)=["'](?!#|data:,)""", html.split("<script>")[0])
 
 
 def test_the_command_writes_the_page_and_names_broken_lines(tmp_path):

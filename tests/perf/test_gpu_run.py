@@ -33,7 +33,7 @@ NAMES = [part.name for part in PARTS]
 WRONG = {"schedule": "ring", "mask": "causal", "dtype": "bfloat16", "pass": "forward", "tensor": "out"}
 WRONG |= {"error": 0.5, "allowed": 0.01, "ms": 1.0, "rank": 1, "right": False}
 CHECK = {"facts": {"ptxas": "13.1"}, "cases": [WRONG | {"right": True}], "seconds": 1.0, "right": True}
-# Stands for a python with torch and a GPU; writes down what it is asked to run, and fails on request.
+# A stand-in for a Python with torch and a GPU: logs the commands that it gets, and fails on request.
 STAND_IN = """#!/bin/sh
 case "$*" in
     *sys.executable*) echo "$0"; exit ;;
@@ -45,7 +45,7 @@ echo "$*" >> "$LOG"; echo "said $*" >&2
 case "$*" in "-m tritoncp check --json"*) echo "$CHECK" ;; esac
 case "$*" in $HANG) trap '' INT; setsid sleep 300 & echo $! > "$LOG.pid"; sleep 300 ;; $FAIL) exit 1 ;; esac
 """
-# Runs the real thing where a GPU is not the point: tests are collected, cases are tiny, kernels only listed.
+# Runs the real commands without a GPU: collects tests, measures tiny cases on the CPU, lists kernels.
 REAL = """#!/bin/sh
 export PYTHONPATH="$SITE:$PYTHONPATH" TRITON_INTERPRET=0
 case "$*" in
@@ -78,9 +78,9 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     tools.mkdir()
     (tools / "compute-sanitizer").write_text('#!/bin/sh\nshift 4; exec "$@"\n')
     (tools / "compute-sanitizer").chmod(0o755)
-    given = {"LOG": str(folder / "log"), "REAL": sys.executable, "CHECK": json.dumps(CHECK)}
-    given |= {"TESTS": "worlds gluon other answers", "FAIL": "-", "HANG": "-", "NO_GPU": "0"}
-    return outside | given | {"PATH": f"{tools}{os.pathsep}{outside['PATH']}"} | more
+    variables = {"LOG": str(folder / "log"), "REAL": sys.executable, "CHECK": json.dumps(CHECK)}
+    variables |= {"TESTS": "worlds gluon other answers", "FAIL": "-", "HANG": "-", "NO_GPU": "0"}
+    return outside | variables | {"PATH": f"{tools}{os.pathsep}{outside['PATH']}"} | more
 
 
 def make_gpu(folder: Path, script: str, *words: str, **more: str) -> tuple[int, str]:
@@ -112,8 +112,8 @@ def summary_of(folder: Path) -> dict:
         ("*", NAMES),
     ],
 )
-def test_every_part_runs_in_order_and_the_status_tells(tmp_path, fail, wrong):
-    status, said = make_gpu(tmp_path, STAND_IN, "GPU_RUN=--jobs 2", FAIL=fail)
+def test_all_parts_run_in_order_and_the_exit_code_reports_failures(tmp_path, fail, wrong):
+    status, output = make_gpu(tmp_path, STAND_IN, "GPU_RUN=--jobs 2", FAIL=fail)
     ran = (tmp_path / "log").read_text().splitlines()
     own = ["tritoncp check --json", "--warm", "--contenders whole", "fwd_maxnreg", "flex max-autotune"]
     own += ["test_smoke.py", "--collect-only", "::test_x", "tritoncp autotune --worst", "test_smoke.py"]
@@ -121,16 +121,16 @@ def test_every_part_runs_in_order_and_the_status_tells(tmp_path, fail, wrong):
     for words in own:
         at = next(i for i in range(at, len(ran)) if words in ran[i]) + 1
     assert at == len(ran), "the sanitizer runs last"
-    assert all(f"said {words}" in said for words in ran)
+    assert all(f"said {words}" in output for words in ran)
     for part, words in (("check", ran[0]), ("autotune", ran[-2]), ("sanitizer", ran[-1])):
         assert f"said {words}\n" in (tmp_path / f"out/{part}.log").read_text()
-    found = summary_of(tmp_path)
-    assert [part["part"] for part in found["parts"]] == NAMES and found["device"] == "NVIDIA H200"
-    assert [part["part"] for part in found["parts"] if part["outcome"] == "failed"] == wrong
-    assert bool(status) == bool(wrong) and (f"make gpu: failed: {' '.join(wrong)}\n" in said) == bool(wrong)
+    summary = summary_of(tmp_path)
+    assert [part["part"] for part in summary["parts"]] == NAMES and summary["device"] == "NVIDIA H200"
+    assert [part["part"] for part in summary["parts"] if part["outcome"] == "failed"] == wrong
+    assert bool(status) == bool(wrong) and (f"make gpu: failed: {' '.join(wrong)}\n" in output) == bool(wrong)
 
 
-def test_tests_run_in_the_order_of_what_they_tell_and_those_that_may_hang_last(tmp_path):
+def test_gpu_tests_run_in_order_of_importance_and_hanging_ones_last(tmp_path):
     make_gpu(tmp_path, STAND_IN, "GPU_RUN=--jobs 1 --only tests", "ARGS=-k 'a rule'")
     *_, collected, first, last = (tmp_path / "log").read_text().splitlines()
     assert collected.endswith("tests/gpu -k a rule")
@@ -145,15 +145,15 @@ def test_tests_run_in_the_order_of_what_they_tell_and_those_that_may_hang_last(t
 
 
 def test_a_collection_without_a_test_is_a_failure(tmp_path):
-    status, said = make_gpu(tmp_path, STAND_IN, "GPU_RUN=--only tests", TESTS="")
-    assert status and "no test was collected" in said and "make gpu: failed: tests\n" in said
+    status, output = make_gpu(tmp_path, STAND_IN, "GPU_RUN=--only tests", TESTS="")
+    assert status and "no test was collected" in output and "make gpu: failed: tests\n" in output
 
 
-def test_wrong_cases_are_named_at_the_end_and_stop_nothing(tmp_path):
-    found = CHECK | {"cases": [*CHECK["cases"], WRONG], "right": False}
+def test_wrong_cases_are_named_at_the_end_and_do_not_stop_the_run(tmp_path):
+    report = CHECK | {"cases": [*CHECK["cases"], WRONG], "right": False}
     words = "GPU_RUN=--only check --only tiles"
-    status, said = make_gpu(tmp_path, STAND_IN, words, CHECK=json.dumps(found), FAIL="*check*")
-    assert status and "ring causal bfloat16 forward: out is off by 0.5, allowed is 0.01 (rank 1)" in said
+    status, output = make_gpu(tmp_path, STAND_IN, words, CHECK=json.dumps(report), FAIL="*check*")
+    assert status and "ring causal bfloat16 forward: out is off by 0.5, allowed is 0.01 (rank 1)" in output
     assert "fwd_maxnreg" in (tmp_path / "log").read_text()
     assert summary_of(tmp_path)["check"]["wrong"] == [WRONG]
     assert summary_of(tmp_path)["check"]["facts"] == CHECK["facts"]
@@ -178,11 +178,11 @@ def test_kernels_run_on_the_gpu_whatever_the_shell_says(tmp_path):
 
 
 def test_without_a_gpu_nothing_runs(tmp_path):
-    status, said = make_gpu(tmp_path, STAND_IN, NO_GPU="1")
-    assert status and "torch finds no GPU here" in said and not (tmp_path / "log").exists()
+    status, output = make_gpu(tmp_path, STAND_IN, NO_GPU="1")
+    assert status and "torch finds no GPU here" in output and not (tmp_path / "log").exists()
 
 
-def test_without_a_sanitizer_that_part_says_so_and_fails_nothing(tmp_path):
+def test_a_missing_sanitizer_is_reported_but_is_not_a_failure(tmp_path):
     words = [sys.executable, "-m", "tritoncp.perf.gpu_run", "--only", "sanitizer"]
     words += ["--python", str(stand_in(tmp_path)), "--out", str(tmp_path / "out")]
     env = environment(tmp_path, PATH=str(tmp_path))
@@ -203,48 +203,48 @@ def test_all_parts_together_take_less_than_nine_minutes():
 
 
 def test_a_dry_run_prints_the_order_and_the_time_table_and_runs_nothing(tmp_path):
-    status, said = make_gpu(tmp_path, STAND_IN, "GPU_RUN=--dry-run --jobs 7")
+    status, output = make_gpu(tmp_path, STAND_IN, "GPU_RUN=--dry-run --jobs 7")
     assert status == 0 and not (tmp_path / "log").exists() and not (tmp_path / "out").exists()
-    listed = re.findall(r"^(\w+) +(\d+) +(\d):(\d\d)  \w", said, re.MULTILINE)
-    assert [row[0] for row in listed] == NAMES
-    clock = [60 * int(minutes) + int(seconds) for _, _, minutes, seconds in listed]
+    rows = re.findall(r"^(\w+) +(\d+) +(\d):(\d\d)  \w", output, re.MULTILINE)
+    assert [row[0] for row in rows] == NAMES
+    clock = [60 * int(minutes) + int(seconds) for _, _, minutes, seconds in rows]
     assert clock == [begin for _, begin, _ in timetable(PARTS, 540)]
-    assert [int(row[1]) for row in listed] == [part.seconds for part in PARTS]
-    assert re.search(r"tritoncp check --json --budget 4\d\n", said) and "7 at a time" in said
-    budgets = [int(n) for line in said.splitlines() for n in re.findall(r"--budget (\d+)", line)]
-    flex = [int(n) for n in re.findall(r"--budget (\d+).* flex", said)]
+    assert [int(row[1]) for row in rows] == [part.seconds for part in PARTS]
+    assert re.search(r"tritoncp check --json --budget 4\d\n", output) and "7 at a time" in output
+    budgets = [int(n) for line in output.splitlines() for n in re.findall(r"--budget (\d+)", line)]
+    flex = [int(n) for n in re.findall(r"--budget (\d+).* flex", output)]
     assert max(n for n in budgets if n not in flex) <= 105, "it is to end by itself"
     assert min(flex) > 105, "the tuned baseline starts, however little time is left"
 
 
 @pytest.fixture
 def strays(tmp_path):
-    """Ends the process that a hanging command has put into a session of its own."""
+    """End the process that a hanging command has started in another session."""
     yield
     with contextlib.suppress(OSError, ValueError):
         os.kill(int((tmp_path / "log.pid").read_text()), signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("strays")
-def test_what_does_not_end_is_killed_and_the_next_part_runs(tmp_path):
-    """Also if it ignores SIGINT, and though a process that left the group keeps its output open."""
+def test_a_hanging_command_is_killed_and_the_next_part_runs(tmp_path):
+    """Also if it ignores SIGINT, or if a process that left the group keeps its output open."""
     words = "GPU_RUN=--budget 12 --jobs 1 --only check --only tests"
-    status, said = make_gpu(tmp_path, STAND_IN, words, HANG="*check*")
-    assert status and "make gpu: failed: check\n" in said
+    status, output = make_gpu(tmp_path, STAND_IN, words, HANG="*check*")
+    assert status and "make gpu: failed: check\n" in output
     check, tests = summary_of(tmp_path)["parts"]
     assert check["why"] == "out of time" and tests["outcome"] == "done"
     assert "test_smoke.py" in (tmp_path / "log").read_text()
 
 
 @pytest.mark.usefixtures("strays")
-def test_commands_that_there_was_no_time_for_are_counted(tmp_path):
+def test_commands_without_time_are_counted(tmp_path):
     words = "GPU_RUN=--budget 6 --jobs 1 --only tests"
     status, _ = make_gpu(tmp_path, STAND_IN, words, HANG="*::*", TESTS="answers gluon")
     assert status and summary_of(tmp_path)["parts"][0]["why"] == "out of time, 1 commands not started"
 
 
 @pytest.mark.usefixtures("strays")
-def test_an_interrupt_ends_what_runs_and_keeps_the_summary(tmp_path):
+def test_an_interrupt_ends_the_commands_and_keeps_the_summary(tmp_path):
     words = [sys.executable, "-m", "tritoncp.perf.gpu_run", "--python", str(stand_in(tmp_path))]
     env = environment(tmp_path, HANG="*check*")
     process = subprocess.Popen([*words, "--out", str(tmp_path / "out")], cwd=ROOT, env=env)
@@ -273,34 +273,34 @@ def options_of(command: str, option: str) -> list[str]:
 def test_the_commands_name_cases_options_and_contenders_that_exist():
     names = [case.name for case in select("full")]
     races = commands_of("routes")[-1], commands_of("tiles")[-1]
-    tried = [json.loads(text) for command in races for text in options_of(command, "--try")]
-    for options in tried:
+    options_list = [json.loads(text) for command in races for text in options_of(command, "--try")]
+    for options in options_list:
         check_options(options)
-    contenders = {"flash", "cudnn", "whole", "tritoncp*", "tritoncp", *FLEX, *map(variant, tried)}
+    contenders = {"flash", "cudnn", "whole", "tritoncp*", "tritoncp", *FLEX, *map(variant, options_list)}
     for command in (*commands_of("routes"), *commands_of("tiles"), *commands_of("flex")):
         assert set(options_of(command, "--contenders")) <= contenders
         for pattern in options_of(command, "--only"):
             assert select("full", pattern), pattern
     measured = [case.name for case in select("full", options_of(races[0], "--only"))]
     assert measured[:2] == ["causal-16k-fwd", "causal-16k-bwd"] and measured[-1] == "causal-s8-ring-32k-fwd"
-    for wanted in ("window-8k-bwd", "causal-h64x8-d64x64-16k-fwd", "causal-s2-ring-16k-bwd"):
-        assert wanted in measured and wanted in names
+    for required in ("window-8k-bwd", "causal-h64x8-d64x64-16k-fwd", "causal-s2-ring-16k-bwd"):
+        assert required in measured and required in names
     assert not any("flex" in name for name in options_of(races[0], "--contenders"))
     assert {"flex", "flex max-autotune", "flex flash"} <= set(
         options_of(commands_of("flex")[0], "--contenders")
     )
 
 
-def test_a_machine_with_a_gpu_needs_nothing_else(tmp_path):
+def test_make_gpu_needs_only_the_documented_packages(tmp_path):
     """There are torch, Triton, pytest and the command line's two packages, and what these need; NumPy, which
     only interpreted kernels need. No hypothesis, no xdist, no platformdirs, nothing that draws. The results,
     with a line of a GPU beside them, become history, the default route and figures of the README."""
     packages = "torch", "triton", "pytest", "pytest-benchmark", "click", "rich", "numpy"
-    here = linked(tmp_path / "site", packages)
-    assert not here & {"hypothesis", "platformdirs", "execnet", "bokeh", "PIL"}
+    installed = linked(tmp_path / "site", packages)
+    assert not installed & {"hypothesis", "platformdirs", "execnet", "bokeh", "PIL"}
     site = str(tmp_path / "site")
-    status, said = make_gpu(tmp_path, REAL, "ARGS=-k test_masks", BARE=sys.executable, SITE=site)
-    assert status == 0, said
+    status, output = make_gpu(tmp_path, REAL, "ARGS=-k test_masks", BARE=sys.executable, SITE=site)
+    assert status == 0, output
     out = tmp_path / "out"
     assert re.search(r"\b[1-9]\d* tests collected", (out / "tests.log").read_text())
     (lines,) = out.glob("*.jsonl")
@@ -328,26 +328,30 @@ def test_a_machine_with_a_gpu_needs_nothing_else(tmp_path):
 
 
 def linked(folder: Path, names: tuple[str, ...]) -> set[str]:
-    """Links to what some distributions need, and to nothing else; the names at the top."""
+    """Make a folder of links to the packages that some distributions need; return their top-level names."""
     folder.mkdir()
-    todo, seen = list(names), set()
+    todo, visited = list(names), set()
     while todo:
         name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
         try:
-            found = importlib.metadata.distribution(name)
+            distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue  # for another platform
-        if name not in seen:
-            seen.add(name)
-            todo += [re.match(r"[\w.-]+", line)[0] for line in found.requires or () if "extra ==" not in line]
-            for top in {path.parts[0] for path in found.files or ()} - {"..", "__pycache__"}:
+        if name not in visited:
+            visited.add(name)
+            todo += [
+                re.match(r"[\w.-]+", line)[0]
+                for line in distribution.requires or ()
+                if "extra ==" not in line
+            ]
+            for top in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
                 if not (folder / top).exists():  # several share it
-                    (folder / top).symlink_to(found.locate_file(top))
+                    (folder / top).symlink_to(distribution.locate_file(top))
     return {path.name for path in folder.iterdir()}
 
 
-def test_the_summary_tells_what_lost_most_and_what_there_was_no_time_for(tmp_path):
-    """Of lines since the run began; what splitting over ranks costs is no loss."""
+def test_the_summary_names_the_worst_cases_and_those_without_time(tmp_path):
+    """Only lines since the run began count, and no case of several ranks."""
     began = datetime.datetime(2026, 2, 3, tzinfo=datetime.UTC)
 
     def line(case, flash, day=3, **parts):
@@ -366,11 +370,11 @@ def test_the_summary_tells_what_lost_most_and_what_there_was_no_time_for(tmp_pat
     for case in ("full-16k-fwd", "window-8k-bwd"):
         append(path, {"kind": "left out", "case": case, "why": "the time budget is used up"})
     parts = [{"part": "routes", "outcome": "done", "seconds": 1.0, "why": ""}]
-    found = gpu_summary.collect(tmp_path, "NVIDIA H200", began, parts)
-    assert [row["case"] for row in found["worst"]] == ["full-16k-fwd", "causal-16k-fwd"]
-    assert found["left_out"] == ["window-8k-bwd"] and found["environment"] == {"ptxas": "13.1"}
-    assert len(found["figures"]) == 9 and not found["check"]["right"]
-    said = "\n".join(gpu_summary.lines(found))
+    summary = gpu_summary.collect(tmp_path, "NVIDIA H200", began, parts)
+    assert [row["case"] for row in summary["worst"]] == ["full-16k-fwd", "causal-16k-fwd"]
+    assert summary["left_out"] == ["window-8k-bwd"] and summary["environment"] == {"ptxas": "13.1"}
+    assert len(summary["figures"]) == 9 and not summary["check"]["right"]
+    text = "\n".join(gpu_summary.lines(summary))
     for words in ("full-16k-fwd 0.90, causal-16k-fwd 1.50", "no time for: window-8k-bwd", "1 ms a rank",
                   "full-16k-fwd: tritoncp FUSED_BACKWARD=True: wrong"):  # fmt: skip
-        assert words in said
+        assert words in text

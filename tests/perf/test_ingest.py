@@ -1,4 +1,4 @@
-"""What `make gpu` left is kept once, whole, and only as far as it can be believed."""
+"""`tritoncp perf ingest`: each result is imported once, and only if it can be trusted."""
 
 import json
 import multiprocessing
@@ -43,7 +43,7 @@ def cost(config):
 
 @pytest.fixture
 def places(tmp_path):
-    """What make gpu left, a history and a folder of shipped tile shapes."""
+    """A results folder of make gpu, a history, and a folder of shipped tile shapes."""
     gpu = tmp_path / "gpu"
     history = History(gpu / "2026-01-01-nvidia-h200.jsonl", "r", Series(H200.name), {"torch": "2.11"})
     gpu.mkdir()
@@ -69,7 +69,7 @@ def tune(gpu, bench=None, targets=(TARGET, SCORED), **facts):
 def shipped(configs, device=H200):
     tuned.forget()
     path = tuned.path_in(configs, device, "3.6.0")
-    return {tuned.about(entry): entry for entry in tuned.entries_of(path)} if path.exists() else {}
+    return {tuned.entry_key(entry): entry for entry in tuned.entries_of(path)} if path.exists() else {}
 
 
 def edited(path, change):
@@ -86,18 +86,18 @@ def files(folder):
 
 def test_everything_is_taken_over_once(places):
     _, history, configs = places
-    found = ingest(*places)
-    assert (found.added, found.present, found.problems) == (3, 0, [])
+    result = ingest(*places)
+    assert (result.added, result.present, result.problems) == (3, 0, [])
     assert [point.case for point in read(history).points] == ["causal-16k-fwd", "causal-16k-bwd"]
     path = tuned.path_in(configs, H200, "3.6.0")
-    assert found.shipped == {path: (2, 0)} and path.name == "nvidia-h200-triton-3.6.0.json"
+    assert result.shipped == {path: (2, 0)} and path.name == "nvidia-h200-triton-3.6.0.json"
     entry = shipped(configs)["forward", "bfloat16", 128, 128, "causal", False]
     assert entry["config"] == vars(best_of(TARGET)) and entry["code"] == "abc"
     assert entry["rule_ms"] / entry["ms"] == pytest.approx(1.25, rel=0.01)
     assert shipped(configs)["dq", "bfloat16", 192, 128, "causal", True]["config"] == vars(best_of(SCORED))
     before = files(configs) | files(history)
-    again = ingest(*places)
-    assert (again.added, again.present, again.shipped) == (0, 3, {})
+    second = ingest(*places)
+    assert (second.added, second.present, second.shipped) == (0, 3, {})
     assert files(configs) | files(history) == before
 
 
@@ -107,9 +107,9 @@ def test_the_shipped_files_are_where_calls_look(places, monkeypatch, tmp_path):
     monkeypatch.setattr(tuned, "SHIPPED", configs)
     monkeypatch.setattr(tuned, "user_folder", lambda: None)
     tuned.forget()
-    known = json.loads(tuned.table(H200, str(tmp_path / "none")))
+    rows = json.loads(tuned.table(H200, str(tmp_path / "none")))
     tuned.forget()
-    assert ["forward", "bfloat16", 128, 128, "causal", False, vars(best_of(TARGET))] in known
+    assert ["forward", "bfloat16", 128, 128, "causal", False, vars(best_of(TARGET))] in rows
 
 
 def test_a_route_that_won_is_shipped_for_the_calls_that_it_was_measured_with(places):
@@ -139,8 +139,8 @@ def test_lines_that_another_file_of_the_history_holds_are_not_added(places):
     (source,) = gpu.glob("*.jsonl")
     lines = source.read_text().splitlines()
     append(history / "by-hand.jsonl", dict(reversed(json.loads(lines[0]).items())))
-    found = ingest(*places)
-    assert (found.added, found.present) == (2, 1) and len(read(history).points) == 2
+    result = ingest(*places)
+    assert (result.added, result.present) == (2, 1) and len(read(history).points) == 2
 
 
 def _ingest(places):
@@ -161,9 +161,13 @@ def test_two_at_a_time_add_no_line_twice(places):
 def test_what_is_broken_in_a_history_is_named_and_the_rest_kept(places):
     gpu, history, _ = places
     (source,) = gpu.glob("*.jsonl")
-    whole = source.read_text().splitlines()
-    broken = [whole[0][:40], json.dumps({"kind": "recipe"}), json.dumps(json.loads(whole[1]) | {"run": 7})]
-    source.write_text("\n".join([*broken, *whole]) + "\n")
+    all_lines = source.read_text().splitlines()
+    broken = [
+        all_lines[0][:40],
+        json.dumps({"kind": "recipe"}),
+        json.dumps(json.loads(all_lines[1]) | {"run": 7}),
+    ]
+    source.write_text("\n".join([*broken, *all_lines]) + "\n")
     words = ["ingest", str(gpu), "--history", str(history), "--configs", str(places[2])]
     done = CliRunner().invoke(perf, words)
     assert done.exit_code == 2 and "3 lines added" in done.output
@@ -177,12 +181,12 @@ def of(stage, change):
     return lambda line: line if line["stage"] != stage else None if change is None else line | change
 
 
-def of_best(stage, found):
+def of_best(stage, result):
     """What is said about the config that won."""
 
     def change(line):
-        mine = line["stage"] == stage and line["config"] == vars(best_of(TARGET))
-        return line | {"found": found} if mine else line
+        is_best = line["stage"] == stage and line["config"] == vars(best_of(TARGET))
+        return line | {"found": result} if is_best else line
 
     return change
 
@@ -208,10 +212,12 @@ ODD = {"kernel": "odd", "dtype": "float16", "head_dim": 64, "mask": "full"}
 def test_only_what_was_found_right_and_faster_is_shipped(places, change, said, shipped_too):
     gpu, _, configs = places
     edited(journal_of(gpu), change)
-    found = ingest(*places)
-    assert found.added == 3, "the history is another matter"
-    assert bool(found.problems) == bool(said) and all(str(journal_of(gpu)) in str(x) for x in found.problems)
-    assert any(said in str(problem) for problem in found.problems) or not said
+    result = ingest(*places)
+    assert result.added == 3, "the history is another matter"
+    assert bool(result.problems) == bool(said) and all(
+        str(journal_of(gpu)) in str(x) for x in result.problems
+    )
+    assert any(said in str(problem) for problem in result.problems) or not said
     entry = shipped(configs).get(("forward", "bfloat16", 128, 128, "causal", False))
     assert (entry and entry["config"]) == (vars(best_of(TARGET)) if shipped_too else None)
 
@@ -223,8 +229,8 @@ def test_a_config_that_nothing_can_be_compiled_with_is_not_shipped(places):
         return line | {"config": odd} if line.get("config") == vars(best_of(TARGET)) else line
 
     edited(journal_of(places[0]), change)
-    found = ingest(*places)
-    assert "BLOCK_M=48" in str(found.problems[0]) and len(shipped(places[2])) == 1
+    result = ingest(*places)
+    assert "BLOCK_M=48" in str(result.problems[0]) and len(shipped(places[2])) == 1
 
 
 def test_newer_runs_replace_older_ones_and_a_rule_that_has_caught_up_is_no_entry(places, monkeypatch):
@@ -244,7 +250,7 @@ def test_newer_runs_replace_older_ones_and_a_rule_that_has_caught_up_is_no_entry
     assert forward not in shipped(configs) and ingest(gpu, history, configs).shipped == {}
 
 
-def test_a_writer_who_came_first_is_heard_before_anything_is_decided(places):
+def test_choices_consider_the_entries_of_a_concurrent_writer(places):
     """Another process has the lock of the shipped file, and puts a newer entry there."""
     configs = places[2]
     ingest(*places)
@@ -253,17 +259,17 @@ def test_a_writer_who_came_first_is_heard_before_anything_is_decided(places):
     stale = entry | {"time": "2000-01-01", "config": entry["config"] | {"num_stages": 1}}
     tuned.write(configs, H200, [stale], {}, "3.6.0")
     fork = multiprocessing.get_context("fork")
-    held = fork.Event()
+    locked = fork.Event()
 
     def write_slowly() -> None:
         with tuned.locked(tuned.path_in(configs, H200, "3.6.0")):
-            held.set()
+            locked.set()
             time.sleep(1)
             tuned.write(configs, H200, [newer], {}, "3.6.0")
 
     writer = fork.Process(target=write_slowly)
     writer.start()
-    assert held.wait(60)
+    assert locked.wait(60)
     assert ingest(*places).shipped == {}, "what is there is newer"
     writer.join()
     assert writer.exitcode == 0 and newer in shipped(configs).values()
@@ -273,8 +279,8 @@ def test_a_shipped_file_that_cannot_be_read_is_not_replaced(places):
     path = tuned.path_in(places[2], H200, "3.6.0")
     path.parent.mkdir(parents=True)
     path.write_text("{")
-    found = ingest(*places)
-    assert path.read_text() == "{" and "mend or remove it" in str(found.problems[0]) and found.added == 3
+    result = ingest(*places)
+    assert path.read_text() == "{" and "mend or remove it" in str(result.problems[0]) and result.added == 3
 
 
 def test_a_folder_of_something_else_is_an_error(tmp_path):
@@ -283,7 +289,7 @@ def test_a_folder_of_something_else_is_an_error(tmp_path):
 
 
 def command(places) -> tuple[int, str]:
-    """What the command says; it may not end in an exception of its own."""
+    """Run the command; return its status and output. It must not raise an exception."""
     gpu, history, configs = map(str, places)
     done = CliRunner().invoke(perf, ["ingest", gpu, "--history", history, "--configs", configs])
     assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
@@ -321,8 +327,8 @@ def test_a_journal_whose_names_lead_elsewhere_is_refused_and_nothing_is_written(
 ):
     edited(journal_of(places[0]), edited_facts(**{field: name}))
     before = files(tmp_path)
-    status, said = command(places)
-    assert status == 2 and "no file is called after it" in said and f"{journal_of(places[0])}:1: " in said
+    status, output = command(places)
+    assert status == 2 and "no file is called after it" in output and f"{journal_of(places[0])}:1: " in output
     assert files(tmp_path) == before and not places[1].exists() and not places[2].exists()
 
 
@@ -360,24 +366,24 @@ def test_a_journal_that_no_autotune_wrote_is_refused_and_nothing_is_written(chan
 )  # fmt: skip
 def test_a_line_of_the_wrong_type_is_named_and_costs_no_other(text, places):
     edited(journal_of(places[0]), raw(text))
-    status, said = command(places)
-    assert status == 2 and "not a line of tritoncp autotune" in said and len(shipped(places[2])) == 2
+    status, output = command(places)
+    assert status == 2 and "not a line of tritoncp autotune" in output and len(shipped(places[2])) == 2
 
 
 @pytest.mark.parametrize("when", [1e308, 10**400, 1e12, 4e9, -1, 0, "now", None, True])
 def test_a_run_that_began_at_no_time_yet_is_left_out(when, places):
     """One of a far future would count as the newest for ever."""
     edited(journal_of(places[0]), of("begin", {"time": when}))
-    status, said = command(places)
-    assert status == 2 and "not a line of tritoncp autotune" in said and not list(places[2].rglob("*"))
+    status, output = command(places)
+    assert status == 2 and "not a line of tritoncp autotune" in output and not list(places[2].rglob("*"))
 
 
 @pytest.mark.parametrize("value", [5, None, [], {}, ["sm_90"], "", True])
 @pytest.mark.parametrize("field", ["arch", "triton", "device", "code"])
 def test_a_run_whose_names_are_no_text_is_left_out(field, value, places):
     edited(journal_of(places[0]), edited_facts(**{field: value}))
-    status, said = command(places)
-    assert status == 2 and "have to be text" in said and not list(places[2].rglob("*"))
+    status, output = command(places)
+    assert status == 2 and "have to be text" in output and not list(places[2].rglob("*"))
 
 
 @pytest.mark.parametrize(
@@ -403,8 +409,8 @@ def test_links_and_what_is_no_plain_file_are_refused_and_nothing_is_written(wher
         os.mkfifo(gpu / "x.jsonl")
     else:
         (gpu / "x.jsonl").mkdir()
-    status, said = command(places)
-    assert status == 2 and ("is a symbolic link" in said) == (where not in ("pipe", "folder"))
+    status, output = command(places)
+    assert status == 2 and ("is a symbolic link" in output) == (where not in ("pipe", "folder"))
     assert not places[1].exists() and not places[2].exists()
 
 
@@ -414,8 +420,8 @@ def test_links_and_what_is_no_plain_file_are_refused_and_nothing_is_written(wher
 def test_a_history_file_has_a_plain_name(name, places):
     (source,) = places[0].glob("*.jsonl")
     source.rename(source.with_name(name))
-    status, said = command(places)
-    assert status == 2 and "is not the name of a history file" in said and not places[2].exists()
+    status, output = command(places)
+    assert status == 2 and "is not the name of a history file" in output and not places[2].exists()
 
 
 @pytest.mark.parametrize("target", ["history", "architecture", "file"])
@@ -433,8 +439,8 @@ def test_nothing_is_written_through_a_link_in_the_repository(target, places, tmp
     else:
         path.parent.mkdir(parents=True)
         path.symlink_to(outside / "x.json")
-    status, said = command(places)
-    assert status == 2 and "leads out of" in said and not list(outside.iterdir())
+    status, output = command(places)
+    assert status == 2 and "leads out of" in output and not list(outside.iterdir())
     assert not list(history.glob("*")) or target == "history"
 
 
@@ -442,8 +448,8 @@ def test_a_shipped_file_of_a_hundred_thousand_brackets_is_named_and_kept(places)
     path = tuned.path_in(places[2], H200, "3.6.0")
     path.parent.mkdir(parents=True)
     path.write_text("[" * 100_000)
-    status, said = command(places)
-    assert status == 2 and "mend or remove it" in said and path.read_text() == "[" * 100_000
+    status, output = command(places)
+    assert status == 2 and "mend or remove it" in output and path.read_text() == "[" * 100_000
 
 
 @pytest.mark.parametrize(
@@ -452,10 +458,10 @@ def test_a_shipped_file_of_a_hundred_thousand_brackets_is_named_and_kept(places)
 def test_no_journal_ends_in_a_traceback_or_leads_out(seed, places, tmp_path):
     """Parts of some lines are something else: what is shipped can be read, and is where it belongs."""
     draw, journal = random.Random(seed), journal_of(places[0])
-    whole = [json.loads(text) for text in journal.read_text().splitlines()]
+    all_lines = [json.loads(text) for text in journal.read_text().splitlines()]
     before = set(files(tmp_path))
     for _ in range(25):
-        lines = list(whole)
+        lines = list(all_lines)
         for at in [0] * (draw.random() < 0.5) + draw.choices(range(len(lines)), k=draw.choice((0, 1, 4))):
             lines[at] = mutated(lines[at], draw)
         journal.write_text("".join(json.dumps(entry) + "\n" for entry in lines))

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def tools(monkeypatch):
-    """What nvidia-smi would answer, by field; the GPU is asked for by its own name."""
+    """Answers of a stand-in for nvidia-smi, by field; queries have to name the GPU by its UUID."""
     answers = {
         "power.limit": "700.00 W",
         "driver_version": "560.2",
@@ -45,7 +45,7 @@ def test_a_series_is_the_device_its_power_limit_and_its_clocks(tools):
     assert machine.series(GPU, "locked 1200 MHz").clocks == "locked 1200 MHz"
 
 
-def test_the_assembler_is_part_of_the_environment_and_a_cause_of_changes(tools, monkeypatch, tmp_path):
+def test_the_ptxas_version_is_recorded_and_may_explain_a_change(tools, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(machine, "commit", lambda folder: "abc")
     points = []
@@ -119,10 +119,10 @@ def test_throttled_rounds_get_rests_and_their_samples_are_left_out(monkeypatch):
         def agree(self, x):
             return x
 
-    found = timing.interleaved({"a": lambda: None}, Hot(), seconds=1.0, least=20, most=20)["a"]
-    assert (found.ms, len(found.samples), found.throttled) == (1.0, 10, 10)
+    figure = timing.interleaved({"a": lambda: None}, Hot(), seconds=1.0, least=20, most=20)["a"]
+    assert (figure.ms, len(figure.samples), figure.throttled) == (1.0, 10, 10)
     assert rests == [timing.REST] * 4, "no longer than the rounds may take"
-    assert found.rounded(samples=False)["throttled"] == 10
+    assert figure.rounded(samples=False)["throttled"] == 10
 
 
 def test_a_commit_with_changed_python_files_is_marked(tmp_path):

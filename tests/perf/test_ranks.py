@@ -19,9 +19,9 @@ def case_of(schedule: str, mask: str = "document", **more) -> Case:
 @pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch", "ulysses"])
 def test_all_ranks_on_one_device_give_the_answer(schedule):
     case = case_of(schedule, together=True)
-    given = baselines.inputs(case, CPU)
-    contender = baselines.contenders(case, given, [])["tritoncp"]()
-    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, given)):
+    tensors = baselines.inputs(case, CPU)
+    contender = baselines.contenders(case, tensors, [])["tritoncp"]()
+    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, tensors)):
         assert check.acceptable(check.errors(got, want), torch.float32)
 
 
@@ -46,13 +46,13 @@ def test_pytorchs_own_is_asked_for_the_same():
     case = case_of("allgather")
 
     def work(group):
-        given = baselines.inputs(case, CPU)
-        frozen = baselines.Inputs(*(x.detach() for x in (given.q, given.k, given.v, given.dout)))
+        tensors = baselines.inputs(case, CPU)
+        frozen = baselines.Inputs(*(x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)))
         got = baselines.torch_split(case, frozen, group).forward()
-        return check.errors(got, check.reference(case, given).out)
+        return check.errors(got, check.reference(case, tensors).out)
 
-    for found in ranks.run(2, work):
-        assert check.acceptable(found, torch.float32)
+    for result in ranks.run(2, work):
+        assert check.acceptable(result, torch.float32)
 
 
 def test_a_rank_that_fails_stops_the_contender_everywhere():
@@ -65,11 +65,11 @@ def test_a_rank_that_fails_stops_the_contender_everywhere():
         def make():
             if group.rank() == 1:
                 raise MemoryError("no room here")
-            return baselines.ours(case, given)
+            return baselines.one_device(case, tensors)
 
-        given = baselines.inputs(case, CPU)
-        contender, found = bench._checked(case, make, check.reference(case, given), ["forward"])
-        return contender is None, found["why"]
+        tensors = baselines.inputs(case, CPU)
+        contender, result = bench._checked(case, make, check.reference(case, tensors), ["forward"])
+        return contender is None, result["why"]
 
     assert ranks.run(2, work) == [(True, "failed on another rank"), (True, "MemoryError: no room here")]
 

@@ -1,4 +1,4 @@
-"""The README's figures are those of the history, and nothing that a history holds gets out of its cell."""
+"""The README's block of figures: it matches the history, and no text of a history can break the table."""
 
 import re
 import shutil
@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 ENV = {"cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0", "driver": "580.1"}
 
 
-def point(case, ms, day=1, series=H200, env=ENV, **others) -> Point:
+def point(case, ms, day=1, series=H200, env=ENV, **rest) -> Point:
     took = {"tritoncp": {"ms": ms, "tflops": 2200.0 / ms}}
-    took |= {TUNED["flex"] if name == "tuned" else name: {"ms": x} for name, x in others.items()}
+    took |= {TUNED["flex"] if name == "tuned" else name: {"ms": x} for name, x in rest.items()}
     return Point(f"r{day}", f"2026-02-0{day}T00:00:00+00:00", case, series, env, took)
 
 
@@ -59,7 +59,7 @@ def test_each_gpu_has_its_newest_figures():
     assert "| causal-8k-fwd | 8 | 275 |" in measured([points[4]])
 
 
-def test_what_a_history_says_stays_in_its_place():
+def test_text_of_a_history_cannot_break_the_table():
     poison = f"x|y\n{END}\n# [a](b) <img src=c> `d` **e** \\| " + "z" * 500
     env = dict.fromkeys(ENV, poison) | {"torch": ["a", poison], "driver": None}
     bad = replace(point("causal-16k-fwd", 5.0, series=Series(poison), env=env), time=poison)
@@ -83,7 +83,7 @@ def test_the_command_and_ingest_write_the_block(tmp_path):
     assert CliRunner().invoke(perf, ["ingest", str(gpu), *places]).exit_code == 0
     assert page.read_text() == before == (ROOT / "README.md").read_text(), "the README is of another history"
     done = CliRunner().invoke(perf, ["ingest", str(gpu), *places, "--readme", str(page)])
-    assert done.exit_code == 0 and "were made again" in done.output
+    assert done.exit_code == 0 and "figures were updated" in done.output
     assert block_of(page) == measured(read(history).points) and "NVIDIA H200" in block_of(page)
     head, tail = before.split(BEGIN)[0], before.split(END)[1]
     assert page.read_text().startswith(head) and page.read_text().endswith(tail)

@@ -19,28 +19,28 @@ WRONG = {"why": "wrong: relative error of the whole or of the worst rows is out 
 WHEN = "2026-02-03T00:00:00+00:00"
 
 
-def line(case="causal-16k-fwd", loops=5.0, gluon=4.0, specialised=4.5, when=WHEN, env=ENV, **others) -> Point:
-    """A line in which routes take so many milliseconds, or have such figures; None for one that is absent."""
+def line(case="causal-16k-fwd", loops=5.0, gluon=4.0, specialised=4.5, when=WHEN, env=ENV, **rest) -> Point:
+    """A line with times in milliseconds, or figures, of routes; None leaves a route out."""
     took = {"tritoncp": {"ms": 1.0}}
     for route, ms in (("loops", loops), ("gluon", gluon), ("specialised", specialised)):
         if ms is not None:
             took[variant({"ROUTE": route})] = {"ms": ms} if isinstance(ms, float) else ms
-    return Point("r", when, case, H200, env, took | others)
+    return Point("r", when, case, H200, env, took | rest)
 
 
 @pytest.fixture
 def shipped(tmp_path):
-    """What `perf ingest` ships for lines: entries by what they are about."""
+    """A function that returns the entries, by key, that `perf ingest` ships for lines."""
 
     def take(*points: Point):
         folder = tmp_path / f"gpu{time.time_ns()}"
         folder.mkdir()
         for point in points:
             append(folder / "2026-02-03-nvidia-h200.jsonl", point.as_line())
-        found = ingest(folder, tmp_path / "history", tmp_path / "configs")
-        assert found.problems == [] and found.added + found.present == len(points)
+        result = ingest(folder, tmp_path / "history", tmp_path / "configs")
+        assert result.problems == [] and result.added + result.present == len(points)
         path = tuned.path_in(tmp_path / "configs", DEVICE, "3.6.0")
-        return {tuned.about(entry): entry for entry in tuned.read(path)} if path.exists() else {}
+        return {tuned.entry_key(entry): entry for entry in tuned.read(path)} if path.exists() else {}
 
     return take
 
@@ -48,10 +48,10 @@ def shipped(tmp_path):
 def test_the_fastest_right_route_becomes_the_default_of_calls_like_the_measured_one(
     shipped, tmp_path, monkeypatch
 ):
-    found = shipped(line(), line("full-16k-fwd", gluon=WRONG), line("document-8k-fwd", specialised=3.0))
-    routes = {about[4]: entry["config"]["ROUTE"] for about, entry in found.items()}
+    entries = shipped(line(), line("full-16k-fwd", gluon=WRONG), line("document-8k-fwd", specialised=3.0))
+    routes = {key[4]: entry["config"]["ROUTE"] for key, entry in entries.items()}
     assert routes == {"causal": "gluon", "full": "specialised", "interval": "specialised"}
-    entry = found[CAUSAL]
+    entry = entries[CAUSAL]
     assert (entry["ms"], entry["rule_ms"], entry["time"], entry["code"]) == (4.0, 5.0, WHEN, "abc")
     assert entry["shape"] == "32x8,128,16384"
     monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "configs")
@@ -59,8 +59,8 @@ def test_the_fastest_right_route_becomes_the_default_of_calls_like_the_measured_
     monkeypatch.setattr(tuned, "_triton", lambda: "3.6.0")
     tuned.forget()
     text = tuned.table(DEVICE, None)
-    taken = dict(tuned.chosen(text, "bfloat16", (128, 128), "causal", 0))
-    assert taken["route"] == (("ROUTE", "gluon"),)
+    selected = dict(tuned.chosen(text, "bfloat16", (128, 128), "causal", 0))
+    assert selected["route"] == (("ROUTE", "gluon"),)
     for other in (("float16", (128, 128), "causal", 0), ("bfloat16", (64, 64), "causal", 0),
                   ("bfloat16", (128, 128), "window", 0), ("bfloat16", (128, 128), "causal", 1)):  # fmt: skip
         assert "route" not in dict(tuned.chosen(text, *other))
@@ -83,12 +83,12 @@ def test_the_fastest_right_route_becomes_the_default_of_calls_like_the_measured_
         line("of another version"),
         line(env=ENV | {"arch": 9}),
         line(env={}),
-        line(when="2026-02-03"),  # in which zone?
-        line(when="9999-01-01T00:00:00+00:00"),  # would be the newest for ever
+        line(when="2026-02-03"),  # without a time zone
+        line(when="9999-01-01T00:00:00+00:00"),  # in the future
         line(when="today"),
     ],
 )
-def test_what_settles_nothing_ships_nothing(point, shipped):
+def test_lines_that_compare_no_routes_ship_nothing(point, shipped):
     assert shipped(point) == {}
 
 
@@ -120,7 +120,7 @@ def test_tiles_that_were_searched_for_the_same_route_stay(shipped, tmp_path):
 
 @pytest.mark.parametrize("name", ["../../x", "sm_90/../x", "x" * 300])
 @pytest.mark.parametrize("field", ["arch", "triton"])
-def test_a_line_whose_names_lead_elsewhere_is_refused_and_nothing_is_written(field, name, tmp_path):
+def test_a_line_with_a_path_as_a_name_is_refused(field, name, tmp_path):
     gpu = tmp_path / "gpu"
     gpu.mkdir()
     append(gpu / "2026-02-03-x.jsonl", line(env=ENV | {field: name}).as_line())
@@ -130,7 +130,7 @@ def test_a_line_whose_names_lead_elsewhere_is_refused_and_nothing_is_written(fie
     assert [path.name for path in tmp_path.iterdir()] == ["gpu"]
 
 
-def test_each_device_and_triton_has_its_own(tmp_path, shipped):
+def test_each_device_and_triton_version_has_its_own_routes(tmp_path, shipped):
     other = replace(line(), series=Series("NVIDIA H100"))
     shipped(line(), other, line(env=ENV | {"triton": "3.7.1"}))
     names = sorted(path.name for path in (tmp_path / "configs/sm_90").glob("*.json"))

@@ -27,7 +27,9 @@ def bench(monkeypatch, path, seconds: float = 60.0, **wrong) -> tuple[measure.Be
     """A bench whose rounds take no time, with some contenders put in other's place."""
     monkeypatch.setattr(measure, "interleaved", lambda runs, *_: dict.fromkeys(runs, figure(1.0)))
     real = baselines.contenders
-    monkeypatch.setattr(baselines, "contenders", lambda case, given, *rest: real(case, given, *rest) | wrong)
+    monkeypatch.setattr(
+        baselines, "contenders", lambda case, tensors, *rest: real(case, tensors, *rest) | wrong
+    )
     journal = record.Journal(path, "run", record.Series("a CPU"), {"torch": "2"})
     return measure.Bench(CPU, journal, time.monotonic() + seconds), journal
 
@@ -58,8 +60,8 @@ def test_a_run_writes_a_line_for_each_case_with_all_that_explains_it(tmp_path):
 def test_a_second_run_is_appended_and_json_is_what_the_file_holds(tmp_path):
     arguments = [*QUICK, "--tier", "smoke", "--only", "*-fwd", "--json", "--out", str(tmp_path)]
     first, second = (CliRunner().invoke(main, arguments) for _ in range(2))
-    said = [json.loads(line) for line in (first.stdout + second.stdout).splitlines()]
-    assert said == lines_of(tmp_path)
+    printed = [json.loads(line) for line in (first.stdout + second.stdout).splitlines()]
+    assert printed == lines_of(tmp_path)
     assert len({line["run"] for line in lines_of(tmp_path)}) == 2
     assert not [line for line in lines_of(tmp_path) if "-bwd" in line.get("case", "")]
 
@@ -72,8 +74,8 @@ def test_nothing_is_started_after_the_budget(tmp_path):
 
 def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
     case = Case("causal", "forward", 16384).shrunk()
-    given = baselines.inputs(case, CPU)
-    right = baselines.ours(case, given)
+    tensors = baselines.inputs(case, CPU)
+    right = baselines.one_device(case, tensors)
     wrong = baselines.Contender(lambda: right.call() * 1.01, right.leaves, right.dout)
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", tritoncp=lambda: wrong, flash=lambda: 1 / 0)
     runner.run([case])
@@ -94,11 +96,11 @@ def test_a_route_that_is_not_taken_is_not_timed_as_that_route(monkeypatch, tmp_p
     assert "ms" in point.own and "ms" in point.contenders["tritoncp SPLIT_KV=2"]
 
 
-def test_kernel_options_take_part_in_the_pass_that_they_change(monkeypatch, tmp_path):
+def test_kernel_options_are_measured_only_in_the_pass_that_they_change(monkeypatch, tmp_path):
     cases = [Case("causal", which, 16384).shrunk() for which in ("forward", "backward")]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     runner.options = [{"fwd_BLOCK_N": 32}, {"bwd_BLOCK_M2": 32}, {"num_stages": 2}]
-    runner.wanted = ["tritoncp*"]
+    runner.patterns = ["tritoncp*"]
     runner.run(cases)
     forward, backward = (set(point.contenders) for point in journal.points)
     assert forward == {"tritoncp", "tritoncp fwd_BLOCK_N=32", "tritoncp num_stages=2"}
@@ -108,19 +110,19 @@ def test_kernel_options_take_part_in_the_pass_that_they_change(monkeypatch, tmp_
 
 def test_the_unsafe_backward_pass_is_allowed_for_its_contender_alone(monkeypatch, tmp_path):
     """Where it is refused otherwise, it is compared with the reference, then timed."""
-    seen = set()
+    values = set()
     attention = baselines.flex_attention
 
     def watched(*args, kernel_options=None, **more):
-        seen.add((str(kernel_options), os.environ.get("TRITONCP_UNSAFE_FUSED")))
+        values.add((str(kernel_options), os.environ.get("TRITONCP_UNSAFE_FUSED")))
         return attention(*args, kernel_options=kernel_options, **more)
 
     monkeypatch.setattr(baselines, "flex_attention", watched)
     monkeypatch.delenv("TRITONCP_UNSAFE_FUSED", raising=False)
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
-    runner.options, runner.wanted = [{"FUSED_BACKWARD": True}], ["tritoncp*"]
+    runner.options, runner.patterns = [{"FUSED_BACKWARD": True}], ["tritoncp*"]
     runner.run([Case("causal", "backward", 16384).shrunk()])
-    assert seen == {("None", None), ("{'FUSED_BACKWARD': True}", "1")}
+    assert values == {("None", None), ("{'FUSED_BACKWARD': True}", "1")}
     assert "TRITONCP_UNSAFE_FUSED" not in os.environ
     (point,) = journal.points
     fused = point.contenders["tritoncp FUSED_BACKWARD=True"]
@@ -129,7 +131,7 @@ def test_the_unsafe_backward_pass_is_allowed_for_its_contender_alone(monkeypatch
 
 def test_a_wrong_backward_pass_is_recorded_as_wrong(monkeypatch, tmp_path):
     case = Case("causal", "backward", 16384).shrunk()
-    right = baselines.ours(case, baselines.inputs(case, CPU))
+    right = baselines.one_device(case, baselines.inputs(case, CPU))
     wrong = replace(right, dout=right.dout * 1.1, passes=("backward",))
     name = "tritoncp FUSED_BACKWARD=True"
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", **{name: lambda: wrong})
@@ -158,7 +160,7 @@ def test_functions_are_hashed_in_one_order_so_that_kernels_of_a_warm_cache_are_f
     assert calls == ["hash", "run"]
 
 
-def test_named_contenders_and_cases_take_part_in_the_order_of_the_names(tmp_path):
+def test_contenders_and_cases_are_selected_by_patterns_in_their_order(tmp_path):
     words = [*QUICK, "--tier", "smoke", "--only", "*-bwd", "--only", "*-fwd", "--out", str(tmp_path)]
     done = CliRunner().invoke(main, [*words, "--contenders", "flash"])
     assert done.exit_code == 0, done.output
@@ -167,9 +169,9 @@ def test_named_contenders_and_cases_take_part_in_the_order_of_the_names(tmp_path
     assert [set(line["contenders"]) for line in lines] == [{"tritoncp", "flash"}] * 2
 
 
-def test_ranks_in_one_place_have_a_time_each_and_options_of_their_own(monkeypatch, tmp_path):
+def test_simulated_ranks_have_a_time_per_rank_and_kernel_options(monkeypatch, tmp_path):
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
-    runner.options, runner.wanted = [{"BLOCK_N": 32}], ["tritoncp*", "whole"]
+    runner.options, runner.patterns = [{"BLOCK_N": 32}], ["tritoncp*", "whole"]
     runner.run([case for case in select("full") if case.name == "causal-s2-ring-16k-fwd"])
     (point,) = journal.points
     assert set(point.contenders) == {"tritoncp", "tritoncp BLOCK_N=32", "whole"}
@@ -183,8 +185,8 @@ def test_a_table_says_that_a_baseline_is_untuned(capsys, tmp_path):
     tuned = {"flex": {"ms": 2.0}, "flex max-autotune": {"ms": 1.5}}
     journal.point("causal-16k-fwd", {"tritoncp": {"ms": 1.0}, **tuned}, goal={"flex": 1.2})
     show(journal)
-    said = capsys.readouterr().out
-    assert "untuned" in said and "1.50 (1.2)" in said and "2.00" not in said
+    output = capsys.readouterr().out
+    assert "untuned" in output and "1.50 (1.2)" in output and "2.00" not in output
 
 
 def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(monkeypatch, tmp_path):
@@ -216,10 +218,10 @@ def test_a_resumed_run_measures_what_is_left_with_the_variants_that_had_won(monk
 
 def test_later_sizes_take_the_flex_variants_that_won_the_first(monkeypatch, tmp_path):
     runner, _ = bench(monkeypatch, tmp_path / "a.jsonl")
-    asked = []
+    requested = []
 
     def problem(cases, variants):
-        asked.append((cases[0].mask, cases[0].seq, list(variants)))
+        requested.append((cases[0].mask, cases[0].seq, list(variants)))
         if cases[0].mask == "causal":
             runner.best.setdefault("causal", ["flex tma"])
 
@@ -229,7 +231,7 @@ def test_later_sizes_take_the_flex_variants_that_won_the_first(monkeypatch, tmp_
              [("causal", 16384), ("window", 16384), ("alibi", 16384), ("causal", 8192)]]  # fmt: skip
     runner.run(cases)
     everything = measure.QUICK
-    assert asked == [
+    assert requested == [
         ("causal", 16384, everything),
         ("window", 16384, everything),
         ("alibi", 16384, ["flex tma"]),
@@ -254,14 +256,14 @@ def test_everyone_runs_once_a_round_and_the_first_round_is_thrown_away():
 
         return prepare
 
-    found = timing.interleaved(
+    figures = timing.interleaved(
         {"a": runs("a", iter([99, 1, 2, 3])), "b": runs("b", iter([99, 4, 4, 4]))},
         Counting(),
         seconds=0.0,
         least=3,
     )
     assert order == ["a", "b", "a", "b", "b", "a", "a", "b"]
-    assert found["a"] == timing.Figure(2.0, 1.5, 2.5, 0.5, (1.0, 2.0, 3.0)) and found["b"].ms == 4.0
+    assert figures["a"] == timing.Figure(2.0, 1.5, 2.5, 0.5, (1.0, 2.0, 3.0)) and figures["b"].ms == 4.0
 
 
 def test_every_core_case_has_a_goal():
@@ -276,17 +278,17 @@ def test_mistakes_are_explained(tmp_path):
         gpu = CliRunner().invoke(main, ["--device", "cuda", "--out", str(tmp_path)])
         assert gpu.exit_code == 2 and "torch finds no GPU here" in gpu.output
     for options in ("{", "[1]"):
-        tried = CliRunner().invoke(main, ["--device", "cpu", "--try", options, "--out", str(tmp_path)])
-        assert tried.exit_code == 2 and "--try" in tried.output
+        result = CliRunner().invoke(main, ["--device", "cpu", "--try", options, "--out", str(tmp_path)])
+        assert result.exit_code == 2 and "--try" in result.output
     assert not list(tmp_path.iterdir())
 
 
-def test_options_that_a_call_refuses_are_a_contender_with_the_reason(monkeypatch, tmp_path):
+def test_refused_options_are_recorded_with_the_reason(monkeypatch, tmp_path):
     """As transposed tiles of dK/dV on a GPU for which this Triton compiles them wrong."""
     monkeypatch.setattr("triton.__version__", "3.7.0")
     monkeypatch.setattr("tritoncp.api.architecture", lambda device: "sm_90")
-    tried = ["--try", '{"bwd_FLIP": true}', "--tier", "smoke", "--only", "*-bwd"]
-    done = CliRunner().invoke(main, [*QUICK, *tried, "--out", str(tmp_path)])
+    words = ["--try", '{"bwd_FLIP": true}', "--tier", "smoke", "--only", "*-bwd"]
+    done = CliRunner().invoke(main, [*QUICK, *words, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     for line in lines_of(tmp_path):
         why = line["contenders"]["tritoncp bwd_FLIP=True"]["why"]

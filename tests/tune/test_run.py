@@ -67,8 +67,8 @@ def kernel_score(score, b, h, q, kv, caps):
 def few(target, arch):
     """The rule's config and, of forward, one that has no room and one that has."""
     own = candidates(target, arch)[0]
-    others = [Config(128, 128, 8, 8), replace(own, num_stages=3)]
-    return [own, *(others if target.kernel == "forward" else [])]
+    rest = [Config(128, 128, 8, 8), replace(own, num_stages=3)]
+    return [own, *(rest if target.kernel == "forward" else [])]
 
 
 def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
@@ -81,8 +81,8 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
     done = invoke(*words)
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
-    about = "full tests.tune.test_run:biased 8x2 d64x32 4096 bfloat16"
-    assert [row["target"] for row in rows] == [*[f"forward {about}"] * 2, f"fused {about}"]
+    name = "full tests.tune.test_run:biased 8x2 d64x32 4096 bfloat16"
+    assert [row["target"] for row in rows] == [*[f"forward {name}"] * 2, f"fused {name}"]
     for row in rows:
         assert 0 < row["bound"] < 1 and row["spill_bytes"] == 0 and row["tma"] > 0
         assert row["flops"] == 1.0, "products of 64 and of 32 channels, and no others"
@@ -173,9 +173,9 @@ def compile_nothing(monkeypatch):
 
 
 def request(home, resume=False):
-    wanted = targets.targets(["32x8,128,4096"], ["causal", "full"], ["fwd"], "bfloat16")
+    selection = targets.targets(["32x8,128,4096"], ["causal", "full"], ["fwd"], "bfloat16")
     device = tuned.Device("sm_90", "NVIDIA H200")
-    return run.Request(tuple(wanted), device, False, 60.0, resume, home, 1, 60.0)
+    return run.Request(tuple(selection), device, False, 60.0, resume, home, 1, 60.0)
 
 
 def measured(home):
@@ -188,24 +188,24 @@ def measured(home):
 def test_choices_are_written_where_calls_look_for_them(compile_nothing, home):
     from rich.console import Console
 
-    found = run.autotune(request(home), Console(stderr=True), Formula())
-    assert [row["gain"] for row in found.rows] == [2.0, 2.0] and not found.interrupted
+    outcome = run.autotune(request(home), Console(stderr=True), Formula())
+    assert [row["gain"] for row in outcome.rows] == [2.0, 2.0] and not outcome.interrupted
     assert measured(home) == {("forward", "causal"): 64, ("forward", "full"): 64}
-    run.show(found, False, Console())
+    run.show(outcome, False, Console())
 
 
 def test_ctrl_c_keeps_what_is_known_and_the_rest_is_resumed(compile_nothing, home):
     from rich.console import Console
 
-    whole = Formula()
-    run.autotune(request(home / "whole"), Console(stderr=True), whole)
-    cut = Formula(interrupt=whole.samples - 100)
-    found = run.autotune(request(home), Console(stderr=True), cut)
-    assert found.interrupted and ("forward", "causal") in measured(home)
+    complete = Formula()
+    run.autotune(request(home / "whole"), Console(stderr=True), complete)
+    cut = Formula(interrupt=complete.samples - 100)
+    outcome = run.autotune(request(home), Console(stderr=True), cut)
+    assert outcome.interrupted and ("forward", "causal") in measured(home)
     rest = Formula()
-    found = run.autotune(request(home, resume=True), Console(stderr=True), rest)
-    assert not found.interrupted and len(measured(home)) == 2
-    assert rest.samples < whole.samples / 2
+    outcome = run.autotune(request(home, resume=True), Console(stderr=True), rest)
+    assert not outcome.interrupted and len(measured(home)) == 2
+    assert rest.samples < complete.samples / 2
 
 
 @pytest.fixture
@@ -251,9 +251,9 @@ def test_ctrl_c_ends_the_command_with_what_is_known(compile_nothing, gpu, home):
 def test_a_terminal_gets_a_bar_that_counts(compile_nothing, home):
     from rich.console import Console
 
-    shown = io.StringIO()
-    run.autotune(request(home), Console(file=shown, force_terminal=True, width=200), Formula())
-    last = re.sub(r"\x1b\[[\d;?]*\w", "", shown.getvalue()).splitlines()[-1]
+    output = io.StringIO()
+    run.autotune(request(home), Console(file=output, force_terminal=True, width=200), Formula())
+    last = re.sub(r"\x1b\[[\d;?]*\w", "", output.getvalue()).splitlines()[-1]
     assert re.search(r"forward full .*tried \d+ pruned \d+ failed 0 best 2.00x of the rule", last)
 
 
@@ -263,9 +263,9 @@ def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
 
     bench = Formula()
     bench.milliseconds = lambda target, config: 1.0
-    found = run.autotune(request(home), Console(stderr=True), bench)
+    outcome = run.autotune(request(home), Console(stderr=True), bench)
     own = targets.default("forward", "sm_90", 128, torch.bfloat16)
-    assert [row["config"] for row in found.rows] == [asdict(own)] * 2 and len(measured(home)) == 2
+    assert [row["config"] for row in outcome.rows] == [asdict(own)] * 2 and len(measured(home)) == 2
 
 
 # -- single launches ------------------------------------------------------------------------------------
@@ -290,8 +290,8 @@ def test_single_launches_are_checked_against_float32_and_timed(kernel, v_head_di
         assert bench.milliseconds(target, config) > 0
     name = {"forward": "out", "dq": "dq", "dkdv": "dv", "fused": "dk"}[kernel]
     getattr(bench._of(target).expected, name)[0, 0, 5] += 1  # as a kernel that is off in one row
-    said = bench.wrong(target, Config(32, 16))
-    assert said is not None and said.startswith(f"{name} is off by")
+    problem_text = bench.wrong(target, Config(32, 16))
+    assert problem_text is not None and problem_text.startswith(f"{name} is off by")
 
 
 ROUTE = replace(SMALL, kernel="route", seq=256)
@@ -308,7 +308,7 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
     checked._lse[0, 0, 5] += 0.01
     assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("lse is off by")
     checked._lse[0, 0, 5] -= 0.01
-    monkeypatch.setattr(Problem, "in_steps", lambda *given: ring(*given) * 1.001)
+    monkeypatch.setattr(Problem, "in_steps", lambda *arguments: ring(*arguments) * 1.001)
     assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("out in steps is off by")
 
 
@@ -352,12 +352,16 @@ def test_what_is_compiled_offline_is_what_is_launched(kernel):
         config = candidates(target, "sm_90")[-1]
     job = target.job("sm_90", config)
     assert job.kernel == kernel
-    there = launch_of(Job.of(json.loads(json.dumps(asdict(job)))))
-    here = DeviceBench(CPU)._of(target).problem.launch(target.kernel, config, "sm_90").parts[0]
-    assert (there.grid, there.config, there.kernel) == (here.grid, here.config, here.kernel)
-    assert there.args.keys() == here.args.keys()
-    for name in there.args:
-        assert kind(there.args[name]) == kind(here.args[name]), name
+    compiled = launch_of(Job.of(json.loads(json.dumps(asdict(job)))))
+    launched_part = DeviceBench(CPU)._of(target).problem.launch(target.kernel, config, "sm_90").parts[0]
+    assert (compiled.grid, compiled.config, compiled.kernel) == (
+        launched_part.grid,
+        launched_part.config,
+        launched_part.kernel,
+    )
+    assert compiled.args.keys() == launched_part.args.keys()
+    for name in compiled.args:
+        assert kind(compiled.args[name]) == kind(launched_part.args[name]), name
 
 
 LAUNCHES = """

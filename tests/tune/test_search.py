@@ -63,9 +63,9 @@ def test_a_win_of_less_than_two_per_cent_is_none(tmp_path):
 
 def test_what_is_wrong_is_never_timed_however_fast(tmp_path):
     bench = Formula(cost, wrong=[BEST])
-    made = tuner(tmp_path)
-    assert made.run([TARGET], bench)[TARGET].config == RULE
-    assert BEST in bench.checks and BEST not in bench.samples and made.tally.failed == 1
+    search = tuner(tmp_path)
+    assert search.run([TARGET], bench)[TARGET].config == RULE
+    assert BEST in bench.checks and BEST not in bench.samples and search.tally.failed == 1
 
 
 def test_nothing_is_chosen_where_the_rule_itself_is_wrong(tmp_path):
@@ -78,8 +78,8 @@ def test_nothing_is_chosen_where_the_rule_itself_is_wrong(tmp_path):
     ids=lambda report: next(iter(report)),
 )
 def test_candidates_that_compile_badly_are_dropped_but_never_the_rule(tmp_path, report):
-    made = tuner(tmp_path, Compiler(s3=report))
-    alive = [config for config, _ in made.static(TARGET)]
+    search = tuner(tmp_path, Compiler(s3=report))
+    alive = [config for config, _ in search.static(TARGET)]
     assert alive[0] == RULE and {config.num_stages for config in alive} == {1, 2, 4}
     everything = tuner(tmp_path / "other", Compiler(s2={"bound": 0.1}))
     assert next(iter(everything.static(TARGET)))[0] == RULE and RULE.num_stages == 2
@@ -100,19 +100,21 @@ def test_neighbours_of_the_rule_and_the_best_bounds_are_both_timed(tmp_path):
 
 
 def test_the_tally_counts_everything(tmp_path):
-    seen = []
-    made = tuner(tmp_path, Compiler(s4={"failed": "no"}))
-    made.tally = Tally(show=lambda tally: seen.append((tally.tried, tally.pruned, tally.failed, tally.best)))
-    made.run([TARGET], Formula(cost))
-    listed = candidates(TARGET, "sm_90")
-    failed = sum(config.num_stages == 4 for config in listed)
-    assert seen[-1] == (
-        len(listed),
-        len(listed) - min(TIMED, len(listed) - failed),
+    tallies = []
+    search = tuner(tmp_path, Compiler(s4={"failed": "no"}))
+    search.tally = Tally(
+        show=lambda tally: tallies.append((tally.tried, tally.pruned, tally.failed, tally.best))
+    )
+    search.run([TARGET], Formula(cost))
+    configs = candidates(TARGET, "sm_90")
+    failed = sum(config.num_stages == 4 for config in configs)
+    assert tallies[-1] == (
+        len(configs),
+        len(configs) - min(TIMED, len(configs) - failed),
         failed,
         "1.25x of the rule",
     )
-    assert [tried for tried, *_ in seen] == sorted(tried for tried, *_ in seen)
+    assert [tried for tried, *_ in tallies] == sorted(tried for tried, *_ in tallies)
 
 
 # -- routes -------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class LocalRanks:
 
 
 def receive(pipe: Connection) -> tuple[str, Any]:
-    """What a rank says: ("step", Step), ("done", None), ("error", its traceback) or ("gone", None)."""
+    """Receive from a rank: ("step", Step), ("done", None), ("error", its traceback) or ("gone", None)."""
     try:
         return pipe.recv()
     except EOFError:

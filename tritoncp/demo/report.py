@@ -1,4 +1,4 @@
-"""What the demo shows: progress, the plan as a picture, the tables and the verdict."""
+"""Output of the demo: progress, the plan as a picture, the tables and the verdict."""
 
 from __future__ import annotations
 

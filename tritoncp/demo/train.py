@@ -17,7 +17,7 @@ from tritoncp.demo.model import Shape, Transformer, alibi
 
 @dataclass(frozen=True)
 class Config:
-    """What both runs share."""
+    """Settings that both runs share."""
 
     seq_len: int = 1024
     steps: int = 12

@@ -1,4 +1,4 @@
-"""What emitted mods call: integer division as torch rounds it, and functions Triton's core lacks.
+"""Functions that emitted mods call: integer division as torch rounds it, and functions Triton's core lacks.
 
 Triton's `//` and `%` truncate towards zero; torch's floor. Nothing here traps: where torch raises (division
 of integers by zero) any value may come back, because kernels also evaluate masked positions.

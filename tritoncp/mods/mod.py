@@ -57,17 +57,17 @@ class Mod:
     def __post_init__(self) -> None:
         # One without captures, which lives as long as any other of its structure.
         if (bare := _STRUCTURES.get(self.digest)) is None:
-            made = object.__new__(Mod)
-            vars(made).update(vars(self), tensors=(), numbers=())
-            bare = _STRUCTURES.setdefault(self.digest, made)
+            copy = object.__new__(Mod)
+            vars(copy).update(vars(self), tensors=(), numbers=())
+            bare = _STRUCTURES.setdefault(self.digest, copy)
         vars(self)["_bare"] = bare
 
     def around(self, tensors: Sequence[Tensor] = (), numbers: Sequence[int | float] = ()) -> Mod:
-        """The same structure around these captures (as `dataclasses.replace`, in a fifth of the time)."""
-        made = object.__new__(Mod)
-        vars(made).update(vars(self), tensors=tuple(tensors), numbers=tuple(numbers))
-        vars(made).setdefault("_bare", self)
-        return made
+        """Copy the mod with other captures (as `dataclasses.replace` does, in a fifth of the time)."""
+        copy = object.__new__(Mod)
+        vars(copy).update(vars(self), tensors=tuple(tensors), numbers=tuple(numbers))
+        vars(copy).setdefault("_bare", self)
+        return copy
 
     @property
     def is_score(self) -> bool:
@@ -77,14 +77,14 @@ class Mod:
     def caps(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
         """The `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then the numbers.
 
-        `tensors` stand in for the captured ones: those an autograd function saved, or copies on a device.
+        `tensors` replace the captured ones: tensors that an autograd function saved, or copies on a device.
         """
-        given = self.tensors if tensors is None else tuple(tensors)
-        if len(given) != len(self.tensors):
+        values = self.tensors if tensors is None else tuple(tensors)
+        if len(values) != len(self.tensors):
             raise ValueError(
-                f"this mod captures {len(self.tensors)} tensors; {len(given)} were given to caps()"
+                f"this mod captures {len(self.tensors)} tensors; {len(values)} were given to caps()"
             )
-        return arguments(given, self.numbers)
+        return arguments(values, self.numbers)
 
     def dcaps(self, grads: Sequence[Tensor]) -> tuple[Any, ...]:
         """The `dcaps` argument: buffers to add the gradients of `tensors[i] for i in wants` to.
@@ -125,13 +125,17 @@ class Mod:
             )
         _check_signature(fn, grad)
         source = "\n\n".join(_source(f) for f in (fn, grad) if f is not None)
-        asked = tuple(i for i, t in enumerate(tensors) if t.requires_grad) if wants is None else tuple(wants)
-        asked = asked if grad is not None else ()
-        structure = [(t.dtype, t.ndim) for t in tensors], [type(n) for n in numbers], asked
+        wanted_grads = (
+            tuple(i for i, t in enumerate(tensors) if t.requires_grad) if wants is None else tuple(wants)
+        )
+        wanted_grads = wanted_grads if grad is not None else ()
+        structure = [(t.dtype, t.ndim) for t in tensors], [type(n) for n in numbers], wanted_grads
         digest = cache.digest_of(f"{source}\n{structure}")
-        if asked and back is None:
+        if wanted_grads and back is None:
             raise ValueError("captures want gradients: pass back=, which is grad without the adding to dcaps")
-        return cls(digest, source, fn, grad, tensors, numbers, asked, None, back or grad, 2 * bool(tensors))
+        return cls(
+            digest, source, fn, grad, tensors, numbers, wanted_grads, None, back or grad, 2 * bool(tensors)
+        )
 
 
 _STRUCTURES: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
@@ -149,7 +153,7 @@ def structure_of(digest: str) -> Mod:
 
 
 def arguments(tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> tuple[Any, ...]:
-    """What :meth:`Mod.caps` gives for these captures."""
+    """The `caps` argument of a kernel for these captures, see :meth:`Mod.caps`."""
     return (*map(_argument, tensors), *numbers)
 
 
@@ -257,8 +261,8 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
 
 def _check_kind(mod: Mod, arguments: int) -> None:
     if mod.is_score != (arguments == 5):
-        wanted, given = ("score_mod", "mask_mod") if arguments == 5 else ("mask_mod", "score_mod")
-        raise TypeError(f"a {wanted} is needed here; got a {given} ({', '.join(mod.fn.arg_names)})")
+        expected, actual = ("score_mod", "mask_mod") if arguments == 5 else ("mask_mod", "score_mod")
+        raise TypeError(f"a {expected} is needed here; got a {actual} ({', '.join(mod.fn.arg_names)})")
 
 
 def _build(traced: Traced) -> Mod:
@@ -297,7 +301,7 @@ def _origins(traced: Traced, among: Sequence[Tensor]) -> tuple[int | Tensor, ...
     """Where each tensor comes from; None if one was captured in a way the fingerprint did not see."""
     origins: list[int | Tensor] = []
     for i, tensor in enumerate(traced.tensors):
-        place = next((p for p, known in enumerate(among) if known is tensor), None)
+        place = next((p for p, candidate in enumerate(among) if candidate is tensor), None)
         if place is None and i not in traced.made:
             return None
         origins.append(tensor if place is None else place)

@@ -56,7 +56,7 @@ _DECOMPOSED = (
 
 @dataclass(frozen=True)
 class Traced:
-    """What a mod does, as graphs, and what it captures.
+    """A traced mod: its graphs, and its captures.
 
     forward(score?, b, h, q_idx, kv_idx, *tensors, *numbers) -> out
     joint(dscore, score, b, h, q_idx, kv_idx, *tensors, *numbers) -> (dscore_in, *gradients of the wanted)

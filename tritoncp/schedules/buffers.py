@@ -1,4 +1,4 @@
-"""What schedules share: K and V as they travel, and the tensors a pass fills.
+"""Buffers that schedules share: K and V in messages, and the tensors that a pass fills.
 
 On the wire K and V are one tensor [rows, B, heads, D + E]; rows first, so that a row's place in a buffer does
 not depend on batch or heads.  Where batch rows send different rows it is [rows, 1, heads, D + E], each row

@@ -32,15 +32,17 @@ def forward(
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
-    held, free = _rooms(plan, k, v)
+    current, free = _rooms(plan, k, v)
     where = q.device, q.shape[0], q.shape[1]
     for turn, hop in enumerate(plan.ring):
-        flight = yield _pass_on(hop, held, free)
+        flight = yield _pass_on(hop, current, free)
         if hop.reads:
             tables = plan.tables(*where, hop.owner)
-            engine.forward(q, held.k, held.v, tables, **final, load_state=turn > 0, store_state=hop.more)()
+            engine.forward(
+                q, current.k, current.v, tables, **final, load_state=turn > 0, store_state=hop.more
+            )()
         if (yield Wait(flight)):
-            held, free = free, held
+            current, free = free, current
     return out, lse, top
 
 
@@ -52,18 +54,18 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = room_for_dq(plan, engine, q, lse.dtype)
-    held, free = _rooms(plan, k, v)
-    home = torch.zeros_like(held.packed, dtype=lse.dtype)  # gradient of the own K and V
+    current, free = _rooms(plan, k, v)
+    home = torch.zeros_like(current.packed, dtype=lse.dtype)  # gradient of the own K and V
     last = max((turn for turn, hop in enumerate(plan.ring) if hop.previous is not None), default=0)
     where = q.device, q.shape[0], q.shape[1]
     following: Ticket | None = None  # the gradient in flight, then what has come
     came: list[Tensor] = []
     for turn, hop in enumerate(plan.ring):
-        flight = yield _pass_on(hop, held, free)
+        flight = yield _pass_on(hop, current, free)
         args: tuple[Any, ...] = ()
         if hop.reads:
             tables = plan.tables(*where, hop.owner)
-            args = (q, held.k, held.v, dout, lse, delta, tables)
+            args = (q, current.k, current.v, dout, lse, delta, tables)
             engine.dq(*args, dq=dq, add=turn > 0)()
         if following is not None:
             came = yield Wait(following)  # dQ was computed while it flew
@@ -72,9 +74,9 @@ def backward(
             dkdv(engine, args, *views(grad, k), dq, add=turn > 0)
         following = yield _follow(hop, grad, home)
         if (yield Wait(flight)):
-            held, free = free, held
+            current, free = free, current
         if turn == last:
-            free = held  # nothing comes any more
+            free = current  # nothing comes any more
     assert following is not None
     _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
     return dq, *separate(home, k)
@@ -82,14 +84,14 @@ def backward(
 
 def _rooms(plan: Plan, k: Tensor, v: Tensor) -> tuple[Room, Room]:
     """This rank's K and V, and room for what comes while they are read, if anything does: they take turns."""
-    held = pack(k, v, plan.kv.s_max)
+    current = pack(k, v, plan.kv.s_max)
     comes = any(hop.previous is not None for hop in plan.ring)
-    return held, room_for(k, v, plan.kv.s_max) if comes else held
+    return current, room_for(k, v, plan.kv.s_max) if comes else current
 
 
-def _pass_on(hop: Hop, held: Room, free: Room) -> Swap:
+def _pass_on(hop: Hop, current: Room, free: Room) -> Swap:
     """K and V to the next rank, the next K and V, of the same shape, from the previous one."""
-    sends = [(hop.next, held.packed)] if hop.next is not None else []
+    sends = [(hop.next, current.packed)] if hop.next is not None else []
     return Swap(sends, [(hop.previous, free.packed)] if hop.previous is not None else [])
 
 

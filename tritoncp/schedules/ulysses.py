@@ -40,9 +40,9 @@ def forward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     trade = Trade.of(plan, q, k)
-    whole = yield from trade.heads((q, trade.q), (k, trade.kv), (v, trade.kv))
+    tensors = yield from trade.heads((q, trade.q), (k, trade.kv), (v, trade.kv))
     row = local if trade.plan.world_size == 1 else inner
-    inside = row.forward(trade.plan, Heads(engine, trade), *whole, want_max)
+    inside = row.forward(trade.plan, Heads(engine, trade), *tensors, want_max)
     whole_out, *stats = yield from trade.between_rows(inside)
     flights = []
     for x in stats if want_max else stats[:1]:
@@ -75,9 +75,9 @@ def _by_heads(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """(dq, dk, dv) of this rank's heads, all tokens. What was sent for that is gone when they return."""
     stats = [(x[..., None], trade.q) for x in (lse, delta)]
-    whole = yield from trade.heads((q, trade.q), (k, trade.kv), (v, trade.kv), (dout, trade.q), *stats)
-    *whole_qkv, whole_dout = whole[:4]
-    whole_lse, whole_delta = (x[..., 0].contiguous() for x in whole[4:])
+    tensors = yield from trade.heads((q, trade.q), (k, trade.kv), (v, trade.kv), (dout, trade.q), *stats)
+    *whole_qkv, whole_dout = tensors[:4]
+    whole_lse, whole_delta = (x[..., 0].contiguous() for x in tensors[4:])
     alone = ring if trade.kv.shared else local  # a ring of one leaves dK and dV in float32, to be summed
     row = alone if trade.plan.world_size == 1 else inner
     heads = Heads(engine, trade, whole_delta)
@@ -88,7 +88,7 @@ def _by_heads(
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """What a row trades of queries, or of keys and values.
+    """The queries, or the keys and values, that the ranks of a row exchange.
 
     heads: those of each of its ranks; rows: tokens of each, padding included
     """
@@ -110,8 +110,8 @@ class Side:
         """How many neighbours read the same heads, where that is so for all heads; else 0."""
         ranks, n = len(self.heads), len(self.heads[0])
         readers = self.heads.count(self.heads[0])
-        alike = [range(i // readers * n, (i // readers + 1) * n) for i in range(ranks)]
-        return readers if self.heads == alike and ranks % readers == 0 else 0
+        groups = [range(i // readers * n, (i // readers + 1) * n) for i in range(ranks)]
+        return readers if self.heads == groups and ranks % readers == 0 else 0
 
 
 Field = tuple[Tensor, Side]  # x [B, H, S, D], or [B, this rank's heads, degree * rows, D]
@@ -160,13 +160,13 @@ class Message:
     def parts(self, sent: Tensor) -> Sequence[Tensor]:
         """Of each tensor, what a message holds of it, as :meth:`by_ranks` has it."""
         first = self.degree // self.readers, self.readers
-        whole = sent.view(*first, self.rows, self.batch, sum(self.mine), self.channels)
-        return _cut(whole, self.mine, 4)
+        view = sent.view(*first, self.rows, self.batch, sum(self.mine), self.channels)
+        return _cut(view, self.mine, 4)
 
     def by_tokens(self, flat: Tensor) -> Sequence[Tensor]:
         """This rank's heads of all tokens of the row: of each tensor [B, heads, degree * rows, D], views."""
-        whole = flat.view(self.degree * self.rows, self.batch, sum(self.mine), self.channels)
-        return _cut(whole.permute(1, 2, 0, 3), self.mine, 1)
+        view = flat.view(self.degree * self.rows, self.batch, sum(self.mine), self.channels)
+        return _cut(view.permute(1, 2, 0, 3), self.mine, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,37 +209,41 @@ class Trade:
         return cls(rows, plan.rank % degree, degree, plan.world_size, *sides, heads // kv_heads)
 
     def messages(self, fields: Sequence[Field | Returned]) -> list[Message]:
-        """What carries these tensors."""
+        """The messages that carry these tensors."""
         batch, kinds = fields[0][0].shape[0], tuple([(side, x.shape[3], x.dtype) for x, side, *_ in fields])
         if (batch, kinds) not in self._messages:
             self._messages[batch, kinds] = self._made(batch, kinds)
         return self._messages[batch, kinds]
 
     def _made(self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]) -> list[Message]:
-        alike: dict[Any, list[int]] = {}
+        groups: dict[Any, list[int]] = {}
         for place, (side, channels, dtype) in enumerate(kinds):
-            alike.setdefault((side.rows, channels, dtype), []).append(place)
-        made = []
-        for (rows, channels, _), places in alike.items():
+            groups.setdefault((side.rows, channels, dtype), []).append(place)
+        messages = []
+        for (rows, channels, _), places in groups.items():
             sides = [kinds[place][0] for place in places]
-            each = [sum(same) * rows * batch * channels for same in zip(*(side.counts for side in sides))]
-            counts, own = self._row(each), self._row([each[self.rank]] * self.degree)
-            mine = [side.counts[self.rank] for side in sides]
-            made.append(Message(places, sides, mine, self.degree, rows, batch, channels, counts, own))
-        return made
+            chunk_sizes = [
+                sum(same) * rows * batch * channels for same in zip(*(side.counts for side in sides))
+            ]
+            counts, own = self._row(chunk_sizes), self._row([chunk_sizes[self.rank]] * self.degree)
+            own_counts = [side.counts[self.rank] for side in sides]
+            messages.append(
+                Message(places, sides, own_counts, self.degree, rows, batch, channels, counts, own)
+            )
+        return messages
 
     def heads(self, *fields: Field) -> Schedule[list[Tensor]]:
         """Tensors [B, H, S, D] of every rank of the row -> of each this rank's heads,
         [B, heads, degree * rows, D]."""
         flights = []
-        found = [x for x, _ in fields]
+        tensors = [x for x, _ in fields]
         for message in (messages := self.messages(fields)):
-            xs = [found[place] for place in message.places]
+            xs = [tensors[place] for place in message.places]
             flights.append((yield AllToAll(self._packed(message, xs), message.counts, message.own)))
         for message, flight in zip(messages, flights, strict=True):
             for place, x in zip(message.places, message.by_tokens((yield Wait(flight))), strict=True):
-                found[place] = x
-        return found
+                tensors[place] = x
+        return tensors
 
     def _packed(self, message: Message, xs: list[Tensor]) -> Tensor:
         """The heads of each rank of the row, one rank after the other."""
@@ -249,8 +253,8 @@ class Trade:
         sent = xs[0].new_empty(sum(message.counts))
         if not full:
             sent.zero_()
-        for there, here, _ in self._matched(message, sent, xs, message.readers > 0):
-            there.copy_(here)
+        for target, source, _ in self._matched(message, sent, xs, message.readers > 0):
+            target.copy_(source)
         return sent
 
     def sequence(self, *fields: Returned) -> Schedule[None]:
@@ -263,19 +267,19 @@ class Trade:
                 sent = _flat(xs[0].permute(2, 0, 1, 3))
             else:
                 sent = xs[0].new_empty(sum(message.own))
-                for there, here in zip(message.by_tokens(sent), xs, strict=True):
-                    there.copy_(here)
+                for target, source in zip(message.by_tokens(sent), xs, strict=True):
+                    target.copy_(source)
             flights.append((yield AllToAll(sent, message.own, message.counts)))
         for message, flight in zip(messages, flights, strict=True):
             self._unpacked(message, (yield Wait(flight)), [fields[place][2] for place in message.places])
 
     def _unpacked(self, message: Message, came: Tensor, xs: list[Tensor]) -> None:
-        """What came from each rank of the row, into tensors [B, H, S, D]."""
+        """Copy the received chunk of each rank of the row into tensors [B, H, S, D]."""
         for x, side in zip(xs, message.sides, strict=True):
             if side.shared:
                 x.zero_()
-        for there, here, side in self._matched(message, came, xs, message.readers == 1):
-            here.add_(there) if side.shared else here.copy_(there)
+        for source, target, side in self._matched(message, came, xs, message.readers == 1):
+            target.add_(source) if side.shared else target.copy_(source)
 
     def _matched(
         self, message: Message, flat: Tensor, xs: list[Tensor], whole_row: bool
@@ -290,8 +294,8 @@ class Trade:
         counts = message.counts[self._first : self._first + self.degree]
         for rank, chunk in enumerate(flat.split_with_sizes(counts)):
             sizes = [side.counts[rank] for side in message.sides]
-            whole = chunk.view(message.rows, message.batch, sum(sizes), message.channels)
-            parts = whole.permute(1, 2, 0, 3).split(sizes, 1)
+            view = chunk.view(message.rows, message.batch, sum(sizes), message.channels)
+            parts = view.permute(1, 2, 0, 3).split(sizes, 1)
             for x, side, part in zip(xs, message.sides, parts, strict=True):
                 own = x[:, side.heads[rank].start : side.heads[rank].stop]
                 yield part[:, :, : x.shape[2]], own, side
@@ -301,8 +305,8 @@ class Trade:
         each rank [B, heads, rows]: where B is 1, they get theirs as it will lie there."""
         b, n, _ = x.shape
         if b not in self._statistics:
-            each = [heads * b * self.q.rows for heads in self.q.counts]
-            self._statistics[b] = self._row([each[self.rank]] * self.degree), self._row(each)
+            chunk_sizes = [heads * b * self.q.rows for heads in self.q.counts]
+            self._statistics[b] = self._row([chunk_sizes[self.rank]] * self.degree), self._row(chunk_sizes)
         sent = _flat(x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3))
         return AllToAll(sent, *self._statistics[b])
 
@@ -311,11 +315,11 @@ class Trade:
         b, heads, s, _ = q.shape
         rows, counts = self.q.rows, self.q.counts
         if b == 1:
-            whole = came.view(1, heads, rows)
+            joined = came.view(1, heads, rows)
         else:
             parts = came.split_with_sizes([n * b * rows for n in counts])
-            whole = torch.cat([part.view(b, n, rows) for n, part in zip(counts, parts, strict=True)], 1)
-        return whole if s == rows else whole[:, :, :s].contiguous()
+            joined = torch.cat([part.view(b, n, rows) for n, part in zip(counts, parts, strict=True)], 1)
+        return joined if s == rows else joined[:, :, :s].contiguous()
 
     @property
     def _first(self) -> int:
@@ -428,15 +432,15 @@ class Heads:
     ) -> list[tuple[int, Sequence[Any], Sequence[Any]]]:
         """Tensors of query heads and of KV heads, cut where the number of heads that share one changes: first
         of a piece's query heads, of all in the layer, and its part of each tensor."""
-        mine = self.trade.q.heads[self.trade.rank]
-        cuts = stretches(mine, self.trade.group)
+        own = self.trade.q.heads[self.trade.rank]
+        cuts = stretches(own, self.trade.group)
         if len(cuts) == 1:
-            return [(mine.start, rows, keys)]
-        found: list[tuple[int, Sequence[Any], Sequence[Any]]] = []
+            return [(own.start, rows, keys)]
+        pieces: list[tuple[int, Sequence[Any], Sequence[Any]]] = []
         for a, b in cuts:
             parts = [None if x is None else x[:, a] for x in rows]
-            found.append((mine.start + a.start, parts, [x[:, b] for x in keys]))
-        return found
+            pieces.append((own.start + a.start, parts, [x[:, b] for x in keys]))
+        return pieces
 
 
 @functools.lru_cache(256)
@@ -460,12 +464,12 @@ def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
 
 
 def _all(launches: Iterable[Callable[[], Any]]) -> Callable[[], None]:
-    made = list(launches)
-    if len(made) == 1:
-        return made[0]
+    items = list(launches)
+    if len(items) == 1:
+        return items[0]
 
     def run() -> None:
-        for launch in made:
+        for launch in items:
             launch()
 
     return run

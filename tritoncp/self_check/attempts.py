@@ -1,4 +1,4 @@
-"""Attempts at cases, one after the other in one process: limits, failures, and what ranks say of each."""
+"""Runs cases one after the other in one process: time limits, failures, and the results of all ranks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from tritoncp import comm
-from tritoncp.self_check.cases import PASSES, Case, Problem, Result, make_problem, sizes
-from tritoncp.self_check.comparison import Errors, Ranks, judge, run
+from tritoncp.self_check.cases import PASSES, Case, Problem, Result, choose_sizes, make_problem
+from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
 
 
 class Request(NamedTuple):
-    """The command's options; jobs: None for one a core."""
+    """The command's options; jobs: worker processes, None for one per core."""
 
     only: str = "*"
     jobs: int | None = None
@@ -30,9 +30,9 @@ class Request(NamedTuple):
 
 @dataclass
 class Limits:
-    """Why not to go on: the budget is over, or a signal asked this process to end.
+    """Limits after which the check stops: the time budget, or a signal to this process.
 
-    signal_name: of that signal
+    signal_name: of the signal that was received
     """
 
     request: Request
@@ -61,6 +61,7 @@ class Limits:
         return time.monotonic() - self.began
 
     def reason(self) -> str | None:
+        """The reason to stop now, or None."""
         if self.signal_name:
             return f"{self.signal_name} came: this process was asked to end, or another rank died"
         if self.seconds > self.request.budget:
@@ -69,7 +70,7 @@ class Limits:
 
 
 class Stopped(Exception):
-    """The check cannot go on. absent: the ranks that are lost, as far as they are known."""
+    """Raised where the check cannot go on. absent: the lost ranks that could be identified."""
 
     def __init__(self, why: str, absent: Sequence[int] = ()):
         super().__init__(why)
@@ -77,25 +78,26 @@ class Stopped(Exception):
 
 
 class Stalled(RuntimeError):
-    """The device has not done its work in time."""
+    """Raised where the device has not finished its work in time."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A run without an answer. ``fatal``: the process group, or the device, is of no use any more."""
+    """The failure of a run. ``fatal``: the process group or the device can no longer be used."""
 
     why: str
     fatal: bool
 
     @classmethod
     def of(cls, error: Exception, device: torch.device) -> Failure:
+        """Make a failure from an exception."""
         lost = isinstance(error, comm.PeerLost | Stalled | dist.DistError)
         lines = str(error).strip().splitlines() or [""]
-        return cls(f"{type(error).__name__}: {lines[0][:500]}", lost or not usable(device))
+        return cls(f"{type(error).__name__}: {lines[0][:500]}", lost or not is_usable(device))
 
 
-def usable(device: torch.device) -> bool:
-    """Whether a device still works: after an illegal access it fails at everything."""
+def is_usable(device: torch.device) -> bool:
+    """Whether a device still works: after an illegal memory access every CUDA call fails."""
     try:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -107,34 +109,35 @@ def usable(device: torch.device) -> bool:
 Gather = Callable[[Any], list[Any]]  # this process's value -> that of every rank, in rank order
 
 
-def outcomes(cases: Sequence[Case], ranks: Ranks, gather: Gather, limits: Limits) -> Iterator[Result]:
+def run_cases(cases: Sequence[Case], ranks: Ranks, gather: Gather, limits: Limits) -> Iterator[Result]:
     """Run cases one after the other. Raises Stopped where the rest cannot run."""
-    for _, alike in groupby(cases, lambda case: (case.mask, case.dtype)):
-        problem: list[Problem] = []  # made by the first run, where an exception is the case's failure
-        for _, some in groupby(alike, lambda case: case.schedule):
-            yield from attempt(list(some), problem, ranks, gather, limits)
+    for _, group in groupby(cases, lambda case: (case.mask, case.dtype)):
+        problem: list[Problem] = []  # filled by the first run, so that an exception there fails its case
+        for _, same_schedule in groupby(group, lambda case: case.schedule):
+            yield from run_schedule(list(same_schedule), problem, ranks, gather, limits)
 
 
-def passes(case: Case, problem: list[Problem], ranks: Ranks, limits: Limits) -> Iterator[Errors]:
+def run_both_passes(case: Case, problem: list[Problem], ranks: Ranks, limits: Limits) -> Iterator[Errors]:
     """Run both passes of a case's schedule; ``problem`` is filled by the first run that needs it."""
     if not problem:
-        dtype, size = getattr(torch, case.dtype), sizes(ranks.device, ranks.world_size)
+        dtype, size = getattr(torch, case.dtype), choose_sizes(ranks.device, ranks.world_size)
         problem.append(make_problem(case.mask, dtype, size, ranks.device))
-    yield from run(ranks, problem[0], case.schedule, lambda: wait(ranks.device, limits))
+    yield from run_passes(ranks, problem[0], case.schedule, lambda: wait_for_device(ranks.device, limits))
 
 
-def attempt(
+def run_schedule(
     cases: Sequence[Case], problem: list[Problem], ranks: Ranks, gather: Gather, limits: Limits
 ) -> Iterator[Result]:
-    """Run the passes of one schedule, on a GPU twice, as the first time compiles; the last time is timed."""
+    """Run the passes of one schedule and yield a result for each case. On a GPU they run twice, since the
+    first run compiles; the last run is timed."""
     runs: dict[str, list[list[Errors]]] = {direction: [] for direction in PASSES}
-    wanted = PASSES if cases[-1].direction == "backward" else PASSES[:1]
+    directions = PASSES if cases[-1].direction == "backward" else PASSES[:1]
     repetitions = 2 if ranks.device.type == "cuda" else 1
     for repetition in range(repetitions):
-        steps = passes(cases[0], problem, ranks, limits)
-        for direction in wanted:
-            unknown = [case for case in cases if case.direction in wanted[wanted.index(direction) :]]
-            own = outcome_of(steps, ranks.device)
+        steps = run_both_passes(cases[0], problem, ranks, limits)
+        for direction in directions:
+            unknown = [case for case in cases if case.direction in directions[directions.index(direction) :]]
+            own = take_outcome(steps, ranks.device)
             try:
                 records = gather((own, limits.reason()))
             except comm.PeerLost as error:
@@ -144,47 +147,48 @@ def attempt(
                 raise Stopped(f"lost while {unknown[0].name} ran: rank {lost}", error.absent) from error
             failures = {rank: one for rank, (one, _) in enumerate(records) if isinstance(one, Failure)}
             if failures:
-                yield from failed(unknown, failures, len(records))
+                yield from report_failures(unknown, failures, len(records))
             else:
                 runs[direction].append([one for one, _ in records])
                 if repetition == repetitions - 1:
                     yield from (
-                        judge(case, problem[0], runs[direction])
+                        judge_case(case, problem[0], runs[direction])
                         for case in cases
                         if case.direction == direction
                     )
             if any(one.fatal for one in failures.values()):
                 raise Stopped(f"a rank or a device was lost in {cases[0].name}")
-            if reason := next((said for _, said in records if said), None):
+            if reason := next((text for _, text in records if text), None):
                 raise Stopped(reason)
             if failures:
                 return
 
 
-def outcome_of(steps: Iterator[Errors], device: torch.device) -> Errors | Failure:
-    """The next pass, or why there is none."""
+def take_outcome(steps: Iterator[Errors], device: torch.device) -> Errors | Failure:
+    """Run the next pass: its errors, or its failure."""
     try:
         return next(steps)
     except Exception as error:
         return Failure.of(error, device)
 
 
-def failed(cases: Sequence[Case], failures: dict[int, Failure], world_size: int) -> Iterator[Result]:
-    """Results of cases whose run raised, by the rank that did so first: others then wait for it in vain."""
+def report_failures(cases: Sequence[Case], failures: dict[int, Failure], world_size: int) -> Iterator[Result]:
+    """Make the results of cases whose run failed. They name the rank that failed on its own, before ranks
+    that only timed out waiting for it."""
     rank = min(failures, key=lambda rank: (failures[rank].fatal, rank))
     why = failures[rank].why if world_size == 1 else f"rank {rank}: {failures[rank].why}"
     for case in cases:
         yield Result(case, rank=rank, ranks=tuple(sorted(failures)), why=why)
 
 
-def wait(device: torch.device, limits: Limits) -> None:
-    """Wait until a GPU has done its work. Raises Stalled after the timeout: the message of a rank that is
-    lost never ends, and neither does a kernel that hangs."""
+def wait_for_device(device: torch.device, limits: Limits) -> None:
+    """Wait until a GPU has finished its queued work. Raises Stalled after the timeout: a kernel that hangs
+    never ends, and neither does a message from a lost rank."""
     if device.type != "cuda":
         return
     event, end = torch.cuda.Event(), time.monotonic() + limits.request.timeout
     event.record(torch.cuda.current_stream(device))
     while not event.query():
         if limits.signal_name or time.monotonic() > end:
-            raise Stalled(f"the GPU has not ended its work within {limits.request.timeout:g} s")
+            raise Stalled(f"the GPU did not finish its work within {limits.request.timeout:g} s")
         time.sleep(0)

@@ -1,4 +1,4 @@
-"""The cases of the self-check, and their problems: tensors with exact answers and allowed errors."""
+"""The cases of the self-check, and their problems: tensors with exact results and allowed errors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ MASKS = ("causal", "documents", "window", "score_mod", "sinks")
 PASSES = ("forward", "backward")
 TENSORS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dbias", "dsinks")}
 REPLICATED = ("dbias", "dsinks")  # gradients of replicated parameters: the sum over ranks is compared
-PERIOD = 61  # of the score_mod's table: many entries, so that the largest error of them is no matter of luck
-DRAWS = 4  # one draw's largest error is a matter of luck where a tensor is small: eager attention has several
+PERIOD = 61  # entries of the score_mod's table: with many, the largest error varies little between draws
+DRAWS = 4  # random inputs per problem: the largest error of eager attention on one small tensor varies a lot
 
 
 class Case(NamedTuple):
@@ -46,12 +46,12 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a case: of the tensor that is furthest off, as a part of what is allowed.
+    """The result of a case: the tensor whose error is largest relative to the allowed error.
 
-    tensor, error, allowed: None for a case without an answer
-    rank:  the rank whose part that is; None for a sum over ranks, and where there is no answer
-    ranks: all ranks with a part that is wrong
-    why:   the reason why there is no answer
+    tensor, error, allowed: None for a case that did not run to its end
+    rank:  the rank that holds that part of the tensor; None for a sum over ranks, or without an error
+    ranks: all ranks with a wrong part
+    why:   the reason why there is no error to report
     """
 
     case: Case
@@ -66,7 +66,7 @@ class Result:
 
     @property
     def excess(self) -> float:
-        """The error as a part of what is allowed."""
+        """The error divided by the allowed error."""
         return math.inf if self.error is None or self.allowed is None else self.error / self.allowed
 
     def as_json(self) -> dict[str, Any]:
@@ -75,14 +75,14 @@ class Result:
         if self.error is not None and not math.isfinite(self.error):  # JSON has no such number
             fields |= {
                 "error": None,
-                "why": f"{self.tensor} has values that are no numbers, or another shape",
+                "why": f"{self.tensor} has NaN or infinite values, or the wrong shape",
             }
         case = {"schedule": schedule, "mask": mask, "dtype": dtype, "pass": direction}
         return {**case, **fields, "ranks": list(self.ranks)}
 
 
 class Sizes(NamedTuple):
-    """Sizes of the tensors: ``length`` tokens, which are no multiple of a block."""
+    """Sizes of the tensors. ``length``: tokens, not a multiple of ``block``."""
 
     length: int
     block: int
@@ -91,39 +91,41 @@ class Sizes(NamedTuple):
     kv_heads: int
 
 
-def sizes(device: torch.device, world_size: int) -> Sizes:
-    """On a GPU, blocks as users have them, and shards of a multiple of 16 tokens, as other lengths double the
-    kernels to compile. Where kernels are interpreted, as little as has several blocks."""
+def choose_sizes(device: torch.device, world_size: int) -> Sizes:
+    """Choose the sizes for a device. On a GPU: the default block size, and shards of a multiple of 16 tokens,
+    because other lengths need more kernels. Interpreted: the smallest length with several blocks."""
     if device.type == "cuda":
         return Sizes(1424, 128, 128, 8, 2)
     heads, kv_heads = (4, 2) if world_size % 2 and world_size > 1 else (2, 1)
     return Sizes(100, 64, 16, heads, kv_heads)
 
 
-def dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
-    """The narrow dtype and float32. The interpreter truncates bfloat16 where kernels round: float16 there."""
+def choose_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """Choose the 16-bit dtype; float32 always comes second. Interpreted kernels run in float16, because the
+    interpreter truncates to bfloat16 where a GPU rounds."""
     interpreted = device.type == "cpu" and engines.uses_triton(device)
     return (torch.float16 if interpreted else torch.bfloat16), torch.float32
 
 
-def degree_of(world_size: int, heads: int) -> int | None:
-    """Ranks that trade heads under "ulysses+ring": the smallest divisor of the world that leaves a ring.
+def choose_degree(world_size: int, heads: int) -> int | None:
+    """Choose how many ranks exchange heads under "ulysses+ring": the smallest divisor of the world size that
+    leaves a ring of at least two ranks; None where there is none.
 
-    >>> degree_of(4, 4), degree_of(9, 4), degree_of(3, 4), degree_of(25, 4)
+    >>> choose_degree(4, 4), choose_degree(9, 4), choose_degree(3, 4), choose_degree(25, 4)
     (2, 3, None, None)
     """
     divisors = (d for d in range(2, min(world_size - 1, heads) + 1) if world_size % d == 0)
     return next(divisors, None)
 
 
-def all_cases(world_size: int, device: torch.device, only: str = "*") -> list[Case]:
-    """Every case that fits the world and is named like ``only``, those that share kernels side by side."""
+def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[Case]:
+    """List the cases that fit the world and match ``only``; those that share kernels are adjacent."""
     fitting = [ONE_DEVICE]
     if world_size > 1:
         fitting += [name for name in SCHEDULES[1:] if name != "ulysses+ring"]
-    if degree_of(world_size, sizes(device, world_size).heads):
+    if choose_degree(world_size, choose_sizes(device, world_size).heads):
         fitting.append("ulysses+ring")
-    names = (str(dtype).removeprefix("torch.") for dtype in dtypes(device))
+    names = (str(dtype).removeprefix("torch.") for dtype in choose_dtypes(device))
     cases = (
         Case(schedule, mask, dtype, direction)
         for dtype in names
@@ -139,12 +141,12 @@ def all_cases(world_size: int, device: torch.device, only: str = "*") -> list[Ca
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors of one mask and dtype, whole, with their exact answers; the same on every rank.
+    """Unsharded tensors of one mask and dtype with their exact results, identical on every rank.
 
     bias:    [H, PERIOD], captured by the score_mod, or None
     sinks:   [H], or None
-    exact:   float64, by the names of TENSORS
-    allowed: the largest error of each
+    exact:   float64 results, by the names of TENSORS
+    allowed: the allowed error of each
     """
 
     mask: Mask
@@ -159,7 +161,7 @@ class Problem:
     allowed: dict[str, float]
 
 
-def block_mask(name: str, size: Sizes, device: torch.device) -> Mask:
+def make_mask(name: str, size: Sizes, device: torch.device) -> Mask:
     n, block = size.length, size.block
     lengths = [n // 3 + 1, 2, n // 5]
     forms = {
@@ -169,8 +171,8 @@ def block_mask(name: str, size: Sizes, device: torch.device) -> Mask:
     return create_block_mask(forms.get(name, causal()), 1, 1, n, n, str(device), block)
 
 
-def relative(bias: Tensor) -> Callable[..., Tensor]:
-    """A score_mod: a learned number for each head and distance, which comes again after a period."""
+def make_score_mod(bias: Tensor) -> Callable[..., Tensor]:
+    """Make a score_mod that adds a learned bias for each head and for the distance modulo PERIOD."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + bias[h, (q_idx - kv_idx) % PERIOD]
@@ -179,13 +181,14 @@ def relative(bias: Tensor) -> Callable[..., Tensor]:
 
 
 def make_problem(name: str, dtype: torch.dtype, size: Sizes, device: torch.device) -> Problem:
-    """Draw unit normals, and compute what is exact and how far off a result may be."""
-    problem, *others = (draw(name, dtype, size, device, seed) for seed in range(DRAWS))
-    allowed = {key: max(one.allowed[key] for one in (problem, *others)) for key in problem.exact}
+    """Draw a problem; its allowed errors are the largest over DRAWS random inputs."""
+    problem, *redraws = (draw_problem(name, dtype, size, device, seed) for seed in range(DRAWS))
+    allowed = {key: max(one.allowed[key] for one in (problem, *redraws)) for key in problem.exact}
     return replace(problem, allowed=allowed)
 
 
-def draw(name: str, dtype: torch.dtype, size: Sizes, device: torch.device, seed: int) -> Problem:
+def draw_problem(name: str, dtype: torch.dtype, size: Sizes, device: torch.device, seed: int) -> Problem:
+    """Draw unit-normal inputs, and compute their exact results and allowed errors."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -197,32 +200,34 @@ def draw(name: str, dtype: torch.dtype, size: Sizes, device: torch.device, seed:
         normal(*shape, dtype=torch.float32) for shape in ((1, heads, n), (heads, PERIOD), (heads,))
     )
     problem = Problem(
-        block_mask(name, size, device), q, k, v, dout, dlse, bias if name == "score_mod" else None,
+        make_mask(name, size, device), q, k, v, dout, dlse, bias if name == "score_mod" else None,
         sinks if name == "sinks" else None, {}, {},
     )  # fmt: skip
-    problem.exact.update(exact_answer(problem))
-    eager = eager_answer(problem)
+    problem.exact.update(compute_exact(problem))
+    eager = compute_eager(problem)
     problem.allowed.update({key: allowed_error(eager[key], x) for key, x in problem.exact.items()})
-    # Statistics are float32 whatever the dtype: the tolerance of tests/gpu.
+    # lse is float32 for every dtype; this is the tolerance of tests/gpu.
     problem.allowed["lse"] = 1e-4 + 1e-5 * float(problem.exact["lse"].abs().max())
     return problem
 
 
-def exact_answer(problem: Problem) -> dict[str, Tensor]:
-    """Dense attention in float64; a sink is one more term of the softmax's denominator."""
+def compute_exact(problem: Problem) -> dict[str, Tensor]:
+    """Compute dense attention and its gradients in float64. A sink adds one term to the denominator of the
+    softmax."""
     p = problem
     wide = [None if x is None else x.double().requires_grad_() for x in (p.q, p.k, p.v, p.bias, p.sinks)]
     q, k, v, bias, sinks = wide
     assert q is not None and k is not None and v is not None
-    out, lse, _ = dense_attention(q, k, v, p.mask, None if bias is None else relative(bias))
+    out, lse, _ = dense_attention(q, k, v, p.mask, None if bias is None else make_score_mod(bias))
     if sinks is not None:
         total = torch.logaddexp(lse, sinks[:, None])
         out, lse = out * torch.exp(lse - total)[..., None], total
-    return differentiated(out, lse, p.dout.double(), p.dlse.double(), wide)
+    return differentiate(out, lse, p.dout.double(), p.dlse.double(), wide)
 
 
-def eager_answer(problem: Problem) -> dict[str, Tensor]:
-    """Torch's eager flex attention in the problem's dtype, and sinks as a user of it has them."""
+def compute_eager(problem: Problem) -> dict[str, Tensor]:
+    """Compute attention and its gradients as torch's eager flex attention does, in the problem's dtype; sinks
+    rescale its output, as users of flex attention apply them."""
     p = problem
     ends: dict[str, Tensor] = {}
 
@@ -236,7 +241,7 @@ def eager_answer(problem: Problem) -> dict[str, Tensor]:
         return dout, dlse
 
     captured = [] if p.bias is None else [p.bias.detach().requires_grad_()]
-    mod = relative(captured[0]) if captured else None
+    mod = make_score_mod(captured[0]) if captured else None
     eager = eager_attention(p.q, p.k, p.v, p.mask, gradients, mod, captured)
     ends |= {"dq": eager.dq, "dk": eager.dk, "dv": eager.dv}
     if captured:
@@ -244,10 +249,11 @@ def eager_answer(problem: Problem) -> dict[str, Tensor]:
     return {name: x.detach() for name, x in ends.items()}
 
 
-def differentiated(
+def differentiate(
     out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor, leaves: Sequence[Tensor | None]
 ) -> dict[str, Tensor]:
-    """Results and gradients by name, of the leaves (q, k, v, bias, sinks) that there are."""
-    named = {name: x for name, x in zip(TENSORS["backward"], leaves) if x is not None}
-    grads = torch.autograd.grad([out, lse], list(named.values()), [dout, dlse])
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(named, grads))}
+    """Compute the gradients of the leaves (q, k, v, bias, sinks) that are not None. Returns them and the
+    outputs by name."""
+    leaves_by_name = {name: x for name, x in zip(TENSORS["backward"], leaves) if x is not None}
+    grads = torch.autograd.grad([out, lse], list(leaves_by_name.values()), [dout, dlse])
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(leaves_by_name, grads))}

@@ -1,4 +1,4 @@
-"""The command `tritoncp check`; torch is imported when it runs."""
+"""The command `tritoncp check`. torch is imported only when it runs, so that --help is quick."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import click
 @click.option(
     "--world-size",
     type=click.IntRange(1, 64),
-    help="Ranks of simulated worlds; torchrun says it for real ones.  [default: 4]",
+    help="Ranks of a simulated world; under torchrun the number of its ranks.  [default: 4]",
 )
 @click.option(
-    "--jobs", type=click.IntRange(1, 1024), help="Processes that share the device.  [default: one a core]"
+    "--jobs", type=click.IntRange(1, 1024), help="Processes that share the device.  [default: one per core]"
 )
 @click.option(
     "--budget",
@@ -26,7 +26,7 @@ import click
     type=click.FloatRange(0, 86400, min_open=True),
     default=60.0,
     show_default=True,
-    help="Seconds for all of it; cases that do not fit are not right.",
+    help="Seconds for the whole check; a case that does not run in time counts as a failure.",
 )
 @click.option(
     "--timeout",
@@ -45,9 +45,9 @@ def check(
     tritoncp check                                         simulated worlds on one device
     torchrun --nproc-per-node 8 -m tritoncp check          real ranks: NCCL, or gloo without GPUs
 
-    An error may be twice that of torch's eager attention in the same dtype and two units in the last place.
-    Exits with 1 if a case is wrong, failed or did not run. Without a GPU kernels run interpreted, on small
-    shapes.
+    The allowed error is twice that of torch's eager attention in the same dtype, plus two units in the last
+    place. Exits with 1 if a case is wrong, failed or did not run. Without a GPU the kernels run interpreted,
+    on small shapes.
     """
     from tritoncp.demo.ranks import interpret_without_gpu, torchrun_world_size
 
@@ -67,8 +67,8 @@ def check(
 
 
 def require_engine() -> None:
-    """Raises RuntimeError, with the cure, where kernels are to be interpreted and cannot be, or would be
-    beside a GPU, of which the check would then say nothing."""
+    """Check that kernels are interpreted only where that is possible and meant. Raises RuntimeError, with the
+    remedy, if they cannot be interpreted here, or if a GPU is here, which the check would then not test."""
     from tritoncp.doctor import examine
 
     report = examine()

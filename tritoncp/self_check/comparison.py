@@ -1,4 +1,4 @@
-"""Runs a case's schedule on the ranks of a world, and compares each rank's part with the exact answer."""
+"""Runs a case's schedule on the ranks of a world, and compares each rank's part with the exact results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tritoncp.self_check.cases import (
     Case,
     Problem,
     Result,
-    degree_of,
-    relative,
+    choose_degree,
+    make_score_mod,
 )
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks that this process computes for: of a process group its own, of a simulated world all of them.
+    """The ranks that this process computes: its own in a process group, all of them in a simulated world.
 
     world_size: ranks of the group, or of the simulated world
     group:      None for a simulated world
@@ -38,7 +38,7 @@ class Ranks:
     device: torch.device
     world_size: int
     group: dist.ProcessGroup | None = None
-    mesh: Any = None  # of two dimensions, for "ulysses+ring"
+    mesh: Any = None  # a mesh of two dimensions, for "ulysses+ring"
 
     @property
     def own(self) -> int:
@@ -51,8 +51,8 @@ class Ranks:
             return None
         if self.group is None:
             plan = tritoncp.make_plan(mask, world_size=self.world_size, rank=0, schedule=schedule)
-            degree = degree_of(self.world_size, heads) if schedule == "ulysses+ring" else 0
-            return replace(plan, degree=degree or 0).pinned()  # as the second dimension of a mesh says it
+            degree = choose_degree(self.world_size, heads) if schedule == "ulysses+ring" else 0
+            return replace(plan, degree=degree or 0).pinned()  # a mesh would give its second dimension here
         mesh = self.mesh if schedule == "ulysses+ring" else self.group
         return tritoncp.make_plan(mask, mesh, schedule=schedule)
 
@@ -61,8 +61,8 @@ class Ranks:
         return list(range(self.world_size)) if plan is not None and self.group is None else [self.own]
 
     def attend(self, plan: Plan | None, problem: Problem, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
-        """Outs and lses of the members."""
-        score = None if parts.bias is None else relative(parts.bias)
+        """Run the forward pass: out and lse of each member."""
+        score = None if parts.bias is None else make_score_mod(parts.bias)
         options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "sinks": parts.sinks}
         if plan is not None and self.group is None:
             world = tritoncp.simulate(self.world_size)
@@ -84,10 +84,11 @@ class Parts(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """What this process knows of one pass after a run.
+    """Errors of one pass, as far as one process can compute them.
 
     errors: by rank and tensor
-    sums:   partial gradients of replicated parameters, float64 on the host, to be summed over processes first
+    sums:   this process's part of the gradients of replicated parameters, float64 on the host; summing over
+            processes gives the gradients to compare
     """
 
     errors: dict[tuple[int, str], float]
@@ -95,27 +96,27 @@ class Errors(NamedTuple):
     ms: float
 
 
-def shard(x: Tensor, name: str, plan: Plan | None, ranks: Sequence[int]) -> list[Tensor]:
-    """The members' parts of a whole tensor [B, H, S, ...]."""
+def shard_tensor(x: Tensor, name: str, plan: Plan | None, ranks: Sequence[int]) -> list[Tensor]:
+    """Cut a tensor [B, H, S, ...] into the shards of the members."""
     if plan is None:
         return [x]
     side, pad = "kv" if name in ("k", "v", "dk", "dv") else "q", -math.inf if name == "lse" else 0
     return [tritoncp.shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in ranks]
 
 
-def run(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[], None]) -> Iterator[Errors]:
-    """Run the forward pass, then the backward pass: the errors of each. ``wait`` returns when the device has
-    done its work."""
+def run_passes(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[], None]) -> Iterator[Errors]:
+    """Run the forward pass, then the backward pass, and yield the errors of each. ``wait`` blocks until the
+    device has finished its work."""
     p = problem
     plan = ranks.plan(schedule, p.mask, p.q.shape[1])
     members = ranks.members(plan)
     leaves = (
-        [x.detach().requires_grad_() for x in shard(whole, name, plan, members)]
-        for name, whole in (("q", p.q), ("k", p.k), ("v", p.v))
+        [x.detach().requires_grad_() for x in shard_tensor(full, name, plan, members)]
+        for name, full in (("q", p.q), ("k", p.k), ("v", p.v))
     )
     own = [None if x is None else x.detach().clone().requires_grad_() for x in (p.bias, p.sinks)]
     parts = Parts(*leaves, *own)  # type: ignore[arg-type]
-    starts = [*shard(p.dout, "dout", plan, members), *shard(p.dlse, "dlse", plan, members)]
+    starts = [*shard_tensor(p.dout, "dout", plan, members), *shard_tensor(p.dlse, "dlse", plan, members)]
     wait()
 
     began = time.perf_counter()
@@ -123,7 +124,7 @@ def run(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[], None])
     wait()
     ms = (time.perf_counter() - began) * 1e3
     results = {"out": [x.detach() for x in outs], "lse": [x.detach() for x in lses]}
-    yield Errors(compare(p, results, plan, members), {}, ms)
+    yield Errors(compare_results(p, results, plan, members), {}, ms)
 
     replicated = {name: x for name, x in zip(REPLICATED, own) if x is not None}
     inputs = [*parts.q, *parts.k, *parts.v, *replicated.values()]
@@ -133,28 +134,28 @@ def run(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[], None])
     ms, n = (time.perf_counter() - began) * 1e3, len(members)
     results = {name: list(grads[i * n : i * n + n]) for i, name in enumerate(("dq", "dk", "dv"))}
     sums = dict(zip(replicated, grads[3 * n :]))
-    errors = compare(p, results, plan, members)
-    if plan is None:  # every rank has computed all of it
+    errors = compare_results(p, results, plan, members)
+    if plan is None:  # each rank has computed the full gradients: nothing to sum
         errors |= {(ranks.own, name): largest_error(x, p.exact[name]) for name, x in sums.items()}
         sums = {}
     yield Errors(errors, {name: x.double().cpu() for name, x in sums.items()}, ms)
 
 
-def compare(
+def compare_results(
     problem: Problem, results: dict[str, list[Tensor]], plan: Plan | None, members: Sequence[int]
 ) -> dict[tuple[int, str], float]:
-    """Errors by member and tensor: each member's part of the exact tensors is what it should have."""
+    """Compare each member's results with its shards of the exact tensors: errors by member and tensor."""
     errors = {}
     for name, parts in results.items():
-        for rank, x, exact in zip(members, parts, shard(problem.exact[name], name, plan, members)):
-            if name == "lse":  # of padding it is -inf, or the sink
+        for rank, x, exact in zip(members, parts, shard_tensor(problem.exact[name], name, plan, members)):
+            if name == "lse":  # padding rows have -inf, or the sink
                 x = torch.where(exact == -math.inf, exact, x.to(exact.dtype))
             errors[rank, name] = largest_error(x, exact)
     return errors
 
 
-def judge(case: Case, problem: Problem, repetitions: Sequence[Sequence[Errors]]) -> Result:
-    """The outcome of a case, from what every process knows of each repetition. The last one is timed."""
+def judge_case(case: Case, problem: Problem, repetitions: Sequence[Sequence[Errors]]) -> Result:
+    """Judge a case by the errors of every process in each repetition. The time is that of the last one."""
     errors: dict[tuple[int | None, str], float] = {}  # by rank, None for sums, and tensor
     for processes in repetitions:
         run: dict[tuple[int | None, str], float] = {}

@@ -1,4 +1,4 @@
-"""Facts about the machine that a report of the check needs."""
+"""Facts about the machine for the report of `tritoncp check`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import torch.distributed as dist
 from tritoncp import comm
 from tritoncp.doctor import examine
 from tritoncp.perf import machine
-from tritoncp.self_check.cases import dtypes
+from tritoncp.self_check.cases import choose_dtypes
 from tritoncp.self_check.comparison import Ranks
 
-MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}  # bytes of a rank: a medium message of each kind of link
+MESSAGE = {"cpu": 1 << 20, "cuda": 1 << 24}  # bytes that each rank sends, by device type
 
 
-def local_facts(device: torch.device) -> dict[str, Any]:
-    """What doctor says, and driver, NCCL and the access of local GPUs to each other's memory."""
+def collect_facts(device: torch.device) -> dict[str, Any]:
+    """Collect the facts of `tritoncp doctor`, and driver, NCCL and peer access between local GPUs."""
     environment = machine.environment(device)
     notes = []
-    if torch.float16 in dtypes(device):
-        notes.append("float16 in bfloat16's place: the interpreter truncates bfloat16")
+    if torch.float16 in choose_dtypes(device):
+        notes.append("float16 replaces bfloat16, to which the interpreter truncates instead of rounding")
     if device.type == "cpu":
-        notes.append("on a CPU: ms say nothing of a GPU")
+        notes.append("the times are those of a CPU and say nothing about a GPU")
     return {
         **examine(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else machine.processor(),
@@ -36,7 +36,7 @@ def local_facts(device: torch.device) -> dict[str, Any]:
         "driver": environment.get("driver"),
         "cuda": environment.get("cuda"),
         "commit": environment.get("commit"),
-        "peer_access": peer_access(torch.cuda.device_count() if torch.cuda.is_available() else 0),
+        "peer_access": describe_peer_access(torch.cuda.device_count() if torch.cuda.is_available() else 0),
         "world": f"simulated on {device}",
         "ranks": None,
         "all_gather": None,
@@ -44,8 +44,8 @@ def local_facts(device: torch.device) -> dict[str, Any]:
     }
 
 
-def peer_access(gpus: int) -> str | None:
-    """Whether local GPUs reach each other's memory; the pairs that do not, by index."""
+def describe_peer_access(gpus: int) -> str | None:
+    """Describe which local GPUs can access each other's memory, by index; None for fewer than two GPUs."""
     if gpus < 2:
         return None
     pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
@@ -53,14 +53,14 @@ def peer_access(gpus: int) -> str | None:
     return f"all but {', '.join(without)}" if without else f"all {gpus} GPUs, each to each"
 
 
-def own_device(device: torch.device) -> dict[str, Any]:
-    """A rank's line of the table of ranks."""
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Describe this rank's host, device and process, for the table of ranks."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {"host": platform.node(), "device": str(device), "name": name, "pid": os.getpid()}
 
 
-def all_gather_speed(ranks: Ranks) -> dict[str, Any]:
-    """Time an all-gather of one message over the group, as the schedules send theirs."""
+def time_all_gather(ranks: Ranks) -> dict[str, Any]:
+    """Time an all-gather of one message over the group's data communicator, which the schedules use."""
     assert ranks.group is not None
     x = torch.ones(MESSAGE[ranks.device.type], dtype=torch.uint8, device=ranks.device)
 
@@ -69,8 +69,8 @@ def all_gather_speed(ranks: Ranks) -> dict[str, Any]:
 
     def seconds() -> float:
         began = time.perf_counter()
-        whole = comm.run(schedule(), ranks.group)  # type: ignore[arg-type]
-        int(whole[-1])  # it is there
+        gathered = comm.run(schedule(), ranks.group)  # type: ignore[arg-type]
+        int(gathered[-1])  # waits until the message has arrived
         return time.perf_counter() - began
 
     seconds()
@@ -84,8 +84,8 @@ def all_gather_speed(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def rows(facts: dict[str, Any]) -> Sequence[tuple[str, str]]:
-    """Facts besides those of doctor, by label, for a person."""
+def list_rows(facts: dict[str, Any]) -> Sequence[tuple[str, str]]:
+    """List the facts that `tritoncp doctor` does not have: (label, text)."""
     gather, ranks = facts["all_gather"], facts["ranks"]
     table = [
         ("device", facts["device"]),

@@ -18,76 +18,77 @@ from rich.console import Console
 from tritoncp import comm
 from tritoncp.demo.ranks import stay_on_this_machine, torchrun_world_size
 from tritoncp.self_check import facts
-from tritoncp.self_check.attempts import Limits, Request, Stopped, outcomes
-from tritoncp.self_check.cases import Case, Result, all_cases, degree_of, sizes
+from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
+from tritoncp.self_check.cases import Case, Result, choose_degree, choose_sizes, list_cases
 from tritoncp.self_check.comparison import Ranks
 from tritoncp.self_check.report import Display, Report, show_report
-from tritoncp.self_check.workers import parts_of, start, work_in_processes
+from tritoncp.self_check.workers import run_in_processes, set_up_process, split_into_parts
 
-GRACE = 5.0  # seconds more than a message that the ranks have to say how it went
-LINGER = 2.0  # seconds that a rank stays after a loss: to a slower one it would be lost too
+GRACE = 5.0  # extra seconds, after a message has timed out, for ranks to exchange their results
+LINGER = 2.0  # seconds that a rank waits after a loss before it exits: slower ranks may still need it
 Show = Callable[[Result], None]
 
 
-def not_run(cases: Sequence[Case], results: Sequence[Result], why: str) -> list[Result]:
-    """Results of the cases that have none."""
-    known = {result.case for result in results}
-    return [Result(case, why=f"not run: {why}") for case in cases if case not in known]
+def mark_not_run(cases: Sequence[Case], results: Sequence[Result], why: str) -> list[Result]:
+    """Make results for the cases without one."""
+    finished = {result.case for result in results}
+    return [Result(case, why=f"not run: {why}") for case in cases if case not in finished]
 
 
 # -- one process ------------------------------------------------------------------------------------------
 
 
 def check_alone(request: Request, limits: Limits, show: Show) -> Report:
-    """Every case in a simulated world on one device, whose kernels compile in worker processes."""
+    """Run every case in a simulated world on one device; worker processes compile its kernels."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    cases = selected(request, request.world_size, device)
-    machine = facts.local_facts(device)
+    cases = select_cases(request, request.world_size, device)
+    machine = facts.collect_facts(device)
     machine["world"] = f"{request.world_size} simulated ranks on {device}"
-    if gpu and processes(request, parts_of(cases)) > 1:
+    if gpu and count_processes(request, split_into_parts(cases)) > 1:
         machine["notes"].append("processes share the GPU: ms are longer than in a process of its own")
     results: list[Result] = []
     stopped = None
     try:
-        for result in simulated(cases, Ranks(device, request.world_size), limits):
+        for result in run_simulated(cases, Ranks(device, request.world_size), limits):
             results.append(result)
             show(result)
     except Stopped as stop:
         stopped = str(stop)
-        results += not_run(cases, results, stopped)
+        results += mark_not_run(cases, results, stopped)
     results.sort(key=lambda result: cases.index(result.case))  # processes end in any order
     return Report(machine, results, limits.seconds, stopped)
 
 
-def selected(request: Request, world_size: int, device: torch.device) -> list[Case]:
-    cases = all_cases(world_size, device, request.only)
+def select_cases(request: Request, world_size: int, device: torch.device) -> list[Case]:
+    """List the cases that the command asks for. Raises ValueError where there are none."""
+    cases = list_cases(world_size, device, request.only)
     if not cases:
-        example = all_cases(world_size, device)[-1].name
+        example = list_cases(world_size, device)[-1].name
         raise ValueError(
-            f"--only {request.only!r} fits no case of {world_size} ranks; one is called {example}"
+            f"--only {request.only!r} matches no case of {world_size} ranks; a case's name is, say, {example}"
         )
     return cases
 
 
-def simulated(cases: Sequence[Case], ranks: Ranks, limits: Limits) -> Iterator[Result]:
-    """Results of cases in a simulated world, as they come."""
-    parts = parts_of(cases)
-    jobs = processes(limits.request, parts)
+def run_simulated(cases: Sequence[Case], ranks: Ranks, limits: Limits) -> Iterator[Result]:
+    """Run cases in a simulated world; yield results as they come."""
+    parts = split_into_parts(cases)
+    jobs = count_processes(limits.request, parts)
     if jobs == 1:
-        start(ranks.device)
-        yield from outcomes(cases, ranks, lambda own: [own], limits)
+        set_up_process(ranks.device)
+        yield from run_cases(cases, ranks, lambda own: [own], limits)
     else:
-        yield from work_in_processes(parts, ranks, jobs, limits)
+        yield from run_in_processes(parts, ranks, jobs, limits)
 
 
-def processes(request: Request, parts: Sequence[Sequence[Case]]) -> int:
-    """How many processes share the device."""
-    return min(len(parts), request.jobs or cores())
+def count_processes(request: Request, parts: Sequence[Sequence[Case]]) -> int:
+    """Count the processes that share the device."""
+    return min(len(parts), request.jobs or count_cores())
 
 
-def cores() -> int:
-    """Cores that this process may use."""
+def count_cores() -> int:
+    """Count the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -95,13 +96,13 @@ def cores() -> int:
 
 
 class Group(NamedTuple):
-    """The ranks that torchrun started: the group for data, and one on the host for what they say of it."""
+    """The process groups of torchrun's ranks: one for tensors, and one on the host for results."""
 
     ranks: Ranks
     host: dist.ProcessGroup
 
     def gather(self, own: Any) -> list[Any]:
-        """Every rank's value, over the host. Raises PeerLost, which names the ranks that did not come."""
+        """Gather every rank's value over the host group. Raises PeerLost, which names the absent ranks."""
         text = pickle.dumps(own)
         sizes = [row[0] for row in comm.exchange([len(text)], self.host, "the result of a case")]
         padded = list(text.ljust(max(sizes), b"\0"))
@@ -109,15 +110,15 @@ class Group(NamedTuple):
         return [pickle.loads(bytes(row[:size])) for row, size in zip(rows, sizes)]
 
 
-def device_of_rank() -> torch.device:
-    """The GPU of this rank's number on its machine, or the CPU where there is none. Raises ValueError where
-    GPUs are fewer than ranks."""
+def select_device() -> torch.device:
+    """Select the GPU with this rank's local number, or the CPU on a machine without GPUs. Raises ValueError
+    where a machine has fewer GPUs than ranks."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if gpus < here:
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if gpus < ranks:
         raise ValueError(
-            f"torchrun started {here} ranks on a machine with {gpus} GPUs; start one rank for each, or run "
+            f"torchrun started {ranks} ranks on a machine with {gpus} GPUs; start one rank for each, or run "
             "`tritoncp check` without torchrun, which simulates ranks on one GPU"
         )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -125,9 +126,11 @@ def device_of_rank() -> torch.device:
     return device
 
 
-def join(request: Request, device: torch.device, store: dist.Store, rank: int, world_size: int) -> Group:
-    """Make the process groups. Messages on a GPU have more time than this process waits for them: NCCL ends a
-    process whose messages are late."""
+def join_groups(
+    request: Request, device: torch.device, store: dist.Store, rank: int, world_size: int
+) -> Group:
+    """Make the process groups. NCCL's timeout is longer than this process waits for the GPU, because NCCL
+    kills a process whose messages time out."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
         stay_on_this_machine()
     seconds, backend = request.timeout, "gloo"
@@ -143,7 +146,7 @@ def join(request: Request, device: torch.device, store: dist.Store, rank: int, w
         device_id=bound,
     )
     host = dist.new_group(backend="gloo", timeout=timedelta(seconds=request.timeout + GRACE))
-    degree = degree_of(world_size, sizes(device, world_size).heads)
+    degree = choose_degree(world_size, choose_sizes(device, world_size).heads)
     mesh = None
     if degree:
         mesh = dist.init_device_mesh(
@@ -153,20 +156,20 @@ def join(request: Request, device: torch.device, store: dist.Store, rank: int, w
 
 
 def compile_share(cases: Sequence[Case], device: torch.device, limits: Limits) -> None:
-    """Compile this rank's share of the kernels into Triton's cache on disk, by running its cases in a
-    simulated world on its own GPU. Results are those of the real run alone."""
-    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    parts = parts_of(cases)[local::here]
-    jobs = limits.request.jobs or max(1, cores() // here)
+    """Compile this rank's share of the kernels into Triton's cache on disk, by running its share of the cases
+    in a simulated world on its GPU. Their results are dropped: only the run on real ranks counts."""
+    local, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    parts = split_into_parts(cases)[local::ranks]
+    jobs = limits.request.jobs or max(1, count_cores() // ranks)
     try:
-        for _ in work_in_processes(parts, Ranks(device, int(os.environ["WORLD_SIZE"])), jobs, limits):
+        for _ in run_in_processes(parts, Ranks(device, int(os.environ["WORLD_SIZE"])), jobs, limits):
             pass
     except Stopped:
         pass  # the real run ends for the same reason
 
 
 def await_compilers(store: dist.Store, rank: int, world_size: int, budget: timedelta) -> None:
-    """Wait until every rank has compiled its share. Raises RuntimeError, which names the absent ranks."""
+    """Wait until every rank has compiled its share. Raises RuntimeError, which names the missing ranks."""
     keys = [f"tritoncp/compiled/{other}" for other in range(world_size)]
     store.set(keys[rank], "")
     try:
@@ -179,27 +182,27 @@ def await_compilers(store: dist.Store, rank: int, world_size: int, budget: timed
 
 
 def check_group(request: Request, limits: Limits, show: Show) -> Report:
-    """Every case on the ranks that torchrun started: the same report on every rank that is there."""
-    device = device_of_rank()
-    cases = selected(request, int(os.environ["WORLD_SIZE"]), device)
+    """Run every case on the ranks that torchrun started. Ranks that are not lost return the same report."""
+    device = select_device()
+    cases = select_cases(request, int(os.environ["WORLD_SIZE"]), device)
     budget = timedelta(seconds=request.budget)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=budget)))
-    machine = facts.local_facts(device)
+    machine = facts.collect_facts(device)
     if device.type == "cuda":
         compile_share(cases, device, limits)
         await_compilers(store, rank, world_size, budget)
-    start(device)
-    group = join(request, device, store, rank, world_size)
+    set_up_process(device)
+    group = join_groups(request, device, store, rank, world_size)
     machine["world"] = f"{world_size} ranks, {dist.get_backend()}"
     results: list[Result] = []
     try:
-        for result in outcomes(cases, group.ranks, group.gather, limits):
+        for result in run_cases(cases, group.ranks, group.gather, limits):
             results.append(result)
             show(result)
-        machine["all_gather"] = facts.all_gather_speed(group.ranks)
-        machine["ranks"] = group.gather(facts.own_device(device))
+        machine["all_gather"] = facts.time_all_gather(group.ranks)
+        machine["ranks"] = group.gather(facts.describe_device(device))
     except (Stopped, comm.PeerLost) as error:
-        results += not_run(cases, results, str(error))
+        results += mark_not_run(cases, results, str(error))
         return Report(machine, results, limits.seconds, str(error), error.absent)
     dist.destroy_process_group()
     return Report(machine, results, limits.seconds)
@@ -209,20 +212,19 @@ def check_group(request: Request, limits: Limits, show: Show) -> Report:
 
 
 def main(request: Request, as_json: bool) -> int:
-    """Check, say what came of it, and return the exit code. Does not return where a rank is lost."""
+    """Run the check, print its report, and return the exit code. Exits the process where a rank is lost."""
     limits = Limits(request)
     console = Console(stderr=as_json)
     many = (torchrun_world_size() or 1) > 1
     first = not many or os.environ["RANK"] == "0"
     with limits.listening(), Display(console, enabled=first) as display:
         report = (check_group if many else check_alone)(request, limits, display.show)
-    if not many or int(os.environ["RANK"]) == report.speaker(int(os.environ["WORLD_SIZE"])):
+    if not many or int(os.environ["RANK"]) == report.reporting_rank(int(os.environ["WORLD_SIZE"])):
         show_report(report, console, display.shown)
         if as_json:
             print(json.dumps(report.as_json(), indent=2), flush=True)  # a worker that hangs delays the end
-    if report.stopped and (
-        many or torch.cuda.is_initialized()
-    ):  # as it ends, a process waits for what is lost
+    if report.stopped and (many or torch.cuda.is_initialized()):
+        # A normal exit would wait for the lost rank's messages or the hanging kernel.
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(LINGER if many else 0)

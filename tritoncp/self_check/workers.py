@@ -1,4 +1,4 @@
-"""Worker processes that share a device: compiling is most of the time on a GPU, and so is Python on a CPU."""
+"""Worker processes that share a device, because compiling (on a GPU) or Python (on a CPU) takes most time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ from typing import Any
 
 import torch
 
-from tritoncp.self_check.attempts import Limits, Stopped, outcomes
+from tritoncp.self_check.attempts import Limits, Stopped, run_cases
 from tritoncp.self_check.cases import ONE_DEVICE, Case, Result
 from tritoncp.self_check.comparison import Ranks
 
-SHORT = (
-    ONE_DEVICE,
-    "allgather",
-    "ulysses",
-)  # these schedules share kernels, and so do the others: about as many
+# Schedules that share kernels. The others share theirs, about as many.
+SHORT = (ONE_DEVICE, "allgather", "ulysses")
 
 DYING = 2.0  # seconds that a process whose pipe has ended is waited for
 
 
-def parts_of(cases: Sequence[Case]) -> list[list[Case]]:
-    """Cases that share kernels: of one dtype and mask (sinks come after the kernels of the causal mask), in
-    two halves, the larger ones first."""
+def split_into_parts(cases: Sequence[Case]) -> list[list[Case]]:
+    """Split cases into parts that share kernels: one dtype and mask each (sinks go with the causal mask,
+    whose kernels they use), in two halves by schedule; the halves with more kernels come first."""
 
     def key(case: Case) -> tuple[bool, str, str]:
         return case.schedule in SHORT, case.dtype, case.mask.replace("sinks", "causal")
@@ -36,11 +33,11 @@ def parts_of(cases: Sequence[Case]) -> list[list[Case]]:
     return [list(part) for _, part in groupby(sorted(cases, key=key), key)]
 
 
-def work_in_processes(
+def run_in_processes(
     parts: Sequence[Sequence[Case]], ranks: Ranks, jobs: int, limits: Limits
 ) -> Iterator[Result]:
-    """Run parts in up to ``jobs`` processes. A process that ends in the middle of a case fails it, and
-    another one does the rest of its part. Raises Stopped."""
+    """Run parts in up to ``jobs`` processes. A case during which its process dies has failed; another process
+    runs the rest of the part. Raises Stopped where a limit is reached."""
     queue = [list(part) for part in parts]
     workers: dict[Any, Worker] = {}
     try:
@@ -67,19 +64,22 @@ def work_in_processes(
 
 
 class Worker:
-    """A process and the cases of its part without a result. After a fork it is ready at once, but CUDA
-    cannot follow one."""
+    """A worker process and those cases of its part that have no result yet. It is forked on a CPU, which is
+    fast, and spawned on a GPU, since CUDA cannot be used after a fork."""
 
     def __init__(self, cases: list[Case], ranks: Ranks, limits: Limits):
         context: Any = get_context("fork" if ranks.device.type == "cpu" else "spawn")
         self.cases, self.ended = cases, False
-        self.pipe, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=work, args=(list(cases), ranks, limits, theirs), daemon=True)
+        self.pipe, child_pipe = context.Pipe(duplex=False)
+        self.process = context.Process(
+            target=run_worker, args=(list(cases), ranks, limits, child_pipe), daemon=True
+        )
         self.process.start()
-        theirs.close()  # a dead worker now ends the pipe
+        child_pipe.close()  # so that receive() sees the end of the pipe when the worker dies
 
     def receive(self) -> Result | None:
-        """The next result, or that of the case in which the process died; None at the end."""
+        """Receive the next result; None at the end; if the process died, a failure of the case that it was
+        running."""
         try:
             result: Result = self.pipe.recv()
         except (EOFError, OSError):
@@ -96,13 +96,13 @@ class Worker:
         return result
 
 
-def work(cases: list[Case], ranks: Ranks, limits: Limits, pipe: Connection) -> None:
-    """The life of a worker. A device that is of no use any more is another process's to try again. Ctrl-C
-    reaches it too, and is the parent's to answer."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    start(ranks.device)
+def run_worker(cases: list[Case], ranks: Ranks, limits: Limits, pipe: Connection) -> None:
+    """Run cases in a worker process and send the results. Where the device can no longer be used, the process
+    ends, and a new one runs the remaining cases."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the parent answers it
+    set_up_process(ranks.device)
     try:
-        for result in outcomes(cases, ranks, lambda own: [own], limits):
+        for result in run_cases(cases, ranks, lambda own: [own], limits):
             pipe.send(result)
     except Stopped:
         pass
@@ -110,10 +110,12 @@ def work(cases: list[Case], ranks: Ranks, limits: Limits, pipe: Connection) -> N
     os._exit(0)
 
 
-def start(device: torch.device) -> None:
-    """Set a process up so that kernels that it compiles are found by other processes."""
+def set_up_process(device: torch.device) -> None:
+    """Set up a process so that other processes find the kernels that it compiles in Triton's cache."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message=".*heads do not go round")  # some worlds are to have too few
+    warnings.filterwarnings(
+        "ignore", message=".*heads do not go round"
+    )  # worlds with too few heads are cases
     if device.type == "cuda":
         from tritoncp.engines import name_functions
 

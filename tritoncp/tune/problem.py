@@ -54,7 +54,7 @@ class Problem:
         self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # a fused kernel adds to it
 
     def results(self, kernel: str) -> dict[str, Tensor]:
-        """What a kernel writes."""
+        """The tensors that a kernel writes."""
         dkdv = {"dk": self._dk, "dv": self._dv}
         return {
             "forward": {"out": self._out},

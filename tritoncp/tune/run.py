@@ -79,7 +79,7 @@ class Screen:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command was asked for. ``arch`` without a GPU: the static stage alone."""
+    """The command's request. ``arch`` without a GPU: only the static stage runs."""
 
     wanted: tuple[Target, ...]
     device: tuned.Device

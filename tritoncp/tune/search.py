@@ -32,7 +32,7 @@ REPORTED = ("registers", "spill_bytes", "shared_bytes", "tma", "flops", "bound",
 
 
 class Bench(Protocol):
-    """What only the device can say."""
+    """Measurements that need the device."""
 
     def wrong(self, target: Target, config: Config) -> str | None:
         """Why the answer is not to be trusted, if it is not."""
@@ -94,7 +94,7 @@ class Tuner:
     chosen: dict[Target, Choice] = field(default_factory=dict)
 
     def candidates(self, target: Target) -> list[Config]:
-        """What is tried; first what calls take unless something wins."""
+        """The candidates; the first is the config that calls use by default."""
         loops = self.chosen.get(replace(target, kernel="forward"))
         return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
 

@@ -1,4 +1,4 @@
-"""What can be tuned, and what is tried."""
+"""Targets of the autotuner, and their candidate configs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from tritoncp.mods import Untranslatable, hand_written, score_mod
 from tritoncp.perf.cases import CASES, Case
 from tritoncp.perf.record import Point
 
-# "fused" is a kernel of its own, for calls that ask for it, and never what "bwd" turns out to be: it adds up
-# dQ in whatever order programs end, and no file may take from a call that its bits are the same every time.
-# "few" is a decoding step.  "routes" compares what other ways through the forward pass a GPU has with the
-# tiles that won there, which therefore come first.
+# "fused" is tuned only for calls that request it, and is not part of "bwd": it adds up dQ in a varying order,
+# and a file of tiles must not make a deterministic call nondeterministic.  "few" is a decoding step.
+# "routes" compares the other forward kernels with the best tiles of loops, which therefore are tuned first.
 OPS = {
     "fwd": ("forward",),
     "bwd": ("dq", "dkdv"),
@@ -29,7 +28,7 @@ OPS = {
     "few": ("few",),
     "routes": ("forward", "route"),
 }
-# Query heads, key heads, head dim, length of what people train.
+# Query heads, key heads, head dim and length of known models.
 PRESETS = {
     "llama3-8b": ("32x8,128,16384",),
     "llama3-70b": ("64x8,128,16384",),
@@ -38,21 +37,21 @@ PRESETS = {
     "gemma2-9b": ("16x8,256,8192",),
     "deepseek-v3": ("128x128,192x128,8192",),
 }
-# Mask of perf/cases.py -> kind that a call looks up, and what stands for it in offline compilation.
+# Mask of perf/cases.py -> the kind that a call looks up, and its variant in offline compilation.
 MASKS = {
     "causal": ("causal", "causal"),
     "full": ("full", "full"),
     "document": ("interval", "documents"),
     "window": ("window", "window"),
 }
-MOST_NUMBERS = 1 << 34  # in the queries of a shape
-# What a case of perf/cases.py is besides its mask.
+MOST_NUMBERS = 1 << 34  # elements of a shape's queries
+# Mask name of perf/cases.py -> mask and score_mod, for cases with a score_mod.
 SCORED = {"softcap": ("causal", "softcap"), "alibi": ("causal", "alibi")}
 
 
 @dataclass(frozen=True)
 class Routed(Config):
-    """A way through the forward pass, and its tiles."""
+    """A route of the forward pass, and its tiles."""
 
     ROUTE: str = ROUTES[0]
 
@@ -66,15 +65,15 @@ class Routed(Config):
 
 
 def kernel_of(kernel: str, config: Config | None) -> tuple[str, Config | None]:
-    """What is launched for a config of a target's kernel."""
+    """The kernel and tiles that are launched for a config of a target's kernel."""
     return (config.kernel, config.tiles) if isinstance(config, Routed) else (kernel, config)
 
 
 @dataclass(frozen=True)
 class Target:
-    """One kernel of one shape, whose tiles are looked for.
+    """A kernel of one shape, whose tiles are tuned.
 
-    kernel: forward, dq, dkdv, fused; "few": forward of a single query; "route": ways through forward
+    kernel: forward, dq, dkdv, fused; "few": forward of a single query; "route": routes of the forward pass
     v_head_dim: channels of values; None = those of queries and keys. score: a score_mod by its name
     """
 
@@ -94,12 +93,12 @@ class Target:
 
     @property
     def queries(self) -> int:
-        """How many there are, where not as many as keys; 0 elsewhere."""
+        """The number of queries if it differs from that of keys; else 0."""
         return 1 if self.kernel == "few" else 0
 
     @property
     def shape(self) -> str:
-        """As :func:`targets` reads it."""
+        """The shape in the format that :func:`targets` parses."""
         width = f"{self.head_dim}x{self.v_dim}" if self.v_dim != self.head_dim else f"{self.head_dim}"
         return f"{self.heads}x{self.kv_heads},{width},{self.seq}"
 
@@ -117,24 +116,24 @@ class Target:
         )
 
     def job(self, arch: str, config: Config | None) -> Job:
-        """What is timed."""
+        """The launch that is timed."""
         call = Call(self.mask, self.heads, self.kv_heads, self.seq, self.queries)
         return replace(self.step(arch, config), variant=MASKS[self.mask][1], call=call)
 
     def step(self, arch: str, config: Config | None) -> Job:
-        """The same kernel as a step of a schedule, which has most in registers."""
+        """The same kernel as a step of a schedule, which needs the most registers."""
         kernel, tiles = kernel_of(self.kernel, config)
         variant = "few" if kernel == "few" else "state"
         return Job(kernel, arch, self.head_dim, self.dtype, variant, tiles, self.v_head_dim, self.score)
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What a call looks up, as files hold it; and the shape that stands for it."""
-        about = {"kernel": self.kernel, "dtype": self.dtype, "head_dim": self.head_dim}
-        about |= {"v_head_dim": self.v_dim} if self.v_dim != self.head_dim else {}
-        about |= {"score": self.score} if self.score else {}
-        about |= {"loads": 2} if _loads(self.score)[0] == 2 else {}
-        return {**about, "mask": MASKS[self.mask][0], "shape": self.shape}
+        """The key of an entry as files store it, and the shape that was measured."""
+        key = {"kernel": self.kernel, "dtype": self.dtype, "head_dim": self.head_dim}
+        key |= {"v_head_dim": self.v_dim} if self.v_dim != self.head_dim else {}
+        key |= {"score": self.score} if self.score else {}
+        key |= {"loads": 2} if _loads(self.score)[0] == 2 else {}
+        return {**key, "mask": MASKS[self.mask][0], "shape": self.shape}
 
 
 def preset(name: str) -> tuple[str, ...]:
@@ -147,16 +146,17 @@ def preset(name: str) -> tuple[str, ...]:
 def targets(
     shapes: Sequence[str], masks: Sequence[str], ops: Sequence[str], dtype: str, score: str = ""
 ) -> list[Target]:
-    """shapes: HEADSxKV_HEADS,HEAD_DIM,LENGTH, or HEAD_DIMxV_HEAD_DIM where they differ. Shapes that a call
-    could not tell apart are one target: the first. Raises ValueError for what is written otherwise.
+    """Make the targets for shapes: HEADSxKV_HEADS,HEAD_DIM,LENGTH, or HEAD_DIMxV_HEAD_DIM where they differ.
+    Of shapes for which calls look up the same tiles, only the first is a target. Raises ValueError for a name
+    that is unknown or a shape in another format.
 
     >>> [target.name for target in targets(["32x8,128,4096"], ["full"], ["bwd"], "float16")]
     ['dq full 32x8 d128 4096 float16', 'dkdv full 32x8 d128 4096 float16']
     """
-    found: dict[tuple[Any, ...], Target] = {}
-    for given, known, what in ((masks, MASKS, "mask"), (ops, OPS, "op")):
-        if unknown := [name for name in given if name not in known]:
-            raise ValueError(f"unknown {what} {unknown[0]!r}; known: {', '.join(known)}")
+    targets_by_key: dict[tuple[Any, ...], Target] = {}
+    for names, choices, what in ((masks, MASKS, "mask"), (ops, OPS, "op")):
+        if unknown := [name for name in names if name not in choices]:
+            raise ValueError(f"unknown {what} {unknown[0]!r}; known: {', '.join(choices)}")
     for shape, mask, op in itertools.product(shapes, masks, ops):
         try:
             heads, width, length = shape.split(",")
@@ -181,27 +181,27 @@ def targets(
         if op == "few" and q_heads // kv_heads > FEW:
             raise ValueError(f"shape {shape!r}: up to {FEW} query heads of a key head are few rows")
         for kernel in OPS[op]:
-            seen = "full" if kernel == "few" else mask
-            target = Target(kernel, seen, q_heads, kv_heads, dim, seq, dtype, other, score)
-            found.setdefault((kernel, dim, v_dim, MASKS[seen][0]), target)
-    return list(found.values())
+            mask_name = "full" if kernel == "few" else mask
+            target = Target(kernel, mask_name, q_heads, kv_heads, dim, seq, dtype, other, score)
+            targets_by_key.setdefault((kernel, dim, v_dim, MASKS[mask_name][0]), target)
+    return list(targets_by_key.values())
 
 
-def without_faults(wanted: Sequence[Target], arch: str) -> tuple[list[Target], list[str]]:
-    """The targets that this Triton compiles right for ``arch``, and a line that says why others are left out.
-    Raises ValueError where none remains."""
+def without_faults(requested: Sequence[Target], arch: str) -> tuple[list[Target], list[str]]:
+    """Select the targets that this Triton compiles right for ``arch``. Returns them, and a line with the
+    reason for each kind that is left out. Raises ValueError where no target remains."""
     why = fused_fault(arch)
-    kept = [target for target in wanted if target.kernel != "fused" or why is None]
-    if len(kept) == len(wanted):
-        return kept, []
+    right = [target for target in requested if target.kernel != "fused" or why is None]
+    if len(right) == len(requested):
+        return right, []
     line = f"fused is left out: {why}, or leave it out of --ops; {UNSAFE}=1 tunes it"
-    if not kept:
+    if not right:
         raise ValueError(line)
-    return kept, [line]
+    return right, [line]
 
 
 def _check(score: str, heads: int) -> None:
-    """Raises ValueError for a score_mod that kernels cannot run, or torch, which says what is right."""
+    """Check that kernels and torch (the reference) can run a score_mod. Raises ValueError."""
     fn = score_of(score, heads)
     if hand_written(fn):
         raise ValueError(f"{score} is @triton.jit code, whose answers nothing can check; give it in Python")
@@ -212,27 +212,27 @@ def _check(score: str, heads: int) -> None:
 
 
 def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Target]]:
-    """The case that is farthest below its goal in the newest runs on a device (None: any), in words, and its
-    kernels, of a forward pass also its routes; where none has a goal, the one farthest behind the fastest
-    baseline; where there is none, the forward pass of Llama-3 8B. Cases that failed do not count: better
-    tiles are not what they need.
+    """Select the case to tune: the one that is farthest below its goal in the newest runs on a device (None:
+    any); if no case has a goal, the one farthest behind the fastest baseline; without any comparison, the
+    forward pass of Llama-3 8B. Cases that failed do not count, since better tiles would not help them.
+    Returns a description, and targets: the kernels of the pass, of a forward pass also the routes.
 
-    The newest runs are the newest one and those of the same sources; of each case the last line counts that
-    compares it with a baseline.
+    The newest runs are the newest one and all others of the same sources. Of each case the last line with a
+    baseline counts.
     """
-    mine = sorted((p for p in points if device in (None, p.series.device)), key=lambda point: point.time)
-    known = {case.name: case for case in CASES}
+    ordered = sorted((p for p in points if device in (None, p.series.device)), key=lambda point: point.time)
+    cases = {case.name: case for case in CASES}
     last = {
         point.case: point
-        for point in mine
-        if _alike(point, mine[-1]) and point.worst is not None and _tunable(known.get(point.case))
+        for point in ordered
+        if _is_current(point, ordered[-1]) and point.worst is not None and _tunable(cases.get(point.case))
     }
     rated = [(not point.goal, point.worst or 0.0, point.case) for point in last.values()]
     if not rated:
         why = "nothing was compared with a baseline here: Llama-3 8B instead"
         return why, targets(preset("llama3-8b"), ["causal"], ["fwd"], "bfloat16")
     aimless, worst, name = min(rated)
-    case = known[name]
+    case = cases[name]
     mask, score = SCORED.get(case.mask, (case.mask, ""))
     shape = f"{case.heads}x{case.kv_heads},{case.dim}x{case.v_dim},{case.seq}"
     forward = "few" if case.queries else "fwd" if score else "routes"
@@ -241,8 +241,8 @@ def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Ta
     return f"{name}, {worst:.2f} of {of}", targets([shape], [mask], [op], case.dtype, score)
 
 
-def _alike(point: Point, newest: Point) -> bool:
-    """Whether a point is of the newest run, or of one that measured the same code."""
+def _is_current(point: Point, newest: Point) -> bool:
+    """Whether a point belongs to the newest run, or to one that measured the same code."""
     same_code = "sources" in newest.env and point.env.get("sources") == newest.env["sources"]
     return point.run == newest.run or same_code
 
@@ -268,7 +268,7 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
     if target.kernel == "route":
         return list(_routes(target, arch, loops or _rule(replace(target, kernel="forward"), arch)))
     aligned, own = _aligned(target), _rule(target, arch)
-    listed = {replace(own, HOIST=not own.HOIST)}
+    configs = {replace(own, HOIST=not own.HOIST)}
     for tma in (False, True) if aligned and copies(arch) else (own.USE_TMA,):
         rule = own if tma == own.USE_TMA else replace(_rule(target, arch, tma), USE_TMA=tma)
         near = [
@@ -278,21 +278,21 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
         near[0] = [rule.BLOCK_M] if target.kernel == "few" else near[0]  # a tile is as high as rows are many
         plain = replace(rule, FLIP=False, maxnreg=None)
         sized = [replace(plain, BLOCK_M=m, BLOCK_N=n) for m, n in itertools.product(*near)]
-        listed |= {
+        configs |= {
             replace(config, num_warps=warps, num_stages=stages)
             for config, warps, stages in itertools.product(sized, (4, 8), (1, 2, 3, 4))
         }
         if not arch.startswith("gfx"):  # two programs on a multiprocessor
-            listed |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
+            configs |= {replace(config, num_warps=8, maxnreg=128) for config in sized}
         if target.kernel not in ("forward", "few") and multiplies_transposed(arch):
-            listed |= {replace(config, FLIP=True) for config in sized}
+            configs |= {replace(config, FLIP=True) for config in sized}
     values = asdict(own)
 
     def order(config: Config) -> tuple[Any, ...]:
         other = asdict(config)
         return sum(other[name] != values[name] for name in values), str(other)
 
-    return [own, *sorted(listed - {own}, key=order)]
+    return [own, *sorted(configs - {own}, key=order)]
 
 
 def _aligned(target: Target) -> bool:
@@ -323,5 +323,5 @@ def _routes(target: Target, arch: str, loops: Config) -> Iterator[Routed]:
             continue
         rule = asdict(default(route, arch, widest, dtype)) | {"ROUTE": route}
         sizes = [n for n in (64, 128) if rule["BLOCK_N"] // 2 <= n <= rule["BLOCK_N"] * 2]
-        tried = [{}, *({"BLOCK_N": n, "num_stages": s} for n, s in itertools.product(sizes, (2, 3, 4)))]
-        yield from dict.fromkeys(Routed(**rule | one) for one in tried)
+        settings = [{}, *({"BLOCK_N": n, "num_stages": s} for n, s in itertools.product(sizes, (2, 3, 4)))]
+        yield from dict.fromkeys(Routed(**rule | one) for one in settings)
