@@ -218,7 +218,7 @@ def test_a_case_that_breaks_its_device_leaves_the_others_to_another_process(monk
         return attend(q, k, v, score_mod, *rest, sinks=sinks, **options)
 
     monkeypatch.setattr(tritoncp, "flex_attention", refuse)
-    monkeypatch.setattr(attempts, "usable", lambda device: False)
+    monkeypatch.setattr(attempts, "is_usable", lambda device: False)
     code, report = check("--only=one-device-[cs]*-float32-*", "--jobs=2")
     assert code == 1
     right = {"causal": False, "score_mod": True, "sinks": True}  # causal and sinks share a process
