@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from tritoncp.balance import MASKED, balancers
-from tritoncp.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
-from tritoncp.masks import Mask, create_block_mask
+from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.cases import document_lengths
-from tritoncp.plan import Plan, build
+from tritoncp.planning.balance import MASKED, balancers
+from tritoncp.planning.plan import Plan, build
 
 SIZES = (64, 128, 256, 512, 1024)
 WORLDS = (8, 16, 64)
@@ -91,7 +91,7 @@ put other layers, which cost the same for every token, out of balance.
 Which to take: `ptrr`, the default, where all keys travel anyway (`schedule="allgather"`, dense masks);
 `locality` where the mask is sparse and `schedule="fetch"` or `"ring"` moves only what is seen; `per_document`
 where planning time counts and a few per cent of work do not. A function of your own goes in the same place:
-`make_plan(mask, mesh, balancer=mine)`, see `tritoncp.balance.Work`."""
+`make_plan(mask, mesh, balancer=mine)`, see `tritoncp.planning.balance.Work`."""
 
 
 class Numbers(click.ParamType):

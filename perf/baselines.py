@@ -20,12 +20,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as torch_flex
 
-from tritoncp.api import flex_attention, make_plan, shard, unshard
-from tritoncp.masks import create_block_mask, full_mask
+from tritoncp.api.attention import flex_attention, make_plan, shard, unshard
+from tritoncp.api.simulate import simulate
+from tritoncp.masks.mask import create_block_mask, full_mask
+from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf.cases import MASKS, Case, document_lengths, sink_logits
 from tritoncp.perf.record import variant
-from tritoncp.sinks import with_sinks
-from tritoncp.world import simulate
 
 # torch.compile mode and kernel options of each flex variant. The first one is the default.
 FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tritoncp import and_masks, causal, create_block_mask, document
-from tritoncp.balance import balancers
-from tritoncp.masks import Mask
+from tritoncp.masks.mask import Mask
 from tritoncp.perf.balance import corpus_lengths
-from tritoncp.plan import SCHEDULES, Plan, build
+from tritoncp.planning.balance import balancers
+from tritoncp.planning.plan import SCHEDULES, Plan, build
 
 TOKENS, WORLD = 1 << 20, 64
 

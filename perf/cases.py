@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
 
 Mod = Callable[..., Tensor]
 TIERS = ("smoke", "core", "full")

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritoncp.core.tracing import vmapped
 from tritoncp.perf.baselines import Inputs
 from tritoncp.perf.cases import MASKS, Case, Mod, sink_logits
-from tritoncp.pointwise import vmapped
 
 # Allowed ‖got − reference‖ / ‖reference‖: of a whole tensor, and of its worst 128 rows of a head.
 # A correct kernel is near the rounding of its inputs' dtype; one wrong tile is far outside.

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from tritoncp.checked_json import parse_json
+from tritoncp.core.checked_json import parse_json
 from tritoncp.perf import compare as comparing
 from tritoncp.perf.exit_codes import EPILOG, FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
 from tritoncp.perf.record import DiskFull, History, Point, Problem, append, read

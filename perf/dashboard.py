@@ -19,7 +19,7 @@ import numpy as np
 from bokeh.embed import json_item
 from bokeh.resources import Resources
 
-from tritoncp import __version__
+from tritoncp._version import __version__
 from tritoncp.perf import changes, charts
 from tritoncp.perf.record import ATTRIBUTES, History, Point, Series
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tritoncp.checked_json import read_json
+from tritoncp.core.checked_json import read_json
 from tritoncp.perf.record import OURS, Point, files, read
 
 WIDTH = 150  # columns of the page where the output is not a terminal

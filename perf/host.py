@@ -21,13 +21,13 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
-from tritoncp.api import flex_attention
-from tritoncp.masks import Mask, create_block_mask
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.simulate import simulate
+from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.cases import MASKS, TIERS, position
 from tritoncp.perf.record import OURS, Journal, Point, kernel_name, read
 from tritoncp.perf.timing import Run, WallClock, interleaved
-from tritoncp.plan import build
-from tritoncp.world import simulate
+from tritoncp.planning.plan import build
 
 CPU = torch.device("cpu")
 LAYER = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}  # whose bytes a plan's figures are

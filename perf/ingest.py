@@ -1,7 +1,7 @@
 """`tritoncp perf ingest`: adds the results of `make gpu` in a folder to the repository.
 
 Lines of histories are added to a history that does not hold them yet.  Tile shapes that beat the rule are
-shipped, if the journal of `tritoncp autotune` (see tritoncp/tune/journal.py) holds a right answer and times
+shipped, if the journal of `tritoncp autotune` (see tritoncp/tuning/journal.py) holds a right answer and times
 for them; and forward routes that beat the loops in lines of cases (see route_choices.py).  Unreadable lines
 are named and left out.
 """
@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritoncp import tuned
-from tritoncp.checked_json import parse_json
-from tritoncp.paths import HISTORY_FILE, checked_name, path_inside
+from tritoncp.core.checked_json import parse_json
+from tritoncp.core.paths import HISTORY_FILE, checked_name, path_inside
+from tritoncp.ops import tile_tables
+from tritoncp.ops.tile_tables import Device
 from tritoncp.perf.lines import finite
 from tritoncp.perf.record import Problem, checked, files, merge, same_line
 from tritoncp.perf.route_choices import DAY, RouteChoice, choices_of
-from tritoncp.tuned import Device
 
 KINDS = ("case", "left out", "resources")
 Config = tuple[tuple[str, Any], ...]  # sorted items
@@ -118,7 +118,7 @@ def _history_file(history: Path, source: Path) -> Path:
 def _config_file(configs: Path, device: Device, triton: str) -> Path:
     """The file for the tile shapes of a device."""
     try:
-        return path_inside(configs, tuned.path_in(configs, device, triton))
+        return path_inside(configs, tile_tables.path_in(configs, device, triton))
     except ValueError as error:
         raise Refused(str(error)) from error
 
@@ -164,7 +164,7 @@ class Evidence:
             right = {c: ms for c, ms in self.times[turn].items() if self.wrong.get(c, "unknown") is None}
             if self.rule in right and len(right) > 1:
                 fastest = min(right, key=right.__getitem__)
-                won = right[self.rule] / right[fastest] > tuned.WIN
+                won = right[self.rule] / right[fastest] > tile_tables.WIN
                 return fastest if won else self.rule, right[fastest], right[self.rule]
         return None
 
@@ -235,7 +235,7 @@ def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
     if not all(isinstance(value, str) and value for value in facts.values()):
         raise ValueError("device, arch, triton and code have to be text")
     try:
-        tuned.path_in(Path(), Device(facts["arch"], facts["device"]), facts["triton"])
+        tile_tables.path_in(Path(), Device(facts["arch"], facts["device"]), facts["triton"])
     except ValueError as error:
         raise Refused(f"{path}:{number}: {error}") from error
     began = _positive(line["time"])
@@ -248,7 +248,7 @@ def _read(run: Run, number: int, line: dict[str, Any]) -> None:
     """Add a line to the evidence of a run."""
     stage, name = line["stage"], line["target"]
     if stage == "target":
-        tuned.check({**line["entry"], "config": line["rule"]})
+        tile_tables.check({**line["entry"], "config": line["rule"]})
         of = run.targets.setdefault(name, Evidence(number))
         of.entry, of.rule = line["entry"], _items(line["rule"])
         return
@@ -294,11 +294,11 @@ def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
         took = {"ms": ms, "rule_ms": rule_ms, "time": when, "code": run.facts["code"]}
         entry = {**of.entry, "config": dict(config), **took}
         try:
-            tuned.check(entry)
+            tile_tables.check(entry)
         except (ValueError, KeyError, TypeError) as error:
             problems.append(Problem(run.path, of.line, f"{name}: {error}"))
             continue
-        key = tuned.entry_key(entry)
+        key = tile_tables.entry_key(entry)
         if key not in choices or choices[key].time <= when:
             choices[key] = Choice(when, None if config == of.rule else entry)
 
@@ -313,10 +313,10 @@ def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tu
     """Write the winning entries to the shipped file, and remove older entries that no longer beat the rule.
     Returns the numbers of both. Raises ValueError for a file that cannot be read, and the errors of
     :func:`tuned.locked`."""
-    path = tuned.path_in(configs, device, triton)
+    path = tile_tables.path_in(configs, device, triton)
     if not path.exists() and all(entry is None for _, entry in choices.values()):
         return 0, 0
-    with tuned.locked(path):
+    with tile_tables.locked(path):
         return _merged(path, choices, configs, device, triton)
 
 
@@ -332,7 +332,7 @@ def _merged(path: Path, choices: Choices, configs: Path, device: Device, triton:
     ]
     drop = {key for key, (_, entry) in choices.items() if entry is None} & set(old) - newer
     if new or drop:
-        tuned.write(configs, device, new, {}, triton, drop)
+        tile_tables.write(configs, device, new, {}, triton, drop)
     return len(new), len(drop)
 
 
@@ -346,4 +346,4 @@ def _covers(old: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
 def _entries_of(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Read the entries of a file of tile shapes. Raises ValueError for one that cannot be read, which is then
     not replaced."""
-    return {tuned.entry_key(entry): entry for entry in tuned.read(path)} if path.exists() else {}
+    return {tile_tables.entry_key(entry): entry for entry in tile_tables.read(path)} if path.exists() else {}

@@ -13,8 +13,8 @@ import torch
 import triton
 
 import tritoncp
-from tritoncp import tuned
 from tritoncp.kernels.toolchain import ptxas_for
+from tritoncp.ops import tile_tables
 from tritoncp.perf.record import Series
 
 _STATE = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
@@ -34,7 +34,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "sources": sources(package),
     }
     if device.type == "cuda":
-        facts["arch"] = tuned.device_of(device).arch
+        facts["arch"] = tile_tables.device_of(device).arch
         facts["cuda"] = torch.version.cuda or torch.version.hip
         facts["cudnn"] = torch.backends.cudnn.version()
         facts["driver"] = _asked(device, "driver_version").get("driver_version")

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from tritoncp.masks import create_block_mask, full_mask
+from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.perf import baselines, check, machine
 from tritoncp.perf.baselines import FLEX, Contender
 from tritoncp.perf.cases import GOALS, MASKS, SEARCHED, Case, position
 from tritoncp.perf.record import OURS, Journal, Point
 from tritoncp.perf.timing import Clock, DeviceClock, Figure, GroupClock, Run, WallClock, interleaved
 from tritoncp.perf.work import Shape, Work, of_plan
-from tritoncp.plan import build
+from tritoncp.planning.plan import build
 
 QUICK = ["flex", "flex prescale", "flex tma", "flex flash"]
 THOROUGH = ["flex prescale tma", "flex max-autotune"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritoncp.checked_json import parse_json
+from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.lines import check_measurement, finite
 
 VERSION = 1

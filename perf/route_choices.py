@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritoncp import tuned
 from tritoncp.kernels.configs import ROUTES
-from tritoncp.masks import create_block_mask, full_mask
+from tritoncp.masks.mask import create_block_mask, full_mask
+from tritoncp.ops import tile_tables
+from tritoncp.ops.tile_tables import Device
 from tritoncp.perf.cases import CASES, MASKS, Case
 from tritoncp.perf.record import variant
-from tritoncp.tuned import Device
 
 DAY = 86400.0  # seconds by which the clocks of two machines may differ
 LOOPS, *OTHERS = ({"ROUTE": route} for route in ROUTES)
@@ -80,7 +80,7 @@ def _choice(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
     best = min(right, key=right.__getitem__, default=None)
     base = {"kernel": "route", "dtype": case.dtype, "head_dim": case.dim, "mask": kind_of(case.mask)}
     base |= {"v_head_dim": case.v_dim} if case.v_dim != case.dim else {}
-    won = best is not None and loops / right[best] > tuned.WIN
+    won = best is not None and loops / right[best] > tile_tables.WIN
     shape = f"{case.heads}x{case.kv_heads},{case.dim}" + f"x{case.v_dim}" * (case.v_dim != case.dim)
     entry = {
         **base,
@@ -92,7 +92,7 @@ def _choice(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
         "code": sources,
     } if won and best is not None else None  # fmt: skip
     device = Device(str(arch), line["series"]["device"])
-    return RouteChoice(device, str(triton), tuned.entry_key(base), when, entry)
+    return RouteChoice(device, str(triton), tile_tables.entry_key(base), when, entry)
 
 
 def _was_tried(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
@@ -126,4 +126,6 @@ def kind_of(mask: str) -> str:
     ['causal', 'full', 'interval', 'window']
     """
     closed, length = MASKS[mask].closed(_LENGTH), (_LENGTH, _LENGTH)
-    return tuned.kind_of(full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length))
+    return tile_tables.kind_of(
+        full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length)
+    )

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tritoncp.checked_json import parse_json
-from tritoncp.paths import path_inside, slug
+from tritoncp.core.checked_json import parse_json
+from tritoncp.core.paths import path_inside, slug
 from tritoncp.perf.exit_codes import FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
 from tritoncp.perf.record import DiskFull, Journal, Point, Series, kernel_name, unfinished
 
@@ -160,7 +160,7 @@ def main(
                 host.resources(journal, only)
             failures = host.run(cases, journal, deadline, seconds, before)
         else:
-            from tritoncp.engines import name_functions
+            from tritoncp.ops.engine_factory import name_functions
             from tritoncp.perf.measure import Bench
 
             name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache

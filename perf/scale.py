@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from tritoncp import cost
-from tritoncp.balance import balancers
-from tritoncp.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
-from tritoncp.masks import Mask, create_block_mask
+from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.balance import Numbers, corpus_lengths
-from tritoncp.plan import Plan, build
-from tritoncp.steps import Hop
+from tritoncp.planning import cost
+from tritoncp.planning.balance import balancers
+from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.traffic import Hop
 
 SIZES = (128, 512, 1024, 2048, 8192)
 WORLDS = (8, 64, 256, 1024)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritoncp.masks import Kind, Mask
-from tritoncp.plan import Plan
-from tritoncp.pointwise import Mod, vmapped
+from tritoncp.core.tracing import Mod, vmapped
+from tritoncp.masks.mask import Kind, Mask
+from tritoncp.planning.plan import Plan
 
 _CHUNK = 1 << 22  # pairs whose mask_mod is evaluated at a time
 

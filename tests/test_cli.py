@@ -220,7 +220,7 @@ def test_plan_takes_batch_rows_with_documents_of_their_own():
 def test_plan_on_a_terminal_is_in_colour():
     from rich.console import Console
 
-    from tritoncp import planned
+    from tritoncp.planning import command as planned
 
     class Terminal(Console):
         def __init__(self) -> None:

@@ -11,18 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.zoo import Score, agree, differentiate, oracle, simulated
-from tritoncp import (
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    engines,
-    make_plan,
-    simulate,
-    sliding_window,
-)
-from tritoncp.masks import Mask
-from tritoncp.schedules import SCHEDULES
+from tritoncp import and_masks, causal, create_block_mask, document, make_plan, simulate, sliding_window
+from tritoncp.distributed.schedules import SCHEDULES
+from tritoncp.masks.mask import Mask
+from tritoncp.ops import engine_factory
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8, "grad_atol": 1e-8}
 BALANCERS = (None, "contiguous", "head_tail", "ptrr", "per_document", "locality")
@@ -85,7 +77,7 @@ def tensors(layer: Layer) -> list[torch.Tensor]:
 def test_any_schedule_is_the_oracle(
     monkeypatch: Any, schedule: str, layer: Layer, world_size: int, balancer: str | None
 ) -> None:
-    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     qkv = tensors(layer)
     plan = make_plan(layer.mask, world_size=world_size, rank=0, balancer=balancer, schedule=schedule)
     agree(simulated(qkv, plan, layer.score), oracle(qkv, layer.mask, layer.score), **CLOSE)
@@ -95,7 +87,7 @@ def test_any_schedule_is_the_oracle(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers(), st.data())
 def test_pieces_of_any_length_in_order_are_the_oracle(monkeypatch: Any, layer: Layer, data: Any) -> None:
-    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     qkv = tensors(layer)
     world_size = data.draw(st.sampled_from([1, 2, 3, 5]))
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import tritoncp
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
-from tritoncp.reference import allowed_error, dense_attention, eager_attention, largest_error
+from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention, largest_error
 from tritoncp.self_check import attempts
 
 ROOT = Path(__file__).parents[1]

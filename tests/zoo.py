@@ -21,7 +21,7 @@ from tritoncp import (
     simulate,
     sliding_window,
 )
-from tritoncp.reference import dense_attention
+from tritoncp.reference.dense import dense_attention
 
 S, BLOCK = 120, 32  # four blocks, the last one ragged: fewer than ranks in the largest world
 DOCUMENTS = [40, 3, 50, 27]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tritoncp.masks import (
+from tritoncp.masks.mask import (
     Mask,
     and_masks,
     causal,
@@ -24,7 +24,7 @@ from tritoncp.masks import (
     prefix_lm,
     sliding_window,
 )
-from tritoncp.reference import allowed_error, dense_attention, eager_attention, largest_error
+from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention, largest_error
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -225,7 +225,7 @@ def equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
 
 
 def close(name: str, got: Tensor, want: Tensor, other: Tensor) -> None:
-    """No further from float64 than :func:`tritoncp.reference.allowed_error`."""
+    """No further from float64 than :func:`tritoncp.reference.dense.allowed_error`."""
     assert got.shape == want.shape and got.dtype == other.dtype, name
     error, allowed = largest_error(got, want), allowed_error(other, want)
     assert error <= allowed, f"{name}: {error:.3g} off, allowed {allowed:.3g}"

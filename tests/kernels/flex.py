@@ -1,8 +1,8 @@
 """torch's own FlexAttention kernels, compiled for GPUs that are not here and read as ours are.
 
-``python -m tests.kernels.flex`` prints what ``tritoncp.inspect.FLEX`` holds.  The templates are those of the
-torch that is installed, without a score_mod, with a causal mask and torch's default tiles for each GPU, with
-and without USE_TMA.  torch launches dQ and dK/dV as one kernel: registers and shared memory are the whole
+``python -m tests.kernels.flex`` prints ``tritoncp.analysis.resource_table.FLEX``.  The templates are those of
+the installed torch, without a score_mod, with a causal mask and torch's default tiles for each GPU, with and
+without USE_TMA.  torch launches dQ and dK/dV as one kernel: registers and shared memory are the whole
 kernel's, the loop is read from a copy that holds only that half.
 """
 
@@ -112,7 +112,7 @@ def compiled(kernel: str, arch: str, dim: int, tma: bool) -> Any:
     """Triton's kernel object."""
     from triton.runtime.driver import driver
 
-    from tritoncp.offline import Stand, target_of
+    from tritoncp.analysis.compile_worker import Stand, target_of
 
     tiles, warps, stages = default_tiles(kernel, arch, dim)
     with tempfile.TemporaryDirectory() as folder:
@@ -135,9 +135,9 @@ def dtype_of(name: str) -> torch.dtype:
 
 def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
     """What `tritoncp inspect` says of a kernel, said of torch's."""
-    from tritoncp.jobs import Job
+    from tritoncp.analysis.compile_worker import amd, inner_loop, nvidia
+    from tritoncp.analysis.jobs import Job
     from tritoncp.kernels.configs import Config
-    from tritoncp.offline import amd, inner_loop, nvidia
 
     def read(made: Any) -> dict[str, Any]:
         found = amd(made.asm["amdgcn"]) if "amdgcn" in made.asm else nvidia(made.asm)

@@ -15,10 +15,10 @@ import tritoncp
 from tritoncp import mods
 from tritoncp.kernels.engine import Mods, TritonEngine
 from tritoncp.kernels.launch import State
-from tritoncp.masks import Mask
-from tritoncp.plan import Plan
-from tritoncp.reference import dense_attention
-from tritoncp.sharding import Placement
+from tritoncp.masks.mask import Mask
+from tritoncp.planning.placement import Placement
+from tritoncp.planning.plan import Plan
+from tritoncp.reference.dense import dense_attention
 
 F32, F64 = torch.float32, torch.float64
 ScoreOf = Callable[..., Callable[..., Tensor]]  # captured tensors -> score_mod

@@ -27,9 +27,10 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 import tritoncp
-from tritoncp import comm, engines
+from tritoncp.analysis.compile_worker import Stand, target_of
+from tritoncp.distributed import collectives
 from tritoncp.kernels import engine
-from tritoncp.offline import Stand, target_of
+from tritoncp.ops import engine_factory
 
 ARCH = "sm_90"
 
@@ -37,7 +38,7 @@ ARCH = "sm_90"
 def pretend() -> None:
     """CPU tensors run the kernels, compiled for ARCH and never launched."""
     driver.set_active(Stand(target_of(ARCH)))
-    engines.uses_triton = lambda device: True
+    engine_factory.uses_triton = lambda device: True
     engine.architecture = lambda device: ARCH
     CompiledKernel.run = property(lambda self: lambda *args: None)
     CompiledKernel.launch_metadata = lambda *args: None
@@ -64,26 +65,26 @@ def figures(call: Call, beside: Call, rounds: int = 60) -> dict[str, float]:
     return {"us": round(min(own for own, _ in pairs), 1), "of torch's": round(ratio, 2)}
 
 
-def unsent(asked: Any, group: Any) -> comm.Ticket:
-    """As :func:`tritoncp.comm._start`, but that what would come is only made room for."""
+def unsent(asked: Any, group: Any) -> collectives.Ticket:
+    """As :func:`tritoncp.distributed.collectives._start`, but that what would come is only made room for."""
     world = group.size()
     match asked:
-        case comm.AllGather(x):
-            return comm.Ticket(x.new_empty(x.shape[0] * world, *x.shape[1:]))
-        case comm.ReduceScatter(x):
-            return comm.Ticket(x.new_empty(x.shape[0] // world, *x.shape[1:]))
-        case comm.AllToAll(x, _, takes):
-            return comm.Ticket(x.new_empty(sum(takes), *x.shape[1:]))
-    return comm.Ticket([x for _, x in asked.takes])
+        case collectives.AllGather(x):
+            return collectives.Ticket(x.new_empty(x.shape[0] * world, *x.shape[1:]))
+        case collectives.ReduceScatter(x):
+            return collectives.Ticket(x.new_empty(x.shape[0] // world, *x.shape[1:]))
+        case collectives.AllToAll(x, _, takes):
+            return collectives.Ticket(x.new_empty(sum(takes), *x.shape[1:]))
+    return collectives.Ticket([x for _, x in asked.takes])
 
 
 def without_collectives(call: Call, beside: Call) -> dict[str, float]:
     """Figures of a call that sends nothing."""
-    start, comm._start = comm._start, unsent
+    start, collectives._start = collectives._start, unsent
     try:
         return figures(call, beside)
     finally:
-        comm._start = start
+        collectives._start = start
 
 
 def of_torch() -> dict[str, Call]:
@@ -165,7 +166,7 @@ def main() -> None:
     for name, call in calls().items():
         say(name, call, figures(call, torchs))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    comm.timeout = lambda group: timedelta(minutes=1)
+    collectives.timeout = lambda group: timedelta(minutes=1)
     for schedule in ("allgather", "fetch", "ring", "ulysses"):
         for way, call in zip(("forward", "forward and backward"), of_a_rank(schedule), strict=True):
             found = figures(call, torchs) | {"without collectives": without_collectives(call, torchs)}

@@ -4,7 +4,7 @@ what learns."""
 import torch
 from torch import Tensor
 
-from tritoncp.jobs import HEADS, S
+from tritoncp.analysis.jobs import HEADS, S
 
 TABLE = torch.zeros(HEADS, 2 * S - 1)
 SLOPES, LEARNED = torch.zeros(HEADS, requires_grad=True), torch.zeros(HEADS, 2 * S - 1, requires_grad=True)

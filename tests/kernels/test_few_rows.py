@@ -24,12 +24,12 @@ from tests.kernels.harness import (
     same,
     single,
 )
-from tritoncp import engines
 from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import Mods, TritonEngine
-from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.mods import Mod
-from tritoncp.reference import dense_attention
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
 
 ROWS, KEYS, HEADS = 5, 75, 3
 TILE = {"BLOCK_M": 16, "BLOCK_N": 16}
@@ -272,9 +272,9 @@ def first_head(score, b, h, q_idx, kv_idx, caps):
 
 def test_hand_written_mods_are_given_one_head() -> None:
     mod = Mod.from_triton(first_head)
-    spec = engines.Spec(mod.digest, None, (), (), False, "")
+    spec = engine_factory.Spec(mod.digest, None, (), (), False, "")
     q = torch.empty(1, 2, 4, 16)
-    assert engines.make(spec, 1.0, None, q, (), (), ()).options == {"PACK_GQA": False}
+    assert engine_factory.make(spec, 1.0, None, q, (), (), ()).options == {"PACK_GQA": False}
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,20 @@ from torch import Tensor
 import tritoncp
 from tests.kernels import gluon_model as model
 from tests.kernels.harness import QKV, close, engine_of, new_state, oracle, qkv, single
-from tritoncp import inspect
-from tritoncp.jobs import Job
+from tritoncp.analysis import resource_table
+from tritoncp.analysis.jobs import Job
 from tritoncp.kernels import gluon
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
-from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks.mask import (
+    Mask,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    sliding_window,
+)
 
 BF16 = torch.bfloat16
 
@@ -181,10 +189,10 @@ def test_the_model_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_softmax_runs_beside_products() -> None:
     """By the order of instructions: scores are issued, then P V, and exponentials come before the latter is
     waited for.  No spill, no product too many, nothing touches a register of a product under way."""
-    before = inspect.known()
+    before = resource_table.known()
     jobs = [Job("gluon", "sm_90", 64), Job("gluon", "sm_90", 128)]
-    for row in inspect.inspected(jobs, 1, 300):
-        assert inspect.complaints(row, before[inspect.key(row)]) == []
+    for row in resource_table.inspected(jobs, 1, 300):
+        assert resource_table.complaints(row, before[resource_table.key(row)]) == []
         assert row["hidden"] == 1 and row["touched"] == 0 and row["warps"] == 12
         assert row["flops"] == 1 and row["spill_bytes"] == row["loop_spills"] == 0 and row["tma"] > 0
         assert row["bound"] == row["overlap"] > 0.95

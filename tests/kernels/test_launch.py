@@ -12,9 +12,10 @@ from torch import Tensor
 
 import tritoncp
 from tests.kernels.harness import qkv
-from tritoncp import autograd, causal, create_block_mask, make_plan
+from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.kernels.engine import Mods, TritonEngine
-from tritoncp.reference import dense_attention
+from tritoncp.ops import autograd
+from tritoncp.reference.dense import dense_attention
 
 S = 32
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tritoncp import inspect
-from tritoncp.jobs import KERNELS, Job
+from tritoncp.analysis import resource_table
+from tritoncp.analysis.compile_worker import compile_all
+from tritoncp.analysis.disassembly import MACHINES
+from tritoncp.analysis.jobs import KERNELS, Job
 from tritoncp.kernels.configs import Config, family
-from tritoncp.machine_code import MACHINES
-from tritoncp.offline import compile_all
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 MATRIX = {"sm_80": "HMMA", "sm_86": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
@@ -31,7 +31,7 @@ AGAIN = {"sm_80": (128,), "sm_90": (64, 128, 256), "sm_100": (128,), "gfx942": (
 
 def reports(arch: str, dtype: str, dims: tuple[int, ...], *variants: str) -> list[dict[str, Any]]:
     jobs = [Job(name, arch, dim, dtype, mask) for mask in variants for dim in dims for name in KERNELS]
-    return list(inspect.inspected(jobs, 1, 300))  # the suite runs in two processes already
+    return list(resource_table.inspected(jobs, 1, 300))  # the suite runs in two processes already
 
 
 def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: int = 0) -> None:
@@ -44,31 +44,35 @@ def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: 
         or (
             matrix
             and row["kernel"] not in ("delta", "combine")
-            and inspect.families(row["mma"]) != MATRIX[arch]
+            and resource_table.families(row["mma"]) != MATRIX[arch]
         )
     ]
     assert rows and not bad
 
 
-@pytest.mark.parametrize("arch", inspect.ARCHS)
+@pytest.mark.parametrize("arch", resource_table.ARCHS)
 def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
     """Tables, intervals, full blocks, state in and out: every loop of every kernel."""
     rows = reports(arch, "bfloat16", AGAIN[arch], "state")
     assert len(rows) == len(AGAIN[arch]) * len(KERNELS)
     check(arch, rows)
-    table = inspect.known()
+    table = resource_table.known()
     for row in rows:
-        was = table[inspect.key(row)]
+        was = table[resource_table.key(row)]
         assert {name: row.get(name) for name in was} == was
         if arch == "sm_90" and row["kernel"] in ("dq", "dkdv"):  # dP is begun before the softmax
-            assert row["hidden"] > 0.85, inspect.key(row)
+            assert row["hidden"] > 0.85, resource_table.key(row)
 
 
 def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
-    rows = [row for row in inspect.known().values() if row["variant"] == "state" and row["kernel"] in KERNELS]
+    rows = [
+        row
+        for row in resource_table.known().values()
+        if row["variant"] == "state" and row["kernel"] in KERNELS
+    ]
     rows = [row for row in rows if "source" not in row]  # what was measured says by itself
     plain = [row for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] in (64, 128, 256)]
-    for arch in inspect.ARCHS:
+    for arch in resource_table.ARCHS:
         copied = {(row["head_dim"], row["kernel"]) for row in plain if row["tma"] and row["arch"] == arch}
         assert copied == COPIED.get(arch, set())
 
@@ -81,14 +85,14 @@ def test_torchs_bounds_are_what_its_templates_compile_to() -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     found = {(row["kernel"], row["head_dim"], row["tma"]): row["bound"] for row in rows}
     assert found == {
-        (*about, tma): bounds[tma] for about, bounds in inspect.FLEX.items() for tma in (False, True)
+        (*about, tma): bounds[tma] for about, bounds in resource_table.FLEX.items() for tma in (False, True)
     }
 
 
 def few_rows(arch: str, *dims: int) -> list[dict[str, Any]]:
     jobs = [Job(name, arch, dim, variant="few") for dim in dims for name in ("forward", "combine")]
     jobs += [Job("forward", arch, dim, variant=mask) for dim in dims for mask in ("decode", "short")]
-    return list(inspect.inspected(jobs, 1, 300))
+    return list(resource_table.inspected(jobs, 1, 300))
 
 
 def test_few_rows_fit() -> None:
@@ -117,7 +121,7 @@ def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: st
         )
         for name, dim, mask, score in product(kernels, dims, masks, scores)
     ]
-    return list(inspect.inspected(jobs, 1, 300))
+    return list(resource_table.inspected(jobs, 1, 300))
 
 
 def test_what_learns_spills_nothing() -> None:
@@ -126,7 +130,7 @@ def test_what_learns_spills_nothing() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("arch", inspect.ARCHS)
+@pytest.mark.parametrize("arch", resource_table.ARCHS)
 def test_score_mods_spill_next_to_nothing(arch: str) -> None:
     """A few registers that are not used in the loops."""
     scores = "alibi", "softcap", "table", "table_learns", "bias_learns", "slopes_learn"
@@ -138,9 +142,11 @@ def test_score_mods_spill_next_to_nothing(arch: str) -> None:
 
 @pytest.mark.nightly
 def test_nothing_that_is_shipped_got_worse() -> None:
-    before = inspect.known()
-    rows = inspect.inspected([*inspect.shipped(), *inspect.measured()], 2, 300)
-    assert [line for row in rows for line in inspect.complaints(row, before.get(inspect.key(row)))] == []
+    before = resource_table.known()
+    rows = resource_table.inspected([*resource_table.shipped(), *resource_table.measured()], 2, 300)
+    assert [
+        line for row in rows for line in resource_table.complaints(row, before.get(resource_table.key(row)))
+    ] == []
 
 
 @pytest.mark.nightly

@@ -31,11 +31,19 @@ from tests.kernels.harness import (
     same,
     single,
 )
-from tritoncp import inspect
-from tritoncp.jobs import Job
+from tritoncp.analysis import resource_table
+from tritoncp.analysis.jobs import Job
 from tritoncp.kernels import configs, engine, specialised
 from tritoncp.kernels.launch import Launches
-from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks.mask import (
+    Mask,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    sliding_window,
+)
 
 N = 48
 
@@ -378,11 +386,11 @@ def test_warps_are_specialised_and_nothing_got_worse() -> None:
     """One group copies, two compute, or on sm_100 one for each part of the work: 12 warps for 4, no spill, no
     product too many, as the table says."""
     jobs = [Job("specialised", "sm_90", dim) for dim in (64, 128)] + [Job("specialised", "sm_100", 128)]
-    before = inspect.known()
-    for row in inspect.inspected([*jobs, Job("masked", "sm_90", 128)], 1, 300):
+    before = resource_table.known()
+    for row in resource_table.inspected([*jobs, Job("masked", "sm_90", 128)], 1, 300):
         if row["arch"] == "sm_100":  # products run ahead of all softmax; what masks is not in the full loop
             assert row["hidden"] == 1 and row["loop"] < 0.6 * row["masked_loop"]
-        assert inspect.complaints(row, before[inspect.key(row)]) == []
+        assert resource_table.complaints(row, before[resource_table.key(row)]) == []
         assert row["warps"] == (12 if row["kernel"] == "specialised" else 8)
         assert row["flops"] == 1 and row["spill_bytes"] == 0 and row["tma"] > 0
 
@@ -390,5 +398,5 @@ def test_warps_are_specialised_and_nothing_got_worse() -> None:
 def test_specialisation_that_is_lost_is_named() -> None:
     """Eight warps: the compiler says nothing and goes on without."""
     config = replace(configs.default("specialised", "sm_90", 128, torch.bfloat16), num_warps=8)
-    (row,) = inspect.inspected([Job("specialised", "sm_90", 128, config=config)], 1, 300)
-    assert "the compiler has not specialised its warps" in inspect.complaints(row, row)
+    (row,) = resource_table.inspected([Job("specialised", "sm_90", 128, config=config)], 1, 300)
+    assert "the compiler has not specialised its warps" in resource_table.complaints(row, row)

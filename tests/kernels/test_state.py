@@ -26,8 +26,16 @@ from tests.kernels.harness import (
     same,
     single,
 )
-from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
-from tritoncp.plan import build
+from tritoncp.masks.mask import (
+    Mask,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    sliding_window,
+)
+from tritoncp.planning.plan import build
 
 
 def scattered(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

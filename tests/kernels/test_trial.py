@@ -15,9 +15,9 @@ from triton.compiler.errors import CompilationError
 import tritoncp
 from tests.kernels.harness import close, cotangents, over_ranks, qkv, run, same
 from tests.kernels.test_specialised import MASKS, N
-from tritoncp import steps
 from tritoncp.kernels import engine, specialised, trial
 from tritoncp.kernels.launch import Launches
+from tritoncp.planning import traffic
 
 PLACE = ast.parse("x = 1").body[0]
 ROUTE = {"ROUTE": "specialised"}
@@ -67,7 +67,7 @@ def test_a_right_route_is_taken(mask: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """The heads that are gathered together lie apart in out: launches there are none of the trial's."""
-    monkeypatch.setattr(steps, "SMALL", 0)
+    monkeypatch.setattr(traffic, "SMALL", 0)
     x, mask = qkv(N, batch=2, heads=4, kv_heads=2, dtype=COARSE), MASKS["causal"](N)
     plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="allgather")
     start = cotangents(x)

@@ -5,10 +5,10 @@ import torch
 from click.testing import CliRunner
 
 from tritoncp import causal, create_block_mask
-from tritoncp.balance import balancers
-from tritoncp.masks import Kind
+from tritoncp.masks.mask import Kind
 from tritoncp.perf.balance import MASKS, corpus_lengths, fetched_rows, main, quality
-from tritoncp.plan import build
+from tritoncp.planning.balance import balancers
+from tritoncp.planning.plan import build
 
 
 @pytest.mark.parametrize("balancer", sorted(balancers))

@@ -8,11 +8,11 @@ import torch
 from torch.nn.attention import SDPBackend, varlen
 from torch.nn.attention import flex_attention as torch_flex
 
+from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf import baselines, check
 from tritoncp.perf.cases import MASKS, Case, sink_logits
 from tritoncp.perf.measure import work_of
-from tritoncp.reference import dense_attention
-from tritoncp.sinks import with_sinks
+from tritoncp.reference.dense import dense_attention
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,8 @@ import pytest
 from click.testing import CliRunner
 
 from tests.perf.made import H200
-from tritoncp import tuned
 from tritoncp.kernels.configs import check_options
+from tritoncp.ops import tile_tables
 from tritoncp.perf import gpu_parts, gpu_summary
 from tritoncp.perf.baselines import FLEX
 from tritoncp.perf.cases import select
@@ -321,8 +321,8 @@ def test_make_gpu_needs_only_the_documented_packages(tmp_path):
     for added in (2, 0):
         done = CliRunner().invoke(perf, ["ingest", str(out), *places])
         assert done.exit_code == 0 and f"{added} lines added" in done.output, done.output
-    path = tuned.path_in(tmp_path / "configs", tuned.Device("sm_90", "NVIDIA H200"), "3.6.0")
-    (entry,) = tuned.read(path)
+    path = tile_tables.path_in(tmp_path / "configs", tile_tables.Device("sm_90", "NVIDIA H200"), "3.6.0")
+    (entry,) = tile_tables.read(path)
     assert (entry["kernel"], entry["mask"], entry["config"]) == ("route", "causal", {"ROUTE": "gluon"})
     assert "| causal-16k-fwd | 5 | 440 | – | 1.20 | – |" in Path(page).read_text()
 

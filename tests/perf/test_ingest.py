@@ -13,18 +13,18 @@ import torch
 from click.testing import CliRunner
 
 from tests.perf.made import mutated
-from tests.tune.stand_ins import Compiler, Formula
-from tritoncp import tuned
+from tests.tuning.stand_ins import Compiler, Formula
 from tritoncp.kernels.configs import default
+from tritoncp.ops import tile_tables
 from tritoncp.perf.cli import perf
 from tritoncp.perf.ingest import ingest
 from tritoncp.perf.record import Journal as History
 from tritoncp.perf.record import Series, append, read
-from tritoncp.tune.journal import Journal
-from tritoncp.tune.search import Tuner
-from tritoncp.tune.targets import Target
+from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.search import Tuner
+from tritoncp.tuning.targets import Target
 
-H200 = tuned.Device("sm_90", "NVIDIA H200")
+H200 = tile_tables.Device("sm_90", "NVIDIA H200")
 TARGET = Target("forward", "causal", 32, 8, 128, 4096)
 SCORED = Target("dq", "causal", 128, 128, 192, 4096, v_head_dim=128, score="softcap")
 RULES = {t: default(t.kernel, "sm_90", max(t.head_dim, t.v_dim), torch.bfloat16) for t in (TARGET, SCORED)}
@@ -55,7 +55,7 @@ def places(tmp_path):
 
 
 def journal_of(gpu):
-    return tuned.path_in(gpu / "configs", H200, "3.6.0").with_suffix(".jsonl")
+    return tile_tables.path_in(gpu / "configs", H200, "3.6.0").with_suffix(".jsonl")
 
 
 def tune(gpu, bench=None, targets=(TARGET, SCORED), **facts):
@@ -67,9 +67,13 @@ def tune(gpu, bench=None, targets=(TARGET, SCORED), **facts):
 
 
 def shipped(configs, device=H200):
-    tuned.forget()
-    path = tuned.path_in(configs, device, "3.6.0")
-    return {tuned.entry_key(entry): entry for entry in tuned.entries_of(path)} if path.exists() else {}
+    tile_tables.forget()
+    path = tile_tables.path_in(configs, device, "3.6.0")
+    return (
+        {tile_tables.entry_key(entry): entry for entry in tile_tables.entries_of(path)}
+        if path.exists()
+        else {}
+    )
 
 
 def edited(path, change):
@@ -89,7 +93,7 @@ def test_everything_is_taken_over_once(places):
     result = ingest(*places)
     assert (result.added, result.present, result.problems) == (3, 0, [])
     assert [point.case for point in read(history).points] == ["causal-16k-fwd", "causal-16k-bwd"]
-    path = tuned.path_in(configs, H200, "3.6.0")
+    path = tile_tables.path_in(configs, H200, "3.6.0")
     assert result.shipped == {path: (2, 0)} and path.name == "nvidia-h200-triton-3.6.0.json"
     entry = shipped(configs)["forward", "bfloat16", 128, 128, "causal", False]
     assert entry["config"] == vars(best_of(TARGET)) and entry["code"] == "abc"
@@ -104,11 +108,11 @@ def test_everything_is_taken_over_once(places):
 def test_the_shipped_files_are_where_calls_look(places, monkeypatch, tmp_path):
     configs = places[2]
     ingest(*places)
-    monkeypatch.setattr(tuned, "SHIPPED", configs)
-    monkeypatch.setattr(tuned, "user_folder", lambda: None)
-    tuned.forget()
-    rows = json.loads(tuned.table(H200, str(tmp_path / "none")))
-    tuned.forget()
+    monkeypatch.setattr(tile_tables, "SHIPPED", configs)
+    monkeypatch.setattr(tile_tables, "user_folder", lambda: None)
+    tile_tables.forget()
+    rows = json.loads(tile_tables.table(H200, str(tmp_path / "none")))
+    tile_tables.forget()
     assert ["forward", "bfloat16", 128, 128, "causal", False, vars(best_of(TARGET))] in rows
 
 
@@ -257,15 +261,15 @@ def test_choices_consider_the_entries_of_a_concurrent_writer(places):
     (entry,) = (e for e in shipped(configs).values() if e["kernel"] == "forward")
     newer = entry | {"time": "2999-01-01", "config": entry["config"] | {"num_stages": 3}}
     stale = entry | {"time": "2000-01-01", "config": entry["config"] | {"num_stages": 1}}
-    tuned.write(configs, H200, [stale], {}, "3.6.0")
+    tile_tables.write(configs, H200, [stale], {}, "3.6.0")
     fork = multiprocessing.get_context("fork")
     locked = fork.Event()
 
     def write_slowly() -> None:
-        with tuned.locked(tuned.path_in(configs, H200, "3.6.0")):
+        with tile_tables.locked(tile_tables.path_in(configs, H200, "3.6.0")):
             locked.set()
             time.sleep(1)
-            tuned.write(configs, H200, [newer], {}, "3.6.0")
+            tile_tables.write(configs, H200, [newer], {}, "3.6.0")
 
     writer = fork.Process(target=write_slowly)
     writer.start()
@@ -276,7 +280,7 @@ def test_choices_consider_the_entries_of_a_concurrent_writer(places):
 
 
 def test_a_shipped_file_that_cannot_be_read_is_not_replaced(places):
-    path = tuned.path_in(places[2], H200, "3.6.0")
+    path = tile_tables.path_in(places[2], H200, "3.6.0")
     path.parent.mkdir(parents=True)
     path.write_text("{")
     result = ingest(*places)
@@ -429,7 +433,7 @@ def test_nothing_is_written_through_a_link_in_the_repository(target, places, tmp
     gpu, history, configs = places
     outside = tmp_path / "outside"
     outside.mkdir()
-    path = tuned.path_in(configs, H200, "3.6.0")
+    path = tile_tables.path_in(configs, H200, "3.6.0")
     if target == "history":
         history.mkdir()
         (history / next(gpu.glob("*.jsonl")).name).symlink_to(outside / "x.jsonl")
@@ -445,7 +449,7 @@ def test_nothing_is_written_through_a_link_in_the_repository(target, places, tmp
 
 
 def test_a_shipped_file_of_a_hundred_thousand_brackets_is_named_and_kept(places):
-    path = tuned.path_in(places[2], H200, "3.6.0")
+    path = tile_tables.path_in(places[2], H200, "3.6.0")
     path.parent.mkdir(parents=True)
     path.write_text("[" * 100_000)
     status, output = command(places)
@@ -469,5 +473,5 @@ def test_no_journal_ends_in_a_traceback_or_leads_out(seed, places, tmp_path):
         written = set(files(tmp_path)) - before
         assert all(places[1] in path.parents or places[2] in path.parents for path in written)
         for path in places[2].rglob("*.json"):
-            tuned.read(path)
+            tile_tables.read(path)
         shutil.rmtree(places[2], ignore_errors=True)

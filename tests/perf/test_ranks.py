@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tests.dist import ranks
+from tests.multiprocess import ranks
 from tritoncp.perf import baselines, check, measure, record, timing
 from tritoncp.perf.cases import CASES, Case, select
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tritoncp import engines
+from tritoncp.ops import engine_factory
 from tritoncp.perf import baselines, measure, record, timing
 from tritoncp.perf.cases import GOALS, Case, select
 from tritoncp.perf.run import brief, main, show
@@ -153,7 +153,7 @@ def test_functions_are_hashed_in_one_order_so_that_kernels_of_a_warm_cache_are_f
 ):
     """The key of a kernel in Triton's cache depends on what its process has hashed before."""
     calls = []
-    monkeypatch.setattr(engines, "name_functions", lambda: calls.append("hash"))
+    monkeypatch.setattr(engine_factory, "name_functions", lambda: calls.append("hash"))
     monkeypatch.setattr(measure.Bench, "warm", lambda self, cases: calls.append("run"))
     monkeypatch.setattr(measure.Bench, "run", lambda self, cases: calls.append("run"))
     CliRunner().invoke(main, [*QUICK, "--tier", "smoke", "--out", str(tmp_path), *words])
@@ -286,7 +286,7 @@ def test_mistakes_are_explained(tmp_path):
 def test_refused_options_are_recorded_with_the_reason(monkeypatch, tmp_path):
     """As transposed tiles of dK/dV on a GPU for which this Triton compiles them wrong."""
     monkeypatch.setattr("triton.__version__", "3.7.0")
-    monkeypatch.setattr("tritoncp.api.architecture", lambda device: "sm_90")
+    monkeypatch.setattr("tritoncp.api.attention.architecture", lambda device: "sm_90")
     words = ["--try", '{"bwd_FLIP": true}', "--tier", "smoke", "--only", "*-bwd"]
     done = CliRunner().invoke(main, [*QUICK, *words, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output

@@ -6,11 +6,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tritoncp.balance import balancers
-from tritoncp.masks import create_block_mask
+from tritoncp.masks.mask import create_block_mask
 from tritoncp.perf import scale
 from tritoncp.perf.scale import LAYER, MASKS, PICTURES, SCHEDULES, Held, Point, main, measure, points, whole
-from tritoncp.plan import build
+from tritoncp.planning.balance import balancers
+from tritoncp.planning.plan import build
 
 
 def test_a_line_is_what_the_plan_says() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tritoncp
-from tritoncp import and_masks, causal, comm, create_block_mask, document, prefix_lm, sliding_window
-from tritoncp.masks import full_mask
+from tritoncp import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
+from tritoncp.distributed import collectives
+from tritoncp.masks.mask import full_mask
 from tritoncp.perf.cases import CASES, MASKS
 from tritoncp.perf.work import Shape, of_plan, visible
 
@@ -73,17 +74,17 @@ def test_each_rank_does_the_work_of_its_own_rows(name, world):
 @pytest.mark.parametrize("world", [1, 3])
 def test_wire_bytes_are_what_a_simulated_world_sends(world, monkeypatch):
     sent = {"forward": 0, "backward": 0}
-    which, turn = "forward", comm._turn
+    which, turn = "forward", collectives._turn
 
     def spy(asked):
         for what in asked:
-            if isinstance(what, comm.AllGather):
+            if isinstance(what, collectives.AllGather):
                 sent[which] += what.x.nbytes * (world - 1)
-            elif isinstance(what, comm.ReduceScatter):
+            elif isinstance(what, collectives.ReduceScatter):
                 sent[which] += what.x.nbytes * (world - 1) // world
         return turn(asked)
 
-    monkeypatch.setattr(comm, "_turn", spy)
+    monkeypatch.setattr(collectives, "_turn", spy)
     simulated = tritoncp.simulate(world)
     plan = simulated.make_plan(create_block_mask(causal(), 1, 1, 96, 96, BLOCK_SIZE=16))
     shape = Shape(batch=1, heads=2, kv_heads=2, dim=16, v_dim=32, itemsize=4)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tritoncp import comm
+from tritoncp.distributed import collectives
 from tritoncp.self_check.cases import PASSES, Case, Problem, Result, choose_sizes, make_problem
 from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
 
@@ -91,7 +91,7 @@ class Failure:
     @classmethod
     def of(cls, error: Exception, device: torch.device) -> Failure:
         """Make a failure from an exception."""
-        lost = isinstance(error, comm.PeerLost | Stalled | dist.DistError)
+        lost = isinstance(error, collectives.PeerLost | Stalled | dist.DistError)
         lines = str(error).strip().splitlines() or [""]
         return cls(f"{type(error).__name__}: {lines[0][:500]}", lost or not is_usable(device))
 
@@ -140,7 +140,7 @@ def run_schedule(
             own = take_outcome(steps, ranks.device)
             try:
                 records = gather((own, limits.reason()))
-            except comm.PeerLost as error:
+            except collectives.PeerLost as error:
                 rank = error.absent[0] if error.absent else None
                 yield from (Result(case, rank=rank, ranks=error.absent, why=str(error)) for case in unknown)
                 lost = ", ".join(map(str, error.absent)) or "unknown"

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp import engines
-from tritoncp.closed_forms import and_masks, causal, document, sliding_window
-from tritoncp.masks import Mask, create_block_mask
-from tritoncp.reference import allowed_error, dense_attention, eager_attention
-from tritoncp.sinks import with_sinks
+from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
+from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.ops import engine_factory
+from tritoncp.ops.sinks import with_sinks
+from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention
 
 ONE_DEVICE = "one-device"
 SCHEDULES = (ONE_DEVICE, "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
@@ -103,7 +103,7 @@ def choose_sizes(device: torch.device, world_size: int) -> Sizes:
 def choose_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
     """Choose the 16-bit dtype; float32 always comes second. Interpreted kernels run in float16, because the
     interpreter truncates to bfloat16 where a GPU rounds."""
-    interpreted = device.type == "cpu" and engines.uses_triton(device)
+    interpreted = device.type == "cpu" and engine_factory.uses_triton(device)
     return (torch.float16 if interpreted else torch.bfloat16), torch.float32
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tritoncp
-from tritoncp.masks import Mask
-from tritoncp.plan import Plan
-from tritoncp.reference import largest_error
+from tritoncp.masks.mask import Mask
+from tritoncp.planning.plan import Plan
+from tritoncp.reference.dense import largest_error
 from tritoncp.self_check.cases import (
     ONE_DEVICE,
     REPLICATED,

@@ -117,7 +117,7 @@ def set_up_process(device: torch.device) -> None:
         "ignore", message=".*heads do not go round"
     )  # worlds with too few heads are cases
     if device.type == "cuda":
-        from tritoncp.engines import name_functions
+        from tritoncp.ops.engine_factory import name_functions
 
         torch.cuda.set_device(device)
         name_functions()

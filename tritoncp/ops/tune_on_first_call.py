@@ -1,0 +1,142 @@
+"""Tuning during a call, if TRITONCP_AUTOTUNE asks for it.
+
+The command runs in a process of its own, which may crash or hang and takes no training along; what it finds
+lies in the user's files (:mod:`tritoncp.ops.tile_tables`) before the call looks there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tritoncp.distributed import collectives
+from tritoncp.ops import tile_tables
+from tritoncp.ops.tile_tables import Call
+
+COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
+MEASURED = {"full": "full", "causal": "causal", "window": "window", "interval": "document"}
+LENGTHS = (1024, 16384)  # of what is measured, whatever the call's
+_TRIED: set[tuple[weakref.ref[Any] | None, Call]] = set()  # by which group, for what
+
+
+def if_asked(device: torch.device, group: Any, call: Call, shape: tuple[int, int, int]) -> None:
+    """Tune for a kind of call that nothing serves, once, if that is asked for; shape: query heads, key heads
+    and rows of this one.
+
+    All ranks of a group come here together: each decides by what all of them have, which is rank 0's table
+    and budget, as the group agreed.  A group that made no plan together (a data loader makes its plans) never
+    tunes.
+    """
+    if call.mask == "mod":  # here; on ranks without masked blocks it is not
+        call = call._replace(mask="interval")
+    if call.score == 2 or tile_tables.serves(tile_tables.chosen(tile_tables.text_of(device, group), *call)):
+        return  # what stands for a score_mod here loads nothing for each score
+    tried = None if group is None else weakref.ref(group), call
+    allowed = tile_tables.budget() if group is None else _agreed_budget(group)
+    if not allowed or tried in _TRIED or not _tunable(device):
+        return
+    _TRIED.add(tried)
+    try:
+        if group is None or group.rank() == 0:
+            _tune(device, call, shape, allowed)
+    except Exception as error:  # whatever it is, a call can go on without
+        said = "could not be measured, and are those of a rule"
+        warnings.warn(f"tile shapes for calls like this one {said}: {error}", stacklevel=2)
+    finally:  # warnings may be errors, and the other ranks wait
+        tile_tables.TOLD.add(tile_tables.device_of(device))
+        tile_tables.renew(group)
+
+
+def _agreed_budget(group: Any) -> float:
+    """Seconds, of which the others wait for twice as many, and no rank for so long that the group ends."""
+    return min(tile_tables.agreed_budget(group), collectives.timeout(group).total_seconds() / 4)
+
+
+def _tunable(device: torch.device) -> bool:
+    """Not while a CUDA graph is captured: calls before that one are tuned."""
+    return device.type != "cpu" and not torch.cuda.is_current_stream_capturing()
+
+
+def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed: float) -> None:
+    """Have the command measure; no longer than twice the time ``allowed``, as it begins with what it has to
+    compile.  One process of a machine at a time: the next one finds what the one before has found."""
+    folder, until = (
+        next((one for one in tile_tables.folders() if one != tile_tables.SHIPPED), None),
+        time.monotonic() + 2 * allowed,
+    )
+    if folder is None:
+        raise RuntimeError("no folder to keep them in: set TRITONCP_CONFIG_DIR, or install platformdirs")
+    with _alone(tile_tables.path_in(folder, tile_tables.device_of(device)).with_suffix(".lock"), until):
+        tile_tables.forget()
+        if tile_tables.serves(tile_tables.chosen(tile_tables.local(device), *call)):
+            return
+        words = _words(call, shape, allowed)
+        warnings.warn(
+            f"TRITONCP_AUTOTUNE: this call waits about {allowed:.0f} s for `tritoncp autotune "
+            f"{' '.join(words)}`, whose result is kept in {folder}",
+            stacklevel=2,
+        )
+        left = max(1.0, until - time.monotonic())
+        try:
+            done = subprocess.run(
+                [*COMMAND, *words], env=_environment(device), stdin=subprocess.DEVNULL, timeout=left,
+                capture_output=True, text=True, errors="replace",
+            )  # fmt: skip
+            said = done.stderr.strip().rpartition("\n")[2] or f"the command ended with {done.returncode}"
+        except subprocess.TimeoutExpired:
+            said = f"the command had not ended after {left:.0f} s"
+        tile_tables.forget()
+        if not tile_tables.serves(tile_tables.chosen(tile_tables.local(device), *call)):
+            raise RuntimeError(said)
+
+
+def _words(call: Call, shape: tuple[int, int, int], allowed: float) -> list[str]:
+    """What is measured for a call: its shape, a mask of its kind, and a score_mod that stands for any.
+
+    >>> " ".join(_words(Call("bfloat16", (192, 128), "interval", False), (16, 16, 5000), 60))
+    '--shapes 16x16,192x128,4992 --mask document --ops fwd,bwd --dtype bfloat16 --budget 60s'
+    """
+    heads, kv_heads, rows = shape
+    least, most = LENGTHS
+    width = "x".join(map(str, dict.fromkeys(call.dims)))
+    words = ["--shapes", f"{heads}x{kv_heads},{width},{min(most, max(least, rows // 128 * 128))}"]
+    words += ["--mask", MEASURED[call.mask], "--ops", "fwd,bwd", "--dtype", call.dtype]
+    words += ["--budget", f"{max(1.0, allowed):.0f}s"]
+    return [*words, "--score-mod", "softcap"] if call.score else words
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """Of a process that sees this device alone, and tunes nothing but what it is told to."""
+    env = tile_tables.environment(without="TRITONCP_AUTOTUNE")
+    if device.type != "cpu":
+        visible = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
+        index = torch.cuda.current_device() if device.index is None else device.index
+        env[visible] = env[visible].split(",")[index] if env.get(visible) else str(index)
+    return env
+
+
+@contextlib.contextmanager
+def _alone(path: Path, until: float) -> Iterator[None]:
+    """Within it no other process that shares this file is. Raises TimeoutError where one is for too long."""
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # let go when the process ends, however
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > until:
+                    raise TimeoutError(f"another process tunes, and holds {path}") from error
+                time.sleep(0.2)
+        yield

@@ -1,0 +1,4 @@
+"""Who owns which block and what moves: balancers, placements, plans, traffic, cost.
+
+May import: masks, mods, core.
+"""

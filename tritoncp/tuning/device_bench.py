@@ -1,0 +1,105 @@
+"""Single kernels on the GPU of this process: whether they are right, and how long they take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tritoncp.analysis.launches import Problem
+from tritoncp.kernels.configs import Config
+from tritoncp.masks.expressions import score_of
+from tritoncp.ops.engine_factory import name_functions
+from tritoncp.perf import baselines, check
+from tritoncp.perf.cases import Case
+from tritoncp.perf.timing import Clock, DeviceClock, WallClock
+from tritoncp.tuning.targets import Target
+
+
+class DeviceBench:
+    """Launches single kernels on the GPU of this process."""
+
+    def __init__(self, device: torch.device) -> None:
+        name_functions()  # as those who compiled did
+        self._device = device
+        self._clock: Clock = DeviceClock(device) if device.type == "cuda" else WallClock()
+        self._problem: tuple[Target, Checked] | None = None
+        self._lost = ""
+
+    def _of(self, target: Target) -> Checked:
+        shape = replace(target, kernel="few" if target.queries else "")
+        if self._problem is None or self._problem[0] != shape:
+            self._problem = None  # what the last shape held is not needed any more
+            self._problem = shape, Checked(target, self._device)
+        return self._problem[1]
+
+    def wrong(self, target: Target, config: Config) -> str | None:
+        self._ask()
+        try:
+            return self._of(target).wrong(target.kernel, config)
+        except Exception as error:  # whatever a compiler or a launch throws: the others go on
+            why = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            self._lost = why if isinstance(error, torch.AcceleratorError) else ""
+            return why
+
+    def _ask(self) -> None:
+        """After an error on the device nothing runs there in this process: the others are not wrong."""
+        if self._lost:
+            raise RuntimeError(
+                f"the GPU runs nothing in this process any more, since one candidate failed ({self._lost}); "
+                "what is known is kept and that candidate is marked: go on with --resume"
+            )
+
+    def milliseconds(self, target: Target, config: Config) -> float:
+        self._ask()
+        launch = self._of(target).problem.launch(target.kernel, config)
+        return self._clock.sample(lambda: launch()).device
+
+
+class Checked:
+    """A problem on random tensors, and the right answer in float32."""
+
+    def __init__(self, target: Target, device: torch.device) -> None:
+        case = Case(
+            target.mask,
+            "backward",
+            target.seq,
+            heads=target.heads,
+            kv_heads=target.kv_heads,
+            dim=target.head_dim,
+            v_dim=target.v_dim,
+            dtype=target.dtype,
+            queries=target.queries,
+        )
+        given = baselines.inputs(case, device)
+        score = score_of(target.score, target.heads, device) if target.score else None
+        self.expected = check.reference(case, given, score)
+        self._dtype = case.torch_dtype
+        tensors = [x.detach() for x in (given.q, given.k, given.v, given.dout)]
+        self.problem = Problem(target.job("", None), device, tensors)
+        for kernel in ("forward", "delta"):  # what the backward pass starts from
+            self.problem.launch(kernel, None)()
+        self._lse = self.problem.results("route")["lse"].clone()
+
+    def wrong(self, kernel: str, config: Config) -> str | None:
+        results = self.problem.results(kernel)
+        for name, tensor in results.items():
+            tensor.fill_(0.0 if (kernel, name) == ("fused", "dq") else float("nan"))  # it adds to dq
+        self.problem.launch(kernel, config)()
+        if kernel == "route":
+            results["out in steps"] = self.problem.in_steps(kernel, config)
+        for name, tensor in results.items():
+            found, dtype = self._errors(name, tensor)
+            if not check.acceptable(found, dtype):
+                return f"{name} is off by {found.whole:.3g}, its worst rows by {found.worst:.3g}"
+        return None
+
+    def _errors(self, name: str, tensor: Tensor) -> tuple[check.Errors, torch.dtype]:
+        """And how exact it should be: lse, by which gradients are computed, is compared with that of loops,
+        which is put back in its place."""
+        if name != "lse":
+            return check.errors(tensor, getattr(self.expected, name.split()[0])), self._dtype
+        found = check.errors(tensor, self._lse)
+        tensor.copy_(self._lse)
+        return found, torch.float32

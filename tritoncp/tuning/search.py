@@ -1,0 +1,248 @@
+"""The stages: compile and drop what cannot be fast, check the answer, then time the rest by halves.
+
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): everyone in turn within a round, twice the
+rounds for the better half, the rule's own config always among them. What does not beat it by 2 % is not kept.
+A stage may take half of the time that is left, the candidates most like the rule first: however short time
+is, some of them are compared with it.  Routes are compared with what was found for loops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from tritoncp.analysis.disassembly import MACHINES
+from tritoncp.analysis.jobs import Job
+from tritoncp.kernels.configs import ROUTES, Config, family
+from tritoncp.ops.tile_tables import WIN
+from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.targets import Routed, Target, candidates
+
+# Of the rule's own bound: below it nothing is timed.  Not of the best one: bounds leave out latency, and one
+# that small tiles cannot come near is no reason to leave out large ones.
+BEHIND = 0.75
+TIMED = 24  # candidates at most: in turn the most like the rule, and the best bound
+ROUNDS = 4  # of the first halving
+REPORTED = ("registers", "spill_bytes", "shared_bytes", "tma", "flops", "bound", "limit", "failed")
+
+
+class Bench(Protocol):
+    """Measurements that need the device."""
+
+    def wrong(self, target: Target, config: Config) -> str | None:
+        """Why the answer is not to be trusted, if it is not."""
+
+    def milliseconds(self, target: Target, config: Config) -> float:
+        """One execution."""
+
+
+@dataclass
+class Tally:
+    """How far a run is, for whoever shows it."""
+
+    target: str = ""
+    tried: int = 0
+    pruned: int = 0
+    failed: int = 0
+    best: str = ""
+    why: str = ""  # of the last failure
+    show: Callable[[Tally], None] = lambda tally: None
+
+    def count(self, why: str | None = None, **more: int) -> None:
+        for name, n in more.items():
+            setattr(self, name, getattr(self, name) + n)
+        self.why = why or self.why
+        self.show(self)
+
+
+class Choice(NamedTuple):
+    """A config, and its median and the rule's in the last round that both finished."""
+
+    config: Config
+    ms: float
+    rule_ms: float
+
+    @property
+    def gain(self) -> float:
+        return self.rule_ms / self.ms
+
+
+Compile = Callable[[list[Job]], Generator[tuple[Job, dict[str, Any]]]]
+
+
+@dataclass
+class Tuner:
+    """One run.
+
+    compiled: reports of jobs, as :func:`tritoncp.analysis.compile_worker.compile_all`
+    now:      a clock in seconds; nothing is started after ``deadline``
+    keep:     is told of each target's choice the moment it is made
+    """
+
+    arch: str
+    journal: Journal
+    compiled: Compile
+    deadline: float
+    keep: Callable[[Target, Choice], None] = lambda target, choice: None
+    now: Callable[[], float] = time.monotonic
+    tally: Tally = field(default_factory=Tally)
+    chosen: dict[Target, Choice] = field(default_factory=dict)
+
+    def candidates(self, target: Target) -> list[Config]:
+        """The candidates; the first is the config that calls use by default."""
+        loops = self.chosen.get(replace(target, kernel="forward"))
+        return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
+
+    def static(self, target: Target, until: float | None = None) -> list[tuple[Config, dict[str, Any]]]:
+        """Candidates that compile, fit and may be fast, also as steps of a schedule, with their reports; the
+        rule's own first."""
+        self.tally.target = target.name
+        until = self.deadline if until is None else until
+        rule, *_ = listed = self.candidates(target)
+        self.journal.begin(target, rule)
+        reports = {}
+        for config, found in self._compiled("compile", target, listed, self._half(until), rule):
+            reports[config] = found
+            self.tally.count(tried=1, failed="failed" in found, why=found.get("failed"))
+        own = reports.get(rule, {}).get("bound") or 0.0
+        own = 0.0 if target.kernel == "few" else own  # it waits for memory: what bounds products says nothing
+        others = [
+            config
+            for config in listed
+            if config != rule and config in reports and not self._why(reports[config], own)
+        ]
+        best = sorted(others, key=lambda config: -(reports[config].get("bound") or 0.0))
+        others = list(dict.fromkeys(itertools.chain(*zip(others, best))))[: TIMED - 1]
+        steps = dict(self._compiled("steps", target, others, until))
+        alive = [config for config in others if config in steps and not self._why(steps[config], 0.0)]
+        if rule in reports and "failed" not in reports[rule]:
+            alive = [rule, *alive]
+        self.tally.count(pruned=len(reports) - len(alive))
+        return [(config, reports[config]) for config in alive]
+
+    def _half(self, until: float) -> float:
+        now = self.now()
+        return now + (until - now) / 2
+
+    def _compiled(
+        self, stage: str, target: Target, configs: Sequence[Config], until: float, least: Config | None = None
+    ) -> Generator[tuple[Config, dict[str, Any]]]:
+        """What is known of these configs, then what is found out before time is up, and ``least`` anyway: the
+        others are nothing without it."""
+        jobs = {}
+        for config in configs:
+            found = self.journal.known(stage, target, config)
+            if found is not None:
+                yield config, found
+            else:
+                job = target.job(self.arch, config) if stage == "compile" else target.step(self.arch, config)
+                jobs[job] = config
+        with closing(self.compiled(list(jobs))) as done:
+            for job, report in done:
+                found = {name: report[name] for name in REPORTED if name in report}
+                config = jobs.pop(job)
+                self.journal.add(stage, target, config, found)
+                yield config, found
+                if self.now() > until and least not in jobs.values():
+                    break
+
+    def _why(self, found: dict[str, Any], own: float) -> str:
+        """Why a candidate is not worth a measurement; "" if it is."""
+        if "failed" in found:
+            return found["failed"]
+        limit = MACHINES[family(self.arch)].block
+        if found["shared_bytes"] > limit:
+            return f"{found['shared_bytes']} bytes of shared memory, there are {limit}"
+        if found["spill_bytes"]:
+            return f"spills {found['spill_bytes']} bytes"
+        bound = found.get("bound")
+        return (
+            f"bound {bound:.0%}, the rule's {own:.0%}" if bound is not None and bound < BEHIND * own else ""
+        )
+
+    def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
+        """The fastest right candidate, if it beats the rule; else the rule. None without a measurement of
+        both.  An interrupt is passed on after what is known so far was kept."""
+        rule, *others = self.candidates(target)
+        if target.kernel == "route" and not (others and replace(target, kernel="forward") in self.chosen):
+            return None  # nothing to compare, or nothing to compare it with
+        alive = [config for config, _ in self.static(target, self._half(until))]
+        best: Choice | None = None
+        try:
+            checked = self._half(until)
+            alive = [config for config in alive if self._right(target, config, bench, checked)]
+            if rule not in alive:
+                return None  # nothing to compare with: not a config to be trusted either
+            rounds = ROUNDS
+            while self.now() < until:
+                times = self._times(target, alive, bench, rounds, until)
+                if times is None:
+                    break
+                best = self._best(times, rule)
+                self.tally.best = f"{best.gain:.2f}x of the rule"
+                self.tally.count()
+                if len(alive) <= 2:
+                    break
+                others = sorted((c for c in alive if c != rule), key=times.__getitem__)
+                alive = [rule, *others[: max(1, (len(alive) - 1) // 2)]]
+                rounds *= 2
+        finally:
+            if best is not None:
+                self.keep(target, best)
+        return best
+
+    def _right(self, target: Target, config: Config, bench: Bench, until: float) -> bool:
+        """Whether its answer is right, as far as there is time to ask."""
+        found = self.journal.known("check", target, config)
+        if found is None:
+            if self.now() > until:
+                return False
+            if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that never ends is tried once
+                self.journal.add("check", target, config, {"wrong": "was being checked when a run ended"})
+            found = {"wrong": bench.wrong(target, config)}
+            self.journal.add("check", target, config, found)
+        self.tally.count(failed=found["wrong"] is not None, why=found["wrong"])
+        return found["wrong"] is None
+
+    def _times(
+        self, target: Target, alive: Sequence[Config], bench: Bench, rounds: int, until: float
+    ) -> dict[Config, float] | None:
+        """Medians of so many rounds, in each of which everyone runs once, beginning with the next one; None
+        if time is up before."""
+        missing = [c for c in alive if self.journal.known("time", target, c, rounds) is None]
+        if missing:  # a round that was cut off says nothing: the whole of it again
+            samples: dict[Config, list[float]] = {config: [] for config in alive}
+            for config in alive:
+                bench.milliseconds(target, config)  # warm
+            for turn in range(rounds):
+                first = turn % len(alive)
+                for config in [*alive[first:], *alive[:first]]:
+                    if self.now() > until:
+                        return None
+                    samples[config].append(bench.milliseconds(target, config))
+            for config, taken in samples.items():
+                self.journal.add("time", target, config, {"ms": statistics.median(taken)}, rounds)
+        found = {config: self.journal.known("time", target, config, rounds) for config in alive}
+        return {config: entry["ms"] for config, entry in found.items() if entry is not None}
+
+    @staticmethod
+    def _best(times: dict[Config, float], rule: Config) -> Choice:
+        fastest = min(times, key=times.__getitem__)
+        winner = fastest if times[rule] / times[fastest] > WIN else rule
+        return Choice(winner, times[winner], times[rule])
+
+    def run(self, wanted: Sequence[Target], bench: Bench) -> dict[Target, Choice]:
+        """Every target in turn; each may use its share of the time that is left."""
+        for i, target in enumerate(wanted):
+            left = self.deadline - self.now()
+            if left <= 0:
+                break
+            choice = self.choose(target, bench, self.now() + left / (len(wanted) - i))
+            if choice is not None:
+                self.chosen[target] = choice
+        return self.chosen
