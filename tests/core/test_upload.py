@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -83,6 +84,14 @@ class Recorder(upload.Streams):
 
     def count(self, *kinds: str) -> Counter[tuple[Any, ...]]:
         return Counter(call for call in self.calls if call[0] in kinds)
+
+
+@pytest.fixture(autouse=True)
+def no_shared_plans() -> Iterator[None]:
+    """Plans behind masks are cached, and a plan keeps the copies that a recorder has seen."""
+    tritoncp.plan_cache_clear()
+    yield
+    tritoncp.plan_cache_clear()
 
 
 @pytest.fixture
