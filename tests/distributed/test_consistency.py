@@ -84,7 +84,7 @@ DIFFERENT = {
 VALUES = {  # what every rank reads of both
     "tensor": ("Rank 0 has", "Rank 1 has"),
     "number": ("sliding_window(3", "sliding_window(4"),
-    "code": ("test_agreement.py",),
+    "code": ("test_consistency.py",),
     "captured number": ("rank = 0", "rank = 1"),
 }
 

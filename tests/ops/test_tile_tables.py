@@ -482,8 +482,8 @@ def test_ranks_that_have_the_same_send_nothing(places, monkeypatch):
         if differ and group.rank():
             monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / "other"))
         count = []
-        original = tile_tables.comm.exchange
-        monkeypatch.setattr(tile_tables.comm, "exchange", lambda *words: count.append(1) or original(*words))
+        original = tile_tables.collectives.exchange
+        monkeypatch.setattr(tile_tables.collectives, "exchange", lambda *words: count.append(1) or original(*words))
         mask = create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16)
         return [make_plan(mask, group) and len(count) for _ in range(2)]
 

@@ -77,11 +77,11 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
     for module in (search, search_run):
         monkeypatch.setattr(module, "candidates", few)
     words = ["--target", "sm_90", "--shapes", "8x2,64x32,4096", "--mask", "full", "--ops", "fwd,fused"]
-    words += ["--score-mod", "tests.tune.test_run:biased", "--jobs", "1", "--json"]
+    words += ["--score-mod", "tests.tuning.test_run:biased", "--jobs", "1", "--json"]
     done = invoke(*words)
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
-    name = "full tests.tune.test_run:biased 8x2 d64x32 4096 bfloat16"
+    name = "full tests.tuning.test_run:biased 8x2 d64x32 4096 bfloat16"
     assert [row["target"] for row in rows] == [*[f"forward {name}"] * 2, f"fused {name}"]
     for row in rows:
         assert 0 < row["bound"] < 1 and row["spill_bytes"] == 0 and row["tma"] > 0
@@ -132,8 +132,8 @@ def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
         (["--target", "sm_90", "--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads of a key head"),
         (["--target", "sm_90", "--score-mod", "hardcap"], "known: softcap"),
         (["--target", "sm_90", "--score-mod", "math:pi"], "float, not a score_mod"),
-        (["--target", "sm_90", "--score-mod", "tests.tune.test_run:random_score"], "cannot be translated"),
-        (["--target", "sm_90", "--score-mod", "tests.tune.test_run:kernel_score"], "give it in Python"),
+        (["--target", "sm_90", "--score-mod", "tests.tuning.test_run:random_score"], "cannot be translated"),
+        (["--target", "sm_90", "--score-mod", "tests.tuning.test_run:kernel_score"], "give it in Python"),
         (["--target", "sm_90", "--shapes", "8x8,64x64x64,128"], "128x128,192x128,8192"),
         (["--target", "sm_90", "--budget", "soon"], "15m"),
         (["--target", "sm_90", "--shapes", "32"], "32x8,128,16384"),
@@ -274,10 +274,10 @@ def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
 @pytest.mark.parametrize(
     ("kernel", "v_head_dim", "score"),
     [
-        ("forward", 32, "tests.tune.test_run:biased"),
+        ("forward", 32, "tests.tuning.test_run:biased"),
         ("dq", None, "softcap(2)"),
         ("dkdv", 24, "alibi"),
-        ("fused", 24, "tests.tune.test_run:biased"),
+        ("fused", 24, "tests.tuning.test_run:biased"),
     ],
 )
 def test_single_launches_are_checked_against_float32_and_timed(kernel, v_head_dim, score):
@@ -343,7 +343,7 @@ def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share(
 def test_what_is_compiled_offline_is_what_is_launched(kernel):
     """Every argument is of the same type, and divisible by 16 or not: Triton finds in its cache what another
     process compiled."""
-    target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tune.test_run:biased")
+    target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tuning.test_run:biased")
     config = Config(64, 64, 4, 1)
     if kernel == "few":
         target = replace(target, mask="full")

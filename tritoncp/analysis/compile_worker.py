@@ -422,7 +422,7 @@ def copied(job: Job, config: Config, code: Iterable[disassembly.Instruction]) ->
     """Bytes that descriptors move to shared memory, and from there to be added up, for one tile: 16-bit keys
     and values, backward by keys queries and dO; float32 dQ.  Their instructions do not show it.
 
-    >>> load, add = (machine_code.Instruction(op, "") for op in ("UTMALDG.4D", "UTMAREDG.4D.ADD"))
+    >>> load, add = (disassembly.Instruction(op, "") for op in ("UTMALDG.4D", "UTMAREDG.4D.ADD"))
     >>> copied(Job("dq", "sm_90", 128), Config(128, 32), [load]) == 32 * 256 * 2
     True
     >>> copied(Job("fused", "sm_90", 128), Config(64, 128), [load, add]) == 64 * 256 * 2 + 64 * 128 * 4
