@@ -89,10 +89,16 @@ def test_the_readme_names_only_make_targets_that_exist():
         assert named <= targets, f"{page} names {named - targets}"
 
 
+def test_ci_runs_lint_and_types_before_the_tests():
+    commands = [line for line in (ROOT / ".ci/run").read_text().splitlines() if line.startswith("make ")]
+    assert commands == ["make lint types", "make test"]
+    assert "run: .ci/run" in (ROOT / ".github/workflows/tests.yml").read_text()
+
+
 def test_no_file_names_a_registry():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     files = [ROOT / name for name in listed.stdout.split("\0") if name] or [ROOT / "Makefile"]
     for path in files:
-        if path.is_file() and path.suffix in {"", ".txt", ".toml", ".md", ".yaml"}:
+        if path.is_file() and path.suffix in {"", ".txt", ".toml", ".md", ".yaml", ".yml"}:
             text = path.read_text()
             assert not re.search(r"--(extra-)?index-url|pypi\.org|download\.pytorch", text), path
