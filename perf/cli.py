@@ -19,7 +19,7 @@ from tritoncp.perf.record import DiskFull, History, Point, Problem, append, read
 from tritoncp.perf.run import main as run
 
 HISTORY, CONFIGS = Path("perf/history"), Path("kernels/configs")
-SHOWN = 20  # problems that are shown one by one
+MAX_PROBLEMS = 20  # problems that are printed one by one
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
@@ -75,7 +75,7 @@ class Percent(click.ParamType):
 @click.option(
     "--allow-missing",
     is_flag=True,
-    help="Cases that were measured before and not after are told, and no reason to exit with 1.",
+    help="Report cases that were measured before and not after, without exiting with 1.",
 )
 @click.option(
     "--baseline",
@@ -132,7 +132,7 @@ def compare(
 
 
 def _side(word: str, history: Path) -> list[Point]:
-    """The points that a word of the command line names; there is at least one."""
+    """Read the points that a word of the command line names, at least one."""
     problems: list[Problem] = []
     try:
         points = comparing.side(word, history, problems.append)
@@ -205,10 +205,10 @@ def _read(places: tuple[Path, ...]) -> History:
 
 def _report(problems: Sequence[Problem]) -> None:
     """Report broken lines: the first of them one by one."""
-    for problem in problems[:SHOWN]:
+    for problem in problems[:MAX_PROBLEMS]:
         click.echo(str(problem), err=True)
-    if len(problems) > SHOWN:
-        click.echo(f"and {len(problems) - SHOWN} more lines that are broken", err=True)
+    if len(problems) > MAX_PROBLEMS:
+        click.echo(f"and {len(problems) - MAX_PROBLEMS} more lines that are broken", err=True)
 
 
 @perf.command("ingest", cls=PerfCommand)
@@ -247,7 +247,9 @@ def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> N
         click.echo("no tile shapes that are new")
     _rewrite(readme, history)
     if result.problems:
-        raise InputError(f"{len(result.problems)} problems, named above; what they are about was left out")
+        raise InputError(
+            f"{len(result.problems)} problems, named above; the lines with problems were left out"
+        )
 
 
 def _rewrite(readme: Path | None, history: Path) -> None:
@@ -277,8 +279,8 @@ def import_(source: Path, out: Path) -> None:
     try:
         benchmarks = points(parse_json(source.read_bytes()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise InputError(f"{source} is not what `pytest --benchmark-json` writes: {what}") from error
+        detail = f"{type(error).__name__}: {error}"
+        raise InputError(f"{source} is not what `pytest --benchmark-json` writes: {detail}") from error
     if not benchmarks:
         raise NothingMeasured(f"{source} holds no benchmark")
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -29,7 +29,7 @@ HERE = Path(__file__).parent / "page"
 
 
 def page(history: History) -> str:
-    """The whole page, as HTML."""
+    """Make the page, as HTML."""
     facts, columns = digest(history)
     parts = {
         "style": (HERE / "page.css").read_text(),
@@ -47,7 +47,7 @@ def page(history: History) -> str:
 
 
 def _inside_script(text: str) -> str:
-    """No </script> inside: in JavaScript and JSON strings, <\\/ means the same."""
+    """Escape </script>: in JavaScript and JSON strings, <\\/ is the same text."""
     return text.replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
@@ -56,7 +56,7 @@ def _packed(data: bytes) -> str:
 
 
 def digest(history: History) -> tuple[dict[str, Any], bytes]:
-    """The data of the page: names and facts, and the columns of all points (see `_columns`)."""
+    """Collect the data of the page: names and facts, and the columns of all points (see `_columns`)."""
     lines = _lines(history.points)
     begun = _runs(history.points)
     runs = {run: i for i, run in enumerate(begun)}
@@ -86,7 +86,7 @@ def digest(history: History) -> tuple[dict[str, Any], bytes]:
 
 
 def _lines(points: Sequence[Point]) -> list[list[Point]]:
-    """Points of each case on each series, by time; of a run, the last."""
+    """Group points by case and series, in order of time; of each run the last point counts."""
     by_line: dict[tuple[str, str], dict[str, Point]] = {}
     for point in sorted(points, key=lambda point: _seconds(point.time)):
         by_line.setdefault((point.case, str(point.series)), {})[point.run] = point
@@ -94,7 +94,7 @@ def _lines(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def _runs(points: Sequence[Point]) -> dict[str, int]:
-    """When each run began, in that order."""
+    """Return the time at which each run began, in order of time."""
     begun: dict[str, int] = {}
     for point in points:
         time = _seconds(point.time)
@@ -114,7 +114,7 @@ def _attributes(point: Point) -> str:
 
 
 def _line(points: list[Point], devices: list[str], families: list[str]) -> dict[str, Any]:
-    """One case on one series: its last point, and the changes before it."""
+    """Summarise a case on one series: its last point and the changes before it."""
     last = points[-1]
     contenders = {
         name: {key: value for key, value in figures.items() if key not in ("samples", "errors")}
@@ -140,7 +140,7 @@ def _line(points: list[Point], devices: list[str], families: list[str]) -> dict[
 
 
 def _ranked(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines with their "rank", the most urgent first: new failures of the latest run; slower cases, by the
+    """Add each line's "rank", the most urgent first: new failures of the latest run; slower cases, by the
     lower end of the interval; cases that still fail; cases that are slower than at their best; cases that
     are farthest below their goal."""
     order = {key: rank for rank, key in enumerate(sorted({_urgency(line) for line in lines}))}
@@ -158,7 +158,7 @@ def _urgency(line: dict[str, Any]) -> tuple[float, ...]:
 def _latest(
     points: list[Point], times: list[float], level_changes: Sequence[changes.Change]
 ) -> dict[str, Any]:
-    """The newest point compared with the level before it."""
+    """Compare the newest point with the level before it."""
     if not points[-1].ms:
         before = points[-2].ms if len(points) > 1 else None
         return {"verdict": "failing" if before else "still failing"}
@@ -167,7 +167,7 @@ def _latest(
 
 
 def _loss(level_changes: Sequence[changes.Change]) -> float:
-    """The level now over the lowest before a change; 1 if it never was lower."""
+    """Return the level now over the lowest before a change; 1 if it never was lower."""
     return (
         max(1.0, level_changes[-1].after / min(change.before for change in level_changes))
         if level_changes
@@ -176,7 +176,7 @@ def _loss(level_changes: Sequence[changes.Change]) -> float:
 
 
 def _unit(points: list[Point]) -> float:
-    """The median time of a line, which is the unit of its logarithms."""
+    """Return the median time of a line, which is the unit of its logarithms."""
     times = [point.ms for point in points if point.ms]
     return float(np.median(times)) if times else 1.0
 
@@ -184,7 +184,7 @@ def _unit(points: list[Point]) -> float:
 def _changes(
     points: list[Point], right: list[int], level_changes: Sequence[changes.Change], families: list[str]
 ) -> list[dict[str, Any]]:
-    """Change points, by index of the point, with other changes there; right: points that did not fail."""
+    """List change points, by index, with their possible causes; right: indices of points with a time."""
     edges = [0, *(change.at for change in level_changes), len(right)]
     rows = []
     for k, change in enumerate(level_changes):
@@ -212,15 +212,16 @@ def _median_speedup(points: list[Point], family: str) -> float:
 
 
 def _kernel(line: dict[str, Any]) -> dict[str, Any]:
-    """The data of a compiled kernel on the page: its line without the fields that every line has."""
+    """Return the data of a compiled kernel: its line without the fields that every line has."""
     return {key: value for key, value in line.items() if key not in ("kind", "run") and value is not None}
 
 
 def _columns(
     points: list[Point], runs: dict[str, int], envs: dict[str, int], families: list[str]
 ) -> list[np.ndarray]:
-    """int32: run, env; int16, in STEPs of a logarithm: time over the line's unit, time over lower quartile,
-    upper quartile over time, then each family's time over ours. NONE where there is none."""
+    """Return the columns of a line's points: int32 run and env; int16, in STEPs of a logarithm, time over the
+    line's unit, time over lower quartile, upper quartile over time, then each family's time over tritoncp's.
+    Missing values are NONE."""
     unit = _unit(points)
     own = [point.own for point in points]
     logs = [
@@ -245,5 +246,5 @@ def _log(x: float | None, unit: float | None) -> int:
 
 
 def _planes(x: np.ndarray) -> bytes:
-    """All lowest bytes, then all next ones: deflate finds more in common."""
+    """Reorder bytes by significance, all lowest bytes first, which deflate compresses better."""
     return np.ascontiguousarray(x.view(np.uint8).reshape(len(x), -1).T).tobytes()

@@ -2,7 +2,7 @@
 
 ``python -m tritoncp.perf.gpu_run --dry-run`` prints the order and the time table of `gpu_parts`. Each command
 runs in a process group of its own, which gets SIGINT shortly before the time of its part is over and SIGKILL
-when it is over. Results that it has written until then are kept.
+when it is over. Results that it has written by then remain.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Commands:
         ]
 
     def _stop(self) -> None:
-        """Send SIGINT to the running commands and wait for the grace period; `_kill` ends the others."""
+        """Send SIGINT to the running commands and wait for the grace period; `_kill` ends the rest."""
         for process in self.running:
             self._signal(process, signal.SIGINT)
         end = time.monotonic() + self.grace
@@ -211,7 +211,7 @@ def _clock(seconds: float) -> str:
 
 
 def gpu_name(python: str) -> str | None:
-    """The name of the GPU that torch under this interpreter finds; None without a GPU."""
+    """Return the name of the GPU that torch under this interpreter finds; None without a GPU."""
     words = [python, "-c", PROBE]
     try:
         answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
@@ -223,7 +223,7 @@ def gpu_name(python: str) -> str | None:
 @contextlib.contextmanager
 def settings() -> Iterator[dict[str, str]]:
     """Make the environment of every command: this checkout on the path, a temporary cache of generated code
-    unless TRITONCP_CACHE_DIR is set, and compiled kernels, whatever TRITON_INTERPRET was."""
+    unless TRITONCP_CACHE_DIR is set, and compiled kernels even where TRITON_INTERPRET is set."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         folder = os.environ.get("TRITONCP_CACHE_DIR") or cache

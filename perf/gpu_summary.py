@@ -55,13 +55,13 @@ def points_since(out: Path, began: datetime.datetime) -> list[Point]:
 
 def cases_left_out(out: Path, began: datetime.datetime) -> list[str]:
     """Read the names of cases that had no time, from the files that this run has written to."""
-    left = []
+    names = []
     for path in files([out]):
         if path.stat().st_mtime >= began.timestamp():
             for text in path.read_bytes().splitlines():
                 if b'"left out"' in text:
-                    left.append(str(json.loads(text).get("case", "")))
-    return left
+                    names.append(str(json.loads(text).get("case", "")))
+    return names
 
 
 def figures(point: Point) -> list[dict[str, Any]]:
@@ -78,9 +78,9 @@ def check_of(path: Path) -> dict[str, Any]:
     failed, how many did not run, facts of the machine."""
     try:
         report = read_json(path)
-        others = [case for case in report["cases"] if not case["right"]]
-        wrong = [case for case in others if not str(case.get("why", "")).startswith("not run")]
-        numbers = {"cases": len(report["cases"]), "not_run": len(others) - len(wrong)}
+        failing = [case for case in report["cases"] if not case["right"]]
+        wrong = [case for case in failing if not str(case.get("why", "")).startswith("not run")]
+        numbers = {"cases": len(report["cases"]), "not_run": len(failing) - len(wrong)}
         return {"right": bool(report["right"]), "wrong": wrong, **numbers, "facts": report["facts"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {"right": False, "wrong": [], "why": f"no result: {type(error).__name__}: {error}"}

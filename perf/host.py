@@ -1,7 +1,6 @@
-"""Measurements that need no GPU: time and memory of masks and plans, and Python's part of a call.
+"""Measurements without a GPU: time and memory of masks and plans, and the Python time of a call.
 
-A case here has the same kind of line as one of attention, so that it is kept, compared and shown alike. The
-device of its series is the CPU.
+Cases are written, compared and shown in the format of attention cases. The device of their series is the CPU.
 """
 
 from __future__ import annotations
@@ -30,14 +29,20 @@ from tritoncp.perf.timing import Run, WallClock, interleaved
 from tritoncp.planning.plan import build
 
 CPU = torch.device("cpu")
-LAYER = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}  # whose bytes a plan's figures are
+# The layer whose bytes a plan's figures count
+LAYER = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}
 Makers = dict[str, Callable[[], Run]]
 
 
 @dataclass(frozen=True)
 class HostCase:
-    """what: "mask" (make it), "plan" (balance it and list a rank's steps), "forward" or "backward" (a call
-    whose launches do nothing); seq: tokens; world: ranks, in lockstep in this process for calls."""
+    """A case on the CPU.
+
+    what:  "mask" (build it), "plan" (balance it and list a rank's steps), "forward" or "backward" (a call
+           whose launches do nothing)
+    seq:   tokens
+    world: ranks, in lockstep in this process for calls
+    """
 
     what: str
     mask: str
@@ -95,7 +100,7 @@ CASES: tuple[HostCase, ...] = (
 
 
 def select(tier: str = "core", only: str | Sequence[str] = "*") -> list[HostCase]:
-    """The cases of a tier and those before it, whose names fit a pattern."""
+    """Select the cases of a tier and the tiers before it whose names match a pattern."""
     tiers = TIERS[: TIERS.index(tier) + 1]
     return [case for case in CASES if case.tier in tiers and position(case.name, only) is not None]
 
@@ -132,19 +137,19 @@ def resources(journal: Journal, only: str | Sequence[str] = "*") -> None:
     recorded = {kernel_name(line): line for line in (read(place).kernels() if place.is_dir() else ())}
     for row in document["rows"]:
         line = {"kind": "resources", "triton": document["triton"], **row}
-        before = recorded.get(kernel_name(row), {})
+        recorded_line = recorded.get(kernel_name(row), {})
         if position(kernel_name(row), only) is None:
             continue
-        if any(before.get(key) != line[key] for key in line):
+        if any(recorded_line.get(key) != line[key] for key in line):
             journal.write(line)
 
 
 def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Measure every contender of a case. Returns their figures and facts about the work."""
-    who, work = makers(case)
+    contender_makers, work = makers(case)
     with no_launches():
-        figures = interleaved(who, WallClock(), seconds, least=5)
-        peak = grown(who[OURS]())
+        figures = interleaved(contender_makers, WallClock(), seconds, least=5)
+        peak = grown(contender_makers[OURS]())
     contenders = {name: figure.rounded(samples=name == OURS) for name, figure in figures.items()}
     if peak is not None:
         contenders[OURS]["peak_bytes"] = peak
@@ -152,7 +157,7 @@ def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], 
 
 
 def makers(case: HostCase) -> tuple[Makers, dict[str, Any]]:
-    """Functions that prepare one execution of a case, by contender; and facts about the work."""
+    """Return functions that prepare one execution of a case, by contender, and facts about the work."""
     return {"mask": _masks, "plan": _plans}.get(case.what, _call)(case)
 
 
@@ -160,7 +165,7 @@ def _masks(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     plain: Any = MASKS[case.mask].plain(case.seq, CPU)
     length = (case.seq, case.seq)
     functions: Makers = {OURS: lambda: lambda: _mask(case)}
-    if case.seq <= 4096:  # torch's way takes memory by the square of the length
+    if case.seq <= 4096:  # torch's builder takes memory quadratic in the length
         functions["torch"] = lambda: (
             lambda: torch_flex.create_block_mask(plain, None, None, *length, device="cpu")
         )
@@ -182,10 +187,10 @@ def _plans(case: HostCase) -> tuple[Makers, dict[str, Any]]:
         result.tables(buffer=first)
 
     result = build(mask, case.world, schedule=case.schedule)
-    sent = [result.for_rank(rank).bytes_sent(**LAYER, backward=False) for rank in range(case.world)]
-    work: dict[str, Any] = {"imbalance": round(result.imbalance, 5), "wire_bytes": max(sent)}
+    rank_bytes = [result.for_rank(rank).bytes_sent(**LAYER, backward=False) for rank in range(case.world)]
+    work: dict[str, Any] = {"imbalance": round(result.imbalance, 5), "wire_bytes": max(rank_bytes)}
     if case.world <= 64:
-        work |= {"rank_work": [round(x) for x in result.work], "rank_bytes": sent}
+        work |= {"rank_work": [round(x) for x in result.work], "rank_bytes": rank_bytes}
     return {OURS: lambda: plan}, work
 
 
@@ -233,11 +238,11 @@ def grown(run: Run) -> int | None:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # so that allocations do not reuse free memory of the process
     reset.write_text("5")
-    before = _kilobytes(status, "VmRSS")
+    initial = _kilobytes(status, "VmRSS")
     result = run()
     peak = _kilobytes(status, "VmHWM")
     del result
-    return max(0, peak - before) * 1024
+    return max(0, peak - initial) * 1024
 
 
 def _kilobytes(status: Path, name: str) -> int:

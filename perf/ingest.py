@@ -31,13 +31,13 @@ Config = tuple[tuple[str, Any], ...]  # sorted items
 
 
 class Choice(NamedTuple):
-    """When tiles were chosen, and the entry about them; None = those of the rule."""
+    """The time of a choice of tiles and its entry; None: the tiles of the rule."""
 
     time: str
     entry: dict[str, Any] | None
 
 
-Choices = dict[tuple[Any, ...], Choice]  # by tuned.entry_key(entry)
+Choices = dict[tuple[Any, ...], Choice]  # by tile_tables.entry_key(entry)
 
 
 class Ingested(NamedTuple):
@@ -57,14 +57,14 @@ class Refused(Exception):
 def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
     """Import the files of a folder: ``*.jsonl`` into ``history``, wins in ``configs/`` into ``configs``.
 
-    Everything is read and every place to write to is known before anything is written. Doing it again changes
-    nothing. Raises FileNotFoundError where there is neither, Refused for links and anything but plain files,
+    All files are read and all output paths checked before the first write. A second import changes nothing.
+    Raises FileNotFoundError where the folder has neither, Refused for links and anything but plain files,
     for names that are not allowed in file names, for journals with lines that no version of tritoncp autotune
     writes (nested deeply, NaN), and where a link leads out of ``history`` or ``configs``.
     """
     lines, journals = sorted(folder.glob("*.jsonl")), sorted((folder / "configs").glob("*/*.jsonl"))
     if not lines and not journals:
-        raise FileNotFoundError(f"{folder} holds no *.jsonl and no configs/*/*.jsonl: nothing of make gpu's")
+        raise FileNotFoundError(f"{folder} holds no *.jsonl and no configs/*/*.jsonl: no results of make gpu")
     for path in (*lines, *journals):
         _check_plain(path, folder)
     problems: list[Problem] = []
@@ -72,12 +72,12 @@ def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
     chosen: dict[tuple[Device, str], Choices] = defaultdict(dict)
     for path in journals:
         for run in runs(path, problems):
-            of = Device(run.facts["arch"], run.facts["device"]), run.facts["triton"]
-            _choose(run, chosen[of], problems)
+            target = Device(run.facts["arch"], run.facts["device"]), run.facts["triton"]
+            _choose(run, chosen[target], problems)
     for rows in good.values():
         for route in choices_of(rows):
             _choose_route(route, chosen[route.device, route.triton])
-    places = {of: _config_file(configs, *of) for of in chosen}
+    places = {target: _config_file(configs, *target) for target in chosen}
     counts = [_keep(path, rows) for path, rows in good.items()]
     shipped = {}
     for (device, triton), choices in chosen.items():
@@ -93,7 +93,7 @@ def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
 
 
 def _check_plain(path: Path, folder: Path) -> None:
-    """Raises Refused unless a file is a plain one, in folders that are no links."""
+    """Raise Refused unless a file is a plain file, in folders that are no links."""
     for level in (path, *path.parents):
         if level == folder:
             break
@@ -104,7 +104,7 @@ def _check_plain(path: Path, folder: Path) -> None:
 
 
 def _history_file(history: Path, source: Path) -> Path:
-    """The history file for the lines of a file."""
+    """Return the history file for the lines of a file."""
     try:
         name = checked_name(source.name, HISTORY_FILE, "history file", "2026-01-01-nvidia-h200.jsonl")
         path = path_inside(history, history / name)
@@ -116,7 +116,7 @@ def _history_file(history: Path, source: Path) -> Path:
 
 
 def _config_file(configs: Path, device: Device, triton: str) -> Path:
-    """The file for the tile shapes of a device."""
+    """Return the file for the tile shapes of a device."""
     try:
         return path_inside(configs, tile_tables.path_in(configs, device, triton))
     except ValueError as error:
@@ -124,7 +124,7 @@ def _config_file(configs: Path, device: Device, triton: str) -> Path:
 
 
 def _good(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
-    """The lines of one file that a history holds."""
+    """Yield the lines of a file that belong in a history; report the rest as problems."""
     for number, line in checked(path):
         if isinstance(line, str):
             problems.append(Problem(path, number, line))
@@ -159,7 +159,7 @@ class Evidence:
     times: dict[int, dict[Config, float]] = field(default_factory=lambda: defaultdict(dict))
 
     def choice(self) -> tuple[Config, float, float] | None:
-        """The choice of tritoncp autotune among checked configs: a config, its time, and the rule's."""
+        """Choose among checked configs as tritoncp autotune does: a config, its time, and the rule's time."""
         for turn in sorted(self.times, reverse=True):
             right = {c: ms for c, ms in self.times[turn].items() if self.wrong.get(c, "unknown") is None}
             if self.rule in right and len(right) > 1:
@@ -169,7 +169,7 @@ class Evidence:
         return None
 
     def unchecked(self) -> list[Config]:
-        """Configs that were timed and not checked."""
+        """List the configs that were timed and not checked."""
         timed = dict.fromkeys(c for times in self.times.values() for c in times)
         return [config for config in timed if config not in self.wrong]
 
@@ -185,8 +185,8 @@ class Run:
 
 
 def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
-    """The runs in a journal, each as far as it can be read. Raises Refused for a journal that no version of
-    tritoncp autotune has written."""
+    """Read the runs in a journal, each as far as it can be read. Raises Refused for a journal that no version
+    of tritoncp autotune has written."""
     runs_read: list[Run] = []
     current, orphans = False, []
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
@@ -203,8 +203,8 @@ def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
             else:
                 orphans.append(number)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            problems.append(Problem(path, number, f"not a line of tritoncp autotune: {what}"))
+            detail = f"{type(error).__name__}: {error}"
+            problems.append(Problem(path, number, f"not a line of tritoncp autotune: {detail}"))
     if orphans:
         why = f"{len(orphans)} lines from here on belong to a run whose beginning cannot be read"
         problems.append(Problem(path, orphans[0], why))
@@ -229,8 +229,8 @@ def _foreign(path: Path, number: int, why: str) -> Refused:
 
 
 def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
-    """The run that a line begins. Raises Refused for an architecture or a Triton that no file may be called
-    after."""
+    """Read the run that a line begins. Raises Refused for an architecture or a Triton version that is not
+    allowed in a file name."""
     facts = {name: line["about"][name] for name in ("device", "arch", "triton", "code")}
     if not all(isinstance(value, str) and value for value in facts.values()):
         raise ValueError("device, arch, triton and code have to be text")
@@ -239,7 +239,7 @@ def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
     except ValueError as error:
         raise Refused(f"{path}:{number}: {error}") from error
     began = _positive(line["time"])
-    if began > time.time() + DAY:  # what it says would count as newest for ever
+    if began > time.time() + DAY:  # its choices would count as the newest for ever
         raise ValueError(f"the run began in the future: {began:g} seconds after 1970")
     return Run(path, facts, began)
 
@@ -249,8 +249,8 @@ def _read(run: Run, number: int, line: dict[str, Any]) -> None:
     stage, name = line["stage"], line["target"]
     if stage == "target":
         tile_tables.check({**line["entry"], "config": line["rule"]})
-        of = run.targets.setdefault(name, Evidence(number))
-        of.entry, of.rule = line["entry"], _items(line["rule"])
+        evidence = run.targets.setdefault(name, Evidence(number))
+        evidence.entry, evidence.rule = line["entry"], _items(line["rule"])
         return
     config, result = _items(line["config"]), line["found"]
     hash((name, config))
@@ -279,28 +279,30 @@ def _positive(x: Any) -> float:
 
 
 def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
-    """Replace the choices of older runs by those of a run."""
+    """Replace the choices of older runs by the choices of a run."""
     when = datetime.datetime.fromtimestamp(run.time, datetime.UTC).isoformat(timespec="seconds")
-    for name, of in run.targets.items():
-        for config in of.unchecked():
+    for name, evidence in run.targets.items():
+        for config in evidence.unchecked():
             why = f"{name}: {dict(config)} was timed, and no line says that its answer is right"
-            problems.append(Problem(run.path, of.line, why))
-        if not of.entry:
-            problems.append(Problem(run.path, of.line, f"{name}: the line that says what it is is not there"))
+            problems.append(Problem(run.path, evidence.line, why))
+        if not evidence.entry:
+            problems.append(
+                Problem(run.path, evidence.line, f"{name}: the line that describes this target is missing")
+            )
             continue
-        if (choice := of.choice()) is None:
+        if (choice := evidence.choice()) is None:
             continue
         config, ms, rule_ms = choice
         took = {"ms": ms, "rule_ms": rule_ms, "time": when, "code": run.facts["code"]}
-        entry = {**of.entry, "config": dict(config), **took}
+        entry = {**evidence.entry, "config": dict(config), **took}
         try:
             tile_tables.check(entry)
         except (ValueError, KeyError, TypeError) as error:
-            problems.append(Problem(run.path, of.line, f"{name}: {error}"))
+            problems.append(Problem(run.path, evidence.line, f"{name}: {error}"))
             continue
         key = tile_tables.entry_key(entry)
         if key not in choices or choices[key].time <= when:
-            choices[key] = Choice(when, None if config == of.rule else entry)
+            choices[key] = Choice(when, None if config == evidence.rule else entry)
 
 
 def _choose_route(route: RouteChoice, choices: Choices) -> None:
@@ -312,7 +314,7 @@ def _choose_route(route: RouteChoice, choices: Choices) -> None:
 def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
     """Write the winning entries to the shipped file, and remove older entries that no longer beat the rule.
     Returns the numbers of both. Raises ValueError for a file that cannot be read, and the errors of
-    :func:`tuned.locked`."""
+    :func:`tile_tables.locked`."""
     path = tile_tables.path_in(configs, device, triton)
     if not path.exists() and all(entry is None for _, entry in choices.values()):
         return 0, 0

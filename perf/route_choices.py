@@ -1,8 +1,8 @@
 """Chooses the default route of the forward pass from lines of a history.
 
-A line that has times of ``ROUTE=loops`` and of another route decides the default for calls with its dtype,
-head dims and kind of mask, on its device with its version of Triton: the fastest right route, if it beats
-loops by more than `tuned.WIN`, else loops. Where lines for the same calls disagree, the longer sequence
+A line with times of ``ROUTE=loops`` and of another route sets the default for calls with its dtype, head dims
+and kind of mask, on its device with its version of Triton: the fastest right route, if it beats
+loops by more than `tile_tables.WIN`, else loops. Where lines for the same calls disagree, the longer sequence
 counts, then the newer line. The entry of a route that is no longer chosen is removed.
 """
 
@@ -24,14 +24,14 @@ from tritoncp.perf.record import variant
 
 DAY = 86400.0  # seconds by which the clocks of two machines may differ
 LOOPS, *OTHERS = ({"ROUTE": route} for route in ROUTES)
-_LENGTH = 4096  # of the mask that is made to determine its kind
+_LENGTH = 4096  # of the mask that is built to determine its kind
 
 
 class RouteChoice(NamedTuple):
     """The default route of calls on a device with a version of Triton. entry: for a file of tile shapes; None
     for loops.
 
-    key: the calls, as `tuned.entry_key` has it; time: when it was measured (ISO 8601, UTC)
+    key: the calls, from `tile_tables.entry_key`; time: of the measurement (ISO 8601, UTC)
     """
 
     device: Device
@@ -103,7 +103,7 @@ def _was_tried(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> boo
 
 
 def _time(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
-    """The time of a contender, or None if its answer was wrong."""
+    """Return the time of a contender, or None if its answer was wrong."""
     row = contenders.get(variant(options), {})
     return None if "why" in row else row.get("ms")
 
@@ -120,7 +120,7 @@ def _utc(text: str) -> str:
 
 
 def kind_of(mask: str) -> str:
-    """The kind of a mask of `cases.MASKS`, by which calls look up tiles.
+    """Return the kind of a mask of `cases.MASKS`, by which calls look up tiles.
 
     >>> [kind_of(mask) for mask in ("causal", "full", "document", "window")]
     ['causal', 'full', 'interval', 'window']

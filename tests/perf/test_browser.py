@@ -1,4 +1,4 @@
-"""The page in a real browser, opened from disk: what people see and can do. Needs Debian's chromium."""
+"""The page in a real browser, opened from disk: its content and its controls. Needs Debian's chromium."""
 
 import re
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.perf.made import CEILINGS, ENV, H100, WORK, line, noisy, tags
+from tests.perf.synthetic_history import CEILINGS, ENV, H100, WORK, line, noisy, tags
 from tritoncp.perf.dashboard import page as dashboard
 from tritoncp.perf.record import History
 
@@ -16,9 +16,9 @@ KERNEL = {"kind": "resources", "kernel": "forward", "arch": "sm_90", "head_dim":
           "config": [128, 64, 8, 3], "registers": 200, "spill_bytes": 16, "shared_bytes": 98304}  # fmt: skip
 
 
-def some() -> History:
-    """Two GPUs, three masks, two passes; one case slower since a driver, one failing, one with markup in its
-    name, one plan."""
+def example_history() -> History:
+    """Make a history of two GPUs, three masks, two passes; one case is slower since a driver, one fails, one
+    has markup in its name, one is a plan."""
     envs = [
         ENV | {"commit": f"{i:04x}".ljust(40, "0"), "driver": "550" if i < 25 else "560"} for i in range(40)
     ]
@@ -42,16 +42,16 @@ def some() -> History:
 @pytest.fixture(scope="module")
 def browser():
     with sync_playwright() as playwright:
-        # --no-sandbox: root has none; the page is our own
-        found = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield found
-        found.close()
+        # --no-sandbox: chromium has no sandbox as root; the page is trusted
+        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("page") / "dashboard.html"
-    path.write_text(dashboard(some()))
+    path.write_text(dashboard(example_history()))
     return path.as_uri()
 
 
@@ -60,7 +60,7 @@ def opened(browser: Browser, address: str, **options) -> Page:
     page.asked, page.errors = [], []
     page.on("request", lambda request: page.asked.append(request.url))
     page.on("pageerror", lambda error: page.errors.append(str(error)))
-    page.on("console", lambda said: page.errors.append(said.text) if said.type == "error" else None)
+    page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
     page.goto(address)
     page.wait_for_selector("html[data-ready]")
     return page
@@ -68,10 +68,10 @@ def opened(browser: Browser, address: str, **options) -> Page:
 
 @pytest.fixture
 def page(browser, address):
-    found = opened(browser, address, viewport={"width": 1280, "height": 900})
-    yield found
-    assert found.errors == []
-    found.context.close()
+    opened_page = opened(browser, address, viewport={"width": 1280, "height": 900})
+    yield opened_page
+    assert opened_page.errors == []
+    opened_page.context.close()
 
 
 def names(page: Page) -> list[str]:
@@ -100,11 +100,11 @@ def test_failures_come_first_then_a_slow_latest_run_then_a_lost_level(page):
     expect(rows.nth(1)).to_contain_text("+22.0 %+18.9 … +25.2 %")
     expect(rows.nth(3)).to_contain_text(re.compile(r"\+[78]\.\d %"))
     expect(page.get_by_role("row").filter(has_text="plan-w2")).to_contain_text("too few runs")
-    said = "15 of 15 cases, 1 failing, 2 slower in the latest run, 1 slower than at best"
-    expect(page.get_by_role("status")).to_have_text(said)
+    status = "15 of 15 cases, 1 failing, 2 slower in the latest run, 1 slower than at best"
+    expect(page.get_by_role("status")).to_have_text(status)
     card = page.locator(".card").filter(has_text="NVIDIA H200")
-    for what, count in (("latest slower than before", "2 of 9"), ("slower than at best", "1 of 9")):
-        expect(card).to_contain_text(what + count)
+    for label, count in (("latest slower than before", "2 of 9"), ("slower than at best", "1 of 9")):
+        expect(card).to_contain_text(label + count)
     expect(card).to_contain_text("too few runs to say1 of 9")
     page.get_by_role("link", name="window-backward").first.click()
     expect(page.locator("#case-latest")).to_contain_text(

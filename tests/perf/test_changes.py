@@ -1,4 +1,4 @@
-"""Steps are found and flat series left alone, as often as promised, and their causes named."""
+"""Change points: detection rate of steps, false alarms of flat series, causes."""
 
 import numpy as np
 import pytest
@@ -10,12 +10,12 @@ SEEDS = range(100)
 
 
 def times(seed: int, points: int = 120, step: float = 0.0, at: int = 0, noise: float = 0.01) -> np.ndarray:
-    """1 % log-normal noise, 2 % of points 10 to 30 % too slow, and a step."""
+    """Draw times with log-normal noise, 2 % of points 10 to 30 % too slow, and a step."""
     random = np.random.default_rng(seed)
-    found = 2.5 * random.lognormal(0, noise, points)
-    found[random.random(points) < 0.02] *= random.uniform(1.1, 1.3)
-    found[at:] *= 1 + step
-    return found
+    values = 2.5 * random.lognormal(0, noise, points)
+    values[random.random(points) < 0.02] *= random.uniform(1.1, 1.3)
+    values[at:] *= 1 + step
+    return values
 
 
 def hit(changes: list[Change], at: int) -> bool:
@@ -26,13 +26,13 @@ def hit(changes: list[Change], at: int) -> bool:
 @pytest.mark.parametrize("place", ["middle", "anywhere"])
 def test_a_step_of_three_per_cent_is_found_within_three_points(place, step):
     wheres = [60 if place == "middle" else 10 + seed for seed in SEEDS]
-    found = [find(times(seed, step=step, at=at)) for seed, at in zip(SEEDS, wheres)]
-    assert sum(hit(changes, at) for changes, at in zip(found, wheres)) >= 95
-    assert sum(len(changes) == 1 for changes in found) >= 95, "and nothing besides"
+    changes_by_seed = [find(times(seed, step=step, at=at)) for seed, at in zip(SEEDS, wheres)]
+    assert sum(hit(changes, at) for changes, at in zip(changes_by_seed, wheres)) >= 95
+    assert sum(len(changes) == 1 for changes in changes_by_seed) >= 95, "and nothing besides"
 
 
 def test_outliers_of_any_size_one_by_one():
-    """As above, but every outlier of its own size."""
+    """Every outlier has a size of its own."""
     good = 0
     for seed in SEEDS:
         random = np.random.default_rng(1000 + seed)
@@ -73,32 +73,36 @@ def test_the_unit_does_not_matter():
     assert [change.at for change in find(x)] == [change.at for change in find(1000 * x)]
 
 
-def test_causes_are_what_changed_nearby_nearest_first():
+def test_causes_are_nearby_changes_nearest_first():
     env = [{"torch": "1", "commit": str(i), "driver": "a" if i < 8 else "b"} for i in range(12)]
-    points = [Point("r", "t", "c", Series("d"), each, {}) for each in env]
-    found = causes(points, 7)
-    assert found[0] == Cause("commit", "6", "7", 0)
-    assert Cause("driver", "a", "b", 1) in found and "torch" not in {cause.name for cause in found}
-    assert max(abs(cause.away) for cause in found) == NEAR
-    assert [abs(cause.away) for cause in found] == sorted(abs(cause.away) for cause in found)
+    points = [Point("r", "t", "c", Series("d"), attributes, {}) for attributes in env]
+    causes_of_change = causes(points, 7)
+    assert causes_of_change[0] == Cause("commit", "6", "7", 0)
+    assert Cause("driver", "a", "b", 1) in causes_of_change and "torch" not in {
+        cause.name for cause in causes_of_change
+    }
+    assert max(abs(cause.away) for cause in causes_of_change) == NEAR
+    assert [abs(cause.away) for cause in causes_of_change] == sorted(
+        abs(cause.away) for cause in causes_of_change
+    )
 
 
 @pytest.mark.parametrize(("count", "alarms", "hits"), [(5, 8, 190), (10, 5, 197), (30, 4, 199)])
 def test_the_newest_of_a_flat_series_is_seldom_slower_and_one_that_is_mostly_is(count, alarms, hits):
-    """1 % noise; a few outliers before the newest neither hide it nor raise an alarm."""
-    told = {"flat": 0, "slow": 0}
+    """With 1 % noise, a few outliers before the newest point neither hide it nor raise an alarm."""
+    alarms_by_kind = {"flat": 0, "slow": 0}
     for seed in range(200):
         x = times(2000 + seed, count + 1, noise=0.01)
         x[-1] = 2.5 * np.random.default_rng(seed).lognormal(0, 0.01)
-        told["flat"] += compare_latest(x).verdict == "slower"
+        alarms_by_kind["flat"] += compare_latest(x).verdict == "slower"
         x[-1] *= 1.15
-        told["slow"] += compare_latest(x).verdict == "slower"
-    assert told["flat"] <= alarms and told["slow"] >= hits, told
+        alarms_by_kind["slow"] += compare_latest(x).verdict == "slower"
+    assert alarms_by_kind["flat"] <= alarms and alarms_by_kind["slow"] >= hits, alarms_by_kind
 
 
 def test_the_interval_of_the_newest_holds_the_truth_as_often_as_it_says():
-    random, held = np.random.default_rng(7), 0
+    random, covered = np.random.default_rng(7), 0
     for _ in range(1000):
-        found = compare_latest(1.05 ** np.array([0] * 12 + [1]) * random.lognormal(0, 0.02, 13))
-        held += found.low <= 1.05 <= found.high
-    assert 975 <= held <= 999, held
+        latest = compare_latest(1.05 ** np.array([0] * 12 + [1]) * random.lognormal(0, 0.02, 13))
+        covered += latest.low <= 1.05 <= latest.high
+    assert 975 <= covered <= 999, covered

@@ -1,4 +1,4 @@
-"""Ratios and their intervals, what a gate lets through, and a planted regression from end to end."""
+"""Ratios and their intervals, the gate, and a planted regression from end to end."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.made import H100, H200
+from tests.perf.synthetic_history import H100, H200
 from tritoncp.cli import main
 from tritoncp.kernels.engine import Launch
 from tritoncp.perf import compare, imported
@@ -33,7 +33,7 @@ def runs(case: str, times, **more) -> list[Point]:
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():
-    """One run a side, by its samples; then four runs a side that differ by more than their samples do."""
+    """With one run a side, by its samples; then with four runs that differ by more than their samples."""
     draw = random.Random(0)
     hits = {"samples": 0, "runs": 0}
     for _ in range(400):
@@ -77,14 +77,14 @@ def test_worst_come_first_and_the_mean_is_geometric():
         0
     ].why == "it broke"
     assert [row.case for row in comparison.rows if row.regressed(0.05)] == ["broke", "slow"]
-    both = compare.compare([point("c", None)], [point("c", None)])
-    assert both.geomean is None and not both.rows[0].regressed(0.05), "it failed before, too"
+    failed_twice = compare.compare([point("c", None)], [point("c", None)])
+    assert failed_twice.geomean is None and not failed_twice.rows[0].regressed(0.05), "it failed before, too"
 
 
-def test_series_are_kept_apart_unless_they_are_what_is_compared():
-    both = [point("c", 1.0), point("c", 2.0, series=H100)]
-    assert [row.ratio for row in compare.compare(both, both).rows] == [1.0, 1.0]
-    (row,) = compare.compare(both[:1], both[1:]).rows
+def test_series_are_compared_only_with_themselves_if_any_is_common():
+    points = [point("c", 1.0), point("c", 2.0, series=H100)]
+    assert [row.ratio for row in compare.compare(points, points).rows] == [1.0, 1.0]
+    (row,) = compare.compare(points[:1], points[1:]).rows
     assert row.ratio == 2.0 and row.series == ""
 
 
@@ -98,10 +98,10 @@ def test_a_baseline_takes_out_what_the_machine_did():
 
 
 def test_an_untuned_baseline_does_not_count():
-    """As those whose history holds PyTorch's defaults alone would compare with what nobody should run."""
+    """A ratio to PyTorch's defaults alone would not be a ratio to a tuned baseline."""
     tuned = runs("c", [1.0, 1.01, 1.0], flex=2.0)
     defaults = runs("c", [1.0, 1.01, 1.0], **{"flex prescale": 1.5})
-    assert [one.speedups() for one in defaults] == [{}] * 3
+    assert [measurement.speedups() for measurement in defaults] == [{}] * 3
     with pytest.raises(compare.Unknown, match=r"after: none; .*'flex max-autotune' are untuned"):
         compare.compare(tuned, defaults, "flex")
     other = compare.compare(
@@ -195,7 +195,7 @@ def test_markdown_is_what_a_pull_request_shows(history):
 
 
 def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch):
-    """A kernel is slowed on purpose: the gate names its case, and not that of a plan, which launches none."""
+    """A kernel is slowed: the gate names its case, and not the case of a plan, which launches none."""
     runs = {"cpu": "causal-*-fwd", "host": "plan-document-w8-fetch-64k"}
     sides = [tmp_path / "before.jsonl", tmp_path / "after.jsonl"]
     launch, factor = Launch.__call__, 0.0

@@ -1,4 +1,4 @@
-"""The page as a file: its size, what it holds, and that it holds nothing of others' choosing as markup."""
+"""The page as a file: its size, its data, and text of a history escaped."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.made import ENV, H100, line, noisy, tags
+from tests.perf.synthetic_history import ENV, H100, line, noisy, tags
 from tritoncp.cli import main
 from tritoncp.perf.dashboard import NONE, STEP, digest, page
 from tritoncp.perf.record import History, append, read
@@ -62,13 +62,13 @@ def test_a_change_names_its_commits_its_causes_and_what_the_baselines_did():
 
 
 def worst_first(points) -> list[dict]:
-    """Lines as the page lists them."""
+    """Return the lines in the order of the page."""
     summary, _ = digest(history(points))
     return sorted(summary["lines"], key=lambda line: line["rank"])
 
 
 def test_a_regression_of_the_newest_run_comes_before_old_losses():
-    """Sixty cases with 1 % noise, twenty of them slower since long ago, two failing since long ago."""
+    """Of sixty cases with 1 % noise twenty have long been slower; two more have long failed."""
     points = []
     for seed in range(60):
         random = np.random.default_rng(seed)
@@ -77,15 +77,15 @@ def test_a_regression_of_the_newest_run_comes_before_old_losses():
         times[-1] *= 1.15 if seed == 40 else 1.0
         points += line(f"case-{seed}", times)
     points += line("broken", [1.0] * 20 + [None] * 10) + line("never-worked", [None] * 30)
-    first, *rest = worst_first(points)
+    first, *remaining = worst_first(points)
     assert (first["case"], first["latest"]["verdict"], first["rank"]) == ("case-40", "slower", 0)
     assert first["latest"]["low"] > 1.08 and first["latest"]["low"] < 1.15 < first["latest"]["high"]
-    assert sum(other["latest"]["verdict"] == "slower" for other in rest) <= 3
-    rest = [other for other in rest if other["latest"]["verdict"] != "slower"]
-    assert sorted(other["case"] for other in rest[:2]) == ["broken", "never-worked"]
-    lost = [other for other in rest[2:] if other["loss"] > 1.1]
-    assert lost == rest[2 : 2 + len(lost)] and len(lost) >= 17, "some may have a slow latest run besides"
-    assert {other["case"] for other in lost} <= {f"case-{seed}" for seed in range(20)}
+    assert sum(line_of_case["latest"]["verdict"] == "slower" for line_of_case in remaining) <= 3
+    remaining = [line_of_case for line_of_case in remaining if line_of_case["latest"]["verdict"] != "slower"]
+    assert sorted(line_of_case["case"] for line_of_case in remaining[:2]) == ["broken", "never-worked"]
+    lost = [line_of_case for line_of_case in remaining[2:] if line_of_case["loss"] > 1.1]
+    assert lost == remaining[2 : 2 + len(lost)] and len(lost) >= 17, "some may have a slow latest run besides"
+    assert {line_of_case["case"] for line_of_case in lost} <= {f"case-{seed}" for seed in range(20)}
 
 
 def test_what_fails_in_the_newest_run_comes_first():
@@ -124,7 +124,7 @@ def test_a_wrong_answer_whose_error_is_not_a_number_leaves_the_page_readable(tmp
     point.contenders["tritoncp"]["errors"] = {"out": [float("nan"), float("inf")]}
     append(tmp_path / "a.jsonl", point.as_line())
     stored = read(tmp_path)
-    assert [found.case for found in stored.points] == ["c"] and stored.problems == []
+    assert [stored_point.case for stored_point in stored.points] == ["c"] and stored.problems == []
     summary, _ = digest(stored)
     json.dumps(summary, allow_nan=False)
 
@@ -168,9 +168,9 @@ def test_charts_and_page_agree_on_names():
     """Every source and element that the page's code asks for is there."""
     from tritoncp.perf.dashboard import HERE
 
-    made = page(history(line("c", [1.0])))
+    html_of_page = page(history(line("c", [1.0])))
     script = (HERE / "page.js").read_text()
-    charts = made.split('id="data-charts">')[1].split("</script>")[0]
+    charts = html_of_page.split('id="data-charts">')[1].split("</script>")[0]
     names = set(re.findall(r'"name":\s*"([^"]+)"', json.dumps(json.loads(charts.replace("<\\/", "</")))))
     for source in re.findall(r'put\("[\w-]+", "([\w-]+)"', script):
         assert source in names, source

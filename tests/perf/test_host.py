@@ -1,4 +1,4 @@
-"""Figures without a GPU: what they time is real, and a run that is killed goes on where it was."""
+"""Figures without a GPU: the calls that they time, and resuming a run that was killed."""
 
 import json
 import os
@@ -39,14 +39,14 @@ def test_every_kind_of_case_gives_times_and_what_they_mean(case):
 @pytest.mark.parametrize("schedule", ["", "ring"])
 def test_a_call_makes_every_launch_and_runs_none(schedule, monkeypatch):
     makers, _ = host._call(HostCase("backward", "causal", 256, 2 if schedule else 1, schedule))
-    made = []
+    launches = []
     init = Launch.__new__
-    monkeypatch.setattr(Launch, "__new__", lambda *a, **k: made.append(a) or init(*a, **k))
+    monkeypatch.setattr(Launch, "__new__", lambda *a, **k: launches.append(a) or init(*a, **k))
     with no_launches():
         run = makers["tritoncp"]()
-        forwards = len(made)
+        forwards = len(launches)
         grads = run()
-    assert forwards >= 1 and len(made) - forwards >= 3  # delta, dQ, dK and dV
+    assert forwards >= 1 and len(launches) - forwards >= 3  # delta, dQ, dK and dV
     assert not grads[0].nan_to_num().any(), "no kernel wrote into the gradient"
 
 
@@ -68,14 +68,14 @@ def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
             assert killed.poll() is None
         os.kill(killed.pid, signal.SIGKILL)
     (path,) = tmp_path.glob("*.jsonl")
-    before = read(path)
-    assert 1 <= len(before.points) < 6 and len(before.problems) <= 1
+    first_part = read(path)
+    assert 1 <= len(first_part.points) < 6 and len(first_part.problems) <= 1
     done = subprocess.run([*words, "--resume"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and f"{len(before.points)} cases are there" in done.stderr
+    assert done.returncode == 0 and f"{len(first_part.points)} cases are there" in done.stderr
     after = read(path)
-    assert after.points[: len(before.points)] == before.points
-    wanted = [case.name for case in host.select("core", "plan-*-128k")]
-    assert [point.case for point in after.points] == wanted
+    assert after.points[: len(first_part.points)] == first_part.points
+    names = [case.name for case in host.select("core", "plan-*-128k")]
+    assert [point.case for point in after.points] == names
     assert len({point.run for point in after.points}) == 1
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from tests.perf.made import H100, H200
+from tests.perf.synthetic_history import H100, H200
 from tritoncp.perf.cli import perf
 from tritoncp.perf.readme import BEGIN, END, main, measured
 from tritoncp.perf.record import TUNED, Point, Series, append, read
@@ -79,13 +79,15 @@ def test_the_command_and_ingest_write_the_block(tmp_path):
     gpu.mkdir()
     append(gpu / "2026-02-03-nvidia-h200.jsonl", point("causal-16k-fwd", 5.0).as_line())
     places = "--history", str(history), "--configs", str(tmp_path / "configs")
-    before = page.read_text()
+    original = page.read_text()
     assert CliRunner().invoke(perf, ["ingest", str(gpu), *places]).exit_code == 0
-    assert page.read_text() == before == (ROOT / "README.md").read_text(), "the README is of another history"
+    assert page.read_text() == original == (ROOT / "README.md").read_text(), (
+        "the README is of another history"
+    )
     done = CliRunner().invoke(perf, ["ingest", str(gpu), *places, "--readme", str(page)])
     assert done.exit_code == 0 and "figures were updated" in done.output
     assert block_of(page) == measured(read(history).points) and "NVIDIA H200" in block_of(page)
-    head, tail = before.split(BEGIN)[0], before.split(END)[1]
+    head, tail = original.split(BEGIN)[0], original.split(END)[1]
     assert page.read_text().startswith(head) and page.read_text().endswith(tail)
     printed = CliRunner().invoke(main, ["--history", str(history)])
     assert printed.output == block_of(page) + "\n"

@@ -1,4 +1,4 @@
-"""The whole path of a benchmark run, on a CPU: what is written, in which order, and what stops it."""
+"""Benchmark runs on a CPU: lines, their order, time budgets, failures, resuming."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def lines_of(folder) -> list[dict]:
 
 
 def bench(monkeypatch, path, seconds: float = 60.0, **wrong) -> tuple[measure.Bench, record.Journal]:
-    """A bench whose rounds take no time, with some contenders put in other's place."""
+    """Make a bench whose rounds take no time, with some contenders replaced."""
     monkeypatch.setattr(measure, "interleaved", lambda runs, *_: dict.fromkeys(runs, figure(1.0)))
     real = baselines.contenders
     monkeypatch.setattr(
@@ -109,7 +109,7 @@ def test_kernel_options_are_measured_only_in_the_pass_that_they_change(monkeypat
 
 
 def test_the_unsafe_backward_pass_is_allowed_for_its_contender_alone(monkeypatch, tmp_path):
-    """Where it is refused otherwise, it is compared with the reference, then timed."""
+    """Elsewhere it is refused; for its contender it is compared with the reference, then timed."""
     values = set()
     attention = baselines.flex_attention
 
@@ -151,7 +151,7 @@ def test_warming_runs_the_named_contenders_and_writes_nothing(tmp_path):
 def test_functions_are_hashed_in_one_order_so_that_kernels_of_a_warm_cache_are_found(
     words, monkeypatch, tmp_path
 ):
-    """The key of a kernel in Triton's cache depends on what its process has hashed before."""
+    """The key of a kernel in Triton's cache depends on the functions that its process has hashed before."""
     calls = []
     monkeypatch.setattr(engine_factory, "name_functions", lambda: calls.append("hash"))
     monkeypatch.setattr(measure.Bench, "warm", lambda self, cases: calls.append("run"))
@@ -190,7 +190,7 @@ def test_a_table_says_that_a_baseline_is_untuned(capsys, tmp_path):
 
 
 def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(monkeypatch, tmp_path):
-    """Else every contender after it would be called wrong, and every case."""
+    """Without this, every later contender and case would be recorded as wrong."""
 
     def lost():
         raise torch.AcceleratorError("an illegal memory access was encountered")
@@ -203,7 +203,7 @@ def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(mon
     assert point.case == cases[0].name and "not timed" in point.own["why"] and point.own["errors"]
     assert "AcceleratorError: an illegal" in point.contenders["flash"]["why"]
     runner.done = journal.points
-    assert runner._left(cases) == cases[1:]
+    assert runner._select_unmeasured(cases) == cases[1:]
 
 
 def test_a_resumed_run_measures_what_is_left_with_the_variants_that_had_won(monkeypatch, tmp_path):
@@ -213,7 +213,7 @@ def test_a_resumed_run_measures_what_is_left_with_the_variants_that_had_won(monk
     journal.point(cases[0].name, times)
     journal.point(cases[1].name, {"tritoncp": {"why": "it failed, and would again"}})
     runner.done = journal.points
-    assert runner._left(cases) == cases[2:] and runner.best == {"causal": ["flex tma"]}
+    assert runner._select_unmeasured(cases) == cases[2:] and runner.best == {"causal": ["flex tma"]}
 
 
 def test_later_sizes_take_the_flex_variants_that_won_the_first(monkeypatch, tmp_path):
@@ -284,7 +284,7 @@ def test_mistakes_are_explained(tmp_path):
 
 
 def test_refused_options_are_recorded_with_the_reason(monkeypatch, tmp_path):
-    """As transposed tiles of dK/dV on a GPU for which this Triton compiles them wrong."""
+    """For example transposed tiles of dK/dV on a GPU for which this Triton compiles them wrong."""
     monkeypatch.setattr("triton.__version__", "3.7.0")
     monkeypatch.setattr("tritoncp.api.attention.architecture", lambda device: "sm_90")
     words = ["--try", '{"bwd_FLIP": true}', "--tier", "smoke", "--only", "*-bwd"]

@@ -1,4 +1,4 @@
-"""Examples in docstrings are run. Modules are imported under their own names, which collecting through the
+"""Runs the examples in docstrings. Modules are imported under their own names, which collecting through the
 links tritoncp/kernels and tritoncp/perf would not do."""
 
 import doctest
