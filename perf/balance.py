@@ -37,7 +37,7 @@ def corpus_lengths(seq: int, seed: int = 0) -> list[int]:
     return [*complete, seq - sum(complete)]
 
 
-def _shared_question(seq: int) -> MaskMod:
+def _shared_question_mask(seq: int) -> MaskMod:
     """Build a causal mask over several answers to one question, the first quarter of the sequence. Answers do
     not see each other."""
     answers = [length for length in document_lengths(seq - seq // 4) if length]
@@ -50,7 +50,7 @@ def _shared_question(seq: int) -> MaskMod:
     return and_masks(causal(), lambda b, h, q, kv: (ids[q] == ids[kv]) | question(b, h, q, kv))
 
 
-def _packed(lengths: Sequence[int]) -> MaskMod:
+def _packed_mask(lengths: Sequence[int]) -> MaskMod:
     return and_masks(causal(), document(lengths=lengths))
 
 
@@ -58,11 +58,11 @@ MASKS: dict[str, Callable[[int], MaskMod]] = {
     "causal": lambda seq: causal(),
     "window 1K": lambda seq: sliding_window(1023),
     "window 4K": lambda seq: sliding_window(4095),
-    "documents": lambda seq: _packed(corpus_lengths(seq)),
-    "long documents": lambda seq: _packed(document_lengths(seq)),
-    "documents, window 1K": lambda seq: and_masks(_packed(corpus_lengths(seq)), sliding_window(1023)),
+    "documents": lambda seq: _packed_mask(corpus_lengths(seq)),
+    "long documents": lambda seq: _packed_mask(document_lengths(seq)),
+    "documents, window 1K": lambda seq: and_masks(_packed_mask(corpus_lengths(seq)), sliding_window(1023)),
     "prefix-LM": lambda seq: prefix_lm(seq // 4),
-    "shared question": _shared_question,
+    "shared question": _shared_question_mask,
 }
 
 
@@ -125,7 +125,7 @@ class Quality(NamedTuple):
     seconds: float
 
 
-def quality(mask: Mask, world_size: int, balancer: str) -> Quality:
+def measure_quality(mask: Mask, world_size: int, balancer: str) -> Quality:
     """Build a plan and return its quality."""
     begin = time.process_time()
     plan = build(mask, world_size, balancer=balancer, schedule="fetch")
@@ -156,8 +156,8 @@ def main(sizes: Sequence[int], worlds: Sequence[int], out: Path | None) -> None:
                 continue
             mask = create_block_mask(make(seq), None, None, seq, seq)
             for world_size in worlds:
-                qualities = [quality(mask, world_size, balancer) for balancer in balancers]
-                rows.append(f"| {size}K | {world_size} | " + " | ".join(map(_cell, qualities)) + " |")
+                qualities = [measure_quality(mask, world_size, balancer) for balancer in balancers]
+                rows.append(f"| {size}K | {world_size} | " + " | ".join(map(_format_cell, qualities)) + " |")
                 click.echo(f"{name}, {size}K tokens, {world_size} ranks", err=True)
         head = f"| tokens | ranks | {' | '.join(balancers)} |\n|{'---|' * (len(balancers) + 2)}"
         parts.append("\n".join([f"## {name[:1].upper()}{name[1:]}\n", f"{NOTES[name]}\n", head, *rows]))
@@ -169,9 +169,9 @@ def main(sizes: Sequence[int], worlds: Sequence[int], out: Path | None) -> None:
         out.write_text(text)
 
 
-def _cell(result: Quality) -> str:
+def _format_cell(result: Quality) -> str:
     """
-    >>> _cell(Quality(1.0149, 12.345, 0.512)), _cell(Quality(2.5, 0.04, 0.001))
+    >>> _format_cell(Quality(1.0149, 12.345, 0.512)), _format_cell(Quality(2.5, 0.04, 0.001))
     ('1.015 · 12.3 % · 0.51 s', '**2.500** · 0.0 % · 0.00 s')
     """
     uneven = "**" * (result.imbalance > EVEN)

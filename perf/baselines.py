@@ -276,12 +276,12 @@ def dense(case: Case, tensors: Inputs, backend: SDPBackend) -> Contender:
         return Contender(call, (tensors.q, k, v), tensors.dout, repeat=repeat)
 
     grouped = contender(1)
-    if group > 1 and not _works(grouped):
+    if group > 1 and not _accepts_grouped_heads(grouped):
         return contender(group)
     return grouped
 
 
-def _works(contender: Contender) -> bool:
+def _accepts_grouped_heads(contender: Contender) -> bool:
     try:
         contender.backward()
     except RuntimeError:  # "No available kernel" is raised by the call

@@ -37,7 +37,7 @@ def test_case(case: Any, env: dict[str, Any], benchmark: Any) -> None:
 
 def on_host(case: host.HostCase, benchmark: Any) -> None:
     torch.set_num_threads(1)
-    makers, _ = host.makers(case)
+    makers, _ = host.make_contenders(case)
     with host.no_launches():
         benchmark.pedantic(lambda run: run(), setup=lambda: ((makers[OURS](),), {}), **ROUNDS)
 

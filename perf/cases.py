@@ -215,7 +215,7 @@ def sink_logits(heads: int, device: torch.device) -> Tensor:
 
 
 def _both_passes(mask: str, seq: int, **shape: Any) -> list[Case]:
-    return [Case(mask, which, seq, **shape) for which in ("forward", "backward")]
+    return [Case(mask, direction, seq, **shape) for direction in ("forward", "backward")]
 
 
 # Llama-3 8B, Qwen3 8B and Mistral 7B are the defaults of Case: 32 query and 8 key heads of 128.
@@ -232,7 +232,7 @@ CONTEXT_PARALLEL = (("causal", "allgather"), ("causal", "ring"), ("document", "f
 # Masks for which the kernel options of PyTorch are searched; other masks use the best of the causal mask.
 SEARCHED = ("causal", "full", "document", "window")
 
-# Goals: the least speedup over a baseline (its time over tritoncp's) that is worth shipping.
+# Goals: the least speedup over a baseline (its time over tritoncp's) worth shipping.
 GOALS: dict[tuple[str, str], dict[str, float]] = {
     ("full", "forward"): {"flex": 1.2, "flash": 1.3, "cudnn": 0.8},
     ("full", "backward"): {"flex": 1.3, "flash": 1.1, "cudnn": 0.72},
@@ -246,7 +246,7 @@ GOALS: dict[tuple[str, str], dict[str, float]] = {
     **{(mask, "backward"): {"flex": 1.3} for mask in ("prefix", "softcap", "alibi")},
 }
 
-# Both passes of a problem stand together: they share one compilation. The first size of a mask is where
+# Both passes of a problem are adjacent: they share one compilation. At the first size of a mask
 # PyTorch's kernel options are searched; later sizes take the best of them.
 CASES: tuple[Case, ...] = (
     *_both_passes("causal", 1024, tier="smoke"),
@@ -265,7 +265,7 @@ CASES: tuple[Case, ...] = (
         Case("full", "forward", 32768, queries=rows, tier="full", model="Llama-3 8B, decoding")
         for rows in (1, 16)
     ),
-    # Shapes and names that were measured before models had labels keep their place
+    # Cases measured before models had labels keep their place and name
     *_both_passes("causal", 16384, tier="full", model="gpt-oss, without sinks", **MODELS["gpt-oss"]),
     *_both_passes("window", 16384, tier="full", model="gpt-oss, wider window", **MODELS["gpt-oss"]),
     *_both_passes("causal", 8192, tier="full", **MODELS["Gemma 2 9B"], model="Gemma 2 9B, without softcap"),

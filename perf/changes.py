@@ -23,11 +23,11 @@ from tritoncp.perf.record import ATTRIBUTES, Point
 WINDOW = 9  # points of the running median
 CLIP = 2.0  # standard deviations from the running median, beyond which points are clipped
 LEAST_POINTS = 5  # points of a piece
-PENALTY = 4.0  # variances times log(points) that a cut has to be worth
+PENALTY = 4.0  # smallest gain of a cut, in variances times log(points)
 LEAST = 0.01  # smallest relative change of the level that is reported
 NEAR = 3  # points before and after a change that are searched for causes
 LEAST_BEFORE = 4  # points of the level that the newest one is compared with
-CONFIDENCE = 0.99  # of the interval around the newest point's ratio to that level
+CONFIDENCE = 0.99  # level of the interval around the newest point's ratio to that level
 GROSS = 6.0  # robust standard deviations from the median, beyond which points are left out of the noise
 
 
@@ -52,16 +52,16 @@ class Cause(NamedTuple):
     away: int
 
 
-def find(values: Sequence[float], least: float = LEAST) -> list[Change]:
+def find_changes(values: Sequence[float], least: float = LEAST) -> list[Change]:
     """Find the changes of level in positive numbers, in order.
 
-    >>> find([1.0, 1.01, 0.99, 1.0, 1.01, 1.0, 1.1, 1.11, 1.1, 1.09, 1.1, 1.1])
+    >>> find_changes([1.0, 1.01, 0.99, 1.0, 1.01, 1.0, 1.1, 1.11, 1.1, 1.09, 1.1, 1.1])
     [Change(at=6, before=1.0, after=1.1)]
     """
     if len(values) < 2 * LEAST_POINTS:
         return []
     logs = np.log(np.asarray(values, dtype=np.float64))
-    noise = max(_noise(logs), least / 20)
+    noise = max(_estimate_noise(logs), least / 20)
     level = _running_median(logs)
     clean = level + np.clip(logs - level, -CLIP * noise, CLIP * noise)
     search = ruptures.KernelCPD(kernel="linear", min_size=LEAST_POINTS).fit(clean[:, None] / noise)
@@ -105,7 +105,7 @@ def compare_latest(values: Sequence[float], changes: Sequence[Change] = (), leas
     *earlier, newest = np.log(np.asarray(values[start:], dtype=np.float64)) if len(values) > start else [0.0]
     if len(earlier) < LEAST_BEFORE:
         return Latest("too few runs", len(earlier))
-    level, noise, count = _level(np.asarray(earlier), least / 20)
+    level, noise, count = _estimate_level(np.asarray(earlier), least / 20)
     distance = float(newest) - level
     width = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * noise * math.sqrt(1 + 1 / count)
     sure = abs(distance) > max(width, math.log1p(least))
@@ -114,14 +114,14 @@ def compare_latest(values: Sequence[float], changes: Sequence[Change] = (), leas
     return Latest(verdict, count, ratio, low, high)
 
 
-def _level(logs: np.ndarray, least_noise: float) -> tuple[float, float, int]:
+def _estimate_level(logs: np.ndarray, least_noise: float) -> tuple[float, float, int]:
     """Return mean, standard deviation and count of the values that are not grossly away from their median."""
     distances = np.abs(logs - np.median(logs))
     inliers = logs[distances <= GROSS * max(1.4826 * float(np.median(distances)), least_noise)]
     return float(inliers.mean()), max(float(inliers.std(ddof=1)), least_noise), len(inliers)
 
 
-def _noise(logs: np.ndarray) -> float:
+def _estimate_noise(logs: np.ndarray) -> float:
     """Estimate the noise from the median of neighbours' differences, over √2: steps and outliers hardly
     count."""
     return float(1.4826 * np.median(np.abs(np.diff(logs))) / np.sqrt(2))

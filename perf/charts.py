@@ -13,19 +13,19 @@ OURS = COLOURS[0]
 WORSE = "#cc3311"
 
 
-def all_of(facts: dict[str, Any]) -> dict[str, Any]:
+def make_charts(facts: dict[str, Any]) -> dict[str, Any]:
     """Make every chart, by the id of its element on the page."""
     return {
-        "chart-overview": _lines("overview", facts["devices"], "geometric mean"),
-        "chart-time": _time(),
-        "chart-ratio": _lines("ratio", facts["families"], "baseline ÷ tritoncp"),
-        "chart-roofline": _roofline(),
-        "chart-work": _bars("work", "work, blocks"),
-        "chart-bytes": _bars("bytes", "sent forward, MB"),
+        "chart-overview": _make_line_chart("overview", facts["devices"], "geometric mean"),
+        "chart-time": _make_time_chart(),
+        "chart-ratio": _make_line_chart("ratio", facts["families"], "baseline ÷ tritoncp"),
+        "chart-roofline": _make_roofline(),
+        "chart-work": _make_bar_chart("work", "work, blocks"),
+        "chart-bytes": _make_bar_chart("bytes", "sent forward, MB"),
     }
 
 
-def _figure(x: str, y: str, height: int = 260, **options: Any) -> Any:
+def _make_figure(x: str, y: str, height: int = 260, **options: Any) -> Any:
     plot: Any = figure(
         height=height,
         sizing_mode="stretch_width",
@@ -38,34 +38,34 @@ def _figure(x: str, y: str, height: int = 260, **options: Any) -> Any:
     )
     plot.outline_line_color = None
     if options.get("x_axis_type") != "log":
-        plot.xaxis.ticker.min_interval = 1  # measurements, runs and ranks are counted
+        plot.xaxis.ticker.min_interval = 1  # measurements, runs and ranks are whole numbers
     plot.toolbar.logo = None
     plot.toolbar.autohide = True
     return plot
 
 
-def _source(name: str, *columns: str) -> ColumnDataSource:
+def _make_source(name: str, *columns: str) -> ColumnDataSource:
     return ColumnDataSource({column: [] for column in columns}, name=name)
 
 
-def _time() -> Any:
+def _make_time_chart() -> Any:
     """Make the chart of a case's times: median, quartiles, levels, failures, changes of attributes."""
-    plot = _figure("measurement", "milliseconds", 300)
-    marks = _source("marks", "x", "what")
+    plot = _make_figure("measurement", "milliseconds", 300)
+    marks = _make_source("marks", "x", "what")
     plot.add_glyph(marks, VSpan(x="x", line_color="#888888", line_dash="dotted", line_width=1))
-    steps = _source("changes", "x", "colour")
+    steps = _make_source("changes", "x", "colour")
     plot.add_glyph(steps, VSpan(x="x", line_color="colour", line_width=3, line_alpha=0.6))
-    commits = _source("commits", "x", "y")
+    commits = _make_source("commits", "x", "y")
     plot.scatter("x", "y", source=commits, marker="dash", angle=1.5708, size=7, color="#888888", alpha=0.5)
-    points = _source("time", "x", "ms", "low", "high", "when", "commit", "versions")
+    points = _make_source("time", "x", "ms", "low", "high", "when", "commit", "versions")
     plot.varea("x", "low", "high", source=points, fill_color=OURS, fill_alpha=0.2)
     plot.line("x", "ms", source=points, line_color=OURS, line_width=1.2)
     dots = plot.scatter("x", "ms", source=points, color=OURS, size=4)
-    levels = _source("levels", "x0", "x1", "y")
+    levels = _make_source("levels", "x0", "x1", "y")
     plot.segment(
         "x0", "y", "x1", "y", source=levels, line_width=2.5, line_color="#888888", line_dash="dashed"
     )
-    failures = _source("failures", "x", "y", "when", "why")
+    failures = _make_source("failures", "x", "y", "when", "why")
     crosses = plot.scatter("x", "y", source=failures, marker="x", size=11, line_width=3, color=WORSE)
     plot.add_tools(
         HoverTool(
@@ -83,37 +83,37 @@ def _time() -> Any:
     return plot
 
 
-def _lines(name: str, labels: list[str], y: str) -> Any:
+def _make_line_chart(name: str, labels: list[str], y: str) -> Any:
     """Make a chart with a line for each label, from the source "<name>-<i>"."""
-    plot = _figure("run" if name == "overview" else "measurement", y)
+    plot = _make_figure("run" if name == "overview" else "measurement", y)
     for i, label in enumerate(labels):
-        source = _source(f"{name}-{i}", "x", "y", "when")
+        source = _make_source(f"{name}-{i}", "x", "y", "when")
         colour = COLOURS[i % len(COLOURS)]
         dash = ("solid", "dashed", "dotdash")[i // len(COLOURS) % 3]
         plot.line("x", "y", source=source, line_color=colour, line_width=1.6, line_dash=dash)
         dots = plot.scatter("x", "y", source=source, color=colour, size=4)
         plot.add_tools(HoverTool(renderers=[dots], tooltips=[(label, "@y{0.000}"), ("", "@when")]))
-    unit_line = _source("one", "x", "y")
+    unit_line = _make_source("one", "x", "y")
     plot.line("x", "y", source=unit_line, line_color="#888888", line_dash="dotted")
     return plot
 
 
-def _roofline() -> Any:
-    plot = _figure("FLOP per byte", "TFLOP/s", 320, x_axis_type="log", y_axis_type="log")
-    roof = _source("roof", "x", "y")
+def _make_roofline() -> Any:
+    plot = _make_figure("FLOP per byte", "TFLOP/s", 320, x_axis_type="log", y_axis_type="log")
+    roof = _make_source("roof", "x", "y")
     plot.line("x", "y", source=roof, line_color="#888888", line_width=2)
-    all_points = _source("roofline", "x", "y", "case", "part")
+    all_points = _make_source("roofline", "x", "y", "case", "part")
     dots = plot.scatter("x", "y", source=all_points, color=OURS, size=7, alpha=0.35)
-    own = _source("roofline-own", "x", "y", "case", "part")
+    own = _make_source("roofline-own", "x", "y", "case", "part")
     own_dots = plot.scatter("x", "y", source=own, color=WORSE, size=13, marker="diamond")
     tips = [("case", "@case"), ("TFLOP/s", "@y{0.0}"), ("of the bound", "@part{0 %}")]
     plot.add_tools(HoverTool(renderers=[dots, own_dots], tooltips=tips))
     return plot
 
 
-def _bars(name: str, y: str) -> Any:
-    plot = _figure("rank", y, 220)
-    source = _source(name, "x", "y")
+def _make_bar_chart(name: str, y: str) -> Any:
+    plot = _make_figure("rank", y, 220)
+    source = _make_source(name, "x", "y")
     bars = plot.vbar("x", top="y", width=0.8, source=source, color=OURS)
     plot.y_range.start = 0
     plot.add_tools(HoverTool(renderers=[bars], tooltips=[("rank", "@x"), (y, "@y{0,0.00}")]))

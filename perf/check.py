@@ -20,7 +20,7 @@ TOLERANCE = {
     torch.float32: (2e-5, 2e-4),
 }
 ROWS = 128
-_CHUNK = 1 << 28  # scores held at a time
+_CHUNK = 1 << 28  # scores in memory at a time
 
 
 class Answer(NamedTuple):

@@ -101,7 +101,7 @@ def compare(
     if a case is past --fail-over (its ratio is, and the interval lies above 1), fails and did not, or is not
     measured again.
     """
-    sides = [_side(word, history) for word in (before, after)]
+    sides = [_read_side(word, history) for word in (before, after)]
     if last is not None:
         sides = [comparing.newest(points, last) for points in sides]
     try:
@@ -109,7 +109,7 @@ def compare(
     except comparing.Unknown as error:
         raise InputError(str(error)) from error
     except ImportError as error:
-        raise _without(error) from error
+        raise _missing_package_error(error) from error
     if not comparison.rows:
         raise NothingMeasured(
             f"{before} and {after} have no case in common: nothing is compared. "
@@ -123,7 +123,7 @@ def compare(
     elif markdown:
         click.echo(comparing.markdown(comparison, fail_over, allow_missing), nl=False)
     else:
-        _show(comparison, fail_over)
+        _print_comparison(comparison, fail_over)
     if comparison.failed(fail_over, allow_missing):
         sys.exit(REGRESSION)
     if comparison.empty:
@@ -131,7 +131,7 @@ def compare(
     sys.exit(FINE)
 
 
-def _side(word: str, history: Path) -> list[Point]:
+def _read_side(word: str, history: Path) -> list[Point]:
     """Read the points that a word of the command line names, at least one."""
     problems: list[Problem] = []
     try:
@@ -139,7 +139,7 @@ def _side(word: str, history: Path) -> list[Point]:
     except comparing.Unknown as error:
         raise InputError(str(error)) from error
     finally:
-        _report(problems)
+        _report_problems(problems)
     if points:
         return points
     if problems:
@@ -147,7 +147,7 @@ def _side(word: str, history: Path) -> list[Point]:
     raise NothingMeasured(f"{word} holds no measurement: nothing is compared")
 
 
-def _show(comparison: comparing.Comparison, limit: float | None) -> None:
+def _print_comparison(comparison: comparing.Comparison, limit: float | None) -> None:
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
@@ -182,8 +182,8 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
     try:
         from tritoncp.perf.dashboard import page
     except ImportError as error:
-        raise _without(error) from error
-    history = _read(places or (HISTORY,))
+        raise _missing_package_error(error) from error
+    history = _read_history(places or (HISTORY,))
     if not history.points:
         kind = InputError if history.problems else NothingMeasured
         raise kind(f"no measurement in {', '.join(map(str, places or (HISTORY,)))}")
@@ -192,18 +192,18 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
 
 
-def _without(error: ImportError) -> InputError:
-    return InputError(f"{error}; pip install 'tritoncp[perf]' has what is missing")
+def _missing_package_error(error: ImportError) -> InputError:
+    return InputError(f"{error}; pip install 'tritoncp[perf]' installs it")
 
 
-def _read(places: tuple[Path, ...]) -> History:
+def _read_history(places: tuple[Path, ...]) -> History:
     """Read a history, and report its broken lines."""
     history = read(*places)
-    _report(history.problems)
+    _report_problems(history.problems)
     return history
 
 
-def _report(problems: Sequence[Problem]) -> None:
+def _report_problems(problems: Sequence[Problem]) -> None:
     """Report broken lines: the first of them one by one."""
     for problem in problems[:MAX_PROBLEMS]:
         click.echo(str(problem), err=True)
@@ -239,20 +239,20 @@ def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> N
         result = take_over(folder, history, configs)
     except (Refused, DiskFull) as error:
         raise InputError(str(error)) from error
-    _report(result.problems)
+    _report_problems(result.problems)
     click.echo(f"{result.added} lines added to {history}, {result.present} were there")
     for path, (won, lost) in result.shipped.items():
         click.echo(f"{path}: {won} entries" + f", {lost} removed: the rule or loops are as fast" * bool(lost))
     if not result.shipped:
         click.echo("no tile shapes that are new")
-    _rewrite(readme, history)
+    _update_readme(readme, history)
     if result.problems:
         raise InputError(
             f"{len(result.problems)} problems, named above; the lines with problems were left out"
         )
 
 
-def _rewrite(readme: Path | None, history: Path) -> None:
+def _update_readme(readme: Path | None, history: Path) -> None:
     """Update the measured figures of a page: by default the README, if the history is a checkout's."""
     from tritoncp.perf import readme as page
 

@@ -111,14 +111,14 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
     common = {point.series for point in before} & {point.series for point in after}
     series = {str(item) for item in common} or {""}
     cases = {point.case for point in after}
-    one, two = (_grouped(points, bool(common)) for points in (before, after))
+    one, two = (_group_points(points, bool(common)) for points in (before, after))
     first, second = (
-        {key: points for key, points in side.items() if _comparable(points, baseline)} for side in (one, two)
+        {key: points for key, points in side.items() if _has_figures(points, baseline)} for side in (one, two)
     )
     dropped = [key for key in first if key not in second]
-    rows = [_row(key, first[key], second[key], baseline) for key in first if key in second]
+    rows = [_make_row(key, first[key], second[key], baseline) for key in first if key in second]
     return Comparison(
-        sorted(rows, key=_loss, reverse=True),
+        sorted(rows, key=_sort_key, reverse=True),
         [case for case, name in dropped if name in series or case not in cases],
         [case for case, name in second if (case, name) not in first],
         [key[0] for key in one if key in two and key not in first and key not in second],
@@ -135,12 +135,12 @@ def _check_baseline(baseline: str, *sides: Sequence[Point]) -> None:
         raise Unknown(f"no baseline {baseline!r} on both sides; before: {before}; after: {after}{why}")
 
 
-def _comparable(points: Sequence[Point], baseline: str | None) -> bool:
+def _has_figures(points: Sequence[Point], baseline: str | None) -> bool:
     """Whether some point has a figure to compare, or a failure."""
     return baseline is None or any(not point.ms or baseline in point.baselines() for point in points)
 
 
-def _grouped(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
+def _group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
     """Group points by case and series; of each run the last point counts."""
     groups: dict[tuple[str, str], dict[str, Point]] = {}
     for point in points:
@@ -149,14 +149,14 @@ def _grouped(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], 
     return {key: list(runs.values()) for key, runs in groups.items()}
 
 
-def _row(key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None) -> Row:
+def _make_row(key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None) -> Row:
     why = next((point.own["why"] for point in reversed(after) if point is after[-1] and not point.ms), "")
     first, second = (estimate(points, baseline) for points in (before, after))
     runs = (len(before), len(after))
     one, two = (side_estimate and math.exp(side_estimate.mean) for side_estimate in (first, second))
     if why or first is None or second is None:
         return Row(*key, one, None if why else two, None, None, None, runs, why)
-    low, high = _interval(first, second)
+    low, high = _ratio_interval(first, second)
     return Row(*key, one, two, math.exp(second.mean - first.mean), low, high, runs)
 
 
@@ -172,35 +172,35 @@ def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate |
     right = [point for point in points if point.ms and (baseline is None or baseline in point.baselines())]
     if not right:
         return None
-    logs = [math.log(point.ms / _unit(point, baseline)) for point in right if point.ms]
+    logs = [math.log(point.ms / _time_unit(point, baseline)) for point in right if point.ms]
     if len(logs) > 1:
         spread = statistics.variance(logs) / len(logs)
         return Estimate(statistics.fmean(logs), spread, len(logs) - 1, len(logs))
     own = right[0].own
     variance = median_variance(own)
     if baseline is not None and variance is not None:
-        other = median_variance(_fastest(right[0], baseline))
+        other = median_variance(_fastest_member(right[0], baseline))
         variance = None if other is None else variance + other
-    return Estimate(logs[0], variance, max(1, _count(own) - 1), 1)
+    return Estimate(logs[0], variance, max(1, _count_samples(own) - 1), 1)
 
 
-def _unit(point: Point, baseline: str | None) -> float:
+def _time_unit(point: Point, baseline: str | None) -> float:
     return 1.0 if baseline is None else point.baselines()[baseline]
 
 
-def _fastest(point: Point, family: str) -> dict[str, Any]:
+def _fastest_member(point: Point, family: str) -> dict[str, Any]:
     members = (row for name, row in point.contenders.items() if name.split()[0] == family)
     return min((row for row in members if "ms" in row), key=lambda row: row["ms"])
 
 
-def _count(row: dict[str, Any]) -> int:
+def _count_samples(row: dict[str, Any]) -> int:
     return len(row.get("samples", ())) or row.get("n", 0)
 
 
 def median_variance(row: dict[str, Any]) -> float | None:
     """Compute the variance of the logarithm of a median from its samples, else from quartiles and count; else
     None."""
-    samples, n = sorted(row.get("samples", ())), _count(row)
+    samples, n = sorted(row.get("samples", ())), _count_samples(row)
     if len(samples) >= 5:
         rank = max(
             0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1
@@ -212,7 +212,7 @@ def median_variance(row: dict[str, Any]) -> float | None:
     return None
 
 
-def _interval(one: Estimate, two: Estimate) -> tuple[float | None, float | None]:
+def _ratio_interval(one: Estimate, two: Estimate) -> tuple[float | None, float | None]:
     """Return the confidence interval of the ratio two over one, by Welch's degrees of freedom."""
     if one.variance is None or two.variance is None:
         return None, None
@@ -225,7 +225,7 @@ def _interval(one: Estimate, two: Estimate) -> tuple[float | None, float | None]
     return math.exp(middle - width), math.exp(middle + width)
 
 
-def _loss(row: Row) -> float:
+def _sort_key(row: Row) -> float:
     """Return the sort key of a row: failures first, then the largest ratio."""
     if row.ratio is None:
         return math.inf if row.after is None else -math.inf
@@ -244,7 +244,7 @@ def newest(points: Sequence[Point], runs: int) -> list[Point]:
     >>> [point.run for point in newest(points, 2)]
     ['2', '3']
     """
-    groups = _grouped(sorted(points, key=lambda point: point.time), by_series=True)
+    groups = _group_points(sorted(points, key=lambda point: point.time), by_series=True)
     return [point for group in groups.values() for point in group[-runs:]]
 
 
@@ -267,7 +267,7 @@ def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda pr
         return points
     for selection in (
         [point for point in points if word in (point.run, point.env.get("tritoncp"))],
-        _of_commit(points, word),
+        _select_commit(points, word),
         [point for point in points if word.lower() in str(point.series).lower()],
     ):
         if selection:
@@ -280,7 +280,7 @@ def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda pr
     )
 
 
-def _of_commit(points: Sequence[Point], word: str) -> list[Point]:
+def _select_commit(points: Sequence[Point], word: str) -> list[Point]:
     if len(word) < 4 or not set(word.lower()) <= set("0123456789abcdef+"):
         if word.startswith("-"):  # git would read an option
             return []

@@ -38,7 +38,7 @@ class PerfCommand(click.Command):
         try:
             return super().invoke(ctx)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of a pipe is gone: click ends quietly
+            if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits without a message
                 raise
             raise InputError(str(error)) from error
         except KeyboardInterrupt:

@@ -124,7 +124,7 @@ class Commands:
 
     @staticmethod
     def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
             os.killpg(process.pid, number)
 
     def _show(self) -> None:
@@ -284,7 +284,9 @@ def main(
         raise InputError("make gpu: torch finds no GPU here")
     out.mkdir(parents=True, exist_ok=True)
     (out / "check.json").unlink(missing_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM, say of `timeout`, acts as Ctrl-C
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # SIGTERM, for example from `timeout`, acts as Ctrl-C
     results: list[dict[str, Any]] = []
     with settings() as environment:
         session = Session(session.out, python, jobs, session.arguments, budget, environment)

@@ -23,7 +23,7 @@ from tritoncp.core.paths import HISTORY_FILE, checked_name, path_inside
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import Device
 from tritoncp.perf.lines import finite
-from tritoncp.perf.record import Problem, checked, files, merge, same_line
+from tritoncp.perf.record import Problem, files, merge, parse_lines, same_line
 from tritoncp.perf.route_choices import DAY, RouteChoice, choices_of
 
 KINDS = ("case", "left out", "resources")
@@ -68,22 +68,22 @@ def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
     for path in (*lines, *journals):
         _check_plain(path, folder)
     problems: list[Problem] = []
-    good = {_history_file(history, path): list(_good(path, problems)) for path in lines}
+    good = {_history_file(history, path): list(_read_valid_lines(path, problems)) for path in lines}
     chosen: dict[tuple[Device, str], Choices] = defaultdict(dict)
     for path in journals:
         for run in runs(path, problems):
             target = Device(run.facts["arch"], run.facts["device"]), run.facts["triton"]
-            _choose(run, chosen[target], problems)
+            _update_choices(run, chosen[target], problems)
     for rows in good.values():
         for route in choices_of(rows):
-            _choose_route(route, chosen[route.device, route.triton])
+            _update_route(route, chosen[route.device, route.triton])
     places = {target: _config_file(configs, *target) for target in chosen}
-    counts = [_keep(path, rows) for path, rows in good.items()]
+    counts = [_append_lines(path, rows) for path, rows in good.items()]
     shipped = {}
     for (device, triton), choices in chosen.items():
         path, changes = places[device, triton], (0, 0)
         try:
-            changes = _shipped(choices, configs, device, triton)
+            changes = _write_choices(choices, configs, device, triton)
         except (ValueError, RecursionError) as error:
             problems.append(Problem(path, 1, f"{error}; mend or remove it, and ingest again"))
         if any(changes):
@@ -123,9 +123,9 @@ def _config_file(configs: Path, device: Device, triton: str) -> Path:
         raise Refused(str(error)) from error
 
 
-def _good(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
+def _read_valid_lines(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file that belong in a history; report the rest as problems."""
-    for number, line in checked(path):
+    for number, line in parse_lines(path):
         if isinstance(line, str):
             problems.append(Problem(path, number, line))
         elif line["kind"] not in KINDS:
@@ -134,11 +134,11 @@ def _good(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def _keep(path: Path, good: list[dict[str, Any]]) -> tuple[int, int]:
+def _append_lines(path: Path, good: list[dict[str, Any]]) -> tuple[int, int]:
     """Add lines to a file of the history. Returns the numbers added and already present."""
     path.parent.mkdir(parents=True, exist_ok=True)
     siblings = [other for other in files([path.parent]) if other.name != path.name]
-    lines = (line for other in siblings for _, line in checked(other))
+    lines = (line for other in siblings for _, line in parse_lines(other))
     stored = {same_line(line) for line in lines if not isinstance(line, str)}
     added = merge(path, [line for line in good if same_line(line) not in stored])
     return added, len(good) - added
@@ -193,13 +193,13 @@ def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
         if not text.strip():
             continue
         try:
-            line = _line(path, number, text)
+            line = _parse_line(path, number, text)
             if line["stage"] == "begin":
                 current = False
-                runs_read.append(_begun(path, number, line))
+                runs_read.append(_start_run(path, number, line))
                 current = True
             elif current:
-                _read(runs_read[-1], number, line)
+                _add_evidence(runs_read[-1], number, line)
             else:
                 orphans.append(number)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -211,24 +211,24 @@ def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
     yield from runs_read
 
 
-def _line(path: Path, number: int, text: bytes) -> Any:
+def _parse_line(path: Path, number: int, text: bytes) -> Any:
     """Parse a line. Raises ValueError for one that is cut off."""
     try:
         line = parse_json(text)
     except json.JSONDecodeError:
         raise
     except ValueError as error:
-        raise _foreign(path, number, str(error)) from error
+        raise _refuse_line(path, number, str(error)) from error
     if not finite(line):
-        raise _foreign(path, number, "a number is NaN or infinite")
+        raise _refuse_line(path, number, "a number is NaN or infinite")
     return line
 
 
-def _foreign(path: Path, number: int, why: str) -> Refused:
+def _refuse_line(path: Path, number: int, why: str) -> Refused:
     return Refused(f"{path}:{number}: {why}; no tritoncp autotune wrote this: remove the file")
 
 
-def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
+def _start_run(path: Path, number: int, line: dict[str, Any]) -> Run:
     """Read the run that a line begins. Raises Refused for an architecture or a Triton version that is not
     allowed in a file name."""
     facts = {name: line["about"][name] for name in ("device", "arch", "triton", "code")}
@@ -238,38 +238,38 @@ def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
         tile_tables.path_in(Path(), Device(facts["arch"], facts["device"]), facts["triton"])
     except ValueError as error:
         raise Refused(f"{path}:{number}: {error}") from error
-    began = _positive(line["time"])
+    began = _require_positive(line["time"])
     if began > time.time() + DAY:  # its choices would count as the newest for ever
         raise ValueError(f"the run began in the future: {began:g} seconds after 1970")
     return Run(path, facts, began)
 
 
-def _read(run: Run, number: int, line: dict[str, Any]) -> None:
+def _add_evidence(run: Run, number: int, line: dict[str, Any]) -> None:
     """Add a line to the evidence of a run."""
     stage, name = line["stage"], line["target"]
     if stage == "target":
         tile_tables.check({**line["entry"], "config": line["rule"]})
         evidence = run.targets.setdefault(name, Evidence(number))
-        evidence.entry, evidence.rule = line["entry"], _items(line["rule"])
+        evidence.entry, evidence.rule = line["entry"], _sorted_items(line["rule"])
         return
-    config, result = _items(line["config"]), line["found"]
+    config, result = _sorted_items(line["config"]), line["found"]
     hash((name, config))
     if stage == "check":
         if result["wrong"] is not None and not isinstance(result["wrong"], str):
             raise TypeError("wrong is neither null nor a reason")
         run.targets.setdefault(name, Evidence(number)).wrong[config] = result["wrong"]
     elif stage == "time":
-        turn, ms = int(line["turn"]), _positive(result["ms"])
+        turn, ms = int(line["turn"]), _require_positive(result["ms"])
         run.targets.setdefault(name, Evidence(number)).times[turn][config] = ms
     elif stage not in ("compile", "steps") or not isinstance(result, dict):
         raise ValueError(f"there is no stage {stage!r}")
 
 
-def _items(config: dict[str, Any]) -> Config:
+def _sorted_items(config: dict[str, Any]) -> Config:
     return tuple(sorted(config.items()))
 
 
-def _positive(x: Any) -> float:
+def _require_positive(x: Any) -> float:
     if type(x) not in (int, float) or not 0 < x <= sys.float_info.max:
         raise ValueError(f"{x!r} is no positive number")
     return float(x)
@@ -278,7 +278,7 @@ def _positive(x: Any) -> float:
 # -- tile shapes ---------------------------------------------------------------------------------------------
 
 
-def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
+def _update_choices(run: Run, choices: Choices, problems: list[Problem]) -> None:
     """Replace the choices of older runs by the choices of a run."""
     when = datetime.datetime.fromtimestamp(run.time, datetime.UTC).isoformat(timespec="seconds")
     for name, evidence in run.targets.items():
@@ -305,13 +305,13 @@ def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
             choices[key] = Choice(when, None if config == evidence.rule else entry)
 
 
-def _choose_route(route: RouteChoice, choices: Choices) -> None:
+def _update_route(route: RouteChoice, choices: Choices) -> None:
     """Replace the route of an older journal by one from lines of cases."""
     if route.key not in choices or choices[route.key].time <= route.time:
         choices[route.key] = Choice(route.time, route.entry)
 
 
-def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
+def _write_choices(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
     """Write the winning entries to the shipped file, and remove older entries that no longer beat the rule.
     Returns the numbers of both. Raises ValueError for a file that cannot be read, and the errors of
     :func:`tile_tables.locked`."""
@@ -319,18 +319,20 @@ def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tu
     if not path.exists() and all(entry is None for _, entry in choices.values()):
         return 0, 0
     with tile_tables.locked(path):
-        return _merged(path, choices, configs, device, triton)
+        return _merge_choices(path, choices, configs, device, triton)
 
 
-def _merged(path: Path, choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
-    """Merge choices into a shipped file whose lock is held. Returns the numbers written and removed."""
-    old = _entries_of(path)
+def _merge_choices(
+    path: Path, choices: Choices, configs: Path, device: Device, triton: str
+) -> tuple[int, int]:
+    """Merge choices into a shipped file, under its lock. Returns the numbers written and removed."""
+    old = _read_entries(path)
     times = {key: str(entry.get("time", "")) for key, entry in old.items()}
     newer = {key for key, choice in choices.items() if times.get(key, "") > choice.time}
     new = [
         entry
         for key, (_, entry) in choices.items()
-        if entry is not None and key not in newer and not _covers(old.get(key), entry)
+        if entry is not None and key not in newer and not _keeps_route(old.get(key), entry)
     ]
     drop = {key for key, (_, entry) in choices.items() if entry is None} & set(old) - newer
     if new or drop:
@@ -338,14 +340,14 @@ def _merged(path: Path, choices: Choices, configs: Path, device: Device, triton:
     return len(new), len(drop)
 
 
-def _covers(old: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
+def _keeps_route(old: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
     """Whether the old entry equals the new one, or has the same route with tuned tiles, which lines of cases
     do not measure."""
     bare = entry["kernel"] == "route" and set(entry["config"]) == {"ROUTE"}
     return old == entry or bool(bare and old and old["config"]["ROUTE"] == entry["config"]["ROUTE"])
 
 
-def _entries_of(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+def _read_entries(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Read the entries of a file of tile shapes. Raises ValueError for one that cannot be read, which is then
     not replaced."""
     return {tile_tables.entry_key(entry): entry for entry in tile_tables.read(path)} if path.exists() else {}

@@ -38,11 +38,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         facts["cuda"] = torch.version.cuda or torch.version.hip
         facts["cudnn"] = torch.backends.cudnn.version()
         facts["driver"] = _query_gpu(device, "driver_version").get("driver_version")
-        facts["ptxas"] = _ptxas(facts["arch"])
+        facts["ptxas"] = _ptxas_version(facts["arch"])
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _ptxas(arch: str) -> str | None:
+def _ptxas_version(arch: str) -> str | None:
     """Return the version of the ptxas that Triton runs for an architecture; None where there is none."""
     try:
         return ptxas_for(arch).version
@@ -56,7 +56,7 @@ def series(device: torch.device, clocks: str | None = None) -> Series:
     if device.type != "cuda":
         return Series(INTERPRETED)
     limit = _query_gpu(device, "power.limit").get("power.limit", "")
-    return Series(torch.cuda.get_device_name(device), limit, clocks or _policy(device))
+    return Series(torch.cuda.get_device_name(device), limit, clocks or _clocks_policy(device))
 
 
 def processor() -> str:
@@ -88,7 +88,7 @@ def state(device: torch.device) -> dict[str, str]:
 
 def sources(package: Path) -> str:
     """Compute a digest of the package's Python files, which identifies the code without git."""
-    folders = (package, package / "kernels", package / "perf")  # the last two are links in a checkout
+    folders = (package, package / "kernels", package / "perf")  # links in a checkout: kernels and perf
     files = {path.relative_to(package): path for folder in folders for path in folder.rglob("*.py")}
     digest = hashlib.sha256()
     for name in sorted(files):
@@ -112,7 +112,7 @@ class Brakes:
             library = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError:
             return
-        name = _identity(device).encode()
+        name = _gpu_uuid(device).encode()
         if not (library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._handle))):
             self._library = library
 
@@ -126,12 +126,12 @@ class Brakes:
         return not failed and bool(reasons.value & self._REASONS)
 
 
-def _identity(device: torch.device) -> str:
+def _gpu_uuid(device: torch.device) -> str:
     """Return the UUID by which NVIDIA's tools name a GPU, which CUDA_VISIBLE_DEVICES does not change."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def _policy(device: torch.device) -> str:
+def _clocks_policy(device: torch.device) -> str:
     clocks = _query_gpu(device, *_CLOCKS)
     chosen, default = (clocks.get(name, "") for name in _CLOCKS)
     return "default" if chosen == default else chosen
@@ -139,7 +139,7 @@ def _policy(device: torch.device) -> str:
 
 def _query_gpu(device: torch.device, *fields: str) -> dict[str, str]:
     query = "--query-gpu=" + ",".join(fields)
-    answer = _run_command("nvidia-smi", f"--id={_identity(device)}", query, "--format=csv,noheader")
+    answer = _run_command("nvidia-smi", f"--id={_gpu_uuid(device)}", query, "--format=csv,noheader")
     return dict(zip(fields, (part.strip() for part in answer.split(",")))) if answer else {}
 
 

@@ -18,7 +18,7 @@ from tritoncp.perf import baselines, check, machine
 from tritoncp.perf.baselines import FLEX, Contender
 from tritoncp.perf.cases import GOALS, MASKS, SEARCHED, Case, position
 from tritoncp.perf.record import OURS, Journal, Point
-from tritoncp.perf.timing import Clock, DeviceClock, Figure, GroupClock, Run, WallClock, interleaved
+from tritoncp.perf.timing import Clock, DeviceClock, Figure, GroupClock, Run, WallClock, time_interleaved
 from tritoncp.perf.work import Shape, Work, of_plan
 from tritoncp.planning.plan import build
 
@@ -227,8 +227,10 @@ class Bench:
             for name, contender in working.items()
             if name not in idle
         }
-        least = 7 if self.device.type == "cuda" else 3  # interpreted kernels are slow, and measure nothing
-        figures = interleaved(runs, self.clock, self.seconds, least) if runs else {}
+        least = (
+            7 if self.device.type == "cuda" else 3
+        )  # interpreted kernels are slow, and their times mean nothing
+        figures = time_interleaved(runs, self.clock, self.seconds, least) if runs else {}
         work = work_of(case)
         contenders = {name: dict(row) for name, row in checks.items() if name not in idle}
         for name in contenders:
@@ -260,9 +262,9 @@ def _summarize_error(error: Exception) -> str:
     return f"{type(error).__name__}: {text[0][:300]}"
 
 
-def prepare_pass(contender: Contender, which: str) -> Run:
+def prepare_pass(contender: Contender, direction: str) -> Run:
     """Prepare one execution of a pass for timing."""
-    if which == "forward":
+    if direction == "forward":
         return partial(contender.run, contender.call)
     out = contender.run(contender.call)
     return partial(contender.run, lambda: torch.autograd.grad(out, contender.leaves, contender.dout))
@@ -281,7 +283,7 @@ def work_of(case: Case) -> Work:
     return Work(*map(max, zip(*((work.flops, work.hbm, work.wire) for work in per_rank))))
 
 
-def ceilings(device: torch.device) -> dict[str, float]:
+def measure_ceilings(device: torch.device) -> dict[str, float]:
     """Measure the best rates of a device: a bf16 matrix product, a copy through memory, and a repeated copy
     between two quarters of its L2 cache, which includes the gaps between launches."""
     clock, n, copies = DeviceClock(device), 8192, 64
@@ -300,7 +302,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
         "copy": lambda: lambda: target.copy_(source),
         "l2": lambda: copy_in_cache,
     }
-    times = interleaved({name: run for name, run in runs.items() if size or name != "l2"}, clock, 0.3)
+    times = time_interleaved({name: run for name, run in runs.items() if size or name != "l2"}, clock, 0.3)
     l2 = {"l2_gbytes_per_s": round(copies * 2 * size / times["l2"].ms / 1e6, 1)} if size else {}
     return {
         **l2,

@@ -199,7 +199,7 @@ def merge(path: Path, lines: Sequence[dict[str, Any]]) -> int:
     if not lines:
         return 0
     with _lock_file(path) as file:
-        present = {same_line(line) for _, line in checked(path) if not isinstance(line, str)}
+        present = {same_line(line) for _, line in parse_lines(path) if not isinstance(line, str)}
         new = {name: line for line in lines if (name := same_line(line)) not in present}
         if new:
             _write(file, b"".join(map(_text, new.values())), path)
@@ -286,7 +286,7 @@ def read(*places: Path) -> History:
     return history
 
 
-def checked(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield the number of each line of a file, and the parsed JSON, or an error message."""
     for number, text in _lines(path):
         entry = _parse_line(text)
@@ -367,7 +367,7 @@ class Journal:
         self.tell(line)
 
 
-def unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
+def find_unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
     """Find the newest run with the same code, versions and device: its file, and its points so far."""
     newest: tuple[Path, list[Point]] | None = None
     same = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code

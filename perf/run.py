@@ -21,7 +21,7 @@ import click
 from tritoncp.core.checked_json import parse_json
 from tritoncp.core.paths import path_inside, slug
 from tritoncp.perf.exit_codes import FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
-from tritoncp.perf.record import DiskFull, Journal, Point, Series, kernel_name, unfinished
+from tritoncp.perf.record import DiskFull, Journal, Point, Series, find_unfinished, kernel_name
 
 if TYPE_CHECKING:
     import torch
@@ -138,7 +138,7 @@ def main(
         raise InputError("torch finds no GPU; --device host measures the cases that need none")
     from tritoncp.perf import host, machine
 
-    torch_device, group = _place(device)
+    torch_device, group = _init_device(device)
     env = machine.environment(torch_device)
     cases: Any
     if device == "host":
@@ -154,7 +154,7 @@ def main(
     if warm and (device == "host" or group is not None):
         raise click.UsageError("--warm needs attention cases on one device; --device host compiles nothing")
     lead = group is None or group.rank() == 0
-    journal = _journal(out, series, env, resume and lead, lead, as_json)
+    journal = _open_journal(out, series, env, resume and lead, lead, as_json)
     resumed_points = list(journal.points)
     try:
         if device == "host":
@@ -172,7 +172,7 @@ def main(
             if warm:
                 bench.warm(cases)
                 sys.exit(FINE)
-            failures = _attention(bench, cases)
+            failures = _measure_attention(bench, cases)
     except DiskFull as error:
         raise InputError(str(error)) from error
     if lead and not as_json:
@@ -190,12 +190,12 @@ def main(
     sys.exit(FINE)
 
 
-def _attention(bench: Bench, cases: Sequence[Any]) -> int:
+def _measure_attention(bench: Bench, cases: Sequence[Any]) -> int:
     """Measure attention cases. Returns the number of failures."""
-    from tritoncp.perf.measure import DeviceLost, ceilings
+    from tritoncp.perf.measure import DeviceLost, measure_ceilings
 
     if bench.device.type == "cuda":
-        bench.journal.ceilings = ceilings(bench.device)
+        bench.journal.ceilings = measure_ceilings(bench.device)
     try:
         bench.run(cases)
     except DeviceLost as error:
@@ -204,7 +204,7 @@ def _attention(bench: Bench, cases: Sequence[Any]) -> int:
     return bench.failures
 
 
-def _place(device: str) -> tuple[torch.device, Any]:
+def _init_device(device: str) -> tuple[torch.device, Any]:
     """Return this process's device, and the process group if torchrun started it."""
     import torch
 
@@ -228,7 +228,7 @@ def _parse_options(text: str) -> dict[str, Any]:
     return value
 
 
-def _journal(
+def _open_journal(
     out: Path, series: Series, env: dict[str, Any], resume: bool, lead: bool, as_json: bool
 ) -> Journal:
     """Open the journal of this run: in the file of the run that is resumed, or in the day's file."""
@@ -237,7 +237,7 @@ def _journal(
         if as_json and line["kind"] != "check":
             click.echo(json.dumps(line, ensure_ascii=False))
         else:
-            click.echo(brief(line), err=True)
+            click.echo(format_line(line), err=True)
 
     if not lead:  # only rank 0 writes
         return Journal(Path(os.devnull), "", series, env)
@@ -249,7 +249,7 @@ def _journal(
         path = out if one_file else path_inside(out, out / f"{day}-{slug(series.device)}.jsonl")
     except ValueError as error:
         raise InputError(str(error)) from error
-    unfinished_run = unfinished(out, series, env) if resume else None
+    unfinished_run = find_unfinished(out, series, env) if resume else None
     if unfinished_run is None:
         if resume:
             click.echo("nothing to resume: no run of this code on this device is there; a new one", err=True)
@@ -259,11 +259,11 @@ def _journal(
     return Journal(path, points[0].run, series, env, show_line, points=points)
 
 
-def brief(line: dict[str, Any]) -> str:
+def format_line(line: dict[str, Any]) -> str:
     """Format a line of a history for the screen.
 
     >>> figures = {"tritoncp": {"ms": 1.5, "tflops": 400.0}, "flex": {"ms": 3.0}, "cudnn": {"ms": 1.2}}
-    >>> brief({"kind": "case", "case": "full-8k-fwd", "contenders": figures})
+    >>> format_line({"kind": "case", "case": "full-8k-fwd", "contenders": figures})
     'full-8k-fwd                           1.5 ms  400.0 TFLOP/s  ÷cudnn 0.80  ÷flex untuned'
     """
     name = f"{line.get('case', ''):<32}"
@@ -289,12 +289,14 @@ def show(journal: Journal) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    points = list({point.case: point for point in journal.points}.values())  # the most thorough search
+    points = list(
+        {point.case: point for point in journal.points}.values()
+    )  # the last point of a case has the most thorough search
     families = sorted({name for point in points for name in (*point.baselines(), *point.untuned())})
     table = Table(
         "case", "tritoncp ms", *(f"÷ {name}" for name in families), title="time over tritoncp's (goal)"
     )
-    for point in sorted(points, key=_order):
+    for point in sorted(points, key=_sort_key):
         speedups = point.speedups()
         untuned = point.untuned()
         cells = [
@@ -321,7 +323,7 @@ def _cell(ratio: float | None, goal: float | None) -> str:
     return f"[red]{text}[/]" if goal and ratio < goal else text
 
 
-def _order(point: Point) -> float:
+def _sort_key(point: Point) -> float:
     """Return the sort key of a case: failures, then cases farthest below their goal, then cases without a
     goal."""
     return (point.worst if point.goal else None) or (9.0 if point.ms else 0.0)

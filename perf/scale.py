@@ -58,19 +58,19 @@ class PeakMemory:
     """
 
     def __init__(self) -> None:
-        _give_back()
+        _release_free_memory()
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        self.initial = _status("VmRSS")
+        self.initial = _read_status("VmRSS")
 
     def peak_mib(self) -> float:
-        return max(0.0, _status("VmHWM") - self.initial)
+        return max(0.0, _read_status("VmHWM") - self.initial)
 
 
-def _give_back() -> None:
+def _release_free_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def _status(name: str) -> float:
+def _read_status(name: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) / 1024
@@ -222,21 +222,21 @@ def verdicts(lines: Sequence[dict[str, Any]]) -> list[str]:
     paragraphs = ["## What holds, and what gives first"]
     near = [line for line in lines if (line["tokens"], line["world"]) == (1024, 64)]
     if near:
-        slow, wide = _worst(near, "s"), _worst(near, "mib")
+        slow, wide = _largest(near, "s"), _largest(near, "mib")
         paragraphs.append(
-            f"**1M tokens on 64 ranks**: the slowest whole plan ({_named(slow)}) takes "
-            f"{plan_cost(slow)['s']:.2f} s, the largest ({_named(wide)}) {plan_cost(wide)['mib']:.0f} MiB; "
-            f"the limits are {LIMITS['s']:g} s and {LIMITS['mib']:g} MiB. Masks took "
+            f"**1M tokens on 64 ranks**: the slowest whole plan ({_plan_label(slow)}) takes "
+            f"{plan_cost(slow)['s']:.2f} s, the largest ({_plan_label(wide)}) {plan_cost(wide)['mib']:.0f} "
+            f"MiB; the limits are {LIMITS['s']:g} s and {LIMITS['mib']:g} MiB. Masks took "
             f"{max(line['mask_s'] for line in near):.2f} s at most."
         )
     far = [line for line in lines if (line["tokens"], line["world"]) == (8192, 1024)]
     if far:
-        slow, wide = _worst(far, "s"), _worst(far, "mib")
+        slow, wide = _largest(far, "s"), _largest(far, "mib")
         other_seconds = max(plan_cost(line)["s"] for line in far if line["balancer"] != "locality")
         paragraphs += [
-            f"**8M tokens on 1024 ranks**: every balancer and schedule finishes. {_named(slow)} takes "
+            f"**8M tokens on 1024 ranks**: every balancer and schedule finishes. {_plan_label(slow)} takes "
             f"{plan_cost(slow)['s']:.0f} s and every other balancer at most {other_seconds:.1f} s; the most "
-            f"memory is {plan_cost(wide)['mib']:.0f} MiB ({_named(wide)}).",
+            f"memory is {plan_cost(wide)['mib']:.0f} MiB ({_plan_label(wide)}).",
             *FIRST,
         ]
     return paragraphs
@@ -271,11 +271,11 @@ FIRST = (
 )
 
 
-def _worst(lines: Sequence[dict[str, Any]], unit: str) -> dict[str, Any]:
+def _largest(lines: Sequence[dict[str, Any]], unit: str) -> dict[str, Any]:
     return max(lines, key=lambda line: plan_cost(line)[unit])
 
 
-def _named(line: dict[str, Any]) -> str:
+def _plan_label(line: dict[str, Any]) -> str:
     return f"{line['mask']}, {line['balancer']}"
 
 
@@ -337,20 +337,22 @@ def draw(lines: Sequence[dict[str, Any]], folder: Path) -> None:
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     for name in PICTURES:
-        figure = {"planning": _planning, "balance": _balance, "schedules": _schedules}[name](lines)
+        figure = {"planning": _draw_planning, "balance": _draw_balance, "schedules": _draw_schedules}[name](
+            lines
+        )
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 
-def _panels(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
+def _make_panels(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.1 * columns + 0.6, 2.5 * rows + 0.6), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def _planning(lines: Sequence[dict[str, Any]]) -> Any:
+def _draw_planning(lines: Sequence[dict[str, Any]]) -> Any:
     worlds = sorted({line["world"] for line in lines})[1:] or [lines[0]["world"]]
-    figure, panels = _panels(2, len(worlds), sharex=True, sharey="row")
+    figure, panels = _make_panels(2, len(worlds), sharex=True, sharey="row")
     for row, (unit, label) in enumerate({"s": "seconds of one core", "mib": "MiB"}.items()):
         for panel, world in zip(panels[row], worlds):
             for name, colour in zip(balancers, COLOURS):
@@ -362,14 +364,14 @@ def _planning(lines: Sequence[dict[str, Any]]) -> Any:
                 panel.plot(*zip(*sorted(values)), "o-", color=colour, label=name, markersize=3, linewidth=1.2)
             panel.axhline(LIMITS[unit], color="#212529", linestyle="--", linewidth=0.8)
             panel.set(xscale="log", yscale="log", title=f"{world} ranks" if row == 0 else "")
-            _thousands(panel, lines)
+            _label_tokens(panel, lines)
         panels[row][0].set_ylabel(label)
-    _key(figure, panels[0][0])
+    _add_legend(figure, panels[0][0])
     return figure
 
 
-def _balance(lines: Sequence[dict[str, Any]]) -> Any:
-    figure, panels = _panels(1, len(MASKS), sharey=True)
+def _draw_balance(lines: Sequence[dict[str, Any]]) -> Any:
+    figure, panels = _make_panels(1, len(MASKS), sharey=True)
     for panel, mask in zip(panels[0], MASKS):
         for name, colour in zip(balancers, COLOURS):
             values = [
@@ -383,18 +385,18 @@ def _balance(lines: Sequence[dict[str, Any]]) -> Any:
         panel.set_yticks([0.01, 0.1, 1, 10, 100, 1000], ["≤ 0.01", "0.1", "1", "10", "100", "1000"])
         panel.minorticks_off()
     panels[0][0].set_ylabel("% that the busiest rank\nhas more work than the mean")
-    _key(figure, panels[0][0])
+    _add_legend(figure, panels[0][0])
     return figure
 
 
-def _schedules(lines: Sequence[dict[str, Any]]) -> Any:
+def _draw_schedules(lines: Sequence[dict[str, Any]]) -> Any:
     longest = max(line["tokens"] for line in lines)
     figures: dict[str, Callable[[dict[str, float]], float]] = {
         "GiB sent": lambda costs: costs["sent"] / GIB,
         "GiB beyond the shard": lambda costs: costs["extra"] / GIB,
         "predicted ms": lambda costs: costs["ms"],
     }
-    figure, panels = _panels(len(figures), len(MASKS), sharex=True, sharey="row")
+    figure, panels = _make_panels(len(figures), len(MASKS), sharex=True, sharey="row")
     for row, (label, value) in enumerate(figures.items()):
         for panel, mask in zip(panels[row], MASKS):
             for name, colour in zip(SCHEDULES, COLOURS):
@@ -411,17 +413,17 @@ def _schedules(lines: Sequence[dict[str, Any]]) -> Any:
         panels[row][0].set_ylabel(f"{label}, {tokens_of(longest)} tokens")
     for panel in panels[-1]:
         panel.set_xlabel("ranks")
-    _key(figure, panels[0][0])
+    _add_legend(figure, panels[0][0])
     return figure
 
 
-def _thousands(panel: Any, lines: Sequence[dict[str, Any]]) -> None:
+def _label_tokens(panel: Any, lines: Sequence[dict[str, Any]]) -> None:
     sizes = sorted({line["tokens"] for line in lines})
     panel.set_xticks(sizes, map(tokens_of, sizes), minor=False)
     panel.minorticks_off()
 
 
-def _key(figure: Any, panel: Any) -> None:
+def _add_legend(figure: Any, panel: Any) -> None:
     figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
 
 
@@ -433,7 +435,7 @@ def _key(figure: Any, panel: Any) -> None:
     default=Path("scale.jsonl"),
     show_default=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where each plan's line goes; what is there is not made again.",
+    help="File of one line for each plan; plans with a line are not built again.",
 )
 @click.option(
     "--out",

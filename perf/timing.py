@@ -129,7 +129,7 @@ def figure(samples: list[Sample]) -> Figure:
     return Figure(statistics.median(times), low, high, host, tuple(times), throttled)
 
 
-def interleaved(
+def time_interleaved(
     runs: Mapping[str, Callable[[], Run]], clock: Clock, seconds: float, least: int = 7, most: int = 40
 ) -> dict[str, Figure]:
     """Time contenders in interleaved rounds for about ``seconds``; each is first in turn.

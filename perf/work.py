@@ -59,7 +59,7 @@ def visible(mask: Mask, batch: int = 1, heads: int = 1) -> Tensor:
     grow = interval is None and mask.mask_mod is not None  # the mask_mod may read b and h
     runs = mask.runs.expand(batch, heads) if grow else mask.runs
     b, h, rows, _ = runs.shape
-    row, start, end, kind = _flat(runs.ptr, runs.runs)
+    row, start, end, kind = _flatten_runs(runs.ptr, runs.runs)
     start, end = start * mask.kv_block, (end * mask.kv_block).clamp(max=mask.kv_len)
     masked = kind == Kind.MASKED
     whole = torch.zeros(b * h * rows, dtype=torch.int64)
@@ -69,17 +69,17 @@ def visible(mask: Mask, batch: int = 1, heads: int = 1) -> Tensor:
     if mask.mask_mod is None:
         counts.index_add_(0, row, (end - start)[:, None].expand(-1, mask.q_block))
     elif interval is not None:
-        lo, hi = (_by_block(bound, b, h, rows, mask.q_block)[row] for bound in interval)
+        lo, hi = (_split_by_block(bound, b, h, rows, mask.q_block)[row] for bound in interval)
         overlap = hi.minimum(end[:, None]) - lo.maximum(start[:, None])
         counts.index_add_(0, row, overlap.clamp(min=0))
     else:
-        _count(mask.mask_mod, mask, h, row, start, end, counts)
+        _count_masked_runs(mask.mask_mod, mask, h, row, start, end, counts)
     return counts.view(b, h, -1)[..., : mask.q_len]
 
 
-def of_plan(plan: Plan, shape: Shape, which: str) -> Work:
+def of_plan(plan: Plan, shape: Shape, direction: str) -> Work:
     """Compute one rank's work in one pass, "forward" or "backward" (counted as five matrix products)."""
-    forward = which == "forward"
+    forward = direction == "forward"
     counts = visible(plan.mask, shape.batch, shape.heads)
     positions = plan.positions  # [Bp, S_local]
     per_row = counts.expand(max(len(counts), len(positions)), -1, -1)
@@ -91,21 +91,23 @@ def of_plan(plan: Plan, shape: Shape, which: str) -> Work:
     send = {"batch": shape.batch, "kv_heads": shape.kv_heads, "head_dim": d, "v_head_dim": e}
     forward_bytes = plan.bytes_sent(**send, itemsize=shape.itemsize, backward=False)
     total_bytes = plan.bytes_sent(**send, itemsize=shape.itemsize, backward=True)
-    return Work(flops, _hbm(plan, shape, forward), forward_bytes if forward else total_bytes - forward_bytes)
+    return Work(
+        flops, _hbm_bytes(plan, shape, forward), forward_bytes if forward else total_bytes - forward_bytes
+    )
 
 
-def _hbm(plan: Plan, shape: Shape, forward: bool) -> int:
+def _hbm_bytes(plan: Plan, shape: Shape, forward: bool) -> int:
     """Count the bytes of every tensor once; of K and V the blocks that some local query sees."""
     d, e, size = shape.dim, shape.v_dim, shape.itemsize
     valid = int(plan.valid.sum()) * (shape.batch // plan.valid.shape[0])
-    q_rows, kv_rows = valid * shape.heads, _rows_touched(plan, shape)
+    q_rows, kv_rows = valid * shape.heads, _count_kv_rows(plan, shape)
     if forward:
         return q_rows * ((d + e) * size + 4) + kv_rows * (d + e) * size
     grad = size if plan.world_size == 1 else 4
     return q_rows * (2 * (d + e) * size + 4) + kv_rows * (d + e) * (size + grad)
 
 
-def _rows_touched(plan: Plan, shape: Shape) -> int:
+def _count_kv_rows(plan: Plan, shape: Shape) -> int:
     """Count the key rows, over batch and key heads, in blocks that some query of this rank sees."""
     tables = plan.tables("cpu", shape.batch, shape.heads)
     touched = tables.col_ptr[..., 2] > tables.col_ptr[..., 0]  # [Bm, Hm, KV slots]
@@ -115,7 +117,7 @@ def _rows_touched(plan: Plan, shape: Shape) -> int:
     return int(rows.sum()) * (shape.batch // rows.shape[0]) * (shape.kv_heads // rows.shape[1])
 
 
-def _flat(ptr: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _flatten_runs(ptr: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """List every run of every row as int64 (row, start, end, kind); rows counted over batch and heads."""
     first, last = ptr[..., 0].reshape(-1).long(), ptr[..., 2].reshape(-1).long()
     length = last - first
@@ -125,14 +127,16 @@ def _flat(ptr: Tensor, runs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return row, start, end, kind
 
 
-def _by_block(bound: Tensor, b: int, h: int, rows: int, q_block: int) -> Tensor:
+def _split_by_block(bound: Tensor, b: int, h: int, rows: int, q_block: int) -> Tensor:
     """Reshape a row bound [B, H, q_len] to int64 [b * h * rows, q_block]; rows past q_len see no key."""
     short = rows * q_block - bound.shape[2]
     padded = torch.nn.functional.pad(bound.long(), (0, short))
     return padded.expand(b, h, -1).reshape(-1, q_block)
 
 
-def _count(mod: Mod, mask: Mask, heads: int, row: Tensor, start: Tensor, end: Tensor, counts: Tensor) -> None:
+def _count_masked_runs(
+    mod: Mod, mask: Mask, heads: int, row: Tensor, start: Tensor, end: Tensor, counts: Tensor
+) -> None:
     """Evaluate the mask_mod on masked runs, a block at a time, and add the visible keys of each row."""
     predicate = vmapped(mod, (None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0))
     rows = mask.runs.shape[2]

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from tritoncp import causal, create_block_mask
 from tritoncp.masks.mask import Kind
-from tritoncp.perf.balance import MASKS, corpus_lengths, fetched_rows, main, quality
+from tritoncp.perf.balance import MASKS, corpus_lengths, fetched_rows, main, measure_quality
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.plan import build
 
@@ -22,14 +22,14 @@ def test_traffic_is_the_remote_blocks_that_ranks_see(balancer: str) -> None:
         [listed[owner == rank].any(0) & (owner != rank) for rank in range(world_size)]
     )
     assert fetched_rows(plan) == block * int(remote_blocks.sum())
-    result = quality(mask, world_size, balancer)
+    result = measure_quality(mask, world_size, balancer)
     assert result.imbalance == plan.imbalance and result.seconds > 0
     assert result.travels == pytest.approx(100 * int(remote_blocks.sum()) * block / ((world_size - 1) * size))
 
 
 def test_contiguous_causal_pieces_see_all_before_them() -> None:
     mask = create_block_mask(causal(), None, None, 4096, 4096)
-    assert quality(mask, 4, "contiguous").travels == pytest.approx(50)
+    assert measure_quality(mask, 4, "contiguous").travels == pytest.approx(50)
 
 
 @pytest.mark.parametrize("seq", [64, 1000, 65536])

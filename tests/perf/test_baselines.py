@@ -43,7 +43,7 @@ def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_torch_flex_attention_is_asked_for_the_same(mask):
+def test_torch_flex_attention_computes_the_same_case(mask):
     case, tensors = problem(mask)
     # torch refuses to differentiate flex attention on a CPU
     frozen = baselines.Inputs(*(x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)))
@@ -66,7 +66,7 @@ def test_few_queries_are_measured_as_all_are() -> None:
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-def test_dense_kernels_are_asked_for_the_same(mask, backend):
+def test_dense_kernels_compute_the_same_case(mask, backend):
     case, tensors = problem(mask)
     contender = baselines.dense(case, tensors, backend)
     for actual, expected_tensor in zip(
@@ -94,7 +94,7 @@ def test_a_kernel_without_grouped_heads_gets_them_repeated(monkeypatch):
 
 
 @pytest.mark.parametrize("mask", ["document", "window"])
-def test_the_packed_kernel_is_asked_for_the_same(mask, monkeypatch):
+def test_the_packed_kernel_computes_the_same_case(mask, monkeypatch):
     """A dense stand-in follows the documentation of the GPU's kernel."""
     case, tensors = problem(mask)
 
@@ -155,7 +155,7 @@ def test_an_unavailable_flash_backend_has_a_reason(monkeypatch):
         baselines.contenders(case, tensors, ["flex flash"])["flex flash"]()
 
 
-def test_what_a_baseline_cannot_express_is_said():
+def test_a_case_that_a_baseline_cannot_express_has_a_reason():
     case, tensors = problem("prefix")
     with pytest.raises(baselines.Unsupported, match="'prefix'"):
         baselines.dense(case, tensors, SDPBackend.MATH)

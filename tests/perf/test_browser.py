@@ -136,8 +136,8 @@ def test_a_change_is_explained(page):
     page.get_by_role("link", name="window-forward").first.click()
     expect(page.get_by_role("heading", level=2, name="window-forward")).to_be_focused()
     change = page.locator("#changes li").first
-    for said in ("slower", "0018000000", "0019000000", "driver 550 → 560", "flex ÷ tritoncp −"):
-        expect(change).to_contain_text(said)
+    for message in ("slower", "0018000000", "0019000000", "driver 550 → 560", "flex ÷ tritoncp −"):
+        expect(change).to_contain_text(message)
     expect(page.locator("#roof-text")).to_contain_text("of the bound (790 TFLOP/s")
     expect(page.locator("#contenders")).to_contain_text("RuntimeError: no name for this mask")
     page.go_back()
@@ -156,8 +156,8 @@ def test_a_failure_is_shown_with_its_reason(page):
 def test_ranks_and_kernels_have_their_figures(page):
     page.get_by_text("sm_90: 1 kernels, 1 with spilled registers").click()
     table = page.locator("#resources table")
-    for said in ("200", "98304", "spill bytes", "128 64 8 3"):
-        expect(table).to_contain_text(said)
+    for message in ("200", "98304", "spill bytes", "128 64 8 3"):
+        expect(table).to_contain_text(message)
     page.get_by_role("link", name="plan-w2").click()
     expect(page.locator("#ranks-text")).to_have_text(
         "Most work over mean: 1.010. A rank sends at most 3.00 MB."
@@ -261,21 +261,21 @@ def test_planted_steps_are_marked_in_the_page_and_flat_series_are_not(browser, t
     assert any(abs(x - 59.5) <= 3 for x in drawn)
 
 
-def test_what_the_page_decodes_is_what_was_measured(browser, tmp_path):
+def test_the_page_decodes_the_measured_times(browser, tmp_path):
     times = [0.001, 1.0, None, 2.5, 900.0]
     path = Path(tmp_path, "few.html")
     path.write_text(dashboard(History(line("c", times, flex=3.0), [], [])))
     page = opened(browser, path.as_uri())
-    found = page.evaluate(
+    decoded = page.evaluate(
         "({ ms: lines[0].ms, low: lines[0].low, high: lines[0].high, ratio: lines[0].ratio.flex })"
     )
-    assert found["ms"][2] is found["ratio"][2] is None
+    assert decoded["ms"][2] is decoded["ratio"][2] is None
     for i, ms in enumerate(times):
         if ms is not None:
-            assert found["ms"][i] == pytest.approx(ms, rel=2e-4)
-            assert found["low"][i] == pytest.approx(0.995 * ms, rel=4e-4)
-            assert found["high"][i] == pytest.approx(1.004 * ms, rel=4e-4)
-            assert found["ratio"][i] == pytest.approx(3.0 / ms, rel=2e-4)
+            assert decoded["ms"][i] == pytest.approx(ms, rel=2e-4)
+            assert decoded["low"][i] == pytest.approx(0.995 * ms, rel=4e-4)
+            assert decoded["high"][i] == pytest.approx(1.004 * ms, rel=4e-4)
+            assert decoded["ratio"][i] == pytest.approx(3.0 / ms, rel=2e-4)
 
 
 def test_it_is_quick_with_two_hundred_cases_of_five_hundred_runs(browser, tmp_path):

@@ -49,7 +49,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     assert 0.92 <= hits["samples"] / 400 <= 0.99 and 0.92 <= hits["runs"] / 400 <= 0.99, hits
 
 
-def test_an_interval_comes_from_quartiles_where_samples_were_not_kept():
+def test_an_interval_comes_from_quartiles_without_samples():
     draw = random.Random(1)
     samples = [draw.lognormvariate(0, 0.02) for _ in range(40)]
     low, middle, high = statistics.quantiles(samples, n=4)
@@ -88,7 +88,7 @@ def test_series_are_compared_only_with_themselves_if_any_is_common():
     assert row.ratio == 2.0 and row.series == ""
 
 
-def test_a_baseline_takes_out_what_the_machine_did():
+def test_a_ratio_to_a_baseline_removes_changes_of_the_machine():
     before, after = runs("c", [1.0, 1.01, 1.0], flex=2.0), runs("c", [1.1, 1.11, 1.1], flex=2.2)
     assert compare.compare(before, after).rows[0].regressed(0.05)
     (row,) = compare.compare(before, after, "flex").rows
@@ -110,7 +110,7 @@ def test_an_untuned_baseline_does_not_count():
     assert [row.case for row in other.rows] == ["d"] and other.missing == ["c"]
 
 
-def test_cases_without_the_baseline_are_told_and_one_that_lost_it_is_missing():
+def test_cases_without_the_baseline_are_listed_and_one_that_lost_it_is_missing():
     before = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0, flex=2.0)]
     after = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0)]
     comparison = compare.compare(before, after, "flex")
@@ -119,7 +119,7 @@ def test_cases_without_the_baseline_are_told_and_one_that_lost_it_is_missing():
     assert "without this baseline: never" in compare.summary(comparison, None)
 
 
-def test_a_device_that_is_gone_is_told_and_its_cases_are_missing_where_no_device_has_them():
+def test_an_absent_device_is_named_and_cases_without_any_device_are_missing():
     before = [point("c", 1.0), point("c", 2.0, series=H100), point("mask", 1.0, series=Series("CPU"))]
     comparison = compare.compare(before, [point("c", 1.0)])
     assert [row.case for row in comparison.rows] == ["c"] and comparison.missing == ["mask"]
@@ -160,7 +160,7 @@ def test_sides_are_commits_or_runs_of_a_history(before, after, history):
     assert run_compare(before, after, "--history", history.parent)[0] == 0
 
 
-def test_the_newest_runs_can_be_asked_for_and_broken_lines_are_named(history):
+def test_the_newest_runs_are_selected_and_broken_lines_are_named(history):
     with history.open("a") as file:
         file.write("{}\n")
     for words, ratio in (((), 1.1 / 1.05), (("--last", "3"), 1.0)):
@@ -186,7 +186,7 @@ def test_sides_are_devices_and_files_too(history, tmp_path):
     assert status == 3 and "no case in common" in output
 
 
-def test_markdown_is_what_a_pull_request_shows(history):
+def test_markdown_is_a_summary_and_a_table(history):
     _, output = run_compare("aaaa", "bbbb", "--history", history.parent, "--fail-over", "5%", "--markdown")
     assert output.startswith("❌ **tritoncp perf**: 2 cases, geometric mean +4.9 %, 1 past 5 %\n")
     assert "<details open>" in output and "\n| `c` | " in output and "| TOO SLOW |" in output
@@ -223,7 +223,9 @@ def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch)
 def test_pytest_benchmarks_are_imported(tmp_path):
     source = tmp_path / "b.json"
     words = ["-k", "plan-causal and 128k", f"--benchmark-json={source}", "-q", "-p", "no:cacheprovider"]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # no worker's
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }  # without the variables of xdist's workers
     run = [sys.executable, "-m", "pytest", "perf/bench.py", *words]
     subprocess.run(run, cwd=ROOT, env=own, check=True, capture_output=True)
     out = tmp_path / "h.jsonl"

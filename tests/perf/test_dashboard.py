@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tests.perf.synthetic_history import ENV, H100, line, noisy, tags
 from tritoncp.cli import main
-from tritoncp.perf.dashboard import NONE, STEP, digest, page
+from tritoncp.perf.dashboard import NONE, STEP, collect_data, page
 from tritoncp.perf.record import History, append, read
 
 
@@ -37,7 +37,7 @@ def test_two_hundred_cases_of_five_hundred_runs_are_below_three_megabytes():
 
 def test_columns_hold_the_times_to_a_quarter_of_a_per_mille():
     times = [1.0, 1.5, None, 40.0]
-    summary, columns = digest(history(line("c", times)))
+    summary, columns = collect_data(history(line("c", times)))
     count = len(times)
     low = columns[8 * count : 9 * count]
     high = columns[9 * count : 10 * count]
@@ -49,9 +49,9 @@ def test_columns_hold_the_times_to_a_quarter_of_a_per_mille():
             assert unit * 2.718281828459045 ** (number * STEP) == pytest.approx(ms, rel=STEP)
 
 
-def test_a_change_names_its_commits_its_causes_and_what_the_baselines_did():
+def test_a_change_names_its_commits_its_causes_and_the_change_of_baselines():
     envs = [ENV | {"commit": f"{i:040x}", "driver": "550" if i < 30 else "560"} for i in range(60)]
-    summary, _ = digest(history(line("c", [1.0] * 30 + [1.1] * 30, envs=envs)))
+    summary, _ = collect_data(history(line("c", [1.0] * 30 + [1.1] * 30, envs=envs)))
     (change,) = summary["lines"][0]["changes"]
     assert (change["from"], change["at"]) == (29, 30)
     exact = {
@@ -63,7 +63,7 @@ def test_a_change_names_its_commits_its_causes_and_what_the_baselines_did():
 
 def worst_first(points) -> list[dict]:
     """Return the lines in the order of the page."""
-    summary, _ = digest(history(points))
+    summary, _ = collect_data(history(points))
     return sorted(summary["lines"], key=lambda line: line["rank"])
 
 
@@ -88,7 +88,7 @@ def test_a_regression_of_the_newest_run_comes_before_old_losses():
     assert {line_of_case["case"] for line_of_case in lost} <= {f"case-{seed}" for seed in range(20)}
 
 
-def test_what_fails_in_the_newest_run_comes_first():
+def test_failures_of_the_newest_run_come_first():
     points = line("slow", [1.0] * 20 + [1.15]) + line("fails", [1.0] * 20 + [None]) + line("fine", [1.0] * 21)
     verdicts = [(row["case"], row["latest"]["verdict"]) for row in worst_first(points)]
     assert verdicts == [("fails", "failing"), ("slow", "slower"), ("fine", "as before")]
@@ -113,7 +113,7 @@ def test_what_fails_in_the_newest_run_comes_first():
     ],
 )  # fmt: skip
 def test_the_newest_run_is_compared_with_the_level_before_it(times, verdict):
-    summary, _ = digest(history(line("c", times)))
+    summary, _ = collect_data(history(line("c", times)))
     (series,) = summary["lines"]
     assert series["latest"]["verdict"] == verdict, series["latest"]
     assert (series["latest"]["ratio"] is None) == (verdict == "too few runs")
@@ -125,13 +125,13 @@ def test_a_wrong_answer_whose_error_is_not_a_number_leaves_the_page_readable(tmp
     append(tmp_path / "a.jsonl", point.as_line())
     stored = read(tmp_path)
     assert [stored_point.case for stored_point in stored.points] == ["c"] and stored.problems == []
-    summary, _ = digest(stored)
+    summary, _ = collect_data(stored)
     json.dumps(summary, allow_nan=False)
 
 
 def test_failures_are_no_times_and_do_not_move_a_change():
     times = [1.0] * 20 + [None] * 3 + [1.0] * 10 + [1.2] * 20
-    summary, _ = digest(history(line("c", times)))
+    summary, _ = collect_data(history(line("c", times)))
     assert [change["at"] for change in summary["lines"][0]["changes"]] == [33]
     assert set(summary["lines"][0]["fails"]) == {20, 21, 22}
 
@@ -139,7 +139,7 @@ def test_failures_are_no_times_and_do_not_move_a_change():
 def test_a_run_that_measured_a_case_twice_counts_its_last_figure():
     twice = line("c", [1.0, 1.0])
     twice[1] = type(twice[0])(**vars(twice[1]) | {"run": "run0"})
-    summary, _ = digest(history(twice))
+    summary, _ = collect_data(history(twice))
     assert summary["lines"][0]["n"] == 1 and len(summary["runs"]) == 1
 
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from tests.perf.synthetic_history import CEILINGS, WORK, line, mutated, tags
 from tritoncp.cli import main
-from tritoncp.perf.dashboard import digest
+from tritoncp.perf.dashboard import collect_data
 from tritoncp.perf.record import append, read
 
 
@@ -167,7 +167,7 @@ def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
             (after, after, "--json"),
         ):
             assert perf("compare", *words, "--fail-over", "5")[0] in (0, 1, 2, 3)
-        facts, _ = digest(read(before, after))
+        facts, _ = collect_data(read(before, after))
         json.dumps(facts, allow_nan=False)
 
 
@@ -200,7 +200,7 @@ def test_run(words, code, message, tmp_path):
     assert message in " ".join(output.split())
 
 
-def test_a_run_that_measured_something_is_fine_and_so_is_one_with_nothing_left_to_resume(tmp_path):
+def test_a_run_with_a_measurement_and_a_resumed_run_without_cases_exit_with_0(tmp_path):
     words = [*RUN, "--only", "mask-*", "--seconds", "0", "--out", tmp_path]
     assert perf(*words)[0] == 0
     code, output = perf(*words, "--resume", "--budget", "0")

@@ -158,7 +158,7 @@ def test_wrong_cases_are_named_at_the_end_and_do_not_stop_the_run(tmp_path):
     assert summary_of(tmp_path)["check"]["facts"] == CHECK["facts"]
 
 
-def test_cases_without_an_answer_are_told_apart_from_wrong_ones(tmp_path):
+def test_cases_without_an_answer_differ_from_wrong_ones(tmp_path):
     bare = {"tensor": None, "error": None, "allowed": None, "rank": None}
     broken = WRONG | bare | {"why": "RuntimeError: no room"}
     left_out = WRONG | bare | {"why": "not run: the budget of 44 s is over (--budget)"}
@@ -170,7 +170,7 @@ def test_cases_without_an_answer_are_told_apart_from_wrong_ones(tmp_path):
     assert summary_of(tmp_path)["check"]["wrong"] == [broken]
 
 
-def test_kernels_run_on_the_gpu_whatever_the_shell_says(tmp_path):
+def test_kernels_run_on_the_gpu_even_if_the_shell_sets_the_interpreter(tmp_path):
     script = STAND_IN.replace('echo "$*" >>', 'echo "interpret=$TRITON_INTERPRET $*" >>')
     make_gpu(tmp_path, script, "GPU_RUN=--only check --only tiles", TRITON_INTERPRET="1")
     assert (tmp_path / "log").read_text().count("interpret=0 ") == 2
@@ -256,7 +256,7 @@ def test_an_interrupt_ends_the_commands_and_keeps_the_summary(tmp_path):
     assert outcomes == ["interrupted", *["not run: interrupted"] * (len(PARTS) - 1)]
 
 
-# -- what is measured ----------------------------------------------------------------------------------------
+# -- the cases -----------------------------------------------------------------------------------------------
 
 
 def commands_of(name: str) -> list[str]:
@@ -344,7 +344,7 @@ def linked(folder: Path, names: tuple[str, ...]) -> set[str]:
                 if "extra ==" not in line
             ]
             for top in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
-                if not (folder / top).exists():  # several share it
+                if not (folder / top).exists():  # several distributions share a top-level name
                     (folder / top).symlink_to(distribution.locate_file(top))
     return {path.name for path in folder.iterdir()}
 

@@ -162,7 +162,7 @@ def test_two_at_a_time_add_no_line_twice(places):
     assert len(path.read_text().splitlines()) == 3 and len(shipped(places[2])) == 2
 
 
-def test_what_is_broken_in_a_history_is_named_and_the_rest_kept(places):
+def test_broken_lines_of_a_history_are_named_and_the_rest_imported(places):
     gpu, history, _ = places
     (source,) = gpu.glob("*.jsonl")
     all_lines = source.read_text().splitlines()
@@ -395,7 +395,7 @@ def test_a_run_whose_names_are_no_text_is_left_out(field, value, places):
 @pytest.mark.parametrize(
     "where", ["history", "journal", "architecture", "configs", "dangling", "pipe", "folder"]
 )
-def test_links_and_what_is_no_plain_file_are_refused_and_nothing_is_written(where, places, tmp_path):
+def test_links_and_special_files_are_refused_and_nothing_is_written(where, places, tmp_path):
     gpu = places[0]
     (history,), journal = gpu.glob("*.jsonl"), journal_of(gpu)
     path = {
@@ -450,7 +450,7 @@ def test_nothing_is_written_through_a_link_in_the_repository(target, places, tmp
     assert not list(history.glob("*")) or target == "history"
 
 
-def test_a_shipped_file_of_a_hundred_thousand_brackets_is_named_and_kept(places):
+def test_a_shipped_file_of_a_hundred_thousand_brackets_is_named_and_unchanged(places):
     path = tile_tables.path_in(places[2], H200, "3.6.0")
     path.parent.mkdir(parents=True)
     path.write_text("[" * 100_000)

@@ -81,7 +81,7 @@ def test_a_machine_without_the_tools_says_less(monkeypatch, tools):
     ],
     ids=hex,
 )
-def test_heat_and_power_brakes_are_seen_and_a_power_cap_is_none(reasons, on, monkeypatch, tools):
+def test_heat_and_power_brakes_are_throttling_and_a_power_cap_is_not(reasons, on, monkeypatch, tools):
     def query(handle, out):
         out._obj.value = reasons
         return 0
@@ -97,7 +97,7 @@ def test_heat_and_power_brakes_are_seen_and_a_power_cap_is_none(reasons, on, mon
     assert not machine.Brakes(GPU).on(), "a device it does not know"
 
 
-def test_without_the_library_nothing_is_seen(monkeypatch):
+def test_without_the_library_no_throttling_is_reported(monkeypatch):
     def missing(name):
         raise OSError(name)
 
@@ -119,7 +119,7 @@ def test_throttled_rounds_get_rests_and_their_samples_are_left_out(monkeypatch):
         def agree(self, x):
             return x
 
-    figure = timing.interleaved({"a": lambda: None}, Hot(), seconds=1.0, least=20, most=20)["a"]
+    figure = timing.time_interleaved({"a": lambda: None}, Hot(), seconds=1.0, least=20, most=20)["a"]
     assert (figure.ms, len(figure.samples), figure.throttled) == (1.0, 10, 10)
     assert rests == [timing.REST] * 4, "no longer than the rounds may take"
     assert figure.rounded(samples=False)["throttled"] == 10

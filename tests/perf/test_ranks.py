@@ -41,7 +41,7 @@ def test_a_group_measures_together_and_writes_one_line(tmp_path):
     assert "does not support backward on CPU" in first.contenders["torch"]["why"]
 
 
-def test_pytorchs_own_is_asked_for_the_same():
+def test_pytorchs_context_parallelism_computes_the_same_case():
     """Forward only: torch refuses to differentiate flex attention on a CPU."""
     case = case_of("allgather")
 

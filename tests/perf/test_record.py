@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tritoncp.perf import run
-from tritoncp.perf.record import DiskFull, Journal, Point, Series, append, read, unfinished
+from tritoncp.perf.record import DiskFull, Journal, Point, Series, append, find_unfinished, read
 
 SERIES = Series("NVIDIA H200", "700.00 W", "default")
 ENV = {"torch": "2.13.0", "sources": "abc", "commit": "1" * 40}
@@ -44,7 +44,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_broken_lines_are_named_and_take_no_other_with_them(place, tmp_path):
+def test_broken_lines_are_named_and_spoil_no_other(place, tmp_path):
     valid_lines = [json.dumps(point(str(i)).as_line()).encode() for i in range(3)]
     at = {"first": 0, "middle": 1, "last": 3}[place]
     lines = [*valid_lines[:at], *BROKEN, *valid_lines[at:]]
@@ -116,7 +116,7 @@ def test_a_writer_that_died_in_a_line_costs_that_line_only(cut, tmp_path):
     assert len(history.problems) == 1 - complete
 
 
-def test_a_full_disk_is_said_and_leaves_every_line_before(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_leaves_earlier_lines(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     append(path, point("0").as_line())
     content = path.read_bytes()
@@ -169,9 +169,9 @@ def test_two_writers_of_one_file_lose_nothing(tmp_path):
 def test_a_run_is_resumed_only_on_the_same_code_and_device(tmp_path):
     journal = Journal(tmp_path / "a.jsonl", "mine", SERIES, ENV)
     journal.point("c", {"tritoncp": {"ms": 1.0}})
-    run_to_resume = unfinished(tmp_path, SERIES, ENV | {"commit": "another, of the same sources"})
+    run_to_resume = find_unfinished(tmp_path, SERIES, ENV | {"commit": "another, of the same sources"})
     assert run_to_resume == (tmp_path / "a.jsonl", journal.points)
-    assert unfinished(tmp_path, SERIES, ENV | {"sources": "changed"}) is None
-    assert unfinished(tmp_path, SERIES, ENV | {"torch": "2.14"}) is None
-    assert unfinished(tmp_path, SERIES._replace(clocks="locked"), ENV) is None
-    assert unfinished(tmp_path / "nowhere", SERIES, ENV) is None
+    assert find_unfinished(tmp_path, SERIES, ENV | {"sources": "changed"}) is None
+    assert find_unfinished(tmp_path, SERIES, ENV | {"torch": "2.14"}) is None
+    assert find_unfinished(tmp_path, SERIES._replace(clocks="locked"), ENV) is None
+    assert find_unfinished(tmp_path / "nowhere", SERIES, ENV) is None

@@ -42,7 +42,7 @@ def test_a_line_has_the_figures_of_the_plan() -> None:
     assert json.loads(json.dumps(line)) == line
 
 
-def test_memory_is_seen_wherever_it_is_allocated() -> None:
+def test_peak_memory_counts_allocations_of_torch() -> None:
     memory = PeakMemory()
     lump = torch.full((16 << 20,), 1, dtype=torch.uint8)  # 16 MiB that tracemalloc does not see
     assert 15 < memory.peak_mib() < 64
@@ -57,7 +57,7 @@ def test_points_cover_every_mask_and_balancer_and_leave_ranks_some_blocks() -> N
     assert all(point.tokens >= point.world for point in listed) and len(set(listed)) == len(listed)
 
 
-def test_one_command_makes_the_page_and_goes_on_where_it_was(tmp_path, monkeypatch) -> None:
+def test_one_command_makes_the_page_and_resumes_a_stopped_study(tmp_path, monkeypatch) -> None:
     results, page = tmp_path / "scale.jsonl", tmp_path / "scaling.md"
     words = ["--sizes", "16,32", "--worlds", "2,4", "--results", str(results), "--out", str(page)]
     done = CliRunner().invoke(main, words)

@@ -38,7 +38,7 @@ def test_visible_keys_are_those_of_the_dense_mask(name):
     assert torch.equal(visible(mask, 2, 4).expand(2, 4, -1), mask.to_dense(2, 4).sum(-1))
 
 
-def test_a_mask_listed_for_one_head_is_asked_about_every_head():
+def test_a_mask_listed_for_one_head_is_evaluated_for_every_head():
     mask = create_block_mask(lambda b, h, q, kv: q + h >= kv, 1, 1, N, N, BLOCK_SIZE=64)
     assert torch.equal(visible(mask, 2, 4), mask.to_dense(2, 4).sum(-1))
 
@@ -57,7 +57,7 @@ def test_each_rank_does_the_work_of_its_own_rows(name, world):
         )  # [2, 4, S, N]
         visible_pairs &= (local >= 0)[:, None, :, None]
         pairs = int(visible_pairs.sum())
-        forward, backward = (of_plan(rank_plan, SHAPE, which) for which in ("forward", "backward"))
+        forward, backward = (of_plan(rank_plan, SHAPE, direction) for direction in ("forward", "backward"))
         assert forward.flops == 2 * pairs * (16 + 32)
         assert backward.flops == 2 * pairs * (16 + 32 + 32 + 16 + 16)
         total_flops += forward.flops
@@ -74,16 +74,16 @@ def test_each_rank_does_the_work_of_its_own_rows(name, world):
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_wire_bytes_are_what_a_simulated_world_sends(world, monkeypatch):
+def test_wire_bytes_are_the_bytes_that_a_simulated_world_sends(world, monkeypatch):
     sent = {"forward": 0, "backward": 0}
-    which, turn = "forward", collectives._turn
+    direction, turn = "forward", collectives._turn
 
     def spy(requests):
         for request in requests:
             if isinstance(request, collectives.AllGather):
-                sent[which] += request.x.nbytes * (world - 1)
+                sent[direction] += request.x.nbytes * (world - 1)
             elif isinstance(request, collectives.ReduceScatter):
-                sent[which] += request.x.nbytes * (world - 1) // world
+                sent[direction] += request.x.nbytes * (world - 1) // world
         return turn(requests)
 
     monkeypatch.setattr(collectives, "_turn", spy)
@@ -95,13 +95,15 @@ def test_wire_bytes_are_what_a_simulated_world_sends(world, monkeypatch):
         for width in (16, 16, 32)
     )
     outs = simulated.flex_attention(q, k, v, plan)
-    which = "backward"
+    direction = "backward"
     torch.autograd.grad(sum(out.sum() for out in outs), (*q, *k, *v))
-    for which in sent:
-        assert sum(of_plan(plan.for_rank(r), shape, which).wire for r in range(world)) == sent[which], which
+    for direction in sent:
+        assert (
+            sum(of_plan(plan.for_rank(r), shape, direction).wire for r in range(world)) == sent[direction]
+        ), direction
 
 
-def test_every_case_has_a_mask_a_name_of_its_own_and_both_dialects_agree():
+def test_cases_have_masks_and_unique_names_and_both_forms_of_a_mask_agree():
     assert len({case.name for case in CASES}) == len(CASES)
     assert {case.mask for case in CASES} == set(MASKS)
     for name, mask in MASKS.items():

@@ -32,7 +32,7 @@ def test_kernels_are_interpreted_off_the_gpu():
     assert torch.cuda.is_available() or os.environ["TRITON_INTERPRET"] == "1"
 
 
-def test_random_numbers_do_not_depend_on_what_ran_before():
+def test_random_numbers_do_not_depend_on_earlier_tests():
     assert torch.rand(1).item() == pytest.approx(0.4962565898895264)
 
 
@@ -52,7 +52,7 @@ def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("terms", [16, 64, 256])
-def test_interpreted_products_are_exact_sums_whatever_stands_beside_them(terms, dtype):
+def test_interpreted_products_are_exact_sums_in_any_tile(terms, dtype):
     """Element (m, n) has the bits that row m and column n alone give it, on every CPU."""
     a, b = (torch.randn(64, terms).to(dtype), torch.randn(terms, 64).to(dtype))
     expected = dot(a, b)
@@ -69,7 +69,7 @@ def test_interpreted_products_are_exact_sums_whatever_stands_beside_them(terms, 
     torch.testing.assert_close(expected[3, 5], exact, rtol=torch.finfo(expected.dtype).eps, atol=0)
 
 
-def test_interpreted_products_keep_what_is_not_finite_in_its_rows():
+def test_interpreted_products_confine_nan_and_infinity_to_their_rows():
     a, b = torch.randn(32, 16), torch.randn(16, 32)
     expected = dot(a, b)
     a[3, 2], a[4, 0], b[5, 7] = math.nan, math.inf, 0.0

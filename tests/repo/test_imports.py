@@ -120,7 +120,7 @@ def test_a_layer_imports_only_what_the_table_allows(module):
     )
 
 
-def test_the_table_can_say_no():
+def test_the_table_forbids_some_imports():
     modules_of_package = {
         "planning.plan",
         "mods.trace",
@@ -182,7 +182,7 @@ def test_public_names_resolve_and_type_checkers_see_the_same():
         assert getattr(tritoncp, name) is not None
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_an_unknown_name_lists_the_available_ones():
     import tritoncp
 
     with pytest.raises(AttributeError, match=r"'tritoncp' has no attribute 'sharding_'.*create_block_mask"):

@@ -135,8 +135,8 @@ def test_no_init_file_makes_a_bare_kernels_package():
 def test_every_dependency_is_pinned_for_set_up():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for extra in project["optional-dependencies"].values() for line in extra]
-    wanted = {re.split(r"[<>=;\[ ]", line)[0] for line in project["dependencies"] + extras} - {"tritoncp"}
+    expected = {re.split(r"[<>=;\[ ]", line)[0] for line in project["dependencies"] + extras} - {"tritoncp"}
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
     pinned = {line.split("==")[0].replace("_", "-").lower() for line in pins}
     assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in pins)
-    assert wanted <= pinned
+    assert expected <= pinned
