@@ -1,8 +1,8 @@
 """Chooses the default route of the forward pass from lines of a history.
 
-A line that has times of ``ROUTE=loops`` and of another route decides the default for calls with its dtype,
-head dims and kind of mask, on its device with its version of Triton: the fastest right route, if it beats
-loops by more than `tuned.WIN`, else loops. Where lines for the same calls disagree, the longer sequence
+A line with times of ``ROUTE=loops`` and of another route sets the default for calls with its dtype, head dims
+and kind of mask, on its device with its version of Triton: the fastest right route, if it beats
+loops by more than `tile_tables.WIN`, else loops. Where lines for the same calls disagree, the longer sequence
 counts, then the newer line. The entry of a route that is no longer chosen is removed.
 """
 
@@ -24,14 +24,14 @@ from tritoncp.perf.record import variant
 
 DAY = 86400.0  # seconds by which the clocks of two machines may differ
 LOOPS, *OTHERS = ({"ROUTE": route} for route in ROUTES)
-_LENGTH = 4096  # of the mask that is made to determine its kind
+_LENGTH = 4096  # of the mask that is built to determine its kind
 
 
 class RouteChoice(NamedTuple):
     """The default route of calls on a device with a version of Triton. entry: for a file of tile shapes; None
     for loops.
 
-    key: the calls, as `tuned.entry_key` has it; time: when it was measured (ISO 8601, UTC)
+    key: the calls, from `tile_tables.entry_key`; time: of the measurement (ISO 8601, UTC)
     """
 
     device: Device
@@ -47,7 +47,7 @@ def choices_of(lines: Iterable[Mapping[str, Any]]) -> list[RouteChoice]:
     settled: dict[tuple[Any, ...], tuple[tuple[int, str], RouteChoice]] = {}
     for line in lines:
         case = cases.get(line["case"]) if line["kind"] == "case" else None
-        choice = _choice(line, case) if case is not None else None
+        choice = _choose_route(line, case) if case is not None else None
         if case is None or choice is None:
             continue
         key, rank = (choice.device, choice.triton, choice.key), (case.seq, choice.time)
@@ -63,15 +63,17 @@ def _is_plain(case: Case) -> bool:
     return case.which == "forward" and case.world == case.batch == 1 and not case.queries and not scored
 
 
-def _choice(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
+def _choose_route(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
     """Choose the route from one line; None where it does not compare routes, or lacks device, Triton or
     time."""
     env, contenders = line.get("env", {}), line["contenders"]
     names = [env.get(name) for name in ("arch", "triton", "sources")]
-    when = _utc(line["time"])
-    loops = _time(contenders, LOOPS)
+    when = _parse_utc(line["time"])
+    loops = _time_of(contenders, LOOPS)
     times = {
-        options["ROUTE"]: _time(contenders, options) for options in OTHERS if _was_tried(contenders, options)
+        options["ROUTE"]: _time_of(contenders, options)
+        for options in OTHERS
+        if _has_result(contenders, options)
     }
     if not all(isinstance(name, str) and name for name in names) or not (when and loops and times):
         return None
@@ -95,20 +97,20 @@ def _choice(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
     return RouteChoice(device, str(triton), tile_tables.entry_key(base), when, entry)
 
 
-def _was_tried(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def _has_result(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
     """Whether a route was timed or was wrong; False where it could not run."""
     row = contenders.get(variant(options), {})
     why = str(row.get("why", ""))
     return "ms" in row or why.startswith("wrong") or "its answer is not that of" in why
 
 
-def _time(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
-    """The time of a contender, or None if its answer was wrong."""
+def _time_of(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
+    """Return the time of a contender, or None if its answer was wrong."""
     row = contenders.get(variant(options), {})
     return None if "why" in row else row.get("ms")
 
 
-def _utc(text: str) -> str:
+def _parse_utc(text: str) -> str:
     """Convert a time to UTC in ISO 8601; "" for text that is not a time, has no zone, or is in the future."""
     try:
         when = datetime.datetime.fromisoformat(text)
@@ -120,7 +122,7 @@ def _utc(text: str) -> str:
 
 
 def kind_of(mask: str) -> str:
-    """The kind of a mask of `cases.MASKS`, by which calls look up tiles.
+    """Return the kind of a mask of `cases.MASKS`, by which calls look up tiles.
 
     >>> [kind_of(mask) for mask in ("causal", "full", "document", "window")]
     ['causal', 'full', 'interval', 'window']

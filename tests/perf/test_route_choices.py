@@ -1,4 +1,4 @@
-"""The default route comes from lines that compared it, for just the calls that they measured."""
+"""The default route comes from lines that compare routes, for calls like the measured ones only."""
 
 import time
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.made import H200
+from tests.perf.synthetic_history import H200
 from tritoncp.ops import tile_tables
 from tritoncp.perf.cli import perf
 from tritoncp.perf.ingest import ingest
@@ -20,7 +20,7 @@ WHEN = "2026-02-03T00:00:00+00:00"
 
 
 def line(case="causal-16k-fwd", loops=5.0, gluon=4.0, specialised=4.5, when=WHEN, env=ENV, **rest) -> Point:
-    """A line with times in milliseconds, or figures, of routes; None leaves a route out."""
+    """Make a line with times in milliseconds, or figures, of routes; None leaves a route out."""
     took = {"tritoncp": {"ms": 1.0}}
     for route, ms in (("loops", loops), ("gluon", gluon), ("specialised", specialised)):
         if ms is not None:
@@ -30,7 +30,7 @@ def line(case="causal-16k-fwd", loops=5.0, gluon=4.0, specialised=4.5, when=WHEN
 
 @pytest.fixture
 def shipped(tmp_path):
-    """A function that returns the entries, by key, that `perf ingest` ships for lines."""
+    """Return a function that returns the entries, by key, that `perf ingest` ships for lines."""
 
     def take(*points: Point):
         folder = tmp_path / f"gpu{time.time_ns()}"

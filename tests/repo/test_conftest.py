@@ -1,4 +1,4 @@
-"""The nets that other tests rely on do hold."""
+"""Safeguards of conftest.py: poisoned memory, interpreted kernels, seeds, exact products."""
 
 import math
 import os
@@ -13,8 +13,8 @@ import triton.language as tl
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_unwritten_floats_are_nan(dtype):
     x = torch.zeros(3, dtype=dtype)
-    for made in (torch.empty(3, dtype=dtype), torch.empty_like(x), x.new_empty(3)):
-        assert made.isnan().all()
+    for tensor in (torch.empty(3, dtype=dtype), torch.empty_like(x), x.new_empty(3)):
+        assert tensor.isnan().all()
     assert torch.empty_strided((2, 2), (1, 2), dtype=dtype).isnan().all()
 
 
@@ -32,7 +32,7 @@ def test_kernels_are_interpreted_off_the_gpu():
     assert torch.cuda.is_available() or os.environ["TRITON_INTERPRET"] == "1"
 
 
-def test_random_numbers_do_not_depend_on_what_ran_before():
+def test_random_numbers_do_not_depend_on_earlier_tests():
     assert torch.rand(1).item() == pytest.approx(0.4962565898895264)
 
 
@@ -44,7 +44,7 @@ def product(a, b, out, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
 
 
 def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a @ b by an interpreted kernel, in float32 or float64."""
+    """Compute a @ b by an interpreted kernel, in float32 or float64."""
     out = torch.empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
     product[(1,)](a, b, out, a.shape[0], a.shape[1], b.shape[1])
     return out
@@ -52,30 +52,32 @@ def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 @pytest.mark.parametrize("terms", [16, 64, 256])
-def test_interpreted_products_are_exact_sums_whatever_stands_beside_them(terms, dtype):
+def test_interpreted_products_are_exact_sums_in_any_tile(terms, dtype):
     """Element (m, n) has the bits that row m and column n alone give it, on every CPU."""
     a, b = (torch.randn(64, terms).to(dtype), torch.randn(terms, 64).to(dtype))
-    whole = dot(a, b)
+    expected = dot(a, b)
     for m in range(0, 64, 16):
         for n in range(0, 64, 32):
             part = dot(a[m : m + 16].contiguous(), b[:, n : n + 32].contiguous())
-            assert torch.equal(whole[m : m + 16, n : n + 32], part)
+            assert torch.equal(expected[m : m + 16, n : n + 32], part)
     order = torch.randperm(terms)
-    assert torch.equal(dot(a[:, order].contiguous(), b[order]), whole)
+    assert torch.equal(dot(a[:, order].contiguous(), b[order]), expected)
     row, column = a[3].double().tolist(), b[:, 5].double().tolist()
     exact = torch.tensor(
-        float(sum(Fraction(x) * Fraction(y) for x, y in zip(row, column))), dtype=whole.dtype
+        float(sum(Fraction(x) * Fraction(y) for x, y in zip(row, column))), dtype=expected.dtype
     )
-    torch.testing.assert_close(whole[3, 5], exact, rtol=torch.finfo(whole.dtype).eps, atol=0)
+    torch.testing.assert_close(expected[3, 5], exact, rtol=torch.finfo(expected.dtype).eps, atol=0)
 
 
-def test_interpreted_products_keep_what_is_not_finite_in_its_rows():
+def test_interpreted_products_confine_nan_and_infinity_to_their_rows():
     a, b = torch.randn(32, 16), torch.randn(16, 32)
-    whole = dot(a, b)
+    expected = dot(a, b)
     a[3, 2], a[4, 0], b[5, 7] = math.nan, math.inf, 0.0
     b[0, 9] = 0.0
-    got, want = dot(a, b), a @ b
-    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got == math.inf, want == math.inf)
+    actual, torch_product = dot(a, b), a @ b
+    assert torch.equal(actual.isnan(), torch_product.isnan()) and torch.equal(
+        actual == math.inf, torch_product == math.inf
+    )
     rows = [m for m in range(32) if m not in (3, 4)]
     columns = [n for n in range(32) if n not in (7, 9)]
-    assert torch.equal(got[rows][:, columns], whole[rows][:, columns])
+    assert torch.equal(actual[rows][:, columns], expected[rows][:, columns])

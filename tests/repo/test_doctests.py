@@ -1,4 +1,4 @@
-"""Examples in docstrings are run. Modules are imported under their own names, which collecting through the
+"""Runs the examples in docstrings. Modules are imported under their own names, which collecting through the
 links tritoncp/kernels and tritoncp/perf would not do."""
 
 import doctest
@@ -12,7 +12,9 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def modules_with_examples() -> list[str]:
-    files = sorted(p for room in ("tritoncp", "tritoncp/kernels", "tritoncp/perf") for p in walk(ROOT / room))
+    files = sorted(
+        p for folder in ("tritoncp", "tritoncp/kernels", "tritoncp/perf") for p in walk(ROOT / folder)
+    )
     return [module_name(path) for path in dict.fromkeys(files) if ">>> " in path.read_text()]
 
 

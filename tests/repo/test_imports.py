@@ -1,6 +1,6 @@
-"""Which layer may import from which: a table, compared with every import statement in the tree.
+"""The table of layers and their allowed imports, compared with every import statement in the tree.
 
-An import inside a function counts as much as one at the top: a layer never imports it late either.
+Imports inside functions count like imports at the top of a module.
 """
 
 import ast
@@ -15,17 +15,18 @@ ROOT = Path(__file__).parents[2]
 
 
 class Layer(NamedTuple):
-    """A package of the spine, or the edges on top of it.
+    """A row of the table: a package of the spine, or the edges above it.
 
     holds:   packages with everything below them, or single modules, which count first
     imports: layers that it may import from, besides itself
-    outside: what else, besides the standard library
+    outside: packages that it may import, besides the standard library
+    never:   modules of ``outside`` that it may not import
     """
 
     holds: set[str]
     imports: set[str]
     outside: set[str]
-    never: frozenset[str] = frozenset()  # taken out of `outside`
+    never: frozenset[str] = frozenset()  # exceptions from `outside`
 
 
 NO_RANKS = frozenset({"torch.distributed"})
@@ -56,7 +57,7 @@ LAYERS = {
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by the name after `tritoncp.`; "" is the package itself."""
+    """List every module of the package by the name after `tritoncp.`; "" is the package itself."""
     imports = {}
     for base, folder in ((ROOT / "tritoncp", "tritoncp"), (ROOT, "kernels"), (ROOT, "perf")):
         for path in (ROOT / folder).rglob("*.py"):
@@ -76,7 +77,7 @@ def layer_of(module: str) -> str:
 
 
 def imports(module: str, path: Path) -> set[str]:
-    """Full names of everything that is imported; `from a import b` counts as a.b."""
+    """Collect the full names of all imports; `from a import b` counts as a.b."""
     package = ["tritoncp", *module.split(".")] if module else ["tritoncp"]
     package = package if path.name == "__init__.py" else package[:-1]
     names = set()
@@ -102,9 +103,7 @@ def forbidden(module: str, names: set[str], modules: set[str]) -> list[str]:
 def allowed(layer: str, name: str, modules: set[str]) -> bool:
     if name.split(".")[0] == "tritoncp":
         inner = name.removeprefix("tritoncp").lstrip(".")
-        while (
-            inner and inner not in modules
-        ):  # from tritoncp.planning.plan import Plan: the module is what counts
+        while inner and inner not in modules:  # from tritoncp.planning.plan import Plan: the module counts
             inner = inner.rpartition(".")[0]
         return not inner or layer_of(inner) in LAYERS[layer].imports | {layer}
     if name.split(".")[0] in sys.stdlib_module_names:
@@ -121,8 +120,8 @@ def test_a_layer_imports_only_what_the_table_allows(module):
     )
 
 
-def test_the_table_can_say_no():
-    known = {
+def test_the_table_forbids_some_imports():
+    modules_of_package = {
         "planning.plan",
         "mods.trace",
         "distributed.collectives",
@@ -131,12 +130,14 @@ def test_the_table_can_say_no():
         "perf.run",
     }
     plan, wire = "planning.plan", "tritoncp.distributed.collectives.Wait"
-    assert forbidden(plan, {"triton.language", "torch.distributed.init_process_group"}, known)
-    assert forbidden(plan, {wire}, known) == [wire]
-    assert forbidden("mods.trace", {"tritoncp.planning.plan.Plan"}, known)
-    assert forbidden("kernels.forward", {"tritoncp.planning.plan.Plan", "kernels.tiles", "tests.x"}, known)
-    assert forbidden("api.attention", {"tritoncp.perf.run"}, known)
-    assert not forbidden(plan, {"torch.Tensor", "math", "tritoncp.planning.plan.Plan"}, known)
+    assert forbidden(plan, {"triton.language", "torch.distributed.init_process_group"}, modules_of_package)
+    assert forbidden(plan, {wire}, modules_of_package) == [wire]
+    assert forbidden("mods.trace", {"tritoncp.planning.plan.Plan"}, modules_of_package)
+    assert forbidden(
+        "kernels.forward", {"tritoncp.planning.plan.Plan", "kernels.tiles", "tests.x"}, modules_of_package
+    )
+    assert forbidden("api.attention", {"tritoncp.perf.run"}, modules_of_package)
+    assert not forbidden(plan, {"torch.Tensor", "math", "tritoncp.planning.plan.Plan"}, modules_of_package)
 
 
 def test_relative_imports_are_resolved(tmp_path):
@@ -181,7 +182,7 @@ def test_public_names_resolve_and_type_checkers_see_the_same():
         assert getattr(tritoncp, name) is not None
 
 
-def test_an_unknown_name_lists_the_known_ones():
+def test_an_unknown_name_lists_the_available_ones():
     import tritoncp
 
     with pytest.raises(AttributeError, match=r"'tritoncp' has no attribute 'sharding_'.*create_block_mask"):

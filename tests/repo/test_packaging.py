@@ -1,4 +1,4 @@
-"""What pip installs is what the checkout holds: wheel, sdist and editable install, without a network."""
+"""Wheel, sdist and editable install have the contents of the checkout, without a network."""
 
 import json
 import os
@@ -20,7 +20,7 @@ SOURCES = sorted(
     for path in (ROOT / folder).rglob("*")
     if path.suffix in {".py", ".typed", ".html", ".css", ".js"}
 )
-# Imports everything; says where it came from, and whether a bare `kernels` was imported or could be.
+# Imports all modules; prints their origin, and whether a bare `kernels` was imported or could be.
 PROBE = """
 import importlib, importlib.util, json, sys
 import tritoncp
@@ -44,7 +44,7 @@ def sh(*command, cwd=None, env=None) -> str:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
-    """A copy to build in: setuptools leaves build/ and egg-info beside the sources."""
+    """Return a copy to build in: setuptools leaves build/ and egg-info beside the sources."""
     copy = tmp_path_factory.mktemp("source") / "tritoncp"
     copy.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "tritoncp", "kernels", "perf"):
@@ -63,18 +63,18 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 
 def fresh_environment(folder: Path) -> Path:
-    """A virtual environment with nothing of its own that sees what this one has, after its own."""
+    """Make an empty virtual environment that falls back on the packages of this one."""
     sh(sys.executable, "-m", "venv", "--without-pip", folder)
     python = folder / "bin" / "python"
     site = sh(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
-    seen = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    (Path(site) / "parent.pth").write_text("\n".join(sorted(seen)) + "\n")
+    site_folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (Path(site) / "parent.pth").write_text("\n".join(sorted(site_folders)) + "\n")
     return python
 
 
-def install(python: Path, *what) -> None:
+def install(python: Path, *arguments) -> None:
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed", "--quiet")
-    sh(python, "-m", "pip", "install", *options, *what, env=bare_environment())
+    sh(python, "-m", "pip", "install", *options, *arguments, env=bare_environment())
 
 
 def bare_environment() -> dict[str, str]:
@@ -99,27 +99,27 @@ def test_the_wheel_holds_every_source_and_the_licence(wheel):
 def test_an_installed_wheel_works_and_shows_no_bare_kernels(wheel, tmp_path):
     python = fresh_environment(tmp_path / "env")
     install(python, wheel)
-    seen = probe(python, tmp_path)
-    assert Path(seen["file"]).is_relative_to(tmp_path)
-    assert seen["bare"] == []
-    assert not [place for place in seen["visible"] if Path(place).is_relative_to(tmp_path)]
+    result = probe(python, tmp_path)
+    assert Path(result["file"]).is_relative_to(tmp_path)
+    assert result["bare"] == []
+    assert not [place for place in result["visible"] if Path(place).is_relative_to(tmp_path)]
 
 
 def test_an_editable_install_works_and_shows_no_bare_kernels(source, tmp_path):
     python = fresh_environment(tmp_path / "env")
     install(python, "--editable", source)
-    seen = probe(python, tmp_path)
-    assert Path(seen["file"]).is_relative_to(source)
-    assert seen["bare"] == []
-    assert not [place for place in seen["visible"] if Path(place).is_relative_to(source)]
+    result = probe(python, tmp_path)
+    assert Path(result["file"]).is_relative_to(source)
+    assert result["bare"] == []
+    assert not [place for place in result["visible"] if Path(place).is_relative_to(source)]
 
 
 def test_the_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     archive = build("sdist", source, tmp_path)
     with tarfile.open(archive) as tar:
         tar.extractall(tmp_path, filter="data")
-    again = build("wheel", tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path)
-    assert sorted(zipfile.ZipFile(again).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+    second_wheel = build("wheel", tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path)
+    assert sorted(zipfile.ZipFile(second_wheel).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
 
 
 def test_the_checkout_works_without_an_install():
@@ -135,8 +135,8 @@ def test_no_init_file_makes_a_bare_kernels_package():
 def test_every_dependency_is_pinned_for_set_up():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for extra in project["optional-dependencies"].values() for line in extra]
-    wanted = {re.split(r"[<>=;\[ ]", line)[0] for line in project["dependencies"] + extras} - {"tritoncp"}
+    expected = {re.split(r"[<>=;\[ ]", line)[0] for line in project["dependencies"] + extras} - {"tritoncp"}
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
     pinned = {line.split("==")[0].replace("_", "-").lower() for line in pins}
     assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in pins)
-    assert wanted <= pinned
+    assert expected <= pinned

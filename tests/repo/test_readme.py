@@ -46,8 +46,8 @@ torch.testing.assert_close(out, expected.float(), atol=1e-5, rtol=1e-5)
 
 
 def programs() -> dict[str, str]:
-    found = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    return {re.search(r"(\w+\.py)$", text.splitlines()[0])[1]: text for text in found}
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    return {re.search(r"(\w+\.py)$", text.splitlines()[0])[1]: text for text in blocks}
 
 
 def test_every_python_block_is_a_program_that_is_checked():
@@ -63,17 +63,17 @@ def test_a_program_of_the_readme_runs_as_printed(name, tmp_path):
         port = server.getsockname()[1]
 
     def run(group):
-        """As torchrun starts a rank, but forked, which takes a tenth of the time."""
+        """Run the program as torchrun starts a rank, but forked, which takes a tenth of the time."""
         rank = group.rank()
         dist.destroy_process_group()
-        where = {
+        variables_of_rank = {
             "RANK": rank,
             "LOCAL_RANK": rank,
             "WORLD_SIZE": 2,
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": port,
         }
-        os.environ.update({key: str(value) for key, value in where.items()}, TRITON_INTERPRET="0")
+        os.environ.update({key: str(value) for key, value in variables_of_rank.items()}, TRITON_INTERPRET="0")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*deals blocks.*")
             variables = runpy.run_path(str(tmp_path / name))

@@ -119,7 +119,7 @@ def choose_degree(world_size: int, heads: int) -> int | None:
 
 
 def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[Case]:
-    """List the cases that fit the world and match ``only``; those that share kernels are adjacent."""
+    """List the cases that fit the world and match ``only``; cases that share kernels are adjacent."""
     fitting = [ONE_DEVICE]
     if world_size > 1:
         fitting += [name for name in SCHEDULES[1:] if name != "ulysses+ring"]
@@ -183,7 +183,7 @@ def make_score_mod(bias: Tensor) -> Callable[..., Tensor]:
 def make_problem(name: str, dtype: torch.dtype, size: Sizes, device: torch.device) -> Problem:
     """Draw a problem; its allowed errors are the largest over DRAWS random inputs."""
     problem, *redraws = (draw_problem(name, dtype, size, device, seed) for seed in range(DRAWS))
-    allowed = {key: max(one.allowed[key] for one in (problem, *redraws)) for key in problem.exact}
+    allowed = {key: max(draw.allowed[key] for draw in (problem, *redraws)) for key in problem.exact}
     return replace(problem, allowed=allowed)
 
 

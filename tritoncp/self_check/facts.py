@@ -94,7 +94,7 @@ def list_rows(facts: dict[str, Any]) -> Sequence[tuple[str, str]]:
         ("GPU to GPU", facts["peer_access"] or "-"),
     ]
     if ranks:
-        lines = [f"rank {i}: {one['host']} {one['device']} {one['name']}" for i, one in enumerate(ranks)]
+        lines = [f"rank {i}: {rank['host']} {rank['device']} {rank['name']}" for i, rank in enumerate(ranks)]
         table.append(("ranks", "\n".join(lines)))
     if gather:
         table.append(

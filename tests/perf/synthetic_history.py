@@ -1,4 +1,4 @@
-"""Made-up histories whose truth is known."""
+"""Synthetic histories with specified noise, steps and failures."""
 
 import datetime
 import random
@@ -17,7 +17,7 @@ FIRST = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 
 
 def noisy(seed: int, points: int = 120, step: float = 0.0, at: int = 0) -> np.ndarray:
-    """1 % log-normal noise, 2 % of points 10 to 30 % too slow, and a step."""
+    """Draw times with 1 % log-normal noise, 2 % of points 10 to 30 % too slow, and a step."""
     random = np.random.default_rng(seed)
     times = random.lognormal(0, 0.01, points)
     times *= np.where(random.random(points) < 0.02, random.uniform(1.1, 1.3, points), 1)
@@ -26,7 +26,7 @@ def noisy(seed: int, points: int = 120, step: float = 0.0, at: int = 0) -> np.nd
 
 
 def line(case: str, times, series: Series = H200, envs=None, flex=1.3, **parts) -> list[Point]:
-    """A case measured once a day: None is a failure; flex, tuned, takes ``flex`` milliseconds."""
+    """Make the points of a case measured once a day; None is a failure; tuned flex takes ``flex`` ms."""
     points = []
     for day, ms in enumerate(times):
         own = {"why": "wrong: <b>out of tolerance</b>"}
@@ -50,7 +50,7 @@ def tags(
     return {"mask": mask, "pass": which, "dtype": dtype, "shape": "1×16384, 32/8 heads of 128", **more}
 
 
-# What may stand anywhere in JSON that somebody else has written.
+# Values that may be anywhere in JSON from another writer.
 ODD = (
     *(None, True, 0, -1, 1, 1e308, 1e-300, 10**400, float("nan"), float("inf")),
     *("", " ", "x", "[/]", "../../x", "/tmp/x", "\ud800"),
@@ -59,7 +59,7 @@ ODD = (
 
 
 def mutated(value: Any, draw: random.Random) -> Any:
-    """JSON in which one part, at any depth, is another, gone, or too many."""
+    """Return JSON in which one part, at any depth, is replaced, removed or added."""
     if not isinstance(value, dict | list) or not value or draw.random() < 0.15:
         return draw.choice(ODD)
     if isinstance(value, list):
