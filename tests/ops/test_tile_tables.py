@@ -483,7 +483,9 @@ def test_ranks_that_have_the_same_send_nothing(places, monkeypatch):
             monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / "other"))
         count = []
         original = tile_tables.collectives.exchange
-        monkeypatch.setattr(tile_tables.collectives, "exchange", lambda *words: count.append(1) or original(*words))
+        monkeypatch.setattr(
+            tile_tables.collectives, "exchange", lambda *words: count.append(1) or original(*words)
+        )
         mask = create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16)
         return [make_plan(mask, group) and len(count) for _ in range(2)]
 
