@@ -14,7 +14,7 @@ from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
 from tritoncp.frontend import dynamo, plan_cache
 from tritoncp.ops import engine_factory
-from tritoncp.ops.graph_inputs import carry, rebuild
+from tritoncp.ops.graph_inputs import flatten_callable, rebuild
 from tritoncp.reference.dense import dense_attention
 
 S, BLOCK = 64, 16
@@ -205,8 +205,8 @@ def test_masks_without_a_length(mask):
 
 def test_a_raw_mask_is_planned_once(monkeypatch):
     made = []
-    build = plan_cache._natural
-    monkeypatch.setattr(plan_cache, "_natural", lambda *args: made.append(args) or build(*args))
+    build = plan_cache._build_natural
+    monkeypatch.setattr(plan_cache, "_build_natural", lambda *args: made.append(args) or build(*args))
     fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
     mask = KINDS["torch's"](3)
@@ -335,7 +335,7 @@ def structures():
 @pytest.mark.parametrize("mod", list(structures()), ids=lambda mod: type(mod).__name__)
 def test_structures_survive(mod):
     kept, numbers = [], []
-    again = rebuild(carry(mod, kept, numbers), kept, numbers)
+    again = rebuild(flatten_callable(mod, kept, numbers), kept, numbers)
     at = torch.arange(S)
     args = torch.tensor(0), torch.tensor(0), at[:, None], at
     assert torch.equal(torch.as_tensor(again(*args)), torch.as_tensor(mod(*args)))
@@ -344,7 +344,7 @@ def test_structures_survive(mod):
 def test_opcheck_of_the_op_that_plans():
     for mask in (KINDS["torch's"](2), KINDS["plan"](2), None):
         kept, numbers = [], []
-        structure = carry(mask, kept, numbers)
+        structure = flatten_callable(mask, kept, numbers)
         opcheck(
             dynamo.plan_op, (kept, numbers, [1, 2, S, 8, 2, S], structure, "", None, None), test_utils=TESTS
         )

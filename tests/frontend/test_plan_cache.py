@@ -28,9 +28,9 @@ Q = torch.zeros(1, 2, S, 16)
 def eager(monkeypatch):
     """No kernels here, and no plans of earlier tests."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    monkeypatch.setattr(engine_factory, "_NOTICED", [True])
+    monkeypatch.setattr(engine_factory, "_WARNED", [True])
     plan_cache.plan_cache_clear()
-    for store in (plan_cache._TOLD, mask_source._WARNED, recording._WARNED):
+    for store in (plan_cache._WARNED, mask_source._WARNED, recording._WARNED):
         store.clear()
 
 
@@ -191,8 +191,8 @@ def test_the_cache_keeps_neither_masks_nor_index_lists_alive():
 
 
 def test_eviction_is_by_count_in_call_order(made):
-    masks = [sliding_window(i) for i in range(plan_cache.MOST + 1)]
-    plans = [plan(mask) for mask in masks[: plan_cache.MOST]]
+    masks = [sliding_window(i) for i in range(plan_cache.MAX_PLANS + 1)]
+    plans = [plan(mask) for mask in masks[: plan_cache.MAX_PLANS]]
     assert plan(masks[0]) is plans[0]  # used again: now the youngest
     plan(masks[-1])
     assert plan(masks[0]) is plans[0] and plan(masks[2]) is plans[2]
@@ -204,13 +204,13 @@ def test_hits_and_misses_are_counted_and_what_is_held_is_bounded_in_bytes(monkey
     one = plan(sliding_window(0))
     size = plan_cache.plan_cache_info().nbytes
     assert size == one.mask.nbytes + one.q.nbytes + one.kv.nbytes > 0
-    monkeypatch.setattr(plan_cache, "MOST_BYTES", 3 * size)
+    monkeypatch.setattr(plan_cache, "MAX_BYTES", 3 * size)
     for window in (0, 1, 2, 3, 0, 3):
         plan(sliding_window(window))
     info = plan_cache.plan_cache_info()
     assert (info.hits, info.misses, info.plans) == (2, 5, 3)  # 0 and 3 are hits; 0 was evicted by 3
     assert info.nbytes <= info.most_bytes
-    monkeypatch.setattr(plan_cache, "MOST_BYTES", 1)
+    monkeypatch.setattr(plan_cache, "MAX_BYTES", 1)
     last = plan(sliding_window(9))
     assert plan(sliding_window(9)) is last  # one plan is kept, however large it is
     plan_cache.plan_cache_clear()

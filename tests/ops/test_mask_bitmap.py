@@ -176,7 +176,7 @@ def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():
 
 @pytest.mark.usefixtures("eager")
 def test_the_eager_engine_is_spoken_of_once(monkeypatch):
-    monkeypatch.setattr(engine_factory, "_NOTICED", [])
+    monkeypatch.setattr(engine_factory, "_WARNED", [])
     q, k, v = inputs()
     with pytest.warns(UserWarning, match=r"plain torch.*TRITON_INTERPRET=1 before Python starts"):
         tritoncp.flex_attention(q, k, v, enable_gqa=True)

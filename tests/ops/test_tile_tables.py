@@ -41,8 +41,8 @@ def entry(block_m, kernel="forward", mask="causal", head_dim=16, dtype="float32"
 def places(monkeypatch, tmp_path):
     """The three folders, all of them empty."""
     tile_tables.forget()
-    tile_tables.TOLD.clear()
-    tune_on_first_call._TRIED.clear()
+    tile_tables.WARNED_DEVICES.clear()
+    tune_on_first_call._ATTEMPTS.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "given"))
     monkeypatch.setattr(tile_tables, "user_folder", lambda: tmp_path / "user")
     monkeypatch.setattr(tile_tables, "SHIPPED", tmp_path / "shipped")
@@ -227,7 +227,7 @@ def test_a_gpu_that_nobody_tuned_is_told_once_with_the_command(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert configs(gpu, torch.bfloat16, (64, 64), "full") == {}
-    tile_tables.TOLD.clear()
+    tile_tables.WARNED_DEVICES.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -482,8 +482,10 @@ def test_ranks_that_have_the_same_send_nothing(places, monkeypatch):
         if differ and group.rank():
             monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / "other"))
         count = []
-        original = tile_tables.comm.exchange
-        monkeypatch.setattr(tile_tables.comm, "exchange", lambda *words: count.append(1) or original(*words))
+        original = tile_tables.collectives.exchange
+        monkeypatch.setattr(
+            tile_tables.collectives, "exchange", lambda *words: count.append(1) or original(*words)
+        )
         mask = create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16)
         return [make_plan(mask, group) and len(count) for _ in range(2)]
 

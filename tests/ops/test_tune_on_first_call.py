@@ -152,7 +152,9 @@ def test_a_warning_that_is_an_error_is_one_on_rank_0_alone(stub, monkeypatch):
         )
         x = torch.randn(1, 1, plan.s_local, 16)
         try:
-            tune_on_first_call.if_asked(x.device, group, Call.of(x.dtype, (16, 16), "causal"), (1, 1, 32))
+            tune_on_first_call.tune_if_requested(
+                x.device, group, Call.of(x.dtype, (16, 16), "causal"), (1, 1, 32)
+            )
         except UserWarning as error:
             return str(error)
 
@@ -169,7 +171,7 @@ def test_ranks_tune_together_though_only_one_has_masked_blocks(places, stub):
         make_plan(create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16), group)
         x, kind = torch.empty(1, 1, 32, 16), ("mod", "interval")[group.rank()]
         call = Call.of(x.dtype, (16, 16), kind)
-        tune_on_first_call.if_asked(x.device, group, call, (1, 1, 32))
+        tune_on_first_call.tune_if_requested(x.device, group, call, (1, 1, 32))
         return tile_tables.configs(x.device, call, group) != {}
 
     assert on_ranks(2, work) == [True] * 2 and len(stub()) == 1
@@ -201,7 +203,7 @@ def test_processes_of_one_machine_tune_once(stub, launched):
 
 def test_who_waits_too_long_for_another_process_goes_on(stub, places, monkeypatch):
     monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.2s")
-    elsewhere = tune_on_first_call._alone(
+    elsewhere = tune_on_first_call._hold_lock(
         tile_tables.path_in(places / "given", CPU).with_suffix(".lock"), math.inf
     )
     with elsewhere, pytest.warns(UserWarning, match="could not be measured.*another process tunes"):
@@ -227,7 +229,7 @@ def test_the_command_measures_where_the_call_is(monkeypatch):
 @pytest.mark.parametrize("mask", tune_on_first_call.MEASURED)
 def test_the_command_takes_these_words_for_a_call_and_writes_what_that_looks_up(mask):
     call = Call("bfloat16", (192, 128), mask, score=True)
-    words = tune_on_first_call._words(call, (16, 8, 3000), 60.0)
+    words = tune_on_first_call._command_arguments(call, (16, 8, 3000), 60.0)
     done = CliRunner().invoke(main, ["autotune", "--target", "sm_90", "--dry-run", "--json", *words])
     assert done.exit_code == 0, done.output
     names = [row["kernel"].split()[0] for row in json.loads(done.output)]

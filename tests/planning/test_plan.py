@@ -297,7 +297,7 @@ def test_what_no_rank_changes_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(owner, name, counted)
 
-    for name in ("seen_blocks", "traffic", "way", "fetch", "ring"):
+    for name in ("seen_blocks", "traffic", "ring_route", "fetch", "ring"):
         watch(traffic, name)
     watch(Placement, "gathered")
     layer = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 16}

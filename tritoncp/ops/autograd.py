@@ -30,7 +30,7 @@ from tritoncp.planning.plan import Plan
 
 T = TypeVar("T")
 MOST = 256  # engines that are kept with one plan
-_HERE = nullcontext()
+_NO_CONTEXT = nullcontext()
 
 
 def _engine(
@@ -44,7 +44,7 @@ def _engine(
     kernels, cache = engine_factory.uses_triton(device), plan._once("engines", dict)
     reusable = kernels and call.carried is None
     key = reusable and (
-        spec, scale, tile_tables.read_anew, device, plan.rank, plan.schedule, plan.degree,
+        spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
         *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
         *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
     )  # fmt: skip
@@ -55,7 +55,7 @@ def _engine(
         return engine_factory.rebind(engine, call, device, captures, ints, floats, grads)
     group = _group(call)
     tiles = tile_tables.text_of(device, group) if kernels else ""
-    mask, measured = _measured(spec, plan, q, v[0], group, tiles)
+    mask, measured = _measured_tiles(spec, plan, q, v[0], group, tiles)
     engine = engine_factory.make(
         call,
         scale,
@@ -70,11 +70,11 @@ def _engine(
         plan.first_row,
     )
     if reusable:
-        _keep(cache, key, (engine.around(), mask))
+        _store(cache, key, (engine.around(), mask))
     return engine
 
 
-def _measured(
+def _measured_tiles(
     spec: str, plan: Plan, q: list[Tensor], v: Tensor, group: Any, tiles: str
 ) -> tuple[DeviceCopy[Mod] | None, dict[str, Any]]:
     """The mask_mod of a call and its measured tiles. If the user asked for tuning, all ranks may measure them
@@ -89,12 +89,12 @@ def _measured(
     if tiles:
         kind = tile_tables.kind_of(plan.mask, mask is not None)
         like = tile_tables.Call.of(v.dtype, (d, e), kind, engine_factory.scored(call))
-        tune_on_first_call.if_asked(v.device, group, like, (heads, v.shape[1], rows))
+        tune_on_first_call.tune_if_requested(v.device, group, like, (heads, v.shape[1], rows))
         tiles_by_kernel = tile_tables.configs(v.device, like, group)
-    return _keep(cache, key, (mask, tiles_by_kernel))
+    return _store(cache, key, (mask, tiles_by_kernel))
 
 
-def _keep(cache: dict[Any, T], key: Any, value: T) -> T:
+def _store(cache: dict[Any, T], key: Any, value: T) -> T:
     if len(cache) >= MOST:
         cache.clear()
     cache[key] = value
@@ -127,7 +127,7 @@ def _group(call: Spec) -> Any:
 def _current(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the thread's current GPU, which need not be the one that holds the tensors."""
     is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if is_other else _HERE
+    return torch.cuda.device(device) if is_other else _NO_CONTEXT
 
 
 def _attend(
@@ -236,7 +236,7 @@ def _own(grad: Tensor, x: Tensor) -> Tensor:
     return grad.to(x.dtype)
 
 
-def _cut(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:
+def _split(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:
     rest = iter(tensors)
     return [list(itertools.islice(rest, length)) for length in lengths]
 
@@ -253,31 +253,31 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
 _OPS = torch.library.Library("tritoncp", "FRAGMENT")
 
 
-def registered(
+def register_op(
     name: str, body: Callable[..., Any], fake: Callable[..., Any], differentiated: Any = None
 ) -> Any:
     """The op ``tritoncp::name``: for any tensors, those without memory, those with history."""
 
-    def apart(*args: Any) -> Any:
+    def run_body(*args: Any) -> Any:
         with undisturbed():
             return body(*args)
 
     schema = torch.library.infer_schema(body, mutates_args=())
     _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _OPS.impl(name, apart, "CompositeExplicitAutograd")
+    _OPS.impl(name, run_body, "CompositeExplicitAutograd")
     if differentiated is not None:
         _OPS.impl(name, differentiated, "Autograd")
     torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
     return getattr(torch.ops.tritoncp, name).default
 
 
-def _below(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: Any) -> Any:
+def run_below_autograd(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: Any) -> Any:
     """The op as what is below autograd sees it: dispatch modes, then the body; or the body at once where
     nobody looks at ops, as going through the dispatcher takes a third of a call.
 
     tensors: all of those in args
     """
-    if _seen(tensors):
+    if needs_dispatcher(tensors):
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
     if not torch.is_grad_enabled():
@@ -289,7 +289,7 @@ def _below(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: 
         torch._C._set_grad_enabled(True)
 
 
-_LOOKS = (  # what is not 0, None or False where modes, functorch, autocast, ... are on
+DISPATCH_MODES = (  # what is not 0, None or False where modes, functorch, autocast, ... are on
     torch._C._len_torch_dispatch_stack,
     elsewhere,
     torch._C._functorch.peek_interpreter_stack,
@@ -301,12 +301,12 @@ _LOOKS = (  # what is not 0, None or False where modes, functorch, autocast, ...
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _seen(tensors: Iterable[Tensor]) -> bool:
+def needs_dispatcher(tensors: Iterable[Tensor]) -> bool:
     """Whether going through the dispatcher makes a difference: dispatch modes, functorch, autocast, tracing,
     inference mode, profilers, another default device; subclasses, and tensors that are negative or zero only
     in name."""
-    for look in _LOOKS:
-        if look():
+    for is_active in DISPATCH_MODES:
+        if is_active():
             return True
     for x in tensors:  # noqa: SIM110 - any() takes twice as long
         if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():
@@ -322,9 +322,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        n, captured_ones, *constants, spec = ctx.call = call
-        lists = _cut(tensors, n, n, n, captured_ones)
-        results = _below(forward_op, _attend, tensors, *lists, *constants, plan, spec)
+        n, num_captures, *constants, spec = ctx.call = call
+        lists = _split(tensors, n, n, n, num_captures)
+        results = run_below_autograd(forward_op, _attend, tensors, *lists, *constants, plan, spec)
         ctx.save_for_backward(plan, *tensors, *results[: 2 * n])
         # Hooks, as those that offload, save a copy of the handle, which does not keep the plan.
         ctx.held = plan, engine_factory.score_structure(spec)
@@ -334,14 +334,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        n, captured_ones, *constants, spec = ctx.call
+        n, num_captures, *constants, spec = ctx.call
         plan, *saved = ctx.saved_tensors
-        q, k, v, captures, outs, lses = _cut(saved, n, n, n, captured_ones, n, n)
+        q, k, v, captures, outs, lses = _split(saved, n, n, n, num_captures, n, n)
         douts = [_or_zeros(*pair) for pair in zip(grads[:n], outs, strict=True)]
         pairs = list(zip(grads[n : 2 * n], lses, strict=True))
         dlses = [_or_zeros(*pair) for pair in pairs] if any(grad is not None for grad, _ in pairs) else []
         all_grads = _backward(douts, dlses, q, k, v, outs, lses, captures, *constants, plan, spec)
-        rest: list[Tensor | None] = [None] * captured_ones
+        rest: list[Tensor | None] = [None] * num_captures
         for place, grad in zip(Spec.decode(spec).wants, all_grads[3 * n :], strict=True):
             rest[place] = grad
         return None, None, *all_grads[: 3 * n], *rest
@@ -352,7 +352,7 @@ class Final(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, args: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_below(backward_op, _differentiate, tensors, *args))
+        return tuple(run_below_autograd(backward_op, _differentiate, tensors, *args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> None:
@@ -362,7 +362,7 @@ class Final(torch.autograd.Function):
         )
 
 
-def _tracked(tensors: Iterable[Tensor]) -> bool:
+def needs_autograd(tensors: Iterable[Tensor]) -> bool:
     """(A forward derivative is not to be had; as a node without one, autograd says so.)"""
     if torch.autograd.forward_ad._current_level >= 0:
         return True
@@ -374,18 +374,18 @@ def forward(
 ) -> list[Tensor]:
     """Differentiable ``forward_op``, with the same arguments."""
     tensors = *q, *k, *v, *captures
-    if not _tracked(tensors):
-        return _below(forward_op, _attend, tensors, q, k, v, captures, *rest)
+    if not needs_autograd(tensors):
+        return run_below_autograd(forward_op, _attend, tensors, q, k, v, captures, *rest)
     *constants, plan, spec = rest
     return list(Attention.apply((len(q), len(captures), *constants, spec), plan, *tensors))
 
 
 def _backward(*args: Any) -> list[Tensor]:
     tensors = list(itertools.chain.from_iterable(args[:8]))
-    if not _tracked(tensors):
-        return _below(backward_op, _differentiate, tensors, *args)
+    if not needs_autograd(tensors):
+        return run_below_autograd(backward_op, _differentiate, tensors, *args)
     return list(Final.apply(args, *tensors))
 
 
-forward_op = registered("forward", _attend, _forward_fake, forward)
-backward_op = registered("backward", _differentiate, _backward_fake, _backward)
+forward_op = register_op("forward", _attend, _forward_fake, forward)
+backward_op = register_op("backward", _differentiate, _backward_fake, _backward)

@@ -45,7 +45,7 @@ def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> DeviceCopy[Mod
     key = "mask_mod", ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
     if key not in plan._shared:
         needed = any(_has_masked(plan.for_rank(rank)) for rank in ranks)
-        plan._shared[key] = _copy_to(_translated(plan, ranks, batch, heads), device) if needed else None
+        plan._shared[key] = _copy_to(_translate_mask(plan, ranks, batch, heads), device) if needed else None
     return plan._shared[key]
 
 
@@ -55,7 +55,7 @@ def _has_masked(plan: Plan) -> bool:
     return bool((runs.runs[:, 2] == Kind.MASKED).any())
 
 
-def _translated(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:
+def _translate_mask(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:
     fn = plan.mask.mask_mod
     assert fn is not None
     if "mask_mod" not in plan._shared:
@@ -65,8 +65,8 @@ def _translated(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod
             plan._shared["mask_mod"] = None
     if plan._shared["mask_mod"] is not None:
         return plan._shared["mask_mod"]
-    *ways, (last, device) = plan._shared.get("ways", [(fn, torch.device("cpu"))])
-    for evaluate, place in ways:
+    *evaluators, (last, device) = plan._shared.get("evaluators", [(fn, torch.device("cpu"))])
+    for evaluate, place in evaluators:
         try:
             return mods.mask_mod(bitmask(plan, ranks, batch, heads, evaluate, place).mask_mod())
         except RuntimeError:

@@ -105,9 +105,9 @@ def make(
             check_options(dict(spec.options), architecture(q.device))
         mods = launched(mask, score, q.device, grads)
         return TritonEngine(mods, scale, options, first_row=first_row, kept=cache)
-    _notice()
+    _warn_eager()
     if score is None:
-        return EagerEngine(scale, _bound(mask), first_row=first_row)
+        return EagerEngine(scale, _bind_mask(mask), first_row=first_row)
     dtype = torch.promote_types(q.dtype, torch.float32)
     return replace(_differentiable(scale, mask, score, dtype, grads), first_row=first_row)
 
@@ -128,7 +128,7 @@ def _differentiable(
             inner[place] = tensor
         return _bind(call, inner, score.numbers)
 
-    return EagerEngine(scale, _bound(mask), bind, targets, grads)
+    return EagerEngine(scale, _bind_mask(mask), bind, targets, grads)
 
 
 def rebind(
@@ -144,7 +144,7 @@ def rebind(
     if not (captures or ints or floats):
         return engine
     caps = arguments(upload(captures, device), _numbers(spec, ints, floats))
-    return engine.around(caps, _registered(spec, captures, ints, floats).dcaps(grads) if grads else ())
+    return engine.around(caps, _bind_score(spec, captures, ints, floats).dcaps(grads) if grads else ())
 
 
 def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
@@ -183,19 +183,18 @@ def sums(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor]) -> lis
     return [total.to(captures[i].dtype) for total, i in zip(totals, spec.wants, strict=True)]
 
 
-def _notice() -> None:
+def _warn_eager() -> None:
     """Warn, once, that the eager engine runs instead of the kernels."""
-    if not _NOTICED:
-        _NOTICED.append(True)
+    if not _WARNED:
+        _WARNED.append(True)
         warnings.warn(
             "tensors on the CPU run in plain torch (the eager engine: right, and slow on long sequences). "
-            "To run "
-            "the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts",
+            "To run the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts",
             stacklevel=2,
         )
 
 
-_NOTICED: list[bool] = []
+_WARNED: list[bool] = []
 
 
 def score_of(
@@ -220,10 +219,10 @@ def _score(
         assert mod is not None
         buffers = {id(own[place]): grad for place, grad in zip(spec.wants, grads)}
         return mod, [buffers[id(mod.tensors[i])] for i in mod.wants] if grads else ()
-    return (_registered(spec, captures, ints, floats), grads) if spec.score is not None else (None, ())
+    return (_bind_score(spec, captures, ints, floats), grads) if spec.score is not None else (None, ())
 
 
-def _registered(spec: Spec, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]) -> Mod:
+def _bind_score(spec: Spec, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]) -> Mod:
     assert spec.score is not None
     return structure_of(spec.score).around(captures, _numbers(spec, ints, floats))
 
@@ -236,7 +235,7 @@ def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[
     return tuple([next(integers) if kind == "i" else next(real) for kind in spec.numbers])
 
 
-def _bound(mod: Mod | None) -> Any:
+def _bind_mask(mod: Mod | None) -> Any:
     if mod is None:
         return None
     return _bind(_graph_of(mod), mod.tensors, mod.numbers)

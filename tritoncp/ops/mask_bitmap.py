@@ -38,14 +38,14 @@ class Bitmask:
         rows, ids, bits, q_block, kv_block = self.rows, self.ids, self.bits, self.q_block, self.kv_block
         each_batch, each_head, first_row = ids.shape[0] > 1, ids.shape[1] > 1, self.first_row
 
-        def looked_up(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        def look_up(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             batch, head = b - first_row if each_batch else 0, h if each_head else 0
             block = ids[batch, head, rows[q_idx // q_block], kv_idx // kv_block]
             inside = kv_idx % kv_block
             byte = bits[block, q_idx % q_block, inside // 8].to(torch.int32)
             return (byte >> (inside % 8)) & 1 != 0
 
-        return looked_up
+        return look_up
 
 
 def bitmask(
@@ -64,7 +64,7 @@ def bitmask(
     B = max(mask.B, batch if mask.reads[0] else 1)
     H = max(mask.H, heads if mask.reads[1] else 1)
     blocks = masked_blocks(mask.runs.expand(B, H))  # [n, 4]: b, h, row, col
-    owned = _owned(plan, ranks)  # [Bp, rows]
+    owned = _owned_blocks(plan, ranks)  # [Bp, rows]
     owned = owned if len(owned) == B else owned.any(0, keepdim=True)
     blocks = blocks[owned[blocks[:, 0] % len(owned), blocks[:, 2]]]
     needed = torch.zeros(owned.shape[1], dtype=torch.bool)
@@ -73,16 +73,16 @@ def bitmask(
     ids = torch.full((B, H, max(1, int(needed.sum())), mask.runs.shape[3]), -1, dtype=torch.int32)
     ids[blocks[:, 0], blocks[:, 1], rows[blocks[:, 2]], blocks[:, 3]] = torch.arange(len(blocks)).int()
 
-    def shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def evaluate_shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return evaluate(b + first_row, h, q_idx, kv_idx)
 
-    parts = [_packed(visible) for _, visible in mask.evaluate(shifted, blocks, device)]
+    parts = [_pack_bits(visible) for _, visible in mask.evaluate(evaluate_shifted, blocks, device)]
     nothing = torch.zeros(1, mask.q_block, -(-mask.kv_block // 8), dtype=torch.uint8)
     bits = torch.cat(parts) if parts else nothing
     return Bitmask(rows.int(), ids, bits, mask.q_block, mask.kv_block, first_row)
 
 
-def _owned(plan: Plan, ranks: Sequence[int]) -> Tensor:
+def _owned_blocks(plan: Plan, ranks: Sequence[int]) -> Tensor:
     """Which blocks of queries these ranks hold any token of: bool [Bp, q blocks]."""
     mask: Mask = plan.mask
     owned = torch.zeros(plan.q.slots[0].shape[0], mask.runs.shape[2] + 1, dtype=torch.bool)
@@ -93,7 +93,7 @@ def _owned(plan: Plan, ranks: Sequence[int]) -> Tensor:
     return owned[:, :-1]
 
 
-def _packed(visible: Tensor) -> Tensor:
+def _pack_bits(visible: Tensor) -> Tensor:
     """bool [n, q_block, kv_block] -> uint8 [n, q_block, ceil(kv_block / 8)]."""
     visible = torch.nn.functional.pad(visible, (0, -visible.shape[2] % 8)).unflatten(2, (-1, 8))
     return (visible * (1 << torch.arange(8, dtype=torch.uint8))).sum(3, dtype=torch.uint8)

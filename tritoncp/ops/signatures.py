@@ -33,8 +33,8 @@ from tritoncp.ops import engine_factory
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.planning.plan import Plan
 
-MOST = 1024  # signatures of a group
-SCALES = 16  # values of scale that are compared for one signature; a scale that changes oftener is data
+MAX_SIGNATURES = 1024  # signatures of a group
+MAX_SCALES = 16  # values of scale that are compared for one signature; a scale that changes oftener is data
 CALL, MOMENT = "flex_attention", "in this call"
 
 
@@ -53,7 +53,7 @@ class Table:
 
     def note(self, signature: Any, scale: float, plan: Plan) -> None:
         """Note that the ranks compared this call."""
-        if len(self.scales) >= MOST:
+        if len(self.scales) >= MAX_SIGNATURES:
             self.scales.clear()
             self.structures.clear()
         self.scales.setdefault(signature, set()).add(scale)
@@ -62,7 +62,7 @@ class Table:
 
     def note_plan(self, plan: Plan) -> None:
         """Note that the ranks compared this plan."""
-        if len(self.plans) >= MOST:
+        if len(self.plans) >= MAX_SIGNATURES:
             self.plans.clear()
         self.plans.add(plan.identity)
 
@@ -99,7 +99,7 @@ def compare_call(
     scales = table.scales.get(signature)
     if (
         scales is not None
-        and (scale in scales or len(scales) >= SCALES)
+        and (scale in scales or len(scales) >= MAX_SCALES)
         and plan.identity in table.plans
         and not consistency.CHECKED
     ):

@@ -216,13 +216,13 @@ def table(device: Device, config_dir: str | None) -> str:
     return json.dumps([[*of, config] for of, config in configs_by_key.items()])
 
 
-read_anew = 0  # how often: what a plan's calls looked up before then, they look up again
+table_generation = 0  # how often: what a plan's calls looked up before then, they look up again
 
 
 def forget() -> None:
     """Drop the cached tables, after files were written or ranks agreed."""
-    global read_anew
-    read_anew += 1
+    global table_generation
+    table_generation += 1
     table.cache_clear()
 
 
@@ -232,7 +232,7 @@ def local(device: torch.device) -> str:
 
 
 BUDGET = "autotune"  # what the row of a table is called that says how many seconds may be spent
-ASKED = 60.0  # of them, where no number is given
+DEFAULT_BUDGET = 60.0  # of them, where no number is given
 
 
 def seconds(text: str) -> float:
@@ -257,7 +257,7 @@ def budget() -> float:
     if text in ("", "0") or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
         return 0.0
     try:
-        return ASKED if text == "1" else seconds(text)
+        return DEFAULT_BUDGET if text == "1" else seconds(text)
     except ValueError as error:
         warnings.warn(f"nothing is tuned: TRITONCP_AUTOTUNE is 1 or a time, and {error}", stacklevel=2)
         return 0.0
@@ -269,7 +269,7 @@ _AGREED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 def summary() -> tuple[int, int]:
     """Digest and length of this rank's table, for ranks to compare while they make a plan together."""
-    content = _own().encode()
+    content = _own_table().encode()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True), len(content)
 
 
@@ -280,7 +280,7 @@ def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
     """
     if group in _AGREED:
         return
-    own = _own()
+    own = _own_table()
     if any(one != summaries[0] for one in summaries):
         length = summaries[0][1]
         content = own.encode() if group.rank() == 0 else b""
@@ -306,7 +306,7 @@ def agreed_budget(group: Any) -> float:
     return next((float(row[1]) for row in rows if row[0] == BUDGET), 0.0)
 
 
-def _own() -> str:
+def _own_table() -> str:
     """The table for the GPU of this process, with a row for its tuning budget if it has one."""
     gpu = torch.cuda.is_available()
     text = local(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
@@ -353,7 +353,7 @@ def configs(device: torch.device, call: Call, group: Any = None) -> dict[str, An
     """Options of the engine for one call: CONFIGS, or none where no measured tiles apply, only the rule."""
     tiles = chosen(text_of(device, group), *call)
     if not serves(tiles):
-        _tell(device, group)
+        _warn_untuned(device, group)
     return {"CONFIGS": tiles} if tiles else {}
 
 
@@ -362,17 +362,17 @@ def serves(tiles: tuple[Any, ...]) -> bool:
     return any(kernel in PASSES for kernel, _ in tiles)
 
 
-TOLD: set[Device] = set()
+WARNED_DEVICES: set[Device] = set()
 
 
-def _tell(device: torch.device, group: Any) -> None:
+def _warn_untuned(device: torch.device, group: Any) -> None:
     """Warn once per GPU, on one rank, that no tiles were measured for it, and how to measure them."""
     if device.type == "cpu" or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
         return
     of = device_of(device)
-    if of in TOLD or (group is not None and group.rank()):
+    if of in WARNED_DEVICES or (group is not None and group.rank()):
         return
-    TOLD.add(of)
+    WARNED_DEVICES.add(of)
     warnings.warn(
         f"nothing like this call has been tuned for {of.name} ({of.arch}): tile shapes are those of a rule. "
         "`tritoncp autotune --preset llama3-8b`, or with the --shapes of your model, run once, measures "
