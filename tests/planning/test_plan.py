@@ -307,7 +307,7 @@ def test_what_no_rank_changes_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
             view.bytes_sent(**layer), view.ring, view.fetch, view.tables(), view.tables(buffer=rank)
         cost.costs(made, cost.Shape(heads=8, kv_heads=8), cost.NVLINK)
     one_for_each_rank = {"fetch": 8, "ring": 8, "gathered": 1 + 8 + 2}  # and 2 for rows of ranks
-    assert calls == {"seen_blocks": 2, "traffic": 2, "way": 2} | one_for_each_rank
+    assert calls == {"seen_blocks": 2, "traffic": 2, "ring_route": 2} | one_for_each_rank
 
 
 # -- bytes --------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""User functions as a compiled graph carries them: structure as text, what they capture as arguments.
+"""User functions as inputs of a compiled graph: structure as text, captures as arguments.
 
-Dynamo traces :func:`flatten_callable`. It reads a function's closure there, so that captured tensors become inputs of
-the graph and captured numbers become symbols once they have changed. Inside an op, where real values arrive,
-:func:`rebuild` makes the function again. Code and classes stay in this process and go by number.
+Dynamo traces :func:`flatten_callable`. It reads a function's closure there, so that captured tensors become
+inputs of the graph and captured numbers become symbols once they have changed. Inside an op, where real
+values arrive, :func:`rebuild` makes the function again. Code and classes stay in this process and are named
+by number.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.mods.mod import structure_of
 from tritoncp.planning.plan import Plan
 
-_CONSTANTS: list[Any] = []  # what a graph names by number: it lives as long as the graph may, the process
+_CONSTANTS: list[Any] = []  # objects that graphs name by number, for the life of the process
 _NUMBERS: dict[Any, int] = {}
 
 MADE_INSIDE = "made inside torch.compile; make it outside the compiled function and pass it in"
 
 
 def flatten_callable(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
-    """The structure of a mod or mask, as text that depends on no captured number and no tensor's contents.
-    What it captures is appended to ``tensors`` and ``ints``, floats to ``tensors`` as 0-d float64.
+    """Return the structure of a mod or mask, as text that depends on no captured number or tensor contents.
+    Captures are appended to ``tensors`` and ``ints``, floats to ``tensors`` as 0-d float64.
 
-    Raises TypeError for what a graph cannot flatten_callable, and for what was made inside the compiled function.
+    Raises TypeError for objects that a graph cannot carry or that were made inside the compiled function.
     """
     if isinstance(thing, Tensor):
         tensors.append(thing)
@@ -56,8 +57,8 @@ def flatten_callable(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
     if isinstance(thing, tuple | list):
         return f'["{"tuple" if isinstance(thing, tuple) else "list"}",{_flatten_all(thing, tensors, ints)}]'
     if isinstance(thing, functools.partial):
-        words = _flatten_all((thing.func, *thing.args, *thing.keywords.values()), tensors, ints)
-        return f'["partial",{_constant_id(tuple(thing.keywords))},{words}]'
+        parts_text = _flatten_all((thing.func, *thing.args, *thing.keywords.values()), tensors, ints)
+        return f'["partial",{_constant_id(tuple(thing.keywords))},{parts_text}]'
     if isinstance(thing, types.FunctionType):
         return _flatten_function(thing, tensors, ints)
     if isinstance(thing, Mod):
@@ -68,7 +69,8 @@ def flatten_callable(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
         return f'["mask",{_constant_id(type(thing))},{_flatten_all(values, tensors, ints)}]'
     if isinstance(thing, BlockMask):
         parts = [getattr(thing, name) for name in _INDEX]
-        return f'["blocks",{_flatten_all((thing.seq_lengths, thing.BLOCK_SIZE, *parts, thing.mask_mod), tensors, ints)}]'
+        fields = (thing.seq_lengths, thing.BLOCK_SIZE, *parts, thing.mask_mod)
+        return f'["blocks",{_flatten_all(fields, tensors, ints)}]'
     raise TypeError(
         "inside torch.compile, a mask_mod or score_mod may capture tensors, numbers, functions, and tuples "
         f"and lists of these; this one captures a {type(thing).__name__}. Capture what it needs of that; for "
@@ -105,7 +107,8 @@ def _constant_id(thing: Any) -> int:
 
 @torch.compiler.assume_constant_result
 def _code_id(fn: types.FunctionType, code: types.CodeType) -> int:
-    """Called once for each graph, with the real function; the graph guards that the code is the same."""
+    """Return the number of a function's code. Called once for each graph, with the real function; the graph
+    guards that the code is the same."""
     flattened: list[Tensor] = []
     for cell in (*(fn.__defaults__ or ()), *(cell.cell_contents for cell in fn.__closure__ or ())):
         flatten_callable(cell, flattened, [])
@@ -137,7 +140,7 @@ def _register_constant(key: Any, thing: Any) -> int:
 
 
 def rebuild(structure: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Any:
-    """What :func:`flatten_callable` took apart, around the values of this call.
+    """Rebuild the object of :func:`flatten_callable`, with the captures of this call.
 
     >>> kept, numbers = [], []
     >>> text = flatten_callable(lambda b, h, q_idx, kv_idx, w=3: q_idx - kv_idx < w, kept, numbers)
