@@ -1,4 +1,4 @@
-"""The command line, as a user runs it."""
+"""Tests of the command line."""
 
 import io
 import json
@@ -56,7 +56,7 @@ def test_doctor_reports_in_json_what_this_process_sees(tmp_path):
 
 
 def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> None:
-    """Pretend that Hopper GPUs are here, without NCCL, and that TRITON_PTXAS_PATH names a ptxas of this
+    """Simulate Hopper GPUs, without NCCL, and that TRITON_PTXAS_PATH names a ptxas of this
     version."""
     monkeypatch.setattr(doctor, "nccl_version", lambda: None)
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=1 << 37)
@@ -261,7 +261,7 @@ both = causal() & near
 
 @pytest.fixture
 def mods(tmp_path, monkeypatch):
-    """A folder with modules of a user's, in which commands are called."""
+    """Make a folder with user modules, and run commands in it."""
     for name, text in {
         "my_mods": MODS,
         "leaving": "raise SystemExit(0)",
@@ -418,7 +418,7 @@ def test_files_that_cannot_be_written_are_named_in_a_message(command, words, mod
 
 
 def test_what_is_checked_is_not_called(mods):
-    """A callable of another kind would be called with tensors, whatever it does."""
+    """Callables that are no functions are refused: they would be called with tensors."""
     (mods / "my_mods.py").write_text("def f(*path):\n    open('called', 'w')\n")
     assert plan_command("--mask=my_mods:f")[0] == 2
     assert not (mods / "called").exists()

@@ -1,4 +1,4 @@
-"""The demo: its text, its model, its processes, and that it can tell right from wrong."""
+"""Tests of the demo: its text, model and processes, and its verdict on wrong results."""
 
 import io
 import itertools
@@ -37,9 +37,9 @@ def test_windows_are_the_same_everywhere_and_different_every_step():
 
 
 def test_windows_hold_the_documents_in_order():
-    seen = b"".join(bytes(text.tolist()) for text, _ in windows(512, 4))
+    token_bytes = b"".join(bytes(text.tolist()) for text, _ in windows(512, 4))
     pieces = list(itertools.islice(documents(256), 200))
-    rest = memoryview(seen)
+    rest = memoryview(token_bytes)
     for number in windows(512, 4)[:, 1].flatten().unique_consecutive().tolist()[:2]:
         assert bytes(rest[: len(pieces[number])]) == pieces[number]
         rest = rest[len(pieces[number]) :]

@@ -1,4 +1,4 @@
-"""Masks that no kernel can run go by bits; score_mods that no kernel can run are refused by name."""
+"""Tests of mods that cannot be translated: a mask_mod becomes a bitmap, a score_mod raises an error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def inputs(batch=2, heads=4, kv_heads=2, dtype=torch.float32):
 
 
 def agree(mask, world_size, balancer, batch=2, heads=4):
-    """Outputs and gradients of W simulated ranks are those of the dense oracle."""
+    """Check that outputs and gradients of simulated ranks equal those of the dense oracle."""
     q, k, v = inputs(batch, heads, heads // 2)
     world = tritoncp.simulate(world_size)
     plan = world.make_plan(mask, balancer=balancer)
@@ -68,11 +68,11 @@ def agree(mask, world_size, balancer, batch=2, heads=4):
     grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     oracle = dense_attention(*wide, plan.mask)
-    expected = torch.autograd.grad((oracle.out * weight.double()).sum(), wide)
+    reference_grads = torch.autograd.grad((oracle.out * weight.double()).sum(), wide)
     torch.testing.assert_close(out.double(), oracle.out, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(lse.double(), oracle.lse, atol=2e-6, rtol=1e-5)
-    for grad, wanted in zip(grads, expected):
-        torch.testing.assert_close(grad.double(), wanted, atol=1e-5, rtol=1e-4)
+    for grad, reference_grad in zip(grads, reference_grads):
+        torch.testing.assert_close(grad.double(), reference_grad, atol=1e-5, rtol=1e-4)
 
 
 def block_mask(mod):
@@ -125,19 +125,19 @@ def test_a_torch_block_mask_that_cannot_be_translated():
 def test_bits_are_kept_for_own_blocks_only_and_say_what_the_mask_says():
     plan = make_plan(block_mask(by_cumsum), world_size=3, rank=1)
     bits = bitmask(plan, [1], 1, 1, by_cumsum)
-    asked = []
+    queries = []
 
     def watched(b, h, q, kv):
-        asked.append(q)
+        queries.append(q)
         return by_cumsum(b, h, q, kv)
 
     bitmask(plan, [1], 1, 1, watched)
     q, kv = torch.meshgrid(torch.arange(S), torch.arange(S), indexing="ij")
     rows, cols = q // BLOCK[0], kv // BLOCK[1]
-    mine = (plan.owners[0] == 1)[rows] & (bits.ids[0, 0, bits.rows[rows].clamp(min=0), cols] >= 0)
+    own = (plan.owners[0] == 1)[rows] & (bits.ids[0, 0, bits.rows[rows].clamp(min=0), cols] >= 0)
     listed = (plan.mask.runs.to_kinds()[0, 0] == 0)[rows, cols] & (plan.owners[0] == 1)[rows]
-    assert torch.equal(mine, listed) and mine.any()
-    at = mine.nonzero(as_tuple=True)
+    assert torch.equal(own, listed) and own.any()
+    at = own.nonzero(as_tuple=True)
     zero = torch.zeros_like(at[0])
     assert torch.equal(bits.mask_mod()(zero, zero, *at), by_cumsum(zero, zero, *at))
     assert len(bits.bits) == len(torch.unique(rows[at] * 100 + cols[at]))
@@ -150,8 +150,8 @@ def test_bits_are_made_once_for_a_plan(monkeypatch):
     plan = make_plan(block_mask(by_cumsum), world_size=1)
     q, k, v = inputs()
     first = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
-    again = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
-    assert len(evaluations) == 1 and torch.equal(first, again)
+    second = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
+    assert len(evaluations) == 1 and torch.equal(first, second)
     assert mask_of(plan, [q], False) is mask_of(plan, [q], False)
 
 
