@@ -135,7 +135,7 @@ def test_a_world_size_that_torchrun_contradicts_is_refused(monkeypatch, tmp_path
     assert "--world-size 3, but torchrun started 2 ranks" in done.output
 
 
-def test_what_a_rank_raises_is_said_once_with_its_number():
+def test_an_error_of_a_rank_is_reported_once_with_its_number():
     impossible = Config(seq_len=256, steps=1, shape=Shape(heads=3, kv_heads=2, layers=1))
     with LocalRanks(impossible, 2, lambda step: None) as ranks, pytest.raises(RankFailed) as failed:
         ranks.result()
@@ -166,7 +166,7 @@ def test_a_disagreement_is_shown_and_fails(second, monkeypatch, tmp_path):
     assert "DISAGREE" in done.output
 
 
-def test_difference_is_infinite_for_what_cannot_be_compared():
+def test_difference_is_infinite_for_incomparable_results():
     assert difference([1.0, 2.0], [1.0, 2.25]) == 0.25
     assert difference([1.0], [1.0, 2.0]) == difference([float("nan")], [1.0]) == float("inf")
 

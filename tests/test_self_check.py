@@ -209,7 +209,7 @@ def test_a_dead_process_fails_only_its_case(monkeypatch):
     assert all("ended with exit code 7" in case["why"] for case in wrong(report))
 
 
-def test_a_case_that_breaks_its_device_leaves_the_others_to_another_process(monkeypatch):
+def test_cases_after_one_that_breaks_its_device_run_in_another_process(monkeypatch):
     attend = tritoncp.flex_attention
 
     def refuse(q, k, v, score_mod, *rest, sinks, **options):

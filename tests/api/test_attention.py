@@ -40,7 +40,7 @@ def tensors(**kw: Any) -> QKV:
 # -- torch's call -------------------------------------------------------------------------------------
 
 
-def test_torchs_signature_and_then_ours() -> None:
+def test_the_signature_is_that_of_torch_plus_own_arguments() -> None:
     torch_parameters, own_parameters = (
         inspect.signature(f).parameters for f in (flex.flex_attention, tritoncp.flex_attention)
     )
@@ -87,7 +87,7 @@ def test_torchs_call_gives_torchs_answer(name: str) -> None:
 
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("top", [False, True])
-def test_aux_is_what_was_asked(lse: bool, top: bool) -> None:
+def test_aux_holds_the_requested_fields(lse: bool, top: bool) -> None:
     x = tensors(dtype=F32)
     out, aux = tritoncp.flex_attention(*x, MASK, enable_gqa=True, return_aux=AUX(lse=lse, max_scores=top))
     want = oracle(x, MASK, start=cotangents(x))

@@ -108,7 +108,7 @@ def check(call: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("engine", ["eager"], indirect=True)
 @pytest.mark.parametrize("name", MASKS)
-def test_rows_of_a_batch_see_what_they_see_in_the_whole(name: str, engine: str) -> None:
+def test_rows_of_a_batch_equal_the_same_rows_of_the_whole(name: str, engine: str) -> None:
     check(on_one_device(MASKS[name]()))
 
 
@@ -128,7 +128,7 @@ PLANNED = [
 @pytest.mark.parametrize("engine", ["eager"], indirect=True)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", PLANNED)
-def test_over_ranks_whatever_travels(name: str, schedule: str, engine: str) -> None:
+def test_batch_rows_over_ranks_under_every_schedule(name: str, schedule: str, engine: str) -> None:
     check(over_ranks(MASKS[name](), schedule))
 
 

@@ -242,7 +242,7 @@ def test_a_checkpoint_that_saves_attention_sends_no_more_than_none(schedule):
             assert sent_again == backward + (forward if name in ("plain", "reentrant") else 0), name
 
 
-def test_a_policy_asks_the_other_about_the_other_ops():
+def test_a_policy_delegates_other_ops_to_the_passed_policy():
     save, recomputed = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     exp, sin = torch.ops.aten.exp.default, torch.ops.aten.sin.default
     for policy in (checkpoint_policy(own_policy), checkpoint_policy([exp])):

@@ -285,7 +285,7 @@ def made_translation(q, mask, score_mod):
 
 
 @pytest.mark.parametrize("fn", [made_mask, made_plan, made_score, made_by_torch, made_translation])
-def test_what_is_made_inside_has_to_move_out(fn):
+def test_objects_made_inside_a_graph_are_refused(fn):
     rest = {"mask": KINDS["mask"](1), "score_mod": score_of(torch.ones(2), 1)}
     names = fn.__code__.co_varnames[1 : fn.__code__.co_argcount]
     with pytest.raises(Exception, match=r"inside torch.compile.* outside the compiled function") as error:
@@ -295,12 +295,12 @@ def test_what_is_made_inside_has_to_move_out(fn):
     assert isinstance(error.value, torch._dynamo.exc.TorchDynamoException)
 
 
-def test_without_fullgraph_what_is_made_inside_just_works():
+def test_objects_made_inside_work_without_fullgraph():
     q = torch.randn(1, 2, S, 8)
     assert torch.equal(torch.compile(made_mask, backend="aot_eager")(q), made_mask(q))
 
 
-def test_what_a_graph_cannot_carry_is_named():
+def test_captures_that_a_graph_cannot_carry_are_named():
     class Config:
         slope = 2.0
 

@@ -200,7 +200,7 @@ def test_eviction_is_by_count_in_call_order(built_plans):
     assert plan(masks[1]) is not plans[1] and len(built_plans) == count + 1
 
 
-def test_hits_and_misses_are_counted_and_what_is_held_is_bounded_in_bytes(monkeypatch):
+def test_hits_and_misses_are_counted_and_cached_bytes_are_bounded(monkeypatch):
     one = plan(sliding_window(0))
     size = plan_cache.plan_cache_info().nbytes
     assert size == one.mask.nbytes + one.q.nbytes + one.kv.nbytes > 0
@@ -307,7 +307,7 @@ def test_an_untranslatable_mask_on_a_device_is_copied_once(device):
     torch.testing.assert_close(out, dense_attention(q, q, q, in_order(mask, 1, [S], [S], 0).mask).out)
 
 
-def test_a_mask_written_for_its_device_alone_is_asked_there(device):
+def test_a_mask_mod_for_one_device_is_evaluated_there(device):
     table = torch.arange(S)
     home = id(table)
 

@@ -310,7 +310,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_what_was_given_and_what_to_do(name):
+def test_a_mistake_raises_an_error_with_a_remedy(name):
     make, kind, arguments, advice = MISTAKES[name]
     with pytest.raises(kind) as caught:
         make()
@@ -337,7 +337,7 @@ AFTER_A_GOOD_CALL = {
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("name", AFTER_A_GOOD_CALL)
-def test_a_good_call_makes_no_bad_one_pass(name, planned):
+def test_a_valid_call_does_not_admit_an_invalid_one(name, planned):
     """Checks are skipped only for calls equal to one that passed; other calls raise the same errors as
     before."""
     mask, wrong = whole(), dict(AFTER_A_GOOD_CALL[name])
@@ -353,7 +353,7 @@ def test_a_good_call_makes_no_bad_one_pass(name, planned):
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_is_right_passes():
+def test_valid_calls_pass():
     """The valid counterpart of each mistake above is accepted."""
     q, k = torch.randn(2, 4, S, 16), torch.randn(1, 2, S, 16)
     out = flex_attention(q, k, k, whole(), enable_gqa=True)  # keys of one batch row serve both

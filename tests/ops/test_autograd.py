@@ -112,7 +112,7 @@ def saved_by(call):
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_what_is_saved_are_the_shards_and_captures_themselves(ranks, engine):
+def test_saved_tensors_are_the_shards_and_captures(ranks, engine):
     world = simulate(ranks)
     plan = world.make_plan(table_mask()[0])
     shards = [world.shard(x, plan, dim=2) for x in inputs()]
@@ -123,13 +123,12 @@ def test_what_is_saved_are_the_shards_and_captures_themselves(ranks, engine):
     saved_inputs = [*(x for xs in shards for x in xs), *outs, *lses, bias]
     addresses = {x.untyped_storage().data_ptr() for x in saved_inputs}
     assert addresses <= set(storages)
-    assert (
-        sum(size for address, size in storages.items() if address not in addresses) == 8
-    )  # the plan's handle
+    # The plan's handle.
+    assert sum(size for address, size in storages.items() if address not in addresses) == 8
     assert sum(storages.values()) == sum(x.numel() * x.element_size() for x in saved_inputs) + 8
 
 
-def test_editing_what_a_score_mod_captures_before_backward_is_an_error():
+def test_editing_a_capture_of_a_score_mod_before_backward_is_an_error():
     q, k, v = (x.requires_grad_() for x in inputs())
     score_mod, bias = bias_of(2)
     out = tritoncp.flex_attention(q, k, v, score_mod, table_mask()[0])
@@ -138,7 +137,7 @@ def test_editing_what_a_score_mod_captures_before_backward_is_an_error():
         out.sum().backward()
 
 
-def test_editing_what_a_mask_captures_is_an_error_before_forward_and_before_backward():
+def test_editing_a_capture_of_a_mask_is_an_error_before_forward_and_backward():
     q, k, v = (x.requires_grad_() for x in inputs())
     mask, table = table_mask()
     plan = make_plan(mask)
@@ -182,7 +181,7 @@ def test_backward_runs_on_a_thread_of_its_own(engine):
         torch.testing.assert_close(x.grad, grad, rtol=0, atol=1e-8)
 
 
-def test_only_what_wants_a_gradient_gets_one():
+def test_only_tensors_that_require_a_gradient_get_one():
     q, k, v = inputs()
     q.requires_grad_()
     score_mod, bias = bias_of(2)

@@ -49,7 +49,7 @@ def test_float_sums_of_these_values_do_depend_on_order():
 
 
 @pytest.mark.parametrize("values", [[1e30, -1e30], [float("inf")], [float("nan"), 1.0], [-(2.0**60)]])
-def test_what_does_not_fit_is_nan_not_garbage(values):
+def test_values_out_of_range_give_nan(values):
     assert exact.total(added(torch.tensor(values))).isnan().all()
 
 
@@ -60,7 +60,7 @@ def test_what_does_not_fit_is_nan_not_garbage(values):
         [-1e-7], [-3e-8], [-1e-12], [1e-9, -3e-9], [-(2.0**40), 1e-6],
     ],
 )  # fmt: skip
-def test_what_fits_is_exact(values):
+def test_values_in_range_are_summed_exactly(values):
     expected = sum(torch.tensor(values).double().tolist())
     assert exact.total(added(torch.tensor(values))).item() == pytest.approx(expected, rel=1e-7)
 
@@ -84,7 +84,7 @@ def deterministic(request):
 
 
 @pytest.mark.parametrize("deterministic", ["option", "torch"], indirect=True)
-def test_asked_for_they_are_exact_through_the_public_call(deterministic):
+def test_deterministic_gradients_through_the_public_call(deterministic):
     table, slope = torch.randn(40, requires_grad=True), torch.tensor([0.3, 0.7], requires_grad=True)
 
     def bias(s, b, h, q, kv):
@@ -116,7 +116,7 @@ def jit_grad(dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps):
     return dscore * tl.load(caps[0][0])
 
 
-def test_a_hand_written_gradient_cannot_be_asked_for_it():
+def test_a_hand_written_gradient_is_refused_under_deterministic():
     scale = torch.ones((), requires_grad=True)
     mod = Mod.from_triton(jit_scaled, jit_grad, [scale], back=jit_grad)
     q = torch.randn(1, 1, 16, 16, requires_grad=True)

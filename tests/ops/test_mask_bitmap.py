@@ -106,7 +106,7 @@ def test_an_untranslatable_mask_on_one_device(mod):
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_mask_listed_for_one_head_is_asked_about_every_head_and_batch_row():
+def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row():
     agree(block_mask(by_batch_and_head), 3, "ptrr")
 
 
@@ -122,7 +122,7 @@ def test_a_torch_block_mask_that_cannot_be_translated():
     agree(torch_block_mask(by_cumsum, None, None, S, S, device="cpu", BLOCK_SIZE=BLOCK), 2, None)
 
 
-def test_bits_are_kept_for_own_blocks_only_and_say_what_the_mask_says():
+def test_bits_of_own_blocks_equal_the_mask():
     plan = make_plan(block_mask(by_cumsum), world_size=3, rank=1)
     bits = bitmask(plan, [1], 1, 1, by_cumsum)
     queries = []
@@ -191,7 +191,7 @@ def jit_dilated(b, h, q_idx, kv_idx, caps):
 
 
 @pytest.mark.parametrize("kind", ["torch", "compact"])
-def test_a_hand_written_mask_runs_as_it_is(kind):
+def test_a_hand_written_mask_runs_unchanged(kind):
     step = 3
     lists = torch_block_mask(
         lambda b, h, q, kv: (q >= kv) & ((q - kv) % step == 0), 1, 1, S, S, device="cpu", BLOCK_SIZE=16

@@ -84,7 +84,7 @@ def test_the_nearest_place_that_knows_wins(places):
     assert blocks(Device("sm_100", "NVIDIA B200")) == {}
 
 
-def test_what_one_place_does_not_know_the_next_one_may(places):
+def test_a_missing_entry_is_looked_up_in_the_next_folder(places):
     put(places / "given", 16)
     put(places / "user", 64, kernel="dq")
     assert blocks() == {"forward": 16, "dq": 64}
@@ -133,7 +133,7 @@ def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "endless", "large"])
-def test_what_is_no_file_is_named_and_passed_over(places, kind):
+def test_unusable_files_are_named_and_skipped(places, kind):
     put(places / "user", 64)
     path = tile_tables.path_in(places / "given", H200, "3.6.0")
     path.parent.mkdir(parents=True)
@@ -171,7 +171,7 @@ def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):
     assert configs(cpu, torch.bfloat16, (16, 16), "causal") == {}
 
 
-def test_a_score_mod_that_loads_for_each_score_takes_only_what_was_measured_with_such_a_one(places):
+def test_a_score_mod_that_loads_for_each_score_uses_only_entries_of_its_kind(places):
     """The rule has tiles for this case, in which the standard tiles spill registers."""
     cpu = torch.device("cpu")
     heavy = entry(64, score="mine:table") | {"loads": 2}
@@ -189,7 +189,7 @@ def test_a_score_mod_that_loads_for_each_score_takes_only_what_was_measured_with
         assert engine_factory.scored(engine_factory.Spec(digest, None, (), (), False, None)) == score
 
 
-def test_a_score_mod_and_a_dim_of_values_take_their_own_and_then_the_nearest(places):
+def test_entries_with_a_score_mod_and_a_value_dim_precede_the_nearest(places):
     """Entries are written in ascending precedence: each replaces the previous one. Calls without a score_mod
     never use entries that were measured with one."""
     cpu, entries = torch.device("cpu"), []
@@ -219,7 +219,7 @@ def test_a_score_mod_and_a_dim_of_values_take_their_own_and_then_the_nearest(pla
     assert lookups(score=True, dims=(16, 16)) == 128, "one score_mod stands for all: the last"
 
 
-def test_a_gpu_that_nobody_tuned_is_told_once_with_the_command(monkeypatch):
+def test_an_untuned_gpu_causes_one_warning_with_the_command(monkeypatch):
     monkeypatch.setattr(tile_tables, "device_of", lambda device: H200)
     gpu = torch.device("cuda", 0)
     with pytest.warns(UserWarning, match=r"NVIDIA H200 \(sm_90\).*`tritoncp autotune --preset"):
@@ -234,7 +234,7 @@ def test_a_gpu_that_nobody_tuned_is_told_once_with_the_command(monkeypatch):
         assert configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
 
 
-def test_a_call_that_is_unlike_all_that_was_tuned_is_told_too(places, monkeypatch):
+def test_a_call_without_a_matching_entry_causes_a_warning(places, monkeypatch):
     """A shipped entry for one shape does not suppress the warning for other shapes."""
     monkeypatch.setattr(tile_tables, "device_of", lambda device: H200)
     gpu = torch.device("cuda", 0)
@@ -246,7 +246,7 @@ def test_a_call_that_is_unlike_all_that_was_tuned_is_told_too(places, monkeypatc
         assert configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
 
 
-def test_writing_replaces_the_same_kernels_and_keeps_the_others(places):
+def test_writing_replaces_entries_with_the_same_key_only(places):
     folder = places / "user"
     tile_tables.write(folder, H200, [entry(16), entry(32, "dq")], {"code": "a"})
     path = tile_tables.write(folder, H200, [entry(64)], {"code": "b"})
@@ -347,7 +347,7 @@ def attend(mask, score=None, call=flex_attention, **options):
     torch.testing.assert_close(out, dense_attention(q, k, v, mask_of_call, score).out, atol=2e-6, rtol=1e-5)
 
 
-def test_calls_take_what_was_measured_and_options_are_stronger(places, launched):
+def test_calls_use_measured_tiles_and_options_override_them(places, launched):
     put(places / "user", 16, CPU)
     attend(causal())
     assert dict(launched)["forward"] == 16 and dict(launched)["dq"] == 128
@@ -376,7 +376,7 @@ def test_calls_with_a_score_mod_and_fused_ones_take_their_own(places, launched):
 ROUTED = {"kernel": "route", "config": {"ROUTE": "specialised", **asdict(Config(64, 32))}}
 
 
-def test_a_route_is_for_calls_just_like_the_one_it_was_measured_with(places):
+def test_a_route_applies_only_to_calls_equal_to_the_measured_one(places):
     """A route was verified only for its call, device and Triton version."""
 
     def look_up(**changes):
@@ -413,7 +413,7 @@ def kernels(launched):
     return run
 
 
-def test_calls_go_by_the_route_that_was_measured_where_it_can_be_had(places, kernels, monkeypatch):
+def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkeypatch):
     """Only calls that request a route warn about it."""
     loops, both = ["forward"], ["forward", "specialised"]
     tile_tables.write(places / "user", CPU, [entry(64) | ROUTED | {"mask": "interval"}], {})
@@ -434,7 +434,7 @@ def test_calls_go_by_the_route_that_was_measured_where_it_can_be_had(places, ker
         kernels(ROUTE="gluon")
 
 
-def test_few_rows_take_what_was_measured_for_them_whatever_their_mask(places):
+def test_few_rows_use_their_entry_for_every_mask(places):
     """A process with no other entries is warned to tune."""
     tile_tables.write(places / "user", CPU, [entry(64, "few", mask="full")], {})
     for mask in ("full", "causal", "interval", "mod", "window"):
@@ -493,7 +493,7 @@ def test_ranks_that_have_the_same_send_nothing(places, monkeypatch):
     assert on_ranks(2, work, True) == [[2, 3]] * 2
 
 
-def test_what_is_tuned_is_what_calls_look_up() -> None:
+def test_written_kinds_equal_looked_up_kinds() -> None:
     """The kind of a written target equals the kind of its mask at look-up."""
     for name, (kind, variant) in MASKS.items():
         closed = CASES[name].closed(512)

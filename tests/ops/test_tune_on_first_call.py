@@ -61,7 +61,7 @@ def stub(places, monkeypatch, launched):
 
 @pytest.mark.filterwarnings("ignore:TRITONCP_AUTOTUNE")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_first_call_of_a_kind_is_tuned_if_asked(stub, launched, compiled):
+def test_the_first_call_of_a_kind_is_tuned_if_requested(stub, launched, compiled):
     call = torch.compile(flex_attention, backend="eager", fullgraph=True) if compiled else flex_attention
     attend(causal(), call=call)
     assert dict(launched) == {"forward": 16, "delta": 64, "dq": 16, "dkdv": 16}, "the call itself has them"
@@ -73,7 +73,7 @@ def test_the_first_call_of_a_kind_is_tuned_if_asked(stub, launched, compiled):
     assert stub() == [first, first.replace("causal", "window") + " --score-mod softcap"]
 
 
-def test_nobody_who_has_not_asked_is_tuned_for(stub, monkeypatch):
+def test_nothing_is_tuned_unless_requested(stub, monkeypatch):
     for name, value in (("TRITONCP_AUTOTUNE", "0"), ("TRITONCP_CONFIG_DIR", "-")):
         with monkeypatch.context() as call:
             call.setenv(name, value)
@@ -119,7 +119,7 @@ def test_tuning_that_fails_costs_a_call_nothing_but_time(places, stub, launched,
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["", "fail"])
-def test_rank_0_tunes_for_all_if_it_was_asked(places, stub, launched, monkeypatch, how):
+def test_rank_0_tunes_for_all_if_requested_there(places, stub, launched, monkeypatch, how):
     """Only rank 0's environment decides; the ranks' folders and files differ."""
     monkeypatch.setenv("STUB", how)
     put(places / "1", 64, CPU)
@@ -178,7 +178,7 @@ def test_ranks_tune_together_though_only_one_has_masked_blocks(places, stub):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_group_whose_plans_were_made_elsewhere_does_not_tune(stub):
+def test_a_group_with_plans_of_another_process_does_not_tune(stub):
     """Such a group has no agreement about tuning."""
 
     def work(group):
@@ -201,7 +201,7 @@ def test_processes_of_one_machine_tune_once(stub, launched):
     assert on_ranks(3, work) == [16] * 3 and len(stub()) == 1
 
 
-def test_who_waits_too_long_for_another_process_goes_on(stub, places, monkeypatch):
+def test_a_call_continues_after_waiting_too_long_for_another_process(stub, places, monkeypatch):
     monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.2s")
     other_lock = tune_on_first_call._hold_lock(
         tile_tables.path_in(places / "given", CPU).with_suffix(".lock"), math.inf
@@ -229,7 +229,7 @@ def test_the_command_measures_where_the_call_is(monkeypatch):
 
 
 @pytest.mark.parametrize("mask", tune_on_first_call.MEASURED)
-def test_the_command_takes_these_words_for_a_call_and_writes_what_that_looks_up(mask):
+def test_the_command_accepts_the_arguments_of_a_call_and_writes_its_entries(mask):
     call = Call("bfloat16", (192, 128), mask, score=True)
     words = tune_on_first_call._command_arguments(call, (16, 8, 3000), 60.0)
     done = CliRunner().invoke(main, ["autotune", "--target", "sm_90", "--dry-run", "--json", *words])

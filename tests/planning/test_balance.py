@@ -137,7 +137,7 @@ def test_contiguous_is_natural_order(n: int, world_size: int) -> None:
 
 
 @given(masks())
-def test_views_say_what_every_block_costs_and_sees(mask: Mask) -> None:
+def test_views_hold_costs_and_visible_columns_of_every_block(mask: Mask) -> None:
     kinds = mask.runs.to_kinds()  # [B, H, rows, columns]
     masked, full = ((kinds == 0) | (kinds == 2)).sum((1, 3)), (kinds == 1).sum((1, 3))
     for row, work in enumerate(views([mask], 3)):
@@ -188,11 +188,11 @@ def test_a_function_of_ones_own_may_leave_ranks_empty() -> None:
     ],
     ids=["missing", "twice", "unknown", "ranks", "owners", "nothing"],
 )
-def test_what_it_returns_is_checked(said, match: str) -> None:
+def test_results_of_a_custom_balancer_are_checked(said, match: str) -> None:
     def custom(work: Work):
         return said
 
-    with pytest.raises(ValueError, match=f"balancer mine .*{match}"):
+    with pytest.raises(ValueError, match=f"balancer custom .*{match}"):
         make_plan(
             create_block_mask(causal(), None, None, 32, 32, BLOCK_SIZE=8), world_size=2, balancer=custom
         )
@@ -264,7 +264,7 @@ def test_locality_weighs_the_bytes_of_all_masks() -> None:
     ]  # fmt: skip
 
 
-def test_keys_that_lie_elsewhere_are_placed_near_who_reads_them() -> None:
+def test_remote_keys_are_placed_near_their_readers() -> None:
     """In cross attention key blocks are dealt separately, in the same order of ranks."""
     mod = document(ids=torch.arange(512) // 128)
     wide = create_block_mask(lambda b, h, q, kv: mod(b, h, q, kv // 2), None, None, 512, 1024, BLOCK_SIZE=16)

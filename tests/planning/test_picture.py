@@ -110,7 +110,7 @@ def test_reads_are_darker_for_more_and_its_own_apart() -> None:
     assert picture.reads_pixels(facts, side=2).shape == (2, 2, 3)
 
 
-def test_plot_returns_what_it_saves(tmp_path) -> None:
+def test_plot_returns_the_saved_picture(tmp_path) -> None:
     plan = packed(1024, 4)
     image = plan.plot(tmp_path / "new" / "plan.png", heads=4, kv_heads=2)
     assert Image.open(tmp_path / "new" / "plan.png").tobytes() == image.tobytes()
@@ -136,7 +136,7 @@ class Page(HTMLParser):
         self.said += data
 
 
-def test_the_page_holds_all_it_shows(tmp_path) -> None:
+def test_the_page_is_self_contained(tmp_path) -> None:
     plan = packed(4096, 4)
     plan.plot(tmp_path / "plan.html", heads=16, kv_heads=4)
     text = (tmp_path / "plan.html").read_text()

@@ -69,7 +69,7 @@ def plans(draw: Callable) -> Plan:
 
 
 @given(masks(), st.integers(1, 5))
-def test_work_is_what_the_mask_lists_whoever_does_it(mask: Mask, world_size: int) -> None:
+def test_work_sums_to_the_listed_blocks_of_the_mask(mask: Mask, world_size: int) -> None:
     masked, full = mask.runs.counts()
     tokens = torch.tensor([min(mask.q_block, mask.q_len - i) for i in range(0, mask.q_len, mask.q_block)])
     want = float(((MASKED * masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
@@ -197,7 +197,9 @@ def test_tables_locate_every_row(plan: Plan) -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 9), st.sampled_from(BALANCERS))
-def test_local_intervals_say_what_each_row_sees(world: int, length: int, block: int, balancer: str) -> None:
+def test_local_intervals_equal_the_visible_keys_of_each_row(
+    world: int, length: int, block: int, balancer: str
+) -> None:
     mod = and_masks(causal(), document(ids=torch.arange(length) // 5))
     mask = create_block_mask(mod, None, None, length, length, BLOCK_SIZE=block)
     dense = mask.to_dense()[0, 0]
@@ -281,7 +283,7 @@ def test_every_plan_that_a_user_holds_is_known_to_compiled_graphs() -> None:
         assert str(held_by(other.handle)) == str(other)
 
 
-def test_what_no_rank_changes_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_that_ranks_share_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All views of a plan share its tables, which are computed once per schedule."""
     mod = and_masks(causal(), document(lengths=[100, 300, 112]))
     mask = create_block_mask(mod, None, None, 512, 512, BLOCK_SIZE=16)

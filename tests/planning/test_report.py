@@ -62,7 +62,7 @@ def test_costs_and_bytes_are_the_plans():
     assert json.loads(json.dumps(facts.as_json()))["work"] == drawn.work
 
 
-def test_what_auto_takes_and_what_would_be_better_here():
+def test_the_schedule_of_auto_and_a_faster_one_are_shown():
     drawn = plan(8192)
     usual = Facts.of(drawn)
     assert usual.auto == drawn.schedule == usual.costs[0].schedule

@@ -105,7 +105,7 @@ READS = st.integers(1, 7).flatmap(
 
 @settings(max_examples=200)
 @given(READS)
-def test_the_ring_brings_every_reader_what_it_reads_and_every_gradient_home(table: list[list[bool]]) -> None:
+def test_the_ring_brings_keys_to_every_reader_and_gradients_to_every_owner(table: list[list[bool]]) -> None:
     reads = torch.tensor(table)
     world = len(reads)
     hops = [traffic.ring(reads, rank) for rank in range(world)]

@@ -338,9 +338,8 @@ def make(
             )
             for name, mask in compact.items()
         }
-        first = next(
-            iter(unpinned.values())
-        )  # all share one object, so that sharding by one plan counts for all
+        # All share one object, so that sharding by one plan counts for all.
+        first = next(iter(unpinned.values()))
         unpinned = {name: replace(one, q=first.q, kv=first.kv) for name, one in unpinned.items()}
         # Also without a group: a data loader's worker may pass the plan to one.
         digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}

@@ -24,10 +24,8 @@ from tritoncp.ops.tile_tables import Call
 
 COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
 MEASURED = {"full": "full", "causal": "causal", "window": "window", "interval": "document"}
-LENGTHS = (
-    1024,
-    16384,
-)  # shortest and longest sequence that is measured; the call's length is clamped to them
+# Shortest and longest sequence that is measured; the call's length is clamped to them.
+LENGTHS = (1024, 16384)
 _ATTEMPTS: set[tuple[weakref.ref[Any] | None, Call]] = set()  # (group, call) pairs that were tuned or failed
 
 
@@ -144,9 +142,8 @@ def _hold_lock(path: Path, deadline: float) -> Iterator[None]:
     with path.open("ab") as file:
         while True:
             try:
-                fcntl.flock(
-                    file, fcntl.LOCK_EX | fcntl.LOCK_NB
-                )  # the kernel releases it when the process ends
+                # The kernel releases it when the process ends.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError as error:
                 if time.monotonic() > deadline:

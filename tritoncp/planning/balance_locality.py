@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from tritoncp.planning.balance import Work
 
 EVEN = 1.018  # max/mean work that counts as even
-TOLERANCES = (
-    0.01,
-    0.005,
-    0.02,
-)  # on the work of one rank's windows, as a fraction of the mean; each yields a candidate placement
+# On the work of one rank's windows, as a fraction of the mean; each yields a candidate placement.
+TOLERANCES = (0.01, 0.005, 0.02)
 CUTS = (32, 16)  # number of sizes of the first window; each yields a candidate placement
 CANDIDATES = 128  # blocks of each rank that a swap is chosen from
 STEPS = 200  # swaps tried on a placement

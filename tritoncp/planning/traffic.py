@@ -160,9 +160,8 @@ def hops_sent(route: tuple[int, Tensor], rank: int) -> tuple[int, int]:
     [(1, 0), (1, 1), (1, 1), (0, 1)]
     """
     step, reach = route
-    turn = (
-        (rank - torch.arange(len(reach))) * step % len(reach)
-    )  # in which each rank's K and V reach this rank
+    # The turn in which each rank's K and V reach this rank.
+    turn = (rank - torch.arange(len(reach))) * step % len(reach)
     return int((turn < reach).sum()), int(((turn <= reach) & (turn > 0)).sum())
 
 
