@@ -1,4 +1,5 @@
-"""One law: whatever mask, layout, world and schedule, the eager engine in float64 is the oracle."""
+"""Property test: for every mask, layout, world and schedule, the eager engine in float64 equals the
+oracle."""
 
 from __future__ import annotations
 
@@ -43,18 +44,18 @@ def layers(draw: Any) -> Layer:
         lengths = [[b - a for a, b in itertools.pairwise(row)] for row in cuts]
         widest = max(map(len, lengths))
         rows = [row + [0] * (widest - len(row)) for row in lengths]
-        found, many = and_masks(causal(), document(lengths=rows)), (1, batch)
+        mod_fn, many = and_masks(causal(), document(lengths=rows)), (1, batch)
     elif mod == "bits":
         g = torch.Generator().manual_seed(draw(st.integers(0, 99)))
         bits = torch.rand(batch, heads, q_len, kv_len, generator=g) < draw(st.sampled_from([0.05, 0.5]))
-        found, many = (lambda b, h, q, kv: bits[b, h, q, kv]), (heads, batch)
+        mod_fn, many = (lambda b, h, q, kv: bits[b, h, q, kv]), (heads, batch)
     else:
-        found = (
+        mod_fn = (
             causal()
             if mod == "causal"
             else sliding_window(draw(st.integers(0, 30)), draw(st.integers(0, 30)))
         )
-    mask = create_block_mask(found, many[1], many[0], q_len, kv_len, BLOCK_SIZE=blocks)
+    mask = create_block_mask(mod_fn, many[1], many[0], q_len, kv_len, BLOCK_SIZE=blocks)
     slopes = torch.linspace(0.1, 1, heads, dtype=torch.float64, requires_grad=True)
     score = Score(lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs() * (1 + b), (slopes,))
     return Layer(batch, (heads, kv_heads), q_len, kv_len, mask, draw(st.sampled_from([Score(None), score])))

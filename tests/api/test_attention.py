@@ -1,4 +1,4 @@
-"""The public call: both argument shapes, every keyword of torch's, every kind of mask."""
+"""Tests of the public call: both argument shapes, every keyword of torch's, every kind of mask."""
 
 import inspect
 import math
@@ -40,11 +40,15 @@ def tensors(**kw: Any) -> QKV:
 # -- torch's call -------------------------------------------------------------------------------------
 
 
-def test_torchs_signature_and_then_ours() -> None:
-    theirs, ours = (inspect.signature(f).parameters for f in (flex.flex_attention, tritoncp.flex_attention))
-    for (name, their), (own, our) in zip(theirs.items(), ours.items()):
+def test_the_signature_is_that_of_torch_plus_own_arguments() -> None:
+    torch_parameters, own_parameters = (
+        inspect.signature(f).parameters for f in (flex.flex_attention, tritoncp.flex_attention)
+    )
+    for (name, their), (own, our) in zip(torch_parameters.items(), own_parameters.items()):
         assert (name, their.kind, their.default) == (own, our.kind, our.default)
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in [*ours.values()][len(theirs) :])
+    assert all(
+        p.kind is inspect.Parameter.KEYWORD_ONLY for p in [*own_parameters.values()][len(torch_parameters) :]
+    )
 
 
 AUX = flex.AuxRequest
@@ -64,7 +68,8 @@ CALLS: dict[str, tuple[tuple, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_torchs_call_gives_torchs_answer(name: str) -> None:
-    """Also what comes back: a tensor, (out, lse), or (out, AuxOutput) with None for what was not asked."""
+    """The result is a tensor, (out, lse), or (out, AuxOutput), whose fields that were not requested are
+    None."""
     args, kw = CALLS[name]
     x = tensors()
     kw = {**kw, "enable_gqa": True} if len(args) < 4 else kw
@@ -82,13 +87,13 @@ def test_torchs_call_gives_torchs_answer(name: str) -> None:
 
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("top", [False, True])
-def test_aux_is_what_was_asked(lse: bool, top: bool) -> None:
+def test_aux_holds_the_requested_fields(lse: bool, top: bool) -> None:
     x = tensors(dtype=F32)
     out, aux = tritoncp.flex_attention(*x, MASK, enable_gqa=True, return_aux=AUX(lse=lse, max_scores=top))
     want = oracle(x, MASK, start=cotangents(x))
     close(out, want.out, "out")
-    for asked, got, exact in ((lse, aux.lse, want.lse), (top, aux.max_scores, want.max_scores)):
-        assert (got is not None) == asked
+    for request, got, exact in ((lse, aux.lse, want.lse), (top, aux.max_scores, want.max_scores)):
+        assert (got is not None) == request
         if got is not None:
             assert got.dtype == F32
             close(got, exact, "aux")
@@ -132,11 +137,11 @@ CLOSED: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_a_closed_form_is_a_mask(name: str) -> None:
-    """Without lengths: they are the call's. The same function goes anywhere torch takes a mask_mod."""
+    """A closed form has the lengths of the call, and is a mask_mod that torch accepts."""
     x = tensors()
     got = tritoncp.flex_attention(*x, CLOSED[name], enable_gqa=True)
-    theirs = flex.create_block_mask(CLOSED[name], 2, None, 40, 40, device="cpu")
-    close(got, flex.flex_attention(*x, block_mask=theirs, enable_gqa=True), "out")
+    torch_mask = flex.create_block_mask(CLOSED[name], 2, None, 40, 40, device="cpu")
+    close(got, flex.flex_attention(*x, block_mask=torch_mask, enable_gqa=True), "out")
 
 
 def test_no_mask_is_everyone_sees_everyone_at_any_lengths() -> None:
@@ -156,7 +161,7 @@ def test_a_batch_of_one_mask_serves_any_batch_and_heads() -> None:
 
 
 def test_captures_are_read_at_every_call() -> None:
-    """Tensors edited in place, Python numbers changed between calls: mods are no snapshots."""
+    """Edits of captured tensors and changes of captured numbers between calls take effect."""
     x = tensors(kv_heads=2, batch=1)
     bias, by = torch.zeros(40, dtype=F64), 1.0
 
@@ -223,7 +228,7 @@ def test_inference_mode_and_no_grad_leave_no_graph() -> None:
 
 
 def test_without_the_interpreter_cpu_tensors_take_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's unit tests on the CPU just work, every argument included."""
+    """Every argument works on the CPU, as a user's unit tests need."""
     x = tensors()
     captured, start = [torch.rand(2, dtype=F64)], cotangents(x)
 

@@ -1,4 +1,5 @@
-"""Rows from the middle of a batch: their results equal those of the same rows in the whole batch."""
+"""Tests of batch_offset: rows from the middle of a batch have the results of the same rows in the whole
+batch."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ def by_row(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """An interval for each row, in a block that is listed once for all batch rows."""
+    """Make a mask with an interval for each row, in a block that is listed once for all batch rows."""
     return (q >= kv) & (kv >= q - 5 * b - 3)
 
 
 def untranslatable(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """No kernel can sort: looked up in bits that are made ahead of time."""
+    """Make a mask_mod that cannot be translated, as it sorts: it runs from a bitmap."""
     return (q >= kv) & (torch.stack([q, kv + b]).sort().values[0] % 4 != 1)
 
 
@@ -57,7 +58,8 @@ SCHEDULES = ("allgather", "ring", "fetch", "ulysses")
 
 
 class Layer:
-    """q, k, v of a whole batch, a captured table of each row, and the results of a call on some rows."""
+    """The tensors of a whole batch, a captured table with an entry for each row, and calls on part of the
+    rows."""
 
     def __init__(self) -> None:
         self.qkv = [torch.randn(B, HEADS, S, D, dtype=torch.float64) for _ in range(3)]
@@ -68,7 +70,7 @@ class Layer:
         return s * (b + 1) + self.table[b, q]
 
     def answers(self, call: Callable[..., Any], rows: slice, **options: Any) -> list[Tensor]:
-        """out, lse, dq, dk, dv of some rows, and the gradient of the table."""
+        """Return out, lse, dq, dk, dv of part of the rows, and the gradient of the table."""
         qkv = [x[rows].clone().requires_grad_() for x in self.qkv]
         out, lse = call(*qkv, self.score, **options)
         grads = torch.autograd.grad(out, [*qkv, self.table], self.dout[rows])
@@ -106,7 +108,7 @@ def check(call: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("engine", ["eager"], indirect=True)
 @pytest.mark.parametrize("name", MASKS)
-def test_rows_of_a_batch_see_what_they_see_in_the_whole(name: str, engine: str) -> None:
+def test_rows_of_a_batch_equal_the_same_rows_of_the_whole(name: str, engine: str) -> None:
     check(on_one_device(MASKS[name]()))
 
 
@@ -126,7 +128,7 @@ PLANNED = [
 @pytest.mark.parametrize("engine", ["eager"], indirect=True)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", PLANNED)
-def test_over_ranks_whatever_travels(name: str, schedule: str, engine: str) -> None:
+def test_batch_rows_over_ranks_under_every_schedule(name: str, schedule: str, engine: str) -> None:
     check(over_ranks(MASKS[name](), schedule))
 
 
@@ -170,7 +172,7 @@ def test_one_graph_serves_every_offset() -> None:
 
 
 def test_a_plan_of_rows_stands_by_itself() -> None:
-    """It places and numbers rows as a call with an offset does."""
+    """A plan of batch rows places and numbers rows as a call with an offset does."""
     layer, plan = Layer(), tritoncp.make_plan(MASKS["documents of each row"]())
     x = [t[1:3] for t in layer.qkv]
     part = plan.batch_rows(1, 2)

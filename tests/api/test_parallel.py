@@ -1,4 +1,4 @@
-"""The ParallelStyle, and checkpointing that does not repeat communication."""
+"""Tests of the ParallelStyle, and of checkpointing that does not repeat communication."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ S, HEADS, DIM = 96, 2, 8
 
 @pytest.fixture(autouse=True)
 def eager_engine(monkeypatch):
-    """Kernels are not what is tested here, and forked ranks have no time for their interpreter."""
+    """Use the eager engine: interpreted kernels are slow, and these tests do not depend on them."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
 
 
@@ -45,7 +45,7 @@ def alibi(slopes):
 
 
 class FlexAttention(nn.Module):
-    """As training libraries wrap torch's call."""
+    """An attention module as training libraries write it, around torch's call."""
 
     def forward(self, q, k, v, *, score_mod=None, block_mask=None, scale=None, enable_gqa=False):
         return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa)
@@ -69,7 +69,7 @@ def whole_input():
 
 
 def on_one_rank():
-    """Output and gradient of the weights, from the oracle."""
+    """Compute the output and the weights' gradient with the dense oracle."""
     block = Block()
     block.inner.forward = lambda q, k, v, score_mod, block_mask: (
         dense_attention(q, k, v, block_mask, score_mod).out
@@ -101,7 +101,8 @@ def test_a_parallelized_module_on_two_ranks_is_the_oracle_on_one(order):
 
 
 class Turned(nn.Module):
-    """[B, S, H, D], under other names, with a mask of its own and settings that forward keeps to itself."""
+    """A module of layout [B, S, H, D], with other argument names, its own mask and settings fixed by
+    forward."""
 
     def forward(self, xq, xk, xv, attention_masks=None):
         raise AssertionError("this forward should have been replaced")
@@ -114,7 +115,7 @@ def turned_on_ranks(group):
     module = parallelize_module(Turned(), mesh, style)
     q, k = (shard(x, plan, dim=1) for x in turned())
     out, lse = module(q, k, xv=k)
-    again, _ = module(q, k, k, attention_masks=plan)
+    second, _ = module(q, k, k, attention_masks=plan)
     natural = make_plan(mask(), mesh, balancer=None)
     tensors = [DTensor.from_local(shard(x, natural, dim=1), mesh, [Shard(1)]) for x in turned()]
     spread, _ = module(*tensors, tensors[1], attention_masks=natural)
@@ -122,7 +123,7 @@ def turned_on_ranks(group):
         ValueError, match=r"ContextParallel takes plain shards, or DTensors placed \(Shard\(1\),\)"
     ):
         module(*tensors, DTensor.from_local(k, mesh, [Shard(2)]))
-    assert torch.equal(out, again)
+    assert torch.equal(out, second)
     return unshard(out, plan, mesh, dim=1), unshard(lse, plan, mesh, dim=2), spread.full_tensor()
 
 
@@ -181,7 +182,7 @@ def test_a_module_that_is_no_attention_is_refused():
 
 
 def messages(group, schedule, wrap):
-    """Gradients of two layers under a way of checkpointing, and its messages, forward and backward."""
+    """Run two layers under a way of checkpointing; return gradients and the messages of each pass."""
     started = []
     start = collectives._start
     collectives._start = lambda request, group: (
@@ -208,7 +209,7 @@ def saving(*policy):
     return lambda layer: partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
 
 
-def mine(ctx, op, *args, **kwargs):
+def own_policy(ctx, op, *args, **kwargs):
     save = op is torch.ops.aten.exp.default
     return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -219,7 +220,7 @@ def every_way(group, schedule):
         "plain": lambda layer: partial(checkpoint, layer, use_reentrant=False),
         "reentrant": lambda layer: partial(checkpoint, layer, use_reentrant=True),
         "saved": saving(),
-        "ours and theirs": saving(mine),
+        "ours and theirs": saving(own_policy),
         "ours and a list": saving([torch.ops.aten.sin.default]),
     }
     results = {}
@@ -235,25 +236,25 @@ def test_a_checkpoint_that_saves_attention_sends_no_more_than_none(schedule):
         grads, forward, backward = results["none"]
         assert forward > 0
         assert backward > 0
-        for name, (others, sent, sent_again) in results.items():
-            assert all(map(torch.equal, grads, others)), name
+        for name, (other_counts, sent, sent_again) in results.items():
+            assert all(map(torch.equal, grads, other_counts)), name
             assert sent == forward, name
             assert sent_again == backward + (forward if name in ("plain", "reentrant") else 0), name
 
 
-def test_a_policy_asks_the_other_about_the_other_ops():
-    save, again = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+def test_a_policy_delegates_other_ops_to_the_passed_policy():
+    save, recomputed = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
     exp, sin = torch.ops.aten.exp.default, torch.ops.aten.sin.default
-    for policy in (checkpoint_policy(mine), checkpoint_policy([exp])):
-        assert [policy(None, op) for op in (*tritoncp.SAVE_OPS, exp, sin)] == [save] * 3 + [again]
-    assert checkpoint_policy()(None, exp) == again
+    for policy in (checkpoint_policy(own_policy), checkpoint_policy([exp])):
+        assert [policy(None, op) for op in (*tritoncp.SAVE_OPS, exp, sin)] == [save] * 3 + [recomputed]
+    assert checkpoint_policy()(None, exp) == recomputed
     assert torch.ops.tritoncp.forward.default in tritoncp.SAVE_OPS
     with pytest.raises(TypeError, match=r"torch.ops.aten.mm.default; got .*aten.mm"):
         checkpoint_policy([torch.ops.aten.mm])
 
 
 def test_saved_under_torch_compile():
-    """The partitioner keeps what the policy names: attention runs once."""
+    """The partitioner saves the ops of the policy: attention runs once."""
     q = torch.randn(1, 2, S, DIM, requires_grad=True)
     plan = make_plan(mask())
     runs = []

@@ -1,4 +1,4 @@
-"""Packed attention from its callers' view: real ranks, Megatron's order, and what goes wrong."""
+"""Tests of packed attention: real ranks, Megatron's order, and errors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tritoncp.planning.plan import pieces
 
 @st.composite
 def chunked(draw: st.DrawFn) -> tuple[int, list[int]]:
-    """Ranks, and rows of documents that 2 W divides."""
+    """Draw a number of ranks, and document lengths that 2 W divides."""
     world = draw(st.integers(1, 5))
     return world, [2 * world * n for n in draw(st.lists(st.integers(0, 4), max_size=5))]
 
 
 def held_by(rank: int, world: int, lengths: list[int]) -> list[int]:
-    """Document by document: chunk r, then chunk 2 W - 1 - r."""
+    """Return the rows of each rank in dual-chunk order: of each document chunk r, then chunk 2 W - 1 - r."""
     rows, start = [], 0
     for length in lengths:
         chunk = length // (2 * world)
@@ -90,7 +90,7 @@ def test_the_order_is_copied_from_a_device_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def one_rank(group: Any, docs: Any, how: str) -> Found:
-    """This rank's part of a layer, everything back in the order of the buffer."""
+    """Run this rank's part of a layer; return all results in the order of the buffer."""
     engine_factory.uses_triton = lambda device: False  # this process is the rank's own
     torch.manual_seed(3)
     x = buffers(docs)
@@ -109,9 +109,9 @@ def one_rank(group: Any, docs: Any, how: str) -> Found:
     leaves = [t.detach().requires_grad_() for t in shards[:3]]
     out, aux = varlen_attention(*leaves, mesh=group, return_aux=AUX, **call)
     grads = torch.autograd.grad([out, aux.lse], leaves, shards[3:])
-    found = [out.detach(), aux.lse.detach(), aux.max_scores, *grads]
+    result = [out.detach(), aux.lse.detach(), aux.max_scores, *grads]
     back = []
-    for t, side in zip(found, ("q", "q", "q", "q", "kv", "kv")):
+    for t, side in zip(result, ("q", "q", "q", "q", "kv", "kv")):
         if how == "plan":
             back.append(tritoncp.unshard(t, plan, group, dim=0, side=side, batch_dim=None))
         else:
@@ -143,16 +143,16 @@ def test_two_processes(layout: str, how: str) -> None:
 
 
 def dual_rank(group: Any, edges: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A Megatron rank: its shard in, attention over pieces in order, its shard out; and the gradient."""
+    """Run a rank of Megatron: convert its shard, attend, convert back; return the result and the gradient."""
     engine_factory.uses_triton = lambda device: False
     rank, n = group.rank(), group.size()
-    mine = contiguous_to_dual_chunk(x, edges, world_size=n).chunk(n)[rank].requires_grad_()
-    piece = dual_chunk_to_contiguous(mine, edges, group)
+    own = contiguous_to_dual_chunk(x, edges, world_size=n).chunk(n)[rank].requires_grad_()
+    piece = dual_chunk_to_contiguous(own, edges, group)
     assert torch.equal(piece, x.chunk(n)[rank])
     out = varlen_attention(piece, piece, piece, edges, mesh=group, causal=True)
     home = contiguous_to_dual_chunk(out, edges, group)
     (home**2).sum().backward()
-    return torch.stack(gathered(home.detach(), group)), torch.stack(gathered(mine.grad, group)), edges
+    return torch.stack(gathered(home.detach(), group)), torch.stack(gathered(own.grad, group)), edges
 
 
 def test_dual_chunk_shards_of_two_processes() -> None:

@@ -1,4 +1,4 @@
-"""torch.compile: one graph for all masks, each honoured, and nothing of a mask or mod frozen into it."""
+"""Tests under torch.compile: one graph serves all masks, and no value of a mask or mod is constant in it."""
 
 import functools
 import gc
@@ -14,7 +14,7 @@ from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
 from tritoncp.frontend import dynamo, plan_cache
 from tritoncp.ops import engine_factory
-from tritoncp.ops.graph_inputs import carry, rebuild
+from tritoncp.ops.graph_inputs import flatten_callable, rebuild
 from tritoncp.reference.dense import dense_attention
 
 S, BLOCK = 64, 16
@@ -22,7 +22,7 @@ S, BLOCK = 64, 16
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """The eager engine: what is compiled here lies outside the kernels."""
+    """Use the eager engine: the compiled code is outside the kernels."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     torch._dynamo.reset()
     yield
@@ -30,7 +30,7 @@ def fresh(monkeypatch):
 
 
 class Layer(torch.nn.Module):
-    """Something on both sides of attention for the compiler to work on."""
+    """Run attention between ops that the compiler can optimise."""
 
     def __init__(self):
         super().__init__()
@@ -96,7 +96,7 @@ def test_twelve_masks_through_one_module_in_two_compilations(kind):
 
 
 def test_a_plan_is_not_compiled_for_twice():
-    """Masks of other kinds, balancers and sizes in blocks: nothing of it is in the graph."""
+    """Masks of other kinds, balancers and numbers of blocks reuse the graph."""
     counter = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
@@ -142,7 +142,7 @@ def test_translated_mods_are_structure_too():
 
 
 def test_a_translated_mod_is_known_to_a_graph_after_calls_without_one():
-    """Those made others of its structure, around what they captured, and let go of them."""
+    """Uncompiled calls of other mods of the same structure must not drop the structure that a graph needs."""
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
     mod, plan = tritoncp_mods.score_mod(score_of(torch.randn(2), 9)), KINDS["plan"](3)
     want = tritoncp.flex_attention(q, k, v, mod, plan)
@@ -204,19 +204,19 @@ def test_masks_without_a_length(mask):
 
 
 def test_a_raw_mask_is_planned_once(monkeypatch):
-    made = []
-    build = plan_cache._natural
-    monkeypatch.setattr(plan_cache, "_natural", lambda *args: made.append(args) or build(*args))
+    plans = []
+    build = plan_cache._build_natural
+    monkeypatch.setattr(plan_cache, "_build_natural", lambda *args: plans.append(args) or build(*args))
     fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
     mask = KINDS["torch's"](3)
     for _ in range(3):
         fast(q, k, v, mask)
-    assert len(made) == 1
+    assert len(plans) == 1
 
 
 def test_edits_of_captures_are_seen():
-    """The next call of the same graph sees them; a backward pass that would mix old and new refuses."""
+    """The next call of the same graph uses edited captures; a backward pass after an edit raises an error."""
     counter = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
     q, k, v = (torch.randn(1, 2, S, 8, requires_grad=True) for _ in range(3))
@@ -251,7 +251,7 @@ def scaled(s, b, h, q, kv):
 
 
 def test_globals_are_read_at_every_call(monkeypatch):
-    """Nothing guards them: a graph knows the function by its code."""
+    """A graph identifies a function by its code, without a guard."""
     fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     x, plan = torch.randn(1, 1, S, 8, requires_grad=True), KINDS["plan"](3)
     for factor in (1.0, 3.0):
@@ -285,7 +285,7 @@ def made_translation(q, mask, score_mod):
 
 
 @pytest.mark.parametrize("fn", [made_mask, made_plan, made_score, made_by_torch, made_translation])
-def test_what_is_made_inside_has_to_move_out(fn):
+def test_objects_made_inside_a_graph_are_refused(fn):
     rest = {"mask": KINDS["mask"](1), "score_mod": score_of(torch.ones(2), 1)}
     names = fn.__code__.co_varnames[1 : fn.__code__.co_argcount]
     with pytest.raises(Exception, match=r"inside torch.compile.* outside the compiled function") as error:
@@ -295,12 +295,12 @@ def test_what_is_made_inside_has_to_move_out(fn):
     assert isinstance(error.value, torch._dynamo.exc.TorchDynamoException)
 
 
-def test_without_fullgraph_what_is_made_inside_just_works():
+def test_objects_made_inside_work_without_fullgraph():
     q = torch.randn(1, 2, S, 8)
     assert torch.equal(torch.compile(made_mask, backend="aot_eager")(q), made_mask(q))
 
 
-def test_what_a_graph_cannot_carry_is_named():
+def test_captures_that_a_graph_cannot_carry_are_named():
     class Config:
         slope = 2.0
 
@@ -334,19 +334,21 @@ def structures():
 
 @pytest.mark.parametrize("mod", list(structures()), ids=lambda mod: type(mod).__name__)
 def test_structures_survive(mod):
-    kept, numbers = [], []
-    again = rebuild(carry(mod, kept, numbers), kept, numbers)
+    captures, numbers = [], []
+    rebuilt = rebuild(flatten_callable(mod, captures, numbers), captures, numbers)
     at = torch.arange(S)
     args = torch.tensor(0), torch.tensor(0), at[:, None], at
-    assert torch.equal(torch.as_tensor(again(*args)), torch.as_tensor(mod(*args)))
+    assert torch.equal(torch.as_tensor(rebuilt(*args)), torch.as_tensor(mod(*args)))
 
 
 def test_opcheck_of_the_op_that_plans():
     for mask in (KINDS["torch's"](2), KINDS["plan"](2), None):
-        kept, numbers = [], []
-        structure = carry(mask, kept, numbers)
+        captures, numbers = [], []
+        structure = flatten_callable(mask, captures, numbers)
         opcheck(
-            dynamo.plan_op, (kept, numbers, [1, 2, S, 8, 2, S], structure, "", None, None), test_utils=TESTS
+            dynamo.plan_op,
+            (captures, numbers, [1, 2, S, 8, 2, S], structure, "", None, None),
+            test_utils=TESTS,
         )
 
 

@@ -1,4 +1,4 @@
-"""Plans behind raw masks: found where nothing changed, made again where anything did, and what that costs."""
+"""Tests of the plan cache: hits for unchanged masks, misses after any change, and the cost of both."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Q = torch.zeros(1, 2, S, 16)
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    """No kernels here, and no plans of earlier tests."""
+    """Use the eager engine and an empty plan cache."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    monkeypatch.setattr(engine_factory, "_NOTICED", [True])
+    monkeypatch.setattr(engine_factory, "_WARNED", [True])
     plan_cache.plan_cache_clear()
-    for store in (plan_cache._TOLD, mask_source._WARNED, recording._WARNED):
+    for store in (plan_cache._WARNED, mask_source._WARNED, recording._WARNED):
         store.clear()
 
 
 @pytest.fixture
-def made(monkeypatch):
-    """The plans built so far."""
+def built_plans(monkeypatch):
+    """Record the plans that are built."""
     built = []
     build = plan_cache.plan.build
 
@@ -64,25 +64,25 @@ def plan(mask, q=Q):
 
 
 @pytest.mark.parametrize("kind", ["torch", "compact", "closed", "none"])
-def test_the_same_mask_finds_its_plan(kind, made):
+def test_the_same_mask_finds_its_plan(kind, built_plans):
     compact = tritoncp.create_block_mask(lower, 1, 1, S, S, BLOCK_SIZE=16)
     mask = {"torch": block_mask(), "compact": compact, "closed": causal(), "none": None}[kind]
     first = plan(mask)
-    assert plan(mask) is first and len(made) == 1
+    assert plan(mask) is first and len(built_plans) == 1
 
 
-def test_closed_forms_written_anew_at_every_call_find_their_plan(made):
+def test_closed_forms_written_anew_at_every_call_find_their_plan(built_plans):
     ids = torch.arange(S) // 8
     assert plan(and_masks(causal(), document(ids=ids))) is plan(and_masks(causal(), document(ids=ids)))
     assert plan(sliding_window(3)) is plan(sliding_window(3)) is not plan(sliding_window(4))
-    assert len(made) == 3
+    assert len(built_plans) == 3
 
 
-def test_lengths_and_batch_are_part_of_the_question(made):
+def test_lengths_and_batch_are_part_of_the_question(built_plans):
     mask = causal()
     assert plan(mask, torch.zeros(1, 2, 16, 16)).q.length == 16
     assert plan(mask, torch.zeros(1, 2, 24, 16)).q.length == 24
-    assert len(made) == 2
+    assert len(built_plans) == 2
 
 
 # -- made again ------------------------------------------------------------------------------------------
@@ -96,13 +96,13 @@ def visible(plan):
     return plan.mask.to_dense()[0, 0]
 
 
-def test_an_edited_capture_makes_a_new_plan(made):
+def test_an_edited_capture_makes_a_new_plan(built_plans):
     table = torch.arange(S)
     mask = block_mask(by_table(table))
     stale = plan(mask)
     table -= 1
     fresh = plan(mask)
-    assert fresh is not stale and len(made) == 2
+    assert fresh is not stale and len(built_plans) == 2
     with pytest.raises(RuntimeError, match=r"\(32,\).*edited in place.*make the mask and the plan again"):
         flex_attention(Q, Q, Q, stale)
     expected = dense_attention(*[torch.randn(1, 2, S, 16)] * 3, fresh.mask)
@@ -118,8 +118,8 @@ def test_a_compact_mask_whose_capture_was_edited_is_refused():
         flex_attention(Q, Q, Q, mask)
 
 
-def test_a_block_mask_whose_closure_was_edited_has_a_new_plan(made):
-    """Torch's BlockMask says which blocks are listed, and its mask_mod, as it is now, what is seen inside."""
+def test_a_block_mask_whose_closure_was_edited_has_a_new_plan(built_plans):
+    """The lists of a BlockMask decide which blocks are visited; its current mask_mod decides inside them."""
     width = 3
 
     def near(b, h, q, kv):
@@ -128,7 +128,7 @@ def test_a_block_mask_whose_closure_was_edited_has_a_new_plan(made):
     mask = block_mask(near)
     plan(mask)
     width = 5
-    assert visible(plan(mask))[8].sum() == 6 and len(made) == 2
+    assert visible(plan(mask))[8].sum() == 6 and len(built_plans) == 2
 
 
 def test_a_compact_mask_whose_closure_was_edited_is_refused():
@@ -144,41 +144,41 @@ def test_a_compact_mask_whose_closure_was_edited_is_refused():
         plan(mask)
 
 
-def test_edited_index_lists_make_a_new_plan(made):
+def test_edited_index_lists_make_a_new_plan(built_plans):
     mask = block_mask()
     assert visible(plan(mask))[20, 3]
     mask.kv_num_blocks[..., 1] = 1
     mask.kv_indices[..., 1, 0] = 1
     mask.full_kv_num_blocks[..., 1] = 0
-    assert not visible(plan(mask))[20, 3] and len(made) == 2
+    assert not visible(plan(mask))[20, 3] and len(built_plans) == 2
 
 
-def test_another_tensor_in_the_place_of_a_captured_one_makes_a_new_plan(made):
-    """Same code, same shape, same version: only identity tells."""
+def test_another_tensor_in_the_place_of_a_captured_one_makes_a_new_plan(built_plans):
+    """Code, shape and version are equal; only the identity of the tensor differs."""
     one, other = torch.arange(S), torch.arange(S) - 1
     first = plan(tritoncp.create_block_mask(by_table(one), 1, 1, S, S, BLOCK_SIZE=16))
     second = plan(tritoncp.create_block_mask(by_table(other), 1, 1, S, S, BLOCK_SIZE=16))
-    assert first is not second and len(made) == 2
+    assert first is not second and len(built_plans) == 2
 
 
-def test_new_closures_around_the_same_tensors_are_the_same_mask(made):
+def test_new_closures_around_the_same_tensors_are_the_same_mask(built_plans):
     table = torch.arange(S)
     mask = block_mask(by_table(table))
     first = plan(mask)
     mask.mask_mod = by_table(table)
     assert plan(mask) is first
     mask.mask_mod = by_table(table.clone())
-    assert plan(mask) is not first and len(made) == 2
+    assert plan(mask) is not first and len(built_plans) == 2
 
 
-def test_a_freed_mask_s_plan_is_never_found_by_another(made):
-    """Whatever ids come back: dozens of short-lived masks, each with its own answer."""
+def test_a_freed_mask_s_plan_is_never_found_by_another(built_plans):
+    """Dozens of short-lived masks, whose ids may be reused, each get the right result."""
     for i in range(80):
         limit = torch.full((S,), i % 7)
         mask = tritoncp.create_block_mask(by_table(limit), 1, 1, S, S)
         assert visible(plan(mask))[0].sum() == i % 7 + 1
         del mask, limit
-    assert len(made) == 80
+    assert len(built_plans) == 80
 
 
 def test_the_cache_keeps_neither_masks_nor_index_lists_alive():
@@ -190,27 +190,27 @@ def test_the_cache_keeps_neither_masks_nor_index_lists_alive():
     assert [ref() for ref in lists] == [None, None]
 
 
-def test_eviction_is_by_count_in_call_order(made):
-    masks = [sliding_window(i) for i in range(plan_cache.MOST + 1)]
-    plans = [plan(mask) for mask in masks[: plan_cache.MOST]]
+def test_eviction_is_by_count_in_call_order(built_plans):
+    masks = [sliding_window(i) for i in range(plan_cache.MAX_PLANS + 1)]
+    plans = [plan(mask) for mask in masks[: plan_cache.MAX_PLANS]]
     assert plan(masks[0]) is plans[0]  # used again: now the youngest
     plan(masks[-1])
     assert plan(masks[0]) is plans[0] and plan(masks[2]) is plans[2]
-    count = len(made)
-    assert plan(masks[1]) is not plans[1] and len(made) == count + 1
+    count = len(built_plans)
+    assert plan(masks[1]) is not plans[1] and len(built_plans) == count + 1
 
 
-def test_hits_and_misses_are_counted_and_what_is_held_is_bounded_in_bytes(monkeypatch):
+def test_hits_and_misses_are_counted_and_cached_bytes_are_bounded(monkeypatch):
     one = plan(sliding_window(0))
     size = plan_cache.plan_cache_info().nbytes
     assert size == one.mask.nbytes + one.q.nbytes + one.kv.nbytes > 0
-    monkeypatch.setattr(plan_cache, "MOST_BYTES", 3 * size)
+    monkeypatch.setattr(plan_cache, "MAX_BYTES", 3 * size)
     for window in (0, 1, 2, 3, 0, 3):
         plan(sliding_window(window))
     info = plan_cache.plan_cache_info()
     assert (info.hits, info.misses, info.plans) == (2, 5, 3)  # 0 and 3 are hits; 0 was evicted by 3
     assert info.nbytes <= info.most_bytes
-    monkeypatch.setattr(plan_cache, "MOST_BYTES", 1)
+    monkeypatch.setattr(plan_cache, "MAX_BYTES", 1)
     last = plan(sliding_window(9))
     assert plan(sliding_window(9)) is last  # one plan is kept, however large it is
     plan_cache.plan_cache_clear()
@@ -220,7 +220,7 @@ def test_hits_and_misses_are_counted_and_what_is_held_is_bounded_in_bytes(monkey
 # -- what cannot be compared -----------------------------------------------------------------------------
 
 
-def test_tensors_without_a_version_always_miss_and_are_warned_of_once(made):
+def test_tensors_without_a_version_always_miss_and_are_warned_of_once(built_plans):
     with torch.inference_mode():
         table = torch.arange(S)
     mask = block_mask(by_table(table))
@@ -230,10 +230,10 @@ def test_tensors_without_a_version_always_miss_and_are_warned_of_once(made):
         warnings.simplefilter("error")
         assert plan(mask) is not first
         flex_attention(Q, Q, Q, mask)
-    assert len(made) == 3
+    assert len(built_plans) == 3
 
 
-def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan(made):
+def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan(built_plans):
     values = iter(range(3))  # has neither attributes nor a value to compare
     sign = [1]
 
@@ -246,9 +246,9 @@ def test_a_mask_mod_whose_state_cannot_be_compared_is_run_to_find_its_plan(made)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan(mask)
-    assert len(made) == 1
+    assert len(built_plans) == 1
     sign[0] = -1
-    assert visible(plan(mask))[0, 1] and len(made) == 2
+    assert visible(plan(mask))[0, 1] and len(built_plans) == 2
 
 
 def test_a_plan_works_under_inference_mode():
@@ -264,7 +264,7 @@ def test_a_plan_works_under_inference_mode():
 
 @pytest.fixture
 def device(monkeypatch):
-    """CPU tensors that pass for a GPU's where masks are made: every copy back goes through one function."""
+    """Treat CPU tensors as a GPU's when masks are made, and count the copies to the host."""
     copies = []
     to_host = mask_source.to_host
 
@@ -307,7 +307,7 @@ def test_an_untranslatable_mask_on_a_device_is_copied_once(device):
     torch.testing.assert_close(out, dense_attention(q, q, q, in_order(mask, 1, [S], [S], 0).mask).out)
 
 
-def test_a_mask_written_for_its_device_alone_is_asked_there(device):
+def test_a_mask_mod_for_one_device_is_evaluated_there(device):
     table = torch.arange(S)
     home = id(table)
 
@@ -324,11 +324,11 @@ def test_a_mask_written_for_its_device_alone_is_asked_there(device):
 
 
 def test_bytes_come_back_as_they_were():
-    given = [
+    expected = [
         torch.tensor(3.5), torch.arange(7).int(), torch.randn(3, 5).T, torch.tensor([True, False, True]),
         torch.zeros(0, 4), torch.randn(3).bfloat16(), torch.tensor(-1, dtype=torch.int64),
     ]  # fmt: skip
-    for back, t in zip(mask_source.to_host(given), given, strict=True):
+    for back, t in zip(mask_source.to_host(expected), expected, strict=True):
         assert back.dtype == t.dtype and torch.equal(back, t)
 
 

@@ -1,4 +1,4 @@
-"""Every mistake a caller can make gets a message that says what was given and what to do."""
+"""Tests of argument checks: each message names the argument that was passed and the remedy."""
 
 from __future__ import annotations
 
@@ -310,12 +310,12 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told_what_was_given_and_what_to_do(name):
-    make, kind, given, advice = MISTAKES[name]
+def test_a_mistake_raises_an_error_with_a_remedy(name):
+    make, kind, arguments, advice = MISTAKES[name]
     with pytest.raises(kind) as caught:
         make()
     text = " ".join(str(caught.value).split())
-    assert re.search(given, text) and re.search(advice, text), text
+    assert re.search(arguments, text) and re.search(advice, text), text
 
 
 AFTER_A_GOOD_CALL = {
@@ -337,23 +337,24 @@ AFTER_A_GOOD_CALL = {
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("planned", [False, True])
 @pytest.mark.parametrize("name", AFTER_A_GOOD_CALL)
-def test_a_good_call_makes_no_bad_one_pass(name, planned):
-    """What was found well is not looked at again; anything else is, and is told the same."""
+def test_a_valid_call_does_not_admit_an_invalid_one(name, planned):
+    """Checks are skipped only for calls equal to one that passed; other calls raise the same errors as
+    before."""
     mask, wrong = whole(), dict(AFTER_A_GOOD_CALL[name])
-    given = [wrong.pop(which, x()) for which in "qkv"]
+    arguments = [wrong.pop(which, x()) for which in "qkv"]
     with pytest.raises((TypeError, ValueError)) as first:
-        flex_attention(*given, make_plan(mask) if planned else mask, **wrong)
+        flex_attention(*arguments, make_plan(mask) if planned else mask, **wrong)
     mask = make_plan(mask) if planned else mask
     for _ in range(2):
         flex_attention(x(), x(), x(), mask)
         flex_attention(x(), x(1, 1, S, 16), x(1, 1, S, 16), mask, enable_gqa=True, sinks=x(2))
         with pytest.raises(type(first.value), match=re.escape(str(first.value))):
-            flex_attention(*given, mask, **wrong)
+            flex_attention(*arguments, mask, **wrong)
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_is_right_passes():
-    """The good neighbour of each mistake above."""
+def test_valid_calls_pass():
+    """The valid counterpart of each mistake above is accepted."""
     q, k = torch.randn(2, 4, S, 16), torch.randn(1, 2, S, 16)
     out = flex_attention(q, k, k, whole(), enable_gqa=True)  # keys of one batch row serve both
     both = k.expand(2, -1, -1, -1)
@@ -373,9 +374,9 @@ def eager(monkeypatch):
 
 def test_positions_of_padding_and_of_the_plan_itself_pass():
     for rank in range(3):
-        mine = plan(3, rank)
-        validate.check_positions(mine, mine.positions)
-        validate.check_positions(mine, mine.positions.clamp(min=0)[0])
+        own = plan(3, rank)
+        validate.check_positions(own, own.positions)
+        validate.check_positions(own, own.positions.clamp(min=0)[0])
 
 
 def test_shards_of_a_raw_mask_are_pieces_in_order():
@@ -413,7 +414,7 @@ def test_masks_that_share_a_placement_are_weighed_together():
 
 @pytest.mark.usefixtures("eager")
 def test_layers_of_a_hybrid_model_run_on_one_placement():
-    """One mask for all batch rows and one for each: tokens stay where they are between layers."""
+    """A mask for all batch rows and a mask per row share one placement."""
     ids = torch.stack([torch.arange(64) // 40, torch.arange(64) // 9])
     documents = tritoncp.and_masks(causal(), document(ids=ids))
     masks = {"full": whole(length=64), "documents": whole(documents, batch=2, length=64)}
@@ -433,7 +434,7 @@ def test_positions_inside_documents_start_at_zero():
         [torch.cat([torch.arange(5), torch.arange(27)]), torch.cat([torch.arange(20), torch.arange(12)])]
     )
     for rank in range(2):
-        mine = plan(2, rank)
-        inside = positions(mine, ids)
-        assert torch.equal(inside, expected[:, mine.positions[0]])
-        assert torch.equal(positions(mine, document(ids=ids)), inside)
+        own = plan(2, rank)
+        inside = positions(own, ids)
+        assert torch.equal(inside, expected[:, own.positions[0]])
+        assert torch.equal(positions(own, document(ids=ids)), inside)

@@ -1,4 +1,4 @@
-"""The registered ops: their contracts with torch, what is saved between them, what may not change there."""
+"""Tests of the registered ops: their contracts with torch, saved tensors, and edits between the passes."""
 
 import gc
 import threading
@@ -27,7 +27,7 @@ def inputs(heads=2, kv_heads=2, dim=16, length=S, dtype=torch.float32):
 
 
 def table_mask():
-    """A mask whose masked blocks have to call the mask_mod, and the tensor that it captures."""
+    """Make a mask whose masked blocks call the mask_mod, and the tensor that it captures."""
     table = torch.rand(S, S) < 0.4
     return create_block_mask(lambda b, h, q, kv: table[q, kv], 1, 1, S, S, BLOCK_SIZE=32), table
 
@@ -38,19 +38,19 @@ def bias_of(heads, **options):
 
 
 def recorded(monkeypatch, name, call):
-    """The arguments of a call of an op, without their history."""
-    seen = []
+    """Record the arguments of a call of an op, without their autograd history."""
+    calls = []
     op = getattr(autograd, name)
 
     def record(*args):
-        seen.append(tree_map_only(torch.Tensor, torch.Tensor.detach, args))
+        calls.append(tree_map_only(torch.Tensor, torch.Tensor.detach, args))
         return op(*args)
 
     with monkeypatch.context() as patch:
         patch.setattr(autograd, name, record)
-        patch.setattr(autograd, "_seen", lambda tensors: True)
+        patch.setattr(autograd, "needs_dispatcher", lambda tensors: True)
         call()
-    return seen[0]
+    return calls[0]
 
 
 def plain(q, k, v):
@@ -73,7 +73,7 @@ def all_outputs(q, k, v):
 
 
 def transposed(q, k, v):
-    """As a projection leaves them: [B, S, H, D] seen as [B, H, S, D]. Values have fewer channels."""
+    """Make q, k, v as a projection does: [B, S, H, D] viewed as [B, H, S, D]. Values have fewer channels."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v[..., :8]))
     return tritoncp.flex_attention(q, k, v, table_mask()[0])
 
@@ -99,35 +99,36 @@ def test_opcheck(call, monkeypatch):
 
 
 def saved_by(call):
-    """Storages that autograd keeps, by address: bytes of each."""
-    kept = {}
+    """Return the bytes of each storage that autograd saves, by address."""
+    storages = {}
 
     def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         results = call()
-    return kept, results
+    return storages, results
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_what_is_saved_are_the_shards_and_captures_themselves(ranks, engine):
+def test_saved_tensors_are_the_shards_and_captures(ranks, engine):
     world = simulate(ranks)
     plan = world.make_plan(table_mask()[0])
     shards = [world.shard(x, plan, dim=2) for x in inputs()]
     for x in (x for xs in shards for x in xs):
         x.requires_grad_()
     score_mod, bias = bias_of(2, requires_grad=True)
-    kept, (outs, lses) = saved_by(lambda: world.flex_attention(*shards, score_mod, plan, return_lse=True))
-    mine = [*(x for xs in shards for x in xs), *outs, *lses, bias]
-    addresses = {x.untyped_storage().data_ptr() for x in mine}
-    assert addresses <= set(kept)
-    assert sum(size for address, size in kept.items() if address not in addresses) == 8  # the plan's handle
-    assert sum(kept.values()) == sum(x.numel() * x.element_size() for x in mine) + 8
+    storages, (outs, lses) = saved_by(lambda: world.flex_attention(*shards, score_mod, plan, return_lse=True))
+    saved_inputs = [*(x for xs in shards for x in xs), *outs, *lses, bias]
+    addresses = {x.untyped_storage().data_ptr() for x in saved_inputs}
+    assert addresses <= set(storages)
+    # The plan's handle.
+    assert sum(size for address, size in storages.items() if address not in addresses) == 8
+    assert sum(storages.values()) == sum(x.numel() * x.element_size() for x in saved_inputs) + 8
 
 
-def test_editing_what_a_score_mod_captures_before_backward_is_an_error():
+def test_editing_a_capture_of_a_score_mod_before_backward_is_an_error():
     q, k, v = (x.requires_grad_() for x in inputs())
     score_mod, bias = bias_of(2)
     out = tritoncp.flex_attention(q, k, v, score_mod, table_mask()[0])
@@ -136,7 +137,7 @@ def test_editing_what_a_score_mod_captures_before_backward_is_an_error():
         out.sum().backward()
 
 
-def test_editing_what_a_mask_captures_is_an_error_before_forward_and_before_backward():
+def test_editing_a_capture_of_a_mask_is_an_error_before_forward_and_backward():
     q, k, v = (x.requires_grad_() for x in inputs())
     mask, table = table_mask()
     plan = make_plan(mask)
@@ -159,13 +160,13 @@ def test_a_second_derivative_is_refused():
 
 def test_the_first_derivative_under_create_graph_is_right():
     tensors = [x.requires_grad_() for x in inputs()]
-    kept = torch.autograd.grad(plain(*tensors).square().sum(), tensors, create_graph=True)
+    graph_grads = torch.autograd.grad(plain(*tensors).square().sum(), tensors, create_graph=True)
     freed = torch.autograd.grad(plain(*tensors).square().sum(), tensors)
-    assert all(map(torch.equal, kept, freed))
+    assert all(map(torch.equal, graph_grads, freed))
 
 
 def test_backward_runs_on_a_thread_of_its_own(engine):
-    """As on a GPU, where autograd has a thread for each device."""
+    """The backward pass runs in another thread, as on a GPU."""
     tensors = [x.requires_grad_() for x in inputs(dtype=torch.float64)]
     score_mod, bias = bias_of(2, dtype=torch.float64, requires_grad=True)
     mask, _ = table_mask()
@@ -180,7 +181,7 @@ def test_backward_runs_on_a_thread_of_its_own(engine):
         torch.testing.assert_close(x.grad, grad, rtol=0, atol=1e-8)
 
 
-def test_only_what_wants_a_gradient_gets_one():
+def test_only_tensors_that_require_a_gradient_get_one():
     q, k, v = inputs()
     q.requires_grad_()
     score_mod, bias = bias_of(2)
@@ -190,7 +191,7 @@ def test_only_what_wants_a_gradient_gets_one():
 
 
 def test_dispatch_modes_do_not_reach_into_the_ops():
-    """A mode sees one op, not the collectives and launches inside; and the answer is the same."""
+    """A dispatch mode sees one op, not the collectives and launches inside, and the result is the same."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Names(TorchDispatchMode):
@@ -215,7 +216,7 @@ def test_dispatch_modes_do_not_reach_into_the_ops():
 
 @pytest.mark.parametrize("wrong", ["query", "gradient", "capture"])
 def test_tensors_that_are_negative_only_in_name(wrong, engine):
-    """Kernels read memory, and a lazy sign is not in it."""
+    """Kernels read memory, which does not include a lazy negation."""
     q, k, v, dout = (*inputs(dtype=torch.float64), torch.randn(1, 2, S, 16, dtype=torch.float64))
     slopes = torch.randn(2, dtype=torch.float64)
 
@@ -223,13 +224,13 @@ def test_tensors_that_are_negative_only_in_name(wrong, engine):
         return torch.complex(torch.zeros_like(x), -x).conj().imag
 
     def answers(make):
-        given = {"query": q, "gradient": dout, "capture": slopes}
-        given[wrong] = make(given[wrong])
-        assert given[wrong].is_neg() == (make is lazy)
-        x = given["query"], k.clone().requires_grad_(), v.clone().requires_grad_()
-        slope, mask = given["capture"], create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32)
+        arguments = {"query": q, "gradient": dout, "capture": slopes}
+        arguments[wrong] = make(arguments[wrong])
+        assert arguments[wrong].is_neg() == (make is lazy)
+        x = arguments["query"], k.clone().requires_grad_(), v.clone().requires_grad_()
+        slope, mask = arguments["capture"], create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32)
         out = tritoncp.flex_attention(*x, lambda s, b, h, i, j: s + slope[h] * (i - j) / 9, mask)
-        return out, *torch.autograd.grad(out, x[1:], given["gradient"])
+        return out, *torch.autograd.grad(out, x[1:], arguments["gradient"])
 
     for a, b in zip(answers(torch.clone), answers(lazy), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
@@ -277,8 +278,8 @@ def test_new_scales_at_every_step_do_not_pile_up(monkeypatch):
     for step in range(1, 9):
         tritoncp.flex_attention(x, x, x, plan, scale=1 / step)
         if step == 4:
-            held = len(plan._shared)
-    assert len(plan._shared) == held and 0 < len(plan._shared["engines"]) <= 3
+            cached = len(plan._shared)
+    assert len(plan._shared) == cached and 0 < len(plan._shared["engines"]) <= 3
 
 
 def test_forward_derivatives_are_refused_not_dropped():
@@ -290,7 +291,7 @@ def test_forward_derivatives_are_refused_not_dropped():
 
 
 def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
-    """Which the thread's current one need not be."""
+    """The thread's current GPU may be another one."""
     current = [0]
 
     class Device:
@@ -305,14 +306,14 @@ def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", Device)
-    for device, there in (("cuda:1", 1), ("cuda:0", 0), ("cpu", 0)):
+    for device, devices in (("cuda:1", 1), ("cuda:0", 0), ("cpu", 0)):
         with autograd._current(torch.device(device)):
-            assert current[-1] == there
+            assert current[-1] == devices
     assert current == [0]
 
 
 def test_a_plan_outlives_the_copy_of_its_handle_that_a_hook_saves():
-    """As hooks that offload do: the plan has no other owner by the time gradients are asked for."""
+    """Saved-tensor hooks copy the handle, and no other reference to the plan exists in the backward pass."""
     q, k, v = (x.requires_grad_() for x in inputs(length=40))
 
     def attend():

@@ -1,4 +1,4 @@
-"""Gradients of narrow captured tensors: summed in float32 and rounded once, on both engines."""
+"""Tests of gradients of narrow captured tensors: summed in float32 and rounded once, on both engines."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SCORES: dict[str, ScoreOf] = {
 
 
 def exact(qkv: list[Tensor], score_of: ScoreOf, t: Tensor, dout: Tensor) -> tuple[float, float]:
-    """The gradient in dense float64, and the root of the sum of the squares of its terms, one for each pair:
-    what roundings of each term, up or down, make of the sum."""
+    """Compute the gradient in dense float64, and the root of the sum of the squares of its terms (one per
+    pair), which scales the error of random roundings."""
     q, k, v = (x.double() for x in qkv)
     t = t.detach().double().requires_grad_()
     at = torch.arange(S)

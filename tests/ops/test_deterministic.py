@@ -1,4 +1,4 @@
-"""Gradients of what a score_mod captures: the same bits in every run, where that is asked for."""
+"""Tests of deterministic gradients of a score_mod's captures: the same bits in every run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def added(values: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
-    """The kernels' exact sum of values [n], added in an order."""
+    """Add values [n] in an order, as the kernels' exact sum does."""
     table = torch.zeros(1, requires_grad=True)
     mod = score_mod(lambda s, b, h, q, kv: s + table[q * 0])
     values = values if order is None else values[order]
@@ -49,7 +49,7 @@ def test_float_sums_of_these_values_do_depend_on_order():
 
 
 @pytest.mark.parametrize("values", [[1e30, -1e30], [float("inf")], [float("nan"), 1.0], [-(2.0**60)]])
-def test_what_does_not_fit_is_nan_not_garbage(values):
+def test_values_out_of_range_give_nan(values):
     assert exact.total(added(torch.tensor(values))).isnan().all()
 
 
@@ -60,15 +60,15 @@ def test_what_does_not_fit_is_nan_not_garbage(values):
         [-1e-7], [-3e-8], [-1e-12], [1e-9, -3e-9], [-(2.0**40), 1e-6],
     ],
 )  # fmt: skip
-def test_what_fits_is_exact(values):
+def test_values_in_range_are_summed_exactly(values):
     expected = sum(torch.tensor(values).double().tolist())
     assert exact.total(added(torch.tensor(values))).item() == pytest.approx(expected, rel=1e-7)
 
 
 def test_a_sum_and_its_negative_differ_in_sign_alone():
     values = torch.randn(300) * 2.0 ** torch.randint(-60, 20, (300,))
-    for some in (values, *values[:40, None]):
-        assert torch.equal(exact.total(added(-some)), -exact.total(added(some)))
+    for sample in (values, *values[:40, None]):
+        assert torch.equal(exact.total(added(-sample)), -exact.total(added(sample)))
 
 
 def test_the_kernels_count_the_slots_that_the_buffer_has():
@@ -77,14 +77,14 @@ def test_the_kernels_count_the_slots_that_the_buffer_has():
 
 
 @pytest.fixture
-def asked(request):
+def deterministic(request):
     torch.use_deterministic_algorithms(request.param == "torch")
     yield {"deterministic": True} if request.param == "option" else None
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("asked", ["option", "torch"], indirect=True)
-def test_asked_for_they_are_exact_through_the_public_call(asked):
+@pytest.mark.parametrize("deterministic", ["option", "torch"], indirect=True)
+def test_deterministic_gradients_through_the_public_call(deterministic):
     table, slope = torch.randn(40, requires_grad=True), torch.tensor([0.3, 0.7], requires_grad=True)
 
     def bias(s, b, h, q, kv):
@@ -92,18 +92,18 @@ def test_asked_for_they_are_exact_through_the_public_call(asked):
 
     q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
     mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 20, 20, BLOCK_SIZE=16)
-    found = []
+    grads = []
     for _ in range(2):
-        out = tritoncp.flex_attention(q, k, v, bias, mask, kernel_options=asked)
-        found.append(torch.autograd.grad(out.square().sum(), (table, slope)))
-    for one, other in zip(*found, strict=True):
+        out = tritoncp.flex_attention(q, k, v, bias, mask, kernel_options=deterministic)
+        grads.append(torch.autograd.grad(out.square().sum(), (table, slope)))
+    for one, other in zip(*grads, strict=True):
         assert torch.equal(one, other) and one.dtype == torch.float32
     wide = [x.double() for x in (q, k, v)]
     oracle = dense_attention(*wide, mask, bias).out
-    for grad, wanted in zip(
-        found[0], torch.autograd.grad(oracle.square().sum(), (table, slope)), strict=True
+    for grad, expected in zip(
+        grads[0], torch.autograd.grad(oracle.square().sum(), (table, slope)), strict=True
     ):
-        torch.testing.assert_close(grad, wanted, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(grad, expected, atol=1e-5, rtol=1e-4)
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def jit_grad(dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps):
     return dscore * tl.load(caps[0][0])
 
 
-def test_a_hand_written_gradient_cannot_be_asked_for_it():
+def test_a_hand_written_gradient_is_refused_under_deterministic():
     scale = torch.ones((), requires_grad=True)
     mod = Mod.from_triton(jit_scaled, jit_grad, [scale], back=jit_grad)
     q = torch.randn(1, 1, 16, 16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Masks that no kernel can run go by bits; score_mods that no kernel can run are refused by name."""
+"""Tests of mods that cannot be translated: a mask_mod becomes a bitmap, a score_mod raises an error."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def inputs(batch=2, heads=4, kv_heads=2, dtype=torch.float32):
 
 
 def agree(mask, world_size, balancer, batch=2, heads=4):
-    """Outputs and gradients of W simulated ranks are those of the dense oracle."""
+    """Check that outputs and gradients of simulated ranks equal those of the dense oracle."""
     q, k, v = inputs(batch, heads, heads // 2)
     world = tritoncp.simulate(world_size)
     plan = world.make_plan(mask, balancer=balancer)
@@ -68,11 +68,11 @@ def agree(mask, world_size, balancer, batch=2, heads=4):
     grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     oracle = dense_attention(*wide, plan.mask)
-    expected = torch.autograd.grad((oracle.out * weight.double()).sum(), wide)
+    reference_grads = torch.autograd.grad((oracle.out * weight.double()).sum(), wide)
     torch.testing.assert_close(out.double(), oracle.out, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(lse.double(), oracle.lse, atol=2e-6, rtol=1e-5)
-    for grad, wanted in zip(grads, expected):
-        torch.testing.assert_close(grad.double(), wanted, atol=1e-5, rtol=1e-4)
+    for grad, reference_grad in zip(grads, reference_grads):
+        torch.testing.assert_close(grad.double(), reference_grad, atol=1e-5, rtol=1e-4)
 
 
 def block_mask(mod):
@@ -106,7 +106,7 @@ def test_an_untranslatable_mask_on_one_device(mod):
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_mask_listed_for_one_head_is_asked_about_every_head_and_batch_row():
+def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row():
     agree(block_mask(by_batch_and_head), 3, "ptrr")
 
 
@@ -122,22 +122,22 @@ def test_a_torch_block_mask_that_cannot_be_translated():
     agree(torch_block_mask(by_cumsum, None, None, S, S, device="cpu", BLOCK_SIZE=BLOCK), 2, None)
 
 
-def test_bits_are_kept_for_own_blocks_only_and_say_what_the_mask_says():
+def test_bits_of_own_blocks_equal_the_mask():
     plan = make_plan(block_mask(by_cumsum), world_size=3, rank=1)
     bits = bitmask(plan, [1], 1, 1, by_cumsum)
-    asked = []
+    queries = []
 
     def watched(b, h, q, kv):
-        asked.append(q)
+        queries.append(q)
         return by_cumsum(b, h, q, kv)
 
     bitmask(plan, [1], 1, 1, watched)
     q, kv = torch.meshgrid(torch.arange(S), torch.arange(S), indexing="ij")
     rows, cols = q // BLOCK[0], kv // BLOCK[1]
-    mine = (plan.owners[0] == 1)[rows] & (bits.ids[0, 0, bits.rows[rows].clamp(min=0), cols] >= 0)
+    own = (plan.owners[0] == 1)[rows] & (bits.ids[0, 0, bits.rows[rows].clamp(min=0), cols] >= 0)
     listed = (plan.mask.runs.to_kinds()[0, 0] == 0)[rows, cols] & (plan.owners[0] == 1)[rows]
-    assert torch.equal(mine, listed) and mine.any()
-    at = mine.nonzero(as_tuple=True)
+    assert torch.equal(own, listed) and own.any()
+    at = own.nonzero(as_tuple=True)
     zero = torch.zeros_like(at[0])
     assert torch.equal(bits.mask_mod()(zero, zero, *at), by_cumsum(zero, zero, *at))
     assert len(bits.bits) == len(torch.unique(rows[at] * 100 + cols[at]))
@@ -150,8 +150,8 @@ def test_bits_are_made_once_for_a_plan(monkeypatch):
     plan = make_plan(block_mask(by_cumsum), world_size=1)
     q, k, v = inputs()
     first = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
-    again = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
-    assert len(evaluations) == 1 and torch.equal(first, again)
+    second = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
+    assert len(evaluations) == 1 and torch.equal(first, second)
     assert mask_of(plan, [q], False) is mask_of(plan, [q], False)
 
 
@@ -176,7 +176,7 @@ def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():
 
 @pytest.mark.usefixtures("eager")
 def test_the_eager_engine_is_spoken_of_once(monkeypatch):
-    monkeypatch.setattr(engine_factory, "_NOTICED", [])
+    monkeypatch.setattr(engine_factory, "_WARNED", [])
     q, k, v = inputs()
     with pytest.warns(UserWarning, match=r"plain torch.*TRITON_INTERPRET=1 before Python starts"):
         tritoncp.flex_attention(q, k, v, enable_gqa=True)
@@ -191,7 +191,7 @@ def jit_dilated(b, h, q_idx, kv_idx, caps):
 
 
 @pytest.mark.parametrize("kind", ["torch", "compact"])
-def test_a_hand_written_mask_runs_as_it_is(kind):
+def test_a_hand_written_mask_runs_unchanged(kind):
     step = 3
     lists = torch_block_mask(
         lambda b, h, q, kv: (q >= kv) & ((q - kv) % step == 0), 1, 1, S, S, device="cpu", BLOCK_SIZE=16

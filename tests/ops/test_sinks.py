@@ -1,4 +1,5 @@
-"""A sink is one more key: its score is the logit, its value zero, and everyone sees it."""
+"""Tests of sinks: a sink equals an extra key with the logit as score and value zero, visible to all
+queries."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ CLOSE = {"atol": 1e-8, "rtol": 1e-8, "grad_atol": 1e-8}
 def one_more_key(qkv: list[Tensor], mask: Mask, sinks: Tensor) -> Answer:
     q, k, v = qkv
     more = [torch.cat([x, x.new_zeros(*x.shape[:2], 1, x.shape[3])], 2) for x in (k, v)]
-    seen = torch.cat([mask.to_dense(1, q.shape[1]), torch.ones(1, q.shape[1], S, 1, dtype=torch.bool)], 3)
+    visible = torch.cat([mask.to_dense(1, q.shape[1]), torch.ones(1, q.shape[1], S, 1, dtype=torch.bool)], 3)
     score = lambda s, b, h, q_idx, kv: torch.where(kv == S, sinks[h], s)  # noqa: E731
-    found = dense_attention(q, *more, seen, score)
-    return differentiate(found.out, found.lse, qkv, [sinks])
+    result = dense_attention(q, *more, visible, score)
+    return differentiate(result.out, result.lse, qkv, [sinks])
 
 
 def with_sinks(qkv: list[Tensor], mask: Mask, sinks: Tensor, world_size: int, schedule: str) -> Answer:
@@ -57,11 +58,11 @@ def test_one_device_and_compiled_are_the_same() -> None:
     assert not torch.allclose(want, tritoncp.flex_attention(q, k, v, mask))
     got = torch.compile(call, fullgraph=True, backend="aot_eager")(q, k, v, sinks)
     torch.testing.assert_close(got, want)
-    for mine, right in zip(
+    for own, right in zip(
         torch.autograd.grad(got.square().sum(), [q, k, v, sinks]),
         torch.autograd.grad(want.square().sum(), [q, k, v, sinks]),
     ):
-        torch.testing.assert_close(mine, right)
+        torch.testing.assert_close(own, right)
 
 
 def test_a_sink_that_is_minus_infinity_takes_nothing() -> None:

@@ -1,4 +1,4 @@
-"""Measured tile shapes: which file wins, what a call takes of it, and that ranks take rank 0's."""
+"""Tests of measured tile shapes: precedence of files, look-up for a call, and agreement on rank 0's table."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def entry(block_m, kernel="forward", mask="causal", head_dim=16, dtype="float32"
 
 @pytest.fixture(autouse=True)
 def places(monkeypatch, tmp_path):
-    """The three folders, all of them empty."""
+    """Make the three folders of tile files, all empty."""
     tile_tables.forget()
-    tile_tables.TOLD.clear()
-    tune_on_first_call._TRIED.clear()
+    tile_tables.WARNED_DEVICES.clear()
+    tune_on_first_call._ATTEMPTS.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "given"))
     monkeypatch.setattr(tile_tables, "user_folder", lambda: tmp_path / "user")
     monkeypatch.setattr(tile_tables, "SHIPPED", tmp_path / "shipped")
@@ -57,7 +57,7 @@ def put(folder, block_m, device=H200, triton=None, **fields):
 
 
 def configs(device, dtype, dims, mask, score=False):
-    """The tile options of a call."""
+    """Return the tile options of a call."""
     return tile_tables.configs(device, Call.of(dtype, dims, mask, score))
 
 
@@ -66,7 +66,7 @@ def blocks(device=H200):
 
 
 def test_the_nearest_place_that_knows_wins(places):
-    """Written from the weakest to the strongest: each takes over from the one before."""
+    """Entries are written in ascending precedence: each replaces the previous one."""
     assert blocks() == {}
     weakest_first = [
         ("shipped", H100, None),
@@ -84,7 +84,7 @@ def test_the_nearest_place_that_knows_wins(places):
     assert blocks(Device("sm_100", "NVIDIA B200")) == {}
 
 
-def test_what_one_place_does_not_know_the_next_one_may(places):
+def test_a_missing_entry_is_looked_up_in_the_next_folder(places):
     put(places / "given", 16)
     put(places / "user", 64, kernel="dq")
     assert blocks() == {"forward": 16, "dq": 64}
@@ -133,7 +133,7 @@ def test_a_file_that_makes_no_sense_is_named_and_passed_over(places, text):
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "endless", "large"])
-def test_what_is_no_file_is_named_and_passed_over(places, kind):
+def test_unusable_files_are_named_and_skipped(places, kind):
     put(places / "user", 64)
     path = tile_tables.path_in(places / "given", H200, "3.6.0")
     path.parent.mkdir(parents=True)
@@ -171,8 +171,8 @@ def test_a_mask_that_was_not_measured_takes_the_nearest_that_was(places):
     assert configs(cpu, torch.bfloat16, (16, 16), "causal") == {}
 
 
-def test_a_score_mod_that_loads_for_each_score_takes_only_what_was_measured_with_such_a_one(places):
-    """The rule has tiles for it, where the usual ones spill."""
+def test_a_score_mod_that_loads_for_each_score_uses_only_entries_of_its_kind(places):
+    """The rule has tiles for this case, in which the standard tiles spill registers."""
     cpu = torch.device("cpu")
     heavy = entry(64, score="mine:table") | {"loads": 2}
     tile_tables.write(places / "user", CPU, [entry(16), entry(32, score="softcap")], {})
@@ -189,12 +189,12 @@ def test_a_score_mod_that_loads_for_each_score_takes_only_what_was_measured_with
         assert engine_factory.scored(engine_factory.Spec(digest, None, (), (), False, None)) == score
 
 
-def test_a_score_mod_and_a_dim_of_values_take_their_own_and_then_the_nearest(places):
-    """Written from the weakest to the strongest: each takes over from the one before. Calls without a
-    score_mod never take what was measured with one."""
-    cpu, known = torch.device("cpu"), []
+def test_entries_with_a_score_mod_and_a_value_dim_precede_the_nearest(places):
+    """Entries are written in ascending precedence: each replaces the previous one. Calls without a score_mod
+    never use entries that were measured with one."""
+    cpu, entries = torch.device("cpu"), []
 
-    def found(*, score, dims=(16, 8), mask="causal"):
+    def lookups(*, score, dims=(16, 8), mask="causal"):
         options = configs(cpu, torch.float32, dims, mask, score=score)
         return dict(dict(options.get("CONFIGS", ())).get("forward", ())).get("BLOCK_M")
 
@@ -208,18 +208,18 @@ def test_a_score_mod_and_a_dim_of_values_take_their_own_and_then_the_nearest(pla
         {"mask": "full", "score": "softcap", "v_head_dim": 8},
         {"mask": "causal", "score": "softcap", "v_head_dim": 8},
     ]
-    for i, about in enumerate(weakest_first):
-        known.append(entry(16 << i % 4, **about))
-        tile_tables.write(places / "user", CPU, known[-1:], {})
-        assert found(score=True) == 16 << i % 4, about
-        assert found(score=False) == 16 << min(i, 3) % 4
-    assert found(score=True, dims=(16, 16)) == 16 << 5 % 4
-    assert found(score=False, dims=(8, 16)) == 16 << 1 and found(score=True, dims=(8, 8)) is None
+    for i, lookup_key in enumerate(weakest_first):
+        entries.append(entry(16 << i % 4, **lookup_key))
+        tile_tables.write(places / "user", CPU, entries[-1:], {})
+        assert lookups(score=True) == 16 << i % 4, lookup_key
+        assert lookups(score=False) == 16 << min(i, 3) % 4
+    assert lookups(score=True, dims=(16, 16)) == 16 << 5 % 4
+    assert lookups(score=False, dims=(8, 16)) == 16 << 1 and lookups(score=True, dims=(8, 8)) is None
     tile_tables.write(places / "user", CPU, [entry(128, mask="causal", score="alibi")], {})
-    assert found(score=True, dims=(16, 16)) == 128, "one score_mod stands for all: the last"
+    assert lookups(score=True, dims=(16, 16)) == 128, "one score_mod stands for all: the last"
 
 
-def test_a_gpu_that_nobody_tuned_is_told_once_with_the_command(monkeypatch):
+def test_an_untuned_gpu_causes_one_warning_with_the_command(monkeypatch):
     monkeypatch.setattr(tile_tables, "device_of", lambda device: H200)
     gpu = torch.device("cuda", 0)
     with pytest.warns(UserWarning, match=r"NVIDIA H200 \(sm_90\).*`tritoncp autotune --preset"):
@@ -227,15 +227,15 @@ def test_a_gpu_that_nobody_tuned_is_told_once_with_the_command(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert configs(gpu, torch.bfloat16, (64, 64), "full") == {}
-    tile_tables.TOLD.clear()
+    tile_tables.WARNED_DEVICES.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
 
 
-def test_a_call_that_is_unlike_all_that_was_tuned_is_told_too(places, monkeypatch):
-    """One shape that was shipped for a GPU says nothing about the others."""
+def test_a_call_without_a_matching_entry_causes_a_warning(places, monkeypatch):
+    """A shipped entry for one shape does not suppress the warning for other shapes."""
     monkeypatch.setattr(tile_tables, "device_of", lambda device: H200)
     gpu = torch.device("cuda", 0)
     put(places / "shipped", 64, head_dim=64, dtype="bfloat16")
@@ -246,7 +246,7 @@ def test_a_call_that_is_unlike_all_that_was_tuned_is_told_too(places, monkeypatc
         assert configs(gpu, torch.bfloat16, (128, 128), "causal") == {}
 
 
-def test_writing_replaces_the_same_kernels_and_keeps_the_others(places):
+def test_writing_replaces_entries_with_the_same_key_only(places):
     folder = places / "user"
     tile_tables.write(folder, H200, [entry(16), entry(32, "dq")], {"code": "a"})
     path = tile_tables.write(folder, H200, [entry(64)], {"code": "b"})
@@ -326,7 +326,7 @@ def test_a_folder_that_cannot_be_created_is_an_error_with_a_remedy(places):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """(kernel, BLOCK_M) of everything that is launched."""
+    """Record (kernel, BLOCK_M) of every launch."""
     launches = []
     original = launch.Launch.__call__
 
@@ -347,7 +347,7 @@ def attend(mask, score=None, call=flex_attention, **options):
     torch.testing.assert_close(out, dense_attention(q, k, v, mask_of_call, score).out, atol=2e-6, rtol=1e-5)
 
 
-def test_calls_take_what_was_measured_and_options_are_stronger(places, launched):
+def test_calls_use_measured_tiles_and_options_override_them(places, launched):
     put(places / "user", 16, CPU)
     attend(causal())
     assert dict(launched)["forward"] == 16 and dict(launched)["dq"] == 128
@@ -376,31 +376,31 @@ def test_calls_with_a_score_mod_and_fused_ones_take_their_own(places, launched):
 ROUTED = {"kernel": "route", "config": {"ROUTE": "specialised", **asdict(Config(64, 32))}}
 
 
-def test_a_route_is_for_calls_just_like_the_one_it_was_measured_with(places):
-    """Nothing but that call on that device with that Triton was seen to be right."""
+def test_a_route_applies_only_to_calls_equal_to_the_measured_one(places):
+    """A route was verified only for its call, device and Triton version."""
 
-    def found(**about):
-        call = {"dtype": torch.float32, "dims": (16, 16), "mask": "causal"} | about
+    def look_up(**changes):
+        call = {"dtype": torch.float32, "dims": (16, 16), "mask": "causal"} | changes
         options = configs(torch.device("cpu"), **call)
         return dict(options.get("CONFIGS", ())).get("route")
 
     tile_tables.write(places / "user", CPU, [entry(16), entry(16, head_dim=32), entry(16) | ROUTED], {})
-    assert found() == (("ROUTE", "specialised"),)
+    assert look_up() == (("ROUTE", "specialised"),)
     other_calls = [{"mask": "full"}, {"mask": "interval"}, {"dims": (16, 8)}, {"score": True}]
-    assert not any(found(**other) for other in [*other_calls, {"dims": (32, 32)}, {"dtype": torch.float16}])
+    assert not any(look_up(**other) for other in [*other_calls, {"dims": (32, 32)}, {"dtype": torch.float16}])
     won = {"kernel": "route", "config": {"ROUTE": "loops", **asdict(Config(64, 32))}}
     tile_tables.write(places / "given", CPU, [entry(16) | won], {})
-    assert found() is None and configs(torch.device("cpu"), torch.float32, (16, 16), "causal")
+    assert look_up() is None and configs(torch.device("cpu"), torch.float32, (16, 16), "causal")
     for path in places.glob("*/*/*.json"):
         path.unlink()
     for device, triton in ((CPU, "3.6.0"), (Device("interpreter", "another"), None)):
         tile_tables.write(places / "user", device, [entry(16), entry(16) | ROUTED], {}, triton)
-        assert found() is None and tile_tables.local(torch.device("cpu")) != "[]"
+        assert look_up() is None and tile_tables.local(torch.device("cpu")) != "[]"
 
 
 @pytest.fixture
 def kernels(launched):
-    """The kernels of one forward pass of 128 rows, or as many as are asked for."""
+    """Return the kernels of one forward pass."""
 
     def run(rows=128, **options):
         launched.clear()
@@ -413,8 +413,8 @@ def kernels(launched):
     return run
 
 
-def test_calls_go_by_the_route_that_was_measured_where_it_can_be_had(places, kernels, monkeypatch):
-    """Warnings about a route come only from calls that ask for it."""
+def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkeypatch):
+    """Only calls that request a route warn about it."""
     loops, both = ["forward"], ["forward", "specialised"]
     tile_tables.write(places / "user", CPU, [entry(64) | ROUTED | {"mask": "interval"}], {})
     with warnings.catch_warnings():
@@ -434,8 +434,8 @@ def test_calls_go_by_the_route_that_was_measured_where_it_can_be_had(places, ker
         kernels(ROUTE="gluon")
 
 
-def test_few_rows_take_what_was_measured_for_them_whatever_their_mask(places):
-    """And who has nothing but that is told to tune."""
+def test_few_rows_use_their_entry_for_every_mask(places):
+    """A process with no other entries is warned to tune."""
     tile_tables.write(places / "user", CPU, [entry(64, "few", mask="full")], {})
     for mask in ("full", "causal", "interval", "mod", "window"):
         options = configs(torch.device("cpu"), torch.float32, (16, 16), mask)
@@ -449,7 +449,7 @@ def test_the_rule_serves_where_nothing_was_measured(launched):
 
 
 def test_rank_0_chooses_for_all(places, launched, monkeypatch):
-    """Each rank has files of its own, rank 2 none at all; every rank launches rank 0's tiles."""
+    """Ranks have different files, rank 2 none; every rank launches rank 0's tiles."""
     for rank, block in enumerate((16, 64)):
         put(places / str(rank), block, CPU)
         put(places / str(rank), 32, CPU, triton="0.0", kernel="dq")
@@ -474,7 +474,7 @@ def test_rank_0_chooses_for_all(places, launched, monkeypatch):
 
 
 def test_ranks_that_have_the_same_send_nothing(places, monkeypatch):
-    """Their digests travel with what ranks compare anyway; only tables that differ cost one exchange more."""
+    """Digests are part of an exchange that happens anyway; only different tables cost another exchange."""
     put(places / "given", 16, CPU)
     put(places / "other", 32, CPU)
 
@@ -493,8 +493,8 @@ def test_ranks_that_have_the_same_send_nothing(places, monkeypatch):
     assert on_ranks(2, work, True) == [[2, 3]] * 2
 
 
-def test_what_is_tuned_is_what_calls_look_up() -> None:
-    """The kind that a target is written under is the one that its mask is found under."""
+def test_written_kinds_equal_looked_up_kinds() -> None:
+    """The kind of a written target equals the kind of its mask at look-up."""
     for name, (kind, variant) in MASKS.items():
         closed = CASES[name].closed(512)
         mask = full_mask(512, 512) if closed is None else create_block_mask(closed, 1, 1, 512, 512)

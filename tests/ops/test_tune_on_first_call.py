@@ -1,4 +1,4 @@
-"""Tuning during a call: who asked, what the command is told, who waits for whom, what failures cost."""
+"""Tests of tuning at the first call: when it runs, its command, waiting ranks, and failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ path.write_text("{" if how == "tear" else json.dumps({"entries": old + new}))
 
 @pytest.fixture
 def stub(places, monkeypatch, launched):
-    """This CPU may be tuned; gives the lines that the command was called with."""
+    """Let this CPU be tuned by a stub command; return the file of its command lines."""
     plan_cache_clear()  # engines are kept with plans
     monkeypatch.setattr(tune_on_first_call, "_tunable", lambda device: True)
     monkeypatch.setattr(tune_on_first_call, "COMMAND", (sys.executable, "-S", "-c", STUB))
@@ -61,7 +61,7 @@ def stub(places, monkeypatch, launched):
 
 @pytest.mark.filterwarnings("ignore:TRITONCP_AUTOTUNE")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_the_first_call_of_a_kind_is_tuned_if_asked(stub, launched, compiled):
+def test_the_first_call_of_a_kind_is_tuned_if_requested(stub, launched, compiled):
     call = torch.compile(flex_attention, backend="eager", fullgraph=True) if compiled else flex_attention
     attend(causal(), call=call)
     assert dict(launched) == {"forward": 16, "delta": 64, "dq": 16, "dkdv": 16}, "the call itself has them"
@@ -73,10 +73,10 @@ def test_the_first_call_of_a_kind_is_tuned_if_asked(stub, launched, compiled):
     assert stub() == [first, first.replace("causal", "window") + " --score-mod softcap"]
 
 
-def test_nobody_who_has_not_asked_is_tuned_for(stub, monkeypatch):
+def test_nothing_is_tuned_unless_requested(stub, monkeypatch):
     for name, value in (("TRITONCP_AUTOTUNE", "0"), ("TRITONCP_CONFIG_DIR", "-")):
-        with monkeypatch.context() as here:
-            here.setenv(name, value)
+        with monkeypatch.context() as call:
+            call.setenv(name, value)
             attend(causal())
     monkeypatch.delenv("TRITONCP_AUTOTUNE")
     attend(causal())
@@ -119,8 +119,8 @@ def test_tuning_that_fails_costs_a_call_nothing_but_time(places, stub, launched,
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["", "fail"])
-def test_rank_0_tunes_for_all_if_it_was_asked(places, stub, launched, monkeypatch, how):
-    """Its own environment counts, whatever the others' say; their files lie elsewhere, and differ."""
+def test_rank_0_tunes_for_all_if_requested_there(places, stub, launched, monkeypatch, how):
+    """Only rank 0's environment decides; the ranks' folders and files differ."""
     monkeypatch.setenv("STUB", how)
     put(places / "1", 64, CPU)
 
@@ -144,7 +144,7 @@ def test_rank_0_tunes_for_all_if_it_was_asked(places, stub, launched, monkeypatc
 
 @pytest.mark.filterwarnings("error")
 def test_a_warning_that_is_an_error_is_one_on_rank_0_alone(stub, monkeypatch):
-    """As after Ctrl-C there: the others are not left waiting."""
+    """An exception on rank 0, as after Ctrl-C, does not leave the other ranks waiting."""
 
     def work(group):
         plan = make_plan(
@@ -152,7 +152,9 @@ def test_a_warning_that_is_an_error_is_one_on_rank_0_alone(stub, monkeypatch):
         )
         x = torch.randn(1, 1, plan.s_local, 16)
         try:
-            tune_on_first_call.if_asked(x.device, group, Call.of(x.dtype, (16, 16), "causal"), (1, 1, 32))
+            tune_on_first_call.tune_if_requested(
+                x.device, group, Call.of(x.dtype, (16, 16), "causal"), (1, 1, 32)
+            )
         except UserWarning as error:
             return str(error)
 
@@ -162,22 +164,22 @@ def test_a_warning_that_is_an_error_is_one_on_rank_0_alone(stub, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_ranks_tune_together_though_only_one_has_masked_blocks(places, stub):
-    """That one looks up a kind of mask which a file may know; the others do not."""
+    """Only the rank with masked blocks looks up kind "mod"; all ranks must decide the same."""
     put(places / "given", 16, CPU, mask="mod")
 
     def work(group):
         make_plan(create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16), group)
         x, kind = torch.empty(1, 1, 32, 16), ("mod", "interval")[group.rank()]
         call = Call.of(x.dtype, (16, 16), kind)
-        tune_on_first_call.if_asked(x.device, group, call, (1, 1, 32))
+        tune_on_first_call.tune_if_requested(x.device, group, call, (1, 1, 32))
         return tile_tables.configs(x.device, call, group) != {}
 
     assert on_ranks(2, work) == [True] * 2 and len(stub()) == 1
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_group_whose_plans_were_made_elsewhere_does_not_tune(stub):
-    """Nobody knows whether the other ranks were asked."""
+def test_a_group_with_plans_of_another_process_does_not_tune(stub):
+    """Such a group has no agreement about tuning."""
 
     def work(group):
         mask = create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16)
@@ -190,7 +192,7 @@ def test_a_group_whose_plans_were_made_elsewhere_does_not_tune(stub):
 
 @pytest.mark.filterwarnings("ignore")
 def test_processes_of_one_machine_tune_once(stub, launched):
-    """Eight of them without context parallelism, as in data parallel training: the others wait and find."""
+    """Of independent processes, as in data parallel training, one tunes and the rest use its result."""
 
     def work(group):
         attend(causal())
@@ -199,35 +201,37 @@ def test_processes_of_one_machine_tune_once(stub, launched):
     assert on_ranks(3, work) == [16] * 3 and len(stub()) == 1
 
 
-def test_who_waits_too_long_for_another_process_goes_on(stub, places, monkeypatch):
+def test_a_call_continues_after_waiting_too_long_for_another_process(stub, places, monkeypatch):
     monkeypatch.setenv("TRITONCP_AUTOTUNE", "0.2s")
-    elsewhere = tune_on_first_call._alone(
+    other_lock = tune_on_first_call._hold_lock(
         tile_tables.path_in(places / "given", CPU).with_suffix(".lock"), math.inf
     )
-    with elsewhere, pytest.warns(UserWarning, match="could not be measured.*another process tunes"):
+    with other_lock, pytest.warns(UserWarning, match="could not be measured.*another process tunes"):
         attend(causal())
     assert stub() == []
 
 
 def test_the_command_measures_where_the_call_is(monkeypatch):
-    """And on nothing else: the others' GPUs are busy."""
+    """Only this device is visible to the command: the GPUs of other ranks are busy."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    here, first = torch.device("cuda"), torch.device("cuda", 0)
+    cuda_device, first = torch.device("cuda"), torch.device("cuda", 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [tune_on_first_call._environment(device)["CUDA_VISIBLE_DEVICES"] for device in (here, first)] == [
+    assert [
+        tune_on_first_call._environment(device)["CUDA_VISIBLE_DEVICES"] for device in (cuda_device, first)
+    ] == [
         "1",
         "0",
     ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-7f,6")
-    assert tune_on_first_call._environment(here)["CUDA_VISIBLE_DEVICES"] == "6"
+    assert tune_on_first_call._environment(cuda_device)["CUDA_VISIBLE_DEVICES"] == "6"
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "3,5")
     assert tune_on_first_call._environment(first)["HIP_VISIBLE_DEVICES"] == "3"
 
 
 @pytest.mark.parametrize("mask", tune_on_first_call.MEASURED)
-def test_the_command_takes_these_words_for_a_call_and_writes_what_that_looks_up(mask):
+def test_the_command_accepts_the_arguments_of_a_call_and_writes_its_entries(mask):
     call = Call("bfloat16", (192, 128), mask, score=True)
-    words = tune_on_first_call._words(call, (16, 8, 3000), 60.0)
+    words = tune_on_first_call._command_arguments(call, (16, 8, 3000), 60.0)
     done = CliRunner().invoke(main, ["autotune", "--target", "sm_90", "--dry-run", "--json", *words])
     assert done.exit_code == 0, done.output
     names = [row["kernel"].split()[0] for row in json.loads(done.output)]

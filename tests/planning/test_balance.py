@@ -1,4 +1,4 @@
-"""Balancers deal every block once, evenly; PTRR is torch's; locality sends little."""
+"""Tests of balancers: every block is dealt once, evenly; PTRR equals torch's; locality sends few rows."""
 
 import time
 from collections.abc import Callable
@@ -34,7 +34,7 @@ ZOO = {name: make for name, make in MASKS.items() if name != NO_CLOSED_FORM}
 
 @st.composite
 def masks(draw: Callable) -> Mask:
-    """Small masks of every kind: heads, batch rows, blocks that differ, lengths that do not divide."""
+    """Draw small masks: heads, batch rows, query and key blocks of different sizes, ragged lengths."""
     q_len = draw(st.integers(1, 80))
     kv_len = draw(st.sampled_from([q_len, draw(st.integers(1, 80))]))
     block = draw(st.sampled_from([4, (8, 4), (4, 8)]))
@@ -56,7 +56,7 @@ def zoo_plan(name: str, balancer: str, size: int = 65536, world_size: int = 8) -
 
 
 def travels(plan: Plan) -> float:
-    """Rows that move, of those that a full gather moves."""
+    """Return the rows that a fetch sends, as a share of those of an all-gather."""
     return fetched_rows(plan) / ((plan.world_size - 1) * plan.kv.length)
 
 
@@ -122,7 +122,7 @@ def test_ptrr_of_torchs_document_example() -> None:
 
 @given(st.lists(st.floats(0, 1e6), max_size=60), st.integers(1, 9))
 def test_ptrr_is_within_the_dearest_block_of_even(costs: list[float], world_size: int) -> None:
-    """Zig-zag: between any two ranks the gap telescopes to at most the largest cost."""
+    """In zig-zag order the difference between two ranks telescopes to at most the largest cost."""
     work = torch.tensor(costs, dtype=torch.float64)
     sums = [float(work[rank].sum()) for rank in ptrr(Work(work, world_size))]
     assert max(sums) - min(sums) <= max(costs, default=0) * (1 + 1e-9)
@@ -137,18 +137,18 @@ def test_contiguous_is_natural_order(n: int, world_size: int) -> None:
 
 
 @given(masks())
-def test_views_say_what_every_block_costs_and_sees(mask: Mask) -> None:
+def test_views_hold_costs_and_visible_columns_of_every_block(mask: Mask) -> None:
     kinds = mask.runs.to_kinds()  # [B, H, rows, columns]
     masked, full = ((kinds == 0) | (kinds == 2)).sum((1, 3)), (kinds == 1).sum((1, 3))
     for row, work in enumerate(views([mask], 3)):
         assert torch.equal(work.costs, (masked * MASKED + full)[row].double())
-        seen = (kinds[row] != 3).any(0)  # [rows, columns]
+        visible = (kinds[row] != 3).any(0)  # [rows, columns]
         said = torch.zeros(len(work.costs), work.columns, dtype=torch.bool)
         for block, start, end in work.sees[0].tolist():
             assert start < end <= work.columns and not bool(said[block, start:end].any())
             said[block, start:end] = True
         unit = mask.q_block if work.together else mask.kv_block
-        tokens = seen.repeat_interleave(mask.kv_block, 1)[:, : mask.kv_len]
+        tokens = visible.repeat_interleave(mask.kv_block, 1)[:, : mask.kv_len]
         short = -mask.kv_len % unit
         assert torch.equal(said, torch.nn.functional.pad(tokens, (0, short)).unflatten(1, (-1, unit)).any(2))
 
@@ -188,12 +188,14 @@ def test_a_function_of_ones_own_may_leave_ranks_empty() -> None:
     ],
     ids=["missing", "twice", "unknown", "ranks", "owners", "nothing"],
 )
-def test_what_it_returns_is_checked(said, match: str) -> None:
-    def mine(work: Work):
+def test_results_of_a_custom_balancer_are_checked(said, match: str) -> None:
+    def custom(work: Work):
         return said
 
-    with pytest.raises(ValueError, match=f"balancer mine .*{match}"):
-        make_plan(create_block_mask(causal(), None, None, 32, 32, BLOCK_SIZE=8), world_size=2, balancer=mine)
+    with pytest.raises(ValueError, match=f"balancer custom .*{match}"):
+        make_plan(
+            create_block_mask(causal(), None, None, 32, 32, BLOCK_SIZE=8), world_size=2, balancer=custom
+        )
 
 
 # -- documents ----------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ def test_small_documents_stay_whole_and_a_long_one_is_shared() -> None:
 
 @given(st.lists(st.integers(1, 40), min_size=8, max_size=30), st.integers(2, 4))
 def test_documents_of_any_length_are_cut_only_where_they_must(lengths: list[int], world_size: int) -> None:
-    """Of whole blocks: one with less than half a rank's share of work is cut for want of room alone."""
+    """A document of whole blocks with less than half a rank's share of work is cut only for lack of room."""
     mod = and_masks(causal(), document(lengths=[4 * n for n in lengths]))
     size = 4 * sum(lengths)
     (work,) = views([create_block_mask(mod, None, None, size, size, BLOCK_SIZE=4)], world_size)
@@ -250,7 +252,7 @@ def test_where_contiguous_is_even_locality_sends_no_more(world_size: int) -> Non
 
 
 def test_locality_weighs_the_bytes_of_all_masks() -> None:
-    """Layers that see their own block alone say nothing about order; the other layers' documents do."""
+    """Layers of block-diagonal masks do not constrain the order; documents of the remaining layers do."""
     n, own = 16, torch.arange(16)
     alone = create_block_mask(document(ids=own), None, None, n, n, BLOCK_SIZE=1)
     ring = create_block_mask(
@@ -262,8 +264,8 @@ def test_locality_weighs_the_bytes_of_all_masks() -> None:
     ]  # fmt: skip
 
 
-def test_keys_that_lie_elsewhere_are_placed_near_who_reads_them() -> None:
-    """Cross attention: keys have blocks of their own, dealt on their own, in the same order of ranks."""
+def test_remote_keys_are_placed_near_their_readers() -> None:
+    """In cross attention key blocks are dealt separately, in the same order of ranks."""
     mod = document(ids=torch.arange(512) // 128)
     wide = create_block_mask(lambda b, h, q, kv: mod(b, h, q, kv // 2), None, None, 512, 1024, BLOCK_SIZE=16)
     plan = build(wide, 4, balancer="locality", schedule="fetch")

@@ -1,4 +1,4 @@
-"""The cost model: its counts are exact, and its order is that of the cases with an obvious answer."""
+"""Tests of the cost model: exact counts, and the ranking in cases with an obvious answer."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def best(
     mask: Mask, world_size: int, balancer: str | None, hardware: cost.Hardware = cost.NVLINK
 ) -> list[str]:
     plan = make_plan(mask, world_size=world_size, rank=0, balancer=balancer)
-    return [found.schedule for found in cost.costs(plan, cost.Shape(), hardware)]
+    return [estimates.schedule for estimates in cost.costs(plan, cost.Shape(), hardware)]
 
 
 def test_where_little_is_seen_little_is_fetched() -> None:
@@ -63,8 +63,8 @@ def test_an_all_gather_waits_for_as_many_messages_as_it_sends(
     monkeypatch.setattr(traffic, "SMALL", small)
     plan = make_plan(full_mask(1024, 1024), world_size=8, rank=0)
     waiting = replace(cost.NVLINK, latency=1.0)
-    found = next(x for x in cost.costs(plan, cost.Shape(), waiting) if x.schedule == "allgather")
-    assert round(found.forward) == messages
+    estimates = next(x for x in cost.costs(plan, cost.Shape(), waiting) if x.schedule == "allgather")
+    assert round(estimates.forward) == messages
 
 
 def test_messages_alone_favour_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +78,9 @@ def test_faster_hardware_is_never_slower(factor: str) -> None:
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S), world_size=8, rank=0)
     faster = replace(cost.NVLINK, **{factor: 2 * getattr(cost.NVLINK, factor)})
     now, then = ({c.schedule: c for c in cost.costs(plan, cost.Shape(), h)} for h in (cost.NVLINK, faster))
-    for schedule, found in now.items():
-        assert then[schedule].total <= found.total
-        assert then[schedule].memory == found.memory
+    for schedule, estimates in now.items():
+        assert then[schedule].total <= estimates.total
+        assert then[schedule].memory == estimates.memory
 
 
 def test_every_rank_chooses_the_same_and_says_why() -> None:

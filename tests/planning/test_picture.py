@@ -1,4 +1,4 @@
-"""The picture and the page show what the plan says, at every size."""
+"""Tests of the picture and the page of a plan, at every size."""
 
 import re
 from html.parser import HTMLParser
@@ -34,8 +34,8 @@ def test_every_pixel_has_the_colour_of_its_owner_and_the_strength_of_its_pair(si
     kinds, paint = plan.mask.runs.to_kinds()[0, 0], colours(4)
     holder = torch.full((size,), -1)
     for rank in range(4):
-        held = plan.q.positions(rank)[0]
-        holder[held[held >= 0]] = rank
+        positions = plan.q.positions(rank)[0]
+        holder[positions[positions >= 0]] = rank
     at = [int((i + 0.5) * size / side) for i in range(side)]
     for y, q in enumerate(at):
         owner = int(holder[q // 128 * 128])
@@ -72,8 +72,8 @@ def test_a_thin_mask_has_a_detail_of_its_first_tokens() -> None:
     pixels, kinds = picture.mask_pixels(plan, 64, 2048).int(), plan.mask.runs.to_kinds()[0, 0]
     at = [int((i + 0.5) * 2048 / 64) for i in range(64)]
     for (y, q), (x, kv) in product(enumerate(at), enumerate(at)):
-        seen = kv <= q and kv // 1000 == q // 1000
-        shade = {3: 0.0, 1: FULL}.get(int(kinds[q // 128, kv // 128]), MASKED if seen else HIDDEN)
+        visible = kv <= q and kv // 1000 == q // 1000
+        shade = {3: 0.0, 1: FULL}.get(int(kinds[q // 128, kv // 128]), MASKED if visible else HIDDEN)
         want = faded(colours(8)[int(plan.owners[0, q // 128])], shade)
         assert (pixels[y, x] - want).abs().max() <= 1, (q, kv)
     assert picture.html(Facts.of(plan)).count("data:image/png") == 3
@@ -96,8 +96,8 @@ def test_bars_are_the_work(world_size: int) -> None:
     work = [float(rank % 7 + 1) for rank in range(world_size)]
     drawn = picture._columns(work)
     assert all(left >= 0 and left + wide <= picture.WIDE + 1e-6 for left, wide, _ in drawn)
-    shown = {rank for _, _, rank in drawn}
-    assert shown == set(range(world_size)) or max(work) == max(work[rank] for rank in shown)
+    bars = {rank for _, _, rank in drawn}
+    assert bars == set(range(world_size)) or max(work) == max(work[rank] for rank in bars)
 
 
 def test_reads_are_darker_for_more_and_its_own_apart() -> None:
@@ -110,7 +110,7 @@ def test_reads_are_darker_for_more_and_its_own_apart() -> None:
     assert picture.reads_pixels(facts, side=2).shape == (2, 2, 3)
 
 
-def test_plot_returns_what_it_saves(tmp_path) -> None:
+def test_plot_returns_the_saved_picture(tmp_path) -> None:
     plan = packed(1024, 4)
     image = plan.plot(tmp_path / "new" / "plan.png", heads=4, kv_heads=2)
     assert Image.open(tmp_path / "new" / "plan.png").tobytes() == image.tobytes()
@@ -120,7 +120,7 @@ def test_plot_returns_what_it_saves(tmp_path) -> None:
 
 
 class Page(HTMLParser):
-    """Every attribute of a page that could fetch something, and its visible text."""
+    """Collect every attribute of a page that could fetch a resource, and its visible text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Page(HTMLParser):
         self.said += data
 
 
-def test_the_page_holds_all_it_shows(tmp_path) -> None:
+def test_the_page_is_self_contained(tmp_path) -> None:
     plan = packed(4096, 4)
     plan.plot(tmp_path / "plan.html", heads=16, kv_heads=4)
     text = (tmp_path / "plan.html").read_text()
@@ -146,16 +146,16 @@ def test_the_page_holds_all_it_shows(tmp_path) -> None:
     for rank, blocks in enumerate(plan.work):
         assert f"<title>rank {rank}: {blocks:g} blocks</title>" in text
     facts = Facts.of(plan, heads=16, kv_heads=4)
-    for each in facts.costs:
-        assert each.schedule in page.said and picture.duration(each.forward) in page.said
+    for estimate in facts.costs:
+        assert estimate.schedule in page.said and picture.duration(estimate.forward) in page.said
     assert f"{plan.imbalance:.3f}" in page.said
 
 
 def test_one_rank_has_a_picture_and_a_page() -> None:
     facts = Facts.of(packed(1024, 1))
-    held = BytesIO()
-    picture.paint(facts).save(held, "PNG")
-    assert "nothing travels" in picture.html(facts) and held.tell() > 1000
+    page = BytesIO()
+    picture.paint(facts).save(page, "PNG")
+    assert "nothing travels" in picture.html(facts) and page.tell() > 1000
 
 
 def test_without_pillow_the_error_says_what_to_install(monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""Shards and back: laws of shard, unshard and positions over every kind of placement."""
+"""Tests of shard, unshard and positions over every kind of placement."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,8 @@ BY_ROW = and_masks(causal(), document(ids=torch.tensor([[0] * 5 + [1] * 25, [0] 
 
 
 def random_mask(batch: int, rows: int, cut: int, block: int, seed: int) -> Mask:
-    """Random blocks, so that batch rows cost differently; the last block is ``cut`` tokens short."""
+    """Make a mask of random blocks, whose batch rows have different costs; the last block is ``cut`` tokens
+    short."""
     g = torch.Generator().manual_seed(seed)
     kinds = torch.randint(1, 4, (batch, 1, rows, rows), generator=g, dtype=torch.uint8)
     length = rows * block - cut
@@ -27,7 +28,8 @@ def random_mask(batch: int, rows: int, cut: int, block: int, seed: int) -> Mask:
 
 @st.composite
 def plans(draw: Callable) -> Plan:
-    """Any balancer over any world, batch rows placed together or apart, or natural pieces of any length."""
+    """Draw plans of any balancer and world, of common or separate batch rows, or of natural pieces of any
+    length."""
     world, block, rows = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 7))
     cut = draw(st.integers(0, block - 1))
     mask = random_mask(draw(st.sampled_from([1, 2])), rows, cut, block, draw(st.integers(0, 99)))
@@ -40,7 +42,7 @@ def plans(draw: Callable) -> Plan:
 
 
 def tensor_for(plan: Plan, dims: str, dtype: torch.dtype = torch.float64) -> Tensor:
-    """A global tensor with distinct values; dims name its shape: "b" batch, "s" sequence, "d" 3."""
+    """Make a global tensor with distinct values; dims name its shape: "b" batch, "s" sequence, "d" 3."""
     batch = plan.q.slots[0].shape[0]
     shape = [{"b": batch, "s": plan.q.length, "d": 3}[d] for d in dims]
     return torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
@@ -53,12 +55,12 @@ def tensor_for(plan: Plan, dims: str, dtype: torch.dtype = torch.float64) -> Ten
 def test_every_token_is_on_one_rank_in_order_and_padding_is_last(plan: Plan) -> None:
     everyone = [plan.q.positions(rank) for rank in range(plan.world_size)]
     for batch in range(everyone[0].shape[0]):
-        held = torch.cat([rows[batch] for rows in everyone])
-        assert held[held >= 0].sort().values.tolist() == list(range(plan.q.length))
+        tokens = torch.cat([rows[batch] for rows in everyone])
+        assert tokens[tokens >= 0].sort().values.tolist() == list(range(plan.q.length))
     for rank, rows in enumerate(everyone):
-        mine = plan.for_rank(rank)
-        assert rows.shape[1] == plan.q.lengths[rank] == mine.s_local
-        assert torch.equal(tritoncp.positions(mine), rows) and torch.equal(mine.valid, rows >= 0)
+        own = plan.for_rank(rank)
+        assert rows.shape[1] == plan.q.lengths[rank] == own.s_local
+        assert torch.equal(tritoncp.positions(own), rows) and torch.equal(own.valid, rows >= 0)
         assert plan.q.is_filled(rank) == bool((rows >= 0).all())
         for row in rows:
             real = row[row >= 0]
@@ -71,10 +73,10 @@ def test_every_token_is_on_one_rank_in_order_and_padding_is_last(plan: Plan) -> 
 def test_slots_are_pieces_of_one_block_and_cover_the_rows(plan: Plan) -> None:
     for rank in range(plan.world_size):
         row, position, tokens = plan.q.slots[rank].long().unbind(-1)
-        some = tokens > 0
+        nonempty = tokens > 0
         block = plan.mask.q_block
-        assert bool((position // block == (position + tokens - 1) // block)[some].all())
-        assert torch.equal(row[some], (tokens.cumsum(1) - tokens)[some])  # one behind the other
+        assert bool((position // block == (position + tokens - 1) // block)[nonempty].all())
+        assert torch.equal(row[nonempty], (tokens.cumsum(1) - tokens)[nonempty])  # one behind the other
         assert torch.equal(row_positions(plan.q.slots[rank], plan.q.lengths[rank]), plan.q.positions(rank))
 
 
@@ -154,18 +156,18 @@ def test_keys_of_another_length_have_their_own_placement() -> None:
 
 @given(plans(), st.sampled_from(LAYOUTS))
 def test_the_backward_of_shard_puts_rows_back_and_zeros_elsewhere(plan: Plan, dims: str) -> None:
-    """<shard(x), y> = <x, backward(y)>, and nothing reaches positions of other ranks."""
+    """<shard(x), y> = <x, backward(y)>, and positions of other ranks get zero gradient."""
     x = tensor_for(plan, dims).requires_grad_()
     where = {"dim": dims.index("s"), "batch_dim": dims.index("b")}
     total = torch.zeros_like(x)
     for rank in range(plan.world_size):
-        mine = plan.for_rank(rank)
-        got = tritoncp.shard(x, mine, pad=5, **where)
+        own = plan.for_rank(rank)
+        got = tritoncp.shard(x, own, pad=5, **where)
         y = torch.randn_like(got)
         (dx,) = torch.autograd.grad(got, x, y)
-        real = tritoncp.shard(torch.ones_like(x), mine, **where)
+        real = tritoncp.shard(torch.ones_like(x), own, **where)
         torch.testing.assert_close((dx * x).sum(), (got * y * real).sum())
-        assert torch.equal(tritoncp.shard(dx, mine, **where), y * real)
+        assert torch.equal(tritoncp.shard(dx, own, **where), y * real)
         assert not bool((dx * total).any())
         total += dx
 
@@ -182,27 +184,27 @@ def test_the_backward_of_unshard_gives_each_shard_its_rows(plan: Plan) -> None:
 
 
 def test_unshard_over_real_ranks() -> None:
-    """All ranks get the global tensor; grad="sum" is the adjoint of it, grad="slice" one rank's share."""
+    """All ranks get the global tensor; grad="sum" is its adjoint, grad="slice" one rank's slice."""
     plans = build(random_mask(2, 7, 2, 4, 3), 3), build(full_mask(26, 26, block=4), 3, balancer=None)
     x = torch.randn(2, 26, 3, dtype=torch.float64)
     ys = torch.randn(3, 2, 26, 3, dtype=torch.float64)  # rank r's gradient of its copy
 
     def work(group):
-        found = []
+        result = []
         for plan in plans:
-            mine = plan.for_rank(group.rank())
+            own = plan.for_rank(group.rank())
             for grad in ("sum", "slice"):
-                local = tritoncp.shard(x, mine, dim=1).requires_grad_()
-                whole = tritoncp.unshard(local, mine, group, dim=1, grad=grad)
-                found.append((whole.detach(), torch.autograd.grad(whole, local, ys[group.rank()])[0]))
-        return found
+                local = tritoncp.shard(x, own, dim=1).requires_grad_()
+                whole = tritoncp.unshard(local, own, group, dim=1, grad=grad)
+                result.append((whole.detach(), torch.autograd.grad(whole, local, ys[group.rank()])[0]))
+        return result
 
-    for rank, found in enumerate(run(3, work)):
-        for plan, (summed, sliced) in zip(plans, (found[:2], found[2:])):
+    for rank, result in enumerate(run(3, work)):
+        for plan, (summed, sliced) in zip(plans, (result[:2], result[2:])):
             assert torch.equal(summed[0], x) and torch.equal(sliced[0], x)
-            mine = plan.for_rank(rank)
-            torch.testing.assert_close(summed[1], tritoncp.shard(ys.sum(0), mine, dim=1))
-            assert torch.equal(sliced[1], tritoncp.shard(ys[rank], mine, dim=1))
+            own = plan.for_rank(rank)
+            torch.testing.assert_close(summed[1], tritoncp.shard(ys.sum(0), own, dim=1))
+            assert torch.equal(sliced[1], tritoncp.shard(ys[rank], own, dim=1))
 
 
 # -- mistakes -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Plans: work, bytes, tables. Made from the mask alone, equal on every rank."""
+"""Tests of plans: work, bytes, tables; derived from the mask alone, equal on every rank."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ BALANCERS = ["ptrr", "head_tail", "contiguous", None]
 
 @st.composite
 def masks(draw: Callable) -> Mask:
-    """Any kinds, any blocks, ragged ends, one or more batch rows and heads."""
+    """Draw masks of all kinds of blocks, with ragged ends, one or more batch rows and heads."""
     q_block, kv_block = draw(st.integers(1, 6)), draw(st.integers(1, 6))
     rows, cols = draw(st.integers(1, 8)), draw(st.integers(1, 8))
     batch, heads = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
@@ -69,7 +69,7 @@ def plans(draw: Callable) -> Plan:
 
 
 @given(masks(), st.integers(1, 5))
-def test_work_is_what_the_mask_lists_whoever_does_it(mask: Mask, world_size: int) -> None:
+def test_work_sums_to_the_listed_blocks_of_the_mask(mask: Mask, world_size: int) -> None:
     masked, full = mask.runs.counts()
     tokens = torch.tensor([min(mask.q_block, mask.q_len - i) for i in range(0, mask.q_len, mask.q_block)])
     want = float(((MASKED * masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
@@ -108,21 +108,21 @@ def test_per_row_placements_balance_each_batch_row() -> None:
 def test_both_sides_are_covered_once(plan: Plan) -> None:
     for placement, length in ((plan.q, plan.mask.q_len), (plan.kv, plan.mask.kv_len)):
         assert placement.length == length and placement.world_size == plan.world_size
-        held = torch.cat([placement.positions(rank) for rank in range(plan.world_size)], 1)
-        for row in held:
+        positions = torch.cat([placement.positions(rank) for rank in range(plan.world_size)], 1)
+        for row in positions:
             assert row[row >= 0].sort().values.tolist() == list(range(length))
 
 
 @given(plans())
 def test_owners_hold_the_first_token_of_their_blocks(plan: Plan) -> None:
     for rank, batch in product(range(plan.world_size), range(plan.owners.shape[0])):
-        mine = (plan.owners[batch] == rank).nonzero()[:, 0] * plan.mask.q_block
-        assert set(mine.tolist()) <= set(plan.q.positions(rank)[batch].tolist())
+        own = (plan.owners[batch] == rank).nonzero()[:, 0] * plan.mask.q_block
+        assert set(own.tolist()) <= set(plan.q.positions(rank)[batch].tolist())
 
 
 @given(plans())
 def test_keys_lie_where_queries_do_when_both_are_the_same_tokens(plan: Plan) -> None:
-    """Self-attention: q, k and v are made from one shard, whatever the blocks of the two sides."""
+    """In self-attention q, k and v come from one shard, even if query and key blocks differ in size."""
     if plan.mask.q_len != plan.mask.kv_len:
         return
     assert plan.q.lengths == plan.kv.lengths
@@ -197,7 +197,9 @@ def test_tables_locate_every_row(plan: Plan) -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 9), st.sampled_from(BALANCERS))
-def test_local_intervals_say_what_each_row_sees(world: int, length: int, block: int, balancer: str) -> None:
+def test_local_intervals_equal_the_visible_keys_of_each_row(
+    world: int, length: int, block: int, balancer: str
+) -> None:
     mod = and_masks(causal(), document(ids=torch.arange(length) // 5))
     mask = create_block_mask(mod, None, None, length, length, BLOCK_SIZE=block)
     dense = mask.to_dense()[0, 0]
@@ -206,8 +208,8 @@ def test_local_intervals_say_what_each_row_sees(world: int, length: int, block: 
         tables, at = plan.tables(), torch.arange(length)
         for row, position in enumerate(plan.positions[0].tolist()):
             if position >= 0:
-                seen = (at >= tables.lo[0, 0, row]) & (at < tables.hi[0, 0, row])
-                assert torch.equal(seen, dense[position])
+                visible = (at >= tables.lo[0, 0, row]) & (at < tables.hi[0, 0, row])
+                assert torch.equal(visible, dense[position])
 
 
 def test_windows_need_no_tables_only_where_positions_are_in_order() -> None:
@@ -227,13 +229,13 @@ def test_windows_need_no_tables_only_where_positions_are_in_order() -> None:
 @given(plans())
 def test_every_rank_derives_the_same_plan(plan: Plan) -> None:
     for rank in range(plan.world_size):
-        theirs = build(
+        other_view = build(
             plan.mask, plan.world_size, rank, balancer=plan.balancer if plan.balancer != "natural" else None
         )
-        mine = plan.for_rank(rank)
-        assert mine.rank == rank and mine.work == theirs.work
-        for name, value in vars(mine.tables()).items():
-            other = getattr(theirs.tables(), name)
+        own = plan.for_rank(rank)
+        assert own.rank == rank and own.work == other_view.work
+        for name, value in vars(own.tables()).items():
+            other = getattr(other_view.tables(), name)
             assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
 
 
@@ -281,11 +283,11 @@ def test_every_plan_that_a_user_holds_is_known_to_compiled_graphs() -> None:
         assert str(held_by(other.handle)) == str(other)
 
 
-def test_what_no_rank_changes_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All views of a plan, every schedule of it and its bytes: one look at the mask for all of them."""
+def test_tables_that_ranks_share_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All views of a plan share its tables, which are computed once per schedule."""
     mod = and_masks(causal(), document(lengths=[100, 300, 112]))
     mask = create_block_mask(mod, None, None, 512, 512, BLOCK_SIZE=16)
-    made = build(mask, 8, schedule="allgather")
+    plan = build(mask, 8, schedule="allgather")
     calls: dict[str, int] = {}
 
     def watch(owner: object, name: str) -> None:
@@ -297,31 +299,31 @@ def test_what_no_rank_changes_is_made_once(monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(owner, name, counted)
 
-    for name in ("seen_blocks", "traffic", "way", "fetch", "ring"):
+    for name in ("seen_blocks", "traffic", "ring_route", "fetch", "ring"):
         watch(traffic, name)
     watch(Placement, "gathered")
     layer = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 16}
     for _ in range(2):
         for rank, schedule in product(range(8), SCHEDULES):
-            view = replace(made.for_rank(rank), schedule=schedule)
+            view = replace(plan.for_rank(rank), schedule=schedule)
             view.bytes_sent(**layer), view.ring, view.fetch, view.tables(), view.tables(buffer=rank)
-        cost.costs(made, cost.Shape(heads=8, kv_heads=8), cost.NVLINK)
+        cost.costs(plan, cost.Shape(heads=8, kv_heads=8), cost.NVLINK)
     one_for_each_rank = {"fetch": 8, "ring": 8, "gathered": 1 + 8 + 2}  # and 2 for rows of ranks
-    assert calls == {"seen_blocks": 2, "traffic": 2, "way": 2} | one_for_each_rank
+    assert calls == {"seen_blocks": 2, "traffic": 2, "ring_route": 2} | one_for_each_rank
 
 
 # -- bytes --------------------------------------------------------------------------------------------
 
 
-def sent(asked: collectives.Collective, world_size: int, rank: int) -> int:
-    """Bytes a rank has to send: its part to everyone else, or everyone else's part, or what it says."""
-    if isinstance(asked, collectives.Swap):
-        return sum(x.numel() * x.element_size() for _, x in asked.sends)
-    if isinstance(asked, collectives.AllToAll):
-        others = sum(asked.sends) - asked.sends[rank]
-        return others * asked.x[:1].numel() * asked.x.element_size()
-    whole = asked.x.numel() * asked.x.element_size()
-    gather = isinstance(asked, collectives.AllGather)
+def sent(request: collectives.Collective, world_size: int, rank: int) -> int:
+    """Return the bytes that a rank sends for a collective."""
+    if isinstance(request, collectives.Swap):
+        return sum(x.numel() * x.element_size() for _, x in request.sends)
+    if isinstance(request, collectives.AllToAll):
+        remote_rows = sum(request.sends) - request.sends[rank]
+        return remote_rows * request.x[:1].numel() * request.x.element_size()
+    whole = request.x.numel() * request.x.element_size()
+    gather = isinstance(request, collectives.AllGather)
     return whole * (world_size - 1) if gather else whole * (world_size - 1) // world_size
 
 
@@ -344,13 +346,13 @@ def test_bytes_sent_are_the_bytes_that_move(
             inner, answer = schedule(plan, *args), None
             while True:
                 try:
-                    asked = inner.send(answer)
+                    request = inner.send(answer)
                 except StopIteration as stop:
                     return stop.value
                 counted[name] += (
-                    0 if isinstance(asked, collectives.Wait) else sent(asked, world_size, plan.rank)
+                    0 if isinstance(request, collectives.Wait) else sent(request, world_size, plan.rank)
                 )
-                answer = yield asked
+                answer = yield request
 
         return watched
 

@@ -1,4 +1,4 @@
-"""`print(plan)` shows the plan's figures."""
+"""Tests of the text of `print(plan)`."""
 
 import json
 from dataclasses import replace
@@ -42,7 +42,7 @@ def test_costs_and_bytes_are_the_plans():
     drawn = plan(8192)
     facts = Facts.of(drawn, batch=2, heads=8, kv_heads=4, head_dim=64, v_head_dim=32, itemsize=4)
     layer = {"batch": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "v_head_dim": 32, "itemsize": 4}
-    assert {each.schedule for each in facts.costs} == {"allgather", "ring", "fetch", "ulysses"}
+    assert {estimate.schedule for estimate in facts.costs} == {"allgather", "ring", "fetch", "ulysses"}
     for schedule, sent in facts.sent.items():
         views = [replace(drawn, schedule=schedule).for_rank(rank) for rank in range(4)]
         assert sent == [view.bytes_sent(**layer) for view in views]
@@ -51,10 +51,10 @@ def test_costs_and_bytes_are_the_plans():
         for rank in range(4)
     )
     said = text(facts)
-    for each in facts.costs:
-        (line,) = [line for line in said.splitlines() if line[2:].startswith(each.schedule)]
-        assert f"{each.forward * 1e3:.3f}" in line and line.startswith("→") == (
-            each.schedule == drawn.schedule
+    for estimate in facts.costs:
+        (line,) = [line for line in said.splitlines() if line[2:].startswith(estimate.schedule)]
+        assert f"{estimate.forward * 1e3:.3f}" in line and line.startswith("→") == (
+            estimate.schedule == drawn.schedule
         )
     rows = drawn.s_local * 2
     want = rows * 8 * (64 * 4 + 32 * 4 + 4) + rows * 4 * (64 + 32) * 4
@@ -62,7 +62,7 @@ def test_costs_and_bytes_are_the_plans():
     assert json.loads(json.dumps(facts.as_json()))["work"] == drawn.work
 
 
-def test_what_auto_takes_and_what_would_be_better_here():
+def test_the_schedule_of_auto_and_a_faster_one_are_shown():
     drawn = plan(8192)
     usual = Facts.of(drawn)
     assert usual.auto == drawn.schedule == usual.costs[0].schedule

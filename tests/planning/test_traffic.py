@@ -1,4 +1,4 @@
-"""Messages of schedules: tables that every rank derives alike, compared with the dense mask and the hops."""
+"""Tests of traffic tables: equal on every rank, and consistent with the dense mask and the hops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORLDS = (1, 3, 5)
 
 
 def two_rows() -> Mask:
-    """Batch rows of their own: PTRR places them differently."""
+    """Make a mask whose batch rows PTRR places differently."""
     mod = and_masks(causal(), document(lengths=[[40, 3, 50, 27], [10, 90, 10, 10]]))
     return create_block_mask(mod, 2, 1, 120, 120, BLOCK_SIZE=32)
 
@@ -33,7 +33,7 @@ def plans(name: str, balancer: str | None, world: int) -> list[Plan]:
 
 
 def blocks_seen(plan: Plan) -> Tensor:
-    """Listed blocks of this rank's queries, from the dense map: bool [B, KV blocks]."""
+    """Return the listed blocks of this rank's queries, from the dense map: bool [B, KV blocks]."""
     kinds = plan.mask.runs.to_kinds() != 3  # [Bm, Hm, rows, columns]
     positions = plan.positions
     batch = max(len(kinds), len(positions))
@@ -49,7 +49,7 @@ def test_seen_blocks_and_traffic_are_the_masks(name: str, balancer: str | None, 
     all_plans = plans(name, balancer, world)
     for reader in all_plans:
         want = blocks_seen(reader)
-        assert torch.equal(reader.seen[reader.rank], want)
+        assert torch.equal(reader.visible_blocks[reader.rank], want)
         for owner in all_plans:
             positions = owner.kv.positions(owner.rank)
             real = [
@@ -105,7 +105,7 @@ READS = st.integers(1, 7).flatmap(
 
 @settings(max_examples=200)
 @given(READS)
-def test_the_ring_brings_every_reader_what_it_reads_and_every_gradient_home(table: list[list[bool]]) -> None:
+def test_the_ring_brings_keys_to_every_reader_and_gradients_to_every_owner(table: list[list[bool]]) -> None:
     reads = torch.tensor(table)
     world = len(reads)
     hops = [traffic.ring(reads, rank) for rank in range(world)]
@@ -144,8 +144,8 @@ def test_the_ring_brings_every_reader_what_it_reads_and_every_gradient_home(tabl
 
 
 def queued_messages(hops: tuple[traffic.Hop, ...]) -> list[set[tuple[int, bool]]]:
-    """A rank's messages in the order in which the ring's backward pass starts them: of each, the peers, and
-    whether it sends to them."""
+    """List a rank's messages in the order in which the ring's backward pass starts them: for each message the
+    peers, and whether the rank sends to them."""
     queue = []
     for hop in hops:
         queue.append({(hop.next, True), (hop.previous, False)})
@@ -160,8 +160,8 @@ def queued_messages(hops: tuple[traffic.Hop, ...]) -> list[set[tuple[int, bool]]
 @settings(max_examples=200)
 @given(READS)
 def test_one_message_queue_per_rank_never_deadlocks(table: list[list[bool]]) -> None:
-    """The parts of a message end, in any order, when the peer is at the message with the other end; a rank
-    starts its next one when all have ended."""
+    """Simulate ranks: the parts of a message complete, in any order, when the peer is at the matching
+    message; a rank starts its next message when all parts are complete."""
     reads = torch.tensor(table)
     queues = [queued_messages(traffic.ring(reads, rank)) for rank in range(len(reads))]
     while any(queues):

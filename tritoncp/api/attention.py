@@ -53,16 +53,16 @@ def flex_attention(
     ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out lies in memory as
     the query does, each gradient as its tensor: [B, S, H, D] seen through ``transpose(1, 2)`` comes back so.
 
-    The order of a shard cannot be seen in it: ``positions``, the global positions [S_local] or [B, S_local]
-    that the caller believes its rows have, are compared with the plan's (this waits for the device).
-    sinks: [Hq], learned logits that take probability and give nothing (:mod:`tritoncp.ops.sinks`); lse then
-    counts them, max_scores does not. There is no dropout. Raises TypeError and ValueError before any tensor
-    data moves.
-    batch_offset: the tensors hold the rows of a batch from this one on, as micro-batches do: mods see
-    b + batch_offset, and a mask or plan of the whole batch is looked up there. Without it, the mask's batch
+    A tensor does not show the order of its rows. ``positions``: the global positions [S_local] or [B,
+    S_local] that the caller assumes for its rows, compared with the plan's (this waits for the device).
+    sinks: [Hq], learned logits that take probability and contribute no value (:mod:`tritoncp.ops.sinks`); lse
+    then counts them, max_scores does not. There is no dropout. Raises TypeError and ValueError before any
+    tensor data moves.
+    batch_offset: row of the whole batch that the tensors' row 0 is, for micro-batches: mods see
+    b + batch_offset, and a mask or plan of the whole batch is read from that row on. None: the mask's batch
     is the query's or 1.
     ``kernel_options={"deterministic": True}``, or ``torch.use_deterministic_algorithms``: gradients of
-    captures of score_mod are bitwise equal in every run, too; all other results always are.
+    captures of score_mod are bitwise equal in every run; all other results always are.
     Few rows (up to about a hundred) against many keys: query heads that share keys lie in one tile and
     several programs share a row's keys, in numbers that fill the device. ``kernel_options``: ``"PACK_GQA"``,
     True or False, and ``"SPLIT_KV"``, the number of programs; with ``{"PACK_GQA": False, "SPLIT_KV": 1}`` and
@@ -137,7 +137,7 @@ def attend(
     options: dict[str, Any] | None,
     want_max: bool,
 ) -> list[Tensor]:
-    """Run one layer for the ranks whose tensors are given: outs, lses, max_scores."""
+    """Run one layer for the ranks whose tensors are passed; return outs, lses, max_scores."""
     mod = call_mods.score_of(score_mod, q[0])  # lives as long as the call that names it
     return forward(q, k, v, *_arguments(q[0], mod, plan, world, scale, options, want_max, ()))
 
@@ -152,7 +152,7 @@ def _arguments(
     want_max: bool,
     returns: tuple[str, ...],
 ) -> tuple[Any, ...]:
-    """Arguments of the forward op besides tensors of the ranks: score_mod, scale and options, checked."""
+    """Check score_mod, scale and options, and return the arguments of the forward op after q, k and v."""
     named_options: tuple[tuple[str, Any], ...] = ()
     if options:
         check_options(options, architecture(q.device))
@@ -198,7 +198,7 @@ def make_plan(
     world_size: int | None = None,
     rank: int | None = None,
 ) -> Any:
-    """Decide who owns which block of the global mask.
+    """Assign the blocks of the global mask to ranks.
 
     block_mask: a mask, or a dict of masks of one model's layers: their work is summed, so that one placement
     serves all, and a dict of plans comes back. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call
@@ -239,7 +239,7 @@ def shard(
     batch_dim: int | None = 0,
     pad: float | int | bool = 0,
 ) -> Tensor:
-    """This rank's part of a global tensor: in a plan's order; for a raw mask the r-th piece of it.
+    """Return this rank's part of a global tensor: in a plan's order; for a raw mask its r-th piece.
 
     x: any tensor whose dimension ``dim`` is the global sequence. ``pad`` fills the padding at the end of a
     plan's shard. Differentiable: the backward pass puts own positions back and zeros elsewhere, without
@@ -267,8 +267,8 @@ def unshard(
 ) -> Tensor:
     """Gather the shards of all ranks into the global tensor, without padding.
 
-    ``grad`` says what the backward pass means when x requires grad: "sum" (the loss is a sum over ranks:
-    reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
+    ``grad``: how the backward pass combines gradients when x requires grad: "sum" (the loss is a sum over
+    ranks: reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
     """
     group = collectives.group_of(mesh)
     validate.check_gathered(plan_or_mask, 1 if group is None else group.size())
@@ -291,7 +291,7 @@ def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) ->
 
 
 class Gather(torch.autograd.Function):
-    """All-gather along dim 0; backward sums over ranks or takes the own slice."""
+    """All-gather along dim 0; the backward pass sums over ranks or takes the own slice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any, add: bool) -> Tensor:
@@ -307,15 +307,15 @@ class Gather(torch.autograd.Function):
         return dx.chunk(ctx.group.size())[ctx.group.rank()], None, None
 
 
-def _collect(what: collectives.Collective, group: Any) -> Tensor:
+def _collect(collective: collectives.Collective, group: Any) -> Tensor:
     def schedule() -> collectives.Schedule[Tensor]:
-        return (yield collectives.Wait((yield what)))
+        return (yield collectives.Wait((yield collective)))
 
     return collectives.lockstep([schedule()])[0] if group is None else collectives.run(schedule(), group)
 
 
 def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
-    """Global position of each local token, -1 at padding: int64 [B or 1, S_local].
+    """Return the global position of each local token, -1 at padding: int64 [B or 1, S_local].
 
     documents: number of each global token's document, [N] or [B, N], or the ``document(...)`` mask: positions
     then start at 0 in every document, as rotary embeddings of packed sequences want them.

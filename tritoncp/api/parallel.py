@@ -1,4 +1,4 @@
-"""What a training loop wraps around a model: context parallelism as a ParallelStyle, checkpoint policies."""
+"""Wrappers for training loops: context parallelism as a ParallelStyle, and a checkpoint policy."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ NAMES = {
 def checkpoint_policy(
     otherwise: Callable[..., CheckpointPolicy | bool] | Sequence[Any] | None = None,
 ) -> Callable[..., CheckpointPolicy | bool]:
-    """A policy for selective activation checkpointing under which recomputation never communicates.
+    """Return a policy for selective activation checkpointing under which recomputation never communicates.
 
-    It saves attention's out and lse, which recomputing would send K and V around for once more. About every
-    other op it asks ``otherwise``: a policy of yours, a list of ops to save, or None, which recomputes them.
+    It saves attention's out and lse, whose recomputation would send K and V again. ``otherwise`` decides
+    about every other op: a policy of yours, a list of ops to save, or None, which recomputes them.
 
     >>> from functools import partial
     >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -63,14 +63,14 @@ def checkpoint_policy(
 
 
 class ContextParallel(ParallelStyle):
-    """Makes a flex-attention module context parallel, through ``parallelize_module``.
+    """A ParallelStyle that makes a flex-attention module context parallel, through ``parallelize_module``.
 
     For a module whose forward takes query, key and value first, then any of flex_attention's arguments by
     their names (``block_mask`` may be called ``attention_masks``, ``attention_mask`` or ``mask``); their
-    defaults hold. Its forward is replaced by :func:`tritoncp.flex_attention` over the 1-D mesh that
-    parallelize_module is given. Nothing else changes: no global, no context manager, no other module.
+    defaults hold. Its forward is replaced by :func:`tritoncp.flex_attention` over the 1-D mesh that is passed
+    to parallelize_module. It changes no global state, no context manager and no other module.
 
-    plan:     Plan or global mask for calls that bring none; shards lie in its order
+    plan:     Plan or global mask for calls that pass none; shards are in its order
     seq_dim:  the sequence's dimension: 2 for [B, H, S_local, D], 1 for [B, S_local, H, D], in and out
     always:   arguments of flex_attention that the module's forward fixes itself, as ``enable_gqa=True``
 
@@ -103,32 +103,32 @@ class ContextParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names, defaults = _parameters(module)
-        plan, across, always = self.plan, self.seq_dim == 1, self.always
+        plan, transposed, always = self.plan, self.seq_dim == 1, self.always
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = {**defaults, **dict(zip(names, args)), **kwargs}
-            inputs = [given.pop(name) for name in names[:3]]
-            options = {"block_mask": None, **_renamed(given), **always}
+            arguments = {**defaults, **dict(zip(names, args)), **kwargs}
+            inputs = [arguments.pop(name) for name in names[:3]]
+            options = {"block_mask": None, **_rename_arguments(arguments), **always}
             if options["block_mask"] is None:
                 options["block_mask"] = plan
-            q, k, v = [_local(x, device_mesh, 1 if across else 2) for x in inputs]
-            if across:
+            q, k, v = [_local(x, device_mesh, 1 if transposed else 2) for x in inputs]
+            if transposed:
                 q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-            found = flex_attention(q, k, v, **options, mesh=device_mesh)
-            out, rest = (found[0], found[1:]) if isinstance(found, tuple) else (found, ())
-            out = _as(inputs[0], out.transpose(1, 2) if across else out)
+            result = flex_attention(q, k, v, **options, mesh=device_mesh)
+            out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+            out = _as(inputs[0], out.transpose(1, 2) if transposed else out)
             return (out, *rest) if rest else out
 
         module.forward = forward
         return module
 
     def __repr__(self) -> str:
-        given = [f"seq_dim={self.seq_dim}", *(f"{name}={value!r}" for name, value in self.always.items())]
-        return f"ContextParallel({', '.join(given if self.plan is None else ['plan', *given])})"
+        arguments = [f"seq_dim={self.seq_dim}", *(f"{name}={value!r}" for name, value in self.always.items())]
+        return f"ContextParallel({', '.join(arguments if self.plan is None else ['plan', *arguments])})"
 
 
 def _parameters(module: nn.Module) -> tuple[list[str], dict[str, Any]]:
-    """The positional names of a module's forward, and the defaults of all."""
+    """Return the positional names of a module's forward, and the defaults of all its parameters."""
     parameters = inspect.signature(module.forward).parameters.values()
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     positional = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
@@ -142,12 +142,12 @@ def _parameters(module: nn.Module) -> tuple[list[str], dict[str, Any]]:
     return positional, {p.name: p.default for p in named[3:] if p.default is not p.empty}
 
 
-def _renamed(given: dict[str, Any]) -> dict[str, Any]:
-    """By flex_attention's own names."""
-    for name in given:
+def _rename_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments under flex_attention's own names. Raises TypeError for an unknown name."""
+    for name in arguments:
         if name not in NAMES:
             raise TypeError(f"flex_attention has no argument {name!r}; it has {', '.join(sorted(NAMES))}")
-    return {NAMES[name]: value for name, value in given.items()}
+    return {NAMES[name]: value for name, value in arguments.items()}
 
 
 def _local(x: Tensor, mesh: DeviceMesh, seq_dim: int) -> Tensor:

@@ -1,6 +1,7 @@
-"""All ranks of a world in one process: the same plans and schedules, one autograd node, one thread.
+"""Simulated worlds: all ranks in one process, with the same plans and schedules, one autograd node, one
+thread.
 
-For tests, for debugging context parallelism on one device, and for timing a rank of a world that is not here.
+For tests, for debugging context parallelism on one device, and for timing one rank of a larger world.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from tritoncp.planning.plan import Plan
 
 @dataclass(frozen=True)
 class World:
-    """``world_size`` ranks in lockstep. What a rank would hold is an entry of a list here."""
+    """A world of ``world_size`` ranks in lockstep; each rank's tensor is an entry of a list."""
 
     world_size: int
 
     def make_plan(self, block_mask: Any, **options: Any) -> Plan:
-        """As :func:`tritoncp.make_plan`, for rank 0; ``plan.for_rank(r)`` is another rank's view."""
+        """Make rank 0's plan, as :func:`tritoncp.make_plan` does; ``plan.for_rank(r)`` is rank r's view."""
         return attention.make_plan(block_mask, world_size=self.world_size, rank=0, **options)
 
     def shard(self, x: Tensor, plan: Plan, **options: Any) -> list[Tensor]:
-        """Each rank's part of the global tensor ``x``, see :func:`tritoncp.shard`."""
+        """Return each rank's part of the global tensor ``x``, see :func:`tritoncp.shard`."""
         self._check(plan)
         return [attention.shard(x, plan.for_rank(rank), **options) for rank in range(self.world_size)]
 
     def unshard(
         self, xs: Sequence[Tensor], plan: Plan, *, dim: int, side: str = "q", batch_dim: int | None = 0
     ) -> Tensor:
-        """The global tensor from every rank's shard. Differentiable: each shard gets its part."""
+        """Return the global tensor of all ranks' shards. Differentiable: each shard gets its part."""
         self._check(plan)
         self._count(xs)
         placement = validate.side_of(plan, side)
@@ -93,11 +94,11 @@ class World:
         validate.check_order(mask)
         want_max = bool(return_aux and return_aux.max_scores)
         keys, values = (list(map(validate.shared_batch, queries, xs)) for xs in (keys, values))
-        found = attention.attend(
+        results = attention.attend(
             list(queries), keys, values, score, mask.pinned(), "", scale, kernel_options, want_max
         )
         n = self.world_size
-        outs, lses, tops = list(found[:n]), list(found[n : 2 * n]), list(found[2 * n :])
+        outs, lses, tops = list(results[:n]), list(results[n : 2 * n]), list(results[2 * n :])
         if sinks is not None:
             pairs = [with_sinks(out, lse, sinks) for out, lse in zip(outs, lses)]
             outs, lses = ([pair[i] for pair in pairs] for i in (0, 1))
@@ -116,7 +117,7 @@ class World:
 
 
 def simulate(world_size: int) -> World:
-    """A world of ``world_size`` ranks in this process, on one device.
+    """Make a world of ``world_size`` ranks in this process, on one device.
 
     >>> from tritoncp import simulate
     >>> simulate(8)

@@ -1,4 +1,4 @@
-"""Attention over packed documents [t, heads, head dim], and the order in which Megatron holds them."""
+"""Attention over packed documents [t, heads, head dim], and conversion from and to Megatron's order."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ def varlen_attention(
     return_aux: AuxRequest | None = None,
     kernel_options: dict[str, Any] | None = None,
 ) -> Any:
-    """Attention of documents packed one after the other, sharded over ``mesh``.
+    """Compute attention within documents that are packed end to end, sharded over ``mesh``.
 
     q: [t, Hq, D]; k: [t_kv, Hkv, D]; v: [t_kv, Hkv, E]: this rank's shard of the packed buffers; Hq a
     multiple of Hkv. The other arguments are those of the whole buffer, equal on every rank: see
     :func:`tritoncp.varlen_mask` for ``cu_seqlens_*``, ``causal`` and ``window``, and
     :func:`tritoncp.flex_attention` for the rest; score_mod sees positions in the buffer.
-    Shards are pieces of the buffer in order, of any lengths: rank r holds the r-th. Documents go over their
-    edges as they like. Or make a plan, ``make_plan(varlen_mask(...), mesh)``, which balances the work, shard
-    with ``shard(x, plan, dim=0, batch_dim=None)``, and pass the plan (or the mask, for pieces in order) in
-    the place of ``cu_seqlens_q``; it says ``causal`` and all else about documents already.
+    Shards are pieces of the buffer in order, of any lengths: rank r holds the r-th. Documents may cross their
+    edges. Or make a plan, ``make_plan(varlen_mask(...), mesh)``, which balances the work, shard with
+    ``shard(x, plan, dim=0, batch_dim=None)``, and pass the plan (or the mask, for pieces in order) in place
+    of ``cu_seqlens_q``; it contains ``causal`` and all other properties of documents.
 
     Returns out [t, Hq, E]; with ``return_lse`` or ``return_aux`` also lse and max_scores, float32 [t, Hq]
-    (``max_scores.amax(0)`` is the max_logit of each head here). Padding is never read, whatever it holds: out
-    and all gradients are 0 there, lse and max_scores -inf (lse the sink, if there are sinks). Queries of a
-    document without keys: the same.
+    (``max_scores.amax(0)`` is the max_logit of each head). Padding is never read, whatever its contents: its
+    out and all its gradients are 0, its lse and max_scores -inf (lse the sink, if there are sinks). The same
+    holds for queries of a document without keys.
 
     cu_seqlens on a device are copied to the host once, when the plan is made; a call with the same tensors,
-    unedited, waits for nothing. Raises TypeError and ValueError as :func:`tritoncp.varlen_mask`, and where
+    unedited, does not synchronise. Raises TypeError and ValueError as :func:`tritoncp.varlen_mask`, and where
     cu_seqlens do not account for every row of the buffer.
 
     >>> x = torch.randn(8, 2, 16)
@@ -125,21 +125,21 @@ def _mask(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[1, h, t, ...] as [t, h, ...]."""
+    """Convert [1, h, t, ...] to [t, h, ...]."""
     return x[0].transpose(0, 1).contiguous()
 
 
 def dual_chunk_to_contiguous(
     x: Tensor, cu_seqlens: Tensor, mesh: Any = None, *, world_size: int | None = None, dim: int = 0
 ) -> Tensor:
-    """From the load-balanced order of TransformerEngine and Megatron to pieces in order.
+    """Convert the load-balanced order of TransformerEngine and Megatron to pieces in order.
 
     In that order every document is cut into 2 W chunks of equal length, and rank r holds chunks r and
     2 W - 1 - r of each, documents one after the other. cu_seqlens: [n + 1], of the buffer's rows (the padded
     ones, where there is padding); x: any tensor with the shard's rows along ``dim``.
     With a mesh: this rank's shard in, its piece of the buffer out, in one all-to-all of exactly the rows that
-    change ranks; every rank calls it. Without, ``world_size`` tells how many ranks' shards follow each other
-    in x, and the whole buffer in order comes out. Differentiable: gradients travel back.
+    change ranks; every rank calls it. Without a mesh, x holds the shards of ``world_size`` ranks one after
+    the other, and the result is the whole buffer in order. Differentiable: gradients take the inverse route.
 
     Raises ValueError for a document that 2 W does not divide.
 
@@ -153,7 +153,7 @@ def dual_chunk_to_contiguous(
 def contiguous_to_dual_chunk(
     x: Tensor, cu_seqlens: Tensor, mesh: Any = None, *, world_size: int | None = None, dim: int = 0
 ) -> Tensor:
-    """The inverse of :func:`dual_chunk_to_contiguous`, with the same arguments.
+    """Invert :func:`dual_chunk_to_contiguous`, with the same arguments.
 
     >>> contiguous_to_dual_chunk(torch.arange(12), torch.tensor([0, 4, 12]), world_size=2)
     tensor([ 0,  3,  4,  5, 10, 11,  1,  2,  6,  7,  8,  9])
@@ -171,41 +171,43 @@ def _reorder(
         )
     world = world_size or 1 if group is None else group.size()
     rank = None if group is None else group.rank()
-    copied = _remembered(cu_seqlens, (world, rank, to_dual, x.device))
-    way = copied.on_current_stream()
-    rows = len(way if isinstance(way, Tensor) else way.order)
+    copied = _cached_route(cu_seqlens, (world, rank, to_dual, x.device))
+    route_copy = copied.on_current_stream()
+    rows = len(route_copy if isinstance(route_copy, Tensor) else route_copy.order)
     if x.shape[dim] != rows:
         whose = "the shards of all ranks have" if group is None else "each rank's shard has"
         raise ValueError(
             f"x is {tuple(x.shape)}, {x.shape[dim]} rows along dimension {dim}; by cu_seqlens {whose} "
             f"{rows}: pass the cu_seqlens of the whole buffer's rows, padding included"
         )
-    if isinstance(way, Tensor):
-        return x.index_select(dim, way)
+    if isinstance(route_copy, Tensor):
+        return x.index_select(dim, route_copy)
     return Move.apply(x.movedim(dim, 0), copied, group).movedim(0, dim)
 
 
-MOST = 64
-_WAYS: OrderedDict[Any, tuple[weakref.ref[Tensor], int, DeviceCopy[Any]]] = OrderedDict()
+MAX_CACHED_ROUTES = 64
+_ROUTES: OrderedDict[Any, tuple[weakref.ref[Tensor], int, DeviceCopy[Any]]] = OrderedDict()
 
 
-def _remembered(cu_seqlens: Tensor, route_key: tuple[int, int | None, bool, torch.device]) -> DeviceCopy[Any]:
-    """The cached route for this tensor object, if it was not edited; else a new one, which needs a copy to
-    the host."""
+def _cached_route(
+    cu_seqlens: Tensor, route_key: tuple[int, int | None, bool, torch.device]
+) -> DeviceCopy[Any]:
+    """Return the cached route for this tensor object, if it was not edited; else compute one, which needs a
+    copy to the host."""
     key = id(cu_seqlens), *route_key
-    entry = _WAYS.pop(key, None)
+    entry = _ROUTES.pop(key, None)
     if entry is not None and entry[0]() is cu_seqlens and entry[1] == cu_seqlens._version:
-        way = entry[2]
+        route_copy = entry[2]
     else:
-        way = _way(to_host([cu_seqlens])[0], *route_key)
-    _WAYS[key] = weakref.ref(cu_seqlens), cu_seqlens._version, way
-    while len(_WAYS) > MOST:
-        _WAYS.popitem(last=False)
-    return way
+        route_copy = _compute_route(to_host([cu_seqlens])[0], *route_key)
+    _ROUTES[key] = weakref.ref(cu_seqlens), cu_seqlens._version, route_copy
+    while len(_ROUTES) > MAX_CACHED_ROUTES:
+        _ROUTES.popitem(last=False)
+    return route_copy
 
 
-@torch.inference_mode(False)  # it is kept, and autograd saves it
-def _way(
+@torch.inference_mode(False)  # the result is cached, and autograd saves it
+def _compute_route(
     cu_seqlens: Tensor, world: int, rank: int | None, to_dual: bool, device: torch.device
 ) -> DeviceCopy[Any]:
     """Compute the route between dual-chunk order and the buffer's: a permutation of the rows of all shards,
@@ -221,8 +223,8 @@ def _way(
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The messages that bring rows from one order to another: ``x[order]`` has ``sends[r]`` rows for each
-    rank r, which sends ``takes[r]`` rows; the received rows, indexed by ``[arrange]``, are the result."""
+    """The messages that permute rows across ranks: ``x[order]`` has ``sends[r]`` rows for each rank r, which
+    sends ``takes[r]`` rows; the received rows, indexed by ``[arrange]``, are the result."""
 
     order: Tensor
     sends: list[int]
@@ -240,7 +242,9 @@ class Route:
 
 
 def route(source: Tensor, target: Tensor, rank: int) -> Route:
-    """source, target: int64 [W, n], where each rank's rows lie in the whole, before and after.
+    """Compute one rank's messages from one order to another.
+
+    source, target: int64 [W, n], rows of the whole buffer that each rank holds before and after.
 
     >>> route(torch.tensor([[0, 3], [1, 2]]), torch.tensor([[0, 1], [2, 3]]), 0)
     Route(order=tensor([0, 1]), sends=[1, 1], takes=[1, 1], arrange=tensor([0, 1]))
@@ -259,18 +263,18 @@ def route(source: Tensor, target: Tensor, rank: int) -> Route:
 
 
 class Move(torch.autograd.Function):
-    """Moves rows along dim 0 by a route; the backward pass moves gradients by the inverse route."""
+    """Permutation of rows along dim 0 by a route; the backward pass takes the inverse route."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: DeviceCopy[Route], group: Any) -> Tensor:
-        ctx.way, ctx.group = way, group
-        return collectives.run(_travel(x, way.on_current_stream()), group)
+    def forward(ctx: Any, x: Tensor, route_copy: DeviceCopy[Route], group: Any) -> Tensor:
+        ctx.route_copy, ctx.group = route_copy, group
+        return collectives.run(_travel(x, route_copy.on_current_stream()), group)
 
     @staticmethod
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.run(_travel(dx, ctx.way.on_current_stream().back()), ctx.group), None, None
+        return collectives.run(_travel(dx, ctx.route_copy.on_current_stream().back()), ctx.group), None, None
 
 
-def _travel(x: Tensor, way: Route) -> collectives.Schedule[Tensor]:
-    flight = yield collectives.AllToAll(x[way.order], way.sends, way.takes)
-    return (yield collectives.Wait(flight))[way.arrange]
+def _travel(x: Tensor, route_copy: Route) -> collectives.Schedule[Tensor]:
+    flight = yield collectives.AllToAll(x[route_copy.order], route_copy.sends, route_copy.takes)
+    return (yield collectives.Wait(flight))[route_copy.arrange]

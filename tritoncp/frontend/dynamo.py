@@ -1,4 +1,4 @@
-"""Attention inside torch.compile. A graph made for one mask serves the next: its constants are the structure
+"""Attention inside torch.compile. A graph serves all masks of one structure: its constants are the structure
 of mods and masks; tensors, numbers and the handles of plans are its inputs.
 """
 
@@ -14,8 +14,8 @@ from tritoncp.core.handles import handle_of
 from tritoncp.distributed import collectives
 from tritoncp.frontend import plan_cache, validate
 from tritoncp.ops import engine_factory
-from tritoncp.ops.autograd import forward_op, registered
-from tritoncp.ops.graph_inputs import carry, rebuild
+from tritoncp.ops.autograd import forward_op, register_op
+from tritoncp.ops.graph_inputs import flatten_callable, rebuild
 
 
 def attend(
@@ -32,16 +32,16 @@ def attend(
     returns: tuple[str, ...],
     batch_offset: int | None = None,
 ) -> list[Tensor]:
-    """As :func:`tritoncp.api.attention.attend` for one rank, traced by Dynamo: out, lse, max_scores."""
+    """Run one layer for this rank, traced by Dynamo; return out, lse, max_scores."""
     world = _world(mesh)
     tensors: list[Tensor] = []
     ints: list[int] = []
-    structure = carry(mask, tensors, ints)
+    structure = flatten_callable(mask, tensors, ints)
     shape = [*q.shape, k.shape[1], k.shape[2]]
     plan = plan_op(tensors, ints, shape, structure, world, positions, batch_offset)
     captures: list[Tensor] = []
     numbers: list[int] = []
-    score = None if score_mod is None else carry(score_mod, captures, numbers)
+    score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
     spec = _spec(score, wants, want_max, world, options or {}, returns)
     return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
@@ -79,7 +79,8 @@ def _plan(
     positions: Tensor | None,
     batch_offset: int | None = None,
 ) -> Tensor:
-    """A handle of the plan for a Plan or mask that :func:`carry` took apart, checked against the shards.
+    """A handle of the plan for a Plan or mask that :func:`flatten_callable` took apart, checked against the
+    shards.
 
     shape: batch, query heads, rows of the query's shard, head dim, key heads, rows of the key's shard.
     """
@@ -106,4 +107,4 @@ def _plan_fake(
     return torch.empty((), dtype=torch.int64, device="cpu")
 
 
-plan_op = registered("plan", _plan, _plan_fake)
+plan_op = register_op("plan", _plan, _plan_fake)

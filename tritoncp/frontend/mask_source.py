@@ -1,4 +1,5 @@
-"""What a raw mask is made of, and its compact form, with at most one copy from a device to the host."""
+"""Sources of a raw mask (index tensors, captures, code) and its compact form, with at most one device-to-host
+copy."""
 
 from __future__ import annotations
 
@@ -33,12 +34,12 @@ RawMask = BlockMask | Mask | MaskMod | None
 
 @dataclass(eq=False)
 class Sources:
-    """What a raw mask is made of.
+    """The tensors and the code that a raw mask is made of.
 
-    lists:    tensors that say which blocks are listed
+    lists:    index tensors of the listed blocks
     captures: tensors that its mask_mod captures
-    key:      hashable; equal for masks that differ in no more than their tensors. None: cannot be compared
-    reason:   why not
+    key:      hashable; equal for masks that differ at most in their tensors. None: cannot be compared
+    reason:   why the mask cannot be compared
     """
 
     mask: RawMask
@@ -51,102 +52,101 @@ class Sources:
     def of(cls, mask: RawMask) -> Sources:
         if isinstance(mask, Plan):
             raise TypeError("this is a Plan already; pass it where the mask goes")
-        if isinstance(mask, (Mask, MaskMod)) and (known := _SETTLED.get(mask)) is not None:
+        if isinstance(mask, (Mask, MaskMod)) and (cached := _CONSTANT_SOURCES.get(mask)) is not None:
             if isinstance(mask, Mask):
                 mask.check_state()
-            return cls(mask, *known)
+            return cls(mask, *cached)
         if mask is not None and not isinstance(mask, BlockMask | Mask | MaskMod):
             raise TypeError(
                 f"a BlockMask or a tritoncp Mask is needed; got a {type(mask).__name__}. "
                 "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes one"
             )
         mod = mask.mask_mod if isinstance(mask, BlockMask | Mask) else mask
-        state = _captured(mod)
+        state = _captured_state(mod)
         if isinstance(mask, Mask):
             mask.check_state(state)
         key, captures, reason = state.key, tuple(state.tensors), state.incomparable
         lists, geometry = _lists(mask)
         if any(t.is_inference() for t in (*lists, *captures)):
             key, reason = None, "a tensor made under torch.inference_mode(), which counts no edits"
-        made = cls(mask, lists, captures, None if key is None else (geometry, key), reason)
+        sources = cls(mask, lists, captures, None if key is None else (geometry, key), reason)
         if isinstance(mask, (Mask, MaskMod)) and key is not None and is_settled(mod):
-            _SETTLED[mask] = lists, captures, made.key, reason
-        return made
+            _CONSTANT_SOURCES[mask] = lists, captures, sources.key, reason
+        return sources
 
     @property
     def mod(self) -> Any:
         return self.mask.mask_mod if isinstance(self.mask, BlockMask | Mask) else self.mask
 
     @cached_property
-    def hosted(self) -> dict[int, Tensor]:
-        """Remote tensors on the host, by id of the original."""
+    def host_copies(self) -> dict[int, Tensor]:
+        """Host copies of remote tensors, by id of the original."""
         remote = [t for t in (*self.lists, *self.captures) if is_remote(t)]
-        return {id(t): here for t, here in zip(remote, to_host(remote), strict=True)}
+        return {id(t): copy for t, copy in zip(remote, to_host(remote), strict=True)}
 
     def on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return [self.hosted.get(id(t), t) for t in tensors]
+        return [self.host_copies.get(id(t), t) for t in tensors]
 
     @cached_property
     def evaluate(self) -> Any:
-        """The mask_mod around captures on the host."""
-        return mods.with_tensors(self.mod, self.hosted) if self.hosted else self.mod
+        """The mask_mod with its captures on the host."""
+        return mods.with_tensors(self.mod, self.host_copies) if self.host_copies else self.mod
 
     def compact(self, batch: int, q_len: int, kv_len: int) -> Mask:
-        """The mask in runs, its intervals looked for anew: what was captured may have been edited since it
-        was made. The lengths are those of the call, for masks without their own."""
+        """Return the mask in runs, its intervals searched again: captures may have been edited since the mask
+        was made. The lengths are those of the call, for masks without lengths."""
         mask = self.mask
         validate.check_mask_captures(self.captures)
         if mask is None:
             return full_mask(q_len, kv_len)
         if isinstance(mask, MaskMod):
-            made = create_block_mask(self.evaluate, batch if mask.reads[0] else 1, 1, q_len, kv_len)
-            return replace(made, mask_mod=mask)
+            compacted = create_block_mask(self.evaluate, batch if mask.reads[0] else 1, 1, q_len, kv_len)
+            return replace(compacted, mask_mod=mask)
         if getattr(self.mod, "__name__", "") == "_sliced_mask_mod_error":
             raise ValueError(
                 "this BlockMask is a slice of another, and torch drops a slice's mask_mod; pass the whole, "
-                "global "
-                "mask: each rank takes its own part of it"
+                "global mask: each rank takes its own part of it"
             )
         opaque = mods.hand_written(self.mod)
         if isinstance(mask, Mask):
-            return mask if opaque or self._settled() else self._searched(mask)
+            return mask if opaque or self._is_constant() else self._with_intervals(mask)
         listed = replace_lists(mask, self.on_host(self.lists))
-        made = from_block_mask(listed, search=False)
-        return made if opaque or made.mask_mod is None else self._searched(made)
+        compacted = from_block_mask(listed, search=False)
+        return compacted if opaque or compacted.mask_mod is None else self._with_intervals(compacted)
 
-    def _settled(self) -> bool:
-        """Nothing that the mask_mod depends on can be edited."""
+    def _is_constant(self) -> bool:
+        """Return whether the mask_mod is a closed form without tensors, which cannot be edited."""
         if self.mod is None:
             return True
         closed = isinstance(self.mod, MaskMod) and not self.captures
         return closed and self.mod.intervals(0, 0) is not None
 
-    def _searched(self, mask: Mask) -> Mask:
+    def _with_intervals(self, mask: Mask) -> Mask:
         try:
             return with_intervals(mask, self.evaluate)
         except RuntimeError:
             if self.evaluate is self.mod:
                 raise
-            # It was written for its device alone, and will be asked there, in every masked block.
+            # The mask_mod runs only on its own device: it is evaluated there, in every masked block.
             return replace(mask, interval=None, window=None, reads=(True, True))
 
-    def keep(self, made: Plan) -> Plan:
-        """The plan with ways to ask the mask_mod anew: on the host without another copy, or, if it was
-        written for its device alone, there.
-        """
-        made._shared["ways"] = [(self.evaluate, torch.device("cpu"))]
+    def attach_evaluators(self, plan: Plan) -> Plan:
+        """Attach to the plan (evaluator, device) pairs for its mask_mod: on the host without another copy,
+        and on the device of its captures, in case the mask_mod runs only there."""
+        plan._shared["evaluators"] = [(self.evaluate, torch.device("cpu"))]
         if self.evaluate is not self.mod:
             device = next(t.device for t in self.captures if is_remote(t))
-            made._shared["ways"].append((self.mod, device))
-        return made
+            plan._shared["evaluators"].append((self.mod, device))
+        return plan
 
     def digest(self) -> bytes:
-        """The same on every rank that has the same mask: contents of tensors, code, plain values."""
-        found = hashlib.sha256(repr(_stable(self.key)).encode() if self.key else describe(self.mod).encode())
+        """Digest the contents of tensors, code and plain values: equal on every rank that has the same
+        mask."""
+        hasher = hashlib.sha256(repr(_stable(self.key)).encode() if self.key else describe(self.mod).encode())
         for tensor in self.on_host((*self.lists, *self.captures)):
-            found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            found.update(content(tensor))
-        return found.digest()
+            hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            hasher.update(content(tensor))
+        return hasher.digest()
 
     def warn_incomparable(self) -> None:
         name = describe(self.mod)
@@ -154,9 +154,8 @@ class Sources:
             _WARNED.add(name)
             warnings.warn(
                 f"the plan of a mask ({name}) is made again at every call: it captures what cannot be "
-                "compared "
-                f"between calls ({self.reason}). Make it once, tritoncp.make_plan(mask, mesh), and pass the "
-                "plan",
+                f"compared between calls ({self.reason}). Make it once, tritoncp.make_plan(mask, mesh), and "
+                "pass the plan",
                 stacklevel=5,
             )
 
@@ -164,7 +163,7 @@ class Sources:
 _WARNED: set[str] = set()
 
 
-def _captured(mod: Any) -> State:
+def _captured_state(mod: Any) -> State:
     if isinstance(mod, Mod):
         facts = [(t.dtype, tuple(t.shape), t.device) for t in mod.tensors]
         return State((mod.digest, tuple(map(repr, mod.numbers)), tuple(facts)), mod.tensors, ())
@@ -173,8 +172,8 @@ def _captured(mod: Any) -> State:
     return State((), (), ()) if mod is None else read_state(mod, is_score=False)
 
 
-# Of masks that are made of these tensors, whose contents alone can change: lists, captures, key, reason.
-_SETTLED: weakref.WeakKeyDictionary[Mask | MaskMod, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+# (lists, captures, key, reason) of masks in which only the contents of these tensors can change.
+_CONSTANT_SOURCES: weakref.WeakKeyDictionary[Mask | MaskMod, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
 
 def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:
@@ -187,7 +186,7 @@ def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:
 
 
 def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
-    """The BlockMask over these index tensors."""
+    """Return the BlockMask over these index tensors."""
     if all(a is b for a, b in zip(_lists(mask)[0], lists)):
         return mask
     count, index, full, full_index = (*lists, None, None)[:4]
@@ -206,7 +205,7 @@ def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
 
 
 def _stable(key: Any) -> Any:
-    """A fingerprint's key without what differs between processes: addresses, and the number of a device."""
+    """Return a fingerprint's key without addresses and device numbers, which differ between processes."""
     if isinstance(key, Identity):
         thing = key.thing
         named = type(thing) if isinstance(thing, enum.Enum) else thing

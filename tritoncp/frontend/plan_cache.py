@@ -1,4 +1,4 @@
-"""Cache of the plans of raw masks: each is made once, reused, and never stale.
+"""Cache of the plans of raw masks: a plan is made once and reused until its mask changes.
 
 A plan is reused while the mask has the same code, plain values and lengths, and the very same tensors,
 unedited. Tensors are compared by weak references (a freed id is reused for another tensor) and by their
@@ -33,12 +33,12 @@ from tritoncp.masks.mask import Mask
 from tritoncp.mods.captures import describe
 from tritoncp.ops import signatures, tile_tables
 from tritoncp.planning import plan
-from tritoncp.planning.balance import Balancer, find
+from tritoncp.planning.balance import Balancer, resolve_balancer
 from tritoncp.planning.plan import Plan
 
-MOST = 64  # plans of a group, or of calls without one
-MOST_BYTES = 1 << 30  # of their masks and placements
-UNEVEN = 1.2  # of the mean work on one rank: natural order is then worth a warning
+MAX_PLANS = 64  # plans per group, or of calls without a group
+MAX_BYTES = 1 << 30  # bytes of their masks and placements
+WARN_IMBALANCE = 1.2  # max/mean work above which natural order causes a warning
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Entry:
         return self.plan.mask.nbytes + self.plan.q.nbytes + self.plan.kv.nbytes
 
     def serves(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the very tensors the plan was made from, unedited since."""
+        """Return whether the plan was made from these tensor objects, unedited since."""
         for ref, version, t in zip(self.tensors, self.versions, tensors, strict=True):
             if ref() is not t or t._version != version:
                 return False
@@ -60,7 +60,7 @@ class Entry:
 
 
 class PlanCache:
-    """Plans of one group, or of calls without one, in order of their last use."""
+    """The plans of one group, or of calls without a group, in order of their last use."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[Any, Entry] = OrderedDict()
@@ -70,17 +70,17 @@ class PlanCache:
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in list(self.entries.values()))
 
-    def serving(self, key: Any, tensors: Sequence[Tensor]) -> Entry | None:
-        """The entry for a mask made of these tensors."""
+    def find_entry(self, key: Any, tensors: Sequence[Tensor]) -> Entry | None:
+        """Return the entry for a mask made of these tensors, None if there is none."""
         entry = self.entries.get(key)
         return entry if entry is not None and entry.serves(tensors) else None
 
     def holds(self, source_key: Any) -> bool:
-        """Whether a mask of this key has a plan, for shards of any lengths."""
+        """Return whether a mask of this key has a plan, for shards of any lengths."""
         return any(key[0] == source_key for key in list(self.entries))
 
     def renew(self, key: Any) -> None:
-        """Note a use of the plan, which is now evicted last."""
+        """Record a use of the plan, so that it is evicted last."""
         with self.lock:
             if key in self.entries:
                 self.entries.move_to_end(key)
@@ -90,7 +90,7 @@ class PlanCache:
         with self.lock:
             self.entries[key] = entry
             self.entries.move_to_end(key)
-            while len(self.entries) > MOST or (len(self.entries) > 1 and self.nbytes > MOST_BYTES):
+            while len(self.entries) > MAX_PLANS or (len(self.entries) > 1 and self.nbytes > MAX_BYTES):
                 self.entries.popitem(last=False)
 
 
@@ -106,22 +106,22 @@ class CacheInfo(NamedTuple):
     most_bytes: int
 
 
-_ALONE = PlanCache()  # of calls without a group
-# By the group itself, not its name: another group may get the name of one that was destroyed.
-_OF_GROUP: weakref.WeakKeyDictionary[Any, PlanCache] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()  # of _OF_GROUP
+_NO_GROUP_CACHE = PlanCache()
+# By the group object: a new group may get the name of one that was destroyed.
+_GROUP_CACHES: weakref.WeakKeyDictionary[Any, PlanCache] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()  # guards _GROUP_CACHES
 _COUNTS = {"hits": 0, "misses": 0}
-_TOLD: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
+_WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
 
 
 def cache_of(group: Any) -> PlanCache:
-    """The plans of a group, or of calls without one."""
+    """Return the cache of a group, or of calls without a group."""
     if group is None:
-        return _ALONE
-    cache = _OF_GROUP.get(group)
+        return _NO_GROUP_CACHE
+    cache = _GROUP_CACHES.get(group)
     if cache is None:
         with _LOCK:
-            cache = _OF_GROUP.setdefault(group, PlanCache())
+            cache = _GROUP_CACHES.setdefault(group, PlanCache())
     return cache
 
 
@@ -133,7 +133,8 @@ def plan_of(
     call_key: Any,
     check: Callable[[], None] = lambda: None,
 ) -> Plan:
-    """The plan of a call, checked against its shards: the one that was passed, or that of a raw mask."""
+    """Return the plan of a call, checked against its shards: the plan that was passed, or that of a raw
+    mask."""
     if not isinstance(mask, Plan):
         return plan_for(mask, q, k, group, check, call_key)
     if call_key not in mask.checked_calls:
@@ -155,7 +156,7 @@ def plan_of_rows(
     check: Callable[[], None] = lambda: None,
     batch_offset: int | None = None,
 ) -> Plan:
-    """The plan of a call that holds the rows of a batch from ``batch_offset`` on (None: all of them)."""
+    """Return the plan of a call on the rows of a batch from ``batch_offset`` on (None: all rows)."""
     if batch_offset is None:
         return plan_of(mask, q, k, group, call_key, check)
     rows = validate.whole_batch(mask, q.shape[0], batch_offset)
@@ -168,19 +169,19 @@ def plan_for(
     mask: RawMask, q: Tensor, k: Tensor, group: Any, check: Callable[[], None] = lambda: None,
     call_key: Any = None,
 ) -> Plan:  # fmt: skip
-    """The natural-order plan of a raw mask for shards of these lengths, from the cache or new, and checked
+    """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, and checked
     against them.
 
     check: raises for wrong inputs. If it raises before this mask has a plan, all ranks of the group raise.
-    call_key: :func:`inputs.call_key` of the call: a plan that served a call of this key needs no check.
+    call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check.
     """
     sources = Sources.of(mask)
     cache = cache_of(group)
     tensors = (*sources.lists, *sources.captures)
     key = None if call_key is None else (sources.key, q.shape[2], k.shape[2], q.shape[0])
-    entry = cache.serving(key, tensors)
-    like = entry is not None and call_key in entry.plan.checked_calls
-    if not like:
+    entry = cache.find_entry(key, tensors)
+    is_checked = entry is not None and call_key in entry.plan.checked_calls
+    if not is_checked:
         try:
             check()
         except Exception as error:
@@ -188,7 +189,7 @@ def plan_for(
                 consistency.share_failure(group, signatures.CALL, error, signatures.MOMENT)
             raise
         key = (sources.key, q.shape[2], k.shape[2], q.shape[0])
-        entry = entry or cache.serving(key, tensors)
+        entry = entry or cache.find_entry(key, tensors)
     if entry is not None:
         cache.renew(key)
         _COUNTS["hits"] += 1
@@ -201,7 +202,7 @@ def plan_for(
         else:
             versions = tuple(t._version for t in tensors)
             cache.keep(key, Entry(result, tuple(map(weakref.ref, tensors)), versions))
-    if not like:
+    if not is_checked:
         try:
             check_plan(result, q, k, group, call_key)
         except Exception as error:
@@ -211,7 +212,7 @@ def plan_for(
 
 
 def plan_cache_info() -> CacheInfo:
-    """Hits and misses of the plans made behind raw masks, how many are held, and their bytes.
+    """Return hits and misses of the cache of raw masks' plans, the number of cached plans, and their bytes.
 
     A training loop with a new mask every step misses every time: make its plans with `make_plan`, in the data
     loader's workers.
@@ -226,21 +227,21 @@ def plan_cache_info() -> CacheInfo:
     >>> info.hits, info.misses, info.plans
     (2, 1, 1)
     """
-    caches = [_ALONE, *list(_OF_GROUP.values())]
+    caches = [_NO_GROUP_CACHE, *list(_GROUP_CACHES.values())]
     plans, nbytes = sum(len(cache.entries) for cache in caches), sum(cache.nbytes for cache in caches)
-    return CacheInfo(**_COUNTS, plans=plans, nbytes=nbytes, most=MOST, most_bytes=MOST_BYTES)
+    return CacheInfo(**_COUNTS, plans=plans, nbytes=nbytes, most=MAX_PLANS, most_bytes=MAX_BYTES)
 
 
 def plan_cache_clear() -> None:
-    """Forget all plans made behind raw masks, and count anew. Under several ranks: on every rank."""
-    for cache in (_ALONE, *list(_OF_GROUP.values())):
+    """Empty the cache of raw masks' plans and reset its counts. With several ranks, call it on every rank."""
+    for cache in (_NO_GROUP_CACHE, *list(_GROUP_CACHES.values())):
         with cache.lock:
             cache.entries.clear()
     _COUNTS.update(hits=0, misses=0)
 
 
 def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
-    """A new plan of a raw mask, with the lengths of all ranks' shards."""
+    """Make the plan of a raw mask from the lengths of all ranks' shards. All ranks of the group call it."""
     call = "flex_attention, which makes the plan of a raw mask"
 
     def compare_shapes() -> tuple[None, consistency.Facts, Sequence[int]]:
@@ -253,7 +254,7 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
 
     def build() -> tuple[Plan, consistency.Facts, Sequence[int]]:
         digest = sources.digest() if group else b""
-        result = _natural(sources, q.shape[0], lengths, kv_lengths, rank, digest)
+        result = _build_natural(sources, q.shape[0], lengths, kv_lengths, rank, digest)
         if not group:
             return result, {}, ()
         text = lambda: signatures.mask_text(result.mask)  # noqa: E731 - read only where ranks differ
@@ -277,11 +278,11 @@ def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) 
 
 
 def in_order(mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:
-    """The plan of a raw mask whose ranks hold pieces of these lengths, in order."""
-    return _natural(Sources.of(mask), batch, lengths, kv_lengths, rank)
+    """Make the plan of a raw mask whose ranks hold pieces of these lengths, in order."""
+    return _build_natural(Sources.of(mask), batch, lengths, kv_lengths, rank)
 
 
-def _natural(
+def _build_natural(
     sources: Sources, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
     digest: bytes = b"",
 ) -> Plan:  # fmt: skip
@@ -289,15 +290,15 @@ def _natural(
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len)
     natural_plan = plan.build(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     _warn_uneven(sources, natural_plan)
-    return replace(sources.keep(natural_plan), mask_digest=digest).pinned()
+    return replace(sources.attach_evaluators(natural_plan), mask_digest=digest).pinned()
 
 
 def _warn_uneven(sources: Sources, natural: Plan) -> None:
     """Warn about uneven work, on the first rank, once for a mask_mod's name and a number of ranks."""
     warning_key = describe(sources.mod), natural.world_size
-    if natural.rank or natural.imbalance <= UNEVEN or warning_key in _TOLD:
+    if natural.rank or natural.imbalance <= WARN_IMBALANCE or warning_key in _WARNED:
         return
-    _TOLD.add(warning_key)
+    _WARNED.add(warning_key)
     busiest = max(range(natural.world_size), key=natural.work.__getitem__)
     warnings.warn(
         f"in natural order rank {busiest} of {natural.world_size} does {natural.imbalance:.2f} times "
@@ -319,7 +320,7 @@ def make(
     schedule: str,
     degree: int = 0,
 ) -> dict[str, Plan]:
-    """One placement for all these masks, and a plan each."""
+    """Make one placement for all these masks, and a plan for each."""
 
     def build() -> tuple[dict[str, Plan], consistency.Facts, Sequence[int]]:
         check_plannable(masks)
@@ -337,17 +338,18 @@ def make(
             )
             for name, mask in compact.items()
         }
-        first = next(iter(unpinned.values()))  # equal placements are one: a tensor sharded by one is by all
+        # All share one object, so that sharding by one plan counts for all.
+        first = next(iter(unpinned.values()))
         unpinned = {name: replace(one, q=first.q, kv=first.kv) for name, one in unpinned.items()}
-        # Also without a group: the plan may go to one, as from a data loader's worker.
+        # Also without a group: a data loader's worker may pass the plan to one.
         digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}
         plans = {
-            name: replace(sources[name].keep(one), mask_digest=digests[name]).pinned()
+            name: replace(sources[name].attach_evaluators(one), mask_digest=digests[name]).pinned()
             for name, one in unpinned.items()
         }
         if not group:
             return plans, {}, ()
-        chosen = find(balancer)[0] if callable(balancer) else balancer
+        chosen = resolve_balancer(balancer)[0] if callable(balancer) else balancer
         options = f"balancer={chosen!r}, schedule={schedule!r}, degree {degree}, masks {list(masks)}"
         text = lambda: "; ".join(map(signatures.mask_text, compact.values()))  # noqa: E731 - where ranks differ
         facts = {

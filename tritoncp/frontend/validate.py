@@ -1,6 +1,6 @@
-"""Every mistake a caller can make, caught before any tensor moves.
+"""Checks of a call's arguments, before any tensor moves.
 
-Each message says what was given, what is needed and what to do.
+Each message names the argument that was passed, the requirement and the remedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEVICES = ("cuda", "cpu")
 
 
 def arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:
-    """(score_mod, mask, mesh) from either call shape."""
+    """Return (score_mod, mask, mesh) from either call shape."""
     if type(fourth) is not FunctionType and isinstance(fourth, MASKS):
         if fifth is not None and mesh is not None:
             raise TypeError(
@@ -41,7 +41,7 @@ def arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:
     elif fourth is not None:
         raise TypeError(
             "the fourth argument is a score_mod, a mask or a Plan; got a "
-            f"{type(fourth).__name__}{_hint(fourth)}"
+            f"{type(fourth).__name__}{_dense_mask_hint(fourth)}"
         )
     if fifth is None or isinstance(fifth, MASKS):
         return fourth, fifth, mesh
@@ -51,7 +51,7 @@ def arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:
             "KV_LEN)"
         )
     if isinstance(fifth, Tensor):
-        raise TypeError(f"block_mask is a mask or a Plan; got a Tensor{_hint(fifth)}")
+        raise TypeError(f"block_mask is a mask or a Plan; got a Tensor{_dense_mask_hint(fifth)}")
     if fourth is not None:
         raise TypeError(
             f"after a score_mod comes a mask or a Plan; got a {type(fifth).__name__}; pass mesh= by name"
@@ -59,18 +59,18 @@ def arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:
     return None, None, fifth
 
 
-def _hint(given: Any) -> str:
-    if not isinstance(given, Tensor):
+def _dense_mask_hint(argument: Any) -> str:
+    if not isinstance(argument, Tensor):
         return ""
     return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
 
 
 def _check_score_mod(fn: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
-        return  # a look at its signature would compile anew for every function; translating it checks too
-    plain = type(fn) is FunctionType and not fn.__dict__  # else it may say that it wraps another
+        return  # inspecting the signature would recompile for every function; translation checks it too
+    plain = type(fn) is FunctionType and not fn.__dict__  # else it may wrap another function
     if plain and fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
-        return  # as its signature would say, which takes longer to make than a kernel to launch
+        return  # inspect.signature takes longer than a kernel launch
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -80,14 +80,13 @@ def _check_score_mod(fn: Any) -> None:
     if len(needed) == 4 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         raise TypeError(
             "this is a mask_mod (four arguments), and a callable in fourth place is a score_mod; make the "
-            "mask "
-            "with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) and pass that"
+            "mask with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) and pass that"
         )
 
 
 def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any:
-    """Key of a call under one plan: calls of equal keys pass or fail the same checks. None where sizes may be
-    symbols, which cannot be part of a key."""
+    """Return the key of a call under one plan: calls of equal keys pass or fail the same checks. None if
+    sizes may be symbols, which cannot be part of a key."""
     if not (_is_plain(q) and _is_plain(k) and _is_plain(v)) or not isinstance(sinks, Tensor | None):
         return None
     logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
@@ -100,7 +99,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """Check one rank's shards, as far as that needs no mask."""
+    """Check one rank's shards independently of the mask."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         _check_tensor(name, x, q)
     other = any(x.shape[0] not in (1, q.shape[0]) for x in (k, v))
@@ -124,8 +123,7 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
     if x.is_nested:
         raise ValueError(
             f"{name} is a nested tensor; dense [batch, heads, sequence, head dim] is needed: pack the "
-            "documents "
-            "into one sequence and mask with document(lengths=...)"
+            "documents into one sequence and mask with document(lengths=...)"
         )
     if x.ndim != 4:
         raise ValueError(
@@ -140,14 +138,12 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
     if x.dtype != q.dtype or x.device != q.device:
         raise ValueError(
             f"query is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}; one dtype and one device "
-            "are "
-            f"needed: {name}.to(query)"
+            f"are needed: {name}.to(query)"
         )
     if x.device.type not in DEVICES:
         raise ValueError(
             f"{name} is on {x.device}; the kernels run on CUDA and ROCm GPUs, and interpreted or as plain "
-            "torch "
-            "on the CPU: move it to one of these"
+            "torch on the CPU: move it to one of these"
         )
     if not 0 < x.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(
@@ -156,7 +152,7 @@ def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
 
 
 def shared_batch(q: Tensor, x: Tensor) -> Tensor:
-    """Keys or values of batch 1 serve every batch row of the queries, as torch has it."""
+    """Expand keys or values of batch 1 to the queries' batch, as torch does."""
     return x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], -1, -1, -1)
 
 
@@ -176,8 +172,8 @@ def check_mesh(mask: Any, degree: int) -> None:
 
 
 def whole_batch(mask: Any, rows: int, batch_offset: int) -> int:
-    """Rows of the batch to plan for, where a call has ``rows`` of it from ``batch_offset`` on: the mask's, or
-    where one row of lists serves all, the call's; as many as are known for a function without lists."""
+    """Return the batch size to plan for, if a call has ``rows`` rows from ``batch_offset`` on: the mask's; if
+    that is 1, the call's; for a closed form without lists, the rows up to the end of the call's."""
     if isinstance(batch_offset, bool) or not isinstance(batch_offset, int | torch.SymInt):
         raise TypeError(f"batch_offset is a {type(batch_offset).__name__}; a number of batch rows is needed")
     batch = mask.batch if isinstance(mask, Plan | MaskMod) else mask.B if isinstance(mask, Mask) else 1
@@ -206,7 +202,7 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
 
 
 def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any = None) -> None:
-    """Check a call's ranks and shards against the plan, which notes the key of a call that passes."""
+    """Check a call's ranks and shards against the plan, and record the call's key with the plan."""
     world = 1 if group is None else group.size()
     if plan.world_size != world:
         missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
@@ -226,10 +222,8 @@ def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:
             whole = " (that is all of them: it was not sharded)" if x.shape[2] == placement.length else ""
             raise ValueError(
                 f"{name} has {x.shape[2]} rows{whole}; rank {plan.rank}'s shard has "
-                f"{placement.lengths[plan.rank]} "
-                f"of the mask's {placement.length}: pass shard({name}, plan, dim=2, side={side!r}), and "
-                "make the "
-                "plan from the global mask, not a local one"
+                f"{placement.lengths[plan.rank]} of the mask's {placement.length}: pass shard({name}, plan, "
+                f"dim=2, side={side!r}), and make the plan from the global mask, not a local one"
             )
     batch, heads = plan.mask.runs.shape[:2]
     if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
@@ -246,7 +240,7 @@ def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:
 
 
 def check_lengths(lengths: Sequence[int], kv_lengths: Sequence[int], q_len: int, kv_len: int) -> None:
-    """The shards of all ranks, in natural order, against a raw mask's sides."""
+    """Check that the shards of all ranks, in natural order, add up to a raw mask's lengths."""
     for what, rows, whole in (("query", lengths, q_len), ("key", kv_lengths, kv_len)):
         total = sum(rows)
         if total == whole:
@@ -254,63 +248,62 @@ def check_lengths(lengths: Sequence[int], kv_lengths: Sequence[int], q_len: int,
         if len(rows) == 1:
             raise ValueError(
                 f"{what} has {total} rows, the mask is for {whole}; make the mask for this length, or pass "
-                "mesh= "
-                "if the sequence is sharded"
+                "mesh= if the sequence is sharded"
             )
-        alike = ""
+        hint = ""
         if set(rows) == {whole}:
-            alike = " Either this is one rank's local mask, or every rank holds the whole sequence."
+            hint = " Either this is one rank's local mask, or every rank holds the whole sequence."
         raise ValueError(
-            f"the {what} shards of the ranks are {_few(rows)} rows long, {total} together, the mask is for "
-            f"{whole}."
-            f"{alike} Make the mask for the global sequence, and give rank r the r-th piece "
-            "of it: "
-            f"shard({what}, mask, mesh, dim=2)"
+            f"the {what} shards of the ranks are {_abbreviate(rows)} rows long, {total} together, the mask "
+            f"is for {whole}.{hint} Make the mask for the global sequence, and give rank r the r-th piece of "
+            f"it: shard({what}, mask, mesh, dim=2)"
         )
 
 
-def _few(numbers: Sequence[int]) -> str:
-    shown = ", ".join(map(str, numbers[:8]))
-    return f"[{shown}, ...]" if len(numbers) > 8 else f"[{shown}]"
+def _abbreviate(numbers: Sequence[int]) -> str:
+    text = ", ".join(map(str, numbers[:8]))
+    return f"[{text}, ...]" if len(numbers) > 8 else f"[{text}]"
 
 
 def check_positions(plan: Plan, positions: Tensor) -> None:
-    """The order of a shard cannot be seen in it: compare the positions its owner believes in."""
-    given = positions.detach().cpu().long()  # waits for the device: this is for finding mistakes
+    """Compare the caller's positions with the plan's: a tensor does not show the order of its rows."""
+    claimed = positions.detach().cpu().long()  # waits for the device: this is a debugging aid
     expected = plan.positions
-    given = given[None] if given.ndim == 1 else given
-    if given.ndim != 2 or given.shape[1] != expected.shape[1] or given.shape[0] not in (1, expected.shape[0]):
+    claimed = claimed[None] if claimed.ndim == 1 else claimed
+    if (
+        claimed.ndim != 2
+        or claimed.shape[1] != expected.shape[1]
+        or claimed.shape[0] not in (1, expected.shape[0])
+    ):
         raise ValueError(
             f"positions is {tuple(positions.shape)}; [S_local] or [B, S_local] is needed, here "
             f"{list(expected.shape)}: take them from positions(plan)"
         )
-    wrong = (given != expected) & (expected >= 0)
+    wrong = (claimed != expected) & (expected >= 0)
     if bool(wrong.any()):
         batch, row = (int(i) for i in wrong.nonzero()[0])
-        held = int(given.expand(len(wrong), -1)[batch, row])
+        position = int(claimed.expand(len(wrong), -1)[batch, row])
         raise ValueError(
-            f"row {row} holds position {held} by positions=, but rank {plan.rank} of a {plan.balancer} "
-            "placement "
-            f"holds {int(expected[batch, row])} there; shard every tensor with this plan, shard(x, plan, "
-            "dim=...), "
-            "and pass the plan, not the mask, to the call"
+            f"row {row} holds position {position} by positions=, but rank {plan.rank} of a {plan.balancer} "
+            f"placement holds {int(expected[batch, row])} there; shard every tensor with this plan, shard(x, "
+            "plan, dim=...), and pass the plan, not the mask, to the call"
         )
 
 
 def check_order(plan: Plan, positions: Tensor | None = None) -> None:
-    """Compare the positions of a shard's rows with the plan's. Without them, warn, once for a plan, that it
-    deals blocks out of order, if its order was never asked for.
+    """Compare the positions of a shard's rows with the plan's. Without positions, warn, once per plan, that
+    it deals blocks out of order, if its order was never read.
 
-    A tensor does not show the order of its rows, and projections of sharded tokens carry no mark of it; but a
-    program that shards by a plan has called `shard` or `positions` with it. A plan that was unpickled, as
-    from a data loader's worker, may have been asked there, and is not warned of.
+    A tensor does not show the order of its rows; but a program that shards by a plan has called `shard` or
+    `positions` with it. The order of an unpickled plan, as from a data loader's worker, may have been read in
+    the other process, so that it causes no warning.
     """
     if positions is not None:
         check_positions(plan, positions)
         return
     if plan.balancer == "natural" or plan.q.order_is_read:
         return
-    plan.positions  # noqa: B018 - from now on the order has been read
+    plan.positions  # noqa: B018 - marks the order as read
     warnings.warn(
         f"this plan deals blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "
         "positions(plan) was called for it: shards in natural order give wrong answers without an error. "
@@ -342,9 +335,9 @@ def check_length(x: Tensor, dim: int, length: int, what: str) -> None:
 def placement_of(
     plan_or_mask: Any, world_size: int, rank: int, side: str, length: int
 ) -> tuple[Placement, int]:
-    """Where tokens lie, and the rank that asks: a Plan's own, or natural order for a raw mask.
+    """Return the placement of tokens and this rank: a Plan's own, or natural order for a raw mask.
 
-    length: of the global sequence, for closed forms, which have none.
+    length: of the global sequence, for closed forms, which have no length.
     """
     if isinstance(plan_or_mask, Plan):
         return side_of(plan_or_mask, side), plan_or_mask.rank
@@ -356,8 +349,7 @@ def placement_of(
     elif plan_or_mask is not None and not isinstance(plan_or_mask, MaskMod):
         raise TypeError(
             f"a Plan or a mask is needed; got a {type(plan_or_mask).__name__}. make_plan(block_mask, mesh) "
-            "makes a "
-            "plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
+            "makes a plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
         )
     return natural(pieces(length, world_size), max(1, length)), rank
 
@@ -372,28 +364,27 @@ def check_gathered(plan_or_mask: Any, world_size: int) -> None:
     if isinstance(plan_or_mask, Plan) and plan_or_mask.world_size != world_size:
         raise ValueError(
             f"the plan is for {plan_or_mask.world_size} ranks, the mesh has {world_size}; pass the mesh it "
-            "was "
-            "made with, unshard(x, plan, mesh, dim=...)"
+            "was made with, unshard(x, plan, mesh, dim=...)"
         )
 
 
 def document_starts(documents: Any, length: int) -> Tensor:
-    """Position of the first token of each token's document: int64 [B or 1, length]."""
+    """Return the position of the first token of each token's document: int64 [B or 1, length]."""
     mask = document(ids=documents) if isinstance(documents, Tensor) else documents
     if not isinstance(mask, Document):
         raise TypeError(
             f"documents is a tensor with the document of each token, or document(...); got {mask!r}"
         )
-    found = mask.intervals(length, length)
-    if found is None:
+    intervals = mask.intervals(length, length)
+    if intervals is None:
         raise ValueError(
             "a document comes in several pieces; positions within documents need each in one piece"
         )
-    return found[0][:, 0]
+    return intervals[0][:, 0]
 
 
 def check_plannable(masks: Mapping[Any, Any]) -> None:
-    """Check that make_plan gets masks with known lengths."""
+    """Check that the masks passed to make_plan have lengths."""
     for mask in masks.values():
         if isinstance(mask, MaskMod) or mask is None:
             make = (

@@ -1,8 +1,8 @@
 """Two registered ops, one whole forward and one whole backward pass, and the autograd node that joins them.
 
 Launches and collectives stay inside the ops, so neither step counts nor Work handles enter a graph.  The plan
-travels as a 0-d CPU tensor that names it: nothing is compiled again for another plan, and the plan stays
-alive while any graph still holds that tensor.
+travels as a 0-d CPU tensor that names it: another plan causes no recompilation, and the plan stays
+alive as long as a graph holds that tensor.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tritoncp.ops.engine_factory import Spec
 from tritoncp.planning.plan import Plan
 
 T = TypeVar("T")
-MOST = 256  # engines that are kept with one plan
-_HERE = nullcontext()
+MOST = 256  # engines cached per plan
+_NO_CONTEXT = nullcontext()
 
 
 def _engine(
@@ -38,13 +38,13 @@ def _engine(
     captures: list[Tensor], ints: list[int], floats: list[float], extra: Sequence[Tensor] = (),
     grads: Sequence[Tensor] = (),
 ) -> Any:  # fmt: skip
-    """The engine of a pass over q, k, v and other tensors. It is cached with the plan for tensors of these
-    layouts, except where a graph carries the score_mod, which may read globals."""
+    """Return the engine of a pass over q, k, v and other tensors. It is cached with the plan, by the layouts
+    of the tensors, unless a graph carries the score_mod, which may read globals."""
     call, device = Spec.decode(spec), q[0].device
     kernels, cache = engine_factory.uses_triton(device), plan._once("engines", dict)
     reusable = kernels and call.carried is None
     key = reusable and (
-        spec, scale, tile_tables.read_anew, device, plan.rank, plan.schedule, plan.degree,
+        spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
         *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
         *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
     )  # fmt: skip
@@ -55,7 +55,7 @@ def _engine(
         return engine_factory.rebind(engine, call, device, captures, ints, floats, grads)
     group = _group(call)
     tiles = tile_tables.text_of(device, group) if kernels else ""
-    mask, measured = _measured(spec, plan, q, v[0], group, tiles)
+    mask, measured = _measured_tiles(spec, plan, q, v[0], group, tiles)
     engine = engine_factory.make(
         call,
         scale,
@@ -70,31 +70,31 @@ def _engine(
         plan.first_row,
     )
     if reusable:
-        _keep(cache, key, (engine.around(), mask))
+        _store(cache, key, (engine.around(), mask))
     return engine
 
 
-def _measured(
+def _measured_tiles(
     spec: str, plan: Plan, q: list[Tensor], v: Tensor, group: Any, tiles: str
 ) -> tuple[DeviceCopy[Mod] | None, dict[str, Any]]:
-    """The mask_mod of a call and its measured tiles. If the user asked for tuning, all ranks may measure them
-    now together: this does not depend on properties that may differ between ranks."""
+    """Return the mask_mod of a call and its measured tiles. If tuning is requested, all ranks may measure
+    tiles together: the decision does not depend on properties that differ between ranks."""
     call, (_, heads, rows, d), e = Spec.decode(spec), q[0].shape, v.shape[3]
     cache = plan._once("measured", dict)
     key = spec, tiles, q[0].device, q[0].dtype, q[0].shape, v.shape, plan.rank, plan.schedule, plan.degree
     if (cached := cache.get(key)) is not None:
         return cached
-    every = call.world == "" or plan.schedule.startswith("ulysses")  # whose rows are computed here
+    every = call.world == "" or plan.schedule.startswith("ulysses")  # this process computes rows of all ranks
     mask, tiles_by_kernel = call_mods.mask_of(plan, q, every_rank=every), {}
     if tiles:
         kind = tile_tables.kind_of(plan.mask, mask is not None)
         like = tile_tables.Call.of(v.dtype, (d, e), kind, engine_factory.scored(call))
-        tune_on_first_call.if_asked(v.device, group, like, (heads, v.shape[1], rows))
+        tune_on_first_call.tune_if_requested(v.device, group, like, (heads, v.shape[1], rows))
         tiles_by_kernel = tile_tables.configs(v.device, like, group)
-    return _keep(cache, key, (mask, tiles_by_kernel))
+    return _store(cache, key, (mask, tiles_by_kernel))
 
 
-def _keep(cache: dict[Any, T], key: Any, value: T) -> T:
+def _store(cache: dict[Any, T], key: Any, value: T) -> T:
     if len(cache) >= MOST:
         cache.clear()
     cache[key] = value
@@ -102,7 +102,7 @@ def _keep(cache: dict[Any, T], key: Any, value: T) -> T:
 
 
 def _plan(handle: Tensor) -> Plan:
-    """The plan behind a handle, after a check that its mask has not changed."""
+    """Return the plan of a handle, after a check that its mask has not changed."""
     plan: Plan = held_by(handle)
     plan.check_sources()
     return plan
@@ -111,8 +111,8 @@ def _plan(handle: Tensor) -> Plan:
 def _drive(
     group: Any, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any], device: torch.device
 ) -> list[Any]:
-    """Run the schedule of each rank that runs here; return the results. Kernels run as torch's own do, below
-    autograd, which does not track views there: a view takes half the time."""
+    """Run the schedules of this process's ranks and return their results. Kernels run below autograd, as
+    torch's own do: views are not tracked there and take half the time."""
     with torch._C._AutoDispatchBelowADInplaceOrView(), _current(device):
         if group is None:
             return collectives.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
@@ -120,14 +120,14 @@ def _drive(
 
 
 def _group(call: Spec) -> Any:
-    """The process group of a call, None where all ranks run here."""
+    """Return the process group of a call, None if all ranks run in this process."""
     return collectives.named(call.world) if call.world else None
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Triton launches on the thread's current GPU, which need not be the one that holds the tensors."""
+    """Make ``device`` the current GPU: Triton launches there, and the tensors may be on another GPU."""
     is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
-    return torch.cuda.device(device) if is_other else _HERE
+    return torch.cuda.device(device) if is_other else _NO_CONTEXT
 
 
 def _attend(
@@ -141,7 +141,7 @@ def _attend(
     plan: Tensor,
     spec: str,
 ) -> list[Tensor]:
-    """Outs, lses and, if asked for, max_scores of each rank that runs here."""
+    """Compute outs, lses and, if requested, max_scores of this process's ranks."""
     call = Spec.decode(spec)
 
     def schedule(i: int, p: Plan) -> Any:
@@ -187,15 +187,15 @@ def _differentiate(
     plan: Tensor,
     spec: str,
 ) -> list[Tensor]:
-    """dq, dk, dv of each rank that runs here, then the gradients of captures that want one."""
+    """Compute dq, dk, dv of this process's ranks, then the gradients of captures that require one."""
     call = Spec.decode(spec)
 
     def schedule(i: int, p: Plan) -> Any:
-        # Where nothing was seen lse is -inf and a loss of it may well have no finite slope.
+        # lse is -inf in rows that see no key, and the gradient of a loss there may not be finite.
         dlse = dlses[i].masked_fill(lses[i] == -torch.inf, 0).contiguous() if dlses else None
         dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
         parts = yield from schedule_of(p).backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
-        # Rounded once, here. dk and dv may be views of one buffer, and an op's outputs share no memory.
+        # The only rounding. dk and dv may be views of one buffer, and outputs of an op must not share memory.
         return tuple(_own(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
 
     plan_of_call, grads = _plan(plan), engine_factory.buffers(call, captures, lses[0])
@@ -230,13 +230,13 @@ def _stats(x: Tensor) -> torch.dtype:
 
 
 def _own(grad: Tensor, x: Tensor) -> Tensor:
-    """A gradient of x in its dtype and order in memory, and in memory of its own."""
+    """Convert a gradient of x to the dtype and memory order of x, in its own memory."""
     if grad.untyped_storage().nbytes() > grad.nbytes:
         return laid_out_as(x, x.shape[3]).copy_(grad)
     return grad.to(x.dtype)
 
 
-def _cut(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:
+def _split(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:
     rest = iter(tensors)
     return [list(itertools.islice(rest, length)) for length in lengths]
 
@@ -247,37 +247,37 @@ def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
 
 # -- the ops, and their derivatives ------------------------------------------------------------------------
 #
-# What torch.library.custom_op and register_autograd would make: but those look through every list of tensors
-# for nested ones, at each call and for each derivative, which takes longer than all the rest of a call.
+# Registered directly: torch.library.custom_op and register_autograd search every list of tensors for nested
+# tensors, at each call and for each derivative, which takes longer than the rest of a call.
 
 _OPS = torch.library.Library("tritoncp", "FRAGMENT")
 
 
-def registered(
+def register_op(
     name: str, body: Callable[..., Any], fake: Callable[..., Any], differentiated: Any = None
 ) -> Any:
-    """The op ``tritoncp::name``: for any tensors, those without memory, those with history."""
+    """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel ``differentiated``."""
 
-    def apart(*args: Any) -> Any:
+    def run_body(*args: Any) -> Any:
         with undisturbed():
             return body(*args)
 
     schema = torch.library.infer_schema(body, mutates_args=())
     _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _OPS.impl(name, apart, "CompositeExplicitAutograd")
+    _OPS.impl(name, run_body, "CompositeExplicitAutograd")
     if differentiated is not None:
         _OPS.impl(name, differentiated, "Autograd")
     torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
     return getattr(torch.ops.tritoncp, name).default
 
 
-def _below(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: Any) -> Any:
-    """The op as what is below autograd sees it: dispatch modes, then the body; or the body at once where
-    nobody looks at ops, as going through the dispatcher takes a third of a call.
+def run_below_autograd(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: Any) -> Any:
+    """Run the op below autograd: through the dispatcher if it is needed (:func:`needs_dispatcher`), else its
+    body directly, as dispatching takes a third of a call.
 
-    tensors: all of those in args
+    tensors: all tensors in args
     """
-    if _seen(tensors):
+    if needs_dispatcher(tensors):
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
     if not torch.is_grad_enabled():
@@ -289,7 +289,7 @@ def _below(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: 
         torch._C._set_grad_enabled(True)
 
 
-_LOOKS = (  # what is not 0, None or False where modes, functorch, autocast, ... are on
+DISPATCH_MODES = (  # functions that return a true value while modes, functorch, autocast, ... are active
     torch._C._len_torch_dispatch_stack,
     elsewhere,
     torch._C._functorch.peek_interpreter_stack,
@@ -301,12 +301,12 @@ _LOOKS = (  # what is not 0, None or False where modes, functorch, autocast, ...
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _seen(tensors: Iterable[Tensor]) -> bool:
-    """Whether going through the dispatcher makes a difference: dispatch modes, functorch, autocast, tracing,
-    inference mode, profilers, another default device; subclasses, and tensors that are negative or zero only
-    in name."""
-    for look in _LOOKS:
-        if look():
+def needs_dispatcher(tensors: Iterable[Tensor]) -> bool:
+    """Return whether the dispatcher has an effect on a call: under dispatch modes, functorch, autocast,
+    tracing, inference mode, profilers or another default device, and for subclasses and lazily negated or
+    zero tensors."""
+    for is_active in DISPATCH_MODES:
+        if is_active():
             return True
     for x in tensors:  # noqa: SIM110 - any() takes twice as long
         if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():
@@ -315,18 +315,19 @@ def _seen(tensors: Iterable[Tensor]) -> bool:
 
 
 class Attention(torch.autograd.Function):
-    """One node for every rank that runs here: one under a process group, all of a simulated world.
+    """The autograd node of all ranks of this process: one under a process group, all of a simulated world.
 
-    call: number of ranks, number of captured tensors, and the other arguments of the op
+    call: number of ranks, number of captured tensors, and the remaining arguments of the op
     """
 
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        n, captured_ones, *constants, spec = ctx.call = call
-        lists = _cut(tensors, n, n, n, captured_ones)
-        results = _below(forward_op, _attend, tensors, *lists, *constants, plan, spec)
+        n, num_captures, *constants, spec = ctx.call = call
+        lists = _split(tensors, n, n, n, num_captures)
+        results = run_below_autograd(forward_op, _attend, tensors, *lists, *constants, plan, spec)
         ctx.save_for_backward(plan, *tensors, *results[: 2 * n])
-        # Hooks, as those that offload, save a copy of the handle, which does not keep the plan.
+        # Saved-tensor hooks, as for offloading, may save a copy of the handle, which does not keep the plan
+        # alive.
         ctx.held = plan, engine_factory.score_structure(spec)
         ctx.mark_non_differentiable(*results[2 * n :])
         ctx.set_materialize_grads(False)
@@ -334,25 +335,25 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        n, captured_ones, *constants, spec = ctx.call
+        n, num_captures, *constants, spec = ctx.call
         plan, *saved = ctx.saved_tensors
-        q, k, v, captures, outs, lses = _cut(saved, n, n, n, captured_ones, n, n)
+        q, k, v, captures, outs, lses = _split(saved, n, n, n, num_captures, n, n)
         douts = [_or_zeros(*pair) for pair in zip(grads[:n], outs, strict=True)]
         pairs = list(zip(grads[n : 2 * n], lses, strict=True))
         dlses = [_or_zeros(*pair) for pair in pairs] if any(grad is not None for grad, _ in pairs) else []
         all_grads = _backward(douts, dlses, q, k, v, outs, lses, captures, *constants, plan, spec)
-        rest: list[Tensor | None] = [None] * captured_ones
+        rest: list[Tensor | None] = [None] * num_captures
         for place, grad in zip(Spec.decode(spec).wants, all_grads[3 * n :], strict=True):
             rest[place] = grad
         return None, None, *all_grads[: 3 * n], *rest
 
 
 class Final(torch.autograd.Function):
-    """The backward pass under ``create_graph``: right, and not differentiable again."""
+    """The autograd node of the backward pass under ``create_graph``, which raises for a second derivative."""
 
     @staticmethod
     def forward(ctx: Any, args: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_below(backward_op, _differentiate, tensors, *args))
+        return tuple(run_below_autograd(backward_op, _differentiate, tensors, *args))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> None:
@@ -362,8 +363,9 @@ class Final(torch.autograd.Function):
         )
 
 
-def _tracked(tensors: Iterable[Tensor]) -> bool:
-    """(A forward derivative is not to be had; as a node without one, autograd says so.)"""
+def needs_autograd(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a call needs an autograd node. Forward-mode AD also takes the node, on which autograd
+    reports that it has no forward derivative."""
     if torch.autograd.forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and True in [x.requires_grad for x in tensors]
@@ -372,20 +374,20 @@ def _tracked(tensors: Iterable[Tensor]) -> bool:
 def forward(
     q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor], *rest: Any
 ) -> list[Tensor]:
-    """Differentiable ``forward_op``, with the same arguments."""
+    """Run ``forward_op`` differentiably, with the same arguments."""
     tensors = *q, *k, *v, *captures
-    if not _tracked(tensors):
-        return _below(forward_op, _attend, tensors, q, k, v, captures, *rest)
+    if not needs_autograd(tensors):
+        return run_below_autograd(forward_op, _attend, tensors, q, k, v, captures, *rest)
     *constants, plan, spec = rest
     return list(Attention.apply((len(q), len(captures), *constants, spec), plan, *tensors))
 
 
 def _backward(*args: Any) -> list[Tensor]:
     tensors = list(itertools.chain.from_iterable(args[:8]))
-    if not _tracked(tensors):
-        return _below(backward_op, _differentiate, tensors, *args)
+    if not needs_autograd(tensors):
+        return run_below_autograd(backward_op, _differentiate, tensors, *args)
     return list(Final.apply(args, *tensors))
 
 
-forward_op = registered("forward", _attend, _forward_fake, forward)
-backward_op = registered("backward", _differentiate, _backward_fake, _backward)
+forward_op = register_op("forward", _attend, _forward_fake, forward)
+backward_op = register_op("backward", _differentiate, _backward_fake, _backward)

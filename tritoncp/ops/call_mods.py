@@ -17,7 +17,7 @@ from tritoncp.planning.plan import Plan
 
 
 def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
-    """The translated score_mod. Its tensors have to be on the queries' device: they may be edited between
+    """Translate the score_mod. Its tensors have to be on the queries' device: they may be edited between
     calls and may require gradients, so that a cached copy would be wrong."""
     if score_mod is None:
         return None
@@ -32,30 +32,30 @@ def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
 
 
 def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> DeviceCopy[Mod] | None:
-    """The translated mask_mod of a call, or None where no masked block needs it. It is cached with the plan,
+    """Return the translated mask_mod of a call, None if no masked block needs it. It is cached with the plan,
     with copies of captured CPU tensors on the queries' device: a plan refuses to run after one was edited.
 
-    q: the query of each rank that this process computes: all ranks of the plan, or its own alone.
+    q: the query of each rank that this process computes: all ranks of the plan, or its own rank.
     """
     ranks = tuple(range(plan.world_size)) if every_rank else (plan.rank,)
     batch, heads, device = q[0].shape[0], q[0].shape[1], q[0].device
     if plan.mask.interval_for(batch, heads) is not None:
-        return None  # kernels compare each position with the bounds of its row instead
+        return None  # kernels compare positions with the interval of their row
     reads = plan.mask.reads
     key = "mask_mod", ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
     if key not in plan._shared:
         needed = any(_has_masked(plan.for_rank(rank)) for rank in ranks)
-        plan._shared[key] = _copy_to(_translated(plan, ranks, batch, heads), device) if needed else None
+        plan._shared[key] = _copy_to(_translate_mask(plan, ranks, batch, heads), device) if needed else None
     return plan._shared[key]
 
 
 def _has_masked(plan: Plan) -> bool:
-    """Whether some block that this rank's queries see is masked."""
+    """Return whether this rank's queries see any masked block."""
     _, runs = plan.listed()
     return bool((runs.runs[:, 2] == Kind.MASKED).any())
 
 
-def _translated(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:
+def _translate_mask(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:
     fn = plan.mask.mask_mod
     assert fn is not None
     if "mask_mod" not in plan._shared:
@@ -65,12 +65,12 @@ def _translated(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod
             plan._shared["mask_mod"] = None
     if plan._shared["mask_mod"] is not None:
         return plan._shared["mask_mod"]
-    *ways, (last, device) = plan._shared.get("ways", [(fn, torch.device("cpu"))])
-    for evaluate, place in ways:
+    *evaluators, (last, device) = plan._shared.get("evaluators", [(fn, torch.device("cpu"))])
+    for evaluate, place in evaluators:
         try:
             return mods.mask_mod(bitmask(plan, ranks, batch, heads, evaluate, place).mask_mod())
         except RuntimeError:
-            continue  # written for another device
+            continue  # the mask_mod runs only on another device
     return mods.mask_mod(bitmask(plan, ranks, batch, heads, last, device).mask_mod())
 
 

@@ -1,7 +1,6 @@
-"""A mask_mod as bits: its values in the blocks that are needed, looked up instead of computed.
+"""Bitmaps of a mask_mod that cannot be translated: its values in the blocks that a rank needs.
 
-For a mask_mod that no kernel can run: it is evaluated once, by torch, in the blocks that a rank needs, and
-replaced by a mask_mod that only indexes tensors.
+Torch evaluates the mask_mod once in these blocks, and a mask_mod that only indexes tensors replaces it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,13 @@ from tritoncp.planning.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class Bitmask:
-    """Values of a mask_mod in some blocks, eight to a byte.
+    """Values of a mask_mod in the blocks of a rank, eight to a byte.
 
-    rows:  int32 [q blocks], the row of ``ids`` that stands for a block of queries
-    ids:   int32 [B or 1, H or 1, n, kv blocks], which block of ``bits``; -1 for blocks that are not needed
+    rows:  int32 [q blocks], the row of ``ids`` for each block of queries
+    ids:   int32 [B or 1, H or 1, n, kv blocks], index of the block in ``bits``; -1 for blocks that are not
+           needed
     bits:  uint8 [blocks, q_block, ceil(kv_block / 8)], lowest bit first
-    first_row: the batch row whose answers row 0 of ``ids`` has
+    first_row: the batch row that row 0 of ``ids`` is for
     """
 
     rows: Tensor
@@ -34,18 +34,19 @@ class Bitmask:
     first_row: int = 0
 
     def mask_mod(self) -> Callable[..., Tensor]:
-        """A mask_mod of plain gathers with the same values; arbitrary in blocks that are not needed."""
+        """Return a mask_mod of plain gathers with the same values; arbitrary in blocks that are not
+        needed."""
         rows, ids, bits, q_block, kv_block = self.rows, self.ids, self.bits, self.q_block, self.kv_block
         each_batch, each_head, first_row = ids.shape[0] > 1, ids.shape[1] > 1, self.first_row
 
-        def looked_up(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        def look_up(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             batch, head = b - first_row if each_batch else 0, h if each_head else 0
             block = ids[batch, head, rows[q_idx // q_block], kv_idx // kv_block]
             inside = kv_idx % kv_block
             byte = bits[block, q_idx % q_block, inside // 8].to(torch.int32)
             return (byte >> (inside % 8)) & 1 != 0
 
-        return looked_up
+        return look_up
 
 
 def bitmask(
@@ -56,7 +57,8 @@ def bitmask(
     evaluate: MaskFn,
     device: torch.device | str = "cpu",
 ) -> Bitmask:
-    """The answers that these ranks of a plan need for a call of ``batch`` rows and ``heads`` query heads.
+    """Evaluate a mask_mod in the blocks that ``ranks`` of a plan need, for ``batch`` rows and ``heads`` query
+    heads.
 
     evaluate: the plan's mask_mod, called with indices on ``device``.
     """
@@ -64,7 +66,7 @@ def bitmask(
     B = max(mask.B, batch if mask.reads[0] else 1)
     H = max(mask.H, heads if mask.reads[1] else 1)
     blocks = masked_blocks(mask.runs.expand(B, H))  # [n, 4]: b, h, row, col
-    owned = _owned(plan, ranks)  # [Bp, rows]
+    owned = _owned_blocks(plan, ranks)  # [Bp, rows]
     owned = owned if len(owned) == B else owned.any(0, keepdim=True)
     blocks = blocks[owned[blocks[:, 0] % len(owned), blocks[:, 2]]]
     needed = torch.zeros(owned.shape[1], dtype=torch.bool)
@@ -73,17 +75,17 @@ def bitmask(
     ids = torch.full((B, H, max(1, int(needed.sum())), mask.runs.shape[3]), -1, dtype=torch.int32)
     ids[blocks[:, 0], blocks[:, 1], rows[blocks[:, 2]], blocks[:, 3]] = torch.arange(len(blocks)).int()
 
-    def shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def evaluate_shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return evaluate(b + first_row, h, q_idx, kv_idx)
 
-    parts = [_packed(visible) for _, visible in mask.evaluate(shifted, blocks, device)]
+    parts = [_pack_bits(visible) for _, visible in mask.evaluate(evaluate_shifted, blocks, device)]
     nothing = torch.zeros(1, mask.q_block, -(-mask.kv_block // 8), dtype=torch.uint8)
     bits = torch.cat(parts) if parts else nothing
     return Bitmask(rows.int(), ids, bits, mask.q_block, mask.kv_block, first_row)
 
 
-def _owned(plan: Plan, ranks: Sequence[int]) -> Tensor:
-    """Which blocks of queries these ranks hold any token of: bool [Bp, q blocks]."""
+def _owned_blocks(plan: Plan, ranks: Sequence[int]) -> Tensor:
+    """Mark the blocks of queries of which these ranks hold any token: bool [Bp, q blocks]."""
     mask: Mask = plan.mask
     owned = torch.zeros(plan.q.slots[0].shape[0], mask.runs.shape[2] + 1, dtype=torch.bool)
     for rank in ranks:
@@ -93,7 +95,7 @@ def _owned(plan: Plan, ranks: Sequence[int]) -> Tensor:
     return owned[:, :-1]
 
 
-def _packed(visible: Tensor) -> Tensor:
-    """bool [n, q_block, kv_block] -> uint8 [n, q_block, ceil(kv_block / 8)]."""
+def _pack_bits(visible: Tensor) -> Tensor:
+    """Pack bool [n, q_block, kv_block] into uint8 [n, q_block, ceil(kv_block / 8)]."""
     visible = torch.nn.functional.pad(visible, (0, -visible.shape[2] % 8)).unflatten(2, (-1, 8))
     return (visible * (1 << torch.arange(8, dtype=torch.uint8))).sum(3, dtype=torch.uint8)

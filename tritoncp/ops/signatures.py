@@ -1,9 +1,9 @@
-"""The signature of a call: the settings that all ranks of a group share, compared at its first call.
+"""Signatures of calls: the settings that all ranks of a group share, compared at a signature's first call.
 
 Once for each group and signature the ranks compare dtype, heads, lengths, scale, options and the structure of
 mods and mask, on the host; a call whose signature was compared costs a look-up. Contents of tensors and
-captured numbers are compared only under TRITONCP_CHECK=1, at every call. A plan that came from elsewhere, as
-from a data loader's worker, is compared at its first use.
+captured numbers are compared only under TRITONCP_CHECK=1, at every call. A plan that another
+process made, as a data loader's worker, is compared at its first use.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from tritoncp.ops import engine_factory
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.planning.plan import Plan
 
-MOST = 1024  # signatures of a group
-SCALES = 16  # values of scale that are compared for one signature; a scale that changes oftener is data
+MAX_SIGNATURES = 1024  # signatures per group
+MAX_SCALES = 16  # values of scale that are compared per signature; further values are not
 CALL, MOMENT = "flex_attention", "in this call"
 
 
 class Table:
-    """Signatures that a group's ranks compared: equal on every rank, as all make the same calls in one order.
+    """The signatures that a group's ranks compared: equal on every rank, as all make the same calls in one
+    order.
 
-    scales:     by signature, the scales that it was compared with
-    structures: of the plans among them
+    scales:     scales that were compared, by signature
+    structures: structures of the compared plans
     plans:      identities of plans that were compared
     """
 
@@ -52,8 +53,8 @@ class Table:
         self.plans: set[Any] = set()
 
     def note(self, signature: Any, scale: float, plan: Plan) -> None:
-        """Note that the ranks compared this call."""
-        if len(self.scales) >= MOST:
+        """Record that the ranks compared this call."""
+        if len(self.scales) >= MAX_SIGNATURES:
             self.scales.clear()
             self.structures.clear()
         self.scales.setdefault(signature, set()).add(scale)
@@ -61,19 +62,19 @@ class Table:
         self.note_plan(plan)
 
     def note_plan(self, plan: Plan) -> None:
-        """Note that the ranks compared this plan."""
-        if len(self.plans) >= MOST:
+        """Record that the ranks compared this plan."""
+        if len(self.plans) >= MAX_SIGNATURES:
             self.plans.clear()
         self.plans.add(plan.identity)
 
 
-# By the group itself, not its name: another group may get the name of one that was destroyed.
+# By the group object: a new group may get the name of one that was destroyed.
 _TABLES: weakref.WeakKeyDictionary[Any, Table] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()  # of _TABLES
+_LOCK = threading.Lock()  # guards _TABLES
 
 
 def table_of(group: Any) -> Table:
-    """The signatures of a group."""
+    """Return the table of a group."""
     table = _TABLES.get(group)
     if table is None:
         with _LOCK:
@@ -99,7 +100,7 @@ def compare_call(
     scales = table.scales.get(signature)
     if (
         scales is not None
-        and (scale in scales or len(scales) >= SCALES)
+        and (scale in scales or len(scales) >= MAX_SCALES)
         and plan.identity in table.plans
         and not consistency.CHECKED
     ):
@@ -118,8 +119,8 @@ def compare_call(
 
 
 def share_failure(group: Any, plan: Plan, error: Exception) -> None:
-    """Tell the other ranks that this call failed, if they certainly compare it: if this plan, or all of its
-    structure, are new to the group. Otherwise they may run the call, and fail after the group's timeout."""
+    """Tell the other ranks that this call failed, if they certainly compare it: if this plan or its structure
+    is new to the group. Otherwise they may run the call, and fail after the group's timeout."""
     if group is None or group.size() == 1:
         return
     table = table_of(group)
@@ -134,7 +135,7 @@ def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def shape_facts(q: Tensor, k: Tensor) -> dict[str, tuple[consistency.Text, bytes]]:
-    """Facts that all shards share, whatever their lengths."""
+    """Return the facts about shards that do not depend on their lengths."""
     return {
         "batch": fact(f"batch {q.shape[0]}"),
         "heads": fact(f"{q.shape[1]} query heads and {k.shape[1]} key heads"),
@@ -172,13 +173,14 @@ def _facts(
 def _capture_fact(
     captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
 ) -> tuple[consistency.Text, bytes]:
-    """The fact of all captures of a score_mod, by value."""
+    """Return the fact about all captures of a score_mod, by value."""
     tensors = [tensor_text(x) for x in captures]
     return fact(", ".join([*tensors, *map(repr, ints), *map(repr, floats)]) or "none")
 
 
 def structure_of(plan: Plan) -> Any:
-    """The structure of a plan, without its mask's tensors and numbers: hashable, and equal on all ranks."""
+    """Return the structure of a plan, without its mask's tensors and numbers: hashable, equal on all
+    ranks."""
     key = "structure", plan.schedule
     structure = plan._shared.get(key)
     if structure is None:
@@ -190,7 +192,7 @@ def structure_of(plan: Plan) -> Any:
 
 
 def form_of(mod: Any) -> str:
-    """The code of a mask_mod, or the kind of a closed form, without its captures: equal on all ranks.
+    """Return the code of a mask_mod, or the kind of a closed form, without captures: equal on all ranks.
 
     >>> from tritoncp import causal, sliding_window
     >>> form_of(causal() & sliding_window(4)) == form_of(causal() & sliding_window(5)) != form_of(causal())
@@ -207,7 +209,7 @@ def form_of(mod: Any) -> str:
 
 
 def _nested(mod: MaskMod) -> Iterator[Any]:
-    """The mask_mods that a closed form is made of."""
+    """Yield the mask_mods that a closed form combines."""
     for part in _fields(mod):
         if callable(part):
             yield part
@@ -218,12 +220,12 @@ def _code_digest(code: types.CodeType) -> str:
 
 
 def mask_text(mask: Any) -> str:
-    """A mask and the values that its mask_mod reads, for messages."""
+    """Format a mask and the values that its mask_mod reads, for messages."""
     return f"{mask!r} of {mod_text(getattr(mask, 'mask_mod', mask))}"
 
 
 def mod_text(mod: Any) -> str:
-    """A mask_mod with the plain values that it reads: from closures, globals, and attributes of these."""
+    """Format a mask_mod with the plain values that it reads from closures, globals, and their attributes."""
     if mod is None:
         return "every pair"
     if isinstance(mod, MaskMod):
@@ -269,7 +271,7 @@ def _values(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
 
 
 def _value_text(value: Any) -> str | None:
-    """A plain value or tensor, for messages; None for anything else."""
+    """Format a plain value or tensor, for messages; None for anything else."""
     if isinstance(value, Tensor):
         return tensor_text(value)
     plain = bool, int, float, complex, str, bytes, type(None), enum.Enum, tuple, list, dict
@@ -277,7 +279,7 @@ def _value_text(value: Any) -> str | None:
 
 
 def tensor_text(x: Tensor) -> str:
-    """A tensor by type, shape and a digest of its content."""
+    """Format a tensor's dtype, shape and a digest of its contents."""
     local = to_host([x])[0] if is_remote(x) else x.detach()
     return f"{_name(x)} {list(x.shape)} #{hashlib.sha256(content(local)).hexdigest()[:12]}"
 

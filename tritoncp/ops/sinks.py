@@ -1,4 +1,4 @@
-"""Attention sinks: a learned logit a head, which takes probability and gives nothing.
+"""Attention sinks: a learned logit per head, which takes probability and contributes no value.
 
 Applied once, after the last step of any schedule: with z = exp(lse) the sum over keys, the softmax over keys
 and sink is that over keys times z / (z + exp(sink)) = sigmoid(lse - sink).  out and lse are differentiable,
@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """out [B, H, S, E] and lse [B, H, S] of a softmax that also runs over ``sinks`` [H], logits in natural
-    units that neither scale nor score_mod touches. A row that sees no key: out 0, lse the sink.
+    """Extend the softmax behind out [B, H, S, E] and lse [B, H, S] by ``sinks`` [H], logits in natural units
+    to which neither scale nor score_mod applies. A row that sees no key has out 0 and lse the sink.
 
     >>> out, lse = with_sinks(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1), torch.zeros(1))
     >>> out.tolist(), round(lse.item(), 4)

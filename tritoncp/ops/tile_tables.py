@@ -1,14 +1,15 @@
-"""Tile shapes that ``tritoncp autotune`` measured: where they lie, which of them a call takes.
+"""Tables of the tile shapes that ``tritoncp autotune`` measured, and their look-up for a call.
 
-A file holds what was measured on one device with one Triton:
-``<folder>/<arch>/<device>-triton-<version>.json``.  Folders, the first that knows wins: TRITONCP_CONFIG_DIR,
-the user's, the package's; then, in the same order, files of other devices of the same architecture or of
-other Tritons; then the rule in ``kernels/configs.py``.  ``TRITONCP_CONFIG_DIR=-`` looks nowhere.
+A file has the measurements of one device with one Triton version:
+``<folder>/<arch>/<device>-triton-<version>.json``.  The first folder with an entry wins:
+TRITONCP_CONFIG_DIR, the user's, the package's; then, in the same order, files of other devices of the same
+architecture or of other Triton versions; then the rule in ``kernels/configs.py``.  With
+``TRITONCP_CONFIG_DIR=-`` no folder is read.
 
-An entry about "route" says by which route of the forward pass a call was fastest.  It is for calls just like
-that one on that device with that Triton: nothing else was seen to be right.
+An entry of kernel "route" names the fastest route of the forward pass for a call.  It applies only to calls
+with all its properties, on that device with that Triton: other routes were not verified.
 
-Where nothing is known a call may tune for itself, if asked: ``tuning.py``.
+A call without an entry can tune first, if requested: ``tune_on_first_call.py``.
 """
 
 from __future__ import annotations
@@ -37,22 +38,22 @@ from tritoncp.masks.mask import Mask
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "kernels/configs"
-# For the nearest that was measured, where a mask's own kind was not: long rows of full blocks in both.
+# Nearest kind of mask if its own was not measured: both have long rows of full blocks.
 NEAREST = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}
-FEW = "full"  # the kind that few rows are measured with: tiles that hold them are nearly all full
+FEW = "full"  # the kind that few rows are measured with: nearly all their tiles are full
 LOCK_SECONDS = 60.0  # that a writer waits for the lock, which each writer holds for milliseconds
 WIN = 1.02  # time of the rule over that of tiles worth keeping
 
-# Each: kernel, dtype, head_dim, mask, config; v_head_dim if it is another; score, the name of a score_mod,
-# and loads = 2 where that loads something for each score.
+# Keys: kernel, dtype, head_dim, mask, config; v_head_dim if it differs; score, the name of a score_mod, and
+# loads = 2 if that loads a value for each score.
 Entries = list[dict[str, Any]]
 
 
 class Call(NamedTuple):
     """The properties of a call by which tiles are looked up.
 
-    dims: of q and k, and of v; mask: see :func:`kind_of`; score: 1 for a score_mod, 2 for one
-    that loads something for each score, 0 for none
+    dims: of q and k, and of v; mask: see :func:`kind_of`; score: 1 for a score_mod, 2 for one that loads a
+    value for each score, 0 for none
     """
 
     dtype: str
@@ -74,7 +75,8 @@ class Device(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def device_of(device: torch.device) -> Device:
-    """
+    """Return the model of a device.
+
     >>> device_of(torch.device("cpu"))
     Device(arch='interpreter', name='cpu')
     """
@@ -83,7 +85,7 @@ def device_of(device: torch.device) -> Device:
 
 
 def kind_of(mask: Mask, mod: bool = False) -> str:
-    """The kind of a mask that tile shapes are measured for.
+    """Classify a mask into the kinds that tile shapes are measured for.
 
     mod: whether its mask_mod runs in the kernel
 
@@ -100,7 +102,7 @@ def kind_of(mask: Mask, mod: bool = False) -> str:
 
 
 def folders() -> list[Path]:
-    """The folders that are searched for files of tile shapes, best first."""
+    """Return the folders that are searched for files of tile shapes, best first."""
     variable = os.environ.get("TRITONCP_CONFIG_DIR")
     if variable == "-":
         return []
@@ -109,7 +111,7 @@ def folders() -> list[Path]:
 
 
 def user_folder() -> Path | None:
-    """The user's own; None on a machine without platformdirs, where a checkout runs beside its own torch."""
+    """Return the user's configuration folder; None without platformdirs."""
     try:
         import platformdirs
     except ModuleNotFoundError:
@@ -118,8 +120,8 @@ def user_folder() -> Path | None:
 
 
 def path_in(folder: Path, device: Device, triton: str | None = None) -> Path:
-    """The file of a device's tile shapes. Raises ValueError for an architecture or a version that no file
-    may be called after.
+    """Return the file of a device's tile shapes. Raises ValueError for an architecture or version that may
+    not be part of a file name.
 
     >>> path_in(Path("x"), Device("sm_90", "NVIDIA H200"), "3.7.1").as_posix()
     'x/sm_90/nvidia-h200-triton-3.7.1.json'
@@ -136,7 +138,7 @@ def _triton() -> str:
 
 
 def sources(device: Device) -> Iterator[Path]:
-    """Files that may have tile shapes for a device, best first."""
+    """Yield files that may have tile shapes for a device, best first."""
     exact = [path_in(folder, device) for folder in folders()]
     yield from (path for path in exact if path.is_file())
     own = exact[0].name.partition("-triton-")[0] if exact else ""
@@ -167,7 +169,7 @@ def entries_of(path: Path) -> Entries:
 
 
 def entry_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The key of an entry: kernel, dtype, head dims, mask, and score as in :class:`Call`.
+    """Return the key of an entry: kernel, dtype, head dims, mask, and score as in :class:`Call`.
 
     >>> entry_key({"kernel": "dq", "dtype": "float16", "head_dim": 64, "mask": "causal", "score": "softcap"})
     ('dq', 'float16', 64, 64, 'causal', 1)
@@ -178,7 +180,7 @@ def entry_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def launched(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The kernel that an entry's config is tiles of, and the tiles.
+    """Return the kernel that an entry's config is for, and its tiles.
 
     >>> launched("route", {"ROUTE": "gluon", "num_stages": 3}), launched("dq", {"num_stages": 2})
     (('gluon', {'num_stages': 3}), ('dq', {'num_stages': 2}))
@@ -190,7 +192,7 @@ def launched(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any
 
 
 def check(entry: Mapping[str, Any]) -> None:
-    """Raises ValueError, KeyError or TypeError for an entry that cannot be used."""
+    """Raise ValueError, KeyError or TypeError for an entry that cannot be used."""
     if entry["kernel"] == "route":
         check_options({"ROUTE": entry["config"]["ROUTE"]})
     kernel, tiles = launched(entry["kernel"], entry["config"])
@@ -204,9 +206,9 @@ def check(entry: Mapping[str, Any]) -> None:
 
 @functools.lru_cache(maxsize=16)
 def table(device: Device, config_dir: str | None) -> str:
-    """All configs for a device, as text that ranks can compare; of entries with the same key the first
-    counts. ``config_dir`` is TRITONCP_CONFIG_DIR, which a process may change: plans that have looked up their
-    tiles then keep them until :func:`forget`."""
+    """Return all configs for a device, as text that ranks can compare; of entries with the same key the first
+    counts. ``config_dir`` is TRITONCP_CONFIG_DIR, which a process may change: plans keep the tiles that they
+    looked up before until :func:`forget`."""
     configs_by_key: dict[tuple[Any, ...], dict[str, Any]] = {}
     exact = path_in(Path(), device).name
     for path in sources(device):
@@ -216,27 +218,28 @@ def table(device: Device, config_dir: str | None) -> str:
     return json.dumps([[*of, config] for of, config in configs_by_key.items()])
 
 
-read_anew = 0  # how often: what a plan's calls looked up before then, they look up again
+table_generation = 0  # incremented by forget(): tiles of an earlier generation are looked up again
 
 
 def forget() -> None:
     """Drop the cached tables, after files were written or ranks agreed."""
-    global read_anew
-    read_anew += 1
+    global table_generation
+    table_generation += 1
     table.cache_clear()
 
 
 def local(device: torch.device) -> str:
-    """The table of this process."""
+    """Return the table of this process."""
     return table(device_of(device), os.environ.get("TRITONCP_CONFIG_DIR"))
 
 
-BUDGET = "autotune"  # what the row of a table is called that says how many seconds may be spent
-ASKED = 60.0  # of them, where no number is given
+BUDGET = "autotune"  # name of the table row with the tuning budget in seconds
+DEFAULT_BUDGET = 60.0  # seconds, if the variable has no number
 
 
 def seconds(text: str) -> float:
-    """
+    """Parse a time with unit s, m or h. Raises ValueError for other text.
+
     >>> seconds("15m"), seconds("90s"), seconds("1.5h"), seconds("20")
     (900.0, 90.0, 5400.0, 20.0)
     """
@@ -251,36 +254,36 @@ def seconds(text: str) -> float:
 
 
 def budget() -> float:
-    """Seconds that this process may spend tuning one kind of call: TRITONCP_AUTOTUNE, where 1 means a minute;
-    0 if it is not set."""
+    """Return the seconds that this process may spend tuning one kind of call: TRITONCP_AUTOTUNE, where 1
+    means a minute; 0 if it is not set."""
     text = os.environ.get("TRITONCP_AUTOTUNE", "0")
     if text in ("", "0") or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
         return 0.0
     try:
-        return ASKED if text == "1" else seconds(text)
+        return DEFAULT_BUDGET if text == "1" else seconds(text)
     except ValueError as error:
         warnings.warn(f"nothing is tuned: TRITONCP_AUTOTUNE is 1 or a time, and {error}", stacklevel=2)
         return 0.0
 
 
-# What rank 0 of a group had when the group's first plan was made.
+# Rank 0's table when the group's first plan was made.
 _AGREED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def summary() -> tuple[int, int]:
-    """Digest and length of this rank's table, for ranks to compare while they make a plan together."""
-    content = _own().encode()
+    """Return digest and length of this rank's table, which ranks compare while they make a plan together."""
+    content = _own_table().encode()
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True), len(content)
 
 
 def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
-    """Rank 0's table becomes that of every rank, once for a group; all ranks call this together.
+    """Distribute rank 0's table to every rank, once per group; all ranks call this together.
 
-    summaries: of all ranks. Where they are equal, nothing is sent.
+    summaries: of all ranks' tables. If they are equal, nothing is sent.
     """
     if group in _AGREED:
         return
-    own = _own()
+    own = _own_table()
     if any(one != summaries[0] for one in summaries):
         length = summaries[0][1]
         content = own.encode() if group.rank() == 0 else b""
@@ -293,7 +296,7 @@ def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
 
 
 def renew(group: Any) -> None:
-    """Read the files again after they were written, and have all ranks of a group agree again."""
+    """Reread the files after they were written, and distribute rank 0's table again."""
     forget()
     if group is not None:
         del _AGREED[group]
@@ -301,13 +304,13 @@ def renew(group: Any) -> None:
 
 
 def agreed_budget(group: Any) -> float:
-    """Rank 0's :func:`budget`, as the group agreed; 0 where it made no plan together."""
+    """Return rank 0's :func:`budget` from the group's table; 0 if the group made no plan together."""
     rows: list[list[Any]] = json.loads(_AGREED.get(group, "[]"))
     return next((float(row[1]) for row in rows if row[0] == BUDGET), 0.0)
 
 
-def _own() -> str:
-    """The table for the GPU of this process, with a row for its tuning budget if it has one."""
+def _own_table() -> str:
+    """Return the table for this process's GPU, with a row for its tuning budget if it has one."""
     gpu = torch.cuda.is_available()
     text = local(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
     allowed = budget()
@@ -315,27 +318,27 @@ def _own() -> str:
 
 
 def text_of(device: torch.device, group: Any) -> str:
-    """The table that calls of a group use; a group that made no plan together uses each rank's own."""
+    """Return the table that calls of a group use; each rank's own if the group made no plan together."""
     agreed = _AGREED.get(group) if group is not None else None
     return local(device) if agreed is None else agreed
 
 
 def digest_of(device: torch.device, group: Any) -> str:
-    """A short name of the table that calls of a group use."""
+    """Return a short digest of the table that calls of a group use."""
     return "tiles " + hashlib.sha256(text_of(device, group).encode()).hexdigest()[:12]
 
 
 @functools.lru_cache(maxsize=256)
 def chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: int) -> tuple[Any, ...]:
-    """(kernel, items of its config) of each kernel, for one call: measured with a score_mod rather than
-    without (one that loads something for each score only with such a one), then with these head dims rather
-    than with the larger one throughout, then with the nearest mask.  Last the route, measured with all of
-    that alike."""
-    configs_by_key = {tuple(of): config for *of, config in json.loads(text)}
-    masks = list(dict.fromkeys([mask, (near := NEAREST.get(mask)), NEAREST.get(near or "")]))
-    wide = (max(dims),) * 2
+    """Choose the (kernel, items of its config) of each kernel for one call. Entries measured with a score_mod
+    are preferred (those that load a value for each score only match the same), then entries of these head
+    dims over those of the larger one, then the nearest mask.  Last the route, which needs an entry equal in
+    all of these."""
+    configs_by_key = {tuple(key): config for *key, config in json.loads(text)}
+    masks = list(dict.fromkeys([mask, (nearest := NEAREST.get(mask)), NEAREST.get(nearest or "")]))
+    widest = (max(dims),) * 2
     tiles_by_kernel: dict[str, tuple[Any, ...]] = {}
-    for candidate in itertools.product(((0,), (1, 0), (2,))[score], (dims, wide), masks):
+    for candidate in itertools.product(((0,), (1, 0), (2,))[score], (dims, widest), masks):
         scored, widths, kind = candidate
         for kernel in KINDS:
             measured_kind = FEW if kernel == "few" else kind
@@ -350,29 +353,29 @@ def chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: int) 
 
 
 def configs(device: torch.device, call: Call, group: Any = None) -> dict[str, Any]:
-    """Options of the engine for one call: CONFIGS, or none where no measured tiles apply, only the rule."""
+    """Return the engine's options for one call: CONFIGS, or none if no measured tiles apply."""
     tiles = chosen(text_of(device, group), *call)
     if not serves(tiles):
-        _tell(device, group)
+        _warn_untuned(device, group)
     return {"CONFIGS": tiles} if tiles else {}
 
 
 def serves(tiles: tuple[Any, ...]) -> bool:
-    """Whether some tiles are for a pass over many rows."""
+    """Return whether any tiles are for a pass over many rows."""
     return any(kernel in PASSES for kernel, _ in tiles)
 
 
-TOLD: set[Device] = set()
+WARNED_DEVICES: set[Device] = set()
 
 
-def _tell(device: torch.device, group: Any) -> None:
+def _warn_untuned(device: torch.device, group: Any) -> None:
     """Warn once per GPU, on one rank, that no tiles were measured for it, and how to measure them."""
     if device.type == "cpu" or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
         return
     of = device_of(device)
-    if of in TOLD or (group is not None and group.rank()):
+    if of in WARNED_DEVICES or (group is not None and group.rank()):
         return
-    TOLD.add(of)
+    WARNED_DEVICES.add(of)
     warnings.warn(
         f"nothing like this call has been tuned for {of.name} ({of.arch}): tile shapes are those of a rule. "
         "`tritoncp autotune --preset llama3-8b`, or with the --shapes of your model, run once, measures "
@@ -383,7 +386,7 @@ def _tell(device: torch.device, group: Any) -> None:
 
 
 def environment(without: str) -> dict[str, str]:
-    """Environment variables for a subprocess that imports this package: this process's, without one."""
+    """Return this process's environment except one variable, for a subprocess that imports this package."""
     env = {name: value for name, value in os.environ.items() if name != without}
     home = str(PACKAGE.parent)
     return env | {"PYTHONPATH": os.pathsep.join([home, *filter(None, [env.get("PYTHONPATH")])])}

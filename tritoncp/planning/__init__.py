@@ -1,4 +1,4 @@
-"""Who owns which block and what moves: balancers, placements, plans, traffic, cost.
+"""Block ownership and traffic between ranks: balancers, placements, plans, traffic, cost.
 
 May import: masks, mods, core.
 """

@@ -1,8 +1,8 @@
-"""The balancer that counts what travels: even work, even numbers of blocks, the fewest remote keys.
+"""The balancer that minimises remote keys under even work and even numbers of blocks.
 
-Blocks lie on a circle. One rank after the other takes two windows of it, the costliest block left in one of
-them, that have its share of blocks and of work together and see the fewest keys; the circle closes behind
-it. Swaps of two blocks then mend what is still uneven and save more keys.
+Blocks lie on a circle. Ranks choose in turn: each takes two windows of the circle, one of which holds the
+costliest free block, such that the two have the rank's share of blocks and work and see the fewest keys; its
+blocks then leave the circle. Swaps of two blocks between ranks afterwards even out the work and save keys.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ from tritoncp.masks.block_runs import Kind, Runs
 if TYPE_CHECKING:
     from tritoncp.planning.balance import Work
 
-EVEN = 1.018  # max/mean work that is even enough
-TOLERANCES = (0.01, 0.005, 0.02)  # of the mean, for one rank's windows: each gives a placement to choose from
-CUTS = (32, 16)  # in how many places a rank's share may be cut in two, likewise
-CANDIDATES = 128  # blocks of either rank that a swap is chosen from
+EVEN = 1.018  # max/mean work that counts as even
+# On the work of one rank's windows, as a fraction of the mean; each yields a candidate placement.
+TOLERANCES = (0.01, 0.005, 0.02)
+CUTS = (32, 16)  # number of sizes of the first window; each yields a candidate placement
+CANDIDATES = 128  # blocks of each rank that a swap is chosen from
 STEPS = 200  # swaps tried on a placement
-SMALL = 1 << 20  # blocks x pairs of ranks up to which every tolerance is tried, and every placement mended
-LARGE = 1 << 24  # blocks x ranks from which on nothing is mended: the tables would take gigabytes
+SMALL = 1 << 20  # blocks x pairs of ranks up to which every tolerance is tried and every placement refined
+LARGE = 1 << 24  # blocks x ranks beyond which no placement is refined: the tables would take gigabytes
 
 
 def place(work: Work) -> Tensor:
-    """Owner of each block: int64 [blocks]. Ranks hold equal numbers, give or take one."""
+    """Return the owner of each block: int64 [blocks]. Ranks hold equal numbers of blocks to within one."""
     columns = Columns(work)
     contiguous = torch.arange(columns.n) * columns.world_size // max(1, columns.n)
     if columns.n <= columns.world_size or columns.world_size == 1:
@@ -38,25 +39,25 @@ def place(work: Work) -> Tensor:
     small = columns.n * columns.world_size**2 <= SMALL
     steps = STEPS if small else STEPS // 4 if columns.n * columns.world_size <= LARGE else 0
     tries = list(itertools.product(CUTS, TOLERANCES)) if small else [(CUTS[-1], TOLERANCES[0])]
-    owners = [contiguous, *(columns.deal(*each) for each in tries)]
-    found = [Placed(columns, owner) for owner in owners]
-    for placed in found if small else [min(found, key=Placed.rank)]:
-        placed.mend(steps)
-    return min(found, key=Placed.rank).owner
+    owners = [contiguous, *(columns.deal(*parameters) for parameters in tries)]
+    assignments = [Assignment(columns, owner) for owner in owners]
+    for assignment in assignments if small else [min(assignments, key=Assignment.rank)]:
+        assignment.mend(steps)
+    return min(assignments, key=Assignment.rank).owner
 
 
-def seen_by(sees: Tensor, blocks: int, columns: int) -> Tensor:
-    """The other way round: from (block, first column, end) to (column, first block, end), int64 [n, 3]."""
+def transpose_runs(sees: Tensor, blocks: int, columns: int) -> Tensor:
+    """Transpose runs (block, first column, end) to (column, first block, end): int64 [n, 3]."""
     row, start, end = sees.unbind(1)
     full = torch.full_like(row, int(Kind.FULL))
     column, first, last, _ = Runs._pack((1, 1, blocks), columns, row, start, end, full).transpose()._flat()
     return torch.stack([column, first, last], 1)
 
 
-def joined(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """The union of ranges, as disjoint ranges in order.
+def merge_ranges(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge ranges into disjoint ranges, ascending.
 
-    >>> joined(torch.tensor([4, 0, 2]), torch.tensor([5, 3, 4]))
+    >>> merge_ranges(torch.tensor([4, 0, 2]), torch.tensor([5, 3, 4]))
     (tensor([0]), tensor([5]))
     """
     start, order = start.sort()
@@ -67,7 +68,7 @@ def joined(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Columns:
-    """What is seen, all masks side by side: columns [masks * width] of blocks of keys.
+    """The key blocks that query blocks see, the masks side by side: columns [masks * width].
 
     row, start, end: the columns that query blocks see, as disjoint runs
     column, first, last: the blocks that see a column, as runs sorted by column
@@ -81,7 +82,7 @@ class Columns:
         for index, sees in enumerate(work.sees):
             offset = index * self.width
             rows.append(sees + torch.tensor([0, offset, offset]))
-            cols.append(seen_by(sees, self.n, self.width) + torch.tensor([offset, 0, 0]))
+            cols.append(transpose_runs(sees, self.n, self.width) + torch.tensor([offset, 0, 0]))
         self.row, self.start, self.end = torch.cat(rows).T.contiguous()
         self.column, self.first, self.last = torch.cat(cols).T.contiguous()
         order = self.row.argsort(stable=True)
@@ -94,21 +95,21 @@ class Columns:
             self.sees_itself[own[inside]] = True
 
     def deal(self, cuts: int, tolerance: float) -> Tensor:
-        """Owner of each block: int64 [blocks]."""
+        """Give ranks in turn the windows that see the fewest columns: owner of each block, int64 [blocks]."""
         owner = torch.full((self.n,), -1, dtype=torch.int64)
         for rank in range(self.world_size):
-            ring = Ring(self, owner < 0)
-            left = self.world_size - rank
-            share = -(-ring.n // left)
+            free = FreeBlocks(self, owner < 0)
+            ranks_left = self.world_size - rank
+            share = -(-free.n // ranks_left)
             if share == 0:
                 break
-            target = float(ring.cost.sum()) / left
-            owner[ring.ids if share == ring.n else ring.choose(share, target, cuts, tolerance)] = rank
+            target = float(free.cost.sum()) / ranks_left
+            owner[free.ids if share == free.n else free.choose(share, target, cuts, tolerance)] = rank
         return owner
 
 
-class Ring:
-    """The blocks that nobody has yet, on a circle."""
+class FreeBlocks:
+    """The blocks without an owner, on a circle."""
 
     def __init__(self, columns: Columns, free: Tensor) -> None:
         self.ids = free.nonzero()[:, 0]
@@ -119,8 +120,8 @@ class Ring:
         place = torch.zeros(len(free) + 1, dtype=torch.int64)
         torch.cumsum(free, 0, out=place[1:])
         first, last = place[columns.first], place[columns.last]
-        some = last > first
-        column, first, last = (x[some] for x in (columns.column, first, last))
+        nonempty = last > first
+        column, first, last = (x[nonempty] for x in (columns.column, first, last))
         column, first, last = (
             torch.cat([column, column]),
             torch.cat([first, first + n]),
@@ -128,37 +129,37 @@ class Ring:
         )
         order = (column * (2 * n + 1) + first).argsort()
         column, self.first, self.last = column[order], first[order], last[order]
-        self.known: dict[int, Tensor] = {}
+        self._visible_counts: dict[int, Tensor] = {}
         self.place, self.hardest = torch.arange(n), int(self.cost.argmax())
         self.before = torch.zeros_like(self.last)  # where the column's previous run ends
         self.before[1:] = torch.where(column[1:] == column[:-1], self.last[:-1], 0)
 
     def work(self, size: int) -> Tensor:
-        """Work of the window of ``size`` blocks that starts at each block: float64 [n]."""
+        """Sum the work of the window of ``size`` blocks that starts at each block: float64 [n]."""
         return self.total[size : size + self.n] - self.total[: self.n]
 
-    def seen(self, size: int) -> Tensor:
-        """Columns that each of these windows sees: int64 [n]. A run of blocks adds one to the windows that
-        reach it and start behind the column's run before it."""
-        if size not in self.known:
+    def count_visible(self, size: int) -> Tensor:
+        """Count the columns that each window of ``size`` blocks sees: int64 [n]. A run of blocks adds one to
+        the windows that reach it and start behind the previous run of its column."""
+        if size not in self._visible_counts:
             begin = torch.maximum(self.before, self.first - size + 1).clamp(0, self.n)
             until = torch.maximum(self.last.clamp(max=self.n), begin)
             step = torch.bincount(begin, minlength=self.n + 1) - torch.bincount(until, minlength=self.n + 1)
-            self.known[size] = step.cumsum(0)[: self.n]
-        return self.known[size]
+            self._visible_counts[size] = step.cumsum(0)[: self.n]
+        return self._visible_counts[size]
 
-    def holding_hardest(self, size: int) -> Tensor:
-        """Where windows of ``size`` blocks start that hold the costliest block, ascending."""
+    def starts_with_hardest(self, size: int) -> Tensor:
+        """Return the starts of the windows of ``size`` blocks that hold the costliest block, ascending."""
         first = self.hardest - size + 1
         parts = torch.arange(max(first, 0), self.hardest + 1), torch.arange(min(first, 0), 0) + self.n
         return torch.cat(parts)
 
     def choose(self, share: int, target: float, cuts: int, tolerance: float) -> Tensor:
-        """Blocks of one rank: ``share`` of them with ``target`` work, in one window or two."""
+        """Choose the blocks of one rank: ``share`` of them with ``target`` work, in one window or two."""
         sizes = sorted({share * k // cuts for k in range(1, cuts + 1)} - {0})
         width = max(tolerance * target, 1e-9)
         while True:
-            options = [found for size in sizes if (found := self._pair(size, share - size, target, width))]
+            options = [pair for size in sizes if (pair := self._pair(size, share - size, target, width))]
             if options:
                 _, at, size, other = min(options)
                 windows = torch.cat([torch.arange(size) + at, torch.arange(share - size) + other])
@@ -166,34 +167,37 @@ class Ring:
             width *= 4
 
     def _pair(self, size: int, rest: int, target: float, width: float) -> tuple[int, int, int, int] | None:
-        """The windows of ``size`` and ``rest`` blocks that see least: (columns, start, size, other's start).
+        """Find the windows of ``size`` and ``rest`` blocks that see the fewest columns: (columns, start,
+        size, start of the second window), None if no two fit.
 
-        The other window is looked up by the work it has to bring, in steps of ``width``.
+        The second window is looked up by its work, in buckets of ``width``.
         """
-        at = self.holding_hardest(size)
+        at = self.starts_with_hardest(size)
         steps = int(target / width) + 2
         bucket = (self.work(rest) / width).round().long().clamp(max=steps)
         least = torch.full((steps + 1,), torch.iinfo(torch.int64).max)
-        least.scatter_reduce_(0, bucket, self.seen(rest) * self.n + self.place, "amin")
+        least.scatter_reduce_(0, bucket, self.count_visible(rest) * self.n + self.place, "amin")
         least[steps] = torch.iinfo(torch.int64).max
-        wanted = ((target - self.work(size)[at]) / width).round().long()
-        found = least[wanted.clamp(0, steps)]
-        other = found % self.n
-        apart = ((other - at) % self.n >= size) & ((at - other) % self.n >= rest) | (rest == 0)
-        good = (wanted >= 0) & (found < torch.iinfo(torch.int64).max) & apart
-        if not bool(good.any()):
+        target_bucket = ((target - self.work(size)[at]) / width).round().long()
+        best_window = least[target_bucket.clamp(0, steps)]
+        other = best_window % self.n
+        disjoint = ((other - at) % self.n >= size) & ((at - other) % self.n >= rest) | (rest == 0)
+        valid = (target_bucket >= 0) & (best_window < torch.iinfo(torch.int64).max) & disjoint
+        if not bool(valid.any()):
             return None
-        columns = torch.where(good, found // self.n + self.seen(size)[at], torch.iinfo(torch.int64).max)
+        columns = torch.where(
+            valid, best_window // self.n + self.count_visible(size)[at], torch.iinfo(torch.int64).max
+        )
         best = int(columns.argmin())
         return int(columns[best]), int(at[best]), size, int(other[best])
 
 
-class Placed:
-    """A placement, and what swaps of two blocks would change.
+class Assignment:
+    """An owner for each block, improved by swaps of two blocks.
 
     count: int32 [ranks, columns], how many of a rank's blocks see a column
     joins: float32 [ranks, blocks], remote columns that a rank gains with a block
-    leaves: float32 [blocks], remote columns that its rank gains (or saves, below 0) without it
+    leaves: float32 [blocks], remote columns that the owner gains (or saves, below 0) without the block
     """
 
     def __init__(self, columns: Columns, owner: Tensor) -> None:
@@ -214,32 +218,33 @@ class Placed:
         edges.view(-1).index_add_(0, line + c.start, one).index_add_(0, line + c.end, -one)
         return edges.cumsum_(1)[:, :width]
 
-    def travels(self) -> int:
-        """Remote columns of all ranks together, counted without a table of ranks x columns."""
+    def count_remote(self) -> int:
+        """Count the remote columns of all ranks, without a table of ranks x columns."""
         c, width = self.columns, self.home.numel()
-        line = self.owner[c.row] * width  # where ranks touch, they may join
-        start, end = joined(line + c.start, line + c.end)
-        own = (self.home * width + torch.arange(width))[self.home >= 0]  # where a rank would see its own
+        line = self.owner[c.row] * width  # runs of neighbouring ranks may touch and merge: only lengths count
+        start, end = merge_ranges(line + c.start, line + c.end)
+        own = (self.home * width + torch.arange(width))[self.home >= 0]  # columns of own keys
         at = torch.searchsorted(start, own, right=True)
-        seen = own < torch.nn.functional.pad(end, (1, 0), value=-1)[at]
-        return int((end - start).sum()) - int(seen.sum())
+        is_own = own < torch.nn.functional.pad(end, (1, 0), value=-1)[at]
+        return int((end - start).sum()) - int(is_own.sum())
 
     def remote(self, rank: int) -> int:
         return int(((self.count[rank] > 0) & (self.home != rank)).sum())
 
     def rank(self) -> tuple[float, int]:
-        """What is better comes first: evenness up to the cap, then remote columns."""
-        return max(float(self.work.max()), self.cap), self.travels()
+        """Return the sort key of placements, the best first: largest work down to the cap, then remote
+        columns."""
+        return max(float(self.work.max()), self.cap), self.count_remote()
 
     def mend(self, steps: int) -> None:
-        """Swap two blocks of two ranks as long as that helps: until no rank's work is above
-        the cap, then to save keys."""
+        """Swap two blocks of two ranks as long as that helps: until no rank's work exceeds the cap, then to
+        save keys."""
         ranks = len(self.work)
         self.joins, self.leaves = torch.zeros(ranks, self.columns.n), torch.zeros(self.columns.n)
         self._measure(range(ranks))
         settled: set[tuple[int, int]] = set()
         for _ in range(steps):
-            pair = self._next(settled)
+            pair = self._choose_ranks(settled)
             if pair is None:
                 return
             if self._swap(*pair):
@@ -248,32 +253,34 @@ class Placed:
                 settled.add(pair)
 
     def _measure(self, ranks: Iterable[int]) -> None:
-        """joins and leaves of these ranks anew."""
+        """Recompute joins and leaves of these ranks."""
         c = self.columns
         for rank in ranks:
             count, away = self.count[rank], self.home != rank
             unseen = (count == 0) & away
             self.joins[rank] = (
-                self._in_rows(unseen) - self._own(unseen & c.sees_itself) - self._own(count > 0)
+                self._count_in_rows(unseen)
+                - self._count_own(unseen & c.sees_itself)
+                - self._count_own(count > 0)
             )
-            mine = self.owner == rank
-            leaves = self._own(count > c.sees_itself) - self._in_rows((count == 1) & away)
-            self.leaves[mine] = leaves[mine]
+            owned = self.owner == rank
+            leaves = self._count_own(count > c.sees_itself) - self._count_in_rows((count == 1) & away)
+            self.leaves[owned] = leaves[owned]
 
-    def _in_rows(self, flag: Tensor) -> Tensor:
-        """How many of the flagged columns each block sees."""
+    def _count_in_rows(self, flag: Tensor) -> Tensor:
+        """Count the flagged columns that each block sees."""
         c = self.columns
         before = torch.zeros(len(flag) + 1, dtype=torch.int32)
         torch.cumsum(flag, 0, out=before[1:])
         return torch.zeros(c.n).index_add_(0, c.row, (before[c.end] - before[c.start]).float())
 
-    def _own(self, flag: Tensor) -> Tensor:
-        """How many of the flagged columns are each block's own keys."""
+    def _count_own(self, flag: Tensor) -> Tensor:
+        """Count the flagged columns that are each block's own keys."""
         c = self.columns
         return flag.view(c.masks, c.n).sum(0).float() if c.together else torch.zeros(c.n)
 
-    def _next(self, settled: set[tuple[int, int]]) -> tuple[int, int] | None:
-        """The pair of ranks to swap blocks next."""
+    def _choose_ranks(self, settled: set[tuple[int, int]]) -> tuple[int, int] | None:
+        """Choose the pair of ranks for the next swap; None if no pair promises a gain."""
         busy = int(self.work.argmax())
         if float(self.work[busy]) > self.cap:
             for other in self.work.argsort().tolist():
@@ -292,14 +299,17 @@ class Placed:
         return divmod(best, ranks) if float(saved.flatten()[best]) < 0 else None
 
     def _swap(self, low: int, high: int) -> bool:
-        """Swap the two blocks of these ranks that help most; False if none do."""
-        ours, theirs = (self._cheapest(*pair) for pair in ((low, high), (high, low)))
-        moved = self.joins[high, ours] + self.leaves[ours], self.joins[low, theirs] + self.leaves[theirs]
-        shift = self.columns.costs[ours][:, None] - self.columns.costs[theirs]
+        """Swap the two blocks of these ranks with the largest gain; False if no swap helps."""
+        low_blocks, high_blocks = (self._cheapest(*pair) for pair in ((low, high), (high, low)))
+        moved = (
+            self.joins[high, low_blocks] + self.leaves[low_blocks],
+            self.joins[low, high_blocks] + self.leaves[high_blocks],
+        )
+        shift = self.columns.costs[low_blocks][:, None] - self.columns.costs[high_blocks]
         change = self._weigh(self.work[low] - shift) + self._weigh(self.work[high] + shift)
         change += (moved[0][:, None] + moved[1]).double()
         best = int(change.argmin())
-        one, two = int(ours[best // len(theirs)]), int(theirs[best % len(theirs)])
+        one, two = int(low_blocks[best // len(high_blocks)]), int(high_blocks[best % len(high_blocks)])
         before = self._value(low, high)
         self._exchange(one, two)
         if self._value(low, high) >= before:
@@ -310,25 +320,25 @@ class Placed:
 
     def _cheapest(self, rank: int, to: int) -> Tensor:
         """Blocks of a rank that another would gain the fewest keys with."""
-        held = (self.owner == rank).nonzero()[:, 0]
-        moves = self.joins[to, held] + self.leaves[held]
-        return held[moves.topk(min(CANDIDATES, len(held)), largest=False).indices]
+        owned = (self.owner == rank).nonzero()[:, 0]
+        moves = self.joins[to, owned] + self.leaves[owned]
+        return owned[moves.topk(min(CANDIDATES, len(owned)), largest=False).indices]
 
     def _weigh(self, work: Tensor) -> Tensor:
-        """Work above the cap, in columns: a hundredth of the mean is worth all of them."""
+        """Convert work above the cap to columns: a hundredth of the cap equals all columns."""
         return (work - self.cap).clamp(min=0) * (100 * self.home.numel() / self.cap)
 
     def _value(self, low: int, high: int) -> float:
-        """What of this pair's part is to become less."""
+        """Return the part of the objective that depends on these two ranks, to be minimised."""
         return self.remote(low) + self.remote(high) + float(self._weigh(self.work[[low, high]]).sum())
 
     def _exchange(self, one: int, two: int) -> None:
         c, (a, b) = self.columns, (int(self.owner[one]), int(self.owner[two]))
         for block, source, target in ((one, a, b), (two, b, a)):
             for run in range(int(c.runs_from[block]), int(c.runs_from[block + 1])):
-                seen = slice(int(c.start[run]), int(c.end[run]))
-                self.count[source, seen] -= 1
-                self.count[target, seen] += 1
+                columns = slice(int(c.start[run]), int(c.end[run]))
+                self.count[source, columns] -= 1
+                self.count[target, columns] += 1
             self.owner[block] = target
             if c.together:
                 self.home[block :: c.n] = target

@@ -1,4 +1,4 @@
-"""`tritoncp plan`: from its options to a plan's facts, and onto the terminal."""
+"""The command `tritoncp plan`: makes a plan from its options and prints or draws it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import tritoncp
 from tritoncp.masks import expressions
 from tritoncp.planning.report import Facts, colours, lines
 
-USUAL = 128 << 10  # tokens, where nothing says how many
-# A plan takes some 60 bytes a token, 2 KiB a block and 25 bytes for each pair of ranks: at most of each a
-# minute and 4 GiB or so. The last is of blocks times ranks, for which there is a byte.
-MOST = {"tokens": 1 << 26, "blocks": 1 << 20, "ranks": 1 << 12, "pairs": 1 << 28}
+DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
+# A plan takes about 60 bytes a token, 2 KiB a block, 25 bytes a pair of ranks and a byte for each block of
+# each rank ("pairs"): each limit is about a minute and 4 GiB.
+LIMITS = {"tokens": 1 << 26, "blocks": 1 << 20, "ranks": 1 << 12, "pairs": 1 << 28}
 
 
 def planned(
@@ -38,7 +38,7 @@ def planned(
     schedule: str,
     block_size: int,
 ) -> Facts:
-    """The facts of rank 0's plan. ValueError says which option does not fit."""
+    """Make rank 0's plan and return its facts. Raises ValueError that names the option that does not fit."""
     documents: Any = None if lengths is None else expressions.lengths(lengths)
     rows = documents if documents and isinstance(documents[0], list) else [documents or []]
     total = sum(rows[0])
@@ -46,13 +46,13 @@ def planned(
         raise ValueError("--lengths: the documents are 0 tokens together; a plan needs one token at least")
     if total and seq_len not in (None, total):
         raise ValueError(f"--seq-len {seq_len}, but the documents of --lengths are {total} tokens together")
-    size, batch = total or seq_len or USUAL, batch or len(rows)
+    size, batch = total or seq_len or DEFAULT_TOKENS, batch or len(rows)
     if heads % kv_heads:
         raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
     check_size(size, len(rows), block_size, world_size)
     text = mask if mask is not None else "causal & document" if documents else "causal"
     mod = expressions.mask_of(text, documents)
-    with asking(text):
+    with reporting_mask_errors(text):
         built = tritoncp.create_block_mask(mod, len(rows), 1, size, size, BLOCK_SIZE=block_size)
     plan = tritoncp.make_plan(
         built,
@@ -67,20 +67,20 @@ def planned(
 
 
 def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:
-    """Raises ValueError for a plan that would take more memory or time than MOST allows.
+    """Raise ValueError for a plan that would take more memory or time than LIMITS allows.
 
     >>> check_size(1 << 20, 1, 128, 64)
     >>> check_size(1 << 20, 1, 128, 10**6)
     Traceback (most recent call last):
     ValueError: --world-size 1000000: the command plans for 4096 ranks at most
     """
-    if ranks > MOST["ranks"]:
-        raise ValueError(f"--world-size {ranks}: the command plans for {MOST['ranks']} ranks at most")
-    if tokens * rows > MOST["tokens"]:
-        raise ValueError(f"{tokens} tokens in {rows} batch rows: at most {MOST['tokens']} are planned")
+    if ranks > LIMITS["ranks"]:
+        raise ValueError(f"--world-size {ranks}: the command plans for {LIMITS['ranks']} ranks at most")
+    if tokens * rows > LIMITS["tokens"]:
+        raise ValueError(f"{tokens} tokens in {rows} batch rows: at most {LIMITS['tokens']} are planned")
     blocks = -(-tokens // block) * rows
-    if blocks > MOST["blocks"] or blocks * ranks > MOST["pairs"]:
-        most = min(MOST["blocks"], MOST["pairs"] // ranks)
+    if blocks > LIMITS["blocks"] or blocks * ranks > LIMITS["pairs"]:
+        most = min(LIMITS["blocks"], LIMITS["pairs"] // ranks)
         raise ValueError(
             f"{blocks} blocks of {block} tokens for {ranks} ranks: at most {most} are planned; "
             "make --block-size larger"
@@ -88,18 +88,19 @@ def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def asking(text: str) -> Iterator[None]:
-    """Context in which a mask_mod of the user runs: its exceptions become errors of --mask."""
+def reporting_mask_errors(text: str) -> Iterator[None]:
+    """Run a user's mask_mod in this context: its exceptions become ValueErrors about --mask."""
     try:
         yield
     except (Exception, SystemExit) as error:
         if not expressions.named(text):
             raise
-        said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"--mask {text.strip()} is no mask_mod that can be asked ({said})") from error
+        message = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--mask {text.strip()} is no mask_mod that can be asked ({message})") from error
 
 
 def write(facts: Facts, path: Path) -> None:
+    """Write the plan's page (.html) or picture to ``path``. Raises OSError if it cannot be written."""
     from tritoncp.planning.picture import html, paint
 
     try:
@@ -110,7 +111,7 @@ def write(facts: Facts, path: Path) -> None:
 
 
 def say(facts: Facts) -> None:
-    """In the ranks' colours on a terminal; plain lines where there is none."""
+    """Print the facts, in the ranks' colours if the output is a terminal."""
     console = Console()
     if not console.is_terminal:
         click.echo("\n".join(line.text for line in lines(facts)))

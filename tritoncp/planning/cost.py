@@ -1,7 +1,7 @@
-"""The cost of a schedule: a small model of time and memory, from a plan's own work and bytes.
+"""The cost model of schedules: time and memory of a pass, from a plan's work and bytes.
 
-It ranks schedules; it does not predict a step to the microsecond.  Every number of hardware says where it is
-from, and all of them are arguments.
+It ranks schedules; it does not predict a step to the microsecond.  All hardware figures are arguments and
+name their source.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from tritoncp.planning import traffic as steps
 if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan
 
-BACKWARD = 2.5  # five matrix products for two
-DKDV = 0.6  # of the backward pass; the rest is dQ
-SAMPLED = 16  # ranks looked at: the slowest of them is the step's time
+BACKWARD_RATIO = 2.5  # time of the backward pass in units of the forward pass: five matrix products for two
+DKDV_SHARE = 0.6  # share of dK and dV in the backward pass's time; the rest is dQ
+MAX_SAMPLED_RANKS = 16  # ranks whose cost is computed: the slowest of them sets the step's time
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """flops: attained by attention in 16 bits, a second; bandwidth: bytes a rank sends a second; latency:
-    seconds a message; scattered: share of the bandwidth that an all-to-all of many pieces attains."""
+    """Attained rates of a GPU and its interconnect.
+
+    flops: of attention in 16 bits, per second; bandwidth: bytes that a rank sends per second; latency:
+    seconds per message; scattered: share of the bandwidth that an all-to-all of many pieces attains."""
 
     name: str
     flops: float
@@ -42,7 +44,7 @@ NETWORK = Hardware("H100/H200, 400 Gb/s", 5.0e14, 4.5e10, 2.0e-5, 0.7, "datashee
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer's attention. The choice depends on heads / kv_heads, and on little else."""
+    """The shape of one attention layer. The ranking of schedules depends mainly on heads / kv_heads."""
 
     batch: int = 1
     heads: int = 32
@@ -53,21 +55,21 @@ class Shape:
 
     @property
     def row(self) -> int:
-        """Elements of one token's K and V."""
+        """Elements of one token's K and V, over the batch."""
         return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
 
     def state_bytes(self, rows: int) -> int:
-        """float32 (acc, m, l) between the steps of so many query rows."""
+        """Bytes of the float32 state (acc, m, l) that ``rows`` query rows carry between steps."""
         return rows * self.batch * self.heads * (self.v_head_dim + 2) * 4
 
     def seconds(self, pairs: Tensor, hardware: Hardware) -> Tensor:
-        """Forward time of so many visible pairs a head, 2 (D + E) FLOPs each."""
+        """Forward time of ``pairs`` visible pairs per head, 2 (D + E) FLOPs each."""
         return pairs * (2 * self.batch * self.heads * (self.head_dim + self.v_head_dim) / hardware.flops)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of the slowest rank's forward and backward pass, and its bytes beyond the shard."""
+    """Seconds of the slowest rank's forward and backward pass, and bytes of memory beyond the shard."""
 
     schedule: str
     forward: float
@@ -80,33 +82,35 @@ class Cost:
 
 
 def hardware_of(world_size: int) -> Hardware:
-    """NVLink within eight ranks, the network beyond."""
+    """Return the assumed hardware: NVLink for up to eight ranks, the network beyond."""
     return NVLINK if world_size <= 8 else NETWORK
 
 
 def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
-    """The cost of every schedule for this plan's placement, cheapest first."""
+    """Estimate the cost of every schedule for this plan's placement, cheapest first."""
     ranks = _sample(plan.world_size)
     pairs = _pairs(plan, ranks)
     views = [plan.for_rank(rank) for rank in ranks]
-    each = (
+    estimates = (
         _allgather(plan, pairs, shape, hardware),
         _ring(views, pairs, shape, hardware),
         _fetch(views, pairs, shape, hardware),
         _ulysses(plan, shape, hardware),
     )
-    return tuple(sorted(each, key=lambda cost: cost.total))
+    return tuple(sorted(estimates, key=lambda cost: cost.total))
 
 
 def _sample(world_size: int) -> list[int]:
-    return torch.linspace(0, world_size - 1, min(world_size, SAMPLED)).round().int().unique().tolist()
+    return (
+        torch.linspace(0, world_size - 1, min(world_size, MAX_SAMPLED_RANKS)).round().int().unique().tolist()
+    )
 
 
 def _pairs(plan: Plan, ranks: Sequence[int]) -> Tensor:
-    """Pairs in listed blocks between these ranks' queries and each rank's keys, a head, summed over the batch
-    rows of mask and placement and divided by their number: float64 [ranks, W]."""
-    seen = steps.weights(plan.mask, plan.q, ranks)
-    return steps.by_owner(seen, plan.kv).double() / (max(seen.shape[1], plan.kv.batch) * plan.mask.H)
+    """Count the pairs in listed blocks between these ranks' queries and each rank's keys, per head, averaged
+    over the batch rows of mask and placement: float64 [ranks, W]."""
+    queries = steps.weights(plan.mask, plan.q, ranks)
+    return steps.by_owner(queries, plan.kv).double() / (max(queries.shape[1], plan.kv.batch) * plan.mask.H)
 
 
 def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
@@ -117,7 +121,7 @@ def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> C
     back = rows * 4 / hardware.bandwidth + groups * hardware.latency
     exposed, hidden = gather / groups, gather * (groups - 1) / groups
     forward = exposed + max(compute, hidden)
-    backward = exposed + max(BACKWARD * compute, hidden + back * (groups - 1) / groups) + back / groups
+    backward = exposed + max(BACKWARD_RATIO * compute, hidden + back * (groups - 1) / groups) + back / groups
     memory = plan.world_size * plan.kv.s_max * shape.row * (shape.itemsize + 4) // groups * min(2, groups)
     return Cost("allgather", forward, backward, memory)
 
@@ -133,65 +137,76 @@ def _ring(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware
         moves = any(h.next is not None for h in hops)
         follows = any(h.dkv_to is not None for h in hops)
         forward += max(compute, moves * hop)
-        backward += max(BACKWARD * compute, moves * hop + follows * follow)
+        backward += max(BACKWARD_RATIO * compute, moves * hop + follows * follow)
     memory = size * (2 * shape.itemsize + 8) + shape.state_bytes(views[0].s_local)
     return Cost("ring", forward, backward, memory)
 
 
 def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     forward = backward = 0.0
-    most = 0
+    most_received = 0
     traffic = views[0].traffic.clone().fill_diagonal_(0)
     for view, row in zip(views, pairs):
         near = float(shape.seconds(row[view.rank], hardware))
         far = float(shape.seconds(row.sum() - row[view.rank], hardware))
         share = shape.row // (shape.batch if view.batched else 1)
-        comes, goes = traffic[view.rank], traffic[:, view.rank]
-        take, give, peers = int(comes.sum()) * share, int(goes.sum()) * share, int((comes > 0).sum())
-        wire = max(take, give) / (hardware.bandwidth * hardware.scattered)
-        come, back = wire * shape.itemsize, wire * 4
-        come, back = (seconds + peers * hardware.latency for seconds in (come, back))
-        forward = max(forward, max(near, come) + far)
-        ends = BACKWARD * far * DKDV + max(back, BACKWARD * far * (1 - DKDV))
-        backward = max(backward, max(BACKWARD * near, come) + ends)
-        most = max(most, take * (shape.itemsize + 4))
-    return Cost("fetch", forward, backward, most + shape.state_bytes(views[0].s_local))
+        received, sent_rows = traffic[view.rank], traffic[:, view.rank]
+        receive_elements, send_elements, peers = (
+            int(received.sum()) * share,
+            int(sent_rows.sum()) * share,
+            int((received > 0).sum()),
+        )
+        wire = max(receive_elements, send_elements) / (hardware.bandwidth * hardware.scattered)
+        receive_time, return_time = wire * shape.itemsize, wire * 4
+        receive_time, return_time = (
+            seconds + peers * hardware.latency for seconds in (receive_time, return_time)
+        )
+        forward = max(forward, max(near, receive_time) + far)
+        tail = BACKWARD_RATIO * far * DKDV_SHARE + max(return_time, BACKWARD_RATIO * far * (1 - DKDV_SHARE))
+        backward = max(backward, max(BACKWARD_RATIO * near, receive_time) + tail)
+        most_received = max(most_received, receive_elements * (shape.itemsize + 4))
+    return Cost("fetch", forward, backward, most_received + shape.state_bytes(views[0].s_local))
 
 
 def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
-    """Sequence for heads and back, nothing hidden; between rows, if there are several, a fetch."""
+    """Estimate the exchange of sequence for heads and back, without overlap, plus a fetch between rows of
+    ranks if there are several."""
     degree = plan.degree_for(shape.heads)
     rows = plan.rows(degree, shape.heads)
     ranks = _sample(rows.world_size)
     views = [rows.for_rank(rank) for rank in ranks]
     pairs = _pairs(rows, ranks)
     q_heads, kv_heads = steps.trade(shape.heads, shape.kv_heads, degree)
-    most = replace(shape, heads=max(map(len, q_heads)), kv_heads=max(map(len, kv_heads)))
-    inner = _fetch(views, pairs, most, hardware)
+    largest = replace(shape, heads=max(map(len, q_heads)), kv_heads=max(map(len, kv_heads)))
+    inner = _fetch(views, pairs, largest, hardware)
     d, e, item = shape.head_dim, shape.v_head_dim, shape.itemsize
     tokens = (degree - 1) * plan.q.s_max * shape.batch
     summed = rows.world_size > 1 or steps.share(kv_heads)  # dK and dV, in float32
     grad = 4 if summed else item
-    out = tokens * most.heads * (d * item + e * item + 4)  # queries there, outputs and lse back
-    keys = tokens * most.kv_heads * (d + e)
+    out = tokens * largest.heads * (d * item + e * item + 4)  # send queries, receive outputs and lse
+    keys = tokens * largest.kv_heads * (d + e)
     rate = hardware.bandwidth * hardware.scattered
-    there = (out + keys * item) / rate + 3 * hardware.latency
-    # Queries, gradients of outputs, lse and delta there, gradients of queries back.
-    again = (tokens * most.heads * ((2 * d + e) * item + 8) + keys * (item + grad)) / rate
-    held = degree * plan.s_local * (most.heads * (d + 2 * e) * item + most.kv_heads * (d + e) * (item + grad))
-    memory = shape.batch * held + (inner.memory if rows.world_size > 1 else 0)
-    backward = inner.backward + again + (3 + summed) * hardware.latency
-    return Cost("ulysses", inner.forward + there, backward, memory)
+    forward_exchange = (out + keys * item) / rate + 3 * hardware.latency
+    # Sends queries, gradients of outputs, lse and delta; receives gradients of queries.
+    backward_exchange = (tokens * largest.heads * ((2 * d + e) * item + 8) + keys * (item + grad)) / rate
+    buffers = (
+        degree
+        * plan.s_local
+        * (largest.heads * (d + 2 * e) * item + largest.kv_heads * (d + e) * (item + grad))
+    )
+    memory = shape.batch * buffers + (inner.memory if rows.world_size > 1 else 0)
+    backward = inner.backward + backward_exchange + (3 + summed) * hardware.latency
+    return Cost("ulysses", inner.forward + forward_exchange, backward, memory)
 
 
-def why(found: Sequence[Cost], hardware: Hardware) -> str:
-    """The choice in a line."""
-    times = ", ".join(f"{cost.schedule} {cost.total * 1e3:.3g}" for cost in found)
+def why(estimates: Sequence[Cost], hardware: Hardware) -> str:
+    """Format the predicted times of all schedules as one line, the reason of the choice."""
+    times = ", ".join(f"{cost.schedule} {cost.total * 1e3:.3g}" for cost in estimates)
     return f"predicted ms a layer on {hardware.name}: {times}"
 
 
 def sent(plan: Plan, schedule: str, shape: Shape) -> list[int]:
-    """Bytes that each rank would send in a forward and a backward pass of one layer."""
+    """Return the bytes that each rank would send in a forward and a backward pass of one layer."""
     layer: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads}
     layer |= {"head_dim": shape.head_dim, "v_head_dim": shape.v_head_dim, "itemsize": shape.itemsize}
     other = replace(plan, schedule=schedule, handle=None)

@@ -1,7 +1,7 @@
-"""A plan as a picture and as a page: who sees whom, who computes it, how even, what travels, what it costs.
+"""Drawings of a plan, as a picture and as an HTML page: mask, owners, work, traffic and costs.
 
 Both are drawn from the same :class:`tritoncp.planning.report.Facts` and the same two rasters. Pillow is
-imported when the first picture is made; the page holds everything it shows and fetches nothing.
+imported when the first picture is made; the page contains all its data and fetches nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 SIDE = 720  # pixels of the mask
 LENS = 320  # pixels of the detail in its corner
-READS = 300  # pixels of the table of whose keys are read
+READS = 300  # pixels of the table of key traffic
 WIDE = 500  # pixels of the right-hand side
 LEFT, TOP = 92, 118
 PAPER, INK, GREY, FAINT = (255, 255, 255), (33, 37, 41), (108, 117, 125), (222, 226, 230)
 OWN = (255, 236, 179)
-FULL, MASKED, HIDDEN = 1.0, 0.55, 0.13  # how strong the owner's colour is
-SOME = 0.4  # where a pixel is many blocks: however few of them are listed
+FULL, MASKED, HIDDEN = 1.0, 0.55, 0.13  # opacity of the owner's colour
+SOME = 0.4  # least opacity of a pixel that stands for many blocks, any of them listed
 DEEP = (8, 48, 107)
 CELLS = 1 << 22  # (pixel row, block column) cells at a time
 BLOCKS = ((FULL, "all visible"), (MASKED, "visible in a masked block"), (HIDDEN, "hidden in a masked block"))
@@ -42,19 +42,19 @@ SHARES = ((FULL, "all blocks"), (0.7, "some"), (SOME, "few"))
 
 
 def mask_pixels(plan: Plan, side: int = SIDE, length: int | None = None) -> Tensor:
-    """Query positions down, key positions across, in the colour of the rank that computes: uint8 [y, x, 3].
+    """Draw query positions down, key positions across, in the colour of the rank that computes: uint8
+    [y, x, 3].
 
-    Of the first batch row and head, and of the first ``length`` positions, where that is given. Where a pixel
-    holds many blocks it shows their share, never nothing where something is listed, and the mean colour of
-    their owners.
+    Draws the first batch row and head, and the first ``length`` positions (None: all). A pixel of many blocks
+    shows the share of them that are listed, never white if any are, and the mean colour of their owners.
     """
     near = length is not None or _by_block(plan.mask, side)
-    shade = _shades(plan.mask, side, length) if near else _shares(plan.mask, side)
+    shade = _pixel_shades(plan.mask, side, length) if near else _block_shares(plan.mask, side)
     owners = plan.owners[0]
     row = _cells(len(owners), len(shade))
-    paint = torch.tensor([*colours(plan.world_size), FAINT], dtype=torch.float32)[owners]  # -1: nobody
+    paint = torch.tensor([*colours(plan.world_size), FAINT], dtype=torch.float32)[owners]  # -1: no owner
     if near:
-        colour = paint[_middles(length or plan.mask.q_len, side) // plan.mask.q_block]
+        colour = paint[_pixel_middles(length or plan.mask.q_len, side) // plan.mask.q_block]
     else:
         colour = torch.zeros(len(shade), 3).index_add_(0, row, paint)
         colour = colour / torch.bincount(row, minlength=len(shade))[:, None]
@@ -64,13 +64,13 @@ def mask_pixels(plan: Plan, side: int = SIDE, length: int | None = None) -> Tens
 
 
 def _by_block(mask: Mask, side: int = SIDE) -> bool:
-    """Whether every block gets a pixel of its own."""
+    """Return whether every block has a pixel of its own."""
     return max(mask.runs.shape[2:]) <= side
 
 
-def _shades(mask: Mask, side: int, length: int | None) -> Tensor:
-    """How strong each pixel is, at the position in its middle: float32 [side, side]."""
-    q, kv = _middles(length or mask.q_len, side), _middles(length or mask.kv_len, side)
+def _pixel_shades(mask: Mask, side: int, length: int | None) -> Tensor:
+    """Return each pixel's opacity at the position in its middle: float32 [side, side]."""
+    q, kv = _pixel_middles(length or mask.q_len, side), _pixel_middles(length or mask.kv_len, side)
     rows = torch.arange(int(q[-1]) // mask.q_block + 1)[None]
     kinds = mask.runs.batch_row(0).take(rows).to_kinds()[0, 0][q // mask.q_block][:, kv // mask.kv_block]
     shade = torch.zeros(side, side)
@@ -83,8 +83,8 @@ def _shades(mask: Mask, side: int, length: int | None) -> Tensor:
     return shade
 
 
-def _shares(mask: Mask, side: int) -> Tensor:
-    """How strong each pixel is by the share of its blocks that are listed: float32 [<= side, <= side]."""
+def _block_shares(mask: Mask, side: int) -> Tensor:
+    """Return each pixel's opacity, by the share of its blocks that are listed: float32 [<= side, <= side]."""
     runs = mask.runs.batch_row(0)
     rows, columns = runs.shape[2:]
     high, wide = min(side, rows), min(side, columns)
@@ -109,17 +109,17 @@ def _shares(mask: Mask, side: int) -> Tensor:
 
 
 def _cells(blocks: int, pixels: int) -> Tensor:
-    """The pixel that each block is in: int64 [blocks]."""
+    """Return the pixel of each block: int64 [blocks]."""
     return torch.arange(blocks) * pixels // blocks
 
 
-def _middles(length: int, pixels: int) -> Tensor:
+def _pixel_middles(length: int, pixels: int) -> Tensor:
     return (2 * torch.arange(pixels) + 1) * length // (2 * pixels)
 
 
 def lens(plan: Plan, whole: Tensor) -> int:
-    """How many of the first positions are worth a picture of their own, in the corner of a thin mask's
-    ``whole`` picture. 0 where the mask's blocks can be seen, or need the corner."""
+    """Return the number of first positions to enlarge in the corner of a thin mask's ``whole`` picture; 0 if
+    single blocks are visible or the corner is not empty."""
     mask = plan.mask
     length = min(LENS // 2 * mask.q_block, mask.q_len, mask.kv_len)
     if _by_block(mask) or 4 * length > mask.q_len:
@@ -129,12 +129,13 @@ def lens(plan: Plan, whole: Tensor) -> int:
 
 
 def reads_pixels(facts: Facts, side: int = READS) -> Tensor:
-    """Whose keys (across) each rank's queries (down) read: darker for more. uint8 [y, x, 3]."""
+    """Draw the bytes that each rank's queries (down) read of each rank's keys (across), darker for more:
+    uint8 [y, x, 3]."""
     reads = facts.reads.double()
     own = torch.eye(len(reads), dtype=torch.bool)
     share = reads.masked_fill(own, 0)
     share = share / share.max().clamp(min=1)
-    while len(share) > side:  # of neighbouring ranks, the most
+    while len(share) > side:  # neighbouring ranks: their maximum
         short = -len(share) % 2
         share = torch.nn.functional.pad(share, (0, short, 0, short))
         share = share.unflatten(0, (-1, 2)).amax(1).unflatten(1, (-1, 2)).amax(2)
@@ -145,7 +146,7 @@ def reads_pixels(facts: Facts, side: int = READS) -> Tensor:
 
 
 def _tint(share: Tensor) -> Tensor:
-    """uint8 [..., 3] from white (0) to deep blue (1); what is not zero is never quite white."""
+    """Map shares to colours from white (0) to deep blue (1), never white above 0: uint8 [..., 3]."""
     share = torch.where(share > 0, 0.08 + 0.92 * share, 0)[..., None]
     white, deep = torch.tensor(PAPER).double(), torch.tensor(DEEP).double()
     return (white + share**0.8 * (deep - white)).round().to(torch.uint8)
@@ -163,7 +164,7 @@ def _image(pixels: Tensor, size: tuple[int, int] | None = None) -> Image.Image:
 
 
 class Pen:
-    """Pillow's drawing with the fonts of the picture."""
+    """A Pillow drawing with the fonts of the picture."""
 
     def __init__(self, image: Image.Image) -> None:
         from PIL import ImageDraw, ImageFont
@@ -171,8 +172,10 @@ class Pen:
         self.image, self.draw = image, ImageDraw.Draw(image)
         self.fonts = {size: ImageFont.load_default(size) for size in (12, 13, 15, 17, 24)}
 
-    def text(self, x: float, y: float, said: str, size: int = 13, fill: Colour = INK, at: str = "la") -> None:
-        self.draw.text((x, y), said, fill, self.fonts[size], anchor=at)
+    def text(
+        self, x: float, y: float, text: str, size: int = 13, fill: Colour = INK, anchor: str = "la"
+    ) -> None:
+        self.draw.text((x, y), text, fill, self.fonts[size], anchor=anchor)
 
     def box(
         self, x: float, y: float, wide: float, high: float, fill: Colour | None, edge: Any = None
@@ -185,7 +188,7 @@ class Pen:
 
 
 def paint(facts: Facts) -> Image.Image:
-    """The picture, about 1500 x 960 pixels."""
+    """Draw the picture, about 1500 x 960 pixels. Raises RuntimeError without Pillow."""
     try:
         from PIL import Image
     except ModuleNotFoundError as missing:
@@ -202,27 +205,28 @@ def paint(facts: Facts) -> Image.Image:
 
 
 def headline(facts: Facts) -> tuple[str, str]:
-    """The title of a picture: the mask, and the plan's placement."""
+    """Format the two title lines of a picture: the mask, and the plan's placement."""
     plan, mask = facts.plan, facts.plan.mask
-    said = "" if mask.mask_mod is None else f" · {name_of(mask)}"
+    mask_name = "" if mask.mask_mod is None else f" · {name_of(mask)}"
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
     listed = 100 - mask.sparsity()
     return (
-        f"{tokens(mask.q_len)} tokens on {ranks}{said}",
+        f"{tokens(mask.q_len)} tokens on {ranks}{mask_name}",
         f"order {plan.balancer} · schedule {plan.schedule} · blocks of {mask.q_block} x {mask.kv_block} · "
         f"{listed:.3g} % of all pairs lie in listed blocks · max/mean work {plan.imbalance:.3f}",
     )
 
 
 def name_of(mask: Mask) -> str:
-    """The name of the mask_mod, in one line."""
-    said = getattr(mask.mask_mod, "__name__", None) or repr(mask.mask_mod)
-    said = said if said != "<lambda>" else "a lambda"
-    return said if len(said) <= 72 else f"{said[:71]}…"
+    """Return the name of the mask_mod, shortened to one line."""
+    name = getattr(mask.mask_mod, "__name__", None) or repr(mask.mask_mod)
+    name = name if name != "<lambda>" else "a lambda"
+    return name if len(name) <= 72 else f"{name[:71]}…"
 
 
 def tokens(count: int) -> str:
-    """
+    """Format a number of tokens with a binary unit.
+
     >>> tokens(131072), tokens(8 << 20), tokens(1000)
     ('128K', '8M', '1000')
     """
@@ -260,16 +264,16 @@ def _mask(pen: Pen, facts: Facts) -> None:
     )
     x, y = float(LEFT), TOP + SIDE + 46
     world = plan.world_size
-    some = colours(world)[:: -(-world // 4)]
-    for shade, said in BLOCKS if _by_block(mask) else SHARES:
-        for part, colour in enumerate(some):
-            pen.box(x + 20 * part, y, 20, 14, _faded(colour, shade))
-        x += 20 * len(some) + 8
-        pen.text(x, y + 7, said, 13, INK, "lm")
-        x += pen.draw.textlength(said, pen.fonts[13]) + 26
+    samples = colours(world)[:: -(-world // 4)]
+    for shade, label in BLOCKS if _by_block(mask) else SHARES:
+        for part, colour in enumerate(samples):
+            pen.box(x + 20 * part, y, 20, 14, _blend(colour, shade))
+        x += 20 * len(samples) + 8
+        pen.text(x, y + 7, label, 13, INK, "lm")
+        x += pen.draw.textlength(label, pen.fonts[13]) + 26
 
 
-def _faded(colour: Colour, shade: float) -> Colour:
+def _blend(colour: Colour, shade: float) -> Colour:
     red, green, blue = (round(p + shade * (c - p)) for c, p in zip(colour, PAPER))
     return red, green, blue
 
@@ -278,8 +282,8 @@ def _work(pen: Pen, facts: Facts, x: int, y: int) -> None:
     plan, high = facts.plan, 150
     bars, most = plan.work, max(plan.work) or 1
     mean = sum(bars) / len(bars)
-    said = f"blocks: mean {mean:.5g} (dashed), most {most:.5g}"
-    _title(pen, x, y, "Work of each rank", said)
+    note = f"blocks: mean {mean:.5g} (dashed), most {most:.5g}"
+    _title(pen, x, y, "Work of each rank", note)
     paint, base = colours(plan.world_size), y + 36 + high
     for left, wide, rank in _columns(bars):
         height = high * bars[rank] / most
@@ -293,7 +297,8 @@ def _work(pen: Pen, facts: Facts, x: int, y: int) -> None:
 
 
 def _columns(bars: Sequence[float]) -> list[tuple[float, float, int]]:
-    """(left, width, rank) of the bars; where there are more ranks than pixels, of the busiest in each."""
+    """Return (left, width, rank) of the bars; with more ranks than pixels, of the busiest rank in each
+    pixel."""
     step = WIDE / len(bars)
     if step >= 1:
         gap = min(0.2 * step, 8) if step > 3 else 0
@@ -332,13 +337,14 @@ def _reads(pen: Pen, facts: Facts, x: int, y: int) -> None:
 
 
 def most_and_total(facts: Facts) -> tuple[str, str]:
-    """Of keys and values that ranks read of others: the most of one pair, and all together."""
+    """Format the bytes of remote keys and values: the largest of a pair of ranks, and the total."""
     remote = facts.reads.clone().fill_diagonal_(0)
     return size_of(int(remote.max())), size_of(int(remote.sum()))
 
 
 def size_of(count: float) -> str:
-    """
+    """Format a number of bytes with a binary unit.
+
     >>> size_of(1536), size_of(5 << 30), size_of(0)
     ('1.5 KiB', '5 GiB', '0 bytes')
     """
@@ -349,7 +355,8 @@ def size_of(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """
+    """Format a time with its unit.
+
     >>> duration(0.00312), duration(3.05), duration(2e-5)
     ('3.12 ms', '3.05 s', '20 us')
     """
@@ -367,34 +374,34 @@ def _schedules(pen: Pen, facts: Facts, x: int, y: int) -> None:
     if not facts.costs:
         pen.text(x, y + 54, "one rank: nothing travels", 13)
         return
-    most = max(each.total for each in facts.costs)
-    for row, each in enumerate(facts.costs):
-        top, chosen = y + 50 + 40 * row, each.schedule == facts.plan.schedule.partition("+")[0]
+    most = max(estimate.total for estimate in facts.costs)
+    for row, estimate in enumerate(facts.costs):
+        top, chosen = y + 50 + 40 * row, estimate.schedule == facts.plan.schedule.partition("+")[0]
         paint = DEEP if chosen else GREY
-        pen.text(x, top + 8, each.schedule, 15, INK if chosen else GREY, "lm")
-        forward, backward = (250 * part / most for part in (each.forward, each.backward))
+        pen.text(x, top + 8, estimate.schedule, 15, INK if chosen else GREY, "lm")
+        forward, backward = (250 * part / most for part in (estimate.forward, estimate.backward))
         pen.box(x + 90, top, max(1, forward), 17, paint)
-        pen.box(x + 90 + forward, top, backward, 17, _faded(paint, 0.55))
-        pen.text(x + 98 + forward + backward, top + 8, duration(each.total), 13, INK, "lm")
-        sent = facts.sent[each.schedule]
+        pen.box(x + 90 + forward, top, backward, 17, _blend(paint, 0.55))
+        pen.text(x + 98 + forward + backward, top + 8, duration(estimate.total), 13, INK, "lm")
+        sent = facts.sent[estimate.schedule]
         pen.text(
             x + 90,
             top + 20,
             f"{size_of(sum(sent) / len(sent))} sent by a rank (most {size_of(max(sent))}), "
-            f"{size_of(each.memory)} of memory more",
+            f"{size_of(estimate.memory)} of memory more",
             12,
             GREY,
         )
-    pen.text(x, y + 50 + 40 * len(facts.costs) + 4, _short(choice(facts)), 13)
+    pen.text(x, y + 50 + 40 * len(facts.costs) + 4, _shorten(choice(facts)), 13)
 
 
-def _short(said: str) -> str:
-    return said if len(said) <= 84 else f"{said[:83]}…"
+def _shorten(text: str) -> str:
+    return text if len(text) <= 84 else f"{text[:83]}…"
 
 
-def _title(pen: Pen, x: float, y: float, said: str, more: str) -> None:
-    pen.text(x, y, said, 17)
-    pen.text(x + pen.draw.textlength(said, pen.fonts[17]) + 12, y + 3, more, 13, GREY)
+def _title(pen: Pen, x: float, y: float, text: str, note: str) -> None:
+    pen.text(x, y, text, 17)
+    pen.text(x + pen.draw.textlength(text, pen.fonts[17]) + 12, y + 3, note, 13, GREY)
 
 
 # -- the page ----------------------------------------------------------------------------------------
@@ -418,7 +425,7 @@ th:first-child, td:first-child { text-align: left } tr.taken { background: #e7f1
 
 
 def html(facts: Facts) -> str:
-    """The page: one file that fetches nothing. Bars and rows say their figures where the mouse rests."""
+    """Return the page: one file that fetches nothing. Bars show their figures under the mouse."""
     first, second = map(escape, headline(facts))
     plan = facts.plan
     most, total = most_and_total(facts)
@@ -428,15 +435,15 @@ def html(facts: Facts) -> str:
         f"<title>{first}</title><style>{STYLE}</style><h1>{first}</h1><p>{second}</p><main><div>",
         "<section><h2>Who sees whom, and who computes it</h2><figure>",
         f"<img alt='queries down, keys across' src='{_data(whole)}'></figure>",
-        f"<p>Queries (down, 0 to {tokens(plan.mask.q_len)}) see keys "
-        f"(across, 0 to {tokens(plan.mask.kv_len)}); the colour is the rank's that computes.</p>",
+        f"<p>Queries (down, 0 to {tokens(plan.mask.q_len)}) see keys (across, 0 to "
+        f"{tokens(plan.mask.kv_len)}); the colour is the rank's that computes.</p>",
         f"<p>{_keys(plan)}</p>{_detail(plan, whole)}</section></div><div>",
         f"<section><h2>Work of each rank</h2><p>Blocks; the most is {plan.imbalance:.3f} times the mean.</p>"
         f"{_bars(plan.work, colours(plan.world_size))}</section>",
-        "<section><h2>Whose keys each rank reads</h2>"
-        f"<img class=reads alt='readers down, owners across' src='{_data(reads_pixels(facts))}'>"
-        f"<p>Queries of a rank (down), keys of a rank (across); at most {most} a pair, all ranks together "
-        f"{total} of others' keys and values. Its own: light amber.</p></section></div></main>",
+        "<section><h2>Whose keys each rank reads</h2><img class=reads alt='readers down, owners across' "
+        f"src='{_data(reads_pixels(facts))}'><p>Queries of a rank (down), keys of a rank (across); at most "
+        f"{most} a pair, all ranks together {total} of others' keys and values. Its own: light "
+        "amber.</p></section></div></main>",
         f"<section><h2>What each schedule would cost a layer</h2>{_costs(facts)}</section>",
         f"<p>{escape(title(plan))}</p></html>",
     ]
@@ -454,19 +461,19 @@ def _detail(plan: Plan, whole: Tensor) -> str:
 
 
 def _data(pixels: Tensor) -> str:
-    held = io.BytesIO()
-    _image(pixels).save(held, "PNG", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(held.getvalue()).decode()}"
+    png = io.BytesIO()
+    _image(pixels).save(png, "PNG", optimize=True)
+    return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
 
 
 def _keys(plan: Plan) -> str:
     paint = colours(plan.world_size)
-    some = paint[:: -(-len(paint) // 4)]
-    said = []
+    samples = paint[:: -(-len(paint) // 4)]
+    labels = []
     for shade, name in BLOCKS if _by_block(plan.mask) else SHARES:
-        boxes = "".join(f"<i style='background:{_css(_faded(colour, shade))}'></i>" for colour in some)
-        said.append(f"<span class=key>{boxes} {name}</span>")
-    return "".join(said)
+        boxes = "".join(f"<i style='background:{_css(_blend(colour, shade))}'></i>" for colour in samples)
+        labels.append(f"<span class=key>{boxes} {name}</span>")
+    return "".join(labels)
 
 
 def _css(colour: Colour) -> str:
@@ -475,7 +482,7 @@ def _css(colour: Colour) -> str:
 
 def _bars(work: Sequence[float], paint: Sequence[Colour]) -> str:
     high, most = 150, max(work) or 1
-    drawn = [
+    bars = [
         f"<rect x='{left:.2f}' y='{high - high * work[rank] / most:.2f}' width='{wide:.2f}' "
         f"height='{high * work[rank] / most:.2f}' fill='{_css(paint[rank])}'>"
         f"<title>rank {rank}: {work[rank]:g} blocks</title></rect>"
@@ -488,10 +495,10 @@ def _bars(work: Sequence[float], paint: Sequence[Colour]) -> str:
         for rank in range(0, len(work), step)
     ]
     return (
-        f"<svg viewBox='0 0 {WIDE} {high + 20}' role=img aria-label='work of each rank'>{''.join(drawn)}"
-        f"<path d='M0 {mean:.2f}H{WIDE}' stroke='#212529' stroke-dasharray='4'><title>the mean</title></path>"
-        f"<path d='M0 {high}H{WIDE}' stroke='#6c757d'/>"
-        f"<g font-size='11' text-anchor='middle' fill='#6c757d'>{''.join(names)}</g></svg>"
+        f"<svg viewBox='0 0 {WIDE} {high + 20}' role=img aria-label='work of each rank'>{''.join(bars)}<path "
+        f"d='M0 {mean:.2f}H{WIDE}' stroke='#212529' stroke-dasharray='4'><title>the mean</title></path><path "
+        f"d='M0 {high}H{WIDE}' stroke='#6c757d'/><g font-size='11' text-anchor='middle' "
+        f"fill='#6c757d'>{''.join(names)}</g></svg>"
     )
 
 
@@ -499,7 +506,7 @@ def _costs(facts: Facts) -> str:
     shape, hardware = facts.shape, facts.hardware
     if not facts.costs:
         return "<p>One rank: nothing travels.</p>"
-    about = (
+    assumptions = (
         f"Batch {shape.batch}, {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, "
         f"{shape.itemsize} bytes an element, on {hardware.name} ({hardware.source}); "
         "predicted for the slowest rank, not measured."
@@ -507,14 +514,16 @@ def _costs(facts: Facts) -> str:
     names = ("schedule", "forward", "backward", "sent by a rank, mean", "most", "memory more")
     head = "".join(f"<th>{name}" for name in names)
     rows = []
-    for each in facts.costs:
-        sent = facts.sent[each.schedule]
+    for estimate in facts.costs:
+        sent = facts.sent[estimate.schedule]
         cells = (
-            each.schedule,
-            duration(each.forward),
-            duration(each.backward),
-            *map(size_of, (sum(sent) / len(sent), max(sent), each.memory)),
+            estimate.schedule,
+            duration(estimate.forward),
+            duration(estimate.backward),
+            *map(size_of, (sum(sent) / len(sent), max(sent), estimate.memory)),
         )
-        taken = " class=taken" if each.schedule == facts.plan.schedule.partition("+")[0] else ""
-        rows.append(f"<tr{taken}>" + "".join(f"<td>{cell}" for cell in cells))
-    return f"<p>{escape(about)}</p><table><tr>{head}{''.join(rows)}</table><p>{escape(choice(facts))}</p>"
+        row_class = " class=taken" if estimate.schedule == facts.plan.schedule.partition("+")[0] else ""
+        rows.append(f"<tr{row_class}>" + "".join(f"<td>{cell}" for cell in cells))
+    return (
+        f"<p>{escape(assumptions)}</p><table><tr>{head}{''.join(rows)}</table><p>{escape(choice(facts))}</p>"
+    )

@@ -1,7 +1,7 @@
-"""Which tokens each rank holds, and moving tensors between global order and shards.
+"""Placements of tokens on ranks, and the moves of tensors between global order and shards.
 
-A placement is a list of slots a rank: ``(first row in the rank's buffer, global position of that row,
-tokens)``, sorted by position.  Everything else (permutation, inverse, validity) follows from it.
+A placement is a list of slots per rank: ``(first row in the rank's buffer, global position of that row,
+tokens)``, sorted by position.  Permutation, inverse and validity follow from the slots.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from tritoncp.masks.block_runs import ramps
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Who holds which part of a sequence of ``length`` tokens.
+    """The ranks that hold the tokens of a sequence of ``length``.
 
-    slots:   one int32 [Bp, n, 3] tensor a rank; Bp is 1, or B where batch rows are placed differently.
+    slots:   one int32 [Bp, n, 3] tensor per rank; Bp is 1, or B where batch rows are placed differently.
              A slot lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot.
-    lengths: rows of each rank's buffer. Real tokens come first, padding last.
-    order_is_read: whether the order of tokens was asked for, to shard a tensor or for their positions
+    lengths: rows of each rank's buffer. Tokens come first, padding last.
+    order_is_read: whether the order of tokens was read, to shard a tensor or for their positions
 
     >>> p = by_blocks(10, 4, [[[0, 2], [1]]])
     >>> p.slots[0].tolist(), p.lengths
@@ -45,22 +45,23 @@ class Placement:
 
     @property
     def batch(self) -> int:
-        """Batch rows that are placed differently, else 1."""
+        """Number of batch rows if they are placed differently, else 1."""
         return self.slots[0].shape[0]
 
     @property
     def s_max(self) -> int:
-        """Rows of the largest buffer: what every rank sends, so that all send the same."""
+        """Rows of the largest buffer, which is the size of every rank's message in a collective."""
         return max(self.lengths)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the slots, and of the positions and the inverse that are made of them when asked for."""
+        """Bytes of the slots, and of the positions and the inverse, which are computed on demand."""
         return sum(slots.nbytes for slots in self.slots) + 2 * 8 * self.length * self.slots[0].shape[0]
 
     @on_host
     def positions(self, rank: int) -> Tensor:
-        """Global position of each row of a rank's buffer, -1 at padding: int64 [Bp, lengths[rank]]."""
+        """Return the global position of each row of a rank's buffer, -1 at padding: int64 [Bp,
+        lengths[rank]]."""
         object.__setattr__(self, "order_is_read", True)
         if rank not in self._positions:
             self._positions[rank] = row_positions(self.slots[rank], self.lengths[rank])
@@ -71,7 +72,7 @@ class Placement:
         return {}
 
     def is_filled(self, rank: int) -> bool:
-        """Whether every row of a rank's buffer is a token's: what writes tokens leaves nothing as it was."""
+        """Return whether a rank's buffer has no padding, so that writing all tokens initialises every row."""
         if rank not in self._filled:
             tokens = self.slots[rank][..., 2].sum(1)
             self._filled[rank] = bool((tokens == self.lengths[rank]).all())
@@ -95,31 +96,32 @@ class Placement:
         return out
 
     def gathered(self, ranks: Sequence[int] | None = None) -> Tensor:
-        """Slots of the buffer that holds the shards of ``ranks`` one after the other, ``s_max`` rows each,
-        sorted by global position (empty slots last): int32 [Bp, n, 3]."""
+        """Return the slots of the buffer that holds the shards of ``ranks`` one after the other, ``s_max``
+        rows each, sorted by global position (empty slots last): int32 [Bp, n, 3]."""
         parts = []
         for index, rank in enumerate(range(self.world_size) if ranks is None else ranks):
             parts.append(self.slots[rank] + torch.tensor([index * self.s_max, 0, 0], dtype=torch.int32))
         return by_position(torch.cat(parts, 1))
 
     def owners(self) -> Tensor:
-        """Rank that holds the first token of each block, -1 where all is padding: int64 [Bp, blocks]."""
+        """Return the rank of the first token of each block, -1 if all is padding: int64 [Bp, blocks]."""
         slots, owner = torch.cat(self.slots, 1).long(), numbered([part.shape[1] for part in self.slots])
         _, position, tokens = slots.unbind(-1)
-        nobody = torch.iinfo(torch.int64).max
-        first = torch.full((len(slots), -(-self.length // self.block)), nobody)
-        code = torch.where(tokens > 0, position * self.world_size + owner, nobody)
+        unowned = torch.iinfo(torch.int64).max
+        first = torch.full((len(slots), -(-self.length // self.block)), unowned)
+        code = torch.where(tokens > 0, position * self.world_size + owner, unowned)
         first.scatter_reduce_(1, position // self.block, code, "amin")
-        return torch.where(first == nobody, -1, first % self.world_size)
+        return torch.where(first == unowned, -1, first % self.world_size)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In one tensor: a worker hands each tensor to another process through a file of its own."""
+        """Pickle all slots as one tensor: torch passes each tensor to another process through its own
+        file."""
         counts = [part.shape[1] for part in self.slots]
         parts = self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths
-        return _unpacked, parts, {"order_is_read": True}  # where it was made, it may have been
+        return _unpickle, parts, {"order_is_read": True}  # the process that made it may have read the order
 
     def batch_rows(self, first: int, count: int) -> "Placement":
-        """The placement of ``count`` batch rows from ``first`` on, where they are placed differently."""
+        """Return the placement of ``count`` batch rows from ``first`` on; all share one if ``batch`` is 1."""
         if self.batch == 1:
             return self
         slots = tuple(part[first : first + count].contiguous() for part in self.slots)
@@ -128,20 +130,21 @@ class Placement:
         return part
 
     def merged(self, degree: int) -> "Placement":
-        """``degree`` neighbouring ranks as one, whose buffer is theirs one after the other."""
+        """Merge ``degree`` neighbouring ranks into one, whose buffer is their buffers one after the other."""
         firsts = range(0, self.world_size, degree)
         slots = tuple(self.gathered(range(first, first + degree)) for first in firsts)
         return Placement(self.length, self.block, slots, (degree * self.s_max,) * len(slots))
 
 
-def _unpacked(
+def _unpickle(
     length: int, block: int, slots: Tensor, counts: Sequence[int], lengths: tuple[int, ...]
 ) -> Placement:
     return Placement(length, block, tuple(part.contiguous() for part in slots.split(counts, 1)), lengths)
 
 
 def numbered(counts: Sequence[int]) -> Tensor:
-    """
+    """Repeat each index as often as its count says.
+
     >>> numbered([2, 0, 1]).tolist()
     [0, 0, 2]
     """
@@ -149,9 +152,9 @@ def numbered(counts: Sequence[int]) -> Tensor:
 
 
 def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]) -> Placement:
-    """Whole blocks to ranks: ``owners[batch row][rank]`` lists the rank's blocks, ascending.
+    """Place whole blocks: ``owners[batch row][rank]`` lists the rank's blocks, ascending.
 
-    Every buffer has as many rows as the fullest rank has tokens; what is short of it is padding.
+    Every buffer has as many rows as the fullest rank has tokens; the rest is padding.
     """
     world_size = len(owners[0])
     slots = []
@@ -169,7 +172,7 @@ def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]
 
 
 def natural(lengths: Sequence[int], block: int) -> Placement:
-    """Contiguous pieces in order, of any lengths: rank r holds the r-th. Slots are cut at mask blocks.
+    """Place contiguous pieces of any lengths in order: rank r holds the r-th. Slots are cut at mask blocks.
 
     >>> natural([3, 5], 4).slots[1].tolist()
     [[[0, 3, 1], [1, 4, 4]]]
@@ -185,8 +188,8 @@ def natural(lengths: Sequence[int], block: int) -> Placement:
 
 
 def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Placement:
-    """The same placement of tokens alone: no slot covers a position where ``tokens`` [length] is False.
-    What lies there is padding of the shard then, never read. close_up: rows move together, padding last.
+    """Cut the slots so that none covers a position where ``tokens`` [length] is False: its row becomes
+    padding of the shard, never read. close_up: rows move together, padding last.
 
     >>> p = natural([4, 4], 4)
     >>> some = torch.tensor([1, 0, 1, 1, 1, 1, 1, 0]).bool()
@@ -213,16 +216,16 @@ def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tenso
     begin = torch.searchsorted(last, position, right=True)
     count = (torch.searchsorted(first, position + tokens) - begin).clamp(min=0) * (tokens > 0)
     slot = torch.arange(len(slots)).repeat_interleave(count)
-    which = ramps(begin, count)
-    start = torch.maximum(first[which], position[slot])
-    counts = torch.minimum(last[which], (position + tokens)[slot]) - start
+    part = ramps(begin, count)
+    start = torch.maximum(first[part], position[slot])
+    counts = torch.minimum(last[part], (position + tokens)[slot]) - start
     at = counts.cumsum(0) - counts if close_up else row[slot] + start - position[slot]
     return torch.stack([at, start, counts], 1)
 
 
 def by_position(slots: Tensor) -> Tensor:
-    """Slots [Bp, n, 3] of each batch row by global position; empty ones dropped or, where batch rows have
-    different numbers, last."""
+    """Sort the slots [Bp, n, 3] of each batch row by global position; empty slots are dropped or, where batch
+    rows have different numbers of slots, last."""
     key = torch.where(slots[..., 2] > 0, slots[..., 1].to(torch.int64), torch.iinfo(torch.int64).max)
     order = key.argsort(dim=1, stable=True)
     keep = int((slots[..., 2] > 0).sum(1).max())
@@ -230,7 +233,7 @@ def by_position(slots: Tensor) -> Tensor:
 
 
 def row_positions(slots: Tensor, rows: int) -> Tensor:
-    """int64 [Bp, rows] global positions, -1 where no slot covers the row."""
+    """Return the global position of each row, -1 if no slot covers it: int64 [Bp, rows]."""
     out = torch.full((slots.shape[0], rows), -1, dtype=torch.int64)
     for batch, table in enumerate(slots.to(torch.int64)):
         row, position, tokens = table[table[:, 2] > 0].unbind(1)
@@ -239,8 +242,8 @@ def row_positions(slots: Tensor, rows: int) -> Tensor:
 
 
 def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float | int | bool) -> Tensor:
-    """Rows ``index`` [Bp, n] of ``x`` along ``dim``; ``pad`` where the index is negative. Differentiable:
-    the backward pass puts each row back where it came from and zeros elsewhere.
+    """Take rows ``index`` [Bp, n] of ``x`` along ``dim``; ``pad`` where the index is negative.
+    Differentiable: the backward pass puts each row back where it came from and zeros elsewhere.
 
     Where Bp > 1, ``batch_dim`` names the dimension of ``x`` that index rows follow; a tensor without one
     (``batch_dim=None``) comes back with a new leading batch dimension.
@@ -271,7 +274,7 @@ def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float |
 
 
 def lengthen(x: Tensor, dim: int, rows: int) -> Tensor:
-    """``x`` with zeros behind it along ``dim``, up to ``rows``.
+    """Append zeros to ``x`` along ``dim``, up to ``rows``.
 
     >>> lengthen(torch.ones(2), 0, 3)
     tensor([1., 1., 0.])

@@ -1,7 +1,7 @@
-"""The plan: everything decided before the first byte moves.
+"""Plans: the owner of each block, the order of the steps and the reads of each step.
 
-The owner of each block, the order of the steps, the reads of each step.  A plan is frozen, derived from the
-mask alone, and equal on every rank but for the rank's own number; nothing in it knows a process group.
+A plan is made before the first byte moves.  It is frozen, derived from the mask alone, and equal on every
+rank but for the rank's own number; it refers to no process group.
 """
 
 import copy
@@ -23,32 +23,32 @@ from tritoncp.masks.block_runs import content
 from tritoncp.masks.mask import Mask, Runs
 from tritoncp.planning import cost
 from tritoncp.planning import traffic as steps
-from tritoncp.planning.balance import Balancer, block_costs, deal, find, views
+from tritoncp.planning.balance import Balancer, block_costs, deal, resolve_balancer, views
 from tritoncp.planning.placement import Placement, by_blocks, natural, without_padding
 from tritoncp.planning.step_tables import Tables, slot_runs, tables_of
 
 if TYPE_CHECKING:
     from PIL import Image
 
-MOST_PARTS = 64  # ranges of batch rows whose plans are kept with the whole's
-MOST_CHECKED = 1024  # keys of calls whose checks passed
+MAX_CACHED_PARTS = 64  # plans of ranges of batch rows that are cached with the whole plan
+MAX_CHECKED_CALLS = 1024  # keys of calls whose checks passed
 SCHEDULES = ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One rank's part in one attention layer, made by :func:`tritoncp.make_plan`.
+    """One rank's part of one attention layer, made by :func:`tritoncp.make_plan`.
 
     mask:     the global mask, in runs
     q, kv:    placements of queries and keys
-    rank:     whose plan this is
-    balancer: how blocks were dealt ("natural" for contiguous pieces in order)
-    schedule: how K and V reach the queries
-    reason:   why that schedule
-    degree:   ranks that trade heads under "ulysses"; 0 = as many as there are heads for
-    heads:    query heads of the layer, where a call sees only some of them
-    mask_digest: of the mask's code and values, where ranks may have to compare it
-    first_row: batch row of the whole that is row 0 here, see :meth:`batch_rows`
+    rank:     the rank whose view this is
+    balancer: name of the balancer ("natural" for contiguous pieces in order)
+    schedule: name of the schedule that brings K and V to the queries
+    reason:   why the schedule was chosen
+    degree:   ranks that exchange heads under "ulysses"; 0 = as many as the number of heads allows
+    heads:    query heads of the layer, if a call has only part of them; else 0
+    mask_digest: of the mask's code and values, if ranks may have to compare it
+    first_row: batch row of the whole plan that is row 0 of this one, see :meth:`batch_rows`
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     """
 
@@ -82,16 +82,16 @@ class Plan:
 
     @property
     def valid(self) -> Tensor:
-        """Which local rows are tokens, not padding: bool [Bp, s_local]."""
+        """Mask of the local rows that are tokens, not padding: bool [Bp, s_local]."""
         return self.positions >= 0
 
     def for_rank(self, rank: int) -> "Plan":
-        """The same plan seen by another rank."""
+        """Return the same plan from another rank's view."""
         view = self.seen_by(rank)
         return view if self.handle is None else view.pinned()
 
     def seen_by(self, rank: int) -> "Plan":
-        """As :meth:`for_rank`, without a handle: compiled graphs cannot name the result."""
+        """Return the view of :meth:`for_rank` without a handle: compiled graphs cannot name the result."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
         if rank == self.rank:
@@ -101,12 +101,12 @@ class Plan:
         return view
 
     def pinned(self) -> "Plan":
-        """The plan with its handle, which keeps it known to the ops for as long as anyone holds it."""
+        """Return the plan with a handle, by which the ops find the plan as long as the handle lives."""
         return self if self.handle is not None else replace(self, handle=handle_of(self))
 
     @property
     def digest(self) -> bytes:
-        """Digest of the blocks and of their owners: equal for equal plans, on every rank."""
+        """Digest of the blocks and their owners: equal for equal plans, on every rank."""
 
         def digest() -> bytes:
             runs, slots = self.mask.runs, (*self.q.slots, *self.kv.slots)
@@ -122,10 +122,11 @@ class Plan:
 
     @property
     def identity(self) -> Any:
-        """Hashable; equal plans have equal ones, on every rank, and other plans others."""
+        """Hashable key of the plan's contents: equal for equal plans, on every rank, and for no other
+        plans."""
 
         def identity() -> Any:
-            if self.balancer == "natural" and self.mask_digest:  # mask and lengths say all
+            if self.balancer == "natural" and self.mask_digest:  # mask and lengths determine the plan
                 return self.mask_digest, self.schedule, self.q.lengths, self.kv.lengths
             return self.mask_digest, self.digest
 
@@ -140,8 +141,8 @@ class Plan:
     @cached_property
     @on_host
     def work(self) -> list[float]:
-        """Visible blocks of each rank's queries, summed over the mask's batch rows and heads; a masked block
-        counts ``balance.MASKED``. A slot that holds part of a block counts for that part."""
+        """Visible blocks of each rank's queries, summed over the mask's batch rows and heads. A masked block
+        counts ``balance.MASKED``; a slot of part of a block counts for that part."""
         cost = block_costs(self.mask.runs)  # [Bm, rows]
         totals = []
         for slots in self.q.slots:
@@ -169,9 +170,9 @@ class Plan:
         backward: bool = True,
         heads: int | None = None,
     ) -> int:
-        """Bytes this rank sends in one layer: K and V forward, K and V again plus float32 dK/dV backward.
-        Under "ulysses" also queries, outputs and their gradients, of ``heads`` query heads (kv_heads unless
-        given)."""
+        """Count the bytes that this rank sends in one layer: K and V forward, K and V again plus float32
+        dK/dV backward. Under "ulysses" also queries, outputs and their gradients, of ``heads`` query heads
+        (None: kv_heads)."""
         width = head_dim + (head_dim if v_head_dim is None else v_head_dim)
         stats, passes = max(4, itemsize), 2 if backward else 1
         if not self.schedule.startswith("ulysses"):
@@ -197,14 +198,14 @@ class Plan:
         return sent + len(kv_parts[at]) * width * (passes * rows * itemsize + backward * grad_rows * stats)
 
     def _rows_sent(self, batch: int) -> tuple[int, int]:
-        """Rows of K and V this rank sends forward, and rows of their gradient backward."""
+        """Count the rows of K and V that this rank sends forward, and the rows of their gradient backward."""
         if self.schedule == "fetch":
             copies, stays = 1 if self.batched else batch, int(self.traffic[self.rank, self.rank])
             sends, takes = self.traffic[:, self.rank].sum(), self.traffic[self.rank].sum()
             return (int(sends) - stays) * copies, (int(takes) - stays) * copies
         hops = [self.world_size - 1] * 2
         if self.schedule == "ring":
-            hops = list(steps.hops_sent(self.around, self.rank))
+            hops = list(steps.hops_sent(self.ring_route, self.rank))
         return hops[0] * self.kv.s_max * batch, hops[1] * self.kv.s_max * batch
 
     @on_host
@@ -212,7 +213,7 @@ class Plan:
         """Format the costs of each schedule for this placement as a table.
 
         shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer; see
-        :class:`tritoncp.planning.cost.Shape` for what is assumed otherwise.
+        :class:`tritoncp.planning.cost.Shape` for the defaults.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
@@ -227,26 +228,27 @@ class Plan:
     def plot(
         self, path: str | Path | None = None, hardware: cost.Hardware | None = None, **shape: int
     ) -> "Image.Image":
-        """The plan as a picture: who sees whom, by whom it is computed, the work of each rank, whose keys it
-        reads and what each schedule would cost a layer. Needs Pillow: pip install 'tritoncp[plot]'.
+        """Draw the plan: the mask in its owners' colours, the work of each rank, the keys that ranks read of
+        each other, and the cost of a layer under each schedule. Needs Pillow: pip install 'tritoncp[plot]'.
 
-        path: where it is also saved: .png, or .html for a page with everything in it. shape: as for
-        :meth:`explain`. The result is a PIL image, which a notebook shows.
+        path: a file to save the picture to: .png, or .html for a self-contained page. shape: as for
+        :meth:`explain`. Returns a PIL image, which a notebook shows.
         """
         from tritoncp.planning.picture import html, paint
         from tritoncp.planning.report import Facts
 
-        facts, place = Facts.of(self, hardware, **shape), None if path is None else Path(path)
-        if place is not None and place.suffix not in (".png", ".html"):
+        facts, target = Facts.of(self, hardware, **shape), None if path is None else Path(path)
+        if target is not None and target.suffix not in (".png", ".html"):
             raise ValueError(f"path {str(path)!r}: the picture is a .png, the page an .html")
         image = paint(facts)
-        if place is not None:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            image.save(place) if place.suffix == ".png" else place.write_text(html(facts))
+        if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            image.save(target) if target.suffix == ".png" else target.write_text(html(facts))
         return image
 
     def degree_for(self, heads: int) -> int:
-        """Ranks that trade heads under "ulysses": what the plan says, else as many as there are heads for."""
+        """Return the number of ranks that exchange heads under "ulysses": the plan's ``degree``, or the
+        largest that divides the world and does not exceed ``heads``."""
         if self.degree > heads:
             raise ValueError(
                 f"the plan trades heads among {self.degree} ranks, the query has {heads}; make the mesh's "
@@ -256,22 +258,23 @@ class Plan:
         return self.degree or max(fitting)
 
     def rows(self, degree: int, heads: int) -> "Plan":
-        """Rows of ``degree`` neighbouring ranks as one rank each, for a layer of ``heads`` query heads."""
+        """Return the plan between rows of the mesh: ``degree`` neighbouring ranks as one rank each, for a
+        layer of ``heads`` query heads."""
 
-        def made() -> Plan:
+        def merge_ranks() -> Plan:
             q, kv = self.q.merged(degree), self.kv.merged(degree)
             return replace(self, q=q, kv=kv, rank=0, heads=heads, handle=None, _shared={})
 
-        return self._once(("rows", degree, heads), made).for_rank(self.rank // degree)
+        return self._once(("rows", degree, heads), merge_ranks).for_rank(self.rank // degree)
 
     @property
     def batch(self) -> int:
-        """Batch rows that mask or placement tell apart, else 1."""
+        """Number of batch rows if mask or placement differ between them, else 1."""
         return max(self.mask.B, self.q.batch, self.kv.batch)
 
     def batch_rows(self, first: int, count: int) -> "Plan":
-        """The plan of ``count`` rows of the batch from ``first`` on: for tensors that hold these alone, whose
-        row i is row ``first + i`` to mask_mod and score_mod.
+        """Return the plan of ``count`` rows of the batch from ``first`` on, for tensors that hold only these:
+        their row i is row ``first + i`` to mask_mod and score_mod.
 
         >>> from tritoncp import create_block_mask, make_plan
         >>> ends = torch.tensor([100, 200, 300])
@@ -288,7 +291,7 @@ class Plan:
         key = first, count, self.rank
         if (part := parts.get(key)) is None:
             self.check_sources()
-            if len(parts) >= MOST_PARTS:
+            if len(parts) >= MAX_CACHED_PARTS:
                 parts.clear()
             part = parts[key] = self._part(first, count).pinned()
         return part
@@ -297,7 +300,7 @@ class Plan:
         mask = self.mask.listed_rows(first, count)
         q, kv = (side.batch_rows(first, count) for side in (self.q, self.kv))
         shared: dict[Any, Any] = {
-            name: self._shared[name] for name in ("mask_mod", "ways") if name in self._shared
+            name: self._shared[name] for name in ("mask_mod", "evaluators") if name in self._shared
         }
         if self.world_size > 1:  # ranks that compared the whole compared its rows
             shared["identity", self.schedule] = self.identity
@@ -305,15 +308,15 @@ class Plan:
         return replace(self, mask=mask, q=q, kv=kv, first_row=first, handle=None, _shared=shared)
 
     @property
-    def seen(self) -> Tensor:
-        """KV blocks that each rank's queries see: bool [W, Bn, blocks]."""
+    def visible_blocks(self) -> Tensor:
+        """KV blocks that each rank's queries see: bool [W, Bn, KV blocks]."""
         return self._once("seen", lambda: steps.seen_blocks(self.mask, self.q))
 
     @property
     def traffic(self) -> Tensor:
-        """[r, s]: rows of keys that rank r's queries see of those rank s holds, summed over the batch rows of
-        mask and placement: int64 [W, W]."""
-        return self._once("traffic", lambda: steps.traffic(self.seen, self.kv))
+        """Rows of rank s's keys that rank r's queries see, at [r, s], summed over the batch rows of mask and
+        placement: int64 [W, W]."""
+        return self._once("traffic", lambda: steps.traffic(self.visible_blocks, self.kv))
 
     @property
     def batched(self) -> bool:
@@ -321,27 +324,30 @@ class Plan:
         return self.batch > 1
 
     @property
-    def around(self) -> tuple[int, Tensor]:
-        """In which direction K and V go around, and how many hops each rank's."""
-        return self._once("around", lambda: steps.way(self.traffic > 0))
+    def ring_route(self) -> tuple[int, Tensor]:
+        """Direction in which K and V travel around the ring (1 or -1), and the hops of each rank's K and
+        V."""
+        return self._once("around", lambda: steps.ring_route(self.traffic > 0))
 
     @property
     def ring(self) -> tuple[steps.Hop, ...]:
-        """This rank's turns when K and V go around."""
-        return self._once(("ring", self.rank), lambda: steps.ring(self.traffic > 0, self.rank, self.around))
+        """This rank's turns of the ring."""
+        return self._once(
+            ("ring", self.rank), lambda: steps.ring(self.traffic > 0, self.rank, self.ring_route)
+        )
 
     @property
     def fetch(self) -> steps.Fetch:
         """The rows that this rank sends and receives if each rank fetches exactly the keys that it sees."""
-        return self._once(("fetch", self.rank), lambda: steps.fetch(self.seen, self.kv, self.rank))
+        return self._once(("fetch", self.rank), lambda: steps.fetch(self.visible_blocks, self.kv, self.rank))
 
     def fetch_rows(self, device: torch.device) -> Tensor:
-        """``fetch.rows`` on a device."""
+        """Return ``fetch.rows`` on a device."""
 
-        def copied() -> DeviceCopy[Tensor]:
+        def copy_rows() -> DeviceCopy[Tensor]:
             return DeviceCopy([self.fetch.rows], device, lambda rows: rows)
 
-        return self._once(("fetch rows", self.rank, device), copied).on_current_stream()
+        return self._once(("fetch rows", self.rank, device), copy_rows).on_current_stream()
 
     def tables(
         self,
@@ -350,24 +356,25 @@ class Plan:
         heads: int = 1,
         buffer: int | str = "gathered",
     ) -> Tables:
-        """Tables of one KV buffer, on ``device``, for queries of ``batch`` rows and ``heads`` heads.
+        """Return the tables of one KV buffer, on ``device``, for queries of ``batch`` rows and ``heads``
+        heads.
 
         buffer: "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard) or "fetched".
         """
         interval = self.mask.interval_for(batch, self.heads or heads)
         key = "tables", self.rank, buffer, interval is None
-        if (copied := self._shared.get((*key, device))) is None:
+        if (device_copy := self._shared.get((*key, device))) is None:
 
             def on_host() -> Tables:
                 own = self.q.slots[self.rank], self.positions
                 return tables_of(self.mask, *own, *self.listed(buffer), interval)
 
             tables, place = self._once(key, on_host), torch.device(device)
-            copied = self._once((*key, place), lambda: tables.copy_to(place))
-        return copied.on_current_stream()
+            device_copy = self._once((*key, place), lambda: tables.copy_to(place))
+        return device_copy.on_current_stream()
 
     def listed(self, buffer: int | str = "gathered") -> tuple[Tensor, Runs]:
-        """The slots of a KV buffer, and the runs of them that each Q slot of this rank sees."""
+        """Return the slots of a KV buffer, and the runs of them that each Q slot of this rank sees."""
         slots = self._slots(buffer)
         own = self.q.slots[self.rank]
         return slots, self._once(("runs", self.rank, buffer), lambda: slot_runs(self.mask, own, slots))
@@ -386,12 +393,13 @@ class Plan:
 
     @property
     def checked_calls(self) -> set[Any]:
-        """Keys of this rank's calls that passed their checks (:func:`inputs.call_key`)."""
+        """Keys of this rank's calls that passed their checks
+        (:func:`tritoncp.frontend.validate.call_key`)."""
         return self._once(("checked calls", self.rank), set)
 
     def note_checked(self, call_key: Any) -> None:
         """Note that calls of this key passed their checks; None is the key of no call."""
-        if len(self.checked_calls) >= MOST_CHECKED:
+        if len(self.checked_calls) >= MAX_CHECKED_CALLS:
             self.checked_calls.clear()
         if call_key is not None:
             self.checked_calls.add(call_key)
@@ -404,7 +412,7 @@ class Plan:
         return replace(self, handle=None).pinned()
 
     def __deepcopy__(self, memo: dict) -> "Plan":
-        return copy.copy(self)  # its mask_mod is a function, which is not copied, and nothing else changes
+        return copy.copy(self)  # functions are not copied, and the other fields are immutable
 
     def __getstate__(self) -> dict:
         state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
@@ -438,13 +446,13 @@ def build(
     """Place a mask's blocks on ``world_size`` ranks.
 
     ``balancer=None`` is natural order: rank r holds the r-th contiguous piece, ``lengths[r]`` tokens long
-    (``kv_lengths`` for the keys where they differ). ``weighed``: masks whose work is balanced together, where
-    their plans are to share one placement; this mask is one of them. ``degree``: ranks that trade heads
-    under "ulysses", which is then the schedule.
+    (``kv_lengths`` for the keys, if they differ). ``weighed``: masks whose work is summed, so that their
+    plans share one placement; this mask is one of them. ``degree``: ranks that exchange heads under
+    "ulysses", which is then the schedule.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
-    by_name = None if balancer is None else find(balancer)
+    by_name = None if balancer is None else resolve_balancer(balancer)
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; known: auto, {', '.join(SCHEDULES)}")
     if degree:
@@ -487,7 +495,7 @@ def build(
 
 
 def pieces(total: int, world_size: int) -> list[int]:
-    """Lengths of natural-order pieces that differ by at most one token.
+    """Return the lengths of natural-order pieces that differ by at most one token.
 
     >>> pieces(10, 4)
     [3, 3, 2, 2]
@@ -496,16 +504,16 @@ def pieces(total: int, world_size: int) -> list[int]:
 
 
 def _between(schedule: str) -> str:
-    """The schedule that runs between rows under "ulysses"."""
+    """Return the schedule between the rows of the mesh under "ulysses"."""
     return schedule.partition("+")[2] or "fetch"
 
 
-def _pieces(what: str, lengths: Sequence[int] | None, total: int, world_size: int) -> Sequence[int]:
+def _pieces(side: str, lengths: Sequence[int] | None, total: int, world_size: int) -> Sequence[int]:
     if lengths is None:
         return pieces(total, world_size)
     if len(lengths) != world_size or sum(lengths) != total:
         raise ValueError(
-            f"the {what} shards of the ranks are {list(lengths)} tokens long, {sum(lengths)} together, but "
+            f"the {side} shards of the ranks are {list(lengths)} tokens long, {sum(lengths)} together, but "
             f"the mask is for {total}; pass the global mask, and shards that add up to it in rank order"
         )
     return lengths
@@ -531,7 +539,7 @@ def _balance(
 
 
 def _recut(placement: Placement, block: int) -> Placement:
-    """The same tokens on the same rows, slots cut so that none crosses a multiple of ``block``."""
+    """Cut the slots of a placement so that none crosses a multiple of ``block``."""
     tables = []
     for slots in placement.slots:
         rows = []

@@ -1,4 +1,4 @@
-"""A plan as text: who owns which blocks, how even the work is, what each schedule would cost."""
+"""Reports of a plan as text and JSON: owners of blocks, work of ranks, cost of each schedule."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from tritoncp.planning.plan import Plan
 
 WIDTH = 64  # characters across the mask
-LINES = 16  # ranks that get a bar of their own
+LINES = 16  # most ranks for which a bar each is printed
 
 Colour = tuple[int, int, int]
-# Paul Tol's "bright", which people with any colour vision can tell apart, and two more.
+# Paul Tol's "bright" palette, distinct under colour blindness, and two more colours.
 BRIGHT = (
     (68, 119, 170), (238, 102, 119), (34, 136, 51), (204, 187, 68),
     (102, 204, 238), (170, 51, 119), (221, 136, 68), (120, 120, 120),
@@ -27,7 +27,7 @@ BRIGHT = (
 
 
 class Line(NamedTuple):
-    """A line of text, and the rank it is about if it is about one."""
+    """A line of text, and the rank that it describes, if only one."""
 
     text: str
     rank: int | None = None
@@ -35,7 +35,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan means for one layer: what text, JSON and pictures show.
+    """The facts about a plan for one layer that text, JSON and pictures show.
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
@@ -54,24 +54,27 @@ class Facts:
 
     @cached_property
     def costs(self) -> tuple[cost.Cost, ...]:
-        """Every schedule's cost for this placement, the cheapest first; none to choose from on one rank."""
+        """Cost of every schedule for this placement, cheapest first; empty for one rank."""
         return cost.costs(self.plan, self.shape, self.hardware) if self.plan.world_size > 1 else ()
 
     @cached_property
     def sent(self) -> dict[str, list[int]]:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
-        return {each.schedule: cost.sent(self.plan, each.schedule, self.shape) for each in self.costs}
+        return {
+            estimate.schedule: cost.sent(self.plan, estimate.schedule, self.shape) for estimate in self.costs
+        }
 
     @cached_property
     def auto(self) -> str:
-        """The schedule that `schedule="auto"` chooses, by the costs of a standard layer, not of this one."""
-        usual = cost.Shape()
-        found = self.costs if usual == self.shape else cost.costs(self.plan, usual, self.hardware)
-        return found[0].schedule if found else self.plan.schedule
+        """The schedule that `schedule="auto"` chooses, by the costs of a standard layer, not of this
+        layer."""
+        standard = cost.Shape()
+        estimates = self.costs if standard == self.shape else cost.costs(self.plan, standard, self.hardware)
+        return estimates[0].schedule if estimates else self.plan.schedule
 
     @property
     def shard_bytes(self) -> int:
-        """Queries, keys, values and outputs of this rank, and lse."""
+        """Bytes of this rank's queries, keys, values, outputs and lse."""
         plan, s = self.plan, self.shape
         q = plan.s_local * s.heads * (s.head_dim * s.itemsize + s.v_head_dim * s.itemsize + 4)
         return s.batch * (
@@ -80,7 +83,7 @@ class Facts:
 
     @property
     def reads(self) -> Tensor:
-        """[r, s]: bytes of keys and values that rank r's queries see of those rank s holds: int64 [W, W]."""
+        """Bytes of rank s's keys and values that rank r's queries see, at [r, s]: int64 [W, W]."""
         rows = self.plan.traffic * (1 if self.plan.batched else self.shape.batch)
         return rows * (self.shape.row // self.shape.batch * self.shape.itemsize)
 
@@ -88,7 +91,7 @@ class Facts:
         plan, mask = self.plan, self.plan.mask
         return {
             "mask": {
-                "expression": _without_addresses(repr(mask.mask_mod)),
+                "expression": _strip_addresses(repr(mask.mask_mod)),
                 "q_len": mask.q_len, "kv_len": mask.kv_len, "block_size": [mask.q_block, mask.kv_block],
                 "sparsity": mask.sparsity(), "runs": len(mask.runs.runs),
             },
@@ -104,20 +107,20 @@ class Facts:
             "imbalance": plan.imbalance,
             "shard_bytes": self.shard_bytes,
             "schedules": {
-                each.schedule: {
-                    "forward_ms": each.forward * 1e3,
-                    "backward_ms": each.backward * 1e3,
-                    "extra_bytes": each.memory,
-                    "sent_bytes": self.sent[each.schedule],
+                estimate.schedule: {
+                    "forward_ms": estimate.forward * 1e3,
+                    "backward_ms": estimate.backward * 1e3,
+                    "extra_bytes": estimate.memory,
+                    "sent_bytes": self.sent[estimate.schedule],
                 }
-                for each in self.costs
+                for estimate in self.costs
             },
             "reads_bytes": self.reads.tolist(),
         }  # fmt: skip
 
 
 def picture(plan: Plan) -> str:
-    """The text that `print(plan)` shows."""
+    """Format the text that `print(plan)` shows."""
     return text(Facts.of(plan))
 
 
@@ -126,8 +129,8 @@ def text(facts: Facts) -> str:
 
 
 def lines(facts: Facts) -> list[Line]:
-    """One line for each query block (or group of them): the rank that owns it, then what it sees, from █ all
-    to · nothing. Below, the work of each rank in blocks, and what each schedule would cost."""
+    """Format a line for each query block (or group of blocks): its owner, then the key blocks that it sees,
+    from █ all to · none. Below them the work of each rank in blocks, and the cost of each schedule."""
     plan, gap = facts.plan, Line("")
     parts = [Line(title(plan)), gap, *blocks(plan), gap, *bars(plan)]
     parts += [gap, *map(Line, table(facts))]
@@ -143,20 +146,21 @@ def title(plan: Plan) -> str:
 
 
 def blocks(plan: Plan) -> list[Line]:
-    drawn = plan.mask.draw(WIDTH).split("\n")
+    drawing = plan.mask.draw(WIDTH).split("\n")
     scale = max(1, -(-max(plan.mask.runs.shape[2:]) // WIDTH))  # blocks that share a character
     owners = [sorted(set(owner.tolist())) for owner in plan.owners[0].split(scale)]
-    names = [brief(spans(held)) for held in owners]
+    names = [brief(spans(ranks)) for ranks in owners]
     width = max([len("rank"), *map(len, names)])
     rows = [
-        Line(f"{name:>{width}}  {line}", held[0] if len(held) == 1 and held[0] >= 0 else None)
-        for name, line, held in zip(names, drawn, owners)
+        Line(f"{name:>{width}}  {line}", ranks[0] if len(ranks) == 1 and ranks[0] >= 0 else None)
+        for name, line, ranks in zip(names, drawing, owners)
     ]
     return [Line(f"{'rank':>{width}}  sees"), *rows]
 
 
 def spans(ranks: list[int]) -> str:
-    """
+    """Format ascending ranks, consecutive ones as a range.
+
     >>> spans([0, 1, 2, 5]), spans([3])
     ('0-2,5', '3')
     """
@@ -170,7 +174,8 @@ def spans(ranks: list[int]) -> str:
 
 
 def brief(names: str, width: int = 24) -> str:
-    """
+    """Shorten a list of names to ``width`` characters.
+
     >>> brief("1,3,5", 5), brief("1,3,5,7,9", 6)
     ('1,3,5', '1,3,5…')
     """
@@ -180,12 +185,12 @@ def brief(names: str, width: int = 24) -> str:
 def bars(plan: Plan) -> list[Line]:
     work, most = plan.work, max(plan.work)
     mean = sum(work) / len(work)
-    found = [Line(f"work: blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}")]
+    result = [Line(f"work: blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}")]
     if most and len(work) <= LINES:
-        found += [
+        result += [
             Line(f"{rank:>4}  {'█' * round(32 * w / most):<32}  {w:g}", rank) for rank, w in enumerate(work)
         ]
-    return found
+    return result
 
 
 def table(facts: Facts) -> list[str]:
@@ -193,27 +198,28 @@ def table(facts: Facts) -> list[str]:
     shape, hardware = facts.shape, facts.hardware
     if not facts.costs:
         return ["one rank: nothing travels"]
-    found = [
+    result = [
         f"batch {shape.batch}, {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, on {hardware.name} "
         f"({hardware.source}); the slowest rank, predicted:",
         f"  {'schedule':<10} {'forward ms':>11} {'backward ms':>12} {'MiB more':>9} {'MiB sent, mean':>15} "
         f"{'most':>9}",
     ]
-    for each in facts.costs:
-        sent = facts.sent[each.schedule]
-        mark = "→" if facts.plan.schedule.partition("+")[0] == each.schedule else " "
-        found.append(
-            f"{mark} {each.schedule:<10} {each.forward * 1e3:>11.3f} {each.backward * 1e3:>12.3f} "
-            f"{_mib(each.memory):>9} {_mib(sum(sent) / len(sent)):>15} {_mib(max(sent)):>9}"
+    for estimate in facts.costs:
+        sent = facts.sent[estimate.schedule]
+        mark = "→" if facts.plan.schedule.partition("+")[0] == estimate.schedule else " "
+        result.append(
+            f"{mark} {estimate.schedule:<10} {estimate.forward * 1e3:>11.3f} "
+            f"{estimate.backward * 1e3:>12.3f} {_mib(estimate.memory):>9} {_mib(sum(sent) / len(sent)):>15} "
+            f"{_mib(max(sent)):>9}"
         )
-    return [*found, choice(facts)]
+    return [*result, choice(facts)]
 
 
 def choice(facts: Facts) -> str:
-    """What "auto" takes, and whether it would do for this layer."""
-    found = facts.costs
-    times = {each.schedule: each.total for each in found}
-    best, other = found[0], found[1]
+    """Format the schedule that "auto" takes, and its time relative to the alternatives for this layer."""
+    estimates = facts.costs
+    times = {estimate.schedule: estimate.total for estimate in estimates}
+    best, other = estimates[0], estimates[1]
     if facts.auto == best.schedule:
         times_as_fast = times[other.schedule] / best.total
         return f"auto takes {best.schedule}: {times_as_fast:.2f} times as fast as {other.schedule}"
@@ -223,10 +229,10 @@ def choice(facts: Facts) -> str:
     )
 
 
-def _without_addresses(text: str) -> str:
-    """Of a function's text, what is the same in every process.
+def _strip_addresses(text: str) -> str:
+    """Remove memory addresses from a repr, so that it is the same in every process.
 
-    >>> _without_addresses("and_masks(causal(), <function near at 0x7f2b8c0d3e20>)")
+    >>> _strip_addresses("and_masks(causal(), <function near at 0x7f2b8c0d3e20>)")
     'and_masks(causal(), <function near>)'
     """
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
@@ -237,11 +243,11 @@ def _mib(count: float) -> str:
 
 
 def colours(world_size: int) -> list[Colour]:
-    """A colour for each rank: told apart at a glance up to eight, around the circle of hues beyond."""
+    """Return a colour for each rank: a distinct palette for up to eight, hues around the circle beyond."""
     if world_size <= len(BRIGHT):
         return list(BRIGHT[:world_size])
-    found = []
+    result = []
     for rank in range(world_size):
         rgb = colorsys.hls_to_rgb(0.58 + rank / world_size, (0.42, 0.56)[rank % 2], 0.60)
-        found.append((round(255 * rgb[0]), round(255 * rgb[1]), round(255 * rgb[2])))
-    return found
+        result.append((round(255 * rgb[0]), round(255 * rgb[1]), round(255 * rgb[2])))
+    return result

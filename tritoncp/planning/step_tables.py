@@ -1,4 +1,4 @@
-"""The tables of one attention step: a mask in the form that kernels read, in units of the step's slots."""
+"""Tables of one attention step: the mask in the form that kernels read, in units of the step's slots."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Tables:
     lo, hi:            int32 [Bm, Hm, S_local], the keys that a row sees inside masked blocks, or None
     mask:              "none" | "interval" | "mod": how masked blocks are decided
     window:            (left, right) if positions alone determine runs and intervals: kernels read no table
-    dense_q, dense_kv: row r of the buffer is position first + r, slots are whole blocks but the last
-    q_ends, kv_ends:   where slots end: "block" (all hold whole blocks), else "buffer" (or end with the
+    dense_q, dense_kv: row r of the buffer is position first + r, and slots but the last are whole blocks
+    q_ends, kv_ends:   ends of slots: "block" (all hold whole blocks), else "buffer" (or end with the
                        buffer's tokens), else "anywhere"
-    full_runs:         how many full runs a Q slot has at most
-    keys:              keys in the blocks that a Q slot lists, on average
+    full_runs:         largest number of full runs of a Q slot
+    keys:              average number of keys in the blocks that a Q slot lists
     launches:          the engine's cache of launches with these tables
     """
 
@@ -76,9 +76,10 @@ def tables_of(
     runs: Runs,
     interval: tuple[Tensor, Tensor] | None,
 ) -> Tables:
-    """The tables of a step between Q slots, whose rows have these positions, and the slots of a KV buffer.
+    """Make the tables of a step between Q slots, whose rows have ``positions``, and the slots of a KV buffer.
 
-    runs: of :func:`slot_runs`; interval: row intervals of the whole mask, where they hold for this call.
+    runs: of :func:`slot_runs`; interval: row intervals of the whole mask, None if they do not hold for the
+    call.
     """
     kinds = runs.runs[:, 2]
     lo, hi = _local_intervals(interval, positions)
@@ -86,7 +87,7 @@ def tables_of(
     dense_q = _is_dense(q_slots, mask.q_block)
     dense_kv = _is_dense(kv_slots, mask.kv_block)
     q_rows, kv_rows = (int(slots[0, :, 2].sum()) for slots in (q_slots, kv_slots))
-    # One query and one key make constants of all positions, and ptxas 12.8 and 12.9 die of that (sm_90).
+    # With one query and one key all positions are constants, on which ptxas 12.8 and 12.9 crash (sm_90).
     positional = _is_contiguous(q_slots) and _is_contiguous(kv_slots) and (q_rows > 1 or kv_rows > 1)
     window = mask.window if positional else None
     cols = runs.transpose()
@@ -123,7 +124,7 @@ def _edge(width: int) -> int:
 
 
 def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
-    """The mask's runs in a step's own units: rows are Q slots, columns KV slots.
+    """Return the mask's runs in units of slots: rows are Q slots, columns KV slots.
 
     A block listed as full stays full only where both slots hold the whole of it, so that full runs need no
     bounds.  The same KV slot order must serve every batch row of the mask.
@@ -156,7 +157,7 @@ def _local_intervals(
 
 
 def _is_contiguous(slots: Tensor) -> bool:
-    """Row r of the buffer is global position first + r."""
+    """Return whether row r of the buffer has global position first + r."""
     if slots.shape[0] != 1 or slots.shape[1] == 0:
         return False
     row, position, tokens = slots[0].unbind(1)
@@ -166,12 +167,13 @@ def _is_contiguous(slots: Tensor) -> bool:
 
 
 def _is_dense(slots: Tensor, block: int) -> bool:
-    """Contiguous, and slot i starts at row i * block."""
+    """Return whether slots are contiguous, and slot i starts at row i * block."""
     return _is_contiguous(slots) and bool((slots[0, :, 0] == torch.arange(slots.shape[1]) * block).all())
 
 
 def _ends(slots: Tensor, block: int) -> str:
-    """Where slots end, and with them what a tile reads behind the last token of its slot."""
+    """Classify the ends of slots ("block", "buffer", "anywhere"), which decide the bounds checks of a
+    tile."""
     row, _, tokens = slots.unbind(-1)
     is_full = (tokens == 0) | (tokens == block)
     if bool(is_full.all()):
