@@ -43,17 +43,17 @@ def objection(
 
 
 def _tried(
-    launch: Callable[..., Any], loops: Callable[..., Any], given: tuple[Any, ...], step: dict[str, Any]
+    launch: Callable[..., Any], loops: Callable[..., Any], inputs: tuple[Any, ...], step: dict[str, Any]
 ) -> str | None:
     try:
-        theirs = _answer(partial(launch, *given), step)
+        actual = _answer(partial(launch, *inputs), step)
     except (TritonError, RuntimeError) as error:  # the latter of a compiler's pass
         first: BaseException = error
         while first.__cause__:
             first = first.__cause__
         said = str(first).strip().splitlines() or ["without a word"]
         return f"it fails: {type(first).__name__}: {said[-1]}"
-    return _difference(theirs, _answer(partial(loops, *given), step), given[0].dtype)
+    return _difference(actual, _answer(partial(loops, *inputs), step), inputs[0].dtype)
 
 
 def _answer(way: Callable[..., Any], step: dict[str, Any]) -> dict[str, Tensor]:
@@ -70,15 +70,15 @@ def _answer(way: Callable[..., Any], step: dict[str, Any]) -> dict[str, Tensor]:
     return {"out": acc.div_(l[..., None]), "lse": l.log2_().add_(m)}
 
 
-def _difference(theirs: dict[str, Tensor], ours: dict[str, Tensor], dtype: torch.dtype) -> str | None:
+def _difference(actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> str | None:
     """Where two answers are further apart than rounding takes them."""
     places = LAST_PLACES * torch.finfo(dtype).eps
-    for key, whole in theirs.items():
+    for key, whole in actual.items():
         wrong: Any = 0
         for at in itertools.product(
             *map(range, whole.shape[:2])
         ):  # a head at a time: of all there is too much
-            a, b = whole[at].float(), ours[key][at].float()
+            a, b = whole[at].float(), expected[key][at].float()
             size = b.abs().nan_to_num(0, 0)
             near = places * size.amax(-1, keepdim=True) if key == "out" else STATS * (size + 1)
             right = ((a - b).abs() <= near) | (a == b) | (a.isnan() & b.isnan())

@@ -25,7 +25,7 @@ from tritoncp.kernels.configs import Config
 from tritoncp.ops import tile_tables
 
 UNITS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
-TABLE = list(resource_table.known().values())
+TABLE = list(resource_table.read_table().values())
 PASSES = [row for row in TABLE if row["kernel"] not in ("delta", "combine") and row["dtype"] != "float32"]
 RULES = [row for row in PASSES if "source" not in row]  # what was measured may have its reasons
 LISTED = [*resource_table.shipped(), *resource_table.measured()]
@@ -65,7 +65,9 @@ def test_a_digest_is_of_code_not_of_what_is_said_about_it() -> None:
 
         return f
 
-    one, same, other = (compile_worker._source(made()) for made in (plain, explained, changed))
+    one, same, other = (
+        compile_worker._source(make_function()) for make_function in (plain, explained, changed)
+    )
     assert one == same != other
 
 
@@ -101,9 +103,9 @@ def test_which_kernels_for_hopper_are_bounded_above_torchs() -> None:
         beaten = default if row["variant"] == "mask_mod" else max(default, with_tma)
         if row["bound"] <= beaten:
             behind[row["kernel"], row["head_dim"], row["variant"]] = row["bound"] - beaten
-    alike = {("dq", 128, mask) for mask in ("full", "causal", "documents", "mask_mod")}
-    assert set(behind) == {("dq", 256, "mask_mod"), *alike}
-    assert min(behind[about] for about in alike) > -0.02 and min(behind.values()) > -0.04
+    equal_kernels = {("dq", 128, mask) for mask in ("full", "causal", "documents", "mask_mod")}
+    assert set(behind) == {("dq", 256, "mask_mod"), *equal_kernels}
+    assert min(behind[kernel_key] for kernel_key in equal_kernels) > -0.02 and min(behind.values()) > -0.04
 
 
 def test_forward_for_hopper_has_the_tiles_that_it_should() -> None:
@@ -174,12 +176,12 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
     """A forward pass whose tiles waste nothing, and a dK/dV that spills: compiled, shown, and named."""
     folder = tmp_path / "configs"
     good, bad = Config(64, 64, 4, 2, False, True), Config(128, 128, 4, 2)
-    about = {"dtype": "bfloat16", "head_dim": 64, "mask": "interval"}
+    entry_key = {"dtype": "bfloat16", "head_dim": 64, "mask": "interval"}
     entries = [
-        about | {"kernel": "forward", "config": asdict(good)},
-        about | {"kernel": "dkdv", "config": asdict(bad), "v_head_dim": 128, "score": "softcap"},
-        about | {"kernel": "few", "config": asdict(good), "mask": "full"},
-        about
+        entry_key | {"kernel": "forward", "config": asdict(good)},
+        entry_key | {"kernel": "dkdv", "config": asdict(bad), "v_head_dim": 128, "score": "softcap"},
+        entry_key | {"kernel": "few", "config": asdict(good), "mask": "full"},
+        entry_key
         | {"kernel": "route", "config": {"ROUTE": "gluon", **asdict(Config(128, 64, 4, 2, False, True))}},
     ]
     tile_tables.write(folder, tile_tables.Device("sm_90", "NVIDIA H200"), entries, {}, "3.7.1")
@@ -351,9 +353,17 @@ def test_the_model_gives_the_published_cycles_of_a_hopper_tile() -> None:
 
 def test_every_kind_of_instruction_has_a_pattern_of_its_own() -> None:
     """No pattern shadows another: each kind is found for some name that its own pattern begins with."""
-    known = {"tensor": "HMMA", "mufu": "MUFU.EX2", "fma": "FFMA2", "compare": "FMNMX3", "convert": "F2FP"}
-    known |= {"spill": "LDL.64", "memory": "UTMALDG.4D", "barrier": "WARPGROUP.ARRIVE", "integer": "SEL"}
-    assert {kind: disassembly.kind_of(op) for kind, op in known.items()} == {kind: kind for kind in known}
+    op_of_kind = {
+        "tensor": "HMMA",
+        "mufu": "MUFU.EX2",
+        "fma": "FFMA2",
+        "compare": "FMNMX3",
+        "convert": "F2FP",
+    }
+    op_of_kind |= {"spill": "LDL.64", "memory": "UTMALDG.4D", "barrier": "WARPGROUP.ARRIVE", "integer": "SEL"}
+    assert {kind: disassembly.kind_of(op) for kind, op in op_of_kind.items()} == {
+        kind: kind for kind in op_of_kind
+    }
     assert (
         re.match(disassembly.KINDS["memory"], "LDGDEPBAR") and disassembly.kind_of("LDGDEPBAR") == "barrier"
     )

@@ -58,8 +58,8 @@ programs = st.lists(st.tuples(st.sampled_from(["gather", "reduce"]), st.integers
 
 @given(programs, st.integers(1, 4))
 def test_lockstep_gathers_and_sums(program: Program, world_size: int) -> None:
-    found = lockstep([rank_of(program, rank, world_size) for rank in range(world_size)])
-    for rank, results in enumerate(found):
+    results_by_rank = lockstep([rank_of(program, rank, world_size) for rank in range(world_size)])
+    for rank, results in enumerate(results_by_rank):
         want = expected(program, rank, world_size)
         assert len(results) == len(want)
         assert all(torch.equal(a, b) for a, b in zip(results, want))

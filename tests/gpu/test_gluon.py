@@ -60,15 +60,15 @@ def it_ends() -> None:
     with open(Path(tempfile.gettempdir(), f"tritoncp-gluon-{run}"), "a+") as notes:
         fcntl.flock(notes, fcntl.LOCK_EX)
         notes.seek(0)
-        if not (found := notes.read()):
+        if not (outcome := notes.read()):
             command = [sys.executable, "-c", "from tests.gpu.test_gluon import attempt; attempt()"]
             try:
                 subprocess.run(command, check=True, timeout=100, cwd=Path(__file__).parents[2])
-                found = "ends"
+                outcome = "ends"
             except subprocess.SubprocessError as error:
-                found = repr(error)
-            notes.write(found)
-    assert found == "ends"
+                outcome = repr(error)
+            notes.write(outcome)
+    assert outcome == "ends"
 
 
 @pytest.fixture(autouse=True)

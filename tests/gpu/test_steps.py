@@ -54,9 +54,9 @@ def test_gradients_of_captured_tensors_do_not_depend_on_the_run():
     x, mask = qkv(heads=8, kv_heads=2), MASKS["causal"]()
     first = check(x, mask, score, captured)
     for _ in range(3):
-        again = run(x, mask, score, captured)
-        same(again, first)
-        torch.testing.assert_close(again.captured, first.captured, rtol=1e-4, atol=1e-3)
+        second = run(x, mask, score, captured)
+        same(second, first)
+        torch.testing.assert_close(second.captured, first.captured, rtol=1e-4, atol=1e-3)
 
 
 def test_a_second_call_makes_nobody_wait():
@@ -64,8 +64,8 @@ def test_a_second_call_makes_nobody_wait():
     x = qkv()
     first = run(x, mask)
     with no_waiting():
-        again = run(x, mask)
-    same(again, first)
+        second = run(x, mask)
+    same(second, first)
 
 
 def test_another_stream_sees_its_own_work():
@@ -78,9 +78,9 @@ def test_another_stream_sees_its_own_work():
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         late = x._replace(q=x.q * 1.0)
-        again = run(late, mask)
+        second = run(late, mask)
     torch.cuda.current_stream().wait_stream(stream)
-    return same(again, first)
+    return same(second, first)
 
 
 # -- steps of an engine -----------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_keys_in_steps_from_state_to_state():
     mask = MASKS["causal"]()
     x, plan = qkv(dim=128), tritoncp.make_plan(mask)
     engine = TritonEngine(Mods(), 128**-0.5)
-    found = []
+    results = []
     for _ in range(2):
         out, lse = torch.empty_like(x.q), empty_like_stats(x.q)
         state = State(
@@ -117,10 +117,10 @@ def test_keys_in_steps_from_state_to_state():
                 x.q, x.k[:, :, begin:end], x.v[:, :, begin:end], tables, out=out, lse=lse, state=state,
                 load_state=i > 0, store_state=end < N,
             )()  # fmt: skip
-        found.append((out, lse))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+        results.append((out, lse))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     whole = run(x, mask)
-    check(x, mask, got=whole._replace(out=found[0][0], lse=found[0][1]))
+    check(x, mask, got=whole._replace(out=results[0][0], lse=results[0][1]))
 
 
 def test_queries_in_chunks_give_the_same_bits():

@@ -75,8 +75,8 @@ def source(kernel: str, dim: int, tiles: dict[str, int], tma: bool) -> str:
             steps.insert(0, steps[0] * size)
         return str(steps[dim]) if dim is not None else ", ".join(map(str, steps))
 
-    def modification(output_name: str | None = None, **given: Any) -> str:
-        return f"{output_name} = {WRITTEN[output_name].format(**given)}" if output_name else "pass"
+    def modification(output_name: str | None = None, **fields: Any) -> str:
+        return f"{output_name} = {WRITTEN[output_name].format(**fields)}" if output_name else "pass"
 
     def def_kernel(*_: str) -> str:
         arguments = ", ".join(f"arg_{name}" for name in (*names, "arg_out"))
@@ -139,11 +139,18 @@ def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
     from tritoncp.analysis.jobs import Job
     from tritoncp.kernels.configs import Config
 
-    def read(made: Any) -> dict[str, Any]:
-        found = amd(made.asm["amdgcn"]) if "amdgcn" in made.asm else nvidia(made.asm)
-        found |= {"shared_bytes": made.metadata.shared, "ptx": made.asm.get("ptx", "")}
-        found["warps"] = made.metadata.num_warps
-        return found | {"tensor_columns": getattr(made.metadata, "tmem_size", None) or 0}
+    def read(compiled_kernel: Any) -> dict[str, Any]:
+        resources = (
+            amd(compiled_kernel.asm["amdgcn"])
+            if "amdgcn" in compiled_kernel.asm
+            else nvidia(compiled_kernel.asm)
+        )
+        resources |= {
+            "shared_bytes": compiled_kernel.metadata.shared,
+            "ptx": compiled_kernel.asm.get("ptx", ""),
+        }
+        resources["warps"] = compiled_kernel.metadata.num_warps
+        return resources | {"tensor_columns": getattr(compiled_kernel.metadata, "tmem_size", None) or 0}
 
     own = read(compiled(kernel, arch, dim, tma))
     code, ptx = own.pop("code"), own.pop("ptx")
@@ -153,10 +160,10 @@ def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
     end = {"forward": "", "dq": "2", "dkdv": "1"}[kernel]
     config = Config(tiles["BLOCK_M" + end], tiles["BLOCK_N" + end], warps, stages)
     own["mma"] = {x.op: 1 for x in code if "MMA" in x.op}
-    about = {"kernel": kernel, "arch": arch, "head_dim": dim, "tma": tma}
-    about["tiles"] = f"{config.BLOCK_M}x{config.BLOCK_N} {warps}/{stages}"
-    about |= {name: own[name] for name in ("registers", "spill_bytes", "shared_bytes")}
-    return about | inner_loop(Job(kernel, arch, dim), config, code, ptx, own)
+    row = {"kernel": kernel, "arch": arch, "head_dim": dim, "tma": tma}
+    row["tiles"] = f"{config.BLOCK_M}x{config.BLOCK_N} {warps}/{stages}"
+    row |= {name: own[name] for name in ("registers", "spill_bytes", "shared_bytes")}
+    return row | inner_loop(Job(kernel, arch, dim), config, code, ptx, own)
 
 
 def main() -> None:

@@ -42,7 +42,7 @@ class Issue(NamedTuple):
 def run(launch: Launch, seed: int = 0) -> list[Issue]:
     """All programs of a launch, one after the other; another seed, another interleaving."""
     issues: list[Issue] = []
-    args = {name: given(value) for name, value in launch.args.items() if name != "maxnreg"}
+    args = {name: as_kernel_argument(value) for name, value in launch.args.items() if name != "maxnreg"}
     rng = random.Random(seed)
     for ids in product(*map(range, launch.grid)):
         program = Program(ids, launch.grid, rng)
@@ -51,12 +51,16 @@ def run(launch: Launch, seed: int = 0) -> list[Issue]:
     return issues
 
 
-def given(value: Any) -> Any:
+def as_kernel_argument(value: Any) -> Any:
     """An argument as the kernel sees it."""
     if isinstance(value, Tensor):
         return Pointer(value, 0)
     if isinstance(value, tuple):
-        return type(value)(*map(given, value)) if hasattr(value, "_fields") else tuple(map(given, value))
+        return (
+            type(value)(*map(as_kernel_argument, value))
+            if hasattr(value, "_fields")
+            else tuple(map(as_kernel_argument, value))
+        )
     return Box(value) if hasattr(value, "block_shape") else value
 
 
@@ -99,9 +103,9 @@ class Pointer:
 
 def load(p: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Block:
     at, keep = p.where(mask)
-    found = torch.full(at.shape, other, dtype=p.tensor.dtype)
-    found[keep] = p.memory()[at[keep]]
-    return block(found)
+    values = torch.full(at.shape, other, dtype=p.tensor.dtype)
+    values[keep] = p.memory()[at[keep]]
+    return block(values)
 
 
 def store(p: Pointer, value: Tensor, mask: Any = None) -> None:
@@ -121,10 +125,10 @@ class Box:
     def read(self, at: list[Any]) -> Tensor:
         b, h, row, first = map(int, at)
         assert first == 0 and self.shape[:2] == [1, 1] and row >= 0
-        found = torch.zeros(self.shape[2:])
+        values = torch.zeros(self.shape[2:])
         rows = self.base[b, h, row : row + self.shape[2]]
-        found[: len(rows)] = rows
-        return found.reshape(self.shape)
+        values[: len(rows)] = rows
+        return values.reshape(self.shape)
 
 
 class Memory:
@@ -261,13 +265,13 @@ class Program:
 
     # what partitions do; each step may be the last for a while
 
-    def here(self) -> Partition:
-        found = threading.current_thread()
-        assert isinstance(found, Partition)
-        return found
+    def current_partition(self) -> Partition:
+        thread = threading.current_thread()
+        assert isinstance(thread, Partition)
+        return thread
 
     def pause(self) -> None:
-        me = self.here()
+        me = self.current_partition()
         self.turn.release()
         me.turn.acquire()
         if self.stopped:
@@ -278,9 +282,9 @@ class Program:
         self.pause()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        self.here().blocked = ready
+        self.current_partition().blocked = ready
         self.pause()
-        self.here().blocked = None
+        self.current_partition().blocked = None
 
     def copy(self, desc: Box, at: list[Any], barrier: Barrier, into: Memory) -> None:
         into.data.fill_(torch.nan)  # what lies there until it is complete is anyone's guess
@@ -288,21 +292,21 @@ class Program:
         self.pause()
 
     def multiply(self, a: Any, b: Memory, acc: Any, *, use_acc: bool = True, is_async: bool) -> Pending:
-        made = Pending(a, b, acc, use_acc)
-        me = self.here()
-        me.products.append(made)
+        product = Pending(a, b, acc, use_acc)
+        me = self.current_partition()
+        me.products.append(product)
         self.issues.append(Issue(self.ids, me.place, len(me.products)))
         self.pause()
-        return made
+        return product
 
     def retire(self, left: int, deps: tuple[Any, ...]) -> Any:
         self.pause()
-        products = self.here().products
+        products = self.current_partition().products
         while len(products) > left:
             products.pop(0).retire()
-        found = tuple(x.result if isinstance(x, Pending) else x for x in deps)
-        assert all(x is not None for x in found), "a product that this does not wait for"
-        return found[0] if len(found) == 1 else found
+        results = tuple(x.result if isinstance(x, Pending) else x for x in deps)
+        assert all(x is not None for x in results), "a product that this does not wait for"
+        return results[0] if len(results) == 1 else results
 
     # who goes next
 

@@ -65,17 +65,17 @@ def figures(call: Call, beside: Call, rounds: int = 60) -> dict[str, float]:
     return {"us": round(min(own for own, _ in pairs), 1), "of torch's": round(ratio, 2)}
 
 
-def unsent(asked: Any, group: Any) -> collectives.Ticket:
+def unsent(request: Any, group: Any) -> collectives.Ticket:
     """As :func:`tritoncp.distributed.collectives._start`, but that what would come is only made room for."""
     world = group.size()
-    match asked:
+    match request:
         case collectives.AllGather(x):
             return collectives.Ticket(x.new_empty(x.shape[0] * world, *x.shape[1:]))
         case collectives.ReduceScatter(x):
             return collectives.Ticket(x.new_empty(x.shape[0] // world, *x.shape[1:]))
         case collectives.AllToAll(x, _, takes):
             return collectives.Ticket(x.new_empty(sum(takes), *x.shape[1:]))
-    return collectives.Ticket([x for _, x in asked.takes])
+    return collectives.Ticket([x for _, x in request.takes])
 
 
 def without_collectives(call: Call, beside: Call) -> dict[str, float]:
@@ -169,13 +169,13 @@ def main() -> None:
     collectives.timeout = lambda group: timedelta(minutes=1)
     for schedule in ("allgather", "fetch", "ring", "ulysses"):
         for way, call in zip(("forward", "forward and backward"), of_a_rank(schedule), strict=True):
-            found = figures(call, torchs) | {"without collectives": without_collectives(call, torchs)}
-            say(f"{schedule}, a rank of 4, {way}", call, found)
+            timings = figures(call, torchs) | {"without collectives": without_collectives(call, torchs)}
+            say(f"{schedule}, a rank of 4, {way}", call, timings)
     dist.destroy_process_group()
 
 
-def say(name: str, call: Call, found: dict[str, Any]) -> None:
-    print(json.dumps({"call": name} | found), flush=True)
+def say(name: str, call: Call, timings: dict[str, Any]) -> None:
+    print(json.dumps({"call": name} | timings), flush=True)
     if "--profile" in sys.argv:
         with cProfile.Profile() as profile:
             for _ in range(300):

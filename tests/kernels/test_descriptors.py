@@ -114,8 +114,8 @@ def test_pointers_where_descriptors_cannot_go(name: str) -> None:
     x = qkv(64, heads=2)
     x = x._replace(k=UNFIT[name](x.k))
     assert not copyable(x.k) and copyable(x.v)
-    found = copied(x, MASKS["causal"](64))
-    assert found == {"forward": False, "dq": False, "dkdv": True}
+    uses_tma = copied(x, MASKS["causal"](64))
+    assert uses_tma == {"forward": False, "dq": False, "dkdv": True}
     check(x, MASKS["causal"](64), USE_TMA=True)
 
 

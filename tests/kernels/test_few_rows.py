@@ -183,12 +183,12 @@ def test_keys_in_steps_count_once(name: str, split: int) -> None:
     state, ends = new_state(x), list(pairwise([0, 21, 64, KEYS]))
     for i, (begin, end) in enumerate(ends):
         part, last = QKV(x.q, x.k[:, :, begin:end], x.v[:, :, begin:end]), i + 1 == len(ends)
-        found = forward(
+        result = forward(
             engine, part, keys_between(single(mask), begin, end), state=state, load_state=i > 0,
             store_state=not last,
         )  # fmt: skip
-        assert last or bool(found[0].isnan().all() and found[1].isnan().all())
-    for got, want in zip(found, dense_attention(*x, mask)):
+        assert last or bool(result[0].isnan().all() and result[1].isnan().all())
+    for got, want in zip(result, dense_attention(*x, mask)):
         close(got, want, name)
 
 
@@ -243,16 +243,16 @@ def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str 
 def test_rows_fill_tiles(
     shape: tuple[int, int, int], pack: int, tile: int, programs: tuple[int, int]
 ) -> None:
-    found = launch(*shape)
-    assert (found.args["PACK"], found.config.BLOCK_M, found.grid[:2]) == (pack, tile, programs)
+    prepared = launch(*shape)
+    assert (prepared.args["PACK"], prepared.config.BLOCK_M, prepared.grid[:2]) == (pack, tile, programs)
     plain = launch(*shape, PACK_GQA=False)
     assert plain.args["PACK"] == 1 and plain.grid[1] == shape[1]
 
 
 def test_blocks_of_few_rows_are_filled_too() -> None:
     mask = create_block_mask(causal(), 1, 1, 512, 512, BLOCK_SIZE=(16, 128))
-    found = launch(512, 8, 2, mask, keys=512)
-    assert (found.args["PACK"], found.config.BLOCK_M, found.grid[:2]) == (4, 64, (32, 2))
+    prepared = launch(512, 8, 2, mask, keys=512)
+    assert (prepared.args["PACK"], prepared.config.BLOCK_M, prepared.grid[:2]) == (4, 64, (32, 2))
 
 
 def test_masks_of_each_head_are_not_packed() -> None:
@@ -291,15 +291,15 @@ def test_programs_fill_the_device(
         multi_processor_count = 132
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
-    found = launch(rows, 32, 8, keys=keys, batch=batch, device="meta")
-    assert (found.args["splits"] or 1) == splits
+    prepared = launch(rows, 32, 8, keys=keys, batch=batch, device="meta")
+    assert (prepared.args["splits"] or 1) == splits
     few = create_block_mask(sliding_window(100), 1, 1, rows, keys)  # two tiles see all there is to see
     assert launch(rows, 32, 8, few, keys=keys, batch=batch, device="meta").args["splits"] is None
 
 
 def test_the_interpreter_does_only_what_it_is_asked() -> None:
-    found = launch(1, 32, 8, arch="interpreter")
-    assert found.args["PACK"] == 1 and found.args["splits"] is None and found.config.BLOCK_M == 128
+    prepared = launch(1, 32, 8, arch="interpreter")
+    assert prepared.args["PACK"] == 1 and prepared.args["splits"] is None and prepared.config.BLOCK_M == 128
 
 
 @pytest.mark.parametrize(

@@ -164,17 +164,17 @@ def decided(mask: Mask) -> tuple[str, bool]:
 @pytest.mark.parametrize("name", WINDOWS)
 def test_window_table_and_mask_mod_give_the_same_bits(name: str) -> None:
     """Whole tiles in the same order by three routes: positions alone, runs and intervals, the mask_mod."""
-    found = routes(create_block_mask(WINDOWS[name], None, None, 48, 48, BLOCK_SIZE=16))
-    assert [decided(mask) for mask in found.values()] == [
+    routed = routes(create_block_mask(WINDOWS[name], None, None, 48, 48, BLOCK_SIZE=16))
+    assert [decided(mask) for mask in routed.values()] == [
         ("interval", True),
         ("interval", False),
         ("mod", False),
     ]
     x = qkv(48)
     start = cotangents(x)
-    want = check(x, found["window"], start=start, **TILE)
+    want = check(x, routed["window"], start=start, **TILE)
     for route in ("interval", "mod"):
-        same(run(x, found[route], start=start, **TILE), want)
+        same(run(x, routed[route], start=start, **TILE), want)
 
 
 @pytest.mark.parametrize("lengths", [(41, 41), (20, 50), (50, 20)], ids=str)
@@ -183,11 +183,11 @@ def test_routes_agree_at_ragged_ends(name: str, lengths: tuple[int, int]) -> Non
     """The window route may call a ragged tile full where the table masks it: another order, same answer."""
     x = qkv(*lengths, dtype=F64)
     start = cotangents(x)
-    found = routes(create_block_mask(WINDOWS[name], None, None, *lengths, BLOCK_SIZE=16))
-    want = check(x, found["window"], start=start, **TILE)
-    by_table = run(x, found["interval"], start=start, **TILE)
+    routed = routes(create_block_mask(WINDOWS[name], None, None, *lengths, BLOCK_SIZE=16))
+    want = check(x, routed["window"], start=start, **TILE)
+    by_table = run(x, routed["interval"], start=start, **TILE)
     agree(by_table, want)
-    same(run(x, found["mod"], start=start, **TILE), by_table)
+    same(run(x, routed["mod"], start=start, **TILE), by_table)
 
 
 def test_unions_of_intervals_take_the_mask_mod() -> None:

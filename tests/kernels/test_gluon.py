@@ -108,12 +108,12 @@ def test_head_dims(dim: int, v_dim: int) -> None:
 def test_no_interleaving_changes_a_bit(stages: int, tile: int) -> None:
     """Nobody waits for ever, reads what is not there, or writes what is being read, whoever is slow."""
     x, mask = qkv(512, dim=64, dtype=BF16), MASKS["documents"](512)
-    found = []
+    outcomes = []
     for seed in range(6):
         launch, got = prepared(x, mask, num_stages=stages, BLOCK_N=tile)
         model.run(launch, seed)
-        found.append(torch.cat([got[0].flatten(), *(t.flatten() for t in got[1:])]))
-    assert all(torch.equal(one, found[0]) for one in found)
+        outcomes.append(torch.cat([got[0].flatten(), *(t.flatten() for t in got[1:])]))
+    assert all(torch.equal(one, outcomes[0]) for one in outcomes)
     agrees(x, mask, got)
 
 
@@ -189,7 +189,7 @@ def test_the_model_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_softmax_runs_beside_products() -> None:
     """By the order of instructions: scores are issued, then P V, and exponentials come before the latter is
     waited for.  No spill, no product too many, nothing touches a register of a product under way."""
-    before = resource_table.known()
+    before = resource_table.read_table()
     jobs = [Job("gluon", "sm_90", 64), Job("gluon", "sm_90", 128)]
     for row in resource_table.inspected(jobs, 1, 300):
         assert resource_table.complaints(row, before[resource_table.key(row)]) == []
@@ -234,8 +234,8 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
 
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_is_in_the_way_is_named(name: str) -> None:
-    said, found = OBSTACLES[name]
-    (line,) = found()
+    said, obstacles = OBSTACLES[name]
+    (line,) = obstacles()
     assert said in line
     assert why(tensors(512), CAUSAL) == []
 

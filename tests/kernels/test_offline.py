@@ -56,7 +56,7 @@ def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
     rows = reports(arch, "bfloat16", AGAIN[arch], "state")
     assert len(rows) == len(AGAIN[arch]) * len(KERNELS)
     check(arch, rows)
-    table = resource_table.known()
+    table = resource_table.read_table()
     for row in rows:
         was = table[resource_table.key(row)]
         assert {name: row.get(name) for name in was} == was
@@ -67,7 +67,7 @@ def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
 def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
     rows = [
         row
-        for row in resource_table.known().values()
+        for row in resource_table.read_table().values()
         if row["variant"] == "state" and row["kernel"] in KERNELS
     ]
     rows = [row for row in rows if "source" not in row]  # what was measured says by itself
@@ -83,9 +83,11 @@ def test_torchs_bounds_are_what_its_templates_compile_to() -> None:
     command = [sys.executable, "-m", "tests.kernels.flex", "sm_90"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=home, env=env)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    found = {(row["kernel"], row["head_dim"], row["tma"]): row["bound"] for row in rows}
-    assert found == {
-        (*about, tma): bounds[tma] for about, bounds in resource_table.FLEX.items() for tma in (False, True)
+    bounds_by_kernel = {(row["kernel"], row["head_dim"], row["tma"]): row["bound"] for row in rows}
+    assert bounds_by_kernel == {
+        (*kernel_key, tma): bounds[tma]
+        for kernel_key, bounds in resource_table.FLEX.items()
+        for tma in (False, True)
     }
 
 
@@ -136,13 +138,13 @@ def test_score_mods_spill_next_to_nothing(arch: str) -> None:
     scores = "alibi", "softcap", "table", "table_learns", "bias_learns", "slopes_learn"
     rows = scored(arch, (64, 128, 256), ("causal", "documents"), *scores)
     # A table spills 512 and 80 bytes here: smaller tiles would cost nearly half and a third of the bound.
-    known = {("sm_80", "dkdv", 256), ("sm_100", "dq", 256)}
-    check(arch, [row for row in rows if (arch, row["kernel"], row["head_dim"]) not in known], spill=24)
+    spilling = {("sm_80", "dkdv", 256), ("sm_100", "dq", 256)}
+    check(arch, [row for row in rows if (arch, row["kernel"], row["head_dim"]) not in spilling], spill=24)
 
 
 @pytest.mark.nightly
 def test_nothing_that_is_shipped_got_worse() -> None:
-    before = resource_table.known()
+    before = resource_table.read_table()
     rows = resource_table.inspected([*resource_table.shipped(), *resource_table.measured()], 2, 300)
     assert [
         line for row in rows for line in resource_table.complaints(row, before.get(resource_table.key(row)))
@@ -178,6 +180,10 @@ def test_float32_fits_without_matrix_instructions(arch: str) -> None:
 def test_a_compiler_that_fails_or_hangs_is_reported_and_replaced() -> None:
     good, bad = Job("delta", "sm_90", 64), Job("forward", "sm_90", 100_000)
     odd = Job("forward", "sm_90", 20, config=Config(64, 64, USE_TMA=True))  # 40 bytes of channels
-    found = dict(compile_all([bad, odd, good], 1))
-    assert "failed" in found[bad] and "descriptors" in found[odd]["failed"] and found[good]["registers"] > 0
+    reports = dict(compile_all([bad, odd, good], 1))
+    assert (
+        "failed" in reports[bad]
+        and "descriptors" in reports[odd]["failed"]
+        and reports[good]["registers"] > 0
+    )
     assert dict(compile_all([good], 1, timeout=0.01)) == {good: {"failed": "not compiled in 0.01 s"}}

@@ -50,19 +50,19 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
 def test_a_right_route_is_taken(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With states between steps, and rows that nobody writes."""
     batch = 2 if "batch" in mask else 1
-    x, made = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
+    x, block_mask = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
     launched, start = damaged(monkeypatch, lambda step: None), cotangents(x)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="ROUTE=.*its answer")
-        got = run(x, made, start=start, **ROUTE)
+        got = run(x, block_mask, start=start, **ROUTE)
         ring = over_ranks(
-            x, tritoncp.make_plan(made, world_size=2, rank=0, schedule="ring"), start=start, **ROUTE
+            x, tritoncp.make_plan(block_mask, world_size=2, rank=0, schedule="ring"), start=start, **ROUTE
         )
     assert launched
-    want = run(x, made, start=start)
-    for found in (got, ring):
-        close(found.out, want.out, "out", 2 * torch.finfo(FINE).eps)
-        close(found.lse, want.lse, "lse")
+    want = run(x, block_mask, start=start)
+    for result in (got, ring):
+        close(result.out, want.out, "out", 2 * torch.finfo(FINE).eps)
+        close(result.lse, want.lse, "lse")
 
 
 def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

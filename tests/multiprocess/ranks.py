@@ -37,12 +37,12 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60
         children, pipes = {}, {}
         try:
             for rank in range(world_size):
-                ours, theirs = Pipe(duplex=False)
+                receiver, sender = Pipe(duplex=False)
                 children[rank] = os.fork()
                 if children[rank] == 0:
-                    _child(rank, world_size, Path(folder, "store"), fn, args, theirs, timeout)
-                theirs.close()  # a dead child now ends its pipe
-                pipes[ours] = rank
+                    _child(rank, world_size, Path(folder, "store"), fn, args, sender, timeout)
+                sender.close()  # a dead child now ends its pipe
+                pipes[receiver] = rank
             return _collect(pipes, world_size, time.monotonic() + timeout)
         finally:
             for pid in children.values():

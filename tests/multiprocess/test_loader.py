@@ -51,8 +51,8 @@ class Steps(Dataset):
 
 
 def plans_from_a_worker(steps: Steps) -> Iterator[Plan]:
-    for (made,) in DataLoader(steps, num_workers=1, collate_fn=lambda batch: batch):
-        plan, process = made
+    for (item,) in DataLoader(steps, num_workers=1, collate_fn=lambda batch: batch):
+        plan, process = item
         assert process != os.getpid(), "the worker made it"
         yield plan
 

@@ -97,9 +97,9 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
 def test_the_static_stage_compiles_the_routes_of_an_architecture_where_nothing_is_in_their_way(monkeypatch):
 
     def listed(target, arch):
-        found = candidates(target, arch)
-        others = [config for config in found if getattr(config, "ROUTE", "") == "gluon"]
-        return [found[0], *others[-1:]]
+        configs = candidates(target, arch)
+        gluon_configs = [config for config in configs if getattr(config, "ROUTE", "") == "gluon"]
+        return [configs[0], *gluon_configs[-1:]]
 
     for module in (search, search_run):
         monkeypatch.setattr(module, "candidates", listed)

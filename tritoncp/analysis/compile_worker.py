@@ -207,11 +207,11 @@ def launch_of(job: Job) -> Any:
         return parts[-1 if job.kernel in ("combine", "specialised") else 0]
     if job.kernel == "delta":
         return engine.delta(out, dout, lse, delta)
-    given = (q, k, v, dout, lse, delta, tables)
+    step_inputs = (q, k, v, dout, lse, delta, tables)
     if job.kernel == "dq":
-        return engine.dq(*given, dq=dq_sum if variant.load else dq, add=variant.load)
+        return engine.dq(*step_inputs, dq=dq_sum if variant.load else dq, add=variant.load)
     into = torch.empty(1, rows, HEADS, d).transpose(1, 2) if job.kernel == "fused" else None
-    return engine.dkdv(*given, dk=dk, dv=dv, dq=into, add=variant.load)
+    return engine.dkdv(*step_inputs, dk=dk, dv=dv, dq=into, add=variant.load)
 
 
 class Stand(NamedTuple):
@@ -271,8 +271,8 @@ def report(job: Job) -> dict[str, Any]:
     if job.config and job.config.USE_TMA > launch.config.USE_TMA:
         raise ValueError("these tensors' strides leave nothing to descriptors")
     kernel = compiled(launch, job.arch)
-    found = amd(kernel.asm["amdgcn"]) if "amdgcn" in kernel.asm else nvidia(kernel.asm)
-    code = found.pop("code")
+    resources = amd(kernel.asm["amdgcn"]) if "amdgcn" in kernel.asm else nvidia(kernel.asm)
+    code = resources.pop("code")
     names = [x.op for x in code]
     row = {
         "kernel": job.kernel,
@@ -282,7 +282,7 @@ def report(job: Job) -> dict[str, Any]:
         "variant": job.variant,
         "config": asdict(launch.config),
         "digest": digest(launch),
-        **found,
+        **resources,
         "warps": kernel.metadata.num_warps,
         "shared_bytes": kernel.metadata.shared,
         "tensor_columns": getattr(kernel.metadata, "tmem_size", None) or 0,
@@ -305,8 +305,8 @@ def digest(launch: Any) -> str:
     sources = {"": _source(disassembly)[0]}
     named = {name: _described(value, sources) for name, value in sorted(launch.args.items())}
     kernel = _described(launch.kernel, sources)
-    about = triton.__version__, asdict(launch.config), kernel, named, sorted(sources.items())
-    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+    parts = triton.__version__, asdict(launch.config), kernel, named, sorted(sources.items())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def _described(value: Any, sources: dict[str, str]) -> Any:
@@ -323,8 +323,10 @@ def _described(value: Any, sources: dict[str, str]) -> Any:
     name = f"{function.__module__}.{function.__qualname__}"
     if name not in sources:
         sources[name], used = _source(function)
-        known = ((other, function.__globals__[other]) for other in used if other in function.__globals__)
-        uses = [(other, _described(it, sources)) for other, it in known if not inspect.ismodule(it)]
+        globals_used = (
+            (other, function.__globals__[other]) for other in used if other in function.__globals__
+        )
+        uses = [(other, _described(it, sources)) for other, it in globals_used if not inspect.ismodule(it)]
         sources[name] += repr(uses)
     return name
 
@@ -369,20 +371,20 @@ def inner_loop(
         done = disassembly.products(disassembly.innermost(disassembly.ptx(ptx))[0])
     if specialised and "mufu" not in disassembly.mix(loops[0]):
         loops = disassembly.innermost(code, "tensor", "mufu", "memory")
-        *others, softmax = loops
-        groups = [*others, disassembly.shortest(code, softmax)]
+        *products_loops, softmax = loops
+        groups = [*products_loops, disassembly.shortest(code, softmax)]
         with_mask, without = (disassembly.mix(one).get("compare", 0) for one in (softmax, groups[-1]))
         masked = [softmax] if with_mask > without else []
-        each = [disassembly.cycles(one, [], disassembly.meeting(one), machine) for one in groups]
-        each.append(disassembly.cycles([], done, 1, machine))
+        group_cycles = [disassembly.cycles(one, [], disassembly.meeting(one), machine) for one in groups]
+        group_cycles.append(disassembly.cycles([], done, 1, machine))
         ahead = float(done[0].shared == 2 * done[0].k * done[0].n)  # P is in tensor memory, queries are not
         hidden = ahead, ahead
     else:
         groups, masked = loops[: 1 + specialised], loops[1 + specialised :]
-        each = [disassembly.cycles(group, done, config.num_warps, machine) for group in groups]
+        group_cycles = [disassembly.cycles(group, done, config.num_warps, machine) for group in groups]
         hidden = min(map(disassembly.hidden, groups))
     body = groups[-1]
-    spent = disassembly.Cycles(*map(sum, zip(*each)))
+    spent = disassembly.Cycles(*map(sum, zip(*group_cycles)))
     spent = spent._replace(shared=spent.shared + copied(job, config, code) / disassembly.SHARED_PER_CYCLE)
     used = row["registers"], row["shared_bytes"], machine, row["tensor_columns"]
     turns = len(groups) if job.kernel == "gluon" else 1  # barriers make them take turns
@@ -452,20 +454,22 @@ def nvidia(asm: Any) -> dict[str, Any]:
         cubin.flush()
         command = [str(tool), "-sass", "--dump-resource-usage", cubin.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(_found(rf"\b{name}:(\d+)", text)) for name in ("REG", "STACK", "LOCAL"))
+    registers, stack, local = (
+        int(_match_number(rf"\b{name}:(\d+)", text)) for name in ("REG", "STACK", "LOCAL")
+    )
     return {"registers": registers, "spill_bytes": stack + local, "code": disassembly.sass(text)}
 
 
 def amd(text: str) -> dict[str, Any]:
     """(AMD's scalar registers spill into lanes of vector ones, which is no memory.)"""
     registers, fixed, spilled = (
-        int(_found(rf"\.{name}:\s*(\d+)", text))
+        int(_match_number(rf"\.{name}:\s*(\d+)", text))
         for name in ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
     )
     return {"registers": registers, "spill_bytes": fixed + spilled, "code": disassembly.gcn(text)}
 
 
-def _found(pattern: str, text: str) -> str:
+def _match_number(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     assert match, f"the compiler's tools say nothing like {pattern!r}"
     return match[1]

@@ -34,15 +34,15 @@ class Problem:
            at unless given
     """
 
-    def __init__(self, job: Job, device: torch.device, given: Sequence[Tensor] = ()) -> None:
+    def __init__(self, job: Job, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
         assert job.call is not None
         mask, heads, kv_heads, seq, queries = job.call
         (d, e), dtype = job.dims, getattr(torch, job.dtype)
-        if not given:
+        if not tensors:
             rows = queries or seq
             shapes = (heads, rows, d), (kv_heads, seq, d), (kv_heads, seq, e), (heads, rows, e)
-            given = [torch.empty(1, *shape, dtype=dtype, device=device) for shape in shapes]
-        self.q, self.k, self.v, self.dout = given
+            tensors = [torch.empty(1, *shape, dtype=dtype, device=device) for shape in shapes]
+        self.q, self.k, self.v, self.dout = tensors
         closed = MASKS[mask].closed(seq)
         full = full_mask(queries or seq, seq)
         self._mask = full if closed is None else create_block_mask(closed, 1, 1, seq, seq)
@@ -82,10 +82,12 @@ class Problem:
             return route_of(kernel).launch(engine, q, k, v, tables, **into)
         if kernel == "delta":
             return engine.delta(self._out, self.dout, None, self._delta)
-        given = (q, k, v, self.dout, self._lse, self._delta, tables)
+        step_inputs = (q, k, v, self.dout, self._lse, self._delta, tables)
         if kernel == "dq":
-            return engine.dq(*given, dq=self._dq)
-        return engine.dkdv(*given, dk=self._dk, dv=self._dv, dq=self._dq_sum if kernel == "fused" else None)
+            return engine.dq(*step_inputs, dq=self._dq)
+        return engine.dkdv(
+            *step_inputs, dk=self._dk, dv=self._dv, dq=self._dq_sum if kernel == "fused" else None
+        )
 
     def in_steps(self, kernel: str, config: Config | None) -> Tensor:
         """out, computed as by the two ranks of a ring, whose steps go on from states."""
@@ -98,7 +100,7 @@ class Problem:
                 schedule_of(p).forward(p, engine, *x, False)
                 for p, x in ((plan.seen_by(rank), x) for rank, x in enumerate(shards))
             ]
-            return world.unshard([found[0] for found in lockstep(ranks)], plan, dim=2)
+            return world.unshard([result[0] for result in lockstep(ranks)], plan, dim=2)
 
     def _engine(self, kernel: str, config: Config | None, arch: str | None) -> TritonEngine:
         options = options_of(kernel, config) | {"deterministic": False, "FUSED_BACKWARD": kernel == "fused"}
@@ -113,6 +115,6 @@ def mods_of(score: str, q: Tensor, mask: Mod | None = None) -> Mods:
     """A named score_mod as kernels take it, for these queries, and a mask_mod. What the former captures may
     want gradients: they go nowhere."""
     mod = call_mods.score_of(score_of(score, q.shape[1], q.device), q) if score else None
-    wanted = [mod.tensors[i] for i in mod.wants] if mod else []
-    grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in wanted]
+    learned = [mod.tensors[i] for i in mod.wants] if mod else []
+    grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in learned]
     return engine_factory.launched(mask, mod, q.device, grads)

@@ -99,30 +99,30 @@ def measured(archs: Iterable[str] = ARCHS, folder: Path = tile_tables.SHIPPED) -
     for path in (path for arch in archs for path in sorted((folder / arch).glob("*.json"))):
         for entry in tile_tables.read(path):
             kernel, tiles = tile_tables.launched(entry["kernel"], entry["config"])
-            about, dim, wide = tile_tables.entry_key(entry), entry["head_dim"], entry.get("v_head_dim")
+            lookup_key, dim, wide = tile_tables.entry_key(entry), entry["head_dim"], entry.get("v_head_dim")
             words = [path.stem, entry["kernel"], entry["mask"], f"{dim}x{wide}" if wide else ""]
             source, score = " ".join(filter(None, [*words, entry.get("score")])), entry.get("score") or ""
             job = Job(
                 kernel, path.parent.name, dim, entry["dtype"], "", Config(**tiles), wide, score, source=source
             )
-            variants = ("few", "decode") if kernel == "few" else (OF_KIND[about[4]], "state")
+            variants = ("few", "decode") if kernel == "few" else (OF_KIND[lookup_key[4]], "state")
             jobs += [replace(job, variant=variant) for variant in variants]
     return jobs
 
 
-def pick(jobs: Sequence[Job], **wanted: Sequence[Any]) -> list[Job]:
+def pick(jobs: Sequence[Job], **criteria: Sequence[Any]) -> list[Job]:
     """Jobs with one of the wanted values of each field; nothing wanted: any. Raises ValueError for a value
     that no job has, and where no job has all of it.
 
     >>> [job.name for job in pick(shipped(["sm_90"]), kernel=["delta"], head_dim=[64])]
     ['delta sm_90 d64 bfloat16 state']
     """
-    for field, values in wanted.items():
-        known = dict.fromkeys(str(getattr(job, field)) for job in jobs)
+    for field, values in criteria.items():
+        field_values = dict.fromkeys(str(getattr(job, field)) for job in jobs)
         for value in values:
-            if str(value) not in known:
-                raise ValueError(f"no shipped kernel has {field} {value!r}; known: {', '.join(known)}")
-    picked = [job for job in jobs if all(getattr(job, f) in v for f, v in wanted.items() if v)]
+            if str(value) not in field_values:
+                raise ValueError(f"no shipped kernel has {field} {value!r}; known: {', '.join(field_values)}")
+    picked = [job for job in jobs if all(getattr(job, f) in v for f, v in criteria.items() if v)]
     if not picked:
         raise ValueError("no shipped kernel is all of that; tritoncp inspect lists them")
     return picked
@@ -130,31 +130,31 @@ def pick(jobs: Sequence[Job], **wanted: Sequence[Any]) -> list[Job]:
 
 def key(row: Row) -> tuple[Any, ...]:
     """What a row is about; last, what says so, unless it is the rule."""
-    about = tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
-    return (*about, row["source"]) if row.get("source") else about
+    identity = tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
+    return (*identity, row["source"]) if row.get("source") else identity
 
 
 def inspected(jobs: Sequence[Job], processes: int | None, timeout: float) -> Generator[Row]:
     """A row for each job, as each is done; ``failed`` says why one could not be compiled."""
     with closing(compile_all(jobs, processes, timeout)) as done:
         for job, row in done:
-            about = {"kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
-            about |= {"source": job.source} if job.source else {}
-            yield about | {"dtype": job.dtype, "variant": job.variant} | row
+            identity = {"kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
+            identity |= {"source": job.source} if job.source else {}
+            yield identity | {"dtype": job.dtype, "variant": job.variant} | row
 
 
-def known(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
+def read_table(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
     """The committed table."""
     return {key(row): row for row in read_json(path)["rows"]}
 
 
 def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
     """Those whose rows in the table were made from other kernels, tiles or another Triton, or are missing."""
-    before = known()
+    before = read_table()
     with closing(compile_all(jobs, processes, 60.0, "digest")) as done:
-        found = {job: row.get("digest") for job, row in done}
-    kept = {job: before.get(key(vars(job)), {}).get("digest") for job in jobs}
-    return [job for job in jobs if found[job] is None or found[job] != kept[job]]
+        current = {job: row.get("digest") for job, row in done}
+    recorded = {job: before.get(key(vars(job)), {}).get("digest") for job in jobs}
+    return [job for job in jobs if current[job] is None or current[job] != recorded[job]]
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
@@ -162,14 +162,14 @@ def write(rows: Iterable[Row], path: Path = TABLE) -> None:
     measured and is shipped no more is left out."""
     import triton
 
-    old = known(path) if path.exists() else {}
+    old = read_table(path) if path.exists() else {}
     fresh = {key(row): {name: row.get(name) for name in KEPT} for row in rows}
     names = ("kernel", "arch", "head_dim", "dtype", "variant", "source")
-    merged = old | {about: dict(zip(names, about)) | row for about, row in fresh.items()}
+    merged = old | {identity: dict(zip(names, identity)) | row for identity, row in fresh.items()}
     order = {key(vars(job)): i for i, job in enumerate([*shipped(), *measured()])}
-    held = [row for about, row in merged.items() if about in order or "source" not in row]
-    held.sort(key=lambda row: order.get(key(row), len(order)))
-    lines = ",\n".join(json.dumps(row) for row in held)
+    remaining = [row for identity, row in merged.items() if identity in order or "source" not in row]
+    remaining.sort(key=lambda row: order.get(key(row), len(order)))
+    lines = ",\n".join(json.dumps(row) for row in remaining)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n')
 
@@ -185,34 +185,34 @@ def complaints(row: Row, before: Row | None) -> list[str]:
     if "failed" in row:
         return [row["failed"]]
     limit = MACHINES[family(row["arch"])].block
-    found = []
+    regressions = []
     if row["shared_bytes"] > limit:
-        found.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
+        regressions.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
     if (row.get("tensor_columns") or 0) > TENSOR_COLUMNS:
-        found.append(f"{row['tensor_columns']} columns of tensor memory, there are {TENSOR_COLUMNS}")
+        regressions.append(f"{row['tensor_columns']} columns of tensor memory, there are {TENSOR_COLUMNS}")
     if row.get("kernel") in ("specialised", "gluon") and row["warps"] == row["config"]["num_warps"]:
-        found.append("the compiler has not specialised its warps")
+        regressions.append("the compiler has not specialised its warps")
     elif row.get("kernel") == "specialised" and row["tensor_columns"] and row.get("hidden") != 1:
-        found.append("no warp issues products ahead of the softmax")
+        regressions.append("no warp issues products ahead of the softmax")
     if row.get("touched"):
-        found.append(f"{row['touched']} instructions touch registers of products under way")
+        regressions.append(f"{row['touched']} instructions touch registers of products under way")
     if before is None:
-        return [*found, "not in the table: tritoncp inspect --update writes it"]
+        return [*regressions, "not in the table: tritoncp inspect --update writes it"]
     for name, what in (("spill_bytes", "spilled bytes"), ("loop_spills", "spills in the loop")):
         if (row.get(name) or 0) > (before[name] or 0):
-            found.append(f"{row[name]} {what}, before {before[name] or 0}")
+            regressions.append(f"{row[name]} {what}, before {before[name] or 0}")
     units, units_before = families(row["mma"]), families(before["mma"])
     if units != units_before:
-        found.append(f"matrix products by {units or 'nothing'}, before by {units_before or 'nothing'}")
+        regressions.append(f"matrix products by {units or 'nothing'}, before by {units_before or 'nothing'}")
     if before["tma"] and not row["tma"]:
-        found.append("no TMA any more")
+        regressions.append("no TMA any more")
     if before["bound"] is None or row["bound"] is None:
-        return found
+        return regressions
     if row["flops"] > before["flops"]:
-        found.append(f"issues {row['flops']} times the FLOPs of its tile, before {before['flops']}")
+        regressions.append(f"issues {row['flops']} times the FLOPs of its tile, before {before['flops']}")
     if row["bound"] < (1 - FELL) * before["bound"]:
-        found.append(f"bound {row['bound']:.3f}, before {before['bound']:.3f}")
-    return found
+        regressions.append(f"bound {row['bound']:.3f}, before {before['bound']:.3f}")
+    return regressions
 
 
 def families(mma: dict[str, int]) -> str:
@@ -243,7 +243,7 @@ def run(
     rows = gather(jobs, processes, timeout, said)
     order = {key(vars(job)): i for i, job in enumerate(jobs)}
     rows.sort(key=lambda row: order[key(row)])
-    before = known()
+    before = read_table()
     worse = [(row, why) for row in rows for why in complaints(row, before.get(key(row)))]
     wrong = [f"{' '.join(map(str, key(row)))}: {why}" for row, why in worse if check or "failed" in row]
     if update and not check:
@@ -305,8 +305,8 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 
 def flex(row: Row) -> tuple[float, float] | None:
     """What torch's flex_attention is bounded by in a row's place, where that is known."""
-    here = row["arch"] == "sm_90" and row["dtype"] == "bfloat16"
-    return FLEX.get((row["kernel"], row["head_dim"])) if here else None
+    has_figures = row["arch"] == "sm_90" and row["dtype"] == "bfloat16"
+    return FLEX.get((row["kernel"], row["head_dim"])) if has_figures else None
 
 
 def tiles(config: dict[str, Any]) -> str:

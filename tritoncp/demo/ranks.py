@@ -40,8 +40,8 @@ def device_of(rank: int) -> torch.device:
 
 def backend(world_size: int) -> str:
     """NCCL wants a GPU for every rank of this machine; gloo takes anything."""
-    here = int(os.environ["LOCAL_WORLD_SIZE"]) if torchrun_world_size() else world_size
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= here
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"]) if torchrun_world_size() else world_size
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
     return "nccl" if enough and dist.is_nccl_available() else "gloo"
 
 
@@ -84,12 +84,12 @@ def train_in_torchrun(config: Config, on_step: Callable[[Step], None]) -> list[S
     """This process's share of the training that torchrun started."""
     device = device_of(int(os.environ["LOCAL_RANK"]))
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
-    seen = []
+    steps = []
     with member(rank, world_size, device, store) as group:
         for step in train(config, group, device):
-            seen.append(step)
+            steps.append(step)
             on_step(step)
-    return seen
+    return steps
 
 
 class LocalRanks:
@@ -111,12 +111,12 @@ class LocalRanks:
         self.workers: dict[int, Any] = {}
         self.pipes: dict[Connection, int] = {}
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            job = (rank, self.world_size, self.store.port, self.config, theirs)
+            receiver, sender = context.Pipe(duplex=False)
+            job = (rank, self.world_size, self.store.port, self.config, sender)
             self.workers[rank] = context.Process(target=work, args=job, daemon=True, name=f"rank {rank}")
-            self.pipes[ours] = rank
+            self.pipes[receiver] = rank
             self.workers[rank].start()
-            theirs.close()  # so that a dead worker ends its pipe
+            sender.close()  # so that a dead worker ends its pipe
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
         return self

@@ -54,15 +54,15 @@ def bytes_of(plan: Any, config: Config) -> int:
     return one * s.layers
 
 
-def difference(losses: Sequence[float], others: Sequence[float]) -> float:
+def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
     """The largest; infinite if a loss is missing or not a number.
 
     >>> difference([2.0, 1.0], [2.0, 1.5]), difference([1.0], []), difference([float("nan")], [1.0])
     (0.5, inf, inf)
     """
-    if len(losses) != len(others):
+    if len(losses) != len(reference):
         return float("inf")
-    gaps = [abs(a - b) for a, b in zip(losses, others)]
+    gaps = [abs(a - b) for a, b in zip(losses, reference)]
     return max((gap if gap == gap else float("inf") for gap in gaps), default=float("inf"))
 
 

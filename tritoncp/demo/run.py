@@ -63,12 +63,12 @@ Say = Callable[[Step], None]
 def side_by_side(config: Config, world_size: int, on_many: Say, on_one: Say) -> Losses:
     """The ranks in processes of their own while this one trains alone."""
     alone = []
-    with ranks.LocalRanks(config, world_size, on_many) as others:
+    with ranks.LocalRanks(config, world_size, on_many) as local_ranks:
         for step in train(config, None, ranks.device_of(0)):
-            others.check()
+            local_ranks.check()
             alone.append(step)
             on_one(step)
-        return others.result(), alone
+        return local_ranks.result(), alone
 
 
 def first_of_torchrun(config: Config, world_size: int, on_many: Say, on_one: Say) -> Losses:

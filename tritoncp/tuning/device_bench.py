@@ -72,11 +72,11 @@ class Checked:
             dtype=target.dtype,
             queries=target.queries,
         )
-        given = baselines.inputs(case, device)
+        inputs = baselines.inputs(case, device)
         score = score_of(target.score, target.heads, device) if target.score else None
-        self.expected = check.reference(case, given, score)
+        self.expected = check.reference(case, inputs, score)
         self._dtype = case.torch_dtype
-        tensors = [x.detach() for x in (given.q, given.k, given.v, given.dout)]
+        tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         self.problem = Problem(target.job("", None), device, tensors)
         for kernel in ("forward", "delta"):  # what the backward pass starts from
             self.problem.launch(kernel, None)()
@@ -90,9 +90,9 @@ class Checked:
         if kernel == "route":
             results["out in steps"] = self.problem.in_steps(kernel, config)
         for name, tensor in results.items():
-            found, dtype = self._errors(name, tensor)
-            if not check.acceptable(found, dtype):
-                return f"{name} is off by {found.whole:.3g}, its worst rows by {found.worst:.3g}"
+            errors, dtype = self._errors(name, tensor)
+            if not check.acceptable(errors, dtype):
+                return f"{name} is off by {errors.whole:.3g}, its worst rows by {errors.worst:.3g}"
         return None
 
     def _errors(self, name: str, tensor: Tensor) -> tuple[check.Errors, torch.dtype]:
@@ -100,6 +100,6 @@ class Checked:
         which is put back in its place."""
         if name != "lse":
             return check.errors(tensor, getattr(self.expected, name.split()[0])), self._dtype
-        found = check.errors(tensor, self._lse)
+        errors = check.errors(tensor, self._lse)
         tensor.copy_(self._lse)
-        return found, torch.float32
+        return errors, torch.float32

@@ -32,8 +32,8 @@ class Journal:
     to write to.
     """
 
-    def __init__(self, path: Path, about: dict[str, Any], resume: bool) -> None:
-        self._found: dict[str, dict[str, Any]] = {}
+    def __init__(self, path: Path, conditions: dict[str, Any], resume: bool) -> None:
+        self._findings: dict[str, dict[str, Any]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a pipe would wait for a reader
         self._file = os.fdopen(os.open(path, flags, 0o666), "ab")
@@ -53,29 +53,29 @@ class Journal:
         for line in text.splitlines():
             entry = _entry(line)
             if entry.get("stage") == "begin":
-                current = resume and entry.get("about") == about
-                self._found = {}
+                current = resume and entry.get("about") == conditions
+                self._findings = {}
             elif current and "target" in entry:
-                self._found[_key(entry)] = entry.get("found", entry)
+                self._findings[_key(entry)] = entry.get("found", entry)
         if text and not text.endswith(b"\n"):
             self._file.write(b"\n")
         if not current:
-            self._append({"stage": "begin", "about": about, "time": time.time()})
+            self._append({"stage": "begin", "about": conditions, "time": time.time()})
 
     def begin(self, target: Target, rule: Config) -> None:
         """Say what is looked for from here on."""
         line = {"stage": "target", "target": target.name, "entry": target.entry, "rule": asdict(rule)}
-        if _key(line) not in self._found:
-            self._found[_key(line)] = line
+        if _key(line) not in self._findings:
+            self._findings[_key(line)] = line
             self._append(line)
 
-    def known(self, stage: str, target: Target, config: Config, turn: int = 0) -> dict[str, Any] | None:
-        return self._found.get(_key(_about(stage, target, config, turn)))
+    def finding(self, stage: str, target: Target, config: Config, turn: int = 0) -> dict[str, Any] | None:
+        return self._findings.get(_key(_finding_key(stage, target, config, turn)))
 
-    def add(self, stage: str, target: Target, config: Config, found: dict[str, Any], turn: int = 0) -> None:
-        line = _about(stage, target, config, turn)
-        self._found[_key(line)] = found
-        self._append(line | {"found": found})
+    def add(self, stage: str, target: Target, config: Config, finding: dict[str, Any], turn: int = 0) -> None:
+        line = _finding_key(stage, target, config, turn)
+        self._findings[_key(line)] = finding
+        self._append(line | {"found": finding})
 
     def close(self) -> None:
         self._file.close()
@@ -93,26 +93,26 @@ def _entry(line: bytes) -> dict[str, Any]:
         return {}
     if not isinstance(entry, dict):
         return {}
-    ours = entry.get("stage") == "begin" or _is_finding(entry)
-    return entry if ours else {}
+    is_entry = entry.get("stage") == "begin" or _is_finding(entry)
+    return entry if is_entry else {}
 
 
 def _is_finding(entry: dict[str, Any]) -> bool:
     """Whether a line says what its stage has to say."""
-    stage, found = entry.get("stage"), entry.get("found")
+    stage, finding = entry.get("stage"), entry.get("found")
     if not isinstance(entry.get("config", {}), dict):
         return False
     if stage == "target":
         return True
-    if not isinstance(found, dict):
+    if not isinstance(finding, dict):
         return False
     if stage == "time":
-        return _is_number(found.get("ms")) and found["ms"] > 0
+        return _is_number(finding.get("ms")) and finding["ms"] > 0
     if stage == "check":
-        return isinstance(found.get("wrong", 0), str | None)
-    sizes = (found.get(name) for name in ("shared_bytes", "spill_bytes"))
-    bound = found.get("bound")
-    return isinstance(found.get("failed"), str) or (
+        return isinstance(finding.get("wrong", 0), str | None)
+    sizes = (finding.get(name) for name in ("shared_bytes", "spill_bytes"))
+    bound = finding.get("bound")
+    return isinstance(finding.get("failed"), str) or (
         all(map(_is_number, sizes)) and (bound is None or _is_number(bound))
     )
 
@@ -121,7 +121,7 @@ def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
-def _about(stage: str, target: Target, config: Config, turn: int) -> dict[str, Any]:
+def _finding_key(stage: str, target: Target, config: Config, turn: int) -> dict[str, Any]:
     return {"stage": stage, "target": target.name, "config": asdict(config), "turn": turn}
 
 

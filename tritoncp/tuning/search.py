@@ -106,20 +106,20 @@ class Tuner:
         rule, *_ = listed = self.candidates(target)
         self.journal.begin(target, rule)
         reports = {}
-        for config, found in self._compiled("compile", target, listed, self._half(until), rule):
-            reports[config] = found
-            self.tally.count(tried=1, failed="failed" in found, why=found.get("failed"))
+        for config, report in self._compiled("compile", target, listed, self._half(until), rule):
+            reports[config] = report
+            self.tally.count(tried=1, failed="failed" in report, why=report.get("failed"))
         own = reports.get(rule, {}).get("bound") or 0.0
         own = 0.0 if target.kernel == "few" else own  # it waits for memory: what bounds products says nothing
-        others = [
+        rivals = [
             config
             for config in listed
             if config != rule and config in reports and not self._why(reports[config], own)
         ]
-        best = sorted(others, key=lambda config: -(reports[config].get("bound") or 0.0))
-        others = list(dict.fromkeys(itertools.chain(*zip(others, best))))[: TIMED - 1]
-        steps = dict(self._compiled("steps", target, others, until))
-        alive = [config for config in others if config in steps and not self._why(steps[config], 0.0)]
+        best = sorted(rivals, key=lambda config: -(reports[config].get("bound") or 0.0))
+        rivals = list(dict.fromkeys(itertools.chain(*zip(rivals, best))))[: TIMED - 1]
+        steps = dict(self._compiled("steps", target, rivals, until))
+        alive = [config for config in rivals if config in steps and not self._why(steps[config], 0.0)]
         if rule in reports and "failed" not in reports[rule]:
             alive = [rule, *alive]
         self.tally.count(pruned=len(reports) - len(alive))
@@ -136,31 +136,31 @@ class Tuner:
         others are nothing without it."""
         jobs = {}
         for config in configs:
-            found = self.journal.known(stage, target, config)
-            if found is not None:
-                yield config, found
+            finding = self.journal.finding(stage, target, config)
+            if finding is not None:
+                yield config, finding
             else:
                 job = target.job(self.arch, config) if stage == "compile" else target.step(self.arch, config)
                 jobs[job] = config
         with closing(self.compiled(list(jobs))) as done:
             for job, report in done:
-                found = {name: report[name] for name in REPORTED if name in report}
+                finding = {name: report[name] for name in REPORTED if name in report}
                 config = jobs.pop(job)
-                self.journal.add(stage, target, config, found)
-                yield config, found
+                self.journal.add(stage, target, config, finding)
+                yield config, finding
                 if self.now() > until and least not in jobs.values():
                     break
 
-    def _why(self, found: dict[str, Any], own: float) -> str:
+    def _why(self, report: dict[str, Any], own: float) -> str:
         """Why a candidate is not worth a measurement; "" if it is."""
-        if "failed" in found:
-            return found["failed"]
+        if "failed" in report:
+            return report["failed"]
         limit = MACHINES[family(self.arch)].block
-        if found["shared_bytes"] > limit:
-            return f"{found['shared_bytes']} bytes of shared memory, there are {limit}"
-        if found["spill_bytes"]:
-            return f"spills {found['spill_bytes']} bytes"
-        bound = found.get("bound")
+        if report["shared_bytes"] > limit:
+            return f"{report['shared_bytes']} bytes of shared memory, there are {limit}"
+        if report["spill_bytes"]:
+            return f"spills {report['spill_bytes']} bytes"
+        bound = report.get("bound")
         return (
             f"bound {bound:.0%}, the rule's {own:.0%}" if bound is not None and bound < BEHIND * own else ""
         )
@@ -168,8 +168,8 @@ class Tuner:
     def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
         """The fastest right candidate, if it beats the rule; else the rule. None without a measurement of
         both.  An interrupt is passed on after what is known so far was kept."""
-        rule, *others = self.candidates(target)
-        if target.kernel == "route" and not (others and replace(target, kernel="forward") in self.chosen):
+        rule, *rivals = self.candidates(target)
+        if target.kernel == "route" and not (rivals and replace(target, kernel="forward") in self.chosen):
             return None  # nothing to compare, or nothing to compare it with
         alive = [config for config, _ in self.static(target, self._half(until))]
         best: Choice | None = None
@@ -188,8 +188,8 @@ class Tuner:
                 self.tally.count()
                 if len(alive) <= 2:
                     break
-                others = sorted((c for c in alive if c != rule), key=times.__getitem__)
-                alive = [rule, *others[: max(1, (len(alive) - 1) // 2)]]
+                rivals = sorted((c for c in alive if c != rule), key=times.__getitem__)
+                alive = [rule, *rivals[: max(1, (len(alive) - 1) // 2)]]
                 rounds *= 2
         finally:
             if best is not None:
@@ -198,23 +198,23 @@ class Tuner:
 
     def _right(self, target: Target, config: Config, bench: Bench, until: float) -> bool:
         """Whether its answer is right, as far as there is time to ask."""
-        found = self.journal.known("check", target, config)
-        if found is None:
+        finding = self.journal.finding("check", target, config)
+        if finding is None:
             if self.now() > until:
                 return False
             if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that never ends is tried once
                 self.journal.add("check", target, config, {"wrong": "was being checked when a run ended"})
-            found = {"wrong": bench.wrong(target, config)}
-            self.journal.add("check", target, config, found)
-        self.tally.count(failed=found["wrong"] is not None, why=found["wrong"])
-        return found["wrong"] is None
+            finding = {"wrong": bench.wrong(target, config)}
+            self.journal.add("check", target, config, finding)
+        self.tally.count(failed=finding["wrong"] is not None, why=finding["wrong"])
+        return finding["wrong"] is None
 
     def _times(
         self, target: Target, alive: Sequence[Config], bench: Bench, rounds: int, until: float
     ) -> dict[Config, float] | None:
         """Medians of so many rounds, in each of which everyone runs once, beginning with the next one; None
         if time is up before."""
-        missing = [c for c in alive if self.journal.known("time", target, c, rounds) is None]
+        missing = [c for c in alive if self.journal.finding("time", target, c, rounds) is None]
         if missing:  # a round that was cut off says nothing: the whole of it again
             samples: dict[Config, list[float]] = {config: [] for config in alive}
             for config in alive:
@@ -225,10 +225,10 @@ class Tuner:
                     if self.now() > until:
                         return None
                     samples[config].append(bench.milliseconds(target, config))
-            for config, taken in samples.items():
-                self.journal.add("time", target, config, {"ms": statistics.median(taken)}, rounds)
-        found = {config: self.journal.known("time", target, config, rounds) for config in alive}
-        return {config: entry["ms"] for config, entry in found.items() if entry is not None}
+            for config, config_samples in samples.items():
+                self.journal.add("time", target, config, {"ms": statistics.median(config_samples)}, rounds)
+        findings = {config: self.journal.finding("time", target, config, rounds) for config in alive}
+        return {config: entry["ms"] for config, entry in findings.items() if entry is not None}
 
     @staticmethod
     def _best(times: dict[Config, float], rule: Config) -> Choice:
@@ -236,13 +236,13 @@ class Tuner:
         winner = fastest if times[rule] / times[fastest] > WIN else rule
         return Choice(winner, times[winner], times[rule])
 
-    def run(self, wanted: Sequence[Target], bench: Bench) -> dict[Target, Choice]:
+    def run(self, requested: Sequence[Target], bench: Bench) -> dict[Target, Choice]:
         """Every target in turn; each may use its share of the time that is left."""
-        for i, target in enumerate(wanted):
+        for i, target in enumerate(requested):
             left = self.deadline - self.now()
             if left <= 0:
                 break
-            choice = self.choose(target, bench, self.now() + left / (len(wanted) - i))
+            choice = self.choose(target, bench, self.now() + left / (len(requested) - i))
             if choice is not None:
                 self.chosen[target] = choice
         return self.chosen

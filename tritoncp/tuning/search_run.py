@@ -52,13 +52,13 @@ class Screen:
         self._say()
 
     def __call__(self, tally: Tally) -> None:
-        shown: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "target": tally.target,
             "pruned": tally.pruned,
             "failed": tally.failed,
             "best": tally.best or "–",
         }
-        self._bar.update(self._task, completed=tally.tried, **shown)
+        self._bar.update(self._task, completed=tally.tried, **fields)
         self._said = f"{tally.target}: tried {tally.tried}, pruned {tally.pruned}, failed {tally.failed}, "
         self._said += f"best {tally.best or '–'}"
         if tally.why != self._why:
@@ -126,7 +126,7 @@ def device(arch: str | None) -> tile_tables.Device:
 
 
 def request(
-    wanted: Sequence[Target],
+    requested: Sequence[Target],
     device: tile_tables.Device,
     static: bool,
     budget: str,
@@ -137,17 +137,19 @@ def request(
 ) -> Request:
     """What the command's words mean here. Raises ValueError for a budget that is none or a folder that a link
     leads out of, RuntimeError where no folder is known."""
-    found = folder or next(
+    target_folder = folder or next(
         (one for one in tile_tables.folders() if one != tile_tables.SHIPPED), tile_tables.user_folder()
     )
-    if found is None:
+    if target_folder is None:
         raise RuntimeError(
             "platformdirs, which knows the folder for configurations, is not installed: name one with --out, "
             "or in TRITONCP_CONFIG_DIR"
         )
-    asked = Request(tuple(wanted), device, static, seconds(budget), resume, found, processes, timeout)
-    _ = asked.journal  # raises ValueError now for a folder that a link leads out of
-    return asked
+    result = Request(
+        tuple(requested), device, static, seconds(budget), resume, target_folder, processes, timeout
+    )
+    _ = result.journal  # raises ValueError now for a folder that a link leads out of
+    return result
 
 
 class Found(NamedTuple):
@@ -177,7 +179,7 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Foun
             if request.static:
                 for target in request.wanted:
                     alive = tuner.static(target)
-                    rows += [{"target": target.name, "config": asdict(c), **found} for c, found in alive]
+                    rows += [{"target": target.name, "config": asdict(c), **report} for c, report in alive]
             else:
                 tuner.run(request.wanted, bench or _device_bench())
         except KeyboardInterrupt:
@@ -194,7 +196,7 @@ def _device_bench() -> Bench:
     return DeviceBench(torch.device("cuda", torch.cuda.current_device()))
 
 
-def show(found: Found, static: bool, console: Any) -> None:
+def show(result: Found, static: bool, console: Any) -> None:
     """The rows as a table."""
     from rich.table import Table
 
@@ -203,19 +205,19 @@ def show(found: Found, static: bool, console: Any) -> None:
     looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
     if static:
         table = Table("kernel", "tiles", "regs", "shared", "TMA", "bound", "limited by", **looks)
-        for row in found.rows:
+        for row in result.rows:
             bound = f"{row['bound']:.0%}" if row.get("bound") is not None else "–"
             sizes = [str(row[name]) for name in ("registers", "shared_bytes", "tma")]
             table.add_row(row["target"], tiles(row["config"]), *sizes, bound, row.get("limit", "–"))
     else:
         table = Table("kernel", "mask", "D", "tiles", "ms", "rule ms", "gain", **looks)
-        for row in found.rows:
+        for row in result.rows:
             mask = " ".join(filter(None, (row["mask"], row.get("score"))))
             width = row["shape"].split(",")[1]
-            about = row["kernel"], mask, width, tiles(row["config"])
-            table.add_row(*about, str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}")
+            columns = row["kernel"], mask, width, tiles(row["config"])
+            table.add_row(*columns, str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}")
     console.print(table)
-    for line in () if static else fused(found.rows):
+    for line in () if static else fused(result.rows):
         console.print(line, markup=False, highlight=False)
 
 
@@ -231,15 +233,15 @@ def fused(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         of = tuple(row[name] for name in ("shape", "mask", "score", "dtype") if row.get(name))
         passes.setdefault(of, {})[row["kernel"]] = row["ms"]
-    found = []
+    lines = []
     for of, ms in passes.items():
         if {"dq", "dkdv", "fused"} <= set(ms):
             apart, one = ms["dq"] + ms["dkdv"], ms["fused"]
             times = f"dq and dkdv take {apart:g} ms, fused {one:g} ms: {apart / one:.2f} times as fast"
-            found.append(f"{' '.join(of)}: {times}")
-    if found:
-        found.append(
+            lines.append(f"{' '.join(of)}: {times}")
+    if lines:
+        lines.append(
             'fused serves calls with kernel_options={"FUSED_BACKWARD": True}; it adds up in any order, and '
             "bits differ from run to run"
         )
-    return found
+    return lines

@@ -21,10 +21,10 @@ def forward(
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     out, lse, top = outputs(plan, q, v, want_max)
-    kv, mine = _groups(plan, k, v, q, out, lse, top)
+    kv, q_groups = _groups(plan, k, v, q, out, lse, top)
     flight = yield _gather(plan, *kv[0])
     h_offset = 0
-    for index, (q_, out_, lse_, top_) in enumerate(mine):
+    for index, (q_, out_, lse_, top_) in enumerate(q_groups):
         keys, values = views((yield Wait(flight)), k)
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
@@ -51,11 +51,11 @@ def backward(
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = room_for_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
-    kv, mine = _groups(plan, k, v, q, dout, lse, delta, dq)
+    kv, q_groups = _groups(plan, k, v, q, dout, lse, delta, dq)
     returning: list[Ticket] = []
     flight = yield _gather(plan, *kv[0])
     h_offset = 0
-    for index, (q_, dout_, lse_, delta_, dq_) in enumerate(mine):
+    for index, (q_, dout_, lse_, delta_, dq_) in enumerate(q_groups):
         keys, values = views((yield Wait(flight)), k)
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])

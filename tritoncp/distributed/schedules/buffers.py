@@ -32,12 +32,12 @@ def room_for(k: Tensor, v: Tensor, rows: int) -> Room:
 
 def pack(k: Tensor, v: Tensor, rows: int) -> Room:
     """k and v as they travel, zeros past their last row."""
-    made, s = room_for(k, v, rows), k.shape[2]
+    room, s = room_for(k, v, rows), k.shape[2]
     if s < rows:
-        made.packed[s:] = 0
-    for into, x in ((made.k, k), (made.v, v)):
+        room.packed[s:] = 0
+    for into, x in ((room.k, k), (room.v, v)):
         (into if s == rows else into[:, :, :s]).copy_(x)
-    return made
+    return room
 
 
 def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,8 +81,8 @@ def outputs(plan: Plan, q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, T
 def room_for_grad(x: Tensor, dtype: torch.dtype, filled: bool) -> Tensor:
     """Room for the gradient of x [B, H, S, D]: empty where kernels write to every row, as in ``filled``
     placements, else zeros, as no slot covers padding."""
-    made = laid_out_as(x, x.shape[3], dtype)
-    return made if filled else made.zero_()
+    grad = laid_out_as(x, x.shape[3], dtype)
+    return grad if filled else grad.zero_()
 
 
 def room_for_dq(plan: Plan, engine: Any, q: Tensor, dtype: torch.dtype) -> Tensor:

@@ -29,11 +29,11 @@ def forward(
     out, lse, top = outputs(plan, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
-    some = sum(plan.fetch.takes) > 0
+    has_remote = sum(plan.fetch.takes) > 0
     flight = yield _request(plan, pack(k, v, k.shape[2]).packed)
-    engine.forward(q, k, v, near, **final, store_state=some)()
+    engine.forward(q, k, v, near, **final, store_state=has_remote)()
     fetched = yield Wait(flight)
-    if some:
+    if has_remote:
         engine.forward(q, *views(fetched, k), far, **final, load_state=True)()
     return out, lse, top
 
@@ -44,7 +44,7 @@ def backward(
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
-    some = sum(plan.fetch.takes) > 0
+    has_remote = sum(plan.fetch.takes) > 0
     local = pack(k, v, k.shape[2]).packed
     flight = yield _request(plan, local)
     delta = torch.empty_like(lse)
@@ -57,10 +57,10 @@ def backward(
     fetched = yield Wait(flight)
     grads = torch.zeros_like(fetched, dtype=lse.dtype)
     args = (q, *views(fetched, k), dout, lse, delta, far)
-    if some:
+    if has_remote:
         dkdv(engine, args, *views(grads, k), dq)
     flight = yield AllToAll(grads, plan.fetch.takes, plan.fetch.sends)
-    if some:
+    if has_remote:
         engine.dq(*args, dq=dq, add=True)()  # while they return
     _add_home(plan, home, (yield Wait(flight)))
     return dq, *separate(home, k)

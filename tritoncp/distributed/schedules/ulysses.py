@@ -212,10 +212,10 @@ class Trade:
         """The messages that carry these tensors."""
         batch, kinds = fields[0][0].shape[0], tuple([(side, x.shape[3], x.dtype) for x, side, *_ in fields])
         if (batch, kinds) not in self._messages:
-            self._messages[batch, kinds] = self._made(batch, kinds)
+            self._messages[batch, kinds] = self._build_messages(batch, kinds)
         return self._messages[batch, kinds]
 
-    def _made(self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]) -> list[Message]:
+    def _build_messages(self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]) -> list[Message]:
         groups: dict[Any, list[int]] = {}
         for place, (side, channels, dtype) in enumerate(kinds):
             groups.setdefault((side.rows, channels, dtype), []).append(place)
