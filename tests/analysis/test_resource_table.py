@@ -1,4 +1,4 @@
-"""`tritoncp inspect`: the table that is shipped, what counts as worse, and how machine code is read."""
+"""`tritoncp inspect`: the shipped table, the regressions it reports, and its reading of machine code."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def test_the_table_has_a_row_for_all_that_is_shipped_and_no_other() -> None:
 
 
 def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(monkeypatch, tmp_path) -> None:
-    """Where this fails: ``tritoncp inspect --update``, and commit what it writes."""
+    """Remedy for a failure: run ``tritoncp inspect --update`` and commit the table."""
     assert resource_table.stale(LISTED, 1) == []
     older = tmp_path / "resources.json"
     resource_table.write([TABLE[0], TABLE[1] | {"digest": "of another kernel"}], older)
@@ -90,11 +90,12 @@ def test_no_kernel_multiplies_more_than_its_tile() -> None:
 
 
 def test_which_kernels_for_hopper_are_bounded_above_torchs() -> None:
-    """By descriptor, torch's with and without them: with the window, intervals and state that ours keeps in
-    registers beside it too; with a mask_mod, which is also in torch's other loop, as torch is by default.
-    dQ of 256 channels has exponentials beside products with every mask but that; with no score_mod dQ of 128
-    is as good as torch's, which copies by other means: what else was tried is too, or needs four warps. Ours
-    also keeps probabilities at most 1, one instruction for each."""
+    """Compare bounds of copies by descriptor with torch's, with and without descriptors: with the window,
+    intervals and state that tritoncp's kernels keep in registers too; with a mask_mod, which torch's other
+    loop also has, with torch's defaults. dQ of 256 channels overlaps exponentials with products for every
+    mask but the mask_mod; without a score_mod dQ of 128 equals torch's, which copies by other means: every
+    alternative that was tried is equal too, or needs four warps. tritoncp's kernels also clamp probabilities
+    at 1, one instruction for each."""
     rows = [row for row in RULES if resource_table.flex(row) and row["variant"] in resource_table.MASKS]
     assert len(rows) == 54
     behind = {}
@@ -124,8 +125,8 @@ def test_copies_are_where_the_config_says() -> None:
 
 def test_bounds_that_fall_and_units_that_are_lost_are_named() -> None:
     was = next(row for row in PASSES if row["arch"] == "sm_90")
-    assert resource_table.complaints(was, was) == []
-    assert resource_table.complaints(was | {"bound": was["bound"] * 0.98}, was) == []
+    assert resource_table.find_regressions(was, was) == []
+    assert resource_table.find_regressions(was | {"bound": was["bound"] * 0.98}, was) == []
     for change, said in (
         ({"bound": was["bound"] * 0.96}, "bound"),
         ({"flops": 2.0}, "issues 2.0 times"),
@@ -136,18 +137,20 @@ def test_bounds_that_fall_and_units_that_are_lost_are_named() -> None:
         ({"mma": {"HMMA.16816": 3}}, "by HMMA, before by HGMMA"),
         ({"failed": "it broke"}, "it broke"),
     ):
-        assert any(said in line for line in resource_table.complaints(was | change, was)), said
-    assert resource_table.complaints(was | {"tma": 0}, was | {"tma": 4}) == ["no TMA any more"]
+        assert any(said in line for line in resource_table.find_regressions(was | change, was)), said
+    assert resource_table.find_regressions(was | {"tma": 0}, was | {"tma": 4}) == ["no TMA any more"]
     parts = next(row for row in PASSES if row["kernel"] == "specialised" and row["arch"] == "sm_100")
     parts |= {"warps": 12, "hidden": 1.0}
-    assert resource_table.complaints(parts, parts) == []
+    assert resource_table.find_regressions(parts, parts) == []
     for change, said in (
         ({"warps": 4}, "the compiler has not specialised its warps"),
         ({"hidden": 0.0}, "no warp issues products ahead of the softmax"),
         ({"tensor_columns": 608}, "608 columns of tensor memory, there are 512"),
     ):
-        assert resource_table.complaints(parts | change, parts) == [said]
-    assert resource_table.complaints(was, None) == ["not in the table: tritoncp inspect --update writes it"]
+        assert resource_table.find_regressions(parts | change, parts) == [said]
+    assert resource_table.find_regressions(was, None) == [
+        "not in the table: tritoncp inspect --update writes it"
+    ]
 
 
 def test_writing_rows_leaves_the_others_alone(tmp_path) -> None:
@@ -192,9 +195,9 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
     assert len({resource_table.key(vars(job)) for job in [*LISTED, *jobs]}) == len(LISTED) + len(jobs)
     monkeypatch.setattr(resource_table.measured, "__defaults__", (resource_table.ARCHS, folder))
     compiled = [job for job in jobs if job.variant == "state" and job.kernel in ("dkdv", "gluon")]
-    rows = {row["kernel"]: row for row in resource_table.inspected(compiled, 1, 300)}
+    rows = {row["kernel"]: row for row in resource_table.inspect_jobs(compiled, 1, 300)}
     assert rows["gluon"]["config"] == asdict(Config(128, 64, 4, 2, False, True))
-    assert resource_table.complaints(rows["gluon"], None) == [
+    assert resource_table.find_regressions(rows["gluon"], None) == [
         "not in the table: tritoncp inspect --update writes it"
     ]
     worse = rows["dkdv"]
@@ -202,7 +205,7 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
         worse["spill_bytes"] > 0
         and worse["source"] == "nvidia-h200-triton-3.7.1 dkdv interval 64x128 softcap"
     )
-    assert resource_table.complaints(worse, worse | {"spill_bytes": 0, "loop_spills": 0})
+    assert resource_table.find_regressions(worse, worse | {"spill_bytes": 0, "loop_spills": 0})
     table = tmp_path / "resources.json"
     resource_table.write([TABLE[0], *rows.values()], table)
     assert (
@@ -258,7 +261,7 @@ def test_a_wait_at_the_far_end_is_no_loop() -> None:
 
 
 def test_what_a_table_of_jumps_leads_to_is_found() -> None:
-    """Warps that are specialised wait in a loop to be told what to do; each part ends with a jump back."""
+    """Specialised warps wait in a loop for their task; each part of the work ends with a jump back."""
     code = sass(
         listing(
             "LDC R2, c[0x2][R3]",  # 0x00: wait

@@ -164,7 +164,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("message", DIFFERENT)
 def test_ranks_that_ask_for_different_things_are_told(message: str) -> None:
-    """What would hang or return garbage over a network."""
+    """Mismatched requests, which over a network hang or return garbage, raise an error."""
     with pytest.raises(RuntimeError, match=message):
         lockstep([schedule() for schedule in DIFFERENT[message]])
 

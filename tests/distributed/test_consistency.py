@@ -1,4 +1,5 @@
-"""Ranks agree about a plan, or every rank says what is wrong. On real gloo processes."""
+"""Consistency checks between ranks, on real gloo processes: ranks agree about a plan, or every rank raises
+the difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The all-gather schedule: what is sent when, what is kept, and that heads may be cut anywhere."""
+"""The all-gather schedule: the order of its messages, its cached launches, and head groups of any size."""
 
 from collections import Counter
 from dataclasses import replace
@@ -118,7 +118,7 @@ class Told(EagerEngine):
 
 
 def story(schedule: collectives.Schedule[Any], world_size: int, said: list[str]) -> Any:
-    """Drive one rank whose neighbours send zeros; write down what it asks for."""
+    """Drive one rank whose neighbours send zeros; record its requests."""
     answer: Any = None
     while True:
         try:
@@ -202,7 +202,7 @@ def test_one_rank_sends_nothing(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F32, F64], ids=str)
 def test_results_may_be_edited(schedule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are nobody's view, and share no memory with each other."""
+    """Results are no views, and share no memory with each other."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     world = tritoncp.simulate(2)
     plan = world.make_plan(MASK, schedule=schedule)
@@ -220,7 +220,7 @@ def test_a_ring_makes_room_only_where_something_comes() -> None:
     def alone(mask: Mask) -> bool:
         plan = build(mask, 2)
         k = torch.randn(1, 1, plan.kv.s_max, 4)
-        current, free = ring._rooms(plan, k, k)
+        current, free = ring._kv_buffers(plan, k, k)
         return current is free
 
     apart = create_block_mask(document(lengths=[8, 8]), None, None, 16, 16, BLOCK_SIZE=8)
@@ -237,8 +237,8 @@ ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1
 def test_results_lie_in_memory_as_what_they_are_made_from(
     schedule: str, order: tuple[int, ...], v_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a model transposed on the way in it transposes back for nothing; the numbers do not care. The
-    usual order goes through the kernels, too, where they write results and messages."""
+    """A model that transposes its inputs transposes the results back without a copy; the numbers stay the
+    same. The usual memory order is also the one that kernels write results and messages in."""
     if (order, v_dim) != (ORDERS["BSHD"], 4) or schedule not in ("local", "ulysses"):
         monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     world = tritoncp.simulate(1 if schedule == "local" else 2)
@@ -362,7 +362,7 @@ def test_real_ranks_compute_what_lockstep_does(kernels: bool, monkeypatch: pytes
 
 
 def test_a_plan_with_another_schedule_is_another_plan() -> None:
-    """What is kept with a plan outlives ``replace``; launches of one schedule are not another's."""
+    """Objects cached with a plan survive ``replace``; launches of one schedule do not serve another."""
 
     def work(group: Any) -> list[bool]:
         plan = tritoncp.make_plan(MASK, group, schedule="fetch")

@@ -19,7 +19,7 @@ from tests.zoo import MASKS, SCORES, Answer, agree, differentiate, oracle, simul
 from tritoncp import make_plan, simulate
 from tritoncp.distributed.collectives import Wait, lockstep
 from tritoncp.distributed.schedules import SCHEDULES, ulysses
-from tritoncp.distributed.schedules.ulysses import Side, Trade, stretches
+from tritoncp.distributed.schedules.ulysses import HeadExchange, Side, stretches
 from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
 
@@ -67,12 +67,12 @@ def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
     back = [[torch.full_like(x, torch.nan) for x in xs] for xs in inputs]
 
     def rank(i: int) -> Any:
-        trade = Trade(SimpleNamespace(rank=0), i, degree, degree, q, kv, heads // kv_heads)
+        exchange = HeadExchange(SimpleNamespace(rank=0), i, degree, degree, q, kv, heads // kv_heads)
         sides = [side for *_, side in specs]
-        whole = yield from trade.heads(*((xs[i], side) for xs, side in zip(inputs, sides)))
-        yield from trade.sequence(*((x, side, xs[i]) for x, side, xs in zip(whole, sides, back)))
-        flight = yield trade.statistic(whole[0][..., 0].contiguous())
-        return whole, trade.own(inputs[0][i], (yield Wait(flight)))
+        whole = yield from exchange.heads(*((xs[i], side) for xs, side in zip(inputs, sides)))
+        yield from exchange.sequence(*((x, side, xs[i]) for x, side, xs in zip(whole, sides, back)))
+        flight = yield exchange.statistic(whole[0][..., 0].contiguous())
+        return whole, exchange.own(inputs[0][i], (yield Wait(flight)))
 
     head_shards, statistics = zip(*lockstep([rank(i) for i in range(degree)]), strict=True)
     assert all(torch.equal(own_rows, x[..., 0]) for own_rows, x in zip(statistics, inputs[0], strict=True))
@@ -120,7 +120,7 @@ def test_nothing_is_traded_too(batch: int, rows: int, schedule: str) -> None:
 
 
 def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr(ulysses, "_TOLD", set())
+    monkeypatch.setattr(ulysses, "_WARNED", set())
     world, x = simulate(8), torch.randn(1, 3, 64, 16)
     plan = world.make_plan(tritoncp.full_mask(64, 64, block=8), schedule="ulysses")
     shards = world.shard(x, plan, dim=2)

@@ -169,7 +169,7 @@ def oracle(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence
 
 def peer(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
          scale: float | None = None) -> Results:  # fmt: skip
-    """What torch's eager flex attention does: tests/gpu/test_torch.py compares it with the real one."""
+    """Compute attention as torch's eager flex attention does; tests/gpu/test_torch.py compares the two."""
     (q, k, v), caught = leaves(x, captured, None)
     mod = score.of and score.of(*caught)
     start = lambda out, lse: (x.dout, x.dlse)  # noqa: E731

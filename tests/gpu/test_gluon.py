@@ -52,8 +52,8 @@ def attempt() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def it_ends() -> None:
-    """A barrier that nobody completes would hang the device, and all tests: first in a process of its own,
-    once for all workers of a run."""
+    """Run the Gluon kernel once in a process of its own, for all workers of a run: a barrier that is never
+    completed would hang the device, and with it all tests."""
     if not HERE:
         return
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))

@@ -1,4 +1,5 @@
-"""What no interpreter shows: races, ordering, streams, hidden waits. Equal bits wherever promised."""
+"""Races, ordering, streams and hidden waits, which no interpreter shows; equal bits wherever they are
+promised."""
 
 import contextlib
 import itertools

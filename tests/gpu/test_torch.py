@@ -30,7 +30,7 @@ def bias(table):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_yardstick_is_torch_eager_flex_attention():
-    """What `peer` computes is no worse than what torch's own eager call does: the rule is not lax."""
+    """The error of `peer` is not above that of torch's own eager call, so the tolerance is not lax."""
     x, mask = qkv(), MASKS["causal"]()
     peer_result = peer(x, mask)
     lists = create_block_mask(mask.mask_mod, None, None, N, N, device=DEVICE.type)

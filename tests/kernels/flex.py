@@ -112,7 +112,7 @@ def compiled(kernel: str, arch: str, dim: int, tma: bool) -> Any:
     """Triton's kernel object."""
     from triton.runtime.driver import driver
 
-    from tritoncp.analysis.compile_worker import Stand, target_of
+    from tritoncp.analysis.compile_worker import DriverStub, target_of
 
     tiles, warps, stages = default_tiles(kernel, arch, dim)
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +123,7 @@ def compiled(kernel: str, arch: str, dim: int, tma: bool) -> Any:
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
         names = TENSORS["forward" if kernel == "forward" else "backward"].split()
         args = [torch.empty(16, dtype=dtype_of(name)) for name in (*names, "out")]
-        driver.set_active(Stand(target_of(arch)))
+        driver.set_active(DriverStub(target_of(arch)))
         return module.flex.warmup(*args, grid=(1,), num_warps=warps, num_stages=stages)
 
 
@@ -134,7 +134,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
-    """What `tritoncp inspect` says of a kernel, said of torch's."""
+    """Figures of one torch kernel, in the format of a row of `tritoncp inspect`."""
     from tritoncp.analysis.compile_worker import amd, inner_loop, nvidia
     from tritoncp.analysis.jobs import Job
     from tritoncp.kernels.configs import Config

@@ -1,8 +1,8 @@
 """Runs the Gluon kernel's own source in Python: partitions as threads that take turns at random, shared
 memory, barriers and asynchronous copies and products as the PTX ISA has them, in the weakest order it allows.
 
-No layouts, registers or rounding of P: what it shows is indices, masks, phases, and that nothing is read
-before it is there, written while it is read, or waited for in vain.
+No layouts, registers or rounding of P: the model checks indices, masks and phases, and that no memory is read
+before it is written, written while it is read, or waited for in vain.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tritoncp.kernels.launch import Launch
 
 
 class Deadlock(Exception):
-    """Everyone waits."""
+    """Raised where every partition waits."""
 
 
 class Stopped(BaseException):
@@ -52,7 +52,7 @@ def run(launch: Launch, seed: int = 0) -> list[Issue]:
 
 
 def as_kernel_argument(value: Any) -> Any:
-    """An argument as the kernel sees it."""
+    """Convert an argument of a launch to the kernel's view of it."""
     if isinstance(value, Tensor):
         return Pointer(value, 0)
     if isinstance(value, tuple):
@@ -215,7 +215,7 @@ class Partition(threading.Thread):
 
 
 class Program:
-    """One program: what the names in the kernel's source mean."""
+    """One program: the meaning of the names in the kernel's source."""
 
     def __init__(self, ids: tuple[int, ...], grid: tuple[int, ...], rng: random.Random) -> None:
         self.ids, self.rng, self.turn, self.stopped = ids, rng, threading.Semaphore(0), False

@@ -176,7 +176,7 @@ def single(mask: Mask) -> Plan:
 
 
 def new_state(x: QKV) -> State:
-    """Memory for a state; nobody has written it."""
+    """Allocate a state without initialising its memory."""
     stats = F64 if x.q.dtype == F64 else F32
     shape = x.q.shape[:3]
     acc = torch.empty(*shape, x.v.shape[3], dtype=stats)

@@ -1,10 +1,10 @@
-"""Python's share of a call: plan cached, kernels compiled for a GPU that is not here and never launched.
+"""CPU time of Python in a call: plan cached, kernels compiled for an absent GPU and never launched.
 
-`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, and how many times
-that of torch's compiled flex_attention it is, on so few numbers that computing takes next to nothing; both
-are taken in turns, as a machine that others use too has fast and slow minutes.  For one rank of several also
-how many are left where no messages are sent (else they go nowhere).  What is left out is what the GPU's
-driver takes.
+`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, and their ratio to
+torch's compiled flex_attention, on tensors so small that computing takes next to nothing; both are timed in
+turns, since the speed of a shared machine varies from minute to minute.  For one rank of several it also
+prints the time without messages (which otherwise are sent to no process).  The time of the GPU's driver is
+not included.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 import tritoncp
-from tritoncp.analysis.compile_worker import Stand, target_of
+from tritoncp.analysis.compile_worker import DriverStub, target_of
 from tritoncp.distributed import collectives
 from tritoncp.kernels import engine
 from tritoncp.ops import engine_factory
@@ -37,7 +37,7 @@ ARCH = "sm_90"
 
 def pretend() -> None:
     """CPU tensors run the kernels, compiled for ARCH and never launched."""
-    driver.set_active(Stand(target_of(ARCH)))
+    driver.set_active(DriverStub(target_of(ARCH)))
     engine_factory.uses_triton = lambda device: True
     engine.architecture = lambda device: ARCH
     CompiledKernel.run = property(lambda self: lambda *args: None)
@@ -66,7 +66,7 @@ def figures(call: Call, beside: Call, rounds: int = 60) -> dict[str, float]:
 
 
 def unsent(request: Any, group: Any) -> collectives.Ticket:
-    """As :func:`tritoncp.distributed.collectives._start`, but that what would come is only made room for."""
+    """Replace :func:`tritoncp.distributed.collectives._start`: allocate the result, send nothing."""
     world = group.size()
     match request:
         case collectives.AllGather(x):
@@ -88,7 +88,7 @@ def without_collectives(call: Call, beside: Call) -> dict[str, float]:
 
 
 def of_torch() -> dict[str, Call]:
-    """torch's own attention, compiled for the CPU: its call is what it is for a GPU, guards and wrapper."""
+    """Time torch's own attention, compiled for the CPU: guards and wrapper are the same as for a GPU."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention)

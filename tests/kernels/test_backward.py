@@ -1,4 +1,4 @@
-"""Gradients: of lse, of what a score_mod captures, in half precision, through gradcheck."""
+"""Gradients: of lse, of captures of a score_mod, in half precision, through gradcheck."""
 
 import math
 from collections.abc import Callable
@@ -125,7 +125,7 @@ def test_gradients_of_captured_tensors(name: str, mask: tritoncp.Mask) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter evaluates hidden pairs too
 def test_hidden_pairs_and_blocks_give_captures_nothing() -> None:
-    """Whatever a score_mod does at pairs nobody sees: past the table's end, at an infinite slope."""
+    """A score_mod may read past its table's end, or have an infinite slope, at masked pairs."""
 
     def score(table: Tensor) -> Callable[..., Tensor]:
         return lambda s, b, h, q, kv: s + table[q - kv] * torch.sqrt((q - kv).to(s.dtype))

@@ -1,4 +1,4 @@
-"""Kernel options: what is known, what it does, what is refused; and what a GPU that is too small says."""
+"""Kernel options: their names, their effects, their errors; and the error of a GPU that is too small."""
 
 from dataclasses import asdict, replace
 from itertools import product

@@ -83,7 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", MASKS)
 def test_the_answer_stays(name: str, options: str) -> None:
-    """A group of three: a tile of sixteen rows holds five rows of each head, and one that is nobody's."""
+    """With a group of three a tile of sixteen rows holds five rows of each head and one unused row."""
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1, dtype=F64)
     right(answers(x, MASKS[name](), **OPTIONS[options]), x, MASKS[name]())
 
@@ -176,7 +176,7 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("name", ["intervals", "rows that see nothing"])
 def test_keys_in_steps_count_once(name: str, split: int) -> None:
-    """Steps from state to state, shared by two programs: what was there before counts once."""
+    """Steps from state to state, shared by two programs, count the previous state once."""
     mask = MASKS[name]()
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1, dtype=F64, v_dim=40)
     engine = engine_of(x, mask.mask_mod, PACK_GQA=True, SPLIT_KV=split, BLOCK_M=16, BLOCK_N=16)
@@ -194,7 +194,7 @@ def test_keys_in_steps_count_once(name: str, split: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["ring", "fetch", "ulysses"])
 def test_over_ranks(schedule: str) -> None:
-    """Shards with padding, which nobody writes, and slots that are not dense."""
+    """Shards with padding, which no kernel writes, and slots that are not dense."""
     x = qkv(20, 40, heads=4, kv_heads=2)
     mask = create_block_mask(
         and_masks(sliding_window(30, 25), document(lengths=[15, 25])), 1, 1, 20, 40, BLOCK_SIZE=16

@@ -1,4 +1,4 @@
-"""What rows see and how scores are made: masks by every route, score_mods, scales, statistics."""
+"""Forward kernels: masks by every route, score_mods, scales, statistics."""
 
 import math
 from dataclasses import replace
@@ -199,7 +199,7 @@ def test_unions_of_intervals_take_the_mask_mod() -> None:
 
 
 def test_block_lists_have_the_last_word() -> None:
-    """An unlisted block is invisible and a full one unmasked, whatever the mask_mod says."""
+    """An unlisted block is invisible and a full one unmasked, even where the mask_mod disagrees."""
     check(qkv(48), from_kinds([[1, 3, 0], [0, 1, 3], [3, 0, 1]], lambda b, h, q, kv: q >= kv))
     check(qkv(48), from_kinds([[1, 3, 0], [0, 1, 3], [3, 0, 1]], lambda b, h, q, kv: (q * kv) % 3 == 1))
 

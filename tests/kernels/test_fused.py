@@ -1,4 +1,4 @@
-"""The fused backward pass: dQ from the loop of dK/dV, in whatever order programs come to it."""
+"""The fused backward pass: dQ from the loop of dK/dV, for every order of its programs."""
 
 import pytest
 import torch

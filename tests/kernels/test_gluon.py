@@ -1,5 +1,5 @@
-"""ROUTE "gluon": its source, run by the model in gluon_model.py, next to the float64 oracle; what it compiles
-to; and where it cannot be had.  Gluon has no interpreter, so nothing here shows what a GPU does."""
+"""ROUTE "gluon": its source, run by the model in gluon_model.py, next to the float64 oracle; its compiled
+form; and its obstacles.  Gluon has no interpreter, so these tests show nothing about a GPU."""
 
 import warnings
 from collections.abc import Callable
@@ -106,7 +106,8 @@ def test_head_dims(dim: int, v_dim: int) -> None:
 
 @pytest.mark.parametrize(("stages", "tile"), [(2, 64), (3, 64), (2, 128), (4, 128)])
 def test_no_interleaving_changes_a_bit(stages: int, tile: int) -> None:
-    """Nobody waits for ever, reads what is not there, or writes what is being read, whoever is slow."""
+    """No partition waits for ever, reads unwritten memory, or writes memory under read, for any order of
+    partitions."""
     x, mask = qkv(512, dim=64, dtype=BF16), MASKS["documents"](512)
     outcomes = []
     for seed in range(6):
@@ -191,8 +192,8 @@ def test_softmax_runs_beside_products() -> None:
     waited for.  No spill, no product too many, nothing touches a register of a product under way."""
     before = resource_table.read_table()
     jobs = [Job("gluon", "sm_90", 64), Job("gluon", "sm_90", 128)]
-    for row in resource_table.inspected(jobs, 1, 300):
-        assert resource_table.complaints(row, before[resource_table.key(row)]) == []
+    for row in resource_table.inspect_jobs(jobs, 1, 300):
+        assert resource_table.find_regressions(row, before[resource_table.key(row)]) == []
         assert row["hidden"] == 1 and row["touched"] == 0 and row["warps"] == 12
         assert row["flops"] == 1 and row["spill_bytes"] == row["loop_spills"] == 0 and row["tma"] > 0
         assert row["bound"] == row["overlap"] > 0.95
@@ -246,7 +247,7 @@ def test_a_step_that_cannot_go_this_way_goes_by_loops_and_says_so() -> None:
     out, lse = torch.empty(1, 2, 256, 80), torch.empty(1, 2, 256)
     tables = single(MASKS["causal"](256)).tables("cpu", 1, 2)
     with pytest.warns(
-        UserWarning, match="ROUTE='gluon' is asked for; this step goes by 'loops': it takes head"
+        UserWarning, match="ROUTE='gluon' is requested; this step goes by 'loops': it takes head"
     ):
         launch = engine.forward(*x, tables, out=out, lse=lse)
     assert isinstance(launch, Launch)

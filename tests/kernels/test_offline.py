@@ -31,7 +31,7 @@ AGAIN = {"sm_80": (128,), "sm_90": (64, 128, 256), "sm_100": (128,), "gfx942": (
 
 def reports(arch: str, dtype: str, dims: tuple[int, ...], *variants: str) -> list[dict[str, Any]]:
     jobs = [Job(name, arch, dim, dtype, mask) for mask in variants for dim in dims for name in KERNELS]
-    return list(resource_table.inspected(jobs, 1, 300))  # the suite runs in two processes already
+    return list(resource_table.inspect_jobs(jobs, 1, 300))  # the suite runs in two processes already
 
 
 def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: int = 0) -> None:
@@ -94,11 +94,12 @@ def test_torchs_bounds_are_what_its_templates_compile_to() -> None:
 def few_rows(arch: str, *dims: int) -> list[dict[str, Any]]:
     jobs = [Job(name, arch, dim, variant="few") for dim in dims for name in ("forward", "combine")]
     jobs += [Job("forward", arch, dim, variant=mask) for dim in dims for mask in ("decode", "short")]
-    return list(resource_table.inspected(jobs, 1, 300))
+    return list(resource_table.inspect_jobs(jobs, 1, 300))
 
 
 def test_few_rows_fit() -> None:
-    """Heads packed into a tile, keys shared by programs that leave states, and what combines those."""
+    """Heads packed into a tile, keys shared by programs that leave states, and the kernel that combines the
+    states."""
     rows = few_rows("sm_90", 128)
     check("sm_90", rows)
     assert [bool(row["tma"]) for row in rows] == [True, False, True, True]
@@ -111,7 +112,7 @@ def test_few_rows_fit_everywhere(arch: str) -> None:
 
 
 def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: str) -> list[dict[str, Any]]:
-    """(Of which the workers know what tests/kernels/scores.py has.)"""
+    """Compile kernels with named score_mods; worker processes import tests/kernels/scores.py."""
     kernels = [name for name in KERNELS if name != "delta"]
     jobs = [
         Job(
@@ -123,7 +124,7 @@ def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: st
         )
         for name, dim, mask, score in product(kernels, dims, masks, scores)
     ]
-    return list(resource_table.inspected(jobs, 1, 300))
+    return list(resource_table.inspect_jobs(jobs, 1, 300))
 
 
 def test_what_learns_spills_nothing() -> None:
@@ -145,9 +146,11 @@ def test_score_mods_spill_next_to_nothing(arch: str) -> None:
 @pytest.mark.nightly
 def test_nothing_that_is_shipped_got_worse() -> None:
     before = resource_table.read_table()
-    rows = resource_table.inspected([*resource_table.shipped(), *resource_table.measured()], 2, 300)
+    rows = resource_table.inspect_jobs([*resource_table.shipped(), *resource_table.measured()], 2, 300)
     assert [
-        line for row in rows for line in resource_table.complaints(row, before.get(resource_table.key(row)))
+        line
+        for row in rows
+        for line in resource_table.find_regressions(row, before.get(resource_table.key(row)))
     ] == []
 
 

@@ -1,4 +1,4 @@
-"""The kernel that asks a mask_mod about pairs: torch's answers, whatever the shape of the question."""
+"""The kernel that evaluates a mask_mod at pairs gives torch's answers for every shape of the query."""
 
 import pytest
 import torch

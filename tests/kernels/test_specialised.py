@@ -1,6 +1,6 @@
-"""The specialised route: masked blocks leave a state, full blocks go on from there in a launch of their own;
-or as on sm_100 all of them in one launch, whose loop masks behind a branch.  Interpreted, nothing is
-specialised; what is computed is the same."""
+"""The specialised route: masked blocks leave a state, full blocks continue from it in a launch of their own;
+or as on sm_100 all blocks run in one launch, whose loop masks behind a branch.  The interpreter specialises
+no warps; the results are the same."""
 
 import math
 import threading
@@ -75,7 +75,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("forward_tile", [(32, 16), (16, 32)], ids=str)
 @pytest.mark.parametrize("mask", [causal(), sliding_window(77, 5), sliding_window(-1, 90)], ids=repr)
 def test_launches_of_a_window_cut_it_at_the_same_tiles(mask: Any, forward_tile: tuple[int, int]) -> None:
-    """Whatever tiles were measured for each: no key is seen by both, or by neither."""
+    """Both launches split the keys at one place, for all measured tiles: no key is read twice or left out."""
     tiles = {"forward": forward_tile, "few": forward_tile, "specialised": (16, 16)}
     tiled = ((kind, (("BLOCK_M", m), ("BLOCK_N", n))) for kind, (m, n) in tiles.items())
     x = qkv(100, 131, heads=2, kv_heads=1)
@@ -204,7 +204,7 @@ def test_slots_in_any_order(schedule: str) -> None:
 
 
 def why(x: QKV, mask: Mask, arch: str = "sm_90", loads: int = 0, **options: Any) -> list[str]:
-    """What is in the way."""
+    """List the obstacles of the specialised route for one step."""
     one = replace(engine_of(x, mask.mask_mod, **options), arch=arch)
     one = replace(one, mods=one.mods._replace(score_loads=loads))
     return list(specialised.obstacles(one, *x, single(mask).tables("cpu", *x.q.shape[:2])))
@@ -298,7 +298,7 @@ def test_a_step_that_goes_by_loops_says_so_and_has_their_bits(monkeypatch: pytes
     monkeypatch.undo()
     x, mask = qkv(48), MASKS["causal"](48)
     want = tritoncp.flex_attention(*x, mask)
-    with pytest.warns(UserWarning, match="ROUTE='specialised' is asked for; this step goes by 'loops': its"):
+    with pytest.warns(UserWarning, match="ROUTE='specialised' is requested; this step goes by 'loops': its"):
         same(tritoncp.flex_attention(*x, mask, kernel_options={"ROUTE": "specialised"}), want)
 
 
@@ -322,7 +322,7 @@ def test_every_route_has_a_launcher_and_loops_are_the_default() -> None:
 
 
 def test_a_public_call_takes_the_route_with_a_score_mod_of_slopes() -> None:
-    """What a mod loads by head alone does not vary in the loop."""
+    """A load that depends on the head alone does not vary in the loop."""
     slopes = torch.tensor([0.5, 0.25])
     x, mask = qkv(N, heads=2), MASKS["causal"](N)
 
@@ -391,10 +391,10 @@ def test_warps_are_specialised_and_nothing_got_worse() -> None:
     product too many, as the table says."""
     jobs = [Job("specialised", "sm_90", dim) for dim in (64, 128)] + [Job("specialised", "sm_100", 128)]
     before = resource_table.read_table()
-    for row in resource_table.inspected([*jobs, Job("masked", "sm_90", 128)], 1, 300):
+    for row in resource_table.inspect_jobs([*jobs, Job("masked", "sm_90", 128)], 1, 300):
         if row["arch"] == "sm_100":  # products run ahead of all softmax; what masks is not in the full loop
             assert row["hidden"] == 1 and row["loop"] < 0.6 * row["masked_loop"]
-        assert resource_table.complaints(row, before[resource_table.key(row)]) == []
+        assert resource_table.find_regressions(row, before[resource_table.key(row)]) == []
         assert row["warps"] == (12 if row["kernel"] == "specialised" else 8)
         assert row["flops"] == 1 and row["spill_bytes"] == 0 and row["tma"] > 0
 
@@ -402,5 +402,5 @@ def test_warps_are_specialised_and_nothing_got_worse() -> None:
 def test_specialisation_that_is_lost_is_named() -> None:
     """Eight warps: the compiler says nothing and goes on without."""
     config = replace(configs.default("specialised", "sm_90", 128, torch.bfloat16), num_warps=8)
-    (row,) = resource_table.inspected([Job("specialised", "sm_90", 128, config=config)], 1, 300)
-    assert "the compiler has not specialised its warps" in resource_table.complaints(row, row)
+    (row,) = resource_table.inspect_jobs([Job("specialised", "sm_90", 128, config=config)], 1, 300)
+    assert "the compiler has not specialised its warps" in resource_table.find_regressions(row, row)

@@ -1,4 +1,4 @@
-"""Steps: state in and out, accumulated gradients, and what must be equal bit for bit."""
+"""Steps: state in and out, accumulated gradients, and results that must be equal bit for bit."""
 
 import math
 from itertools import pairwise, permutations
@@ -215,8 +215,8 @@ BLOCKS = {name: mask for name, mask in MASKS.items() if mask.q_len == 48}
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in BLOCKS), ("causal", torch.bfloat16)])
 def test_queries_in_chunks_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    """Cut at Q blocks, what a row computes does not depend on its neighbours. Sums over queries (dK, dV)
-    are made in another order: within rounding."""
+    """Cut at Q blocks, results of a row do not depend on its neighbours. Sums over queries (dK, dV) are added
+    in another order: equal within rounding."""
     mask = MASKS[name]
     x = tensors(mask, dtype=dtype, dim=24)
     dout, _ = cotangents(x)

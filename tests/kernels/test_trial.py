@@ -1,5 +1,5 @@
-"""Routes are tried against the loops before they are taken: to right ones nobody objects, wrong ones are not
-taken.  Interpreted kernels are not compiled wrong, so what is wrong here is made so."""
+"""Verification of routes against the loops before their first use: right routes run, wrong ones are replaced
+by the loops.  The interpreter compiles nothing wrong, so the faults are injected."""
 
 import ast
 import math
@@ -27,14 +27,14 @@ Damage = Callable[[dict[str, Any]], None]
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if kernels were compiled, and however small the step."""
+    """Treat kernels as compiled, and every step as large enough."""
     monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
-    monkeypatch.setattr(trial, "TRIED", True)
-    monkeypatch.setattr(trial, "_FOUND", {})
+    monkeypatch.setattr(trial, "COMPILED", True)
+    monkeypatch.setattr(trial, "_VERDICTS", {})
 
 
 def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
-    """The route does this to what it has written; returns where each of its launches will be noted."""
+    """Make the route apply ``damage`` to its results; return a list that names each of its launches."""
     launched = []
 
     def launch(*args: Any, **step: Any) -> Launches:
@@ -48,7 +48,7 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_right_route_is_taken(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With states between steps, and rows that nobody writes."""
+    """With states between steps, and rows that no kernel writes."""
     batch = 2 if "batch" in mask else 1
     x, block_mask = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
     launched, start = damaged(monkeypatch, lambda step: None), cotangents(x)
@@ -106,22 +106,22 @@ def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPa
     alone, ranks = run(x, mask, start=start), over_ranks(x, plan, start=start)
     damaged(monkeypatch, damage)
     with pytest.warns(
-        UserWarning, match="'specialised' is asked for; this step goes by 'loops': its answer is not"
+        UserWarning, match="'specialised' is requested; this step goes by 'loops': its results are not"
     ):
         got = run(x, mask, start=start, **ROUTE)
     same((got.out, got.lse, got.grads), (alone.out, alone.lse, alone.grads))
-    with pytest.warns(UserWarning, match="its answer is not that of 'loops': (out|lse) differs in"):
+    with pytest.warns(UserWarning, match="its results are not those of 'loops': (out|lse) differs in"):
         got = over_ranks(x, plan, start=start, **ROUTE)
     same((got.out, got.lse), (ranks.out, ranks.lse))
 
 
 def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its length and its tensors; other dtypes, masks and mods are other kinds."""
+    """Lengths and tensors do not make another kind of step; dtypes, masks and mods do."""
     launched = damaged(monkeypatch, last_row)
 
     def attend(mask: str, dtype: torch.dtype = torch.bfloat16, n: int = N, **more: Any) -> int:
         before = len(launched)
-        with pytest.warns(UserWarning, match="its answer is not that of 'loops'"):
+        with pytest.warns(UserWarning, match="its results are not those of 'loops'"):
             tritoncp.flex_attention(
                 *qkv(n, dtype=dtype), block_mask=MASKS[mask](n), kernel_options=ROUTE, **more
             )
@@ -151,7 +151,7 @@ def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_route_that_cannot_be_compiled_is_not_taken(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By this Triton: what is not asked for by most is not kept from changing."""
+    """A route that this version of Triton does not compile is replaced by the loops."""
 
     def fail(step: dict[str, Any]) -> None:
         raise error
@@ -159,6 +159,6 @@ def test_a_route_that_cannot_be_compiled_is_not_taken(
     x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)
     want = tritoncp.flex_attention(*x, mask)
     damaged(monkeypatch, fail)
-    said = "no such word" if str(error) else "without a word"
+    said = "no such word" if str(error) else "no message"
     with pytest.warns(UserWarning, match=f"goes by 'loops': it fails: {type(error).__name__}: .*{said}"):
         same(tritoncp.flex_attention(*x, block_mask=mask, kernel_options=ROUTE), want)

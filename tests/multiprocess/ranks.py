@@ -25,13 +25,14 @@ class RankFailed(AssertionError):
 
 
 def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """``fn(group, *args)`` on every rank of a new gloo world, CPU only: the results, by rank.
+    """Run ``fn(group, *args)`` on every rank of a new gloo world, CPU only; return the results, by rank.
 
-    group: the world's ProcessGroup; ``group.rank()`` says who one is. Results come back pickled. The first
-    rank that raises ends all: its exception is raised here with a note of its rank and traceback. A rank
-    that dies, or ``timeout`` seconds, raise RankFailed.
+    group: the world's ProcessGroup; ``group.rank()`` is the rank of the process. Results come back pickled.
+        The first rank that raises ends all: its exception is raised here with a note of its rank and
+        traceback. A rank that dies, or ``timeout`` seconds, raise RankFailed.
 
-    fn may be a closure. For what each rank of a failing call says, catch it in fn and return it.
+    fn may be a closure. To compare the errors of all ranks of a failing call, catch them in fn and return
+    them.
     """
     with tempfile.TemporaryDirectory() as folder:
         children, pipes = {}, {}
@@ -53,8 +54,8 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60
 
 
 class Outcome(NamedTuple):
-    """How a rank ended: its exit status (-9: killed, None: it had to be ended here), what it raised, and how
-    many seconds it took since the ranks were ready."""
+    """The end of a rank: its exit status (-9: killed, None: terminated by this module), its exception, and
+    the seconds since all ranks were ready."""
 
     status: int | None
     said: str

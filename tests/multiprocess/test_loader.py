@@ -128,7 +128,7 @@ def test_a_mask_without_a_closed_form_goes_across_too() -> None:
 
 
 def test_a_long_plan_is_small_and_quick_to_pickle() -> None:
-    """Twelve bytes a token and a little for the blocks, whatever has been computed of it here."""
+    """A pickled plan takes twelve bytes a token and a little for the blocks, cached tables or not."""
     size = 1 << 20
     packed = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(lengths=[size // 64] * 64))
     mask = tritoncp.create_block_mask(packed, 1, 1, size, size)

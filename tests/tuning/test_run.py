@@ -51,7 +51,7 @@ BIAS = torch.linspace(-1, 1, 8).requires_grad_()
 
 
 def biased(score, b, h, q, kv):
-    """What it captures wants a gradient, as a learned bias does."""
+    """A score_mod whose captured tensor needs a gradient, as a learned bias does."""
     return score + BIAS[(q - kv) % 8]
 
 
@@ -72,8 +72,8 @@ def few(target, arch):
 
 
 def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
-    """Two kernels with a score_mod and another head dim of values, really compiled: the rule survives, what
-    does not fit is dropped; a second run compiles nothing."""
+    """Compile two kernels with a score_mod and another head dim of values: the rule survives, configs that do
+    not fit are dropped; a second run compiles nothing."""
     for module in (search, search_run):
         monkeypatch.setattr(module, "candidates", few)
     words = ["--target", "sm_90", "--shapes", "8x2,64x32,4096", "--mask", "full", "--ops", "fwd,fused"]
@@ -258,7 +258,7 @@ def test_a_terminal_gets_a_bar_that_counts(compile_nothing, home):
 
 
 def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
-    """Nothing beats it: that is written, so that nobody is told to tune again."""
+    """A rule that no candidate beats is written to the file, so that calls do not advise to tune again."""
     from rich.console import Console
 
     bench = Formula()
@@ -313,7 +313,7 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
 
 
 def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeypatch):
-    """Whatever is asked of the device then fails, and `--resume` would believe it."""
+    """Every later call on the device fails, and `--resume` would take these failures for findings."""
 
     def lost(*_) -> None:
         raise torch.AcceleratorError("an illegal memory access was encountered")
@@ -341,8 +341,8 @@ def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share(
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "fused", "few", "gluon"])
 def test_what_is_compiled_offline_is_what_is_launched(kernel):
-    """Every argument is of the same type, and divisible by 16 or not: Triton finds in its cache what another
-    process compiled."""
+    """Every argument has the same type and the same divisibility by 16, so that Triton's cache has the kernel
+    that another process compiled."""
     target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tune.test_run:biased")
     config = Config(64, 64, 4, 1)
     if kernel == "few":

@@ -17,8 +17,8 @@ from tritoncp.analysis.compile_worker import launch_of
 from tritoncp.kernels.configs import default
 from tritoncp.perf.record import TUNED, Point, Series
 from tritoncp.tuning.journal import Journal
-from tritoncp.tuning.search import ROUNDS, TIMED, Tally, Tuner
-from tritoncp.tuning.targets import MASKS, OPS, Target, candidates, lost_most, targets
+from tritoncp.tuning.search import MAX_TIMED, ROUNDS, Tally, Tuner
+from tritoncp.tuning.targets import MASKS, OPS, Target, candidates, select_worst_case, targets
 
 TARGET = Target("forward", "causal", 32, 8, 128, 4096)
 RULE = default("forward", "sm_90", 128, torch.bfloat16)
@@ -42,16 +42,17 @@ def test_the_fastest_right_config_is_chosen_in_few_samples(tmp_path):
     choice = tuner(tmp_path).run([TARGET], bench)[TARGET]
     assert choice.config == BEST
     assert choice.gain == pytest.approx(1 / 0.8, rel=0.01)
-    assert len(bench.samples) < 5 * TIMED * (ROUNDS + 1)  # each of five halvings costs at most the first
+    assert len(bench.samples) < 5 * MAX_TIMED * (ROUNDS + 1)  # each of five halvings costs at most the first
 
 
 def test_halving_is_interleaved_and_keeps_the_rule_to_the_end(tmp_path):
-    """Within a round everyone runs once: whatever drifts, drifts for all; nobody always runs first."""
+    """Within a round each candidate runs once, so that drift is the same for all; the first one changes from
+    round to round."""
     bench = Formula(cost)
     tuner(tmp_path).run([TARGET], bench)
     assert set(bench.samples[-4:]) == {RULE, BEST} and bench.samples.count(RULE) == bench.samples.count(BEST)
-    first = bench.samples[TIMED : 5 * TIMED]
-    rounds = [first[i : i + TIMED] for i in range(0, len(first), TIMED)]
+    first = bench.samples[MAX_TIMED : 5 * MAX_TIMED]
+    rounds = [first[i : i + MAX_TIMED] for i in range(0, len(first), MAX_TIMED)]
     assert all(set(a) == set(rounds[0]) for a in rounds) and len({a[0] for a in rounds}) == len(rounds)
 
 
@@ -94,9 +95,9 @@ def test_neighbours_of_the_rule_and_the_best_bounds_are_both_timed(tmp_path):
                 yield job, report | {"bound": 1.0 if job.config.BLOCK_M == 64 else 0.5}
 
     rule, *alive = [config for config, _ in tuner(tmp_path, Promising()).static(TARGET)]
-    assert rule == RULE and 1 + len(alive) == TIMED
+    assert rule == RULE and 1 + len(alive) == MAX_TIMED
     near = [config for config in candidates(TARGET, "sm_90")[1:] if config.BLOCK_M == 128]
-    assert set(near[:9]) <= set(alive) and sum(config.BLOCK_M == 64 for config in alive) >= TIMED // 2 - 1
+    assert set(near[:9]) <= set(alive) and sum(config.BLOCK_M == 64 for config in alive) >= MAX_TIMED // 2 - 1
 
 
 def test_the_tally_counts_everything(tmp_path):
@@ -110,7 +111,7 @@ def test_the_tally_counts_everything(tmp_path):
     failed = sum(config.num_stages == 4 for config in configs)
     assert tallies[-1] == (
         len(configs),
-        len(configs) - min(TIMED, len(configs) - failed),
+        len(configs) - min(MAX_TIMED, len(configs) - failed),
         failed,
         "1.25x of the rule",
     )
@@ -124,7 +125,7 @@ GLUON = next(config for config in candidates(ROUTE, "sm_90") if config.ROUTE == 
 
 
 def by_route(**times):
-    """Of loops the best takes 0.8; of other routes, GLUON and all that is ``specialised`` what is given."""
+    """Times by route: the best loops take 0.8; GLUON and ``specialised`` configs the time of their route."""
 
     def cost_of(config):
         if getattr(config, "ROUTE", "loops") == "loops":
@@ -167,8 +168,8 @@ def test_without_loops_or_without_routes_there_is_nothing_to_compare(tmp_path):
 
 
 def test_a_kernel_that_never_ends_is_passed_over_by_the_next_run(tmp_path):
-    """Nothing but kill ends a process whose GPU is stuck, and nobody hears of it: what is under way is
-    written down before."""
+    """Only SIGKILL ends a process whose GPU is stuck, and it leaves no message: a check is written down
+    before it starts."""
 
     class Stuck(Formula):
         def wrong(self, target, config):
@@ -209,12 +210,12 @@ def test_after_an_interrupt_a_resumed_run_repeats_nothing_and_chooses_the_same(t
     second_bench, silent = Formula(cost), Compiler()
     assert tuner(tmp_path, silent, resume=True).run([TARGET], second_bench)[TARGET].config == BEST
     assert compiler.asked and silent.asked == [] and second_bench.checks == []
-    assert done == TIMED
+    assert done == MAX_TIMED
     if at == 200:  # the first halving was over: its choice was kept, and it is not timed again
         assert choices_by_target[TARGET].config == BEST
         plain = Formula(cost)
         tuner(tmp_path / "plain").run([TARGET], plain)
-        assert len(second_bench.samples) == len(plain.samples) - TIMED * (ROUNDS + 1)
+        assert len(second_bench.samples) == len(plain.samples) - MAX_TIMED * (ROUNDS + 1)
 
 
 def test_an_interrupt_while_compiling_is_resumed_too(tmp_path):
@@ -237,8 +238,8 @@ KILLED = {"compile": 7, "steps": 5, "check": 3, "time": 2, "times": 30}
 
 @pytest.mark.parametrize("stage", KILLED)
 def test_a_run_that_was_killed_goes_on_where_it_was_whatever_it_did(tmp_path, stage):
-    """kill -9 while it compiles, checks, measures, or writes down what it measured: what was found is not
-    looked for again, and the choice is that of a run that nobody disturbed."""
+    """After kill -9 during compilation, checks, measurements or writing, a resumed run repeats no finding and
+    makes the choice of an undisturbed run."""
     count = 0
 
     def die(at):
@@ -330,7 +331,7 @@ def test_a_torn_last_line_costs_that_line_alone(tmp_path):
     ids=["brackets", "torn", "list", "number", "nan", "wrong", "bytes", "no object"],
 )
 def test_a_line_that_says_nothing_costs_that_line_alone(tmp_path, line):
-    """As it stands, and in place of what is known of the first candidate."""
+    """A malformed line is appended, and put in place of a finding about the first candidate."""
     path = tmp_path / "journal.jsonl"
     search = tuner(tmp_path)
     search.run([TARGET], Formula(cost))
@@ -393,8 +394,8 @@ def test_each_target_gets_its_share_of_the_time(tmp_path):
 
 @pytest.mark.parametrize(("slow", "seconds"), [("compiler", 60.0), ("check", 20.0)])
 def test_a_stage_that_is_too_slow_leaves_time_to_compare_some_with_the_rule(tmp_path, slow, seconds):
-    """A second for each compilation or check, and time for half of them: what is most like the rule is
-    compiled, checked and timed, and the best of that is kept."""
+    """Each compilation or check takes a second, and there is time for half of them: the candidates most like
+    the rule are compiled, checked and timed, and the best of them is chosen."""
     clock = Ticks()
 
     class Slow(Compiler):
@@ -412,7 +413,7 @@ def test_a_stage_that_is_too_slow_leaves_time_to_compare_some_with_the_rule(tmp_
     bench = Device(cost)
     choice = search.run([TARGET], bench)[TARGET]
     assert choice.config == BEST and clock.time < seconds
-    assert 8 < len(set(bench.samples)) < TIMED
+    assert 8 < len(set(bench.samples)) < MAX_TIMED
 
 
 def test_what_is_no_use_to_a_step_of_a_schedule_is_dropped(tmp_path):
@@ -490,9 +491,9 @@ def test_the_case_that_is_farthest_below_its_goal_is_tuned(case, names):
         measured("of another version", 1.0, day=1, flex=0.1),
         measured("full-16k-fwd", 9.0, day=2, device="NVIDIA H100", run="another", flex=1.0),
     ]
-    why, chosen_targets = lost_most(points, "NVIDIA H200")
+    why, chosen_targets = select_worst_case(points, "NVIDIA H200")
     assert why == f"{case}, 0.85 of its goal" and [target.name for target in chosen_targets] == names
-    assert lost_most(points, None)[0] == "full-16k-fwd, 0.09 of its goal"
+    assert select_worst_case(points, None)[0] == "full-16k-fwd, 0.09 of its goal"
 
 
 def test_runs_of_the_same_code_count_together():
@@ -507,7 +508,7 @@ def test_runs_of_the_same_code_count_together():
         of("new", measured("causal-16k-fwd", 1.0, day=1, run="c", flex=1.1)),
         of("new", measured("full-16k-fwd", 1.0, day=2, run="d")),
     ]
-    assert lost_most(points, None)[0] == "full-16k-fwd, 0.50 of its goal"
+    assert select_worst_case(points, None)[0] == "full-16k-fwd, 0.50 of its goal"
 
 
 def test_where_no_case_has_a_goal_the_one_farthest_behind_is_tuned():
@@ -515,13 +516,13 @@ def test_where_no_case_has_a_goal_the_one_farthest_behind_is_tuned():
         replace(measured(f"{mask}-16k-fwd", 1.0, flex=ms), goal={})
         for mask, ms in (("full", 2), ("causal", 3))
     ]
-    why, (target, _) = lost_most(points, None)
+    why, (target, _) = select_worst_case(points, None)
     assert why == "full-16k-fwd, 2.00 of what the best of the others does" and target.mask == "full"
 
 
 def test_where_nothing_was_compared_a_usual_call_is_tuned():
     for points in ([], [measured("causal-16k-fwd", None, flex=1.0)], [measured("causal-16k-fwd", 1.0)]):
-        why, chosen_targets = lost_most(points, "NVIDIA H200")
+        why, chosen_targets = select_worst_case(points, "NVIDIA H200")
         assert "Llama-3 8B" in why and [target.kernel for target in chosen_targets] == ["forward"]
 
 

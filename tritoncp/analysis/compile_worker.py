@@ -1,7 +1,7 @@
-"""Compiles what the engine launches for GPUs that are not here, in processes where nothing is interpreted.
+"""Offline compilation: compiles the engine's launches for absent GPUs, in processes that interpret no kernel.
 
-Triton itself turns a launch's arguments into a signature (`JITFunction.warmup`), told by a stand-in for its
-driver which GPU to compile for: what is compiled is what would be launched.
+Triton itself turns a launch's arguments into a signature (`JITFunction.warmup`), with a stub for its driver
+that names the GPU to compile for: the compiled kernel is the one that a launch would use.
 
 ``python -m tritoncp.analysis.compile_worker`` is such a process: it reads a job a line and answers in a line,
 both JSON.
@@ -44,14 +44,14 @@ from tritoncp.planning.plan import build
 def compile_all(
     jobs: Iterable[Job], processes: int | None = None, timeout: float = 300.0, question: str = "report"
 ) -> Generator[tuple[Job, dict[str, Any]]]:
-    """Each job and its report, in the order in which they are done.
+    """Compile jobs in processes. Yields each job and its report, in the order of completion.
 
-    processes: how many compile at a time; one for each core unless given
+    processes: how many compile at a time; default: one for each core
     timeout:   seconds for one job
-    question:  "report", or "digest" for no more than that, which compiles nothing
+    question:  "report", or "digest" for the digest alone, which compiles no kernel
 
-    A report is what :func:`report` says, or ``{"failed": why}``: a compiler that raises, dies or takes too
-    long costs the others nothing.  The processes end with the iteration.
+    A report is the result of :func:`report`, or ``{"failed": why}``: a compiler that raises, dies or takes
+    too long does not affect other jobs.  The processes end with the iteration.
     """
     compilers = Compilers(processes, timeout)
     try:
@@ -61,7 +61,7 @@ def compile_all(
 
 
 class Compilers:
-    """Processes that compile, kept from one list of jobs to the next: to begin takes them seconds."""
+    """Compiler processes, reused from one list of jobs to the next, since they take seconds to start."""
 
     def __init__(self, processes: int | None = None, timeout: float = 300.0) -> None:
         self._most, self._timeout = processes or os.cpu_count() or 1, timeout
@@ -70,7 +70,7 @@ class Compilers:
     def compiled(
         self, jobs: Iterable[Job], question: str = "report"
     ) -> Generator[tuple[Job, dict[str, Any]]]:
-        """As :func:`compile_all`. Whoever stops listening ends the jobs that are being worked on."""
+        """Compile jobs as :func:`compile_all` does. Closing the generator ends the jobs in work."""
         todo = list(jobs)
         if not todo:
             return
@@ -107,14 +107,14 @@ class Compilers:
 
 
 class Worker:
-    """A process that compiles; a new one takes over where it dies or has to be killed."""
+    """A process that compiles; replaced by a new one where it dies or has to be killed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._ended = False
 
     def ask(self, question: str, job: Job, timeout: float) -> dict[str, Any]:
-        process = self._process = self._process or self._started()
+        process = self._process = self._process or self._start_process()
         late = threading.Event()
 
         def kill() -> None:
@@ -144,7 +144,7 @@ class Worker:
         if self._process is not None:
             self._kill(self._process)
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start_process(self) -> subprocess.Popen[str]:
         if self._ended:
             raise RuntimeError("nothing is compiled any more")
         env = tile_tables.environment(without="TRITON_INTERPRET")
@@ -165,7 +165,8 @@ class Worker:
 
 
 def _log() -> Any:
-    """Compilers talk a lot on stderr when they fail; what counts is in the report."""
+    """The stderr of compiler processes: discarded unless TRITONCP_OFFLINE_LOG=1, as the report has the
+    error."""
     return None if os.environ.get("TRITONCP_OFFLINE_LOG") == "1" else subprocess.DEVNULL
 
 
@@ -173,7 +174,7 @@ def _log() -> Any:
 
 
 def launch_of(job: Job) -> Any:
-    """The engine's launch of one step, on memory that nobody looks at."""
+    """The engine's launch of one job, on uninitialised memory."""
     from tritoncp.analysis.launches import Problem, mods_of
     from tritoncp.kernels.engine import TritonEngine, route_of
     from tritoncp.kernels.launch import Launch, Launches, State
@@ -214,8 +215,8 @@ def launch_of(job: Job) -> Any:
     return engine.dkdv(*step_inputs, dk=dk, dv=dv, dq=into, add=variant.load)
 
 
-class Stand(NamedTuple):
-    """As much of Triton's driver as compiling asks for."""
+class DriverStub(NamedTuple):
+    """The part of Triton's driver that compiling needs."""
 
     target: Any
 
@@ -237,7 +238,7 @@ TARGETS = (
 
 
 def check_target(arch: str) -> None:
-    """Raises ValueError for an architecture that nothing is compiled for."""
+    """Check that kernels are compiled for an architecture. Raises ValueError."""
     if arch not in TARGETS:
         raise ValueError(f"architecture {arch!r} is not among those that are known: {', '.join(TARGETS)}")
 
@@ -251,21 +252,21 @@ def target_of(arch: str) -> Any:
 
 
 def compiled(launch: Any, arch: str) -> Any:
-    """Triton's kernel object: text of every stage, and metadata."""
+    """Compile a launch to Triton's kernel object: text of every stage, and metadata."""
     from triton.runtime.driver import driver
 
-    driver.set_active(Stand(target_of(arch)))
+    driver.set_active(DriverStub(target_of(arch)))
     return launch.kernel.warmup(grid=launch.grid, **launch.args, **launch.config.compiler())
 
 
 def report(job: Job) -> dict[str, Any]:
-    """What there is to say about one compiled kernel, as JSON holds it.
+    """Report the figures of one compiled kernel, as JSON values.
 
-    digest of what it was made from; registers of a thread; spill_bytes of a thread (the kernels have no
-    arrays, so all thread-local memory is spilled registers); warps, which are more than the config's where
-    they are specialised; shared_bytes of a program; tensor_columns: of sm_100's tensor memory that it takes;
-    mma: matrix instructions by name; tma: bulk tensor copies, async_copies: others that need no registers;
-    then what :func:`inner_loop` finds
+    digest: of its sources; registers of a thread; spill_bytes of a thread (the kernels have no arrays, so all
+        thread-local memory is spilled registers); warps, more than the config's where warps are specialised;
+        shared_bytes of a program; tensor_columns: of sm_100's tensor memory; mma: matrix instructions by
+        name; tma: bulk tensor copies; async_copies: other copies that need no registers; then the result of
+        :func:`inner_loop`
     """
     launch = launch_of(job)
     if job.config and job.config.USE_TMA > launch.config.USE_TMA:
@@ -296,28 +297,27 @@ def report(job: Job) -> dict[str, Any]:
 
 
 def digest(launch: Any) -> str:
-    """Of all that a report depends on: Triton, tiles, arguments without what lies in memory, the source of
-    the kernel and of what it calls, and of what reads its machine code. Comments, docstrings and line
-    numbers count for nothing.
-    """
+    """Hash the inputs of a report: Triton, tiles, arguments without the contents of memory, the source of the
+    kernel and of the functions it calls, and of the module that reads its machine code. Comments, docstrings
+    and line numbers are left out."""
     import triton
 
     sources = {"": _source(disassembly)[0]}
-    named = {name: _described(value, sources) for name, value in sorted(launch.args.items())}
-    kernel = _described(launch.kernel, sources)
+    named = {name: _describe_value(value, sources) for name, value in sorted(launch.args.items())}
+    kernel = _describe_value(launch.kernel, sources)
     parts = triton.__version__, asdict(launch.config), kernel, named, sorted(sources.items())
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _described(value: Any, sources: dict[str, str]) -> Any:
-    """A kernel's argument, or a global of its module, as far as code depends on it: jit functions by name,
-    with their source, and that of what they use, in ``sources``."""
+def _describe_value(value: Any, sources: dict[str, str]) -> Any:
+    """Describe a kernel's argument, or a global of its module, as far as code depends on it: jit functions by
+    name, with their source and that of the functions they use in ``sources``."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype)
     if hasattr(value, "block_shape"):  # a tensor descriptor
         return str(value.base.dtype), value.block_shape
     if isinstance(value, tuple):
-        return [_described(one, sources) for one in value]
+        return [_describe_value(one, sources) for one in value]
     if (function := getattr(value, "fn", None)) is None:
         return getattr(value, "__qualname__", str(value))  # the text of a plain function holds its address
     name = f"{function.__module__}.{function.__qualname__}"
@@ -326,15 +326,16 @@ def _described(value: Any, sources: dict[str, str]) -> Any:
         globals_used = (
             (other, function.__globals__[other]) for other in used if other in function.__globals__
         )
-        uses = [(other, _described(it, sources)) for other, it in globals_used if not inspect.ismodule(it)]
+        uses = [
+            (other, _describe_value(it, sources)) for other, it in globals_used if not inspect.ismodule(it)
+        ]
         sources[name] += repr(uses)
     return name
 
 
 @functools.cache
 def _source(what: Any) -> tuple[str, list[str]]:
-    """A function's or module's syntax, without comments, docstrings and where things stand, and the names
-    in it."""
+    """The syntax of a function or module, without comments, docstrings and positions, and the names in it."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(what)))
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
@@ -482,7 +483,7 @@ QUESTIONS: dict[str, Callable[[Job], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Answer jobs until nobody asks any more."""
+    """Answer jobs until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
     name_functions()

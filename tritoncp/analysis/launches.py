@@ -1,5 +1,5 @@
-"""One attention call on one device, and launches of its single kernels: the same ones wherever they are
-compiled, checked and timed, so that a kernel that was compiled offline is found in Triton's cache."""
+"""One attention call on one device, and launches of its single kernels. Compilation, checks and timing use
+the same launches, so that Triton's cache has the kernels that were compiled offline."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from tritoncp.tuning.targets import kernel_of
 
 
 class Problem:
-    """Tensors of a call as the schedule of one rank has them.
+    """The tensors of a call, laid out as in the schedule of one rank.
 
-    job:   says shapes, mask and score_mod
-    given: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; memory that nobody looks
-           at unless given
+    job:     shapes, mask and score_mod
+    tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
+        memory
     """
 
     def __init__(self, job: Job, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
@@ -68,8 +68,8 @@ class Problem:
     def launch(
         self, kernel: str, config: Config | None, arch: str | None = None
     ) -> Launch | Launches | Callable[[], None]:
-        """A kernel with these tiles; those of the rule for None. ``arch``: of another GPU than the device.
-        Raises ValueError where something stands in a route's way."""
+        """Prepare a kernel with these tiles; with those of the rule for None. ``arch``: of a GPU other than
+        the device. Raises ValueError where a route has an obstacle."""
         kernel, config = kernel_of(kernel, config)
         engine = self._engine(kernel, config, arch)
         q, k, v, tables = self.q, self.k, self.v, self._tables
@@ -112,8 +112,8 @@ class Problem:
 
 
 def mods_of(score: str, q: Tensor, mask: Mod | None = None) -> Mods:
-    """A named score_mod as kernels take it, for these queries, and a mask_mod. What the former captures may
-    want gradients: they go nowhere."""
+    """Prepare a named score_mod for kernels, for these queries, and a mask_mod. Gradients of the score_mod's
+    captures go to buffers that are discarded."""
     mod = call_mods.score_of(score_of(score, q.shape[1], q.device), q) if score else None
     learned = [mod.tensors[i] for i in mod.wants] if mod else []
     grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in learned]

@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is said at the end; `--json` prints it as it is."""
+    """The results of the demo; `--json` prints them unchanged."""
 
     world_size: int
     device: str
@@ -43,7 +43,7 @@ class Report:
 
 
 def plans_of(config: Config, world_size: int) -> list[Any]:
-    """Every step's plan as rank 0 has it, made here without a process group."""
+    """Every step's plan as rank 0 has it, made without a process group."""
     texts = windows(config.seq_len, config.steps)
     return [plan_of(window(text).lengths, world_size=world_size, rank=0) for text in texts.unbind()]
 
@@ -55,7 +55,7 @@ def bytes_of(plan: Any, config: Config) -> int:
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest; infinite if a loss is missing or not a number.
+    """The largest difference; infinite if a loss is missing or not a number.
 
     >>> difference([2.0, 1.0], [2.0, 1.5]), difference([1.0], []), difference([float("nan")], [1.0])
     (0.5, inf, inf)

@@ -1,4 +1,4 @@
-"""Single kernels on the GPU of this process: whether they are right, and how long they take."""
+"""Single kernels on the GPU of this process: checks of their results, and their times."""
 
 from __future__ import annotations
 
@@ -24,41 +24,42 @@ class DeviceBench:
         name_functions()  # as those who compiled did
         self._device = device
         self._clock: Clock = DeviceClock(device) if device.type == "cuda" else WallClock()
-        self._problem: tuple[Target, Checked] | None = None
-        self._lost = ""
+        self._problem: tuple[Target, ReferenceProblem] | None = None
+        self._device_error = ""
 
-    def _of(self, target: Target) -> Checked:
+    def _problem_for(self, target: Target) -> ReferenceProblem:
         shape = replace(target, kernel="few" if target.queries else "")
         if self._problem is None or self._problem[0] != shape:
             self._problem = None  # what the last shape held is not needed any more
-            self._problem = shape, Checked(target, self._device)
+            self._problem = shape, ReferenceProblem(target, self._device)
         return self._problem[1]
 
     def wrong(self, target: Target, config: Config) -> str | None:
-        self._ask()
+        self._check_device()
         try:
-            return self._of(target).wrong(target.kernel, config)
+            return self._problem_for(target).wrong(target.kernel, config)
         except Exception as error:  # whatever a compiler or a launch throws: the others go on
             why = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            self._lost = why if isinstance(error, torch.AcceleratorError) else ""
+            self._device_error = why if isinstance(error, torch.AcceleratorError) else ""
             return why
 
-    def _ask(self) -> None:
-        """After an error on the device nothing runs there in this process: the others are not wrong."""
-        if self._lost:
+    def _check_device(self) -> None:
+        """Raise after an error on the device: it runs no more kernels in this process, so later failures say
+        nothing about the candidates."""
+        if self._device_error:
             raise RuntimeError(
-                f"the GPU runs nothing in this process any more, since one candidate failed ({self._lost}); "
-                "what is known is kept and that candidate is marked: go on with --resume"
+                f"the GPU runs no kernels in this process since one candidate failed ({self._device_error}); "
+                "all findings are written down, and that candidate is marked: go on with --resume"
             )
 
     def milliseconds(self, target: Target, config: Config) -> float:
-        self._ask()
-        launch = self._of(target).problem.launch(target.kernel, config)
+        self._check_device()
+        launch = self._problem_for(target).problem.launch(target.kernel, config)
         return self._clock.sample(lambda: launch()).device
 
 
-class Checked:
-    """A problem on random tensors, and the right answer in float32."""
+class ReferenceProblem:
+    """A problem on random tensors, and its reference results in float32."""
 
     def __init__(self, target: Target, device: torch.device) -> None:
         case = Case(
@@ -96,8 +97,8 @@ class Checked:
         return None
 
     def _errors(self, name: str, tensor: Tensor) -> tuple[check.Errors, torch.dtype]:
-        """And how exact it should be: lse, by which gradients are computed, is compared with that of loops,
-        which is put back in its place."""
+        """Errors of a result and the dtype that sets its tolerance. lse, which the gradients are computed
+        from, is compared with the lse of the loops and then replaced by it."""
         if name != "lse":
             return check.errors(tensor, getattr(self.expected, name.split()[0])), self._dtype
         errors = check.errors(tensor, self._lse)

@@ -1,10 +1,11 @@
-"""What a run found, so that a later one need not find it again, and anyone can see what a choice rests on.
+"""The journal of a tuning run: its findings, so that a resumed run need not repeat them and a choice can be
+traced to its measurements.
 
-A line each, in JSON, appended as it is found; "stage" says what it is:
+A line each, in JSON, appended at once; "stage" names its kind:
 
     begin                         about: device, arch, triton and code; time (seconds since 1970)
-    target                        target: its name; entry: what calls look up; rule: the config of the rule
-    compile, steps, check, time   target, config, turn (of time: how many rounds) and what was found
+    target                        target: its name; entry: the key of calls; rule: the config of the rule
+    compile, steps, check, time   target, config, turn (of time: number of rounds) and found, the finding
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from tritoncp.core.checked_json import parse_json, read_bounded
 from tritoncp.kernels.configs import Config
 from tritoncp.tuning.targets import Target
 
-MOST_BYTES = 1 << 30  # of a journal: three million findings
+MAX_BYTES = 1 << 30  # of a journal: three million findings
 
 
 class Journal:
-    """With ``resume`` the findings of the last run under the same conditions (``about``) count as found;
-    otherwise a run begins anew, below the old lines.
+    """An append-only file of findings. With ``resume`` the findings of the last run under the same
+    ``conditions`` are valid; otherwise a run begins anew, below the old lines.
 
-    Raises RuntimeError while another process writes to the file, OSError and ValueError for what is no file
-    to write to.
+    Raises RuntimeError while another process writes to the file, OSError and ValueError for a path that is no
+    file to write to.
     """
 
     def __init__(self, path: Path, conditions: dict[str, Any], resume: bool) -> None:
@@ -45,7 +46,7 @@ class Journal:
                 f"another tritoncp autotune writes to {path}; wait for it, or name another folder with --out"
             ) from error
         try:
-            text = read_bounded(path, MOST_BYTES)
+            text = read_bounded(path, MAX_BYTES)
         except (OSError, ValueError):
             self._file.close()
             raise
@@ -63,7 +64,7 @@ class Journal:
             self._append({"stage": "begin", "about": conditions, "time": time.time()})
 
     def begin(self, target: Target, rule: Config) -> None:
-        """Say what is looked for from here on."""
+        """Write down the target of the findings that follow."""
         line = {"stage": "target", "target": target.name, "entry": target.entry, "rule": asdict(rule)}
         if _key(line) not in self._findings:
             self._findings[_key(line)] = line
@@ -86,7 +87,7 @@ class Journal:
 
 
 def _entry(line: bytes) -> dict[str, Any]:
-    """A line; nothing for what was being written when a run was cut off, or is not ours."""
+    """Parse a line; empty for a line that was cut off or is none of a journal."""
     try:
         entry = parse_json(line)
     except ValueError:
@@ -98,7 +99,7 @@ def _entry(line: bytes) -> dict[str, Any]:
 
 
 def _is_finding(entry: dict[str, Any]) -> bool:
-    """Whether a line says what its stage has to say."""
+    """Whether a line has the fields of its stage."""
     stage, finding = entry.get("stage"), entry.get("found")
     if not isinstance(entry.get("config", {}), dict):
         return False

@@ -1,9 +1,10 @@
-"""The stages: compile and drop what cannot be fast, check the answer, then time the rest by halves.
+"""The search for tiles: compile and drop slow candidates by their bounds, check the results, then time the
+rest by successive halving.
 
-Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): everyone in turn within a round, twice the
-rounds for the better half, the rule's own config always among them. What does not beat it by 2 % is not kept.
-A stage may take half of the time that is left, the candidates most like the rule first: however short time
-is, some of them are compared with it.  Routes are compared with what was found for loops.
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): all candidates in turn within a round, twice
+the rounds for the better half, the rule's own config always among them. A winner must beat the rule by 2 %. A
+stage may take half of the time that is left, the candidates most like the rule first, so that even a short
+run compares some of them with the rule.  Routes are compared with the best tiles of loops.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from tritoncp.tuning.targets import Routed, Target, candidates
 
 # Of the rule's own bound: below it nothing is timed.  Not of the best one: bounds leave out latency, and one
 # that small tiles cannot come near is no reason to leave out large ones.
-BEHIND = 0.75
-TIMED = 24  # candidates at most: in turn the most like the rule, and the best bound
+MIN_RELATIVE_BOUND = 0.75
+MAX_TIMED = 24  # candidates at most: in turn the most like the rule, and the best bound
 ROUNDS = 4  # of the first halving
 REPORTED = ("registers", "spill_bytes", "shared_bytes", "tma", "flops", "bound", "limit", "failed")
 
@@ -35,15 +36,15 @@ class Bench(Protocol):
     """Measurements that need the device."""
 
     def wrong(self, target: Target, config: Config) -> str | None:
-        """Why the answer is not to be trusted, if it is not."""
+        """The reason why the results are not right, or None."""
 
     def milliseconds(self, target: Target, config: Config) -> float:
-        """One execution."""
+        """Time one execution."""
 
 
 @dataclass
 class Tally:
-    """How far a run is, for whoever shows it."""
+    """The progress of a run, for the display."""
 
     target: str = ""
     tried: int = 0
@@ -77,11 +78,11 @@ Compile = Callable[[list[Job]], Generator[tuple[Job, dict[str, Any]]]]
 
 @dataclass
 class Tuner:
-    """One run.
+    """One tuning run.
 
     compiled: reports of jobs, as :func:`tritoncp.analysis.compile_worker.compile_all`
-    now:      a clock in seconds; nothing is started after ``deadline``
-    keep:     is told of each target's choice the moment it is made
+    now:      a clock in seconds; no work is started after ``deadline``
+    keep:     called with each target's choice as soon as it is made
     """
 
     arch: str
@@ -99,8 +100,8 @@ class Tuner:
         return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
 
     def static(self, target: Target, until: float | None = None) -> list[tuple[Config, dict[str, Any]]]:
-        """Candidates that compile, fit and may be fast, also as steps of a schedule, with their reports; the
-        rule's own first."""
+        """Select the candidates that compile, fit and may be fast, also as steps of a schedule, with their
+        reports; the rule's own first."""
         self.tally.target = target.name
         until = self.deadline if until is None else until
         rule, *_ = listed = self.candidates(target)
@@ -117,7 +118,7 @@ class Tuner:
             if config != rule and config in reports and not self._why(reports[config], own)
         ]
         best = sorted(rivals, key=lambda config: -(reports[config].get("bound") or 0.0))
-        rivals = list(dict.fromkeys(itertools.chain(*zip(rivals, best))))[: TIMED - 1]
+        rivals = list(dict.fromkeys(itertools.chain(*zip(rivals, best))))[: MAX_TIMED - 1]
         steps = dict(self._compiled("steps", target, rivals, until))
         alive = [config for config in rivals if config in steps and not self._why(steps[config], 0.0)]
         if rule in reports and "failed" not in reports[rule]:
@@ -132,8 +133,8 @@ class Tuner:
     def _compiled(
         self, stage: str, target: Target, configs: Sequence[Config], until: float, least: Config | None = None
     ) -> Generator[tuple[Config, dict[str, Any]]]:
-        """What is known of these configs, then what is found out before time is up, and ``least`` anyway: the
-        others are nothing without it."""
+        """Yield the journal's findings about these configs, then compile the rest until time is up; ``least``
+        is compiled in any case, since without it the others cannot be compared."""
         jobs = {}
         for config in configs:
             finding = self.journal.finding(stage, target, config)
@@ -152,7 +153,7 @@ class Tuner:
                     break
 
     def _why(self, report: dict[str, Any], own: float) -> str:
-        """Why a candidate is not worth a measurement; "" if it is."""
+        """The reason why a candidate is not worth a measurement; "" if it is."""
         if "failed" in report:
             return report["failed"]
         limit = MACHINES[family(self.arch)].block
@@ -162,12 +163,14 @@ class Tuner:
             return f"spills {report['spill_bytes']} bytes"
         bound = report.get("bound")
         return (
-            f"bound {bound:.0%}, the rule's {own:.0%}" if bound is not None and bound < BEHIND * own else ""
+            f"bound {bound:.0%}, the rule's {own:.0%}"
+            if bound is not None and bound < MIN_RELATIVE_BOUND * own
+            else ""
         )
 
     def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
-        """The fastest right candidate, if it beats the rule; else the rule. None without a measurement of
-        both.  An interrupt is passed on after what is known so far was kept."""
+        """Choose the fastest right candidate, if it beats the rule; else the rule. None without a measurement
+        of both.  An interrupt is passed on after the best choice so far was written down."""
         rule, *rivals = self.candidates(target)
         if target.kernel == "route" and not (rivals and replace(target, kernel="forward") in self.chosen):
             return None  # nothing to compare, or nothing to compare it with
@@ -197,7 +200,7 @@ class Tuner:
         return best
 
     def _right(self, target: Target, config: Config, bench: Bench, until: float) -> bool:
-        """Whether its answer is right, as far as there is time to ask."""
+        """Whether a candidate's results are right; False if time is up before the check."""
         finding = self.journal.finding("check", target, config)
         if finding is None:
             if self.now() > until:
@@ -212,7 +215,7 @@ class Tuner:
     def _times(
         self, target: Target, alive: Sequence[Config], bench: Bench, rounds: int, until: float
     ) -> dict[Config, float] | None:
-        """Medians of so many rounds, in each of which everyone runs once, beginning with the next one; None
+        """Medians over ``rounds`` rounds. A round runs each candidate once, beginning with the next one; None
         if time is up before."""
         missing = [c for c in alive if self.journal.finding("time", target, c, rounds) is None]
         if missing:  # a round that was cut off says nothing: the whole of it again
@@ -237,7 +240,7 @@ class Tuner:
         return Choice(winner, times[winner], times[rule])
 
     def run(self, requested: Sequence[Target], bench: Bench) -> dict[Target, Choice]:
-        """Every target in turn; each may use its share of the time that is left."""
+        """Tune every target in turn; each may use its share of the time that is left."""
         for i, target in enumerate(requested):
             left = self.deadline - self.now()
             if left <= 0:
