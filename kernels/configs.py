@@ -114,14 +114,14 @@ LEAN = {"HOIST": False}
 COPY = {"USE_TMA": True}
 TMA = COPY | LEAN  # there are no addresses to hoist
 FLIP = {"FLIP": True}
-TWO = {"maxnreg": 128}  # what two programs of eight warps have
+TWO = {"maxnreg": 128}  # registers a thread, for two programs of eight warps
 ONE = {"maxnreg": 256}  # where the compiler would sooner spill than take more than 128, or 168
 
 FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larger tile empty
 # Family -> pass -> largest head dim -> tiles of 16-bit inputs: those with the highest bound that keep
 # everything in registers and shared memory and waste no product, with window, interval and full masks, with
 # and without state.  sm_86 stands for all with 99 KiB of shared memory, gfx942 for all AMD: 64 KiB.
-# "pointers": where strides leave nothing to descriptors; there addresses take registers.
+# "pointers": where strides rule out descriptors; addresses take registers.
 # Small tiles where two programs then share a multiprocessor: one multiplies while the other waits for its
 # softmax.  What four warps do on sm_90 is what torch's flex_attention launches there for the same head dims.
 # "heavy": where a score_mod loads something for each score, for dQ one that adds to its gradient as well, and
@@ -242,11 +242,11 @@ _ALLOWED: dict[str, Any] = {
     "num_stages": range(1, 9),
     "maxnreg": (None, *range(32, 257, 8)),
 }
-_SWITCH = (False, True)  # what any other field of Config may be
+_SWITCH = (False, True)  # values of all other fields of Config
 # Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here)
 OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first unless told otherwise
+ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first is the default
 # torch's names that say how its own kernels should go about it: known, and without effect here. As is
 # "deterministic", which chooses the score_mod's gradient before there is a launch.
 HINTS = (
@@ -483,7 +483,7 @@ def _chosen(
     if (measured.get("USE_TMA") and not tma) or (measured.get("FLIP") and not transposes):
         measured = {}
     settings = measured | settings
-    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # what goes with the rule's tiles alone
+    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # these fit only the rule's tiles
         settings = {"FLIP": False, "maxnreg": None} | settings
     config = replace(default(kind, arch, head_dim, dtype, tma, score), **settings)
     return replace(

@@ -161,7 +161,7 @@ def test_writing_rows_leaves_the_others_alone(tmp_path) -> None:
 
 
 def test_the_command_compares_and_says_what_is_worse(monkeypatch, tmp_path) -> None:
-    """One kernel, compiled; the table then claims that it once was better."""
+    """Compile one kernel; the table has better figures for it."""
     words = ["inspect", "--arch", "gfx942", "--kernel", "dkdv", "--head-dim", "64", "--mask", "full"]
     done = CliRunner().invoke(main, [*words, "--json", "--check"])
     (row,) = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Collectives: one meaning, two drivers."""
+"""Collectives: process groups and the simulated world give the same results."""
 
 from collections.abc import Callable
 from typing import Any

@@ -27,7 +27,7 @@ MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, N
 
 
 def per_head(heads: int) -> Mask:
-    """Block lists and bits of their own for every head."""
+    """A mask with block lists and a bitmap for every head."""
     bits = torch.rand(1, heads, 24, 24, generator=torch.Generator().manual_seed(0)) < 0.3
     return create_block_mask(lambda b, h, q, kv: bits[b, h, q, kv], 1, heads, 24, 24, BLOCK_SIZE=8)
 
@@ -70,7 +70,7 @@ def test_few_bytes_are_gathered_at_once(small: int, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5])
 def test_heads_may_be_cut_anywhere(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per-head ALiBi with a learned slope, and a mask of its own for each head: h is the call's."""
+    """Per-head ALiBi with a learned slope, and a mask for each head: h is the head index of the call."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     monkeypatch.setattr(traffic, "HEAD_GROUPS", pieces)
     x = qkv(24, heads=10, kv_heads=5, dim=4, dtype=F64)
@@ -101,7 +101,7 @@ def test_per_head_masks_and_slopes_under_a_head_split_on_the_kernels() -> None:
 
 
 class Told(EagerEngine):
-    """An engine that says when it computes."""
+    """An engine that records its steps."""
 
     def __init__(self, said: list[Any]) -> None:
         super().__init__(0.5)
@@ -264,7 +264,7 @@ def test_results_lie_in_memory_as_what_they_are_made_from(
 @pytest.mark.filterwarnings("ignore:.*heads do not go round")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_in_inference_mode_share_no_memory(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There views do not say that they are views."""
+    """In inference mode views are not marked as views."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     world = tritoncp.simulate(2)
     plan = world.make_plan(MASK, schedule=schedule)
@@ -311,7 +311,7 @@ def test_one_row_a_rank_and_odd_channels(
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, schedule: str) -> None:
-    """No copy, and nothing whose size grows with the global sequence."""
+    """Autograd saves no copy, and no tensor whose size grows with the global sequence."""
     world = tritoncp.simulate(world_size)
     plan = world.make_plan(MASK, schedule=schedule)
     slope = torch.rand(2, requires_grad=True)

@@ -58,7 +58,8 @@ def trades(draw: Any) -> tuple[tuple[int, int], list[int], list[int], tuple[int,
 
 @given(trades())
 def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
-    """There a rank has its heads of all tokens; back, the heads of its own, times how many ranks had them."""
+    """After the exchange a rank has its heads of all tokens; back, all heads of its own tokens, multiplied by
+    the number of ranks that had them."""
     (heads, kv_heads), q_rows, kv_rows, (d, e), batch = drawn
     degree, parts = len(q_rows), traffic.trade(heads, kv_heads, len(q_rows))
     q, kv = (Side(part, max(rows)) for part, rows in zip(parts, (q_rows, kv_rows)))
@@ -91,7 +92,7 @@ def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
 @pytest.mark.parametrize("world", [3, 4, 6])
 @pytest.mark.parametrize("heads", [(6, 2), (5, 1), (4, 4), (9, 3)])
 def test_heads_need_not_divide(heads: tuple[int, int], world: int, schedule: str, monkeypatch: Any) -> None:
-    """A mask and a score of its own for every head, so that a head in the wrong place shows."""
+    """Every head has its own mask and score, so that a head in the wrong place shows."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     qkv, mask = tensors(heads, torch.float64, dim=8, v_dim=12), MASKS["random"](heads[0])
     score = SCORES["relative"](heads[0], torch.float64)

@@ -143,7 +143,7 @@ def test_kernel_options_change_speed_only():
 
 @pytest.mark.parametrize("score", ["none", "softcap"])
 def test_a_nan_is_in_every_answer_that_saw_it(score):
-    """A maximum drops it, on a GPU alone."""
+    """On a GPU, unlike the CPU, a maximum drops NaN."""
     x, key = qkv(heads=4, kv_heads=2), N // 2
     with torch.no_grad():
         x.q[0, 0, 5] = torch.nan

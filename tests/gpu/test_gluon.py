@@ -43,7 +43,7 @@ ENDS = {"causal": causal(), "window": sliding_window(2 * BLOCK + 30, 7), "docume
 
 
 def attempt() -> None:
-    """Some steps of every kind, which end or do not."""
+    """Run steps of every kind, which may hang."""
     for dim in (64, 128):
         for name in ("full", "causal", "window", "documents"):
             forward(qkv(dim=dim, heads=4, kv_heads=2), MASKS[name](), **ROUTE)
@@ -73,7 +73,7 @@ def it_ends() -> None:
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Going by loops is an error where the device has the route, and so is not to ask for it."""
+    """Turn a fallback to loops into an error where the device has the route; elsewhere request no route."""
     if not HERE:
         yield
         return
@@ -124,7 +124,7 @@ def test_tiles(tile, stages):
 
 
 def test_rows_that_see_nothing():
-    """Zeros and -inf, and nothing waits for tiles that do not come."""
+    """Results are zeros and -inf, and no barrier waits for absent tiles."""
     n = 4 * BLOCK
     gap = block_mask(lambda b, h, q, kv: (q >= kv) & ((q < 40) | (q >= 3 * BLOCK)), n)
     got = check(qkv(n=n, dim=64), gap)

@@ -24,13 +24,13 @@ REPEATS = 25 if ON_GPU else 2
 
 @pytest.fixture(autouse=True)
 def by_the_rule(monkeypatch):
-    """Bits are compared with those of engines that know of no measured tiles."""
+    """Ignore measured tiles, since bits are compared with those of engines without them."""
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
 
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Anything that makes the host wait for the device raises."""
+    """Raise where the host waits for the device."""
     if ON_GPU:
         torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""Side by side with PyTorch: its flex attention, its compiler, its autograd."""
+"""Comparison with PyTorch: its flex attention, its compiler, its autograd."""
 
 import pytest
 import torch

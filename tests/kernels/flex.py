@@ -31,7 +31,7 @@ WRITTEN = {"post_mod_scores": "{score}", "grad_scores": "{grad_score_mod}", "mas
 
 
 def default_tiles(kernel: str, arch: str, dim: int) -> list[tuple[dict[str, int], int, int]]:
-    """(constants, warps, stages) that torch takes unless told otherwise."""
+    """The (constants, warps, stages) that torch takes by default."""
     from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic, ROCmConfigHeuristic
 
     if arch.startswith("gfx"):
@@ -51,7 +51,8 @@ def default_tiles(kernel: str, arch: str, dim: int) -> list[tuple[dict[str, int]
 
 
 def source(kernel: str, dim: int, tiles: dict[str, int], tma: bool) -> str:
-    """Python of one kernel, ``flex``: "forward", "backward", or "dq" or "dkdv" for half of that."""
+    """Make the Python source of one kernel, ``flex``: "forward", "backward", or "dq" or "dkdv" for half of
+    that."""
     names = TENSORS["forward" if kernel == "forward" else "backward"].split()
     shapes = {"Q": (1, HEADS, S, dim), "K": (1, KV_HEADS, S, dim), "KV_NUM_BLKS": (1, 1, S // 128)}
     shapes |= {"DO": shapes["Q"], "DQ": shapes["Q"], "V": shapes["K"], "DV": shapes["K"]}
@@ -109,7 +110,7 @@ def _indent(text: str, first: bool) -> str:
 
 
 def compiled(kernel: str, arch: str, dim: int, tma: bool) -> Any:
-    """Triton's kernel object."""
+    """Compile to Triton's kernel object."""
     from triton.runtime.driver import driver
 
     from tritoncp.analysis.compile_worker import DriverStub, target_of

@@ -28,11 +28,11 @@ class Deadlock(Exception):
 
 
 class Stopped(BaseException):
-    """Another partition has failed."""
+    """Raised in partitions after another one has failed."""
 
 
 class Issue(NamedTuple):
-    """A product is issued: by which group of which program, and how many are then not waited for."""
+    """The issue of a product: its program and group, and the number of products not waited for then."""
 
     program: tuple[int, ...]
     group: int
@@ -40,7 +40,7 @@ class Issue(NamedTuple):
 
 
 def run(launch: Launch, seed: int = 0) -> list[Issue]:
-    """All programs of a launch, one after the other; another seed, another interleaving."""
+    """Run all programs of a launch, one after the other; each seed gives another interleaving."""
     issues: list[Issue] = []
     args = {name: as_kernel_argument(value) for name, value in launch.args.items() if name != "maxnreg"}
     rng = random.Random(seed)
@@ -341,7 +341,7 @@ class Program:
         return [part.error for part in parts if part.error]
 
     def complete(self) -> None:
-        """One of the copies under way, in any order."""
+        """Complete one pending copy, chosen at random."""
         into, data, barrier = self.copies.pop(self.rng.randrange(len(self.copies)))
         into.data.copy_(data)
         barrier.arrive(0, -4 * data.numel())
@@ -363,7 +363,7 @@ def _assert(true: bool) -> None:
 
 
 def source(names: dict[str, Any]) -> dict[str, Any]:
-    """The jit functions of both modules as plain ones, in which these names mean something else."""
+    """The functions of both modules as plain Python, with the names of this model."""
     space: dict[str, Any] = {"__builtins__": __builtins__}
     for name, value in {**vars(tiles), **vars(gluon)}.items():
         if hasattr(value, "fn"):

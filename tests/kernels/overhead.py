@@ -36,7 +36,7 @@ ARCH = "sm_90"
 
 
 def pretend() -> None:
-    """CPU tensors run the kernels, compiled for ARCH and never launched."""
+    """Let CPU tensors run kernels compiled for ARCH and never launched."""
     driver.set_active(DriverStub(target_of(ARCH)))
     engine_factory.uses_triton = lambda device: True
     engine.architecture = lambda device: ARCH
@@ -51,7 +51,7 @@ Call = Callable[[], Any]
 
 
 def microseconds(call: Call, repeats: int = 50) -> float:
-    """Of CPU time, a call."""
+    """Measure the CPU time of a call in microseconds."""
     start = time.process_time()
     for _ in range(repeats):
         call()
@@ -59,7 +59,7 @@ def microseconds(call: Call, repeats: int = 50) -> float:
 
 
 def figures(call: Call, beside: Call, rounds: int = 60) -> dict[str, float]:
-    """The smallest time of several rounds, and the median of how often ``beside`` fits into it."""
+    """The smallest time of several rounds, and the median ratio to the time of ``beside``."""
     pairs = [(microseconds(call), microseconds(beside)) for _ in range(rounds)][rounds // 10 :]
     ratio = statistics.median(own / other for own, other in pairs)
     return {"us": round(min(own for own, _ in pairs), 1), "of torch's": round(ratio, 2)}
@@ -79,7 +79,7 @@ def unsent(request: Any, group: Any) -> collectives.Ticket:
 
 
 def without_collectives(call: Call, beside: Call) -> dict[str, float]:
-    """Figures of a call that sends nothing."""
+    """Measure a call that sends no message."""
     start, collectives._start = collectives._start, unsent
     try:
         return figures(call, beside)
@@ -110,7 +110,7 @@ def of_torch() -> dict[str, Call]:
 
 
 def of_a_rank(schedule: str, ranks: int = 4) -> tuple[Call, Call]:
-    """Forward, and forward and backward, of the first of several ranks, whose messages go nowhere."""
+    """Measure forward, and both passes, of the first of several ranks, whose messages are not sent."""
     group = dist.group.WORLD
     mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, 128, 128, BLOCK_SIZE=16)
     plan = tritoncp.make_plan(mask, world_size=ranks, rank=0, schedule=schedule)

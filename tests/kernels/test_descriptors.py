@@ -45,7 +45,7 @@ MASKS = {
 
 
 def copied(x: QKV, mask: Mask) -> dict[str, bool]:
-    """Which passes copy their tiles by descriptor."""
+    """Name the passes that copy their tiles by descriptor."""
     engine, tables = engine_of(x, USE_TMA=True), single(mask).tables("cpu", *x.q.shape[:2])
     out, lse = torch.empty(*x.q.shape[:3], x.v.shape[3]), torch.empty(x.q.shape[:3])
     backward = (*x, out, lse, lse, tables)

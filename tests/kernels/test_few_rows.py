@@ -100,7 +100,7 @@ def test_any_group_and_number_of_rows(rows: int, heads: int, kv_heads: int, tile
 
 
 def test_more_programs_than_tiles() -> None:
-    """Two pieces of channels; programs that see nothing leave states of nothing."""
+    """Two pieces of channels; programs that see no key leave empty states."""
     x, mask = qkv(2, KEYS, batch=2, dim=24, v_dim=40), block_mask(sliding_window(3, 9), rows=2)
     right(answers(x, mask, SPLIT_KV=9, **TILE), x, mask)
 
@@ -124,7 +124,7 @@ def test_a_score_mod_may_hide_all_a_program_sees() -> None:
 
 
 def test_packed_rows_compute_what_they_would_alone() -> None:
-    """Bit for bit, where the tiles of keys are the same ones in the same order."""
+    """Bit for bit, where the key tiles are the same, in the same order."""
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)
     for name in ("full, ragged", "intervals", "mask_mod that reads the head"):
         mask = MASKS[name]()
@@ -218,7 +218,7 @@ def test_over_ranks(schedule: str) -> None:
 
 def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str = "sm_90", batch: int = 1,
            keys: int = 4096, device: str = "cpu", **options: Any) -> Any:  # fmt: skip
-    """The kernel that would be launched on this architecture, the first if there are two."""
+    """Prepare the kernel launch for this architecture; the first of two."""
     x = [torch.empty(batch, n, s, 128, dtype=torch.bfloat16, device=device)
          for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]  # fmt: skip
     tables = single(mask or full_mask(rows, keys)).tables("cpu", batch, heads)
@@ -256,7 +256,7 @@ def test_blocks_of_few_rows_are_filled_too() -> None:
 
 
 def test_masks_of_each_head_are_not_packed() -> None:
-    """They have tables of their own; the answer is the same, and so where packing is asked for."""
+    """Heads have tables of their own; the results are the same, also where packing is requested."""
     mask = block_mask(by_head, heads=HEADS)
     assert launch(ROWS, HEADS, 1, mask, keys=KEYS, PACK_GQA=True).args["PACK"] == 1
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)

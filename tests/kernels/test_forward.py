@@ -27,7 +27,7 @@ TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_M1": 16, "BLOCK_N1": 16, "BLOCK_M2"
 
 
 def from_kinds(rows: list[list[int]], mask_mod=None) -> Mask:
-    """A mask of 16 x 16 blocks: 0 ask the mask_mod, 1 all, 3 nothing."""
+    """A mask of 16 x 16 blocks: 0 for the mask_mod, 1 for all pairs, 3 for none."""
     kinds = torch.tensor(rows, dtype=torch.uint8)[None, None]
     runs = Runs.from_kinds(kinds)
     return Mask(16 * kinds.shape[2], 16 * kinds.shape[3], 16, 16, runs, mask_mod, None, None)

@@ -58,7 +58,7 @@ def tensors(n: int, batch: int = 1, dim: int = 64, v_dim: int = 64) -> QKV:
 
 
 def prepared(x: QKV, mask: Mask, **options: Any) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:
-    """A launch, and where it writes out, lse and max_scores; float32, for all that the model rounds."""
+    """A launch and its outputs out, lse and max_scores; in float32, except for the rounding in the model."""
     engine = replace(engine_of(x), options=options, arch="sm_90")
     tables = single(mask).tables("cpu", *x.q.shape[:2])
     assert list(gluon.obstacles(engine, *x, tables)) == []
@@ -89,7 +89,7 @@ def test_the_answer(name: str, n: int) -> None:
 @pytest.mark.parametrize("n", [1, 128, 130, 256])
 @pytest.mark.parametrize("name", ["full", "causal"])
 def test_few_tiles(name: str, n: int) -> None:
-    """None, one or two full ones: the loop is entered late or not at all."""
+    """No, one or two full tiles: the loop is entered late or not at all."""
     x, mask = tensors(n), MASKS[name](n)
     launch, got = prepared(x, mask)
     model.run(launch)
@@ -119,7 +119,7 @@ def test_no_interleaving_changes_a_bit(stages: int, tile: int) -> None:
 
 
 def test_groups_take_turns() -> None:
-    """In a loop over full tiles each group issues two products once the other has."""
+    """In a loop over full tiles the groups issue two products each in turn."""
     x, mask = tensors(1024)._replace(q=torch.zeros(1, 2, 128, 64, dtype=BF16)), full_mask(128, 1024)
     for seed in range(5):
         launch, _ = prepared(x, mask)

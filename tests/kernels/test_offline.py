@@ -128,14 +128,14 @@ def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: st
 
 
 def test_what_learns_spills_nothing() -> None:
-    """Loaded for each score, and added to for each score: dQ spilled 392 bytes here once."""
+    """Learned captures, loaded and accumulated for each score, where dQ once spilled 392 bytes."""
     check("sm_90", scored("sm_90", (128,), ("documents",), "table_learns"))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("arch", resource_table.ARCHS)
 def test_score_mods_spill_next_to_nothing(arch: str) -> None:
-    """A few registers that are not used in the loops."""
+    """They may spill a few registers that the loops do not use."""
     scores = "alibi", "softcap", "table", "table_learns", "bias_learns", "slopes_learn"
     rows = scored(arch, (64, 128, 256), ("causal", "documents"), *scores)
     # A table spills 512 and 80 bytes here: smaller tiles would cost nearly half and a third of the bound.

@@ -67,7 +67,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the step; falling back is an error."""
+    """Use the route for small steps too; a fallback is an error."""
     monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
     warnings.filterwarnings("error", message="ROUTE=")
 
@@ -89,7 +89,7 @@ def test_launches_of_a_window_cut_it_at_the_same_tiles(mask: Any, forward_tile: 
 
 @pytest.fixture(params=[2, 1], ids=["two launches", "one"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on sm_90 and on sm_100."""
+    """Run as on sm_90 and as on sm_100."""
     monkeypatch.setattr(specialised, "merges", lambda arch: request.param == 1)
 
 
@@ -343,7 +343,7 @@ def test_a_public_call_takes_the_route_with_a_score_mod_of_slopes() -> None:
 
 
 def test_the_users_allocator_is_left_alone() -> None:
-    """In this thread and in a fresh one, which has none: the launch sees ours, nothing else does."""
+    """In this thread and in a fresh one without an allocator: only the launch sees tritoncp's allocator."""
     allocations: dict[str, list[Any]] = {"here": [], "there": []}
 
     def user_allocator(size: int, alignment: int, stream: int | None) -> Any:
@@ -400,7 +400,7 @@ def test_warps_are_specialised_and_nothing_got_worse() -> None:
 
 
 def test_specialisation_that_is_lost_is_named() -> None:
-    """Eight warps: the compiler says nothing and goes on without."""
+    """With eight warps the compiler silently does not specialise."""
     config = replace(configs.default("specialised", "sm_90", 128, torch.bfloat16), num_warps=8)
     (row,) = resource_table.inspect_jobs([Job("specialised", "sm_90", 128, config=config)], 1, 300)
     assert "the compiler has not specialised its warps" in resource_table.find_regressions(row, row)

@@ -100,8 +100,8 @@ def test_steps_come_in_any_order() -> None:
 
 
 def test_the_state_says_what_was_seen() -> None:
-    """m: largest score in log2 units; l: sum of exp2(score - m); acc: the weighted sum of values.
-    Rows that saw nothing: -inf, 0, 0. Nothing else is written."""
+    """m: largest score in log2 units; l: sum of exp2(score - m); acc: the weighted sum of values. Rows
+    without a visible key: -inf, 0, 0. No other memory is written."""
     mask = MASKS["causal"]
     x = tensors(mask)
     state = new_state(x)

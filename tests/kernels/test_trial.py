@@ -66,7 +66,7 @@ def test_a_right_route_is_taken(mask: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heads that are gathered together lie apart in out: launches there are none of the trial's."""
+    """Gathered heads lie apart in out, so launches there are not those of the verification."""
     monkeypatch.setattr(traffic, "SMALL", 0)
     x, mask = qkv(N, batch=2, heads=4, kv_heads=2, dtype=COARSE), MASKS["causal"](N)
     plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="allgather")
@@ -78,7 +78,7 @@ def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch)
 
 
 def last_row(step: dict[str, Any]) -> None:
-    """The smallest thing that can be wrong: a row a little."""
+    """A small error in one row."""
     if step.get("store_state"):
         step["state"].l[..., -1] *= 1.1
     else:
@@ -93,7 +93,7 @@ def forgotten(step: dict[str, Any]) -> None:
 
 
 def lse(step: dict[str, Any]) -> None:
-    """Out is right: the backward pass would not be."""
+    """A wrong lse beside a right out, which would spoil the backward pass."""
     if not step.get("store_state"):
         step["lse"][..., 1] += 0.05
 
@@ -134,7 +134,7 @@ def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table may be another GPU's, or of another Triton."""
+    """Measured tables may come from another GPU, or another Triton."""
     x, mask = qkv(128, dtype=COARSE), MASKS["causal"](128)
     want = tritoncp.flex_attention(*x, mask)
     monkeypatch.setattr(engine.TritonEngine, "_route", "specialised")

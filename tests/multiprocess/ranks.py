@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 
 class RankFailed(AssertionError):
-    """A rank died or said nothing in time."""
+    """Raised where a rank died or did not answer in time."""
 
 
 def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
@@ -100,7 +100,7 @@ def _outcome(path: Path, status: int | None) -> Outcome:
 
 
 def _end(rank: int, world_size: int, folder: Path, fn: Callable[[Any], Any], timeout: float) -> None:
-    """The life of one rank; never returns."""
+    """Run one rank; never returns."""
     signal.alarm(120)  # an orphan ends by itself
     status, start = 0, time.monotonic()
     try:
@@ -151,7 +151,7 @@ def _child(
     pipe: Connection,
     timeout: float,
 ) -> None:
-    """The life of one rank; never returns."""
+    """Run one rank; never returns."""
     signal.alarm(int(timeout) + 10)  # an orphan ends by itself
     try:
         stay_on_this_machine()

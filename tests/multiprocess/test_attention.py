@@ -153,7 +153,7 @@ def test_processes_in_bfloat16(world: int, schedule: str, monkeypatch: pytest.Mo
 
 
 def alone(group: Any, schedule: str) -> str:
-    """Rank 1 makes the plan and the first call, and is not heard of again."""
+    """Rank 1 makes the plan and the first call, and then stops."""
     few = torch.distributed.new_group(timeout=timedelta(seconds=2))
     plan = tritoncp.make_plan(mask_of("causal", 1, 512), few, schedule=schedule)
     q = tritoncp.shard(torch.randn(1, 2, 512, 32), plan, dim=2)

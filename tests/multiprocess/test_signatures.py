@@ -311,7 +311,7 @@ def test_a_group_made_anew_shares_nothing_with_the_one_before() -> None:
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_ranks_may_be_in_different_numbers_of_groups(schedule: str) -> None:
-    """As where rank 0 has a group of its own to evaluate in."""
+    """Rank 0 may have another group of its own, for example for evaluation."""
 
     def work(group: Any) -> Tensor:
         own = dist.new_group([0], timeout=timedelta(seconds=20))

@@ -33,7 +33,7 @@ class Compiler:
 
 
 class Ticks:
-    """Seconds that pass with every look."""
+    """A clock that advances by a fixed number of seconds at every reading."""
 
     def __init__(self, step=0.0) -> None:
         self.time, self.step = 0.0, step

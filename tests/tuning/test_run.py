@@ -65,7 +65,7 @@ def kernel_score(score, b, h, q, kv, caps):
 
 
 def few(target, arch):
-    """The rule's config and, of forward, one that has no room and one that has."""
+    """The rule's config and, for forward, one config that does not fit and one that does."""
     own = candidates(target, arch)[0]
     rest = [Config(128, 128, 8, 8), replace(own, num_stages=3)]
     return [own, *(rest if target.kernel == "forward" else [])]
@@ -77,11 +77,11 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
     for module in (search, search_run):
         monkeypatch.setattr(module, "candidates", few)
     words = ["--target", "sm_90", "--shapes", "8x2,64x32,4096", "--mask", "full", "--ops", "fwd,fused"]
-    words += ["--score-mod", "tests.tune.test_run:biased", "--jobs", "1", "--json"]
+    words += ["--score-mod", "tests.tuning.test_run:biased", "--jobs", "1", "--json"]
     done = invoke(*words)
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)
-    name = "full tests.tune.test_run:biased 8x2 d64x32 4096 bfloat16"
+    name = "full tests.tuning.test_run:biased 8x2 d64x32 4096 bfloat16"
     assert [row["target"] for row in rows] == [*[f"forward {name}"] * 2, f"fused {name}"]
     for row in rows:
         assert 0 < row["bound"] < 1 and row["spill_bytes"] == 0 and row["tma"] > 0
@@ -132,8 +132,8 @@ def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
         (["--target", "sm_90", "--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads of a key head"),
         (["--target", "sm_90", "--score-mod", "hardcap"], "known: softcap"),
         (["--target", "sm_90", "--score-mod", "math:pi"], "float, not a score_mod"),
-        (["--target", "sm_90", "--score-mod", "tests.tune.test_run:random_score"], "cannot be translated"),
-        (["--target", "sm_90", "--score-mod", "tests.tune.test_run:kernel_score"], "give it in Python"),
+        (["--target", "sm_90", "--score-mod", "tests.tuning.test_run:random_score"], "cannot be translated"),
+        (["--target", "sm_90", "--score-mod", "tests.tuning.test_run:kernel_score"], "give it in Python"),
         (["--target", "sm_90", "--shapes", "8x8,64x64x64,128"], "128x128,192x128,8192"),
         (["--target", "sm_90", "--budget", "soon"], "15m"),
         (["--target", "sm_90", "--shapes", "32"], "32x8,128,16384"),
@@ -274,10 +274,10 @@ def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
 @pytest.mark.parametrize(
     ("kernel", "v_head_dim", "score"),
     [
-        ("forward", 32, "tests.tune.test_run:biased"),
+        ("forward", 32, "tests.tuning.test_run:biased"),
         ("dq", None, "softcap(2)"),
         ("dkdv", 24, "alibi"),
-        ("fused", 24, "tests.tune.test_run:biased"),
+        ("fused", 24, "tests.tuning.test_run:biased"),
     ],
 )
 def test_single_launches_are_checked_against_float32_and_timed(kernel, v_head_dim, score):
@@ -289,7 +289,7 @@ def test_single_launches_are_checked_against_float32_and_timed(kernel, v_head_di
         assert bench.wrong(target, config) is None
         assert bench.milliseconds(target, config) > 0
     name = {"forward": "out", "dq": "dq", "dkdv": "dv", "fused": "dk"}[kernel]
-    getattr(bench._of(target).expected, name)[0, 0, 5] += 1  # as a kernel that is off in one row
+    getattr(bench._problem_for(target).expected, name)[0, 0, 5] += 1  # as a kernel that is off in one row
     problem_text = bench.wrong(target, Config(32, 16))
     assert problem_text is not None and problem_text.startswith(f"{name} is off by")
 
@@ -304,7 +304,7 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
     assert "of the time, over 3%" in (bench.wrong(ROUTE, SPECIALISED) or ""), "what is in its way"
     monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
     assert bench.wrong(ROUTE, SPECIALISED) is None and bench.milliseconds(ROUTE, SPECIALISED) > 0
-    checked, ring = bench._of(ROUTE), Problem.in_steps
+    checked, ring = bench._problem_for(ROUTE), Problem.in_steps
     checked._lse[0, 0, 5] += 0.01
     assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("lse is off by")
     checked._lse[0, 0, 5] -= 0.01
@@ -330,7 +330,7 @@ def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeyp
 def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share():
     """By the tiles of another GPU: an interpreter has no use for those of few rows."""
     target, config = replace(SMALL, kernel="few", mask="full", heads=4, seq=256), Config(64, 32, 4, 1)
-    checked = DeviceBench(CPU)._of(target)
+    checked = DeviceBench(CPU)._problem_for(target)
     out = checked.problem.results("few")["out"].fill_(float("nan"))
     launch = checked.problem.launch("few", config, "sm_80")
     launch()
@@ -343,7 +343,7 @@ def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share(
 def test_what_is_compiled_offline_is_what_is_launched(kernel):
     """Every argument has the same type and the same divisibility by 16, so that Triton's cache has the kernel
     that another process compiled."""
-    target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tune.test_run:biased")
+    target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tuning.test_run:biased")
     config = Config(64, 64, 4, 1)
     if kernel == "few":
         target = replace(target, mask="full")
@@ -353,7 +353,9 @@ def test_what_is_compiled_offline_is_what_is_launched(kernel):
     job = target.job("sm_90", config)
     assert job.kernel == kernel
     compiled = launch_of(Job.of(json.loads(json.dumps(asdict(job)))))
-    launched_part = DeviceBench(CPU)._of(target).problem.launch(target.kernel, config, "sm_90").parts[0]
+    launched_part = (
+        DeviceBench(CPU)._problem_for(target).problem.launch(target.kernel, config, "sm_90").parts[0]
+    )
     assert (compiled.grid, compiled.config, compiled.kernel) == (
         launched_part.grid,
         launched_part.config,
@@ -385,7 +387,7 @@ print(report.get("failed"), len(there) > 0, set(os.listdir(folder)) - there)
 
 
 def test_what_another_process_compiled_is_found_in_the_cache(tmp_path):
-    """Or else every candidate is compiled again, one after another, while the time to measure it runs out."""
+    """Otherwise every candidate is compiled again, one after another, within the time for measurements."""
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHES],
         cwd=ROOT,
@@ -398,7 +400,7 @@ def test_what_another_process_compiled_is_found_in_the_cache(tmp_path):
 
 
 def kind(x):
-    """As much of an argument as a compilation depends on; numbers whole, for constants are among them."""
+    """The part of an argument that a compilation depends on; constants with their values."""
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % 16
     if hasattr(x, "block_shape"):  # a tensor descriptor

@@ -377,7 +377,7 @@ def test_findings_of_other_conditions_or_an_older_run_are_not_taken_over(tmp_pat
 
 
 def test_time_that_runs_out_leaves_the_last_finished_halving(tmp_path):
-    """Every look at the clock takes a second: a halving takes about a hundred."""
+    """Every reading of the clock takes a second: a halving takes about a hundred."""
     choices_by_target = {}
     late = tuner(tmp_path, deadline=280.0, now=Ticks(1.0), choices=choices_by_target)
     assert late.run([TARGET], Formula(cost))[TARGET].config == BEST and choices_by_target[TARGET].gain > 1.2
@@ -432,7 +432,7 @@ def test_what_is_no_use_to_a_step_of_a_schedule_is_dropped(tmp_path):
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
 def test_both_ways_to_copy_a_tile_are_tried_where_there_are_both(kernel):
-    """The rule's own tiles of either way are among them, and nothing that strides forbid is."""
+    """The rule's own tiles of both ways are candidates, and no way that strides forbid is."""
     target = replace(TARGET, kernel=kernel)
     for arch, ways in (("sm_90", {True, False}), ("sm_100", {True, False}), ("sm_80", {False})):
         configs = candidates(target, arch)
@@ -497,7 +497,7 @@ def test_the_case_that_is_farthest_below_its_goal_is_tuned(case, names):
 
 
 def test_runs_of_the_same_code_count_together():
-    """As those of `make gpu`, each of which measures some cases; without a baseline a line says nothing."""
+    """Runs of `make gpu` each measure a part of the cases; lines without a baseline do not count."""
 
     def of(code, point):
         return replace(point, env={"sources": code})

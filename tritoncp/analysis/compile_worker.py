@@ -291,7 +291,7 @@ def report(job: Job) -> dict[str, Any]:
         "tma": sum(name.startswith("UTMALDG") for name in names),
         "async_copies": sum(name.startswith("LDGSTS") for name in names),
     }
-    if row["mma"] and job.dtype != "float32":  # the rates of machine_code are those of 16-bit products
+    if row["mma"] and job.dtype != "float32":  # the rates of disassembly.MACHINES are for 16-bit products
         row |= inner_loop(job, launch.config, code, kernel.asm.get("ptx", ""), row)
     return row
 
@@ -360,11 +360,11 @@ def inner_loop(
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
     registers in both; hidden: the share of exponentials that run beside products; touched: instructions that
     get in the way of a product under way; cycles of one turn, programs on a multiprocessor and limit: see
-    machine_code.bound; flops: issued over those of the tile; bound, overlap: of the tensor cores, useful
+    disassembly.bound; flops: issued over those of the tile; bound, overlap: of the tensor cores, useful
     FLOPs over the peak
     """
     loops, machine = disassembly.innermost(code), disassembly.MACHINES[family(job.arch)]
-    if not loops:  # of a mask so short that the compiler knows how few tiles there are
+    if not loops:  # unrolled: a short mask has a constant number of tiles
         return {}
     specialised = row["warps"] > config.num_warps
     done = disassembly.products(loops[0])
@@ -425,7 +425,7 @@ def copied(job: Job, config: Config, code: Iterable[disassembly.Instruction]) ->
     """Bytes that descriptors move to shared memory, and from there to be added up, for one tile: 16-bit keys
     and values, backward by keys queries and dO; float32 dQ.  Their instructions do not show it.
 
-    >>> load, add = (machine_code.Instruction(op, "") for op in ("UTMALDG.4D", "UTMAREDG.4D.ADD"))
+    >>> load, add = (disassembly.Instruction(op, "") for op in ("UTMALDG.4D", "UTMAREDG.4D.ADD"))
     >>> copied(Job("dq", "sm_90", 128), Config(128, 32), [load]) == 32 * 256 * 2
     True
     >>> copied(Job("fused", "sm_90", 128), Config(64, 128), [load, add]) == 64 * 256 * 2 + 64 * 128 * 4
@@ -485,13 +485,13 @@ QUESTIONS: dict[str, Callable[[Job], dict[str, Any]]] = {
 def main() -> None:
     """Answer jobs until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # output of compilers goes to stderr
     name_functions()
     for line in sys.stdin:
         try:
             question, job = json.loads(line)
             answer = QUESTIONS[question](Job.of(job))
-        except Exception as error:  # whatever a compiler throws: the others go on
+        except Exception as error:  # any error of a compiler: other jobs go on
             answer = {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

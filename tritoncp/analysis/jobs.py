@@ -38,7 +38,7 @@ VARIANTS = {
     "short": Variant("documents", load=True, options=(("SPLIT_KV", 4),), queries=64),  # two such tiles
     "decode": Variant("causal", options=(("SPLIT_KV", 4),), queries=1),
     "single": Variant("single"),  # everything that can be 1 is: Triton makes constants of those
-    "pair": Variant("pair"),  # so it is here, and no window either
+    "pair": Variant("pair"),  # the same, without a window
 }
 KERNELS = ("forward", "delta", "dq", "dkdv")
 

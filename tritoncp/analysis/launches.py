@@ -106,7 +106,7 @@ class Problem:
         options = options_of(kernel, config) | {"deterministic": False, "FUSED_BACKWARD": kernel == "fused"}
         if kernel in ROUTES:
             options["ROUTE"] = kernel
-        if kernel == "few" and self.q.device.type == "cpu":  # which does not say how many programs it takes
+        if kernel == "few" and self.q.device.type == "cpu":  # which has no number of multiprocessors
             options["SPLIT_KV"] = 4
         return TritonEngine(self._mods, self.q.shape[3] ** -0.5, options, arch)
 

@@ -287,7 +287,7 @@ MIX = ("tensor", "mufu", "fma", "compare", "convert", "integer", "memory", "barr
 assert {*MIX, "spill"} == {*KINDS, "other"}
 WIDE = 200  # columns of a screen that has room for the mix
 
-# Heading, and what stands under it.
+# Heading of a column, and its value.
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "kernel": lambda row: row["kernel"],
     "D": lambda row: row["head_dim"],

@@ -11,7 +11,7 @@ from tritoncp.demo import ranks
 from tritoncp.demo.report import TOLERANCE, Display, Report, bytes_of, difference, plans_of, show
 from tritoncp.demo.train import Config, Step, train
 
-MAX_RANKS = 64  # processes that are started here
+MAX_RANKS = 64  # local processes
 MAX_BYTES = 1 << 24  # of text, in all steps together
 Losses = tuple[list[Step], list[Step]]  # of many ranks, of one
 

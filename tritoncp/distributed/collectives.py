@@ -331,8 +331,8 @@ def _peer_lost_message(group: dist.ProcessGroup, purpose: str, absent: Sequence[
 # destroy_process_group() ends their threads.
 _CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
-_CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose data communicator is connected
-ANSWER = 2.0  # seconds to wait for a store's answer, which ranks came
+_CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # with data communicators
+ANSWER = 2.0  # seconds to wait for a store's answer
 
 
 def control(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:

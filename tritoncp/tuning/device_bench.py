@@ -21,7 +21,7 @@ class DeviceBench:
     """Launches single kernels on the GPU of this process."""
 
     def __init__(self, device: torch.device) -> None:
-        name_functions()  # as those who compiled did
+        name_functions()  # as in the compiler processes, so that cache keys agree
         self._device = device
         self._clock: Clock = DeviceClock(device) if device.type == "cuda" else WallClock()
         self._problem: tuple[Target, ReferenceProblem] | None = None
@@ -30,7 +30,7 @@ class DeviceBench:
     def _problem_for(self, target: Target) -> ReferenceProblem:
         shape = replace(target, kernel="few" if target.queries else "")
         if self._problem is None or self._problem[0] != shape:
-            self._problem = None  # what the last shape held is not needed any more
+            self._problem = None  # frees the tensors of the last shape
             self._problem = shape, ReferenceProblem(target, self._device)
         return self._problem[1]
 
@@ -38,7 +38,7 @@ class DeviceBench:
         self._check_device()
         try:
             return self._problem_for(target).wrong(target.kernel, config)
-        except Exception as error:  # whatever a compiler or a launch throws: the others go on
+        except Exception as error:  # any error of a compiler or launch: other candidates go on
             why = f"{type(error).__name__}: {str(error).strip()[:300]}"
             self._device_error = why if isinstance(error, torch.AcceleratorError) else ""
             return why
@@ -79,7 +79,7 @@ class ReferenceProblem:
         self._dtype = case.torch_dtype
         tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         self.problem = Problem(target.job("", None), device, tensors)
-        for kernel in ("forward", "delta"):  # what the backward pass starts from
+        for kernel in ("forward", "delta"):  # the inputs of the backward pass
             self.problem.launch(kernel, None)()
         self._lse = self.problem.results("route")["lse"].clone()
 

@@ -24,8 +24,8 @@ from tritoncp.ops.tile_tables import WIN
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.targets import Routed, Target, candidates
 
-# Of the rule's own bound: below it nothing is timed.  Not of the best one: bounds leave out latency, and one
-# that small tiles cannot come near is no reason to leave out large ones.
+# Of the rule's own bound: candidates below it are not timed.  Not of the best one: bounds leave out latency,
+# and a best bound out of reach for large tiles is no reason to leave those out.
 MIN_RELATIVE_BOUND = 0.75
 MAX_TIMED = 24  # candidates at most: in turn the most like the rule, and the best bound
 ROUNDS = 4  # of the first halving
@@ -111,7 +111,7 @@ class Tuner:
             reports[config] = report
             self.tally.count(tried=1, failed="failed" in report, why=report.get("failed"))
         own = reports.get(rule, {}).get("bound") or 0.0
-        own = 0.0 if target.kernel == "few" else own  # it waits for memory: what bounds products says nothing
+        own = 0.0 if target.kernel == "few" else own  # memory bound, so the bound of products is no criterion
         rivals = [
             config
             for config in listed
@@ -173,14 +173,14 @@ class Tuner:
         of both.  An interrupt is passed on after the best choice so far was written down."""
         rule, *rivals = self.candidates(target)
         if target.kernel == "route" and not (rivals and replace(target, kernel="forward") in self.chosen):
-            return None  # nothing to compare, or nothing to compare it with
+            return None  # no other route, or no measured loops to compare with
         alive = [config for config, _ in self.static(target, self._half(until))]
         best: Choice | None = None
         try:
             checked = self._half(until)
             alive = [config for config in alive if self._right(target, config, bench, checked)]
             if rule not in alive:
-                return None  # nothing to compare with: not a config to be trusted either
+                return None  # no baseline for the comparison
             rounds = ROUNDS
             while self.now() < until:
                 times = self._times(target, alive, bench, rounds, until)
@@ -218,7 +218,7 @@ class Tuner:
         """Medians over ``rounds`` rounds. A round runs each candidate once, beginning with the next one; None
         if time is up before."""
         missing = [c for c in alive if self.journal.finding("time", target, c, rounds) is None]
-        if missing:  # a round that was cut off says nothing: the whole of it again
+        if missing:  # an incomplete set of rounds is repeated as a whole
             samples: dict[Config, list[float]] = {config: [] for config in alive}
             for config in alive:
                 bench.milliseconds(target, config)  # warm

@@ -78,7 +78,7 @@ def _groups(plan: Plan, k: Tensor, v: Tensor, q: Tensor, *rest: Tensor | None) -
     """Split K and V, and q and the tensors with its heads, into head groups: for each group its part of every
     tensor [B, H, ...], None for an absent tensor."""
     b, kv_heads, _, d = k.shape
-    # As they travel, padded, which is the same for all ranks.
+    # The size of a message, padded: the same for all ranks.
     nbytes = plan.kv.s_max * b * kv_heads * (d + v.shape[3]) * k.itemsize
     sizes = traffic.head_groups(kv_heads, nbytes)
     if len(sizes) == 1:

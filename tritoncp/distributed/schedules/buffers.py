@@ -103,8 +103,8 @@ def dkdv(
     D|E]; a fused engine adds the gradients of the queries to ``dq``."""
     q, keys, _, _, lse, _, tables = args
     (b, h, rows, d), e = dk.shape, dv.shape[3]
-    apart = b == 1 or dk.stride(0) > 0  # else each row is one batch row's alone, and the others' are the same
-    split = engine.split(q, keys, tables) if apart else 1
+    has_own_rows = b == 1 or dk.stride(0) > 0  # stride 0: batch rows share storage, so split partials alias
+    split = engine.split(q, keys, tables) if has_own_rows else 1
     if split == 1:
         engine.dkdv(*args, dk=dk, dv=dv, dq=dq, h_offset=h_offset, add=add)()
         return

@@ -58,7 +58,7 @@ def backward(
     home = torch.zeros_like(current.packed, dtype=lse.dtype)  # gradient of the own K and V
     last = max((turn for turn, hop in enumerate(plan.ring) if hop.previous is not None), default=0)
     where = q.device, q.shape[0], q.shape[1]
-    following: Ticket | None = None  # the gradient in flight, then what has come
+    following: Ticket | None = None  # the gradient in flight
     came: list[Tensor] = []
     for turn, hop in enumerate(plan.ring):
         flight = yield _pass_on(hop, current, free)
@@ -76,7 +76,7 @@ def backward(
         if (yield Wait(flight)):
             current, free = free, current
         if turn == last:
-            free = current  # nothing comes any more
+            free = current  # no hop receives after this one
     assert following is not None
     _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
     return dq, *separate(home, k)
