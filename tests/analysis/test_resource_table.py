@@ -27,7 +27,7 @@ from tritoncp.ops import tile_tables
 UNITS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
 TABLE = list(resource_table.read_table().values())
 PASSES = [row for row in TABLE if row["kernel"] not in ("delta", "combine") and row["dtype"] != "float32"]
-RULES = [row for row in PASSES if "source" not in row]  # what was measured may have its reasons
+RULES = [row for row in PASSES if "source" not in row]  # without measured tiles
 LISTED = [*resource_table.shipped(), *resource_table.measured()]
 
 
@@ -40,7 +40,7 @@ def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(monkeypatch
     assert resource_table.stale(LISTED, 1) == []
     older = tmp_path / "resources.json"
     resource_table.write([TABLE[0], TABLE[1] | {"digest": "of another kernel"}], older)
-    monkeypatch.setattr(resource_table.known, "__defaults__", (older,))
+    monkeypatch.setattr(resource_table.read_table, "__defaults__", (older,))
     assert resource_table.stale(resource_table.shipped()[:3], 1) == resource_table.shipped()[1:3]
 
 
@@ -157,7 +157,7 @@ def test_writing_rows_leaves_the_others_alone(tmp_path) -> None:
     path = tmp_path / "configs/resources.json"
     resource_table.write(TABLE[:3], path)
     resource_table.write([TABLE[1] | {"registers": 7}], path)
-    assert list(resource_table.known(path).values()) == [TABLE[0], TABLE[1] | {"registers": 7}, TABLE[2]]
+    assert list(resource_table.read_table(path).values()) == [TABLE[0], TABLE[1] | {"registers": 7}, TABLE[2]]
 
 
 def test_the_command_compares_and_says_what_is_worse(monkeypatch, tmp_path) -> None:
@@ -170,7 +170,7 @@ def test_the_command_compares_and_says_what_is_worse(monkeypatch, tmp_path) -> N
     assert set(needed.split()) <= set(row)
     better = tmp_path / "resources.json"
     resource_table.write([row | {"bound": 0.99}], better)
-    monkeypatch.setattr(resource_table.known, "__defaults__", (better,))
+    monkeypatch.setattr(resource_table.read_table, "__defaults__", (better,))
     done = CliRunner().invoke(main, [*words, "--check"])
     assert done.exit_code == 1 and "before 0.990" in done.stderr and "v_mfma" in done.stdout
 
@@ -209,8 +209,8 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
     table = tmp_path / "resources.json"
     resource_table.write([TABLE[0], *rows.values()], table)
     assert (
-        len(resource_table.known(table)) == 3
-        and resource_table.known(table)[resource_table.key(worse)]["spill_bytes"]
+        len(resource_table.read_table(table)) == 3
+        and resource_table.read_table(table)[resource_table.key(worse)]["spill_bytes"]
     )
     tile_tables.write(
         folder,
@@ -221,7 +221,7 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
         [tile_tables.entry_key(entries[1])],
     )
     resource_table.write([TABLE[0]], table)
-    assert len(resource_table.known(table)) == 2 and resource_table.key(worse) not in resource_table.known(
+    assert len(resource_table.read_table(table)) == 2 and resource_table.key(worse) not in resource_table.read_table(
         table
     )
     tile_tables.path_in(folder, tile_tables.Device("sm_90", "odd"), "3.7.1").write_text("{")

@@ -184,7 +184,7 @@ def test_an_exception_in_one_rank_s_mask_is_raised_on_all():
         assert "rank 1 failed while a plan was made" in text and "ZeroDivisionError: mine alone" in text
     for kind, text, notes in own[:2]:
         assert (kind, text) == ("ZeroDivisionError", "mine alone") and "on rank 1" in notes[0]
-    assert other[2] is own[2] is None  # the next plan is nobody's worry
+    assert other[2] is own[2] is None  # the next plan compares nothing
 
 
 def test_bad_input_on_one_rank_is_raised_on_all_before_there_is_a_plan():
@@ -200,7 +200,7 @@ def test_bad_input_on_one_rank_is_raised_on_all_before_there_is_a_plan():
     (own, later), (other, _) = run(2, work)
     assert own[0] == "ValueError" and "query is torch.int64" in own[1]
     assert other[0] == "Disagreement" and "rank 0 failed" in other[1] and "query is torch.int64" in other[1]
-    assert later[0] == "ValueError"  # with a plan at hand nobody is asked
+    assert later[0] == "ValueError"  # a call with a plan compares nothing
 
 
 def test_lengths_that_do_not_add_up_are_told_everywhere():

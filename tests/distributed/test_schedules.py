@@ -97,7 +97,7 @@ def test_per_head_masks_and_slopes_under_a_head_split_on_the_kernels() -> None:
     )
 
 
-# -- what is sent when --------------------------------------------------------------------------------
+# -- order of messages --------------------------------------------------------------------------------
 
 
 class Told(EagerEngine):
@@ -195,7 +195,7 @@ def test_one_rank_sends_nothing(schedule: str) -> None:
         close(a, b, name)
 
 
-# -- what comes out -----------------------------------------------------------------------------------
+# -- results ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*heads do not go round")
@@ -304,7 +304,7 @@ def test_one_row_a_rank_and_odd_channels(
     agree(over_ranks(x, plan, start=start), oracle(x, mask, start=start), 2e-2)
 
 
-# -- what is kept for backward ------------------------------------------------------------------------
+# -- tensors saved for backward -----------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*heads do not go round")

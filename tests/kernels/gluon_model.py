@@ -263,7 +263,7 @@ class Program:
         self.names[name](**args)
         assert not self.copies, "a copy is under way when the program ends"
 
-    # what partitions do; each step may be the last for a while
+    # operations of partitions; after each one another partition may run
 
     def current_partition(self) -> Partition:
         thread = threading.current_thread()
@@ -287,7 +287,7 @@ class Program:
         self.current_partition().blocked = None
 
     def copy(self, desc: Box, at: list[Any], barrier: Barrier, into: Memory) -> None:
-        into.data.fill_(torch.nan)  # what lies there until it is complete is anyone's guess
+        into.data.fill_(torch.nan)  # undefined until the copy is complete
         self.copies.append((into, desc.read(at), barrier))
         self.pause()
 

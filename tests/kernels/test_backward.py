@@ -97,7 +97,7 @@ def test_second_derivatives_are_refused() -> None:
         dq.sum().backward()
 
 
-# -- what score_mods capture --------------------------------------------------------------------------
+# -- captures of score_mods ---------------------------------------------------------------------------
 
 SCORES: dict[str, tuple[Callable, Callable[[], list[Tensor]]]] = {
     "alibi by head": (

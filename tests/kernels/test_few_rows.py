@@ -213,7 +213,7 @@ def test_over_ranks(schedule: str) -> None:
     close(world.unshard(lses, plan, dim=2), want.lse, "lse")
 
 
-# -- what is chosen -----------------------------------------------------------------------------------
+# -- choice of tiles and splits -----------------------------------------------------------------------
 
 
 def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str = "sm_90", batch: int = 1,

@@ -25,7 +25,7 @@ COPIED = {
     "sm_90": {*product((64, 128, 256), ("forward", "dq")), (128, "dkdv"), (256, "dkdv")},
     "sm_100": {*product((64, 128, 256), ("forward", "dq")), (64, "dkdv")},
 }
-# Compiled again each time; whether the others are what the table says, their digests say (test_inspect.py).
+# Compiled in every run; tests/analysis/test_resource_table.py compares the digests of the other kernels.
 AGAIN = {"sm_80": (128,), "sm_90": (64, 128, 256), "sm_100": (128,), "gfx942": (128,)}
 
 
@@ -70,7 +70,7 @@ def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
         for row in resource_table.read_table().values()
         if row["variant"] == "state" and row["kernel"] in KERNELS
     ]
-    rows = [row for row in rows if "source" not in row]  # what was measured says by itself
+    rows = [row for row in rows if "source" not in row]  # without measured tiles
     plain = [row for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] in (64, 128, 256)]
     for arch in resource_table.ARCHS:
         copied = {(row["head_dim"], row["kernel"]) for row in plain if row["tma"] and row["arch"] == arch}

@@ -392,7 +392,7 @@ def test_warps_are_specialised_and_nothing_got_worse() -> None:
     jobs = [Job("specialised", "sm_90", dim) for dim in (64, 128)] + [Job("specialised", "sm_100", 128)]
     before = resource_table.read_table()
     for row in resource_table.inspect_jobs([*jobs, Job("masked", "sm_90", 128)], 1, 300):
-        if row["arch"] == "sm_100":  # products run ahead of all softmax; what masks is not in the full loop
+        if row["arch"] == "sm_100":  # products run ahead of all softmax; no masks in the full loop
             assert row["hidden"] == 1 and row["loop"] < 0.6 * row["masked_loop"]
         assert resource_table.find_regressions(row, before[resource_table.key(row)]) == []
         assert row["warps"] == (12 if row["kernel"] == "specialised" else 8)

@@ -21,7 +21,7 @@ from tritoncp.planning import traffic
 
 PLACE = ast.parse("x = 1").body[0]
 ROUTE = {"ROUTE": "specialised"}
-FINE, COARSE = torch.float16, torch.bfloat16  # what right routes have to be as near as, and wrong ones not
+FINE, COARSE = torch.float16, torch.bfloat16  # tolerance of right routes; error of wrong ones
 Damage = Callable[[dict[str, Any]], None]
 
 

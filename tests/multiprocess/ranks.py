@@ -167,7 +167,7 @@ def _child(
     except BaseException as error:
         message = _packed(False, error, traceback.format_exc())
     pipe.send_bytes(message)
-    signal.pause()  # until the parent has heard everyone: who hangs up early can break a slower rank
+    signal.pause()  # until the parent has all answers: an early disconnect can break a slower rank
 
 
 def _packed(good: bool, said: Any, trace: str) -> bytes:

@@ -72,7 +72,9 @@ def halved(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return s / 2
 
 
-DIFFERENCES: dict[str, tuple[str, Any, tuple[str, str]]] = {  # what differs: named field, call, both values
+DIFFERENCES: dict[
+    str, tuple[str, Any, tuple[str, str]]
+] = {  # case: the field in the message, call, both values
     "bf16 and fp16": (
         "dtype",
         lambda rank, go: go(shards(dtype=[torch.bfloat16, torch.float16][rank])),

@@ -369,10 +369,10 @@ def test_what_is_compiled_offline_is_what_is_launched(kernel):
 LAUNCHES = """
 import os, torch
 from tritoncp.kernels.configs import Config
-from tritoncp.engines import name_functions
-from tritoncp.offline import Compilers, compiled
-from tritoncp.tune.problem import Problem
-from tritoncp.tune.targets import Target
+from tritoncp.ops.engine_factory import name_functions
+from tritoncp.analysis.compile_worker import Compilers, compiled
+from tritoncp.analysis.launches import Problem
+from tritoncp.tuning.targets import Target
 
 target, config = Target("dq", "causal", 4, 2, 32, 512, "float16", 16, "softcap"), Config(64, 64, 4, 1)
 job, folder = target.job("sm_80", config), os.environ["TRITON_CACHE_DIR"]
@@ -380,9 +380,9 @@ name_functions()
 compilers = Compilers(1)
 ((_, report),) = compilers.compiled([job])
 compilers.end()
-there = set(os.listdir(folder))
+files = set(os.listdir(folder))
 compiled(Problem(job, torch.device("cpu")).launch("dq", config, "sm_80"), "sm_80")
-print(report.get("failed"), len(there) > 0, set(os.listdir(folder)) - there)
+print(report.get("failed"), len(files) > 0, set(os.listdir(folder)) - files)
 """
 
 

@@ -211,7 +211,7 @@ def test_after_an_interrupt_a_resumed_run_repeats_nothing_and_chooses_the_same(t
     assert tuner(tmp_path, silent, resume=True).run([TARGET], second_bench)[TARGET].config == BEST
     assert compiler.asked and silent.asked == [] and second_bench.checks == []
     assert done == MAX_TIMED
-    if at == 200:  # the first halving was over: its choice was kept, and it is not timed again
+    if at == 200:  # the first halving was over: its choice was written, and it is not timed again
         assert choices_by_target[TARGET].config == BEST
         plain = Formula(cost)
         tuner(tmp_path / "plain").run([TARGET], plain)
@@ -452,7 +452,7 @@ def test_shapes_that_nobody_has_are_refused(shape, said):
         targets([shape], ["causal"], ["fwd"], "bfloat16")
 
 
-# -- what lost most -----------------------------------------------------------------------------------------
+# -- the case to tune ---------------------------------------------------------------------------------------
 
 
 def measured(case, own_ms, day=0, device="NVIDIA H200", run="r", **baselines):
@@ -517,7 +517,7 @@ def test_where_no_case_has_a_goal_the_one_farthest_behind_is_tuned():
         for mask, ms in (("full", 2), ("causal", 3))
     ]
     why, (target, _) = select_worst_case(points, None)
-    assert why == "full-16k-fwd, 2.00 of what the best of the others does" and target.mask == "full"
+    assert why == "full-16k-fwd, 2.00 of the fastest baseline" and target.mask == "full"
 
 
 def test_where_nothing_was_compared_a_usual_call_is_tuned():

@@ -152,7 +152,7 @@ class LocalRanks:
         if said is None:
             self.workers[rank].join(10)
             code = self.workers[rank].exitcode
-            said = f"it ended without a word, exit code {code} (negative: killed by that signal)"
+            said = f"it ended without a message, exit code {code} (negative: killed by that signal)"
         self.failure = RankFailed(f"rank {rank} of {self.world_size} failed:\n{said}")
         self._stop()
 

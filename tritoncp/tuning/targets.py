@@ -204,7 +204,9 @@ def _check(score: str, heads: int) -> None:
     """Check that kernels and torch (the reference) can run a score_mod. Raises ValueError."""
     fn = score_of(score, heads)
     if hand_written(fn):
-        raise ValueError(f"{score} is @triton.jit code, whose answers nothing can check; give it in Python")
+        raise ValueError(
+            f"{score} is @triton.jit code, which has no reference to check results against; give it in Python"
+        )
     try:
         score_mod(fn)
     except Untranslatable as error:
@@ -229,7 +231,7 @@ def select_worst_case(points: Iterable[Point], device: str | None) -> tuple[str,
     }
     rated = [(not point.goal, point.worst or 0.0, point.case) for point in last.values()]
     if not rated:
-        why = "nothing was compared with a baseline here: Llama-3 8B instead"
+        why = "no comparison with a baseline on this device: Llama-3 8B instead"
         return why, targets(preset("llama3-8b"), ["causal"], ["fwd"], "bfloat16")
     aimless, worst, name = min(rated)
     case = cases[name]
@@ -237,7 +239,7 @@ def select_worst_case(points: Iterable[Point], device: str | None) -> tuple[str,
     shape = f"{case.heads}x{case.kv_heads},{case.dim}x{case.v_dim},{case.seq}"
     forward = "few" if case.queries else "fwd" if score else "routes"
     op = {"forward": forward, "backward": "bwd"}[case.which]
-    of = "what the best of the others does" if aimless else "its goal"
+    of = "the fastest baseline" if aimless else "its goal"
     return f"{name}, {worst:.2f} of {of}", targets([shape], [mask], [op], case.dtype, score)
 
 
