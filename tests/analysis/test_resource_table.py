@@ -221,9 +221,9 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
         [tile_tables.entry_key(entries[1])],
     )
     resource_table.write([TABLE[0]], table)
-    assert len(resource_table.read_table(table)) == 2 and resource_table.key(worse) not in resource_table.read_table(
-        table
-    )
+    assert len(resource_table.read_table(table)) == 2 and resource_table.key(
+        worse
+    ) not in resource_table.read_table(table)
     tile_tables.path_in(folder, tile_tables.Device("sm_90", "odd"), "3.7.1").write_text("{")
     with pytest.raises(ValueError, match=r"odd-triton.*is no file of tritoncp autotune"):
         resource_table.measured(["sm_90"], folder)
