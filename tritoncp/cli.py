@@ -102,7 +102,7 @@ def main() -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def doctor(as_json: bool) -> None:
-    """Say what tritoncp finds on this machine and what will run where.
+    """Report this machine's versions and devices, and the engine that runs on each.
 
     Exits with 1 if a requirement is missing or does not work.
     """
@@ -344,7 +344,7 @@ def autotune(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Measure tile shapes on this machine's GPU, and keep those that beat the rule by 2 %.
+    """Measure tile shapes on this machine's GPU, and write down the shapes that beat the rule by 2 %.
 
     Candidates are compiled first, and dropped if they spill, do not fit or are bound to be slow; the rest is
     checked against float32 and timed in turn, the better half for longer. Every choice is written at once,
@@ -361,7 +361,7 @@ def autotune(
     if history is not None:
         if not (history.is_file() or history.is_dir()):
             raise click.UsageError(f"--worst {history} is neither a file nor a folder of *.jsonl files")
-        why, selection = targets.lost_most(read(history).points, None if arch else device.name)
+        why, selection = targets.select_worst_case(read(history).points, None if arch else device.name)
         click.echo(why, err=True)
     else:
         selection = targets.targets(named_shapes, masks or tuple(targets.MASKS), ops.split(","), dtype, score)

@@ -1,4 +1,4 @@
-"""`tritoncp inspect`: the table that is shipped, what counts as worse, and how machine code is read."""
+"""`tritoncp inspect`: the shipped table, the regressions it reports, and its reading of machine code."""
 
 import json
 import re
@@ -25,9 +25,9 @@ from tritoncp.kernels.configs import Config
 from tritoncp.ops import tile_tables
 
 UNITS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
-TABLE = list(resource_table.known().values())
+TABLE = list(resource_table.read_table().values())
 PASSES = [row for row in TABLE if row["kernel"] not in ("delta", "combine") and row["dtype"] != "float32"]
-RULES = [row for row in PASSES if "source" not in row]  # what was measured may have its reasons
+RULES = [row for row in PASSES if "source" not in row]  # without measured tiles
 LISTED = [*resource_table.shipped(), *resource_table.measured()]
 
 
@@ -36,11 +36,11 @@ def test_the_table_has_a_row_for_all_that_is_shipped_and_no_other() -> None:
 
 
 def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(monkeypatch, tmp_path) -> None:
-    """Where this fails: ``tritoncp inspect --update``, and commit what it writes."""
+    """Remedy for a failure: run ``tritoncp inspect --update`` and commit the table."""
     assert resource_table.stale(LISTED, 1) == []
     older = tmp_path / "resources.json"
     resource_table.write([TABLE[0], TABLE[1] | {"digest": "of another kernel"}], older)
-    monkeypatch.setattr(resource_table.known, "__defaults__", (older,))
+    monkeypatch.setattr(resource_table.read_table, "__defaults__", (older,))
     assert resource_table.stale(resource_table.shipped()[:3], 1) == resource_table.shipped()[1:3]
 
 
@@ -65,7 +65,9 @@ def test_a_digest_is_of_code_not_of_what_is_said_about_it() -> None:
 
         return f
 
-    one, same, other = (compile_worker._source(made()) for made in (plain, explained, changed))
+    one, same, other = (
+        compile_worker._source(make_function()) for make_function in (plain, explained, changed)
+    )
     assert one == same != other
 
 
@@ -88,11 +90,12 @@ def test_no_kernel_multiplies_more_than_its_tile() -> None:
 
 
 def test_which_kernels_for_hopper_are_bounded_above_torchs() -> None:
-    """By descriptor, torch's with and without them: with the window, intervals and state that ours keeps in
-    registers beside it too; with a mask_mod, which is also in torch's other loop, as torch is by default.
-    dQ of 256 channels has exponentials beside products with every mask but that; with no score_mod dQ of 128
-    is as good as torch's, which copies by other means: what else was tried is too, or needs four warps. Ours
-    also keeps probabilities at most 1, one instruction for each."""
+    """Compare bounds of copies by descriptor with torch's, with and without descriptors: with the window,
+    intervals and state that tritoncp's kernels keep in registers too; with a mask_mod, which torch's other
+    loop also has, with torch's defaults. dQ of 256 channels overlaps exponentials with products for every
+    mask but the mask_mod; without a score_mod dQ of 128 equals torch's, which copies by other means: every
+    alternative that was tried is equal too, or needs four warps. tritoncp's kernels also clamp probabilities
+    at 1, one instruction for each."""
     rows = [row for row in RULES if resource_table.flex(row) and row["variant"] in resource_table.MASKS]
     assert len(rows) == 54
     behind = {}
@@ -101,9 +104,9 @@ def test_which_kernels_for_hopper_are_bounded_above_torchs() -> None:
         beaten = default if row["variant"] == "mask_mod" else max(default, with_tma)
         if row["bound"] <= beaten:
             behind[row["kernel"], row["head_dim"], row["variant"]] = row["bound"] - beaten
-    alike = {("dq", 128, mask) for mask in ("full", "causal", "documents", "mask_mod")}
-    assert set(behind) == {("dq", 256, "mask_mod"), *alike}
-    assert min(behind[about] for about in alike) > -0.02 and min(behind.values()) > -0.04
+    equal_kernels = {("dq", 128, mask) for mask in ("full", "causal", "documents", "mask_mod")}
+    assert set(behind) == {("dq", 256, "mask_mod"), *equal_kernels}
+    assert min(behind[kernel_key] for kernel_key in equal_kernels) > -0.02 and min(behind.values()) > -0.04
 
 
 def test_forward_for_hopper_has_the_tiles_that_it_should() -> None:
@@ -122,8 +125,8 @@ def test_copies_are_where_the_config_says() -> None:
 
 def test_bounds_that_fall_and_units_that_are_lost_are_named() -> None:
     was = next(row for row in PASSES if row["arch"] == "sm_90")
-    assert resource_table.complaints(was, was) == []
-    assert resource_table.complaints(was | {"bound": was["bound"] * 0.98}, was) == []
+    assert resource_table.find_regressions(was, was) == []
+    assert resource_table.find_regressions(was | {"bound": was["bound"] * 0.98}, was) == []
     for change, said in (
         ({"bound": was["bound"] * 0.96}, "bound"),
         ({"flops": 2.0}, "issues 2.0 times"),
@@ -134,29 +137,31 @@ def test_bounds_that_fall_and_units_that_are_lost_are_named() -> None:
         ({"mma": {"HMMA.16816": 3}}, "by HMMA, before by HGMMA"),
         ({"failed": "it broke"}, "it broke"),
     ):
-        assert any(said in line for line in resource_table.complaints(was | change, was)), said
-    assert resource_table.complaints(was | {"tma": 0}, was | {"tma": 4}) == ["no TMA any more"]
+        assert any(said in line for line in resource_table.find_regressions(was | change, was)), said
+    assert resource_table.find_regressions(was | {"tma": 0}, was | {"tma": 4}) == ["no TMA any more"]
     parts = next(row for row in PASSES if row["kernel"] == "specialised" and row["arch"] == "sm_100")
     parts |= {"warps": 12, "hidden": 1.0}
-    assert resource_table.complaints(parts, parts) == []
+    assert resource_table.find_regressions(parts, parts) == []
     for change, said in (
         ({"warps": 4}, "the compiler has not specialised its warps"),
         ({"hidden": 0.0}, "no warp issues products ahead of the softmax"),
         ({"tensor_columns": 608}, "608 columns of tensor memory, there are 512"),
     ):
-        assert resource_table.complaints(parts | change, parts) == [said]
-    assert resource_table.complaints(was, None) == ["not in the table: tritoncp inspect --update writes it"]
+        assert resource_table.find_regressions(parts | change, parts) == [said]
+    assert resource_table.find_regressions(was, None) == [
+        "not in the table: tritoncp inspect --update writes it"
+    ]
 
 
 def test_writing_rows_leaves_the_others_alone(tmp_path) -> None:
     path = tmp_path / "configs/resources.json"
     resource_table.write(TABLE[:3], path)
     resource_table.write([TABLE[1] | {"registers": 7}], path)
-    assert list(resource_table.known(path).values()) == [TABLE[0], TABLE[1] | {"registers": 7}, TABLE[2]]
+    assert list(resource_table.read_table(path).values()) == [TABLE[0], TABLE[1] | {"registers": 7}, TABLE[2]]
 
 
 def test_the_command_compares_and_says_what_is_worse(monkeypatch, tmp_path) -> None:
-    """One kernel, compiled; the table then claims that it once was better."""
+    """Compile one kernel; the table has better figures for it."""
     words = ["inspect", "--arch", "gfx942", "--kernel", "dkdv", "--head-dim", "64", "--mask", "full"]
     done = CliRunner().invoke(main, [*words, "--json", "--check"])
     (row,) = json.loads(done.stdout)
@@ -165,7 +170,7 @@ def test_the_command_compares_and_says_what_is_worse(monkeypatch, tmp_path) -> N
     assert set(needed.split()) <= set(row)
     better = tmp_path / "resources.json"
     resource_table.write([row | {"bound": 0.99}], better)
-    monkeypatch.setattr(resource_table.known, "__defaults__", (better,))
+    monkeypatch.setattr(resource_table.read_table, "__defaults__", (better,))
     done = CliRunner().invoke(main, [*words, "--check"])
     assert done.exit_code == 1 and "before 0.990" in done.stderr and "v_mfma" in done.stdout
 
@@ -174,12 +179,12 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
     """A forward pass whose tiles waste nothing, and a dK/dV that spills: compiled, shown, and named."""
     folder = tmp_path / "configs"
     good, bad = Config(64, 64, 4, 2, False, True), Config(128, 128, 4, 2)
-    about = {"dtype": "bfloat16", "head_dim": 64, "mask": "interval"}
+    entry_key = {"dtype": "bfloat16", "head_dim": 64, "mask": "interval"}
     entries = [
-        about | {"kernel": "forward", "config": asdict(good)},
-        about | {"kernel": "dkdv", "config": asdict(bad), "v_head_dim": 128, "score": "softcap"},
-        about | {"kernel": "few", "config": asdict(good), "mask": "full"},
-        about
+        entry_key | {"kernel": "forward", "config": asdict(good)},
+        entry_key | {"kernel": "dkdv", "config": asdict(bad), "v_head_dim": 128, "score": "softcap"},
+        entry_key | {"kernel": "few", "config": asdict(good), "mask": "full"},
+        entry_key
         | {"kernel": "route", "config": {"ROUTE": "gluon", **asdict(Config(128, 64, 4, 2, False, True))}},
     ]
     tile_tables.write(folder, tile_tables.Device("sm_90", "NVIDIA H200"), entries, {}, "3.7.1")
@@ -190,9 +195,9 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
     assert len({resource_table.key(vars(job)) for job in [*LISTED, *jobs]}) == len(LISTED) + len(jobs)
     monkeypatch.setattr(resource_table.measured, "__defaults__", (resource_table.ARCHS, folder))
     compiled = [job for job in jobs if job.variant == "state" and job.kernel in ("dkdv", "gluon")]
-    rows = {row["kernel"]: row for row in resource_table.inspected(compiled, 1, 300)}
+    rows = {row["kernel"]: row for row in resource_table.inspect_jobs(compiled, 1, 300)}
     assert rows["gluon"]["config"] == asdict(Config(128, 64, 4, 2, False, True))
-    assert resource_table.complaints(rows["gluon"], None) == [
+    assert resource_table.find_regressions(rows["gluon"], None) == [
         "not in the table: tritoncp inspect --update writes it"
     ]
     worse = rows["dkdv"]
@@ -200,12 +205,12 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
         worse["spill_bytes"] > 0
         and worse["source"] == "nvidia-h200-triton-3.7.1 dkdv interval 64x128 softcap"
     )
-    assert resource_table.complaints(worse, worse | {"spill_bytes": 0, "loop_spills": 0})
+    assert resource_table.find_regressions(worse, worse | {"spill_bytes": 0, "loop_spills": 0})
     table = tmp_path / "resources.json"
     resource_table.write([TABLE[0], *rows.values()], table)
     assert (
-        len(resource_table.known(table)) == 3
-        and resource_table.known(table)[resource_table.key(worse)]["spill_bytes"]
+        len(resource_table.read_table(table)) == 3
+        and resource_table.read_table(table)[resource_table.key(worse)]["spill_bytes"]
     )
     tile_tables.write(
         folder,
@@ -216,9 +221,9 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
         [tile_tables.entry_key(entries[1])],
     )
     resource_table.write([TABLE[0]], table)
-    assert len(resource_table.known(table)) == 2 and resource_table.key(worse) not in resource_table.known(
-        table
-    )
+    assert len(resource_table.read_table(table)) == 2 and resource_table.key(
+        worse
+    ) not in resource_table.read_table(table)
     tile_tables.path_in(folder, tile_tables.Device("sm_90", "odd"), "3.7.1").write_text("{")
     with pytest.raises(ValueError, match=r"odd-triton.*is no file of tritoncp autotune"):
         resource_table.measured(["sm_90"], folder)
@@ -256,7 +261,7 @@ def test_a_wait_at_the_far_end_is_no_loop() -> None:
 
 
 def test_what_a_table_of_jumps_leads_to_is_found() -> None:
-    """Warps that are specialised wait in a loop to be told what to do; each part ends with a jump back."""
+    """Specialised warps wait in a loop for their task; each part of the work ends with a jump back."""
     code = sass(
         listing(
             "LDC R2, c[0x2][R3]",  # 0x00: wait
@@ -351,9 +356,17 @@ def test_the_model_gives_the_published_cycles_of_a_hopper_tile() -> None:
 
 def test_every_kind_of_instruction_has_a_pattern_of_its_own() -> None:
     """No pattern shadows another: each kind is found for some name that its own pattern begins with."""
-    known = {"tensor": "HMMA", "mufu": "MUFU.EX2", "fma": "FFMA2", "compare": "FMNMX3", "convert": "F2FP"}
-    known |= {"spill": "LDL.64", "memory": "UTMALDG.4D", "barrier": "WARPGROUP.ARRIVE", "integer": "SEL"}
-    assert {kind: disassembly.kind_of(op) for kind, op in known.items()} == {kind: kind for kind in known}
+    op_of_kind = {
+        "tensor": "HMMA",
+        "mufu": "MUFU.EX2",
+        "fma": "FFMA2",
+        "compare": "FMNMX3",
+        "convert": "F2FP",
+    }
+    op_of_kind |= {"spill": "LDL.64", "memory": "UTMALDG.4D", "barrier": "WARPGROUP.ARRIVE", "integer": "SEL"}
+    assert {kind: disassembly.kind_of(op) for kind, op in op_of_kind.items()} == {
+        kind: kind for kind in op_of_kind
+    }
     assert (
         re.match(disassembly.KINDS["memory"], "LDGDEPBAR") and disassembly.kind_of("LDGDEPBAR") == "barrier"
     )

@@ -1,4 +1,4 @@
-"""Collectives: one meaning, two drivers."""
+"""Collectives: process groups and the simulated world give the same results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,8 +58,8 @@ programs = st.lists(st.tuples(st.sampled_from(["gather", "reduce"]), st.integers
 
 @given(programs, st.integers(1, 4))
 def test_lockstep_gathers_and_sums(program: Program, world_size: int) -> None:
-    found = lockstep([rank_of(program, rank, world_size) for rank in range(world_size)])
-    for rank, results in enumerate(found):
+    results_by_rank = lockstep([rank_of(program, rank, world_size) for rank in range(world_size)])
+    for rank, results in enumerate(results_by_rank):
         want = expected(program, rank, world_size)
         assert len(results) == len(want)
         assert all(torch.equal(a, b) for a, b in zip(results, want))
@@ -164,7 +164,7 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("message", DIFFERENT)
 def test_ranks_that_ask_for_different_things_are_told(message: str) -> None:
-    """What would hang or return garbage over a network."""
+    """Mismatched requests, which over a network hang or return garbage, raise an error."""
     with pytest.raises(RuntimeError, match=message):
         lockstep([schedule() for schedule in DIFFERENT[message]])
 

@@ -1,4 +1,5 @@
-"""Ranks agree about a plan, or every rank says what is wrong. On real gloo processes."""
+"""Consistency checks between ranks, on real gloo processes: ranks agree about a plan, or every rank raises
+the difference."""
 
 from __future__ import annotations
 
@@ -45,17 +46,17 @@ def q(rows=S // 2, **options):
 
 def test_ranks_that_agree_get_their_plans_and_the_right_answer():
     whole = torch.randn(1, 2, S, 16)
-    wanted = document(ids=IDS)
-    expected = dense_attention(whole, whole, whole, mask(wanted)).out
+    mask_mod = document(ids=IDS)
+    expected = dense_attention(whole, whole, whole, mask(mask_mod)).out
 
     def work(group):
-        plan = make_plan(mask(wanted), group)
-        mine = shard(whole, plan, dim=2)
-        out = unshard(flex_attention(mine, mine, mine, plan, group), plan, group, dim=2)
-        piece = shard(whole, wanted, group, dim=2)
-        natural = unshard(flex_attention(piece, piece, piece, wanted, group), mask(wanted), group, dim=2)
+        plan = make_plan(mask(mask_mod), group)
+        local_shard = shard(whole, plan, dim=2)
+        out = unshard(flex_attention(local_shard, local_shard, local_shard, plan, group), plan, group, dim=2)
+        piece = shard(whole, mask_mod, group, dim=2)
+        natural = unshard(flex_attention(piece, piece, piece, mask_mod, group), mask(mask_mod), group, dim=2)
         uneven = whole[:, :, : S - 5] if group.rank() == 0 else whole[:, :, S - 5 :]
-        part = flex_attention(uneven, uneven, uneven, mask(wanted), group)
+        part = flex_attention(uneven, uneven, uneven, mask(mask_mod), group)
         return plan.rank, out, natural, part
 
     ranks = run(2, work)
@@ -81,7 +82,7 @@ DIFFERENT = {
 }
 
 
-VALUES = {  # what every rank reads of both
+VALUES = {  # parts of the message on every rank
     "tensor": ("Rank 0 has", "Rank 1 has"),
     "number": ("sliding_window(3", "sliding_window(4"),
     "code": ("test_consistency.py",),
@@ -93,10 +94,10 @@ VALUES = {  # what every rank reads of both
 @pytest.mark.parametrize("how", ["make_plan", "flex_attention"])
 def test_different_masks_are_named_on_every_rank(what, how):
     def work(group):
-        wanted = mask(DIFFERENT[what](group.rank()))
+        block_mask = mask(DIFFERENT[what](group.rank()))
         if how == "make_plan":
-            return said(group, lambda: make_plan(wanted, group))
-        return said(group, lambda: flex_attention(q(), q(), q(), wanted, group))
+            return said(group, lambda: make_plan(block_mask, group))
+        return said(group, lambda: flex_attention(q(), q(), q(), block_mask, group))
 
     for rank, (kind, text, _) in enumerate(run(2, work)):
         assert kind == "Disagreement" and "differ in mask: rank 0 against rank 1" in text
@@ -118,7 +119,7 @@ def test_the_same_mask_made_twice_is_the_same():
 def test_different_options_calls_shapes_and_versions_are_named(monkeypatch):
     def work(group):
         rank = group.rank()
-        found = [
+        outcomes = [
             said(group, lambda: make_plan(mask(), group, balancer=["ptrr", "head_tail"][rank])),
             said(
                 group,
@@ -131,12 +132,13 @@ def test_different_options_calls_shapes_and_versions_are_named(monkeypatch):
         ]
         if rank:
             consistency.versions = lambda: consistency.fact("torch 9")
-        return [*found, said(group, lambda: make_plan(mask(), group))]
+        return [*outcomes, said(group, lambda: make_plan(mask(), group))]
 
-    for rank, found in enumerate(run(2, work)):
-        for (kind, text, _), name in zip(found, ("options", "dtype", "call", "versions"), strict=True):
+    for rank, outcomes in enumerate(run(2, work)):
+        for (kind, text, _), name in zip(outcomes, ("options", "dtype", "call", "versions"), strict=True):
             assert kind == "Disagreement" and f"the ranks differ in {name}: rank 0 against rank 1" in text
-        assert ["'ptrr'", "'head_tail'"][rank] in found[0][1] and ["float32", "float64"][rank] in found[1][1]
+        assert ["'ptrr'", "'head_tail'"][rank] in outcomes[0][1]
+        assert ["float32", "float64"][rank] in outcomes[1][1]
 
 
 def test_a_balancer_of_ones_own_is_known_by_what_it_deals():
@@ -182,7 +184,7 @@ def test_an_exception_in_one_rank_s_mask_is_raised_on_all():
         assert "rank 1 failed while a plan was made" in text and "ZeroDivisionError: mine alone" in text
     for kind, text, notes in own[:2]:
         assert (kind, text) == ("ZeroDivisionError", "mine alone") and "on rank 1" in notes[0]
-    assert other[2] is own[2] is None  # the next plan is nobody's worry
+    assert other[2] is own[2] is None  # the next plan compares nothing
 
 
 def test_bad_input_on_one_rank_is_raised_on_all_before_there_is_a_plan():
@@ -198,7 +200,7 @@ def test_bad_input_on_one_rank_is_raised_on_all_before_there_is_a_plan():
     (own, later), (other, _) = run(2, work)
     assert own[0] == "ValueError" and "query is torch.int64" in own[1]
     assert other[0] == "Disagreement" and "rank 0 failed" in other[1] and "query is torch.int64" in other[1]
-    assert later[0] == "ValueError"  # with a plan at hand nobody is asked
+    assert later[0] == "ValueError"  # a call with a plan compares nothing
 
 
 def test_lengths_that_do_not_add_up_are_told_everywhere():
@@ -290,7 +292,7 @@ def checking(monkeypatch):
 
 
 def differing(name):
-    """Two ranks that agree on a plan, and then do something else each."""
+    """Let two ranks agree on a plan, and then make different calls."""
 
     def work(group):
         odd = group.rank() == 1

@@ -1,4 +1,4 @@
-"""The all-gather schedule: what is sent when, what is kept, and that heads may be cut anywhere."""
+"""The all-gather schedule: the order of its messages, its cached launches, and head groups of any size."""
 
 from collections import Counter
 from dataclasses import replace
@@ -27,7 +27,7 @@ MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, N
 
 
 def per_head(heads: int) -> Mask:
-    """Block lists and bits of their own for every head."""
+    """A mask with block lists and a bitmap for every head."""
     bits = torch.rand(1, heads, 24, 24, generator=torch.Generator().manual_seed(0)) < 0.3
     return create_block_mask(lambda b, h, q, kv: bits[b, h, q, kv], 1, heads, 24, 24, BLOCK_SIZE=8)
 
@@ -62,13 +62,15 @@ def test_few_bytes_are_gathered_at_once(small: int, monkeypatch: pytest.MonkeyPa
     x, mask = qkv(24, heads=6, kv_heads=3, dim=4, dtype=F64), per_head(6)
     start = cotangents(x)
     agree(over_ranks(x, build(mask, 3), start=start), oracle(x, mask, start=start), 1e-10)
-    each = [3] if small else [2, 1]
-    assert [heads for _, _, heads, _ in gathers[::3]] == each * 2  # of the first rank: forward, then backward
+    group_sizes = [3] if small else [2, 1]
+    assert [
+        heads for _, _, heads, _ in gathers[::3]
+    ] == group_sizes * 2  # of the first rank: forward, then backward
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 5])
 def test_heads_may_be_cut_anywhere(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Per-head ALiBi with a learned slope, and a mask of its own for each head: h is the call's."""
+    """Per-head ALiBi with a learned slope, and a mask for each head: h is the head index of the call."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     monkeypatch.setattr(traffic, "HEAD_GROUPS", pieces)
     x = qkv(24, heads=10, kv_heads=5, dim=4, dtype=F64)
@@ -95,11 +97,11 @@ def test_per_head_masks_and_slopes_under_a_head_split_on_the_kernels() -> None:
     )
 
 
-# -- what is sent when --------------------------------------------------------------------------------
+# -- order of messages --------------------------------------------------------------------------------
 
 
 class Told(EagerEngine):
-    """An engine that says when it computes."""
+    """An engine that records its steps."""
 
     def __init__(self, said: list[Any]) -> None:
         super().__init__(0.5)
@@ -116,24 +118,24 @@ class Told(EagerEngine):
 
 
 def story(schedule: collectives.Schedule[Any], world_size: int, said: list[str]) -> Any:
-    """Drive one rank whose neighbours send zeros; write down what it asks for."""
+    """Drive one rank whose neighbours send zeros; record its requests."""
     answer: Any = None
     while True:
         try:
-            asked = schedule.send(answer)
+            request = schedule.send(answer)
         except StopIteration as stop:
             return stop.value
-        if isinstance(asked, Wait):
-            said.append(f"wait {asked.ticket.works[0]}")
-            answer = asked.ticket.result
+        if isinstance(request, Wait):
+            said.append(f"wait {request.ticket.works[0]}")
+            answer = request.ticket.result
             continue
-        number = Counter(type(a).__name__ for a in said if not isinstance(a, str))[type(asked).__name__]
-        said.append(asked)
-        x = asked.x
-        gather = isinstance(asked, AllGather)
+        number = Counter(type(a).__name__ for a in said if not isinstance(a, str))[type(request).__name__]
+        said.append(request)
+        x = request.x
+        gather = isinstance(request, AllGather)
         result = torch.cat([x, x.new_zeros((world_size - 1) * x.shape[0], *x.shape[1:])]) if gather else x
         answer = collectives.Ticket(
-            result if gather else x[: x.shape[0] // world_size], [f"{type(asked).__name__} {number}"]
+            result if gather else x[: x.shape[0] // world_size], [f"{type(request).__name__} {number}"]
         )
 
 
@@ -165,17 +167,19 @@ def test_keys_travel_as_they_are_and_gradients_in_float32(dtype: torch.dtype) ->
     x = rank_zero(qkv(24, heads=3, dtype=dtype, dim=4, v_dim=6), plan)
     said: list[Any] = []
     out, lse, _ = story(allgather.forward(plan, EagerEngine(0.5), *x, False), 3, said)
-    found = story(allgather.backward(plan, EagerEngine(0.5), *x, out, lse, out, None), 3, said)
+    grads = story(allgather.backward(plan, EagerEngine(0.5), *x, out, lse, out, None), 3, said)
     sums = F64 if dtype == F64 else F32
-    for asked in said:
-        if isinstance(asked, AllGather):
-            assert asked.x.dtype == dtype and asked.x.shape[0] == plan.kv.s_max and asked.x.shape[3] == 10
-        if isinstance(asked, ReduceScatter):
-            assert asked.x.dtype == sums and asked.x.shape[0] == 3 * plan.kv.s_max
+    for request in said:
+        if isinstance(request, AllGather):
+            assert (
+                request.x.dtype == dtype and request.x.shape[0] == plan.kv.s_max and request.x.shape[3] == 10
+            )
+        if isinstance(request, ReduceScatter):
+            assert request.x.dtype == sums and request.x.shape[0] == 3 * plan.kv.s_max
     heads = [one.x.shape[2] for one in said if isinstance(one, AllGather)]
     assert heads == [2, 1, 2, 1]
-    assert [g.dtype for g in found] == [dtype, sums, sums]  # dk and dv are rounded once, by the op
-    assert [g.shape for g in found] == [t.shape for t in x]
+    assert [g.dtype for g in grads] == [dtype, sums, sums]  # dk and dv are rounded once, by the op
+    assert [g.shape for g in grads] == [t.shape for t in x]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -191,33 +195,33 @@ def test_one_rank_sends_nothing(schedule: str) -> None:
         close(a, b, name)
 
 
-# -- what comes out -----------------------------------------------------------------------------------
+# -- results ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*heads do not go round")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F32, F64], ids=str)
 def test_results_may_be_edited(schedule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are nobody's view, and share no memory with each other."""
+    """Results are no views, and share no memory with each other."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     world = tritoncp.simulate(2)
     plan = world.make_plan(MASK, schedule=schedule)
     shards = [[s.requires_grad_() for s in world.shard(t.to(dtype), plan, dim=2)] for t in qkv(24, heads=2)]
     wants = AuxRequest(lse=True, max_scores=True)
     outs, aux = world.flex_attention(*shards, plan, return_aux=wants)
-    found = [*outs, *aux.lse, *aux.max_scores]
-    before = [t.detach().clone() for t in found]
-    for t in found:
+    results = [*outs, *aux.lse, *aux.max_scores]
+    before = [t.detach().clone() for t in results]
+    for t in results:
         t.mul_(2)
-    assert all(torch.equal(t, 2 * b) for t, b in zip(found, before, strict=True))
+    assert all(torch.equal(t, 2 * b) for t, b in zip(results, before, strict=True))
 
 
 def test_a_ring_makes_room_only_where_something_comes() -> None:
     def alone(mask: Mask) -> bool:
         plan = build(mask, 2)
         k = torch.randn(1, 1, plan.kv.s_max, 4)
-        held, free = ring._rooms(plan, k, k)
-        return held is free
+        current, free = ring._kv_buffers(plan, k, k)
+        return current is free
 
     apart = create_block_mask(document(lengths=[8, 8]), None, None, 16, 16, BLOCK_SIZE=8)
     assert alone(apart) and not alone(create_block_mask(causal(), None, None, 16, 16, BLOCK_SIZE=8))
@@ -233,8 +237,8 @@ ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1
 def test_results_lie_in_memory_as_what_they_are_made_from(
     schedule: str, order: tuple[int, ...], v_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a model transposed on the way in it transposes back for nothing; the numbers do not care. The
-    usual order goes through the kernels, too, where they write results and messages."""
+    """A model that transposes its inputs transposes the results back without a copy; the numbers stay the
+    same. The usual memory order is also the one that kernels write results and messages in."""
     if (order, v_dim) != (ORDERS["BSHD"], 4) or schedule not in ("local", "ulysses"):
         monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     world = tritoncp.simulate(1 if schedule == "local" else 2)
@@ -260,7 +264,7 @@ def test_results_lie_in_memory_as_what_they_are_made_from(
 @pytest.mark.filterwarnings("ignore:.*heads do not go round")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_in_inference_mode_share_no_memory(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There views do not say that they are views."""
+    """In inference mode views are not marked as views."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     world = tritoncp.simulate(2)
     plan = world.make_plan(MASK, schedule=schedule)
@@ -300,14 +304,14 @@ def test_one_row_a_rank_and_odd_channels(
     agree(over_ranks(x, plan, start=start), oracle(x, mask, start=start), 2e-2)
 
 
-# -- what is kept for backward ------------------------------------------------------------------------
+# -- tensors saved for backward -----------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*heads do not go round")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, schedule: str) -> None:
-    """No copy, and nothing whose size grows with the global sequence."""
+    """Autograd saves no copy, and no tensor whose size grows with the global sequence."""
     world = tritoncp.simulate(world_size)
     plan = world.make_plan(MASK, schedule=schedule)
     slope = torch.rand(2, requires_grad=True)
@@ -317,14 +321,14 @@ def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, s
         return world.flex_attention(*shards, lambda s, b, h, q, kv: s * slope[h], plan, return_lse=True)
 
     run()  # translating the score_mod saves tensors of its own
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         outs, lses = run()
     own = *outs, *lses, slope, *(s for side in shards for s in side)
-    known = {t.untyped_storage().data_ptr() for t in own}
-    more = [t for t in kept if t.untyped_storage().data_ptr() not in known]
+    own_addresses = {t.untyped_storage().data_ptr() for t in own}
+    more = [t for t in saved if t.untyped_storage().data_ptr() not in own_addresses]
     assert sum(t.numel() for t in more) <= 1  # the plan's handle
-    assert len(kept) == 5 * world_size + 1 + len(more)
+    assert len(saved) == 5 * world_size + 1 + len(more)
 
 
 # -- over processes -----------------------------------------------------------------------------------
@@ -346,25 +350,25 @@ def test_real_ranks_compute_what_lockstep_does(kernels: bool, monkeypatch: pytes
 
     def work(group: Any) -> list[Tensor]:
         leaves = [t.requires_grad_() for t in shards(group.rank(), *x)]
-        mine = plan.for_rank(group.rank())
-        out, lse = tritoncp.flex_attention(*leaves, mine, group, return_lse=True)
+        rank_plan = plan.for_rank(group.rank())
+        out, lse = tritoncp.flex_attention(*leaves, rank_plan, group, return_lse=True)
         grads = torch.autograd.grad([out, lse], leaves, shards(group.rank(), dout, dlse))
         return [out.detach(), lse.detach(), *grads]
 
     agree(whole, oracle(x, MASK, start=(dout, dlse)), 1e-10)
     assert not all(bool(plan.for_rank(rank).valid.all()) for rank in range(2))  # one shard is padded
-    for rank, found in enumerate(on_ranks(2, work)):
-        same(found, shards(rank, whole.out, whole.lse, *whole.grads))
+    for rank, answer in enumerate(on_ranks(2, work)):
+        same(answer, shards(rank, whole.out, whole.lse, *whole.grads))
 
 
 def test_a_plan_with_another_schedule_is_another_plan() -> None:
-    """What is kept with a plan outlives ``replace``; launches of one schedule are not another's."""
+    """Objects cached with a plan survive ``replace``; launches of one schedule do not serve another."""
 
     def work(group: Any) -> list[bool]:
         plan = tritoncp.make_plan(MASK, group, schedule="fetch")
         x = tritoncp.shard(torch.ones(1, 2, 24, 16).cumsum(2), plan, dim=2)
         plans = [replace(plan, schedule=name, handle=None).pinned() for name in ("fetch", "ring", "ulysses")]
-        found = [tritoncp.flex_attention(x, x, x, p, group) for p in plans * 2]
-        return [torch.allclose(y, found[0], atol=1e-5) for y in found]
+        outs = [tritoncp.flex_attention(x, x, x, p, group) for p in plans * 2]
+        return [torch.allclose(y, outs[0], atol=1e-5) for y in outs]
 
     assert on_ranks(2, work) == [[True] * 6] * 2

@@ -19,7 +19,7 @@ from tests.zoo import MASKS, SCORES, Answer, agree, differentiate, oracle, simul
 from tritoncp import make_plan, simulate
 from tritoncp.distributed.collectives import Wait, lockstep
 from tritoncp.distributed.schedules import SCHEDULES, ulysses
-from tritoncp.distributed.schedules.ulysses import Side, Trade, stretches
+from tritoncp.distributed.schedules.ulysses import HeadExchange, Side, stretches
 from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
 
@@ -36,14 +36,14 @@ def test_every_query_head_goes_to_one_rank_with_the_keys_it_reads(
     q_heads, kv_parts = traffic.trade(heads, kv_heads, degree)
     assert [head for part in q_heads for head in part] == list(range(heads))
     assert max(map(len, q_heads)) - min(map(len, q_heads)) <= 1
-    for mine, keys in zip(q_heads, kv_parts):
-        assert {head // group for head in mine} == set(keys)
+    for own_heads, keys in zip(q_heads, kv_parts):
+        assert {head // group for head in own_heads} == set(keys)
         read = {}
-        for q, kv in stretches(mine, group):
-            each, rest = divmod(q.stop - q.start, kv.stop - kv.start)
+        for q, kv in stretches(own_heads, group):
+            share, rest = divmod(q.stop - q.start, kv.stop - kv.start)
             assert rest == 0
-            read |= {mine[i]: keys[kv.start + (i - q.start) // each] for i in range(q.start, q.stop)}
-        assert read == {head: head // group for head in mine}
+            read |= {own_heads[i]: keys[kv.start + (i - q.start) // share] for i in range(q.start, q.stop)}
+        assert read == {head: head // group for head in own_heads}
 
 
 @st.composite
@@ -58,31 +58,32 @@ def trades(draw: Any) -> tuple[tuple[int, int], list[int], list[int], tuple[int,
 
 @given(trades())
 def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
-    """There a rank has its heads of all tokens; back, the heads of its own, times how many ranks had them."""
+    """After the exchange a rank has its heads of all tokens; back, all heads of its own tokens, multiplied by
+    the number of ranks that had them."""
     (heads, kv_heads), q_rows, kv_rows, (d, e), batch = drawn
     degree, parts = len(q_rows), traffic.trade(heads, kv_heads, len(q_rows))
     q, kv = (Side(part, max(rows)) for part, rows in zip(parts, (q_rows, kv_rows)))
-    about = (heads, d, q_rows, q), (kv_heads, d, kv_rows, kv), (kv_heads, e, kv_rows, kv)
-    given = [[torch.randn(batch, h, n, c) for n in rows] for h, c, rows, _ in about]  # [tensor][rank]
-    back = [[torch.full_like(x, torch.nan) for x in xs] for xs in given]
+    specs = (heads, d, q_rows, q), (kv_heads, d, kv_rows, kv), (kv_heads, e, kv_rows, kv)
+    inputs = [[torch.randn(batch, h, n, c) for n in rows] for h, c, rows, _ in specs]  # [tensor][rank]
+    back = [[torch.full_like(x, torch.nan) for x in xs] for xs in inputs]
 
     def rank(i: int) -> Any:
-        trade = Trade(SimpleNamespace(rank=0), i, degree, degree, q, kv, heads // kv_heads)
-        sides = [side for *_, side in about]
-        whole = yield from trade.heads(*((xs[i], side) for xs, side in zip(given, sides)))
-        yield from trade.sequence(*((x, side, xs[i]) for x, side, xs in zip(whole, sides, back)))
-        flight = yield trade.statistic(whole[0][..., 0].contiguous())
-        return whole, trade.own(given[0][i], (yield Wait(flight)))
+        exchange = HeadExchange(SimpleNamespace(rank=0), i, degree, degree, q, kv, heads // kv_heads)
+        sides = [side for *_, side in specs]
+        whole = yield from exchange.heads(*((xs[i], side) for xs, side in zip(inputs, sides)))
+        yield from exchange.sequence(*((x, side, xs[i]) for x, side, xs in zip(whole, sides, back)))
+        flight = yield exchange.statistic(whole[0][..., 0].contiguous())
+        return whole, exchange.own(inputs[0][i], (yield Wait(flight)))
 
-    found, statistics = zip(*lockstep([rank(i) for i in range(degree)]), strict=True)
-    assert all(torch.equal(mine, x[..., 0]) for mine, x in zip(statistics, given[0], strict=True))
-    for place, (h, _, _, side) in enumerate(about):
-        padded = [torch.nn.functional.pad(x, (0, 0, 0, side.rows - x.shape[2])) for x in given[place]]
-        for i, whole in enumerate(found):
-            mine = slice(side.heads[i].start, side.heads[i].stop)
-            assert torch.equal(whole[place], torch.cat([x[:, mine] for x in padded], 2))
+    head_shards, statistics = zip(*lockstep([rank(i) for i in range(degree)]), strict=True)
+    assert all(torch.equal(own_rows, x[..., 0]) for own_rows, x in zip(statistics, inputs[0], strict=True))
+    for place, (h, _, _, side) in enumerate(specs):
+        padded = [torch.nn.functional.pad(x, (0, 0, 0, side.rows - x.shape[2])) for x in inputs[place]]
+        for i, whole in enumerate(head_shards):
+            own_heads = slice(side.heads[i].start, side.heads[i].stop)
+            assert torch.equal(whole[place], torch.cat([x[:, own_heads] for x in padded], 2))
         times = torch.tensor([sum(head in part for part in side.heads) for head in range(h)]).view(-1, 1, 1)
-        for x, y in zip(given[place], back[place]):
+        for x, y in zip(inputs[place], back[place]):
             torch.testing.assert_close(y, x * times)
 
 
@@ -91,7 +92,7 @@ def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
 @pytest.mark.parametrize("world", [3, 4, 6])
 @pytest.mark.parametrize("heads", [(6, 2), (5, 1), (4, 4), (9, 3)])
 def test_heads_need_not_divide(heads: tuple[int, int], world: int, schedule: str, monkeypatch: Any) -> None:
-    """A mask and a score of its own for every head, so that a head in the wrong place shows."""
+    """Every head has its own mask and score, so that a head in the wrong place shows."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     qkv, mask = tensors(heads, torch.float64, dim=8, v_dim=12), MASKS["random"](heads[0])
     score = SCORES["relative"](heads[0], torch.float64)
@@ -120,7 +121,7 @@ def test_nothing_is_traded_too(batch: int, rows: int, schedule: str) -> None:
 
 
 def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr(ulysses, "_TOLD", set())
+    monkeypatch.setattr(ulysses, "_WARNED", set())
     world, x = simulate(8), torch.randn(1, 3, 64, 16)
     plan = world.make_plan(tritoncp.full_mask(64, 64, block=8), schedule="ulysses")
     shards = world.shard(x, plan, dim=2)

@@ -1,4 +1,5 @@
-"""Tiles copied by tensor descriptor, and the fused backward pass: what no interpreter can show of them."""
+"""Tiles copied by tensor descriptor, and the fused backward pass, on a GPU, where the interpreter shows too
+little."""
 
 import pytest
 import torch

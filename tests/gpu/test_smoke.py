@@ -1,4 +1,4 @@
-"""First of all: does anything work here at all."""
+"""The first tests of a GPU run: kernels compile, launch and read the right rows."""
 
 import pytest
 import torch

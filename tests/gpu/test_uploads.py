@@ -62,7 +62,7 @@ def synchronize() -> None:
 
 
 def attend(x: Any, plan: Plan) -> list[Tensor]:
-    """Run both passes: out, dq, dk, dv."""
+    """Run both passes; return out, dq, dk, dv."""
     leaves = [t.detach().requires_grad_() for t in x[:3]]
     out = tritoncp.flex_attention(*leaves, plan, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, leaves, x.dout)]

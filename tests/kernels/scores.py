@@ -1,5 +1,4 @@
-"""Score_mods as compilers in other processes are told of them, by name: what is loaded for each score, and
-what learns."""
+"""Named score_mods that compiler processes can import, one for each kind of captured load and gradient."""
 
 import torch
 from torch import Tensor

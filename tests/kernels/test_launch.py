@@ -1,4 +1,4 @@
-"""Launches that are kept: found again for tensors of the same layouts, and only for these."""
+"""Cached launches: reused for tensors of the same layouts, and only for these."""
 
 from __future__ import annotations
 

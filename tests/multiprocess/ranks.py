@@ -21,28 +21,29 @@ import torch.distributed as dist
 
 
 class RankFailed(AssertionError):
-    """A rank died or said nothing in time."""
+    """Raised where a rank died or did not answer in time."""
 
 
 def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
-    """``fn(group, *args)`` on every rank of a new gloo world, CPU only: the results, by rank.
+    """Run ``fn(group, *args)`` on every rank of a new gloo world, CPU only; return the results, by rank.
 
-    group: the world's ProcessGroup; ``group.rank()`` says who one is. Results come back pickled. The first
-    rank that raises ends all: its exception is raised here with a note of its rank and traceback. A rank
-    that dies, or ``timeout`` seconds, raise RankFailed.
+    group: the world's ProcessGroup; ``group.rank()`` is the rank of the process. Results come back pickled.
+        The first rank that raises ends all: its exception is raised here with a note of its rank and
+        traceback. A rank that dies, or ``timeout`` seconds, raise RankFailed.
 
-    fn may be a closure. For what each rank of a failing call says, catch it in fn and return it.
+    fn may be a closure. To compare the errors of all ranks of a failing call, catch them in fn and return
+    them.
     """
     with tempfile.TemporaryDirectory() as folder:
         children, pipes = {}, {}
         try:
             for rank in range(world_size):
-                ours, theirs = Pipe(duplex=False)
+                receiver, sender = Pipe(duplex=False)
                 children[rank] = os.fork()
                 if children[rank] == 0:
-                    _child(rank, world_size, Path(folder, "store"), fn, args, theirs, timeout)
-                theirs.close()  # a dead child now ends its pipe
-                pipes[ours] = rank
+                    _child(rank, world_size, Path(folder, "store"), fn, args, sender, timeout)
+                sender.close()  # a dead child now ends its pipe
+                pipes[receiver] = rank
             return _collect(pipes, world_size, time.monotonic() + timeout)
         finally:
             for pid in children.values():
@@ -53,8 +54,8 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60
 
 
 class Outcome(NamedTuple):
-    """How a rank ended: its exit status (-9: killed, None: it had to be ended here), what it raised, and how
-    many seconds it took since the ranks were ready."""
+    """The end of a rank: its exit status (-9: killed, None: terminated by this module), its exception, and
+    the seconds since all ranks were ready."""
 
     status: int | None
     said: str
@@ -99,7 +100,7 @@ def _outcome(path: Path, status: int | None) -> Outcome:
 
 
 def _end(rank: int, world_size: int, folder: Path, fn: Callable[[Any], Any], timeout: float) -> None:
-    """The life of one rank; never returns."""
+    """Run one rank; never returns."""
     signal.alarm(120)  # an orphan ends by itself
     status, start = 0, time.monotonic()
     try:
@@ -150,7 +151,7 @@ def _child(
     pipe: Connection,
     timeout: float,
 ) -> None:
-    """The life of one rank; never returns."""
+    """Run one rank; never returns."""
     signal.alarm(int(timeout) + 10)  # an orphan ends by itself
     try:
         stay_on_this_machine()
@@ -166,7 +167,7 @@ def _child(
     except BaseException as error:
         message = _packed(False, error, traceback.format_exc())
     pipe.send_bytes(message)
-    signal.pause()  # until the parent has heard everyone: who hangs up early can break a slower rank
+    signal.pause()  # until the parent has all answers: an early disconnect can break a slower rank
 
 
 def _packed(good: bool, said: Any, trace: str) -> bytes:

@@ -64,11 +64,13 @@ def check(kind: str, batch: int, length: int, balancer: str | None) -> None:
     qkv = [torch.rand(batch, 8, length, 32, requires_grad=True) for _ in range(3)]  # uniform, as theirs
     mask = mask_of(kind, batch, length)
     double = [x.detach().double().requires_grad_() for x in qkv]
-    found = dense_attention(*double, mask)
-    want = [found.out, found.lse, *torch.autograd.grad(found.out.sum(), double)]
+    dense = dense_attention(*double, mask)
+    want = [dense.out, dense.lse, *torch.autograd.grad(dense.out.sum(), double)]
     for answers in ranks.run(2, one_rank, qkv, mask, balancer, timeout=900):
-        for place, (mine, right) in enumerate(zip(answers, want, strict=True)):
-            torch.testing.assert_close(mine.double(), right.detach(), **(CLOSE if place < 2 else GRADS_CLOSE))
+        for place, (actual, right) in enumerate(zip(answers, want, strict=True)):
+            torch.testing.assert_close(
+                actual.double(), right.detach(), **(CLOSE if place < 2 else GRADS_CLOSE)
+            )
 
 
 PRODUCT = [
@@ -145,13 +147,13 @@ def test_processes_in_bfloat16(world: int, schedule: str, monkeypatch: pytest.Mo
     size = [float(x[x.isfinite()].abs().max()) for x in want[:5]]
     for answer in ranks.run(world, row_of_a_rank, *case, "ptrr", schedule, dtype, timeout=120):
         assert [x.dtype for x in answer[:5]] == [dtype, torch.float32, dtype, dtype, dtype]
-        for mine, right, most, name in zip(answer, want, size, Answer._fields):
-            same = (mine.double() - right).abs() <= 2**-6 * most
-            assert bool((same | (mine.double() == right)).all()), name
+        for actual, right, most, name in zip(answer, want, size, Answer._fields):
+            same = (actual.double() - right).abs() <= 2**-6 * most
+            assert bool((same | (actual.double() == right)).all()), name
 
 
 def alone(group: Any, schedule: str) -> str:
-    """Rank 1 makes the plan and the first call, and is not heard of again."""
+    """Rank 1 makes the plan and the first call, and then stops."""
     few = torch.distributed.new_group(timeout=timedelta(seconds=2))
     plan = tritoncp.make_plan(mask_of("causal", 1, 512), few, schedule=schedule)
     q = tritoncp.shard(torch.randn(1, 2, 512, 32), plan, dim=2)

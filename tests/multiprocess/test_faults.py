@@ -66,7 +66,7 @@ FAULTS = {
     "missing rank": stay_away,
     "other order": do_something_else,
 }
-WORK = {  # what was made before, the stage, and what survivors say of it
+WORK = {  # earlier stages, the stage, and the errors of the survivors
     "first plan": r"rank (0|2) of 3 was at make_plan, and rank 1 did not come",
     "later plan": r"rank (0|2) of 3 was at make_plan, and rank 1 did not come",
     "first forward": r"rank (0|2) of 3 was at flex_attention of query \[1, 3, 8, 8\].* rank 1 did not come",

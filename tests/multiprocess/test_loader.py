@@ -51,8 +51,8 @@ class Steps(Dataset):
 
 
 def plans_from_a_worker(steps: Steps) -> Iterator[Plan]:
-    for (made,) in DataLoader(steps, num_workers=1, collate_fn=lambda batch: batch):
-        plan, process = made
+    for (item,) in DataLoader(steps, num_workers=1, collate_fn=lambda batch: batch):
+        plan, process = item
         assert process != os.getpid(), "the worker made it"
         yield plan
 
@@ -128,7 +128,7 @@ def test_a_mask_without_a_closed_form_goes_across_too() -> None:
 
 
 def test_a_long_plan_is_small_and_quick_to_pickle() -> None:
-    """Twelve bytes a token and a little for the blocks, whatever has been computed of it here."""
+    """A pickled plan takes twelve bytes a token and a little for the blocks, cached tables or not."""
     size = 1 << 20
     packed = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(lengths=[size // 64] * 64))
     mask = tritoncp.create_block_mask(packed, 1, 1, size, size)

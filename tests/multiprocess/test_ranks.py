@@ -1,4 +1,4 @@
-"""The helper that other tests stand on."""
+"""The helper that starts the ranks of all multiprocess tests."""
 
 import os
 

@@ -72,7 +72,9 @@ def halved(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return s / 2
 
 
-DIFFERENCES: dict[str, tuple[str, Any, tuple[str, str]]] = {  # what differs: named field, call, both values
+DIFFERENCES: dict[
+    str, tuple[str, Any, tuple[str, str]]
+] = {  # case: the field in the message, call, both values
     "bf16 and fp16": (
         "dtype",
         lambda rank, go: go(shards(dtype=[torch.bfloat16, torch.float16][rank])),
@@ -311,7 +313,7 @@ def test_a_group_made_anew_shares_nothing_with_the_one_before() -> None:
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring"])
 def test_ranks_may_be_in_different_numbers_of_groups(schedule: str) -> None:
-    """As where rank 0 has a group of its own to evaluate in."""
+    """Rank 0 may have another group of its own, for example for evaluation."""
 
     def work(group: Any) -> Tensor:
         own = dist.new_group([0], timeout=timedelta(seconds=20))

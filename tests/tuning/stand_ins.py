@@ -1,8 +1,8 @@
-"""A device whose times are a formula, a compiler that says what it is told to, a clock that is a counter."""
+"""Stand-ins: a device whose times are a formula, a compiler with scripted reports, a counter as a clock."""
 
 
 class Formula:
-    """milliseconds of a config: its cost, with a drift that everyone shares; wrong answers by request."""
+    """Milliseconds of a config: its cost, times a drift common to all configs; wrong answers by request."""
 
     def __init__(self, cost, wrong=(), interrupt=None) -> None:
         self.cost, self.bad, self.interrupt = cost, set(wrong), interrupt
@@ -20,7 +20,7 @@ class Formula:
 
 
 class Compiler:
-    """Reports by formula; counts what it was asked."""
+    """Reports by formula; counts the jobs."""
 
     def __init__(self, **by_stages) -> None:
         self.asked, self.steps, self.by_stages = [], [], by_stages
@@ -33,7 +33,7 @@ class Compiler:
 
 
 class Ticks:
-    """Seconds that pass with every look."""
+    """A clock that advances by a fixed number of seconds at every reading."""
 
     def __init__(self, step=0.0) -> None:
         self.time, self.step = 0.0, step

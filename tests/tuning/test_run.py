@@ -51,7 +51,7 @@ BIAS = torch.linspace(-1, 1, 8).requires_grad_()
 
 
 def biased(score, b, h, q, kv):
-    """What it captures wants a gradient, as a learned bias does."""
+    """A score_mod whose captured tensor needs a gradient, as a learned bias does."""
     return score + BIAS[(q - kv) % 8]
 
 
@@ -65,15 +65,15 @@ def kernel_score(score, b, h, q, kv, caps):
 
 
 def few(target, arch):
-    """The rule's config and, of forward, one that has no room and one that has."""
+    """The rule's config and, for forward, one config that does not fit and one that does."""
     own = candidates(target, arch)[0]
     rest = [Config(128, 128, 8, 8), replace(own, num_stages=3)]
     return [own, *(rest if target.kernel == "forward" else [])]
 
 
 def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
-    """Two kernels with a score_mod and another head dim of values, really compiled: the rule survives, what
-    does not fit is dropped; a second run compiles nothing."""
+    """Compile two kernels with a score_mod and another head dim of values: the rule survives, configs that do
+    not fit are dropped; a second run compiles nothing."""
     for module in (search, search_run):
         monkeypatch.setattr(module, "candidates", few)
     words = ["--target", "sm_90", "--shapes", "8x2,64x32,4096", "--mask", "full", "--ops", "fwd,fused"]
@@ -97,9 +97,9 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
 def test_the_static_stage_compiles_the_routes_of_an_architecture_where_nothing_is_in_their_way(monkeypatch):
 
     def listed(target, arch):
-        found = candidates(target, arch)
-        others = [config for config in found if getattr(config, "ROUTE", "") == "gluon"]
-        return [found[0], *others[-1:]]
+        configs = candidates(target, arch)
+        gluon_configs = [config for config in configs if getattr(config, "ROUTE", "") == "gluon"]
+        return [configs[0], *gluon_configs[-1:]]
 
     for module in (search, search_run):
         monkeypatch.setattr(module, "candidates", listed)
@@ -258,7 +258,7 @@ def test_a_terminal_gets_a_bar_that_counts(compile_nothing, home):
 
 
 def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
-    """Nothing beats it: that is written, so that nobody is told to tune again."""
+    """A rule that no candidate beats is written to the file, so that calls do not advise to tune again."""
     from rich.console import Console
 
     bench = Formula()
@@ -289,7 +289,7 @@ def test_single_launches_are_checked_against_float32_and_timed(kernel, v_head_di
         assert bench.wrong(target, config) is None
         assert bench.milliseconds(target, config) > 0
     name = {"forward": "out", "dq": "dq", "dkdv": "dv", "fused": "dk"}[kernel]
-    getattr(bench._of(target).expected, name)[0, 0, 5] += 1  # as a kernel that is off in one row
+    getattr(bench._problem_for(target).expected, name)[0, 0, 5] += 1  # as a kernel that is off in one row
     problem_text = bench.wrong(target, Config(32, 16))
     assert problem_text is not None and problem_text.startswith(f"{name} is off by")
 
@@ -304,7 +304,7 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
     assert "of the time, over 3%" in (bench.wrong(ROUTE, SPECIALISED) or ""), "what is in its way"
     monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
     assert bench.wrong(ROUTE, SPECIALISED) is None and bench.milliseconds(ROUTE, SPECIALISED) > 0
-    checked, ring = bench._of(ROUTE), Problem.in_steps
+    checked, ring = bench._problem_for(ROUTE), Problem.in_steps
     checked._lse[0, 0, 5] += 0.01
     assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("lse is off by")
     checked._lse[0, 0, 5] -= 0.01
@@ -313,7 +313,7 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
 
 
 def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeypatch):
-    """Whatever is asked of the device then fails, and `--resume` would believe it."""
+    """Every later call on the device fails, and `--resume` would take these failures for findings."""
 
     def lost(*_) -> None:
         raise torch.AcceleratorError("an illegal memory access was encountered")
@@ -330,7 +330,7 @@ def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeyp
 def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share():
     """By the tiles of another GPU: an interpreter has no use for those of few rows."""
     target, config = replace(SMALL, kernel="few", mask="full", heads=4, seq=256), Config(64, 32, 4, 1)
-    checked = DeviceBench(CPU)._of(target)
+    checked = DeviceBench(CPU)._problem_for(target)
     out = checked.problem.results("few")["out"].fill_(float("nan"))
     launch = checked.problem.launch("few", config, "sm_80")
     launch()
@@ -341,8 +341,8 @@ def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share(
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "fused", "few", "gluon"])
 def test_what_is_compiled_offline_is_what_is_launched(kernel):
-    """Every argument is of the same type, and divisible by 16 or not: Triton finds in its cache what another
-    process compiled."""
+    """Every argument has the same type and the same divisibility by 16, so that Triton's cache has the kernel
+    that another process compiled."""
     target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tuning.test_run:biased")
     config = Config(64, 64, 4, 1)
     if kernel == "few":
@@ -353,7 +353,9 @@ def test_what_is_compiled_offline_is_what_is_launched(kernel):
     job = target.job("sm_90", config)
     assert job.kernel == kernel
     compiled = launch_of(Job.of(json.loads(json.dumps(asdict(job)))))
-    launched_part = DeviceBench(CPU)._of(target).problem.launch(target.kernel, config, "sm_90").parts[0]
+    launched_part = (
+        DeviceBench(CPU)._problem_for(target).problem.launch(target.kernel, config, "sm_90").parts[0]
+    )
     assert (compiled.grid, compiled.config, compiled.kernel) == (
         launched_part.grid,
         launched_part.config,
@@ -367,10 +369,10 @@ def test_what_is_compiled_offline_is_what_is_launched(kernel):
 LAUNCHES = """
 import os, torch
 from tritoncp.kernels.configs import Config
-from tritoncp.engines import name_functions
-from tritoncp.offline import Compilers, compiled
-from tritoncp.tune.problem import Problem
-from tritoncp.tune.targets import Target
+from tritoncp.ops.engine_factory import name_functions
+from tritoncp.analysis.compile_worker import Compilers, compiled
+from tritoncp.analysis.launches import Problem
+from tritoncp.tuning.targets import Target
 
 target, config = Target("dq", "causal", 4, 2, 32, 512, "float16", 16, "softcap"), Config(64, 64, 4, 1)
 job, folder = target.job("sm_80", config), os.environ["TRITON_CACHE_DIR"]
@@ -378,14 +380,14 @@ name_functions()
 compilers = Compilers(1)
 ((_, report),) = compilers.compiled([job])
 compilers.end()
-there = set(os.listdir(folder))
+files = set(os.listdir(folder))
 compiled(Problem(job, torch.device("cpu")).launch("dq", config, "sm_80"), "sm_80")
-print(report.get("failed"), len(there) > 0, set(os.listdir(folder)) - there)
+print(report.get("failed"), len(files) > 0, set(os.listdir(folder)) - files)
 """
 
 
 def test_what_another_process_compiled_is_found_in_the_cache(tmp_path):
-    """Or else every candidate is compiled again, one after another, while the time to measure it runs out."""
+    """Otherwise every candidate is compiled again, one after another, within the time for measurements."""
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHES],
         cwd=ROOT,
@@ -398,7 +400,7 @@ def test_what_another_process_compiled_is_found_in_the_cache(tmp_path):
 
 
 def kind(x):
-    """As much of an argument as a compilation depends on; numbers whole, for constants are among them."""
+    """The part of an argument that a compilation depends on; constants with their values."""
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % 16
     if hasattr(x, "block_shape"):  # a tensor descriptor

@@ -1,4 +1,4 @@
-"""Compiles kernels for GPUs that are not here, and reads the machine code.
+"""Compiles kernels for absent GPUs, and reads the machine code.
 
 May import: every package but api's users.
 """

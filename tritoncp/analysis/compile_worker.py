@@ -1,7 +1,7 @@
-"""Compiles what the engine launches for GPUs that are not here, in processes where nothing is interpreted.
+"""Offline compilation: compiles the engine's launches for absent GPUs, in processes that interpret no kernel.
 
-Triton itself turns a launch's arguments into a signature (`JITFunction.warmup`), told by a stand-in for its
-driver which GPU to compile for: what is compiled is what would be launched.
+Triton itself turns a launch's arguments into a signature (`JITFunction.warmup`), with a stub for its driver
+that names the GPU to compile for: the compiled kernel is the one that a launch would use.
 
 ``python -m tritoncp.analysis.compile_worker`` is such a process: it reads a job a line and answers in a line,
 both JSON.
@@ -44,14 +44,14 @@ from tritoncp.planning.plan import build
 def compile_all(
     jobs: Iterable[Job], processes: int | None = None, timeout: float = 300.0, question: str = "report"
 ) -> Generator[tuple[Job, dict[str, Any]]]:
-    """Each job and its report, in the order in which they are done.
+    """Compile jobs in processes. Yields each job and its report, in the order of completion.
 
-    processes: how many compile at a time; one for each core unless given
+    processes: how many compile at a time; default: one for each core
     timeout:   seconds for one job
-    question:  "report", or "digest" for no more than that, which compiles nothing
+    question:  "report", or "digest" for the digest alone, which compiles no kernel
 
-    A report is what :func:`report` says, or ``{"failed": why}``: a compiler that raises, dies or takes too
-    long costs the others nothing.  The processes end with the iteration.
+    A report is the result of :func:`report`, or ``{"failed": why}``: a compiler that raises, dies or takes
+    too long does not affect other jobs.  The processes end with the iteration.
     """
     compilers = Compilers(processes, timeout)
     try:
@@ -61,7 +61,7 @@ def compile_all(
 
 
 class Compilers:
-    """Processes that compile, kept from one list of jobs to the next: to begin takes them seconds."""
+    """Compiler processes, reused from one list of jobs to the next, since they take seconds to start."""
 
     def __init__(self, processes: int | None = None, timeout: float = 300.0) -> None:
         self._most, self._timeout = processes or os.cpu_count() or 1, timeout
@@ -70,7 +70,7 @@ class Compilers:
     def compiled(
         self, jobs: Iterable[Job], question: str = "report"
     ) -> Generator[tuple[Job, dict[str, Any]]]:
-        """As :func:`compile_all`. Whoever stops listening ends the jobs that are being worked on."""
+        """Compile jobs as :func:`compile_all` does. Closing the generator ends the jobs in work."""
         todo = list(jobs)
         if not todo:
             return
@@ -107,14 +107,14 @@ class Compilers:
 
 
 class Worker:
-    """A process that compiles; a new one takes over where it dies or has to be killed."""
+    """A process that compiles; replaced by a new one where it dies or has to be killed."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
         self._ended = False
 
     def ask(self, question: str, job: Job, timeout: float) -> dict[str, Any]:
-        process = self._process = self._process or self._started()
+        process = self._process = self._process or self._start_process()
         late = threading.Event()
 
         def kill() -> None:
@@ -144,7 +144,7 @@ class Worker:
         if self._process is not None:
             self._kill(self._process)
 
-    def _started(self) -> subprocess.Popen[str]:
+    def _start_process(self) -> subprocess.Popen[str]:
         if self._ended:
             raise RuntimeError("nothing is compiled any more")
         env = tile_tables.environment(without="TRITON_INTERPRET")
@@ -165,7 +165,8 @@ class Worker:
 
 
 def _log() -> Any:
-    """Compilers talk a lot on stderr when they fail; what counts is in the report."""
+    """The stderr of compiler processes: discarded unless TRITONCP_OFFLINE_LOG=1, as the report has the
+    error."""
     return None if os.environ.get("TRITONCP_OFFLINE_LOG") == "1" else subprocess.DEVNULL
 
 
@@ -173,7 +174,7 @@ def _log() -> Any:
 
 
 def launch_of(job: Job) -> Any:
-    """The engine's launch of one step, on memory that nobody looks at."""
+    """The engine's launch of one job, on uninitialised memory."""
     from tritoncp.analysis.launches import Problem, mods_of
     from tritoncp.kernels.engine import TritonEngine, route_of
     from tritoncp.kernels.launch import Launch, Launches, State
@@ -207,15 +208,15 @@ def launch_of(job: Job) -> Any:
         return parts[-1 if job.kernel in ("combine", "specialised") else 0]
     if job.kernel == "delta":
         return engine.delta(out, dout, lse, delta)
-    given = (q, k, v, dout, lse, delta, tables)
+    step_inputs = (q, k, v, dout, lse, delta, tables)
     if job.kernel == "dq":
-        return engine.dq(*given, dq=dq_sum if variant.load else dq, add=variant.load)
+        return engine.dq(*step_inputs, dq=dq_sum if variant.load else dq, add=variant.load)
     into = torch.empty(1, rows, HEADS, d).transpose(1, 2) if job.kernel == "fused" else None
-    return engine.dkdv(*given, dk=dk, dv=dv, dq=into, add=variant.load)
+    return engine.dkdv(*step_inputs, dk=dk, dv=dv, dq=into, add=variant.load)
 
 
-class Stand(NamedTuple):
-    """As much of Triton's driver as compiling asks for."""
+class DriverStub(NamedTuple):
+    """The part of Triton's driver that compiling needs."""
 
     target: Any
 
@@ -237,7 +238,7 @@ TARGETS = (
 
 
 def check_target(arch: str) -> None:
-    """Raises ValueError for an architecture that nothing is compiled for."""
+    """Check that kernels are compiled for an architecture. Raises ValueError."""
     if arch not in TARGETS:
         raise ValueError(f"architecture {arch!r} is not among those that are known: {', '.join(TARGETS)}")
 
@@ -251,28 +252,28 @@ def target_of(arch: str) -> Any:
 
 
 def compiled(launch: Any, arch: str) -> Any:
-    """Triton's kernel object: text of every stage, and metadata."""
+    """Compile a launch to Triton's kernel object: text of every stage, and metadata."""
     from triton.runtime.driver import driver
 
-    driver.set_active(Stand(target_of(arch)))
+    driver.set_active(DriverStub(target_of(arch)))
     return launch.kernel.warmup(grid=launch.grid, **launch.args, **launch.config.compiler())
 
 
 def report(job: Job) -> dict[str, Any]:
-    """What there is to say about one compiled kernel, as JSON holds it.
+    """Report the figures of one compiled kernel, as JSON values.
 
-    digest of what it was made from; registers of a thread; spill_bytes of a thread (the kernels have no
-    arrays, so all thread-local memory is spilled registers); warps, which are more than the config's where
-    they are specialised; shared_bytes of a program; tensor_columns: of sm_100's tensor memory that it takes;
-    mma: matrix instructions by name; tma: bulk tensor copies, async_copies: others that need no registers;
-    then what :func:`inner_loop` finds
+    digest: of its sources; registers of a thread; spill_bytes of a thread (the kernels have no arrays, so all
+        thread-local memory is spilled registers); warps, more than the config's where warps are specialised;
+        shared_bytes of a program; tensor_columns: of sm_100's tensor memory; mma: matrix instructions by
+        name; tma: bulk tensor copies; async_copies: other copies that need no registers; then the result of
+        :func:`inner_loop`
     """
     launch = launch_of(job)
     if job.config and job.config.USE_TMA > launch.config.USE_TMA:
         raise ValueError("these tensors' strides leave nothing to descriptors")
     kernel = compiled(launch, job.arch)
-    found = amd(kernel.asm["amdgcn"]) if "amdgcn" in kernel.asm else nvidia(kernel.asm)
-    code = found.pop("code")
+    resources = amd(kernel.asm["amdgcn"]) if "amdgcn" in kernel.asm else nvidia(kernel.asm)
+    code = resources.pop("code")
     names = [x.op for x in code]
     row = {
         "kernel": job.kernel,
@@ -282,7 +283,7 @@ def report(job: Job) -> dict[str, Any]:
         "variant": job.variant,
         "config": asdict(launch.config),
         "digest": digest(launch),
-        **found,
+        **resources,
         "warps": kernel.metadata.num_warps,
         "shared_bytes": kernel.metadata.shared,
         "tensor_columns": getattr(kernel.metadata, "tmem_size", None) or 0,
@@ -290,49 +291,51 @@ def report(job: Job) -> dict[str, Any]:
         "tma": sum(name.startswith("UTMALDG") for name in names),
         "async_copies": sum(name.startswith("LDGSTS") for name in names),
     }
-    if row["mma"] and job.dtype != "float32":  # the rates of machine_code are those of 16-bit products
+    if row["mma"] and job.dtype != "float32":  # the rates of disassembly.MACHINES are for 16-bit products
         row |= inner_loop(job, launch.config, code, kernel.asm.get("ptx", ""), row)
     return row
 
 
 def digest(launch: Any) -> str:
-    """Of all that a report depends on: Triton, tiles, arguments without what lies in memory, the source of
-    the kernel and of what it calls, and of what reads its machine code. Comments, docstrings and line
-    numbers count for nothing.
-    """
+    """Hash the inputs of a report: Triton, tiles, arguments without the contents of memory, the source of the
+    kernel and of the functions it calls, and of the module that reads its machine code. Comments, docstrings
+    and line numbers are left out."""
     import triton
 
     sources = {"": _source(disassembly)[0]}
-    named = {name: _described(value, sources) for name, value in sorted(launch.args.items())}
-    kernel = _described(launch.kernel, sources)
-    about = triton.__version__, asdict(launch.config), kernel, named, sorted(sources.items())
-    return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+    named = {name: _describe_value(value, sources) for name, value in sorted(launch.args.items())}
+    kernel = _describe_value(launch.kernel, sources)
+    parts = triton.__version__, asdict(launch.config), kernel, named, sorted(sources.items())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-def _described(value: Any, sources: dict[str, str]) -> Any:
-    """A kernel's argument, or a global of its module, as far as code depends on it: jit functions by name,
-    with their source, and that of what they use, in ``sources``."""
+def _describe_value(value: Any, sources: dict[str, str]) -> Any:
+    """Describe a kernel's argument, or a global of its module, as far as code depends on it: jit functions by
+    name, with their source and that of the functions they use in ``sources``."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype)
     if hasattr(value, "block_shape"):  # a tensor descriptor
         return str(value.base.dtype), value.block_shape
     if isinstance(value, tuple):
-        return [_described(one, sources) for one in value]
+        return [_describe_value(one, sources) for one in value]
     if (function := getattr(value, "fn", None)) is None:
         return getattr(value, "__qualname__", str(value))  # the text of a plain function holds its address
     name = f"{function.__module__}.{function.__qualname__}"
     if name not in sources:
         sources[name], used = _source(function)
-        known = ((other, function.__globals__[other]) for other in used if other in function.__globals__)
-        uses = [(other, _described(it, sources)) for other, it in known if not inspect.ismodule(it)]
+        globals_used = (
+            (other, function.__globals__[other]) for other in used if other in function.__globals__
+        )
+        uses = [
+            (other, _describe_value(it, sources)) for other, it in globals_used if not inspect.ismodule(it)
+        ]
         sources[name] += repr(uses)
     return name
 
 
 @functools.cache
 def _source(what: Any) -> tuple[str, list[str]]:
-    """A function's or module's syntax, without comments, docstrings and where things stand, and the names
-    in it."""
+    """The syntax of a function or module, without comments, docstrings and positions, and the names in it."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(what)))
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
@@ -357,11 +360,11 @@ def inner_loop(
     loop, masked_loop: instructions; mix: of the former, by kind; loop_spills: loads and stores of spilled
     registers in both; hidden: the share of exponentials that run beside products; touched: instructions that
     get in the way of a product under way; cycles of one turn, programs on a multiprocessor and limit: see
-    machine_code.bound; flops: issued over those of the tile; bound, overlap: of the tensor cores, useful
+    disassembly.bound; flops: issued over those of the tile; bound, overlap: of the tensor cores, useful
     FLOPs over the peak
     """
     loops, machine = disassembly.innermost(code), disassembly.MACHINES[family(job.arch)]
-    if not loops:  # of a mask so short that the compiler knows how few tiles there are
+    if not loops:  # unrolled: a short mask has a constant number of tiles
         return {}
     specialised = row["warps"] > config.num_warps
     done = disassembly.products(loops[0])
@@ -369,20 +372,20 @@ def inner_loop(
         done = disassembly.products(disassembly.innermost(disassembly.ptx(ptx))[0])
     if specialised and "mufu" not in disassembly.mix(loops[0]):
         loops = disassembly.innermost(code, "tensor", "mufu", "memory")
-        *others, softmax = loops
-        groups = [*others, disassembly.shortest(code, softmax)]
+        *products_loops, softmax = loops
+        groups = [*products_loops, disassembly.shortest(code, softmax)]
         with_mask, without = (disassembly.mix(one).get("compare", 0) for one in (softmax, groups[-1]))
         masked = [softmax] if with_mask > without else []
-        each = [disassembly.cycles(one, [], disassembly.meeting(one), machine) for one in groups]
-        each.append(disassembly.cycles([], done, 1, machine))
+        group_cycles = [disassembly.cycles(one, [], disassembly.meeting(one), machine) for one in groups]
+        group_cycles.append(disassembly.cycles([], done, 1, machine))
         ahead = float(done[0].shared == 2 * done[0].k * done[0].n)  # P is in tensor memory, queries are not
         hidden = ahead, ahead
     else:
         groups, masked = loops[: 1 + specialised], loops[1 + specialised :]
-        each = [disassembly.cycles(group, done, config.num_warps, machine) for group in groups]
+        group_cycles = [disassembly.cycles(group, done, config.num_warps, machine) for group in groups]
         hidden = min(map(disassembly.hidden, groups))
     body = groups[-1]
-    spent = disassembly.Cycles(*map(sum, zip(*each)))
+    spent = disassembly.Cycles(*map(sum, zip(*group_cycles)))
     spent = spent._replace(shared=spent.shared + copied(job, config, code) / disassembly.SHARED_PER_CYCLE)
     used = row["registers"], row["shared_bytes"], machine, row["tensor_columns"]
     turns = len(groups) if job.kernel == "gluon" else 1  # barriers make them take turns
@@ -452,20 +455,22 @@ def nvidia(asm: Any) -> dict[str, Any]:
         cubin.flush()
         command = [str(tool), "-sass", "--dump-resource-usage", cubin.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = (int(_found(rf"\b{name}:(\d+)", text)) for name in ("REG", "STACK", "LOCAL"))
+    registers, stack, local = (
+        int(_match_number(rf"\b{name}:(\d+)", text)) for name in ("REG", "STACK", "LOCAL")
+    )
     return {"registers": registers, "spill_bytes": stack + local, "code": disassembly.sass(text)}
 
 
 def amd(text: str) -> dict[str, Any]:
     """(AMD's scalar registers spill into lanes of vector ones, which is no memory.)"""
     registers, fixed, spilled = (
-        int(_found(rf"\.{name}:\s*(\d+)", text))
+        int(_match_number(rf"\.{name}:\s*(\d+)", text))
         for name in ("vgpr_count", "private_segment_fixed_size", "vgpr_spill_count")
     )
     return {"registers": registers, "spill_bytes": fixed + spilled, "code": disassembly.gcn(text)}
 
 
-def _found(pattern: str, text: str) -> str:
+def _match_number(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     assert match, f"the compiler's tools say nothing like {pattern!r}"
     return match[1]
@@ -478,15 +483,15 @@ QUESTIONS: dict[str, Callable[[Job], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Answer jobs until nobody asks any more."""
+    """Answer jobs until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what compilers print is no answer
+    os.dup2(2, 1)  # output of compilers goes to stderr
     name_functions()
     for line in sys.stdin:
         try:
             question, job = json.loads(line)
             answer = QUESTIONS[question](Job.of(job))
-        except Exception as error:  # whatever a compiler throws: the others go on
+        except Exception as error:  # any error of a compiler: other jobs go on
             answer = {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()

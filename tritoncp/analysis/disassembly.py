@@ -1,9 +1,8 @@
-"""What a compiled kernel does in its inner loops, read from machine code, and how busy that can keep tensor
-cores.
+"""Reads the inner loops of a compiled kernel from machine code, and bounds the use of tensor cores by them.
 
-Three dialects, one reading: SASS (NVIDIA's machine code), PTX (where SASS does not say how large a tcgen05
-product is) and AMD's assembly are lists of instructions with jumps; a loop is a jump back to a place that
-every way into the loop passes ("natural loop").
+Three dialects, one reading: SASS (NVIDIA's machine code), PTX (where SASS lacks the size of a tcgen05
+product) and AMD's assembly are lists of instructions with jumps; a loop is a jump back to an instruction that
+every path into the loop passes ("natural loop").
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _LABEL = re.compile(r"(\$L\w+|\.L\w+):")
 
 
 def sass(text: str) -> list[Instruction]:
-    """Instructions in what ``cuobjdump -sass`` says of one kernel."""
+    """Parse the instructions in the output of ``cuobjdump -sass`` for one kernel."""
     found = [match.groups() for match in map(_SASS.match, text.splitlines()) if match]
     places = {int(place, 16): i for i, (place, *_) in enumerate(found)}
     code = []
@@ -78,9 +77,9 @@ def _labelled(
 
 
 def loops(code: Code) -> list[list[Instruction]]:
-    """Bodies of natural loops: from a header, which every way from the first instruction into the loop
-    passes, to the jumps back to it.  What waits at the far end of the code and jumps back in is no loop.
-    A jump by a table (BRX), which is not in the text, goes wherever nothing else leads to.
+    """Find the bodies of natural loops: from a header, which every path from the first instruction into the
+    loop passes, to the jumps back to it.  Code that waits at the end of the kernel and jumps back in is no
+    loop. A jump by a table (BRX), whose targets the text lacks, leads to all otherwise unreachable code.
 
     >>> jump = lambda target: Instruction("BRA", "", target, ends=False)
     >>> a, b, c, d = (Instruction(name, "") for name in "abcd")
@@ -109,7 +108,7 @@ def loops(code: Code) -> list[list[Instruction]]:
 
 
 def _entries(code: Code, after: list[list[int]]) -> list[int]:
-    """Where code begins that cannot be reached, but from there."""
+    """Find the first instructions of code that is reachable by a table of jumps alone."""
     reachable = _reach(after, 0, None)
     behind = [i for i, x in enumerate(code[:-1], 1) if x.ends and i not in reachable]
     reach = {i: _reach(after, i, None) for i in behind}
@@ -117,7 +116,8 @@ def _entries(code: Code, after: list[list[int]]) -> list[int]:
 
 
 def _in_order(code: Code, body: set[int], back: int) -> list[int]:
-    """Instructions of a loop, those behind the jump back to its beginning where they are entered."""
+    """Order the instructions of a loop: those behind the jump back to its beginning stand where they are
+    entered."""
     order: list[int] = []
     for i in sorted(body):
         if i <= back:
@@ -130,7 +130,7 @@ def _in_order(code: Code, body: set[int], back: int) -> list[int]:
 
 
 def _reach(edges: list[list[int]], start: int, without: int | None) -> set[int]:
-    """Instructions that can be reached from ``start`` on ways that avoid one instruction."""
+    """Find the instructions that are reachable from ``start`` by paths that avoid one instruction."""
     seen, todo = set(), [start]
     while todo:
         at = todo.pop()
@@ -141,7 +141,7 @@ def _reach(edges: list[list[int]], start: int, without: int | None) -> set[int]:
 
 
 def innermost(code: Code, *kinds: str) -> list[list[Instruction]]:
-    """Loops that hold instructions of these kinds ("tensor" unless given) and no smaller loop that does;
+    """Find the loops that hold instructions of these kinds (default: "tensor") and no smaller such loop;
     shortest first."""
     wanted = {*(kinds or ("tensor",))}
     holding = [body for body in loops(code) if any(kind_of(x.op) in wanted for x in body)]
@@ -150,7 +150,7 @@ def innermost(code: Code, *kinds: str) -> list[list[Instruction]]:
 
 
 def shortest(code: Code, body: Sequence[Instruction]) -> list[Instruction]:
-    """The way around a loop that takes the fewest instructions: without what may be skipped.
+    """Find the path around a loop with the fewest instructions, without optional code.
 
     >>> code = [Instruction(op, "") for op in "abc"] + [Instruction("BRA", "", 0)]
     >>> code[0] = Instruction("BRA", "", 2)
@@ -177,7 +177,7 @@ def shortest(code: Code, body: Sequence[Instruction]) -> list[Instruction]:
 
 
 def meeting(body: Iterable[Instruction]) -> int:
-    """Warps of a loop whose warps are specialised: as many as meet at a barrier of its own, one if none do.
+    """Count the warps of a loop with specialised warps by the threads of its barriers; one without a barrier.
 
     >>> meeting([Instruction("BAR.SYNC.DEFER_BLOCKING", "0x2, 0x80")]), meeting([])
     (4, 1)
@@ -204,7 +204,7 @@ _KINDS = [(kind, re.compile(pattern)) for kind, pattern in KINDS.items()]
 
 
 def kind_of(op: str) -> str:
-    """A key of KINDS, or "other": jumps, scalar and uniform instructions.
+    """Classify an instruction: a key of KINDS, or "other": jumps, scalar and uniform instructions.
 
     >>> [kind_of(op) for op in ("HGMMA.64x128x16.F32.BF16", "LDGDEPBAR", "LDSM.16.M88.4", "IMAD.MOV.U32")]
     ['tensor', 'barrier', 'memory', 'integer']
@@ -217,7 +217,7 @@ def kind_of(op: str) -> str:
 
 
 def mix(body: Iterable[Instruction]) -> dict[str, int]:
-    """How many instructions of each kind."""
+    """Count the instructions of each kind."""
     counts = Counter(kind_of(x.op) for x in body)
     return {kind: counts[kind] for kind in (*KINDS, "other") if counts[kind]}
 
@@ -241,10 +241,10 @@ class Product(NamedTuple):
 
 
 def products(body: Iterable[Instruction]) -> list[Product]:
-    """The matrix products of 16-bit numbers in a loop.
+    """Read the matrix products of 16-bit numbers in a loop.
 
-    A wgmma takes its right side, and its left side too where that is no register, from shared memory; so
-    does tcgen05. Its shape is in its instruction descriptor (PTX ISA, table "Instruction descriptor for
+    A wgmma takes its right side, and its left side too unless that is a register, from shared memory; so does
+    tcgen05. Its shape is in its instruction descriptor (PTX ISA, table "Instruction descriptor for
     .kind::f16": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28), a constant moved to a register before.
 
     >>> products(sass("  /*0010*/  HGMMA.64x128x16.F32.BF16 R88, R152, gdesc[UR8].tnspB, R88 ;"))
@@ -276,14 +276,14 @@ def products(body: Iterable[Instruction]) -> list[Product]:
 
 
 class Machine(NamedTuple):
-    """One multiprocessor (AMD: compute unit) with four schedulers. Rates are NVIDIA's whitepapers' and the
-    CUDA programming guide's ("Arithmetic instructions"), and AMD's CDNA3 whitepaper and ISA guide.
+    """One multiprocessor (AMD: compute unit) with four schedulers. The rates are from NVIDIA's whitepapers
+    and the CUDA programming guide ("Arithmetic instructions"), and from AMD's CDNA3 whitepaper and ISA guide.
 
-    block, shared: bytes of shared memory that a program may have, and that there are
-    warps, registers, lanes: how many warps it holds, 32-bit registers, threads in a warp
+    block, shared: bytes of shared memory of a program at most, and of the multiprocessor
+    warps, registers, lanes: warps it holds, 32-bit registers, threads in a warp
     flops:  of 16-bit products with float32 sums, in a cycle
-    issue:  cycles for which an instruction takes its scheduler, by kind; "" = all the others
-    mufu:   cycles for which an exponential takes the unit beside it
+    issue:  cycles for which an instruction takes its scheduler, by kind; "" = all other kinds
+    mufu:   cycles for which an exponential takes the special function unit
     """
 
     block: int
@@ -313,7 +313,7 @@ MACHINES = {
 
 
 class Cycles(NamedTuple):
-    """For which one turn of a loop, by all warps of a program, takes each part of a multiprocessor."""
+    """Cycles for which one turn of a loop, by all warps of a program, takes each part of a multiprocessor."""
 
     tensor: float
     issue: float
@@ -322,7 +322,8 @@ class Cycles(NamedTuple):
 
 
 def cycles(body: Sequence[Instruction], done: Sequence[Product], warps: int, machine: Machine) -> Cycles:
-    """body: one turn of the loop; done: its products (from PTX where SASS does not show their shape)."""
+    """Count the cycles of one turn of a loop. body: its instructions; done: its products (from PTX where SASS
+    does not show their shape)."""
     groups = [(product, warps // product.warps if product.warps else 1) for product in done]
     counts = mix(body)
     issued = sum(machine.issue.get(kind, machine.issue[""]) * n for kind, n in counts.items())
@@ -336,7 +337,7 @@ def cycles(body: Sequence[Instruction], done: Sequence[Product], warps: int, mac
 
 
 def bytes_of(x: Instruction, lanes: int) -> int:
-    """Bytes that one warp's instruction moves in or out of shared memory.
+    """Count the bytes that one warp's instruction moves in or out of shared memory.
 
     >>> [bytes_of(Instruction(op, ""), 32) for op in ("LDS.128", "STS", "LDSM.16.M88.4", "LDGSTS.E.128")]
     [512, 128, 512, 512]
@@ -354,8 +355,8 @@ def bytes_of(x: Instruction, lanes: int) -> int:
 
 
 class Bound(NamedTuple):
-    """utilisation: of the tensor cores, at most; overlap: if softmax hid behind products completely;
-    programs: how many share a multiprocessor; limit: what keeps it there, in words."""
+    """Upper bound of the use of tensor cores. utilisation: at most; overlap: if softmax hid behind products
+    completely; programs: number that share a multiprocessor; limit: the limiting resource, in words."""
 
     utilisation: float
     overlap: float
@@ -364,9 +365,9 @@ class Bound(NamedTuple):
 
 
 def hidden(body: Iterable[Instruction]) -> tuple[float, float]:
-    """The shares of a loop's instructions, products apart, and of its exponentials that are issued while a
-    wgmma of the same warps is under way: begun, in program order, and not waited for.  (One that ends a group
-    has ``gsb0``; ``DEPBAR.LE gsb0, n`` waits until n groups are left.)
+    """The shares of a loop's instructions, without products, and of its exponentials that are issued while a
+    wgmma of the same warps is under way: started, in program order, and not waited for.  (One that ends a
+    group has ``gsb0``; ``DEPBAR.LE gsb0, n`` waits until n groups are left.)
 
     >>> say = lambda *lines: [Instruction(*line.split(" ", 1)) for line in lines]
     >>> ahead = say("HGMMA.64x128x16 R24, gsb0", "HGMMA.64x128x16 R88, gsb0", "WARPGROUP.DEPBAR.LE gsb0, 0x1")
@@ -390,8 +391,8 @@ def hidden(body: Iterable[Instruction]) -> tuple[float, float]:
 
 
 def touched(body: Iterable[Instruction]) -> list[Instruction]:
-    """Instructions that touch sums of a wgmma under way, or write to its left side: the answer would depend
-    on who is faster.  m64 products: N / 2 registers of sums, 4 of a left side that is not in shared memory.
+    """Find the instructions that touch sums of a wgmma under way, or write to its left side: a data race.
+    m64 products: N / 2 registers of sums, 4 of a left side that is not in shared memory.
 
     >>> say = lambda *lines: [Instruction(*line.split(" ", 1)) for line in lines]
     >>> product = say("HGMMA.64x128x16 R88, R152, gdesc[UR8], R88, gsb0")
@@ -448,16 +449,15 @@ def bound(
     hidden: tuple[float, float] = (0.0, 0.0),
     turns: int = 1,
 ) -> Bound:
-    """How busy one turn of the loop can keep the tensor cores.
+    """Bound the share of time in which one turn of the loop keeps the tensor cores busy.
 
-    Each of Σ FLOPs / rate, Σ instructions × warps / 4 schedulers, Σ exponentials × 8 cycles × warps / 4 and
-    Σ bytes / 128 is a time that nothing can beat.  A program computes one tile at a time: its products,
-    then, since all its warps wait for them, its softmax, with the tensor cores idle (what FlashAttention-3
-    sets out to hide: arXiv 2407.08608, section 3).  So a program alone takes tensor + max(issue, mufu), and
-    each of c programs beside each other at least a c-th of that, and so with groups of a program's warps that
-    take ``turns``; of instructions and exponentials counts what is not ``hidden``.
-    Not modelled: latencies, bank and pipe conflicts, HBM and L2, clocks.  An upper bound, and of use to
-    compare variants of a kernel.
+    Each of Σ FLOPs / rate, Σ instructions × warps / 4 schedulers, Σ exponentials × 8 cycles × warps / 4 and Σ
+    bytes / 128 is a lower bound of the time.  A program computes one tile at a time: its products, then,
+    since all its warps wait for them, its softmax, with the tensor cores idle (the cost that FlashAttention-3
+    hides: arXiv 2407.08608, section 3).  So a program alone takes tensor + max(issue, mufu), and each of c
+    programs beside each other at least a c-th of that, and so with groups of a program's warps that take
+    ``turns``; instructions and exponentials that are ``hidden`` do not count. Not modelled: latencies, bank
+    and pipe conflicts, HBM and L2, clocks.  An upper bound, to compare variants of a kernel.
 
     >>> bound(Cycles(1024, 868, 528, 900), 8, 200, 150 << 10, MACHINES["sm_90"])  # flex's template, 128 x 64
     Bound(utilisation=0.541, overlap=1.0, programs=1, limit='issue after tensor; registers hold 1 program')
@@ -479,7 +479,7 @@ def bound(
 
 
 def resident(warps: int, registers: int, shared: int, machine: Machine, columns: int = 0) -> tuple[int, str]:
-    """Programs that fit a multiprocessor together, and what leaves no room for another.
+    """Count the programs that fit a multiprocessor together, and name the resource that limits them.
 
     columns: of tensor memory, which sm_100 has 512 of, that a program takes
 

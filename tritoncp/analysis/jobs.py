@@ -1,8 +1,4 @@
-"""Kernels to compile, by name: which kernel, for which GPU, of which call.
-
-A job is plain data, so that it can be sent to the process that compiles it
-(:mod:`tritoncp.analysis.compile_worker`) and written down beside what came of it.
-"""
+"""Compilation jobs: a kernel, a GPU architecture and a call, by name."""
 
 from __future__ import annotations
 
@@ -42,14 +38,14 @@ VARIANTS = {
     "short": Variant("documents", load=True, options=(("SPLIT_KV", 4),), queries=64),  # two such tiles
     "decode": Variant("causal", options=(("SPLIT_KV", 4),), queries=1),
     "single": Variant("single"),  # everything that can be 1 is: Triton makes constants of those
-    "pair": Variant("pair"),  # so it is here, and no window either
+    "pair": Variant("pair"),  # the same, without a window
 }
 KERNELS = ("forward", "delta", "dq", "dkdv")
 
 
 class Call(NamedTuple):
-    """A call on one device, without ranks: a mask of perf/cases.py, query and key heads, tokens; queries,
-    where they are not as many, for which the mask has to be "full"."""
+    """A call on one device, without ranks: a mask of perf/cases.py, query and key heads, tokens; queries, if
+    their number differs, which only the mask "full" allows."""
 
     mask: str
     heads: int
@@ -62,16 +58,16 @@ class Call(NamedTuple):
 class Job:
     """One kernel to compile: a variant of VARIANTS with heads of ``head_dim`` channels.
 
-    kernel: one of KERNELS; "fused": dK/dV that adds up dQ as well; "masked" and "specialised": the launches
-            of the specialised route, of which the second starts from a state if there are masked blocks (on
-            sm_100 there is only the second, which takes these as well);
-            "few": forward with tiles for few rows (variant "few" or "decode"); "combine": what follows it
-            where several programs share its keys; "gluon": the launch of that route
+    kernel: one of KERNELS; "fused": dK/dV that adds up dQ too; "masked" and "specialised": the two launches
+        of the specialised route, where the second starts from a state if there are masked blocks (on sm_100
+        there is only the second, which handles masked blocks too); "few": forward with tiles for few rows
+        (variant "few" or "decode"); "combine": the launch after it, where several programs share its keys;
+        "gluon": the launch of that route
     config: the tiles; None = those of the rule
-    v_head_dim: channels of values; None = as many
+    v_head_dim: channels of values; None = head_dim
     score:  a score_mod, as tritoncp/masks/expressions.py reads it
-    call:   instead of the variant, the very launch that this call makes
-    source: who says that it is to be so, where that is not the rule
+    call:   replaces the variant: the exact launch that this call makes
+    source: origin of the config, unless it is the rule
     """
 
     kernel: str
@@ -100,13 +96,13 @@ class Job:
 
     @classmethod
     def of(cls, raw: dict[str, Any]) -> Job:
-        """The job that ``asdict`` made this of."""
+        """The job of a dict from ``asdict``."""
         config, call = raw["config"], raw["call"]
         return cls(**raw | {"config": config and Config(**config), "call": call and Call(*call)})
 
 
 def options_of(kernel: str, config: Config | None) -> dict[str, Any]:
-    """Engine options that give a kernel this config; those of the rule for None."""
+    """The engine options that select this config for a kernel; empty for None, the rule's config."""
     kind = "forward" if kernel == "masked" else kernel
     return {"CONFIGS": ((kind, tuple(asdict(config).items())),)} if config else {}
 

@@ -1,5 +1,5 @@
-"""One attention call on one device, and launches of its single kernels: the same ones wherever they are
-compiled, checked and timed, so that a kernel that was compiled offline is found in Triton's cache."""
+"""One attention call on one device, and launches of its single kernels. Compilation, checks and timing use
+the same launches, so that Triton's cache has the kernels that were compiled offline."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from tritoncp.tuning.targets import kernel_of
 
 
 class Problem:
-    """Tensors of a call as the schedule of one rank has them.
+    """The tensors of a call, laid out as in the schedule of one rank.
 
-    job:   says shapes, mask and score_mod
-    given: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; memory that nobody looks
-           at unless given
+    job:     shapes, mask and score_mod
+    tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
+        memory
     """
 
-    def __init__(self, job: Job, device: torch.device, given: Sequence[Tensor] = ()) -> None:
+    def __init__(self, job: Job, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
         assert job.call is not None
         mask, heads, kv_heads, seq, queries = job.call
         (d, e), dtype = job.dims, getattr(torch, job.dtype)
-        if not given:
+        if not tensors:
             rows = queries or seq
             shapes = (heads, rows, d), (kv_heads, seq, d), (kv_heads, seq, e), (heads, rows, e)
-            given = [torch.empty(1, *shape, dtype=dtype, device=device) for shape in shapes]
-        self.q, self.k, self.v, self.dout = given
+            tensors = [torch.empty(1, *shape, dtype=dtype, device=device) for shape in shapes]
+        self.q, self.k, self.v, self.dout = tensors
         closed = MASKS[mask].closed(seq)
         full = full_mask(queries or seq, seq)
         self._mask = full if closed is None else create_block_mask(closed, 1, 1, seq, seq)
@@ -68,8 +68,8 @@ class Problem:
     def launch(
         self, kernel: str, config: Config | None, arch: str | None = None
     ) -> Launch | Launches | Callable[[], None]:
-        """A kernel with these tiles; those of the rule for None. ``arch``: of another GPU than the device.
-        Raises ValueError where something stands in a route's way."""
+        """Prepare a kernel with these tiles; with those of the rule for None. ``arch``: of a GPU other than
+        the device. Raises ValueError where a route has an obstacle."""
         kernel, config = kernel_of(kernel, config)
         engine = self._engine(kernel, config, arch)
         q, k, v, tables = self.q, self.k, self.v, self._tables
@@ -82,10 +82,12 @@ class Problem:
             return route_of(kernel).launch(engine, q, k, v, tables, **into)
         if kernel == "delta":
             return engine.delta(self._out, self.dout, None, self._delta)
-        given = (q, k, v, self.dout, self._lse, self._delta, tables)
+        step_inputs = (q, k, v, self.dout, self._lse, self._delta, tables)
         if kernel == "dq":
-            return engine.dq(*given, dq=self._dq)
-        return engine.dkdv(*given, dk=self._dk, dv=self._dv, dq=self._dq_sum if kernel == "fused" else None)
+            return engine.dq(*step_inputs, dq=self._dq)
+        return engine.dkdv(
+            *step_inputs, dk=self._dk, dv=self._dv, dq=self._dq_sum if kernel == "fused" else None
+        )
 
     def in_steps(self, kernel: str, config: Config | None) -> Tensor:
         """out, computed as by the two ranks of a ring, whose steps go on from states."""
@@ -98,21 +100,21 @@ class Problem:
                 schedule_of(p).forward(p, engine, *x, False)
                 for p, x in ((plan.seen_by(rank), x) for rank, x in enumerate(shards))
             ]
-            return world.unshard([found[0] for found in lockstep(ranks)], plan, dim=2)
+            return world.unshard([result[0] for result in lockstep(ranks)], plan, dim=2)
 
     def _engine(self, kernel: str, config: Config | None, arch: str | None) -> TritonEngine:
         options = options_of(kernel, config) | {"deterministic": False, "FUSED_BACKWARD": kernel == "fused"}
         if kernel in ROUTES:
             options["ROUTE"] = kernel
-        if kernel == "few" and self.q.device.type == "cpu":  # which does not say how many programs it takes
+        if kernel == "few" and self.q.device.type == "cpu":  # which has no number of multiprocessors
             options["SPLIT_KV"] = 4
         return TritonEngine(self._mods, self.q.shape[3] ** -0.5, options, arch)
 
 
 def mods_of(score: str, q: Tensor, mask: Mod | None = None) -> Mods:
-    """A named score_mod as kernels take it, for these queries, and a mask_mod. What the former captures may
-    want gradients: they go nowhere."""
+    """Prepare a named score_mod for kernels, for these queries, and a mask_mod. Gradients of the score_mod's
+    captures go to buffers that are discarded."""
     mod = call_mods.score_of(score_of(score, q.shape[1], q.device), q) if score else None
-    wanted = [mod.tensors[i] for i in mod.wants] if mod else []
-    grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in wanted]
+    learned = [mod.tensors[i] for i in mod.wants] if mod else []
+    grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in learned]
     return engine_factory.launched(mask, mod, q.device, grads)

@@ -1,5 +1,5 @@
-"""`tritoncp inspect`: what every shipped kernel compiles to on GPUs that are not here, and whether that got
-worse: the facts are kept in ``kernels/configs/resources.json``."""
+"""`tritoncp inspect`: resources of every shipped kernel, compiled for absent GPUs, and regressions against
+the table in ``kernels/configs/resources.json``."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = tile_tables.PACKAGE / "kernels/configs/resources.json"
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
 # Variant of a kind of mask that tiles are measured for.
-OF_KIND = {kind: kind for kind in ("full", "causal", "window")} | {"interval": "documents", "mod": "mask_mod"}
+VARIANT_OF_MASK = {kind: kind for kind in ("full", "causal", "window")} | {
+    "interval": "documents",
+    "mod": "mask_mod",
+}
 SPECIALISED = ("full", "causal", "documents", "state")  # the first without a state to start from
-FELL = 0.03  # of a bound, before it counts as lost
+REGRESSION_TOLERANCE = 0.03  # of a bound, before it counts as lost
 # Bounds of torch's own flex_attention, without a mask_mod in the loop: (kernel, head dim) -> with its default
 # options and with USE_TMA, on sm_90. ``python -m tests.kernels.flex`` compiles torch's templates and says so.
 FLEX = {
@@ -40,7 +43,7 @@ FLEX = {
     ("dkdv", 128): (0.78, 0.763),
     ("dkdv", 256): (0.795, 0.792),
 }
-KEPT = (  # of a row, in the table
+RECORDED_FIELDS = (  # of a row, in the table
     *(
         "digest",
         "config",
@@ -59,9 +62,9 @@ KEPT = (  # of a row, in the table
 
 
 def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
-    """Every kernel that is shipped for these architectures: bfloat16 with every kind of mask and for few
-    rows, without descriptors where they are the rule, and fused and specialised where there are tiles for
-    that; head dims of two pieces, float16 and float32 with the kind that has most in registers.
+    """List the kernels that are shipped for these architectures: bfloat16 with every kind of mask and for few
+    rows, without descriptors where they are the rule, and fused and specialised where tiles exist; head dims
+    of two pieces, float16 and float32 with the kind that needs the most registers.
 
     >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
     (131, 437)
@@ -93,130 +96,133 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
 
 
 def measured(archs: Iterable[str] = ARCHS, folder: Path = tile_tables.SHIPPED) -> list[Job]:
-    """The same of tiles that are shipped because they were measured: with a mask of their kind, and as what
-    has most in registers. Raises ValueError for a file that cannot be read."""
+    """List the kernels of tiles that are shipped because they were measured: with a mask of their kind, and
+    with the variant that needs the most registers. Raises ValueError for a file that cannot be read."""
     jobs = []
     for path in (path for arch in archs for path in sorted((folder / arch).glob("*.json"))):
         for entry in tile_tables.read(path):
             kernel, tiles = tile_tables.launched(entry["kernel"], entry["config"])
-            about, dim, wide = tile_tables.entry_key(entry), entry["head_dim"], entry.get("v_head_dim")
+            lookup_key, dim, wide = tile_tables.entry_key(entry), entry["head_dim"], entry.get("v_head_dim")
             words = [path.stem, entry["kernel"], entry["mask"], f"{dim}x{wide}" if wide else ""]
             source, score = " ".join(filter(None, [*words, entry.get("score")])), entry.get("score") or ""
             job = Job(
                 kernel, path.parent.name, dim, entry["dtype"], "", Config(**tiles), wide, score, source=source
             )
-            variants = ("few", "decode") if kernel == "few" else (OF_KIND[about[4]], "state")
+            variants = ("few", "decode") if kernel == "few" else (VARIANT_OF_MASK[lookup_key[4]], "state")
             jobs += [replace(job, variant=variant) for variant in variants]
     return jobs
 
 
-def pick(jobs: Sequence[Job], **wanted: Sequence[Any]) -> list[Job]:
-    """Jobs with one of the wanted values of each field; nothing wanted: any. Raises ValueError for a value
+def pick(jobs: Sequence[Job], **criteria: Sequence[Any]) -> list[Job]:
+    """Select the jobs with one of these values of each field; no values: any. Raises ValueError for a value
     that no job has, and where no job has all of it.
 
     >>> [job.name for job in pick(shipped(["sm_90"]), kernel=["delta"], head_dim=[64])]
     ['delta sm_90 d64 bfloat16 state']
     """
-    for field, values in wanted.items():
-        known = dict.fromkeys(str(getattr(job, field)) for job in jobs)
+    for field, values in criteria.items():
+        field_values = dict.fromkeys(str(getattr(job, field)) for job in jobs)
         for value in values:
-            if str(value) not in known:
-                raise ValueError(f"no shipped kernel has {field} {value!r}; known: {', '.join(known)}")
-    picked = [job for job in jobs if all(getattr(job, f) in v for f, v in wanted.items() if v)]
+            if str(value) not in field_values:
+                raise ValueError(f"no shipped kernel has {field} {value!r}; known: {', '.join(field_values)}")
+    picked = [job for job in jobs if all(getattr(job, f) in v for f, v in criteria.items() if v)]
     if not picked:
         raise ValueError("no shipped kernel is all of that; tritoncp inspect lists them")
     return picked
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """What a row is about; last, what says so, unless it is the rule."""
-    about = tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
-    return (*about, row["source"]) if row.get("source") else about
+    """The key of a row: kernel, arch, head_dim, dtype, variant; then the source of its tiles, unless it is
+    the rule."""
+    identity = tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
+    return (*identity, row["source"]) if row.get("source") else identity
 
 
-def inspected(jobs: Sequence[Job], processes: int | None, timeout: float) -> Generator[Row]:
-    """A row for each job, as each is done; ``failed`` says why one could not be compiled."""
+def inspect_jobs(jobs: Sequence[Job], processes: int | None, timeout: float) -> Generator[Row]:
+    """Compile jobs and yield a row for each as it is done; ``failed`` has the error of a failed
+    compilation."""
     with closing(compile_all(jobs, processes, timeout)) as done:
         for job, row in done:
-            about = {"kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
-            about |= {"source": job.source} if job.source else {}
-            yield about | {"dtype": job.dtype, "variant": job.variant} | row
+            identity = {"kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
+            identity |= {"source": job.source} if job.source else {}
+            yield identity | {"dtype": job.dtype, "variant": job.variant} | row
 
 
-def known(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
-    """The committed table."""
+def read_table(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
+    """Read the committed table."""
     return {key(row): row for row in read_json(path)["rows"]}
 
 
 def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
-    """Those whose rows in the table were made from other kernels, tiles or another Triton, or are missing."""
-    before = known()
+    """List the jobs whose rows in the table are missing, or were made from other kernels, tiles or another
+    Triton."""
+    before = read_table()
     with closing(compile_all(jobs, processes, 60.0, "digest")) as done:
-        found = {job: row.get("digest") for job, row in done}
-    kept = {job: before.get(key(vars(job)), {}).get("digest") for job in jobs}
-    return [job for job in jobs if found[job] is None or found[job] != kept[job]]
+        current = {job: row.get("digest") for job, row in done}
+    recorded = {job: before.get(key(vars(job)), {}).get("digest") for job in jobs}
+    return [job for job in jobs if current[job] is None or current[job] != recorded[job]]
 
 
 def write(rows: Iterable[Row], path: Path = TABLE) -> None:
-    """Put these rows into the table, in place of what it said about the same kernels: a line each. What was
-    measured and is shipped no more is left out."""
+    """Write rows into the table, in place of the rows with the same keys: a line each. Rows of measured tiles
+    that are no longer shipped are dropped."""
     import triton
 
-    old = known(path) if path.exists() else {}
-    fresh = {key(row): {name: row.get(name) for name in KEPT} for row in rows}
+    old = read_table(path) if path.exists() else {}
+    fresh = {key(row): {name: row.get(name) for name in RECORDED_FIELDS} for row in rows}
     names = ("kernel", "arch", "head_dim", "dtype", "variant", "source")
-    merged = old | {about: dict(zip(names, about)) | row for about, row in fresh.items()}
+    merged = old | {identity: dict(zip(names, identity)) | row for identity, row in fresh.items()}
     order = {key(vars(job)): i for i, job in enumerate([*shipped(), *measured()])}
-    held = [row for about, row in merged.items() if about in order or "source" not in row]
-    held.sort(key=lambda row: order.get(key(row), len(order)))
-    lines = ",\n".join(json.dumps(row) for row in held)
+    remaining = [row for identity, row in merged.items() if identity in order or "source" not in row]
+    remaining.sort(key=lambda row: order.get(key(row), len(order)))
+    lines = ",\n".join(json.dumps(row) for row in remaining)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n')
 
 
-def complaints(row: Row, before: Row | None) -> list[str]:
-    """What got worse since the table was written, and what no GPU would take.
+def find_regressions(row: Row, before: Row | None) -> list[str]:
+    """List a row's regressions against the table, and its violations of the GPU's limits.
 
     >>> was = {"spill_bytes": 0, "loop_spills": 0, "mma": {"HGMMA.64x128x16": 16}, "tma": 4, "flops": 1.0}
     >>> was |= {"arch": "sm_90", "shared_bytes": 0, "bound": 0.66}
-    >>> complaints(was | {"mma": {"HMMA.16816": 9}, "tma": 0, "bound": 0.64}, was)
+    >>> find_regressions(was | {"mma": {"HMMA.16816": 9}, "tma": 0, "bound": 0.64}, was)
     ['matrix products by HMMA, before by HGMMA', 'no TMA any more', 'bound 0.640, before 0.660']
     """
     if "failed" in row:
         return [row["failed"]]
     limit = MACHINES[family(row["arch"])].block
-    found = []
+    regressions = []
     if row["shared_bytes"] > limit:
-        found.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
+        regressions.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
     if (row.get("tensor_columns") or 0) > TENSOR_COLUMNS:
-        found.append(f"{row['tensor_columns']} columns of tensor memory, there are {TENSOR_COLUMNS}")
+        regressions.append(f"{row['tensor_columns']} columns of tensor memory, there are {TENSOR_COLUMNS}")
     if row.get("kernel") in ("specialised", "gluon") and row["warps"] == row["config"]["num_warps"]:
-        found.append("the compiler has not specialised its warps")
+        regressions.append("the compiler has not specialised its warps")
     elif row.get("kernel") == "specialised" and row["tensor_columns"] and row.get("hidden") != 1:
-        found.append("no warp issues products ahead of the softmax")
+        regressions.append("no warp issues products ahead of the softmax")
     if row.get("touched"):
-        found.append(f"{row['touched']} instructions touch registers of products under way")
+        regressions.append(f"{row['touched']} instructions touch registers of products under way")
     if before is None:
-        return [*found, "not in the table: tritoncp inspect --update writes it"]
+        return [*regressions, "not in the table: tritoncp inspect --update writes it"]
     for name, what in (("spill_bytes", "spilled bytes"), ("loop_spills", "spills in the loop")):
         if (row.get(name) or 0) > (before[name] or 0):
-            found.append(f"{row[name]} {what}, before {before[name] or 0}")
+            regressions.append(f"{row[name]} {what}, before {before[name] or 0}")
     units, units_before = families(row["mma"]), families(before["mma"])
     if units != units_before:
-        found.append(f"matrix products by {units or 'nothing'}, before by {units_before or 'nothing'}")
+        regressions.append(f"matrix products by {units or 'nothing'}, before by {units_before or 'nothing'}")
     if before["tma"] and not row["tma"]:
-        found.append("no TMA any more")
+        regressions.append("no TMA any more")
     if before["bound"] is None or row["bound"] is None:
-        return found
+        return regressions
     if row["flops"] > before["flops"]:
-        found.append(f"issues {row['flops']} times the FLOPs of its tile, before {before['flops']}")
-    if row["bound"] < (1 - FELL) * before["bound"]:
-        found.append(f"bound {row['bound']:.3f}, before {before['bound']:.3f}")
-    return found
+        regressions.append(f"issues {row['flops']} times the FLOPs of its tile, before {before['flops']}")
+    if row["bound"] < (1 - REGRESSION_TOLERANCE) * before["bound"]:
+        regressions.append(f"bound {row['bound']:.3f}, before {before['bound']:.3f}")
+    return regressions
 
 
 def families(mma: dict[str, int]) -> str:
-    """Units that multiply matrices, without shapes.
+    """Name the units that multiply matrices, without shapes.
 
     >>> families({"HGMMA.64x64x16": 2, "HGMMA.64x128x16": 1}), families({"v_mfma_f32_32x32x8_bf16": 48})
     ('HGMMA', 'v_mfma')
@@ -233,18 +239,18 @@ def run(
     check: bool = False,
     update: bool = False,
 ) -> list[str]:
-    """Compile, show, and with ``check`` compare with the table or with ``update`` write it: what is stale, or
-    with both all of it.  Gives the lines of what is wrong."""
+    """Compile and show rows; ``check`` compares them with the table, ``update`` writes the stale ones (with
+    both, all).  Returns a line for each fault."""
     from rich.console import Console
 
     if update and not check:
         jobs = stale(jobs, processes)
     said = Console(stderr=True)
-    rows = gather(jobs, processes, timeout, said)
+    rows = compile_rows(jobs, processes, timeout, said)
     order = {key(vars(job)): i for i, job in enumerate(jobs)}
     rows.sort(key=lambda row: order[key(row)])
-    before = known()
-    worse = [(row, why) for row in rows for why in complaints(row, before.get(key(row)))]
+    before = read_table()
+    worse = [(row, why) for row in rows for why in find_regressions(row, before.get(key(row)))]
     wrong = [f"{' '.join(map(str, key(row)))}: {why}" for row, why in worse if check or "failed" in row]
     if update and not check:
         for row, why in ((row, why) for row, why in worse if key(row) in before):
@@ -258,15 +264,15 @@ def run(
     return wrong
 
 
-def gather(jobs: Sequence[Job], processes: int | None, timeout: float, console: Any) -> list[Row]:
-    """The rows, with a progress bar on a terminal and a line for each elsewhere."""
+def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float, console: Any) -> list[Row]:
+    """Compile the rows, with a progress bar on a terminal and a line for each row otherwise."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     more = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}")
     rows = []
     columns = *Progress.get_default_columns()[:2], *more
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
-    with bar, closing(inspected(jobs, processes, timeout)) as done:
+    with bar, closing(inspect_jobs(jobs, processes, timeout)) as done:
         task = bar.add_task("compiling", total=len(jobs), last="")
         for row in done:
             rows.append(row)
@@ -281,7 +287,7 @@ MIX = ("tensor", "mufu", "fma", "compare", "convert", "integer", "memory", "barr
 assert {*MIX, "spill"} == {*KINDS, "other"}
 WIDE = 200  # columns of a screen that has room for the mix
 
-# Heading, and what stands under it.
+# Heading of a column, and its value.
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "kernel": lambda row: row["kernel"],
     "D": lambda row: row["head_dim"],
@@ -304,9 +310,9 @@ COLUMNS: dict[str, Callable[[Row], Any]] = {
 
 
 def flex(row: Row) -> tuple[float, float] | None:
-    """What torch's flex_attention is bounded by in a row's place, where that is known."""
-    here = row["arch"] == "sm_90" and row["dtype"] == "bfloat16"
-    return FLEX.get((row["kernel"], row["head_dim"])) if here else None
+    """The bounds of torch's flex_attention for a row's kernel, if recorded."""
+    has_figures = row["arch"] == "sm_90" and row["dtype"] == "bfloat16"
+    return FLEX.get((row["kernel"], row["head_dim"])) if has_figures else None
 
 
 def tiles(config: dict[str, Any]) -> str:
@@ -324,7 +330,7 @@ def tiles(config: dict[str, Any]) -> str:
 
 
 def show(rows: Sequence[Row], console: Any) -> None:
-    """A table for each architecture; what does not apply to a row is a dash."""
+    """Print a table for each architecture, with dashes for values that a row lacks."""
     from rich.table import Table
 
     roomy = console.width >= WIDE

@@ -29,22 +29,22 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(eq=False, slots=True)
 class AllGather:
-    """Every rank's ``x`` [n, ...], rank after rank: [W * n, ...]."""
+    """Concatenate every rank's ``x`` [n, ...], in rank order: [W * n, ...]."""
 
     x: Tensor
 
 
 @dataclass(eq=False, slots=True)
 class ReduceScatter:
-    """The sum over ranks of ``x`` [W * n, ...], this rank's part of it: [n, ...]."""
+    """Sum ``x`` [W * n, ...] over ranks and return this rank's part: [n, ...]."""
 
     x: Tensor
 
 
 @dataclass(eq=False, slots=True)
 class Swap:
-    """Point to point: ``sends`` are (peer, tensor); ``takes`` are (peer, tensor to receive into).
-    The result is a list of these tensors, filled. Two ranks swap at most one tensor a direction."""
+    """Send and receive point to point: ``sends`` are (peer, tensor); ``takes`` are (peer, tensor to receive
+    into). The result is a list of the received tensors. Two ranks swap at most one tensor a direction."""
 
     sends: Sequence[tuple[int, Tensor]]
     takes: Sequence[tuple[int, Tensor]]
@@ -52,7 +52,7 @@ class Swap:
 
 @dataclass(eq=False, slots=True)
 class AllToAll:
-    """Rows of ``x`` [sum(sends), ...] to every rank in order; the rows that come: [sum(takes), ...]."""
+    """Send rows of ``x`` [sum(sends), ...] to every rank in order, and receive rows: [sum(takes), ...]."""
 
     x: Tensor
     sends: Sequence[int]
@@ -93,7 +93,7 @@ def run(schedule: Schedule[T], group: dist.ProcessGroup) -> T:
         except RuntimeError as error:
             message = request.ticket.source if isinstance(request, Wait) else request
             raise PeerLost(
-                f"rank {group.rank()} of {group.size()}: {_described(message, group)}, turn {turn} of this "
+                f"rank {group.rank()} of {group.size()}: {_describe(message, group)}, turn {turn} of this "
                 "layer's schedule, did not end. A peer died, stalled or runs something else; look at the "
                 f"output of the other ranks first. ({error})"
             ) from error
@@ -109,7 +109,7 @@ class PeerLost(RuntimeError):
         self.absent = tuple(absent)
 
 
-def _described(message: Any, group: dist.ProcessGroup) -> str:
+def _describe(message: Any, group: dist.ProcessGroup) -> str:
     name = type(message).__name__
     match message:
         case Swap(sends, takes):
@@ -187,9 +187,9 @@ def _turn(requests: Sequence[Any]) -> list[Any]:
     _check_buffers(requests)
     match requests[0]:
         case Swap():
-            return _swapped(requests)
+            return _match_swaps(requests)
         case AllToAll():
-            return _dealt(requests)
+            return _match_all_to_alls(requests)
     xs = [a.x for a in requests]
     if len({(x.shape, x.dtype) for x in xs}) > 1:
         forms = ", ".join(f"{_dtype(x)} {list(x.shape)}" for x in xs)
@@ -230,7 +230,7 @@ def _dtype(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def _swapped(requests: Sequence[Swap]) -> list[Ticket]:
+def _match_swaps(requests: Sequence[Swap]) -> list[Ticket]:
     sent = {(rank, peer): x for rank, a in enumerate(requests) for peer, x in a.sends}
     received = [(peer, rank) for rank, a in enumerate(requests) for peer, _ in a.takes]
     if sorted(sent) != sorted(received):
@@ -249,7 +249,7 @@ def _swapped(requests: Sequence[Swap]) -> list[Ticket]:
     return [Ticket([x for _, x in a.takes]) for a in requests]
 
 
-def _dealt(requests: Sequence[AllToAll]) -> list[Ticket]:
+def _match_all_to_alls(requests: Sequence[AllToAll]) -> list[Ticket]:
     if len({a.x.dtype for a in requests}) > 1:
         dtypes = ", ".join(_dtype(a.x) for a in requests)
         raise RuntimeError(f"the ranks' AllToAlls differ: {dtypes} in the same turn")
@@ -291,12 +291,13 @@ def exchange(
     failures = _swap_rows(channel, rows, row, timeout(group).total_seconds())
     if failures:
         absent = sorted(failures)
-        raise PeerLost(_lost(group, purpose, absent, next(iter(failures.values()))), absent)
+        raise PeerLost(_peer_lost_message(group, purpose, absent, next(iter(failures.values()))), absent)
     return rows.tolist()
 
 
 def _swap_rows(channel: Any, rows: Tensor, row: Tensor, seconds: float) -> dict[int, str]:
-    """Send ``row`` to every other rank and receive theirs, within ``seconds`` in all: errors by peer."""
+    """Send ``row`` to every other rank and receive its row, within ``seconds`` in all. Returns errors by
+    peer."""
     failures: dict[int, str] = {}
     end, works = time.monotonic() + seconds, []
     peers = [peer for peer in range(channel.size()) if peer != channel.rank()]
@@ -315,7 +316,7 @@ def _swap_rows(channel: Any, rows: Tensor, row: Tensor, seconds: float) -> dict[
     return failures
 
 
-def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: object) -> str:
+def _peer_lost_message(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: object) -> str:
     numbers = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
     ranks = f"rank{'s' * (len(absent) > 1)} {numbers}" if absent else "another rank"
     waited = f"{timeout(group).total_seconds():g} s"
@@ -330,14 +331,15 @@ def _lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: 
 # destroy_process_group() ends their threads.
 _CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 _COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
-_CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose data communicator is connected
-ANSWER = 2.0  # seconds to wait for a store's answer, which ranks came
+_CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # with data communicators
+ANSWER = 2.0  # seconds to wait for a store's answer
 
 
 def control(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
     """The control communicator of a group: the same ranks, for integers instead of data, made at its first
     use. Integers sent over the group itself could meet another rank's keys and values in one collective and
-    come back as garbage, without an error. On the host where there is gloo, so that it waits for no GPU."""
+    come back as garbage, without an error. Uses gloo on the host where available, so that it waits for no
+    GPU."""
     if not dist.is_gloo_available():
         return _companion(group, "tritoncp control", None, purpose)
     if group not in _CONTROLS:
@@ -346,7 +348,7 @@ def control(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
         def connect() -> Any:
             return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout(group))
 
-        _CONTROLS[group] = _connected(group, store, purpose, connect)
+        _CONTROLS[group] = _connect(group, store, purpose, connect)
     return _CONTROLS[group]
 
 
@@ -440,7 +442,7 @@ def _companion(
             torchs._world.pg_group_ranks[companion] = {rank: place for place, rank in enumerate(ranks)}
             return companion.group_name
 
-        companions[name] = _connected(group, dist.PrefixStore(name, store), purpose, connect)
+        companions[name] = _connect(group, dist.PrefixStore(name, store), purpose, connect)
     return named(companions[name])
 
 
@@ -459,7 +461,7 @@ def _without_split(world: dist.ProcessGroup) -> Iterator[None]:
         world.bound_device_id = device
 
 
-def _connected(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect: Callable[[], Any]) -> Any:
+def _connect(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect: Callable[[], Any]) -> Any:
     """Call connect(), which needs every rank. Raises PeerLost, which names the absent ranks."""
     if _is_fake(group):
         return connect()
@@ -468,12 +470,12 @@ def _connected(group: dist.ProcessGroup, store: dist.Store, purpose: str, connec
         return connect()
     except RuntimeError as error:
         keys = [f"came {rank}" for rank in range(group.size())]
-        raise PeerLost(_lost(group, purpose, _absent_keys(store, keys), error)) from error
+        raise PeerLost(_peer_lost_message(group, purpose, _absent_keys(store, keys), error)) from error
 
 
 def _absent_keys(store: dist.Store, keys: Sequence[str]) -> list[int]:
-    """Places of the keys that a store does not hold; none where the store itself does not answer in time, as
-    its host may be the rank that stopped."""
+    """List the indices of the keys that a store does not hold; empty where the store itself does not answer
+    in time, as its host may be the rank that stopped."""
     absent: list[int] = []
 
     def ask() -> None:
@@ -496,7 +498,7 @@ def _is_fake(group: dist.ProcessGroup) -> bool:
 
 
 def _device(group: dist.ProcessGroup, channel: Any = None) -> torch.device:
-    """Where the tensors of a group lie, or those of its control communicator."""
+    """The device of a group's tensors, or of the tensors of its control communicator."""
     nccl = "nccl" in dist.get_backend(group) and (channel is None or isinstance(channel, dist.ProcessGroup))
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
 
@@ -556,5 +558,6 @@ def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
 
 
 def degree_of(mesh: Any) -> int:
-    """Ranks that trade heads: the second dimension of a mesh of two, 0 for any other."""
+    """The number of ranks that exchange heads: the second dimension of a two-dimensional mesh, 0 for any
+    other."""
     return mesh.size(1) if isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2 else 0

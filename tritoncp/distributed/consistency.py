@@ -1,4 +1,5 @@
-"""Agreement of ranks: they compare facts before they go on, and all raise if facts differ or one rank failed.
+"""Consistency checks between ranks: ranks compare facts before they go on, and all raise if facts differ or
+one rank failed.
 
 Every rank makes its plan from its own mask; only a few integers are exchanged. A rank that fails still takes
 part, so that no rank waits for it. Texts are exchanged only after a difference or a failure.
@@ -56,11 +57,12 @@ def together(
     work: Callable[[], tuple[T, Facts, Sequence[int]]],
     moment: str = "while a plan was made",
 ) -> tuple[T, list[list[int]]]:
-    """Run work() on every rank of the group; return its result, and the numbers of all ranks.
+    """Run work() on every rank of the group and compare the facts it returns. Returns its result, and the
+    numbers of all ranks.
 
     purpose, moment: the call and the time of it, for messages. work: returns a result, facts that must be
-    equal on all ranks, and up to NUMBERS integers that may differ.
-    If work() raises on one rank, that rank raises the exception and the others Disagreement; all raise
+        equal on all ranks, and up to NUMBERS integers that may differ.
+    If work() raises on one rank, that rank raises the exception and all other ranks Disagreement; all raise
     Disagreement if facts differ, and PeerLost if a rank is missing. A group of None is this process alone.
     """
     if group is None:
@@ -95,8 +97,8 @@ def share_failure(group: Any, purpose: str, error: Exception, moment: str) -> No
 
 
 def fact(text: Text, content: bytes | None = None) -> tuple[Text, bytes]:
-    """A fact: its text for messages, read only when needed, and the bytes that are compared, by default those
-    of the text."""
+    """Make a fact: its text for messages, read only when needed, and the bytes that are compared, by default
+    the encoded text."""
     return text, _read(text).encode() if content is None else content
 
 
@@ -119,8 +121,8 @@ def _read(text: Text) -> str:
 
 
 def _record(failed: bool, facts: Facts, numbers: Sequence[int]) -> list[int]:
-    """One rank's row: whether it failed, its numbers, digests of its facts. Equally long for every purpose,
-    so that ranks that make different calls meet in one exchange and report it."""
+    """Encode one rank's row: whether it failed, its numbers, digests of its facts. Equally long for every
+    purpose, so that ranks that make different calls meet in one exchange and report it."""
     digests = [_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
     return [int(failed), *numbers, *[0] * (NUMBERS - len(numbers)), *digests]
 

@@ -1,1 +1,1 @@
-"""`tritoncp autotune`: measure tile shapes, and keep those that win."""
+"""`tritoncp autotune`: measure tile shapes, and write down the shapes that beat the rule."""

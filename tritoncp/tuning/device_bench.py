@@ -1,4 +1,4 @@
-"""Single kernels on the GPU of this process: whether they are right, and how long they take."""
+"""Single kernels on the GPU of this process: checks of their results, and their times."""
 
 from __future__ import annotations
 
@@ -21,44 +21,45 @@ class DeviceBench:
     """Launches single kernels on the GPU of this process."""
 
     def __init__(self, device: torch.device) -> None:
-        name_functions()  # as those who compiled did
+        name_functions()  # as in the compiler processes, so that cache keys agree
         self._device = device
         self._clock: Clock = DeviceClock(device) if device.type == "cuda" else WallClock()
-        self._problem: tuple[Target, Checked] | None = None
-        self._lost = ""
+        self._problem: tuple[Target, ReferenceProblem] | None = None
+        self._device_error = ""
 
-    def _of(self, target: Target) -> Checked:
+    def _problem_for(self, target: Target) -> ReferenceProblem:
         shape = replace(target, kernel="few" if target.queries else "")
         if self._problem is None or self._problem[0] != shape:
-            self._problem = None  # what the last shape held is not needed any more
-            self._problem = shape, Checked(target, self._device)
+            self._problem = None  # frees the tensors of the last shape
+            self._problem = shape, ReferenceProblem(target, self._device)
         return self._problem[1]
 
     def wrong(self, target: Target, config: Config) -> str | None:
-        self._ask()
+        self._check_device()
         try:
-            return self._of(target).wrong(target.kernel, config)
-        except Exception as error:  # whatever a compiler or a launch throws: the others go on
+            return self._problem_for(target).wrong(target.kernel, config)
+        except Exception as error:  # any error of a compiler or launch: other candidates go on
             why = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            self._lost = why if isinstance(error, torch.AcceleratorError) else ""
+            self._device_error = why if isinstance(error, torch.AcceleratorError) else ""
             return why
 
-    def _ask(self) -> None:
-        """After an error on the device nothing runs there in this process: the others are not wrong."""
-        if self._lost:
+    def _check_device(self) -> None:
+        """Raise after an error on the device: it runs no more kernels in this process, so later failures say
+        nothing about the candidates."""
+        if self._device_error:
             raise RuntimeError(
-                f"the GPU runs nothing in this process any more, since one candidate failed ({self._lost}); "
-                "what is known is kept and that candidate is marked: go on with --resume"
+                f"the GPU runs no kernels in this process since one candidate failed ({self._device_error}); "
+                "all findings are written down, and that candidate is marked: go on with --resume"
             )
 
     def milliseconds(self, target: Target, config: Config) -> float:
-        self._ask()
-        launch = self._of(target).problem.launch(target.kernel, config)
+        self._check_device()
+        launch = self._problem_for(target).problem.launch(target.kernel, config)
         return self._clock.sample(lambda: launch()).device
 
 
-class Checked:
-    """A problem on random tensors, and the right answer in float32."""
+class ReferenceProblem:
+    """A problem on random tensors, and its reference results in float32."""
 
     def __init__(self, target: Target, device: torch.device) -> None:
         case = Case(
@@ -72,13 +73,13 @@ class Checked:
             dtype=target.dtype,
             queries=target.queries,
         )
-        given = baselines.inputs(case, device)
+        inputs = baselines.inputs(case, device)
         score = score_of(target.score, target.heads, device) if target.score else None
-        self.expected = check.reference(case, given, score)
+        self.expected = check.reference(case, inputs, score)
         self._dtype = case.torch_dtype
-        tensors = [x.detach() for x in (given.q, given.k, given.v, given.dout)]
+        tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
         self.problem = Problem(target.job("", None), device, tensors)
-        for kernel in ("forward", "delta"):  # what the backward pass starts from
+        for kernel in ("forward", "delta"):  # the inputs of the backward pass
             self.problem.launch(kernel, None)()
         self._lse = self.problem.results("route")["lse"].clone()
 
@@ -90,16 +91,16 @@ class Checked:
         if kernel == "route":
             results["out in steps"] = self.problem.in_steps(kernel, config)
         for name, tensor in results.items():
-            found, dtype = self._errors(name, tensor)
-            if not check.acceptable(found, dtype):
-                return f"{name} is off by {found.whole:.3g}, its worst rows by {found.worst:.3g}"
+            errors, dtype = self._errors(name, tensor)
+            if not check.acceptable(errors, dtype):
+                return f"{name} is off by {errors.whole:.3g}, its worst rows by {errors.worst:.3g}"
         return None
 
     def _errors(self, name: str, tensor: Tensor) -> tuple[check.Errors, torch.dtype]:
-        """And how exact it should be: lse, by which gradients are computed, is compared with that of loops,
-        which is put back in its place."""
+        """Errors of a result and the dtype that sets its tolerance. lse, which the gradients are computed
+        from, is compared with the lse of the loops and then replaced by it."""
         if name != "lse":
             return check.errors(tensor, getattr(self.expected, name.split()[0])), self._dtype
-        found = check.errors(tensor, self._lse)
+        errors = check.errors(tensor, self._lse)
         tensor.copy_(self._lse)
-        return found, torch.float32
+        return errors, torch.float32

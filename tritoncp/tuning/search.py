@@ -1,9 +1,10 @@
-"""The stages: compile and drop what cannot be fast, check the answer, then time the rest by halves.
+"""The search for tiles: compile and drop slow candidates by their bounds, check the results, then time the
+rest by successive halving.
 
-Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): everyone in turn within a round, twice the
-rounds for the better half, the rule's own config always among them. What does not beat it by 2 % is not kept.
-A stage may take half of the time that is left, the candidates most like the rule first: however short time
-is, some of them are compared with it.  Routes are compared with what was found for loops.
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): all candidates in turn within a round, twice
+the rounds for the better half, the rule's own config always among them. A winner must beat the rule by 2 %. A
+stage may take half of the time that is left, the candidates most like the rule first, so that even a short
+run compares some of them with the rule.  Routes are compared with the best tiles of loops.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from tritoncp.ops.tile_tables import WIN
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.targets import Routed, Target, candidates
 
-# Of the rule's own bound: below it nothing is timed.  Not of the best one: bounds leave out latency, and one
-# that small tiles cannot come near is no reason to leave out large ones.
-BEHIND = 0.75
-TIMED = 24  # candidates at most: in turn the most like the rule, and the best bound
+# Of the rule's own bound: candidates below it are not timed.  Not of the best one: bounds leave out latency,
+# and a best bound out of reach for large tiles is no reason to leave those out.
+MIN_RELATIVE_BOUND = 0.75
+MAX_TIMED = 24  # candidates at most: in turn the most like the rule, and the best bound
 ROUNDS = 4  # of the first halving
 REPORTED = ("registers", "spill_bytes", "shared_bytes", "tma", "flops", "bound", "limit", "failed")
 
@@ -35,15 +36,15 @@ class Bench(Protocol):
     """Measurements that need the device."""
 
     def wrong(self, target: Target, config: Config) -> str | None:
-        """Why the answer is not to be trusted, if it is not."""
+        """The reason why the results are not right, or None."""
 
     def milliseconds(self, target: Target, config: Config) -> float:
-        """One execution."""
+        """Time one execution."""
 
 
 @dataclass
 class Tally:
-    """How far a run is, for whoever shows it."""
+    """The progress of a run, for the display."""
 
     target: str = ""
     tried: int = 0
@@ -77,11 +78,11 @@ Compile = Callable[[list[Job]], Generator[tuple[Job, dict[str, Any]]]]
 
 @dataclass
 class Tuner:
-    """One run.
+    """One tuning run.
 
     compiled: reports of jobs, as :func:`tritoncp.analysis.compile_worker.compile_all`
-    now:      a clock in seconds; nothing is started after ``deadline``
-    keep:     is told of each target's choice the moment it is made
+    now:      a clock in seconds; no work is started after ``deadline``
+    keep:     called with each target's choice as soon as it is made
     """
 
     arch: str
@@ -99,27 +100,27 @@ class Tuner:
         return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
 
     def static(self, target: Target, until: float | None = None) -> list[tuple[Config, dict[str, Any]]]:
-        """Candidates that compile, fit and may be fast, also as steps of a schedule, with their reports; the
-        rule's own first."""
+        """Select the candidates that compile, fit and may be fast, also as steps of a schedule, with their
+        reports; the rule's own first."""
         self.tally.target = target.name
         until = self.deadline if until is None else until
         rule, *_ = listed = self.candidates(target)
         self.journal.begin(target, rule)
         reports = {}
-        for config, found in self._compiled("compile", target, listed, self._half(until), rule):
-            reports[config] = found
-            self.tally.count(tried=1, failed="failed" in found, why=found.get("failed"))
+        for config, report in self._compiled("compile", target, listed, self._half(until), rule):
+            reports[config] = report
+            self.tally.count(tried=1, failed="failed" in report, why=report.get("failed"))
         own = reports.get(rule, {}).get("bound") or 0.0
-        own = 0.0 if target.kernel == "few" else own  # it waits for memory: what bounds products says nothing
-        others = [
+        own = 0.0 if target.kernel == "few" else own  # memory bound, so the bound of products is no criterion
+        rivals = [
             config
             for config in listed
             if config != rule and config in reports and not self._why(reports[config], own)
         ]
-        best = sorted(others, key=lambda config: -(reports[config].get("bound") or 0.0))
-        others = list(dict.fromkeys(itertools.chain(*zip(others, best))))[: TIMED - 1]
-        steps = dict(self._compiled("steps", target, others, until))
-        alive = [config for config in others if config in steps and not self._why(steps[config], 0.0)]
+        best = sorted(rivals, key=lambda config: -(reports[config].get("bound") or 0.0))
+        rivals = list(dict.fromkeys(itertools.chain(*zip(rivals, best))))[: MAX_TIMED - 1]
+        steps = dict(self._compiled("steps", target, rivals, until))
+        alive = [config for config in rivals if config in steps and not self._why(steps[config], 0.0)]
         if rule in reports and "failed" not in reports[rule]:
             alive = [rule, *alive]
         self.tally.count(pruned=len(reports) - len(alive))
@@ -132,52 +133,54 @@ class Tuner:
     def _compiled(
         self, stage: str, target: Target, configs: Sequence[Config], until: float, least: Config | None = None
     ) -> Generator[tuple[Config, dict[str, Any]]]:
-        """What is known of these configs, then what is found out before time is up, and ``least`` anyway: the
-        others are nothing without it."""
+        """Yield the journal's findings about these configs, then compile the rest until time is up; ``least``
+        is compiled in any case, since without it the others cannot be compared."""
         jobs = {}
         for config in configs:
-            found = self.journal.known(stage, target, config)
-            if found is not None:
-                yield config, found
+            finding = self.journal.finding(stage, target, config)
+            if finding is not None:
+                yield config, finding
             else:
                 job = target.job(self.arch, config) if stage == "compile" else target.step(self.arch, config)
                 jobs[job] = config
         with closing(self.compiled(list(jobs))) as done:
             for job, report in done:
-                found = {name: report[name] for name in REPORTED if name in report}
+                finding = {name: report[name] for name in REPORTED if name in report}
                 config = jobs.pop(job)
-                self.journal.add(stage, target, config, found)
-                yield config, found
+                self.journal.add(stage, target, config, finding)
+                yield config, finding
                 if self.now() > until and least not in jobs.values():
                     break
 
-    def _why(self, found: dict[str, Any], own: float) -> str:
-        """Why a candidate is not worth a measurement; "" if it is."""
-        if "failed" in found:
-            return found["failed"]
+    def _why(self, report: dict[str, Any], own: float) -> str:
+        """The reason why a candidate is not worth a measurement; "" if it is."""
+        if "failed" in report:
+            return report["failed"]
         limit = MACHINES[family(self.arch)].block
-        if found["shared_bytes"] > limit:
-            return f"{found['shared_bytes']} bytes of shared memory, there are {limit}"
-        if found["spill_bytes"]:
-            return f"spills {found['spill_bytes']} bytes"
-        bound = found.get("bound")
+        if report["shared_bytes"] > limit:
+            return f"{report['shared_bytes']} bytes of shared memory, there are {limit}"
+        if report["spill_bytes"]:
+            return f"spills {report['spill_bytes']} bytes"
+        bound = report.get("bound")
         return (
-            f"bound {bound:.0%}, the rule's {own:.0%}" if bound is not None and bound < BEHIND * own else ""
+            f"bound {bound:.0%}, the rule's {own:.0%}"
+            if bound is not None and bound < MIN_RELATIVE_BOUND * own
+            else ""
         )
 
     def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
-        """The fastest right candidate, if it beats the rule; else the rule. None without a measurement of
-        both.  An interrupt is passed on after what is known so far was kept."""
-        rule, *others = self.candidates(target)
-        if target.kernel == "route" and not (others and replace(target, kernel="forward") in self.chosen):
-            return None  # nothing to compare, or nothing to compare it with
+        """Choose the fastest right candidate, if it beats the rule; else the rule. None without a measurement
+        of both.  An interrupt is passed on after the best choice so far was written down."""
+        rule, *rivals = self.candidates(target)
+        if target.kernel == "route" and not (rivals and replace(target, kernel="forward") in self.chosen):
+            return None  # no other route, or no measured loops to compare with
         alive = [config for config, _ in self.static(target, self._half(until))]
         best: Choice | None = None
         try:
             checked = self._half(until)
             alive = [config for config in alive if self._right(target, config, bench, checked)]
             if rule not in alive:
-                return None  # nothing to compare with: not a config to be trusted either
+                return None  # no baseline for the comparison
             rounds = ROUNDS
             while self.now() < until:
                 times = self._times(target, alive, bench, rounds, until)
@@ -188,8 +191,8 @@ class Tuner:
                 self.tally.count()
                 if len(alive) <= 2:
                     break
-                others = sorted((c for c in alive if c != rule), key=times.__getitem__)
-                alive = [rule, *others[: max(1, (len(alive) - 1) // 2)]]
+                rivals = sorted((c for c in alive if c != rule), key=times.__getitem__)
+                alive = [rule, *rivals[: max(1, (len(alive) - 1) // 2)]]
                 rounds *= 2
         finally:
             if best is not None:
@@ -197,25 +200,25 @@ class Tuner:
         return best
 
     def _right(self, target: Target, config: Config, bench: Bench, until: float) -> bool:
-        """Whether its answer is right, as far as there is time to ask."""
-        found = self.journal.known("check", target, config)
-        if found is None:
+        """Whether a candidate's results are right; False if time is up before the check."""
+        finding = self.journal.finding("check", target, config)
+        if finding is None:
             if self.now() > until:
                 return False
             if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that never ends is tried once
                 self.journal.add("check", target, config, {"wrong": "was being checked when a run ended"})
-            found = {"wrong": bench.wrong(target, config)}
-            self.journal.add("check", target, config, found)
-        self.tally.count(failed=found["wrong"] is not None, why=found["wrong"])
-        return found["wrong"] is None
+            finding = {"wrong": bench.wrong(target, config)}
+            self.journal.add("check", target, config, finding)
+        self.tally.count(failed=finding["wrong"] is not None, why=finding["wrong"])
+        return finding["wrong"] is None
 
     def _times(
         self, target: Target, alive: Sequence[Config], bench: Bench, rounds: int, until: float
     ) -> dict[Config, float] | None:
-        """Medians of so many rounds, in each of which everyone runs once, beginning with the next one; None
+        """Medians over ``rounds`` rounds. A round runs each candidate once, beginning with the next one; None
         if time is up before."""
-        missing = [c for c in alive if self.journal.known("time", target, c, rounds) is None]
-        if missing:  # a round that was cut off says nothing: the whole of it again
+        missing = [c for c in alive if self.journal.finding("time", target, c, rounds) is None]
+        if missing:  # an incomplete set of rounds is repeated as a whole
             samples: dict[Config, list[float]] = {config: [] for config in alive}
             for config in alive:
                 bench.milliseconds(target, config)  # warm
@@ -225,10 +228,10 @@ class Tuner:
                     if self.now() > until:
                         return None
                     samples[config].append(bench.milliseconds(target, config))
-            for config, taken in samples.items():
-                self.journal.add("time", target, config, {"ms": statistics.median(taken)}, rounds)
-        found = {config: self.journal.known("time", target, config, rounds) for config in alive}
-        return {config: entry["ms"] for config, entry in found.items() if entry is not None}
+            for config, config_samples in samples.items():
+                self.journal.add("time", target, config, {"ms": statistics.median(config_samples)}, rounds)
+        findings = {config: self.journal.finding("time", target, config, rounds) for config in alive}
+        return {config: entry["ms"] for config, entry in findings.items() if entry is not None}
 
     @staticmethod
     def _best(times: dict[Config, float], rule: Config) -> Choice:
@@ -236,13 +239,13 @@ class Tuner:
         winner = fastest if times[rule] / times[fastest] > WIN else rule
         return Choice(winner, times[winner], times[rule])
 
-    def run(self, wanted: Sequence[Target], bench: Bench) -> dict[Target, Choice]:
-        """Every target in turn; each may use its share of the time that is left."""
-        for i, target in enumerate(wanted):
+    def run(self, requested: Sequence[Target], bench: Bench) -> dict[Target, Choice]:
+        """Tune every target in turn; each may use its share of the time that is left."""
+        for i, target in enumerate(requested):
             left = self.deadline - self.now()
             if left <= 0:
                 break
-            choice = self.choose(target, bench, self.now() + left / (len(wanted) - i))
+            choice = self.choose(target, bench, self.now() + left / (len(requested) - i))
             if choice is not None:
                 self.chosen[target] = choice
         return self.chosen

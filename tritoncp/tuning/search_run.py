@@ -1,4 +1,4 @@
-"""A run of `tritoncp autotune`: what was asked for, what is shown, what is written."""
+"""A run of `tritoncp autotune`: its request, its display, its results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from tritoncp.tuning.targets import Target, candidates
 
 
 def entry_of(target: Target, choice: Choice) -> dict[str, Any]:
-    """A choice as files hold it. A rule that nothing beats is kept too: it has been measured."""
+    """Make the file entry of a choice. A rule that no candidate beats is an entry too: it has been
+    measured."""
     times = {"ms": round(choice.ms, 5), "rule_ms": round(choice.rule_ms, 5)}
     return {**target.entry, "config": asdict(choice.config), **times}
 
 
 class Screen:
-    """A bar on a terminal, lines elsewhere (one for each target and each twentieth candidate)."""
+    """The progress display: a bar on a terminal, else a line for each target and each twentieth candidate."""
 
     def __init__(self, total: int, console: Any) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -52,13 +53,13 @@ class Screen:
         self._say()
 
     def __call__(self, tally: Tally) -> None:
-        shown: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "target": tally.target,
             "pruned": tally.pruned,
             "failed": tally.failed,
             "best": tally.best or "–",
         }
-        self._bar.update(self._task, completed=tally.tried, **shown)
+        self._bar.update(self._task, completed=tally.tried, **fields)
         self._said = f"{tally.target}: tried {tally.tried}, pruned {tally.pruned}, failed {tally.failed}, "
         self._said += f"best {tally.best or '–'}"
         if tally.why != self._why:
@@ -81,7 +82,7 @@ class Screen:
 class Request:
     """The command's request. ``arch`` without a GPU: only the static stage runs."""
 
-    wanted: tuple[Target, ...]
+    targets: tuple[Target, ...]
     device: tile_tables.Device
     static: bool
     budget: float
@@ -96,8 +97,8 @@ class Request:
         return path_inside(self.folder, path)
 
     @property
-    def about(self) -> dict[str, Any]:
-        """Under what conditions findings may be taken over."""
+    def conditions(self) -> dict[str, Any]:
+        """The conditions under which findings are valid."""
         import triton
 
         from tritoncp.perf.machine import sources
@@ -112,8 +113,8 @@ class Request:
 
 
 def device(arch: str | None) -> tile_tables.Device:
-    """Whose times: this process's GPU, or an architecture that is only compiled for. Raises RuntimeError
-    without either, ValueError for what is no architecture."""
+    """The device to tune for: this process's GPU, or an architecture that is only compiled for. Raises
+    RuntimeError without either, ValueError for an unknown architecture."""
     if arch is not None:
         check_target(arch)
         return tile_tables.Device(arch, "offline")
@@ -126,7 +127,7 @@ def device(arch: str | None) -> tile_tables.Device:
 
 
 def request(
-    wanted: Sequence[Target],
+    requested: Sequence[Target],
     device: tile_tables.Device,
     static: bool,
     budget: str,
@@ -135,38 +136,40 @@ def request(
     processes: int | None,
     timeout: float,
 ) -> Request:
-    """What the command's words mean here. Raises ValueError for a budget that is none or a folder that a link
-    leads out of, RuntimeError where no folder is known."""
-    found = folder or next(
+    """Make a request from the command's options. Raises ValueError for a malformed budget or a folder that a
+    link leads out of, RuntimeError where no folder is configured."""
+    target_folder = folder or next(
         (one for one in tile_tables.folders() if one != tile_tables.SHIPPED), tile_tables.user_folder()
     )
-    if found is None:
+    if target_folder is None:
         raise RuntimeError(
             "platformdirs, which knows the folder for configurations, is not installed: name one with --out, "
             "or in TRITONCP_CONFIG_DIR"
         )
-    asked = Request(tuple(wanted), device, static, seconds(budget), resume, found, processes, timeout)
-    _ = asked.journal  # raises ValueError now for a folder that a link leads out of
-    return asked
+    result = Request(
+        tuple(requested), device, static, seconds(budget), resume, target_folder, processes, timeout
+    )
+    _ = result.journal  # raises ValueError now for a folder that a link leads out of
+    return result
 
 
-class Found(NamedTuple):
-    """For each target the config that was chosen or, statically, the survivors; whether Ctrl-C ended it."""
+class TuningResult(NamedTuple):
+    """For each target its choice or, statically, the survivors; and whether Ctrl-C ended the run."""
 
     rows: list[dict[str, Any]]
     interrupted: bool
 
 
-def autotune(request: Request, console: Any, bench: Bench | None = None) -> Found:
-    """Tune what was asked for, writing each choice when it is made: an interrupt loses nothing."""
-    journal = Journal(request.journal, request.about, request.resume)
-    total = sum(len(candidates(target, request.device.arch)) for target in request.wanted)
+def autotune(request: Request, console: Any, bench: Bench | None = None) -> TuningResult:
+    """Tune the requested targets, writing each choice when it is made: an interrupt loses none."""
+    journal = Journal(request.journal, request.conditions, request.resume)
+    total = sum(len(candidates(target, request.device.arch)) for target in request.targets)
     rows: list[dict[str, Any]] = []
 
     def keep(target: Target, choice: Choice) -> None:
         entry = entry_of(target, choice)
         rows.append(entry | {"gain": round(choice.gain, 3)})
-        tile_tables.write(request.folder, request.device, [entry], {"code": request.about["code"]})
+        tile_tables.write(request.folder, request.device, [entry], {"code": request.conditions["code"]})
 
     compilers = Compilers(request.processes, request.timeout)
     deadline = time.monotonic() + request.budget
@@ -175,17 +178,17 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Foun
         tuner = Tuner(arch, journal, compilers.compiled, deadline, keep, tally=Tally(show=screen))
         try:
             if request.static:
-                for target in request.wanted:
+                for target in request.targets:
                     alive = tuner.static(target)
-                    rows += [{"target": target.name, "config": asdict(c), **found} for c, found in alive]
+                    rows += [{"target": target.name, "config": asdict(c), **report} for c, report in alive]
             else:
-                tuner.run(request.wanted, bench or _device_bench())
+                tuner.run(request.targets, bench or _device_bench())
         except KeyboardInterrupt:
-            return Found(rows, True)
+            return TuningResult(rows, True)
         finally:
             compilers.end()
             journal.close()
-    return Found(rows, False)
+    return TuningResult(rows, False)
 
 
 def _device_bench() -> Bench:
@@ -194,8 +197,8 @@ def _device_bench() -> Bench:
     return DeviceBench(torch.device("cuda", torch.cuda.current_device()))
 
 
-def show(found: Found, static: bool, console: Any) -> None:
-    """The rows as a table."""
+def show(result: TuningResult, static: bool, console: Any) -> None:
+    """Print the rows as a table."""
     from rich.table import Table
 
     from tritoncp.analysis.resource_table import tiles
@@ -203,24 +206,24 @@ def show(found: Found, static: bool, console: Any) -> None:
     looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
     if static:
         table = Table("kernel", "tiles", "regs", "shared", "TMA", "bound", "limited by", **looks)
-        for row in found.rows:
+        for row in result.rows:
             bound = f"{row['bound']:.0%}" if row.get("bound") is not None else "–"
             sizes = [str(row[name]) for name in ("registers", "shared_bytes", "tma")]
             table.add_row(row["target"], tiles(row["config"]), *sizes, bound, row.get("limit", "–"))
     else:
         table = Table("kernel", "mask", "D", "tiles", "ms", "rule ms", "gain", **looks)
-        for row in found.rows:
+        for row in result.rows:
             mask = " ".join(filter(None, (row["mask"], row.get("score"))))
             width = row["shape"].split(",")[1]
-            about = row["kernel"], mask, width, tiles(row["config"])
-            table.add_row(*about, str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}")
+            columns = row["kernel"], mask, width, tiles(row["config"])
+            table.add_row(*columns, str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}")
     console.print(table)
-    for line in () if static else fused(found.rows):
+    for line in () if static else fused(result.rows):
         console.print(line, markup=False, highlight=False)
 
 
 def fused(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the fused kernel would be worth where all three of a backward pass were measured.
+    """Compare the fused kernel with dQ and dK/dV, where all three of a backward pass were measured.
 
     >>> about = {"shape": "8x8,64,4096", "mask": "causal", "dtype": "float16"}
     >>> times = {"dq": 1.0, "dkdv": 2.0, "fused": 2.4}
@@ -231,15 +234,15 @@ def fused(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         of = tuple(row[name] for name in ("shape", "mask", "score", "dtype") if row.get(name))
         passes.setdefault(of, {})[row["kernel"]] = row["ms"]
-    found = []
+    lines = []
     for of, ms in passes.items():
         if {"dq", "dkdv", "fused"} <= set(ms):
             apart, one = ms["dq"] + ms["dkdv"], ms["fused"]
             times = f"dq and dkdv take {apart:g} ms, fused {one:g} ms: {apart / one:.2f} times as fast"
-            found.append(f"{' '.join(of)}: {times}")
-    if found:
-        found.append(
+            lines.append(f"{' '.join(of)}: {times}")
+    if lines:
+        lines.append(
             'fused serves calls with kernel_options={"FUSED_BACKWARD": True}; it adds up in any order, and '
             "bits differ from run to run"
         )
-    return found
+    return lines

@@ -44,7 +44,7 @@ MASKS = {
     "document": ("interval", "documents"),
     "window": ("window", "window"),
 }
-MOST_NUMBERS = 1 << 34  # elements of a shape's queries
+MAX_ELEMENTS = 1 << 34  # elements of a shape's queries
 # Mask name of perf/cases.py -> mask and score_mod, for cases with a score_mod.
 SCORED = {"softcap": ("causal", "softcap"), "alibi": ("causal", "alibi")}
 
@@ -116,7 +116,7 @@ class Target:
         )
 
     def job(self, arch: str, config: Config | None) -> Job:
-        """The launch that is timed."""
+        """The launch to time."""
         call = Call(self.mask, self.heads, self.kv_heads, self.seq, self.queries)
         return replace(self.step(arch, config), variant=MASKS[self.mask][1], call=call)
 
@@ -171,9 +171,9 @@ def targets(
             ) from error
         if min(q_heads, kv_heads, dim, v_dim, seq) < 1 or q_heads % kv_heads or max(dim, v_dim) > 256:
             raise ValueError(f"shape {shape!r}: key heads have to divide heads, head dims end at 256")
-        if q_heads * seq * max(dim, v_dim) > MOST_NUMBERS:
+        if q_heads * seq * max(dim, v_dim) > MAX_ELEMENTS:
             raise ValueError(
-                f"shape {shape!r}: queries of more than {MOST_NUMBERS >> 30}G numbers fit no GPU"
+                f"shape {shape!r}: queries of more than {MAX_ELEMENTS >> 30}G numbers fit no GPU"
             )
         if score:
             _check(score, q_heads)
@@ -204,14 +204,16 @@ def _check(score: str, heads: int) -> None:
     """Check that kernels and torch (the reference) can run a score_mod. Raises ValueError."""
     fn = score_of(score, heads)
     if hand_written(fn):
-        raise ValueError(f"{score} is @triton.jit code, whose answers nothing can check; give it in Python")
+        raise ValueError(
+            f"{score} is @triton.jit code, which has no reference to check results against; give it in Python"
+        )
     try:
         score_mod(fn)
     except Untranslatable as error:
         raise ValueError(str(error)) from error
 
 
-def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Target]]:
+def select_worst_case(points: Iterable[Point], device: str | None) -> tuple[str, list[Target]]:
     """Select the case to tune: the one that is farthest below its goal in the newest runs on a device (None:
     any); if no case has a goal, the one farthest behind the fastest baseline; without any comparison, the
     forward pass of Llama-3 8B. Cases that failed do not count, since better tiles would not help them.
@@ -229,7 +231,7 @@ def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Ta
     }
     rated = [(not point.goal, point.worst or 0.0, point.case) for point in last.values()]
     if not rated:
-        why = "nothing was compared with a baseline here: Llama-3 8B instead"
+        why = "no comparison with a baseline on this device: Llama-3 8B instead"
         return why, targets(preset("llama3-8b"), ["causal"], ["fwd"], "bfloat16")
     aimless, worst, name = min(rated)
     case = cases[name]
@@ -237,7 +239,7 @@ def lost_most(points: Iterable[Point], device: str | None) -> tuple[str, list[Ta
     shape = f"{case.heads}x{case.kv_heads},{case.dim}x{case.v_dim},{case.seq}"
     forward = "few" if case.queries else "fwd" if score else "routes"
     op = {"forward": forward, "backward": "bwd"}[case.which]
-    of = "what the best of the others does" if aimless else "its goal"
+    of = "the fastest baseline" if aimless else "its goal"
     return f"{name}, {worst:.2f} of {of}", targets([shape], [mask], [op], case.dtype, score)
 
 
@@ -252,9 +254,9 @@ def _tunable(case: Case | None) -> bool:
 
 
 def candidates(target: Target, arch: str, loops: Config | None = None) -> list[Config]:
-    """The rule's config, then those with tiles of half to twice its size, the most like it first; by
-    descriptor and by pointer, where the rule of an architecture has both.  Of "route", what there is to go
-    by: loops with these tiles (None: the rule's), then the other routes, where an architecture has any.
+    """List the rule's config, then configs with tiles of half to twice its size, the most like it first; by
+    descriptor and by pointer, where the rule of an architecture has both.  For "route": loops with these
+    tiles (None: the rule's), then the other routes, where an architecture has any.
 
     >>> found = candidates(Target("forward", "causal", 32, 8, 128, 16384), "sm_90")
     >>> found[0] == default("forward", "sm_90", 128, torch.bfloat16), len(found) == len(set(found)) > 30
@@ -296,7 +298,7 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
 
 
 def _aligned(target: Target) -> bool:
-    """Or else strides leave nothing to descriptors."""
+    """Whether strides allow copies by tensor descriptor."""
     size = getattr(torch, target.dtype).itemsize
     return all(width * size % 16 == 0 for width in (target.head_dim, target.v_dim))
 
@@ -309,13 +311,15 @@ def _rule(target: Target, arch: str, tma: bool = True) -> Config:
 
 @functools.lru_cache
 def _loads(score: str) -> tuple[int, bool]:
-    """With how many sides of a tile varies what a named score_mod loads, and whether it learns."""
+    """The number of tile dimensions that loads of a named score_mod depend on, and whether its captures have
+    gradients."""
     mod = score_mod(score_of(score, 1)) if score else None
     return (mod.loads, bool(mod.wants)) if mod else (0, False)
 
 
 def _routes(target: Target, arch: str, loops: Config) -> Iterator[Routed]:
-    """(What else stands in a route's way, such as a score_mod, is found out where it is compiled.)"""
+    """List the routes that an architecture has; other obstacles, such as a score_mod, appear at
+    compilation."""
     yield Routed(**asdict(loops))
     widest, dtype = max(target.head_dim, target.v_dim), getattr(torch, target.dtype)
     for route in ROUTES[1:]:

@@ -9,11 +9,11 @@ SCHEDULES: dict[str, Any] = {
     "allgather": allgather,
     "fetch": fetch,
     "ring": ring,
-    "ulysses": ulysses.over(fetch),
-    "ulysses+ring": ulysses.over(ring),
+    "ulysses": ulysses.with_inner(fetch),
+    "ulysses+ring": ulysses.with_inner(ring),
 }
 
 
 def schedule_of(plan: Plan) -> Any:
-    """The pair that carries out a plan."""
+    """The forward and backward generators that carry out a plan."""
     return local if plan.world_size == 1 else SCHEDULES[plan.schedule]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Schedule, Ticket, Wait
-from tritoncp.distributed.schedules.buffers import dkdv, outputs, pack, room_for_dq, separate, views
+from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack, separate, views
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
 
@@ -21,10 +21,10 @@ def forward(
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     out, lse, top = outputs(plan, q, v, want_max)
-    kv, mine = _groups(plan, k, v, q, out, lse, top)
+    kv, q_groups = _groups(plan, k, v, q, out, lse, top)
     flight = yield _gather(plan, *kv[0])
     h_offset = 0
-    for index, (q_, out_, lse_, top_) in enumerate(mine):
+    for index, (q_, out_, lse_, top_) in enumerate(q_groups):
         keys, values = views((yield Wait(flight)), k)
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
@@ -50,12 +50,12 @@ def backward(
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
-    dq = room_for_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
-    kv, mine = _groups(plan, k, v, q, dout, lse, delta, dq)
+    dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
+    kv, q_groups = _groups(plan, k, v, q, dout, lse, delta, dq)
     returning: list[Ticket] = []
     flight = yield _gather(plan, *kv[0])
     h_offset = 0
-    for index, (q_, dout_, lse_, delta_, dq_) in enumerate(mine):
+    for index, (q_, dout_, lse_, delta_, dq_) in enumerate(q_groups):
         keys, values = views((yield Wait(flight)), k)
         if index + 1 < len(kv):
             flight = yield _gather(plan, *kv[index + 1])
@@ -75,10 +75,10 @@ Pieces = list[tuple[Any, ...]]
 
 
 def _groups(plan: Plan, k: Tensor, v: Tensor, q: Tensor, *rest: Tensor | None) -> tuple[Pieces, Pieces]:
-    """Head groups of K and V, and of q and the rest, which have its heads: what each group has of every
-    tensor [B, H, ...], None where there is none."""
+    """Split K and V, and q and the tensors with its heads, into head groups: for each group its part of every
+    tensor [B, H, ...], None for an absent tensor."""
     b, kv_heads, _, d = k.shape
-    # As they travel, padded, which is the same for all ranks.
+    # The size of a message, padded: the same for all ranks.
     nbytes = plan.kv.s_max * b * kv_heads * (d + v.shape[3]) * k.itemsize
     sizes = traffic.head_groups(kv_heads, nbytes)
     if len(sizes) == 1:
@@ -93,5 +93,5 @@ def _cut(sizes: list[int], *tensors: Tensor | None) -> Pieces:
 
 
 def _gather(plan: Plan, k: Tensor, v: Tensor) -> AllGather:
-    """These heads of K and V, of every rank, in one buffer."""
+    """Request these heads of K and V of every rank, in one buffer."""
     return AllGather(pack(k, v, plan.kv.s_max).packed)

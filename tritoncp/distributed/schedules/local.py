@@ -1,4 +1,4 @@
-"""Local: one rank has it all, and nothing travels: what every schedule is in a world of one."""
+"""Local: one rank holds the whole sequence and sends no messages; every schedule in a world of one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.distributed.collectives import Schedule
-from tritoncp.distributed.schedules.buffers import dkdv, outputs, room_for_dq, room_for_grad
+from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, empty_grad, outputs
 from tritoncp.planning.plan import Plan
 
 
@@ -31,8 +31,8 @@ def backward(
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
-    dq = room_for_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
-    dk, dv = (room_for_grad(x, x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
+    dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
+    dk, dv = (empty_grad(x, x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
     args = q, k, v, dout, lse, delta, tables
     engine.dq(*args, dq=dq)()
     dkdv(engine, args, dk, dv, dq)

@@ -1,8 +1,8 @@
-"""Ring: K and V go around, the next pair in flight while this one is computed.
+"""Ring: K and V pass from rank to rank, the next pair in flight while this one is computed.
 
-The kernel continues from the previous step's (acc, m, l) in float32, so there is nothing to merge and nothing
-is rounded between steps.  A buffer travels as far as its last reader; backward, its float32 gradient follows
-one hop behind and goes home in one send (Ring Attention, arXiv 2310.01889; which hops: ``plan.ring``).
+The kernel continues from the previous step's (acc, m, l) in float32, so that no results need merging and none
+are rounded between steps.  A buffer travels as far as its last reader; backward, its float32 gradient follows
+one hop behind and goes home in one send (Ring Attention, arXiv 2310.01889; ``plan.ring`` has the hops).
 """
 
 from typing import Any
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tritoncp.distributed.collectives import Schedule, Swap, Ticket, Wait
 from tritoncp.distributed.schedules.buffers import (
-    Room,
+    KVBuffer,
     dkdv,
+    empty_dq,
+    empty_kv_buffer,
     new_state,
     outputs,
     pack,
-    room_for,
-    room_for_dq,
     separate,
     views,
 )
@@ -32,7 +32,7 @@ def forward(
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
-    current, free = _rooms(plan, k, v)
+    current, free = _kv_buffers(plan, k, v)
     where = q.device, q.shape[0], q.shape[1]
     for turn, hop in enumerate(plan.ring):
         flight = yield _pass_on(hop, current, free)
@@ -53,12 +53,12 @@ def backward(
     """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
-    dq = room_for_dq(plan, engine, q, lse.dtype)
-    current, free = _rooms(plan, k, v)
+    dq = empty_dq(plan, engine, q, lse.dtype)
+    current, free = _kv_buffers(plan, k, v)
     home = torch.zeros_like(current.packed, dtype=lse.dtype)  # gradient of the own K and V
     last = max((turn for turn, hop in enumerate(plan.ring) if hop.previous is not None), default=0)
     where = q.device, q.shape[0], q.shape[1]
-    following: Ticket | None = None  # the gradient in flight, then what has come
+    following: Ticket | None = None  # the gradient in flight
     came: list[Tensor] = []
     for turn, hop in enumerate(plan.ring):
         flight = yield _pass_on(hop, current, free)
@@ -76,33 +76,35 @@ def backward(
         if (yield Wait(flight)):
             current, free = free, current
         if turn == last:
-            free = current  # nothing comes any more
+            free = current  # no hop receives after this one
     assert following is not None
     _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
     return dq, *separate(home, k)
 
 
-def _rooms(plan: Plan, k: Tensor, v: Tensor) -> tuple[Room, Room]:
-    """This rank's K and V, and room for what comes while they are read, if anything does: they take turns."""
+def _kv_buffers(plan: Plan, k: Tensor, v: Tensor) -> tuple[KVBuffer, KVBuffer]:
+    """Pack this rank's K and V, and allocate a second buffer to receive into, if any hop receives; the two
+    swap."""
     current = pack(k, v, plan.kv.s_max)
     comes = any(hop.previous is not None for hop in plan.ring)
-    return current, room_for(k, v, plan.kv.s_max) if comes else current
+    return current, empty_kv_buffer(k, v, plan.kv.s_max) if comes else current
 
 
-def _pass_on(hop: Hop, current: Room, free: Room) -> Swap:
-    """K and V to the next rank, the next K and V, of the same shape, from the previous one."""
+def _pass_on(hop: Hop, current: KVBuffer, free: KVBuffer) -> Swap:
+    """Send K and V to the next rank; receive the next K and V, of the same shape, from the previous one."""
     sends = [(hop.next, current.packed)] if hop.next is not None else []
     return Swap(sends, [(hop.previous, free.packed)] if hop.previous is not None else [])
 
 
 def _follow(hop: Hop, grad: Tensor, home: Tensor) -> Swap:
-    """The gradient of this turn's K and V onwards; the next turn's, and the own one's if it comes now."""
+    """Send the gradient of this turn's K and V onwards; receive the next turn's, and the own one if it
+    returns now."""
     takes = [(peer, torch.empty_like(home)) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
     return Swap([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], takes)
 
 
 def _arrived(hops: tuple[Hop, ...], turn: int, came: list[Tensor], home: Tensor) -> Tensor:
-    """The gradient buffer of this turn's K and V; what came home is added to ``home``."""
+    """Select the gradient buffer of this turn's K and V; a returned own gradient is added to ``home``."""
     if turn == 0:
         return home
     before, rest = hops[turn - 1], list(came)

@@ -1,6 +1,6 @@
 """Ulysses: sequence shards become head shards by an all-to-all, and back (arXiv 2309.14509).
 
-Ranks stand in rows of ``degree`` neighbours. A row trades sequence for heads, so that each of its ranks holds
+Ranks form rows of ``degree`` neighbours. A row exchanges sequence for heads, so that each of its ranks holds
 all of the row's tokens for some query heads and the KV heads these read; another schedule runs between rows.
 Heads need not divide: cuts are even to within one query head, and a KV head goes to every rank that reads it.
 """
@@ -27,11 +27,11 @@ from tritoncp.planning.plan import Plan
 
 T = TypeVar("T")
 
-_TOLD: set[tuple[int, int]] = set()
+_WARNED: set[tuple[int, int]] = set()
 
 
-def over(inner: ModuleType) -> SimpleNamespace:
-    """The schedule that runs ``inner`` between rows."""
+def with_inner(inner: ModuleType) -> SimpleNamespace:
+    """Combine Ulysses within rows with the schedule ``inner`` between rows."""
     return SimpleNamespace(forward=partial(forward, inner), backward=partial(backward, inner))
 
 
@@ -39,19 +39,19 @@ def forward(
     inner: Any, plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
     """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
-    trade = Trade.of(plan, q, k)
-    tensors = yield from trade.heads((q, trade.q), (k, trade.kv), (v, trade.kv))
-    row = local if trade.plan.world_size == 1 else inner
-    inside = row.forward(trade.plan, Heads(engine, trade), *tensors, want_max)
-    whole_out, *stats = yield from trade.between_rows(inside)
+    exchange = HeadExchange.of(plan, q, k)
+    tensors = yield from exchange.heads((q, exchange.q), (k, exchange.kv), (v, exchange.kv))
+    row = local if exchange.plan.world_size == 1 else inner
+    inside = row.forward(exchange.plan, HeadSubsetEngine(engine, exchange), *tensors, want_max)
+    whole_out, *stats = yield from exchange.between_rows(inside)
     flights = []
     for x in stats if want_max else stats[:1]:
-        flights.append((yield trade.statistic(x)))
+        flights.append((yield exchange.statistic(x)))
     out = laid_out_as(q, v.shape[3])
-    yield from trade.sequence((whole_out, trade.q, out))
+    yield from exchange.sequence((whole_out, exchange.q, out))
     own = []
     for flight in flights:
-        own.append(trade.own(q, (yield Wait(flight))))
+        own.append(exchange.own(q, (yield Wait(flight))))
     return out, own[0], own[1] if want_max else None
 
 
@@ -60,29 +60,31 @@ def backward(
     dout: Tensor, dlse: Tensor | None,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
     """(dq, dk, dv) of this rank's shards; gradients of captures go to engine's buffers."""
-    trade = Trade.of(plan, q, k)
+    exchange = HeadExchange.of(plan, q, k)
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
-    grads = yield from _by_heads(inner, trade, engine, q, k, v, dout, lse, delta)
+    grads = yield from _by_heads(inner, exchange, engine, q, k, v, dout, lse, delta)
     own = [laid_out_as(x, x.shape[3], grad.dtype) for x, grad in zip((q, k, v), grads, strict=True)]
-    yield from trade.sequence(*zip(grads, (trade.q, trade.kv, trade.kv), own, strict=True))
+    yield from exchange.sequence(*zip(grads, (exchange.q, exchange.kv, exchange.kv), own, strict=True))
     return own[0], own[1], own[2]
 
 
 def _by_heads(
-    inner: Any, trade: Trade, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor,
-    delta: Tensor,
+    inner: Any, exchange: HeadExchange, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
+    lse: Tensor, delta: Tensor,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """(dq, dk, dv) of this rank's heads, all tokens. What was sent for that is gone when they return."""
-    stats = [(x[..., None], trade.q) for x in (lse, delta)]
-    tensors = yield from trade.heads((q, trade.q), (k, trade.kv), (v, trade.kv), (dout, trade.q), *stats)
+    """(dq, dk, dv) of this rank's heads, all tokens. The received tensors are freed when it returns."""
+    stats = [(x[..., None], exchange.q) for x in (lse, delta)]
+    tensors = yield from exchange.heads(
+        (q, exchange.q), (k, exchange.kv), (v, exchange.kv), (dout, exchange.q), *stats
+    )
     *whole_qkv, whole_dout = tensors[:4]
     whole_lse, whole_delta = (x[..., 0].contiguous() for x in tensors[4:])
-    alone = ring if trade.kv.shared else local  # a ring of one leaves dK and dV in float32, to be summed
-    row = alone if trade.plan.world_size == 1 else inner
-    heads = Heads(engine, trade, whole_delta)
-    inside = row.backward(trade.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_dout, None)
-    dq, dk, dv = yield from trade.between_rows(inside)
+    alone = ring if exchange.kv.shared else local  # a ring of one leaves dK and dV in float32, to be summed
+    row = alone if exchange.plan.world_size == 1 else inner
+    heads = HeadSubsetEngine(engine, exchange, whole_delta)
+    inside = row.backward(exchange.plan, heads, *whole_qkv, whole_dout, whole_lse, whole_dout, None)
+    dq, dk, dv = yield from exchange.between_rows(inside)
     return dq.to(q.dtype), dk, dv
 
 
@@ -90,7 +92,8 @@ def _by_heads(
 class Side:
     """The queries, or the keys and values, that the ranks of a row exchange.
 
-    heads: those of each of its ranks; rows: tokens of each, padding included
+    heads: heads of each rank of the row
+    rows:  tokens of each rank, padding included
     """
 
     heads: list[range]
@@ -107,7 +110,7 @@ class Side:
 
     @functools.cached_property
     def readers(self) -> int:
-        """How many neighbours read the same heads, where that is so for all heads; else 0."""
+        """The number of neighbours that read the same heads, where it is the same for all heads; else 0."""
         ranks, n = len(self.heads), len(self.heads[0])
         readers = self.heads.count(self.heads[0])
         groups = [range(i // readers * n, (i // readers + 1) * n) for i in range(ranks)]
@@ -120,16 +123,16 @@ Returned = tuple[Tensor, Side, Tensor]  # the latter, and room for the former
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One of a trade: tensors of equally many tokens and channels, as [tokens, B, heads, channels] for each
-    rank.
+    """One message of an exchange: tensors of equally many tokens and channels, as [tokens, B, heads,
+    channels] for each rank.
 
-    places:   which tensors of the trade
-    sides:    whose heads they have
-    mine:     how many of them, of each tensor, are this rank's
+    places:   indices of its tensors in the exchange
+    sides:    the side of each tensor, which has its heads
+    mine:     number of this rank's heads of each tensor
     degree:   ranks of the row
     rows:     tokens of a rank, padding included; batch, channels: B and D of the tensors
-    counts:   numbers for each rank of the world: its heads of this rank's tokens
-    own:      this rank's heads of its tokens
+    counts:   elements for each rank of the world: its heads of this rank's tokens
+    own:      elements from each rank of the world: this rank's heads of its tokens
     """
 
     places: list[int]
@@ -144,12 +147,13 @@ class Message:
 
     @functools.cached_property
     def readers(self) -> int:
-        """The most neighbours that read the same heads; 0 where not all of a tensor's heads have as many."""
+        """The largest number of neighbours that read the same heads; 0 where it varies between a tensor's
+        heads."""
         every = [side.readers for side in self.sides]
         return max(every) if all(every) else 0
 
     def by_ranks(self, x: Tensor, at: int) -> Tensor:
-        """Tensor [B, H, S, D] of a side as it is sent, [degree // readers, readers, S, B, heads, D]: a view,
+        """View a side's tensor [B, H, S, D] in message order, [degree // readers, readers, S, B, heads, D],
         in one operation."""
         n, readers, shared = self.mine[at], self.readers, self.sides[at].shared
         b, head, row, channel = x.stride()
@@ -158,27 +162,27 @@ class Message:
         return x.as_strided(shape, (*ranks, row, b, head, channel))
 
     def parts(self, sent: Tensor) -> Sequence[Tensor]:
-        """Of each tensor, what a message holds of it, as :meth:`by_ranks` has it."""
+        """Split a message by tensors, each part in the order of :meth:`by_ranks`."""
         first = self.degree // self.readers, self.readers
         view = sent.view(*first, self.rows, self.batch, sum(self.mine), self.channels)
         return _cut(view, self.mine, 4)
 
     def by_tokens(self, flat: Tensor) -> Sequence[Tensor]:
-        """This rank's heads of all tokens of the row: of each tensor [B, heads, degree * rows, D], views."""
+        """View this rank's heads of all tokens of the row: for each tensor [B, heads, degree * rows, D]."""
         view = flat.view(self.degree * self.rows, self.batch, sum(self.mine), self.channels)
         return _cut(view.permute(1, 2, 0, 3), self.mine, 1)
 
 
 @dataclass(frozen=True, eq=False)
-class Trade:
-    """One call's exchange within a row.
+class HeadExchange:
+    """The exchange of sequence for heads within a row, for one call.
 
-    Tokens come first in a message: what all ranks of a row sent is one tensor when it has come, in which
-    kernels find their tiles without another copy, and what kernels wrote is a message as it is.
+    Tokens come first in a message: the received parts of all ranks of a row are one tensor, in which kernels
+    find their tiles without another copy, and the output of kernels is a message without one.
 
     plan:     the rows as ranks: each holds the tokens of its ranks, one after the other
     rank, degree: this rank's place in its row, and the row's length
-    world:    all ranks
+    world:    number of all ranks
     q, kv:    query heads of each rank of a row, and the KV heads that these read
     group:    Hq // Hkv
     """
@@ -194,15 +198,15 @@ class Trade:
     _statistics: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)  # sends, takes
 
     @classmethod
-    def of(cls, plan: Plan, q: Tensor, k: Tensor) -> Trade:
+    def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
         heads = q.shape[1], k.shape[1]
         return plan._once(("trade", plan.rank, plan.degree, *heads), lambda: cls._of(plan, *heads))
 
     @classmethod
-    def _of(cls, plan: Plan, heads: int, kv_heads: int) -> Trade:
+    def _of(cls, plan: Plan, heads: int, kv_heads: int) -> HeadExchange:
         degree = plan.degree_for(heads)
         if degree < plan.world_size and not plan.degree:
-            _say(heads, plan.world_size, degree)
+            _warn_uneven_heads(heads, plan.world_size, degree)
         q_heads, kv_parts = traffic.trade(heads, kv_heads, degree)
         sides = Side(q_heads, plan.q.s_max), Side(kv_parts, plan.kv.s_max)
         rows = plan.rows(degree, heads)
@@ -212,10 +216,10 @@ class Trade:
         """The messages that carry these tensors."""
         batch, kinds = fields[0][0].shape[0], tuple([(side, x.shape[3], x.dtype) for x, side, *_ in fields])
         if (batch, kinds) not in self._messages:
-            self._messages[batch, kinds] = self._made(batch, kinds)
+            self._messages[batch, kinds] = self._build_messages(batch, kinds)
         return self._messages[batch, kinds]
 
-    def _made(self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]) -> list[Message]:
+    def _build_messages(self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]) -> list[Message]:
         groups: dict[Any, list[int]] = {}
         for place, (side, channels, dtype) in enumerate(kinds):
             groups.setdefault((side.rows, channels, dtype), []).append(place)
@@ -233,8 +237,8 @@ class Trade:
         return messages
 
     def heads(self, *fields: Field) -> Schedule[list[Tensor]]:
-        """Tensors [B, H, S, D] of every rank of the row -> of each this rank's heads,
-        [B, heads, degree * rows, D]."""
+        """Exchange tensors [B, H, S, D] of every rank of the row for this rank's heads of each, [B, heads,
+        degree * rows, D]."""
         flights = []
         tensors = [x for x, _ in fields]
         for message in (messages := self.messages(fields)):
@@ -246,7 +250,7 @@ class Trade:
         return tensors
 
     def _packed(self, message: Message, xs: list[Tensor]) -> Tensor:
-        """The heads of each rank of the row, one rank after the other."""
+        """Concatenate the heads of each rank of the row, one rank after the other."""
         full = all(x.shape[2] == message.rows for x in xs)
         if message.readers and full:
             return _flat(torch.cat([message.by_ranks(x, at) for at, x in enumerate(xs)], 4))
@@ -258,8 +262,9 @@ class Trade:
         return sent
 
     def sequence(self, *fields: Returned) -> Schedule[None]:
-        """Tensors [B, this rank's heads, degree * rows, D] -> of each all heads of this rank's tokens, into
-        another one [B, H, S, D]. A head that several ranks had is the sum of theirs, in rank order."""
+        """Exchange tensors [B, this rank's heads, degree * rows, D] for all heads of this rank's tokens, into
+        the third tensor of each field [B, H, S, D]. Heads that several ranks computed are summed in rank
+        order."""
         flights = []
         for message in (messages := self.messages(fields)):
             xs = [fields[place][0] for place in message.places]
@@ -284,8 +289,8 @@ class Trade:
     def _matched(
         self, message: Message, flat: Tensor, xs: list[Tensor], whole_row: bool
     ) -> Iterator[tuple[Tensor, Tensor, Side]]:
-        """Which part of a message of this rank's tokens is which of tensors [B, H, S, D]: views of both, and
-        the side, of each tensor; of one rank after the other unless ``whole_row``."""
+        """Pair the parts of a message of this rank's tokens with their places in tensors [B, H, S, D]: views
+        of both, and the side, for each tensor; one rank after the other unless ``whole_row``."""
         if whole_row:
             for at, (x, part) in enumerate(zip(xs, message.parts(flat), strict=True)):
                 part = part if x.shape[2] == message.rows else part[:, :, : x.shape[2]]
@@ -301,8 +306,8 @@ class Trade:
                 yield part[:, :, : x.shape[2]], own, side
 
     def statistic(self, x: Tensor) -> AllToAll:
-        """A statistic [B, this rank's heads, degree * rows] on the way to the ranks whose tokens it is of, of
-        each rank [B, heads, rows]: where B is 1, they get theirs as it will lie there."""
+        """Send a statistic [B, this rank's heads, degree * rows] to the ranks that own its tokens, to each
+        rank [B, heads, rows]; where B is 1, in the final memory order."""
         b, n, _ = x.shape
         if b not in self._statistics:
             chunk_sizes = [heads * b * self.q.rows for heads in self.q.counts]
@@ -311,7 +316,7 @@ class Trade:
         return AllToAll(sent, *self._statistics[b])
 
     def own(self, q: Tensor, came: Tensor) -> Tensor:
-        """A statistic of this rank's queries [B, H, S]: what came of :meth:`statistic`."""
+        """Join the received parts of :meth:`statistic` to a statistic of this rank's queries [B, H, S]."""
         b, heads, s, _ = q.shape
         rows, counts = self.q.rows, self.q.counts
         if b == 1:
@@ -323,15 +328,15 @@ class Trade:
 
     @property
     def _first(self) -> int:
-        """The row's first rank."""
+        """The rank of the row's first rank in the world."""
         return self.plan.rank * self.degree
 
     def _row(self, counts: list[int]) -> list[int]:
-        """Counts of the row's ranks among all ranks of the world."""
+        """Extend counts of the row's ranks to all ranks of the world."""
         return [0] * self._first + counts + [0] * (self.world - self._first - self.degree)
 
     def between_rows(self, schedule: Schedule[T]) -> Schedule[T]:
-        """A schedule of rows, spoken between the ranks that stand at the same place in them."""
+        """Run a schedule of rows between the ranks at the same place in each row."""
         answer: Any = None
         while True:
             try:
@@ -356,8 +361,8 @@ class Trade:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """The elements of x in order, one after the other in memory: as a view with gaps, which ``reshape`` may
-    give, no process group takes them."""
+    """Flatten x into contiguous memory; ``reshape`` alone may return a view with gaps, which process groups
+    refuse."""
     return x.reshape(-1).contiguous()
 
 
@@ -365,9 +370,9 @@ def _cut(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
     return x.split_with_sizes(sizes, dim) if len(sizes) > 1 else (x,)
 
 
-def _say(heads: int, world: int, degree: int) -> None:
-    if (heads, world) not in _TOLD:
-        _TOLD.add((heads, world))
+def _warn_uneven_heads(heads: int, world: int, degree: int) -> None:
+    if (heads, world) not in _WARNED:
+        _WARNED.add((heads, world))
         warnings.warn(
             f"{heads} heads do not go round {world} ranks: rows of {degree} trade heads, and another "
             f"schedule brings keys to the {world // degree} rows",
@@ -376,15 +381,15 @@ def _say(heads: int, world: int, degree: int) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Heads:
-    """An engine for some heads of a layer: query heads that share a KV head need not all be here, so a step
-    is a launch for each stretch of KV heads with equally many query heads.
+class HeadSubsetEngine:
+    """An engine for some heads of a layer. A rank need not hold all query heads that share a KV head, so a
+    step is a launch for each stretch of KV heads with equally many query heads.
 
     computed: rowsum(out * dout) - dlse, in the backward pass
     """
 
     engine: Any
-    trade: Trade
+    exchange: HeadExchange
     computed: Tensor | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, *, out: Tensor, lse: Tensor,
@@ -430,10 +435,10 @@ class Heads:
     def _pieces(
         self, rows: Sequence[Tensor | None], keys: Sequence[Tensor]
     ) -> list[tuple[int, Sequence[Any], Sequence[Any]]]:
-        """Tensors of query heads and of KV heads, cut where the number of heads that share one changes: first
-        of a piece's query heads, of all in the layer, and its part of each tensor."""
-        own = self.trade.q.heads[self.trade.rank]
-        cuts = stretches(own, self.trade.group)
+        """Cut tensors of query heads and of KV heads where the number of query heads for a KV head changes:
+        for each piece the layer's index of its first query head, and its part of each tensor."""
+        own = self.exchange.q.heads[self.exchange.rank]
+        cuts = stretches(own, self.exchange.group)
         if len(cuts) == 1:
             return [(own.start, rows, keys)]
         pieces: list[tuple[int, Sequence[Any], Sequence[Any]]] = []
@@ -445,8 +450,8 @@ class Heads:
 
 @functools.lru_cache(256)
 def stretches(heads: range, group: int) -> list[tuple[slice, slice]]:
-    """Query heads ``heads`` of a layer cut so that all KV heads of a piece have equally many: (query heads,
-    KV heads) of each piece, counted from the first one here.
+    """Cut query heads ``heads`` of a layer so that all KV heads of a piece have equally many: (query heads,
+    KV heads) of each piece, counted from the first local one.
 
     >>> for q, kv in stretches(range(3, 13), 4):
     ...     print(q.start, q.stop, kv.start, kv.stop)
