@@ -1,7 +1,7 @@
-"""Tile shapes: which (BLOCK_M, BLOCK_N, warps, stages) a kernel is launched with.
+"""Tile shapes: the (BLOCK_M, BLOCK_N, warps, stages) of each kernel launch.
 
 A rule per architecture, checked offline: every default compiles without a spilled byte and within shared
-memory (``tests/kernels/test_offline.py``).  Nothing here times anything.
+memory (``tests/kernels/test_offline.py``).  No code here measures times.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ KINDS = (*PASSES, "few", "fused", "specialised", "gluon")  # of tiles
 class Config:
     """Tile shape of one launch: BLOCK_M query rows by BLOCK_N key rows.
 
-    HOIST leaves what is the same for every tile, offsets inside one above all, in registers throughout a
-    loop: up to a tenth fewer instructions, where there are registers to spare.  USE_TMA copies tiles by
-    tensor descriptor, where strides allow: fewer instructions and no addresses in registers.  FLIP computes
-    the scores of a backward pass transposed: wgmma takes 64 rows a group of four warps, so that eight want
-    128 rows, of queries in dK/dV.  maxnreg is Triton's: registers a thread at most, so that two programs
-    share a multiprocessor where a few more would leave room for one.
+    HOIST keeps values that all tiles share, mainly offsets inside a tile, in registers throughout a loop: up
+    to a tenth fewer instructions, where there are registers to spare.  USE_TMA copies tiles by tensor
+    descriptor, where strides allow: fewer instructions and no addresses in registers.  FLIP computes the
+    scores of a backward pass transposed: wgmma takes 64 rows a group of four warps, so that eight warps need
+    128 rows, of queries in dK/dV.  maxnreg is Triton's limit of registers a thread: with it two programs fit
+    a multiprocessor where a few more registers would leave room for one.
     """
 
     BLOCK_M: int
@@ -77,12 +77,14 @@ def fit(tile: int, block: int) -> int:
     return even if even >= 16 else max(16, min(tile, 1 << (block - 1).bit_length()))
 
 
-def packed(rows: int, group: int, tile: int) -> int:
-    """How many of a group's query heads share a tile of ``tile`` rows, where each has ``rows`` of its own:
-    all that fit, if that takes at least a tenth fewer tiles; else 1.  (FlashAttention-3 packs by this rule.)
+def gqa_pack_factor(rows: int, group: int, tile: int) -> int:
+    """Choose how many of a group's query heads share a tile of ``tile`` rows, where each has ``rows`` of its
+    own: all that fit, if that takes at least a tenth fewer tiles; else 1.  (FlashAttention-3 packs by this
+    rule.)
 
-    >>> packed(1, 4, 64), packed(64, 8, 128), packed(100, 4, 128), packed(1, 71, 64), packed(17, 3, 128)
-    (4, 8, 1, 64, 3)
+    >>> sizes = ((1, 4, 64), (64, 8, 128), (100, 4, 128), (1, 71, 64), (17, 3, 128))
+    >>> [gqa_pack_factor(*size) for size in sizes]
+    [4, 8, 1, 64, 3]
     """
     pack = min(group, tile)
     apart = group * -(-rows // tile)
@@ -90,12 +92,12 @@ def packed(rows: int, group: int, tile: int) -> int:
     return pack if together <= 0.9 * apart else 1
 
 
-def shares(programs: int, tiles: int, processors: int) -> int:
-    """How many programs share the ``tiles`` tiles of keys that each of ``programs`` would read: as many as
-    give every multiprocessor two (flex attention's rule), and each of them two tiles or more.
+def num_kv_splits(programs: int, tiles: int, processors: int) -> int:
+    """Choose how many programs share the ``tiles`` tiles of keys that each of ``programs`` would read: enough
+    to give every multiprocessor two (flex attention's rule), and each of them two tiles or more.
 
-    >>> shares(8, 256, 132), shares(8, 20, 132), shares(200, 256, 132), shares(8, 1, 132)
-    (33, 10, 1, 1)
+    >>> [num_kv_splits(programs, tiles, 132) for programs, tiles in ((8, 256), (8, 20), (200, 256), (8, 1))]
+    [33, 10, 1, 1]
     """
     return max(1, min(2 * processors // max(1, programs), tiles // 2))
 
@@ -112,14 +114,14 @@ LEAN = {"HOIST": False}
 COPY = {"USE_TMA": True}
 TMA = COPY | LEAN  # there are no addresses to hoist
 FLIP = {"FLIP": True}
-TWO = {"maxnreg": 128}  # what two programs of eight warps have
+TWO = {"maxnreg": 128}  # registers a thread, for two programs of eight warps
 ONE = {"maxnreg": 256}  # where the compiler would sooner spill than take more than 128, or 168
 
 FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larger tile empty
 # Family -> pass -> largest head dim -> tiles of 16-bit inputs: those with the highest bound that keep
 # everything in registers and shared memory and waste no product, with window, interval and full masks, with
 # and without state.  sm_86 stands for all with 99 KiB of shared memory, gfx942 for all AMD: 64 KiB.
-# "pointers": where strides leave nothing to descriptors; there addresses take registers.
+# "pointers": where strides rule out descriptors; addresses take registers.
 # Small tiles where two programs then share a multiprocessor: one multiplies while the other waits for its
 # softmax.  What four warps do on sm_90 is what torch's flex_attention launches there for the same head dims.
 # "heavy": where a score_mod loads something for each score, for dQ one that adds to its gradient as well, and
@@ -240,11 +242,11 @@ _ALLOWED: dict[str, Any] = {
     "num_stages": range(1, 9),
     "maxnreg": (None, *range(32, 257, 8)),
 }
-_SWITCH = (False, True)  # what any other field of Config may be
+_SWITCH = (False, True)  # values of all other fields of Config
 # Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here)
 OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first unless told otherwise
+ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first is the default
 # torch's names that say how its own kernels should go about it: known, and without effect here. As is
 # "deterministic", which chooses the score_mod's gradient before there is a launch.
 HINTS = (
@@ -439,17 +441,17 @@ def choose(
     """Choose the config of a launch: the default, overridden by measured tiles (the option CONFIGS), then by
     the user's ``kernel_options``, fitted to the mask's blocks and the tensors.  CONFIGS has (pass, ((field of
     Config, value), ...)) for some passes; measured tiles that need descriptors are dropped where tensors have
-    none, those with FLIP where Triton compiles it wrong.  It may also have ("route", (("ROUTE", name),)), the
+    none, those with FLIP where Triton miscompiles it.  It may also have ("route", (("ROUTE", name),)), the
     default route.
 
     Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
     prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
     by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` no
-    tile is copied by descriptor, whatever the options.  ROUTE selects the forward kernels: "loops" (the
-    default) is one launch with a loop over masked and one over full blocks; "specialised" is two launches,
-    the second warp-specialised, or on sm_100 one launch that is warp-specialised throughout; "gluon" is one
-    launch whose groups of warps take turns.  Where a route is not available, a warning says why, and "loops"
-    runs.  (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
+    tile is copied by descriptor, for all options.  ROUTE selects the forward kernels: "loops" (the default)
+    is one launch with a loop over masked and one over full blocks; "specialised" is two launches, the second
+    warp-specialised, or on sm_100 one launch that is warp-specialised throughout; "gluon" is one launch whose
+    groups of warps take turns.  Where a route is not available, a warning names the reason, and "loops" runs.
+    (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
     """
     transposes = multiplies_transposed(arch)
     if not transposes:
@@ -481,7 +483,7 @@ def _chosen(
     if (measured.get("USE_TMA") and not tma) or (measured.get("FLIP") and not transposes):
         measured = {}
     settings = measured | settings
-    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # what goes with the rule's tiles alone
+    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # these fit only the rule's tiles
         settings = {"FLIP": False, "maxnreg": None} | settings
     config = replace(default(kind, arch, head_dim, dtype, tma, score), **settings)
     return replace(

@@ -1,6 +1,6 @@
 """The Triton engine: one object that launches forward, delta, dQ and dK/dV for one attention call.
 
-It sees tensors, tables and jit functions; masks, meshes and ranks are somebody else's business.
+It handles tensors, tables and jit functions; masks, meshes and ranks belong to the callers.
 """
 
 import warnings
@@ -24,10 +24,10 @@ from tritoncp.kernels.configs import (
     check_options,
     choose,
     copies,
+    gqa_pack_factor,
+    num_kv_splits,
     option_names,
-    packed,
     pieces,
-    shares,
     weight,
 )
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
@@ -42,11 +42,11 @@ from tritoncp.kernels.tiles import (
     stat,
     strided,
 )
-from tritoncp.kernels.trial import objection
+from tritoncp.kernels.trial import verify_route
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
-PARTIAL_BYTES = 256 << 20  # what partial sums (dK/dV of a GQA group, states of a row's keys) may take
-WHOLE = 128  # rows that fill a tile by themselves, whatever the architecture
+MAX_PARTIAL_BYTES = 256 << 20  # of partial sums: dK/dV of a GQA group, states of a row's keys
+FULL_TILE_ROWS = 128  # rows that fill a tile on every architecture
 
 
 class Mods(NamedTuple):
@@ -58,14 +58,14 @@ class Mods(NamedTuple):
     score_grad: Any = None  # also scatters into score_dcaps
     score_back: Any = None  # the same without the scatter
     score_caps: tuple = ()
-    score_loads: int = 2  # with how many sides of a tile varies what it loads from captures; 2 if unknown
+    score_loads: int = 2  # tile dimensions (0 to 2) that its loads from captures depend on; 2 if unknown
     score_dcaps: tuple = ()
 
 
-class Deal(NamedTuple):
-    """How a forward launch deals rows and keys to programs.
+class ForwardTiling(NamedTuple):
+    """Assignment of query rows and keys to the programs of a forward launch.
 
-    block:  rows of the longest slot there can be
+    block:  rows of the longest possible slot
     pack:   query heads that share a KV head and a tile
     splits: programs that share the keys of a tile
     """
@@ -83,8 +83,8 @@ class Deal(NamedTuple):
 
 
 class Streamed(NamedTuple):
-    """The tensors whose tiles a kernel loops over, and where their slots end: "block", "buffer", "anywhere",
-    as tables say it."""
+    """The tensors whose tiles a kernel loops over, and where their slots end: "block", "buffer" or "anywhere"
+    (the values of the tables' ``q_ends`` and ``kv_ends``)."""
 
     tensors: dict[str, Tensor]
     block: int
@@ -92,8 +92,8 @@ class Streamed(NamedTuple):
     ends: str
 
     def copyable(self) -> bool:
-        """Whether descriptors may copy the tiles: they leave nothing out, so that behind a slot that ends in
-        a tile there has to be the end of the tensor."""
+        """Whether descriptors may copy the tiles. A descriptor cannot mask rows, so a slot that ends inside a
+        tile has to end with the tensor."""
         ends_here = all(x.shape[2] == self.rows for x in self.tensors.values())
         ends = self.ends == "block" or (self.ends == "buffer" and ends_here)
         return ends and all(copyable(x) for x in self.tensors.values())
@@ -143,38 +143,41 @@ class TritonEngine:
         return copy
 
     @cached_property
-    def alike(self) -> "Alike":
-        """Engines with the same one launch the same kernels: quick to compare, which functions are not."""
+    def kernel_set(self) -> "KernelSetId":
+        """A key that engines which launch the same kernels share; faster to compare than the functions."""
         mods = self.mods
         functions = mods.mask, mods.score, mods.score_grad, mods.score_back
-        return _ALIKE.setdefault((*functions, self.scale, self.arch, *self.options.items()), Alike())
+        return _KERNEL_SETS.setdefault(
+            (*functions, self.scale, self.arch, *self.options.items()), KernelSetId()
+        )
 
     @property
     def fused(self) -> bool:
-        """Whether dQ comes from the loop of dK/dV: only if asked for, and not where runs have to agree."""
+        """Whether dQ comes from the loop of dK/dV: only if requested, and not where runs must be
+        deterministic."""
         exactly = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
         return bool(self.options.get("FUSED_BACKWARD")) and not exactly
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch | Launches:
-        """One step of attention by the route that is asked for, else by the one that was measured to be the
+        """Prepare one step of attention by the requested route, else by the route that was measured to be the
         fastest; arguments are those of :meth:`loops`."""
         name = self._route
-        if name == ROUTES[0] or ("ROUTE" not in self.options and q.shape[2] < WHOLE):
+        if name == ROUTES[0] or ("ROUTE" not in self.options and q.shape[2] < FULL_TILE_ROWS):
             return self.loops(q, k, v, tables, **step)
         route, is_explicit = route_of(name), "ROUTE" in self.options
-        hindered = next(route.obstacles(self, q, k, v, tables), None)
-        why = hindered or objection(self, route.launch, q, k, v, tables, **step)
+        obstacle = next(route.obstacles(self, q, k, v, tables), None)
+        why = obstacle or verify_route(self, route.launch, q, k, v, tables, **step)
         if why is None:
             return route.launch(self, q, k, v, tables, **step)
-        if is_explicit or not hindered:
-            whence = "asked for" if is_explicit else "in the table of measured tiles"
-            warnings.warn(f"ROUTE={name!r} is {whence}; this step goes by 'loops': {why}", stacklevel=2)
+        if is_explicit or not obstacle:
+            origin = "requested" if is_explicit else "in the table of measured tiles"
+            warnings.warn(f"ROUTE={name!r} is {origin}; this step goes by 'loops': {why}", stacklevel=2)
         return self.loops(q, k, v, tables, **step)
 
     @cached_property
     def _route(self) -> str:
-        """The route that is asked for, else the one that was measured (with tiles of its own, on whole tiles
-        of rows, each with a program of its own)."""
+        """The requested route, else the measured one (with tiles of its own, on whole tiles of rows, one
+        program for each)."""
         entry, options = dict(self.options.get("CONFIGS", ())).get("route"), self.options
         if options.get("ROUTE"):
             return str(options["ROUTE"])
@@ -199,14 +202,16 @@ class TritonEngine:
         full: bool = True,
         kind: str = "forward",
     ) -> Launch | Launches:
-        """q [B, Hq, S, D] against k, v [B, Hkv, rows, D|E]: into out, lse, max_scores, or into ``state``.
+        """Prepare attention of q [B, Hq, S, D] to k, v [B, Hkv, rows, D|E], into out, lse, max_scores, or
+        into ``state``.
 
-        One launch, a loop over masked blocks and one over full ones, which are left out without ``full``.
+        One launch has a loop over masked blocks and one over full ones; ``full=False`` leaves the second loop
+        out.
 
-        Where rows are few, a tile holds those of all query heads that share a KV head (option PACK_GQA says
-        always or never; a table for each head forbids it), and several programs share their keys (SPLIT_KV
-        says how many), whose states a second kernel combines, in the order of the keys: equal calls give
-        equal bits, but not those of another number of programs.
+        Where rows are few, a tile holds the rows of all query heads that share a KV head (option PACK_GQA
+        forces or forbids it; tables for each head rule it out), and several programs share their keys
+        (SPLIT_KV sets the number), whose states a second kernel combines, in the order of the keys: equal
+        calls give equal bits, but another number of programs gives other bits.
         """
         acc, m, l = state or (None, None, None)
         tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc}
@@ -226,7 +231,7 @@ class TritonEngine:
         return _streamed(tables, {"k": k, "v": v}, by_keys=False).copyable()
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
-        """delta [B, H, S] = rowsum(out * dout) - dlse."""
+        """Prepare delta [B, H, S] = rowsum(out * dout) - dlse."""
         b, h, s, e = out.shape
 
         def recipe() -> Recipe:
@@ -241,7 +246,7 @@ class TritonEngine:
             return Recipe((-(-s // 64), h, b), args, Config(64, 0, 4, 1))
 
         tensors = {"out": out, "dout": dout, "dlse": dlse, "delta": delta}
-        return prepared(_DELTAS, (out.device,), delta_kernel, tensors, {}, recipe)
+        return prepared(_DELTA_LAUNCHES, (out.device,), delta_kernel, tensors, {}, recipe)
 
     def dq(
         self,
@@ -257,9 +262,9 @@ class TritonEngine:
         add: bool = False,
         h_offset: int = 0,
     ) -> Launch | Callable[[], None]:
-        """Compute dQ of one step, and the gradients of score_mod's captures; ``add`` accumulates into dq."""
+        """Prepare dQ of one step, and the gradients of score_mod's captures; ``add`` accumulates into dq."""
         if self.fused:
-            return _nothing if add else partial(_clear, dq)
+            return _do_nothing if add else partial(_clear, dq)
         tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "lse": lse, "delta": delta}
         return self.launch(dq_kernel, "dq", tensors, tables, h_offset, {"ADD": add}, self.mods.score_dcaps)
 
@@ -280,7 +285,8 @@ class TritonEngine:
         h_offset: int = 0,
         split: int = 1,
     ) -> Launch:
-        """dK and dV of one step. With ``split`` > 1, dk and dv have ``Hkv * split`` heads of partial sums.
+        """Prepare dK and dV of one step. With ``split`` > 1, dk and dv have ``Hkv * split`` heads of partial
+        sums.
 
         A fused engine adds dQ to the float32 ``dq``, and the gradients of captures to their buffers.
         """
@@ -292,8 +298,8 @@ class TritonEngine:
         return self.launch(dkdv_kernel, kind, tensors, tables, h_offset, flags, dcaps)
 
     def split(self, q: Tensor, k: Tensor, tables: Any) -> int:
-        """How many programs share a KV head's query heads: more than one only where there are too few
-        programs to fill the device, and the float32 partials stay small."""
+        """Choose the number of programs that share a KV head's query heads: more than one only where there
+        are too few programs to fill the device, and the float32 partial sums stay small."""
         group = q.shape[1] // k.shape[1]
         if q.device.type == "cpu" or group == 1:
             return 1
@@ -301,30 +307,31 @@ class TritonEngine:
         programs = _tiles(tables, "kv", config.BLOCK_N) * k.shape[1] * q.shape[0]
         partials = 2 * group * k.shape[0] * k.shape[1] * k.shape[2] * k.shape[3] * 4
         crowded = programs >= 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
-        return 1 if crowded or partials > PARTIAL_BYTES else group
+        return 1 if crowded or partials > MAX_PARTIAL_BYTES else group
 
     def config(
         self, kind: str, q: Tensor, v: Tensor, tables: Any, tma: bool = True, q_block: int | None = None
     ) -> Config:
-        """q_block: rows of a tile at most, where they are not those of a mask's block"""
+        """Choose the config of a kernel. q_block: largest number of rows of a tile, by default the mask's Q
+        block"""
         arch, block = self.arch or architecture(q.device), q_block or tables.q_block
         dim = max(q.shape[3], v.shape[3])
         score = weight(kind, self.mods.score_loads, bool(self.mods.score_dcaps)) if self.mods.score else ""
         return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, score)
 
-    def _deal(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Deal:
+    def _forward_tiling(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> ForwardTiling:
         """Choose tiles that few rows fill, and enough programs to fill the device, or follow PACK_GQA and
         SPLIT_KV.  Interpreted kernels only follow the options."""
         rows, options = min(q.shape[2], tables.q_block), self.options
         is_explicit = options.get("PACK_GQA") or options.get("SPLIT_KV", 1) > 1
         arch, group = self.arch or architecture(q.device), q.shape[1] // k.shape[1]
-        few = rows < WHOLE and arch != "interpreter"
+        few = rows < FULL_TILE_ROWS and arch != "interpreter"
         if not few and not is_explicit:
-            return Deal(self.config("forward", q, v, tables, tma), tables.q_block)
+            return ForwardTiling(self.config("forward", q, v, tables, tma), tables.q_block)
         config = partial(self.config, q=q, v=v, tables=tables, tma=tma)
         same_tables = all(t is None or t.shape[1] == 1 for t in (tables.row_ptr, tables.lo))  # for all heads
         widest = config("forward", q_block=1 << 16).BLOCK_M
-        pack = packed(rows, group, widest) if few else 1
+        pack = gqa_pack_factor(rows, group, widest) if few else 1
         pack = min(group, widest) if options.get("PACK_GQA") else pack
         pack = pack if same_tables and options.get("PACK_GQA", True) else 1
         alone = few and q.shape[2] * pack <= FEW
@@ -334,23 +341,23 @@ class TritonEngine:
             block = triton.next_power_of_2(max(least, rows * pack))
         tile = config("few" if alone else "forward", q_block=block)
         longest = min(tables.q_block, triton.next_power_of_2(max(1, q.shape[2])))
-        deal = Deal(tile, longest, min(pack, tile.BLOCK_M))
-        return deal._replace(splits=options.get("SPLIT_KV") or self._splits(q, k, v, tables, deal))
+        tiling = ForwardTiling(tile, longest, min(pack, tile.BLOCK_M))
+        return tiling._replace(splits=options.get("SPLIT_KV") or self._splits(q, k, v, tables, tiling))
 
-    def _splits(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, deal: Deal) -> int:
-        """How many programs share the keys of a tile: more than one only where rows are too few to fill the
-        device with programs, and the states they leave stay small."""
-        if q.device.type == "cpu" or not 0 < q.shape[2] < WHOLE:
+    def _splits(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tiling: ForwardTiling) -> int:
+        """Choose the number of programs that share the keys of a tile: more than one only where rows are too
+        few to fill the device with programs, and the states they leave stay small."""
+        if q.device.type == "cpu" or not 0 < q.shape[2] < FULL_TILE_ROWS:
             return 1
-        programs = deal.tiles(tables) * deal.heads(q, k) * q.shape[0]
+        programs = tiling.tiles(tables) * tiling.heads(q, k) * q.shape[0]
         first, end = tables.kv_first, tables.kv_first + tables.kv_rows
         if tables.window:
             left, right = tables.window
             first, end = max(first, tables.q_first - left), min(end, tables.q_first + tables.q_rows + right)
-        tiles = triton.cdiv(max(0, end - first), deal.config.BLOCK_N)
+        tiles = triton.cdiv(max(0, end - first), tiling.config.BLOCK_N)
         state = 4 * (v.shape[3] + 2) * q.numel() // q.shape[3]
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        return max(1, min(PARTIAL_BYTES // max(1, state), shares(programs, tiles, sms)))
+        return max(1, min(MAX_PARTIAL_BYTES // max(1, state), num_kv_splits(programs, tiles, sms)))
 
     def launch(
         self, kernel: Any, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int,
@@ -363,7 +370,7 @@ class TritonEngine:
         if self.kept is not None:
             key = kind, h_offset, tables, *flags.values()
             return prepared(self.kept, key, kernel, tensors, caps, recipe, settled=True)
-        key = kind, h_offset, self.first_row, self.alike, *flags.values()
+        key = kind, h_offset, self.first_row, self.kernel_set, *flags.values()
         return prepared(tables.launches, key, kernel, tensors, caps, recipe)
 
     def _recipe(
@@ -375,15 +382,15 @@ class TritonEngine:
         if "from_acc" in tensors:  # makes descriptors of its own, and reads whole slots only
             streamed = streamed._replace(tensors={}, ends="block")
         if kind == "forward":
-            deal = self._deal(q, k, v, tables, streamed.copyable())
+            tiling = self._forward_tiling(q, k, v, tables, streamed.copyable())
         else:
-            deal = Deal(self.config(kind, q, v, tables, streamed.copyable()), tables.q_block)
-        values = values | {"PACK": deal.pack, "splits": deal.splits if deal.splits > 1 else None}
-        config = deal.config
+            tiling = ForwardTiling(self.config(kind, q, v, tables, streamed.copyable()), tables.q_block)
+        values = values | {"PACK": tiling.pack, "splits": tiling.splits if tiling.splits > 1 else None}
+        config = tiling.config
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
         (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
         left, right = (None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0))
-        even_q = deal.block % (config.BLOCK_M // deal.pack) == 0
+        even_q = tiling.block % (config.BLOCK_M // tiling.pack) == 0
         even_kv = tables.kv_block % config.BLOCK_N == 0
         interval = Interval(None, None, 0, 0)
         if tables.lo is not None:
@@ -409,7 +416,7 @@ class TritonEngine:
             "E": v.shape[3],
             "E0": e0,
             "E1": e1,
-            "Q_BLOCK": deal.block,
+            "Q_BLOCK": tiling.block,
             "KV_BLOCK": tables.kv_block,
             "BLOCK_M": config.BLOCK_M,
             "BLOCK_N": config.BLOCK_N,
@@ -431,7 +438,7 @@ class TritonEngine:
             grid = (_tiles(tables, "kv", config.BLOCK_N), k.shape[1] * values["SPLIT"], q.shape[0])
         else:
             args["rows"] = _rows(tables.row_ptr, tables.row_runs)
-            grid = (deal.tiles(tables) * deal.splits, deal.heads(q, k), q.shape[0])
+            grid = (tiling.tiles(tables) * tiling.splits, tiling.heads(q, k), q.shape[0])
         copies = streamed.descriptors(tile) if config.USE_TMA else []
         if kind == "fused" and config.USE_TMA and not INTERPRETED and copyable(tensors["dq"]):
             copies += _descriptors("dq", tensors["dq"], tile)
@@ -445,15 +452,17 @@ def route_of(name: str) -> Any:
     return import_module(f"tritoncp.kernels.{name}")
 
 
-class Alike:
+class KernelSetId:
     """A key that engines with the same kernels share, to look up launches."""
 
 
-_ALIKE: weakref.WeakValueDictionary[Any, Alike] = weakref.WeakValueDictionary()  # as long as they are named
-_DELTAS: dict[Any, Any] = {}  # launches, as there are no tables to keep them with
+_KERNEL_SETS: weakref.WeakValueDictionary[Any, KernelSetId] = (
+    weakref.WeakValueDictionary()
+)  # as long as they are named
+_DELTA_LAUNCHES: dict[Any, Any] = {}  # cached here, since delta has no tables
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -466,7 +475,7 @@ def _acc(x: Tensor) -> Any:
 
 
 def _stride(x: Tensor, dim: int) -> int:
-    """The stride of a dimension, 0 where a dimension of one is shared by all."""
+    """The stride of a dimension, 0 where all indices share its one entry."""
     return 0 if x.shape[dim] == 1 else x.stride(dim)
 
 
@@ -489,7 +498,7 @@ def _streamed(tables: Any, tensors: dict[str, Tensor], by_keys: bool) -> Streame
 
 
 def _tiles(tables: Any, side: str, tile: int, block: int | None = None) -> int:
-    """Tiles of ``tile`` rows of the slots of one side, of which none is longer than ``block``."""
+    """Count the tiles of ``tile`` rows in the slots of one side, where no slot is longer than ``block``."""
     block = block or (tables.q_block if side == "q" else tables.kv_block)
     slots = tables.q_slots if side == "q" else tables.kv_slots
     dense = tables.dense_q if side == "q" else tables.dense_kv
@@ -503,8 +512,8 @@ _SPLITS = forward_kernel.arg_names.index("splits")
 
 
 def _shared(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
-    """``made``, in which several programs share the keys of a tile, as two: each of them leaves a state, in
-    heads of its own, and then these are combined."""
+    """Split ``launch``, in which several programs share the keys of a tile, into two: each program leaves a
+    state, in heads of its own, and a second kernel combines the states."""
     args, (b, h, s, _) = launch.args, q.shape
     splits, dtype = args["splits"], torch.promote_types(q.dtype, torch.float32)
     m, l = torch.empty(2, b, h * splits, s, dtype=dtype, device=q.device).unbind()

@@ -1,7 +1,7 @@
-"""Launches, and what is kept of them: all that equal layouts of tensors share is put together once.
+"""Kernel launches, and a cache of the parts of a launch that all equal tensor layouts share.
 
-Triton looks at each argument of each launch to find what it compiled. Here a launch whose tensors have the
-layouts of an earlier one only puts their addresses where the earlier one had its own.
+Triton inspects each argument of each launch to look up the compiled kernel. Here a launch whose tensors have
+the layouts of an earlier one only replaces the addresses in that launch's arguments.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from triton.runtime.errors import OutOfResources
 from tritoncp.kernels.configs import Config, does_not_fit
 from tritoncp.kernels.tiles import INTERPRETED, stat, strided, with_base
 
-MOST = 1024  # launches that are kept in one place
-CHECKED = bool(INTERPRETED)  # layouts of launches that should be alike
+MAX_CACHED_LAUNCHES = 1024  # in one cache
+CHECKED = bool(INTERPRETED)  # compare the layouts of launches that share a cache entry
 # Triton's interpreter replaces its language's functions while a kernel runs: not for two threads at once.
-_ONE_AT_A_TIME: AbstractContextManager[Any] = threading.RLock() if INTERPRETED else nullcontext()
+_INTERPRETER_LOCK: AbstractContextManager[Any] = threading.RLock() if INTERPRETED else nullcontext()
 
-Tensors = dict[str, Any]  # by name of the argument, None for those that a launch has not
-# Of these, which are statistics [B, H, S]; the others are [B, H, S, D].
+Tensors = dict[str, Any]  # by name of the argument; None for an absent tensor
+# The arguments that are statistics [B, H, S]; all other tensors are [B, H, S, D].
 STATS = frozenset(
     ("lse", "max_scores", "stat_m", "stat_l", "from_m", "from_l", "parts_m", "parts_l", "delta", "dlse")
 )
@@ -43,12 +43,12 @@ class State(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel launch, made but not yet run.
+    """One kernel launch, prepared but not yet run.
 
     values:   the kernel's arguments, in its order
-    compiled: a list of what Triton made of a launch like this one, if there was one
-    options:  what the compiler is told besides the config
-    how:      what calls it
+    compiled: a list with Triton's compiled kernel, empty before the first launch of these layouts
+    options:  compiler options besides the config
+    how:      the callable that runs it
     """
 
     kernel: Any
@@ -70,7 +70,7 @@ class Launch(NamedTuple):
         return (self,)
 
     def instead(self, **args: Any) -> Launch:
-        """The same launch with some arguments replaced."""
+        """Copy the launch with some arguments replaced."""
         values = [args.get(name, value) for name, value in zip(self.kernel.arg_names, self.values)]
         return self._replace(values=values)
 
@@ -82,7 +82,7 @@ class Launch(NamedTuple):
             return
         options = self.config.compiler() | dict(self.options)
         try:
-            with _ONE_AT_A_TIME:
+            with _INTERPRETER_LOCK:
                 launched = self.how(self.kernel[self.grid], *self.values, **options)
         except OutOfResources as error:
             kind = self.kernel.__name__.removesuffix("_kernel")
@@ -93,7 +93,7 @@ class Launch(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """Launches of one step, in this order; other calls may stand between them."""
+    """Launches of one step, in order; other callables may stand between them."""
 
     parts: tuple[Launch | Callable[[], None], ...]
 
@@ -147,7 +147,7 @@ class Prepared(NamedTuple):
         values = [args[name] for name in kernel.arg_names]
         places = *(at for at, *_ in moving), *(at for at, *_ in copied), *(at for at, _ in presence)
         for at in places:
-            values[at] = None  # what is new each time is not kept
+            values[at] = None  # set at every launch
         launch = Launch(kernel, recipe.grid, values, recipe.config, [])
         layouts = _layouts(tensors, scalars) if CHECKED else ()
         return cls(launch, moving, copied, presence, layouts)
@@ -170,11 +170,11 @@ def prepared(
     """
     key = identity if settled else (identity, _layouts(tensors, scalars))
     if (entry := cache.get(key)) is None:
-        if len(cache) >= MOST and not settled:
+        if len(cache) >= MAX_CACHED_LAUNCHES and not settled:
             cache.clear()
         entry = cache[key] = Prepared.of(kernel, tensors, scalars, recipe())
     elif CHECKED and entry.layouts != _layouts(tensors, scalars):
-        raise AssertionError(f"launches of {kernel.__name__} that should be alike differ in their layouts")
+        raise AssertionError(f"launches of {kernel.__name__} with one cache key differ in their layouts")
     like, values = entry.launch, entry.launch.values.copy()
     for at, name, kind, fields in entry.tensors:
         values[at] = tuple.__new__(kind, (tensors[name], *fields))  # as kind(...), in half the time

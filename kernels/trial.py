@@ -1,6 +1,8 @@
-"""A way through the forward pass that is not the usual one is tried before it is taken: compilers have made
-wrong code of such loops without a word (triton#8311, fla#988), and nobody may have run it on the GPU that is
-here. The first step of each kind in a process goes both ways, and the answers are compared.
+"""Verification of alternative forward routes before their first use.
+
+Compilers have miscompiled such loops without an error (triton#8311, fla#988), and a route may never have run
+on this kind of GPU. The first step of each kind in a process runs by the route and by the loops, and the
+results are compared.
 """
 
 import itertools
@@ -16,48 +18,54 @@ from triton.errors import TritonError
 from tritoncp.kernels.launch import State
 from tritoncp.kernels.tiles import INTERPRETED
 
-TRIED = not INTERPRETED  # what is interpreted cannot be compiled wrong
-LAST_PLACES = 2  # of the inputs' dtype, what rounding may take from the largest number of a row of out
-STATS = 1e-3  # of a statistic, and of one, likewise
+COMPILED = not INTERPRETED  # the interpreter has no compiler that could be wrong
+OUT_TOLERANCE = 2  # rounding errors of the inputs' dtype, relative to the largest number of a row of out
+STATS_TOLERANCE = 1e-3  # of lse and max_scores, absolute and relative
 
-_FOUND: dict[Any, str | None] = {}  # by all that makes another kernel of a step
+_VERDICTS: dict[Any, str | None] = {}  # result of verify_route by kind of step
 
 
-def objection(
+def verify_route(
     engine: Any, launch: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any
 ) -> str | None:
-    """Why a route is not to be believed: ``launch``, which takes what :meth:`TritonEngine.loops` takes,
-    answered a step like this one differently. None if it did not. Leaves the tensors as they are."""
-    if not TRIED:
+    """Compare a route with the loops at the first step of each kind. Returns None if the results agree, else
+    the reason why the route must not be used. Leaves the tensors as they are.
+
+    launch: runs the route; takes the arguments of :meth:`TritonEngine.loops`
+    """
+    if not COMPILED:
         return None
     flags = tuple((key, x if isinstance(x, bool) else x is None) for key, x in sorted(step.items()))
     blocks = tables.mask, tables.has_masked, bool(tables.window), tables.q_block, tables.kv_block
     dims = q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
-    kind = engine.alike, q.device, q.dtype, dims, flags, blocks
-    if kind not in _FOUND:
+    kind = engine.kernel_set, q.device, q.dtype, dims, flags, blocks
+    if kind not in _VERDICTS:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "its answer is compared at the first call of a kind, which a graph cannot capture"
-        apart = replace(engine, kept=None)  # whose launches settle nothing: other room is laid out otherwise
-        _FOUND[kind] = _tried(partial(launch, apart), apart.loops, (q, k, v, tables), step)
-    return _FOUND[kind]
+            return "its first call of a kind is compared with 'loops', which a graph cannot capture"
+        uncached = replace(engine, kept=None)  # the results below have layouts that no cached launch has
+        _VERDICTS[kind] = _compare_with_loops(
+            partial(launch, uncached), uncached.loops, (q, k, v, tables), step
+        )
+    return _VERDICTS[kind]
 
 
-def _tried(
-    launch: Callable[..., Any], loops: Callable[..., Any], given: tuple[Any, ...], step: dict[str, Any]
+def _compare_with_loops(
+    launch: Callable[..., Any], loops: Callable[..., Any], inputs: tuple[Any, ...], step: dict[str, Any]
 ) -> str | None:
     try:
-        theirs = _answer(partial(launch, *given), step)
-    except (TritonError, RuntimeError) as error:  # the latter of a compiler's pass
+        actual = _run_step(partial(launch, *inputs), step)
+    except (TritonError, RuntimeError) as error:  # RuntimeError: a pass of the compiler
         first: BaseException = error
         while first.__cause__:
             first = first.__cause__
-        said = str(first).strip().splitlines() or ["without a word"]
+        said = str(first).strip().splitlines() or ["no message"]
         return f"it fails: {type(first).__name__}: {said[-1]}"
-    return _difference(theirs, _answer(partial(loops, *given), step), given[0].dtype)
+    return _describe_difference(actual, _run_step(partial(loops, *inputs), step), inputs[0].dtype)
 
 
-def _answer(way: Callable[..., Any], step: dict[str, Any]) -> dict[str, Tensor]:
-    """What a step leaves where it is given other room; a state as what comes of it."""
+def _run_step(way: Callable[..., Any], step: dict[str, Any]) -> dict[str, Tensor]:
+    """Run a step into fresh memory and return its results by name: a stored state as the out and lse it
+    stands for."""
     written = {key: x for key, x in step.items() if isinstance(x, Tensor)}
     room: dict[str, Any] = {key: torch.full_like(x, torch.nan) for key, x in written.items()}
     state = step.get("state")
@@ -70,22 +78,22 @@ def _answer(way: Callable[..., Any], step: dict[str, Any]) -> dict[str, Tensor]:
     return {"out": acc.div_(l[..., None]), "lse": l.log2_().add_(m)}
 
 
-def _difference(theirs: dict[str, Tensor], ours: dict[str, Tensor], dtype: torch.dtype) -> str | None:
-    """Where two answers are further apart than rounding takes them."""
-    places = LAST_PLACES * torch.finfo(dtype).eps
-    for key, whole in theirs.items():
+def _describe_difference(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype
+) -> str | None:
+    """Describe the first result that differs by more than rounding; None if all agree."""
+    places = OUT_TOLERANCE * torch.finfo(dtype).eps
+    for key, whole in actual.items():
         wrong: Any = 0
-        for at in itertools.product(
-            *map(range, whole.shape[:2])
-        ):  # a head at a time: of all there is too much
-            a, b = whole[at].float(), ours[key][at].float()
+        for at in itertools.product(*map(range, whole.shape[:2])):  # one head at a time, to save memory
+            a, b = whole[at].float(), expected[key][at].float()
             size = b.abs().nan_to_num(0, 0)
-            near = places * size.amax(-1, keepdim=True) if key == "out" else STATS * (size + 1)
+            near = places * size.amax(-1, keepdim=True) if key == "out" else STATS_TOLERANCE * (size + 1)
             right = ((a - b).abs() <= near) | (a == b) | (a.isnan() & b.isnan())
             wrong += right.logical_not_().sum()
         if wrong:
             return (
-                f"its answer is not that of 'loops': {key} differs in {int(wrong)} of {whole.numel()} numbers"
-                " (compiled wrong: please report it, with what `tritoncp doctor` prints)"
+                f"its results are not those of 'loops': {key} differs in {int(wrong)} of {whole.numel()} "
+                "numbers (miscompiled: please report it, with the output of `tritoncp doctor`)"
             )
     return None

@@ -1,6 +1,6 @@
-"""`python -m tritoncp.perf.balance`: how even, how little travels and how long it takes, for each balancer.
+"""`python -m tritoncp.perf.balance`: imbalance, traffic and planning time of every balancer.
 
-Nothing here runs attention: work and traffic are the plan's own, counted in blocks and rows.
+No attention runs: work and traffic are read from the plan, counted in blocks and rows.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from tritoncp.balance import MASKED, balancers
-from tritoncp.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
-from tritoncp.masks import Mask, create_block_mask
+from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.cases import document_lengths
-from tritoncp.plan import Plan, build
+from tritoncp.planning.balance import MASKED, balancers
+from tritoncp.planning.plan import Plan, build
 
 SIZES = (64, 128, 256, 512, 1024)
 WORLDS = (8, 16, 64)
 
 
 def corpus_lengths(seq: int, seed: int = 0) -> list[int]:
-    """Documents of a corpus, packed in order: log-normal lengths, median 1400 tokens, one in a hundred above
+    """Draw the lengths of a packed corpus: log-normal lengths, median 1400 tokens, one in a hundred above
     18000; none longer than a quarter of the sequence.
 
     >>> len(corpus_lengths(65536)), max(corpus_lengths(65536)), sum(corpus_lengths(65536))
@@ -33,12 +33,13 @@ def corpus_lengths(seq: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     drawn = 1400 * torch.exp(1.1 * torch.randn(seq // 64 + 64, generator=generator, dtype=torch.float64))
     lengths = drawn.long().clamp(1, max(1, seq // 4))
-    whole = lengths[lengths.cumsum(0) < seq].tolist()
-    return [*whole, seq - sum(whole)]
+    complete = lengths[lengths.cumsum(0) < seq].tolist()
+    return [*complete, seq - sum(complete)]
 
 
-def _shared_question(seq: int) -> MaskMod:
-    """Causal; answers do not see each other, and all see the question, which is the first quarter."""
+def _shared_question_mask(seq: int) -> MaskMod:
+    """Build a causal mask over several answers to one question, the first quarter of the sequence. Answers do
+    not see each other."""
     answers = [length for length in document_lengths(seq - seq // 4) if length]
     ids = torch.arange(len(answers)).repeat_interleave(torch.tensor(answers))
     ids = torch.cat([torch.full((seq // 4,), -1), ids])
@@ -49,7 +50,7 @@ def _shared_question(seq: int) -> MaskMod:
     return and_masks(causal(), lambda b, h, q, kv: (ids[q] == ids[kv]) | question(b, h, q, kv))
 
 
-def _packed(lengths: Sequence[int]) -> MaskMod:
+def _packed_mask(lengths: Sequence[int]) -> MaskMod:
     return and_masks(causal(), document(lengths=lengths))
 
 
@@ -57,11 +58,11 @@ MASKS: dict[str, Callable[[int], MaskMod]] = {
     "causal": lambda seq: causal(),
     "window 1K": lambda seq: sliding_window(1023),
     "window 4K": lambda seq: sliding_window(4095),
-    "documents": lambda seq: _packed(corpus_lengths(seq)),
-    "long documents": lambda seq: _packed(document_lengths(seq)),
-    "documents, window 1K": lambda seq: and_masks(_packed(corpus_lengths(seq)), sliding_window(1023)),
+    "documents": lambda seq: _packed_mask(corpus_lengths(seq)),
+    "long documents": lambda seq: _packed_mask(document_lengths(seq)),
+    "documents, window 1K": lambda seq: and_masks(_packed_mask(corpus_lengths(seq)), sliding_window(1023)),
     "prefix-LM": lambda seq: prefix_lm(seq // 4),
-    "shared question": _shared_question,
+    "shared question": _shared_question_mask,
 }
 
 
@@ -76,7 +77,7 @@ NOTES = {
     "shared question": "All see the first quarter, and behind it only their own answer; causal. No closed "
     "form: the mask is asked about every pair, so only the short lengths are here.",
 }
-ASKED = {"shared question": 64}  # thousands of tokens up to which a mask without a closed form is made
+MAX_TRACED_SIZE = {"shared question": 64}  # thousands of tokens, by mask without a closed form
 EVEN = 1.02
 ABOUT = """# Balancers compared
 
@@ -91,7 +92,7 @@ put other layers, which cost the same for every token, out of balance.
 Which to take: `ptrr`, the default, where all keys travel anyway (`schedule="allgather"`, dense masks);
 `locality` where the mask is sparse and `schedule="fetch"` or `"ring"` moves only what is seen; `per_document`
 where planning time counts and a few per cent of work do not. A function of your own goes in the same place:
-`make_plan(mask, mesh, balancer=mine)`, see `tritoncp.balance.Work`."""
+`make_plan(mask, mesh, balancer=mine)`, see `tritoncp.planning.balance.Work`."""
 
 
 class Numbers(click.ParamType):
@@ -114,9 +115,9 @@ class Numbers(click.ParamType):
 class Quality(NamedTuple):
     """The quality of a placement.
 
-    imbalance: most work of a rank over the mean
-    travels:   rows of keys that all ranks fetch, in per cent of what a full gather moves
-    seconds:   of one core, to make the plan
+    imbalance: largest work of a rank over the mean
+    travels:   rows of keys that all ranks fetch, in per cent of the rows that a full all-gather moves
+    seconds:   time of one core to build the plan
     """
 
     imbalance: float
@@ -124,8 +125,8 @@ class Quality(NamedTuple):
     seconds: float
 
 
-def quality(mask: Mask, world_size: int, balancer: str) -> Quality:
-    """Make a plan and look at it."""
+def measure_quality(mask: Mask, world_size: int, balancer: str) -> Quality:
+    """Build a plan and return its quality."""
     begin = time.process_time()
     plan = build(mask, world_size, balancer=balancer, schedule="fetch")
     seconds = time.process_time() - begin
@@ -133,7 +134,7 @@ def quality(mask: Mask, world_size: int, balancer: str) -> Quality:
 
 
 def fetched_rows(plan: Plan) -> int:
-    """Rows of keys and values that all ranks together take from others, for one batch row."""
+    """Count the rows of keys and values that all ranks together fetch, for one batch row."""
     return int(plan.traffic.clone().fill_diagonal_(0).sum()) // max(plan.mask.B, plan.q.batch)
 
 
@@ -151,12 +152,12 @@ def main(sizes: Sequence[int], worlds: Sequence[int], out: Path | None) -> None:
         rows = []
         for size in sizes:
             seq = size * 1024
-            if name in ASKED and size > ASKED[name]:
+            if name in MAX_TRACED_SIZE and size > MAX_TRACED_SIZE[name]:
                 continue
             mask = create_block_mask(make(seq), None, None, seq, seq)
             for world_size in worlds:
-                found = [quality(mask, world_size, balancer) for balancer in balancers]
-                rows.append(f"| {size}K | {world_size} | " + " | ".join(map(_cell, found)) + " |")
+                qualities = [measure_quality(mask, world_size, balancer) for balancer in balancers]
+                rows.append(f"| {size}K | {world_size} | " + " | ".join(map(_format_cell, qualities)) + " |")
                 click.echo(f"{name}, {size}K tokens, {world_size} ranks", err=True)
         head = f"| tokens | ranks | {' | '.join(balancers)} |\n|{'---|' * (len(balancers) + 2)}"
         parts.append("\n".join([f"## {name[:1].upper()}{name[1:]}\n", f"{NOTES[name]}\n", head, *rows]))
@@ -168,13 +169,13 @@ def main(sizes: Sequence[int], worlds: Sequence[int], out: Path | None) -> None:
         out.write_text(text)
 
 
-def _cell(found: Quality) -> str:
+def _format_cell(result: Quality) -> str:
     """
-    >>> _cell(Quality(1.0149, 12.345, 0.512)), _cell(Quality(2.5, 0.04, 0.001))
+    >>> _format_cell(Quality(1.0149, 12.345, 0.512)), _format_cell(Quality(2.5, 0.04, 0.001))
     ('1.015 · 12.3 % · 0.51 s', '**2.500** · 0.0 % · 0.00 s')
     """
-    uneven = "**" * (found.imbalance > EVEN)
-    return f"{uneven}{found.imbalance:.3f}{uneven} · {found.travels:.1f} % · {found.seconds:.2f} s"
+    uneven = "**" * (result.imbalance > EVEN)
+    return f"{uneven}{result.imbalance:.3f}{uneven} · {result.travels:.1f} % · {result.seconds:.2f} s"
 
 
 if __name__ == "__main__":

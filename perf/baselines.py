@@ -1,7 +1,7 @@
 """Contenders of the benchmark: tritoncp, PyTorch's compiled flex attention in variants, and SDPA's kernels.
 
-A contender takes q, k and v in the layout that its users would have. Converting its results to
-[batch, heads, seq, dim] for comparison is not timed.
+A contender takes q, k and v in the layout of its own API. Converting its results to [batch, heads, seq, dim]
+for comparison is not timed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as torch_flex
 
-from tritoncp.api import flex_attention, make_plan, shard, unshard
-from tritoncp.masks import create_block_mask, full_mask
+from tritoncp.api.attention import flex_attention, make_plan, shard, unshard
+from tritoncp.api.simulate import simulate
+from tritoncp.masks.mask import create_block_mask, full_mask
+from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf.cases import MASKS, Case, document_lengths, sink_logits
 from tritoncp.perf.record import variant
-from tritoncp.sinks import with_sinks
-from tritoncp.world import simulate
 
 # torch.compile mode and kernel options of each flex variant. The first one is the default.
 FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -38,7 +38,7 @@ FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
 }
 PASSES = ("forward", "backward")
 # Prefixes of the kernel options of tritoncp that do not affect a pass.
-_OTHERS = {
+_IRRELEVANT_PREFIXES = {
     "forward": ("bwd_", "FUSED_BACKWARD"),
     "backward": ("fwd_", "ROUTE", "PACK_GQA", "SPLIT_KV"),
 }
@@ -59,11 +59,11 @@ class Contender:
     """An implementation of attention, ready to run one case.
 
     call:   one forward pass over ``leaves``; a list of outputs where several ranks are on one device
-    leaves: q, k, v in the contender's own layout, requiring grad; all q, all k, all v of several ranks; dout
-            as the outputs
+    leaves: q, k, v in the contender's own layout, requiring grad; of several ranks all q, then all k, all v
+    dout:   gradients in the layout of the outputs
     to_bhsd: converts out, dq, dk or dv (or the list of the ranks' parts) to [batch, heads, seq, dim]
     repeat: the number of copies of each key head in the leaves
-    passes: the passes to time: those that the contender's options change
+    passes: the passes to time, which the contender's options change
     environment: variables that are set only while this contender runs
     """
 
@@ -77,23 +77,23 @@ class Contender:
 
     def run(self, call: Callable[[], Any]) -> Any:
         """Run a call in the environment of this contender."""
-        before = {name: os.environ.get(name) for name in self.environment}
+        previous = {name: os.environ.get(name) for name in self.environment}
         os.environ.update(self.environment)
         try:
             return call()
         finally:
-            for name, value in before.items():
+            for name, value in previous.items():
                 os.environ.pop(name)
                 os.environ.update({} if value is None else {name: value})
 
     def forward(self) -> Tensor:
-        """out [batch, heads, seq, v_dim], detached."""
+        """Return out [batch, heads, seq, v_dim], detached."""
         out = self.run(self.call)
         with torch.no_grad():
             return self.to_bhsd(out).detach()
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv in the layout of the case's q, k, v."""
+        """Return dq, dk, dv in the layout of the case's q, k, v."""
         grads = self.run(lambda: torch.autograd.grad(self.call(), self.leaves, self.dout))
         ranks = len(grads) // 3
         with torch.no_grad():
@@ -124,8 +124,8 @@ def inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 
 
 def one_device(case: Case, tensors: Inputs, options: dict[str, Any] | None = None) -> Contender:
-    """tritoncp on one device, with the mask in closed form. The fused backward pass may run even where it is
-    refused as unsafe, because answers are compared with the reference before they are timed."""
+    """Prepare tritoncp on one device, with the mask in closed form. The fused backward pass may run where it
+    is refused as unsafe, because answers are compared with the reference before they are timed."""
     mask = MASKS[case.mask].closed(case.seq)
     score = MASKS[case.mask].score(case.heads, tensors.q.device)
     sinks = _sinks(case, tensors)
@@ -134,17 +134,21 @@ def one_device(case: Case, tensors: Inputs, options: dict[str, Any] | None = Non
     def call() -> Tensor:
         return flex_attention(*leaves, score, mask, enable_gqa=True, kernel_options=options, sinks=sinks)
 
-    return Contender(call, leaves, tensors.dout, **_terms(options))
+    return Contender(call, leaves, tensors.dout, **_contender_options(options))
 
 
-def _terms(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The passes that kernel options change, and the environment that they need.
+def _contender_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the passes that kernel options change and the environment variables that they need.
 
-    >>> _terms({"ROUTE": "gluon", "fwd_BLOCK_N": 64}), _terms({"num_warps": 8})["passes"]
-    ({'passes': ('forward',), 'environment': {}}, ('forward', 'backward'))
+    >>> _contender_options({"ROUTE": "gluon", "fwd_BLOCK_N": 64})
+    {'passes': ('forward',), 'environment': {}}
+    >>> _contender_options({"num_warps": 8})["passes"]
+    ('forward', 'backward')
     """
     names = [*(options or {})]
-    passes = tuple(p for p in PASSES if not names or not all(name.startswith(_OTHERS[p]) for name in names))
+    passes = tuple(
+        p for p in PASSES if not names or not all(name.startswith(_IRRELEVANT_PREFIXES[p]) for name in names)
+    )
     unsafe = {"TRITONCP_UNSAFE_FUSED": "1"} if (options or {}).get("FUSED_BACKWARD") else {}
     return {"passes": passes, "environment": unsafe}
 
@@ -152,7 +156,7 @@ def _terms(options: Mapping[str, Any] | None) -> dict[str, Any]:
 def split(
     case: Case, tensors: Inputs, group: Any = None, kernel_options: dict[str, Any] | None = None
 ) -> Contender:
-    """tritoncp with the case's schedule: this rank of a process group, or, without a group, all ranks
+    """Prepare tritoncp with the case's schedule: this rank of a process group, or, without a group, all ranks
     simulated on this device."""
     closed = MASKS[case.mask].closed(case.seq)
     score = MASKS[case.mask].score(case.heads, tensors.q.device)
@@ -172,18 +176,18 @@ def split(
     qs, ks, vs, douts = (
         [x.requires_grad_() for x in world.shard(x.detach(), plan, dim=2)] for x in unsharded
     )
-    together: Callable[[], Any] = partial(world.flex_attention, qs, ks, vs, score, plan, **options)
+    attend: Callable[[], Any] = partial(world.flex_attention, qs, ks, vs, score, plan, **options)
     leaves = (*qs, *ks, *vs)
     to_bhsd = partial(world.unshard, plan=plan, dim=2)
-    return Contender(together, leaves, douts, to_bhsd, **_terms(kernel_options))
+    return Contender(attend, leaves, douts, to_bhsd, **_contender_options(kernel_options))
 
 
 def torch_split(case: Case, tensors: Inputs, group: Any) -> Contender:
-    """PyTorch's own context parallel flex attention: keys gathered, blocks dealt by its PTRR balancer."""
+    """Prepare PyTorch's context parallel flex attention: gathered keys, blocks placed by PTRR."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import _attention
 
-    api: Any = _attention  # private, and the only door there is
+    api: Any = _attention  # private: PyTorch has no public API for this
     device = tensors.q.device
     mod, length = MASKS[case.mask].plain(case.seq, device), (case.seq, case.seq)
     if mod is None or MASKS[case.mask].score(case.heads, device) is not None or MASKS[case.mask].sinks:
@@ -213,7 +217,7 @@ def _sinks(case: Case, tensors: Inputs) -> Tensor | None:
 
 
 def flex(case: Case, tensors: Inputs, variant: str = "flex") -> Contender:
-    """torch's flex attention: compiled on a GPU, eager on a CPU, where only the answer matters."""
+    """Prepare torch's flex attention: compiled on a GPU, eager on a CPU, where only the answer matters."""
     device = tensors.q.device
     mode, options = FLEX[variant]
     if options.get("BACKEND") == "FLASH":
@@ -232,16 +236,16 @@ def flex(case: Case, tensors: Inputs, variant: str = "flex") -> Contender:
             return attention(q, k, v, score, mask, enable_gqa=True, kernel_options=options)
         want = torch_flex.AuxRequest(lse=True)
         out, aux = attention(q, k, v, score, mask, enable_gqa=True, return_aux=want, kernel_options=options)
-        return with_sinks(out, aux.lse, sinks)[0]  # as users of flex attention do it
+        return with_sinks(out, aux.lse, sinks)[0]  # flex attention has no sinks of its own
 
-    # A code object of its own: what is compiled for another variant must not be found for this one.
+    # A separate code object, so that Dynamo does not reuse the compilation of another variant.
     call.__code__ = call.__code__.replace(co_name=variant.replace(" ", "_"))
     run = torch.compile(call, fullgraph=True, dynamic=False, mode=mode) if device.type == "cuda" else call
     return Contender(lambda: run(*leaves), leaves, tensors.dout)
 
 
 def _check_flash_backend() -> None:
-    """Raises Unsupported where flex attention cannot run on FlashAttention's CuTe kernels."""
+    """Raise Unsupported where flex attention cannot run on FlashAttention's CuTe kernels."""
     if "BACKEND" not in torch_flex.FlexKernelOptions.__annotations__:
         raise Unsupported(f"flex_attention of torch {torch.__version__} has no kernel option BACKEND")
     if not (importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")):
@@ -249,7 +253,7 @@ def _check_flash_backend() -> None:
 
 
 def dense(case: Case, tensors: Inputs, backend: SDPBackend) -> Contender:
-    """One backend of scaled_dot_product_attention, for the masks that it supports without a tensor.
+    """Prepare one backend of scaled_dot_product_attention, for the masks that it supports without a tensor.
 
     A backend that refuses grouped heads gets K and V repeated for each query head, which is not timed.
     """
@@ -272,21 +276,22 @@ def dense(case: Case, tensors: Inputs, backend: SDPBackend) -> Contender:
         return Contender(call, (tensors.q, k, v), tensors.dout, repeat=repeat)
 
     grouped = contender(1)
-    if group > 1 and not _works(grouped):
+    if group > 1 and not _accepts_grouped_heads(grouped):
         return contender(group)
     return grouped
 
 
-def _works(contender: Contender) -> bool:
+def _accepts_grouped_heads(contender: Contender) -> bool:
     try:
         contender.backward()
-    except RuntimeError:  # "No available kernel", said per call
+    except RuntimeError:  # "No available kernel" is raised by the call
         return False
     return True
 
 
 def packed(case: Case, tensors: Inputs) -> Contender:
-    """FlashAttention-2 by varlen_attn: packed documents, causal windows; tensors [tokens, heads, dim]."""
+    """Prepare FlashAttention-2 by varlen_attn: packed documents or causal windows, tensors
+    [tokens, heads, dim]."""
     mask = MASKS[case.mask]
     if not mask.documents and mask.window is None:
         raise Unsupported(f"varlen_attn has no name for the mask {case.mask!r}")
@@ -311,7 +316,7 @@ def packed(case: Case, tensors: Inputs) -> Contender:
 
 
 def _varlen_options(parameters: Any, left: int, grouped: bool) -> dict[str, Any]:
-    """Causal with this window in the words of this PyTorch, which have changed from release to release."""
+    """Return the options of varlen_attn for a causal window; their names depend on the PyTorch release."""
     if "window_size" in parameters:
         options: dict[str, Any] = {"window_size": (left, 0)}
     elif left < 0:
@@ -328,7 +333,7 @@ def contenders(
     options: Sequence[dict[str, Any]] = (),
     group: Any = None,
 ) -> dict[str, Callable[[], Contender]]:
-    """Functions that make the contenders of a case, by name. The first word of a name is its family.
+    """Return functions that prepare the contenders of a case, by name; a name's first word is its family.
 
     variants: keys of FLEX; options: kernel options to try tritoncp with, besides its defaults; group: the
     process group of a case of several ranks. A case that simulates ranks on one device has the contender
@@ -343,7 +348,7 @@ def contenders(
         partial(split, case, tensors, None) if case.together else partial(one_device, case, tensors)
     )
     makers: dict[str, Callable[[], Contender]] = {"tritoncp": attend}
-    makers |= {variant(chosen): partial(attend, chosen) for chosen in options}
+    makers |= {variant(option_set): partial(attend, option_set) for option_set in options}
     if case.together:
         makers["whole"] = partial(one_device, case, tensors)
     makers |= {name: partial(flex, case, tensors, name) for name in variants}

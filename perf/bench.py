@@ -1,7 +1,7 @@
-"""`pytest perf/`: tritoncp's side of the cases under pytest-benchmark, with all of its options.
+"""`pytest perf/`: times tritoncp on the cases under pytest-benchmark.
 
 `pytest perf/ --benchmark-json out.json`, then `tritoncp perf import out.json --out history.jsonl`. Without a
-GPU: the cases of host.py. Baselines, cold caches and device events are what `tritoncp perf run` adds.
+GPU: the cases of host.py. `tritoncp perf run` adds baselines, cold caches and device events.
 """
 
 import os
@@ -37,24 +37,24 @@ def test_case(case: Any, env: dict[str, Any], benchmark: Any) -> None:
 
 def on_host(case: host.HostCase, benchmark: Any) -> None:
     torch.set_num_threads(1)
-    makers, _ = host.makers(case)
+    makers, _ = host.make_contenders(case)
     with host.no_launches():
         benchmark.pedantic(lambda run: run(), setup=lambda: ((makers[OURS](),), {}), **ROUNDS)
 
 
 def attention(case: Case, benchmark: Any) -> None:
-    given = baselines.inputs(case, torch.device("cuda"))
-    contender, expected = baselines.one_device(case, given), check.reference(case, given)
+    tensors = baselines.inputs(case, torch.device("cuda"))
+    contender, expected = baselines.one_device(case, tensors), check.reference(case, tensors)
     errors = check.errors(contender.forward(), expected.out)
     assert check.acceptable(errors, case.torch_dtype)
 
-    def run(prepared: Any) -> None:
-        prepared()
+    def run(timed_run: Any) -> None:
+        timed_run()
         torch.cuda.synchronize()
 
     def setup() -> Any:
-        prepared = measure.prepared(contender, case.which)
+        timed_run = measure.prepare_pass(contender, case.which)
         torch.cuda.synchronize()
-        return (prepared,), {}
+        return (timed_run,), {}
 
     benchmark.pedantic(run, setup=setup, **ROUNDS)

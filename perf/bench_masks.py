@@ -1,7 +1,7 @@
-"""`pytest perf/bench_masks.py`: how long masks take, in closed form and traced, beside torch's own builder.
+"""`pytest perf/bench_masks.py`: times mask construction, in closed form and traced, against torch's builder.
 
-pytest-benchmark shows each as a ratio to the quickest of its group. What has to hold are ratios in one run
-too: against torch where its Q x KV still fits, and 1M tokens against 64K.
+pytest-benchmark shows each time as a ratio to the fastest of its group. The tests assert ratios within one
+run: against torch where its Q x KV table fits in memory, and of 1M tokens to 64K.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask as torch_builder
 
 from tritoncp import causal, create_block_mask, document, prefix_lm, sliding_window
-from tritoncp.closed_forms import MaskFn
+from tritoncp.masks.closed_forms import MaskFn
 from tritoncp.perf.balance import corpus_lengths
 
 SMALL, MIDDLE, LARGE = 16384, 1 << 16, 1 << 20
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("one_core")
 
 @cache
 def ids(tokens: int) -> Tensor:
-    """The document of each token, of lengths as a corpus has them."""
+    """Return the document number of each token of a packed corpus."""
     lengths = corpus_lengths(tokens)
     return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.as_tensor(lengths))
 
 
 def forms(tokens: int) -> dict[str, tuple[MaskFn, MaskFn]]:
-    """Each mask as a closed form, and as anyone would write it."""
+    """Return each mask as a closed form and as a plain mask_mod."""
     own = ids(tokens)
     same = document(ids=own)
     return {
@@ -54,13 +54,13 @@ NAMES = list(forms(SMALL))
 
 
 def seconds(call: Callable[[], Any], times: int = 3) -> float:
-    """The quickest of so many."""
-    found = []
+    """Return the shortest of several times of a call, in seconds."""
+    durations = []
     for _ in range(times):
         begin = time.process_time()
         call()
-        found.append(time.process_time() - begin)
-    return min(found)
+        durations.append(time.process_time() - begin)
+    return min(durations)
 
 
 @pytest.mark.parametrize("how", ["closed form", "traced", "torch"])
@@ -88,12 +88,14 @@ def test_large(benchmark: Any, name: str, how: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_many_times_quicker_than_torchs_eager_builder_with_the_same_blocks(name: str) -> None:
     closed, plain = forms(SMALL)[name]
-    theirs = seconds(lambda: torch_builder(plain, 1, 1, SMALL, SMALL, device="cpu"), 2)
+    torch_seconds = seconds(lambda: torch_builder(plain, 1, 1, SMALL, SMALL, device="cpu"), 2)
     for mod, times in ((closed, 100), (plain, 20)):
-        ours = create_block_mask(mod, 1, 1, SMALL, SMALL)
-        assert ours.runs == create_block_mask(plain, 1, 1, SMALL, SMALL).runs
+        mask = create_block_mask(mod, 1, 1, SMALL, SMALL)
+        assert mask.runs == create_block_mask(plain, 1, 1, SMALL, SMALL).runs
         took = seconds(partial(create_block_mask, mod, 1, 1, SMALL, SMALL))
-        assert theirs > times * took, f"{name}: {took * 1e3:.2f} ms, torch {theirs * 1e3:.0f} ms"
+        assert torch_seconds > times * took, (
+            f"{name}: {took * 1e3:.2f} ms, torch {torch_seconds * 1e3:.0f} ms"
+        )
 
 
 @pytest.mark.parametrize("how", ["closed form", "traced"])

@@ -1,7 +1,7 @@
-"""`pytest perf/bench_plan.py`: how long a plan takes, beside what it is made from, in one run.
+"""`pytest perf/bench_plan.py`: times planning against the construction of the mask, in one run.
 
-pytest-benchmark shows each as a ratio to the quickest of its group. What has to hold is a ratio too, so that
-a slow machine fails nothing: four times the tokens against once.
+pytest-benchmark shows each time as a ratio to the fastest of its group. The tests assert a ratio too, so that
+a slow machine fails nothing: four times the tokens against the time of 1M.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tritoncp import and_masks, causal, create_block_mask, document
-from tritoncp.balance import balancers
-from tritoncp.masks import Mask
+from tritoncp.masks.mask import Mask
 from tritoncp.perf.balance import corpus_lengths
-from tritoncp.plan import SCHEDULES, Plan, build
+from tritoncp.planning.balance import balancers
+from tritoncp.planning.plan import SCHEDULES, Plan, build
 
 TOKENS, WORLD = 1 << 20, 64
 
@@ -25,16 +25,16 @@ TOKENS, WORLD = 1 << 20, 64
 pytestmark = pytest.mark.usefixtures("one_core")
 
 
-def made(tokens: int) -> Mask:
+def make_mask(tokens: int) -> Mask:
     packed = and_masks(causal(), document(lengths=corpus_lengths(tokens)))
     return create_block_mask(packed, 1, 1, tokens, tokens)
 
 
-mask_of = cache(made)
+mask_of = cache(make_mask)
 
 
-def whole(mask: Mask, balancer: str, schedule: str = "auto") -> Plan:
-    """A rank's plan with the tables of its first step."""
+def build_plan(mask: Mask, balancer: str, schedule: str = "auto") -> Plan:
+    """Build a rank's plan with the tables of its first step."""
     plan = build(mask, WORLD, 5, balancer=balancer, schedule=schedule)
     plan.tables(
         buffer="fetched" if plan.schedule == "fetch" else 5 if plan.schedule == "ring" else "gathered"
@@ -43,33 +43,33 @@ def whole(mask: Mask, balancer: str, schedule: str = "auto") -> Plan:
 
 
 def seconds(call: Callable[[], Any]) -> float:
-    """The quickest of three."""
-    found = []
+    """Return the shortest of three times of a call, in seconds."""
+    durations = []
     for _ in range(3):
         begin = time.process_time()
         call()
-        found.append(time.process_time() - begin)
-    return min(found)
+        durations.append(time.process_time() - begin)
+    return min(durations)
 
 
 @pytest.mark.benchmark(group="1M tokens of packed documents on 64 ranks: the mask, and the whole plan")
-@pytest.mark.parametrize("what", ["mask", *balancers])
-def test_whole_plan(benchmark: Any, what: str) -> None:
-    if what == "mask":
-        benchmark.pedantic(lambda: made(TOKENS), rounds=3, warmup_rounds=1)
+@pytest.mark.parametrize("part", ["mask", *balancers])
+def test_whole_plan(benchmark: Any, part: str) -> None:
+    if part == "mask":
+        benchmark.pedantic(lambda: make_mask(TOKENS), rounds=3, warmup_rounds=1)
     else:
         mask = mask_of(TOKENS)
-        benchmark.pedantic(lambda: whole(mask, what), rounds=3, warmup_rounds=1)
+        benchmark.pedantic(lambda: build_plan(mask, part), rounds=3, warmup_rounds=1)
 
 
 @pytest.mark.benchmark(group="1M tokens of packed documents on 64 ranks: each schedule's tables")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_schedules(benchmark: Any, schedule: str) -> None:
     mask = mask_of(TOKENS)
-    benchmark.pedantic(lambda: whole(mask, "ptrr", schedule), rounds=3, warmup_rounds=1)
+    benchmark.pedantic(lambda: build_plan(mask, "ptrr", schedule), rounds=3, warmup_rounds=1)
 
 
 @pytest.mark.parametrize("balancer", balancers)
 def test_four_times_the_tokens_take_about_four_times_as_long(balancer: str) -> None:
-    small, large = (seconds(partial(whole, mask_of(size), balancer)) for size in (TOKENS, 4 * TOKENS))
+    small, large = (seconds(partial(build_plan, mask_of(size), balancer)) for size in (TOKENS, 4 * TOKENS))
     assert large < 8 * small, f"{balancer}: {small:.3f} s for 1M tokens, {large:.3f} s for 4M"

@@ -1,4 +1,4 @@
-"""The cases that are measured: one table, most important first.
+"""The table of benchmark cases, most important first.
 
 A case is data. Its name never changes meaning, so that figures of different days can be compared: a new
 shape or mask is a new case.
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
 
 Mod = Callable[..., Tensor]
 TIERS = ("smoke", "core", "full")
@@ -30,9 +30,9 @@ class Case:
     tier:     "smoke" (under half a minute), "core" (the figures to reach, eight minutes) or "full" (other
               models' shapes, sweeps, several ranks)
     world:    ranks that share the sequence; more than one: by ``schedule``, started by torchrun
-    together: the same ranks, but all of them on this one device in lockstep: what splitting costs
-    model:    whose shape this is; a label, not part of the name
-    queries:  how many rows there are, where not as many as keys
+    together: all ranks run in lockstep on one device, which measures the cost of splitting
+    model:    the model with this shape; a label, not part of the name
+    queries:  the number of query rows, 0 for as many as keys
     """
 
     mask: str
@@ -57,7 +57,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Mask, what is unusual about the shape, length, pass.
+        """The name: mask, differences from the default shape, length, pass.
 
         >>> Case("causal", "forward", 16384).name, Case("full", "backward", 300, heads=8, dim=64).name
         ('causal-16k-fwd', 'full-h8x8-d64x128-300-bwd')
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def problem(self) -> Case:
-        """The part that both passes share: what is compiled and checked once."""
+        """The problem that both passes share; it is compiled and checked once."""
         return replace(self, which="forward", tier="core", model="")
 
     @property
@@ -86,7 +86,7 @@ class Case:
         return getattr(torch, self.dtype)
 
     def shrunk(self) -> Case:
-        """The same case, small enough for interpreted kernels."""
+        """Return the same case, small enough for interpreted kernels."""
         heads, kv_heads = (4, 2) if self.world > 1 else (2, 1)
         small: dict[str, Any] = {
             "seq": 256,
@@ -120,13 +120,13 @@ class Case:
 
 @dataclass(frozen=True)
 class MaskCase:
-    """A mask and its score_mod, in both dialects.
+    """A mask and its score_mod, for tritoncp and for PyTorch.
 
-    closed: tritoncp's closed form for a length; None where everyone sees everyone
-    plain:  the same as a mask_mod that PyTorch compiles, its tensors on a device
+    closed: tritoncp's closed form for a length; None for the full mask
+    plain:  the same mask as a mask_mod that PyTorch compiles, its tensors on a device
     score:  the score_mod for a number of heads
-    dense:  what scaled_dot_product_attention calls this, "full" or "causal"
-    window, documents: what varlen_attn calls this, on top of causal
+    dense:  the name of the mask for scaled_dot_product_attention, "full" or "causal"
+    window, documents: arguments of varlen_attn for the mask, besides causal
     sinks:  whether every head has a learned logit that takes probability (gpt-oss)
     """
 
@@ -140,7 +140,7 @@ class MaskCase:
 
 
 def document_lengths(seq: int) -> list[int]:
-    """A fixed, uneven packing: from an eighth of a per cent to a quarter of the sequence, as corpora pack.
+    """Return fixed, uneven document lengths: from an eighth of a per cent to a quarter of the sequence.
 
     >>> document_lengths(16384)[:4], sum(document_lengths(16384)), len(document_lengths(16384))
     ([4096, 20, 2560, 655], 16384, 15)
@@ -151,7 +151,7 @@ def document_lengths(seq: int) -> list[int]:
 
 
 def window_of(seq: int) -> int:
-    """Keys to the left that a sliding window shows: 1023 (1024 with the own one), less if seq is short."""
+    """Return the number of earlier keys in a sliding window: 1023, or fewer for a short sequence."""
     return min(1024, seq // 4) - 1
 
 
@@ -179,12 +179,12 @@ def _plain_prefix(seq: int, device: torch.device) -> Mod:
 
 
 def softcap(cap: float = CAP) -> Mod:
-    """Scores that never pass ``cap``, as Gemma 2 has them."""
+    """Return the score_mod that bounds scores by ``cap`` with tanh, as in Gemma 2."""
     return lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
 
 
 def alibi(heads: int, device: torch.device) -> Mod:
-    """Linear biases (Press et al., arXiv 2108.12409), with the slopes for a power of two of heads."""
+    """Return the score_mod of ALiBi (Press et al., arXiv 2108.12409); heads are a power of two."""
     slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
     return lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
 
@@ -210,12 +210,12 @@ MASKS: dict[str, MaskCase] = {
 
 
 def sink_logits(heads: int, device: torch.device) -> Tensor:
-    """A logit for each head, float32: from -2 to 2."""
+    """Return a sink logit for each head, float32, from -2 to 2."""
     return torch.linspace(-2, 2, heads, device=device)
 
 
-def _both(mask: str, seq: int, **shape: Any) -> list[Case]:
-    return [Case(mask, which, seq, **shape) for which in ("forward", "backward")]
+def _both_passes(mask: str, seq: int, **shape: Any) -> list[Case]:
+    return [Case(mask, direction, seq, **shape) for direction in ("forward", "backward")]
 
 
 # Llama-3 8B, Qwen3 8B and Mistral 7B are the defaults of Case: 32 query and 8 key heads of 128.
@@ -229,10 +229,10 @@ MODELS: dict[str, dict[str, int]] = {
 }
 CONTEXT_PARALLEL = (("causal", "allgather"), ("causal", "ring"), ("document", "fetch"), ("causal", "ulysses"))
 
-# Masks whose kernel options PyTorch is searched for; the others take the causal mask's best.
+# Masks for which the kernel options of PyTorch are searched; other masks use the best of the causal mask.
 SEARCHED = ("causal", "full", "document", "window")
 
-# Goals: the least speedup over a baseline (its time over tritoncp's) that is worth shipping.
+# Goals: the least speedup over a baseline (its time over tritoncp's) worth shipping.
 GOALS: dict[tuple[str, str], dict[str, float]] = {
     ("full", "forward"): {"flex": 1.2, "flash": 1.3, "cudnn": 0.8},
     ("full", "backward"): {"flex": 1.3, "flash": 1.1, "cudnn": 0.72},
@@ -246,52 +246,61 @@ GOALS: dict[tuple[str, str], dict[str, float]] = {
     **{(mask, "backward"): {"flex": 1.3} for mask in ("prefix", "softcap", "alibi")},
 }
 
-# Both passes of a problem stand together: they share one compilation. The first size of a mask is where
+# Both passes of a problem are adjacent: they share one compilation. At the first size of a mask
 # PyTorch's kernel options are searched; later sizes take the best of them.
 CASES: tuple[Case, ...] = (
-    *_both("causal", 1024, tier="smoke"),
-    *(case for mask in ("causal", "full", "document", "window") for case in _both(mask, 16384)),
-    *(case for mask in ("alibi", "softcap", "prefix") for case in _both(mask, 16384)),
-    *(case for mask in ("causal", "full", "document", "window") for case in _both(mask, 8192)),
-    *(case for mask in ("causal", "full", "document", "window") for case in _both(mask, 32768)),
-    *(case for mask in ("alibi", "softcap", "prefix") for seq in (8192, 32768) for case in _both(mask, seq)),
+    *_both_passes("causal", 1024, tier="smoke"),
+    *(case for mask in ("causal", "full", "document", "window") for case in _both_passes(mask, 16384)),
+    *(case for mask in ("alibi", "softcap", "prefix") for case in _both_passes(mask, 16384)),
+    *(case for mask in ("causal", "full", "document", "window") for case in _both_passes(mask, 8192)),
+    *(case for mask in ("causal", "full", "document", "window") for case in _both_passes(mask, 32768)),
+    *(
+        case
+        for mask in ("alibi", "softcap", "prefix")
+        for seq in (8192, 32768)
+        for case in _both_passes(mask, seq)
+    ),
     # A step of decoding, and one that checks sixteen tokens or fills a little of a long context
     *(
         Case("full", "forward", 32768, queries=rows, tier="full", model="Llama-3 8B, decoding")
         for rows in (1, 16)
     ),
-    # Shapes and names that were measured before models had labels keep their place
-    *_both("causal", 16384, tier="full", model="gpt-oss, without sinks", **MODELS["gpt-oss"]),
-    *_both("window", 16384, tier="full", model="gpt-oss, wider window", **MODELS["gpt-oss"]),
-    *_both("causal", 8192, tier="full", **MODELS["Gemma 2 9B"], model="Gemma 2 9B, without softcap"),
-    *_both("causal", 8192, tier="full", model="DeepSeek-V3, latent attention", **MODELS["DeepSeek-V3"]),
-    *_both("causal", 32768, heads=8, kv_heads=1, tier="full", model="Llama-3 70B, a rank of 8 by heads"),
-    *_both("document", 8192, batch=4, tier="full"),
-    *_both("causal", 8192, dtype="float16", tier="full"),
-    *_both("sinks", 8192, tier="full", model="gpt-oss", **MODELS["gpt-oss"]),
-    *_both("window128-sinks", 8192, tier="full", model="gpt-oss", **MODELS["gpt-oss"]),
-    *_both("softcap", 8192, tier="full", model="Gemma 2 9B", **MODELS["Gemma 2 9B"]),
-    *_both("causal", 131072, tier="full", model="Llama-3 8B, 128K"),
-    *_both("document", 131072, tier="full", model="Llama-3 8B, 128K"),
+    # Cases measured before models had labels keep their place and name
+    *_both_passes("causal", 16384, tier="full", model="gpt-oss, without sinks", **MODELS["gpt-oss"]),
+    *_both_passes("window", 16384, tier="full", model="gpt-oss, wider window", **MODELS["gpt-oss"]),
+    *_both_passes("causal", 8192, tier="full", **MODELS["Gemma 2 9B"], model="Gemma 2 9B, without softcap"),
+    *_both_passes(
+        "causal", 8192, tier="full", model="DeepSeek-V3, latent attention", **MODELS["DeepSeek-V3"]
+    ),
+    *_both_passes(
+        "causal", 32768, heads=8, kv_heads=1, tier="full", model="Llama-3 70B, a rank of 8 by heads"
+    ),
+    *_both_passes("document", 8192, batch=4, tier="full"),
+    *_both_passes("causal", 8192, dtype="float16", tier="full"),
+    *_both_passes("sinks", 8192, tier="full", model="gpt-oss", **MODELS["gpt-oss"]),
+    *_both_passes("window128-sinks", 8192, tier="full", model="gpt-oss", **MODELS["gpt-oss"]),
+    *_both_passes("softcap", 8192, tier="full", model="Gemma 2 9B", **MODELS["Gemma 2 9B"]),
+    *_both_passes("causal", 131072, tier="full", model="Llama-3 8B, 128K"),
+    *_both_passes("document", 131072, tier="full", model="Llama-3 8B, 128K"),
     *(
         case
         for model in ("Llama-3 70B", "Qwen3 30B-A3B", "Qwen3 235B-A22B")
         for mask in ("causal", "document")
-        for case in _both(mask, 8192, tier="full", model=model, **MODELS[model])
+        for case in _both_passes(mask, 8192, tier="full", model=model, **MODELS[model])
     ),
     *(
         case
         for dim in (64, 96, 256)
         for mask in ("full", "document")
-        for case in _both(mask, 8192, dim=dim, v_dim=dim, tier="full")
+        for case in _both_passes(mask, 8192, dim=dim, v_dim=dim, tier="full")
     ),
     # Two ranks of a ring on one device: steps that load and store the softmax state
-    *_both("causal", 16384, tier="full", world=2, schedule="ring", together=True),
+    *_both_passes("causal", 16384, tier="full", world=2, schedule="ring", together=True),
     *(
         case
         for together, world in ((True, 8), (False, 2), (False, 4), (False, 8))
         for mask, schedule in CONTEXT_PARALLEL
-        for case in _both(
+        for case in _both_passes(
             mask, 32768 if together else 65536, tier="full", world=world, schedule=schedule, together=together
         )
     ),
@@ -299,7 +308,7 @@ CASES: tuple[Case, ...] = (
 
 
 def position(name: str, patterns: str | Sequence[str]) -> int | None:
-    """The position of the first pattern that a name matches; None if it matches none.
+    """Return the position of the first pattern that a name matches; None if it matches none.
 
     >>> position("causal-8k-fwd", ["full-*", "*-8k-*"]), position("causal-8k-fwd", ["full-*"])
     (1, None)

@@ -1,4 +1,4 @@
-"""The dashboard's charts, empty: the page fills their sources, which it knows by name."""
+"""The dashboard's charts without data: the page fills their sources, by name."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any
 from bokeh.models import ColumnDataSource, HoverTool, VSpan
 from bokeh.plotting import figure
 
-# Readable on white and on near-black, and told apart by most colour-blind eyes (after Okabe and Ito).
+# Readable on white and on near-black, and distinct for most colour-blind readers (after Okabe and Ito).
 COLOURS = ("#0f7bc2", "#d95f02", "#12936e", "#b35a9c", "#a07800", "#7570b3", "#cc3311", "#5a7d2a")
 OURS = COLOURS[0]
 WORSE = "#cc3311"
 
 
-def all_of(about: dict[str, Any]) -> dict[str, Any]:
-    """Every chart by the id of the element it belongs in."""
+def make_charts(facts: dict[str, Any]) -> dict[str, Any]:
+    """Make every chart, by the id of its element on the page."""
     return {
-        "chart-overview": _lines("overview", about["devices"], "geometric mean"),
-        "chart-time": _time(),
-        "chart-ratio": _lines("ratio", about["families"], "baseline ÷ tritoncp"),
-        "chart-roofline": _roofline(),
-        "chart-work": _bars("work", "work, blocks"),
-        "chart-bytes": _bars("bytes", "sent forward, MB"),
+        "chart-overview": _make_line_chart("overview", facts["devices"], "geometric mean"),
+        "chart-time": _make_time_chart(),
+        "chart-ratio": _make_line_chart("ratio", facts["families"], "baseline ÷ tritoncp"),
+        "chart-roofline": _make_roofline(),
+        "chart-work": _make_bar_chart("work", "work, blocks"),
+        "chart-bytes": _make_bar_chart("bytes", "sent forward, MB"),
     }
 
 
-def _figure(x: str, y: str, height: int = 260, **options: Any) -> Any:
-    made: Any = figure(
+def _make_figure(x: str, y: str, height: int = 260, **options: Any) -> Any:
+    plot: Any = figure(
         height=height,
         sizing_mode="stretch_width",
         x_axis_label=x,
@@ -36,38 +36,38 @@ def _figure(x: str, y: str, height: int = 260, **options: Any) -> Any:
         toolbar_location="above",
         **options,
     )
-    made.outline_line_color = None
+    plot.outline_line_color = None
     if options.get("x_axis_type") != "log":
-        made.xaxis.ticker.min_interval = 1  # measurements, runs and ranks are counted
-    made.toolbar.logo = None
-    made.toolbar.autohide = True
-    return made
+        plot.xaxis.ticker.min_interval = 1  # measurements, runs and ranks are whole numbers
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    return plot
 
 
-def _source(name: str, *columns: str) -> ColumnDataSource:
+def _make_source(name: str, *columns: str) -> ColumnDataSource:
     return ColumnDataSource({column: [] for column in columns}, name=name)
 
 
-def _time() -> Any:
-    """Median, quartiles, levels between changes, failures, and what else changed."""
-    made = _figure("measurement", "milliseconds", 300)
-    marks = _source("marks", "x", "what")
-    made.add_glyph(marks, VSpan(x="x", line_color="#888888", line_dash="dotted", line_width=1))
-    steps = _source("changes", "x", "colour")
-    made.add_glyph(steps, VSpan(x="x", line_color="colour", line_width=3, line_alpha=0.6))
-    commits = _source("commits", "x", "y")
-    made.scatter("x", "y", source=commits, marker="dash", angle=1.5708, size=7, color="#888888", alpha=0.5)
-    points = _source("time", "x", "ms", "low", "high", "when", "commit", "versions")
-    made.varea("x", "low", "high", source=points, fill_color=OURS, fill_alpha=0.2)
-    made.line("x", "ms", source=points, line_color=OURS, line_width=1.2)
-    dots = made.scatter("x", "ms", source=points, color=OURS, size=4)
-    levels = _source("levels", "x0", "x1", "y")
-    made.segment(
+def _make_time_chart() -> Any:
+    """Make the chart of a case's times: median, quartiles, levels, failures, changes of attributes."""
+    plot = _make_figure("measurement", "milliseconds", 300)
+    marks = _make_source("marks", "x", "what")
+    plot.add_glyph(marks, VSpan(x="x", line_color="#888888", line_dash="dotted", line_width=1))
+    steps = _make_source("changes", "x", "colour")
+    plot.add_glyph(steps, VSpan(x="x", line_color="colour", line_width=3, line_alpha=0.6))
+    commits = _make_source("commits", "x", "y")
+    plot.scatter("x", "y", source=commits, marker="dash", angle=1.5708, size=7, color="#888888", alpha=0.5)
+    points = _make_source("time", "x", "ms", "low", "high", "when", "commit", "versions")
+    plot.varea("x", "low", "high", source=points, fill_color=OURS, fill_alpha=0.2)
+    plot.line("x", "ms", source=points, line_color=OURS, line_width=1.2)
+    dots = plot.scatter("x", "ms", source=points, color=OURS, size=4)
+    levels = _make_source("levels", "x0", "x1", "y")
+    plot.segment(
         "x0", "y", "x1", "y", source=levels, line_width=2.5, line_color="#888888", line_dash="dashed"
     )
-    failures = _source("failures", "x", "y", "when", "why")
-    crosses = made.scatter("x", "y", source=failures, marker="x", size=11, line_width=3, color=WORSE)
-    made.add_tools(
+    failures = _make_source("failures", "x", "y", "when", "why")
+    crosses = plot.scatter("x", "y", source=failures, marker="x", size=11, line_width=3, color=WORSE)
+    plot.add_tools(
         HoverTool(
             renderers=[dots],
             tooltips=[
@@ -80,41 +80,41 @@ def _time() -> Any:
         ),
         HoverTool(renderers=[crosses], tooltips=[("failed", "@when"), ("why", "@why")]),
     )
-    return made
+    return plot
 
 
-def _lines(name: str, whose: list[str], y: str) -> Any:
-    """A line for each of some names: source "<name>-<i>"; what they are is said beside the chart."""
-    made = _figure("run" if name == "overview" else "measurement", y)
-    for i, label in enumerate(whose):
-        source = _source(f"{name}-{i}", "x", "y", "when")
+def _make_line_chart(name: str, labels: list[str], y: str) -> Any:
+    """Make a chart with a line for each label, from the source "<name>-<i>"."""
+    plot = _make_figure("run" if name == "overview" else "measurement", y)
+    for i, label in enumerate(labels):
+        source = _make_source(f"{name}-{i}", "x", "y", "when")
         colour = COLOURS[i % len(COLOURS)]
         dash = ("solid", "dashed", "dotdash")[i // len(COLOURS) % 3]
-        made.line("x", "y", source=source, line_color=colour, line_width=1.6, line_dash=dash)
-        dots = made.scatter("x", "y", source=source, color=colour, size=4)
-        made.add_tools(HoverTool(renderers=[dots], tooltips=[(label, "@y{0.000}"), ("", "@when")]))
-    one = _source("one", "x", "y")
-    made.line("x", "y", source=one, line_color="#888888", line_dash="dotted")
-    return made
+        plot.line("x", "y", source=source, line_color=colour, line_width=1.6, line_dash=dash)
+        dots = plot.scatter("x", "y", source=source, color=colour, size=4)
+        plot.add_tools(HoverTool(renderers=[dots], tooltips=[(label, "@y{0.000}"), ("", "@when")]))
+    unit_line = _make_source("one", "x", "y")
+    plot.line("x", "y", source=unit_line, line_color="#888888", line_dash="dotted")
+    return plot
 
 
-def _roofline() -> Any:
-    made = _figure("FLOP per byte", "TFLOP/s", 320, x_axis_type="log", y_axis_type="log")
-    roof = _source("roof", "x", "y")
-    made.line("x", "y", source=roof, line_color="#888888", line_width=2)
-    others = _source("roofline", "x", "y", "case", "part")
-    dots = made.scatter("x", "y", source=others, color=OURS, size=7, alpha=0.35)
-    own = _source("roofline-own", "x", "y", "case", "part")
-    mine = made.scatter("x", "y", source=own, color=WORSE, size=13, marker="diamond")
+def _make_roofline() -> Any:
+    plot = _make_figure("FLOP per byte", "TFLOP/s", 320, x_axis_type="log", y_axis_type="log")
+    roof = _make_source("roof", "x", "y")
+    plot.line("x", "y", source=roof, line_color="#888888", line_width=2)
+    all_points = _make_source("roofline", "x", "y", "case", "part")
+    dots = plot.scatter("x", "y", source=all_points, color=OURS, size=7, alpha=0.35)
+    own = _make_source("roofline-own", "x", "y", "case", "part")
+    own_dots = plot.scatter("x", "y", source=own, color=WORSE, size=13, marker="diamond")
     tips = [("case", "@case"), ("TFLOP/s", "@y{0.0}"), ("of the bound", "@part{0 %}")]
-    made.add_tools(HoverTool(renderers=[dots, mine], tooltips=tips))
-    return made
+    plot.add_tools(HoverTool(renderers=[dots, own_dots], tooltips=tips))
+    return plot
 
 
-def _bars(name: str, y: str) -> Any:
-    made = _figure("rank", y, 220)
-    source = _source(name, "x", "y")
-    bars = made.vbar("x", top="y", width=0.8, source=source, color=OURS)
-    made.y_range.start = 0
-    made.add_tools(HoverTool(renderers=[bars], tooltips=[("rank", "@x"), (y, "@y{0,0.00}")]))
-    return made
+def _make_bar_chart(name: str, y: str) -> Any:
+    plot = _make_figure("rank", y, 220)
+    source = _make_source(name, "x", "y")
+    bars = plot.vbar("x", top="y", width=0.8, source=source, color=OURS)
+    plot.y_range.start = 0
+    plot.add_tools(HoverTool(renderers=[bars], tooltips=[("rank", "@x"), (y, "@y{0,0.00}")]))
+    return plot

@@ -12,14 +12,14 @@ from typing import Any
 
 import click
 
-from tritoncp.checked_json import parse_json
+from tritoncp.core.checked_json import parse_json
 from tritoncp.perf import compare as comparing
 from tritoncp.perf.exit_codes import EPILOG, FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
 from tritoncp.perf.record import DiskFull, History, Point, Problem, append, read
 from tritoncp.perf.run import main as run
 
 HISTORY, CONFIGS = Path("perf/history"), Path("kernels/configs")
-SHOWN = 20  # problems that are shown one by one
+MAX_PROBLEMS = 20  # problems that are printed one by one
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=EPILOG)
@@ -75,7 +75,7 @@ class Percent(click.ParamType):
 @click.option(
     "--allow-missing",
     is_flag=True,
-    help="Cases that were measured before and not after are told, and no reason to exit with 1.",
+    help="Report cases that were measured before and not after, without exiting with 1.",
 )
 @click.option(
     "--baseline",
@@ -101,7 +101,7 @@ def compare(
     if a case is past --fail-over (its ratio is, and the interval lies above 1), fails and did not, or is not
     measured again.
     """
-    sides = [_side(word, history) for word in (before, after)]
+    sides = [_read_side(word, history) for word in (before, after)]
     if last is not None:
         sides = [comparing.newest(points, last) for points in sides]
     try:
@@ -109,7 +109,7 @@ def compare(
     except comparing.Unknown as error:
         raise InputError(str(error)) from error
     except ImportError as error:
-        raise _without(error) from error
+        raise _missing_package_error(error) from error
     if not comparison.rows:
         raise NothingMeasured(
             f"{before} and {after} have no case in common: nothing is compared. "
@@ -123,7 +123,7 @@ def compare(
     elif markdown:
         click.echo(comparing.markdown(comparison, fail_over, allow_missing), nl=False)
     else:
-        _show(comparison, fail_over)
+        _print_comparison(comparison, fail_over)
     if comparison.failed(fail_over, allow_missing):
         sys.exit(REGRESSION)
     if comparison.empty:
@@ -131,15 +131,15 @@ def compare(
     sys.exit(FINE)
 
 
-def _side(word: str, history: Path) -> list[Point]:
-    """The points that a word of the command line names; there is at least one."""
+def _read_side(word: str, history: Path) -> list[Point]:
+    """Read the points that a word of the command line names, at least one."""
     problems: list[Problem] = []
     try:
         points = comparing.side(word, history, problems.append)
     except comparing.Unknown as error:
         raise InputError(str(error)) from error
     finally:
-        _report(problems)
+        _report_problems(problems)
     if points:
         return points
     if problems:
@@ -147,7 +147,7 @@ def _side(word: str, history: Path) -> list[Point]:
     raise NothingMeasured(f"{word} holds no measurement: nothing is compared")
 
 
-def _show(comparison: comparing.Comparison, limit: float | None) -> None:
+def _print_comparison(comparison: comparing.Comparison, limit: float | None) -> None:
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
@@ -182,8 +182,8 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
     try:
         from tritoncp.perf.dashboard import page
     except ImportError as error:
-        raise _without(error) from error
-    history = _read(places or (HISTORY,))
+        raise _missing_package_error(error) from error
+    history = _read_history(places or (HISTORY,))
     if not history.points:
         kind = InputError if history.problems else NothingMeasured
         raise kind(f"no measurement in {', '.join(map(str, places or (HISTORY,)))}")
@@ -192,23 +192,23 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
 
 
-def _without(error: ImportError) -> InputError:
-    return InputError(f"{error}; pip install 'tritoncp[perf]' has what is missing")
+def _missing_package_error(error: ImportError) -> InputError:
+    return InputError(f"{error}; pip install 'tritoncp[perf]' installs it")
 
 
-def _read(places: tuple[Path, ...]) -> History:
+def _read_history(places: tuple[Path, ...]) -> History:
     """Read a history, and report its broken lines."""
     history = read(*places)
-    _report(history.problems)
+    _report_problems(history.problems)
     return history
 
 
-def _report(problems: Sequence[Problem]) -> None:
+def _report_problems(problems: Sequence[Problem]) -> None:
     """Report broken lines: the first of them one by one."""
-    for problem in problems[:SHOWN]:
+    for problem in problems[:MAX_PROBLEMS]:
         click.echo(str(problem), err=True)
-    if len(problems) > SHOWN:
-        click.echo(f"and {len(problems) - SHOWN} more lines that are broken", err=True)
+    if len(problems) > MAX_PROBLEMS:
+        click.echo(f"and {len(problems) - MAX_PROBLEMS} more lines that are broken", err=True)
 
 
 @perf.command("ingest", cls=PerfCommand)
@@ -239,18 +239,20 @@ def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> N
         result = take_over(folder, history, configs)
     except (Refused, DiskFull) as error:
         raise InputError(str(error)) from error
-    _report(result.problems)
+    _report_problems(result.problems)
     click.echo(f"{result.added} lines added to {history}, {result.present} were there")
     for path, (won, lost) in result.shipped.items():
         click.echo(f"{path}: {won} entries" + f", {lost} removed: the rule or loops are as fast" * bool(lost))
     if not result.shipped:
         click.echo("no tile shapes that are new")
-    _rewrite(readme, history)
+    _update_readme(readme, history)
     if result.problems:
-        raise InputError(f"{len(result.problems)} problems, named above; what they are about was left out")
+        raise InputError(
+            f"{len(result.problems)} problems, named above; the lines with problems were left out"
+        )
 
 
-def _rewrite(readme: Path | None, history: Path) -> None:
+def _update_readme(readme: Path | None, history: Path) -> None:
     """Update the measured figures of a page: by default the README, if the history is a checkout's."""
     from tritoncp.perf import readme as page
 
@@ -277,8 +279,8 @@ def import_(source: Path, out: Path) -> None:
     try:
         benchmarks = points(parse_json(source.read_bytes()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise InputError(f"{source} is not what `pytest --benchmark-json` writes: {what}") from error
+        detail = f"{type(error).__name__}: {error}"
+        raise InputError(f"{source} is not what `pytest --benchmark-json` writes: {detail}") from error
     if not benchmarks:
         raise NothingMeasured(f"{source} holds no benchmark")
     out.parent.mkdir(parents=True, exist_ok=True)

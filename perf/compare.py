@@ -1,8 +1,8 @@
-"""Two sets of measurements against each other: a ratio and its confidence interval for each case.
+"""Comparison of two sets of measurements: a ratio and its confidence interval for each case.
 
-The logarithm of a case's time is the mean over runs of the logarithms of their medians. Its variance is that
-between the runs; with one run, that of its median by order statistics (McKean and Schrader, Comm. Stat. B 13,
-1984), which does not include the variance between runs.
+The logarithm of a case's time is the mean over runs of the logarithms of their medians. Its variance is the
+variance between the runs; with one run, the variance of its median by order statistics (McKean and Schrader,
+Comm. Stat. B 13, 1984), which does not include the variance between runs.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Row(NamedTuple):
 
     @property
     def broken(self) -> bool:
-        """Failing where it did not."""
+        """Whether the case fails after, and did not before."""
         return self.before is not None and self.after is None
 
     def regressed(self, limit: float | None) -> bool:
-        """Broken; or, if there is a limit, slower than that and surely slower at all.
+        """Whether the case is broken; or, with a limit, slower by more than it with an interval above 1.
 
         >>> Row("c", "d", 1.0, 1.06, 1.06, 1.02, 1.1, (3, 3)).regressed(0.05)
         True
@@ -93,15 +93,15 @@ class Comparison(NamedTuple):
 
 
 def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | None = None) -> Comparison:
-    """Cases that both sides have, on the same series; on any, if they have no series in common.
+    """Compare the cases that both sides have, on the same series; on any, if no series is on both sides.
 
     baseline: compare multiples of this family's time in the same run instead of times, since a change of the
     machine affects both. Raises Unknown, with a list of the baselines, where a side lacks it.
 
     >>> from tritoncp.perf.record import Series
     >>> def side(times):
-    ...     took = enumerate({"tritoncp": {"ms": ms}} for ms in times)
-    ...     return [Point(str(i), "t", "c", Series("GPU"), {}, found) for i, found in took]
+    ...     runs = enumerate({"tritoncp": {"ms": ms}} for ms in times)
+    ...     return [Point(str(i), "t", "c", Series("GPU"), {}, contenders) for i, contenders in runs]
     >>> row = compare(side([1.0, 1.01, 0.99]), side([1.1, 1.11, 1.09])).rows[0]
     >>> f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
     '1.10 [1.08, 1.12]'
@@ -111,18 +111,18 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
     common = {point.series for point in before} & {point.series for point in after}
     series = {str(item) for item in common} or {""}
     cases = {point.case for point in after}
-    one, two = (_grouped(points, bool(common)) for points in (before, after))
+    one, two = (_group_points(points, bool(common)) for points in (before, after))
     first, second = (
-        {key: points for key, points in side.items() if _comparable(points, baseline)} for side in (one, two)
+        {key: points for key, points in side.items() if _has_figures(points, baseline)} for side in (one, two)
     )
     dropped = [key for key in first if key not in second]
-    rows = [_row(key, first[key], second[key], baseline) for key in first if key in second]
+    rows = [_make_row(key, first[key], second[key], baseline) for key in first if key in second]
     return Comparison(
-        sorted(rows, key=_loss, reverse=True),
-        [case for case, where in dropped if where in series or case not in cases],
-        [case for case, where in second if (case, where) not in first],
+        sorted(rows, key=_sort_key, reverse=True),
+        [case for case, name in dropped if name in series or case not in cases],
+        [case for case, name in second if (case, name) not in first],
         [key[0] for key in one if key in two and key not in first and key not in second],
-        sorted({where for case, where in dropped if where not in series and case in cases}),
+        sorted({name for case, name in dropped if name not in series and case in cases}),
     )
 
 
@@ -135,12 +135,12 @@ def _check_baseline(baseline: str, *sides: Sequence[Point]) -> None:
         raise Unknown(f"no baseline {baseline!r} on both sides; before: {before}; after: {after}{why}")
 
 
-def _comparable(points: Sequence[Point], baseline: str | None) -> bool:
+def _has_figures(points: Sequence[Point], baseline: str | None) -> bool:
     """Whether some point has a figure to compare, or a failure."""
     return baseline is None or any(not point.ms or baseline in point.baselines() for point in points)
 
 
-def _grouped(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
+def _group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
     """Group points by case and series; of each run the last point counts."""
     groups: dict[tuple[str, str], dict[str, Point]] = {}
     for point in points:
@@ -149,14 +149,14 @@ def _grouped(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], 
     return {key: list(runs.values()) for key, runs in groups.items()}
 
 
-def _row(key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None) -> Row:
+def _make_row(key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None) -> Row:
     why = next((point.own["why"] for point in reversed(after) if point is after[-1] and not point.ms), "")
     first, second = (estimate(points, baseline) for points in (before, after))
     runs = (len(before), len(after))
-    one, two = (found and math.exp(found.mean) for found in (first, second))
+    one, two = (side_estimate and math.exp(side_estimate.mean) for side_estimate in (first, second))
     if why or first is None or second is None:
         return Row(*key, one, None if why else two, None, None, None, runs, why)
-    low, high = _interval(first, second)
+    low, high = _ratio_interval(first, second)
     return Row(*key, one, two, math.exp(second.mean - first.mean), low, high, runs)
 
 
@@ -165,54 +165,55 @@ def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate |
 
     >>> from tritoncp.perf.record import Series
     >>> figures = {"ms": 2.0, "samples": [1.98, 1.99, 2.0, 2.01, 2.02] * 4}
-    >>> found = estimate([Point("r", "t", "c", Series("GPU"), {}, {"tritoncp": figures})])
-    >>> round(math.exp(found.mean), 3), round(math.sqrt(found.variance), 4), found.runs
+    >>> result = estimate([Point("r", "t", "c", Series("GPU"), {}, {"tritoncp": figures})])
+    >>> round(math.exp(result.mean), 3), round(math.sqrt(result.variance), 4), result.runs
     (2.0, 0.0026, 1)
     """
     right = [point for point in points if point.ms and (baseline is None or baseline in point.baselines())]
     if not right:
         return None
-    logs = [math.log(point.ms / _unit(point, baseline)) for point in right if point.ms]
+    logs = [math.log(point.ms / _time_unit(point, baseline)) for point in right if point.ms]
     if len(logs) > 1:
         spread = statistics.variance(logs) / len(logs)
         return Estimate(statistics.fmean(logs), spread, len(logs) - 1, len(logs))
     own = right[0].own
     variance = median_variance(own)
     if baseline is not None and variance is not None:
-        other = median_variance(_fastest(right[0], baseline))
+        other = median_variance(_fastest_member(right[0], baseline))
         variance = None if other is None else variance + other
-    return Estimate(logs[0], variance, max(1, _count(own) - 1), 1)
+    return Estimate(logs[0], variance, max(1, _count_samples(own) - 1), 1)
 
 
-def _unit(point: Point, baseline: str | None) -> float:
+def _time_unit(point: Point, baseline: str | None) -> float:
     return 1.0 if baseline is None else point.baselines()[baseline]
 
 
-def _fastest(point: Point, family: str) -> dict[str, Any]:
+def _fastest_member(point: Point, family: str) -> dict[str, Any]:
     members = (row for name, row in point.contenders.items() if name.split()[0] == family)
     return min((row for row in members if "ms" in row), key=lambda row: row["ms"])
 
 
-def _count(row: dict[str, Any]) -> int:
+def _count_samples(row: dict[str, Any]) -> int:
     return len(row.get("samples", ())) or row.get("n", 0)
 
 
 def median_variance(row: dict[str, Any]) -> float | None:
-    """Variance of the logarithm of a median: from its samples, else from quartiles and count, else None."""
-    samples, n = sorted(row.get("samples", ())), _count(row)
+    """Compute the variance of the logarithm of a median from its samples, else from quartiles and count; else
+    None."""
+    samples, n = sorted(row.get("samples", ())), _count_samples(row)
     if len(samples) >= 5:
         rank = max(
             0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1
         )  # the median's interval: from here to -rank
         return (math.log(samples[n - 1 - rank] / samples[rank]) / (2 * Z)) ** 2
     if n >= 5 and "low" in row and "high" in row:
-        deviation = math.log(row["high"] / row["low"]) / 1.349  # a normal's quartiles are so far apart
+        deviation = math.log(row["high"] / row["low"]) / 1.349  # a normal distribution's interquartile range
         return (math.pi / 2) * deviation**2 / n
     return None
 
 
-def _interval(one: Estimate, two: Estimate) -> tuple[float | None, float | None]:
-    """Of the ratio two over one, by Welch's approximate degrees of freedom."""
+def _ratio_interval(one: Estimate, two: Estimate) -> tuple[float | None, float | None]:
+    """Return the confidence interval of the ratio two over one, by Welch's degrees of freedom."""
     if one.variance is None or two.variance is None:
         return None, None
     from scipy.special import stdtrit
@@ -224,33 +225,32 @@ def _interval(one: Estimate, two: Estimate) -> tuple[float | None, float | None]
     return math.exp(middle - width), math.exp(middle + width)
 
 
-def _loss(row: Row) -> float:
-    """Failures first, then the largest ratio."""
+def _sort_key(row: Row) -> float:
+    """Return the sort key of a row: failures first, then the largest ratio."""
     if row.ratio is None:
         return math.inf if row.after is None else -math.inf
     return row.ratio
 
 
 class Unknown(Exception):
-    """Nothing was measured that a word could mean."""
+    """Raised where a word names no measurement."""
 
 
 def newest(points: Sequence[Point], runs: int) -> list[Point]:
-    """Of each case and series, the points of the last so many runs.
+    """Select the points of the newest ``runs`` runs of each case and series.
 
     >>> from tritoncp.perf.record import Series
     >>> points = [Point(str(day), f"2026-01-0{day}", "c", Series("GPU"), {}, {}) for day in (1, 3, 2)]
     >>> [point.run for point in newest(points, 2)]
     ['2', '3']
     """
-    groups = _grouped(sorted(points, key=lambda point: point.time), by_series=True)
+    groups = _group_points(sorted(points, key=lambda point: point.time), by_series=True)
     return [point for group in groups.values() for point in group[-runs:]]
 
 
 def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda problem: None) -> list[Point]:
-    """The points that a word of the command line names: those of a file or folder; else, in a history, those
-    of a commit (or a name that git resolves to one), of a run, or of a device. ``tell`` is called with every
-    broken line.
+    """Read the points that a word of the command line names: a file or folder; else, in a history, a commit
+    (or a name that git resolves to one), a run, or a device. ``tell`` is called with every broken line.
 
     Raises Unknown, which lists the known commits and devices.
     """
@@ -267,7 +267,7 @@ def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda pr
         return points
     for selection in (
         [point for point in points if word in (point.run, point.env.get("tritoncp"))],
-        _of_commit(points, word),
+        _select_commit(points, word),
         [point for point in points if word.lower() in str(point.series).lower()],
     ):
         if selection:
@@ -280,20 +280,20 @@ def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda pr
     )
 
 
-def _of_commit(points: Sequence[Point], word: str) -> list[Point]:
+def _select_commit(points: Sequence[Point], word: str) -> list[Point]:
     if len(word) < 4 or not set(word.lower()) <= set("0123456789abcdef+"):
-        if word.startswith("-"):  # an option of git's
+        if word.startswith("-"):  # git would read an option
             return []
         command = ["git", "rev-parse", "--verify", "--quiet", f"{word}^{{commit}}"]
         try:
             word = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "no commit"
-        except OSError:  # there is no git here
+        except OSError:  # git is not installed
             return []
     return [point for point in points if str(point.env.get("commit", "")).startswith(word.lower())]
 
 
 def lines(comparison: Comparison, limit: float | None) -> list[tuple[str, ...]]:
-    """Case, before, after, change, confidence interval, verdict: as text, worst first."""
+    """Format the rows, worst first: case, before, after, change, confidence interval, verdict."""
     return [
         (
             row.case,
@@ -334,18 +334,18 @@ def summary(comparison: Comparison, limit: float | None) -> str:
     text += f", geometric mean {100 * (mean - 1):+.1f} %" if mean else ""
     if limit is not None:
         text += f", {sum(row.regressed(limit) for row in comparison.rows)} past {100 * limit:g} %"
-    for what, names in (
+    for label, names in (
         ("not measured again", comparison.missing),
         ("new", comparison.new),
         ("without this baseline", comparison.unmatched),
         ("no measurement after on", comparison.absent_series),
     ):
-        text += f"; {what}: {', '.join(names)}" if names else ""
+        text += f"; {label}: {', '.join(names)}" if names else ""
     return text
 
 
 def markdown(comparison: Comparison, limit: float | None, allow_missing: bool = False) -> str:
-    """For a comment on a pull request: the summary, and the table, folded unless a gate stops this."""
+    """Format a comment on a pull request: the summary and the table, folded unless a gate fails."""
     bad = comparison.failed(limit, allow_missing)
     mark = "❌" if bad else "✅"
     table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
@@ -362,7 +362,7 @@ def markdown(comparison: Comparison, limit: float | None, allow_missing: bool = 
 
 
 def _code(text: str) -> str:
-    """Text in a cell of a table, without markup or the end of the cell.
+    """Remove markup and cell ends from the text of a table's cell.
 
     >>> _code("a`b|c\\n</details>")
     "`a'b/c </details>`"

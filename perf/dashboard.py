@@ -1,7 +1,7 @@
 """A history as one self-contained page: data, charts and code in one file.
 
 Columns of numbers are quantised, deflated and decoded in the page; charts are Bokeh's, made here and filled
-there; the style and the code of the page are in perf/page/.
+in the page; its style and code are in perf/page/.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ import numpy as np
 from bokeh.embed import json_item
 from bokeh.resources import Resources
 
-from tritoncp import __version__
+from tritoncp._version import __version__
 from tritoncp.perf import changes, charts
 from tritoncp.perf.record import ATTRIBUTES, History, Point, Series
 
-STEP = 2.5e-4  # of the logarithm of a time: figures in the page are true to an eighth of a per mille
-NONE = -32768  # a failure, or a baseline that did not take part
+STEP = 2.5e-4  # quantisation step of log(time): an error of at most an eighth of a per mille
+NONE = -32768  # a failure or an absent baseline
 HERE = Path(__file__).parent / "page"
 
 
 def page(history: History) -> str:
-    """The whole page, as HTML."""
-    facts, columns = digest(history)
+    """Make the page, as HTML."""
+    facts, columns = collect_data(history)
     parts = {
         "style": (HERE / "page.css").read_text(),
-        "script": _inside_script((HERE / "page.js").read_text()),
-        "bokeh": _inside_script("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
-        "charts": _inside_script(
-            json.dumps({name: json_item(chart) for name, chart in charts.all_of(facts).items()})
+        "script": _escape_script((HERE / "page.js").read_text()),
+        "bokeh": _escape_script("\n".join(Resources(mode="inline", components=["bokeh"]).js_raw)),
+        "charts": _escape_script(
+            json.dumps({name: json_item(chart) for name, chart in charts.make_charts(facts).items()})
         ),
-        "about": _packed(json.dumps(facts, separators=(",", ":")).encode()),
-        "points": _packed(columns),
+        "about": _compress(json.dumps(facts, separators=(",", ":")).encode()),
+        "points": _compress(columns),
     }
     text = (HERE / "page.html").read_text()
     head, *rest = text.split("{{")
     return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in rest))
 
 
-def _inside_script(text: str) -> str:
-    """No </script> inside: in JavaScript and JSON strings, <\\/ means the same."""
+def _escape_script(text: str) -> str:
+    """Escape </script>: in JavaScript and JSON strings, <\\/ is the same text."""
     return text.replace("</", "<\\/").replace("<!--", "<\\!--")
 
 
-def _packed(data: bytes) -> str:
+def _compress(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode()
 
 
-def digest(history: History) -> tuple[dict[str, Any], bytes]:
-    """The data of the page: names and facts, and the columns of all points (see `_columns`)."""
-    lines = _lines(history.points)
-    begun = _runs(history.points)
+def collect_data(history: History) -> tuple[dict[str, Any], bytes]:
+    """Collect the data of the page: names and facts, and the columns of all points (see `_make_columns`)."""
+    lines = _group_points(history.points)
+    begun = _run_times(history.points)
     runs = {run: i for i, run in enumerate(begun)}
     envs: dict[str, int] = {}
     for points in lines:
@@ -77,24 +77,26 @@ def digest(history: History) -> tuple[dict[str, Any], bytes]:
         "colours": charts.COLOURS,
         "runs": [[time, run] for run, time in begun.items()],
         "envs": [json.loads(text) for text in envs],
-        "lines": _ranked([_line(points, devices, families) for points in lines]),
-        "resources": [_kernel(line) for line in history.kernels()],
+        "lines": _rank_lines([_summarize_line(points, devices, families) for points in lines]),
+        "resources": [_kernel_facts(line) for line in history.kernels()],
         "problems": [str(problem) for problem in history.problems],
     }
-    columns = [_columns(points, runs, envs, families) for points in lines]
-    return facts, b"".join(_planes(np.concatenate(column)) for column in zip(*columns, strict=True))
+    columns = [_make_columns(points, runs, envs, families) for points in lines]
+    return facts, b"".join(
+        _split_byte_planes(np.concatenate(column)) for column in zip(*columns, strict=True)
+    )
 
 
-def _lines(points: Sequence[Point]) -> list[list[Point]]:
-    """Points of each case on each series, by time; of a run, the last."""
+def _group_points(points: Sequence[Point]) -> list[list[Point]]:
+    """Group points by case and series, in order of time; of each run the last point counts."""
     by_line: dict[tuple[str, str], dict[str, Point]] = {}
     for point in sorted(points, key=lambda point: _seconds(point.time)):
         by_line.setdefault((point.case, str(point.series)), {})[point.run] = point
     return [list(runs.values()) for _, runs in sorted(by_line.items())]
 
 
-def _runs(points: Sequence[Point]) -> dict[str, int]:
-    """When each run began, in that order."""
+def _run_times(points: Sequence[Point]) -> dict[str, int]:
+    """Return the time at which each run began, in order of time."""
     begun: dict[str, int] = {}
     for point in points:
         time = _seconds(point.time)
@@ -113,8 +115,8 @@ def _attributes(point: Point) -> str:
     return json.dumps({name: str(point.env[name]) for name in ATTRIBUTES if name in point.env})
 
 
-def _line(points: list[Point], devices: list[str], families: list[str]) -> dict[str, Any]:
-    """One case on one series: its last point, and the changes before it."""
+def _summarize_line(points: list[Point], devices: list[str], families: list[str]) -> dict[str, Any]:
+    """Summarise a case on one series: its last point and the changes before it."""
     last = points[-1]
     contenders = {
         name: {key: value for key, value in figures.items() if key not in ("samples", "errors")}
@@ -122,25 +124,25 @@ def _line(points: list[Point], devices: list[str], families: list[str]) -> dict[
     }
     right = [i for i, point in enumerate(points) if point.ms]
     times = [points[i].ms or 0.0 for i in right]
-    level_changes = changes.find(times)
+    level_changes = changes.find_changes(times)
     line = {
         "case": last.case,
         "device": devices.index(str(last.series)),
         "tags": last.tags,
         "n": len(points),
-        "unit": _unit(points),
+        "unit": _median_time(points),
         "fails": {i: point.own["why"] for i, point in enumerate(points) if not point.ms},
-        "changes": _changes(points, right, level_changes, families),
+        "changes": _list_changes(points, right, level_changes, families),
         "loss": _loss(level_changes),
-        "latest": _latest(points, times, level_changes),
+        "latest": _compare_latest(points, times, level_changes),
         "last": contenders,
     }
     extra = {"work": last.work, "ceilings": last.ceilings, "goal": last.goal, "state": last.state}
     return line | {name: value for name, value in extra.items() if value}
 
 
-def _ranked(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines with their "rank", the most urgent first: new failures of the latest run; slower cases, by the
+def _rank_lines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add each line's "rank", the most urgent first: new failures of the latest run; slower cases, by the
     lower end of the interval; cases that still fail; cases that are slower than at their best; cases that
     are farthest below their goal."""
     order = {key: rank for rank, key in enumerate(sorted({_urgency(line) for line in lines}))}
@@ -155,10 +157,10 @@ def _urgency(line: dict[str, Any]) -> tuple[float, ...]:
     return group, -latest["low"] if group == 1 else 0.0, -line["loss"], min(goals, default=1.0)
 
 
-def _latest(
+def _compare_latest(
     points: list[Point], times: list[float], level_changes: Sequence[changes.Change]
 ) -> dict[str, Any]:
-    """The newest point compared with the level before it."""
+    """Compare the newest point with the level before it."""
     if not points[-1].ms:
         before = points[-2].ms if len(points) > 1 else None
         return {"verdict": "failing" if before else "still failing"}
@@ -167,7 +169,7 @@ def _latest(
 
 
 def _loss(level_changes: Sequence[changes.Change]) -> float:
-    """The level now over the lowest before a change; 1 if it never was lower."""
+    """Return the level now over the lowest before a change; 1 if it never was lower."""
     return (
         max(1.0, level_changes[-1].after / min(change.before for change in level_changes))
         if level_changes
@@ -175,16 +177,16 @@ def _loss(level_changes: Sequence[changes.Change]) -> float:
     )
 
 
-def _unit(points: list[Point]) -> float:
-    """The median time of a line, which is the unit of its logarithms."""
+def _median_time(points: list[Point]) -> float:
+    """Return the median time of a line, which is the unit of its logarithms."""
     times = [point.ms for point in points if point.ms]
     return float(np.median(times)) if times else 1.0
 
 
-def _changes(
+def _list_changes(
     points: list[Point], right: list[int], level_changes: Sequence[changes.Change], families: list[str]
 ) -> list[dict[str, Any]]:
-    """Change points, by index of the point, with other changes there; right: points that did not fail."""
+    """List change points, by index, with their possible causes; right: indices of points with a time."""
     edges = [0, *(change.at for change in level_changes), len(right)]
     rows = []
     for k, change in enumerate(level_changes):
@@ -211,32 +213,33 @@ def _median_speedup(points: list[Point], family: str) -> float:
     return float(np.median(speedups)) if speedups else math.nan
 
 
-def _kernel(line: dict[str, Any]) -> dict[str, Any]:
-    """The data of a compiled kernel on the page: its line without the fields that every line has."""
+def _kernel_facts(line: dict[str, Any]) -> dict[str, Any]:
+    """Return the data of a compiled kernel: its line without the fields that every line has."""
     return {key: value for key, value in line.items() if key not in ("kind", "run") and value is not None}
 
 
-def _columns(
+def _make_columns(
     points: list[Point], runs: dict[str, int], envs: dict[str, int], families: list[str]
 ) -> list[np.ndarray]:
-    """int32: run, env; int16, in STEPs of a logarithm: time over the line's unit, time over lower quartile,
-    upper quartile over time, then each family's time over ours. NONE where there is none."""
-    unit = _unit(points)
+    """Return the columns of a line's points: int32 run and env; int16, in STEPs of a logarithm, time over the
+    line's unit, time over lower quartile, upper quartile over time, then each family's time over tritoncp's.
+    Missing values are NONE."""
+    unit = _median_time(points)
     own = [point.own for point in points]
     logs = [
-        [_log(figures.get("ms"), unit) for figures in own],
-        [_log(figures.get("ms"), figures.get("low", figures.get("ms"))) for figures in own],
-        [_log(figures.get("high", figures.get("ms")), figures.get("ms")) for figures in own],
+        [_quantize(figures.get("ms"), unit) for figures in own],
+        [_quantize(figures.get("ms"), figures.get("low", figures.get("ms"))) for figures in own],
+        [_quantize(figures.get("high", figures.get("ms")), figures.get("ms")) for figures in own],
     ]
     speedups = [point.speedups() for point in points]
-    logs += [[_log(figures.get(name), 1.0) for figures in speedups] for name in families]
+    logs += [[_quantize(figures.get(name), 1.0) for figures in speedups] for name in families]
     numbers = [runs[point.run] for point in points], [envs[_attributes(point)] for point in points]
     return [*(np.array(x, "<i4") for x in numbers), *(np.array(x, "<i2") for x in logs)]
 
 
-def _log(x: float | None, unit: float | None) -> int:
+def _quantize(x: float | None, unit: float | None) -> int:
     """
-    >>> _log(1.01, 1.0), _log(None, 1.0)
+    >>> _quantize(1.01, 1.0), _quantize(None, 1.0)
     (40, -32768)
     """
     if x is None or unit is None:
@@ -244,6 +247,6 @@ def _log(x: float | None, unit: float | None) -> int:
     return max(-32767, min(32767, round(math.log(x / unit) / STEP)))
 
 
-def _planes(x: np.ndarray) -> bytes:
-    """All lowest bytes, then all next ones: deflate finds more in common."""
+def _split_byte_planes(x: np.ndarray) -> bytes:
+    """Reorder bytes by significance, all lowest bytes first, which deflate compresses better."""
     return np.ascontiguousarray(x.view(np.uint8).reshape(len(x), -1).T).tobytes()

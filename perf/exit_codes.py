@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 FINE, REGRESSION, BAD_INPUT, NOTHING_MEASURED = range(4)
-INTERRUPTED = 130  # 128 + SIGINT, as a shell says it
+INTERRUPTED = 130  # 128 + SIGINT, the convention of shells
 
 EPILOG = (
     "Exit codes: 0 fine; 1 a regression (slower than allowed, failing, wrong, or not measured again); 2 bad "
@@ -38,7 +38,7 @@ class PerfCommand(click.Command):
         try:
             return super().invoke(ctx)
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of a pipe is gone: click ends quietly
+            if error.errno == errno.EPIPE:  # the reader closed the pipe: click exits without a message
                 raise
             raise InputError(str(error)) from error
         except KeyboardInterrupt:

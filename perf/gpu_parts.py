@@ -124,8 +124,8 @@ AUTOTUNE = Step((
     "$python -m tritoncp autotune --worst $out --out $out/configs --jobs $jobs --budget ${seconds}s",
 ))  # fmt: skip
 FLEX = _options("--contenders", ("flex", "flex flash", "flex max-autotune", "flash", "cudnn"))
-# perf.run starts the tuned variant only where as much time is left as the others took. With this budget it
-# always does: cut off, it loses nothing but its own line, and without it no ratio is reported.
+# perf.run starts the tuned variant only if as much time is left as the other variants took; with this budget
+# it always starts: an interrupted variant loses only its own line, and without it there is no ratio.
 
 # -- tests ---------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ PARTS = (
     Part(
         "tests",
         125,
-        "what of the package works on this GPU",
+        "which features of the package work on this GPU",
         (
             Step((f"{PYTEST} {SMOKE}",), share=0.5, environment=ONE_THREAD),
             Step((f"{PYTEST} -s {OVERLAP}",), share=0.3, environment=ONE_THREAD),

@@ -2,7 +2,7 @@
 
 ``python -m tritoncp.perf.gpu_run --dry-run`` prints the order and the time table of `gpu_parts`. Each command
 runs in a process group of its own, which gets SIGINT shortly before the time of its part is over and SIGKILL
-when it is over. Results that it has written until then are kept.
+when it is over. Results that it has written by then remain.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Commands:
         ]
 
     def _stop(self) -> None:
-        """Send SIGINT to the running commands and wait for the grace period; `_kill` ends the others."""
+        """Send SIGINT to the running commands and wait for the grace period; `_kill` ends the rest."""
         for process in self.running:
             self._signal(process, signal.SIGINT)
         end = time.monotonic() + self.grace
@@ -124,7 +124,7 @@ class Commands:
 
     @staticmethod
     def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
             os.killpg(process.pid, number)
 
     def _show(self) -> None:
@@ -211,7 +211,7 @@ def _clock(seconds: float) -> str:
 
 
 def gpu_name(python: str) -> str | None:
-    """The name of the GPU that torch under this interpreter finds; None without a GPU."""
+    """Return the name of the GPU that torch under this interpreter finds; None without a GPU."""
     words = [python, "-c", PROBE]
     try:
         answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
@@ -223,7 +223,7 @@ def gpu_name(python: str) -> str | None:
 @contextlib.contextmanager
 def settings() -> Iterator[dict[str, str]]:
     """Make the environment of every command: this checkout on the path, a temporary cache of generated code
-    unless TRITONCP_CACHE_DIR is set, and compiled kernels, whatever TRITON_INTERPRET was."""
+    unless TRITONCP_CACHE_DIR is set, and compiled kernels even where TRITON_INTERPRET is set."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         folder = os.environ.get("TRITONCP_CACHE_DIR") or cache
@@ -284,7 +284,9 @@ def main(
         raise InputError("make gpu: torch finds no GPU here")
     out.mkdir(parents=True, exist_ok=True)
     (out / "check.json").unlink(missing_ok=True)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM, say of `timeout`, acts as Ctrl-C
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # SIGTERM, for example from `timeout`, acts as Ctrl-C
     results: list[dict[str, Any]] = []
     with settings() as environment:
         session = Session(session.out, python, jobs, session.arguments, budget, environment)

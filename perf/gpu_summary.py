@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tritoncp.checked_json import read_json
+from tritoncp.core.checked_json import read_json
 from tritoncp.perf.record import OURS, Point, files, read
 
 WIDTH = 150  # columns of the page where the output is not a terminal
@@ -55,13 +55,13 @@ def points_since(out: Path, began: datetime.datetime) -> list[Point]:
 
 def cases_left_out(out: Path, began: datetime.datetime) -> list[str]:
     """Read the names of cases that had no time, from the files that this run has written to."""
-    left = []
+    names = []
     for path in files([out]):
         if path.stat().st_mtime >= began.timestamp():
             for text in path.read_bytes().splitlines():
                 if b'"left out"' in text:
-                    left.append(str(json.loads(text).get("case", "")))
-    return left
+                    names.append(str(json.loads(text).get("case", "")))
+    return names
 
 
 def figures(point: Point) -> list[dict[str, Any]]:
@@ -78,9 +78,9 @@ def check_of(path: Path) -> dict[str, Any]:
     failed, how many did not run, facts of the machine."""
     try:
         report = read_json(path)
-        others = [case for case in report["cases"] if not case["right"]]
-        wrong = [case for case in others if not str(case.get("why", "")).startswith("not run")]
-        numbers = {"cases": len(report["cases"]), "not_run": len(others) - len(wrong)}
+        failing = [case for case in report["cases"] if not case["right"]]
+        wrong = [case for case in failing if not str(case.get("why", "")).startswith("not run")]
+        numbers = {"cases": len(report["cases"]), "not_run": len(failing) - len(wrong)}
         return {"right": bool(report["right"]), "wrong": wrong, **numbers, "facts": report["facts"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         return {"right": False, "wrong": [], "why": f"no result: {type(error).__name__}: {error}"}
@@ -101,7 +101,7 @@ def show(summary: Mapping[str, Any]) -> None:
     looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "title_justify": "left"}
     table = Table("part", "outcome", "seconds", "why", title=f"make gpu on {summary['device']}", **looks)
     for part in summary["parts"]:
-        table.add_row(part["part"], part["outcome"], f"{part['seconds']:.0f}", _plain(part["why"]))
+        table.add_row(part["part"], part["outcome"], f"{part['seconds']:.0f}", _escape_markup(part["why"]))
     screen.print(table)
     screen.print(_figures_table(summary["figures"], Table(title="ms (TFLOP/s)", **looks)))
     for line in lines(summary):
@@ -112,20 +112,20 @@ def _figures_table(rows: Sequence[Mapping[str, Any]], table: Any) -> Any:
     """Fill a table with a row for each case and a column for each contender."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
-        cells.setdefault(row["case"], {})[row["contender"]] = _cell(row)
+        cells.setdefault(row["case"], {})[row["contender"]] = _format_cell(row)
     names = list(dict.fromkeys(row["contender"] for row in rows))
     table.add_column("case", no_wrap=True)
     for name in names:
-        table.add_column(_plain(name.removeprefix(f"{OURS} ")), overflow="fold")
+        table.add_column(_escape_markup(name.removeprefix(f"{OURS} ")), overflow="fold")
     for case, by_name in cells.items():
-        table.add_row(_plain(case), *(by_name.get(name, "–") for name in names))
+        table.add_row(_escape_markup(case), *(by_name.get(name, "–") for name in names))
     return table
 
 
-def _cell(row: Mapping[str, Any]) -> str:
+def _format_cell(row: Mapping[str, Any]) -> str:
     """
-    >>> _cell({"ms": 1.23456, "tflops": 400.4}), _cell({"why": "wrong: relative error"}), _cell({"why": "x"})
-    ('1.235 (400)', 'wrong', 'none')
+    >>> [_format_cell(row) for row in ({"ms": 1.23456, "tflops": 400.4}, {"why": "wrong: x"}, {"why": "x"})]
+    ['1.235 (400)', 'wrong', 'none']
     """
     if "ms" in row:
         return f"{row['ms']:.4g}" + (f" ({row['tflops']:.0f})" if "tflops" in row else "")
@@ -139,9 +139,9 @@ def lines(summary: Mapping[str, Any]) -> list[str]:
     check = summary["check"]
     if any(part["part"] == "check" for part in summary["parts"]):
         rows.append(
-            f"check: {'everything is right' if check['right'] else check.get('why') or _tally(check)}"
+            f"check: {'everything is right' if check['right'] else check.get('why') or _format_tally(check)}"
         )
-    rows += [f"  {_case(case)}" for case in check["wrong"]]
+    rows += [f"  {_format_case(case)}" for case in check["wrong"]]
     rows += [
         f"{row['case']}: {row['contender']}: {row['why']}"
         for row in summary["figures"]
@@ -162,19 +162,19 @@ def lines(summary: Mapping[str, Any]) -> list[str]:
     return rows
 
 
-def _tally(check: Mapping[str, Any]) -> str:
+def _format_tally(check: Mapping[str, Any]) -> str:
     """
-    >>> _tally({"wrong": [{}], "cases": 120, "not_run": 20})
+    >>> _format_tally({"wrong": [{}], "cases": 120, "not_run": 20})
     '1 of 120 cases wrong, 20 not run'
     """
     return f"{len(check['wrong'])} of {check['cases']} cases wrong, {check['not_run']} not run"
 
 
-def _case(case: Mapping[str, Any]) -> str:
+def _format_case(case: Mapping[str, Any]) -> str:
     """Format a wrong case of `tritoncp check`, or the reason why it has no answer.
 
-    >>> _case({"schedule": "ring", "mask": "causal", "dtype": "bfloat16", "pass": "forward", "tensor": "out",
-    ...        "error": 0.5, "allowed": 0.01, "rank": 1})
+    >>> case = {"schedule": "ring", "mask": "causal", "dtype": "bfloat16", "pass": "forward"}
+    >>> _format_case({**case, "tensor": "out", "error": 0.5, "allowed": 0.01, "rank": 1})
     'ring causal bfloat16 forward: out is off by 0.5, allowed is 0.01 (rank 1)'
     """
     names = " ".join(str(case.get(name, "?")) for name in ("schedule", "mask", "dtype", "pass"))
@@ -184,8 +184,8 @@ def _case(case: Mapping[str, Any]) -> str:
     return f"{names}: {off} (rank {case.get('rank', '?')})"
 
 
-def _plain(text: str) -> Any:
-    """Make text in which rich sees no markup."""
+def _escape_markup(text: str) -> Any:
+    """Make a text of rich without markup."""
     from rich.text import Text
 
     return Text(text)

@@ -1,7 +1,6 @@
-"""Measurements that need no GPU: time and memory of masks and plans, and Python's part of a call.
+"""Measurements without a GPU: time and memory of masks and plans, and the Python time of a call.
 
-A case here has the same kind of line as one of attention, so that it is kept, compared and shown alike. The
-device of its series is the CPU.
+Cases are written, compared and shown in the format of attention cases. The device of their series is the CPU.
 """
 
 from __future__ import annotations
@@ -21,25 +20,31 @@ import torch
 from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
-from tritoncp.api import flex_attention
-from tritoncp.masks import Mask, create_block_mask
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.simulate import simulate
+from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.cases import MASKS, TIERS, position
 from tritoncp.perf.record import OURS, Journal, Point, kernel_name, read
-from tritoncp.perf.timing import Run, WallClock, interleaved
-from tritoncp.plan import build
-from tritoncp.world import simulate
+from tritoncp.perf.timing import Run, WallClock, time_interleaved
+from tritoncp.planning.plan import build
 
 CPU = torch.device("cpu")
-LAYER = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}  # whose bytes a plan's figures are
+# The layer whose bytes a plan's figures count
+LAYER = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}
 Makers = dict[str, Callable[[], Run]]
 
 
 @dataclass(frozen=True)
 class HostCase:
-    """what: "mask" (make it), "plan" (balance it and list a rank's steps), "forward" or "backward" (a call
-    whose launches do nothing); seq: tokens; world: ranks, in lockstep in this process for calls."""
+    """A case on the CPU.
 
-    what: str
+    operation: "mask" (build it), "plan" (balance it and list a rank's steps), "forward" or "backward" (a call
+               whose launches do nothing)
+    seq:       tokens
+    world:     ranks, in lockstep in this process for calls
+    """
+
+    operation: str
     mask: str
     seq: int
     world: int = 1
@@ -53,14 +58,14 @@ class HostCase:
         ('plan-document-w64-fetch-1m', 'call-causal-1k-fwd')
         """
         whole = f"{self.seq >> 20}m" if self.seq % (1 << 20) == 0 else f"{self.seq >> 10}k"
-        parts = ["call" if self.what in ("forward", "backward") else self.what, self.mask]
+        parts = ["call" if self.operation in ("forward", "backward") else self.operation, self.mask]
         parts += [f"w{self.world}", self.schedule] * (self.world > 1)
-        return "-".join([*parts, whole, *{"forward": ["fwd"], "backward": ["bwd"]}.get(self.what, [])])
+        return "-".join([*parts, whole, *{"forward": ["fwd"], "backward": ["bwd"]}.get(self.operation, [])])
 
     @property
     def tags(self) -> dict[str, str]:
         ranks = {"ranks": f"{self.world} ranks, {self.schedule}"} if self.world > 1 else {}
-        kind = {"mask": "mask", "plan": "plan"}.get(self.what, f"call {self.what}")
+        kind = {"mask": "mask", "plan": "plan"}.get(self.operation, f"call {self.operation}")
         return {"mask": self.mask, "pass": kind, "dtype": "", "shape": f"{self.seq} tokens"} | ranks
 
 
@@ -95,7 +100,7 @@ CASES: tuple[HostCase, ...] = (
 
 
 def select(tier: str = "core", only: str | Sequence[str] = "*") -> list[HostCase]:
-    """The cases of a tier and those before it, whose names fit a pattern."""
+    """Select the cases of a tier and the tiers before it whose names match a pattern."""
     tiers = TIERS[: TIERS.index(tier) + 1]
     return [case for case in CASES if case.tier in tiers and position(case.name, only) is not None]
 
@@ -132,48 +137,48 @@ def resources(journal: Journal, only: str | Sequence[str] = "*") -> None:
     recorded = {kernel_name(line): line for line in (read(place).kernels() if place.is_dir() else ())}
     for row in document["rows"]:
         line = {"kind": "resources", "triton": document["triton"], **row}
-        before = recorded.get(kernel_name(row), {})
+        recorded_line = recorded.get(kernel_name(row), {})
         if position(kernel_name(row), only) is None:
             continue
-        if any(before.get(key) != line[key] for key in line):
+        if any(recorded_line.get(key) != line[key] for key in line):
             journal.write(line)
 
 
 def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Measure every contender of a case. Returns their figures and facts about the work."""
-    who, work = makers(case)
+    contender_makers, work = make_contenders(case)
     with no_launches():
-        figures = interleaved(who, WallClock(), seconds, least=5)
-        peak = grown(who[OURS]())
+        figures = time_interleaved(contender_makers, WallClock(), seconds, least=5)
+        peak = measure_growth(contender_makers[OURS]())
     contenders = {name: figure.rounded(samples=name == OURS) for name, figure in figures.items()}
     if peak is not None:
         contenders[OURS]["peak_bytes"] = peak
     return contenders, work
 
 
-def makers(case: HostCase) -> tuple[Makers, dict[str, Any]]:
-    """Functions that prepare one execution of a case, by contender; and facts about the work."""
-    return {"mask": _masks, "plan": _plans}.get(case.what, _call)(case)
+def make_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
+    """Return functions that prepare one execution of a case, by contender, and facts about the work."""
+    return {"mask": _mask_contenders, "plan": _plan_contenders}.get(case.operation, _call_contenders)(case)
 
 
-def _masks(case: HostCase) -> tuple[Makers, dict[str, Any]]:
+def _mask_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     plain: Any = MASKS[case.mask].plain(case.seq, CPU)
     length = (case.seq, case.seq)
-    functions: Makers = {OURS: lambda: lambda: _mask(case)}
-    if case.seq <= 4096:  # torch's way takes memory by the square of the length
+    functions: Makers = {OURS: lambda: lambda: _make_mask(case)}
+    if case.seq <= 4096:  # torch's builder takes memory quadratic in the length
         functions["torch"] = lambda: (
             lambda: torch_flex.create_block_mask(plain, None, None, *length, device="cpu")
         )
     return functions, {}
 
 
-def _mask(case: HostCase) -> Mask:
+def _make_mask(case: HostCase) -> Mask:
     closed: Any = MASKS[case.mask].closed(case.seq)
     return create_block_mask(closed, 1, 1, case.seq, case.seq)
 
 
-def _plans(case: HostCase) -> tuple[Makers, dict[str, Any]]:
-    mask = _mask(case)
+def _plan_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
+    mask = _make_mask(case)
 
     def plan() -> None:
         result = build(mask, case.world, schedule=case.schedule)
@@ -182,14 +187,14 @@ def _plans(case: HostCase) -> tuple[Makers, dict[str, Any]]:
         result.tables(buffer=first)
 
     result = build(mask, case.world, schedule=case.schedule)
-    sent = [result.for_rank(rank).bytes_sent(**LAYER, backward=False) for rank in range(case.world)]
-    work: dict[str, Any] = {"imbalance": round(result.imbalance, 5), "wire_bytes": max(sent)}
+    rank_bytes = [result.for_rank(rank).bytes_sent(**LAYER, backward=False) for rank in range(case.world)]
+    work: dict[str, Any] = {"imbalance": round(result.imbalance, 5), "wire_bytes": max(rank_bytes)}
     if case.world <= 64:
-        work |= {"rank_work": [round(x) for x in result.work], "rank_bytes": sent}
+        work |= {"rank_work": [round(x) for x in result.work], "rank_bytes": rank_bytes}
     return {OURS: lambda: plan}, work
 
 
-def _call(case: HostCase) -> tuple[Makers, dict[str, Any]]:
+def _call_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     world: Any = simulate(case.world)
     score = MASKS[case.mask].score(4, CPU)
     heads, dim = (4, 2, 2), 64
@@ -201,7 +206,7 @@ def _call(case: HostCase) -> tuple[Makers, dict[str, Any]]:
         def forward() -> Any:
             return flex_attention(q, k, v, score, closed, enable_gqa=True)
     else:
-        plan = world.make_plan(_mask(case), schedule=case.schedule)
+        plan = world.make_plan(_make_mask(case), schedule=case.schedule)
         shards = [[x.requires_grad_() for x in world.shard(x, plan, dim=2)] for x in unsharded]
         leaves = [x for shard in shards for x in shard]
 
@@ -213,7 +218,7 @@ def _call(case: HostCase) -> tuple[Makers, dict[str, Any]]:
         douts = [torch.ones_like(x) for x in outs] if isinstance(outs, list) else torch.ones_like(outs)
         return lambda: torch.autograd.grad(outs, leaves, douts)
 
-    return {OURS: (lambda: forward) if case.what == "forward" else backward}, {}
+    return {OURS: (lambda: forward) if case.operation == "forward" else backward}, {}
 
 
 @contextmanager
@@ -225,20 +230,20 @@ def no_launches() -> Iterator[None]:
         yield
 
 
-def grown(run: Run) -> int | None:
-    """Measure the bytes by which this process grows at most while ``run`` runs; None except on Linux."""
+def measure_growth(run: Run) -> int | None:
+    """Measure the peak growth of this process, in bytes, while ``run`` runs; None except on Linux."""
     status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if not reset.exists():
         return None
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # so that allocations do not reuse free memory of the process
     reset.write_text("5")
-    before = _kilobytes(status, "VmRSS")
+    initial = _read_kilobytes(status, "VmRSS")
     result = run()
-    peak = _kilobytes(status, "VmHWM")
+    peak = _read_kilobytes(status, "VmHWM")
     del result
-    return max(0, peak - before) * 1024
+    return max(0, peak - initial) * 1024
 
 
-def _kilobytes(status: Path, name: str) -> int:
+def _read_kilobytes(status: Path, name: str) -> int:
     return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))

@@ -13,7 +13,7 @@ def points(report: dict[str, Any]) -> list[Point]:
     """Read a report of `pytest --benchmark-json`: a point for each benchmark.
 
     A benchmark may describe itself in ``extra_info``: "series" (device, power_limit, clocks), "env" and
-    "tags", as perf/bench.py does; else the series is the CPU's, and only the test's name is known. Raises
+    "tags", as perf/bench.py does; else the series is the CPU's, and there is only the test's name. Raises
     KeyError, TypeError, ValueError or AttributeError for other JSON.
 
     >>> stats = {"median": 0.002, "q1": 0.0019, "q3": 0.0021, "rounds": 9}
@@ -31,10 +31,10 @@ def points(report: dict[str, Any]) -> list[Point]:
     device = machine.get("cpu", {}).get("brand_raw") or machine.get("processor") or "CPU"
     imported = []
     for bench in report["benchmarks"]:
-        said = bench.get("extra_info", {})
-        series = Series(**said["series"]) if "series" in said else Series(device)
-        tags = {"pass": "benchmark", **said.get("tags", {})}
-        env_of_bench = env | said.get("env", {})
+        extra_info = bench.get("extra_info", {})
+        series = Series(**extra_info["series"]) if "series" in extra_info else Series(device)
+        tags = {"pass": "benchmark", **extra_info.get("tags", {})}
+        env_of_bench = env | extra_info.get("env", {})
         took = {OURS: _figures(bench["stats"])}
         point = Point(run, report["datetime"], bench["fullname"], series, env_of_bench, took, tags)
         imported.append(point_of(point.as_line()))
@@ -42,7 +42,7 @@ def points(report: dict[str, Any]) -> list[Point]:
 
 
 def _figures(stats: dict[str, Any]) -> dict[str, Any]:
-    """Milliseconds from seconds; samples if they were saved."""
+    """Convert seconds to milliseconds; with samples if the report has them."""
     names = {"ms": "median", "low": "q1", "high": "q3"}
     figures: dict[str, Any] = {name: round(1e3 * stats[column], 6) for name, column in names.items()}
     if stats.get("data"):

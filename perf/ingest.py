@@ -1,7 +1,7 @@
 """`tritoncp perf ingest`: adds the results of `make gpu` in a folder to the repository.
 
 Lines of histories are added to a history that does not hold them yet.  Tile shapes that beat the rule are
-shipped, if the journal of `tritoncp autotune` (see tritoncp/tune/journal.py) holds a right answer and times
+shipped, if the journal of `tritoncp autotune` (see tritoncp/tuning/journal.py) holds a right answer and times
 for them; and forward routes that beat the loops in lines of cases (see route_choices.py).  Unreadable lines
 are named and left out.
 """
@@ -18,26 +18,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritoncp import tuned
-from tritoncp.checked_json import parse_json
-from tritoncp.paths import HISTORY_FILE, checked_name, path_inside
+from tritoncp.core.checked_json import parse_json
+from tritoncp.core.paths import HISTORY_FILE, checked_name, path_inside
+from tritoncp.ops import tile_tables
+from tritoncp.ops.tile_tables import Device
 from tritoncp.perf.lines import finite
-from tritoncp.perf.record import Problem, checked, files, merge, same_line
+from tritoncp.perf.record import Problem, files, merge, parse_lines, same_line
 from tritoncp.perf.route_choices import DAY, RouteChoice, choices_of
-from tritoncp.tuned import Device
 
 KINDS = ("case", "left out", "resources")
 Config = tuple[tuple[str, Any], ...]  # sorted items
 
 
 class Choice(NamedTuple):
-    """When tiles were chosen, and the entry about them; None = those of the rule."""
+    """The time of a choice of tiles and its entry; None: the tiles of the rule."""
 
     time: str
     entry: dict[str, Any] | None
 
 
-Choices = dict[tuple[Any, ...], Choice]  # by tuned.entry_key(entry)
+Choices = dict[tuple[Any, ...], Choice]  # by tile_tables.entry_key(entry)
 
 
 class Ingested(NamedTuple):
@@ -57,33 +57,33 @@ class Refused(Exception):
 def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
     """Import the files of a folder: ``*.jsonl`` into ``history``, wins in ``configs/`` into ``configs``.
 
-    Everything is read and every place to write to is known before anything is written. Doing it again changes
-    nothing. Raises FileNotFoundError where there is neither, Refused for links and anything but plain files,
+    All files are read and all output paths checked before the first write. A second import changes nothing.
+    Raises FileNotFoundError where the folder has neither, Refused for links and anything but plain files,
     for names that are not allowed in file names, for journals with lines that no version of tritoncp autotune
     writes (nested deeply, NaN), and where a link leads out of ``history`` or ``configs``.
     """
     lines, journals = sorted(folder.glob("*.jsonl")), sorted((folder / "configs").glob("*/*.jsonl"))
     if not lines and not journals:
-        raise FileNotFoundError(f"{folder} holds no *.jsonl and no configs/*/*.jsonl: nothing of make gpu's")
+        raise FileNotFoundError(f"{folder} holds no *.jsonl and no configs/*/*.jsonl: no results of make gpu")
     for path in (*lines, *journals):
         _check_plain(path, folder)
     problems: list[Problem] = []
-    good = {_history_file(history, path): list(_good(path, problems)) for path in lines}
+    good = {_history_file(history, path): list(_read_valid_lines(path, problems)) for path in lines}
     chosen: dict[tuple[Device, str], Choices] = defaultdict(dict)
     for path in journals:
         for run in runs(path, problems):
-            of = Device(run.facts["arch"], run.facts["device"]), run.facts["triton"]
-            _choose(run, chosen[of], problems)
+            target = Device(run.facts["arch"], run.facts["device"]), run.facts["triton"]
+            _update_choices(run, chosen[target], problems)
     for rows in good.values():
         for route in choices_of(rows):
-            _choose_route(route, chosen[route.device, route.triton])
-    places = {of: _config_file(configs, *of) for of in chosen}
-    counts = [_keep(path, rows) for path, rows in good.items()]
+            _update_route(route, chosen[route.device, route.triton])
+    places = {target: _config_file(configs, *target) for target in chosen}
+    counts = [_append_lines(path, rows) for path, rows in good.items()]
     shipped = {}
     for (device, triton), choices in chosen.items():
         path, changes = places[device, triton], (0, 0)
         try:
-            changes = _shipped(choices, configs, device, triton)
+            changes = _write_choices(choices, configs, device, triton)
         except (ValueError, RecursionError) as error:
             problems.append(Problem(path, 1, f"{error}; mend or remove it, and ingest again"))
         if any(changes):
@@ -93,7 +93,7 @@ def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
 
 
 def _check_plain(path: Path, folder: Path) -> None:
-    """Raises Refused unless a file is a plain one, in folders that are no links."""
+    """Raise Refused unless a file is a plain file, in folders that are no links."""
     for level in (path, *path.parents):
         if level == folder:
             break
@@ -104,7 +104,7 @@ def _check_plain(path: Path, folder: Path) -> None:
 
 
 def _history_file(history: Path, source: Path) -> Path:
-    """The history file for the lines of a file."""
+    """Return the history file for the lines of a file."""
     try:
         name = checked_name(source.name, HISTORY_FILE, "history file", "2026-01-01-nvidia-h200.jsonl")
         path = path_inside(history, history / name)
@@ -116,16 +116,16 @@ def _history_file(history: Path, source: Path) -> Path:
 
 
 def _config_file(configs: Path, device: Device, triton: str) -> Path:
-    """The file for the tile shapes of a device."""
+    """Return the file for the tile shapes of a device."""
     try:
-        return path_inside(configs, tuned.path_in(configs, device, triton))
+        return path_inside(configs, tile_tables.path_in(configs, device, triton))
     except ValueError as error:
         raise Refused(str(error)) from error
 
 
-def _good(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
-    """The lines of one file that a history holds."""
-    for number, line in checked(path):
+def _read_valid_lines(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file that belong in a history; report the rest as problems."""
+    for number, line in parse_lines(path):
         if isinstance(line, str):
             problems.append(Problem(path, number, line))
         elif line["kind"] not in KINDS:
@@ -134,11 +134,11 @@ def _good(path: Path, problems: list[Problem]) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def _keep(path: Path, good: list[dict[str, Any]]) -> tuple[int, int]:
+def _append_lines(path: Path, good: list[dict[str, Any]]) -> tuple[int, int]:
     """Add lines to a file of the history. Returns the numbers added and already present."""
     path.parent.mkdir(parents=True, exist_ok=True)
     siblings = [other for other in files([path.parent]) if other.name != path.name]
-    lines = (line for other in siblings for _, line in checked(other))
+    lines = (line for other in siblings for _, line in parse_lines(other))
     stored = {same_line(line) for line in lines if not isinstance(line, str)}
     added = merge(path, [line for line in good if same_line(line) not in stored])
     return added, len(good) - added
@@ -159,17 +159,17 @@ class Evidence:
     times: dict[int, dict[Config, float]] = field(default_factory=lambda: defaultdict(dict))
 
     def choice(self) -> tuple[Config, float, float] | None:
-        """The choice of tritoncp autotune among checked configs: a config, its time, and the rule's."""
+        """Choose among checked configs as tritoncp autotune does: a config, its time, and the rule's time."""
         for turn in sorted(self.times, reverse=True):
             right = {c: ms for c, ms in self.times[turn].items() if self.wrong.get(c, "unknown") is None}
             if self.rule in right and len(right) > 1:
                 fastest = min(right, key=right.__getitem__)
-                won = right[self.rule] / right[fastest] > tuned.WIN
+                won = right[self.rule] / right[fastest] > tile_tables.WIN
                 return fastest if won else self.rule, right[fastest], right[self.rule]
         return None
 
     def unchecked(self) -> list[Config]:
-        """Configs that were timed and not checked."""
+        """List the configs that were timed and not checked."""
         timed = dict.fromkeys(c for times in self.times.values() for c in times)
         return [config for config in timed if config not in self.wrong]
 
@@ -185,91 +185,91 @@ class Run:
 
 
 def runs(path: Path, problems: list[Problem]) -> Iterator[Run]:
-    """The runs in a journal, each as far as it can be read. Raises Refused for a journal that no version of
-    tritoncp autotune has written."""
+    """Read the runs in a journal, each as far as it can be read. Raises Refused for a journal that no version
+    of tritoncp autotune has written."""
     runs_read: list[Run] = []
     current, orphans = False, []
     for number, text in enumerate(path.read_bytes().splitlines(), 1):
         if not text.strip():
             continue
         try:
-            line = _line(path, number, text)
+            line = _parse_line(path, number, text)
             if line["stage"] == "begin":
                 current = False
-                runs_read.append(_begun(path, number, line))
+                runs_read.append(_start_run(path, number, line))
                 current = True
             elif current:
-                _read(runs_read[-1], number, line)
+                _add_evidence(runs_read[-1], number, line)
             else:
                 orphans.append(number)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            problems.append(Problem(path, number, f"not a line of tritoncp autotune: {what}"))
+            detail = f"{type(error).__name__}: {error}"
+            problems.append(Problem(path, number, f"not a line of tritoncp autotune: {detail}"))
     if orphans:
         why = f"{len(orphans)} lines from here on belong to a run whose beginning cannot be read"
         problems.append(Problem(path, orphans[0], why))
     yield from runs_read
 
 
-def _line(path: Path, number: int, text: bytes) -> Any:
+def _parse_line(path: Path, number: int, text: bytes) -> Any:
     """Parse a line. Raises ValueError for one that is cut off."""
     try:
         line = parse_json(text)
     except json.JSONDecodeError:
         raise
     except ValueError as error:
-        raise _foreign(path, number, str(error)) from error
+        raise _refuse_line(path, number, str(error)) from error
     if not finite(line):
-        raise _foreign(path, number, "a number is NaN or infinite")
+        raise _refuse_line(path, number, "a number is NaN or infinite")
     return line
 
 
-def _foreign(path: Path, number: int, why: str) -> Refused:
+def _refuse_line(path: Path, number: int, why: str) -> Refused:
     return Refused(f"{path}:{number}: {why}; no tritoncp autotune wrote this: remove the file")
 
 
-def _begun(path: Path, number: int, line: dict[str, Any]) -> Run:
-    """The run that a line begins. Raises Refused for an architecture or a Triton that no file may be called
-    after."""
+def _start_run(path: Path, number: int, line: dict[str, Any]) -> Run:
+    """Read the run that a line begins. Raises Refused for an architecture or a Triton version that is not
+    allowed in a file name."""
     facts = {name: line["about"][name] for name in ("device", "arch", "triton", "code")}
     if not all(isinstance(value, str) and value for value in facts.values()):
         raise ValueError("device, arch, triton and code have to be text")
     try:
-        tuned.path_in(Path(), Device(facts["arch"], facts["device"]), facts["triton"])
+        tile_tables.path_in(Path(), Device(facts["arch"], facts["device"]), facts["triton"])
     except ValueError as error:
         raise Refused(f"{path}:{number}: {error}") from error
-    began = _positive(line["time"])
-    if began > time.time() + DAY:  # what it says would count as newest for ever
+    began = _require_positive(line["time"])
+    if began > time.time() + DAY:  # its choices would count as the newest for ever
         raise ValueError(f"the run began in the future: {began:g} seconds after 1970")
     return Run(path, facts, began)
 
 
-def _read(run: Run, number: int, line: dict[str, Any]) -> None:
+def _add_evidence(run: Run, number: int, line: dict[str, Any]) -> None:
     """Add a line to the evidence of a run."""
     stage, name = line["stage"], line["target"]
     if stage == "target":
-        tuned.check({**line["entry"], "config": line["rule"]})
-        of = run.targets.setdefault(name, Evidence(number))
-        of.entry, of.rule = line["entry"], _items(line["rule"])
+        tile_tables.check({**line["entry"], "config": line["rule"]})
+        evidence = run.targets.setdefault(name, Evidence(number))
+        evidence.entry, evidence.rule = line["entry"], _sorted_items(line["rule"])
         return
-    config, result = _items(line["config"]), line["found"]
+    config, result = _sorted_items(line["config"]), line["found"]
     hash((name, config))
     if stage == "check":
         if result["wrong"] is not None and not isinstance(result["wrong"], str):
             raise TypeError("wrong is neither null nor a reason")
         run.targets.setdefault(name, Evidence(number)).wrong[config] = result["wrong"]
     elif stage == "time":
-        turn, ms = int(line["turn"]), _positive(result["ms"])
+        turn, ms = int(line["turn"]), _require_positive(result["ms"])
         run.targets.setdefault(name, Evidence(number)).times[turn][config] = ms
     elif stage not in ("compile", "steps") or not isinstance(result, dict):
         raise ValueError(f"there is no stage {stage!r}")
 
 
-def _items(config: dict[str, Any]) -> Config:
+def _sorted_items(config: dict[str, Any]) -> Config:
     return tuple(sorted(config.items()))
 
 
-def _positive(x: Any) -> float:
+def _require_positive(x: Any) -> float:
     if type(x) not in (int, float) or not 0 < x <= sys.float_info.max:
         raise ValueError(f"{x!r} is no positive number")
     return float(x)
@@ -278,72 +278,76 @@ def _positive(x: Any) -> float:
 # -- tile shapes ---------------------------------------------------------------------------------------------
 
 
-def _choose(run: Run, choices: Choices, problems: list[Problem]) -> None:
-    """Replace the choices of older runs by those of a run."""
+def _update_choices(run: Run, choices: Choices, problems: list[Problem]) -> None:
+    """Replace the choices of older runs by the choices of a run."""
     when = datetime.datetime.fromtimestamp(run.time, datetime.UTC).isoformat(timespec="seconds")
-    for name, of in run.targets.items():
-        for config in of.unchecked():
+    for name, evidence in run.targets.items():
+        for config in evidence.unchecked():
             why = f"{name}: {dict(config)} was timed, and no line says that its answer is right"
-            problems.append(Problem(run.path, of.line, why))
-        if not of.entry:
-            problems.append(Problem(run.path, of.line, f"{name}: the line that says what it is is not there"))
+            problems.append(Problem(run.path, evidence.line, why))
+        if not evidence.entry:
+            problems.append(
+                Problem(run.path, evidence.line, f"{name}: the line that describes this target is missing")
+            )
             continue
-        if (choice := of.choice()) is None:
+        if (choice := evidence.choice()) is None:
             continue
         config, ms, rule_ms = choice
         took = {"ms": ms, "rule_ms": rule_ms, "time": when, "code": run.facts["code"]}
-        entry = {**of.entry, "config": dict(config), **took}
+        entry = {**evidence.entry, "config": dict(config), **took}
         try:
-            tuned.check(entry)
+            tile_tables.check(entry)
         except (ValueError, KeyError, TypeError) as error:
-            problems.append(Problem(run.path, of.line, f"{name}: {error}"))
+            problems.append(Problem(run.path, evidence.line, f"{name}: {error}"))
             continue
-        key = tuned.entry_key(entry)
+        key = tile_tables.entry_key(entry)
         if key not in choices or choices[key].time <= when:
-            choices[key] = Choice(when, None if config == of.rule else entry)
+            choices[key] = Choice(when, None if config == evidence.rule else entry)
 
 
-def _choose_route(route: RouteChoice, choices: Choices) -> None:
+def _update_route(route: RouteChoice, choices: Choices) -> None:
     """Replace the route of an older journal by one from lines of cases."""
     if route.key not in choices or choices[route.key].time <= route.time:
         choices[route.key] = Choice(route.time, route.entry)
 
 
-def _shipped(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
+def _write_choices(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
     """Write the winning entries to the shipped file, and remove older entries that no longer beat the rule.
     Returns the numbers of both. Raises ValueError for a file that cannot be read, and the errors of
-    :func:`tuned.locked`."""
-    path = tuned.path_in(configs, device, triton)
+    :func:`tile_tables.locked`."""
+    path = tile_tables.path_in(configs, device, triton)
     if not path.exists() and all(entry is None for _, entry in choices.values()):
         return 0, 0
-    with tuned.locked(path):
-        return _merged(path, choices, configs, device, triton)
+    with tile_tables.locked(path):
+        return _merge_choices(path, choices, configs, device, triton)
 
 
-def _merged(path: Path, choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
-    """Merge choices into a shipped file whose lock is held. Returns the numbers written and removed."""
-    old = _entries_of(path)
+def _merge_choices(
+    path: Path, choices: Choices, configs: Path, device: Device, triton: str
+) -> tuple[int, int]:
+    """Merge choices into a shipped file, under its lock. Returns the numbers written and removed."""
+    old = _read_entries(path)
     times = {key: str(entry.get("time", "")) for key, entry in old.items()}
     newer = {key for key, choice in choices.items() if times.get(key, "") > choice.time}
     new = [
         entry
         for key, (_, entry) in choices.items()
-        if entry is not None and key not in newer and not _covers(old.get(key), entry)
+        if entry is not None and key not in newer and not _keeps_route(old.get(key), entry)
     ]
     drop = {key for key, (_, entry) in choices.items() if entry is None} & set(old) - newer
     if new or drop:
-        tuned.write(configs, device, new, {}, triton, drop)
+        tile_tables.write(configs, device, new, {}, triton, drop)
     return len(new), len(drop)
 
 
-def _covers(old: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
+def _keeps_route(old: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
     """Whether the old entry equals the new one, or has the same route with tuned tiles, which lines of cases
     do not measure."""
     bare = entry["kernel"] == "route" and set(entry["config"]) == {"ROUTE"}
     return old == entry or bool(bare and old and old["config"]["ROUTE"] == entry["config"]["ROUTE"])
 
 
-def _entries_of(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+def _read_entries(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Read the entries of a file of tile shapes. Raises ValueError for one that cannot be read, which is then
     not replaced."""
-    return {tuned.entry_key(entry): entry for entry in tuned.read(path)} if path.exists() else {}
+    return {tile_tables.entry_key(entry): entry for entry in tile_tables.read(path)} if path.exists() else {}

@@ -1,6 +1,6 @@
-"""Checks of lines of JSON from unknown sources: the fields that a measurement must have.
+"""Checks that lines of JSON from unknown sources have the fields of a measurement.
 
-They raise plain errors; the caller decides how to treat a line that is no measurement.
+They raise plain errors; the caller decides how to treat such a line.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_measurement(line: dict[str, Any]) -> None:
             raise TypeError(f"{name} is not an object")
     for name in ("ceilings", "goal"):
         if not all(map(_positive, line.get(name, {}).values())):
-            raise ValueError(f"{name} holds what is no positive number")
+            raise ValueError(f"{name} has a value that is no positive number")
     _check_work(line.get("work", {}))
     contenders = [
         {k: v for k, v in figures.items() if k != "errors"} for figures in line["contenders"].values()
@@ -47,14 +47,14 @@ def check_measurement(line: dict[str, Any]) -> None:
 
 
 def _check_work(work: dict[str, Any]) -> None:
-    """Raise TypeError unless amounts are numbers, and those of ranks lists with one number for each rank."""
+    """Raise TypeError unless amounts are numbers, and amounts by rank lists with one number for each rank."""
     ranks = {name: work[name] for name in ("rank_work", "rank_bytes") if name in work}
     lists = all(isinstance(amounts, list) for amounts in ranks.values())
     if not lists or len({len(amounts) for amounts in ranks.values()}) > 1 or len(ranks) == 1:
         raise TypeError("work holds rank_work and rank_bytes that are not one number for each rank")
     amounts = [*itertools.chain(*ranks.values()), *(work[name] for name in work if name not in ranks)]
     if not all(map(_is_number, amounts)):
-        raise TypeError("work holds what is no number")
+        raise TypeError("work has a value that is no number")
 
 
 def _check_figures(name: str, figures: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ import torch
 import triton
 
 import tritoncp
-from tritoncp import tuned
 from tritoncp.kernels.toolchain import ptxas_for
+from tritoncp.ops import tile_tables
 from tritoncp.perf.record import Series
 
 _STATE = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
@@ -23,7 +23,7 @@ INTERPRETED = "cpu, interpreted"
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Versions, driver, commit and digest of the code: attributes in which points of a series may differ."""
+    """Collect versions, driver, commit and digest of the code: attributes of a point."""
     package = Path(tritoncp.__file__).resolve().parent
     facts: dict[str, Any] = {
         "python": platform.python_version(),
@@ -34,16 +34,16 @@ def environment(device: torch.device) -> dict[str, Any]:
         "sources": sources(package),
     }
     if device.type == "cuda":
-        facts["arch"] = tuned.device_of(device).arch
+        facts["arch"] = tile_tables.device_of(device).arch
         facts["cuda"] = torch.version.cuda or torch.version.hip
         facts["cudnn"] = torch.backends.cudnn.version()
-        facts["driver"] = _asked(device, "driver_version").get("driver_version")
-        facts["ptxas"] = _ptxas(facts["arch"])
+        facts["driver"] = _query_gpu(device, "driver_version").get("driver_version")
+        facts["ptxas"] = _ptxas_version(facts["arch"])
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def _ptxas(arch: str) -> str | None:
-    """The version of the ptxas that Triton runs for an architecture; None where there is none."""
+def _ptxas_version(arch: str) -> str | None:
+    """Return the version of the ptxas that Triton runs for an architecture; None where there is none."""
     try:
         return ptxas_for(arch).version
     except LookupError:
@@ -51,16 +51,16 @@ def _ptxas(arch: str) -> str | None:
 
 
 def series(device: torch.device, clocks: str | None = None) -> Series:
-    """The device, its power limit and its clocks policy: ``clocks`` if not None, else whether application
-    clocks are set. Locked clocks cannot be read from a device: pass them as ``clocks``."""
+    """Describe the device, its power limit and its clocks policy: ``clocks`` if not None, else whether
+    application clocks are set. Locked clocks cannot be read from a device: pass them as ``clocks``."""
     if device.type != "cuda":
         return Series(INTERPRETED)
-    limit = _asked(device, "power.limit").get("power.limit", "")
-    return Series(torch.cuda.get_device_name(device), limit, clocks or _policy(device))
+    limit = _query_gpu(device, "power.limit").get("power.limit", "")
+    return Series(torch.cuda.get_device_name(device), limit, clocks or _clocks_policy(device))
 
 
 def processor() -> str:
-    """The CPU's model.
+    """Return the model of the CPU.
 
     >>> bool(processor())
     True
@@ -74,21 +74,21 @@ def processor() -> str:
 
 
 def commit(folder: Path) -> str | None:
-    """The commit a folder is at, with a + if Python files differ from it; None where there is no git."""
-    head = _said("git", "-C", str(folder), "rev-parse", "HEAD")
-    changed = head and _said("git", "-C", str(folder), "status", "--porcelain", "-uno", "--", "*.py")
+    """Return the commit of a folder, with a + if Python files differ from it; None without git."""
+    head = _run_command("git", "-C", str(folder), "rev-parse", "HEAD")
+    changed = head and _run_command("git", "-C", str(folder), "status", "--porcelain", "-uno", "--", "*.py")
     return f"{head}+" if changed else head
 
 
 def state(device: torch.device) -> dict[str, str]:
-    """Clock, power and temperature of the GPU, and the bit mask of reasons that hold its clock back (0: no
-    reason). Empty without nvidia-smi."""
-    return _asked(device, *_STATE)
+    """Read clock, power and temperature of the GPU, and the bit mask of reasons that throttle its clock
+    (0: none). Empty without nvidia-smi."""
+    return _query_gpu(device, *_STATE)
 
 
 def sources(package: Path) -> str:
-    """A digest of the package's Python files, which identifies the code without git."""
-    folders = (package, package / "kernels", package / "perf")  # the last two are links in a checkout
+    """Compute a digest of the package's Python files, which identifies the code without git."""
+    folders = (package, package / "kernels", package / "perf")  # links in a checkout: kernels and perf
     files = {path.relative_to(package): path for folder in folders for path in folder.rglob("*.py")}
     digest = hashlib.sha256()
     for name in sorted(files):
@@ -97,10 +97,10 @@ def sources(package: Path) -> str:
 
 
 class Brakes:
-    """Whether heat or a power brake is slowing a GPU down, by NVIDIA's management library.
+    """Throttling of a GPU by heat or a power brake, read from NVIDIA's management library.
 
-    A power cap alone is no brake: large GPUs run into theirs in every long product. Without the library
-    (another vendor) nothing is ever seen.
+    A power cap alone does not count: large GPUs reach it in every long matrix product. Without the library
+    (another vendor) no throttling is reported.
     """
 
     _REASONS = 0x8 | 0x20 | 0x40 | 0x80  # hardware slowdown, software thermal, hardware thermal, power brake
@@ -112,38 +112,38 @@ class Brakes:
             library = ctypes.CDLL("libnvidia-ml.so.1")
         except OSError:
             return
-        name = _identity(device).encode()
+        name = _gpu_uuid(device).encode()
         if not (library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._handle))):
             self._library = library
 
     def on(self) -> bool:
-        # (The driver may call it by its newer name alone one day.)
-        ask = getattr(self._library, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
-        if ask is None:
+        # A later driver may have only the newer name of this function.
+        query = getattr(self._library, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
+        if query is None:
             return False
         reasons = ctypes.c_ulonglong()
-        failed = ask(self._handle, ctypes.byref(reasons))
+        failed = query(self._handle, ctypes.byref(reasons))
         return not failed and bool(reasons.value & self._REASONS)
 
 
-def _identity(device: torch.device) -> str:
-    """As NVIDIA's tools name a GPU, whatever CUDA_VISIBLE_DEVICES shows of them."""
+def _gpu_uuid(device: torch.device) -> str:
+    """Return the UUID by which NVIDIA's tools name a GPU, which CUDA_VISIBLE_DEVICES does not change."""
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def _policy(device: torch.device) -> str:
-    clocks = _asked(device, *_CLOCKS)
+def _clocks_policy(device: torch.device) -> str:
+    clocks = _query_gpu(device, *_CLOCKS)
     chosen, default = (clocks.get(name, "") for name in _CLOCKS)
     return "default" if chosen == default else chosen
 
 
-def _asked(device: torch.device, *fields: str) -> dict[str, str]:
+def _query_gpu(device: torch.device, *fields: str) -> dict[str, str]:
     query = "--query-gpu=" + ",".join(fields)
-    answer = _said("nvidia-smi", f"--id={_identity(device)}", query, "--format=csv,noheader")
+    answer = _run_command("nvidia-smi", f"--id={_gpu_uuid(device)}", query, "--format=csv,noheader")
     return dict(zip(fields, (part.strip() for part in answer.split(",")))) if answer else {}
 
 
-def _said(*command: str) -> str | None:
+def _run_command(*command: str) -> str | None:
     """Run a command and return its output; None where the command is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -13,23 +13,23 @@ from typing import Any
 
 import torch
 
-from tritoncp.masks import create_block_mask, full_mask
+from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.perf import baselines, check, machine
 from tritoncp.perf.baselines import FLEX, Contender
 from tritoncp.perf.cases import GOALS, MASKS, SEARCHED, Case, position
 from tritoncp.perf.record import OURS, Journal, Point
-from tritoncp.perf.timing import Clock, DeviceClock, Figure, GroupClock, Run, WallClock, interleaved
+from tritoncp.perf.timing import Clock, DeviceClock, Figure, GroupClock, Run, WallClock, time_interleaved
 from tritoncp.perf.work import Shape, Work, of_plan
-from tritoncp.plan import build
+from tritoncp.planning.plan import build
 
 QUICK = ["flex", "flex prescale", "flex tma", "flex flash"]
 THOROUGH = ["flex prescale tma", "flex max-autotune"]
 assert set(FLEX) == {*QUICK, *THOROUGH}
-LOST = torch.AcceleratorError.__name__  # of a launch that failed on the device itself
+LOST = torch.AcceleratorError.__name__  # a launch that failed on the device
 
 
 class DeviceLost(RuntimeError):
-    """Raised where a launch failed on the device, which this process then cannot use any more."""
+    """Raised where a launch failed on the device; this process cannot use the device any more."""
 
 
 @dataclass
@@ -39,10 +39,10 @@ class Bench:
     journal:  receives each case when it is measured
     deadline: time.monotonic() by which the run should end; later problems are left out
     seconds:  time for the rounds of one case
-    options:  kernel options to try tritoncp with, besides its own choice
+    options:  kernel options to time tritoncp with, besides its own choice
     group:    the ranks that measure cases of several ranks together; None for one device
     done:     points of the run that is resumed: their cases are not measured again
-    patterns: patterns of the names of contenders that take part, besides tritoncp
+    patterns: patterns of contenders' names to run, besides tritoncp
     """
 
     device: torch.device
@@ -64,30 +64,30 @@ class Bench:
         return clock if self.group is None else GroupClock(clock, self.device)
 
     def run(self, cases: Sequence[Case]) -> None:
-        """Measure every case with contenders that compile fast; then those that compile slowly, against the
-        best of the fast ones."""
-        groups = self._problems(self._left(cases))
+        """Measure every case with contenders that compile fast; then the contenders that compile slowly,
+        against the best of the fast ones."""
+        groups = self._group_problems(self._select_unmeasured(cases))
         slowest = 0.0
         for group in groups:
-            slowest = max(slowest, self._in_time(group, self._variants(group[0]), slowest))
+            slowest = max(slowest, self._measure_in_budget(group, self._select_variants(group[0]), slowest))
         first: dict[str, list[Case]] = {}
         for group in groups:
             if group[0].tier == "core" and group[0].mask in self.best:
                 first.setdefault(group[0].mask, group)
         thorough = self.device.type == "cuda" and any(self._takes_part(name) for name in THOROUGH)
         for mask, group in first.items() if thorough else ():
-            slowest = max(slowest, self._in_time(group, [*self.best[mask], *THOROUGH], slowest))
+            slowest = max(slowest, self._measure_in_budget(group, [*self.best[mask], *THOROUGH], slowest))
 
     def warm(self, cases: Sequence[Case]) -> None:
         """Run the selected contenders once, so that their kernels are in the compilers' caches."""
-        for group in self._problems(cases):
+        for group in self._group_problems(cases):
             case, passes = group[0], [case.which for case in group]
             tensors = baselines.inputs(case, self.device)
-            for name, make in self._contenders(case, tensors, self._variants(case)).items():
+            for name, make in self._contenders(case, tensors, self._select_variants(case)).items():
                 if position(name, self.patterns) is not None and time.monotonic() < self.deadline:
-                    self._tell(case, name, self._checked(case, make, None, passes)[1])
+                    self._report_check(case, name, self._check_contender(case, make, None, passes)[1])
 
-    def _problems(self, cases: Sequence[Case]) -> list[list[Case]]:
+    def _group_problems(self, cases: Sequence[Case]) -> list[list[Case]]:
         """Group the cases by problem; on a CPU they are shrunk."""
         sized = [case.shrunk() for case in cases] if self.device.type == "cpu" else cases
         return [list(group) for _, group in itertools.groupby(sized, key=lambda case: case.problem)]
@@ -101,7 +101,7 @@ class Bench:
         makers = baselines.contenders(case, tensors, variants, self.options, self.group)
         return {name: make for name, make in makers.items() if self._takes_part(name)}
 
-    def _left(self, cases: Sequence[Case]) -> list[Case]:
+    def _select_unmeasured(self, cases: Sequence[Case]) -> list[Case]:
         """Select the cases that the resumed run has not measured, and note its best flex variants."""
         measured = {point.case: point for point in self.done}
         for case in cases:
@@ -115,14 +115,14 @@ class Bench:
                 self.best.setdefault(case.mask, [min(flex, key=flex.__getitem__)])
         return [case for case in cases if case.name not in measured]
 
-    def _variants(self, case: Case) -> list[str]:
+    def _select_variants(self, case: Case) -> list[str]:
         """Select the flex variants: at later sizes of a mask the winners at its first size, so that most
         variants compile once. Masks that are not searched use the winners of the causal mask."""
         if case.tier == "smoke":
             return QUICK[:1]
         return self.best.get(case.mask if case.mask in SEARCHED else "causal", QUICK)
 
-    def _in_time(self, cases: list[Case], variants: Sequence[str], slowest: float) -> float:
+    def _measure_in_budget(self, cases: list[Case], variants: Sequence[str], slowest: float) -> float:
         """Measure one problem if there is time. Returns the seconds that it took."""
         begin = time.monotonic()
         if self.clock.agree(begin + slowest - self.deadline) > 0:
@@ -130,14 +130,14 @@ class Bench:
                 self.journal.leave_out(case.name)
             return 0.0
         try:
-            self._problem(cases, variants)
-        except torch.OutOfMemoryError as error:  # of the inputs or the reference
+            self._measure_problem(cases, variants)
+        except torch.OutOfMemoryError as error:  # raised by the inputs or the reference
             self.failures += 1
             for case in cases:
-                self._write(case, {OURS: {"why": _brief(error)}}, {})
+                self._write(case, {OURS: {"why": _summarize_error(error)}}, {})
         return time.monotonic() - begin
 
-    def _problem(self, cases: list[Case], variants: Sequence[str]) -> None:
+    def _measure_problem(self, cases: list[Case], variants: Sequence[str]) -> None:
         case = cases[0]
         torch.compiler.reset()
         tensors = baselines.inputs(case, self.device)
@@ -145,17 +145,17 @@ class Bench:
         expected = check.reference(case, tensors)
         working, checks = {}, {}
         for name, make in self._contenders(case, tensors, variants).items():
-            contender, checks[name] = self._checked(case, make, expected, passes)
+            contender, checks[name] = self._check_contender(case, make, expected, passes)
             self.failures += name == OURS and contender is None
             if contender is not None:
                 working[name] = contender
-            self._tell(case, name, checks[name])
+            self._report_check(case, name, checks[name])
             if checks[name].get("why", "").startswith(LOST):
                 self._give_up(cases, checks)
         del expected
         winners = []
         for case in cases:
-            figures = self._timed(case, working, checks)
+            figures = self._time_pass(case, working, checks)
             flex = {name: figure.ms for name, figure in figures.items() if name.startswith("flex")}
             winners += [min(flex, key=flex.__getitem__)] if flex else []
         if case.tier != "smoke" and case.mask in SEARCHED and winners:
@@ -169,66 +169,68 @@ class Bench:
         for case in cases:
             self._write(case, contenders, {})
         raise DeviceLost(
-            f"the device runs nothing in this process any more, since {cases[0].problem.name}; the others "
-            "are still to be measured: go on with --resume"
+            f"the device runs nothing in this process any more, since {cases[0].problem.name}; the "
+            "remaining cases are not measured: continue with --resume"
         )
 
-    def _tell(self, case: Case, name: str, row: dict[str, Any]) -> None:
+    def _report_check(self, case: Case, name: str, row: dict[str, Any]) -> None:
         """Show a contender's check; the line of the case comes after all contenders are timed."""
         problem = case.problem.name.removesuffix("-fwd")
         self.journal.tell({"kind": "check", "case": problem, "contender": name, **row})
 
-    def _checked(
+    def _check_contender(
         self, case: Case, make: Callable[[], Contender], expected: check.Answer | None, passes: list[str]
     ) -> tuple[Contender | None, dict[str, Any]]:
         """Run a contender and compare its answer with ``expected`` (None: no comparison). Returns the
         contender, None if it failed or was wrong; and its set-up time, peak memory and errors, or why not."""
         row: dict[str, Any] = {}
-        begin, before = time.monotonic(), self._allocated()
+        begin, initial_bytes = time.monotonic(), self._reset_peak()
         contender = None
         try:
             with warnings.catch_warnings():  # a call that falls back to another ROUTE fails here, untimed
                 warnings.filterwarnings("error", message="ROUTE=.* is asked for")
                 contender = make()
                 timed_passes = {*passes} & {*contender.passes}
-                got = {"out": contender.forward()} if "forward" in timed_passes else {}
+                actual = {"out": contender.forward()} if "forward" in timed_passes else {}
                 if "backward" in timed_passes:
-                    got |= zip(("dq", "dk", "dv"), contender.backward())
-            compared = got if expected is not None else {}
-            errors = {key: check.errors(x, getattr(expected, key)) for key, x in compared.items()}
-            row["errors"] = {key: list(map(_short, pair)) for key, pair in errors.items()}
+                    actual |= zip(("dq", "dk", "dv"), contender.backward())
+            checked_tensors = actual if expected is not None else {}
+            errors = {key: check.errors(x, getattr(expected, key)) for key, x in checked_tensors.items()}
+            row["errors"] = {key: list(map(_round_error, pair)) for key, pair in errors.items()}
             if not all(check.acceptable(pair, case.torch_dtype) for pair in errors.values()):
                 row["why"] = "wrong: relative error of the whole or of the worst rows is out of tolerance"
-        except Exception as error:  # of a compiler or a backend; the other contenders go on
-            row["why"] = _brief(error)
+        except Exception as error:  # raised by a compiler or a backend; the run continues
+            row["why"] = _summarize_error(error)
         row["setup_s"] = round(time.monotonic() - begin, 2)
-        row["peak_bytes"] = self._peak() - before
+        row["peak_bytes"] = self._peak_bytes() - initial_bytes
         if self.clock.agree("why" in row) and "why" not in row:
             row["why"] = "failed on another rank"
         return (None if "why" in row else contender), row
 
-    def _allocated(self) -> int:
+    def _reset_peak(self) -> int:
         """Reset the peak memory count and return the bytes in use."""
         if self.device.type != "cuda":
             return 0
         torch.cuda.reset_peak_memory_stats(self.device)
         return torch.cuda.memory_allocated(self.device)
 
-    def _peak(self) -> int:
+    def _peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
-    def _timed(
+    def _time_pass(
         self, case: Case, working: dict[str, Contender], checks: dict[str, dict[str, Any]]
     ) -> dict[str, Figure]:
         """Time one pass of the contenders and write the line of the case."""
         idle = {name for name, contender in working.items() if case.which not in contender.passes}
         runs = {
-            name: partial(prepared, contender, case.which)
+            name: partial(prepare_pass, contender, case.which)
             for name, contender in working.items()
             if name not in idle
         }
-        least = 7 if self.device.type == "cuda" else 3  # interpreted kernels are slow, and measure nothing
-        figures = interleaved(runs, self.clock, self.seconds, least) if runs else {}
+        least = (
+            7 if self.device.type == "cuda" else 3
+        )  # interpreted kernels are slow, and their times mean nothing
+        figures = time_interleaved(runs, self.clock, self.seconds, least) if runs else {}
         work = work_of(case)
         contenders = {name: dict(row) for name, row in checks.items() if name not in idle}
         for name in contenders:
@@ -246,30 +248,30 @@ class Bench:
         self.journal.point(case.name, contenders, tags=case.tags, work=work, state=gpu, goal=goal)
 
 
-def _short(error: float) -> float | None:
+def _round_error(error: float) -> float | None:
     """Round an error to three digits; None for NaN and infinity, which JSON does not have.
 
-    >>> _short(0.0012345), _short(float("nan"))
+    >>> _round_error(0.0012345), _round_error(float("nan"))
     (0.00123, None)
     """
     return float(f"{error:.3g}") if math.isfinite(error) else None
 
 
-def _brief(error: Exception) -> str:
+def _summarize_error(error: Exception) -> str:
     text = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {text[0][:300]}"
 
 
-def prepared(contender: Contender, which: str) -> Run:
+def prepare_pass(contender: Contender, direction: str) -> Run:
     """Prepare one execution of a pass for timing."""
-    if which == "forward":
+    if direction == "forward":
         return partial(contender.run, contender.call)
     out = contender.run(contender.call)
     return partial(contender.run, lambda: torch.autograd.grad(out, contender.leaves, contender.dout))
 
 
 def work_of(case: Case) -> Work:
-    """The useful work of a case on its busiest rank; of all ranks, where one device simulates them."""
+    """Compute the useful work of a case on its busiest rank; of all ranks, if one device simulates them."""
     closed = MASKS[case.mask].closed(case.seq)
     length = (case.rows, case.seq)
     mask = full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length)
@@ -281,7 +283,7 @@ def work_of(case: Case) -> Work:
     return Work(*map(max, zip(*((work.flops, work.hbm, work.wire) for work in per_rank))))
 
 
-def ceilings(device: torch.device) -> dict[str, float]:
+def measure_ceilings(device: torch.device) -> dict[str, float]:
     """Measure the best rates of a device: a bf16 matrix product, a copy through memory, and a repeated copy
     between two quarters of its L2 cache, which includes the gaps between launches."""
     clock, n, copies = DeviceClock(device), 8192, 64
@@ -300,7 +302,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
         "copy": lambda: lambda: target.copy_(source),
         "l2": lambda: copy_in_cache,
     }
-    times = interleaved({name: run for name, run in runs.items() if size or name != "l2"}, clock, 0.3)
+    times = time_interleaved({name: run for name, run in runs.items() if size or name != "l2"}, clock, 0.3)
     l2 = {"l2_gbytes_per_s": round(copies * 2 * size / times["l2"].ms / 1e6, 1)} if size else {}
     return {
         **l2,

@@ -25,14 +25,14 @@ BASELINES = {"flex": "flex", "flash": "flash", "cudnn": "cuDNN"}
 LENGTH = 16384  # the table shows cases of this length only, if there are any
 
 
-def measured(points: Iterable[Point]) -> str:
+def format_figures(points: Iterable[Point]) -> str:
     """Format the block for a history: a table of each GPU's newest figures, or a line that there are none.
 
     >>> from tritoncp.perf.record import Series
     >>> took = {"tritoncp": {"ms": 5.0, "tflops": 440.0}, "flash": {"ms": 6.0}}
     >>> where, env = Series("NVIDIA H200"), {"cuda": "13.0"}
     >>> point = Point("r", "2026-02-03T00:00:00+00:00", "causal-16k-fwd", where, env, took)
-    >>> print(measured([point]).splitlines()[-1])
+    >>> print(format_figures([point]).splitlines()[-1])
     | causal-16k-fwd | 5 | 440 | – | 1.20 | – |
     """
     by_device: dict[str, list[Point]] = {}
@@ -40,11 +40,11 @@ def measured(points: Iterable[Point]) -> str:
     for point in sorted(points, key=lambda point: point.time):
         if point.env.get("cuda") and point.ms and point.case in names:
             by_device.setdefault(point.series.device, []).append(point)
-    tables = [_table(device, own) for device, own in sorted(by_device.items())]
+    tables = [_format_table(device, own) for device, own in sorted(by_device.items())]
     return "\n\n".join(tables) if tables else NOTHING
 
 
-def _table(device: str, points: Sequence[Point]) -> str:
+def _format_table(device: str, points: Sequence[Point]) -> str:
     """Format a GPU's newest figures. ``points`` are in order of time."""
     of_case: dict[str, list[Point]] = {}
     for point in points:
@@ -53,18 +53,21 @@ def _table(device: str, points: Sequence[Point]) -> str:
     names = long or [case.name for case in CASES if case.name in of_case]
     last = max((of_case[name][-1] for name in names), key=lambda point: point.time)
     env = ", ".join(
-        f"{name} {_plain(last.env[name])}" for name in ("torch", "triton", "driver") if name in last.env
+        f"{name} {_strip_markup(last.env[name])}"
+        for name in ("torch", "triton", "driver")
+        if name in last.env
     )
     head = ["case", "ms", "TFLOP/s", *(f"÷ {name}" for name in BASELINES.values())]
-    rows = [head, ["---", *["--:"] * (len(head) - 1)], *(_row(name, of_case[name]) for name in names)]
+    rows = [head, ["---", *["--:"] * (len(head) - 1)], *(_format_row(name, of_case[name]) for name in names)]
     caption = (
-        f"Measured on {_plain(device)} on {_plain(last.time[:10])} ({env}); ÷ is the time of a baseline over "
-        "tritoncp's in the same run, of flex the best of its variants where max-autotune is one of them:"
+        f"Measured on {_strip_markup(device)} on {_strip_markup(last.time[:10])} ({env}); ÷ is the time of a "
+        "baseline over tritoncp's in the same run, of flex the best of its variants where max-autotune is "
+        "one of them:"
     )
     return "\n".join([caption, "", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def _row(name: str, points: Sequence[Point]) -> list[str]:
+def _format_row(name: str, points: Sequence[Point]) -> list[str]:
     """Format the row of a case. Each ratio is from the newest line that has the baseline."""
     own = points[-1].own
     ratios: dict[str, float] = {}
@@ -75,10 +78,10 @@ def _row(name: str, points: Sequence[Point]) -> list[str]:
     return [name, f"{own['ms']:.4g}", f"{rate:.0f}" if isinstance(rate, int | float) else "–", *cells]
 
 
-def _plain(text: object) -> str:
+def _strip_markup(text: object) -> str:
     """Remove Markdown, HTML and line ends from text.
 
-    >>> _plain("a|b <!-- x -->\\n[y](z) `c` sm_90")
+    >>> _strip_markup("a|b <!-- x -->\\n[y](z) `c` sm_90")
     'a b !-- x -- y z c sm 90'
     """
     cleaned = (c if c.isalnum() or c in " .,:;+-!?/%" else " " for c in str(text))
@@ -98,7 +101,7 @@ def rewrite(page: Path, history: Path) -> bool:
     """Put the block of a history into a page. Returns whether the page changed. Raises ValueError for a page
     without the marks."""
     text = page.read_text()
-    updated = with_block(text, measured(read(history).points))
+    updated = with_block(text, format_figures(read(history).points))
     if updated != text:
         page.write_text(updated)
     return updated != text
@@ -113,7 +116,7 @@ def rewrite(page: Path, history: Path) -> bool:
 def main(history: Path, page: Path, write: bool) -> None:
     """Print the block of measured figures that the README holds."""
     if not write:
-        click.echo(measured(read(history).points))
+        click.echo(format_figures(read(history).points))
         return
     try:
         rewrite(page, history)

@@ -1,8 +1,8 @@
-"""History: one JSON line for each finding, whole in itself, in files that several runs may append to.
+"""History: self-contained JSON lines in files that several runs may append to.
 
-A line of kind "case" is one measurement of one case; `Point` says what is in it. Lines of kind "resources"
-say what a compiled kernel takes, "left out" what a run had no time for. A reader keeps every whole line and
-names every broken one.
+A line of kind "case" is one measurement of one case, a `Point`. A line of kind "resources" has the resources
+of a compiled kernel, a line of kind "left out" a case that a run had no time for. A reader returns every
+complete line and names every broken one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tritoncp.checked_json import parse_json
+from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.lines import check_measurement, finite
 
 VERSION = 1
@@ -29,7 +29,7 @@ ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "ptxas", "driver", "cuda"
 
 
 class Series(NamedTuple):
-    """What has to be the same for times to be comparable, besides the case."""
+    """Device, power limit and clocks: times of a case are comparable only within one series."""
 
     device: str
     power_limit: str = ""
@@ -45,7 +45,7 @@ class Series(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """A line that could not be used: where, and why."""
+    """A line that could not be used: its file, number and error."""
 
     path: Path
     line: int
@@ -57,16 +57,16 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """One case, measured once.
+    """One measurement of one case.
 
-    run, time:  which run, and when (ISO 8601, UTC)
-    env:        ATTRIBUTES and whatever else the machine says of itself
+    run, time:  identifier of the run, and time of the measurement (ISO 8601, UTC)
+    env:        ATTRIBUTES and other facts about the machine
     contenders: by name ("tritoncp", "flex tma", ...) either figures (ms, low, high = median and quartiles;
-                optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": what went wrong}
+                optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": reason of the failure}
     tags:       mask, pass, dtype, shape, model, ranks
     work:       flops, hbm_bytes, wire_bytes; for plans also work and bytes of each rank
     ceilings:   matmul_tflops, copy_gbytes_per_s, l2_gbytes_per_s of the device
-    state:      clock, power and temperature after the rounds; goal: least speedups that are worth shipping
+    state:      clock, power and temperature after the rounds; goal: least speedups worth shipping
     """
 
     run: str
@@ -83,29 +83,29 @@ class Point:
 
     @property
     def own(self) -> dict[str, Any]:
-        """tritoncp's figures, or why there are none."""
+        """The figures of tritoncp, or the reason why there are none."""
         return self.contenders.get(OURS) or {"why": "tritoncp did not take part"}
 
     @property
     def ms(self) -> float | None:
-        """tritoncp's median; None if it failed."""
+        """The median time of tritoncp; None if it failed."""
         return self.own.get("ms")
 
     def baselines(self) -> dict[str, float]:
-        """The best median of each family of baselines: the first word of a name is the family. Untuned
+        """Return the best median of each family of baselines: the first word of a name is the family. Untuned
         families are left out, because a ratio to them would be mistaken for one to a tuned baseline.
 
-        >>> found = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}, "cudnn": {"ms": 1.5}, "x": {"why": ""}}
-        >>> Point("r", "t", "c", Series("d"), {}, found).baselines()
+        >>> figures = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}, "cudnn": {"ms": 1.5}, "x": {"why": ""}}
+        >>> Point("r", "t", "c", Series("d"), {}, figures).baselines()
         {'cudnn': 1.5}
-        >>> Point("r", "t", "c", Series("d"), {}, found | {"flex max-autotune": {"ms": 3.0}}).baselines()
+        >>> Point("r", "t", "c", Series("d"), {}, figures | {"flex max-autotune": {"ms": 3.0}}).baselines()
         {'flex': 3.0, 'cudnn': 1.5}
         """
         best = self._best_of_families()
         return {family: ms for family, ms in best.items() if family not in self.untuned()}
 
     def untuned(self) -> list[str]:
-        """Families with a time, but without one of the contender that TUNED requires.
+        """List the families with a time, but without a time of the contender that TUNED requires.
 
         >>> Point("r", "t", "c", Series("d"), {}, {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}}).untuned()
         ['flex']
@@ -122,16 +122,16 @@ class Point:
         return best
 
     def speedups(self) -> dict[str, float]:
-        """The best time of each tuned family over tritoncp's; empty if tritoncp failed."""
+        """Return the best time of each tuned family over tritoncp's; empty if tritoncp failed."""
         return {name: ms / self.ms for name, ms in self.baselines().items()} if self.ms else {}
 
     @property
     def worst(self) -> float | None:
-        """The worst speedup over its goal; without goals the worst speedup; None if tritoncp failed or
-        nobody else took part.
+        """The worst speedup over its goal; without goals the worst speedup; None if tritoncp failed or no
+        baseline was timed.
 
-        >>> found = {"tritoncp": {"ms": 2.0}, "cudnn": {"ms": 3.0}, "flash": {"ms": 1.8}}
-        >>> Point("r", "t", "c", Series("d"), {}, found, goal={"cudnn": 1.2}).worst
+        >>> contenders = {"tritoncp": {"ms": 2.0}, "cudnn": {"ms": 3.0}, "flash": {"ms": 1.8}}
+        >>> Point("r", "t", "c", Series("d"), {}, contenders, goal={"cudnn": 1.2}).worst
         1.25
         """
         speedups = self.speedups()
@@ -139,27 +139,27 @@ class Point:
         return min(of_goals or speedups.values(), default=None)
 
     def as_line(self) -> dict[str, Any]:
-        """As JSON holds it; what is empty is left away."""
+        """Return the line of JSON, without empty fields."""
         line = {"v": VERSION, "kind": "case", **vars(self), "series": self.series._asdict()}
         return {name: value for name, value in line.items() if value not in ({}, "")}
 
 
 @dataclass(frozen=True)
 class History:
-    """Everything that was whole, in the order of files and lines, and what was not."""
+    """Contents of history files, in the order of files and lines, and problems with broken lines."""
 
     points: list[Point]
     resources: list[dict[str, Any]]
     problems: list[Problem]
 
     def kernels(self) -> list[dict[str, Any]]:
-        """The newest line of each compiled kernel: of each architecture, head dim, dtype and variant."""
+        """Return the newest line of each compiled kernel: architecture, head dim, dtype and variant."""
         newest = {kernel_name(line): line for line in self.resources}
         return [newest[name] for name in sorted(newest)]
 
 
 def variant(options: Mapping[str, Any]) -> str:
-    """The name of tritoncp with kernel options, as a contender.
+    """Return the contender name of tritoncp with kernel options.
 
     >>> variant({"ROUTE": "gluon", "num_stages": 3})
     'tritoncp ROUTE=gluon num_stages=3'
@@ -178,16 +178,16 @@ def kernel_name(line: dict[str, Any]) -> str:
 
 
 class DiskFull(Exception):
-    """Raised where a line could not be written in full; the lines before it were."""
+    """Raised where a line could not be written in full; the lines before it are complete."""
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
-    """Add one line to a file, whole or not at all, whoever else is writing to it.
+    """Append one line to a file, in full or not at all, under a lock against concurrent writers.
 
-    A line that an earlier writer left unfinished is ended first, so that it takes no other with it. Raises
+    An unfinished line of an earlier writer is ended first, so that it does not spoil this one. Raises
     DiskFull if there is no room.
     """
-    with _locked(path) as file:
+    with _lock_file(path) as file:
         _write(file, _text(line), path)
 
 
@@ -198,8 +198,8 @@ def merge(path: Path, lines: Sequence[dict[str, Any]]) -> int:
     """
     if not lines:
         return 0
-    with _locked(path) as file:
-        present = {same_line(line) for _, line in checked(path) if not isinstance(line, str)}
+    with _lock_file(path) as file:
+        present = {same_line(line) for _, line in parse_lines(path) if not isinstance(line, str)}
         new = {name: line for line in lines if (name := same_line(line)) not in present}
         if new:
             _write(file, b"".join(map(_text, new.values())), path)
@@ -207,7 +207,7 @@ def merge(path: Path, lines: Sequence[dict[str, Any]]) -> int:
 
 
 def same_line(line: dict[str, Any]) -> str:
-    """Text that is equal for lines with equal content, whatever the order of their keys."""
+    """Return a text that is equal for lines with equal content in any order of keys."""
     return json.dumps(line, sort_keys=True)
 
 
@@ -216,10 +216,10 @@ def _text(line: dict[str, Any]) -> bytes:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[int]:
+def _lock_file(path: Path) -> Iterator[int]:
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)  # let go when the file is closed, or the process dies
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed or the process dies
         yield file
     finally:
         os.close(file)
@@ -237,7 +237,7 @@ def _write(file: int, text: bytes, path: Path) -> None:
         if done:
             os.ftruncate(file, size)
         raise DiskFull(
-            f"{path}: {error.strerror}. Every line before is there; make room (or name another file with "
+            f"{path}: {error.strerror}. All earlier lines are complete; make room (or name another file with "
             "--out) and run again with --resume"
         ) from error
 
@@ -245,7 +245,7 @@ def _write(file: int, text: bytes, path: Path) -> None:
 def files(places: Iterable[Path]) -> list[Path]:
     """List the .jsonl files of folders, and files themselves, in order of name.
 
-    Raises FileNotFoundError for what does not exist, OSError for a device, which may have no end.
+    Raises FileNotFoundError for a missing path, OSError for a device, which may have no end.
     """
     paths: list[Path] = []
     for place in places:
@@ -276,7 +276,7 @@ def read(*places: Path) -> History:
     history = History([], [], [])
     for path in files(places):
         for number, text in _lines(path):
-            entry = _parsed(text)
+            entry = _parse_line(text)
             if isinstance(entry, str):
                 history.problems.append(Problem(path, number, entry))
             elif isinstance(entry, Point):
@@ -286,10 +286,10 @@ def read(*places: Path) -> History:
     return history
 
 
-def checked(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield the number of each line of a file, and the parsed JSON, or an error message."""
     for number, text in _lines(path):
-        entry = _parsed(text)
+        entry = _parse_line(text)
         yield number, parse_json(text) if isinstance(entry, Point) else entry
 
 
@@ -300,11 +300,11 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, text
 
 
-def _parsed(text: bytes) -> Point | dict[str, Any] | str:
+def _parse_line(text: bytes) -> Point | dict[str, Any] | str:
     """Parse a line: a point, a line of another kind, or an error message."""
     try:
         line = parse_json(text)
-    except ValueError as error:  # UnicodeDecodeError is one
+    except ValueError as error:  # includes UnicodeDecodeError
         if text.endswith(b"\n"):
             return f"not JSON: {error}"
         return f"the line is cut off after {len(text)} characters"
@@ -321,13 +321,13 @@ def _parsed(text: bytes) -> Point | dict[str, Any] | str:
 
 
 def point_of(line: dict[str, Any]) -> Point:
-    """The point that a line of kind "case" holds. Raises KeyError, TypeError, ValueError or AttributeError if
-    it is no measurement."""
+    """Make a point from a line of kind "case". Raises KeyError, TypeError, ValueError or AttributeError if it
+    is no measurement."""
     check_measurement(line)
     fields = {name: line[name] for name in Point.__dataclass_fields__ if name in line}
     series = Series(**line["series"])
     if not all(isinstance(part, str) for part in series):
-        raise TypeError("series holds what is no text")
+        raise TypeError("series has a value that is no text")
     return Point(**fields | {"series": series, "env": line.get("env", {})})
 
 
@@ -367,8 +367,8 @@ class Journal:
         self.tell(line)
 
 
-def unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
-    """The newest run with the same code, versions and device: its file, and its points so far."""
+def find_unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
+    """Find the newest run with the same code, versions and device: its file, and its points so far."""
     newest: tuple[Path, list[Point]] | None = None
     same = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code
     for path in files([folder]) if folder.exists() else ():

@@ -1,6 +1,6 @@
-"""`tritoncp perf run`: measure, write each case as it is measured, show a table.
+"""`tritoncp perf run`: measures cases, writes a line for each as soon as it is measured, shows a table.
 
-A run that is cut off leaves every line it had: the file is appended to, a line at a time.
+A run that is interrupted leaves all its lines: they are appended to the file one at a time.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tritoncp.checked_json import parse_json
-from tritoncp.paths import path_inside, slug
+from tritoncp.core.checked_json import parse_json
+from tritoncp.core.paths import path_inside, slug
 from tritoncp.perf.exit_codes import FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
-from tritoncp.perf.record import DiskFull, Journal, Point, Series, kernel_name, unfinished
+from tritoncp.perf.record import DiskFull, Journal, Point, Series, find_unfinished, kernel_name
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,9 @@ class Seconds(click.ParamType):
     help="cuda: attention on the GPU. host: masks, plans and Python's part of a call, on the CPU. cpu: the "
     "attention cases on tiny shapes, to check the benchmark. [default: cuda, or host without a GPU]",
 )
-@click.option("--clocks", help="Name of your clocks policy, as 'locked 1500 MHz'. [default: what is seen]")
+@click.option(
+    "--clocks", help="Name of your clocks policy, as 'locked 1500 MHz'. [default: read from the GPU]"
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
@@ -123,7 +125,7 @@ def main(
     budget is too short for any case.
     """
     deadline = time.monotonic() + (BUDGET[tier] if budget is None else budget)
-    options_list = [_parsed(text) for text in options]
+    options_list = [_parse_options(text) for text in options]
     if device in ("cpu", "host"):
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
     import torch
@@ -133,18 +135,18 @@ def main(
         if device == "host":
             os.environ.setdefault("TRITON_INTERPRET", "1")
     if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("torch finds no GPU here; --device host measures what means something without")
+        raise InputError("torch finds no GPU; --device host measures the cases that need none")
     from tritoncp.perf import host, machine
 
-    where, group = _place(device)
-    env = machine.environment(where)
+    torch_device, group = _init_device(device)
+    env = machine.environment(torch_device)
     cases: Any
     if device == "host":
         series, cases = Series(machine.processor()), host.select(tier, only)
     else:
         from tritoncp.perf.cases import select
 
-        series = machine.series(where, clocks)
+        series = machine.series(torch_device, clocks)
         cases = select(tier, only, group.size() if group else 1)
     if not cases:
         names = " or ".join(map(repr, only))
@@ -152,23 +154,25 @@ def main(
     if warm and (device == "host" or group is not None):
         raise click.UsageError("--warm needs attention cases on one device; --device host compiles nothing")
     lead = group is None or group.rank() == 0
-    journal = _journal(out, series, env, resume and lead, lead, as_json)
-    before = list(journal.points)
+    journal = _open_journal(out, series, env, resume and lead, lead, as_json)
+    resumed_points = list(journal.points)
     try:
         if device == "host":
             if tier != "smoke":
                 host.resources(journal, only)
-            failures = host.run(cases, journal, deadline, seconds, before)
+            failures = host.run(cases, journal, deadline, seconds, resumed_points)
         else:
-            from tritoncp.engines import name_functions
+            from tritoncp.ops.engine_factory import name_functions
             from tritoncp.perf.measure import Bench
 
             name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
-            bench = Bench(where, journal, deadline, seconds, options_list, group, before, patterns)
+            bench = Bench(
+                torch_device, journal, deadline, seconds, options_list, group, resumed_points, patterns
+            )
             if warm:
                 bench.warm(cases)
                 sys.exit(FINE)
-            failures = _attention(bench, cases)
+            failures = _measure_attention(bench, cases)
     except DiskFull as error:
         raise InputError(str(error)) from error
     if lead and not as_json:
@@ -176,7 +180,7 @@ def main(
     if failures:
         sys.exit(REGRESSION)
     left_out = journal.left_out - {point.case for point in journal.points}
-    if left_out and len(journal.points) == len(before):
+    if left_out and len(journal.points) == len(resumed_points):
         raise NothingMeasured(
             f"nothing was measured: the budget was used up before the first of {len(left_out)} cases; give "
             "more --budget"
@@ -186,12 +190,12 @@ def main(
     sys.exit(FINE)
 
 
-def _attention(bench: Bench, cases: Sequence[Any]) -> int:
+def _measure_attention(bench: Bench, cases: Sequence[Any]) -> int:
     """Measure attention cases. Returns the number of failures."""
-    from tritoncp.perf.measure import DeviceLost, ceilings
+    from tritoncp.perf.measure import DeviceLost, measure_ceilings
 
     if bench.device.type == "cuda":
-        bench.journal.ceilings = ceilings(bench.device)
+        bench.journal.ceilings = measure_ceilings(bench.device)
     try:
         bench.run(cases)
     except DeviceLost as error:
@@ -200,21 +204,21 @@ def _attention(bench: Bench, cases: Sequence[Any]) -> int:
     return bench.failures
 
 
-def _place(device: str) -> tuple[torch.device, Any]:
-    """This process's device, and the group of the processes that torchrun started, if it did."""
+def _init_device(device: str) -> tuple[torch.device, Any]:
+    """Return this process's device, and the process group if torchrun started it."""
     import torch
 
     kind = "cuda" if device == "cuda" else "cpu"
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or device == "host":
         return torch.device(kind), None
-    where = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else 0)
+    torch_device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else 0)
     if kind == "cuda":
-        torch.cuda.set_device(where)
+        torch.cuda.set_device(torch_device)
     torch.distributed.init_process_group("nccl" if kind == "cuda" else "gloo")
-    return where, torch.distributed.group.WORLD
+    return torch_device, torch.distributed.group.WORLD
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parse_options(text: str) -> dict[str, Any]:
     try:
         value = parse_json(text.encode())
     except ValueError as error:
@@ -224,18 +228,18 @@ def _parsed(text: str) -> dict[str, Any]:
     return value
 
 
-def _journal(
+def _open_journal(
     out: Path, series: Series, env: dict[str, Any], resume: bool, lead: bool, as_json: bool
 ) -> Journal:
-    """The journal of this run: in the file of the run that is resumed, or in the day's file."""
+    """Open the journal of this run: in the file of the run that is resumed, or in the day's file."""
 
-    def tell(line: dict[str, Any]) -> None:
+    def show_line(line: dict[str, Any]) -> None:
         if as_json and line["kind"] != "check":
             click.echo(json.dumps(line, ensure_ascii=False))
         else:
-            click.echo(brief(line), err=True)
+            click.echo(format_line(line), err=True)
 
-    if not lead:  # the others measure, and leave the writing to rank 0
+    if not lead:  # only rank 0 writes
         return Journal(Path(os.devnull), "", series, env)
     run = hashlib.sha256(f"{time.time_ns()}{os.getpid()}".encode()).hexdigest()[:12]
     one_file = out.suffix == ".jsonl" or (out.exists() and not out.is_dir())
@@ -245,21 +249,21 @@ def _journal(
         path = out if one_file else path_inside(out, out / f"{day}-{slug(series.device)}.jsonl")
     except ValueError as error:
         raise InputError(str(error)) from error
-    unfinished_run = unfinished(out, series, env) if resume else None
+    unfinished_run = find_unfinished(out, series, env) if resume else None
     if unfinished_run is None:
         if resume:
             click.echo("nothing to resume: no run of this code on this device is there; a new one", err=True)
-        return Journal(path, run, series, env, tell)
+        return Journal(path, run, series, env, show_line)
     path, points = unfinished_run
     click.echo(f"resuming run {points[0].run} in {path}: {len(points)} cases are there", err=True)
-    return Journal(path, points[0].run, series, env, tell, points=points)
+    return Journal(path, points[0].run, series, env, show_line, points=points)
 
 
-def brief(line: dict[str, Any]) -> str:
+def format_line(line: dict[str, Any]) -> str:
     """Format a line of a history for the screen.
 
     >>> figures = {"tritoncp": {"ms": 1.5, "tflops": 400.0}, "flex": {"ms": 3.0}, "cudnn": {"ms": 1.2}}
-    >>> brief({"kind": "case", "case": "full-8k-fwd", "contenders": figures})
+    >>> format_line({"kind": "case", "case": "full-8k-fwd", "contenders": figures})
     'full-8k-fwd                           1.5 ms  400.0 TFLOP/s  ÷cudnn 0.80  ÷flex untuned'
     """
     name = f"{line.get('case', ''):<32}"
@@ -285,12 +289,14 @@ def show(journal: Journal) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    points = list({point.case: point for point in journal.points}.values())  # the most thorough search
+    points = list(
+        {point.case: point for point in journal.points}.values()
+    )  # the last point of a case has the most thorough search
     families = sorted({name for point in points for name in (*point.baselines(), *point.untuned())})
     table = Table(
         "case", "tritoncp ms", *(f"÷ {name}" for name in families), title="time over tritoncp's (goal)"
     )
-    for point in sorted(points, key=_order):
+    for point in sorted(points, key=_sort_key):
         speedups = point.speedups()
         untuned = point.untuned()
         cells = [
@@ -317,8 +323,9 @@ def _cell(ratio: float | None, goal: float | None) -> str:
     return f"[red]{text}[/]" if goal and ratio < goal else text
 
 
-def _order(point: Point) -> float:
-    """Sort key: failures first, then cases farthest below their goal, then cases without a goal."""
+def _sort_key(point: Point) -> float:
+    """Return the sort key of a case: failures, then cases farthest below their goal, then cases without a
+    goal."""
     return (point.worst if point.goal else None) or (9.0 if point.ms else 0.0)
 
 

@@ -1,7 +1,7 @@
-"""`python -m tritoncp.perf.scale`: plans of up to 8M tokens on up to 1024 ranks, and what gives first.
+"""`python -m tritoncp.perf.scale`: planning cost of up to 8M tokens on up to 1024 ranks.
 
-Nothing here runs attention: a plan is made, on one CPU core, and its own numbers are read. Every plan is a
-line of JSON as soon as it is known; what is in the file already is not made again.
+No attention runs: plans are built on one CPU core, and their figures read. Each plan is written as a line of
+JSON as soon as it is built; plans whose lines the file already has are not built again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import click
 import torch
 
-from tritoncp import cost
-from tritoncp.balance import balancers
-from tritoncp.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
-from tritoncp.masks import Mask, create_block_mask
+from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.balance import Numbers, corpus_lengths
-from tritoncp.plan import Plan, build
-from tritoncp.steps import Hop
+from tritoncp.planning import cost
+from tritoncp.planning.balance import balancers
+from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.traffic import Hop
 
 SIZES = (128, 512, 1024, 2048, 8192)
 WORLDS = (8, 64, 256, 1024)
@@ -42,7 +42,7 @@ MASKS: dict[str, Callable[[int], MaskMod]] = {
 
 
 class Point(NamedTuple):
-    """One plan, by what it is made from."""
+    """The inputs of one plan of the study."""
 
     mask: str
     tokens: int  # in thousands (1024)
@@ -50,55 +50,63 @@ class Point(NamedTuple):
     balancer: str
 
 
-class Held:
-    """The most memory that this process holds over what it held at the start, in MiB.
+class PeakMemory:
+    """Peak memory of this process above its memory at the start, in MiB.
 
-    Python's tracemalloc does not see what torch allocates; the kernel's high-water mark of resident memory
-    sees all, once the allocator has given back what it kept.
+    Python's tracemalloc does not count allocations of torch; the high-water mark of resident memory counts
+    all, once the allocator has returned its free memory.
     """
 
     def __init__(self) -> None:
-        _give_back()
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
-        self.before = _status("VmRSS")
+        _release_free_memory()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        self.initial = _read_status("VmRSS")
 
-    def most(self) -> float:
-        return max(0.0, _status("VmHWM") - self.before)
+    def peak_mib(self) -> float:
+        return max(0.0, _read_status("VmHWM") - self.initial)
 
 
-def _give_back() -> None:
+def _release_free_memory() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def _status(name: str) -> float:
+def _read_status(name: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) / 1024
-    raise RuntimeError(f"this kernel does not say {name}: memory is measured on Linux only")
+    raise RuntimeError(f"/proc/self/status has no {name}: memory is measured on Linux only")
 
 
 def measure(mask: Mask, point: Point) -> dict[str, Any]:
-    """Make the plan of a point, choose a schedule as "auto" does, and make each schedule's tables."""
-    held, begin = Held(), time.process_time()
+    """Build the plan of a point, choose a schedule as "auto" does, and build each schedule's tables."""
+    memory, begin = PeakMemory(), time.process_time()
     plan = build(mask, point.world, balancer=point.balancer, schedule="allgather")
-    found: dict[str, Any] = {**point._asdict(), "place": _spent(begin, held), "imbalance": plan.imbalance}
-    found["schedules"] = {name: of_schedule(plan, name) for name in SCHEDULES}
-    held, begin = Held(), time.process_time()
+    line: dict[str, Any] = {
+        **point._asdict(),
+        "place": _measure_cost(begin, memory),
+        "imbalance": plan.imbalance,
+    }
+    line["schedules"] = {name: of_schedule(plan, name) for name in SCHEDULES}
+    memory, begin = PeakMemory(), time.process_time()
     costs = cost.costs(plan, LAYER, cost.hardware_of(point.world))
-    found["choose"], found["auto"] = _spent(begin, held), costs[0].schedule
+    line["choose"], line["auto"] = _measure_cost(begin, memory), costs[0].schedule
     remote = int(plan.traffic.sum() - plan.traffic.diagonal().sum())
-    found["travels"] = 100 * remote / ((plan.world_size - 1) * plan.kv.length)
-    for each in costs:
-        sent = max(cost.sent(plan, each.schedule, LAYER))
-        found["schedules"][each.schedule] |= {"sent": sent, "ms": 1e3 * each.total, "extra": each.memory}
-    return found
+    line["travels"] = 100 * remote / ((plan.world_size - 1) * plan.kv.length)
+    for estimate in costs:
+        sent = max(cost.sent(plan, estimate.schedule, LAYER))
+        line["schedules"][estimate.schedule] |= {
+            "sent": sent,
+            "ms": 1e3 * estimate.total,
+            "extra": estimate.memory,
+        }
+    return line
 
 
 def of_schedule(plan: Plan, schedule: str) -> dict[str, float]:
-    """What one rank makes beyond the placement before its first step: seconds of one core, most MiB."""
+    """Measure one rank's planning between placement and first step: seconds of one core, peak MiB."""
     view = replace(plan, schedule=schedule, rank=plan.world_size // 2, _shared={})
-    held, begin = Held(), time.process_time()
-    if schedule == "ring":  # the tables of later turns are made when those come
+    memory, begin = PeakMemory(), time.process_time()
+    if schedule == "ring":  # later turns build their tables when they start
         hops: Sequence[Hop] = view.ring
         view.tables(buffer=hops[0].owner)
     elif schedule == "fetch":
@@ -109,18 +117,18 @@ def of_schedule(plan: Plan, schedule: str) -> dict[str, float]:
         rows.tables(buffer="gathered" if rows.world_size == 1 else "fetched")
     else:
         view.tables()
-    return _spent(begin, held)
+    return _measure_cost(begin, memory)
 
 
-def _spent(begin: float, held: Held) -> dict[str, float]:
-    return {"s": time.process_time() - begin, "mib": held.most()}
+def _measure_cost(begin: float, memory: PeakMemory) -> dict[str, float]:
+    return {"s": time.process_time() - begin, "mib": memory.peak_mib()}
 
 
 # -- the study ---------------------------------------------------------------------------------------
 
 
 def points(sizes: Iterable[int], worlds: Iterable[int]) -> list[Point]:
-    """Every plan of the study, those of one mask together. Ranks hold at least eight blocks of 128 tokens."""
+    """List the plans of the study, grouped by mask. Ranks hold at least eight blocks of 128 tokens."""
     return [
         Point(mask, size, world, balancer)
         for mask in MASKS
@@ -132,44 +140,49 @@ def points(sizes: Iterable[int], worlds: Iterable[int]) -> list[Point]:
 
 
 def run(sizes: Sequence[int], worlds: Sequence[int], results: Path) -> list[dict[str, Any]]:
-    """Measure what is not in the file yet."""
-    known = {key(line): line for line in read(results)}
-    asked = points(sizes, worlds)
-    missing = [point for point in asked if tuple(point) not in known]
+    """Measure the points that are not in the file yet; return the lines of all."""
+    lines_by_key = {key(line): line for line in read(results)}
+    all_points = points(sizes, worlds)
+    missing = [point for point in all_points if tuple(point) not in lines_by_key]
     results.parent.mkdir(parents=True, exist_ok=True)
-    whole_lines = "".join(json.dumps(line) + "\n" for line in known.values())
-    results.write_text(whole_lines)  # less what was cut short
-    made: tuple[tuple[str, int], Mask, float] | None = None
+    text = "".join(json.dumps(line) + "\n" for line in lines_by_key.values())
+    results.write_text(text)  # drops an incomplete line
+    cached_mask: tuple[tuple[str, int], Mask, float] | None = None
     for number, point in enumerate(missing, 1):
-        if made is None or made[0] != (point.mask, point.tokens):
+        if cached_mask is None or cached_mask[0] != (point.mask, point.tokens):
             begin, seq = time.process_time(), point.tokens * 1024
             mask = create_block_mask(MASKS[point.mask](seq), None, None, seq, seq)
-            made = (point.mask, point.tokens), mask, time.process_time() - begin
-        line = measure(made[1], point) | {"mask_s": made[2], "runs": len(made[1].runs.runs)}
+            cached_mask = (point.mask, point.tokens), mask, time.process_time() - begin
+        line = measure(cached_mask[1], point) | {
+            "mask_s": cached_mask[2],
+            "runs": len(cached_mask[1].runs.runs),
+        }
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        known[tuple(point)] = line
-        click.echo(f"{number}/{len(missing)} {' '.join(map(str, point))}: {whole(line)['s']:.2f} s", err=True)
-    return [known[tuple(point)] for point in asked]
+        lines_by_key[tuple(point)] = line
+        click.echo(
+            f"{number}/{len(missing)} {' '.join(map(str, point))}: {plan_cost(line)['s']:.2f} s", err=True
+        )
+    return [lines_by_key[tuple(point)] for point in all_points]
 
 
 def read(results: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file of results; a line that was cut short is made again."""
-    found = []
+    """Read the complete lines of a file of results, without a line that was cut short."""
+    lines = []
     for text in results.read_text().splitlines() if results.exists() else ():
         try:
-            found.append(json.loads(text))
+            lines.append(json.loads(text))
         except json.JSONDecodeError:
             continue
-    return found
+    return lines
 
 
 def key(line: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(line[name] for name in Point._fields)
 
 
-def whole(line: dict[str, Any]) -> dict[str, float]:
-    """Seconds and most MiB of one rank's whole plan: to place, to choose, to make the chosen tables."""
+def plan_cost(line: dict[str, Any]) -> dict[str, float]:
+    """Return seconds and peak MiB of one rank's plan: placement, choice, tables of the chosen schedule."""
     parts = (line["place"], line["choose"], line["schedules"][line["auto"]])
     return {"s": sum(part["s"] for part in parts), "mib": max(part["mib"] for part in parts)}
 
@@ -178,8 +191,8 @@ def whole(line: dict[str, Any]) -> dict[str, float]:
 
 GIB = 2**30
 TABLES = ((1024, 64), (8192, 1024))  # thousands of tokens, ranks
-LIMITS = {"s": 1.0, "mib": 64.0}  # what the whole plan of 1M tokens on 64 ranks may take
-ABOUT = """# Plans at scale
+LIMITS = {"s": 1.0, "mib": 64.0}  # limits of the whole plan of 1M tokens on 64 ranks
+INTRODUCTION = """# Plans at scale
 
 Made by `python -m tritoncp.perf.scale --out docs/scaling.md` ({count} plans; one CPU core, no GPU; nothing
 here ran attention). Masks: causal; documents as a corpus packs them (log-normal lengths, median 1400 tokens,
@@ -193,10 +206,10 @@ counted apart."""
 
 
 def page(lines: Sequence[dict[str, Any]], folder: str) -> str:
-    """The text, with its tables and the names of its pictures in ``folder``."""
-    parts = [ABOUT.format(count=len(lines)), *verdicts(lines)]
-    for name, (title, about) in PICTURES.items():
-        parts += [f"## {title}", about, f"![{title}]({folder}/{name}.svg)"]
+    """Format the page, with its tables and links to its pictures in ``folder``."""
+    parts = [INTRODUCTION.format(count=len(lines)), *verdicts(lines)]
+    for name, (title, caption) in PICTURES.items():
+        parts += [f"## {title}", caption, f"![{title}]({folder}/{name}.svg)"]
     sizes = [(line["tokens"], line["world"]) for line in lines]
     for tokens, world in [size for size in TABLES if size in sizes] or [max(sizes)]:
         rows = [line for line in lines if (line["tokens"], line["world"]) == (tokens, world)]
@@ -206,27 +219,27 @@ def page(lines: Sequence[dict[str, Any]], folder: str) -> str:
 
 def verdicts(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Format the limits that the figures show, and which one is reached first."""
-    said = ["## What holds, and what gives first"]
+    paragraphs = ["## What holds, and what gives first"]
     near = [line for line in lines if (line["tokens"], line["world"]) == (1024, 64)]
     if near:
-        slow, wide = _worst(near, "s"), _worst(near, "mib")
-        said.append(
-            f"**1M tokens on 64 ranks**: the slowest whole plan ({_named(slow)}) takes "
-            f"{whole(slow)['s']:.2f} s, the largest ({_named(wide)}) {whole(wide)['mib']:.0f} MiB; the "
-            f"limits are {LIMITS['s']:g} s and {LIMITS['mib']:g} MiB. Masks took "
+        slow, wide = _largest(near, "s"), _largest(near, "mib")
+        paragraphs.append(
+            f"**1M tokens on 64 ranks**: the slowest whole plan ({_plan_label(slow)}) takes "
+            f"{plan_cost(slow)['s']:.2f} s, the largest ({_plan_label(wide)}) {plan_cost(wide)['mib']:.0f} "
+            f"MiB; the limits are {LIMITS['s']:g} s and {LIMITS['mib']:g} MiB. Masks took "
             f"{max(line['mask_s'] for line in near):.2f} s at most."
         )
     far = [line for line in lines if (line["tokens"], line["world"]) == (8192, 1024)]
     if far:
-        slow, wide = _worst(far, "s"), _worst(far, "mib")
-        others = max(whole(line)["s"] for line in far if line["balancer"] != "locality")
-        said += [
-            f"**8M tokens on 1024 ranks**: every balancer and schedule finishes. {_named(slow)} takes "
-            f"{whole(slow)['s']:.0f} s and every other balancer at most {others:.1f} s; the most memory is "
-            f"{whole(wide)['mib']:.0f} MiB ({_named(wide)}).",
+        slow, wide = _largest(far, "s"), _largest(far, "mib")
+        other_seconds = max(plan_cost(line)["s"] for line in far if line["balancer"] != "locality")
+        paragraphs += [
+            f"**8M tokens on 1024 ranks**: every balancer and schedule finishes. {_plan_label(slow)} takes "
+            f"{plan_cost(slow)['s']:.0f} s and every other balancer at most {other_seconds:.1f} s; the most "
+            f"memory is {plan_cost(wide)['mib']:.0f} MiB ({_plan_label(wide)}).",
             *FIRST,
         ]
-    return said
+    return paragraphs
 
 
 FIRST = (
@@ -258,18 +271,18 @@ FIRST = (
 )
 
 
-def _worst(lines: Sequence[dict[str, Any]], unit: str) -> dict[str, Any]:
-    return max(lines, key=lambda line: whole(line)[unit])
+def _largest(lines: Sequence[dict[str, Any]], unit: str) -> dict[str, Any]:
+    return max(lines, key=lambda line: plan_cost(line)[unit])
 
 
-def _named(line: dict[str, Any]) -> str:
+def _plan_label(line: dict[str, Any]) -> str:
     return f"{line['mask']}, {line['balancer']}"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     head = "mask", "balancer", "max/mean", "keys that travel", "place", "choose", "tables", "most", "auto"
-    found = [" | ".join(("", *head, *(f"{name} sends, GiB" for name in SCHEDULES), "")).strip()]
-    found.append("|" + "---|" * (len(head) + len(SCHEDULES)))
+    rows_of_text = [" | ".join(("", *head, *(f"{name} sends, GiB" for name in SCHEDULES), "")).strip()]
+    rows_of_text.append("|" + "---|" * (len(head) + len(SCHEDULES)))
     for line in rows:
         own = line["schedules"][line["auto"]]
         cells = [
@@ -278,12 +291,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{line['imbalance']:.3f}",
             f"{line['travels']:.1f} %",
             *(f"{part['s']:.2f} s" for part in (line["place"], line["choose"], own)),
-            f"{whole(line)['mib']:.0f} MiB",
+            f"{plan_cost(line)['mib']:.0f} MiB",
             line["auto"],
             *(f"{line['schedules'][name]['sent'] / GIB:.3g}" for name in SCHEDULES),
         ]
-        found.append("| " + " | ".join(cells) + " |")
-    return "\n".join(found)
+        rows_of_text.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows_of_text)
 
 
 def tokens_of(thousands: int) -> str:
@@ -314,7 +327,7 @@ COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#aa3377")
 
 
 def draw(lines: Sequence[dict[str, Any]], folder: Path) -> None:
-    """The pictures, as SVG files. Needs Matplotlib: pip install 'tritoncp[study]'."""
+    """Draw the pictures, as SVG files. Needs Matplotlib: pip install 'tritoncp[study]'."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -324,91 +337,93 @@ def draw(lines: Sequence[dict[str, Any]], folder: Path) -> None:
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     for name in PICTURES:
-        figure = {"planning": _planning, "balance": _balance, "schedules": _schedules}[name](lines)
+        figure = {"planning": _draw_planning, "balance": _draw_balance, "schedules": _draw_schedules}[name](
+            lines
+        )
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 
-def _panels(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
+def _make_panels(rows: int, columns: int, **options: Any) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(3.1 * columns + 0.6, 2.5 * rows + 0.6), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def _planning(lines: Sequence[dict[str, Any]]) -> Any:
+def _draw_planning(lines: Sequence[dict[str, Any]]) -> Any:
     worlds = sorted({line["world"] for line in lines})[1:] or [lines[0]["world"]]
-    figure, panels = _panels(2, len(worlds), sharex=True, sharey="row")
-    for row, (unit, said) in enumerate({"s": "seconds of one core", "mib": "MiB"}.items()):
+    figure, panels = _make_panels(2, len(worlds), sharex=True, sharey="row")
+    for row, (unit, label) in enumerate({"s": "seconds of one core", "mib": "MiB"}.items()):
         for panel, world in zip(panels[row], worlds):
             for name, colour in zip(balancers, COLOURS):
-                some = [
-                    (line["tokens"], max(whole(line)[unit], 1e-3))
+                values = [
+                    (line["tokens"], max(plan_cost(line)[unit], 1e-3))
                     for line in lines
                     if (line["mask"], line["world"], line["balancer"]) == ("documents", world, name)
                 ]
-                panel.plot(*zip(*sorted(some)), "o-", color=colour, label=name, markersize=3, linewidth=1.2)
+                panel.plot(*zip(*sorted(values)), "o-", color=colour, label=name, markersize=3, linewidth=1.2)
             panel.axhline(LIMITS[unit], color="#212529", linestyle="--", linewidth=0.8)
             panel.set(xscale="log", yscale="log", title=f"{world} ranks" if row == 0 else "")
-            _thousands(panel, lines)
-        panels[row][0].set_ylabel(said)
-    _key(figure, panels[0][0])
+            _label_tokens(panel, lines)
+        panels[row][0].set_ylabel(label)
+    _add_legend(figure, panels[0][0])
     return figure
 
 
-def _balance(lines: Sequence[dict[str, Any]]) -> Any:
-    figure, panels = _panels(1, len(MASKS), sharey=True)
+def _draw_balance(lines: Sequence[dict[str, Any]]) -> Any:
+    figure, panels = _make_panels(1, len(MASKS), sharey=True)
     for panel, mask in zip(panels[0], MASKS):
         for name, colour in zip(balancers, COLOURS):
-            some = [
+            values = [
                 (line["tokens"] * 8 / line["world"], max(100 * (line["imbalance"] - 1), 0.01))
                 for line in lines
                 if (line["mask"], line["balancer"]) == (mask, name)
             ]
-            panel.plot(*zip(*some), "o", color=colour, label=name, markersize=3.5, alpha=0.8)
+            panel.plot(*zip(*values), "o", color=colour, label=name, markersize=3.5, alpha=0.8)
         panel.axhline(2, color="#212529", linestyle="--", linewidth=0.8)
         panel.set(xscale="log", yscale="log", title=mask, xlabel="blocks a rank", ylim=(0.007, 2000))
         panel.set_yticks([0.01, 0.1, 1, 10, 100, 1000], ["≤ 0.01", "0.1", "1", "10", "100", "1000"])
         panel.minorticks_off()
     panels[0][0].set_ylabel("% that the busiest rank\nhas more work than the mean")
-    _key(figure, panels[0][0])
+    _add_legend(figure, panels[0][0])
     return figure
 
 
-def _schedules(lines: Sequence[dict[str, Any]]) -> Any:
-    most = max(line["tokens"] for line in lines)
+def _draw_schedules(lines: Sequence[dict[str, Any]]) -> Any:
+    longest = max(line["tokens"] for line in lines)
     figures: dict[str, Callable[[dict[str, float]], float]] = {
-        "GiB sent": lambda of: of["sent"] / GIB,
-        "GiB beyond the shard": lambda of: of["extra"] / GIB,
-        "predicted ms": lambda of: of["ms"],
+        "GiB sent": lambda costs: costs["sent"] / GIB,
+        "GiB beyond the shard": lambda costs: costs["extra"] / GIB,
+        "predicted ms": lambda costs: costs["ms"],
     }
-    figure, panels = _panels(len(figures), len(MASKS), sharex=True, sharey="row")
-    for row, (said, value) in enumerate(figures.items()):
+    figure, panels = _make_panels(len(figures), len(MASKS), sharex=True, sharey="row")
+    for row, (label, value) in enumerate(figures.items()):
         for panel, mask in zip(panels[row], MASKS):
             for name, colour in zip(SCHEDULES, COLOURS):
-                some = [
+                values = [
                     (line["world"], max(value(line["schedules"][name]), 1e-3))
                     for line in lines
-                    if (line["mask"], line["tokens"], line["balancer"]) == (mask, most, "per_document")
+                    if (line["mask"], line["tokens"], line["balancer"]) == (mask, longest, "per_document")
                 ]
-                panel.plot(*zip(*sorted(some)), "o-", color=colour, label=name, markersize=3, linewidth=1.2)
+                panel.plot(*zip(*sorted(values)), "o-", color=colour, label=name, markersize=3, linewidth=1.2)
             panel.set(xscale="log", yscale="log", title=mask if row == 0 else "")
             worlds = sorted({line["world"] for line in lines})
             panel.set_xticks(worlds, map(str, worlds), minor=False)
             panel.minorticks_off()
-        panels[row][0].set_ylabel(f"{said}, {tokens_of(most)} tokens")
+        panels[row][0].set_ylabel(f"{label}, {tokens_of(longest)} tokens")
     for panel in panels[-1]:
         panel.set_xlabel("ranks")
-    _key(figure, panels[0][0])
+    _add_legend(figure, panels[0][0])
     return figure
 
 
-def _thousands(panel: Any, lines: Sequence[dict[str, Any]]) -> None:
+def _label_tokens(panel: Any, lines: Sequence[dict[str, Any]]) -> None:
     sizes = sorted({line["tokens"] for line in lines})
     panel.set_xticks(sizes, map(tokens_of, sizes), minor=False)
     panel.minorticks_off()
 
 
-def _key(figure: Any, panel: Any) -> None:
+def _add_legend(figure: Any, panel: Any) -> None:
     figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", ncols=5, frameon=False)
 
 
@@ -420,7 +435,7 @@ def _key(figure: Any, panel: Any) -> None:
     default=Path("scale.jsonl"),
     show_default=True,
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Where each plan's line goes; what is there is not made again.",
+    help="File of one line for each plan; plans with a line are not built again.",
 )
 @click.option(
     "--out",

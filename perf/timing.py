@@ -1,4 +1,4 @@
-"""Fair times: everyone in turn, cold caches, device clocks, medians."""
+"""Timing of contenders: interleaved rounds, cold L2 cache, device clocks, medians."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import distributed as dist
 from tritoncp.perf.machine import Brakes
 
 Run = Callable[[], object]
-REST = 0.25  # seconds in which a hot device cools a little
+REST = 0.25  # seconds of rest for a throttled device
 
 
 class Sample(NamedTuple):
@@ -31,10 +31,10 @@ class Clock(Protocol):
 
 
 class DeviceClock:
-    """Device events around one execution that finds an L2 cache full of something else.
+    """Times from device events around one execution with a cold L2 cache.
 
-    The device is kept busy while Python queues the work, so that slow Python is not measured as a slow
-    kernel; a host time beyond about a millisecond says that it was.
+    A sleep kernel occupies the device while Python queues the work, so that Python does not add to the device
+    time, unless the host time exceeds about a millisecond.
     """
 
     _CYCLES = 2_000_000
@@ -60,20 +60,20 @@ class DeviceClock:
 
 
 class WallClock:
-    """Host time of everything; for checking the benchmark itself without a GPU."""
+    """Host times, for testing the benchmark without a GPU."""
 
     def sample(self, run: Run) -> Sample:
         begin = time.perf_counter()
         run()
-        passed = 1e3 * (time.perf_counter() - begin)
-        return Sample(passed, passed)
+        elapsed = 1e3 * (time.perf_counter() - begin)
+        return Sample(elapsed, elapsed)
 
     def agree(self, x: float) -> float:
         return x
 
 
 class GroupClock:
-    """All ranks of the default process group start together, and the slowest one counts."""
+    """Times of the slowest rank of the default process group; all ranks start together."""
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
         self._clock, self._device = clock, device
@@ -85,7 +85,7 @@ class GroupClock:
         return Sample(device, host, throttled > 0)
 
     def agree(self, x: float) -> float:
-        """The same number on every rank: the largest."""
+        """Return the largest of the ranks' numbers, the same on every rank."""
         return self._worst(x)[0]
 
     def _worst(self, *numbers: float) -> list[float]:
@@ -95,7 +95,7 @@ class GroupClock:
 
 
 class Figure(NamedTuple):
-    """Medians of one contender, the middle half of its device times, and all of those."""
+    """Medians of one contender, the quartiles of its device times, and all device times."""
 
     ms: float
     low: float
@@ -105,7 +105,7 @@ class Figure(NamedTuple):
     throttled: int = 0
 
     def rounded(self, samples: bool = True) -> dict[str, Any]:
-        """As JSON wants it: to ten nanoseconds; how many samples, or each of them.
+        """Return the figures as JSON, rounded to ten nanoseconds, with all samples or their number.
 
         >>> Figure(1.0000001, 0.9, 1.1, 0.2, (0.9, 1.0000001, 1.1)).rounded(samples=False)
         {'ms': 1.0, 'low': 0.9, 'high': 1.1, 'host_ms': 0.2, 'n': 3}
@@ -116,26 +116,27 @@ class Figure(NamedTuple):
 
 
 def figure(samples: list[Sample]) -> Figure:
-    """Throttled samples are counted and left out, unless there are no others.
+    """Summarise samples; throttled samples are counted and left out, unless all are throttled.
 
     >>> figure([Sample(1.0, 0.1), Sample(2.0, 0.1), Sample(9.0, 0.1), Sample(40.0, 0.1, True)])
     Figure(ms=2.0, low=1.5, high=5.5, host_ms=0.1, samples=(1.0, 2.0, 9.0), throttled=1)
     """
-    kept = [sample for sample in samples if not sample.throttled] or samples
-    times = [sample.device for sample in kept]
+    steady = [sample for sample in samples if not sample.throttled] or samples
+    times = [sample.device for sample in steady]
     low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-    host = statistics.median(sample.host for sample in kept)
+    host = statistics.median(sample.host for sample in steady)
     throttled = sum(sample.throttled for sample in samples)
     return Figure(statistics.median(times), low, high, host, tuple(times), throttled)
 
 
-def interleaved(
+def time_interleaved(
     runs: Mapping[str, Callable[[], Run]], clock: Clock, seconds: float, least: int = 7, most: int = 40
 ) -> dict[str, Figure]:
-    """Everyone once a round, each round beginning with the next one, for about so many seconds.
+    """Time contenders in interleaved rounds for about ``seconds``; each is first in turn.
 
-    runs: by name, what prepares an execution (not timed) and returns it. A first round is thrown away. A
-    throttled device gets rests, together no longer than the rounds may take.
+    runs: by name, a function that prepares an execution (not timed) and returns it
+
+    The first round is dropped. A throttled device gets rests, together no longer than the rounds may take.
     """
     names = list(runs)
     begin = time.perf_counter()
@@ -152,4 +153,4 @@ def interleaved(
         if rest > 0 and any(samples[name][-1].throttled for name in names):
             time.sleep(REST)
             rest -= REST
-    return {name: figure(taken) for name, taken in samples.items()}
+    return {name: figure(list_of_samples) for name, list_of_samples in samples.items()}

@@ -13,7 +13,8 @@ if not HAS_GPU:
 
 import pytest  # noqa: E402
 
-from tritoncp import engines, steps  # noqa: E402
+from tritoncp.ops import engine_factory  # noqa: E402
+from tritoncp.planning import traffic  # noqa: E402
 
 if not HAS_GPU:
     from tests import exact_dot, interpreter_patches
@@ -43,7 +44,7 @@ def seed() -> None:
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """However small its tensors, an all-gather comes in pieces."""
-    monkeypatch.setattr(steps, "SMALL", 0)
+    monkeypatch.setattr(traffic, "SMALL", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +64,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["eager", "kernels"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Both engines of a CPU: plain torch, and interpreted kernels."""
-    monkeypatch.setattr(engines, "uses_triton", lambda device: request.param == "kernels")
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: request.param == "kernels")
     return request.param
 
 

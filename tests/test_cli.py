@@ -1,4 +1,4 @@
-"""The command line, as a user runs it."""
+"""Tests of the command line."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def test_an_unknown_command_is_an_error():
     assert CliRunner().invoke(main, ["nonsense"]).exit_code == 2
 
 
-def test_doctor_reports_in_json_what_this_process_sees(tmp_path):
+def test_doctor_reports_this_process_in_json(tmp_path):
     done = tritoncp("doctor", "--json", TRITONCP_CACHE_DIR=str(tmp_path))
     report = json.loads(done.stdout)
     assert done.returncode == 0 and report["problems"] == []
@@ -56,7 +56,7 @@ def test_doctor_reports_in_json_what_this_process_sees(tmp_path):
 
 
 def hopper(monkeypatch, ptxas: str = "", version: str = "12.8.93") -> None:
-    """Pretend that Hopper GPUs are here, without NCCL, and that TRITON_PTXAS_PATH names a ptxas of this
+    """Simulate Hopper GPUs, without NCCL, and that TRITON_PTXAS_PATH names a ptxas of this
     version."""
     monkeypatch.setattr(doctor, "nccl_version", lambda: None)
     properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=1 << 37)
@@ -146,7 +146,7 @@ def test_doctor_fails_on_a_cache_others_may_write(tmp_path):
         ({"torch": "2.11.0", "triton": "3.6.0", "numpy": "2.4.0"}, "triton 3.6.0 cannot be interpreted with"),
     ],
 )
-def test_doctor_says_what_is_wrong_and_what_to_do(versions, said, monkeypatch):
+def test_doctor_names_problems_and_remedies(versions, said, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     lines = doctor.problems(versions, True, {"path": "/x", "usable": True, "state": ""})
     assert len(lines) == 1 and lines[0].startswith(said)
@@ -173,7 +173,7 @@ def plan_command(*words) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_plan_shows_what_print_shows(tmp_path):
+def test_plan_shows_the_text_of_print(tmp_path):
     lengths = tmp_path / "lengths.json"
     lengths.write_text("[1000, 3000, 4192]")
     code, output = plan_command("--lengths", str(lengths), "--world-size=4")
@@ -220,7 +220,7 @@ def test_plan_takes_batch_rows_with_documents_of_their_own():
 def test_plan_on_a_terminal_is_in_colour():
     from rich.console import Console
 
-    from tritoncp import planned
+    from tritoncp.planning import command as planned
 
     class Terminal(Console):
         def __init__(self) -> None:
@@ -261,7 +261,7 @@ both = causal() & near
 
 @pytest.fixture
 def mods(tmp_path, monkeypatch):
-    """A folder with modules of a user's, in which commands are called."""
+    """Make a folder with user modules, and run commands in it."""
     for name, text in {
         "my_mods": MODS,
         "leaving": "raise SystemExit(0)",
@@ -417,8 +417,8 @@ def test_files_that_cannot_be_written_are_named_in_a_message(command, words, mod
     assert done.stderr.startswith("Error: ") and words[-1] in done.stderr and "Traceback" not in done.output
 
 
-def test_what_is_checked_is_not_called(mods):
-    """A callable of another kind would be called with tensors, whatever it does."""
+def test_checked_mods_are_not_called(mods):
+    """Callables that are no functions are refused: they would be called with tensors."""
     (mods / "my_mods.py").write_text("def f(*path):\n    open('called', 'w')\n")
     assert plan_command("--mask=my_mods:f")[0] == 2
     assert not (mods / "called").exists()
@@ -465,7 +465,7 @@ def test_too_little_memory_is_a_message(monkeypatch):
     assert done.exit_code == 1 and done.stderr == "Error: this machine has not enough memory for that\n"
 
 
-def test_doctor_shows_what_is_odd_in_the_environment():
+def test_doctor_shows_oddities_of_the_environment():
     done = tritoncp(
         "doctor", TRITON_ODD="[/bold] \udcff", TRITONCP_CACHE_DIR="/dev/null/x", PYTHONIOENCODING="ascii"
     )

@@ -1,4 +1,4 @@
-"""The demo: its text, its model, its processes, and that it can tell right from wrong."""
+"""Tests of the demo: its text, model and processes, and its verdict on wrong results."""
 
 import io
 import itertools
@@ -37,9 +37,9 @@ def test_windows_are_the_same_everywhere_and_different_every_step():
 
 
 def test_windows_hold_the_documents_in_order():
-    seen = b"".join(bytes(text.tolist()) for text, _ in windows(512, 4))
+    token_bytes = b"".join(bytes(text.tolist()) for text, _ in windows(512, 4))
     pieces = list(itertools.islice(documents(256), 200))
-    rest = memoryview(seen)
+    rest = memoryview(token_bytes)
     for number in windows(512, 4)[:, 1].flatten().unique_consecutive().tolist()[:2]:
         assert bytes(rest[: len(pieces[number])]) == pieces[number]
         rest = rest[len(pieces[number]) :]
@@ -135,7 +135,7 @@ def test_a_world_size_that_torchrun_contradicts_is_refused(monkeypatch, tmp_path
     assert "--world-size 3, but torchrun started 2 ranks" in done.output
 
 
-def test_what_a_rank_raises_is_said_once_with_its_number():
+def test_an_error_of_a_rank_is_reported_once_with_its_number():
     impossible = Config(seq_len=256, steps=1, shape=Shape(heads=3, kv_heads=2, layers=1))
     with LocalRanks(impossible, 2, lambda step: None) as ranks, pytest.raises(RankFailed) as failed:
         ranks.result()
@@ -166,7 +166,7 @@ def test_a_disagreement_is_shown_and_fails(second, monkeypatch, tmp_path):
     assert "DISAGREE" in done.output
 
 
-def test_difference_is_infinite_for_what_cannot_be_compared():
+def test_difference_is_infinite_for_incomparable_results():
     assert difference([1.0, 2.0], [1.0, 2.25]) == 0.25
     assert difference([1.0], [1.0, 2.0]) == difference([float("nan")], [1.0]) == float("inf")
 

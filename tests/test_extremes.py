@@ -1,4 +1,4 @@
-"""NaN and scores of any size, on both engines: lse agrees with out, and gradients stay within bounds."""
+"""Tests with NaN and scores of any size, on both engines: lse agrees with out, and gradients are bounded."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ pytestmark = pytest.mark.usefixtures("engine")
 
 
 def mask() -> tritoncp.Mask:
-    """A causal mask whose last block of queries sees no key."""
+    """Make a causal mask whose last block of queries sees no key."""
     return tritoncp.create_block_mask(lambda b, h, q, kv: (q >= kv) & (q < 32), 1, 1, S, S, BLOCK_SIZE=16)
 
 
 def tensors(size: float = 1.0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """q, k, v, where scores are about ``size``."""
+    """Make q, k, v whose scores have magnitude ``size``."""
     q, k, v = (torch.randn(1, 2, S, D) for _ in range(3))
     return [x.to(dtype).requires_grad_() for x in (q * math.sqrt(size), k * math.sqrt(size), v)]
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, max_scores in plain torch; softmax of a row that sees nothing is 0, as in torch's flex."""
+    """Compute out, lse, max_scores in plain torch; the softmax of a row that sees no key is 0, as in torch's
+    flex."""
     q, k, v = (x.double() for x in (q, k, v))
     at = torch.arange(S)
     visible = (at[:, None] >= at) & (at[:, None] < 32)
@@ -79,7 +80,7 @@ def test_programs_that_share_keys_hand_a_nan_on() -> None:
 
 
 def test_gradients_of_rows_with_a_nan_are_nan() -> None:
-    """However finite the gradient of out is."""
+    """They are NaN although the gradient of out is finite."""
     q, k, v = tensors()
     with torch.no_grad():
         q[0, 0, 20] = math.nan
@@ -92,8 +93,8 @@ def test_gradients_of_rows_with_a_nan_are_nan() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("size", [1e7, 1e8, 1e9, 1e10, 1e12])
 def test_no_probability_exceeds_one_however_large_scores_are(size: float, dtype: torch.dtype) -> None:
-    """Forward is exact; for scores past the fractional digits of a float32, gradients are bounded by those of
-    probabilities that are all one."""
+    """The forward pass is exact; for scores beyond the fractional digits of float32, gradients are bounded by
+    those of probabilities that are all one."""
     qkv = tensors(size, dtype)
     got, want = answers(qkv, "one device"), dense(*qkv)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}

@@ -1,4 +1,4 @@
-"""Whole cases drawn at random, through public names alone, against a dense float64 oracle of their own."""
+"""Random cases through public names only, against an independent dense float64 oracle."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def leaf_masks(draw: st.DrawFn, length: int, batch: int) -> Mask:
 
 @st.composite
 def python_masks(draw: st.DrawFn) -> Mask:
-    """Python functions, which have no closed form."""
+    """Draw Python functions, which have no closed form."""
     m, r, shift = draw(st.integers(1, 5)), draw(st.integers(0, 4)), draw(st.integers(0, 30))
     table = torch.rand(3, 61, generator=torch.Generator().manual_seed(shift)) < 0.5
     mods: dict[str, Pairs] = {
@@ -112,7 +112,7 @@ def python_masks(draw: st.DrawFn) -> Mask:
 
 @st.composite
 def masks(draw: st.DrawFn, length: int, batch: int, depth: int = 2) -> Mask:
-    """Closed forms and Python functions, joined with ``and``, ``or`` and ``not``."""
+    """Draw closed forms and Python functions, combined with ``and``, ``or`` and ``not``."""
     how = draw(st.sampled_from(["leaf", "leaf", "and", "or", "not"])) if depth else "leaf"
     if how == "leaf":
         return draw(leaf_masks(length, batch))
@@ -170,7 +170,7 @@ class Layer(NamedTuple):
         return [x for x in self if x is not None]
 
     def to(self, dtype: torch.dtype | None) -> Layer:
-        """Copies that want gradients."""
+        """Return copies that require gradients."""
         return Layer(*(x if x is None else x.detach().to(dtype or x.dtype).requires_grad_() for x in self))
 
 
@@ -205,7 +205,7 @@ def score_of(case: Case, learned: Any) -> Callable[..., Tensor] | None:
 
 
 def dense(case: Case, layer: Layer) -> tuple[Tensor, Tensor]:
-    """out and lse with every pair in memory."""
+    """Compute out and lse densely."""
     q, k, v = layer.q, *(x.repeat_interleave(case.group, 1) for x in (layer.k, layer.v))
     at = [torch.arange(n) for n in (*q.shape[:3], k.shape[2])]
     b, h, i, j = (x.view([-1 if d == axis else 1 for d in range(4)]) for axis, x in enumerate(at))
@@ -225,7 +225,7 @@ def dense(case: Case, layer: Layer) -> tuple[Tensor, Tensor]:
 
 
 def called(case: Case, layer: Layer) -> tuple[Tensor, Tensor]:
-    """out and lse of all ranks of a simulated world, or of one device."""
+    """Compute out and lse on all ranks of a simulated world, or on one device."""
     lists = (case.batch, case.heads * case.group) if case.own_lists or case.mask.varies else (1, 1)
     sizes = *lists, case.length, case.kv_length
     mask = tritoncp.create_block_mask(case.mask.mod, *sizes, BLOCK_SIZE=case.block)
@@ -243,7 +243,7 @@ def called(case: Case, layer: Layer) -> tuple[Tensor, Tensor]:
 
 
 def answers(case: Case, layer: Layer, call: Callable[[Case, Layer], tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """out, lse, and the gradients of one loss of both."""
+    """Return out, lse, and the gradients of one loss of both."""
     out, lse = call(case, layer)
     g = torch.Generator().manual_seed(case.seed + 1)
     by_out, by_lse = (torch.randn(x.shape, generator=g, dtype=torch.float64) for x in (out, lse))
@@ -271,8 +271,8 @@ def check(case: Case) -> None:
 
 
 def tolerance(dtype: torch.dtype, name: str) -> float:
-    """Tolerance relative to the largest number. Statistics are float32 for all inputs but float64; gradients
-    of captures and sinks are sums over all pairs or rows."""
+    """Return the tolerance relative to the largest number. Statistics are float32 for all inputs but float64;
+    gradients of captures and sinks are sums over all pairs or rows."""
     if name == "lse":
         return {torch.float64: 1e-11}.get(dtype, 2e-5)
     grown = 4 if name in ("dsinks", "dlearned") else 1

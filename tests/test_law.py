@@ -1,4 +1,5 @@
-"""One law: whatever mask, layout, world and schedule, the eager engine in float64 is the oracle."""
+"""Property test: for every mask, layout, world and schedule, the eager engine in float64 equals the
+oracle."""
 
 from __future__ import annotations
 
@@ -11,18 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.zoo import Score, agree, differentiate, oracle, simulated
-from tritoncp import (
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    engines,
-    make_plan,
-    simulate,
-    sliding_window,
-)
-from tritoncp.masks import Mask
-from tritoncp.schedules import SCHEDULES
+from tritoncp import and_masks, causal, create_block_mask, document, make_plan, simulate, sliding_window
+from tritoncp.distributed.schedules import SCHEDULES
+from tritoncp.masks.mask import Mask
+from tritoncp.ops import engine_factory
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8, "grad_atol": 1e-8}
 BALANCERS = (None, "contiguous", "head_tail", "ptrr", "per_document", "locality")
@@ -51,18 +44,18 @@ def layers(draw: Any) -> Layer:
         lengths = [[b - a for a, b in itertools.pairwise(row)] for row in cuts]
         widest = max(map(len, lengths))
         rows = [row + [0] * (widest - len(row)) for row in lengths]
-        found, many = and_masks(causal(), document(lengths=rows)), (1, batch)
+        mod_fn, many = and_masks(causal(), document(lengths=rows)), (1, batch)
     elif mod == "bits":
         g = torch.Generator().manual_seed(draw(st.integers(0, 99)))
         bits = torch.rand(batch, heads, q_len, kv_len, generator=g) < draw(st.sampled_from([0.05, 0.5]))
-        found, many = (lambda b, h, q, kv: bits[b, h, q, kv]), (heads, batch)
+        mod_fn, many = (lambda b, h, q, kv: bits[b, h, q, kv]), (heads, batch)
     else:
-        found = (
+        mod_fn = (
             causal()
             if mod == "causal"
             else sliding_window(draw(st.integers(0, 30)), draw(st.integers(0, 30)))
         )
-    mask = create_block_mask(found, many[1], many[0], q_len, kv_len, BLOCK_SIZE=blocks)
+    mask = create_block_mask(mod_fn, many[1], many[0], q_len, kv_len, BLOCK_SIZE=blocks)
     slopes = torch.linspace(0.1, 1, heads, dtype=torch.float64, requires_grad=True)
     score = Score(lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs() * (1 + b), (slopes,))
     return Layer(batch, (heads, kv_heads), q_len, kv_len, mask, draw(st.sampled_from([Score(None), score])))
@@ -85,7 +78,7 @@ def tensors(layer: Layer) -> list[torch.Tensor]:
 def test_any_schedule_is_the_oracle(
     monkeypatch: Any, schedule: str, layer: Layer, world_size: int, balancer: str | None
 ) -> None:
-    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     qkv = tensors(layer)
     plan = make_plan(layer.mask, world_size=world_size, rank=0, balancer=balancer, schedule=schedule)
     agree(simulated(qkv, plan, layer.score), oracle(qkv, layer.mask, layer.score), **CLOSE)
@@ -95,7 +88,7 @@ def test_any_schedule_is_the_oracle(
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers(), st.data())
 def test_pieces_of_any_length_in_order_are_the_oracle(monkeypatch: Any, layer: Layer, data: Any) -> None:
-    monkeypatch.setattr(engines, "uses_triton", lambda device: False)
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     qkv = tensors(layer)
     world_size = data.draw(st.sampled_from([1, 2, 3, 5]))
 

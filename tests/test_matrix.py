@@ -22,7 +22,7 @@ from tests.zoo import (
     tensors,
 )
 from tritoncp import simulate
-from tritoncp.schedules import SCHEDULES
+from tritoncp.distributed.schedules import SCHEDULES
 
 FACTORS = {
     "mask": list(MASKS),

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import tritoncp
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
-from tritoncp.reference import allowed_error, dense_attention, eager_attention, largest_error
+from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention, largest_error
 from tritoncp.self_check import attempts
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ def test_cases_beyond_the_budget_are_listed_as_failures():
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_check_that_gets_a_signal_reports_its_finished_cases(number):
-    """The signal goes to all of its processes, as Ctrl-C does."""
+    """The signal reaches all processes of the command, as Ctrl-C does."""
     command = [sys.executable, "-m", "tritoncp", "check", "--json", "--jobs=2", "--budget=600"]
     with subprocess.Popen(
         [*command, "--only=*-causal-*"], cwd=ROOT, text=True, start_new_session=True,
@@ -209,7 +209,7 @@ def test_a_dead_process_fails_only_its_case(monkeypatch):
     assert all("ended with exit code 7" in case["why"] for case in wrong(report))
 
 
-def test_a_case_that_breaks_its_device_leaves_the_others_to_another_process(monkeypatch):
+def test_cases_after_one_that_breaks_its_device_run_in_another_process(monkeypatch):
     attend = tritoncp.flex_attention
 
     def refuse(q, k, v, score_mod, *rest, sinks, **options):
@@ -252,7 +252,7 @@ def test_without_numpy_the_error_names_the_package(monkeypatch):
 
 
 def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch):
-    """The check would be right, and say nothing of the GPU."""
+    """Such a check would pass without testing the GPU."""
     from tritoncp import doctor
 
     gpu = {"index": 0, "name": "NVIDIA H200", "architecture": "sm_90", "memory_gib": 139.8}

@@ -1,4 +1,4 @@
-"""The masks and score_mods every path is tried with, and the law it has to keep: it is the oracle."""
+"""Masks and score_mods for tests of every path, and the comparison with the dense oracle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tritoncp import (
     simulate,
     sliding_window,
 )
-from tritoncp.reference import dense_attention
+from tritoncp.reference.dense import dense_attention
 
 S, BLOCK = 120, 32  # four blocks, the last one ragged: fewer than ranks in the largest world
 DOCUMENTS = [40, 3, 50, 27]
@@ -41,7 +41,7 @@ def random_bits(heads: int) -> Mask:
 
 
 def some_rows(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Single rows that see nothing, and a whole block of them."""
+    """Mask single rows and a whole block of rows completely."""
     return (q >= kv) & (q % 5 != 2) & ((q < 64) | (q >= 96))
 
 
@@ -59,7 +59,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {  # by the number of query heads
 
 
 class Score(NamedTuple):
-    """A score_mod and what it captures that wants a gradient."""
+    """A score_mod and the captured tensors that require a gradient."""
 
     mod: Callable[..., Tensor] | None
     wants: tuple[Tensor, ...] = ()
@@ -94,7 +94,7 @@ WORLDS = (1, 2, 3, 4, 8)
 
 
 def pairs(factors: Mapping[str, Sequence[Any]]) -> Iterator[tuple[Any, ...]]:
-    """Rows of the full product that together hold every pair of values of every two factors.
+    """Yield rows of the full product that together contain every pair of values of every two factors.
 
     Greedy: the next row is the one with the most pairs not seen yet.
     """
@@ -120,7 +120,7 @@ class Answer(NamedTuple):
 
 
 def differentiate(out: Tensor, lse: Tensor, inputs: Sequence[Tensor], wants: Sequence[Tensor]) -> Answer:
-    """Gradients of one fixed loss of out and lse: rows that see nothing have no lse to speak of."""
+    """Differentiate one fixed loss of out and lse, in which lse of rows that see no key does not count."""
     g = torch.Generator().manual_seed(9)
     by_out, by_lse = (torch.randn(x.shape, generator=g, dtype=torch.float64).to(x.dtype) for x in (out, lse))
     loss = (out * by_out).sum() + (torch.where(lse.isinf(), 0, lse) * by_lse).sum()
@@ -136,21 +136,21 @@ def tensors(
     length: int = S,
     batch: int = 1,
 ) -> list[Tensor]:
-    """q, k, v that require grad."""
+    """Make q, k, v that require grad."""
     shapes = ((heads[0], dim), (heads[1], dim), (heads[1], v_dim))
     return [torch.randn(batch, h, length, d, dtype=dtype, requires_grad=True) for h, d in shapes]
 
 
 def oracle(qkv: Sequence[Tensor], mask: Mask, score: Score) -> Answer:
-    """The dense answer in float64, whatever the inputs' dtype."""
+    """Compute the dense answer in float64."""
     inputs = [x.detach().double().requires_grad_() for x in qkv]
     wants = [x.detach().double().requires_grad_() for x in score.wants]
-    found = dense_attention(*inputs, mask, rebound(score, wants))
-    return differentiate(found.out, found.lse, inputs, wants)
+    result = dense_attention(*inputs, mask, rebound(score, wants))
+    return differentiate(result.out, result.lse, inputs, wants)
 
 
 def rebound(score: Score, wants: Sequence[Tensor]) -> Callable[..., Tensor] | None:
-    """The same function over other tensors: its closure cells are filled anew."""
+    """Return the same function over other tensors, in new closure cells."""
     if score.mod is None or not wants:
         return score.mod
     other = {id(old): new for old, new in zip(score.wants, wants)}
@@ -172,9 +172,13 @@ def simulated(qkv: Sequence[Tensor], plan: Plan, score: Score, **options: Any) -
 def agree(got: Answer, want: Answer, atol: float, rtol: float, grad_atol: float) -> None:
     limits = [atol, atol, grad_atol, grad_atol, grad_atol] + [8 * grad_atol] * len(want.captured)
     names = [*Answer._fields[:5], *(f"gradient of capture {i}" for i in range(len(want.captured)))]
-    for name, limit, mine, right in zip(names, limits, flat(got), flat(want), strict=True):
-        same = (mine.double() == right) | ((mine.double() - right).abs() <= limit + rtol * right.abs())
-        assert bool(same.all()), f"{name} differs by up to {(mine.double() - right)[~same].abs().max():.3g}"
+    for name, limit, value, expected in zip(names, limits, flat(got), flat(want), strict=True):
+        same = (value.double() == expected) | (
+            (value.double() - expected).abs() <= limit + rtol * expected.abs()
+        )
+        assert bool(same.all()), (
+            f"{name} differs by up to {(value.double() - expected)[~same].abs().max():.3g}"
+        )
 
 
 def flat(answer: Answer) -> list[Tensor]:

@@ -11,43 +11,44 @@ True
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from tritoncp.api import flex_attention as flex_attention
-    from tritoncp.api import make_plan as make_plan
-    from tritoncp.api import positions as positions
-    from tritoncp.api import shard as shard
-    from tritoncp.api import unshard as unshard
-    from tritoncp.balance import balancers as balancers
-    from tritoncp.building import create_block_mask as create_block_mask
-    from tritoncp.masks import Mask as Mask
-    from tritoncp.masks import and_masks as and_masks
-    from tritoncp.masks import causal as causal
-    from tritoncp.masks import document as document
-    from tritoncp.masks import from_block_mask as from_block_mask
-    from tritoncp.masks import full_mask as full_mask
-    from tritoncp.masks import not_ as not_
-    from tritoncp.masks import or_masks as or_masks
-    from tritoncp.masks import prefix_lm as prefix_lm
-    from tritoncp.masks import sliding_window as sliding_window
-    from tritoncp.packed import contiguous_to_dual_chunk as contiguous_to_dual_chunk
-    from tritoncp.packed import dual_chunk_to_contiguous as dual_chunk_to_contiguous
-    from tritoncp.packed import varlen_attention as varlen_attention
-    from tritoncp.parallel import SAVE_OPS as SAVE_OPS
-    from tritoncp.parallel import ContextParallel as ContextParallel
-    from tritoncp.parallel import checkpoint_policy as checkpoint_policy
-    from tritoncp.plan import Plan as Plan
-    from tritoncp.plan_cache import plan_cache_clear as plan_cache_clear
-    from tritoncp.plan_cache import plan_cache_info as plan_cache_info
-    from tritoncp.varlen import varlen_mask as varlen_mask
-    from tritoncp.world import simulate as simulate
+from tritoncp._version import __version__ as __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from tritoncp.api.attention import flex_attention as flex_attention
+    from tritoncp.api.attention import make_plan as make_plan
+    from tritoncp.api.attention import positions as positions
+    from tritoncp.api.attention import shard as shard
+    from tritoncp.api.attention import unshard as unshard
+    from tritoncp.api.parallel import SAVE_OPS as SAVE_OPS
+    from tritoncp.api.parallel import ContextParallel as ContextParallel
+    from tritoncp.api.parallel import checkpoint_policy as checkpoint_policy
+    from tritoncp.api.simulate import simulate as simulate
+    from tritoncp.api.varlen import contiguous_to_dual_chunk as contiguous_to_dual_chunk
+    from tritoncp.api.varlen import dual_chunk_to_contiguous as dual_chunk_to_contiguous
+    from tritoncp.api.varlen import varlen_attention as varlen_attention
+    from tritoncp.frontend.plan_cache import plan_cache_clear as plan_cache_clear
+    from tritoncp.frontend.plan_cache import plan_cache_info as plan_cache_info
+    from tritoncp.masks.create import create_block_mask as create_block_mask
+    from tritoncp.masks.mask import Mask as Mask
+    from tritoncp.masks.mask import and_masks as and_masks
+    from tritoncp.masks.mask import causal as causal
+    from tritoncp.masks.mask import document as document
+    from tritoncp.masks.mask import from_block_mask as from_block_mask
+    from tritoncp.masks.mask import full_mask as full_mask
+    from tritoncp.masks.mask import not_ as not_
+    from tritoncp.masks.mask import or_masks as or_masks
+    from tritoncp.masks.mask import prefix_lm as prefix_lm
+    from tritoncp.masks.mask import sliding_window as sliding_window
+    from tritoncp.masks.varlen import varlen_mask as varlen_mask
+    from tritoncp.planning.balance import balancers as balancers
+    from tritoncp.planning.plan import Plan as Plan
+
 
 _WHERE = {
-    "api": ("flex_attention", "make_plan", "positions", "shard", "unshard"),
-    "balance": ("balancers",),
-    "building": ("create_block_mask",),
-    "masks": (
+    "api.attention": ("flex_attention", "make_plan", "positions", "shard", "unshard"),
+    "planning.balance": ("balancers",),
+    "masks.create": ("create_block_mask",),
+    "masks.mask": (
         "Mask",
         "and_masks",
         "causal",
@@ -59,12 +60,12 @@ _WHERE = {
         "prefix_lm",
         "sliding_window",
     ),
-    "packed": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
-    "parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
-    "plan": ("Plan",),
-    "plan_cache": ("plan_cache_clear", "plan_cache_info"),
-    "varlen": ("varlen_mask",),
-    "world": ("simulate",),
+    "api.varlen": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
+    "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
+    "planning.plan": ("Plan",),
+    "frontend.plan_cache": ("plan_cache_clear", "plan_cache_info"),
+    "masks.varlen": ("varlen_mask",),
+    "api.simulate": ("simulate",),
 }
 _MODULE_OF = {name: module for module, names in _WHERE.items() for name in names}
 __all__ = sorted(_MODULE_OF)

@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from tritoncp import __version__
+from tritoncp._version import __version__
 from tritoncp.perf.cli import perf
 from tritoncp.self_check.command import check
 
@@ -90,7 +90,7 @@ class Seconds(click.FloatRange):
 
 JOBS = click.IntRange(1, 1024)
 HEADS = click.IntRange(1, 1 << 16)
-HEAD_DIM = click.IntRange(1, 256)  # as tritoncp.inputs.MAX_HEAD_DIM, which would import torch here
+HEAD_DIM = click.IntRange(1, 256)  # as tritoncp.frontend.validate.MAX_HEAD_DIM, which would import torch here
 
 
 @click.group("tritoncp", cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -102,7 +102,7 @@ def main() -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
 def doctor(as_json: bool) -> None:
-    """Say what tritoncp finds on this machine and what will run where.
+    """Report this machine's versions and devices, and the engine that runs on each.
 
     Exits with 1 if a requirement is missing or does not work.
     """
@@ -155,7 +155,7 @@ class Tokens(click.ParamType):
     name = "tokens"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> int:
-        from tritoncp.expressions import count
+        from tritoncp.masks.expressions import count
 
         try:
             tokens = value if isinstance(value, int) else count(value)
@@ -217,7 +217,7 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     Shows the owner of each block, the work of each rank, the bytes that each schedule sends and keeps, its
     predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
     """
-    from tritoncp.planned import planned, say, write
+    from tritoncp.planning.command import planned, say, write
 
     for path, suffix in ((png, ".png"), (html, ".html")):
         if path is not None and path.suffix != suffix:
@@ -269,8 +269,8 @@ def inspect(
     can keep the tensor cores at most. Each option that picks may be given several times. Exits with 1 if
     a kernel does not compile, or --check finds one worse than the table that is shipped.
     """
-    from tritoncp.inspect import ARCHS, measured, pick, run, shipped
-    from tritoncp.offline import check_target
+    from tritoncp.analysis.compile_worker import check_target
+    from tritoncp.analysis.resource_table import ARCHS, measured, pick, run, shipped
 
     for arch in archs:
         check_target(arch)
@@ -344,7 +344,7 @@ def autotune(
     timeout: float,
     as_json: bool,
 ) -> None:
-    """Measure tile shapes on this machine's GPU, and keep those that beat the rule by 2 %.
+    """Measure tile shapes on this machine's GPU, and write down the shapes that beat the rule by 2 %.
 
     Candidates are compiled first, and dropped if they spill, do not fit or are bound to be slow; the rest is
     checked against float32 and timed in turn, the better half for longer. Every choice is written at once,
@@ -353,22 +353,22 @@ def autotune(
     from rich.console import Console
 
     from tritoncp.perf.record import read
-    from tritoncp.tune import run, targets
+    from tritoncp.tuning import search_run, targets
 
     named_shapes = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
     named_shapes = named_shapes or [*targets.preset("llama3-8b")]
-    device = run.device(arch)
+    device = search_run.device(arch)
     if history is not None:
         if not (history.is_file() or history.is_dir()):
             raise click.UsageError(f"--worst {history} is neither a file nor a folder of *.jsonl files")
-        why, selection = targets.lost_most(read(history).points, None if arch else device.name)
+        why, selection = targets.select_worst_case(read(history).points, None if arch else device.name)
         click.echo(why, err=True)
     else:
         selection = targets.targets(named_shapes, masks or tuple(targets.MASKS), ops.split(","), dtype, score)
     selection, left_out = targets.without_faults(selection, device.arch)
     for line in left_out:
         click.echo(line, err=True)
-    request = run.request(selection, device, arch is not None, budget, resume, out, jobs, timeout)
+    request = search_run.request(selection, device, arch is not None, budget, resume, out, jobs, timeout)
     if dry_run:
         rows = [
             {"kernel": target.name, "candidates": len(targets.candidates(target, request.device.arch))}
@@ -381,11 +381,11 @@ def autotune(
                 click.echo(f"{row['kernel']}: {row['candidates']} candidates")
             click.echo(f"on {request.device.name} ({request.device.arch}), journal {request.journal}")
         return
-    outcome = run.autotune(request, Console(stderr=True))
+    outcome = search_run.autotune(request, Console(stderr=True))
     if as_json:
         click.echo(json.dumps(outcome.rows, indent=1))
     else:
-        run.show(outcome, request.static, Console())
+        search_run.show(outcome, request.static, Console())
     if outcome.interrupted:
         click.echo("interrupted: what is shown is kept; --resume goes on from there", err=True)
     sys.exit(130 if outcome.interrupted else 0 if outcome.rows else 1)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncp import __version__
+from tritoncp._version import __version__
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tritoncp.masks import (
+from tritoncp.masks.mask import (
     Mask,
     and_masks,
     causal,
@@ -24,7 +24,7 @@ from tritoncp.masks import (
     prefix_lm,
     sliding_window,
 )
-from tritoncp.reference import allowed_error, dense_attention, eager_attention, largest_error
+from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention, largest_error
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -80,7 +80,7 @@ def documents(n: int) -> Any:
 
 
 def some_rows(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """Single rows that see nothing, and blocks of them."""
+    """A mask with single rows, and blocks of rows, that see no key."""
     return (q >= kv) & (q % 5 != 2) & ((q < BLOCK) | (q >= 2 * BLOCK))
 
 
@@ -132,7 +132,7 @@ SCORES: dict[str, Score] = {
 
 
 def leaves(x: QKV, captured: Sequence[Tensor], dtype: torch.dtype | None) -> list[list[Tensor]]:
-    """q, k, v and the captured tensors as leaves; strides kept where the dtype is."""
+    """q, k, v and the captured tensors as leaves; strides are kept unless the dtype changes."""
     return [
         [t.detach().to(t.dtype if dtype is None else dtype).requires_grad_() for t in part]
         for part in (x[:3], captured)
@@ -149,7 +149,7 @@ def gathered(outs: Sequence[Tensor], wrt: Sequence[Tensor], x: QKV) -> Results:
 
 def run(x: QKV, mask: Any, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
         scale: float | None = None, mesh: Any = None, **options: Any) -> Results:  # fmt: skip
-    """The public call, with gradients."""
+    """Run the public call, with gradients."""
     own, caught = leaves(x, captured, None)
     out, aux = tritoncp.flex_attention(
         *own, score.of and score.of(*caught), mask, scale, enable_gqa=True, kernel_options=options,
@@ -160,7 +160,7 @@ def run(x: QKV, mask: Any, score: Score = SCORES["none"], captured: Sequence[Ten
 
 def oracle(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
            scale: float | None = None) -> Results:  # fmt: skip
-    """Dense float64."""
+    """Compute dense attention in float64."""
     own, caught = leaves(x, captured, FP64)
     visible = mask.to_dense(x.q.shape[0], x.q.shape[1], DEVICE).to(DEVICE)
     outs = dense_attention(*own, visible, score.of and score.of(*caught), scale=scale)
@@ -169,7 +169,7 @@ def oracle(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence
 
 def peer(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
          scale: float | None = None) -> Results:  # fmt: skip
-    """What torch's eager flex attention does: tests/gpu/test_torch.py compares it with the real one."""
+    """Compute attention as torch's eager flex attention does; tests/gpu/test_torch.py compares the two."""
     (q, k, v), caught = leaves(x, captured, None)
     mod = score.of and score.of(*caught)
     start = lambda out, lse: (x.dout, x.dlse)  # noqa: E731
@@ -198,7 +198,7 @@ def check(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[
 
 def forward(x: QKV, mask: Any, score: Score = SCORES["none"], captured: Sequence[Tensor] = (),
             **options: Any) -> tuple[Tensor, ...]:  # fmt: skip
-    """(out, lse, max_scores), and nothing of the backward pass compiled."""
+    """(out, lse, max_scores) of a call that compiles no backward kernel."""
     want = AuxRequest(lse=True, max_scores=True)
     out, aux = tritoncp.flex_attention(
         *x[:3], score.of and score.of(*captured), mask, enable_gqa=True, kernel_options=options,
@@ -219,19 +219,19 @@ def check_forward(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: S
 
 
 def equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    """Bit for bit."""
+    """Whether tensors are equal bit for bit."""
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
 
 
 def close(name: str, got: Tensor, want: Tensor, other: Tensor) -> None:
-    """No further from float64 than :func:`tritoncp.reference.allowed_error`."""
+    """Assert errors within :func:`tritoncp.reference.dense.allowed_error` of float64."""
     assert got.shape == want.shape and got.dtype == other.dtype, name
     error, allowed = largest_error(got, want), allowed_error(other, want)
     assert error <= allowed, f"{name}: {error:.3g} off, allowed {allowed:.3g}"
 
 
 def same(got: Results, want: Results) -> None:
-    """Bit for bit."""
+    """Assert that tensors are equal bit for bit."""
     for name, a, b in zip(Results._fields, got[:6], want[:6]):
         assert torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)), name

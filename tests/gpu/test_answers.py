@@ -22,7 +22,7 @@ from tests.gpu.support import (
     qkv,
     run,
 )
-from tritoncp.masks import causal, create_block_mask, full_mask, sliding_window
+from tritoncp.masks.mask import causal, create_block_mask, full_mask, sliding_window
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -65,8 +65,8 @@ def test_head_groups_and_batches(heads, kv_heads, batch):
 def test_tensors_as_projections_leave_them(dim):
     """[B, S, H, D] seen as [B, H, S, D]: results are written at these strides, too."""
     x = qkv(batch=2, heads=4, kv_heads=2, dim=dim)
-    seen = QKV(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in x[:4]), x.dlse)
-    check(seen, MASKS["causal"]())
+    transposed = QKV(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in x[:4]), x.dlse)
+    check(transposed, MASKS["causal"]())
 
 
 @pytest.mark.parametrize("n", [1, 17, BLOCK, 2 * BLOCK + 1])
@@ -143,7 +143,7 @@ def test_kernel_options_change_speed_only():
 
 @pytest.mark.parametrize("score", ["none", "softcap"])
 def test_a_nan_is_in_every_answer_that_saw_it(score):
-    """A maximum drops it, on a GPU alone."""
+    """On a GPU, unlike the CPU, a maximum drops NaN."""
     x, key = qkv(heads=4, kv_heads=2), N // 2
     with torch.no_grad():
         x.q[0, 0, 5] = torch.nan

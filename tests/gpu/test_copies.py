@@ -110,13 +110,13 @@ def test_score_mods_must_bring_their_tensors():
 
 
 def test_a_route_is_compared_once_and_not_in_a_graph(monkeypatch):
-    """A comparison waits for two answers."""
-    monkeypatch.setattr(trial, "_FOUND", {})
+    """A comparison copies its result to the host."""
+    monkeypatch.setattr(trial, "_VERDICTS", {})
     q, k, v = (x.detach() for x in tensors())
     options = {"ROUTE": "specialised"}
     want = flex_attention(q, k, v)
     has_route = specialises(architecture(q.device))
-    words = "which a graph cannot capture" if has_route else "ROUTE='specialised' is asked for"
+    words = "which a graph cannot capture" if has_route else "ROUTE='specialised' is requested"
     graph = torch.cuda.CUDAGraph()
     with pytest.warns(UserWarning, match=words), torch.cuda.graph(graph):
         out = flex_attention(q, k, v, kernel_options=options)
@@ -129,7 +129,7 @@ def test_a_route_is_compared_once_and_not_in_a_graph(monkeypatch):
 
 
 def test_a_graph_uses_the_copies_of_an_earlier_call():
-    """Tables, and a mask_mod's tensor on the CPU: what is captured reads what the call before it copied."""
+    """A captured call reads the tables and the CPU tensors of a mask_mod that the call before it copied."""
     odd, (q, k, v) = torch.arange(S) % 3 == 0, (x.detach() for x in tensors())
     plan = make_plan(create_block_mask(lambda b, h, q, kv: (q >= kv) & (odd[q] | odd[kv]), 1, 1, S, S))
     first = torch.cuda.CUDAGraph()

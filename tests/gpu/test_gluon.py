@@ -33,7 +33,7 @@ from tests.gpu.support import (
 )
 from tests.gpu.test_specialised import equal, forward
 from tritoncp.kernels.configs import architecture, specialises
-from tritoncp.masks import Mask, causal, full_mask, sliding_window
+from tritoncp.masks.mask import Mask, causal, full_mask, sliding_window
 
 LONG = 4096 if ON_GPU else 2 * BLOCK
 ROUTE = {"ROUTE": "gluon"} if ON_GPU else {}
@@ -43,7 +43,7 @@ ENDS = {"causal": causal(), "window": sliding_window(2 * BLOCK + 30, 7), "docume
 
 
 def attempt() -> None:
-    """Some steps of every kind, which end or do not."""
+    """Run steps of every kind, which may hang."""
     for dim in (64, 128):
         for name in ("full", "causal", "window", "documents"):
             forward(qkv(dim=dim, heads=4, kv_heads=2), MASKS[name](), **ROUTE)
@@ -52,28 +52,28 @@ def attempt() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def it_ends() -> None:
-    """A barrier that nobody completes would hang the device, and all tests: first in a process of its own,
-    once for all workers of a run."""
+    """Run the Gluon kernel once in a process of its own, for all workers of a run: a barrier that is never
+    completed would hang the device, and with it all tests."""
     if not HERE:
         return
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     with open(Path(tempfile.gettempdir(), f"tritoncp-gluon-{run}"), "a+") as notes:
         fcntl.flock(notes, fcntl.LOCK_EX)
         notes.seek(0)
-        if not (found := notes.read()):
+        if not (outcome := notes.read()):
             command = [sys.executable, "-c", "from tests.gpu.test_gluon import attempt; attempt()"]
             try:
                 subprocess.run(command, check=True, timeout=100, cwd=Path(__file__).parents[2])
-                found = "ends"
+                outcome = "ends"
             except subprocess.SubprocessError as error:
-                found = repr(error)
-            notes.write(found)
-    assert found == "ends"
+                outcome = repr(error)
+            notes.write(outcome)
+    assert outcome == "ends"
 
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Going by loops is an error where the device has the route, and so is not to ask for it."""
+    """Turn a fallback to loops into an error where the device has the route; elsewhere request no route."""
     if not HERE:
         yield
         return
@@ -124,7 +124,7 @@ def test_tiles(tile, stages):
 
 
 def test_rows_that_see_nothing():
-    """Zeros and -inf, and nothing waits for tiles that do not come."""
+    """Results are zeros and -inf, and no barrier waits for absent tiles."""
     n = 4 * BLOCK
     gap = block_mask(lambda b, h, q, kv: (q >= kv) & ((q < 40) | (q >= 3 * BLOCK)), n)
     got = check(qkv(n=n, dim=64), gap)

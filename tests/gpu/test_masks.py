@@ -10,9 +10,9 @@ def test_a_mask_of_gpu_tensors_is_the_one_of_their_copies() -> None:
     noise = torch.randint(0, 3, (4096,))
 
     def mod_on(device):
-        here, dots = ids.to(device), noise.to(device)
-        return lambda b, h, q, kv: (here[b, q] == here[b, kv]) & (dots[q] <= dots[kv] + h)
+        device_ids, dots = ids.to(device), noise.to(device)
+        return lambda b, h, q, kv: (device_ids[b, q] == device_ids[b, kv]) & (dots[q] <= dots[kv] + h)
 
-    theirs = tritoncp.create_block_mask(mod_on("cuda"), 2, 2, 4096, 4096)
-    ours = tritoncp.create_block_mask(mod_on("cpu"), 2, 2, 4096, 4096)
-    assert theirs.runs == ours.runs
+    gpu_mask = tritoncp.create_block_mask(mod_on("cuda"), 2, 2, 4096, 4096)
+    cpu_mask = tritoncp.create_block_mask(mod_on("cpu"), 2, 2, 4096, 4096)
+    assert gpu_mask.runs == cpu_mask.runs

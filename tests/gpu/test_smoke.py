@@ -1,10 +1,10 @@
-"""First of all: does anything work here at all."""
+"""The first tests of a GPU run: kernels compile, launch and read the right rows."""
 
 import pytest
 import torch
 
 from tests.gpu.support import BF16, FP16, MASKS, N, block_mask, check, qkv, run, same
-from tritoncp.masks import causal
+from tritoncp.masks.mask import causal
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

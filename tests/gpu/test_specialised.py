@@ -1,5 +1,5 @@
-"""Specialised warps: every answer against float64, for wrong results are known of such loops (triton#8311,
-fla#988).  A fresh thread has none of the user's settings."""
+"""Specialised warps: every answer against float64, since compilers have miscompiled such loops (triton#8311,
+fla#988).  Also in a fresh thread, without the user's settings."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ from tests.gpu.support import (
 from tests.gpu.support import check as whole
 from tritoncp.kernels import specialised
 from tritoncp.kernels.configs import architecture, merges, specialises
-from tritoncp.masks import Mask, and_masks, causal, document, full_mask, sliding_window
+from tritoncp.masks.mask import Mask, and_masks, causal, document, full_mask, sliding_window
 
 LONG = 4096 if ON_GPU else 3 * BLOCK
 SHORT = (4 if ON_GPU else 3) * BLOCK
@@ -45,7 +45,7 @@ TWO_PIECES = () if MERGES else (80, 192)
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
-    """However short the rows; going by loops is an error where the device has the route."""
+    """Use the route for short rows too; a fallback to loops is an error where the device has the route."""
     monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
     if not ON_GPU or specialises(architecture(torch.device("cuda"))):
         warnings.filterwarnings("error", message="ROUTE=")
@@ -83,7 +83,7 @@ def test_whole_blocks(runs, dtype):
 @pytest.mark.parametrize("tiles", [{"fwd_BLOCK_N": 64, "fwd_num_stages": 3}, {"fwd_num_stages": 2}])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tiles(dim, tiles):
-    """(Options of the forward pass are those of both launches.)"""
+    """Options of the forward pass apply to both launches."""
     if dim == 128 and "fwd_BLOCK_N" not in tiles:
         tiles = {"fwd_BLOCK_N": 32}
     check(qkv(n=SHORT, dim=dim, heads=4), block_mask(causal(), SHORT), **tiles)
@@ -130,7 +130,7 @@ def test_gradients_go_on_from_there():
 
 
 def test_a_fresh_thread():
-    """It has no allocator for descriptors that a kernel makes, and none is left behind."""
+    """The thread has no allocator for descriptors made by kernels; the launch sets one and removes it."""
     x, mask = qkv(n=SHORT, dim=128), block_mask(causal(), SHORT)
     got = []
     thread = threading.Thread(target=lambda: got.append(forward(x, mask, **ROUTE)))

@@ -1,4 +1,5 @@
-"""What no interpreter shows: races, ordering, streams, hidden waits. Equal bits wherever promised."""
+"""Races, ordering, streams and hidden waits, which no interpreter shows; equal bits wherever they are
+promised."""
 
 import contextlib
 import itertools
@@ -13,9 +14,9 @@ import tritoncp
 from tests.gpu.support import BF16, BLOCK, DEVICE, MASKS, ON_GPU, SCORES, N, check, normal, qkv, run, same
 from tritoncp.kernels.engine import Mods, TritonEngine
 from tritoncp.kernels.launch import State
-from tritoncp.masks import causal, create_block_mask
-from tritoncp.plan import Plan
-from tritoncp.sharding import Placement
+from tritoncp.masks.mask import causal, create_block_mask
+from tritoncp.planning.placement import Placement
+from tritoncp.planning.plan import Plan
 
 LONG = 4096 if ON_GPU else 192
 REPEATS = 25 if ON_GPU else 2
@@ -23,13 +24,13 @@ REPEATS = 25 if ON_GPU else 2
 
 @pytest.fixture(autouse=True)
 def by_the_rule(monkeypatch):
-    """Bits are compared with those of engines that know of no measured tiles."""
+    """Ignore measured tiles, since bits are compared with those of engines without them."""
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
 
 
 @contextlib.contextmanager
 def no_waiting() -> Iterator[None]:
-    """Anything that makes the host wait for the device raises."""
+    """Raise where the host waits for the device."""
     if ON_GPU:
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -54,9 +55,9 @@ def test_gradients_of_captured_tensors_do_not_depend_on_the_run():
     x, mask = qkv(heads=8, kv_heads=2), MASKS["causal"]()
     first = check(x, mask, score, captured)
     for _ in range(3):
-        again = run(x, mask, score, captured)
-        same(again, first)
-        torch.testing.assert_close(again.captured, first.captured, rtol=1e-4, atol=1e-3)
+        second = run(x, mask, score, captured)
+        same(second, first)
+        torch.testing.assert_close(second.captured, first.captured, rtol=1e-4, atol=1e-3)
 
 
 def test_a_second_call_makes_nobody_wait():
@@ -64,8 +65,8 @@ def test_a_second_call_makes_nobody_wait():
     x = qkv()
     first = run(x, mask)
     with no_waiting():
-        again = run(x, mask)
-    same(again, first)
+        second = run(x, mask)
+    same(second, first)
 
 
 def test_another_stream_sees_its_own_work():
@@ -78,9 +79,9 @@ def test_another_stream_sees_its_own_work():
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10_000_000)
         late = x._replace(q=x.q * 1.0)
-        again = run(late, mask)
+        second = run(late, mask)
     torch.cuda.current_stream().wait_stream(stream)
-    return same(again, first)
+    return same(second, first)
 
 
 # -- steps of an engine -----------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def test_keys_in_steps_from_state_to_state():
     mask = MASKS["causal"]()
     x, plan = qkv(dim=128), tritoncp.make_plan(mask)
     engine = TritonEngine(Mods(), 128**-0.5)
-    found = []
+    results = []
     for _ in range(2):
         out, lse = torch.empty_like(x.q), empty_like_stats(x.q)
         state = State(
@@ -117,10 +118,10 @@ def test_keys_in_steps_from_state_to_state():
                 x.q, x.k[:, :, begin:end], x.v[:, :, begin:end], tables, out=out, lse=lse, state=state,
                 load_state=i > 0, store_state=end < N,
             )()  # fmt: skip
-        found.append((out, lse))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+        results.append((out, lse))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
     whole = run(x, mask)
-    check(x, mask, got=whole._replace(out=found[0][0], lse=found[0][1]))
+    check(x, mask, got=whole._replace(out=results[0][0], lse=results[0][1]))
 
 
 def test_queries_in_chunks_give_the_same_bits():

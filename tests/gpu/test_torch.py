@@ -1,4 +1,4 @@
-"""Side by side with PyTorch: its flex attention, its compiler, its autograd."""
+"""Comparison with PyTorch: its flex attention, its compiler, its autograd."""
 
 import pytest
 import torch
@@ -30,12 +30,12 @@ def bias(table):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_yardstick_is_torch_eager_flex_attention():
-    """What `peer` computes is no worse than what torch's own eager call does: the rule is not lax."""
+    """The error of `peer` is not above that of torch's own eager call, so the tolerance is not lax."""
     x, mask = qkv(), MASKS["causal"]()
-    ours = peer(x, mask)
+    peer_result = peer(x, mask)
     lists = create_block_mask(mask.mask_mod, None, None, N, N, device=DEVICE.type)
     out = flex_attention(x.q, x.k, x.v, block_mask=lists, enable_gqa=True)
-    close("out", ours.out, oracle(x, mask).out, out)
+    close("out", peer_result.out, oracle(x, mask).out, out)
 
 
 def test_a_torch_block_mask_and_torch_arguments_are_taken():
@@ -53,11 +53,11 @@ def test_torch_compile_takes_the_call_whole():
         out = tritoncp.flex_attention(q * 2, k, v, score, plan, enable_gqa=True)
         return out.sin()
 
-    wanted = layer(q, k, v)
-    grads = torch.autograd.grad(wanted, (q, k, v), x.dout)
+    expected = layer(q, k, v)
+    grads = torch.autograd.grad(expected, (q, k, v), x.dout)
     compiled = torch.compile(layer, fullgraph=True, backend=BACKEND)
     got = compiled(q, k, v)
-    torch.testing.assert_close(got, wanted, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=1e-2)
     for a, b in zip(torch.autograd.grad(got, (q, k, v), x.dout), grads):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import tritoncp
 from tests.gpu.support import BLOCK, DEVICE, ON_GPU, N, close, oracle, peer, qkv
 from tritoncp import Plan, create_block_mask, document, make_plan
-from tritoncp.masks import Mask
+from tritoncp.masks.mask import Mask
 
 DELAY = 1 << 30  # cycles: half a second
 
@@ -62,7 +62,7 @@ def synchronize() -> None:
 
 
 def attend(x: Any, plan: Plan) -> list[Tensor]:
-    """Run both passes: out, dq, dk, dv."""
+    """Run both passes; return out, dq, dk, dv."""
     leaves = [t.detach().requires_grad_() for t in x[:3]]
     out = tritoncp.flex_attention(*leaves, plan, enable_gqa=True)
     return [out.detach(), *torch.autograd.grad(out, leaves, x.dout)]

@@ -41,14 +41,14 @@ def packed(heads, kv_heads, dtype=BF16):
     return x, padding
 
 
-def by_document(found, x, padding, **said):
+def by_document(results, x, padding, **said):
     """Zeros (-inf) in padding; elsewhere each document is as right as it would be alone."""
-    for name, tensor in zip(Results._fields, found):
+    for name, tensor in zip(Results._fields, results):
         assert bool((tensor[padding] == (-math.inf if name in ("lse", "max_scores") else 0)).all()), name
     for rows in DOCUMENTS:
         parts = [tensor[rows].transpose(0, 1)[None] for tensor in x]
         alone = varlen_mask(torch.tensor([0, rows.stop - rows.start]), **said)
-        got = Results(*(tensor[rows].transpose(0, 1)[None] for tensor in found))
+        got = Results(*(tensor[rows].transpose(0, 1)[None] for tensor in results))
         check(QKV(*parts), alone, got=got)
 
 
@@ -67,8 +67,8 @@ def test_one_document_at_a_time(heads, causal, window, dtype):
     leaves = [tensor.clone().requires_grad_() for tensor in x[:3]]
     out, more = varlen_attention(*leaves, **EDGES, causal=causal, window=window, return_aux=AUX)
     grads = torch.autograd.grad([out, more.lse], leaves, x[3:])
-    found = [out.detach(), more.lse.detach(), more.max_scores, *grads]
-    by_document(found, x, padding, causal=causal, window=window)
+    results = [out.detach(), more.lse.detach(), more.max_scores, *grads]
+    by_document(results, x, padding, causal=causal, window=window)
 
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
@@ -78,17 +78,17 @@ def test_a_world_on_one_device(schedule, balancer):
     world, said = simulate(4), {"causal": True, "window": WINDOW}
     plan = world.make_plan(varlen_mask(**EDGES, **said), balancer=balancer, schedule=schedule)
     shards = [world.shard(t, plan, dim=0, batch_dim=None, pad=math.nan) for t in x]
-    leaves = [[t.detach().requires_grad_() for t in some] for some in shards[:3]]
-    heads_first = [[t.transpose(0, 1)[None] for t in some] for some in (*leaves, *shards[3:])]
+    leaves = [[t.detach().requires_grad_() for t in parts] for parts in shards[:3]]
+    heads_first = [[t.transpose(0, 1)[None] for t in parts] for parts in (*leaves, *shards[3:])]
     outs, aux = world.flex_attention(*heads_first[:3], plan, enable_gqa=True, return_aux=AUX)
-    flat = [t for some in leaves for t in some]
+    flat = [t for parts in leaves for t in parts]
     grads = torch.autograd.grad([*outs, *aux.lse], flat, [*heads_first[3], *heads_first[4]])
-    rows = [[t.detach()[0].transpose(0, 1) for t in some] for some in (outs, aux.lse, aux.max_scores)]
+    rows = [[t.detach()[0].transpose(0, 1) for t in parts] for parts in (outs, aux.lse, aux.max_scores)]
     rows += [grads[i : i + 4] for i in (0, 4, 8)]
-    found = [world.unshard(some, plan, dim=0, batch_dim=None) for some in rows]
-    for tensor in found[1:3]:
+    results = [world.unshard(parts, plan, dim=0, batch_dim=None) for parts in rows]
+    for tensor in results[1:3]:
         tensor[padding] = -math.inf  # unshard leaves zeros where no rank holds anything
-    by_document(found, x, padding, **said)
+    by_document(results, x, padding, **said)
 
 
 def test_megatrons_order_on_the_device():

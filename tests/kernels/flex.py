@@ -1,8 +1,8 @@
 """torch's own FlexAttention kernels, compiled for GPUs that are not here and read as ours are.
 
-``python -m tests.kernels.flex`` prints what ``tritoncp.inspect.FLEX`` holds.  The templates are those of the
-torch that is installed, without a score_mod, with a causal mask and torch's default tiles for each GPU, with
-and without USE_TMA.  torch launches dQ and dK/dV as one kernel: registers and shared memory are the whole
+``python -m tests.kernels.flex`` prints ``tritoncp.analysis.resource_table.FLEX``.  The templates are those of
+the installed torch, without a score_mod, with a causal mask and torch's default tiles for each GPU, with and
+without USE_TMA.  torch launches dQ and dK/dV as one kernel: registers and shared memory are the whole
 kernel's, the loop is read from a copy that holds only that half.
 """
 
@@ -31,7 +31,7 @@ WRITTEN = {"post_mod_scores": "{score}", "grad_scores": "{grad_score_mod}", "mas
 
 
 def default_tiles(kernel: str, arch: str, dim: int) -> list[tuple[dict[str, int], int, int]]:
-    """(constants, warps, stages) that torch takes unless told otherwise."""
+    """The (constants, warps, stages) that torch takes by default."""
     from torch._inductor.template_heuristics.triton import CUDAConfigHeuristic, ROCmConfigHeuristic
 
     if arch.startswith("gfx"):
@@ -51,7 +51,8 @@ def default_tiles(kernel: str, arch: str, dim: int) -> list[tuple[dict[str, int]
 
 
 def source(kernel: str, dim: int, tiles: dict[str, int], tma: bool) -> str:
-    """Python of one kernel, ``flex``: "forward", "backward", or "dq" or "dkdv" for half of that."""
+    """Make the Python source of one kernel, ``flex``: "forward", "backward", or "dq" or "dkdv" for half of
+    that."""
     names = TENSORS["forward" if kernel == "forward" else "backward"].split()
     shapes = {"Q": (1, HEADS, S, dim), "K": (1, KV_HEADS, S, dim), "KV_NUM_BLKS": (1, 1, S // 128)}
     shapes |= {"DO": shapes["Q"], "DQ": shapes["Q"], "V": shapes["K"], "DV": shapes["K"]}
@@ -75,8 +76,8 @@ def source(kernel: str, dim: int, tiles: dict[str, int], tma: bool) -> str:
             steps.insert(0, steps[0] * size)
         return str(steps[dim]) if dim is not None else ", ".join(map(str, steps))
 
-    def modification(output_name: str | None = None, **given: Any) -> str:
-        return f"{output_name} = {WRITTEN[output_name].format(**given)}" if output_name else "pass"
+    def modification(output_name: str | None = None, **fields: Any) -> str:
+        return f"{output_name} = {WRITTEN[output_name].format(**fields)}" if output_name else "pass"
 
     def def_kernel(*_: str) -> str:
         arguments = ", ".join(f"arg_{name}" for name in (*names, "arg_out"))
@@ -109,10 +110,10 @@ def _indent(text: str, first: bool) -> str:
 
 
 def compiled(kernel: str, arch: str, dim: int, tma: bool) -> Any:
-    """Triton's kernel object."""
+    """Compile to Triton's kernel object."""
     from triton.runtime.driver import driver
 
-    from tritoncp.offline import Stand, target_of
+    from tritoncp.analysis.compile_worker import DriverStub, target_of
 
     tiles, warps, stages = default_tiles(kernel, arch, dim)
     with tempfile.TemporaryDirectory() as folder:
@@ -123,7 +124,7 @@ def compiled(kernel: str, arch: str, dim: int, tma: bool) -> Any:
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
         names = TENSORS["forward" if kernel == "forward" else "backward"].split()
         args = [torch.empty(16, dtype=dtype_of(name)) for name in (*names, "out")]
-        driver.set_active(Stand(target_of(arch)))
+        driver.set_active(DriverStub(target_of(arch)))
         return module.flex.warmup(*args, grid=(1,), num_warps=warps, num_stages=stages)
 
 
@@ -134,16 +135,23 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
-    """What `tritoncp inspect` says of a kernel, said of torch's."""
-    from tritoncp.jobs import Job
+    """Figures of one torch kernel, in the format of a row of `tritoncp inspect`."""
+    from tritoncp.analysis.compile_worker import amd, inner_loop, nvidia
+    from tritoncp.analysis.jobs import Job
     from tritoncp.kernels.configs import Config
-    from tritoncp.offline import amd, inner_loop, nvidia
 
-    def read(made: Any) -> dict[str, Any]:
-        found = amd(made.asm["amdgcn"]) if "amdgcn" in made.asm else nvidia(made.asm)
-        found |= {"shared_bytes": made.metadata.shared, "ptx": made.asm.get("ptx", "")}
-        found["warps"] = made.metadata.num_warps
-        return found | {"tensor_columns": getattr(made.metadata, "tmem_size", None) or 0}
+    def read(compiled_kernel: Any) -> dict[str, Any]:
+        resources = (
+            amd(compiled_kernel.asm["amdgcn"])
+            if "amdgcn" in compiled_kernel.asm
+            else nvidia(compiled_kernel.asm)
+        )
+        resources |= {
+            "shared_bytes": compiled_kernel.metadata.shared,
+            "ptx": compiled_kernel.asm.get("ptx", ""),
+        }
+        resources["warps"] = compiled_kernel.metadata.num_warps
+        return resources | {"tensor_columns": getattr(compiled_kernel.metadata, "tmem_size", None) or 0}
 
     own = read(compiled(kernel, arch, dim, tma))
     code, ptx = own.pop("code"), own.pop("ptx")
@@ -153,10 +161,10 @@ def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
     end = {"forward": "", "dq": "2", "dkdv": "1"}[kernel]
     config = Config(tiles["BLOCK_M" + end], tiles["BLOCK_N" + end], warps, stages)
     own["mma"] = {x.op: 1 for x in code if "MMA" in x.op}
-    about = {"kernel": kernel, "arch": arch, "head_dim": dim, "tma": tma}
-    about["tiles"] = f"{config.BLOCK_M}x{config.BLOCK_N} {warps}/{stages}"
-    about |= {name: own[name] for name in ("registers", "spill_bytes", "shared_bytes")}
-    return about | inner_loop(Job(kernel, arch, dim), config, code, ptx, own)
+    row = {"kernel": kernel, "arch": arch, "head_dim": dim, "tma": tma}
+    row["tiles"] = f"{config.BLOCK_M}x{config.BLOCK_N} {warps}/{stages}"
+    row |= {name: own[name] for name in ("registers", "spill_bytes", "shared_bytes")}
+    return row | inner_loop(Job(kernel, arch, dim), config, code, ptx, own)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """Runs the Gluon kernel's own source in Python: partitions as threads that take turns at random, shared
 memory, barriers and asynchronous copies and products as the PTX ISA has them, in the weakest order it allows.
 
-No layouts, registers or rounding of P: what it shows is indices, masks, phases, and that nothing is read
-before it is there, written while it is read, or waited for in vain.
+No layouts, registers or rounding of P: the model checks indices, masks and phases, and that no memory is read
+before it is written, written while it is read, or waited for in vain.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tritoncp.kernels.launch import Launch
 
 
 class Deadlock(Exception):
-    """Everyone waits."""
+    """Raised where every partition waits."""
 
 
 class Stopped(BaseException):
-    """Another partition has failed."""
+    """Raised in partitions after another one has failed."""
 
 
 class Issue(NamedTuple):
-    """A product is issued: by which group of which program, and how many are then not waited for."""
+    """The issue of a product: its program and group, and the number of products not waited for then."""
 
     program: tuple[int, ...]
     group: int
@@ -40,9 +40,9 @@ class Issue(NamedTuple):
 
 
 def run(launch: Launch, seed: int = 0) -> list[Issue]:
-    """All programs of a launch, one after the other; another seed, another interleaving."""
+    """Run all programs of a launch, one after the other; each seed gives another interleaving."""
     issues: list[Issue] = []
-    args = {name: given(value) for name, value in launch.args.items() if name != "maxnreg"}
+    args = {name: as_kernel_argument(value) for name, value in launch.args.items() if name != "maxnreg"}
     rng = random.Random(seed)
     for ids in product(*map(range, launch.grid)):
         program = Program(ids, launch.grid, rng)
@@ -51,12 +51,16 @@ def run(launch: Launch, seed: int = 0) -> list[Issue]:
     return issues
 
 
-def given(value: Any) -> Any:
-    """An argument as the kernel sees it."""
+def as_kernel_argument(value: Any) -> Any:
+    """Convert an argument of a launch to the kernel's view of it."""
     if isinstance(value, Tensor):
         return Pointer(value, 0)
     if isinstance(value, tuple):
-        return type(value)(*map(given, value)) if hasattr(value, "_fields") else tuple(map(given, value))
+        return (
+            type(value)(*map(as_kernel_argument, value))
+            if hasattr(value, "_fields")
+            else tuple(map(as_kernel_argument, value))
+        )
     return Box(value) if hasattr(value, "block_shape") else value
 
 
@@ -99,9 +103,9 @@ class Pointer:
 
 def load(p: Pointer, mask: Any = None, other: Any = 0, volatile: bool = False) -> Block:
     at, keep = p.where(mask)
-    found = torch.full(at.shape, other, dtype=p.tensor.dtype)
-    found[keep] = p.memory()[at[keep]]
-    return block(found)
+    values = torch.full(at.shape, other, dtype=p.tensor.dtype)
+    values[keep] = p.memory()[at[keep]]
+    return block(values)
 
 
 def store(p: Pointer, value: Tensor, mask: Any = None) -> None:
@@ -121,10 +125,10 @@ class Box:
     def read(self, at: list[Any]) -> Tensor:
         b, h, row, first = map(int, at)
         assert first == 0 and self.shape[:2] == [1, 1] and row >= 0
-        found = torch.zeros(self.shape[2:])
+        values = torch.zeros(self.shape[2:])
         rows = self.base[b, h, row : row + self.shape[2]]
-        found[: len(rows)] = rows
-        return found.reshape(self.shape)
+        values[: len(rows)] = rows
+        return values.reshape(self.shape)
 
 
 class Memory:
@@ -211,7 +215,7 @@ class Partition(threading.Thread):
 
 
 class Program:
-    """One program: what the names in the kernel's source mean."""
+    """One program: the meaning of the names in the kernel's source."""
 
     def __init__(self, ids: tuple[int, ...], grid: tuple[int, ...], rng: random.Random) -> None:
         self.ids, self.rng, self.turn, self.stopped = ids, rng, threading.Semaphore(0), False
@@ -259,15 +263,15 @@ class Program:
         self.names[name](**args)
         assert not self.copies, "a copy is under way when the program ends"
 
-    # what partitions do; each step may be the last for a while
+    # operations of partitions; after each one another partition may run
 
-    def here(self) -> Partition:
-        found = threading.current_thread()
-        assert isinstance(found, Partition)
-        return found
+    def current_partition(self) -> Partition:
+        thread = threading.current_thread()
+        assert isinstance(thread, Partition)
+        return thread
 
     def pause(self) -> None:
-        me = self.here()
+        me = self.current_partition()
         self.turn.release()
         me.turn.acquire()
         if self.stopped:
@@ -278,31 +282,31 @@ class Program:
         self.pause()
 
     def wait(self, ready: Callable[[], bool]) -> None:
-        self.here().blocked = ready
+        self.current_partition().blocked = ready
         self.pause()
-        self.here().blocked = None
+        self.current_partition().blocked = None
 
     def copy(self, desc: Box, at: list[Any], barrier: Barrier, into: Memory) -> None:
-        into.data.fill_(torch.nan)  # what lies there until it is complete is anyone's guess
+        into.data.fill_(torch.nan)  # undefined until the copy is complete
         self.copies.append((into, desc.read(at), barrier))
         self.pause()
 
     def multiply(self, a: Any, b: Memory, acc: Any, *, use_acc: bool = True, is_async: bool) -> Pending:
-        made = Pending(a, b, acc, use_acc)
-        me = self.here()
-        me.products.append(made)
+        product = Pending(a, b, acc, use_acc)
+        me = self.current_partition()
+        me.products.append(product)
         self.issues.append(Issue(self.ids, me.place, len(me.products)))
         self.pause()
-        return made
+        return product
 
     def retire(self, left: int, deps: tuple[Any, ...]) -> Any:
         self.pause()
-        products = self.here().products
+        products = self.current_partition().products
         while len(products) > left:
             products.pop(0).retire()
-        found = tuple(x.result if isinstance(x, Pending) else x for x in deps)
-        assert all(x is not None for x in found), "a product that this does not wait for"
-        return found[0] if len(found) == 1 else found
+        results = tuple(x.result if isinstance(x, Pending) else x for x in deps)
+        assert all(x is not None for x in results), "a product that this does not wait for"
+        return results[0] if len(results) == 1 else results
 
     # who goes next
 
@@ -337,7 +341,7 @@ class Program:
         return [part.error for part in parts if part.error]
 
     def complete(self) -> None:
-        """One of the copies under way, in any order."""
+        """Complete one pending copy, chosen at random."""
         into, data, barrier = self.copies.pop(self.rng.randrange(len(self.copies)))
         into.data.copy_(data)
         barrier.arrive(0, -4 * data.numel())
@@ -359,7 +363,7 @@ def _assert(true: bool) -> None:
 
 
 def source(names: dict[str, Any]) -> dict[str, Any]:
-    """The jit functions of both modules as plain ones, in which these names mean something else."""
+    """The functions of both modules as plain Python, with the names of this model."""
     space: dict[str, Any] = {"__builtins__": __builtins__}
     for name, value in {**vars(tiles), **vars(gluon)}.items():
         if hasattr(value, "fn"):

@@ -15,10 +15,10 @@ import tritoncp
 from tritoncp import mods
 from tritoncp.kernels.engine import Mods, TritonEngine
 from tritoncp.kernels.launch import State
-from tritoncp.masks import Mask
-from tritoncp.plan import Plan
-from tritoncp.reference import dense_attention
-from tritoncp.sharding import Placement
+from tritoncp.masks.mask import Mask
+from tritoncp.planning.placement import Placement
+from tritoncp.planning.plan import Plan
+from tritoncp.reference.dense import dense_attention
 
 F32, F64 = torch.float32, torch.float64
 ScoreOf = Callable[..., Callable[..., Tensor]]  # captured tensors -> score_mod
@@ -56,7 +56,7 @@ def cotangents(x: QKV, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor
 
 def run(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
         start: tuple[Tensor, Tensor], scale: float | None = None, **options: Any) -> Results:  # fmt: skip
-    """Through the public call, as a user would, with tritoncp's engine of this device."""
+    """Run the public call, with tritoncp's engine of this device."""
     leaves, own = _leaves(x, captured)
     out, aux = tritoncp.flex_attention(
         *leaves, score and score(*own), mask, scale, enable_gqa=True, kernel_options=options,
@@ -67,7 +67,7 @@ def run(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequen
 
 def oracle(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequence[Tensor] = (), *,
            start: tuple[Tensor, Tensor], scale: float | None = None) -> Results:  # fmt: skip
-    """The same in dense float64."""
+    """Run the same call in dense float64."""
     leaves, own = _leaves(QKV(*(t.to(F64) for t in x)), [t.to(F64) for t in captured])
     got = dense_attention(*leaves, mask, score and score(*own), scale=scale)
     return _results(*got, [*leaves, *own], tuple(t.to(F64) for t in start))
@@ -92,7 +92,7 @@ def over_ranks(x: QKV, plan: Plan, score: ScoreOf | None = None, captured: Seque
 
 
 def agree(got: Results, want: Results, tolerance: float | None = None) -> None:
-    """Every output and gradient of two ways to compute the same."""
+    """Assert that every output and gradient of two computations is close."""
     names = "out", "lse", "max_scores", "dq", "dk", "dv", *(f"captured {i}" for i in range(9))
     for name, a, b in zip(names, (*got[:3], *got.grads), (*want[:3], *want.grads)):
         close(a, b, name, tolerance)
@@ -123,7 +123,8 @@ def check(x: QKV, mask: Any = None, score: ScoreOf | None = None, captured: Sequ
 
 
 def close(got: Tensor, want: Tensor, name: str, tolerance: float | None = None) -> None:
-    """Equal within the dtype's tolerance of the largest value; infinities in the same places, no NaN."""
+    """Assert equality within the dtype's tolerance of the largest value; infinities in the same places, no
+    NaN."""
     assert got.shape == want.shape, name
     assert not bool(got.isnan().any()), f"{name} has NaN"
     finite = want.isfinite()
@@ -135,7 +136,7 @@ def close(got: Tensor, want: Tensor, name: str, tolerance: float | None = None) 
 
 
 def same(got: Any, want: Any) -> None:
-    """Bit for bit: tensors, or tuples of them."""
+    """Assert that tensors, or tuples of them, are equal bit for bit."""
     if isinstance(got, Tensor):
         assert torch.equal(got.nan_to_num(7e7), want.nan_to_num(7e7))
         return
@@ -160,7 +161,7 @@ def engine_of(
     x: QKV, mask_mod: Callable[..., Tensor] | None = None, score_mod: Callable[..., Tensor] | None = None,
     **options: Any,
 ) -> TritonEngine:  # fmt: skip
-    """The kernels with these mods. Score gradients of captures are not asked for."""
+    """An engine with these mods, without gradients of the score_mod's captures."""
     mask = mask_mod and mods.mask_mod(mask_mod)
     score = score_mod and mods.score_mod(score_mod, F64 if x.q.dtype == F64 else F32)
     bound = Mods(
@@ -176,7 +177,7 @@ def single(mask: Mask) -> Plan:
 
 
 def new_state(x: QKV) -> State:
-    """Memory for a state; nobody has written it."""
+    """Allocate a state without initialising its memory."""
     stats = F64 if x.q.dtype == F64 else F32
     shape = x.q.shape[:3]
     acc = torch.empty(*shape, x.v.shape[3], dtype=stats)

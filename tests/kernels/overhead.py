@@ -1,10 +1,10 @@
-"""Python's share of a call: plan cached, kernels compiled for a GPU that is not here and never launched.
+"""CPU time of Python in a call: plan cached, kernels compiled for an absent GPU and never launched.
 
-`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, and how many times
-that of torch's compiled flex_attention it is, on so few numbers that computing takes next to nothing; both
-are taken in turns, as a machine that others use too has fast and slow minutes.  For one rank of several also
-how many are left where no messages are sent (else they go nowhere).  What is left out is what the GPU's
-driver takes.
+`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, and their ratio to
+torch's compiled flex_attention, on tensors so small that computing takes next to nothing; both are timed in
+turns, since the speed of a shared machine varies from minute to minute.  For one rank of several it also
+prints the time without messages (which otherwise are sent to no process).  The time of the GPU's driver is
+not included.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 import tritoncp
-from tritoncp import comm, engines
+from tritoncp.analysis.compile_worker import DriverStub, target_of
+from tritoncp.distributed import collectives
 from tritoncp.kernels import engine
-from tritoncp.offline import Stand, target_of
+from tritoncp.ops import engine_factory
 
 ARCH = "sm_90"
 
 
 def pretend() -> None:
-    """CPU tensors run the kernels, compiled for ARCH and never launched."""
-    driver.set_active(Stand(target_of(ARCH)))
-    engines.uses_triton = lambda device: True
+    """Let CPU tensors run kernels compiled for ARCH and never launched."""
+    driver.set_active(DriverStub(target_of(ARCH)))
+    engine_factory.uses_triton = lambda device: True
     engine.architecture = lambda device: ARCH
     CompiledKernel.run = property(lambda self: lambda *args: None)
     CompiledKernel.launch_metadata = lambda *args: None
@@ -50,7 +51,7 @@ Call = Callable[[], Any]
 
 
 def microseconds(call: Call, repeats: int = 50) -> float:
-    """Of CPU time, a call."""
+    """Measure the CPU time of a call in microseconds."""
     start = time.process_time()
     for _ in range(repeats):
         call()
@@ -58,36 +59,36 @@ def microseconds(call: Call, repeats: int = 50) -> float:
 
 
 def figures(call: Call, beside: Call, rounds: int = 60) -> dict[str, float]:
-    """The smallest time of several rounds, and the median of how often ``beside`` fits into it."""
+    """The smallest time of several rounds, and the median ratio to the time of ``beside``."""
     pairs = [(microseconds(call), microseconds(beside)) for _ in range(rounds)][rounds // 10 :]
     ratio = statistics.median(own / other for own, other in pairs)
     return {"us": round(min(own for own, _ in pairs), 1), "of torch's": round(ratio, 2)}
 
 
-def unsent(asked: Any, group: Any) -> comm.Ticket:
-    """As :func:`tritoncp.comm._start`, but that what would come is only made room for."""
+def unsent(request: Any, group: Any) -> collectives.Ticket:
+    """Replace :func:`tritoncp.distributed.collectives._start`: allocate the result, send nothing."""
     world = group.size()
-    match asked:
-        case comm.AllGather(x):
-            return comm.Ticket(x.new_empty(x.shape[0] * world, *x.shape[1:]))
-        case comm.ReduceScatter(x):
-            return comm.Ticket(x.new_empty(x.shape[0] // world, *x.shape[1:]))
-        case comm.AllToAll(x, _, takes):
-            return comm.Ticket(x.new_empty(sum(takes), *x.shape[1:]))
-    return comm.Ticket([x for _, x in asked.takes])
+    match request:
+        case collectives.AllGather(x):
+            return collectives.Ticket(x.new_empty(x.shape[0] * world, *x.shape[1:]))
+        case collectives.ReduceScatter(x):
+            return collectives.Ticket(x.new_empty(x.shape[0] // world, *x.shape[1:]))
+        case collectives.AllToAll(x, _, takes):
+            return collectives.Ticket(x.new_empty(sum(takes), *x.shape[1:]))
+    return collectives.Ticket([x for _, x in request.takes])
 
 
 def without_collectives(call: Call, beside: Call) -> dict[str, float]:
-    """Figures of a call that sends nothing."""
-    start, comm._start = comm._start, unsent
+    """Measure a call that sends no message."""
+    start, collectives._start = collectives._start, unsent
     try:
         return figures(call, beside)
     finally:
-        comm._start = start
+        collectives._start = start
 
 
 def of_torch() -> dict[str, Call]:
-    """torch's own attention, compiled for the CPU: its call is what it is for a GPU, guards and wrapper."""
+    """Time torch's own attention, compiled for the CPU: guards and wrapper are the same as for a GPU."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     compiled = torch.compile(flex_attention)
@@ -109,7 +110,7 @@ def of_torch() -> dict[str, Call]:
 
 
 def of_a_rank(schedule: str, ranks: int = 4) -> tuple[Call, Call]:
-    """Forward, and forward and backward, of the first of several ranks, whose messages go nowhere."""
+    """Measure forward, and both passes, of the first of several ranks, whose messages are not sent."""
     group = dist.group.WORLD
     mask = tritoncp.create_block_mask(tritoncp.causal(), None, None, 128, 128, BLOCK_SIZE=16)
     plan = tritoncp.make_plan(mask, world_size=ranks, rank=0, schedule=schedule)
@@ -165,16 +166,16 @@ def main() -> None:
     for name, call in calls().items():
         say(name, call, figures(call, torchs))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    comm.timeout = lambda group: timedelta(minutes=1)
+    collectives.timeout = lambda group: timedelta(minutes=1)
     for schedule in ("allgather", "fetch", "ring", "ulysses"):
         for way, call in zip(("forward", "forward and backward"), of_a_rank(schedule), strict=True):
-            found = figures(call, torchs) | {"without collectives": without_collectives(call, torchs)}
-            say(f"{schedule}, a rank of 4, {way}", call, found)
+            timings = figures(call, torchs) | {"without collectives": without_collectives(call, torchs)}
+            say(f"{schedule}, a rank of 4, {way}", call, timings)
     dist.destroy_process_group()
 
 
-def say(name: str, call: Call, found: dict[str, Any]) -> None:
-    print(json.dumps({"call": name} | found), flush=True)
+def say(name: str, call: Call, timings: dict[str, Any]) -> None:
+    print(json.dumps({"call": name} | timings), flush=True)
     if "--profile" in sys.argv:
         with cProfile.Profile() as profile:
             for _ in range(300):

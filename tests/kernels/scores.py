@@ -1,10 +1,9 @@
-"""Score_mods as compilers in other processes are told of them, by name: what is loaded for each score, and
-what learns."""
+"""Named score_mods that compiler processes can import, one for each kind of captured load and gradient."""
 
 import torch
 from torch import Tensor
 
-from tritoncp.jobs import HEADS, S
+from tritoncp.analysis.jobs import HEADS, S
 
 TABLE = torch.zeros(HEADS, 2 * S - 1)
 SLOPES, LEARNED = torch.zeros(HEADS, requires_grad=True), torch.zeros(HEADS, 2 * S - 1, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Gradients: of lse, of what a score_mod captures, in half precision, through gradcheck."""
+"""Gradients: of lse, of captures of a score_mod, in half precision, through gradcheck."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from tests.kernels.harness import (
     same,
     single,
 )
-from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask
+from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask
 
 CAUSAL = create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32)
 DOCUMENTS = create_block_mask(
@@ -97,7 +97,7 @@ def test_second_derivatives_are_refused() -> None:
         dq.sum().backward()
 
 
-# -- what score_mods capture --------------------------------------------------------------------------
+# -- captures of score_mods ---------------------------------------------------------------------------
 
 SCORES: dict[str, tuple[Callable, Callable[[], list[Tensor]]]] = {
     "alibi by head": (
@@ -125,7 +125,7 @@ def test_gradients_of_captured_tensors(name: str, mask: tritoncp.Mask) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter evaluates hidden pairs too
 def test_hidden_pairs_and_blocks_give_captures_nothing() -> None:
-    """Whatever a score_mod does at pairs nobody sees: past the table's end, at an infinite slope."""
+    """A score_mod may read past its table's end, or have an infinite slope, at masked pairs."""
 
     def score(table: Tensor) -> Callable[..., Tensor]:
         return lambda s, b, h, q, kv: s + table[q - kv] * torch.sqrt((q - kv).to(s.dtype))
@@ -193,10 +193,10 @@ def test_the_schedule_adds_partial_sums(monkeypatch: pytest.MonkeyPatch) -> None
     x = qkv(40, heads=2, kv_heads=1)
     start = cotangents(x)
     whole = run(x, CAUSAL, start=start)
-    asked = []
-    monkeypatch.setattr("tritoncp.kernels.engine.TritonEngine.split", lambda *_: asked.append(1) or 2)
+    calls = []
+    monkeypatch.setattr("tritoncp.kernels.engine.TritonEngine.split", lambda *_: calls.append(1) or 2)
     parts = run(x, CAUSAL, start=start)
-    assert asked
+    assert calls
     same(parts.grads[0], whole.grads[0])
     for a, b in zip(parts.grads[1:], whole.grads[1:]):
         close(a, b, "dkv")
@@ -234,14 +234,14 @@ def test_half_precision_errs_no_more_than_twice_torch(
     start = dout, dlse * 0
     got = run(x, mask, score and (lambda: score), start=start)
     want = oracle(x, mask, score and (lambda: score), start=start)
-    theirs = torchs(x, mask, score, start)
+    torch_results = torchs(x, mask, score, start)
     assert got.out.dtype == dtype and got.lse.dtype == F32
     close(got.lse, want.lse, "lse", 1e-5)
-    for name, ours, their, exact in zip(
-        ("out", "dq", "dk", "dv"), (got.out, *got.grads), theirs, (want.out, *want.grads)
+    for name, actual, their, exact in zip(
+        ("out", "dq", "dk", "dv"), (got.out, *got.grads), torch_results, (want.out, *want.grads)
     ):
-        assert ours.dtype == dtype
-        error, allowed = ((a.to(F64) - exact).abs().max().item() for a in (ours, their))
+        assert actual.dtype == dtype
+        error, allowed = ((a.to(F64) - exact).abs().max().item() for a in (actual, their))
         assert error <= 2 * allowed + 2 * ulp(exact, dtype), name
 
 

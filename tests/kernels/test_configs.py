@@ -1,4 +1,4 @@
-"""Kernel options: what is known, what it does, what is refused; and what a GPU that is too small says."""
+"""Kernel options: their names, their effects, their errors; and the error of a GPU that is too small."""
 
 from dataclasses import asdict, replace
 from itertools import product
@@ -62,14 +62,14 @@ def test_names_that_torch_knows_are_known() -> None:
         name: 64 if name.startswith("BLOCK") else 4 if name.startswith("num") else True for name in plain
     }
     for prefix in ("", "fwd_", "bwd_"):
-        given = {prefix + name: value for name, value in values.items()}
+        options = {prefix + name: value for name, value in values.items()}
         if prefix == "fwd_":  # the tiles of the backward pass, and the other way round
-            given = {name: value for name, value in given.items() if name[-1] not in "12"}
+            options = {name: value for name, value in options.items() if name[-1] not in "12"}
         if prefix == "bwd_":
-            given = {
-                name: value for name, value in given.items() if name not in ("bwd_BLOCK_M", "bwd_BLOCK_N")
+            options = {
+                name: value for name, value in options.items() if name not in ("bwd_BLOCK_M", "bwd_BLOCK_N")
             }
-        TritonEngine(Mods(), 1.0, given)
+        TritonEngine(Mods(), 1.0, options)
 
 
 def test_hints_change_nothing() -> None:
@@ -124,12 +124,12 @@ def test_what_was_measured_replaces_the_rule_and_options_replace_that(kind: str,
 @pytest.mark.parametrize("kind", PASSES)
 def test_tiles_measured_with_descriptors_say_nothing_of_pointers(kind: str) -> None:
     """Where strides or the user forbid descriptors, the rule has tiles that leave registers for addresses."""
-    about = kind, "sm_90", 128, torch.bfloat16
-    rule = default(*about, tma=False)
+    call = kind, "sm_90", 128, torch.bfloat16
+    rule = default(*call, tma=False)
     copied, plain = (Config(32, 16, 2, 4, False, tma) for tma in (True, False))
-    assert choose(*about, 128, 128, measured(kind, copied), tma=False) == rule
+    assert choose(*call, 128, 128, measured(kind, copied), tma=False) == rule
     assert chosen(kind, measured(kind, copied) | {"USE_TMA": False}) == rule
-    assert choose(*about, 128, 128, measured(kind, plain), tma=False) == plain
+    assert choose(*call, 128, 128, measured(kind, plain), tma=False) == plain
 
 
 def test_tiles_divide_the_masks_blocks() -> None:
@@ -143,7 +143,7 @@ def test_tiles_divide_the_masks_blocks() -> None:
 def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(ValueError, match=f"unknown kernel option '{name}'") as error:
         TritonEngine(Mods(), 1.0, {name: 64})
-    assert all(known in str(error.value) for known in (*TILES, "PRECISION", "PRESCALE_QK"))
+    assert all(option in str(error.value) for option in (*TILES, "PRECISION", "PRESCALE_QK"))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,15 @@ from tests.kernels.harness import (
     single,
 )
 from tritoncp.kernels.tiles import copyable, descriptors
-from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks.mask import (
+    Mask,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    sliding_window,
+)
 
 MASKS = {
     "full": lambda n: full_mask(n, n, block=32),
@@ -37,7 +45,7 @@ MASKS = {
 
 
 def copied(x: QKV, mask: Mask) -> dict[str, bool]:
-    """Which passes copy their tiles by descriptor."""
+    """Name the passes that copy their tiles by descriptor."""
     engine, tables = engine_of(x, USE_TMA=True), single(mask).tables("cpu", *x.q.shape[:2])
     out, lse = torch.empty(*x.q.shape[:3], x.v.shape[3]), torch.empty(x.q.shape[:3])
     backward = (*x, out, lse, lse, tables)
@@ -106,8 +114,8 @@ def test_pointers_where_descriptors_cannot_go(name: str) -> None:
     x = qkv(64, heads=2)
     x = x._replace(k=UNFIT[name](x.k))
     assert not copyable(x.k) and copyable(x.v)
-    found = copied(x, MASKS["causal"](64))
-    assert found == {"forward": False, "dq": False, "dkdv": True}
+    uses_tma = copied(x, MASKS["causal"](64))
+    assert uses_tma == {"forward": False, "dq": False, "dkdv": True}
     check(x, MASKS["causal"](64), USE_TMA=True)
 
 

@@ -24,12 +24,12 @@ from tests.kernels.harness import (
     same,
     single,
 )
-from tritoncp import engines
 from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import Mods, TritonEngine
-from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.mods import Mod
-from tritoncp.reference import dense_attention
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
 
 ROWS, KEYS, HEADS = 5, 75, 3
 TILE = {"BLOCK_M": 16, "BLOCK_N": 16}
@@ -83,7 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", MASKS)
 def test_the_answer_stays(name: str, options: str) -> None:
-    """A group of three: a tile of sixteen rows holds five rows of each head, and one that is nobody's."""
+    """With a group of three a tile of sixteen rows holds five rows of each head and one unused row."""
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1, dtype=F64)
     right(answers(x, MASKS[name](), **OPTIONS[options]), x, MASKS[name]())
 
@@ -100,7 +100,7 @@ def test_any_group_and_number_of_rows(rows: int, heads: int, kv_heads: int, tile
 
 
 def test_more_programs_than_tiles() -> None:
-    """Two pieces of channels; programs that see nothing leave states of nothing."""
+    """Two pieces of channels; programs that see no key leave empty states."""
     x, mask = qkv(2, KEYS, batch=2, dim=24, v_dim=40), block_mask(sliding_window(3, 9), rows=2)
     right(answers(x, mask, SPLIT_KV=9, **TILE), x, mask)
 
@@ -124,7 +124,7 @@ def test_a_score_mod_may_hide_all_a_program_sees() -> None:
 
 
 def test_packed_rows_compute_what_they_would_alone() -> None:
-    """Bit for bit, where the tiles of keys are the same ones in the same order."""
+    """Bit for bit, where the key tiles are the same, in the same order."""
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)
     for name in ("full, ragged", "intervals", "mask_mod that reads the head"):
         mask = MASKS[name]()
@@ -176,25 +176,25 @@ def test_half_precision_rounds_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("name", ["intervals", "rows that see nothing"])
 def test_keys_in_steps_count_once(name: str, split: int) -> None:
-    """Steps from state to state, shared by two programs: what was there before counts once."""
+    """Steps from state to state, shared by two programs, count the previous state once."""
     mask = MASKS[name]()
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1, dtype=F64, v_dim=40)
     engine = engine_of(x, mask.mask_mod, PACK_GQA=True, SPLIT_KV=split, BLOCK_M=16, BLOCK_N=16)
     state, ends = new_state(x), list(pairwise([0, 21, 64, KEYS]))
     for i, (begin, end) in enumerate(ends):
         part, last = QKV(x.q, x.k[:, :, begin:end], x.v[:, :, begin:end]), i + 1 == len(ends)
-        found = forward(
+        result = forward(
             engine, part, keys_between(single(mask), begin, end), state=state, load_state=i > 0,
             store_state=not last,
         )  # fmt: skip
-        assert last or bool(found[0].isnan().all() and found[1].isnan().all())
-    for got, want in zip(found, dense_attention(*x, mask)):
+        assert last or bool(result[0].isnan().all() and result[1].isnan().all())
+    for got, want in zip(result, dense_attention(*x, mask)):
         close(got, want, name)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "fetch", "ulysses"])
 def test_over_ranks(schedule: str) -> None:
-    """Shards with padding, which nobody writes, and slots that are not dense."""
+    """Shards with padding, which no kernel writes, and slots that are not dense."""
     x = qkv(20, 40, heads=4, kv_heads=2)
     mask = create_block_mask(
         and_masks(sliding_window(30, 25), document(lengths=[15, 25])), 1, 1, 20, 40, BLOCK_SIZE=16
@@ -213,12 +213,12 @@ def test_over_ranks(schedule: str) -> None:
     close(world.unshard(lses, plan, dim=2), want.lse, "lse")
 
 
-# -- what is chosen -----------------------------------------------------------------------------------
+# -- choice of tiles and splits -----------------------------------------------------------------------
 
 
 def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str = "sm_90", batch: int = 1,
            keys: int = 4096, device: str = "cpu", **options: Any) -> Any:  # fmt: skip
-    """The kernel that would be launched on this architecture, the first if there are two."""
+    """Prepare the kernel launch for this architecture; the first of two."""
     x = [torch.empty(batch, n, s, 128, dtype=torch.bfloat16, device=device)
          for n, s in ((heads, rows), (kv_heads, keys), (kv_heads, keys))]  # fmt: skip
     tables = single(mask or full_mask(rows, keys)).tables("cpu", batch, heads)
@@ -243,20 +243,20 @@ def launch(rows: int, heads: int, kv_heads: int, mask: Any = None, *, arch: str 
 def test_rows_fill_tiles(
     shape: tuple[int, int, int], pack: int, tile: int, programs: tuple[int, int]
 ) -> None:
-    found = launch(*shape)
-    assert (found.args["PACK"], found.config.BLOCK_M, found.grid[:2]) == (pack, tile, programs)
+    prepared = launch(*shape)
+    assert (prepared.args["PACK"], prepared.config.BLOCK_M, prepared.grid[:2]) == (pack, tile, programs)
     plain = launch(*shape, PACK_GQA=False)
     assert plain.args["PACK"] == 1 and plain.grid[1] == shape[1]
 
 
 def test_blocks_of_few_rows_are_filled_too() -> None:
     mask = create_block_mask(causal(), 1, 1, 512, 512, BLOCK_SIZE=(16, 128))
-    found = launch(512, 8, 2, mask, keys=512)
-    assert (found.args["PACK"], found.config.BLOCK_M, found.grid[:2]) == (4, 64, (32, 2))
+    prepared = launch(512, 8, 2, mask, keys=512)
+    assert (prepared.args["PACK"], prepared.config.BLOCK_M, prepared.grid[:2]) == (4, 64, (32, 2))
 
 
 def test_masks_of_each_head_are_not_packed() -> None:
-    """They have tables of their own; the answer is the same, and so where packing is asked for."""
+    """Heads have tables of their own; the results are the same, also where packing is requested."""
     mask = block_mask(by_head, heads=HEADS)
     assert launch(ROWS, HEADS, 1, mask, keys=KEYS, PACK_GQA=True).args["PACK"] == 1
     x = qkv(ROWS, KEYS, heads=HEADS, kv_heads=1)
@@ -272,9 +272,9 @@ def first_head(score, b, h, q_idx, kv_idx, caps):
 
 def test_hand_written_mods_are_given_one_head() -> None:
     mod = Mod.from_triton(first_head)
-    spec = engines.Spec(mod.digest, None, (), (), False, "")
+    spec = engine_factory.Spec(mod.digest, None, (), (), False, "")
     q = torch.empty(1, 2, 4, 16)
-    assert engines.make(spec, 1.0, None, q, (), (), ()).options == {"PACK_GQA": False}
+    assert engine_factory.make(spec, 1.0, None, q, (), (), ()).options == {"PACK_GQA": False}
 
 
 @pytest.mark.parametrize(
@@ -291,15 +291,15 @@ def test_programs_fill_the_device(
         multi_processor_count = 132
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Device)
-    found = launch(rows, 32, 8, keys=keys, batch=batch, device="meta")
-    assert (found.args["splits"] or 1) == splits
+    prepared = launch(rows, 32, 8, keys=keys, batch=batch, device="meta")
+    assert (prepared.args["splits"] or 1) == splits
     few = create_block_mask(sliding_window(100), 1, 1, rows, keys)  # two tiles see all there is to see
     assert launch(rows, 32, 8, few, keys=keys, batch=batch, device="meta").args["splits"] is None
 
 
 def test_the_interpreter_does_only_what_it_is_asked() -> None:
-    found = launch(1, 32, 8, arch="interpreter")
-    assert found.args["PACK"] == 1 and found.args["splits"] is None and found.config.BLOCK_M == 128
+    prepared = launch(1, 32, 8, arch="interpreter")
+    assert prepared.args["PACK"] == 1 and prepared.args["splits"] is None and prepared.config.BLOCK_M == 128
 
 
 @pytest.mark.parametrize(

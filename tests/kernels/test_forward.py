@@ -1,4 +1,4 @@
-"""What rows see and how scores are made: masks by every route, score_mods, scales, statistics."""
+"""Forward kernels: masks by every route, score_mods, scales, statistics."""
 
 import math
 from dataclasses import replace
@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tests.kernels.harness import F64, agree, check, close, cotangents, qkv, run, same
-from tritoncp.masks import (
+from tritoncp.masks.mask import (
     Mask,
     Runs,
     and_masks,
@@ -27,7 +27,7 @@ TILE = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_M1": 16, "BLOCK_N1": 16, "BLOCK_M2"
 
 
 def from_kinds(rows: list[list[int]], mask_mod=None) -> Mask:
-    """A mask of 16 x 16 blocks: 0 ask the mask_mod, 1 all, 3 nothing."""
+    """A mask of 16 x 16 blocks: 0 for the mask_mod, 1 for all pairs, 3 for none."""
     kinds = torch.tensor(rows, dtype=torch.uint8)[None, None]
     runs = Runs.from_kinds(kinds)
     return Mask(16 * kinds.shape[2], 16 * kinds.shape[3], 16, 16, runs, mask_mod, None, None)
@@ -164,17 +164,17 @@ def decided(mask: Mask) -> tuple[str, bool]:
 @pytest.mark.parametrize("name", WINDOWS)
 def test_window_table_and_mask_mod_give_the_same_bits(name: str) -> None:
     """Whole tiles in the same order by three routes: positions alone, runs and intervals, the mask_mod."""
-    found = routes(create_block_mask(WINDOWS[name], None, None, 48, 48, BLOCK_SIZE=16))
-    assert [decided(mask) for mask in found.values()] == [
+    routed = routes(create_block_mask(WINDOWS[name], None, None, 48, 48, BLOCK_SIZE=16))
+    assert [decided(mask) for mask in routed.values()] == [
         ("interval", True),
         ("interval", False),
         ("mod", False),
     ]
     x = qkv(48)
     start = cotangents(x)
-    want = check(x, found["window"], start=start, **TILE)
+    want = check(x, routed["window"], start=start, **TILE)
     for route in ("interval", "mod"):
-        same(run(x, found[route], start=start, **TILE), want)
+        same(run(x, routed[route], start=start, **TILE), want)
 
 
 @pytest.mark.parametrize("lengths", [(41, 41), (20, 50), (50, 20)], ids=str)
@@ -183,11 +183,11 @@ def test_routes_agree_at_ragged_ends(name: str, lengths: tuple[int, int]) -> Non
     """The window route may call a ragged tile full where the table masks it: another order, same answer."""
     x = qkv(*lengths, dtype=F64)
     start = cotangents(x)
-    found = routes(create_block_mask(WINDOWS[name], None, None, *lengths, BLOCK_SIZE=16))
-    want = check(x, found["window"], start=start, **TILE)
-    by_table = run(x, found["interval"], start=start, **TILE)
+    routed = routes(create_block_mask(WINDOWS[name], None, None, *lengths, BLOCK_SIZE=16))
+    want = check(x, routed["window"], start=start, **TILE)
+    by_table = run(x, routed["interval"], start=start, **TILE)
     agree(by_table, want)
-    same(run(x, found["mod"], start=start, **TILE), by_table)
+    same(run(x, routed["mod"], start=start, **TILE), by_table)
 
 
 def test_unions_of_intervals_take_the_mask_mod() -> None:
@@ -199,7 +199,7 @@ def test_unions_of_intervals_take_the_mask_mod() -> None:
 
 
 def test_block_lists_have_the_last_word() -> None:
-    """An unlisted block is invisible and a full one unmasked, whatever the mask_mod says."""
+    """An unlisted block is invisible and a full one unmasked, even where the mask_mod disagrees."""
     check(qkv(48), from_kinds([[1, 3, 0], [0, 1, 3], [3, 0, 1]], lambda b, h, q, kv: q >= kv))
     check(qkv(48), from_kinds([[1, 3, 0], [0, 1, 3], [3, 0, 1]], lambda b, h, q, kv: (q * kv) % 3 == 1))
 

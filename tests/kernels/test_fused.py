@@ -1,4 +1,4 @@
-"""The fused backward pass: dQ from the loop of dK/dV, in whatever order programs come to it."""
+"""The fused backward pass: dQ from the loop of dK/dV, for every order of its programs."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.kernels.harness import (
     run,
     same,
 )
-from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
 MASKS = {
     "full": lambda n: full_mask(n, n, block=32),
@@ -62,11 +62,11 @@ def test_deterministic_has_the_last_word() -> None:
     assert engine_of(x, FUSED_BACKWARD=True).fused and not engine_of(x).fused
     assert not engine_of(x, FUSED_BACKWARD=True, deterministic=True).fused
     start = cotangents(x)
-    plain, asked = (
+    plain, fused_run = (
         run(x, MASKS["full"](50), start=start, deterministic=True, FUSED_BACKWARD=fused)
         for fused in (False, True)
     )
-    same(asked, plain)
+    same(fused_run, plain)
 
 
 def test_only_yes_or_no() -> None:

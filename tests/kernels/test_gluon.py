@@ -1,5 +1,5 @@
-"""ROUTE "gluon": its source, run by the model in gluon_model.py, next to the float64 oracle; what it compiles
-to; and where it cannot be had.  Gluon has no interpreter, so nothing here shows what a GPU does."""
+"""ROUTE "gluon": its source, run by the model in gluon_model.py, next to the float64 oracle; its compiled
+form; and its obstacles.  Gluon has no interpreter, so these tests show nothing about a GPU."""
 
 import warnings
 from collections.abc import Callable
@@ -14,12 +14,20 @@ from torch import Tensor
 import tritoncp
 from tests.kernels import gluon_model as model
 from tests.kernels.harness import QKV, close, engine_of, new_state, oracle, qkv, single
-from tritoncp import inspect
-from tritoncp.jobs import Job
+from tritoncp.analysis import resource_table
+from tritoncp.analysis.jobs import Job
 from tritoncp.kernels import gluon
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
-from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks.mask import (
+    Mask,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    sliding_window,
+)
 
 BF16 = torch.bfloat16
 
@@ -50,7 +58,7 @@ def tensors(n: int, batch: int = 1, dim: int = 64, v_dim: int = 64) -> QKV:
 
 
 def prepared(x: QKV, mask: Mask, **options: Any) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:
-    """A launch, and where it writes out, lse and max_scores; float32, for all that the model rounds."""
+    """A launch and its outputs out, lse and max_scores; in float32, except for the rounding in the model."""
     engine = replace(engine_of(x), options=options, arch="sm_90")
     tables = single(mask).tables("cpu", *x.q.shape[:2])
     assert list(gluon.obstacles(engine, *x, tables)) == []
@@ -81,7 +89,7 @@ def test_the_answer(name: str, n: int) -> None:
 @pytest.mark.parametrize("n", [1, 128, 130, 256])
 @pytest.mark.parametrize("name", ["full", "causal"])
 def test_few_tiles(name: str, n: int) -> None:
-    """None, one or two full ones: the loop is entered late or not at all."""
+    """No, one or two full tiles: the loop is entered late or not at all."""
     x, mask = tensors(n), MASKS[name](n)
     launch, got = prepared(x, mask)
     model.run(launch)
@@ -98,19 +106,20 @@ def test_head_dims(dim: int, v_dim: int) -> None:
 
 @pytest.mark.parametrize(("stages", "tile"), [(2, 64), (3, 64), (2, 128), (4, 128)])
 def test_no_interleaving_changes_a_bit(stages: int, tile: int) -> None:
-    """Nobody waits for ever, reads what is not there, or writes what is being read, whoever is slow."""
+    """No partition waits for ever, reads unwritten memory, or writes memory under read, for any order of
+    partitions."""
     x, mask = qkv(512, dim=64, dtype=BF16), MASKS["documents"](512)
-    found = []
+    outcomes = []
     for seed in range(6):
         launch, got = prepared(x, mask, num_stages=stages, BLOCK_N=tile)
         model.run(launch, seed)
-        found.append(torch.cat([got[0].flatten(), *(t.flatten() for t in got[1:])]))
-    assert all(torch.equal(one, found[0]) for one in found)
+        outcomes.append(torch.cat([got[0].flatten(), *(t.flatten() for t in got[1:])]))
+    assert all(torch.equal(one, outcomes[0]) for one in outcomes)
     agrees(x, mask, got)
 
 
 def test_groups_take_turns() -> None:
-    """In a loop over full tiles each group issues two products once the other has."""
+    """In a loop over full tiles the groups issue two products each in turn."""
     x, mask = tensors(1024)._replace(q=torch.zeros(1, 2, 128, 64, dtype=BF16)), full_mask(128, 1024)
     for seed in range(5):
         launch, _ = prepared(x, mask)
@@ -181,10 +190,10 @@ def test_the_model_notices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_softmax_runs_beside_products() -> None:
     """By the order of instructions: scores are issued, then P V, and exponentials come before the latter is
     waited for.  No spill, no product too many, nothing touches a register of a product under way."""
-    before = inspect.known()
+    before = resource_table.read_table()
     jobs = [Job("gluon", "sm_90", 64), Job("gluon", "sm_90", 128)]
-    for row in inspect.inspected(jobs, 1, 300):
-        assert inspect.complaints(row, before[inspect.key(row)]) == []
+    for row in resource_table.inspect_jobs(jobs, 1, 300):
+        assert resource_table.find_regressions(row, before[resource_table.key(row)]) == []
         assert row["hidden"] == 1 and row["touched"] == 0 and row["warps"] == 12
         assert row["flops"] == 1 and row["spill_bytes"] == row["loop_spills"] == 0 and row["tma"] > 0
         assert row["bound"] == row["overlap"] > 0.95
@@ -226,8 +235,8 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
 
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_is_in_the_way_is_named(name: str) -> None:
-    said, found = OBSTACLES[name]
-    (line,) = found()
+    said, obstacles = OBSTACLES[name]
+    (line,) = obstacles()
     assert said in line
     assert why(tensors(512), CAUSAL) == []
 
@@ -238,7 +247,7 @@ def test_a_step_that_cannot_go_this_way_goes_by_loops_and_says_so() -> None:
     out, lse = torch.empty(1, 2, 256, 80), torch.empty(1, 2, 256)
     tables = single(MASKS["causal"](256)).tables("cpu", 1, 2)
     with pytest.warns(
-        UserWarning, match="ROUTE='gluon' is asked for; this step goes by 'loops': it takes head"
+        UserWarning, match="ROUTE='gluon' is requested; this step goes by 'loops': it takes head"
     ):
         launch = engine.forward(*x, tables, out=out, lse=lse)
     assert isinstance(launch, Launch)

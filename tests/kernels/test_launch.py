@@ -1,4 +1,4 @@
-"""Launches that are kept: found again for tensors of the same layouts, and only for these."""
+"""Cached launches: reused for tensors of the same layouts, and only for these."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 import tritoncp
 from tests.kernels.harness import qkv
-from tritoncp import autograd, causal, create_block_mask, make_plan
+from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.kernels.engine import Mods, TritonEngine
-from tritoncp.reference import dense_attention
+from tritoncp.ops import autograd
+from tritoncp.reference.dense import dense_attention
 
 S = 32
 

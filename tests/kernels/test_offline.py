@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from tritoncp import inspect
-from tritoncp.jobs import KERNELS, Job
+from tritoncp.analysis import resource_table
+from tritoncp.analysis.compile_worker import compile_all
+from tritoncp.analysis.disassembly import MACHINES
+from tritoncp.analysis.jobs import KERNELS, Job
 from tritoncp.kernels.configs import Config, family
-from tritoncp.machine_code import MACHINES
-from tritoncp.offline import compile_all
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 MATRIX = {"sm_80": "HMMA", "sm_86": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}
@@ -25,13 +25,13 @@ COPIED = {
     "sm_90": {*product((64, 128, 256), ("forward", "dq")), (128, "dkdv"), (256, "dkdv")},
     "sm_100": {*product((64, 128, 256), ("forward", "dq")), (64, "dkdv")},
 }
-# Compiled again each time; whether the others are what the table says, their digests say (test_inspect.py).
+# Compiled in every run; tests/analysis/test_resource_table.py compares the digests of the other kernels.
 AGAIN = {"sm_80": (128,), "sm_90": (64, 128, 256), "sm_100": (128,), "gfx942": (128,)}
 
 
 def reports(arch: str, dtype: str, dims: tuple[int, ...], *variants: str) -> list[dict[str, Any]]:
     jobs = [Job(name, arch, dim, dtype, mask) for mask in variants for dim in dims for name in KERNELS]
-    return list(inspect.inspected(jobs, 1, 300))  # the suite runs in two processes already
+    return list(resource_table.inspect_jobs(jobs, 1, 300))  # the suite runs in two processes already
 
 
 def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: int = 0) -> None:
@@ -44,31 +44,35 @@ def check(arch: str, rows: list[dict[str, Any]], *, matrix: bool = True, spill: 
         or (
             matrix
             and row["kernel"] not in ("delta", "combine")
-            and inspect.families(row["mma"]) != MATRIX[arch]
+            and resource_table.families(row["mma"]) != MATRIX[arch]
         )
     ]
     assert rows and not bad
 
 
-@pytest.mark.parametrize("arch", inspect.ARCHS)
+@pytest.mark.parametrize("arch", resource_table.ARCHS)
 def test_defaults_fit_and_are_what_the_table_says(arch: str) -> None:
     """Tables, intervals, full blocks, state in and out: every loop of every kernel."""
     rows = reports(arch, "bfloat16", AGAIN[arch], "state")
     assert len(rows) == len(AGAIN[arch]) * len(KERNELS)
     check(arch, rows)
-    table = inspect.known()
+    table = resource_table.read_table()
     for row in rows:
-        was = table[inspect.key(row)]
+        was = table[resource_table.key(row)]
         assert {name: row.get(name) for name in was} == was
         if arch == "sm_90" and row["kernel"] in ("dq", "dkdv"):  # dP is begun before the softmax
-            assert row["hidden"] > 0.85, inspect.key(row)
+            assert row["hidden"] > 0.85, resource_table.key(row)
 
 
 def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
-    rows = [row for row in inspect.known().values() if row["variant"] == "state" and row["kernel"] in KERNELS]
-    rows = [row for row in rows if "source" not in row]  # what was measured says by itself
+    rows = [
+        row
+        for row in resource_table.read_table().values()
+        if row["variant"] == "state" and row["kernel"] in KERNELS
+    ]
+    rows = [row for row in rows if "source" not in row]  # without measured tiles
     plain = [row for row in rows if row["dtype"] == "bfloat16" and row["head_dim"] in (64, 128, 256)]
-    for arch in inspect.ARCHS:
+    for arch in resource_table.ARCHS:
         copied = {(row["head_dim"], row["kernel"]) for row in plain if row["tma"] and row["arch"] == arch}
         assert copied == COPIED.get(arch, set())
 
@@ -79,20 +83,23 @@ def test_torchs_bounds_are_what_its_templates_compile_to() -> None:
     command = [sys.executable, "-m", "tests.kernels.flex", "sm_90"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=home, env=env)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    found = {(row["kernel"], row["head_dim"], row["tma"]): row["bound"] for row in rows}
-    assert found == {
-        (*about, tma): bounds[tma] for about, bounds in inspect.FLEX.items() for tma in (False, True)
+    bounds_by_kernel = {(row["kernel"], row["head_dim"], row["tma"]): row["bound"] for row in rows}
+    assert bounds_by_kernel == {
+        (*kernel_key, tma): bounds[tma]
+        for kernel_key, bounds in resource_table.FLEX.items()
+        for tma in (False, True)
     }
 
 
 def few_rows(arch: str, *dims: int) -> list[dict[str, Any]]:
     jobs = [Job(name, arch, dim, variant="few") for dim in dims for name in ("forward", "combine")]
     jobs += [Job("forward", arch, dim, variant=mask) for dim in dims for mask in ("decode", "short")]
-    return list(inspect.inspected(jobs, 1, 300))
+    return list(resource_table.inspect_jobs(jobs, 1, 300))
 
 
 def test_few_rows_fit() -> None:
-    """Heads packed into a tile, keys shared by programs that leave states, and what combines those."""
+    """Heads packed into a tile, keys shared by programs that leave states, and the kernel that combines the
+    states."""
     rows = few_rows("sm_90", 128)
     check("sm_90", rows)
     assert [bool(row["tma"]) for row in rows] == [True, False, True, True]
@@ -105,7 +112,7 @@ def test_few_rows_fit_everywhere(arch: str) -> None:
 
 
 def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: str) -> list[dict[str, Any]]:
-    """(Of which the workers know what tests/kernels/scores.py has.)"""
+    """Compile kernels with named score_mods; worker processes import tests/kernels/scores.py."""
     kernels = [name for name in KERNELS if name != "delta"]
     jobs = [
         Job(
@@ -117,30 +124,34 @@ def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: st
         )
         for name, dim, mask, score in product(kernels, dims, masks, scores)
     ]
-    return list(inspect.inspected(jobs, 1, 300))
+    return list(resource_table.inspect_jobs(jobs, 1, 300))
 
 
 def test_what_learns_spills_nothing() -> None:
-    """Loaded for each score, and added to for each score: dQ spilled 392 bytes here once."""
+    """Learned captures, loaded and accumulated for each score, where dQ once spilled 392 bytes."""
     check("sm_90", scored("sm_90", (128,), ("documents",), "table_learns"))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("arch", inspect.ARCHS)
+@pytest.mark.parametrize("arch", resource_table.ARCHS)
 def test_score_mods_spill_next_to_nothing(arch: str) -> None:
-    """A few registers that are not used in the loops."""
+    """They may spill a few registers that the loops do not use."""
     scores = "alibi", "softcap", "table", "table_learns", "bias_learns", "slopes_learn"
     rows = scored(arch, (64, 128, 256), ("causal", "documents"), *scores)
     # A table spills 512 and 80 bytes here: smaller tiles would cost nearly half and a third of the bound.
-    known = {("sm_80", "dkdv", 256), ("sm_100", "dq", 256)}
-    check(arch, [row for row in rows if (arch, row["kernel"], row["head_dim"]) not in known], spill=24)
+    spilling = {("sm_80", "dkdv", 256), ("sm_100", "dq", 256)}
+    check(arch, [row for row in rows if (arch, row["kernel"], row["head_dim"]) not in spilling], spill=24)
 
 
 @pytest.mark.nightly
 def test_nothing_that_is_shipped_got_worse() -> None:
-    before = inspect.known()
-    rows = inspect.inspected([*inspect.shipped(), *inspect.measured()], 2, 300)
-    assert [line for row in rows for line in inspect.complaints(row, before.get(inspect.key(row)))] == []
+    before = resource_table.read_table()
+    rows = resource_table.inspect_jobs([*resource_table.shipped(), *resource_table.measured()], 2, 300)
+    assert [
+        line
+        for row in rows
+        for line in resource_table.find_regressions(row, before.get(resource_table.key(row)))
+    ] == []
 
 
 @pytest.mark.nightly
@@ -172,6 +183,10 @@ def test_float32_fits_without_matrix_instructions(arch: str) -> None:
 def test_a_compiler_that_fails_or_hangs_is_reported_and_replaced() -> None:
     good, bad = Job("delta", "sm_90", 64), Job("forward", "sm_90", 100_000)
     odd = Job("forward", "sm_90", 20, config=Config(64, 64, USE_TMA=True))  # 40 bytes of channels
-    found = dict(compile_all([bad, odd, good], 1))
-    assert "failed" in found[bad] and "descriptors" in found[odd]["failed"] and found[good]["registers"] > 0
+    reports = dict(compile_all([bad, odd, good], 1))
+    assert (
+        "failed" in reports[bad]
+        and "descriptors" in reports[odd]["failed"]
+        and reports[good]["registers"] > 0
+    )
     assert dict(compile_all([good], 1, timeout=0.01)) == {good: {"failed": "not compiled in 0.01 s"}}

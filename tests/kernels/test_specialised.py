@@ -1,6 +1,6 @@
-"""The specialised route: masked blocks leave a state, full blocks go on from there in a launch of their own;
-or as on sm_100 all of them in one launch, whose loop masks behind a branch.  Interpreted, nothing is
-specialised; what is computed is the same."""
+"""The specialised route: masked blocks leave a state, full blocks continue from it in a launch of their own;
+or as on sm_100 all blocks run in one launch, whose loop masks behind a branch.  The interpreter specialises
+no warps; the results are the same."""
 
 import math
 import threading
@@ -31,11 +31,19 @@ from tests.kernels.harness import (
     same,
     single,
 )
-from tritoncp import inspect
-from tritoncp.jobs import Job
+from tritoncp.analysis import resource_table
+from tritoncp.analysis.jobs import Job
 from tritoncp.kernels import configs, engine, specialised
 from tritoncp.kernels.launch import Launches
-from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks.mask import (
+    Mask,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    sliding_window,
+)
 
 N = 48
 
@@ -59,7 +67,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the step; falling back is an error."""
+    """Use the route for small steps too; a fallback is an error."""
     monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
     warnings.filterwarnings("error", message="ROUTE=")
 
@@ -67,7 +75,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("forward_tile", [(32, 16), (16, 32)], ids=str)
 @pytest.mark.parametrize("mask", [causal(), sliding_window(77, 5), sliding_window(-1, 90)], ids=repr)
 def test_launches_of_a_window_cut_it_at_the_same_tiles(mask: Any, forward_tile: tuple[int, int]) -> None:
-    """Whatever tiles were measured for each: no key is seen by both, or by neither."""
+    """Both launches split the keys at one place, for all measured tiles: no key is read twice or left out."""
     tiles = {"forward": forward_tile, "few": forward_tile, "specialised": (16, 16)}
     tiled = ((kind, (("BLOCK_M", m), ("BLOCK_N", n))) for kind, (m, n) in tiles.items())
     x = qkv(100, 131, heads=2, kv_heads=1)
@@ -81,7 +89,7 @@ def test_launches_of_a_window_cut_it_at_the_same_tiles(mask: Any, forward_tile: 
 
 @pytest.fixture(params=[2, 1], ids=["two launches", "one"])
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on sm_90 and on sm_100."""
+    """Run as on sm_90 and as on sm_100."""
     monkeypatch.setattr(specialised, "merges", lambda arch: request.param == 1)
 
 
@@ -89,12 +97,12 @@ def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return 2 * torch.tanh(s / 2) - 0.1 * (q - kv).abs()
 
 
-def routes(x: QKV, mask: Mask, **given: Any) -> list[tuple[Tensor, ...]]:
+def routes(x: QKV, mask: Mask, **kernel_options: Any) -> list[tuple[Tensor, ...]]:
     """(out, lse, max_scores) by both routes, the second in two launches and in one."""
     tables = single(mask).tables("cpu", *x.q.shape[:2])
-    found = []
+    results = []
     for route, merges in (("loops", False), ("specialised", False), ("specialised", True)):
-        one = replace(engine_of(x, mask.mask_mod, **given), options={"ROUTE": route})
+        one = replace(engine_of(x, mask.mask_mod, **kernel_options), options={"ROUTE": route})
         one = replace(one, mods=one.mods._replace(score_loads=0))
         out = torch.empty(*x.q.shape[:3], x.v.shape[3], dtype=x.q.dtype)
         lse, top = torch.empty(2, *x.q.shape[:3], dtype=F64 if x.q.dtype == F64 else F32)
@@ -104,8 +112,8 @@ def routes(x: QKV, mask: Mask, **given: Any) -> list[tuple[Tensor, ...]]:
         assert isinstance(launch, Launches) == (route == "specialised" and not merges)
         assert isinstance(launch, Launches) or launch.args["SPECIALISE"] == merges
         launch()
-        found.append((out, lse, top))
-    return found
+        results.append((out, lse, top))
+    return results
 
 
 # -- answers ------------------------------------------------------------------------------------------
@@ -136,9 +144,9 @@ def test_a_score_mod_that_only_computes() -> None:
 def test_half_precision_differs_by_rounding_only(dtype: torch.dtype) -> None:
     """The state between the launches is float32."""
     x, mask = qkv(N, dtype=dtype), MASKS["causal"](N)
-    loops, *others = routes(x, mask)
-    for found in others:
-        for a, b, what in zip(found, loops, ("out", "lse", "max_scores")):
+    loops, *specialised = routes(x, mask)
+    for result in specialised:
+        for a, b, what in zip(result, loops, ("out", "lse", "max_scores")):
             close(a, b, what, torch.finfo(dtype).eps if what == "out" else 1e-5)
 
 
@@ -196,7 +204,7 @@ def test_slots_in_any_order(schedule: str) -> None:
 
 
 def why(x: QKV, mask: Mask, arch: str = "sm_90", loads: int = 0, **options: Any) -> list[str]:
-    """What is in the way."""
+    """List the obstacles of the specialised route for one step."""
     one = replace(engine_of(x, mask.mask_mod, **options), arch=arch)
     one = replace(one, mods=one.mods._replace(score_loads=loads))
     return list(specialised.obstacles(one, *x, single(mask).tables("cpu", *x.q.shape[:2])))
@@ -258,8 +266,8 @@ OBSTACLES: dict[str, tuple[str, Callable[[], list[str]]]] = {
 
 @pytest.mark.parametrize("name", OBSTACLES)
 def test_what_is_in_the_way_is_named(name: str) -> None:
-    said, found = OBSTACLES[name]
-    (line,) = found()
+    said, obstacles = OBSTACLES[name]
+    (line,) = obstacles()
     assert said in line
     assert why(large(), CAUSAL) == []
 
@@ -290,12 +298,12 @@ def test_a_step_that_goes_by_loops_says_so_and_has_their_bits(monkeypatch: pytes
     monkeypatch.undo()
     x, mask = qkv(48), MASKS["causal"](48)
     want = tritoncp.flex_attention(*x, mask)
-    with pytest.warns(UserWarning, match="ROUTE='specialised' is asked for; this step goes by 'loops': its"):
+    with pytest.warns(UserWarning, match="ROUTE='specialised' is requested; this step goes by 'loops': its"):
         same(tritoncp.flex_attention(*x, mask, kernel_options={"ROUTE": "specialised"}), want)
 
 
 def test_keys_and_runs_of_a_step() -> None:
-    for name, mask in ((name, made(N)) for name, made in MASKS.items()):
+    for name, mask in ((name, make_mask(N)) for name, make_mask in MASKS.items()):
         tables, kinds = single(mask).tables("cpu", 1, 1), mask.runs.to_kinds()
         listed, full = kinds != 3, torch.nn.functional.pad(kinds == 1, (1, 0)).int()
         assert tables.keys == pytest.approx(16 * listed.sum(-1).double().mean().item()), name
@@ -314,7 +322,7 @@ def test_every_route_has_a_launcher_and_loops_are_the_default() -> None:
 
 
 def test_a_public_call_takes_the_route_with_a_score_mod_of_slopes() -> None:
-    """What a mod loads by head alone does not vary in the loop."""
+    """A load that depends on the head alone does not vary in the loop."""
     slopes = torch.tensor([0.5, 0.25])
     x, mask = qkv(N, heads=2), MASKS["causal"](N)
 
@@ -335,21 +343,21 @@ def test_a_public_call_takes_the_route_with_a_score_mod_of_slopes() -> None:
 
 
 def test_the_users_allocator_is_left_alone() -> None:
-    """In this thread and in a fresh one, which has none: the launch sees ours, nothing else does."""
-    seen: dict[str, list[Any]] = {"here": [], "there": []}
+    """In this thread and in a fresh one without an allocator: only the launch sees tritoncp's allocator."""
+    allocations: dict[str, list[Any]] = {"here": [], "there": []}
 
-    def mine(size: int, alignment: int, stream: int | None) -> Any:
+    def user_allocator(size: int, alignment: int, stream: int | None) -> Any:
         raise AssertionError("nobody asks the user's")
 
     def look(where: str) -> None:
-        seen[where].append(_allocation._allocator.get())
+        allocations[where].append(_allocation._allocator.get())
 
     def launch(where: str) -> None:
         look(where)
         specialised.allocating(look, where=where)
         look(where)
 
-    triton.set_allocator(mine)
+    triton.set_allocator(user_allocator)
     try:
         launch("here")
         thread = threading.Thread(target=launch, args=("there",))
@@ -357,8 +365,12 @@ def test_the_users_allocator_is_left_alone() -> None:
         thread.join()
     finally:
         triton.set_allocator(_allocation._NULL_ALLOCATOR)
-    assert seen["here"] == [mine, specialised._allocate, mine]
-    assert seen["there"] == [_allocation._NULL_ALLOCATOR, specialised._allocate, _allocation._NULL_ALLOCATOR]
+    assert allocations["here"] == [user_allocator, specialised._allocate, user_allocator]
+    assert allocations["there"] == [
+        _allocation._NULL_ALLOCATOR,
+        specialised._allocate,
+        _allocation._NULL_ALLOCATOR,
+    ]
 
 
 def test_launches_of_a_fresh_thread_give_the_same_bits() -> None:
@@ -378,17 +390,17 @@ def test_warps_are_specialised_and_nothing_got_worse() -> None:
     """One group copies, two compute, or on sm_100 one for each part of the work: 12 warps for 4, no spill, no
     product too many, as the table says."""
     jobs = [Job("specialised", "sm_90", dim) for dim in (64, 128)] + [Job("specialised", "sm_100", 128)]
-    before = inspect.known()
-    for row in inspect.inspected([*jobs, Job("masked", "sm_90", 128)], 1, 300):
-        if row["arch"] == "sm_100":  # products run ahead of all softmax; what masks is not in the full loop
+    before = resource_table.read_table()
+    for row in resource_table.inspect_jobs([*jobs, Job("masked", "sm_90", 128)], 1, 300):
+        if row["arch"] == "sm_100":  # products run ahead of all softmax; no masks in the full loop
             assert row["hidden"] == 1 and row["loop"] < 0.6 * row["masked_loop"]
-        assert inspect.complaints(row, before[inspect.key(row)]) == []
+        assert resource_table.find_regressions(row, before[resource_table.key(row)]) == []
         assert row["warps"] == (12 if row["kernel"] == "specialised" else 8)
         assert row["flops"] == 1 and row["spill_bytes"] == 0 and row["tma"] > 0
 
 
 def test_specialisation_that_is_lost_is_named() -> None:
-    """Eight warps: the compiler says nothing and goes on without."""
+    """With eight warps the compiler silently does not specialise."""
     config = replace(configs.default("specialised", "sm_90", 128, torch.bfloat16), num_warps=8)
-    (row,) = inspect.inspected([Job("specialised", "sm_90", 128, config=config)], 1, 300)
-    assert "the compiler has not specialised its warps" in inspect.complaints(row, row)
+    (row,) = resource_table.inspect_jobs([Job("specialised", "sm_90", 128, config=config)], 1, 300)
+    assert "the compiler has not specialised its warps" in resource_table.find_regressions(row, row)

@@ -1,4 +1,4 @@
-"""Steps: state in and out, accumulated gradients, and what must be equal bit for bit."""
+"""Steps: state in and out, accumulated gradients, and results that must be equal bit for bit."""
 
 import math
 from itertools import pairwise, permutations
@@ -26,8 +26,16 @@ from tests.kernels.harness import (
     same,
     single,
 )
-from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
-from tritoncp.plan import build
+from tritoncp.masks.mask import (
+    Mask,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    sliding_window,
+)
+from tritoncp.planning.plan import build
 
 
 def scattered(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -61,11 +69,11 @@ def steps(engine, x: QKV, mask: Mask, cuts: list[int], order=None, state=None) -
     pieces = [pieces[i] for i in order] if order else pieces
     for i, (begin, end) in enumerate(pieces):
         part = QKV(x.q, x.k[:, :, begin:end], x.v[:, :, begin:end])
-        found = forward(
+        result = forward(
             engine, part, keys_between(plan, begin, end), state=state, load_state=i > 0,
             store_state=i + 1 < len(pieces),
         )  # fmt: skip
-    return found
+    return result
 
 
 # -- state --------------------------------------------------------------------------------------------
@@ -92,17 +100,17 @@ def test_steps_come_in_any_order() -> None:
 
 
 def test_the_state_says_what_was_seen() -> None:
-    """m: largest score in log2 units; l: sum of exp2(score - m); acc: the weighted sum of values.
-    Rows that saw nothing: -inf, 0, 0. Nothing else is written."""
+    """m: largest score in log2 units; l: sum of exp2(score - m); acc: the weighted sum of values. Rows
+    without a visible key: -inf, 0, 0. No other memory is written."""
     mask = MASKS["causal"]
     x = tensors(mask)
     state = new_state(x)
     part = QKV(x.q, x.k[:, :, 24:40], x.v[:, :, 24:40])
     out, lse = forward(engine_of(x), part, keys_between(single(mask), 24, 40), state=state, store_state=True)
     assert bool(out.isnan().all() and lse.isnan().all())
-    seen = torch.zeros(48, 48, dtype=torch.bool)
-    seen[:, 24:40] = mask.to_dense()[0, 0, :, 24:40]
-    want = oracle(x, seen, start=cotangents(x))
+    visible = torch.zeros(48, 48, dtype=torch.bool)
+    visible[:, 24:40] = mask.to_dense()[0, 0, :, 24:40]
+    want = oracle(x, visible, start=cotangents(x))
     assert [t.dtype for t in state] == [F32] * 3
     close(state.m * math.log(2), want.max_scores, "m")
     close(state.m * math.log(2) + state.l.log(), want.lse, "lse")
@@ -191,15 +199,15 @@ def chunked(x: QKV, mask: Mask, cuts: list[int], dout: Tensor, **options: int) -
     plan = build(mask, len(lengths), balancer=None, lengths=lengths, kv_lengths=keys)
     engine = engine_of(x, mask.mask_mod, **options)
     sums = [torch.zeros_like(t, dtype=F32) for t in (x.k, x.v)]
-    found = []
+    results = []
     for rank, (begin, end) in enumerate(pairwise([*cuts, mask.q_len])):
         part = QKV(x.q[:, :, begin:end], x.k, x.v)
-        mine = plan.for_rank(rank)
-        out, lse = forward(engine, part, mine)
+        rank_plan = plan.for_rank(rank)
+        out, lse = forward(engine, part, rank_plan)
         into = Grads(torch.zeros_like(part.q, dtype=F32), *sums)
-        grads = backward(engine, part, mine, out, lse, dout[:, :, begin:end], into=into, add=True)
-        found.append((out, lse, grads.dq))
-    return (*(torch.cat(parts, 2) for parts in zip(*found)), *sums)
+        grads = backward(engine, part, rank_plan, out, lse, dout[:, :, begin:end], into=into, add=True)
+        results.append((out, lse, grads.dq))
+    return (*(torch.cat(parts, 2) for parts in zip(*results)), *sums)
 
 
 BLOCKS = {name: mask for name, mask in MASKS.items() if mask.q_len == 48}
@@ -207,8 +215,8 @@ BLOCKS = {name: mask for name, mask in MASKS.items() if mask.q_len == 48}
 
 @pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in BLOCKS), ("causal", torch.bfloat16)])
 def test_queries_in_chunks_give_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    """Cut at Q blocks, what a row computes does not depend on its neighbours. Sums over queries (dK, dV)
-    are made in another order: within rounding."""
+    """Cut at Q blocks, results of a row do not depend on its neighbours. Sums over queries (dK, dV) are added
+    in another order: equal within rounding."""
     mask = MASKS[name]
     x = tensors(mask, dtype=dtype, dim=24)
     dout, _ = cotangents(x)

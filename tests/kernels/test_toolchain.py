@@ -16,7 +16,7 @@ from tritoncp.cli import main
 from tritoncp.kernels.configs import Config, architecture, check_options, choose, default
 from tritoncp.kernels.engine import Mods, TritonEngine
 from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, multiplies_transposed, ptxas_faults, ptxas_for
-from tritoncp.tune.targets import Target, candidates
+from tritoncp.tuning.targets import Target, candidates
 
 VERSIONS = {"3.6.0": False, "3.7.0": False, "3.7.0+git5": False, "3.7.1": True, "3.7.1+git12": True}
 VERSIONS |= {"3.8.0": True, "3.10.0": True, "4.0.0": True}

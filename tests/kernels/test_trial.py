@@ -1,5 +1,5 @@
-"""Routes are tried against the loops before they are taken: to right ones nobody objects, wrong ones are not
-taken.  Interpreted kernels are not compiled wrong, so what is wrong here is made so."""
+"""Verification of routes against the loops before their first use: right routes run, wrong ones are replaced
+by the loops.  The interpreter compiles nothing wrong, so the faults are injected."""
 
 import ast
 import math
@@ -15,26 +15,26 @@ from triton.compiler.errors import CompilationError
 import tritoncp
 from tests.kernels.harness import close, cotangents, over_ranks, qkv, run, same
 from tests.kernels.test_specialised import MASKS, N
-from tritoncp import steps
 from tritoncp.kernels import engine, specialised, trial
 from tritoncp.kernels.launch import Launches
+from tritoncp.planning import traffic
 
 PLACE = ast.parse("x = 1").body[0]
 ROUTE = {"ROUTE": "specialised"}
-FINE, COARSE = torch.float16, torch.bfloat16  # what right routes have to be as near as, and wrong ones not
+FINE, COARSE = torch.float16, torch.bfloat16  # tolerance of right routes; error of wrong ones
 Damage = Callable[[dict[str, Any]], None]
 
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if kernels were compiled, and however small the step."""
+    """Treat kernels as compiled, and every step as large enough."""
     monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
-    monkeypatch.setattr(trial, "TRIED", True)
-    monkeypatch.setattr(trial, "_FOUND", {})
+    monkeypatch.setattr(trial, "COMPILED", True)
+    monkeypatch.setattr(trial, "_VERDICTS", {})
 
 
 def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
-    """The route does this to what it has written; returns where each of its launches will be noted."""
+    """Make the route apply ``damage`` to its results; return a list that names each of its launches."""
     launched = []
 
     def launch(*args: Any, **step: Any) -> Launches:
@@ -48,26 +48,26 @@ def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_right_route_is_taken(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With states between steps, and rows that nobody writes."""
+    """With states between steps, and rows that no kernel writes."""
     batch = 2 if "batch" in mask else 1
-    x, made = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
+    x, block_mask = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
     launched, start = damaged(monkeypatch, lambda step: None), cotangents(x)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="ROUTE=.*its answer")
-        got = run(x, made, start=start, **ROUTE)
+        got = run(x, block_mask, start=start, **ROUTE)
         ring = over_ranks(
-            x, tritoncp.make_plan(made, world_size=2, rank=0, schedule="ring"), start=start, **ROUTE
+            x, tritoncp.make_plan(block_mask, world_size=2, rank=0, schedule="ring"), start=start, **ROUTE
         )
     assert launched
-    want = run(x, made, start=start)
-    for found in (got, ring):
-        close(found.out, want.out, "out", 2 * torch.finfo(FINE).eps)
-        close(found.lse, want.lse, "lse")
+    want = run(x, block_mask, start=start)
+    for result in (got, ring):
+        close(result.out, want.out, "out", 2 * torch.finfo(FINE).eps)
+        close(result.lse, want.lse, "lse")
 
 
 def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The heads that are gathered together lie apart in out: launches there are none of the trial's."""
-    monkeypatch.setattr(steps, "SMALL", 0)
+    """Gathered heads lie apart in out, so launches there are not those of the verification."""
+    monkeypatch.setattr(traffic, "SMALL", 0)
     x, mask = qkv(N, batch=2, heads=4, kv_heads=2, dtype=COARSE), MASKS["causal"](N)
     plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="allgather")
     start = cotangents(x)
@@ -78,7 +78,7 @@ def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch)
 
 
 def last_row(step: dict[str, Any]) -> None:
-    """The smallest thing that can be wrong: a row a little."""
+    """A small error in one row."""
     if step.get("store_state"):
         step["state"].l[..., -1] *= 1.1
     else:
@@ -93,7 +93,7 @@ def forgotten(step: dict[str, Any]) -> None:
 
 
 def lse(step: dict[str, Any]) -> None:
-    """Out is right: the backward pass would not be."""
+    """A wrong lse beside a right out, which would spoil the backward pass."""
     if not step.get("store_state"):
         step["lse"][..., 1] += 0.05
 
@@ -106,22 +106,22 @@ def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPa
     alone, ranks = run(x, mask, start=start), over_ranks(x, plan, start=start)
     damaged(monkeypatch, damage)
     with pytest.warns(
-        UserWarning, match="'specialised' is asked for; this step goes by 'loops': its answer is not"
+        UserWarning, match="'specialised' is requested; this step goes by 'loops': its results are not"
     ):
         got = run(x, mask, start=start, **ROUTE)
     same((got.out, got.lse, got.grads), (alone.out, alone.lse, alone.grads))
-    with pytest.warns(UserWarning, match="its answer is not that of 'loops': (out|lse) differs in"):
+    with pytest.warns(UserWarning, match="its results are not those of 'loops': (out|lse) differs in"):
         got = over_ranks(x, plan, start=start, **ROUTE)
     same((got.out, got.lse), (ranks.out, ranks.lse))
 
 
 def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever its length and its tensors; other dtypes, masks and mods are other kinds."""
+    """Lengths and tensors do not make another kind of step; dtypes, masks and mods do."""
     launched = damaged(monkeypatch, last_row)
 
     def attend(mask: str, dtype: torch.dtype = torch.bfloat16, n: int = N, **more: Any) -> int:
         before = len(launched)
-        with pytest.warns(UserWarning, match="its answer is not that of 'loops'"):
+        with pytest.warns(UserWarning, match="its results are not those of 'loops'"):
             tritoncp.flex_attention(
                 *qkv(n, dtype=dtype), block_mask=MASKS[mask](n), kernel_options=ROUTE, **more
             )
@@ -134,7 +134,7 @@ def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table may be another GPU's, or of another Triton."""
+    """Measured tables may come from another GPU, or another Triton."""
     x, mask = qkv(128, dtype=COARSE), MASKS["causal"](128)
     want = tritoncp.flex_attention(*x, mask)
     monkeypatch.setattr(engine.TritonEngine, "_route", "specialised")
@@ -151,7 +151,7 @@ def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_route_that_cannot_be_compiled_is_not_taken(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By this Triton: what is not asked for by most is not kept from changing."""
+    """A route that this version of Triton does not compile is replaced by the loops."""
 
     def fail(step: dict[str, Any]) -> None:
         raise error
@@ -159,6 +159,6 @@ def test_a_route_that_cannot_be_compiled_is_not_taken(
     x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)
     want = tritoncp.flex_attention(*x, mask)
     damaged(monkeypatch, fail)
-    said = "no such word" if str(error) else "without a word"
+    said = "no such word" if str(error) else "no message"
     with pytest.warns(UserWarning, match=f"goes by 'loops': it fails: {type(error).__name__}: .*{said}"):
         same(tritoncp.flex_attention(*x, block_mask=mask, kernel_options=ROUTE), want)

@@ -15,7 +15,8 @@ import torch
 
 import tritoncp
 from tests.mods.state_forms import FORMS, RECORDED, Form
-from tritoncp import causal, create_block_mask, make_plan, reference
+from tritoncp import causal, create_block_mask, make_plan
+from tritoncp.reference import dense
 
 S = 16
 
@@ -45,7 +46,7 @@ def expected(score_mod: Any) -> torch.Tensor:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, S, 8)
     mask = create_block_mask(causal(), 1, 1, S, S)
-    return reference.dense_attention(q.double(), k.double(), v.double(), mask, score_mod).out.float()
+    return dense.dense_attention(q.double(), k.double(), v.double(), mask, score_mod).out.float()
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:

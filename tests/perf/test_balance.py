@@ -1,33 +1,35 @@
-"""The page about balancers: what it counts is what is fetched, and one command makes it."""
+"""The page about balancers: its traffic is the rows that ranks fetch, and one command writes it."""
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from tritoncp import causal, create_block_mask
-from tritoncp.balance import balancers
-from tritoncp.masks import Kind
-from tritoncp.perf.balance import MASKS, corpus_lengths, fetched_rows, main, quality
-from tritoncp.plan import build
+from tritoncp.masks.mask import Kind
+from tritoncp.perf.balance import MASKS, corpus_lengths, fetched_rows, main, measure_quality
+from tritoncp.planning.balance import balancers
+from tritoncp.planning.plan import build
 
 
 @pytest.mark.parametrize("balancer", sorted(balancers))
-def test_what_travels_is_what_ranks_see_and_do_not_hold(balancer: str) -> None:
+def test_traffic_is_the_remote_blocks_that_ranks_see(balancer: str) -> None:
     size, block, world_size = 4096, 128, 4
     mask = create_block_mask(MASKS["documents"](size), None, None, size, size, BLOCK_SIZE=block)
     plan = build(mask, world_size, balancer=balancer, schedule="fetch")
     listed = mask.runs.to_kinds()[0, 0] <= int(Kind.BOUNDED)
     owner = plan.owners[0]
-    seen = torch.stack([listed[owner == rank].any(0) & (owner != rank) for rank in range(world_size)])
-    assert fetched_rows(plan) == block * int(seen.sum())
-    found = quality(mask, world_size, balancer)
-    assert found.imbalance == plan.imbalance and found.seconds > 0
-    assert found.travels == pytest.approx(100 * int(seen.sum()) * block / ((world_size - 1) * size))
+    remote_blocks = torch.stack(
+        [listed[owner == rank].any(0) & (owner != rank) for rank in range(world_size)]
+    )
+    assert fetched_rows(plan) == block * int(remote_blocks.sum())
+    result = measure_quality(mask, world_size, balancer)
+    assert result.imbalance == plan.imbalance and result.seconds > 0
+    assert result.travels == pytest.approx(100 * int(remote_blocks.sum()) * block / ((world_size - 1) * size))
 
 
 def test_contiguous_causal_pieces_see_all_before_them() -> None:
     mask = create_block_mask(causal(), None, None, 4096, 4096)
-    assert quality(mask, 4, "contiguous").travels == pytest.approx(50)
+    assert measure_quality(mask, 4, "contiguous").travels == pytest.approx(50)
 
 
 @pytest.mark.parametrize("seq", [64, 1000, 65536])

@@ -1,4 +1,4 @@
-"""Every contender computes the case it is timed on: the two dialects of a case mean the same."""
+"""Every contender computes the case that it is timed on, in the forms of tritoncp and of PyTorch."""
 
 import sys
 from dataclasses import replace
@@ -8,11 +8,11 @@ import torch
 from torch.nn.attention import SDPBackend, varlen
 from torch.nn.attention import flex_attention as torch_flex
 
+from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf import baselines, check
 from tritoncp.perf.cases import MASKS, Case, sink_logits
 from tritoncp.perf.measure import work_of
-from tritoncp.reference import dense_attention
-from tritoncp.sinks import with_sinks
+from tritoncp.reference.dense import dense_attention
 
 CPU = torch.device("cpu")
 
@@ -34,43 +34,45 @@ def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
     sinks = sink_logits(case.heads, CPU)
     oracle = with_sinks(dense.out, dense.lse, sinks)[0] if MASKS[mask].sinks else dense.out
     grads = torch.autograd.grad(oracle, (q, k, v), tensors.dout.double())
-    for got, want in zip(expected, (oracle.detach(), *grads)):
-        assert check.errors(got, want).worst < 1e-12
+    for actual, expected_tensor in zip(expected, (oracle.detach(), *grads)):
+        assert check.errors(actual, expected_tensor).worst < 1e-12
 
     contender = baselines.one_device(case, tensors)
-    for got, want in zip((contender.forward(), *contender.backward()), expected):
-        assert check.acceptable(check.errors(got, want), torch.float32)
+    for actual, expected_tensor in zip((contender.forward(), *contender.backward()), expected):
+        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_torch_flex_attention_is_asked_for_the_same(mask):
+def test_torch_flex_attention_computes_the_same_case(mask):
     case, tensors = problem(mask)
     # torch refuses to differentiate flex attention on a CPU
     frozen = baselines.Inputs(*(x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)))
-    got = baselines.flex(case, frozen).forward()
-    assert check.acceptable(check.errors(got, check.reference(case, tensors).out), torch.float32)
+    actual = baselines.flex(case, frozen).forward()
+    assert check.acceptable(check.errors(actual, check.reference(case, tensors).out), torch.float32)
 
 
 def test_few_queries_are_measured_as_all_are() -> None:
     case = Case("full", "forward", 16384, queries=3).shrunk()
     tensors = baselines.inputs(case, CPU)
-    want = check.reference(case, tensors)
+    expected_tensor = check.reference(case, tensors)
     assert tensors.q.shape[2] == 3 and work_of(case).flops == 3 * work_of(replace(case, queries=1)).flops
     frozen = baselines.Inputs(*(x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)))
     dense = baselines.dense(case, tensors, SDPBackend.MATH)
     for contender in (baselines.one_device(case, frozen), baselines.flex(case, frozen), dense):
-        assert check.acceptable(check.errors(contender.forward(), want.out), torch.float32)
+        assert check.acceptable(check.errors(contender.forward(), expected_tensor.out), torch.float32)
     with pytest.raises(ValueError, match="causal-q3-16k-fwd: a case with few queries"):
         baselines.inputs(Case("causal", "forward", 16384, queries=3), CPU)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
-def test_dense_kernels_are_asked_for_the_same(mask, backend):
+def test_dense_kernels_compute_the_same_case(mask, backend):
     case, tensors = problem(mask)
     contender = baselines.dense(case, tensors, backend)
-    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, tensors)):
-        assert check.acceptable(check.errors(got, want), torch.float32)
+    for actual, expected_tensor in zip(
+        (contender.forward(), *contender.backward()), check.reference(case, tensors)
+    ):
+        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
 
 
 def test_a_kernel_without_grouped_heads_gets_them_repeated(monkeypatch):
@@ -85,13 +87,15 @@ def test_a_kernel_without_grouped_heads_gets_them_repeated(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuses_groups)
     contender = baselines.dense(case, tensors, SDPBackend.MATH)
     assert contender.repeat == 2
-    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, tensors)):
-        assert check.acceptable(check.errors(got, want), torch.float32)
+    for actual, expected_tensor in zip(
+        (contender.forward(), *contender.backward()), check.reference(case, tensors)
+    ):
+        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
 
 
 @pytest.mark.parametrize("mask", ["document", "window"])
-def test_the_packed_kernel_is_asked_for_the_same(mask, monkeypatch):
-    """By a dense stand-in for the GPU's kernel that follows its documentation."""
+def test_the_packed_kernel_computes_the_same_case(mask, monkeypatch):
+    """A dense stand-in follows the documentation of the GPU's kernel."""
     case, tensors = problem(mask)
 
     def stand_in(q, k, v, edges, edges_k, longest, longest_k, *, window_size, enable_gqa):
@@ -107,8 +111,10 @@ def test_the_packed_kernel_is_asked_for_the_same(mask, monkeypatch):
 
     monkeypatch.setattr(varlen, "varlen_attn", stand_in)
     contender = baselines.packed(case, tensors)
-    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, tensors)):
-        assert check.acceptable(check.errors(got, want), torch.float32)
+    for actual, expected_tensor in zip(
+        (contender.forward(), *contender.backward()), check.reference(case, tensors)
+    ):
+        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
 
 
 def test_the_packed_kernel_is_called_in_the_words_of_each_release():
@@ -126,17 +132,17 @@ def test_the_packed_kernel_is_called_in_the_words_of_each_release():
 def test_a_wrong_answer_is_not_acceptable(harm):
     torch.manual_seed(0)
     expected = torch.randn(1, 2, 1024, 64)
-    got = expected.bfloat16()
-    assert check.acceptable(check.errors(got, expected), torch.bfloat16)
+    actual = expected.bfloat16()
+    assert check.acceptable(check.errors(actual, expected), torch.bfloat16)
     if harm == "one tile":
-        got[0, 1, 128:192] = got[0, 1, 64:128].clone()
+        actual[0, 1, 128:192] = actual[0, 1, 64:128].clone()
     elif harm == "one row":
-        got[0, 0, 77] = 0
+        actual[0, 0, 77] = 0
     elif harm == "a NaN":
-        got[0, 0, 3, 3] = float("nan")
+        actual[0, 0, 3, 3] = float("nan")
     else:
-        got *= 1.02
-    assert not check.acceptable(check.errors(got, expected), torch.bfloat16)
+        actual *= 1.02
+    assert not check.acceptable(check.errors(actual, expected), torch.bfloat16)
 
 
 def test_an_unavailable_flash_backend_has_a_reason(monkeypatch):
@@ -149,7 +155,7 @@ def test_an_unavailable_flash_backend_has_a_reason(monkeypatch):
         baselines.contenders(case, tensors, ["flex flash"])["flex flash"]()
 
 
-def test_what_a_baseline_cannot_express_is_said():
+def test_a_case_that_a_baseline_cannot_express_has_a_reason():
     case, tensors = problem("prefix")
     with pytest.raises(baselines.Unsupported, match="'prefix'"):
         baselines.dense(case, tensors, SDPBackend.MATH)

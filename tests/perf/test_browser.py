@@ -1,4 +1,4 @@
-"""The page in a real browser, opened from disk: what people see and can do. Needs Debian's chromium."""
+"""The page in a real browser, opened from disk: its content and its controls. Needs Debian's chromium."""
 
 import re
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.perf.made import CEILINGS, ENV, H100, WORK, line, noisy, tags
+from tests.perf.synthetic_history import CEILINGS, ENV, H100, WORK, line, noisy, tags
 from tritoncp.perf.dashboard import page as dashboard
 from tritoncp.perf.record import History
 
@@ -16,9 +16,9 @@ KERNEL = {"kind": "resources", "kernel": "forward", "arch": "sm_90", "head_dim":
           "config": [128, 64, 8, 3], "registers": 200, "spill_bytes": 16, "shared_bytes": 98304}  # fmt: skip
 
 
-def some() -> History:
-    """Two GPUs, three masks, two passes; one case slower since a driver, one failing, one with markup in its
-    name, one plan."""
+def example_history() -> History:
+    """Make a history of two GPUs, three masks, two passes; one case is slower since a driver, one fails, one
+    has markup in its name, one is a plan."""
     envs = [
         ENV | {"commit": f"{i:04x}".ljust(40, "0"), "driver": "550" if i < 25 else "560"} for i in range(40)
     ]
@@ -42,16 +42,16 @@ def some() -> History:
 @pytest.fixture(scope="module")
 def browser():
     with sync_playwright() as playwright:
-        # --no-sandbox: root has none; the page is our own
-        found = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield found
-        found.close()
+        # --no-sandbox: chromium has no sandbox as root; the page is trusted
+        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("page") / "dashboard.html"
-    path.write_text(dashboard(some()))
+    path.write_text(dashboard(example_history()))
     return path.as_uri()
 
 
@@ -60,7 +60,7 @@ def opened(browser: Browser, address: str, **options) -> Page:
     page.asked, page.errors = [], []
     page.on("request", lambda request: page.asked.append(request.url))
     page.on("pageerror", lambda error: page.errors.append(str(error)))
-    page.on("console", lambda said: page.errors.append(said.text) if said.type == "error" else None)
+    page.on("console", lambda message: page.errors.append(message.text) if message.type == "error" else None)
     page.goto(address)
     page.wait_for_selector("html[data-ready]")
     return page
@@ -68,10 +68,10 @@ def opened(browser: Browser, address: str, **options) -> Page:
 
 @pytest.fixture
 def page(browser, address):
-    found = opened(browser, address, viewport={"width": 1280, "height": 900})
-    yield found
-    assert found.errors == []
-    found.context.close()
+    opened_page = opened(browser, address, viewport={"width": 1280, "height": 900})
+    yield opened_page
+    assert opened_page.errors == []
+    opened_page.context.close()
 
 
 def names(page: Page) -> list[str]:
@@ -100,11 +100,11 @@ def test_failures_come_first_then_a_slow_latest_run_then_a_lost_level(page):
     expect(rows.nth(1)).to_contain_text("+22.0 %+18.9 … +25.2 %")
     expect(rows.nth(3)).to_contain_text(re.compile(r"\+[78]\.\d %"))
     expect(page.get_by_role("row").filter(has_text="plan-w2")).to_contain_text("too few runs")
-    said = "15 of 15 cases, 1 failing, 2 slower in the latest run, 1 slower than at best"
-    expect(page.get_by_role("status")).to_have_text(said)
+    status = "15 of 15 cases, 1 failing, 2 slower in the latest run, 1 slower than at best"
+    expect(page.get_by_role("status")).to_have_text(status)
     card = page.locator(".card").filter(has_text="NVIDIA H200")
-    for what, count in (("latest slower than before", "2 of 9"), ("slower than at best", "1 of 9")):
-        expect(card).to_contain_text(what + count)
+    for label, count in (("latest slower than before", "2 of 9"), ("slower than at best", "1 of 9")):
+        expect(card).to_contain_text(label + count)
     expect(card).to_contain_text("too few runs to say1 of 9")
     page.get_by_role("link", name="window-backward").first.click()
     expect(page.locator("#case-latest")).to_contain_text(
@@ -136,8 +136,8 @@ def test_a_change_is_explained(page):
     page.get_by_role("link", name="window-forward").first.click()
     expect(page.get_by_role("heading", level=2, name="window-forward")).to_be_focused()
     change = page.locator("#changes li").first
-    for said in ("slower", "0018000000", "0019000000", "driver 550 → 560", "flex ÷ tritoncp −"):
-        expect(change).to_contain_text(said)
+    for message in ("slower", "0018000000", "0019000000", "driver 550 → 560", "flex ÷ tritoncp −"):
+        expect(change).to_contain_text(message)
     expect(page.locator("#roof-text")).to_contain_text("of the bound (790 TFLOP/s")
     expect(page.locator("#contenders")).to_contain_text("RuntimeError: no name for this mask")
     page.go_back()
@@ -156,8 +156,8 @@ def test_a_failure_is_shown_with_its_reason(page):
 def test_ranks_and_kernels_have_their_figures(page):
     page.get_by_text("sm_90: 1 kernels, 1 with spilled registers").click()
     table = page.locator("#resources table")
-    for said in ("200", "98304", "spill bytes", "128 64 8 3"):
-        expect(table).to_contain_text(said)
+    for message in ("200", "98304", "spill bytes", "128 64 8 3"):
+        expect(table).to_contain_text(message)
     page.get_by_role("link", name="plan-w2").click()
     expect(page.locator("#ranks-text")).to_have_text(
         "Most work over mean: 1.010. A rank sends at most 3.00 MB."
@@ -261,21 +261,21 @@ def test_planted_steps_are_marked_in_the_page_and_flat_series_are_not(browser, t
     assert any(abs(x - 59.5) <= 3 for x in drawn)
 
 
-def test_what_the_page_decodes_is_what_was_measured(browser, tmp_path):
+def test_the_page_decodes_the_measured_times(browser, tmp_path):
     times = [0.001, 1.0, None, 2.5, 900.0]
     path = Path(tmp_path, "few.html")
     path.write_text(dashboard(History(line("c", times, flex=3.0), [], [])))
     page = opened(browser, path.as_uri())
-    found = page.evaluate(
+    decoded = page.evaluate(
         "({ ms: lines[0].ms, low: lines[0].low, high: lines[0].high, ratio: lines[0].ratio.flex })"
     )
-    assert found["ms"][2] is found["ratio"][2] is None
+    assert decoded["ms"][2] is decoded["ratio"][2] is None
     for i, ms in enumerate(times):
         if ms is not None:
-            assert found["ms"][i] == pytest.approx(ms, rel=2e-4)
-            assert found["low"][i] == pytest.approx(0.995 * ms, rel=4e-4)
-            assert found["high"][i] == pytest.approx(1.004 * ms, rel=4e-4)
-            assert found["ratio"][i] == pytest.approx(3.0 / ms, rel=2e-4)
+            assert decoded["ms"][i] == pytest.approx(ms, rel=2e-4)
+            assert decoded["low"][i] == pytest.approx(0.995 * ms, rel=4e-4)
+            assert decoded["high"][i] == pytest.approx(1.004 * ms, rel=4e-4)
+            assert decoded["ratio"][i] == pytest.approx(3.0 / ms, rel=2e-4)
 
 
 def test_it_is_quick_with_two_hundred_cases_of_five_hundred_runs(browser, tmp_path):

@@ -1,4 +1,4 @@
-"""Ratios and their intervals, what a gate lets through, and a planted regression from end to end."""
+"""Ratios and their intervals, the gate, and a planted regression from end to end."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.made import H100, H200
+from tests.perf.synthetic_history import H100, H200
 from tritoncp.cli import main
 from tritoncp.kernels.engine import Launch
 from tritoncp.perf import compare, imported
@@ -33,7 +33,7 @@ def runs(case: str, times, **more) -> list[Point]:
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():
-    """One run a side, by its samples; then four runs a side that differ by more than their samples do."""
+    """With one run a side, by its samples; then with four runs that differ by more than their samples."""
     draw = random.Random(0)
     hits = {"samples": 0, "runs": 0}
     for _ in range(400):
@@ -49,7 +49,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
     assert 0.92 <= hits["samples"] / 400 <= 0.99 and 0.92 <= hits["runs"] / 400 <= 0.99, hits
 
 
-def test_an_interval_comes_from_quartiles_where_samples_were_not_kept():
+def test_an_interval_comes_from_quartiles_without_samples():
     draw = random.Random(1)
     samples = [draw.lognormvariate(0, 0.02) for _ in range(40)]
     low, middle, high = statistics.quantiles(samples, n=4)
@@ -77,18 +77,18 @@ def test_worst_come_first_and_the_mean_is_geometric():
         0
     ].why == "it broke"
     assert [row.case for row in comparison.rows if row.regressed(0.05)] == ["broke", "slow"]
-    both = compare.compare([point("c", None)], [point("c", None)])
-    assert both.geomean is None and not both.rows[0].regressed(0.05), "it failed before, too"
+    failed_twice = compare.compare([point("c", None)], [point("c", None)])
+    assert failed_twice.geomean is None and not failed_twice.rows[0].regressed(0.05), "it failed before, too"
 
 
-def test_series_are_kept_apart_unless_they_are_what_is_compared():
-    both = [point("c", 1.0), point("c", 2.0, series=H100)]
-    assert [row.ratio for row in compare.compare(both, both).rows] == [1.0, 1.0]
-    (row,) = compare.compare(both[:1], both[1:]).rows
+def test_series_are_compared_only_with_themselves_if_any_is_common():
+    points = [point("c", 1.0), point("c", 2.0, series=H100)]
+    assert [row.ratio for row in compare.compare(points, points).rows] == [1.0, 1.0]
+    (row,) = compare.compare(points[:1], points[1:]).rows
     assert row.ratio == 2.0 and row.series == ""
 
 
-def test_a_baseline_takes_out_what_the_machine_did():
+def test_a_ratio_to_a_baseline_removes_changes_of_the_machine():
     before, after = runs("c", [1.0, 1.01, 1.0], flex=2.0), runs("c", [1.1, 1.11, 1.1], flex=2.2)
     assert compare.compare(before, after).rows[0].regressed(0.05)
     (row,) = compare.compare(before, after, "flex").rows
@@ -98,10 +98,10 @@ def test_a_baseline_takes_out_what_the_machine_did():
 
 
 def test_an_untuned_baseline_does_not_count():
-    """As those whose history holds PyTorch's defaults alone would compare with what nobody should run."""
+    """A ratio to PyTorch's defaults alone would not be a ratio to a tuned baseline."""
     tuned = runs("c", [1.0, 1.01, 1.0], flex=2.0)
     defaults = runs("c", [1.0, 1.01, 1.0], **{"flex prescale": 1.5})
-    assert [one.speedups() for one in defaults] == [{}] * 3
+    assert [measurement.speedups() for measurement in defaults] == [{}] * 3
     with pytest.raises(compare.Unknown, match=r"after: none; .*'flex max-autotune' are untuned"):
         compare.compare(tuned, defaults, "flex")
     other = compare.compare(
@@ -110,7 +110,7 @@ def test_an_untuned_baseline_does_not_count():
     assert [row.case for row in other.rows] == ["d"] and other.missing == ["c"]
 
 
-def test_cases_without_the_baseline_are_told_and_one_that_lost_it_is_missing():
+def test_cases_without_the_baseline_are_listed_and_one_that_lost_it_is_missing():
     before = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0, flex=2.0)]
     after = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0)]
     comparison = compare.compare(before, after, "flex")
@@ -119,7 +119,7 @@ def test_cases_without_the_baseline_are_told_and_one_that_lost_it_is_missing():
     assert "without this baseline: never" in compare.summary(comparison, None)
 
 
-def test_a_device_that_is_gone_is_told_and_its_cases_are_missing_where_no_device_has_them():
+def test_an_absent_device_is_named_and_cases_without_any_device_are_missing():
     before = [point("c", 1.0), point("c", 2.0, series=H100), point("mask", 1.0, series=Series("CPU"))]
     comparison = compare.compare(before, [point("c", 1.0)])
     assert [row.case for row in comparison.rows] == ["c"] and comparison.missing == ["mask"]
@@ -160,7 +160,7 @@ def test_sides_are_commits_or_runs_of_a_history(before, after, history):
     assert run_compare(before, after, "--history", history.parent)[0] == 0
 
 
-def test_the_newest_runs_can_be_asked_for_and_broken_lines_are_named(history):
+def test_the_newest_runs_are_selected_and_broken_lines_are_named(history):
     with history.open("a") as file:
         file.write("{}\n")
     for words, ratio in (((), 1.1 / 1.05), (("--last", "3"), 1.0)):
@@ -186,7 +186,7 @@ def test_sides_are_devices_and_files_too(history, tmp_path):
     assert status == 3 and "no case in common" in output
 
 
-def test_markdown_is_what_a_pull_request_shows(history):
+def test_markdown_is_a_summary_and_a_table(history):
     _, output = run_compare("aaaa", "bbbb", "--history", history.parent, "--fail-over", "5%", "--markdown")
     assert output.startswith("❌ **tritoncp perf**: 2 cases, geometric mean +4.9 %, 1 past 5 %\n")
     assert "<details open>" in output and "\n| `c` | " in output and "| TOO SLOW |" in output
@@ -195,7 +195,7 @@ def test_markdown_is_what_a_pull_request_shows(history):
 
 
 def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch):
-    """A kernel is slowed on purpose: the gate names its case, and not that of a plan, which launches none."""
+    """A kernel is slowed: the gate names its case, and not the case of a plan, which launches none."""
     runs = {"cpu": "causal-*-fwd", "host": "plan-document-w8-fetch-64k"}
     sides = [tmp_path / "before.jsonl", tmp_path / "after.jsonl"]
     launch, factor = Launch.__call__, 0.0
@@ -223,7 +223,9 @@ def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch)
 def test_pytest_benchmarks_are_imported(tmp_path):
     source = tmp_path / "b.json"
     words = ["-k", "plan-causal and 128k", f"--benchmark-json={source}", "-q", "-p", "no:cacheprovider"]
-    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # no worker's
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }  # without the variables of xdist's workers
     run = [sys.executable, "-m", "pytest", "perf/bench.py", *words]
     subprocess.run(run, cwd=ROOT, env=own, check=True, capture_output=True)
     out = tmp_path / "h.jsonl"

@@ -1,4 +1,4 @@
-"""The page as a file: its size, what it holds, and that it holds nothing of others' choosing as markup."""
+"""The page as a file: its size, its data, and text of a history escaped."""
 
 import json
 import re
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.made import ENV, H100, line, noisy, tags
+from tests.perf.synthetic_history import ENV, H100, line, noisy, tags
 from tritoncp.cli import main
-from tritoncp.perf.dashboard import NONE, STEP, digest, page
+from tritoncp.perf.dashboard import NONE, STEP, collect_data, page
 from tritoncp.perf.record import History, append, read
 
 
@@ -37,7 +37,7 @@ def test_two_hundred_cases_of_five_hundred_runs_are_below_three_megabytes():
 
 def test_columns_hold_the_times_to_a_quarter_of_a_per_mille():
     times = [1.0, 1.5, None, 40.0]
-    summary, columns = digest(history(line("c", times)))
+    summary, columns = collect_data(history(line("c", times)))
     count = len(times)
     low = columns[8 * count : 9 * count]
     high = columns[9 * count : 10 * count]
@@ -49,9 +49,9 @@ def test_columns_hold_the_times_to_a_quarter_of_a_per_mille():
             assert unit * 2.718281828459045 ** (number * STEP) == pytest.approx(ms, rel=STEP)
 
 
-def test_a_change_names_its_commits_its_causes_and_what_the_baselines_did():
+def test_a_change_names_its_commits_its_causes_and_the_change_of_baselines():
     envs = [ENV | {"commit": f"{i:040x}", "driver": "550" if i < 30 else "560"} for i in range(60)]
-    summary, _ = digest(history(line("c", [1.0] * 30 + [1.1] * 30, envs=envs)))
+    summary, _ = collect_data(history(line("c", [1.0] * 30 + [1.1] * 30, envs=envs)))
     (change,) = summary["lines"][0]["changes"]
     assert (change["from"], change["at"]) == (29, 30)
     exact = {
@@ -62,13 +62,13 @@ def test_a_change_names_its_commits_its_causes_and_what_the_baselines_did():
 
 
 def worst_first(points) -> list[dict]:
-    """Lines as the page lists them."""
-    summary, _ = digest(history(points))
+    """Return the lines in the order of the page."""
+    summary, _ = collect_data(history(points))
     return sorted(summary["lines"], key=lambda line: line["rank"])
 
 
 def test_a_regression_of_the_newest_run_comes_before_old_losses():
-    """Sixty cases with 1 % noise, twenty of them slower since long ago, two failing since long ago."""
+    """Of sixty cases with 1 % noise twenty have long been slower; two more have long failed."""
     points = []
     for seed in range(60):
         random = np.random.default_rng(seed)
@@ -77,18 +77,18 @@ def test_a_regression_of_the_newest_run_comes_before_old_losses():
         times[-1] *= 1.15 if seed == 40 else 1.0
         points += line(f"case-{seed}", times)
     points += line("broken", [1.0] * 20 + [None] * 10) + line("never-worked", [None] * 30)
-    first, *rest = worst_first(points)
+    first, *remaining = worst_first(points)
     assert (first["case"], first["latest"]["verdict"], first["rank"]) == ("case-40", "slower", 0)
     assert first["latest"]["low"] > 1.08 and first["latest"]["low"] < 1.15 < first["latest"]["high"]
-    assert sum(other["latest"]["verdict"] == "slower" for other in rest) <= 3
-    rest = [other for other in rest if other["latest"]["verdict"] != "slower"]
-    assert sorted(other["case"] for other in rest[:2]) == ["broken", "never-worked"]
-    lost = [other for other in rest[2:] if other["loss"] > 1.1]
-    assert lost == rest[2 : 2 + len(lost)] and len(lost) >= 17, "some may have a slow latest run besides"
-    assert {other["case"] for other in lost} <= {f"case-{seed}" for seed in range(20)}
+    assert sum(line_of_case["latest"]["verdict"] == "slower" for line_of_case in remaining) <= 3
+    remaining = [line_of_case for line_of_case in remaining if line_of_case["latest"]["verdict"] != "slower"]
+    assert sorted(line_of_case["case"] for line_of_case in remaining[:2]) == ["broken", "never-worked"]
+    lost = [line_of_case for line_of_case in remaining[2:] if line_of_case["loss"] > 1.1]
+    assert lost == remaining[2 : 2 + len(lost)] and len(lost) >= 17, "some may have a slow latest run besides"
+    assert {line_of_case["case"] for line_of_case in lost} <= {f"case-{seed}" for seed in range(20)}
 
 
-def test_what_fails_in_the_newest_run_comes_first():
+def test_failures_of_the_newest_run_come_first():
     points = line("slow", [1.0] * 20 + [1.15]) + line("fails", [1.0] * 20 + [None]) + line("fine", [1.0] * 21)
     verdicts = [(row["case"], row["latest"]["verdict"]) for row in worst_first(points)]
     assert verdicts == [("fails", "failing"), ("slow", "slower"), ("fine", "as before")]
@@ -113,7 +113,7 @@ def test_what_fails_in_the_newest_run_comes_first():
     ],
 )  # fmt: skip
 def test_the_newest_run_is_compared_with_the_level_before_it(times, verdict):
-    summary, _ = digest(history(line("c", times)))
+    summary, _ = collect_data(history(line("c", times)))
     (series,) = summary["lines"]
     assert series["latest"]["verdict"] == verdict, series["latest"]
     assert (series["latest"]["ratio"] is None) == (verdict == "too few runs")
@@ -124,14 +124,14 @@ def test_a_wrong_answer_whose_error_is_not_a_number_leaves_the_page_readable(tmp
     point.contenders["tritoncp"]["errors"] = {"out": [float("nan"), float("inf")]}
     append(tmp_path / "a.jsonl", point.as_line())
     stored = read(tmp_path)
-    assert [found.case for found in stored.points] == ["c"] and stored.problems == []
-    summary, _ = digest(stored)
+    assert [stored_point.case for stored_point in stored.points] == ["c"] and stored.problems == []
+    summary, _ = collect_data(stored)
     json.dumps(summary, allow_nan=False)
 
 
 def test_failures_are_no_times_and_do_not_move_a_change():
     times = [1.0] * 20 + [None] * 3 + [1.0] * 10 + [1.2] * 20
-    summary, _ = digest(history(line("c", times)))
+    summary, _ = collect_data(history(line("c", times)))
     assert [change["at"] for change in summary["lines"][0]["changes"]] == [33]
     assert set(summary["lines"][0]["fails"]) == {20, 21, 22}
 
@@ -139,7 +139,7 @@ def test_failures_are_no_times_and_do_not_move_a_change():
 def test_a_run_that_measured_a_case_twice_counts_its_last_figure():
     twice = line("c", [1.0, 1.0])
     twice[1] = type(twice[0])(**vars(twice[1]) | {"run": "run0"})
-    summary, _ = digest(history(twice))
+    summary, _ = collect_data(history(twice))
     assert summary["lines"][0]["n"] == 1 and len(summary["runs"]) == 1
 
 
@@ -168,9 +168,9 @@ def test_charts_and_page_agree_on_names():
     """Every source and element that the page's code asks for is there."""
     from tritoncp.perf.dashboard import HERE
 
-    made = page(history(line("c", [1.0])))
+    html_of_page = page(history(line("c", [1.0])))
     script = (HERE / "page.js").read_text()
-    charts = made.split('id="data-charts">')[1].split("</script>")[0]
+    charts = html_of_page.split('id="data-charts">')[1].split("</script>")[0]
     names = set(re.findall(r'"name":\s*"([^"]+)"', json.dumps(json.loads(charts.replace("<\\/", "</")))))
     for source in re.findall(r'put\("[\w-]+", "([\w-]+)"', script):
         assert source in names, source

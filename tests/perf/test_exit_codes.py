@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.made import CEILINGS, WORK, line, mutated, tags
+from tests.perf.synthetic_history import CEILINGS, WORK, line, mutated, tags
 from tritoncp.cli import main
-from tritoncp.perf.dashboard import digest
+from tritoncp.perf.dashboard import collect_data
 from tritoncp.perf.record import append, read
 
 
 def perf(*words) -> tuple[int, str]:
-    """Exit code and output of a command that may not end in an exception of its own."""
+    """Run a command, which may not raise an exception; return its exit code and output."""
     done = CliRunner().invoke(main, ["perf", *map(str, words)])
     assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
     assert "Traceback" not in done.output
@@ -24,7 +24,7 @@ def perf(*words) -> tuple[int, str]:
 
 
 def write(path: Path, **cases) -> Path:
-    """A history of cases by their times, one a run."""
+    """Write a history of cases from their times, one for each run."""
     for case, times in cases.items():
         for point in line(case, times):
             append(path, point.as_line())
@@ -85,7 +85,7 @@ NO_SIDE = {
     "nowhere": (2, "is no file"),
 }
 COMPARED = [
-    # words after `perf compare`, exit code, a part of what is said
+    # words after `perf compare`, exit code, a part of the output
     ("base same", 0, "2 cases"),
     ("base same --fail-over 5", 0, "0 past 5 %"),
     ("base slow4 --fail-over 5", 0, "0 past 5 %"),
@@ -125,12 +125,12 @@ COMPARED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("words", "code", "said"), COMPARED, ids=[words for words, *_ in COMPARED])
-def test_compare(words, code, said, files, tmp_path):
+@pytest.mark.parametrize(("words", "code", "message"), COMPARED, ids=[words for words, *_ in COMPARED])
+def test_compare(words, code, message, files, tmp_path):
     named = [files.get(word, word) for word in words.split()]
     status, output = perf("compare", *named, "--history", tmp_path / "none")
     assert status == code, output
-    assert said in " ".join(output.split()) or said in output
+    assert message in " ".join(output.split()) or message in output
 
 
 @pytest.mark.parametrize("word", ["", " ", "--help^{commit}", "x" * 5000, "a\nb"])
@@ -153,13 +153,13 @@ def test_names_of_a_history_are_text_and_no_markup(tmp_path):
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
 )
 def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
-    """Half of the lines have a part of another type; the remaining lines can be compared and drawn."""
+    """Half of the lines have a part of another type; the command compares and draws the remaining lines."""
     draw = random.Random(seed)
     points = line("c", [1.0, 1.01, 0.99, 1.0], tags=tags(), work=WORK, ceilings=CEILINGS, goal={"flex": 1.2})
-    whole = [point.as_line() for point in points + line("d", [2.0, None, 2.1])]
+    valid_lines = [point.as_line() for point in points + line("d", [2.0, None, 2.1])]
     before, after = write(tmp_path / "before.jsonl", c=[1.0, 1.0], d=[2.0]), tmp_path / "after.jsonl"
     for _ in range(25):
-        lines = [mutated(entry, draw) if draw.random() < 0.5 else entry for entry in whole]
+        lines = [mutated(entry, draw) if draw.random() < 0.5 else entry for entry in valid_lines]
         after.write_text("".join(json.dumps(entry) + "\n" for entry in lines))
         for words in (
             (before, after),
@@ -167,7 +167,7 @@ def test_no_history_ends_a_command_in_a_traceback(seed, tmp_path):
             (after, after, "--json"),
         ):
             assert perf("compare", *words, "--fail-over", "5")[0] in (0, 1, 2, 3)
-        facts, _ = digest(read(before, after))
+        facts, _ = collect_data(read(before, after))
         json.dumps(facts, allow_nan=False)
 
 
@@ -175,7 +175,7 @@ RUN = ["run", "--device", "host", "--tier", "smoke"]
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         ("--budget 0", 3, "nothing was measured: the budget was used up before the first of 4 cases"),
         ("--budget 0.000001", 3, "nothing was measured"),
@@ -194,13 +194,13 @@ RUN = ["run", "--device", "host", "--tier", "smoke"]
         ("--out /proc/x.jsonl --only mask-*", 2, "/proc/x.jsonl"),
     ],
 )  # fmt: skip
-def test_run(words, code, said, tmp_path):
+def test_run(words, code, message, tmp_path):
     status, output = perf(*RUN, "--out", tmp_path, *words.split())
     assert status == code, output
-    assert said in " ".join(output.split())
+    assert message in " ".join(output.split())
 
 
-def test_a_run_that_measured_something_is_fine_and_so_is_one_with_nothing_left_to_resume(tmp_path):
+def test_a_run_with_a_measurement_and_a_resumed_run_without_cases_exit_with_0(tmp_path):
     words = [*RUN, "--only", "mask-*", "--seconds", "0", "--out", tmp_path]
     assert perf(*words)[0] == 0
     code, output = perf(*words, "--resume", "--budget", "0")
@@ -231,19 +231,23 @@ def test_the_other_commands(files, tmp_path):
 
 def test_every_help_says_the_exit_codes():
     for words in ((), ("run",), ("compare",), ("dashboard",), ("ingest",), ("import",)):
-        said = " ".join(perf(*words, "--help")[1].split())
-        assert "0 fine; 1 a regression" in said and "2 bad usage" in said and "3 nothing was measured" in said
+        message = " ".join(perf(*words, "--help")[1].split())
+        assert (
+            "0 fine; 1 a regression" in message
+            and "2 bad usage" in message
+            and "3 nothing was measured" in message
+        )
     assert "5 and 5% are five per cent" in " ".join(perf("compare", "--help")[1].split())
 
 
 def test_ctrl_c_is_no_regression(files, tmp_path):
-    """While a side is read that has no writer."""
+    """The signal comes while a pipe without a writer is read."""
     os.mkfifo(tmp_path / "pipe")
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    previous_handler = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         code, output = perf("compare", tmp_path / "pipe", files["base"])
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, previous_handler)
     assert code == 130 and "interrupted" in output

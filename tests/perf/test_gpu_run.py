@@ -1,5 +1,4 @@
-"""`make gpu` runs its parts in order and in time, says what went wrong, and needs no more than a machine with
-a GPU has."""
+"""`make gpu` runs its parts in order and in time, reports failures, and needs only documented packages."""
 
 import contextlib
 import datetime
@@ -18,9 +17,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.made import H200
-from tritoncp import tuned
+from tests.perf.synthetic_history import H200
 from tritoncp.kernels.configs import check_options
+from tritoncp.ops import tile_tables
 from tritoncp.perf import gpu_parts, gpu_summary
 from tritoncp.perf.baselines import FLEX
 from tritoncp.perf.cases import select
@@ -114,15 +113,15 @@ def summary_of(folder: Path) -> dict:
 )
 def test_all_parts_run_in_order_and_the_exit_code_reports_failures(tmp_path, fail, wrong):
     status, output = make_gpu(tmp_path, STAND_IN, "GPU_RUN=--jobs 2", FAIL=fail)
-    ran = (tmp_path / "log").read_text().splitlines()
+    commands = (tmp_path / "log").read_text().splitlines()
     own = ["tritoncp check --json", "--warm", "--contenders whole", "fwd_maxnreg", "flex max-autotune"]
     own += ["test_smoke.py", "--collect-only", "::test_x", "tritoncp autotune --worst", "test_smoke.py"]
     at = 0
     for words in own:
-        at = next(i for i in range(at, len(ran)) if words in ran[i]) + 1
-    assert at == len(ran), "the sanitizer runs last"
-    assert all(f"said {words}" in output for words in ran)
-    for part, words in (("check", ran[0]), ("autotune", ran[-2]), ("sanitizer", ran[-1])):
+        at = next(i for i in range(at, len(commands)) if words in commands[i]) + 1
+    assert at == len(commands), "the sanitizer runs last"
+    assert all(f"said {words}" in output for words in commands)
+    for part, words in (("check", commands[0]), ("autotune", commands[-2]), ("sanitizer", commands[-1])):
         assert f"said {words}\n" in (tmp_path / f"out/{part}.log").read_text()
     summary = summary_of(tmp_path)
     assert [part["part"] for part in summary["parts"]] == NAMES and summary["device"] == "NVIDIA H200"
@@ -159,19 +158,19 @@ def test_wrong_cases_are_named_at_the_end_and_do_not_stop_the_run(tmp_path):
     assert summary_of(tmp_path)["check"]["facts"] == CHECK["facts"]
 
 
-def test_cases_without_an_answer_are_told_apart_from_wrong_ones(tmp_path):
+def test_cases_without_an_answer_differ_from_wrong_ones(tmp_path):
     bare = {"tensor": None, "error": None, "allowed": None, "rank": None}
     broken = WRONG | bare | {"why": "RuntimeError: no room"}
     left_out = WRONG | bare | {"why": "not run: the budget of 44 s is over (--budget)"}
-    found = CHECK | {"cases": [*CHECK["cases"], broken, left_out, left_out], "right": False}
+    report = CHECK | {"cases": [*CHECK["cases"], broken, left_out, left_out], "right": False}
     words = "GPU_RUN=--only check"
-    _, said = make_gpu(tmp_path, STAND_IN, words, CHECK=json.dumps(found), FAIL="*check*")
-    assert "check: 1 of 4 cases wrong, 2 not run" in said
-    assert "ring causal bfloat16 forward: RuntimeError: no room" in said and "None" not in said
+    _, output = make_gpu(tmp_path, STAND_IN, words, CHECK=json.dumps(report), FAIL="*check*")
+    assert "check: 1 of 4 cases wrong, 2 not run" in output
+    assert "ring causal bfloat16 forward: RuntimeError: no room" in output and "None" not in output
     assert summary_of(tmp_path)["check"]["wrong"] == [broken]
 
 
-def test_kernels_run_on_the_gpu_whatever_the_shell_says(tmp_path):
+def test_kernels_run_on_the_gpu_even_if_the_shell_sets_the_interpreter(tmp_path):
     script = STAND_IN.replace('echo "$*" >>', 'echo "interpret=$TRITON_INTERPRET $*" >>')
     make_gpu(tmp_path, script, "GPU_RUN=--only check --only tiles", TRITON_INTERPRET="1")
     assert (tmp_path / "log").read_text().count("interpret=0 ") == 2
@@ -227,7 +226,7 @@ def strays(tmp_path):
 
 @pytest.mark.usefixtures("strays")
 def test_a_hanging_command_is_killed_and_the_next_part_runs(tmp_path):
-    """Also if it ignores SIGINT, or if a process that left the group keeps its output open."""
+    """It may ignore SIGINT, or a process outside its group may keep its output open."""
     words = "GPU_RUN=--budget 12 --jobs 1 --only check --only tests"
     status, output = make_gpu(tmp_path, STAND_IN, words, HANG="*check*")
     assert status and "make gpu: failed: check\n" in output
@@ -257,7 +256,7 @@ def test_an_interrupt_ends_the_commands_and_keeps_the_summary(tmp_path):
     assert outcomes == ["interrupted", *["not run: interrupted"] * (len(PARTS) - 1)]
 
 
-# -- what is measured ----------------------------------------------------------------------------------------
+# -- the cases -----------------------------------------------------------------------------------------------
 
 
 def commands_of(name: str) -> list[str]:
@@ -292,9 +291,9 @@ def test_the_commands_name_cases_options_and_contenders_that_exist():
 
 
 def test_make_gpu_needs_only_the_documented_packages(tmp_path):
-    """There are torch, Triton, pytest and the command line's two packages, and what these need; NumPy, which
-    only interpreted kernels need. No hypothesis, no xdist, no platformdirs, nothing that draws. The results,
-    with a line of a GPU beside them, become history, the default route and figures of the README."""
+    """The environment has torch, Triton, pytest and the command line's two packages, with their requirements,
+    and NumPy, which only interpreted kernels need: no hypothesis, no xdist, no platformdirs, no plotting. The
+    results, with a line of a GPU beside them, become history, the default route and figures of the README."""
     packages = "torch", "triton", "pytest", "pytest-benchmark", "click", "rich", "numpy"
     installed = linked(tmp_path / "site", packages)
     assert not installed & {"hypothesis", "platformdirs", "execnet", "bokeh", "PIL"}
@@ -321,8 +320,8 @@ def test_make_gpu_needs_only_the_documented_packages(tmp_path):
     for added in (2, 0):
         done = CliRunner().invoke(perf, ["ingest", str(out), *places])
         assert done.exit_code == 0 and f"{added} lines added" in done.output, done.output
-    path = tuned.path_in(tmp_path / "configs", tuned.Device("sm_90", "NVIDIA H200"), "3.6.0")
-    (entry,) = tuned.read(path)
+    path = tile_tables.path_in(tmp_path / "configs", tile_tables.Device("sm_90", "NVIDIA H200"), "3.6.0")
+    (entry,) = tile_tables.read(path)
     assert (entry["kernel"], entry["mask"], entry["config"]) == ("route", "causal", {"ROUTE": "gluon"})
     assert "| causal-16k-fwd | 5 | 440 | – | 1.20 | – |" in Path(page).read_text()
 
@@ -345,7 +344,7 @@ def linked(folder: Path, names: tuple[str, ...]) -> set[str]:
                 if "extra ==" not in line
             ]
             for top in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
-                if not (folder / top).exists():  # several share it
+                if not (folder / top).exists():  # several distributions share a top-level name
                     (folder / top).symlink_to(distribution.locate_file(top))
     return {path.name for path in folder.iterdir()}
 

@@ -1,4 +1,4 @@
-"""Figures without a GPU: what they time is real, and a run that is killed goes on where it was."""
+"""Figures without a GPU: the calls that they time, and resuming a run that was killed."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import torch
 
 from tritoncp.kernels.engine import Launch
 from tritoncp.perf import host
-from tritoncp.perf.host import CASES, HostCase, grown, measure, no_launches
+from tritoncp.perf.host import CASES, HostCase, measure, measure_growth, no_launches
 from tritoncp.perf.record import read
 
 ROOT = Path(__file__).parents[2]
@@ -25,12 +25,12 @@ def test_names_are_unique():
 
 
 @pytest.mark.parametrize("case", host.select("smoke"), ids=lambda case: case.name)
-def test_every_kind_of_case_gives_times_and_what_they_mean(case):
+def test_every_kind_of_case_gives_times_and_facts_about_its_work(case):
     contenders, work = measure(case, 0.0)
     assert 0 < contenders["tritoncp"]["low"] <= contenders["tritoncp"]["ms"]
-    if case.what == "mask":
+    if case.operation == "mask":
         assert contenders["torch"]["ms"] > contenders["tritoncp"]["ms"]
-    if case.what == "plan":
+    if case.operation == "plan":
         assert len(work["rank_work"]) == len(work["rank_bytes"]) == case.world
         assert work["imbalance"] == pytest.approx(max(work["rank_work"]) / (sum(work["rank_work"]) / 8), 1e-3)
         assert work["wire_bytes"] == max(work["rank_bytes"]) > 0
@@ -38,27 +38,27 @@ def test_every_kind_of_case_gives_times_and_what_they_mean(case):
 
 @pytest.mark.parametrize("schedule", ["", "ring"])
 def test_a_call_makes_every_launch_and_runs_none(schedule, monkeypatch):
-    makers, _ = host._call(HostCase("backward", "causal", 256, 2 if schedule else 1, schedule))
-    made = []
+    makers, _ = host._call_contenders(HostCase("backward", "causal", 256, 2 if schedule else 1, schedule))
+    launches = []
     init = Launch.__new__
-    monkeypatch.setattr(Launch, "__new__", lambda *a, **k: made.append(a) or init(*a, **k))
+    monkeypatch.setattr(Launch, "__new__", lambda *a, **k: launches.append(a) or init(*a, **k))
     with no_launches():
         run = makers["tritoncp"]()
-        forwards = len(made)
+        forwards = len(launches)
         grads = run()
-    assert forwards >= 1 and len(made) - forwards >= 3  # delta, dQ, dK and dV
+    assert forwards >= 1 and len(launches) - forwards >= 3  # delta, dQ, dK and dV
     assert not grads[0].nan_to_num().any(), "no kernel wrote into the gradient"
 
 
-def test_memory_is_what_a_run_takes_at_the_most():
+def test_memory_is_the_peak_of_a_run():
     size = 64 << 20
 
     def take_and_give_back():
         for _ in range(3):
             torch.zeros(size, dtype=torch.int8).add_(1)
 
-    assert 0.98 * size < grown(take_and_give_back) < 2 * size
-    assert grown(lambda: None) < size / 16
+    assert 0.98 * size < measure_growth(take_and_give_back) < 2 * size
+    assert measure_growth(lambda: None) < size / 16
 
 
 def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
@@ -68,14 +68,14 @@ def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
             assert killed.poll() is None
         os.kill(killed.pid, signal.SIGKILL)
     (path,) = tmp_path.glob("*.jsonl")
-    before = read(path)
-    assert 1 <= len(before.points) < 6 and len(before.problems) <= 1
+    first_part = read(path)
+    assert 1 <= len(first_part.points) < 6 and len(first_part.problems) <= 1
     done = subprocess.run([*words, "--resume"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and f"{len(before.points)} cases are there" in done.stderr
+    assert done.returncode == 0 and f"{len(first_part.points)} cases are there" in done.stderr
     after = read(path)
-    assert after.points[: len(before.points)] == before.points
-    wanted = [case.name for case in host.select("core", "plan-*-128k")]
-    assert [point.case for point in after.points] == wanted
+    assert after.points[: len(first_part.points)] == first_part.points
+    names = [case.name for case in host.select("core", "plan-*-128k")]
+    assert [point.case for point in after.points] == names
     assert len({point.run for point in after.points}) == 1
 
 

@@ -12,19 +12,19 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.perf.made import mutated
-from tests.tune.stand_ins import Compiler, Formula
-from tritoncp import tuned
+from tests.perf.synthetic_history import mutated
+from tests.tuning.stand_ins import Compiler, Formula
 from tritoncp.kernels.configs import default
+from tritoncp.ops import tile_tables
 from tritoncp.perf.cli import perf
 from tritoncp.perf.ingest import ingest
 from tritoncp.perf.record import Journal as History
 from tritoncp.perf.record import Series, append, read
-from tritoncp.tune.journal import Journal
-from tritoncp.tune.search import Tuner
-from tritoncp.tune.targets import Target
+from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.search import Tuner
+from tritoncp.tuning.targets import Target
 
-H200 = tuned.Device("sm_90", "NVIDIA H200")
+H200 = tile_tables.Device("sm_90", "NVIDIA H200")
 TARGET = Target("forward", "causal", 32, 8, 128, 4096)
 SCORED = Target("dq", "causal", 128, 128, 192, 4096, v_head_dim=128, score="softcap")
 RULES = {t: default(t.kernel, "sm_90", max(t.head_dim, t.v_dim), torch.bfloat16) for t in (TARGET, SCORED)}
@@ -55,7 +55,7 @@ def places(tmp_path):
 
 
 def journal_of(gpu):
-    return tuned.path_in(gpu / "configs", H200, "3.6.0").with_suffix(".jsonl")
+    return tile_tables.path_in(gpu / "configs", H200, "3.6.0").with_suffix(".jsonl")
 
 
 def tune(gpu, bench=None, targets=(TARGET, SCORED), **facts):
@@ -67,13 +67,17 @@ def tune(gpu, bench=None, targets=(TARGET, SCORED), **facts):
 
 
 def shipped(configs, device=H200):
-    tuned.forget()
-    path = tuned.path_in(configs, device, "3.6.0")
-    return {tuned.entry_key(entry): entry for entry in tuned.entries_of(path)} if path.exists() else {}
+    tile_tables.forget()
+    path = tile_tables.path_in(configs, device, "3.6.0")
+    return (
+        {tile_tables.entry_key(entry): entry for entry in tile_tables.entries_of(path)}
+        if path.exists()
+        else {}
+    )
 
 
 def edited(path, change):
-    """Lines of a file, as ``change`` wants them: from a line's JSON to another line, or None."""
+    """Rewrite a file by ``change``, which maps the JSON of a line to another line, or None to drop it."""
     lines = [change(json.loads(line)) for line in path.read_text().splitlines()]
     path.write_text(
         "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines if line)
@@ -89,7 +93,7 @@ def test_everything_is_taken_over_once(places):
     result = ingest(*places)
     assert (result.added, result.present, result.problems) == (3, 0, [])
     assert [point.case for point in read(history).points] == ["causal-16k-fwd", "causal-16k-bwd"]
-    path = tuned.path_in(configs, H200, "3.6.0")
+    path = tile_tables.path_in(configs, H200, "3.6.0")
     assert result.shipped == {path: (2, 0)} and path.name == "nvidia-h200-triton-3.6.0.json"
     entry = shipped(configs)["forward", "bfloat16", 128, 128, "causal", False]
     assert entry["config"] == vars(best_of(TARGET)) and entry["code"] == "abc"
@@ -104,11 +108,11 @@ def test_everything_is_taken_over_once(places):
 def test_the_shipped_files_are_where_calls_look(places, monkeypatch, tmp_path):
     configs = places[2]
     ingest(*places)
-    monkeypatch.setattr(tuned, "SHIPPED", configs)
-    monkeypatch.setattr(tuned, "user_folder", lambda: None)
-    tuned.forget()
-    rows = json.loads(tuned.table(H200, str(tmp_path / "none")))
-    tuned.forget()
+    monkeypatch.setattr(tile_tables, "SHIPPED", configs)
+    monkeypatch.setattr(tile_tables, "user_folder", lambda: None)
+    tile_tables.forget()
+    rows = json.loads(tile_tables.table(H200, str(tmp_path / "none")))
+    tile_tables.forget()
     assert ["forward", "bfloat16", 128, 128, "causal", False, vars(best_of(TARGET))] in rows
 
 
@@ -158,7 +162,7 @@ def test_two_at_a_time_add_no_line_twice(places):
     assert len(path.read_text().splitlines()) == 3 and len(shipped(places[2])) == 2
 
 
-def test_what_is_broken_in_a_history_is_named_and_the_rest_kept(places):
+def test_broken_lines_of_a_history_are_named_and_the_rest_imported(places):
     gpu, history, _ = places
     (source,) = gpu.glob("*.jsonl")
     all_lines = source.read_text().splitlines()
@@ -176,13 +180,13 @@ def test_what_is_broken_in_a_history_is_named_and_the_rest_kept(places):
     assert len(read(history).points) == 2 and read(history).problems == []
 
 
-def of(stage, change):
-    """A change of the lines of a stage: fields that are another, or None for lines that are not there."""
+def change_lines(stage, change):
+    """Return a change of the lines of a stage: new values of fields, or None to drop the lines."""
     return lambda line: line if line["stage"] != stage else None if change is None else line | change
 
 
-def of_best(stage, result):
-    """What is said about the config that won."""
+def change_best(stage, result):
+    """Return a change of the results of the winning config."""
 
     def change(line):
         is_best = line["stage"] == stage and line["config"] == vars(best_of(TARGET))
@@ -195,29 +199,29 @@ ODD = {"kernel": "odd", "dtype": "float16", "head_dim": 64, "mask": "full"}
 
 
 @pytest.mark.parametrize(
-    ("change", "said", "shipped_too"),
+    ("change", "message", "shipped_too"),
     [
-        (of("time", {"turn": "x"}), "not a line", False),
-        (of("check", None), "no line says that its answer", False),
-        (of("target", None), "what it is is not there", False),
-        (of("target", {"entry": ODD}), "'odd'", False),
-        (of("begin", {"about": {}}), "belong to a run whose beginning cannot be read", False),
-        (of_best("check", {"wrong": "out is off"}), "", False),
-        (of_best("time", {"ms": -1}), "no positive number", False),
+        (change_lines("time", {"turn": "x"}), "not a line", False),
+        (change_lines("check", None), "no line says that its answer", False),
+        (change_lines("target", None), "describes this target is missing", False),
+        (change_lines("target", {"entry": ODD}), "'odd'", False),
+        (change_lines("begin", {"about": {}}), "belong to a run whose beginning cannot be read", False),
+        (change_best("check", {"wrong": "out is off"}), "", False),
+        (change_best("time", {"ms": -1}), "no positive number", False),
         (lambda line: None if line.get("turn", 0) > 8 else line, "", True),
         (lambda line: json.dumps(line)[:-20] + "\n" if line["stage"] == "steps" else line, "not a", True),
     ],
     ids=["turn", "unchecked", "nameless", "odd", "headless", "wrong", "negative", "killed", "torn"],
 )
-def test_only_what_was_found_right_and_faster_is_shipped(places, change, said, shipped_too):
+def test_only_right_and_faster_configs_are_shipped(places, change, message, shipped_too):
     gpu, _, configs = places
     edited(journal_of(gpu), change)
     result = ingest(*places)
     assert result.added == 3, "the history is another matter"
-    assert bool(result.problems) == bool(said) and all(
+    assert bool(result.problems) == bool(message) and all(
         str(journal_of(gpu)) in str(x) for x in result.problems
     )
-    assert any(said in str(problem) for problem in result.problems) or not said
+    assert any(message in str(problem) for problem in result.problems) or not message
     entry = shipped(configs).get(("forward", "bfloat16", 128, 128, "causal", False))
     assert (entry and entry["config"]) == (vars(best_of(TARGET)) if shipped_too else None)
 
@@ -251,21 +255,21 @@ def test_newer_runs_replace_older_ones_and_a_rule_that_has_caught_up_is_no_entry
 
 
 def test_choices_consider_the_entries_of_a_concurrent_writer(places):
-    """Another process has the lock of the shipped file, and puts a newer entry there."""
+    """Another process holds the lock of the shipped file and writes a newer entry."""
     configs = places[2]
     ingest(*places)
     (entry,) = (e for e in shipped(configs).values() if e["kernel"] == "forward")
     newer = entry | {"time": "2999-01-01", "config": entry["config"] | {"num_stages": 3}}
     stale = entry | {"time": "2000-01-01", "config": entry["config"] | {"num_stages": 1}}
-    tuned.write(configs, H200, [stale], {}, "3.6.0")
+    tile_tables.write(configs, H200, [stale], {}, "3.6.0")
     fork = multiprocessing.get_context("fork")
     locked = fork.Event()
 
     def write_slowly() -> None:
-        with tuned.locked(tuned.path_in(configs, H200, "3.6.0")):
+        with tile_tables.locked(tile_tables.path_in(configs, H200, "3.6.0")):
             locked.set()
             time.sleep(1)
-            tuned.write(configs, H200, [newer], {}, "3.6.0")
+            tile_tables.write(configs, H200, [newer], {}, "3.6.0")
 
     writer = fork.Process(target=write_slowly)
     writer.start()
@@ -276,7 +280,7 @@ def test_choices_consider_the_entries_of_a_concurrent_writer(places):
 
 
 def test_a_shipped_file_that_cannot_be_read_is_not_replaced(places):
-    path = tuned.path_in(places[2], H200, "3.6.0")
+    path = tile_tables.path_in(places[2], H200, "3.6.0")
     path.parent.mkdir(parents=True)
     path.write_text("{")
     result = ingest(*places)
@@ -285,7 +289,7 @@ def test_a_shipped_file_that_cannot_be_read_is_not_replaced(places):
 
 def test_a_folder_of_something_else_is_an_error(tmp_path):
     done = CliRunner().invoke(perf, ["ingest", str(tmp_path)])
-    assert done.exit_code == 2 and "nothing of make gpu's" in done.output
+    assert done.exit_code == 2 and "no results of make gpu" in done.output
 
 
 def command(places) -> tuple[int, str]:
@@ -301,7 +305,7 @@ def edited_facts(**changed):
 
 
 def raw(text):
-    """A line of a journal that is just this text."""
+    """Return a change of the lines of stage "steps" to a text."""
     return lambda line: text + "\n" if line["stage"] == "steps" else line
 
 
@@ -333,7 +337,7 @@ def test_a_journal_whose_names_lead_elsewhere_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (raw("[" * 100_000), "nested more than 64 levels"),
         (raw('{"stage": ' + "[" * 900 + "]" * 900 + "}"), "nested more than 64 levels"),
@@ -345,16 +349,18 @@ def test_a_journal_whose_names_lead_elsewhere_is_refused_and_nothing_is_written(
         (raw('{"stage": "steps", "x": [-Infinity]}'), "a number is NaN or infinite"),
         (raw('{"stage": "steps", "x": ' + "9" * 5000 + "}"), "Exceeds the limit"),
         (raw('{"stage": "steps", "x": "\\ud800"}'), "surrogates not allowed"),
-        (of("begin", {"time": float("nan")}), "a number is NaN or infinite"),
-        (of_best("time", {"ms": float("nan")}), "a number is NaN or infinite"),
+        (change_lines("begin", {"time": float("nan")}), "a number is NaN or infinite"),
+        (change_best("time", {"ms": float("nan")}), "a number is NaN or infinite"),
     ],
     ids=["open", "deep", "objects", "NaN", "infinite", "digits", "surrogate", "when", "time"],
 )
-def test_a_journal_that_no_autotune_wrote_is_refused_and_nothing_is_written(change, said, places, tmp_path):
+def test_a_journal_that_no_autotune_wrote_is_refused_and_nothing_is_written(
+    change, message, places, tmp_path
+):
     edited(journal_of(places[0]), change)
     before = files(tmp_path)
     status, output = command(places)
-    assert status == 2 and said in output and str(journal_of(places[0])) in output
+    assert status == 2 and message in output and str(journal_of(places[0])) in output
     assert files(tmp_path) == before
 
 
@@ -372,8 +378,8 @@ def test_a_line_of_the_wrong_type_is_named_and_costs_no_other(text, places):
 
 @pytest.mark.parametrize("when", [1e308, 10**400, 1e12, 4e9, -1, 0, "now", None, True])
 def test_a_run_that_began_at_no_time_yet_is_left_out(when, places):
-    """One of a far future would count as the newest for ever."""
-    edited(journal_of(places[0]), of("begin", {"time": when}))
+    """A time in the far future would count as the newest for ever."""
+    edited(journal_of(places[0]), change_lines("begin", {"time": when}))
     status, output = command(places)
     assert status == 2 and "not a line of tritoncp autotune" in output and not list(places[2].rglob("*"))
 
@@ -389,7 +395,7 @@ def test_a_run_whose_names_are_no_text_is_left_out(field, value, places):
 @pytest.mark.parametrize(
     "where", ["history", "journal", "architecture", "configs", "dangling", "pipe", "folder"]
 )
-def test_links_and_what_is_no_plain_file_are_refused_and_nothing_is_written(where, places, tmp_path):
+def test_links_and_special_files_are_refused_and_nothing_is_written(where, places, tmp_path):
     gpu = places[0]
     (history,), journal = gpu.glob("*.jsonl"), journal_of(gpu)
     path = {
@@ -429,7 +435,7 @@ def test_nothing_is_written_through_a_link_in_the_repository(target, places, tmp
     gpu, history, configs = places
     outside = tmp_path / "outside"
     outside.mkdir()
-    path = tuned.path_in(configs, H200, "3.6.0")
+    path = tile_tables.path_in(configs, H200, "3.6.0")
     if target == "history":
         history.mkdir()
         (history / next(gpu.glob("*.jsonl")).name).symlink_to(outside / "x.jsonl")
@@ -444,8 +450,8 @@ def test_nothing_is_written_through_a_link_in_the_repository(target, places, tmp
     assert not list(history.glob("*")) or target == "history"
 
 
-def test_a_shipped_file_of_a_hundred_thousand_brackets_is_named_and_kept(places):
-    path = tuned.path_in(places[2], H200, "3.6.0")
+def test_a_shipped_file_of_a_hundred_thousand_brackets_is_named_and_unchanged(places):
+    path = tile_tables.path_in(places[2], H200, "3.6.0")
     path.parent.mkdir(parents=True)
     path.write_text("[" * 100_000)
     status, output = command(places)
@@ -456,7 +462,7 @@ def test_a_shipped_file_of_a_hundred_thousand_brackets_is_named_and_kept(places)
     "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(4, 60))]
 )
 def test_no_journal_ends_in_a_traceback_or_leads_out(seed, places, tmp_path):
-    """Parts of some lines are something else: what is shipped can be read, and is where it belongs."""
+    """Parts of lines are replaced: shipped files can be read, and lie in their folder."""
     draw, journal = random.Random(seed), journal_of(places[0])
     all_lines = [json.loads(text) for text in journal.read_text().splitlines()]
     before = set(files(tmp_path))
@@ -469,5 +475,5 @@ def test_no_journal_ends_in_a_traceback_or_leads_out(seed, places, tmp_path):
         written = set(files(tmp_path)) - before
         assert all(places[1] in path.parents or places[2] in path.parents for path in written)
         for path in places[2].rglob("*.json"):
-            tuned.read(path)
+            tile_tables.read(path)
         shutil.rmtree(places[2], ignore_errors=True)

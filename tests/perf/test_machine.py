@@ -1,4 +1,4 @@
-"""What a machine says of itself, by stand-ins for NVIDIA's tools; and what measuring does without."""
+"""Facts about the machine, from stand-ins for NVIDIA's tools, and without these tools."""
 
 import ctypes
 import subprocess
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def tools(monkeypatch):
-    """Answers of a stand-in for nvidia-smi, by field; queries have to name the GPU by its UUID."""
+    """Return the answers of a stand-in for nvidia-smi, by field; queries have to name the GPU by its UUID."""
     answers = {
         "power.limit": "700.00 W",
         "driver_version": "560.2",
@@ -27,12 +27,12 @@ def tools(monkeypatch):
     }
     answers["clocks.default_applications.graphics"] = "1980 MHz"
 
-    def said(*command):
+    def run_command(*command):
         assert command[:2] == ("nvidia-smi", "--id=GPU-1234")
         fields = command[2].removeprefix("--query-gpu=").split(",")
         return ", ".join(answers[field] for field in fields)
 
-    monkeypatch.setattr(machine, "_said", said)
+    monkeypatch.setattr(machine, "_run_command", run_command)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     return answers
@@ -64,7 +64,7 @@ def test_the_ptxas_version_is_recorded_and_may_explain_a_change(tools, monkeypat
 
 
 def test_a_machine_without_the_tools_says_less(monkeypatch, tools):
-    monkeypatch.setattr(machine, "_said", lambda *command: None)
+    monkeypatch.setattr(machine, "_run_command", lambda *command: None)
     assert machine.series(GPU) == machine.Series("NVIDIA H200", "", "default") and machine.state(GPU) == {}
 
 
@@ -81,15 +81,15 @@ def test_a_machine_without_the_tools_says_less(monkeypatch, tools):
     ],
     ids=hex,
 )
-def test_heat_and_power_brakes_are_seen_and_a_power_cap_is_none(reasons, on, monkeypatch, tools):
-    def ask(handle, out):
+def test_heat_and_power_brakes_are_throttling_and_a_power_cap_is_not(reasons, on, monkeypatch, tools):
+    def query(handle, out):
         out._obj.value = reasons
         return 0
 
     library = SimpleNamespace(
         nvmlInit_v2=lambda: 0,
         nvmlDeviceGetHandleByUUID=lambda name, handle: 0 if name == b"GPU-1234" else 1,
-        nvmlDeviceGetCurrentClocksThrottleReasons=ask,
+        nvmlDeviceGetCurrentClocksThrottleReasons=query,
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
     assert machine.Brakes(GPU).on() is on
@@ -97,7 +97,7 @@ def test_heat_and_power_brakes_are_seen_and_a_power_cap_is_none(reasons, on, mon
     assert not machine.Brakes(GPU).on(), "a device it does not know"
 
 
-def test_without_the_library_nothing_is_seen(monkeypatch):
+def test_without_the_library_no_throttling_is_reported(monkeypatch):
     def missing(name):
         raise OSError(name)
 
@@ -119,7 +119,7 @@ def test_throttled_rounds_get_rests_and_their_samples_are_left_out(monkeypatch):
         def agree(self, x):
             return x
 
-    figure = timing.interleaved({"a": lambda: None}, Hot(), seconds=1.0, least=20, most=20)["a"]
+    figure = timing.time_interleaved({"a": lambda: None}, Hot(), seconds=1.0, least=20, most=20)["a"]
     assert (figure.ms, len(figure.samples), figure.throttled) == (1.0, 10, 10)
     assert rests == [timing.REST] * 4, "no longer than the rounds may take"
     assert figure.rounded(samples=False)["throttled"] == 10
@@ -127,8 +127,8 @@ def test_throttled_rounds_get_rests_and_their_samples_are_left_out(monkeypatch):
 
 def test_a_commit_with_changed_python_files_is_marked(tmp_path):
     def git(*words):
-        who = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
-        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+        subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True)
 
     assert machine.commit(tmp_path / "nowhere") is None
     git("init")
@@ -152,7 +152,7 @@ def test_a_commit_with_changed_python_files_is_marked(tmp_path):
         ("tritoncp.perf.dashboard", {"torch", "triton"}),
     ],
 )
-def test_nobody_loads_what_he_does_not_need(modules, never):
+def test_modules_load_only_the_packages_that_they_need(modules, never):
     code = f"import sys, {modules}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not never & set(run.stdout.split())

@@ -1,11 +1,11 @@
-"""Cases of several ranks: the same answer as one device's, one line from all, PyTorch's own beside ours."""
+"""Cases of several ranks: the answer of one device, one line from all, PyTorch's context parallelism."""
 
 import time
 
 import pytest
 import torch
 
-from tests.dist import ranks
+from tests.multiprocess import ranks
 from tritoncp.perf import baselines, check, measure, record, timing
 from tritoncp.perf.cases import CASES, Case, select
 
@@ -21,8 +21,8 @@ def test_all_ranks_on_one_device_give_the_answer(schedule):
     case = case_of(schedule, together=True)
     tensors = baselines.inputs(case, CPU)
     contender = baselines.contenders(case, tensors, [])["tritoncp"]()
-    for got, want in zip((contender.forward(), *contender.backward()), check.reference(case, tensors)):
-        assert check.acceptable(check.errors(got, want), torch.float32)
+    for actual, expected in zip((contender.forward(), *contender.backward()), check.reference(case, tensors)):
+        assert check.acceptable(check.errors(actual, expected), torch.float32)
 
 
 def test_a_group_measures_together_and_writes_one_line(tmp_path):
@@ -31,25 +31,25 @@ def test_a_group_measures_together_and_writes_one_line(tmp_path):
     def work(group):
         journal = record.Journal(tmp_path / f"{group.rank()}.jsonl", "r", record.Series("CPU"), {})
         bench = measure.Bench(CPU, journal, time.monotonic() + 60, 0.01, group=group)
-        bench._problem([case], [])
+        bench._measure_problem([case], [])
         return bench.failures
 
     assert ranks.run(2, work) == [0, 0]
-    one, two = (record.read(tmp_path / f"{rank}.jsonl").points[0] for rank in range(2))
-    assert one.own["ms"] == two.own["ms"], "the slowest rank counts, on every rank"
-    assert one.work["wire_bytes"] > 0 and max(max(x) for x in one.own["errors"].values()) < 1e-5
-    assert "does not support backward on CPU" in one.contenders["torch"]["why"]
+    first, second = (record.read(tmp_path / f"{rank}.jsonl").points[0] for rank in range(2))
+    assert first.own["ms"] == second.own["ms"], "the slowest rank counts, on every rank"
+    assert first.work["wire_bytes"] > 0 and max(max(x) for x in first.own["errors"].values()) < 1e-5
+    assert "does not support backward on CPU" in first.contenders["torch"]["why"]
 
 
-def test_pytorchs_own_is_asked_for_the_same():
+def test_pytorchs_context_parallelism_computes_the_same_case():
     """Forward only: torch refuses to differentiate flex attention on a CPU."""
     case = case_of("allgather")
 
     def work(group):
         tensors = baselines.inputs(case, CPU)
         frozen = baselines.Inputs(*(x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)))
-        got = baselines.torch_split(case, frozen, group).forward()
-        return check.errors(got, check.reference(case, tensors).out)
+        actual = baselines.torch_split(case, frozen, group).forward()
+        return check.errors(actual, check.reference(case, tensors).out)
 
     for result in ranks.run(2, work):
         assert check.acceptable(result, torch.float32)
@@ -68,7 +68,7 @@ def test_a_rank_that_fails_stops_the_contender_everywhere():
             return baselines.one_device(case, tensors)
 
         tensors = baselines.inputs(case, CPU)
-        contender, result = bench._checked(case, make, check.reference(case, tensors), ["forward"])
+        contender, result = bench._check_contender(case, make, check.reference(case, tensors), ["forward"])
         return contender is None, result["why"]
 
     assert ranks.run(2, work) == [(True, "failed on another rank"), (True, "MemoryError: no room here")]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from tests.perf.made import H100, H200
+from tests.perf.synthetic_history import H100, H200
 from tritoncp.perf.cli import perf
-from tritoncp.perf.readme import BEGIN, END, main, measured
+from tritoncp.perf.readme import BEGIN, END, format_figures, main
 from tritoncp.perf.record import TUNED, Point, Series, append, read
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def block_of(page: Path) -> str:
 
 
 def test_the_readme_holds_the_figures_of_the_history():
-    assert block_of(ROOT / "README.md") == measured(read(ROOT / "perf/history").points), (
+    assert block_of(ROOT / "README.md") == format_figures(read(ROOT / "perf/history").points), (
         "python -m tritoncp.perf.readme --write"
     )
 
@@ -36,7 +36,7 @@ def test_without_a_gpu_there_is_no_figure():
     host = point("causal-16k-fwd", 5.0, series=Series("a CPU"), env={"torch": "2.11.0"})
     failed = replace(point("causal-16k-fwd", 5.0), contenders={"tritoncp": {"why": "wrong"}})
     for points in ([], [host], [failed], [point("of another version", 5.0)]):
-        assert "Not yet measured on a GPU" in measured(points)
+        assert "Not yet measured on a GPU" in format_figures(points)
 
 
 def test_each_gpu_has_its_newest_figures():
@@ -48,7 +48,7 @@ def test_each_gpu_has_its_newest_figures():
         point("causal-8k-fwd", 8.0, 3),
         point("causal-16k-fwd", 10.0, 1, series=H100),
     ]
-    h100, h200 = measured(points).split("\n\nMeasured on ")
+    h100, h200 = format_figures(points).split("\n\nMeasured on ")
     assert "NVIDIA H100 on 2026-02-01" in h100 and "| causal-16k-fwd | 10 | 220 | – | – | – |" in h100
     assert h200.startswith("NVIDIA H200 on 2026-02-03 (torch 2.11.0, triton 3.6.0, driver 580.1)")
     assert h200.splitlines()[4:] == [
@@ -56,7 +56,7 @@ def test_each_gpu_has_its_newest_figures():
         "| full-16k-fwd | 9 | 244 | – | – | – |",  # flex is untuned
     ]
     assert "causal-8k-fwd" not in h200
-    assert "| causal-8k-fwd | 8 | 275 |" in measured([points[4]])
+    assert "| causal-8k-fwd | 8 | 275 |" in format_figures([points[4]])
 
 
 def test_text_of_a_history_cannot_break_the_table():
@@ -65,7 +65,7 @@ def test_text_of_a_history_cannot_break_the_table():
     bad = replace(point("causal-16k-fwd", 5.0, series=Series(poison), env=env), time=poison)
     bad.contenders[poison] = {"ms": 1.0}
     bad.own["tflops"] = poison
-    text = measured([bad])
+    text = format_figures([bad])
     assert len(text.splitlines()) == 5 and not re.search(r"[<>\[\]`*#\\]", text) and "z" * 81 not in text
     assert text.splitlines()[-1] == "| causal-16k-fwd | 5 | – | – | – | – |"
 
@@ -79,13 +79,15 @@ def test_the_command_and_ingest_write_the_block(tmp_path):
     gpu.mkdir()
     append(gpu / "2026-02-03-nvidia-h200.jsonl", point("causal-16k-fwd", 5.0).as_line())
     places = "--history", str(history), "--configs", str(tmp_path / "configs")
-    before = page.read_text()
+    original = page.read_text()
     assert CliRunner().invoke(perf, ["ingest", str(gpu), *places]).exit_code == 0
-    assert page.read_text() == before == (ROOT / "README.md").read_text(), "the README is of another history"
+    assert page.read_text() == original == (ROOT / "README.md").read_text(), (
+        "the README is of another history"
+    )
     done = CliRunner().invoke(perf, ["ingest", str(gpu), *places, "--readme", str(page)])
     assert done.exit_code == 0 and "figures were updated" in done.output
-    assert block_of(page) == measured(read(history).points) and "NVIDIA H200" in block_of(page)
-    head, tail = before.split(BEGIN)[0], before.split(END)[1]
+    assert block_of(page) == format_figures(read(history).points) and "NVIDIA H200" in block_of(page)
+    head, tail = original.split(BEGIN)[0], original.split(END)[1]
     assert page.read_text().startswith(head) and page.read_text().endswith(tail)
     printed = CliRunner().invoke(main, ["--history", str(history)])
     assert printed.output == block_of(page) + "\n"

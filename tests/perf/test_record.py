@@ -1,4 +1,4 @@
-"""History files: nothing that was whole is lost, whatever happens to a file, its disk or its writers."""
+"""History files: complete lines survive broken lines, full disks and concurrent writers."""
 
 import json
 import multiprocessing
@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tritoncp.perf import run
-from tritoncp.perf.record import DiskFull, Journal, Point, Series, append, read, unfinished
+from tritoncp.perf.record import DiskFull, Journal, Point, Series, append, find_unfinished, read
 
 SERIES = Series("NVIDIA H200", "700.00 W", "default")
 ENV = {"torch": "2.13.0", "sources": "abc", "commit": "1" * 40}
@@ -19,10 +19,10 @@ def point(case: str = "c", ms: float = 1.5, **more) -> Point:
     return Point(case=case, contenders={"tritoncp": {"ms": ms}}, **fields | more)
 
 
-def test_what_is_read_is_what_was_written(tmp_path):
+def test_points_are_read_as_written(tmp_path):
     written = [point(), point("other", 2.0, tags={"mask": "causal"}, goal={"flex": 1.2})]
-    for each in written:
-        append(tmp_path / "a.jsonl", each.as_line())
+    for written_point in written:
+        append(tmp_path / "a.jsonl", written_point.as_line())
     append(tmp_path / "b.jsonl", {"kind": "resources", "kernel": "forward"})
     append(tmp_path / "b.jsonl", {"kind": "left out", "case": "c"})
     history = read(tmp_path)
@@ -44,13 +44,13 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_broken_lines_are_named_and_take_no_other_with_them(place, tmp_path):
-    whole = [json.dumps(point(str(i)).as_line()).encode() for i in range(3)]
+def test_broken_lines_are_named_and_spoil_no_other(place, tmp_path):
+    valid_lines = [json.dumps(point(str(i)).as_line()).encode() for i in range(3)]
     at = {"first": 0, "middle": 1, "last": 3}[place]
-    lines = [*whole[:at], *BROKEN, *whole[at:]]
+    lines = [*valid_lines[:at], *BROKEN, *valid_lines[at:]]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n\n")
     history = read(tmp_path)
-    assert [found.case for found in history.points] == ["0", "1", "2"]
+    assert [valid_point.case for valid_point in history.points] == ["0", "1", "2"]
     assert [problem.line for problem in history.problems] == [at + 1 + i for i in range(len(BROKEN))]
     for problem, why in zip(history.problems, BROKEN.values()):
         assert why in str(problem) and str(tmp_path / "a.jsonl") in str(problem)
@@ -80,10 +80,10 @@ def test_broken_lines_are_named_and_take_no_other_with_them(place, tmp_path):
         ({"contenders": {"tritoncp": {"why": 5}}}, "neither ms nor why"),
         ({"contenders": {"tritoncp": {}}}, "neither ms nor why"),
         ({"case": "\ud800"}, "surrogates not allowed"),
-        ({"series": {"device": ["x"]}}, "series holds what is no text"),
-        ({"goal": {"flex": 0}}, "goal holds what is no positive number"),
-        ({"work": {"flops": "many"}}, "work holds what is no number"),
-        ({"work": {"imbalance": [1.0]}}, "work holds what is no number"),
+        ({"series": {"device": ["x"]}}, "series has a value that is no text"),
+        ({"goal": {"flex": 0}}, "goal has a value that is no positive number"),
+        ({"work": {"flops": "many"}}, "work has a value that is no number"),
+        ({"work": {"imbalance": [1.0]}}, "work has a value that is no number"),
         ({"work": {"rank_work": [1, 2], "rank_bytes": [1]}}, "not one number for each rank"),
         ({"work": {"rank_work": [1, 2]}}, "not one number for each rank"),
         ({"case": " "}, "the case has no name"),
@@ -95,7 +95,7 @@ def test_broken_lines_are_named_and_take_no_other_with_them(place, tmp_path):
         ({"tags": []}, "tags is not an object"),
     ],
 )
-def test_what_is_no_measurement_is_refused(harm, why, tmp_path):
+def test_a_line_without_a_measurement_is_refused(harm, why, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(point().as_line() | harm) + "\n")
     history = read(tmp_path)
     assert not history.points and why in history.problems[0].why
@@ -106,20 +106,20 @@ def test_a_writer_that_died_in_a_line_costs_that_line_only(cut, tmp_path):
     path = tmp_path / "a.jsonl"
     for i in range(2):
         append(path, point(str(i)).as_line())
-    whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
-    path.write_bytes(whole[:first] + whole[first:][:cut])
+    content = path.read_bytes()
+    first = content.index(b"\n") + 1
+    path.write_bytes(content[:first] + content[first:][:cut])
     append(path, point("after").as_line())
     history = read(path)
-    there = cut == -1  # all but the line's end was written
-    assert [found.case for found in history.points] == ["0", *["1"] * there, "after"]
-    assert len(history.problems) == 1 - there
+    complete = cut == -1  # all but the line's end was written
+    assert [read_point.case for read_point in history.points] == ["0", *["1"] * complete, "after"]
+    assert len(history.problems) == 1 - complete
 
 
-def test_a_full_disk_is_said_and_leaves_every_line_before(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_and_leaves_earlier_lines(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     append(path, point("0").as_line())
-    before = path.read_bytes()
+    content = path.read_bytes()
     import os
 
     write = os.write
@@ -133,9 +133,9 @@ def test_a_full_disk_is_said_and_leaves_every_line_before(tmp_path, monkeypatch)
     with pytest.raises(DiskFull, match=r"No space left on device.*--resume"):
         append(path, point("1").as_line())
     monkeypatch.undo()
-    assert path.read_bytes() == before
+    assert path.read_bytes() == content
     append(path, point("2").as_line())
-    assert [found.case for found in read(path).points] == ["0", "2"]
+    assert [read_point.case for read_point in read(path).points] == ["0", "2"]
 
 
 def test_a_run_on_a_full_device_stops_with_one_clear_message():
@@ -162,16 +162,16 @@ def test_two_writers_of_one_file_lose_nothing(tmp_path):
     history = read(path)
     assert history.problems == [] and len(history.points) == 200
     for name in "ab":
-        own = [found.case for found in history.points if found.case.startswith(name)]
+        own = [read_point.case for read_point in history.points if read_point.case.startswith(name)]
         assert own == [f"{name}{i}" for i in range(100)]
 
 
 def test_a_run_is_resumed_only_on_the_same_code_and_device(tmp_path):
     journal = Journal(tmp_path / "a.jsonl", "mine", SERIES, ENV)
     journal.point("c", {"tritoncp": {"ms": 1.0}})
-    found = unfinished(tmp_path, SERIES, ENV | {"commit": "another, of the same sources"})
-    assert found == (tmp_path / "a.jsonl", journal.points)
-    assert unfinished(tmp_path, SERIES, ENV | {"sources": "changed"}) is None
-    assert unfinished(tmp_path, SERIES, ENV | {"torch": "2.14"}) is None
-    assert unfinished(tmp_path, SERIES._replace(clocks="locked"), ENV) is None
-    assert unfinished(tmp_path / "nowhere", SERIES, ENV) is None
+    run_to_resume = find_unfinished(tmp_path, SERIES, ENV | {"commit": "another, of the same sources"})
+    assert run_to_resume == (tmp_path / "a.jsonl", journal.points)
+    assert find_unfinished(tmp_path, SERIES, ENV | {"sources": "changed"}) is None
+    assert find_unfinished(tmp_path, SERIES, ENV | {"torch": "2.14"}) is None
+    assert find_unfinished(tmp_path, SERIES._replace(clocks="locked"), ENV) is None
+    assert find_unfinished(tmp_path / "nowhere", SERIES, ENV) is None

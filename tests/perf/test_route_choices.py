@@ -1,4 +1,4 @@
-"""The default route comes from lines that compared it, for just the calls that they measured."""
+"""The default route comes from lines that compare routes, for calls like the measured ones only."""
 
 import time
 from dataclasses import replace
@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from tests.perf.made import H200
-from tritoncp import tuned
+from tests.perf.synthetic_history import H200
+from tritoncp.ops import tile_tables
 from tritoncp.perf.cli import perf
 from tritoncp.perf.ingest import ingest
 from tritoncp.perf.record import Point, Series, append, variant
 
-DEVICE = tuned.Device("sm_90", "NVIDIA H200")
+DEVICE = tile_tables.Device("sm_90", "NVIDIA H200")
 ENV = {"arch": "sm_90", "triton": "3.6.0", "sources": "abc", "cuda": "13.0"}
 CAUSAL = "route", "bfloat16", 128, 128, "causal", 0
 WRONG = {"why": "wrong: relative error of the whole or of the worst rows is out of tolerance"}
@@ -20,7 +20,7 @@ WHEN = "2026-02-03T00:00:00+00:00"
 
 
 def line(case="causal-16k-fwd", loops=5.0, gluon=4.0, specialised=4.5, when=WHEN, env=ENV, **rest) -> Point:
-    """A line with times in milliseconds, or figures, of routes; None leaves a route out."""
+    """Make a line with times in milliseconds, or figures, of routes; None leaves a route out."""
     took = {"tritoncp": {"ms": 1.0}}
     for route, ms in (("loops", loops), ("gluon", gluon), ("specialised", specialised)):
         if ms is not None:
@@ -30,7 +30,7 @@ def line(case="causal-16k-fwd", loops=5.0, gluon=4.0, specialised=4.5, when=WHEN
 
 @pytest.fixture
 def shipped(tmp_path):
-    """A function that returns the entries, by key, that `perf ingest` ships for lines."""
+    """Return a function that returns the entries, by key, that `perf ingest` ships for lines."""
 
     def take(*points: Point):
         folder = tmp_path / f"gpu{time.time_ns()}"
@@ -39,8 +39,10 @@ def shipped(tmp_path):
             append(folder / "2026-02-03-nvidia-h200.jsonl", point.as_line())
         result = ingest(folder, tmp_path / "history", tmp_path / "configs")
         assert result.problems == [] and result.added + result.present == len(points)
-        path = tuned.path_in(tmp_path / "configs", DEVICE, "3.6.0")
-        return {tuned.entry_key(entry): entry for entry in tuned.read(path)} if path.exists() else {}
+        path = tile_tables.path_in(tmp_path / "configs", DEVICE, "3.6.0")
+        return (
+            {tile_tables.entry_key(entry): entry for entry in tile_tables.read(path)} if path.exists() else {}
+        )
 
     return take
 
@@ -54,17 +56,17 @@ def test_the_fastest_right_route_becomes_the_default_of_calls_like_the_measured_
     entry = entries[CAUSAL]
     assert (entry["ms"], entry["rule_ms"], entry["time"], entry["code"]) == (4.0, 5.0, WHEN, "abc")
     assert entry["shape"] == "32x8,128,16384"
-    monkeypatch.setattr(tuned, "SHIPPED", tmp_path / "configs")
-    monkeypatch.setattr(tuned, "user_folder", lambda: None)
-    monkeypatch.setattr(tuned, "_triton", lambda: "3.6.0")
-    tuned.forget()
-    text = tuned.table(DEVICE, None)
-    selected = dict(tuned.chosen(text, "bfloat16", (128, 128), "causal", 0))
+    monkeypatch.setattr(tile_tables, "SHIPPED", tmp_path / "configs")
+    monkeypatch.setattr(tile_tables, "user_folder", lambda: None)
+    monkeypatch.setattr(tile_tables, "_triton", lambda: "3.6.0")
+    tile_tables.forget()
+    text = tile_tables.table(DEVICE, None)
+    selected = dict(tile_tables.chosen(text, "bfloat16", (128, 128), "causal", 0))
     assert selected["route"] == (("ROUTE", "gluon"),)
     for other in (("float16", (128, 128), "causal", 0), ("bfloat16", (64, 64), "causal", 0),
                   ("bfloat16", (128, 128), "window", 0), ("bfloat16", (128, 128), "causal", 1)):  # fmt: skip
-        assert "route" not in dict(tuned.chosen(text, *other))
-    tuned.forget()
+        assert "route" not in dict(tile_tables.chosen(text, *other))
+    tile_tables.forget()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +115,7 @@ def test_a_route_that_lost_loses_its_entry_and_older_lines_do_not_bring_it_back(
 def test_tiles_that_were_searched_for_the_same_route_stay(shipped, tmp_path):
     searched = {"kernel": "route", "dtype": "bfloat16", "head_dim": 128, "mask": "causal"}
     searched |= {"config": {"ROUTE": "gluon", "num_stages": 3}, "time": "2026-01-01T00:00:00+00:00"}
-    tuned.write(tmp_path / "configs", DEVICE, [searched], {}, "3.6.0")
+    tile_tables.write(tmp_path / "configs", DEVICE, [searched], {}, "3.6.0")
     assert shipped(line())[CAUSAL] == searched
     assert shipped(line(specialised=3.0))[CAUSAL]["config"] == {"ROUTE": "specialised"}
 

@@ -1,4 +1,4 @@
-"""The whole path of a benchmark run, on a CPU: what is written, in which order, and what stops it."""
+"""Benchmark runs on a CPU: lines, their order, time budgets, failures, resuming."""
 
 import json
 import os
@@ -9,10 +9,10 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tritoncp import engines
+from tritoncp.ops import engine_factory
 from tritoncp.perf import baselines, measure, record, timing
 from tritoncp.perf.cases import GOALS, Case, select
-from tritoncp.perf.run import brief, main, show
+from tritoncp.perf.run import format_line, main, show
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--seconds", "0.01"]
@@ -24,8 +24,8 @@ def lines_of(folder) -> list[dict]:
 
 
 def bench(monkeypatch, path, seconds: float = 60.0, **wrong) -> tuple[measure.Bench, record.Journal]:
-    """A bench whose rounds take no time, with some contenders put in other's place."""
-    monkeypatch.setattr(measure, "interleaved", lambda runs, *_: dict.fromkeys(runs, figure(1.0)))
+    """Make a bench whose rounds take no time, with some contenders replaced."""
+    monkeypatch.setattr(measure, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, figure(1.0)))
     real = baselines.contenders
     monkeypatch.setattr(
         baselines, "contenders", lambda case, tensors, *rest: real(case, tensors, *rest) | wrong
@@ -57,7 +57,7 @@ def test_a_run_writes_a_line_for_each_case_with_all_that_explains_it(tmp_path):
     assert "tritoncp ms" in done.output and "÷ flash" in done.output
 
 
-def test_a_second_run_is_appended_and_json_is_what_the_file_holds(tmp_path):
+def test_a_second_run_is_appended_and_json_equals_the_file(tmp_path):
     arguments = [*QUICK, "--tier", "smoke", "--only", "*-fwd", "--json", "--out", str(tmp_path)]
     first, second = (CliRunner().invoke(main, arguments) for _ in range(2))
     printed = [json.loads(line) for line in (first.stdout + second.stdout).splitlines()]
@@ -97,7 +97,7 @@ def test_a_route_that_is_not_taken_is_not_timed_as_that_route(monkeypatch, tmp_p
 
 
 def test_kernel_options_are_measured_only_in_the_pass_that_they_change(monkeypatch, tmp_path):
-    cases = [Case("causal", which, 16384).shrunk() for which in ("forward", "backward")]
+    cases = [Case("causal", direction, 16384).shrunk() for direction in ("forward", "backward")]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     runner.options = [{"fwd_BLOCK_N": 32}, {"bwd_BLOCK_M2": 32}, {"num_stages": 2}]
     runner.patterns = ["tritoncp*"]
@@ -109,7 +109,7 @@ def test_kernel_options_are_measured_only_in_the_pass_that_they_change(monkeypat
 
 
 def test_the_unsafe_backward_pass_is_allowed_for_its_contender_alone(monkeypatch, tmp_path):
-    """Where it is refused otherwise, it is compared with the reference, then timed."""
+    """Elsewhere it is refused; for its contender it is compared with the reference, then timed."""
     values = set()
     attention = baselines.flex_attention
 
@@ -151,9 +151,9 @@ def test_warming_runs_the_named_contenders_and_writes_nothing(tmp_path):
 def test_functions_are_hashed_in_one_order_so_that_kernels_of_a_warm_cache_are_found(
     words, monkeypatch, tmp_path
 ):
-    """The key of a kernel in Triton's cache depends on what its process has hashed before."""
+    """The key of a kernel in Triton's cache depends on the functions that its process has hashed before."""
     calls = []
-    monkeypatch.setattr(engines, "name_functions", lambda: calls.append("hash"))
+    monkeypatch.setattr(engine_factory, "name_functions", lambda: calls.append("hash"))
     monkeypatch.setattr(measure.Bench, "warm", lambda self, cases: calls.append("run"))
     monkeypatch.setattr(measure.Bench, "run", lambda self, cases: calls.append("run"))
     CliRunner().invoke(main, [*QUICK, "--tier", "smoke", "--out", str(tmp_path), *words])
@@ -190,30 +190,30 @@ def test_a_table_says_that_a_baseline_is_untuned(capsys, tmp_path):
 
 
 def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(monkeypatch, tmp_path):
-    """Else every contender after it would be called wrong, and every case."""
+    """Without this, every later contender and case would be recorded as wrong."""
 
     def lost():
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
     cases = [Case("causal", "forward", 16384).shrunk(), Case("full", "forward", 16384).shrunk()]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", flash=lost)
-    with pytest.raises(RuntimeError, match=r"since causal-.*: go on with --resume"):
+    with pytest.raises(RuntimeError, match=r"since causal-.*: .*continue with --resume"):
         runner.run(cases)
     (point,) = journal.points
     assert point.case == cases[0].name and "not timed" in point.own["why"] and point.own["errors"]
     assert "AcceleratorError: an illegal" in point.contenders["flash"]["why"]
     runner.done = journal.points
-    assert runner._left(cases) == cases[1:]
+    assert runner._select_unmeasured(cases) == cases[1:]
 
 
-def test_a_resumed_run_measures_what_is_left_with_the_variants_that_had_won(monkeypatch, tmp_path):
-    cases = [Case("causal", which, seq) for seq in (16384, 8192) for which in ("forward", "backward")]
+def test_a_resumed_run_measures_the_remaining_cases_with_the_winning_variants(monkeypatch, tmp_path):
+    cases = [Case("causal", direction, seq) for seq in (16384, 8192) for direction in ("forward", "backward")]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     times = {"tritoncp": {"ms": 1.0}, "flex": {"ms": 3.0}, "flex tma": {"ms": 2.0}}
     journal.point(cases[0].name, times)
     journal.point(cases[1].name, {"tritoncp": {"why": "it failed, and would again"}})
     runner.done = journal.points
-    assert runner._left(cases) == cases[2:] and runner.best == {"causal": ["flex tma"]}
+    assert runner._select_unmeasured(cases) == cases[2:] and runner.best == {"causal": ["flex tma"]}
 
 
 def test_later_sizes_take_the_flex_variants_that_won_the_first(monkeypatch, tmp_path):
@@ -225,7 +225,7 @@ def test_later_sizes_take_the_flex_variants_that_won_the_first(monkeypatch, tmp_
         if cases[0].mask == "causal":
             runner.best.setdefault("causal", ["flex tma"])
 
-    monkeypatch.setattr(runner, "_problem", problem)
+    monkeypatch.setattr(runner, "_measure_problem", problem)
     monkeypatch.setattr(Case, "shrunk", lambda self: self)
     cases = [Case(mask, "forward", seq) for mask, seq in
              [("causal", 16384), ("window", 16384), ("alibi", 16384), ("causal", 8192)]]  # fmt: skip
@@ -239,7 +239,7 @@ def test_later_sizes_take_the_flex_variants_that_won_the_first(monkeypatch, tmp_
     ]
 
 
-def test_everyone_runs_once_a_round_and_the_first_round_is_thrown_away():
+def test_each_contender_runs_once_a_round_and_the_first_round_is_dropped():
     order = []
 
     class Counting:
@@ -256,7 +256,7 @@ def test_everyone_runs_once_a_round_and_the_first_round_is_thrown_away():
 
         return prepare
 
-    figures = timing.interleaved(
+    figures = timing.time_interleaved(
         {"a": runs("a", iter([99, 1, 2, 3])), "b": runs("b", iter([99, 4, 4, 4]))},
         Counting(),
         seconds=0.0,
@@ -276,7 +276,7 @@ def test_mistakes_are_explained(tmp_path):
     assert "no case of tier core for this device is named like 'casual-*'" in none.output
     if not torch.cuda.is_available():
         gpu = CliRunner().invoke(main, ["--device", "cuda", "--out", str(tmp_path)])
-        assert gpu.exit_code == 2 and "torch finds no GPU here" in gpu.output
+        assert gpu.exit_code == 2 and "torch finds no GPU" in gpu.output
     for options in ("{", "[1]"):
         result = CliRunner().invoke(main, ["--device", "cpu", "--try", options, "--out", str(tmp_path)])
         assert result.exit_code == 2 and "--try" in result.output
@@ -284,9 +284,9 @@ def test_mistakes_are_explained(tmp_path):
 
 
 def test_refused_options_are_recorded_with_the_reason(monkeypatch, tmp_path):
-    """As transposed tiles of dK/dV on a GPU for which this Triton compiles them wrong."""
+    """For example transposed tiles of dK/dV on a GPU for which this Triton compiles them wrong."""
     monkeypatch.setattr("triton.__version__", "3.7.0")
-    monkeypatch.setattr("tritoncp.api.architecture", lambda device: "sm_90")
+    monkeypatch.setattr("tritoncp.api.attention.architecture", lambda device: "sm_90")
     words = ["--try", '{"bwd_FLIP": true}', "--tier", "smoke", "--only", "*-bwd"]
     done = CliRunner().invoke(main, [*QUICK, *words, "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
@@ -299,9 +299,9 @@ def test_refused_options_are_recorded_with_the_reason(monkeypatch, tmp_path):
 def test_every_kind_of_line_has_a_short_form():
     failed = {"tritoncp": {"why": "so"}}
     kernel = {"kernel": "forward", "arch": "sm_90", "config": [64, 64], "registers": 99, "spill_bytes": 0}
-    assert "left out: so" in brief({"kind": "left out", "case": "c", "why": "so"})
-    assert "x                    so" in brief(
+    assert "left out: so" in format_line({"kind": "left out", "case": "c", "why": "so"})
+    assert "x                    so" in format_line(
         {"kind": "check", "case": "c", "contender": "x", "why": "so", "setup_s": 1}
     )
-    assert "failed: so" in brief({"kind": "case", "case": "c", "contenders": failed})
-    assert "99 registers" in brief({"kind": "resources", **kernel})
+    assert "failed: so" in format_line({"kind": "case", "case": "c", "contenders": failed})
+    assert "99 registers" in format_line({"kind": "resources", **kernel})

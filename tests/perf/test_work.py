@@ -1,4 +1,4 @@
-"""Counted work against brute force over the dense mask, and against what the schedules really send."""
+"""Counted work against brute force over the dense mask, and against the bytes that schedules send."""
 
 from pathlib import Path
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import tritoncp
-from tritoncp import and_masks, causal, comm, create_block_mask, document, prefix_lm, sliding_window
-from tritoncp.masks import full_mask
+from tritoncp import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
+from tritoncp.distributed import collectives
+from tritoncp.masks.mask import full_mask
 from tritoncp.perf.cases import CASES, MASKS
 from tritoncp.perf.work import Shape, of_plan, visible
 
@@ -37,7 +38,7 @@ def test_visible_keys_are_those_of_the_dense_mask(name):
     assert torch.equal(visible(mask, 2, 4).expand(2, 4, -1), mask.to_dense(2, 4).sum(-1))
 
 
-def test_a_mask_listed_for_one_head_is_asked_about_every_head():
+def test_a_mask_listed_for_one_head_is_evaluated_for_every_head():
     mask = create_block_mask(lambda b, h, q, kv: q + h >= kv, 1, 1, N, N, BLOCK_SIZE=64)
     assert torch.equal(visible(mask, 2, 4), mask.to_dense(2, 4).sum(-1))
 
@@ -47,19 +48,21 @@ def test_a_mask_listed_for_one_head_is_asked_about_every_head():
 def test_each_rank_does_the_work_of_its_own_rows(name, world):
     plan = tritoncp.make_plan(mask_of(name), world_size=world, rank=0)
     dense = plan.mask.to_dense(2, 4)
-    whole = 0
+    total_flops = 0
     for rank in range(world):
-        here = plan.for_rank(rank)
-        local = here.positions.expand(2, -1)
-        seen = torch.stack([rows[:, at.clamp(min=0)] for rows, at in zip(dense, local)])  # [2, 4, S, N]
-        seen &= (local >= 0)[:, None, :, None]
-        pairs = int(seen.sum())
-        forward, backward = (of_plan(here, SHAPE, which) for which in ("forward", "backward"))
+        rank_plan = plan.for_rank(rank)
+        local = rank_plan.positions.expand(2, -1)
+        visible_pairs = torch.stack(
+            [rows[:, at.clamp(min=0)] for rows, at in zip(dense, local)]
+        )  # [2, 4, S, N]
+        visible_pairs &= (local >= 0)[:, None, :, None]
+        pairs = int(visible_pairs.sum())
+        forward, backward = (of_plan(rank_plan, SHAPE, direction) for direction in ("forward", "backward"))
         assert forward.flops == 2 * pairs * (16 + 32)
         assert backward.flops == 2 * pairs * (16 + 32 + 32 + 16 + 16)
-        whole += forward.flops
+        total_flops += forward.flops
 
-        blocks = torch.nn.functional.pad(seen, (0, -N % 64)).unflatten(-1, (-1, 64))
+        blocks = torch.nn.functional.pad(visible_pairs, (0, -N % 64)).unflatten(-1, (-1, 64))
         touched = blocks.any(-1).any(2).unflatten(1, (2, 2)).any(2)  # [2, KV heads, KV blocks]
         width = torch.tensor([64, 64, 64, N - 192])
         kv_rows = int((touched * width).sum())
@@ -67,23 +70,23 @@ def test_each_rank_does_the_work_of_its_own_rows(name, world):
         assert forward.hbm == rows * (16 + 32) * 2 + rows * 4 + kv_rows * (16 + 32) * 2
         grad = 2 if world == 1 else 4
         assert backward.hbm == rows * (2 * (16 + 32) * 2 + 4) + kv_rows * (16 + 32) * (2 + grad)
-    assert whole == 2 * int(dense.sum()) * (16 + 32)
+    assert total_flops == 2 * int(dense.sum()) * (16 + 32)
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_wire_bytes_are_what_a_simulated_world_sends(world, monkeypatch):
+def test_wire_bytes_are_the_bytes_that_a_simulated_world_sends(world, monkeypatch):
     sent = {"forward": 0, "backward": 0}
-    which, turn = "forward", comm._turn
+    direction, turn = "forward", collectives._turn
 
-    def spy(asked):
-        for what in asked:
-            if isinstance(what, comm.AllGather):
-                sent[which] += what.x.nbytes * (world - 1)
-            elif isinstance(what, comm.ReduceScatter):
-                sent[which] += what.x.nbytes * (world - 1) // world
-        return turn(asked)
+    def spy(requests):
+        for request in requests:
+            if isinstance(request, collectives.AllGather):
+                sent[direction] += request.x.nbytes * (world - 1)
+            elif isinstance(request, collectives.ReduceScatter):
+                sent[direction] += request.x.nbytes * (world - 1) // world
+        return turn(requests)
 
-    monkeypatch.setattr(comm, "_turn", spy)
+    monkeypatch.setattr(collectives, "_turn", spy)
     simulated = tritoncp.simulate(world)
     plan = simulated.make_plan(create_block_mask(causal(), 1, 1, 96, 96, BLOCK_SIZE=16))
     shape = Shape(batch=1, heads=2, kv_heads=2, dim=16, v_dim=32, itemsize=4)
@@ -92,13 +95,15 @@ def test_wire_bytes_are_what_a_simulated_world_sends(world, monkeypatch):
         for width in (16, 16, 32)
     )
     outs = simulated.flex_attention(q, k, v, plan)
-    which = "backward"
+    direction = "backward"
     torch.autograd.grad(sum(out.sum() for out in outs), (*q, *k, *v))
-    for which in sent:
-        assert sum(of_plan(plan.for_rank(r), shape, which).wire for r in range(world)) == sent[which], which
+    for direction in sent:
+        assert (
+            sum(of_plan(plan.for_rank(r), shape, direction).wire for r in range(world)) == sent[direction]
+        ), direction
 
 
-def test_every_case_has_a_mask_a_name_of_its_own_and_both_dialects_agree():
+def test_cases_have_masks_and_unique_names_and_both_forms_of_a_mask_agree():
     assert len({case.name for case in CASES}) == len(CASES)
     assert {case.mask for case in CASES} == set(MASKS)
     for name, mask in MASKS.items():
@@ -111,11 +116,11 @@ def test_every_case_has_a_mask_a_name_of_its_own_and_both_dialects_agree():
 
 def test_a_name_never_changes_its_meaning():
     """Histories are compared by name. A new case adds a line to the file; no line is ever changed."""
-    meant = {case.name: case for case in CASES}
+    case_by_name = {case.name: case for case in CASES}
     frozen = (Path(__file__).parent / "frozen_cases.txt").read_text().splitlines()
     assert len(frozen) == len(CASES), "add the new cases' lines"
     for line in frozen:
         name, *fields = line.split(" ")
         for field in fields:
             key, value = field.split("=")
-            assert str(getattr(meant[name], key)) == value, (name, key)
+            assert str(getattr(case_by_name[name], key)) == value, (name, key)

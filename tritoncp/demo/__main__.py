@@ -1,4 +1,4 @@
-"""`python -m tritoncp.demo`, and what torchrun starts."""
+"""`python -m tritoncp.demo`, also the entry point under torchrun."""
 
 from tritoncp.cli import demo
 

@@ -68,8 +68,8 @@ def pack(pieces: Iterator[bytes], seq_len: int) -> Tensor:
 
 
 def window(packed: Tensor) -> Window:
-    """What a step reads, from one entry of `windows`. Labels are shifted here, while the sequence is whole:
-    after sharding, a token's neighbour may be on another rank.
+    """Make the inputs of a step from one entry of `windows`. Labels are shifted here, while the sequence is
+    whole: after sharding, a token's neighbour may be on another rank.
 
     >>> w = window(torch.tensor([[104, 105, 10, 120, 10], [0, 0, 0, 1, 1]]))
     >>> w.labels.tolist(), w.lengths

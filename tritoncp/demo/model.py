@@ -49,7 +49,8 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Logits of the next byte. It sees a shard like any other batch: only `positions` and `attend` know."""
+    """Logits of the next byte. A shard is a batch like any other: only `positions` and `attend` depend on
+    it."""
 
     def __init__(self, shape: Shape):
         super().__init__()

@@ -24,7 +24,8 @@ TIMEOUT = timedelta(minutes=5)  # far more than a step, far less than a person's
 
 
 class RankFailed(RuntimeError):
-    """A rank raised or died. The message holds what that rank said; the others were stopped."""
+    """Raised where a rank raised or died. The message holds that rank's error; all other ranks were
+    stopped."""
 
 
 def interpret_without_gpu() -> None:
@@ -39,9 +40,9 @@ def device_of(rank: int) -> torch.device:
 
 
 def backend(world_size: int) -> str:
-    """NCCL wants a GPU for every rank of this machine; gloo takes anything."""
-    here = int(os.environ["LOCAL_WORLD_SIZE"]) if torchrun_world_size() else world_size
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= here
+    """Choose the backend: NCCL needs a GPU for every rank of this machine; gloo runs on any."""
+    local_world_size = int(os.environ["LOCAL_WORLD_SIZE"]) if torchrun_world_size() else world_size
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= local_world_size
     return "nccl" if enough and dist.is_nccl_available() else "gloo"
 
 
@@ -64,15 +65,15 @@ def member(rank: int, world_size: int, device: torch.device, store: dist.Store) 
 
 
 def leave_together(store: dist.Store, world_size: int) -> None:
-    """Wait for everyone, through the store: a rank that hangs up early can break the last collective of a
-    slower one, and a barrier would be one more of those."""
+    """Wait for all ranks, through the store: a rank that disconnects early can break the last collective of a
+    slower one, and so could a barrier."""
     if store.add("tritoncp/leaving", 1) == world_size:
         store.set("tritoncp/left", "all")
     store.wait(["tritoncp/left"], TIMEOUT)
 
 
 def torchrun_world_size() -> int | None:
-    """How many ranks torchrun started, None if it did not start this process."""
+    """The number of ranks that torchrun started, None if it did not start this process."""
     return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
@@ -81,22 +82,22 @@ def is_first() -> bool:
 
 
 def train_in_torchrun(config: Config, on_step: Callable[[Step], None]) -> list[Step]:
-    """This process's share of the training that torchrun started."""
+    """Train as one rank of those that torchrun started."""
     device = device_of(int(os.environ["LOCAL_RANK"]))
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
-    seen = []
+    steps = []
     with member(rank, world_size, device, store) as group:
         for step in train(config, group, device):
-            seen.append(step)
+            steps.append(step)
             on_step(step)
-    return seen
+    return steps
 
 
 class LocalRanks:
-    """`world_size` processes on this machine that train together while this one does something else.
+    """`world_size` processes on this machine that train together, beside this one.
 
-    A thread listens to them: `on_step` is called there with what rank 0 reports. `result()` waits, and
-    raises RankFailed with the first failure; leaving the `with` block stops whoever still runs.
+    A thread listens to them and calls `on_step` with the reports of rank 0. `result()` waits, and raises
+    RankFailed with the first failure; leaving the `with` block stops all ranks that still run.
     """
 
     def __init__(self, config: Config, world_size: int, on_step: Callable[[Step], None]):
@@ -111,12 +112,12 @@ class LocalRanks:
         self.workers: dict[int, Any] = {}
         self.pipes: dict[Connection, int] = {}
         for rank in range(self.world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            job = (rank, self.world_size, self.store.port, self.config, theirs)
+            receiver, sender = context.Pipe(duplex=False)
+            job = (rank, self.world_size, self.store.port, self.config, sender)
             self.workers[rank] = context.Process(target=work, args=job, daemon=True, name=f"rank {rank}")
-            self.pipes[ours] = rank
+            self.pipes[receiver] = rank
             self.workers[rank].start()
-            theirs.close()  # so that a dead worker ends its pipe
+            sender.close()  # so that a dead worker ends its pipe
         self.listener = threading.Thread(target=self._listen, daemon=True)
         self.listener.start()
         return self
@@ -151,7 +152,7 @@ class LocalRanks:
         if said is None:
             self.workers[rank].join(10)
             code = self.workers[rank].exitcode
-            said = f"it ended without a word, exit code {code} (negative: killed by that signal)"
+            said = f"it ended without a message, exit code {code} (negative: killed by that signal)"
         self.failure = RankFailed(f"rank {rank} of {self.world_size} failed:\n{said}")
         self._stop()
 
@@ -172,7 +173,7 @@ def receive(pipe: Connection) -> tuple[str, Any]:
 
 
 def work(rank: int, world_size: int, port: int, config: Config, report: Connection) -> None:
-    """The life of one local rank. Whatever happens is said once, through the pipe."""
+    """Run one local rank and send its steps, its end or its error through the pipe."""
     try:
         interpret_without_gpu()
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)

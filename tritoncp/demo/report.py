@@ -21,7 +21,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that is said at the end; `--json` prints it as it is."""
+    """The results of the demo; `--json` prints them unchanged."""
 
     world_size: int
     device: str
@@ -43,7 +43,7 @@ class Report:
 
 
 def plans_of(config: Config, world_size: int) -> list[Any]:
-    """Every step's plan as rank 0 has it, made here without a process group."""
+    """Every step's plan as rank 0 has it, made without a process group."""
     texts = windows(config.seq_len, config.steps)
     return [plan_of(window(text).lengths, world_size=world_size, rank=0) for text in texts.unbind()]
 
@@ -54,15 +54,15 @@ def bytes_of(plan: Any, config: Config) -> int:
     return one * s.layers
 
 
-def difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """The largest; infinite if a loss is missing or not a number.
+def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest difference; infinite if a loss is missing or not a number.
 
     >>> difference([2.0, 1.0], [2.0, 1.5]), difference([1.0], []), difference([float("nan")], [1.0])
     (0.5, inf, inf)
     """
-    if len(losses) != len(others):
+    if len(losses) != len(reference):
         return float("inf")
-    gaps = [abs(a - b) for a, b in zip(losses, others)]
+    gaps = [abs(a - b) for a, b in zip(losses, reference)]
     return max((gap if gap == gap else float("inf") for gap in gaps), default=float("inf"))
 
 

@@ -11,20 +11,20 @@ from tritoncp.demo import ranks
 from tritoncp.demo.report import TOLERANCE, Display, Report, bytes_of, difference, plans_of, show
 from tritoncp.demo.train import Config, Step, train
 
-MOST_RANKS = 64  # processes that are started here
-MOST_BYTES = 1 << 24  # of text, in all steps together
+MAX_RANKS = 64  # local processes
+MAX_BYTES = 1 << 24  # of text, in all steps together
 Losses = tuple[list[Step], list[Step]]  # of many ranks, of one
 
 
 def run(config: Config, world_size: int | None, out: Path, console: Console) -> Report | None:
     """Train on many ranks and on one, show both, and compare. None on torchrun's ranks but the first.
 
-    Raises ranks.RankFailed with what a local rank said, and ValueError for a world size that torchrun
-    contradicts, or more ranks or text than a demo is good for.
+    Raises ranks.RankFailed with a local rank's error, and ValueError for a world size that torchrun
+    contradicts, or more ranks or text than the demo supports.
     """
-    if config.seq_len * config.steps > MOST_BYTES:
+    if config.seq_len * config.steps > MAX_BYTES:
         raise ValueError(
-            f"--seq-len {config.seq_len} and --steps {config.steps}: the demo trains on {MOST_BYTES} bytes "
+            f"--seq-len {config.seq_len} and --steps {config.steps}: the demo trains on {MAX_BYTES} bytes "
             "of text at most, in all steps together"
         )
     ranks.interpret_without_gpu()
@@ -33,8 +33,8 @@ def run(config: Config, world_size: int | None, out: Path, console: Console) -> 
     started = ranks.torchrun_world_size()
     if started and world_size not in (None, started):
         raise ValueError(f"--world-size {world_size}, but torchrun started {started} ranks: leave it out")
-    if not started and (world_size or 0) > MOST_RANKS:
-        raise ValueError(f"--world-size {world_size}: the demo starts {MOST_RANKS} local ranks at most")
+    if not started and (world_size or 0) > MAX_RANKS:
+        raise ValueError(f"--world-size {world_size}: the demo starts {MAX_RANKS} local ranks at most")
     world_size = started or world_size or default_world_size()
     if started and not ranks.is_first():
         ranks.train_in_torchrun(config, lambda step: None)
@@ -52,7 +52,7 @@ def run(config: Config, world_size: int | None, out: Path, console: Console) -> 
 
 
 def default_world_size() -> int:
-    """A rank for each GPU; with fewer than two, four that share what there is."""
+    """A rank for each GPU; with fewer than two, four ranks that share the device."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return gpus if gpus > 1 else 4
 
@@ -61,18 +61,18 @@ Say = Callable[[Step], None]
 
 
 def side_by_side(config: Config, world_size: int, on_many: Say, on_one: Say) -> Losses:
-    """The ranks in processes of their own while this one trains alone."""
+    """Train with local ranks in processes of their own, and alone in this one, at the same time."""
     alone = []
-    with ranks.LocalRanks(config, world_size, on_many) as others:
+    with ranks.LocalRanks(config, world_size, on_many) as local_ranks:
         for step in train(config, None, ranks.device_of(0)):
-            others.check()
+            local_ranks.check()
             alone.append(step)
             on_one(step)
-        return others.result(), alone
+        return local_ranks.result(), alone
 
 
 def first_of_torchrun(config: Config, world_size: int, on_many: Say, on_one: Say) -> Losses:
-    """All ranks train together; then the first, which this is, trains alone while the others go home."""
+    """Train with all ranks; then this rank, the first, trains alone while the others end."""
     together = ranks.train_in_torchrun(config, on_many)
     alone = []
     for step in train(config, None, ranks.device_of(0)):

@@ -1,4 +1,4 @@
-"""The training loop. With a process group it is context parallel, with None it is the ordinary thing."""
+"""The training loop: context parallel with a process group, ordinary training with None."""
 
 import time
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def plan_of(
 
 
 def train(config: Config, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Step]:
-    """Train, and say after every step how it went. Data, initial weights and order are fixed."""
+    """Train and yield each step's number, loss and time. Data, initial weights and order are fixed."""
     texts = windows(config.seq_len, config.steps).to(device)
     if group is not None:
         dist.broadcast(texts, group_src=0, group=group)
@@ -63,7 +63,8 @@ def train(config: Config, group: dist.ProcessGroup | None, device: torch.device)
 
 
 def loss_of(model: Transformer, text: Tensor, bias: Any, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's part of the mean loss: the sum over its tokens over the count of everyone's."""
+    """This rank's part of the mean loss: the sum over its tokens, divided by the number of all ranks'
+    tokens."""
     tokens, labels, lengths = window(text)
     plan = plan_of(lengths, group)
     count = (labels != IGNORE).sum()  # before sharding: the global count, no communication

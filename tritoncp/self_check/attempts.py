@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tritoncp import comm
+from tritoncp.distributed import collectives
 from tritoncp.self_check.cases import PASSES, Case, Problem, Result, choose_sizes, make_problem
 from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
 
@@ -49,11 +49,13 @@ class Limits:
                 raise KeyboardInterrupt
             self.signal_name = signal.Signals(number).name
 
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+        previous_handlers = {
+            number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)
+        }
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
     @property
@@ -78,7 +80,7 @@ class Stopped(Exception):
 
 
 class Stalled(RuntimeError):
-    """Raised where the device has not finished its work in time."""
+    """Raised where the device does not finish its work in time."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Failure:
     @classmethod
     def of(cls, error: Exception, device: torch.device) -> Failure:
         """Make a failure from an exception."""
-        lost = isinstance(error, comm.PeerLost | Stalled | dist.DistError)
+        lost = isinstance(error, collectives.PeerLost | Stalled | dist.DistError)
         lines = str(error).strip().splitlines() or [""]
         return cls(f"{type(error).__name__}: {lines[0][:500]}", lost or not is_usable(device))
 
@@ -106,7 +108,7 @@ def is_usable(device: torch.device) -> bool:
     return True
 
 
-Gather = Callable[[Any], list[Any]]  # this process's value -> that of every rank, in rank order
+Gather = Callable[[Any], list[Any]]  # this process's value -> the values of all ranks, in rank order
 
 
 def run_cases(cases: Sequence[Case], ranks: Ranks, gather: Gather, limits: Limits) -> Iterator[Result]:
@@ -140,23 +142,25 @@ def run_schedule(
             own = take_outcome(steps, ranks.device)
             try:
                 records = gather((own, limits.reason()))
-            except comm.PeerLost as error:
+            except collectives.PeerLost as error:
                 rank = error.absent[0] if error.absent else None
                 yield from (Result(case, rank=rank, ranks=error.absent, why=str(error)) for case in unknown)
                 lost = ", ".join(map(str, error.absent)) or "unknown"
                 raise Stopped(f"lost while {unknown[0].name} ran: rank {lost}", error.absent) from error
-            failures = {rank: one for rank, (one, _) in enumerate(records) if isinstance(one, Failure)}
+            failures = {
+                rank: outcome for rank, (outcome, _) in enumerate(records) if isinstance(outcome, Failure)
+            }
             if failures:
                 yield from report_failures(unknown, failures, len(records))
             else:
-                runs[direction].append([one for one, _ in records])
+                runs[direction].append([outcome for outcome, _ in records])
                 if repetition == repetitions - 1:
                     yield from (
                         judge_case(case, problem[0], runs[direction])
                         for case in cases
                         if case.direction == direction
                     )
-            if any(one.fatal for one in failures.values()):
+            if any(outcome.fatal for outcome in failures.values()):
                 raise Stopped(f"a rank or a device was lost in {cases[0].name}")
             if reason := next((text for _, text in records if text), None):
                 raise Stopped(reason)

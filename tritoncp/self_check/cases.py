@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp import engines
-from tritoncp.closed_forms import and_masks, causal, document, sliding_window
-from tritoncp.masks import Mask, create_block_mask
-from tritoncp.reference import allowed_error, dense_attention, eager_attention
-from tritoncp.sinks import with_sinks
+from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
+from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.ops import engine_factory
+from tritoncp.ops.sinks import with_sinks
+from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention
 
 ONE_DEVICE = "one-device"
 SCHEDULES = (ONE_DEVICE, "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
@@ -103,7 +103,7 @@ def choose_sizes(device: torch.device, world_size: int) -> Sizes:
 def choose_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
     """Choose the 16-bit dtype; float32 always comes second. Interpreted kernels run in float16, because the
     interpreter truncates to bfloat16 where a GPU rounds."""
-    interpreted = device.type == "cpu" and engines.uses_triton(device)
+    interpreted = device.type == "cpu" and engine_factory.uses_triton(device)
     return (torch.float16 if interpreted else torch.bfloat16), torch.float32
 
 
@@ -119,7 +119,7 @@ def choose_degree(world_size: int, heads: int) -> int | None:
 
 
 def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[Case]:
-    """List the cases that fit the world and match ``only``; those that share kernels are adjacent."""
+    """List the cases that fit the world and match ``only``; cases that share kernels are adjacent."""
     fitting = [ONE_DEVICE]
     if world_size > 1:
         fitting += [name for name in SCHEDULES[1:] if name != "ulysses+ring"]
@@ -183,7 +183,7 @@ def make_score_mod(bias: Tensor) -> Callable[..., Tensor]:
 def make_problem(name: str, dtype: torch.dtype, size: Sizes, device: torch.device) -> Problem:
     """Draw a problem; its allowed errors are the largest over DRAWS random inputs."""
     problem, *redraws = (draw_problem(name, dtype, size, device, seed) for seed in range(DRAWS))
-    allowed = {key: max(one.allowed[key] for one in (problem, *redraws)) for key in problem.exact}
+    allowed = {key: max(draw.allowed[key] for draw in (problem, *redraws)) for key in problem.exact}
     return replace(problem, allowed=allowed)
 
 

@@ -67,8 +67,8 @@ def check(
 
 
 def require_engine() -> None:
-    """Check that kernels are interpreted only where that is possible and meant. Raises RuntimeError, with the
-    remedy, if they cannot be interpreted here, or if a GPU is here, which the check would then not test."""
+    """Check that kernels are interpreted only without a GPU, and can be. Raises RuntimeError, with the
+    remedy, if the interpreter lacks a package, or if there is a GPU, which the check would not test."""
     from tritoncp.doctor import examine
 
     report = examine()

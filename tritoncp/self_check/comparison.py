@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tritoncp
-from tritoncp.masks import Mask
-from tritoncp.plan import Plan
-from tritoncp.reference import largest_error
+from tritoncp.masks.mask import Mask
+from tritoncp.planning.plan import Plan
+from tritoncp.reference.dense import largest_error
 from tritoncp.self_check.cases import (
     ONE_DEVICE,
     REPLICATED,
@@ -155,7 +155,7 @@ def compare_results(
 
 
 def judge_case(case: Case, problem: Problem, repetitions: Sequence[Sequence[Errors]]) -> Result:
-    """Judge a case by the errors of every process in each repetition. The time is that of the last one."""
+    """Judge a case by the errors of every process in each repetition. The time is the last repetition's."""
     errors: dict[tuple[int | None, str], float] = {}  # by rank, None for sums, and tensor
     for processes in repetitions:
         run: dict[tuple[int | None, str], float] = {}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tritoncp import comm
+from tritoncp.distributed import collectives
 from tritoncp.doctor import examine
 from tritoncp.perf import machine
 from tritoncp.self_check.cases import choose_dtypes
@@ -64,12 +64,12 @@ def time_all_gather(ranks: Ranks) -> dict[str, Any]:
     assert ranks.group is not None
     x = torch.ones(MESSAGE[ranks.device.type], dtype=torch.uint8, device=ranks.device)
 
-    def schedule() -> comm.Schedule[torch.Tensor]:
-        return (yield comm.Wait((yield comm.AllGather(x))))
+    def schedule() -> collectives.Schedule[torch.Tensor]:
+        return (yield collectives.Wait((yield collectives.AllGather(x))))
 
     def seconds() -> float:
         began = time.perf_counter()
-        gathered = comm.run(schedule(), ranks.group)  # type: ignore[arg-type]
+        gathered = collectives.run(schedule(), ranks.group)  # type: ignore[arg-type]
         int(gathered[-1])  # waits until the message has arrived
         return time.perf_counter() - began
 
@@ -94,7 +94,7 @@ def list_rows(facts: dict[str, Any]) -> Sequence[tuple[str, str]]:
         ("GPU to GPU", facts["peer_access"] or "-"),
     ]
     if ranks:
-        lines = [f"rank {i}: {one['host']} {one['device']} {one['name']}" for i, one in enumerate(ranks)]
+        lines = [f"rank {i}: {rank['host']} {rank['device']} {rank['name']}" for i, rank in enumerate(ranks)]
         table.append(("ranks", "\n".join(lines)))
     if gather:
         table.append(

@@ -33,9 +33,9 @@ class Report:
 
     @property
     def worst(self) -> Result | None:
-        """The worst failing case: one without a result first, then by excess, then those that did not run."""
+        """The worst failing case: one without a result first, then by excess, then cases that did not run."""
         wrong = [result for result in self.results if not result.right]
-        return max(wrong, key=lambda one: (not is_left_out(one), one.excess), default=None)
+        return max(wrong, key=lambda result: (not is_left_out(result), result.excess), default=None)
 
     def reporting_rank(self, world_size: int) -> int:
         """The rank that prints the report: the first one that is not lost."""
@@ -109,8 +109,10 @@ def show_report(report: Report, console: Console, printed: Container[Case]) -> N
             table.add_row(*map(escape, format_row(result)), style=None if result.right else "red")
         console.print(table)
     for result in report.results:
-        left = result.why and not is_left_out(result) if console.is_terminal else result.case not in printed
-        if left:
+        pending = (
+            result.why and not is_left_out(result) if console.is_terminal else result.case not in printed
+        )
+        if pending:
             console.print(format_line(result), markup=False, highlight=False, soft_wrap=True)
     for label, value in [*doctor.rows(report.facts), *machine.list_rows(report.facts)]:
         text = escape(value).replace("\n", "\n" + " " * 17)
@@ -142,8 +144,8 @@ def describe(result: Result) -> str:
     if result.why:
         return result.why
     *_, error, allowed, _, tensor, rank, _ = format_row(result)
-    where = "summed over ranks" if result.rank is None else f"on rank {rank}"
-    return f"{tensor} {where} is off by {error}, allowed {allowed}"
+    location = "summed over ranks" if result.rank is None else f"on rank {rank}"
+    return f"{tensor} {location} is off by {error}, allowed {allowed}"
 
 
 def format_report_line(report: Report, worst: Result) -> str:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from tritoncp import comm
 from tritoncp.demo.ranks import stay_on_this_machine, torchrun_world_size
+from tritoncp.distributed import collectives
 from tritoncp.self_check import facts
 from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
 from tritoncp.self_check.cases import Case, Result, choose_degree, choose_sizes, list_cases
@@ -104,9 +104,9 @@ class Group(NamedTuple):
     def gather(self, own: Any) -> list[Any]:
         """Gather every rank's value over the host group. Raises PeerLost, which names the absent ranks."""
         text = pickle.dumps(own)
-        sizes = [row[0] for row in comm.exchange([len(text)], self.host, "the result of a case")]
+        sizes = [row[0] for row in collectives.exchange([len(text)], self.host, "the result of a case")]
         padded = list(text.ljust(max(sizes), b"\0"))
-        rows = comm.exchange(padded, self.host, "the result of a case")
+        rows = collectives.exchange(padded, self.host, "the result of a case")
         return [pickle.loads(bytes(row[:size])) for row, size in zip(rows, sizes)]
 
 
@@ -201,7 +201,7 @@ def check_group(request: Request, limits: Limits, show: Show) -> Report:
             show(result)
         machine["all_gather"] = facts.time_all_gather(group.ranks)
         machine["ranks"] = group.gather(facts.describe_device(device))
-    except (Stopped, comm.PeerLost) as error:
+    except (Stopped, collectives.PeerLost) as error:
         results += mark_not_run(cases, results, str(error))
         return Report(machine, results, limits.seconds, str(error), error.absent)
     dist.destroy_process_group()

@@ -17,10 +17,10 @@ from tritoncp.self_check.attempts import Limits, Stopped, run_cases
 from tritoncp.self_check.cases import ONE_DEVICE, Case, Result
 from tritoncp.self_check.comparison import Ranks
 
-# Schedules that share kernels. The others share theirs, about as many.
+# Schedules that share kernels. The remaining schedules share about as many.
 SHORT = (ONE_DEVICE, "allgather", "ulysses")
 
-DYING = 2.0  # seconds that a process whose pipe has ended is waited for
+DYING = 2.0  # seconds to wait for a process whose pipe has ended
 
 
 def split_into_parts(cases: Sequence[Case]) -> list[list[Case]]:
@@ -64,7 +64,7 @@ def run_in_processes(
 
 
 class Worker:
-    """A worker process and those cases of its part that have no result yet. It is forked on a CPU, which is
+    """A worker process and the cases of its part without a result. It is forked on a CPU, which is
     fast, and spawned on a GPU, since CUDA cannot be used after a fork."""
 
     def __init__(self, cases: list[Case], ranks: Ranks, limits: Limits):
@@ -86,7 +86,9 @@ class Worker:
             self.ended = True
             self.process.join(DYING)
             code = self.process.exitcode
-            if not code or not self.cases:  # in order, or it hangs in a driver: the rest is another one's
+            if (
+                not code or not self.cases
+            ):  # it ended in order, or hangs in a driver: a new worker runs the rest
                 self.process.kill()
                 return None
             return Result(
@@ -99,7 +101,7 @@ class Worker:
 def run_worker(cases: list[Case], ranks: Ranks, limits: Limits, pipe: Connection) -> None:
     """Run cases in a worker process and send the results. Where the device can no longer be used, the process
     ends, and a new one runs the remaining cases."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes: the parent answers it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent handles it
     set_up_process(ranks.device)
     try:
         for result in run_cases(cases, ranks, lambda own: [own], limits):
@@ -117,7 +119,7 @@ def set_up_process(device: torch.device) -> None:
         "ignore", message=".*heads do not go round"
     )  # worlds with too few heads are cases
     if device.type == "cuda":
-        from tritoncp.engines import name_functions
+        from tritoncp.ops.engine_factory import name_functions
 
         torch.cuda.set_device(device)
         name_functions()

@@ -1,0 +1,251 @@
+"""Tests of the public call: both argument shapes, every keyword of torch's, every kind of mask."""
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+import tritoncp
+from tests.kernels.harness import F32, F64, QKV, agree, close, cotangents, oracle, qkv, run, same
+from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
+from tritoncp.ops import engine_factory
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    pytest.mark.filterwarnings("ignore:return_lse is deprecated"),
+]
+
+
+def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & ((q - kv) % 3 != 1)
+
+
+def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s - 0.1 * (h + 1) * (q - kv).abs() + b
+
+
+TORCHS = flex.create_block_mask(mask_mod, None, None, 40, 40, device="cpu", BLOCK_SIZE=32)
+MASK = create_block_mask(mask_mod, None, None, 40, 40, BLOCK_SIZE=32)
+
+
+def tensors(**kw: Any) -> QKV:
+    return qkv(40, **{"heads": 2, "kv_heads": 1, "batch": 2, "dtype": F64, **kw})
+
+
+# -- torch's call -------------------------------------------------------------------------------------
+
+
+def test_the_signature_is_that_of_torch_plus_own_arguments() -> None:
+    torch_parameters, own_parameters = (
+        inspect.signature(f).parameters for f in (flex.flex_attention, tritoncp.flex_attention)
+    )
+    for (name, their), (own, our) in zip(torch_parameters.items(), own_parameters.items()):
+        assert (name, their.kind, their.default) == (own, our.kind, our.default)
+    assert all(
+        p.kind is inspect.Parameter.KEYWORD_ONLY for p in [*own_parameters.values()][len(torch_parameters) :]
+    )
+
+
+AUX = flex.AuxRequest
+CALLS: dict[str, tuple[tuple, dict[str, Any]]] = {
+    "nothing": ((), {}),
+    "score_mod": ((score_mod,), {}),
+    "score_mod and mask": ((score_mod, TORCHS), {}),
+    "no score_mod": ((None, TORCHS), {}),
+    "everything in place": ((score_mod, TORCHS, 0.3, True, True), {}),
+    "by name": ((), {"score_mod": score_mod, "block_mask": TORCHS, "scale": 0.2, "return_lse": True}),
+    "a scale of one": ((), {"scale": 1, "block_mask": TORCHS}),
+    "lse": ((), {"return_aux": AUX(lse=True), "block_mask": TORCHS}),
+    "aux of nothing": ((), {"return_aux": AUX(), "block_mask": TORCHS}),
+    "options": ((), {"kernel_options": {"BLOCK_M": 16, "BLOCK_N": 32}, "block_mask": TORCHS}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torchs_call_gives_torchs_answer(name: str) -> None:
+    """The result is a tensor, (out, lse), or (out, AuxOutput), whose fields that were not requested are
+    None."""
+    args, kw = CALLS[name]
+    x = tensors()
+    kw = {**kw, "enable_gqa": True} if len(args) < 4 else kw
+    want, got = (f(*x, *args, **kw) for f in (flex.flex_attention, tritoncp.flex_attention))
+    assert type(got) is type(want)
+    want, got = ((y,) if isinstance(y, Tensor) else (y[0], *y[1:]) for y in (want, got))
+    for a, b in zip(got, want, strict=True):
+        if isinstance(a, flex.AuxOutput):
+            assert (a.lse is None) == (b.lse is None) and a.max_scores is b.max_scores is None
+            a, b = a.lse, b.lse
+        if a is not None:
+            assert a.dtype == F64  # lse too: float64 for float64 inputs
+            close(a, b.to(F64), name, 1e-6 if b.dtype == F32 else 1e-12)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("top", [False, True])
+def test_aux_holds_the_requested_fields(lse: bool, top: bool) -> None:
+    x = tensors(dtype=F32)
+    out, aux = tritoncp.flex_attention(*x, MASK, enable_gqa=True, return_aux=AUX(lse=lse, max_scores=top))
+    want = oracle(x, MASK, start=cotangents(x))
+    close(out, want.out, "out")
+    for request, got, exact in ((lse, aux.lse, want.lse), (top, aux.max_scores, want.max_scores)):
+        assert (got is not None) == request
+        if got is not None:
+            assert got.dtype == F32
+            close(got, exact, "aux")
+
+
+# -- the drop-in's call -------------------------------------------------------------------------------
+
+SAME_MASK = {
+    "torch's BlockMask": TORCHS,
+    "compact mask": MASK,
+    "plan": tritoncp.make_plan(MASK),
+    "plan of torch's": tritoncp.make_plan(TORCHS),
+    "there and back": MASK.to_block_mask(),
+}
+
+
+@pytest.mark.parametrize("name", SAME_MASK)
+def test_a_mask_may_stand_in_fourth_or_fifth_place(name: str) -> None:
+    mask, x = SAME_MASK[name], tensors(kv_heads=2, batch=1)
+    want = tritoncp.flex_attention(*x, MASK)
+    close(want, oracle(x, MASK, start=cotangents(x)).out, "out")
+    calls: list[tuple[tuple, dict[str, Any]]] = [
+        ((mask,), {}),
+        ((mask, None), {}),
+        ((None, mask), {}),
+        ((), {"block_mask": mask}),
+        ((mask,), {"mesh": None}),
+    ]
+    for args, kw in calls:
+        same(tritoncp.flex_attention(*x, *args, **kw), want)
+
+
+CLOSED: dict[str, Callable[..., Tensor]] = {
+    "causal": causal(),
+    "window": sliding_window(7, 2),
+    "documents": and_masks(causal(), document(lengths=[11, 29])),
+    "documents by batch row": document(ids=torch.tensor([[0] * 11 + [1] * 29, [0] * 30 + [1] * 10])),
+    "prefix": prefix_lm(13),
+}
+
+
+@pytest.mark.parametrize("name", CLOSED)
+def test_a_closed_form_is_a_mask(name: str) -> None:
+    """A closed form has the lengths of the call, and is a mask_mod that torch accepts."""
+    x = tensors()
+    got = tritoncp.flex_attention(*x, CLOSED[name], enable_gqa=True)
+    torch_mask = flex.create_block_mask(CLOSED[name], 2, None, 40, 40, device="cpu")
+    close(got, flex.flex_attention(*x, block_mask=torch_mask, enable_gqa=True), "out")
+
+
+def test_no_mask_is_everyone_sees_everyone_at_any_lengths() -> None:
+    x = qkv(17, 40, heads=2)
+    start = cotangents(x)
+    agree(run(x, None, start=start), oracle(x, start=start))
+    agree(run(x, None, lambda: score_mod, start=start), oracle(x, None, lambda: score_mod, start=start))
+
+
+def test_a_batch_of_one_mask_serves_any_batch_and_heads() -> None:
+    x = tensors(dtype=F32)
+    both = [tritoncp.flex_attention(*(t[i : i + 1] for t in x), MASK, enable_gqa=True) for i in range(2)]
+    same(tritoncp.flex_attention(*x, MASK, enable_gqa=True), torch.cat(both))
+
+
+# -- nothing remembered, nothing changed --------------------------------------------------------------
+
+
+def test_captures_are_read_at_every_call() -> None:
+    """Edits of captured tensors and changes of captured numbers between calls take effect."""
+    x = tensors(kv_heads=2, batch=1)
+    bias, by = torch.zeros(40, dtype=F64), 1.0
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s * by + bias[kv]
+
+    first = tritoncp.flex_attention(*x, score, MASK)
+    bias[3] = 2
+    second = tritoncp.flex_attention(*x, score, MASK)
+    by = 0.5
+    third = tritoncp.flex_attention(*x, score, MASK)
+    for got, table, factor in ((first, bias * 0, 1.0), (second, bias, 1.0), (third, bias, 0.5)):
+        exact = oracle(
+            x, MASK, lambda t=table, f=factor: lambda s, b, h, q, kv: s * f + t[kv], start=cotangents(x)
+        )
+        close(got, exact.out, "out")
+
+
+def test_an_edited_mask_is_a_new_mask_and_an_old_plan_is_refused() -> None:
+    x = tensors(kv_heads=2, batch=1)
+    limit = torch.tensor(20)
+    mod = lambda b, h, q, kv: kv < limit  # noqa: E731
+    mask = flex.create_block_mask(mod, None, None, 40, 40, device="cpu", BLOCK_SIZE=64)
+    plan = tritoncp.make_plan(mask)
+    before = tritoncp.flex_attention(*x, mask)
+    same(tritoncp.flex_attention(*x, plan), before)
+    limit.fill_(10)
+    visible = torch.arange(40).lt(10).expand(40, 40)
+    close(tritoncp.flex_attention(*x, mask), oracle(x, visible, start=cotangents(x)).out, "out")
+    with pytest.raises(RuntimeError, match="edited in place after the plan was made; make the mask"):
+        tritoncp.flex_attention(*x, plan)
+
+
+def test_a_capture_edited_before_backward_is_refused() -> None:
+    q, k, v = (t.requires_grad_() for t in tensors(kv_heads=2, batch=1))
+    bias = torch.zeros(40, dtype=F64)
+    out = tritoncp.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[j], MASK)
+    bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_inputs_are_left_alone_and_outputs_are_new() -> None:
+    x = tensors()
+    copies = [t.clone() for t in x]
+    out, lse = tritoncp.flex_attention(*x, MASK, enable_gqa=True, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(x, copies))
+    assert out.is_contiguous() and lse.is_contiguous()
+    assert not {out.data_ptr(), lse.data_ptr()} & {t.data_ptr() for t in x}
+
+
+def test_inference_mode_and_no_grad_leave_no_graph() -> None:
+    x = QKV(*(t.requires_grad_() for t in tensors(kv_heads=2, batch=1)))
+    want = tritoncp.flex_attention(*x, MASK)
+    assert want.requires_grad
+    for off in (torch.no_grad, torch.inference_mode):
+        with off():
+            got = tritoncp.flex_attention(*x, MASK)
+        assert not got.requires_grad
+        same(got.clone(), want.detach())
+
+
+# -- engines ------------------------------------------------------------------------------------------
+
+
+def test_without_the_interpreter_cpu_tensors_take_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every argument works on the CPU, as a user's unit tests need."""
+    x = tensors()
+    captured, start = [torch.rand(2, dtype=F64)], cotangents(x)
+
+    def score(slope: Tensor) -> Callable[..., Tensor]:
+        return lambda s, b, h, q, kv: s - slope[h] * (q - kv).abs()
+
+    kernels = run(x, MASK, score, captured, start=start, scale=0.3)
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not engine_factory.uses_triton(torch.device("cpu"))
+    plain = run(x, MASK, score, captured, start=start, scale=0.3, BLOCK_M=64)
+    agree(plain, kernels)
+    agree(plain, oracle(x, MASK, score, captured, start=start, scale=0.3))
+
+
+def test_positions_of_a_plan() -> None:
+    plan = tritoncp.make_plan(create_block_mask(causal(), 1, 1, 40, 40, BLOCK_SIZE=8), world_size=2, rank=1)
+    at = tritoncp.positions(plan)
+    assert at.shape == (1, plan.s_local) and at.dtype == torch.int64
+    angle = torch.arange(40, dtype=F64)[:, None] / math.e
+    same(tritoncp.shard(angle, plan, dim=0)[plan.valid[0]], angle[at[0][at[0] >= 0]])

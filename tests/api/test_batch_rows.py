@@ -1,0 +1,217 @@
+"""Tests of batch_offset: rows from the middle of a batch have the results of the same rows in the whole
+batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+
+import tritoncp
+from tritoncp import and_masks, causal, create_block_mask, document
+
+B, HEADS, S, D = 3, 2, 40, 8
+BITS = torch.rand(B, S, S, generator=torch.Generator().manual_seed(3)) < 0.4
+IDS = torch.randint(0, 3, (B, S), generator=torch.Generator().manual_seed(4)).sort(1).values
+
+
+def bits(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return BITS[b, q, kv]
+
+
+def by_row(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & ((q + kv + b + h) % 3 != 0)
+
+
+def near(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Make a mask with an interval for each row, in a block that is listed once for all batch rows."""
+    return (q >= kv) & (kv >= q - 5 * b - 3)
+
+
+def untranslatable(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """Make a mask_mod that cannot be translated, as it sorts: it runs from a bitmap."""
+    return (q >= kv) & (torch.stack([q, kv + b]).sort().values[0] % 4 != 1)
+
+
+def listed(mod: Callable[..., Tensor], rows: int = B, heads: int = 1) -> Any:
+    return create_block_mask(mod, rows, heads, S, S, BLOCK_SIZE=32)
+
+
+MASKS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "closed form": causal,
+    "documents of each row": lambda: listed(and_masks(causal(), document(ids=IDS))),
+    "documents without lists": lambda: and_masks(causal(), document(ids=IDS)),
+    "mask_mod without lists": lambda: and_masks(causal(), near),
+    "mask_mod": lambda: listed(bits, heads=HEADS),
+    "listed for one row": lambda: listed(by_row, 1),
+    "intervals listed for one row": lambda: create_block_mask(near, 1, 1, S, S, BLOCK_SIZE=64),
+    "bits": lambda: listed(untranslatable),
+    "torch's": lambda: torch_block_mask(bits, B, HEADS, S, S, device="cpu", BLOCK_SIZE=32),
+}
+SCHEDULES = ("allgather", "ring", "fetch", "ulysses")
+
+
+class Layer:
+    """The tensors of a whole batch, a captured table with an entry for each row, and calls on part of the
+    rows."""
+
+    def __init__(self) -> None:
+        self.qkv = [torch.randn(B, HEADS, S, D, dtype=torch.float64) for _ in range(3)]
+        self.table = torch.randn(B, S, dtype=torch.float64, requires_grad=True)
+        self.dout = torch.randn(B, HEADS, S, D, dtype=torch.float64)
+
+    def score(self, s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s * (b + 1) + self.table[b, q]
+
+    def answers(self, call: Callable[..., Any], rows: slice, **options: Any) -> list[Tensor]:
+        """Return out, lse, dq, dk, dv of part of the rows, and the gradient of the table."""
+        qkv = [x[rows].clone().requires_grad_() for x in self.qkv]
+        out, lse = call(*qkv, self.score, **options)
+        grads = torch.autograd.grad(out, [*qkv, self.table], self.dout[rows])
+        return [out.detach(), lse.detach(), *grads]
+
+
+def on_one_device(mask: Any) -> Callable[..., Any]:
+    def call(q: Tensor, k: Tensor, v: Tensor, score: Any, **options: Any) -> Any:
+        return tritoncp.flex_attention(q, k, v, score, mask, return_lse=True, **options)
+
+    return call
+
+
+def over_ranks(mask: Any, schedule: str) -> Callable[..., Any]:
+    world = tritoncp.simulate(3)
+    plan = world.make_plan(mask, schedule=schedule)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, score: Any, batch_offset: int = 0) -> Any:
+        placed = plan.batch_rows(batch_offset, len(q))
+        shards = (world.shard(x, placed, dim=2) for x in (q, k, v))
+        results = world.flex_attention(*shards, score, plan, return_lse=True, batch_offset=batch_offset)
+        return [world.unshard(xs, placed, dim=2) for xs in results]
+
+    return call
+
+
+def check(call: Callable[..., Any]) -> None:
+    layer = Layer()
+    whole = layer.answers(call, slice(None))
+    *part, dtable = layer.answers(call, slice(1, 3), batch_offset=1)
+    for got, want in zip([*part, dtable[1:]], whole, strict=True):
+        torch.testing.assert_close(got, want[1:], rtol=1e-10, atol=1e-10)
+    assert not bool(dtable[0].any())  # row 0 of the table is that of row 0 of the batch
+
+
+@pytest.mark.parametrize("engine", ["eager"], indirect=True)
+@pytest.mark.parametrize("name", MASKS)
+def test_rows_of_a_batch_equal_the_same_rows_of_the_whole(name: str, engine: str) -> None:
+    check(on_one_device(MASKS[name]()))
+
+
+@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
+@pytest.mark.parametrize("name", ["closed form", "documents of each row", "listed for one row", "bits"])
+def test_kernels_read_rows_of_a_batch(name: str, engine: str) -> None:
+    check(on_one_device(MASKS[name]()))
+
+
+PLANNED = [
+    name
+    for name in MASKS
+    if name not in ("none", "closed form", "documents without lists", "mask_mod without lists")
+]
+
+
+@pytest.mark.parametrize("engine", ["eager"], indirect=True)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", PLANNED)
+def test_batch_rows_over_ranks_under_every_schedule(name: str, schedule: str, engine: str) -> None:
+    check(over_ranks(MASKS[name](), schedule))
+
+
+@pytest.mark.parametrize("engine", ["kernels"], indirect=True)
+def test_kernels_over_ranks(engine: str) -> None:
+    check(over_ranks(MASKS["mask_mod"](), "ring"))
+
+
+@pytest.mark.parametrize("engine", ["eager"], indirect=True)
+def test_natural_pieces_of_a_simulated_world(engine: str) -> None:
+    layer, mask, world = Layer(), MASKS["mask_mod"](), tritoncp.simulate(2)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, score: Any, **options: Any) -> Any:
+        pieces = (x.chunk(2, 2) for x in (q, k, v))
+        outs, lses = world.flex_attention(*pieces, score, mask, return_lse=True, **options)
+        return torch.cat(outs, 2), torch.cat(lses, 2)
+
+    whole = layer.answers(call, slice(None))
+    part = layer.answers(call, slice(1, 3), batch_offset=1)
+    torch.testing.assert_close(part[0], whole[0][1:3], rtol=1e-10, atol=1e-10)
+
+
+def test_one_graph_serves_every_offset() -> None:
+    layer, plan = Layer(), tritoncp.make_plan(MASKS["mask_mod"]())
+    table = layer.table.detach()
+    counted = torch._dynamo.testing.CompileCounter()
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s * (b + 1) + table[b, q]
+
+    def call(x: list[Tensor], batch_offset: int) -> Tensor:
+        return tritoncp.flex_attention(*x, score, plan, batch_offset=batch_offset)
+
+    torch._dynamo.reset()
+    fast = torch.compile(call, backend=counted, fullgraph=True)
+    whole = call(layer.qkv, 0)
+    for first in (2, 1, 0):
+        out = fast([x[first : first + 1] for x in layer.qkv], first)
+        torch.testing.assert_close(out, whole[first : first + 1], rtol=1e-10, atol=1e-10)
+    assert counted.frame_count <= 3  # a first one, and those of 0 and 1, which torch always makes
+
+
+def test_a_plan_of_rows_stands_by_itself() -> None:
+    """A plan of batch rows places and numbers rows as a call with an offset does."""
+    layer, plan = Layer(), tritoncp.make_plan(MASKS["documents of each row"]())
+    x = [t[1:3] for t in layer.qkv]
+    part = plan.batch_rows(1, 2)
+    want = tritoncp.flex_attention(*x, layer.score, plan, batch_offset=1)
+    assert torch.equal(tritoncp.flex_attention(*x, layer.score, part), want)
+    assert torch.equal(
+        tritoncp.flex_attention(*(t[1:] for t in x), layer.score, part.batch_rows(1, 1)), want[1:]
+    )
+    assert plan.batch_rows(1, 1).digest != plan.batch_rows(2, 1).digest
+
+
+@pytest.mark.parametrize(
+    ("offset", "error", "message"),
+    [
+        (2, ValueError, "batch_offset=2 and a query of 2 rows: rows 2 to 3 of a mask that has 3"),
+        (-1, ValueError, "batch_offset=-1"),
+        (1.0, TypeError, "batch_offset is a float"),
+        (True, TypeError, "batch_offset is a bool"),
+    ],
+)
+def test_rows_that_are_not_there_are_refused(offset: Any, error: type[Exception], message: str) -> None:
+    x = [torch.randn(2, HEADS, S, D) for _ in range(3)]
+    for mask in (MASKS["mask_mod"](), MASKS["torch's"](), tritoncp.make_plan(MASKS["mask_mod"]())):
+        with pytest.raises(error, match=message):
+            tritoncp.flex_attention(*x, mask, batch_offset=offset)
+    with pytest.raises(error, match=message):
+        tritoncp.simulate(1).flex_attention(*([t] for t in x), MASKS["mask_mod"](), batch_offset=offset)
+
+
+def test_one_plan_serves_every_offset_of_a_mask_that_does_not_read_the_row() -> None:
+    x = [torch.randn(1, HEADS, S, D) for _ in range(3)]
+    for mask in (causal(), MASKS["torch's"](), None):
+        tritoncp.plan_cache_clear()
+        for offset in range(3):
+            tritoncp.flex_attention(*x, mask, batch_offset=offset)
+        assert tritoncp.plan_cache_info().misses == 1
+
+
+def test_without_an_offset_the_batch_has_to_fit() -> None:
+    x = [torch.randn(2, HEADS, S, D) for _ in range(3)]
+    with pytest.raises(ValueError, match="the mask is for batch 3"):
+        tritoncp.flex_attention(*x, MASKS["mask_mod"]())

@@ -1,0 +1,272 @@
+"""Tests of the ParallelStyle, and of checkpointing that does not repeat communication."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import create_block_mask as torch_mask
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import tritoncp
+from tests.multiprocess import ranks
+from tritoncp import ContextParallel, checkpoint_policy, make_plan, shard, unshard
+from tritoncp.distributed import collectives
+from tritoncp.distributed.schedules import SCHEDULES
+from tritoncp.ops import autograd, engine_factory
+from tritoncp.reference.dense import dense_attention
+
+S, HEADS, DIM = 96, 2, 8
+
+
+@pytest.fixture(autouse=True)
+def eager_engine(monkeypatch):
+    """Use the eager engine: interpreted kernels are slow, and these tests do not depend on them."""
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+def slopes():
+    return torch.tensor([0.5, 0.125], dtype=torch.float64)
+
+
+def mask():
+    ids = torch.arange(S) // 20
+    return tritoncp.create_block_mask(
+        lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv), 1, 1, S, S, BLOCK_SIZE=16
+    )
+
+
+def alibi(slopes):
+    return lambda s, b, h, q, kv: s - slopes[h] * (q - kv)
+
+
+class FlexAttention(nn.Module):
+    """An attention module as training libraries write it, around torch's call."""
+
+    def forward(self, q, k, v, *, score_mod=None, block_mask=None, scale=None, enable_gqa=False):
+        return flex_attention(q, k, v, score_mod, block_mask, scale, enable_gqa)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.qkv = nn.Linear(HEADS * DIM, 3 * HEADS * DIM, dtype=torch.float64)
+        self.inner = FlexAttention()
+
+    def forward(self, x, score_mod, block_mask):
+        heads = self.qkv(x).unflatten(-1, (3 * HEADS, DIM)).transpose(1, 2)
+        out = self.inner(*heads.chunk(3, 1), score_mod=score_mod, block_mask=block_mask)
+        return x + out.transpose(1, 2).flatten(2)
+
+
+def whole_input():
+    return torch.randn(1, S, HEADS * DIM, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def on_one_rank():
+    """Compute the output and the weights' gradient with the dense oracle."""
+    block = Block()
+    block.inner.forward = lambda q, k, v, score_mod, block_mask: (
+        dense_attention(q, k, v, block_mask, score_mod).out
+    )
+    out = block(whole_input(), alibi(slopes()), mask())
+    out.square().sum().backward()
+    return out.detach(), block.qkv.weight.grad
+
+
+def on_ranks(group, order):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    block = parallelize_module(Block(), mesh["cp"], {"inner": ContextParallel()})
+    plan = make_plan(mask(), mesh["cp"])
+    placed = plan if order == "plan" else mask()
+    x = shard(whole_input(), placed, mesh["cp"], dim=1)
+    out = block(x, alibi(slopes()), placed)
+    out.square().sum().backward()
+    weight = block.qkv.weight.grad
+    torch.distributed.all_reduce(weight)
+    return unshard(out.detach(), placed, mesh["cp"], dim=1), weight
+
+
+@pytest.mark.parametrize("order", ["plan", "natural"])
+def test_a_parallelized_module_on_two_ranks_is_the_oracle_on_one(order):
+    want = on_one_rank()
+    for got in ranks.run(2, on_ranks, order):
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-8)
+
+
+class Turned(nn.Module):
+    """A module of layout [B, S, H, D], with other argument names, its own mask and settings fixed by
+    forward."""
+
+    def forward(self, xq, xk, xv, attention_masks=None):
+        raise AssertionError("this forward should have been replaced")
+
+
+def turned_on_ranks(group):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    plan = make_plan(mask(), mesh)
+    style = ContextParallel(plan, seq_dim=1, scale=0.3, enable_gqa=True, return_lse=True)
+    module = parallelize_module(Turned(), mesh, style)
+    q, k = (shard(x, plan, dim=1) for x in turned())
+    out, lse = module(q, k, xv=k)
+    second, _ = module(q, k, k, attention_masks=plan)
+    natural = make_plan(mask(), mesh, balancer=None)
+    tensors = [DTensor.from_local(shard(x, natural, dim=1), mesh, [Shard(1)]) for x in turned()]
+    spread, _ = module(*tensors, tensors[1], attention_masks=natural)
+    with pytest.raises(
+        ValueError, match=r"ContextParallel takes plain shards, or DTensors placed \(Shard\(1\),\)"
+    ):
+        module(*tensors, DTensor.from_local(k, mesh, [Shard(2)]))
+    assert torch.equal(out, second)
+    return unshard(out, plan, mesh, dim=1), unshard(lse, plan, mesh, dim=2), spread.full_tensor()
+
+
+def turned():
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(2, S, heads, DIM, dtype=torch.float64, generator=generator) for heads in (4, 2)]
+
+
+def test_other_layouts_names_and_dtensors():
+    q, k = (x.transpose(1, 2) for x in turned())
+    want = dense_attention(q, k, k, mask(), scale=0.3)
+    for out, lse, spread in ranks.run(2, turned_on_ranks):
+        torch.testing.assert_close(out, want.out.transpose(1, 2), rtol=0, atol=1e-8)
+        torch.testing.assert_close(lse, want.lse, rtol=0, atol=1e-8)
+        torch.testing.assert_close(spread, want.out.transpose(1, 2), rtol=0, atol=1e-8)
+
+
+def compiled_on_ranks(group):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+    block = parallelize_module(Block(), mesh["cp"], {"inner": ContextParallel()})
+    fast = torch.compile(block, backend="aot_eager", fullgraph=True)
+    plan = make_plan(mask(), mesh["cp"])
+    results = []
+    for placed in (plan, mask(), torch_mask(mask().mask_mod, 1, 1, S, S, "cpu", BLOCK_SIZE=16)):
+        x = shard(whole_input(), placed, mesh["cp"], dim=1)
+        for run in (block, fast):
+            block.zero_grad()
+            out = run(x, alibi(slopes()), placed)
+            out.square().sum().backward()
+            results.append((out.detach(), block.qkv.weight.grad.clone()))
+    return results
+
+
+def test_compiled_on_two_ranks_is_eager_on_two_ranks():
+    for results in ranks.run(2, compiled_on_ranks, timeout=120):
+        for eager, fast in zip(results[::2], results[1::2], strict=True):
+            for a, b in zip(eager, fast, strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_a_module_that_is_no_attention_is_refused():
+    mesh = object()
+    with pytest.raises(
+        TypeError, match=r"Linear.forward takes \(input\); ContextParallel is for the module that"
+    ):
+        ContextParallel()._apply(nn.Linear(2, 2), mesh)
+    with pytest.raises(TypeError, match=r"Block.forward takes .* put it on the inner module"):
+        ContextParallel()._apply(Block().double(), mesh)
+    with pytest.raises(TypeError, match="no argument dropout"):
+        ContextParallel(dropout=0.1)
+    with pytest.raises(ValueError, match="seq_dim is 2"):
+        ContextParallel(seq_dim=0)
+
+
+# -- checkpointing ---------------------------------------------------------------------------------------
+
+
+def messages(group, schedule, wrap):
+    """Run two layers under a way of checkpointing; return gradients and the messages of each pass."""
+    started = []
+    start = collectives._start
+    collectives._start = lambda request, group: (
+        started.append(type(request).__name__) or start(request, group)
+    )
+    plan = make_plan(mask(), group, schedule=schedule)
+    q, k, v = (
+        shard(torch.randn(1, HEADS, S, DIM, dtype=torch.float64), plan, dim=2).requires_grad_() for _ in "qkv"
+    )
+    bias = slopes().requires_grad_()
+
+    def layer(q, k, v):
+        out = tritoncp.flex_attention(q.sin(), k.cos(), v, alibi(bias), plan, mesh=group)
+        return tritoncp.flex_attention(out.tanh(), k, v.exp(), plan, mesh=group).sin()
+
+    loss = wrap(layer)(q, k, v).square().sum()
+    forward = len(started)
+    loss.backward()
+    return [x.grad for x in (q, k, v, bias)], forward, len(started) - forward
+
+
+def saving(*policy):
+    contexts = partial(create_selective_checkpoint_contexts, checkpoint_policy(*policy))
+    return lambda layer: partial(checkpoint, layer, use_reentrant=False, context_fn=contexts)
+
+
+def own_policy(ctx, op, *args, **kwargs):
+    save = op is torch.ops.aten.exp.default
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def every_way(group, schedule):
+    ways = {
+        "none": lambda layer: layer,
+        "plain": lambda layer: partial(checkpoint, layer, use_reentrant=False),
+        "reentrant": lambda layer: partial(checkpoint, layer, use_reentrant=True),
+        "saved": saving(),
+        "ours and theirs": saving(own_policy),
+        "ours and a list": saving([torch.ops.aten.sin.default]),
+    }
+    results = {}
+    for name, way in ways.items():
+        torch.manual_seed(0)
+        results[name] = messages(group, schedule, way)
+    return results
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_checkpoint_that_saves_attention_sends_no_more_than_none(schedule):
+    for results in ranks.run(2, every_way, schedule):
+        grads, forward, backward = results["none"]
+        assert forward > 0
+        assert backward > 0
+        for name, (other_counts, sent, sent_again) in results.items():
+            assert all(map(torch.equal, grads, other_counts)), name
+            assert sent == forward, name
+            assert sent_again == backward + (forward if name in ("plain", "reentrant") else 0), name
+
+
+def test_a_policy_delegates_other_ops_to_the_passed_policy():
+    save, recomputed = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+    exp, sin = torch.ops.aten.exp.default, torch.ops.aten.sin.default
+    for policy in (checkpoint_policy(own_policy), checkpoint_policy([exp])):
+        assert [policy(None, op) for op in (*tritoncp.SAVE_OPS, exp, sin)] == [save] * 3 + [recomputed]
+    assert checkpoint_policy()(None, exp) == recomputed
+    assert torch.ops.tritoncp.forward.default in tritoncp.SAVE_OPS
+    with pytest.raises(TypeError, match=r"torch.ops.aten.mm.default; got .*aten.mm"):
+        checkpoint_policy([torch.ops.aten.mm])
+
+
+def test_saved_under_torch_compile():
+    """The partitioner saves the ops of the policy: attention runs once."""
+    q = torch.randn(1, 2, S, DIM, requires_grad=True)
+    plan = make_plan(mask())
+    runs = []
+    drive = autograd._drive
+
+    def layer(x):
+        return tritoncp.flex_attention(x.sin(), x, x, plan).cos()
+
+    (want,) = torch.autograd.grad(layer(q).square().sum(), q)
+    fast = torch.compile(saving()(layer), backend="aot_eager", fullgraph=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autograd, "_drive", lambda *args: runs.append(1) or drive(*args))
+        (got,) = torch.autograd.grad(fast(q).square().sum(), q)
+    torch.testing.assert_close(got, want)
+    assert len(runs) == 2  # one forward, one backward

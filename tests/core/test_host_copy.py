@@ -1,0 +1,39 @@
+"""A default device, which many scripts set, changes nothing of what is made on the CPU."""
+
+import pytest
+import torch
+
+import tritoncp
+from tritoncp.masks.mask import with_intervals
+
+S, W = 96, 3
+
+
+def everything() -> list:
+    """Settings of a training script, as plain values."""
+    ids = torch.arange(S, device="cpu") // 20
+    traced = tritoncp.create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), None, None, S, S, device="cpu", BLOCK_SIZE=16
+    )
+    known = tritoncp.create_block_mask(tritoncp.causal(), None, None, S, S, BLOCK_SIZE=16)
+    mask = with_intervals(traced & known, traced.mask_mod)
+    x = torch.arange(S * 16.0, device="cpu").view(1, 1, S, 16) / 999
+    found = [str(mask), mask.rows(16, 90).to_dense().tolist(), mask.transpose().draw(), mask.sparsity()]
+    found.append(tritoncp.from_block_mask(mask.to_block_mask()).runs.runs.tolist())
+    for balancer in tritoncp.balancers:
+        plan = tritoncp.make_plan(mask, world_size=W, rank=1, balancer=balancer)
+        found += [str(plan), plan.imbalance, plan.explain(), tritoncp.positions(plan).tolist()]
+        found.append(tritoncp.shard(x, plan, dim=2).tolist())
+    found.append(tritoncp.flex_attention(x, x, x, mask).tolist())
+    world = tritoncp.simulate(W)
+    shards = world.shard(x, plan, dim=2)
+    found.append([out.tolist() for out in world.flex_attention(shards, shards, shards, plan)])
+    return found
+
+
+@pytest.mark.parametrize("device", ["meta"])  # stands in for a GPU: whatever lands there cannot be read
+def test_a_default_device_changes_nothing(device: str) -> None:
+    want = everything()
+    tritoncp.plan_cache_clear()
+    with torch.device(device):
+        assert everything() == want

@@ -1,0 +1,363 @@
+"""Consistency checks between ranks, on real gloo processes: ranks agree about a plan, or every rank raises
+the difference."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+
+import tritoncp
+from tests.multiprocess.ranks import run
+from tritoncp import causal, document, flex_attention, make_plan, shard, unshard
+from tritoncp.distributed import collectives, consistency
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
+
+S = 32
+IDS = torch.arange(S) // 5
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+def said(group, call):
+    """The exception of a call on this rank."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), getattr(error, "__notes__", [])
+    return None
+
+
+def mask(mod=None, length=S):
+    return tritoncp.create_block_mask(mod or causal(), 1, 1, length, length, BLOCK_SIZE=8)
+
+
+def q(rows=S // 2, **options):
+    return torch.zeros(1, 2, rows, 16, **options)
+
+
+def test_ranks_that_agree_get_their_plans_and_the_right_answer():
+    whole = torch.randn(1, 2, S, 16)
+    mask_mod = document(ids=IDS)
+    expected = dense_attention(whole, whole, whole, mask(mask_mod)).out
+
+    def work(group):
+        plan = make_plan(mask(mask_mod), group)
+        local_shard = shard(whole, plan, dim=2)
+        out = unshard(flex_attention(local_shard, local_shard, local_shard, plan, group), plan, group, dim=2)
+        piece = shard(whole, mask_mod, group, dim=2)
+        natural = unshard(flex_attention(piece, piece, piece, mask_mod, group), mask(mask_mod), group, dim=2)
+        uneven = whole[:, :, : S - 5] if group.rank() == 0 else whole[:, :, S - 5 :]
+        part = flex_attention(uneven, uneven, uneven, mask(mask_mod), group)
+        return plan.rank, out, natural, part
+
+    ranks = run(2, work)
+    assert [rank for rank, *_ in ranks] == [0, 1]
+    for _, out, natural, _ in ranks:
+        torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(natural, expected, atol=2e-6, rtol=1e-5)
+    parts = torch.cat([part for *_, part in ranks], 2)
+    torch.testing.assert_close(parts, expected, atol=2e-6, rtol=1e-5)
+
+
+def other_ids(rank):
+    ids = IDS.clone()
+    ids[-1] += rank
+    return ids
+
+
+DIFFERENT = {
+    "tensor": lambda rank: document(ids=other_ids(rank)),
+    "number": lambda rank: tritoncp.sliding_window(3 + rank),
+    "code": lambda rank: (lambda b, h, q, kv: q >= kv) if rank else (lambda b, h, q, kv: q > kv),
+    "captured number": lambda rank: lambda b, h, q, kv: q - kv < 4 + rank,
+}
+
+
+VALUES = {  # parts of the message on every rank
+    "tensor": ("Rank 0 has", "Rank 1 has"),
+    "number": ("sliding_window(3", "sliding_window(4"),
+    "code": ("test_consistency.py",),
+    "captured number": ("rank = 0", "rank = 1"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("how", ["make_plan", "flex_attention"])
+def test_different_masks_are_named_on_every_rank(what, how):
+    def work(group):
+        block_mask = mask(DIFFERENT[what](group.rank()))
+        if how == "make_plan":
+            return said(group, lambda: make_plan(block_mask, group))
+        return said(group, lambda: flex_attention(q(), q(), q(), block_mask, group))
+
+    for rank, (kind, text, _) in enumerate(run(2, work)):
+        assert kind == "Disagreement" and "differ in mask: rank 0 against rank 1" in text
+        assert f"Rank {rank} has Mask(B=1" in text and "Every rank needs the same global mask" in text
+        assert all(value in text for value in VALUES[what])
+
+
+def test_the_same_mask_made_twice_is_the_same():
+    def work(group):
+        for name in DIFFERENT:
+            make_plan(mask(DIFFERENT[name](0)), group)
+        table = torch.arange(S) + 0
+        bm = torch_block_mask(lambda b, h, q, kv: kv <= table[q], 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+        return make_plan(bm, group).rank
+
+    assert run(2, work) == [0, 1]
+
+
+def test_different_options_calls_shapes_and_versions_are_named(monkeypatch):
+    def work(group):
+        rank = group.rank()
+        outcomes = [
+            said(group, lambda: make_plan(mask(), group, balancer=["ptrr", "head_tail"][rank])),
+            said(
+                group,
+                lambda: flex_attention(*[q(dtype=[torch.float32, torch.float64][rank])] * 3, causal(), group),
+            ),
+            said(
+                group,
+                lambda: make_plan(mask(), group) if rank else flex_attention(q(), q(), q(), mask(), group),
+            ),
+        ]
+        if rank:
+            consistency.versions = lambda: consistency.fact("torch 9")
+        return [*outcomes, said(group, lambda: make_plan(mask(), group))]
+
+    for rank, outcomes in enumerate(run(2, work)):
+        for (kind, text, _), name in zip(outcomes, ("options", "dtype", "call", "versions"), strict=True):
+            assert kind == "Disagreement" and f"the ranks differ in {name}: rank 0 against rank 1" in text
+        assert ["'ptrr'", "'head_tail'"][rank] in outcomes[0][1]
+        assert ["float32", "float64"][rank] in outcomes[1][1]
+
+
+def test_a_balancer_of_ones_own_is_known_by_what_it_deals():
+    def work(group):
+        def mine(blocks):
+            return [range(4), range(4, len(blocks.costs))]
+
+        def mixed(blocks):
+            return [range(len(blocks.costs)), []][:: 1 - 2 * group.rank()]
+
+        return make_plan(mask(), group, balancer=mine).balancer, said(
+            group, lambda: make_plan(mask(), group, balancer=mixed)
+        )
+
+    for rank, (name, (kind, text, _)) in enumerate(run(2, work)):
+        assert name == "mine" and kind == "Disagreement"
+        assert "differ in placement" in text and f"Rank {rank} has balancer='mixed'" in text
+
+
+def broken(rank):
+    def mod(b, h, q, kv):
+        if rank == 1:
+            raise ZeroDivisionError("mine alone")
+        return q >= kv
+
+    return mod
+
+
+def test_an_exception_in_one_rank_s_mask_is_raised_on_all():
+    lists = torch_block_mask(broken(0), 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+
+    def work(group):
+        lists.mask_mod = broken(group.rank())
+        return [
+            said(group, lambda: make_plan(lists, group)),
+            said(group, lambda: flex_attention(q(), q(), q(), lists, group)),
+            said(group, lambda: make_plan(mask(), group)),
+        ]
+
+    other, own = run(2, work)
+    for kind, text, _ in other[:2]:
+        assert kind == "Disagreement"
+        assert "rank 1 failed while a plan was made" in text and "ZeroDivisionError: mine alone" in text
+    for kind, text, notes in own[:2]:
+        assert (kind, text) == ("ZeroDivisionError", "mine alone") and "on rank 1" in notes[0]
+    assert other[2] is own[2] is None  # the next plan compares nothing
+
+
+def test_bad_input_on_one_rank_is_raised_on_all_before_there_is_a_plan():
+    def work(group):
+        bad = q(dtype=torch.int64) if group.rank() == 0 else q()
+        first = said(group, lambda: flex_attention(bad, bad, bad, causal(), group))
+        flex_attention(q(), q(), q(), causal(), group)
+        later = (
+            said(group, lambda: flex_attention(bad, bad, bad, causal(), group)) if group.rank() == 0 else None
+        )
+        return first, later
+
+    (own, later), (other, _) = run(2, work)
+    assert own[0] == "ValueError" and "query is torch.int64" in own[1]
+    assert other[0] == "Disagreement" and "rank 0 failed" in other[1] and "query is torch.int64" in other[1]
+    assert later[0] == "ValueError"  # a call with a plan compares nothing
+
+
+def test_lengths_that_do_not_add_up_are_told_everywhere():
+    def work(group):
+        local = mask(length=S // 2)
+        short = q(12) if group.rank() else q()
+        return [
+            said(group, lambda: flex_attention(q(), q(), q(), local, group)),
+            said(group, lambda: flex_attention(short, short, short, mask(), group)),
+        ]
+
+    for first, second in run(2, work):
+        assert "[16, 16] rows long, 32 together, the mask is for 16" in first[1]
+        assert "[16, 12] rows long, 28 together, the mask is for 32" in second[1]
+
+
+def test_a_mesh_is_a_group_and_must_have_one_dimension():
+    def work(group):
+        flat = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        flex_attention(q(), q(), q(), causal(), flat)
+        flex_attention(q(), q(), q(), None, causal(), mesh=flat["cp"])
+        square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+        flex_attention(q(), q(), q(), causal(), square["cp"])
+        wrong = make_plan(mask(), group).for_rank(1 - group.rank())
+        return (
+            said(group, lambda: flex_attention(q(), q(), q(), causal(), square)),
+            said(group, lambda: flex_attention(q(), q(), q(), make_plan(mask(), world_size=3), group)),
+            said(group, lambda: flex_attention(q(), q(), q(), wrong, group)),
+        )
+
+    for rank, (square, size, owner) in enumerate(run(2, work)):
+        assert "mesh of two dimensions needs a plan" in square[1] and "mesh['cp']" in square[1]
+        assert "for 3 ranks, the mesh has 2; make the plan with this mesh" in size[1]
+        assert f"rank {1 - rank}'s, this is rank {rank}; use plan.for_rank({rank})" in owner[1]
+
+
+def test_the_control_communicator_is_made_once_and_is_not_the_data_one():
+    def work(group):
+        first = collectives.control(group)
+        make_plan(mask(), group)
+        return first is collectives.control(group), first is group, first.size()
+
+    assert run(2, work) == [(True, False, 2)] * 2
+
+
+def test_uneven_natural_order_is_told_once_by_the_first_rank():
+    def work(group):
+        heard = []
+        for mod in (causal(), causal(), document(ids=IDS), document(ids=other_ids(1))):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                flex_attention(q(), q(), q(), mod, group)
+                flex_attention(q(), q(), q(), mask(mod), group)
+            heard.append([str(w.message) for w in caught if "natural order" in str(w.message)])
+        return heard
+
+    first, second = run(2, work)
+    assert second == [[]] * 4
+    (text,), *rest = first
+    assert rest == [[]] * 3
+    assert "rank 1 of 2 does 1.36 times the mean work" in text
+    assert "plan = tritoncp.make_plan(block_mask, mesh)" in text and "tritoncp.shard(x, plan, dim=2)" in text
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "ü" * 3000, ""])
+def test_errors_of_any_length_and_language_come_across(text):
+    lists = torch_block_mask(broken(0), 1, 1, S, S, device="cpu", BLOCK_SIZE=16)
+
+    def work(group):
+        def mod(b, h, q, kv):
+            if group.rank() < 2:
+                raise ValueError(text)
+            return q >= kv
+
+        lists.mask_mod = mod
+        return said(group, lambda: make_plan(lists, group))
+
+    _, _, (kind, heard, _) = run(3, work)
+    assert kind == "Disagreement" and "ranks 0, 1 failed" in heard
+    assert f"Rank 0 says: ValueError: {text[:100]}" in heard
+
+
+# -- at every call, where asked for ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checking(monkeypatch):
+    monkeypatch.setattr(consistency, "CHECKED", True)
+
+
+def differing(name):
+    """Let two ranks agree on a plan, and then make different calls."""
+
+    def work(group):
+        odd = group.rank() == 1
+        plan, other = make_plan(mask(), group), make_plan(mask(document(ids=IDS)), group)
+        flex_attention(q(), q(), q(), causal(), group)  # a plan both ranks remember
+        calls = {
+            "mask": lambda: flex_attention(q(), q(), q(), other if odd else plan, group),
+            "options": lambda: flex_attention(q(), q(), q(), plan, group, scale=0.5 if odd else 0.25),
+            "score_mod": lambda: flex_attention(q(), q(), q(), twice if odd else thrice, plan, mesh=group),
+            "shapes": lambda: flex_attention(*[q(dtype=F64 if odd else torch.float32)] * 3, plan, group),
+            "batch": lambda: flex_attention(*[q().expand(1 + odd, -1, -1, -1)] * 3, plan, group),
+            "failure": lambda: flex_attention(q(), q(), q()[:, :1] if odd else q(), plan, group),
+            "hit and miss": lambda: flex_attention(
+                q(), q(), q(), document(ids=IDS) if odd else causal(), group
+            ),
+        }
+        return said(group, calls[name])
+
+    return work
+
+
+F64 = torch.float64
+
+
+def twice(score, b, h, q_idx, kv_idx):
+    return score * 2
+
+
+def thrice(score, b, h, q_idx, kv_idx):
+    return score * q_idx
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("mask", "differ in mask"),
+        ("options", r"differ in scale.*scale 0\.25.*scale 0\.5"),
+        ("score_mod", "differ in score_mod"),
+        ("shapes", "differ in dtype.*Rank 0 has float32. Rank 1 has float64"),
+        ("batch", "differ in batch.*Rank 0 has batch 1. Rank 1 has batch 2"),
+        ("hit and miss", "differ in call"),
+    ],
+)
+def test_every_call_is_compared_where_asked_for(name, named, checking):
+    for kind, text, _ in run(2, differing(name)):
+        assert kind == "Disagreement"
+        assert re.search(named, text), text
+
+
+def test_a_rank_that_fails_in_a_call_is_named_where_asked_for(checking):
+    (kind, text, _), (own, _, _) = run(2, differing("failure"))
+    assert (kind, own) == ("Disagreement", "ValueError")
+    assert "rank 1 failed in this call" in text and "do not fit together" in text
+
+
+def test_calls_that_agree_are_compared_once_unless_asked_for(monkeypatch):
+    def work(group):
+        exchanged = []
+        exchange = collectives.exchange
+        collectives.exchange = lambda *args: exchanged.append(1) or exchange(*args)
+        plan = make_plan(mask(), group)
+        for _ in range(3):
+            flex_attention(q(), q(), q(), twice, plan, mesh=group)
+        return len(exchanged)
+
+    assert run(2, work) == [2, 2]
+    monkeypatch.setattr(consistency, "CHECKED", True)
+    assert run(2, work) == [4, 4]

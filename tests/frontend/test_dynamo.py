@@ -1,0 +1,356 @@
+"""Tests under torch.compile: one graph serves all masks, and no value of a mask or mod is constant in it."""
+
+import functools
+import gc
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.library import opcheck
+from torch.nn.attention import flex_attention as torch_flex
+
+import tritoncp
+from tritoncp import causal, create_block_mask, document, make_plan
+from tritoncp import mods as tritoncp_mods
+from tritoncp.frontend import dynamo, plan_cache
+from tritoncp.ops import engine_factory
+from tritoncp.ops.graph_inputs import flatten_callable, rebuild
+from tritoncp.reference.dense import dense_attention
+
+S, BLOCK = 64, 16
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Use the eager engine: the compiled code is outside the kernels."""
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Layer(torch.nn.Module):
+    """Run attention between ops that the compiler can optimise."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.25))
+
+    def forward(self, q, k, v, score_mod, mask):
+        return tritoncp.flex_attention(q.sin(), k * self.scale, v, score_mod, mask, enable_gqa=True).cos()
+
+
+def mask_mod(i):
+    ids, window = torch.arange(S) // (5 + i), 4 + 2 * i
+
+    def mod(b, h, q, kv):
+        return (ids[q] == ids[kv]) & (q - kv < window) & (q >= kv)
+
+    return mod
+
+
+def score_of(bias, i):
+    slope = 0.1 + 0.05 * i
+
+    def score_mod(s, b, h, q, kv):
+        return s + slope * bias[h] * (q - kv)
+
+    return score_mod
+
+
+KINDS = {
+    "plan": lambda i: make_plan(create_block_mask(mask_mod(i), 1, 1, S, S, BLOCK_SIZE=BLOCK)),
+    "mask": lambda i: create_block_mask(mask_mod(i), 1, 1, S, S, BLOCK_SIZE=BLOCK),
+    "torch's": lambda i: torch_flex.create_block_mask(mask_mod(i), 1, 1, S, S, "cpu", BLOCK_SIZE=BLOCK),
+}
+
+
+def tensors():
+    return [torch.randn(2, heads, S, 8, requires_grad=True) for heads in (4, 2, 2)]
+
+
+def gradients(loss, *of):
+    return [loss.detach(), *torch.autograd.grad(loss, of)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twelve_masks_through_one_module_in_two_compilations(kind):
+    counter = CompileCounterWithBackend("aot_eager")
+    layer = Layer()
+    fast = torch.compile(layer, backend=counter, fullgraph=True)
+    answers = []
+    for i in range(12):
+        x, bias = tensors(), torch.randn(4, requires_grad=True)
+        mask, score_mod = KINDS[kind](i), score_of(bias, i)
+        leaves = [*x, bias, layer.scale]
+        want = gradients(layer(*x, score_mod, mask).square().sum(), *leaves)
+        loss = fast(*x, score_mod, mask).square().sum()
+        del mask, score_mod
+        gc.collect()
+        got = gradients(loss, *leaves)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        answers.append(got[0].item())
+    assert len(set(answers)) == 12
+    assert counter.frame_count <= 2
+
+
+def test_a_plan_is_not_compiled_for_twice():
+    """Masks of other kinds, balancers and numbers of blocks reuse the graph."""
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    table = torch.rand(S, S) < 0.3
+    mods = [
+        causal(),
+        document(lengths=[10, 54]),
+        lambda b, h, q, kv: table[q, kv],
+        tritoncp.sliding_window(9),
+    ]
+    for block, mod in enumerate(mods):
+        plan = make_plan(create_block_mask(mod, 1, 1, S, S, BLOCK_SIZE=8 << (block % 3)))
+        assert torch.equal(fast(q, k, v, plan), tritoncp.flex_attention(q, k, v, plan))
+    assert counter.frame_count == 1
+
+
+def test_inductor_against_the_oracle():
+    layer = Layer().double()
+    x, bias = [t.detach().double().requires_grad_() for t in tensors()], torch.randn(4, requires_grad=True)
+    mask = KINDS["mask"](3)
+    fast = torch.compile(layer, fullgraph=True)
+    leaves = [*x, bias, layer.scale]
+    got = gradients(fast(*x, score_of(bias, 0), mask).square().sum(), *leaves)
+    q, k, v = x
+    dense = dense_attention(q.sin(), k * layer.scale, v, mask, score_of(bias, 0)).out.cos()
+    for a, b in zip(got, gradients(dense.square().sum(), *leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_translated_mods_are_structure_too():
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    mask = KINDS["mask"](3)
+    for i in range(4):
+        bias = torch.randn(2, requires_grad=True)
+        mod = tritoncp_mods.score_mod(score_of(bias, i))
+        answers = [
+            gradients(call(q, k, v, mod, mask).sum(), bias) for call in (fast, tritoncp.flex_attention)
+        ]
+        assert all(map(torch.equal, *answers))
+    assert counter.frame_count <= 2
+
+
+def test_a_translated_mod_is_known_to_a_graph_after_calls_without_one():
+    """Uncompiled calls of other mods of the same structure must not drop the structure that a graph needs."""
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    mod, plan = tritoncp_mods.score_mod(score_of(torch.randn(2), 9)), KINDS["plan"](3)
+    want = tritoncp.flex_attention(q, k, v, mod, plan)
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(fast(q, k, v, mod, plan), want)
+
+
+def test_every_output_and_the_check_of_positions():
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    plan = KINDS["plan"](3)
+    aux = torch_flex.AuxRequest(lse=True, max_scores=True)
+    out, more = fast(q, k, v, plan, scale=0.3, return_aux=aux, positions=torch.arange(S))
+    want, same = tritoncp.flex_attention(q, k, v, plan, scale=0.3, return_aux=aux)
+    assert torch.equal(out, want)
+    assert all(map(torch.equal, more, same))
+    assert torch.equal(fast(q, k, v, plan, scale=0.3, return_lse=True)[1], same.lse)
+    with pytest.raises(ValueError, match="positions"):
+        fast(q, k, v, plan, scale=0.3, return_aux=aux, positions=torch.arange(S).flip(0))
+
+
+def test_other_lengths_become_symbols():
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
+    for length in (32, 48, 64, 80):
+        q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
+        assert torch.equal(fast(q, k, v, causal()), tritoncp.flex_attention(q, k, v, causal()))
+    assert counter.frame_count == 2
+
+
+def test_export_with_a_length_of_batch_that_is_a_symbol():
+    plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=BLOCK))
+
+    class Plain(torch.nn.Module):
+        def forward(self, q, k, v):
+            return tritoncp.flex_attention(q, k, v, plan)
+
+    x, batch = [torch.randn(2, 2, S, 8) for _ in range(3)], torch.export.Dim("batch", min=2, max=64)
+    program = torch.export.export(Plain(), tuple(x), dynamic_shapes=[{0: batch}] * 3, strict=False)
+    other = [torch.randn(3, 2, S, 8) for _ in range(3)]
+    torch.testing.assert_close(program.module()(*other), tritoncp.flex_attention(*other, plan))
+
+
+def test_inference_mode():
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    mask, bias = KINDS["mask"](3), torch.ones(2)
+    with torch.inference_mode():  # the first to see this score_mod
+        inside = [call(q, k, v, score_of(bias, 7), mask) for call in (fast, tritoncp.flex_attention)]
+    want = tritoncp.flex_attention(q, k, v, score_of(bias, 7), mask)
+    assert all(torch.equal(out, want) for out in inside)
+
+
+@pytest.mark.parametrize("mask", [None, causal()], ids=["none", "closed form"])
+def test_masks_without_a_length(mask):
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(fast(q, k, v, mask), tritoncp.flex_attention(q, k, v, mask))
+
+
+def test_a_raw_mask_is_planned_once(monkeypatch):
+    plans = []
+    build = plan_cache._build_natural
+    monkeypatch.setattr(plan_cache, "_build_natural", lambda *args: plans.append(args) or build(*args))
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    q, k, v = (torch.randn(1, 2, S, 8) for _ in range(3))
+    mask = KINDS["torch's"](3)
+    for _ in range(3):
+        fast(q, k, v, mask)
+    assert len(plans) == 1
+
+
+def test_edits_of_captures_are_seen():
+    """The next call of the same graph uses edited captures; a backward pass after an edit raises an error."""
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(tritoncp.flex_attention, backend=counter, fullgraph=True)
+    q, k, v = (torch.randn(1, 2, S, 8, requires_grad=True) for _ in range(3))
+    ids, bias = torch.arange(S) // 9, torch.randn(2)
+    mask = create_block_mask(lambda b, h, q, kv: ids[q] == ids[kv], 1, 1, S, S, BLOCK_SIZE=BLOCK)
+
+    def score_mod(s, b, h, q, kv):
+        return s + bias[h] * (q - kv)
+
+    before = fast(q, k, v, score_mod, mask)
+    bias.mul_(2)
+    assert not torch.allclose(before, fast(q, k, v, score_mod, mask))
+    assert torch.equal(fast(q, k, v, score_mod, mask), tritoncp.flex_attention(q, k, v, score_mod, mask))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        before.sum().backward()
+    late = fast(q, k, v, mask)
+    ids.copy_(torch.arange(S) // 11)
+    with pytest.raises(RuntimeError, match="edited in place after the plan was made"):
+        late.sum().backward()
+    with pytest.raises(RuntimeError, match="edited in place after the mask was made"):
+        fast(q, k, v, mask)
+    mask = create_block_mask(mask.mask_mod, 1, 1, S, S, BLOCK_SIZE=BLOCK)
+    assert torch.equal(fast(q, k, v, mask), tritoncp.flex_attention(q, k, v, mask))
+    assert counter.frame_count == 2  # with a score_mod, and without
+
+
+FACTOR = 1.0
+
+
+def scaled(s, b, h, q, kv):
+    return s * FACTOR
+
+
+def test_globals_are_read_at_every_call(monkeypatch):
+    """A graph identifies a function by its code, without a guard."""
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    x, plan = torch.randn(1, 1, S, 8, requires_grad=True), KINDS["plan"](3)
+    for factor in (1.0, 3.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        answers = [
+            gradients(call(x, x, x, scaled, plan).square().sum(), x)
+            for call in (fast, tritoncp.flex_attention)
+        ]
+        assert all(map(torch.equal, *answers))
+
+
+def made_mask(q):
+    return tritoncp.flex_attention(q, q, q, create_block_mask(causal(), 1, 1, S, S))
+
+
+def made_plan(q, mask):
+    return tritoncp.flex_attention(q, q, q, make_plan(mask))
+
+
+def made_score(q, mask):
+    return tritoncp.flex_attention(q, q, q, lambda s, b, h, q, kv: s * 2, mask)
+
+
+def made_by_torch(q):
+    mask = torch_flex.create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, "cpu")
+    return tritoncp.flex_attention(q, q, q, mask)
+
+
+def made_translation(q, mask, score_mod):
+    return tritoncp.flex_attention(q, q, q, tritoncp_mods.score_mod(score_mod), mask)
+
+
+@pytest.mark.parametrize("fn", [made_mask, made_plan, made_score, made_by_torch, made_translation])
+def test_objects_made_inside_a_graph_are_refused(fn):
+    rest = {"mask": KINDS["mask"](1), "score_mod": score_of(torch.ones(2), 1)}
+    names = fn.__code__.co_varnames[1 : fn.__code__.co_argcount]
+    with pytest.raises(Exception, match=r"inside torch.compile.* outside the compiled function") as error:
+        torch.compile(fn, backend="aot_eager", fullgraph=True)(
+            torch.randn(1, 2, S, 8), *(rest[name] for name in names)
+        )
+    assert isinstance(error.value, torch._dynamo.exc.TorchDynamoException)
+
+
+def test_objects_made_inside_work_without_fullgraph():
+    q = torch.randn(1, 2, S, 8)
+    assert torch.equal(torch.compile(made_mask, backend="aot_eager")(q), made_mask(q))
+
+
+def test_captures_that_a_graph_cannot_carry_are_named():
+    class Config:
+        slope = 2.0
+
+    config = Config()
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    q = torch.randn(1, 2, S, 8)
+    with pytest.raises(Exception, match="this one captures a Config"):
+        fast(q, q, q, lambda s, b, h, q, kv: s * config.slope)
+
+
+BIAS = torch.ones(2, requires_grad=True)
+
+
+def test_a_global_that_wants_a_gradient_is_refused():
+    fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+    q = torch.randn(1, 2, S, 8)
+    with pytest.raises(Exception, match=r"reads a tensor \(2,\) that requires grad from a global"):
+        fast(q, q, q, lambda s, b, h, q, kv: s * BIAS[h])
+
+
+def structures():
+    ids = torch.arange(S) // 7
+    inner = mask_mod(2)
+    yield functools.partial(lambda n, b, h, q, kv, *, m: q - kv < n + m, 3, m=4)
+    yield lambda b, h, q, kv, n=6: q - kv < n
+    yield torch_flex.and_masks(inner, causal(), lambda b, h, q, kv: ids[q] == ids[kv])
+    yield document(ids=ids)
+    yield tritoncp.or_masks(tritoncp.sliding_window(3), tritoncp.prefix_lm(9))
+    yield torch_flex.noop_mask
+
+
+@pytest.mark.parametrize("mod", list(structures()), ids=lambda mod: type(mod).__name__)
+def test_structures_survive(mod):
+    captures, numbers = [], []
+    rebuilt = rebuild(flatten_callable(mod, captures, numbers), captures, numbers)
+    at = torch.arange(S)
+    args = torch.tensor(0), torch.tensor(0), at[:, None], at
+    assert torch.equal(torch.as_tensor(rebuilt(*args)), torch.as_tensor(mod(*args)))
+
+
+def test_opcheck_of_the_op_that_plans():
+    for mask in (KINDS["torch's"](2), KINDS["plan"](2), None):
+        captures, numbers = [], []
+        structure = flatten_callable(mask, captures, numbers)
+        opcheck(
+            dynamo.plan_op,
+            (captures, numbers, [1, 2, S, 8, 2, S], structure, "", None, None),
+            test_utils=TESTS,
+        )
+
+
+# A handle is a new name each time: the two runs of test_aot_dispatch_dynamic differ in its value.
+TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -1,0 +1,440 @@
+"""Tests of argument checks: each message names the argument that was passed and the remedy."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+
+import tritoncp
+from tritoncp import causal, document
+from tritoncp.api.attention import flex_attention, make_plan, positions, shard, unshard
+from tritoncp.distributed import collectives
+from tritoncp.frontend import validate
+from tritoncp.frontend.plan_cache import in_order
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
+
+S = 32
+
+
+def x(*shape, **options):
+    return torch.zeros(shape or (1, 2, S, 16), **options)
+
+
+def whole(mod=None, batch=1, heads=1, length=S):
+    return tritoncp.create_block_mask(mod or causal(), batch, heads, length, length, BLOCK_SIZE=16)
+
+
+def call(q=None, k=None, v=None, *rest, **options):
+    q = x() if q is None else q
+    k = q if k is None else k
+    return flex_attention(q, k, k if v is None else v, *rest, **options)
+
+
+def plan(world_size=2, rank=0, **options):
+    return make_plan(whole(**options), world_size=world_size, rank=rank)
+
+
+def learned_mask():
+    weight = torch.zeros(S, requires_grad=True)
+    return torch_block_mask(lambda b, h, q, kv: weight[q] >= weight[kv].detach(), 1, 1, S, S, device="cpu")
+
+
+def sliced():
+    return torch_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, S, S, device="cpu", BLOCK_SIZE=16)[:, :, 0]
+
+
+MISTAKES = {
+    # tensors
+    "three dimensions": (lambda: call(x(2, S, 16)), ValueError, r"query is \(2, 32, 16\)", r"unsqueeze"),
+    "no tensor": (lambda: call(q=[1.0]), TypeError, "query is a list", r"\[batch, heads, sequence"),
+    "integers": (lambda: call(x(dtype=torch.int64)), ValueError, "query is torch.int64", r"query\.to"),
+    "float8": (
+        lambda: call(x(dtype=torch.float8_e5m2)),
+        ValueError,
+        "torch.float8_e5m2",
+        "bfloat16, float16",
+    ),
+    "mixed dtypes": (
+        lambda: call(x(), x(dtype=torch.float64)),
+        ValueError,
+        "query is torch.float32 on cpu, key is torch.float64 on cpu",
+        r"key\.to\(query\)",
+    ),
+    "mixed devices": (
+        lambda: call(x(), x(), x(device="meta")),
+        ValueError,
+        "value is torch.float32 on meta",
+        r"value\.to\(query\)",
+    ),
+    "nowhere to run": (
+        lambda: call(x(device="meta")),
+        ValueError,
+        "query is on meta",
+        "move it to one of these",
+    ),
+    "nested": (
+        lambda: call(torch.nested.nested_tensor([x(2, 4, 8), x(2, 4, 8)], layout=torch.jagged)),
+        ValueError,
+        "query is a nested tensor",
+        r"pack the documents.*document\(lengths",
+    ),
+    "head dim": (lambda: call(x(1, 2, S, 264)), ValueError, "head dim 264", "1 to 256.*smaller heads"),
+    "heads": (
+        lambda: call(x(1, 3, S, 16), x(1, 2, S, 16)),
+        ValueError,
+        "3 query heads and 2 key",
+        "multiple",
+    ),
+    "gqa": (lambda: call(x(1, 4, S, 16)[:, :4], x()), ValueError, "4 query heads and 2", "enable_gqa=True"),
+    "batch": (
+        lambda: call(x(3, 2, S, 16), x(2, 2, S, 16)),
+        ValueError,
+        r"query \(3, 2.*key \(2, 2",
+        "B or 1",
+    ),
+    "key and value": (lambda: call(x(), x(), x(1, 2, 8, 16)), ValueError, r"value \(1, 2, 8, 16\)", "Skv"),
+    "lse twice": (
+        lambda: call(return_lse=True, return_aux=AuxRequest(lse=True)),
+        ValueError,
+        "both given",
+        r"return_aux=AuxRequest\(lse=True\) alone",
+    ),
+    "dropout": (lambda: call(dropout_p=0.1), TypeError, "dropout_p", "unexpected keyword"),
+    # which argument is what
+    "mask_mod in fourth place": (
+        lambda: call(None, None, None, lambda b, h, q, kv: q >= kv),
+        TypeError,
+        "this is a mask_mod",
+        r"create_block_mask\(mask_mod",
+    ),
+    "with a default": (
+        lambda: call(None, None, None, lambda b, h, q, kv, w=3: q - kv < w),
+        TypeError,
+        "this is a mask_mod",
+        r"create_block_mask\(mask_mod",
+    ),
+    "mask_mod in fifth place": (
+        lambda: call(None, None, None, None, lambda b, h, q, kv: q >= kv),
+        TypeError,
+        "not a function",
+        "make it with create_block_mask",
+    ),
+    "dense mask": (
+        lambda: call(None, None, None, torch.ones(S, S).bool()),
+        TypeError,
+        "got a Tensor",
+        r"create_block_mask\(lambda b, h, q, kv: mask\[q, kv\]",
+    ),
+    "dense mask, fifth": (
+        lambda: call(None, None, None, None, torch.ones(S, S).bool()),
+        TypeError,
+        "got a Tensor",
+        "create_block_mask",
+    ),
+    "two masks": (lambda: call(None, None, None, whole(), whole()), TypeError, "two masks", "fourth place"),
+    "two meshes": (
+        lambda: call(None, None, None, whole(), 3, mesh=4),
+        TypeError,
+        "two meshes",
+        "one of them",
+    ),
+    "no mask": (
+        lambda: call(None, None, None, "causal"),
+        TypeError,
+        "got a str",
+        "score_mod, a mask or a Plan",
+    ),
+    "after a score_mod": (
+        lambda: call(None, None, None, lambda s, b, h, q, kv: s, 3),
+        TypeError,
+        "got a int",
+        "mesh= by name",
+    ),
+    # masks
+    "longer mask": (
+        lambda: call(None, None, None, whole(length=48)),
+        ValueError,
+        "32 rows, the mask is for 48",
+        "make the mask for this length, or pass mesh=",
+    ),
+    "batch of the mask": (
+        lambda: call(x(2, 2, S, 16), None, None, whole(batch=3)),
+        ValueError,
+        "batch 3 and 1 heads, the query has 2 and 2",
+        "1 or equal",
+    ),
+    "heads of the mask": (
+        lambda: call(None, None, None, whole(heads=3)),
+        ValueError,
+        "batch 1 and 3 heads",
+        "1 or equal",
+    ),
+    "learned": (lambda: call(None, None, None, learned_mask()), ValueError, "requires grad", r"\.detach\(\)"),
+    "sliced": (lambda: call(None, None, None, sliced()), ValueError, "slice of another", "global mask"),
+    "local mask": (
+        lambda: in_order(whole(length=16), 1, [16, 16], [16, 16], 0),
+        ValueError,
+        r"\[16, 16\] rows long, 32 together, the mask is for 16",
+        r"one rank's local mask, or every rank holds the whole.*shard\(query, mask, mesh",
+    ),
+    "key lengths": (
+        lambda: in_order(whole(), 1, [16, 16], [16, 8], 0),
+        ValueError,
+        r"key shards.*\[16, 8\].*24",
+        "r-th piece",
+    ),
+    # plans
+    "unsharded": (
+        lambda: validate.check_shapes(plan(), x(), x()),
+        ValueError,
+        r"query has 32 rows \(that is all of them: it was not sharded\); rank 0's shard has 16",
+        r"shard\(query, plan, dim=2, side='q'\).*global mask, not a local one",
+    ),
+    "wrong shard": (
+        lambda: validate.check_shapes(plan(), x(1, 2, 16, 16), x(1, 2, 8, 16)),
+        ValueError,
+        "key has 8 rows",
+        r"shard\(key, plan, dim=2, side='kv'\)",
+    ),
+    "no mesh": (
+        lambda: call(x(1, 2, 16, 16), None, None, plan()),
+        ValueError,
+        "for 2 ranks, the mesh has 1",
+        "pass the mesh it was made with",
+    ),
+    "placed rows": (
+        lambda: validate.check_shapes(
+            plan(mod=lambda b, h, q, kv: q >= kv * b, batch=3), x(2, 2, 16, 16), x(2, 2, 16, 16)
+        ),
+        ValueError,
+        "the mask is for batch 3",
+        "1 or equal",
+    ),
+    "order": (
+        lambda: validate.check_positions(plan(4), torch.arange(8)[None]),
+        ValueError,
+        r"positions is \(1, 8\).*\[1, 16\]",
+        r"positions\(plan\)",
+    ),
+    "natural positions of a dealt shard": (
+        lambda: validate.check_positions(plan(2, 1, length=64), torch.arange(32, 64)),
+        ValueError,
+        "row 0 holds position 32 by positions=, but rank 1 of a ptrr placement holds 16",
+        r"shard every tensor with this plan.*pass the plan, not the mask",
+    ),
+    "plan of a plan": (lambda: make_plan(plan()), TypeError, "already", "where the mask goes"),
+    "plan of a closed form": (
+        lambda: make_plan(causal()),
+        TypeError,
+        r"causal\(\) has no lengths",
+        r"make_plan\(create_block_mask\(causal\(\), B, H, Q_LEN, KV_LEN\), mesh\)",
+    ),
+    "plan of nothing": (
+        lambda: make_plan(None),
+        TypeError,
+        "None has no lengths",
+        r"full_mask\(q_len, kv_len\)",
+    ),
+    "plan of a function": (
+        lambda: make_plan(lambda b, h, q, kv: q >= kv),
+        TypeError,
+        "got a function",
+        "create_block_mask",
+    ),
+    "masks of different sizes": (
+        lambda: make_plan({"a": whole(), "b": whole(length=64)}, world_size=2),
+        ValueError,
+        "32 x 32 in blocks of 16 x 16, 64 x 64",
+        "same lengths and BLOCK_SIZE",
+    ),
+    "rank": (lambda: make_plan(whole(), world_size=2, rank=2), ValueError, "rank 2", "world of 2"),
+    # mesh
+    "mesh": (
+        lambda: collectives.group_of("cp"),
+        TypeError,
+        "got a str",
+        "a DeviceMesh, a ProcessGroup or None",
+    ),
+    # moving tensors
+    "side": (lambda: shard(x(), plan(), dim=2, side="k"), ValueError, "side='k'", '"q" for queries or "kv"'),
+    "shard of a shard": (
+        lambda: shard(x(1, 2, 16, 16), plan(), dim=2),
+        ValueError,
+        r"got \(1, 2, 16, 16\)",
+        "a global tensor is needed",
+    ),
+    "unshard of the whole": (
+        lambda: unshard(x(), plan(1, length=16), dim=2),
+        ValueError,
+        r"got \(1, 2, 32, 16\)",
+        "this rank's shard",
+    ),
+    "unshard without the mesh": (
+        lambda: unshard(x(1, 2, 16, 16), plan(), dim=2),
+        ValueError,
+        "for 2 ranks, the mesh has 1",
+        r"x, plan, mesh",
+    ),
+    "unshard by a closed form": (
+        lambda: unshard(x(), causal(), dim=2),
+        TypeError,
+        r"causal\(\) does not say",
+        "create_block_mask",
+    ),
+    "shard by a list": (
+        lambda: shard(x(), [1], dim=2),
+        TypeError,
+        "got a list",
+        r"make_plan\(block_mask, mesh\)",
+    ),
+    "no such dimension": (lambda: shard(x(), plan(), dim=4), ValueError, "no dimension 4", "dim= is that"),
+    "gradient of unshard": (
+        lambda: unshard(x(requires_grad=True), plan(1), dim=2),
+        ValueError,
+        "got grad=None",
+        r"grad='sum'.*grad='slice'",
+    ),
+    "documents": (lambda: positions(plan(), [3]), TypeError, r"got \[3\]", r"a tensor .* or document\("),
+    "documents in pieces": (
+        lambda: positions(plan(), torch.arange(S) % 2),
+        ValueError,
+        "in several pieces",
+        "each in one",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_raises_an_error_with_a_remedy(name):
+    make, kind, arguments, advice = MISTAKES[name]
+    with pytest.raises(kind) as caught:
+        make()
+    text = " ".join(str(caught.value).split())
+    assert re.search(arguments, text) and re.search(advice, text), text
+
+
+AFTER_A_GOOD_CALL = {
+    "heads that share keys": {"k": x(1, 1, S, 16), "v": x(1, 1, S, 16)},
+    "another dtype": {"k": x(dtype=torch.float64)},
+    "another length": {"q": x(1, 2, S // 2, 16)},
+    "another batch": {"k": x(3, 2, S, 16), "v": x(3, 2, S, 16)},
+    "values of other heads": {"v": x(1, 1, S, 16)},
+    "an empty head": {"q": x(1, 2, S, 0)},
+    "one dimension fewer": {"q": x(2, S, 16)},
+    "no tensor": {"k": [1.0]},
+    "logits for other heads": {"sinks": x(3)},
+    "logits that are no tensor": {"sinks": [0.0, 0.0]},
+    "both ways to lse": {"return_lse": True, "return_aux": AuxRequest(lse=True)},
+    "a subclass": {"q": torch.nn.Parameter(x(1, 2, S, 264))},
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("name", AFTER_A_GOOD_CALL)
+def test_a_valid_call_does_not_admit_an_invalid_one(name, planned):
+    """Checks are skipped only for calls equal to one that passed; other calls raise the same errors as
+    before."""
+    mask, wrong = whole(), dict(AFTER_A_GOOD_CALL[name])
+    arguments = [wrong.pop(which, x()) for which in "qkv"]
+    with pytest.raises((TypeError, ValueError)) as first:
+        flex_attention(*arguments, make_plan(mask) if planned else mask, **wrong)
+    mask = make_plan(mask) if planned else mask
+    for _ in range(2):
+        flex_attention(x(), x(), x(), mask)
+        flex_attention(x(), x(1, 1, S, 16), x(1, 1, S, 16), mask, enable_gqa=True, sinks=x(2))
+        with pytest.raises(type(first.value), match=re.escape(str(first.value))):
+            flex_attention(*arguments, mask, **wrong)
+
+
+@pytest.mark.usefixtures("eager")
+def test_valid_calls_pass():
+    """The valid counterpart of each mistake above is accepted."""
+    q, k = torch.randn(2, 4, S, 16), torch.randn(1, 2, S, 16)
+    out = flex_attention(q, k, k, whole(), enable_gqa=True)  # keys of one batch row serve both
+    both = k.expand(2, -1, -1, -1)
+    assert torch.equal(out, flex_attention(q, both, both, whole(), enable_gqa=True))
+    assert torch.equal(out, flex_attention(q, both, both, None, whole(), enable_gqa=True))
+    assert torch.equal(out, flex_attention(q, both, both, causal(), enable_gqa=True))
+    same = flex_attention(q, both, both, whole(), enable_gqa=True, positions=torch.arange(S))
+    assert torch.equal(out, same)
+    score = flex_attention(q, both, both, lambda s, b, h, q, kv, scale=1: s * scale, whole(), enable_gqa=True)
+    torch.testing.assert_close(out, score)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+def test_positions_of_padding_and_of_the_plan_itself_pass():
+    for rank in range(3):
+        own = plan(3, rank)
+        validate.check_positions(own, own.positions)
+        validate.check_positions(own, own.positions.clamp(min=0)[0])
+
+
+def test_shards_of_a_raw_mask_are_pieces_in_order():
+    class Group:
+        def __init__(self, rank):
+            self.place = rank
+
+        def rank(self):
+            return self.place
+
+        def size(self):
+            return 3
+
+    tokens = torch.arange(32)
+    for mask in (whole(), causal(), torch_block_mask(causal(), 1, 1, S, S, device="cpu"), None):
+        pieces = []
+        for rank in range(3):
+            placement, at = validate.placement_of(mask, 3, rank, "q", 32)
+            pieces.append(tokens[placement.positions(at)[0]])
+        assert torch.equal(torch.cat(pieces), tokens) and [len(p) for p in pieces] == [11, 11, 10]
+    assert torch.equal(shard(tokens, whole(), dim=0), tokens)
+    assert torch.equal(unshard(tokens, whole(), dim=0), tokens)
+
+
+def test_masks_that_share_a_placement_are_weighed_together():
+    late = whole(lambda b, h, q, kv: (q >= 48) | (q == kv), length=64)
+    early = whole(lambda b, h, q, kv: (q < 16) | (q == kv), length=64)
+    plans = make_plan({"late": late, "early": early}, world_size=2)
+    assert torch.equal(plans["late"].owners, plans["early"].owners)
+    total = [sum(p.work[rank] for p in plans.values()) for rank in range(2)]
+    assert total[0] == total[1]
+    alone = make_plan(late, world_size=2)
+    assert plans["late"].mask.runs == alone.mask.runs
+
+
+@pytest.mark.usefixtures("eager")
+def test_layers_of_a_hybrid_model_run_on_one_placement():
+    """A mask for all batch rows and a mask per row share one placement."""
+    ids = torch.stack([torch.arange(64) // 40, torch.arange(64) // 9])
+    documents = tritoncp.and_masks(causal(), document(ids=ids))
+    masks = {"full": whole(length=64), "documents": whole(documents, batch=2, length=64)}
+    plans = make_plan(masks, world_size=2)
+    world = tritoncp.simulate(2)
+    q = torch.randn(2, 2, 64, 16)
+    shards = world.shard(q, plans["documents"], dim=2)
+    for name, mask in masks.items():
+        outs = world.flex_attention(shards, shards, shards, plans[name])
+        expected = dense_attention(q, q, q, mask).out
+        torch.testing.assert_close(world.unshard(outs, plans[name], dim=2), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_positions_inside_documents_start_at_zero():
+    ids = torch.tensor([[0] * 5 + [1] * 27, [0] * 20 + [4] * 12])
+    expected = torch.stack(
+        [torch.cat([torch.arange(5), torch.arange(27)]), torch.cat([torch.arange(20), torch.arange(12)])]
+    )
+    for rank in range(2):
+        own = plan(2, rank)
+        inside = positions(own, ids)
+        assert torch.equal(inside, expected[:, own.positions[0]])
+        assert torch.equal(positions(own, document(ids=ids)), inside)

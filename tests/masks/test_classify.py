@@ -1,0 +1,182 @@
+"""Any mask_mod, however written, gives the blocks that torch's builder gives, asking few pairs about it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from tritoncp.masks.mask import ABSENT, Kind, create_block_mask
+from tritoncp.masks.tile_bounds import Bounds
+
+B, H, LENGTH = 2, 3, 40  # tables have an element for every index
+INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+FLOATS = (torch.float32, torch.float64, torch.bfloat16)
+INTEGERS = (  # 0 * q makes a tensor of a number
+    "({} + {})", "({} - {})", "({} * {})", "torch.maximum(1 * {} + 0 * q, {} + 0 * q)", "({} // 7)",
+    "({} % 5)", "({} >> 1)", "({} & 6)", "({} ^ 3)", "({} + 0 * q).abs()", "({} + 0 * q).clamp(2, 20)",
+    "(-{})", "torch.where({c}, {}, {})", "{t}[({} + 0 * q).clamp(0, 39)]", "({} // -3)", "({} << 2)",
+    "({} + 0 * q).int()", "(({} + 0 * q) * 0.37).long()", "({} + {n})",
+    "torch.stack([q, {} + 0 * q]).max(0)[0]",
+    "({} + 0 * q).to(torch.uint8)", "torch.sign({} + 0 * q)", "torch.isin({} + 0 * q, {t})",
+    "torch.div({} + 0 * q, 3, rounding_mode='trunc')",
+)  # fmt: skip
+REALS = (
+    "({} * 0.3)", "({} + {})", "({} / 3)", "({i} / 7)", "({} - {i})", "{}.sqrt()", "{}.floor()", "{}.float()",
+    "({} * {})", "({} / {})", "{}.exp()", "({} - {}).abs()", "({} + {}).clamp(0, 1)", "({i} * {}).relu()",
+)  # fmt: skip
+BOOLEANS = (
+    "({} & {})", "({} | {})", "(~{})", "({} ^ {})", "torch.where({}, {}, {})", "({} & (q >= kv))",
+    "torch.logical_and({}, {i} + 0 * q)", "({} & (q > {n}))",
+)  # fmt: skip
+LAW = settings(max_examples=60, deadline=None)
+
+
+class Expression:
+    """A mask_mod that can say what it is."""
+
+    def __init__(self, text: str, captures: dict[str, Tensor]) -> None:
+        self.text, self.captures = text, captures
+        scope = {"torch": torch, **captures}
+        exec(f"def mod(b, h, q, kv):\n    return {text}", scope)
+        self.mod = scope["mod"]
+
+    def __repr__(self) -> str:
+        return f"{self.text}   with {self.captures}"
+
+
+@st.composite
+def expressions(draw: st.DrawFn) -> Expression:
+    """Trees of arithmetic, comparisons and logic over b, h, q, kv and captured tables."""
+    captures: dict[str, Tensor] = {}
+
+    def table(*shape: int, dtypes: tuple[torch.dtype, ...] = INTS) -> str:
+        dtype = draw(st.sampled_from(dtypes))
+        g = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        values = torch.randint(0, draw(st.sampled_from([3, 40])), shape, generator=g)
+        values = values.sort(-1).values if shape and draw(st.booleans()) else values
+        name = f"t{len(captures)}"
+        if dtype.is_floating_point:
+            values = values / 4
+            values[..., 3::11] = draw(st.sampled_from([0.5, float("inf"), float("-inf"), float("nan")]))
+        captures[name] = (values if shape else values - 1).to(dtype)
+        return name
+
+    def gathered(dtypes: tuple[torch.dtype, ...]) -> str:
+        i = draw(st.sampled_from(["q", "kv", "q", "kv", "(q // 2)", "(kv - 40)", "(39 - q)", "(-q - 1)"]))
+        form = draw(
+            st.sampled_from(["{t}[{i}]", "{t}[b, {i}]", "{t}[b][{i}]", "{t}[{i}, h]", "{t}[q // 8, kv // 8]"])
+        )
+        shape = {"{t}[{i}]": (LENGTH,), "{t}[{i}, h]": (LENGTH, H), "{t}[q // 8, kv // 8]": (5, 5)}
+        return form.format(t=table(*shape.get(form, (B, LENGTH)), dtypes=dtypes), i=i)
+
+    def integer(depth: int) -> str:
+        if not depth:
+            leaf = st.sampled_from(["q", "kv", "q", "kv", "b", "h", str(draw(st.integers(-9, 40)))])
+            return draw(leaf) if draw(st.integers(0, 3)) else gathered(INTS)
+        one = integer(depth - 1)
+        form = draw(st.sampled_from(INTEGERS))
+        more = [integer(depth - 1) for _ in range(form.count("{}") - 1)]
+        c = boolean(0) if "{c}" in form else ""
+        t, n = (table(*shape) if mark in form else "" for mark, shape in (("{t}", (LENGTH,)), ("{n}", ())))
+        return form.format(one, *more, c=c, t=t, n=n)
+
+    def real(depth: int) -> str:
+        if not depth:
+            return gathered(FLOATS)
+        form = draw(st.sampled_from(REALS))
+        parts = [real(depth - 1) for _ in range(form.count("{}"))]
+        return form.format(*parts, i=f"({integer(1)} + 0 * q)" if "{i}" in form else "")
+
+    def boolean(depth: int) -> str:
+        if not depth:
+            number, depth_of = draw(st.sampled_from([(integer, 2), (integer, 1), (real, 1), (integer, 0)]))
+            compare = draw(st.sampled_from([">=", "<", "==", "<=", ">", "!="]))
+            return f"({number(depth_of)} + 0 * q {compare} {number(depth_of)})"
+        form = draw(st.sampled_from(BOOLEANS))
+        parts = [boolean(depth - 1) for _ in range(form.count("{}"))]
+        n = table() if "{n}" in form else ""
+        return form.format(*parts, i=integer(0) if "{i}" in form else "", n=n)
+
+    return Expression(boolean(draw(st.integers(0, 2))), captures)
+
+
+def torch_kinds(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> Tensor:
+    """uint8 [B, H, rows, cols], from torch's block lists."""
+    theirs = flex.create_block_mask(mod, B, H, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
+    rows, cols = -(-q_len // block[0]), -(-kv_len // block[1])
+    kinds = torch.full((B, H, rows, cols + 1), ABSENT, dtype=torch.uint8)
+    for kind, num, indices in (
+        (Kind.MASKED, theirs.kv_num_blocks, theirs.kv_indices),
+        (Kind.FULL, theirs.full_kv_num_blocks, theirs.full_kv_indices),
+    ):
+        listed = torch.where(torch.arange(cols) < num[..., None], indices, cols)
+        kinds.scatter_(3, listed.long(), int(kind))
+    return kinds[..., :cols]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@LAW
+@given(
+    expressions(),
+    st.integers(1, LENGTH),
+    st.integers(1, LENGTH),
+    st.sampled_from([(8, 8), (16, 4), (5, 7), (40, 33)]),
+)
+def test_any_expression_gives_torchs_blocks(expression: Expression, q_len: int, kv_len: int, block) -> None:
+    """full and partial told apart, whatever the tree and whatever it captures."""
+    want = torch_kinds(expression.mod, q_len, kv_len, block)
+    ours = create_block_mask(expression.mod, B, H, q_len, kv_len, BLOCK_SIZE=block)
+    assert torch.equal(ours.runs.to_kinds(), want)
+
+
+ENDLESS = torch.rand(LENGTH).index_fill(0, torch.arange(0, LENGTH, 7), float("inf"))
+NARROW = torch.arange(LENGTH).to(torch.int8) - 125
+WIDE = (torch.arange(LENGTH) // 9).to(torch.uint16)
+
+
+def edits_through_a_view(b, h, q, kv):
+    x = q + 0
+    x.detach().clamp_(max=3)
+    return x >= kv
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        lambda b, h, q, kv: (ENDLESS[q] - ENDLESS[kv]).clamp(0, 1) >= 0,  # inf - inf
+        lambda b, h, q, kv: ((q - 20) * ENDLESS[kv]).abs() >= 0,  # 0 * inf
+        lambda b, h, q, kv: (q - kv).to(torch.uint16).to(torch.int64) >= 60000,  # wraps
+        lambda b, h, q, kv: WIDE[q] == WIDE[kv],  # a type of which nothing is known
+        lambda b, h, q, kv: -(NARROW[q] ^ 3) > 0,  # longer than either operand
+        lambda b, h, q, kv: torch.stack([q, kv]).max(0).values >= 10,  # several results
+        lambda b, h, q, kv: torch.sign(q >= kv),  # of a bool
+        lambda b, h, q, kv: torch.rsub(q, 5, alpha=2) >= -kv,
+        edits_through_a_view,
+    ],
+)
+def test_what_intervals_could_get_wrong_gives_torchs_blocks(mod) -> None:
+    """Each was wrong once."""
+    ours = create_block_mask(mod, B, H, LENGTH, LENGTH, BLOCK_SIZE=8)
+    assert torch.equal(ours.runs.to_kinds(), torch_kinds(mod, LENGTH, LENGTH, (8, 8)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch.isin has no batching rule
+@LAW
+@given(expressions(), st.integers(0, 999))
+def test_no_decided_tile_is_decided_wrongly(expression: Expression, seed: int) -> None:
+    """Against every pair of the tile, for tiles of any size and place."""
+    g = torch.Generator().manual_seed(seed)
+    edges = [torch.randint(0, LENGTH + 1, (64, 2), generator=g).sort(1).values for _ in range(2)]
+    b, h = torch.randint(0, B, (64,), generator=g), torch.randint(0, H, (64,), generator=g)
+    tiles = torch.cat([b[:, None], h[:, None], *edges], 1)
+    tiles = tiles[(tiles[:, 2] < tiles[:, 3]) & (tiles[:, 4] < tiles[:, 5])]
+    bounds = Bounds.of(expression.mod)
+    assert bounds is not None
+    dense = flex.create_mask(expression.mod, B, H, LENGTH, LENGTH, device="cpu")
+    some, every = bounds(*tiles.unbind(1))
+    for (b, h, q0, q1, k0, k1), may, must in zip(tiles.tolist(), some.tolist(), every.tolist(), strict=True):
+        seen = dense[b, h, q0:q1, k0:k1]
+        assert may or not seen.any()
+        assert seen.all() or not must

@@ -1,0 +1,223 @@
+"""Closed forms say the same thing three ways: as a mask_mod, as row intervals, and as a window."""
+
+from dataclasses import dataclass
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import flex_attention as flex
+
+from tritoncp.masks.closed_forms import MaskMod
+from tritoncp.masks.mask import (
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    from_block_mask,
+    not_,
+    or_masks,
+    prefix_lm,
+    sliding_window,
+)
+from tritoncp.reference.dense import dense_attention
+
+N = 48  # tokens every drawn closed form covers
+LAWS = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=15, deadline=None)
+
+
+@st.composite
+def simple_forms(draw: st.DrawFn) -> MaskMod:
+    seed = draw(st.integers(0, 999))
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-2, 5, (2, N), generator=g)
+    return draw(
+        st.sampled_from(
+            [
+                causal(),
+                sliding_window(seed % 20 - 1, seed // 20 % 20 - 1),
+                document(ids=ids[0].sort().values),
+                document(ids=ids.sort(descending=True).values),
+                document(ids=ids),  # a document in pieces: no interval
+                document(lengths=[seed % (N + 1), 0, N - seed % (N + 1)]),
+                prefix_lm(seed % N),
+                prefix_lm(torch.tensor([seed % N, seed // 3 % N])),
+            ]
+        )
+    )
+
+
+@st.composite
+def forms(draw: st.DrawFn) -> MaskMod:
+    parts = draw(st.lists(simple_forms(), min_size=1, max_size=3))
+    join = draw(st.sampled_from([and_masks, or_masks, lambda *p: not_(p[0])]))
+    return parts[0] if len(parts) == 1 and draw(st.booleans()) else join(*parts)
+
+
+lengths = st.integers(1, N)
+
+
+def dense(mod: MaskMod, q_len: int, kv_len: int) -> Tensor:
+    return flex.create_mask(mod, 2, 1, q_len, kv_len, device="cpu")
+
+
+@LAWS
+@given(forms(), lengths, lengths)
+def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
+    found = mod.intervals(q_len, kv_len)
+    if found is not None:
+        lo, hi = found
+        kv = torch.arange(kv_len)
+        assert lo.dtype == hi.dtype == torch.int64
+        assert lo.shape[1:] == hi.shape[1:] == (1, q_len)
+        assert torch.equal((lo[..., None] <= kv) & (kv < hi[..., None]), dense(mod, q_len, kv_len)[: len(lo)])
+        assert len(lo) == 2 or torch.equal(*dense(mod, q_len, kv_len))
+        assert bool((((lo >= 0) & (lo < hi) & (hi <= kv_len)) | ((lo == 0) & (hi == 0))).all())
+
+
+@LAWS
+@given(simple_forms(), simple_forms(), lengths, lengths)
+def test_there_are_intervals_wherever_there_can_be(
+    one: MaskMod, two: MaskMod, q_len: int, kv_len: int
+) -> None:
+    for mod in (one, and_masks(one, two), or_masks(one, two)):
+        seen = dense(mod, q_len, kv_len)
+        starts = seen[..., :1].sum(-1) + (seen[..., 1:] & ~seen[..., :-1]).sum(-1)
+        parts_have = all(m.intervals(q_len, kv_len) is not None for m in (one, two))
+        if bool((starts <= 1).all()) and (parts_have or (mod is one and q_len == kv_len)):
+            assert mod.intervals(q_len, kv_len) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(MaskMod):
+    """Row q sees [lo[q], hi[q]), whatever these are."""
+
+    lo: Tensor
+    hi: Tensor
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (self.lo[q_idx] <= kv_idx) & (kv_idx < self.hi[q_idx])
+
+    def intervals(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
+        some = self.lo < self.hi
+        return torch.where(some, self.lo, 0)[None, None], torch.where(some, self.hi, 0)[None, None]
+
+
+def test_unions_and_intersections_of_any_two_intervals() -> None:
+    """All pairs over five keys: nested, touching, apart on either side, empty."""
+    kv = torch.arange(5)
+    every = [(lo, hi) for lo in range(6) for hi in range(lo, 6)]
+    for one, two in product(every, every):
+        parts = [Rows(*torch.tensor(bounds)[:, None]) for bounds in (one, two)]
+        sets = [(lo <= kv) & (kv < hi) for lo, hi in (one, two)]
+        for mod, seen in ((and_masks(*parts), sets[0] & sets[1]), (or_masks(*parts), sets[0] | sets[1])):
+            found = mod.intervals(1, 5)
+            in_one_piece = int(seen[0]) + int((seen[1:] & ~seen[:-1]).sum()) <= 1
+            assert (found is not None) == in_one_piece, (mod, one, two)
+            assert found is None or torch.equal((found[0] <= kv) & (kv < found[1]), seen[None, None])
+
+
+@LAWS
+@given(st.lists(st.tuples(st.integers(-1, 9), st.integers(-1, 9)), min_size=1, max_size=3), lengths, lengths)
+def test_windows_are_the_mask(windows: list[tuple[int, int]], q_len: int, kv_len: int) -> None:
+    mod = and_masks(*(sliding_window(*w) for w in windows))
+    assert mod.window is not None
+    left, right = mod.window
+    far = q_len + kv_len
+    distance = torch.arange(q_len)[:, None] - torch.arange(kv_len)
+    want = (distance <= (far if left == -1 else left)) & (-distance <= (far if right == -1 else right))
+    assert torch.equal(dense(mod, q_len, kv_len)[0, 0], want)
+    assert create_block_mask(mod, 1, 1, q_len, kv_len, BLOCK_SIZE=8).window == mod.window
+
+
+@FEW
+@given(forms(), lengths, lengths, st.integers(3, 9), st.integers(3, 9))
+def test_arithmetic_and_evaluation_build_the_same_mask(
+    mod: MaskMod, q_len, kv_len, q_block, kv_block
+) -> None:
+    block = (q_block, kv_block)
+    bm = flex.create_block_mask(mod, 2, 1, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
+    ours = create_block_mask(mod, 2, 1, q_len, kv_len, BLOCK_SIZE=block)
+    evaluated = create_block_mask(lambda *index: mod(*index), 2, 1, q_len, kv_len, BLOCK_SIZE=block)
+    assert ours.runs == evaluated.runs == from_block_mask(bm).runs
+    assert from_block_mask(bm).window == ours.window == mod.window
+    assert torch.equal(ours.to_dense(), dense(mod, q_len, kv_len))
+    assert (ours.interval is None) <= (evaluated.interval is None)
+
+
+def test_the_window_is_dropped_where_the_lists_are_not_the_windows() -> None:
+    bm = flex.create_block_mask(causal(), 1, 1, 64, 64, device="cpu", BLOCK_SIZE=16)
+    assert from_block_mask(bm).window == (-1, 0)
+    bm.kv_num_blocks[0, 0, 3] = 0
+    mask = from_block_mask(bm)
+    assert mask.window is None
+    assert mask.interval is not None
+    assert mask.to_dense()[0, 0].sum(-1).tolist() == [*range(1, 49)] + [48] * 16
+
+
+def test_edits_of_what_a_mask_captures_are_seen() -> None:
+    ids, prefix = torch.zeros(8, dtype=torch.int64), torch.tensor([2, 3])
+    docs, lm = document(ids=ids), prefix_lm(prefix)
+    docs.intervals(8, 8), lm.intervals(8, 8)
+    ids[4:] = 1
+    prefix[0] = 6
+    assert docs.intervals(8, 8)[0].tolist() == [[[0] * 4 + [4] * 4]]
+    assert lm.intervals(8, 8)[1][0].tolist() == [[6] * 6 + [7, 8]]
+    assert create_block_mask(docs, 1, 1, 8, 8, BLOCK_SIZE=4).runs.to_kinds().tolist() == [[[[1, 3], [3, 1]]]]
+
+
+@pytest.mark.parametrize(
+    "mod",
+    [
+        causal(),
+        sliding_window(7, 3),
+        sliding_window(-1, -1),
+        and_masks(causal(), document(lengths=[10, 22, 16])),
+        and_masks(causal(), document(ids=(torch.arange(2 * N) // 17).view(2, N))),
+        prefix_lm(torch.tensor([5, 20])),
+        or_masks(sliding_window(4), not_(causal())),
+    ],
+    ids=repr,
+)
+def test_torch_takes_them_as_they_are(mod: MaskMod) -> None:
+    """make_fx traces them, and torch's flex attention computes what the oracle computes."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, N, 8, generator=g, dtype=torch.float64) for _ in range(3))
+    bm = flex.create_block_mask(mod, 2, 1, N, N, device="cpu", BLOCK_SIZE=16)
+    eager = torch.compile(flex.flex_attention, backend="eager", fullgraph=True)
+    want = dense_attention(q, k, v, create_block_mask(mod, 2, 1, N, N, BLOCK_SIZE=16)).out
+    torch.testing.assert_close(eager(q, k, v, block_mask=bm), want, atol=1e-12, rtol=0)
+    with TransformGetItemToIndex():
+        traced = make_fx(mod)(*torch.zeros(4, dtype=torch.int64).unbind())
+    for at in ((0, 0, 9, 9), (1, 0, 9, 8), (1, 0, 2, 40), (1, 0, 40, 2)):
+        assert bool(traced(*torch.tensor(at).unbind())) == bool(dense(mod, N, N)[at])
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: sliding_window(-2), "give 0 or more, or -1 for all"),
+        (lambda: document(), "give either lengths="),
+        (lambda: document(lengths=[1], ids=torch.zeros(1, dtype=torch.int64)), "give either lengths="),
+        (lambda: document(ids=torch.zeros(3)), r"integer tensor \[N\] or \[B, N\], got torch.float32 \(3,\)"),
+        (lambda: document(ids=[0, 1]), "got list"),
+        (lambda: document(lengths=[3, -1]), "integers >= 0"),
+        (lambda: document(lengths=[[3, 1], [2, 1]]), r"must add up to the same, got \[4, 3\]"),
+        (lambda: document(lengths=[3, 1]).intervals(5, 4), "ids cover 4 tokens, the mask needs 5"),
+        (lambda: prefix_lm(torch.zeros(2, 2)), "must be an int or an integer tensor"),
+        (lambda: and_masks(), "needs at least one"),
+    ],
+)
+def test_mistakes_say_what_to_do(call, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_only_mask_mods_combine() -> None:
+    with pytest.raises(TypeError, match=r"or_masks takes mask_mods .* got Tensor"):
+        or_masks(causal(), torch.ones(3))

@@ -1,0 +1,101 @@
+"""The public create_block_mask: torch's signature, few questions, little memory, a bar if it takes long."""
+
+import inspect
+import random
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex
+
+import tritoncp
+from tritoncp.masks import create
+from tritoncp.masks import mask as masks
+from tritoncp.masks.classify import PAIRS, Question, ask_torch
+
+S = 1 << 20
+IDS = torch.arange(300).repeat_interleave(S // 300 + 1)[:S]
+
+
+def test_the_signature_is_torchs() -> None:
+    ours, theirs = (
+        inspect.signature(f).parameters for f in (tritoncp.create_block_mask, flex.create_block_mask)
+    )
+    shared = list(theirs)[: len(ours)]
+    assert list(ours) == shared
+    assert all(ours[name].default == theirs[name].default for name in shared)
+
+
+@pytest.mark.parametrize(
+    ("mod", "form"),
+    [
+        (lambda b, h, q, kv: q >= kv, tritoncp.causal()),
+        (lambda b, h, q, kv: (q >= kv) & (q - kv <= 1000), tritoncp.sliding_window(1000)),
+        (lambda b, h, q, kv: (q >= kv) | (kv < 5000), tritoncp.prefix_lm(5000)),
+        (lambda b, h, q, kv: (q >= kv) & (IDS[q] == IDS[kv]), tritoncp.causal() & tritoncp.document(ids=IDS)),
+        (
+            lambda b, h, q, kv: (q >= kv) & (IDS[q] == IDS[kv]) & (q - kv <= 1024),
+            tritoncp.document(ids=IDS) & tritoncp.sliding_window(1024),
+        ),
+    ],
+)
+def test_a_million_tokens_take_few_questions_and_little_memory(mod, form, monkeypatch) -> None:
+    """Traced or in closed form: the same runs; of 2^40 pairs a few million are looked at."""
+    asked = []
+
+    def counting(mask_mod, device):
+        ask = ask_torch(mask_mod, device)
+        return lambda b, h, q, kv: asked.append(q.shape[1] * kv.shape[1] * len(q)) or ask(b, h, q, kv)
+
+    monkeypatch.setattr("tritoncp.masks.classify.ask_torch", counting)
+    traced = tritoncp.create_block_mask(mod, None, None, S, S)
+    assert sum(asked) < 2 * S and max(asked) <= PAIRS
+    known = tritoncp.create_block_mask(form, None, None, S, S)
+    assert traced.runs == known.runs
+    assert traced.nbytes <= known.nbytes <= 16 << 20
+
+
+def test_a_mask_that_cannot_be_traced_is_asked_pair_by_pair_in_bounded_pieces(monkeypatch) -> None:
+    def opaque(b, h, q, kv):
+        return torch.ops.aten.ge.Tensor(q, kv) if random.random() >= 0 and not hopeless(q) else q >= kv
+
+    def hopeless(q) -> bool:
+        return bool(torch._C._functorch.is_batchedtensor(q)) or q.item() < 0  # .item() cannot be traced
+
+    monkeypatch.setattr("tritoncp.masks.classify.PAIRS", 1 << 12)
+    assert Question.about(opaque).bounds is None
+    sizes = []
+    ask = ask_torch(opaque, "cpu")
+
+    def watched(b, h, q, kv):
+        sizes.append(len(q) * q.shape[1] * kv.shape[1])
+        return ask(b, h, q, kv)
+
+    mask = masks.create_block_mask(opaque, None, None, 400, 300, BLOCK_SIZE=64, ask=watched)
+    assert mask.runs == masks.create_block_mask(tritoncp.causal(), None, None, 400, 300, BLOCK_SIZE=64).runs
+    assert max(sizes) <= 1 << 12
+
+
+def test_progress_rises_to_one() -> None:
+    told: list[float] = []
+    masks.create_block_mask(
+        lambda b, h, q, kv: (q * kv) % 7 < 3, 2, 1, 512, 384, BLOCK_SIZE=32, progress=told.append
+    )
+    assert told == sorted(told) and told[0] >= 0 and told[-1] == 1.0
+
+
+def test_a_bar_appears_only_past_two_seconds(monkeypatch, capsys) -> None:
+    now = [0.0]
+    monkeypatch.setattr(create.time, "monotonic", lambda: now[0])
+    with create._Bar("mask") as bar:
+        bar.show(0.2)
+        assert bar.bar is None
+        now[0] = create._PATIENCE + 0.1
+        bar.show(0.5)
+        assert bar.bar is not None and bar.bar.tasks[0].completed == 0.5
+    assert bar.bar.finished or not bar.bar.live.is_started
+    assert capsys.readouterr().out == ""  # stdout belongs to the caller
+
+
+def test_a_mask_mod_must_return_bool() -> None:
+    with pytest.raises(TypeError, match="must return bool"):
+        tritoncp.create_block_mask(lambda b, h, q, kv: q - kv, None, None, 64, 64)

@@ -1,0 +1,437 @@
+"""Packed documents: intervals against loops, attention against one document at a time, orders and their
+inverses."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest
+
+import tritoncp
+from tests.zoo import pairs
+from tritoncp import simulate, varlen_attention, varlen_mask
+from tritoncp.frontend import mask_source
+from tritoncp.masks.varlen import Varlen
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
+
+F64, NAN = torch.float64, math.nan
+AUX = AuxRequest(lse=True, max_scores=True)
+
+
+class Docs(NamedTuple):
+    """Tokens of each document, and rows of padding behind it, for queries and keys."""
+
+    q: Sequence[int]
+    kv: Sequence[int]
+    q_pad: Sequence[int]
+    kv_pad: Sequence[int]
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """The arguments that say so."""
+        rows, kv_rows = (
+            [a + b for a, b in zip(*both)] for both in ((self.q, self.q_pad), (self.kv, self.kv_pad))
+        )
+        names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+        return dict(zip(names, map(cumulative, (self.q, self.kv, rows, kv_rows))))
+
+    def slices(self) -> list[tuple[slice, slice]]:
+        """Rows of each document's tokens."""
+        firsts = [x.tolist() for x in (self.given["cu_seqlens_q_padded"], self.given["cu_seqlens_kv_padded"])]
+        return [
+            (slice(i, i + n), slice(j, j + m)) for i, j, n, m in zip(firsts[0], firsts[1], self.q, self.kv)
+        ]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        return sum(self.q) + sum(self.q_pad), sum(self.kv) + sum(self.kv_pad)
+
+    def is_token(self) -> tuple[Tensor, Tensor]:
+        found = tuple(torch.zeros(length, dtype=torch.bool) for length in self.lengths)
+        for both in self.slices():
+            for held, rows in zip(found, both):
+                held[rows] = True
+        return found[0], found[1]
+
+
+def cumulative(lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype)
+
+
+def level(queries: int, keys: int, causal: bool, window: tuple[int, int]) -> Tensor:
+    """One document, pair by pair: bool [queries, keys], the last of each level with the other."""
+    seen = torch.zeros(queries, keys, dtype=torch.bool)
+    for i, j in itertools.product(range(queries), range(keys)):
+        ahead = j - (i + keys - queries)
+        seen[i, j] = (
+            (not causal or ahead <= 0)
+            and (window[0] < 0 or -ahead <= window[0])
+            and (window[1] < 0 or ahead <= window[1])
+        )
+    return seen
+
+
+def whole(docs: Docs, causal: bool, window: tuple[int, int]) -> Tensor:
+    """The mask of the buffer, document by document."""
+    seen = torch.zeros(docs.lengths, dtype=torch.bool)
+    for (rows, cols), queries, keys in zip(docs.slices(), docs.q, docs.kv):
+        seen[rows, cols] = level(queries, keys, causal, window)
+    return seen
+
+
+# -- cu_seqlens and what they say -----------------------------------------------------------------------
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> Docs:
+    n = draw(st.integers(0, 5))
+    lengths, pads = (
+        st.lists(st.integers(0, 7), min_size=n, max_size=n),
+        st.lists(st.integers(0, 3), min_size=n, max_size=n),
+    )
+    q = draw(lengths)
+    return Docs(q, draw(st.one_of(st.just(q), lengths)), draw(pads), draw(pads))
+
+
+SIDE = st.integers(-1, 6)
+
+
+@given(documents(), st.booleans(), st.tuples(SIDE, SIDE))
+def test_intervals_the_mask_mod_and_blocks_are_the_loop_over_documents(docs, causal, window) -> None:
+    want, (q_len, kv_len) = whole(docs, causal, window), docs.lengths
+    mask = varlen_mask(**docs.given, causal=causal, window=window, BLOCK_SIZE=4)
+    assert (mask.q_len, mask.kv_len) == docs.lengths
+    assert torch.equal(mask.to_dense()[0, 0], want)
+    mod = mask.mask_mod
+    assert isinstance(mod, Varlen)
+    lo, hi = mod.intervals(q_len, kv_len)
+    cols = torch.arange(kv_len)
+    assert torch.equal((cols >= lo[0, 0, :, None]) & (cols < hi[0, 0, :, None]), want)
+    assert not lo[lo == hi].any()  # empty rows are (0, 0)
+    zero = torch.tensor(0)
+    if want.numel():
+        assert torch.equal(mod(zero, zero, torch.arange(q_len)[:, None], cols), want)
+    held = docs.is_token() if mask.tokens is None else mask.tokens
+    assert all(map(torch.equal, held, docs.is_token()))
+    assert (mask.tokens is None) == all(bool(side.all()) for side in docs.is_token())
+
+
+def test_torch_builds_the_same_mask_from_the_mask_mod() -> None:
+    from torch.nn.attention import flex_attention as flex
+
+    docs = Docs([5, 0, 13], [9, 4, 2], [3, 0, 3], [0, 1, 0])
+    mask = varlen_mask(**docs.given, causal=True, window=(6, -1), BLOCK_SIZE=8)
+    theirs = flex.create_block_mask(mask.mask_mod, None, None, *docs.lengths, device="cpu", BLOCK_SIZE=8)
+    assert torch.equal(tritoncp.from_block_mask(theirs).to_dense(), mask.to_dense())
+    assert all(map(torch.equal, tritoncp.from_block_mask(mask.to_block_mask()).tokens, mask.tokens))
+
+
+def test_self_attention_needs_the_lengths_once() -> None:
+    lengths, padded = cumulative([3, 4], torch.int64), cumulative([4, 6])
+    once = varlen_mask(lengths, causal=True, cu_seqlens_q_padded=padded)
+    twice = varlen_mask(
+        lengths, lengths, causal=True, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded
+    )
+    assert torch.equal(once.to_dense(), twice.to_dense())
+
+
+def test_a_million_tokens_in_ten_thousand_documents() -> None:
+    """Nothing is done for each document, and nothing of the size of the dense mask is made."""
+    tokens = torch.randint(0, 200, (10_000,), generator=torch.Generator().manual_seed(1))
+    rows = (tokens + 15) // 16 * 16
+    mask = varlen_mask(
+        cumulative(tokens.tolist()), causal=True, cu_seqlens_q_padded=cumulative(rows.tolist())
+    )
+    assert mask.tokens is not None and int(mask.tokens[0].sum()) == int(tokens.sum())
+    assert mask.interval is not None
+    lo, hi = mask.interval
+    assert int((hi - lo).long().sum()) == int((tokens * (tokens + 1) // 2).sum())
+
+
+# -- attention against one document at a time -----------------------------------------------------------
+
+
+class Found(NamedTuple):
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Packed(NamedTuple):
+    """Whole buffers [t, h, d], NaN wherever padding lies; gradients of out and lse to start from."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def buffers(docs: Docs, heads: int = 4, kv_heads: int = 2, dim: int = 8, v_dim: int = 6, dtype=F64) -> Packed:
+    queries, keys = docs.is_token()
+    shapes = ((heads, dim), (kv_heads, dim), (kv_heads, v_dim), (heads, v_dim), (heads,))
+    found = []
+    for shape, held in zip(shapes, (queries, keys, keys, queries, queries)):
+        x = torch.randn(len(held), *shape, dtype=dtype)
+        found.append(x.masked_fill(~held.view(-1, *[1] * len(shape)), NAN))
+    return Packed(*found)
+
+
+def one_by_one(x: Packed, docs: Docs, causal: bool, window: tuple[int, int]) -> Found:
+    """Each document by itself, in float64; zeros (-inf) wherever no document is."""
+    empty = [torch.zeros_like(t, dtype=F64) for t in (x.dout, x.dlse, x.dlse, x.q, x.k, x.v)]
+    want = Found(*empty)
+    want.lse.fill_(-math.inf)
+    want.max_scores.fill_(-math.inf)
+    for (rows, cols), queries, keys in zip(docs.slices(), docs.q, docs.kv):
+        if not queries or not keys:
+            continue
+        leaves = [t[s].double().detach().requires_grad_() for t, s in zip(x[:3], (rows, cols, cols))]
+        seen = level(queries, keys, causal, window)
+        found = dense_attention(*(t.transpose(0, 1)[None] for t in leaves), seen[None, None])
+        out, lse, top = (t[0].transpose(0, 1) for t in found)
+        for into, part in zip(want[:3], (out, lse, top)):
+            into[rows] = part.detach()
+        loss = (out * x.dout[rows]).sum() + (lse * x.dlse[rows])[lse != -math.inf].sum()
+        for into, s, grad in zip(want[3:], (rows, cols, cols), torch.autograd.grad(loss, leaves)):
+            into[s] = grad
+    return want
+
+
+def agree(got: Found, want: Found, docs: Docs, atol: float, rtol: float = 0) -> None:
+    queries, keys = docs.is_token()
+    for name, mine, right in zip(Found._fields, got, want):
+        torch.testing.assert_close(
+            mine.double(), right, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        padding = mine[~(keys if name in ("dk", "dv") else queries)]
+        nothing = -math.inf if name in ("lse", "max_scores") else 0
+        assert bool((padding == nothing).all()), f"{name} in padding"
+
+
+def whole_call(x: Packed, *args: Any, **options: Any) -> Found:
+    """The public call on one rank that holds everything."""
+    leaves = [t.clone().requires_grad_() for t in x[:3]]
+    out, aux = varlen_attention(*leaves, *args, return_aux=AUX, **options)
+    grads = torch.autograd.grad([out, aux.lse], leaves, [x.dout, x.dlse.to(aux.lse.dtype)])
+    return Found(out.detach(), aux.lse.detach(), aux.max_scores, *grads)
+
+
+def in_a_world(x: Packed, plan: tritoncp.Plan) -> Found:
+    """Every rank's shard of the plan as a leaf of its own, NaN in its padding."""
+    world = simulate(plan.world_size)
+    sides = ("q", "kv", "kv", "q", "q")
+    shards = [world.shard(t, plan, dim=0, side=side, batch_dim=None, pad=NAN) for t, side in zip(x, sides)]
+    leaves = [[t.detach().requires_grad_() for t in some] for some in shards[:3]]
+    heads_first = [[t.transpose(0, 1)[None] for t in some] for some in leaves]
+    outs, aux = world.flex_attention(*heads_first, plan, enable_gqa=True, return_aux=AUX)
+    down = [[t.transpose(0, 1)[None] for t in some] for some in shards[3:]]
+    flat = [t for some in leaves for t in some]
+    grads = torch.autograd.grad([*outs, *aux.lse], flat, [*down[0], *down[1]])
+    n = plan.world_size
+    rows = [[t[0].transpose(0, 1) for t in some] for some in (outs, aux.lse, aux.max_scores)]
+    rows += [grads[:n], grads[n : 2 * n], grads[2 * n :]]
+    for some, side in zip(rows, ("q", "q", "q", "q", "kv", "kv")):
+        for rank, t in enumerate(some):
+            placed = plan.q if side == "q" else plan.kv
+            padding = t[placed.positions(rank)[0] < 0]
+            assert bool(((padding == 0) | (padding == -math.inf)).all())
+    back = [
+        world.unshard([t.detach() for t in some], plan, dim=0, side=side, batch_dim=None)
+        for some, side in zip(rows, ("q", "q", "q", "q", "kv", "kv"))
+    ]
+    if plan.mask.tokens is not None:
+        for t in back[1:3]:
+            t[~plan.mask.tokens[0]] = -math.inf  # unshard leaves zeros where no rank holds anything
+    return Found(*back)
+
+
+LAYOUTS = {
+    "packed": Docs([9, 1, 30, 13], [9, 1, 30, 13], [0] * 4, [0] * 4),
+    "padded": Docs([9, 0, 30, 13], [9, 0, 30, 13], [7, 2, 2, 3], [7, 2, 2, 3]),
+    "cross": Docs([9, 5, 0, 13, 4], [17, 3, 6, 0, 21], [3, 0, 1, 3, 0], [0, 5, 2, 4, 3]),
+    "more queries": Docs([40, 7], [11, 7], [0, 9], [5, 0]),
+}
+WINDOWS = {"all": (-1, -1), "left": (6, 0), "both": (5, 3), "right": (-1, 2)}
+FACTORS = {
+    "layout": list(LAYOUTS),
+    "causal": [True, False],
+    "window": list(WINDOWS),
+    "world": [1, 2, 3, 5],
+    "balancer": [None, "ptrr"],
+    "schedule": ["allgather", "ring", "fetch"],
+}
+ROWS = sorted(pairs(FACTORS), key=str)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+@pytest.mark.parametrize(tuple(FACTORS), ROWS, ids=lambda value: str(value))
+@pytest.mark.usefixtures("eager")
+def test_any_world_is_one_document_at_a_time(layout, causal, window, world, balancer, schedule) -> None:
+    docs, sides = LAYOUTS[layout], WINDOWS[window]
+    mask = varlen_mask(**docs.given, causal=causal, window=sides, BLOCK_SIZE=8)
+    x = buffers(docs)
+    plan = simulate(world).make_plan(mask, balancer=balancer, schedule=schedule)
+    agree(in_a_world(x, plan), one_by_one(x, docs, causal, sides), docs, 1e-8)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("eager")
+def test_the_public_call(layout: str, causal: bool) -> None:
+    """With cu_seqlens, with a mask and with a plan in their place."""
+    docs, x = LAYOUTS[layout], buffers(LAYOUTS[layout])
+    mask = varlen_mask(**docs.given, causal=causal, window=(9, -1), BLOCK_SIZE=16)
+    want = one_by_one(x, docs, causal, (9, -1))
+    agree(whole_call(x, **docs.given, causal=causal, window=(9, -1)), want, docs, 1e-8)
+    agree(whole_call(x, mask), want, docs, 1e-8)
+    agree(whole_call(x, tritoncp.make_plan(mask)), want, docs, 1e-8)
+
+
+# Shapes that TransformerEngine tests (batch 2, up to 4096 tokens, heads 12 and 12:2, head dim 128, window
+# (512, 0)), at a size for the interpreter; tests/gpu/test_varlen.py has them in full.
+TE_DOCS = Docs([77, 50], [77, 50], [3, 14], [3, 14])
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("kv_heads", "causal", "window"),
+    [(2, True, (-1, -1)), (1, False, (-1, -1)), (1, True, (18, 0)), (2, False, (18, 0))],
+)
+def test_transformer_engines_shapes_on_the_kernels(kv_heads, causal, window, world) -> None:
+    x = buffers(TE_DOCS, heads=2, kv_heads=kv_heads, dim=32, v_dim=32, dtype=torch.float32)
+    mask = varlen_mask(**TE_DOCS.given, causal=causal, window=window, BLOCK_SIZE=32)
+    got = in_a_world(x, simulate(world).make_plan(mask))
+    agree(got, one_by_one(x, TE_DOCS, causal, window), TE_DOCS, 1e-5, 1e-5)
+
+
+def test_cross_attention_on_the_kernels() -> None:
+    docs = LAYOUTS["cross"]
+    x = buffers(docs, dtype=torch.float32)
+    want = one_by_one(x, docs, True, (9, 4))
+    agree(whole_call(x, **docs.given, causal=True, window=(9, 4)), want, docs, 1e-5, 1e-5)
+
+
+@pytest.mark.usefixtures("eager")
+def test_scores_scale_and_sinks_go_through() -> None:
+    """As flex_attention on the same rows; score_mod sees places in the buffer."""
+    docs = LAYOUTS["packed"]
+    x, sinks = buffers(docs), torch.randn(4, dtype=F64)
+
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + (h + 1) * (q - 2 * kv) / 50
+
+    got, lse = varlen_attention(
+        *x[:3], **docs.given, causal=True, score_mod=score, scale=0.3, sinks=sinks, return_lse=True
+    )
+    q, k, v = (t.transpose(0, 1)[None] for t in x[:3])
+    seen = whole(docs, True, (-1, -1))
+    out, bare, _ = dense_attention(q, k, v, seen[None, None], score, scale=0.3)
+    torch.testing.assert_close(lse, torch.logaddexp(bare, sinks[:, None])[0].T, atol=1e-10, rtol=0)
+    share = torch.sigmoid(bare - sinks[:, None])[..., None]
+    torch.testing.assert_close(got, (out * share)[0].transpose(0, 1), atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]], ids=str)
+def test_no_rows_at_all(lengths: list[int]) -> None:
+    x = torch.zeros(0, 2, 16, requires_grad=True)
+    out = varlen_attention(x, x, x, cumulative(lengths), causal=True)
+    assert out.shape == (0, 2, 16)
+    out.sum().backward()
+
+
+def test_nothing_but_padding() -> None:
+    x = torch.full((6, 2, 16), NAN, requires_grad=True)
+    out = varlen_attention(x, x, x, cumulative([0]), causal=True, cu_seqlens_q_padded=cumulative([6]))
+    (grad,) = torch.autograd.grad(out, x, torch.full_like(out, NAN))
+    assert not out.any() and not grad.any()
+
+
+@pytest.mark.usefixtures("eager")
+def test_one_graph_serves_other_lengths() -> None:
+    x = torch.randn(12, 2, 16)
+
+    def layer(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return varlen_attention(x, x, x, cu_seqlens, causal=True)
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for lengths in ([5, 7], [11, 1], [0, 12]):
+        assert torch.equal(compiled(x, cumulative(lengths)), layer(x, cumulative(lengths)))
+
+
+# -- plans ----------------------------------------------------------------------------------------------
+
+
+def test_a_balanced_plan_holds_no_padding() -> None:
+    """Shards close up: rows are the tokens of a rank's blocks, and only the shortest shards have padding."""
+    docs = Docs([100, 30], [100, 30], [28, 98], [28, 98])
+    plan = tritoncp.make_plan(varlen_mask(**docs.given, causal=True, BLOCK_SIZE=16), world_size=4)
+    held = [plan.q.positions(rank)[0] for rank in range(4)]
+    tokens = torch.cat([at[at >= 0] for at in held])
+    assert torch.equal(tokens.sort().values, docs.is_token()[0].nonzero()[:, 0])
+    assert {len(at) for at in held} == {max(int((at >= 0).sum()) for at in held)}
+    for at in held:
+        real = at[at >= 0]
+        assert torch.equal(at[: len(real)], real) and bool((real.diff() > 0).all())
+    assert -1 in plan.owners and "·" in str(plan)  # blocks of nothing but padding
+
+
+def test_no_padding_is_fetched() -> None:
+    mask = varlen_mask(cumulative([60]), causal=False, cu_seqlens_q_padded=cumulative([128]), BLOCK_SIZE=16)
+    plan = tritoncp.make_plan(mask, world_size=4, balancer=None, schedule="fetch")
+    assert [sum(plan.for_rank(rank).fetch.takes) for rank in range(4)] == [28, 32, 0, 0]
+
+
+def test_layers_with_other_windows_share_a_placement() -> None:
+    docs = LAYOUTS["padded"]
+    masks = {
+        name: varlen_mask(**docs.given, causal=True, window=window, BLOCK_SIZE=8)
+        for name, window in (("full", (-1, -1)), ("near", (4, 0)))
+    }
+    plans = tritoncp.make_plan(masks, world_size=3)
+    assert torch.equal(plans["full"].positions, plans["near"].positions)
+    other = varlen_mask(cumulative([66]), causal=True, BLOCK_SIZE=8)
+    with pytest.raises(ValueError, match="padding in different places"):
+        tritoncp.make_plan(masks | {"other": other}, world_size=3)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_call_with_the_same_tensors_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: one copy to the host when the plan is made, none once it is there."""
+    copies: list[int] = []
+    to_host = mask_source.to_host
+
+    def counted(tensors: Sequence[Tensor]) -> list[Tensor]:
+        copies.append(len(tensors))
+        return [t.clone() for t in to_host(tensors)]
+
+    monkeypatch.setattr(mask_source, "to_host", counted)
+    monkeypatch.setattr(mask_source, "is_remote", lambda tensor: True)
+    docs = LAYOUTS["padded"]
+    x, tensors = buffers(docs), docs.given
+    want = one_by_one(x, docs, True, (-1, -1))
+    for _ in range(3):
+        agree(whole_call(x, **tensors, causal=True), want, docs, 1e-8)
+    assert copies == [4]
+    tensors["cu_seqlens_q"][1] -= 1  # an edit is seen
+    tensors["cu_seqlens_kv"][1] -= 1
+    other = docs._replace(q=[8, 1, 30, 13], kv=[8, 1, 30, 13], q_pad=[8, 1, 2, 3], kv_pad=[8, 1, 2, 3])
+    x = buffers(other)
+    agree(whole_call(x, **tensors, causal=True), one_by_one(x, other, True, (-1, -1)), other, 1e-8)
+    assert copies == [4, 4]

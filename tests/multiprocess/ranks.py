@@ -1,0 +1,186 @@
+"""Real processes in one gloo group, for tests: forked, so that closures, poison and settings come along."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class RankFailed(AssertionError):
+    """Raised where a rank died or did not answer in time."""
+
+
+def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """Run ``fn(group, *args)`` on every rank of a new gloo world, CPU only; return the results, by rank.
+
+    group: the world's ProcessGroup; ``group.rank()`` is the rank of the process. Results come back pickled.
+        The first rank that raises ends all: its exception is raised here with a note of its rank and
+        traceback. A rank that dies, or ``timeout`` seconds, raise RankFailed.
+
+    fn may be a closure. To compare the errors of all ranks of a failing call, catch them in fn and return
+    them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        children, pipes = {}, {}
+        try:
+            for rank in range(world_size):
+                receiver, sender = Pipe(duplex=False)
+                children[rank] = os.fork()
+                if children[rank] == 0:
+                    _child(rank, world_size, Path(folder, "store"), fn, args, sender, timeout)
+                sender.close()  # a dead child now ends its pipe
+                pipes[receiver] = rank
+            return _collect(pipes, world_size, time.monotonic() + timeout)
+        finally:
+            for pid in children.values():
+                os.kill(pid, signal.SIGKILL)  # a child that has ended is still ours to wait for
+                os.waitpid(pid, 0)
+            for pipe in pipes:
+                pipe.close()
+
+
+class Outcome(NamedTuple):
+    """The end of a rank: its exit status (-9: killed, None: terminated by this module), its exception, and
+    the seconds since all ranks were ready."""
+
+    status: int | None
+    said: str
+    seconds: float
+
+
+def outcomes(
+    world_size: int, fn: Callable[[Any], Any], timeout: float, wait: float, faulty: int
+) -> list[Outcome]:
+    """How every rank of a new gloo world ends that runs ``fn(group)``: for ranks that die, stop or raise.
+
+    timeout: the group's, in seconds. A rank that has not ended after ``wait`` seconds is ended here, and the
+    faulty rank, where it does not end by itself, a moment after all others.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        children, ended = {}, {}
+        try:
+            for rank in range(world_size):
+                children[rank] = os.fork()
+                if children[rank] == 0:
+                    _end(rank, world_size, Path(folder), fn, timeout)
+            deadline = time.monotonic() + wait
+            while len(ended) < world_size and time.monotonic() < deadline:
+                for rank in children.keys() - ended.keys():
+                    pid, status = os.waitpid(children[rank], os.WNOHANG)
+                    if pid:
+                        ended[rank] = os.waitstatus_to_exitcode(status)
+                if children.keys() - ended.keys() == {faulty}:
+                    deadline = min(deadline, time.monotonic() + 0.5)
+                    faulty = -1
+                time.sleep(0.02)
+        finally:
+            for rank in children.keys() - ended.keys():
+                os.kill(children[rank], signal.SIGKILL)
+                os.waitpid(children[rank], 0)
+        return [_outcome(Path(folder, str(rank)), ended.get(rank)) for rank in range(world_size)]
+
+
+def _outcome(path: Path, status: int | None) -> Outcome:
+    seconds, _, said = path.read_text().partition(" ") if path.exists() else ("nan", "", "")
+    return Outcome(status, said, float(seconds))
+
+
+def _end(rank: int, world_size: int, folder: Path, fn: Callable[[Any], Any], timeout: float) -> None:
+    """Run one rank; never returns."""
+    signal.alarm(120)  # an orphan ends by itself
+    status, start = 0, time.monotonic()
+    try:
+        stay_on_this_machine()
+        torch.set_num_threads(1)
+        store = dist.FileStore(str(folder / "store"), world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+        )
+        dist.barrier()
+        group = dist.new_group(timeout=timedelta(seconds=timeout))
+        dist.barrier()
+        start = time.monotonic()
+        fn(group)
+        said = ""
+    except BaseException as error:
+        status, said = 1, f"{type(error).__name__}: {error}"
+    (folder / str(rank)).write_text(f"{time.monotonic() - start} {said}")
+    os._exit(status)
+
+
+def _collect(pipes: dict[Connection, int], world_size: int, deadline: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < world_size:
+        talking = [pipe for pipe, rank in pipes.items() if rank not in results]
+        ready = wait(talking, max(0, deadline - time.monotonic()))
+        if not ready:
+            raise RankFailed(f"no word in time from ranks {sorted(pipes[pipe] for pipe in talking)}")
+        for pipe in ready:
+            rank = pipes[pipe]  # type: ignore[index]
+            try:
+                good, said, trace = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+            except EOFError:
+                raise RankFailed(f"rank {rank} of {world_size} ended without a word") from None
+            if not good:
+                said.add_note(f"on rank {rank} of {world_size}:\n{trace}")
+                raise said
+            results[rank] = said
+    return [results[rank] for rank in range(world_size)]
+
+
+def _child(
+    rank: int,
+    world_size: int,
+    store: Path,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    pipe: Connection,
+    timeout: float,
+) -> None:
+    """Run one rank; never returns."""
+    signal.alarm(int(timeout) + 10)  # an orphan ends by itself
+    try:
+        stay_on_this_machine()
+        torch.set_num_threads(1)  # a forked process cannot use the threads of its parent
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(store), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+        message = _packed(True, fn(dist.group.WORLD, *args), "")
+    except BaseException as error:
+        message = _packed(False, error, traceback.format_exc())
+    pipe.send_bytes(message)
+    signal.pause()  # until the parent has all answers: an early disconnect can break a slower rank
+
+
+def _packed(good: bool, said: Any, trace: str) -> bytes:
+    try:
+        message = pickle.dumps((good, said, trace))
+        pickle.loads(message)  # an exception may pickle and not come back
+        return message
+    except Exception as error:
+        return pickle.dumps((False, RankFailed(f"{type(said).__name__} cannot be pickled: {error!r}"), trace))
+
+
+def stay_on_this_machine() -> None:
+    """Gloo looks for this host by name, which containers often cannot resolve; the ranks are all here."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -1,0 +1,201 @@
+"""Real ranks, each with its own process: PyTorch's context-parallel matrix, and rows of our own.
+
+The matrix is that of PyTorch's ``test/distributed/tensor/test_attention.py``: two ranks, float32, eight
+heads of 32, out and lse within atol 2e-6 and rtol 1e-5.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritoncp
+from tests.multiprocess import ranks
+from tests.zoo import HEADS, MASKS, SCORES, TOLERANCE, Answer, Score, agree, differentiate, oracle, tensors
+from tritoncp import Mask, and_masks, causal, create_block_mask, document
+from tritoncp.distributed import collectives
+from tritoncp.distributed.schedules import SCHEDULES
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
+
+F64 = torch.float64
+CLOSE = {"atol": 2e-6, "rtol": 1e-5}
+GRADS_CLOSE = {"atol": 5e-6, "rtol": 1e-5}  # theirs are compared with float32, whose rounding they share
+BALANCERS = (None, "head_tail", "ptrr")
+
+
+def documents(batch: int, length: int, count: int = 28) -> list[list[int]]:
+    """``count`` document lengths for each batch row."""
+    g = torch.Generator().manual_seed(10)
+    rows = []
+    for _ in range(batch):
+        cuts = [0, *sorted(torch.randperm(length - 1, generator=g)[: count - 1].add(1).tolist()), length]
+        rows.append([b - a for a, b in itertools.pairwise(cuts)])
+    return rows
+
+
+def mask_of(kind: str, batch: int, length: int) -> Mask:
+    if kind == "causal":
+        return create_block_mask(causal(), 1, 1, length, length)
+    mod = and_masks(causal(), document(lengths=documents(batch, length)))
+    return create_block_mask(mod, batch, 1, length, length)
+
+
+def one_rank(group: Any, qkv: list[Tensor], mask: Mask, balancer: str | None) -> list[Tensor]:
+    """A training step's attention on this rank; everything back in global order, on every rank alike."""
+    plan = tritoncp.make_plan(mask, group, balancer=balancer)
+    qkv = [x.detach().requires_grad_() for x in qkv]
+    q, k, v = (tritoncp.shard(x, plan, dim=2, side=side) for x, side in zip(qkv, ("q", "kv", "kv")))
+    out, lse = tritoncp.flex_attention(q, k, v, None, plan, return_lse=True, mesh=group)
+    whole = [tritoncp.unshard(x.detach(), plan, group, dim=2) for x in (out, lse)]
+    out.sum().backward()
+    for x in qkv:  # zeros but for the own positions
+        torch.distributed.all_reduce(x.grad, group=group)
+    return whole + [x.grad for x in qkv]
+
+
+def check(kind: str, batch: int, length: int, balancer: str | None) -> None:
+    qkv = [torch.rand(batch, 8, length, 32, requires_grad=True) for _ in range(3)]  # uniform, as theirs
+    mask = mask_of(kind, batch, length)
+    double = [x.detach().double().requires_grad_() for x in qkv]
+    dense = dense_attention(*double, mask)
+    want = [dense.out, dense.lse, *torch.autograd.grad(dense.out.sum(), double)]
+    for answers in ranks.run(2, one_rank, qkv, mask, balancer, timeout=900):
+        for place, (actual, right) in enumerate(zip(answers, want, strict=True)):
+            torch.testing.assert_close(
+                actual.double(), right.detach(), **(CLOSE if place < 2 else GRADS_CLOSE)
+            )
+
+
+PRODUCT = [
+    *itertools.product(["causal"], (1, 8), (512, 2048), BALANCERS),
+    *itertools.product(["documents"], (2, 4, 8), (512, 2048), BALANCERS),
+]
+FAST = [row for row in PRODUCT if row[1] < 4 and row[2] == 512]
+
+
+@pytest.mark.parametrize(("kind", "batch", "length", "balancer"), FAST)
+def test_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
+    check(kind, batch, length, balancer)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "batch", "length", "balancer"), [row for row in PRODUCT if row not in FAST])
+def test_the_rest_of_pytorchs_matrix(kind: str, batch: int, length: int, balancer: str | None) -> None:
+    check(kind, batch, length, balancer)
+
+
+def row_of_a_rank(
+    group: Any,
+    mask: str,
+    score: str,
+    heads: str,
+    balancer: str | None,
+    schedule: str,
+    dtype: torch.dtype = F64,
+) -> Answer:
+    qkv, whole, mod = row(mask, score, heads, dtype)
+    plan = tritoncp.make_plan(whole, group, balancer=balancer, schedule=schedule)
+    q, k, v = (tritoncp.shard(x, plan, dim=2, side=side) for x, side in zip(qkv, ("q", "kv", "kv")))
+    out, lse = tritoncp.flex_attention(q, k, v, mod.mod, plan, enable_gqa=True, return_lse=True, mesh=group)
+    # Every rank computes the whole loss: own shards take their slice of its gradient.
+    whole_out = tritoncp.unshard(out, plan, group, dim=2, grad="slice")
+    whole_lse = tritoncp.unshard(lse, plan, group, dim=2, grad="slice")
+    answer = differentiate(whole_out, whole_lse, qkv, mod.wants)
+    for x in (*answer[2:5], *answer.captured):
+        torch.distributed.all_reduce(x, group=group)
+    return answer
+
+
+def row(mask: str, score: str, heads: str, dtype: torch.dtype = F64) -> tuple[list[Tensor], Mask, Score]:
+    torch.manual_seed(3)
+    count = HEADS[heads][0]
+    qkv = [x.detach().to(dtype).requires_grad_() for x in tensors(HEADS[heads], F64)]
+    return qkv, MASKS[mask](count), SCORES[score](count, F64 if dtype == F64 else torch.float32)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("world", "mask", "score", "heads", "balancer"),
+    [
+        (2, "document", "relative", "GQA", "ptrr"),
+        (3, "random", "alibi", "GQA", None),
+        (4, "empty rows", "by document", "MHA", "head_tail"),
+    ],
+)
+def test_processes_answer_as_the_oracle(
+    world: int, mask: str, score: str, heads: str, balancer: str | None, schedule: str
+) -> None:
+    want = oracle(*row(mask, score, heads))
+    for answer in ranks.run(world, row_of_a_rank, mask, score, heads, balancer, schedule, timeout=300):
+        agree(answer, want, **TOLERANCE[torch.float64])
+
+
+@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world", [2, 8])
+def test_processes_in_bfloat16(world: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    case, dtype = ("document", "softcap", "GQA"), torch.bfloat16
+    want = oracle(*row(*case, dtype))
+    size = [float(x[x.isfinite()].abs().max()) for x in want[:5]]
+    for answer in ranks.run(world, row_of_a_rank, *case, "ptrr", schedule, dtype, timeout=120):
+        assert [x.dtype for x in answer[:5]] == [dtype, torch.float32, dtype, dtype, dtype]
+        for actual, right, most, name in zip(answer, want, size, Answer._fields):
+            same = (actual.double() - right).abs() <= 2**-6 * most
+            assert bool((same | (actual.double() == right)).all()), name
+
+
+def alone(group: Any, schedule: str) -> str:
+    """Rank 1 makes the plan and the first call, and then stops."""
+    few = torch.distributed.new_group(timeout=timedelta(seconds=2))
+    plan = tritoncp.make_plan(mask_of("causal", 1, 512), few, schedule=schedule)
+    q = tritoncp.shard(torch.randn(1, 2, 512, 32), plan, dim=2)
+    tritoncp.flex_attention(q, q, q, plan, few)
+    if group.rank() == 1:
+        return ""
+    with pytest.raises(collectives.PeerLost) as caught:
+        tritoncp.flex_attention(q, q, q, plan, few)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("allgather", r"AllGather with ranks \[1\], turn 2"),
+        ("ring", r"Swap to ranks \[1\] and from ranks \[1\], turn 2"),
+        ("fetch", r"AllToAll to ranks \[1\] and from ranks \[1\], turn 2"),
+    ],
+)
+def test_a_rank_that_stalls_is_named_within_the_groups_timeout(schedule: str, message: str) -> None:
+    said, _ = ranks.run(2, alone, schedule)
+    assert re.match(rf"rank 0 of 2: {message} of this layer's schedule, did not end", said), said
+
+
+@pytest.mark.parametrize("schedule", ["ring", "ulysses"])
+def test_rows_from_the_middle_of_a_batch(schedule: str) -> None:
+    """Micro-batches of a batch whose mask and score_mod read the batch row."""
+    torch.manual_seed(0)
+    ends = torch.tensor([9, 20, 33])
+    mask = create_block_mask(lambda b, h, q, kv: (kv <= q) & (kv < ends[b]), 3, 1, 40, 40, BLOCK_SIZE=8)
+    whole = torch.randn(3, 3, 2, 40, 8, dtype=torch.float64)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score * (b + 1)
+
+    def attend(group: Any) -> Tensor:
+        plan = tritoncp.make_plan(mask, group, schedule=schedule)
+        rows = plan.batch_rows(1, 2)
+        q, k, v = (tritoncp.shard(x[1:], rows, dim=2) for x in whole)
+        out = tritoncp.flex_attention(q, k, v, score_mod, plan, mesh=group, batch_offset=1)
+        return tritoncp.unshard(out, rows, mesh=group, dim=2)
+
+    expected = dense_attention(*whole, mask, score_mod).out[1:]
+    for out in ranks.run(2, attend):
+        torch.testing.assert_close(out, expected, atol=1e-9, rtol=1e-9)

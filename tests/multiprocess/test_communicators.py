@@ -1,0 +1,202 @@
+"""The data communicator of a group: it carries all tensors in one order, on a high-priority NCCL stream."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import tritoncp
+from tests.multiprocess.ranks import run
+from tritoncp.distributed import collectives
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
+
+S, HEADS, DIM = 40, 4, 8
+CUDA = torch.device("cuda", 0)
+SCHEDULES = {"allgather": 3, "ring": 3, "fetch": 3, "ulysses": 3, "ulysses+ring": 4}
+
+
+def mask_of() -> tritoncp.Mask:
+    """A window mask, with which some ranks are idle in some turns of a ring."""
+    return tritoncp.create_block_mask(tritoncp.sliding_window(11), 1, 1, S, S, BLOCK_SIZE=4)
+
+
+def tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, HEADS, S, DIM, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def attend(plan: tritoncp.Plan, group: Any) -> list[Tensor]:
+    """Run a call on this rank's shards; return output and gradients, unsharded."""
+    shards = [tritoncp.shard(x, plan, dim=2).requires_grad_() for x in tensors()]
+    out = tritoncp.flex_attention(*shards, plan, group)
+    out.square().sum().backward()
+    return [tritoncp.unshard(x.detach(), plan, group, dim=2) for x in (out, *(x.grad for x in shards))]
+
+
+def spied(monkeypatch: pytest.MonkeyPatch, channel: Any) -> list[str]:
+    """Record the kinds of messages in the order of their start; fail on any but on ``channel``."""
+    kinds: list[str] = []
+
+    def spy(owner: Any, name: str) -> None:
+        start = getattr(owner, name)
+
+        def started(*args: Any, **options: Any) -> Any:
+            groups = [op.group for op in args[0]] if name == "batch_isend_irecv" else [options["group"]]
+            assert all(one is channel for one in groups), f"{name} on {groups}"
+            kinds.append(name)
+            return start(*args, **options)
+
+        monkeypatch.setattr(owner, name, started)
+
+    for owner, name in ((collectives, "_all_gather"), (collectives, "_reduce_scatter")):
+        spy(owner, name)
+    for name in ("batch_isend_irecv", "all_to_all_single"):
+        spy(dist, name)
+    return kinds
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_all_tensors_travel_on_one_communicator(schedule: str) -> None:
+    """With and without a companion: forward, backward and unshard."""
+
+    def work(group: Any) -> list[Any]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+            companion = dist.new_group()
+            monkeypatch.setattr(collectives, "data_communicator", lambda of, device: companion)
+            mesh = (
+                group
+                if schedule != "ulysses+ring"
+                else init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+            )
+            plan = tritoncp.make_plan(mask_of(), mesh, schedule=schedule)
+            kinds = spied(monkeypatch, companion)
+            results = attend(plan, mesh)
+        return [kinds, *results]
+
+    unsharded = [x.requires_grad_() for x in tensors()]
+    out = dense_attention(*unsharded, mask_of()).out
+    want = [out.detach(), *torch.autograd.grad(out.square().sum(), unsharded)]
+    for kinds, *results in run(SCHEDULES[schedule], work):
+        assert kinds, "the spies see something"
+        torch.testing.assert_close(results, want, atol=1e-8, rtol=1e-8)
+
+
+class StandIn:
+    """A stand-in for torch's ProcessGroupNCCL: its options."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+
+
+def pretend_nccl(monkeypatch: pytest.MonkeyPatch, high_priority: bool) -> list[dict[str, Any]]:
+    """Pretend that NCCL carries the CUDA tensors of groups; new communicators use gloo. Returns a list of
+    events: the arguments of new communicators, and collectives ("connected": group)."""
+    torchs: Any = dist.distributed_c10d
+    make, events = torchs._new_process_group_helper, []
+    backend = SimpleNamespace(options=StandIn.Options(high_priority))
+
+    def helper(size: int, rank: int, ranks: list[int], backend: str, store: Any, name: str,
+               options: Any = None, *args: Any, **rest: Any) -> Any:  # fmt: skip
+        events.append(
+            {
+                "backend": str(backend),
+                "ranks": ranks,
+                "options": options,
+                "bound": dist.group.WORLD.bound_device_id,
+            }
+        )
+        return make(size, rank, ranks, dist.Backend("gloo"), store, name, None, *args, **rest)
+
+    def all_reduce(x: Tensor, group: Any) -> None:
+        events.append({"connected": group})
+
+    monkeypatch.setattr(torchs, "_new_process_group_helper", helper)
+    monkeypatch.setattr(torchs, "ProcessGroupNCCL", StandIn, raising=False)
+    monkeypatch.setattr(collectives, "_nccl_of", lambda group: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **rest: zeros(*shape, **{**rest, "device": None}))
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return events
+
+
+def test_nccl_gets_a_companion_with_a_high_priority_stream() -> None:
+    """Made and connected with the group's first plan, of the group's ranks alone, once."""
+
+    def work(group: Any) -> None:
+        pair = dist.new_group([0, 2])
+        if group.rank() == 1:
+            return
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            events = pretend_nccl(monkeypatch, high_priority=False)
+            group.bound_device_id = CUDA
+            for schedule in ("ring", "fetch", "allgather"):
+                tritoncp.make_plan(mask_of(), pair, schedule=schedule)
+            assert group.bound_device_id == CUDA
+            creation, connected = events
+            assert creation["backend"] == "nccl" and creation["ranks"] == [0, 2] and creation["bound"] is None
+            assert creation["options"].is_high_priority_stream
+            channel = collectives.data_communicator(pair, CUDA)
+            assert connected == {"connected": channel} and channel is not pair
+            assert dist.get_process_group_ranks(channel) == [0, 2]
+            assert creation["options"]._timeout == collectives.timeout(pair)
+            assert collectives.data_communicator(pair, torch.device("cpu")) is pair
+            group.bound_device_id = None
+
+    run(3, work)
+
+
+@pytest.mark.parametrize("way", ["options", "environment"])
+def test_a_group_with_a_high_priority_stream_carries_its_tensors(way: str) -> None:
+    """It is also connected with the first plan."""
+
+    def work(group: Any) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            events = pretend_nccl(monkeypatch, high_priority=way == "options")
+            if way == "environment":
+                monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
+            for _ in range(2):
+                tritoncp.make_plan(mask_of(), group, schedule="ring")
+            assert events == [{"connected": group}]
+            assert collectives.data_communicator(group, CUDA) is group
+
+    run(2, work)
+
+
+@pytest.mark.parametrize("backend", ["undefined", "cpu:gloo,cuda:nccl"])
+def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(backend: str) -> None:
+    """Ranks that share a GPU, or use none, send CPU tensors; NCCL would refuse to connect them."""
+
+    def work(group: Any) -> None:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            events = pretend_nccl(monkeypatch, high_priority=True)
+            monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
+            monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+            monkeypatch.setattr(collectives, "_device", lambda *arguments: torch.device("cpu"))
+            attend(tritoncp.make_plan(mask_of(), group, schedule="ring"), group)
+            assert not events
+            collectives.connect_data(group, CUDA)  # as a call with tensors there does
+            assert events == [{"connected": group}]
+
+    run(2, work)
+
+
+def test_other_backends_and_single_ranks_need_no_companion() -> None:
+    def work(group: Any) -> None:
+        assert collectives.data_communicator(group, CUDA) is group
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
+            events = pretend_nccl(monkeypatch, high_priority=False)
+            tritoncp.make_plan(mask_of(), alone)
+            assert collectives.data_communicator(alone, CUDA) is alone and not events
+
+    run(2, work)

@@ -1,0 +1,32 @@
+"""The programs of docs/recipes.md, run as they are printed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.multiprocess.ranks import stay_on_this_machine
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_rank_0_generates_beside_training(tmp_path: Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
+    (tmp_path / "recipe.py").write_text(program)
+    stay_on_this_machine()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "recipe.py",
+    ]
+    done = subprocess.run(
+        launch, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = [line.split() for line in done.stdout.splitlines() if line.startswith("step")]
+    assert [line[1] for line in said] == ["0", "1", "2", "3"]

@@ -1,0 +1,214 @@
+"""`tritoncp check` on real ranks over gloo: forked with the environment of torchrun, and under torchrun."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+import tritoncp
+from tests.multiprocess.ranks import Outcome, outcomes
+from tritoncp.cli import main
+from tritoncp.kernels.engine import TritonEngine
+
+ROOT = Path(__file__).parents[2]
+SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses")
+MASKS = ("causal", "documents", "window", "score_mod", "sinks")
+DTYPES = ("float16", "float32")
+PASSES = ("forward", "backward")
+TIMEOUT = 4.0  # seconds that a rank waits for another
+
+
+class End(NamedTuple):
+    """The exit status and stdout of the check on each rank."""
+
+    ranks: list[Outcome]
+    stdout: list[str]
+
+    @property
+    def codes(self) -> list[int | None]:
+        return [rank.status for rank in self.ranks]
+
+
+def check(
+    folder: Path,
+    world_size: int,
+    *options: str,
+    plant: Callable[[int], None] = lambda rank: None,
+    faulty: int = -1,
+) -> End:
+    """Run the command on every rank. ``plant`` puts a fault into a rank."""
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+
+    def run(group: Any) -> None:
+        rank = group.rank()
+        dist.destroy_process_group()
+        where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+        where |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "a test"}
+        os.environ.update({key: str(value) for key, value in where.items()})
+        signal.alarm(0)
+        sys.stdout = (folder / f"stdout {rank}").open("w")
+        plant(rank)
+        try:
+            main(["check", "--budget=600", f"--timeout={TIMEOUT}", *options], prog_name="tritoncp")
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(int(end.code or 0))
+
+    ends = outcomes(world_size, run, 60, 100, faulty)  # a rank that has not ended by then has no status
+    return End(ends, [(folder / f"stdout {rank}").read_text() for rank in range(world_size)])
+
+
+def name(case: dict[str, Any]) -> tuple[str, ...]:
+    return case["schedule"], case["mask"], case["dtype"], case["pass"]
+
+
+def test_two_ranks_are_right_in_every_case(tmp_path: Path) -> None:
+    end = check(tmp_path, 2, "--json")
+    assert end.codes == [0, 0], end
+    assert end.stdout[1] == "", "only the first rank speaks"
+    report = json.loads(end.stdout[0])
+    assert report["right"] and all(case["right"] for case in report["cases"])
+    assert sorted(map(name, report["cases"])) == sorted(itertools.product(SCHEDULES, MASKS, DTYPES, PASSES))
+    summed = [case for case in report["cases"] if case["tensor"] in ("dbias", "dsinks")]
+    assert all((case["rank"] is None) == (case["schedule"] != "one-device") for case in summed)
+    speed = report["facts"]["all_gather"]
+    assert speed["backend"] == "gloo" and speed["gb_per_s"] > 0
+    assert len(report["facts"]["ranks"]) == 2
+
+
+def test_four_ranks_trade_heads_and_pass_keys_around(tmp_path: Path) -> None:
+    end = check(tmp_path, 4, "--json", "--only=*-documents-float32-*")
+    assert end.codes == [0] * 4, end
+    cases = [case["schedule"] for case in json.loads(end.stdout[0])["cases"] if case["pass"] == "backward"]
+    assert cases == [*SCHEDULES, "ulysses+ring"]
+
+
+@pytest.mark.nightly
+def test_four_ranks_are_right_in_every_case(tmp_path: Path) -> None:
+    assert check(tmp_path, 4).codes == [0] * 4
+
+
+def test_three_ranks_share_lengths_and_heads_that_do_not_divide(tmp_path: Path) -> None:
+    end = check(tmp_path, 3, "--only=[fu]*-score_mod-float32-backward")
+    assert end.codes == [0] * 3, end
+    assert "2 of 2 cases are right" in end.stdout[0]
+
+
+def in_forward(rank: int, number: int, fault: Callable[[], None]) -> Callable[[int], None]:
+    """A fault of one rank in the n-th step of a forward pass."""
+    steps = itertools.count(1)
+    forward = TritonEngine.forward
+
+    def launch(self: Any, *tensors: Any, **step: Any) -> Any:
+        if next(steps) == number:
+            fault()
+        return forward(self, *tensors, **step)
+
+    def plant(own: int) -> None:
+        if own == rank:
+            TritonEngine.forward = launch  # type: ignore[method-assign]
+
+    return plant
+
+
+def test_a_wrong_rank_is_named(tmp_path: Path) -> None:
+    def plant(rank: int) -> None:
+        attend = tritoncp.flex_attention
+
+        def off(q: Any, *rest: Any, **options: Any) -> Any:
+            return attend(q * (1.1 if rank == 1 else 1), *rest, **options)
+
+        tritoncp.flex_attention = off  # type: ignore[assignment]
+
+    end = check(tmp_path, 3, "--json", "--only=fetch-window-float32-*", plant=plant)
+    assert end.codes == [1, 1, 1], end
+    forward, backward = json.loads(end.stdout[0])["cases"]
+    assert not forward["right"] and (forward["rank"], forward["ranks"]) == (1, [1])
+    assert not backward["right"] and 1 in backward["ranks"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "lost"),
+    [
+        ("dies", 0),
+        ("stalls", 1),
+        pytest.param("dies", 1, marks=pytest.mark.nightly),
+        pytest.param("stalls", 0, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_lost_rank_is_named_and_the_other_ranks_end_in_time(fault: str, lost: int, tmp_path: Path) -> None:
+    def fail() -> None:
+        if fault == "dies":
+            os._exit(7)
+        time.sleep(300)
+
+    end = check(tmp_path, 3, "--only=*-causal-float32-*", plant=in_forward(lost, 4, fail), faulty=lost)
+    remaining = [rank for rank in range(3) if rank != lost]
+    assert [end.codes[rank] for rank in remaining] == [1, 1], end
+    output = end.stdout[remaining[0]]
+    assert "right   one-device causal float32 backward" in output, "what was done before is shown"
+    running = next(line for line in output.splitlines() if line.startswith("WRONG"))
+    assert "forward: " in running and f"rank {lost} did not come" in running
+    assert f"forward ran: rank {lost}; " in output, output
+    assert f"on rank {lost}" not in output.split("worst")[0]
+
+
+def test_all_ranks_report_an_exception_of_one_rank(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise ArithmeticError("of rank 1 alone")
+
+    end = check(tmp_path, 2, "--json", "--only=*-causal-float32-*", plant=in_forward(1, 2, fail))
+    assert end.codes == [1, 1], end
+    report = json.loads(end.stdout[0])
+    failed = next(case for case in report["cases"] if not case["right"])
+    assert failed["rank"] == 1 and failed["why"].startswith("rank 1: ArithmeticError: of rank 1 alone")
+    assert report["stopped"] is None, "the group is of use still"
+
+
+PROGRAM = """
+    import os, sys
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tritoncp.cli import main
+    from tritoncp.kernels.engine import TritonEngine
+
+    forward, steps = TritonEngine.forward, iter(range(1, 1000))
+
+    def launch(self, *tensors, **step):
+        if os.environ["RANK"] == "1" and next(steps) == int(sys.argv[1]):
+            os._exit(7)
+        return forward(self, *tensors, **step)
+
+    TritonEngine.forward = launch
+    main(["check", "--budget=600", "--timeout=10", "--only=[or]*-causal-float32-*"], prog_name="tritoncp")
+"""
+
+
+@pytest.mark.parametrize(("dies_at", "code"), [(0, 0), (2, 1)])
+def test_under_torchrun_a_dead_rank_ends_the_check(dies_at: int, code: int, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*launcher, str(tmp_path / "program.py"), str(dies_at)], env=environment, cwd=ROOT,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (done.returncode != 0) == bool(code), done.stderr
+    if code:
+        assert "WRONG   ring causal float32 forward: " in done.stdout, done.stdout + done.stderr
+        assert "rank 1 did not come" in done.stdout
+    else:
+        assert done.stdout.count("4 of 4 cases are right") == 1, done.stdout

@@ -1,0 +1,337 @@
+"""The first call of each signature is compared, later ones are looked up; caches of groups are their own."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tritoncp
+from tests.multiprocess.ranks import run
+from tritoncp.distributed import collectives, consistency
+from tritoncp.masks.closed_forms import MaskMod
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
+
+S = 32
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+def mask_of(mod: Any = None) -> tritoncp.Mask:
+    return tritoncp.create_block_mask(mod or tritoncp.causal(), 1, 1, S, S, BLOCK_SIZE=8)
+
+
+def shards(heads: int = 2, dim: int = 16, dtype: torch.dtype = torch.float32, batch: int = 1) -> list[Tensor]:
+    return [torch.ones(batch, heads, S // 2, dim, dtype=dtype) for _ in range(3)]
+
+
+def message(call: Any) -> str:
+    """The error that a call raises on this rank, as text."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def count_exchanges(call: Any) -> int:
+    """The number of exchanges between the ranks during a call."""
+    count = []
+    exchange = collectives.exchange
+    collectives.exchange = lambda *args: count.append(1) or exchange(*args)
+    try:
+        call()
+    finally:
+        collectives.exchange = exchange
+    return len(count)
+
+
+def attend(mask: Any, group: Any, xs: list[Tensor], score_mod: Any = None, **options: Any) -> Any:
+    return tritoncp.flex_attention(*xs, score_mod, mask, mesh=group, **options)
+
+
+def with_slope(slope: float) -> Any:
+    return lambda s, b, h, q, kv: s - slope * (q - kv)
+
+
+def softcap(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return 5 * torch.tanh(s / 5)
+
+
+def halved(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return s / 2
+
+
+DIFFERENCES: dict[
+    str, tuple[str, Any, tuple[str, str]]
+] = {  # case: the field in the message, call, both values
+    "bf16 and fp16": (
+        "dtype",
+        lambda rank, go: go(shards(dtype=[torch.bfloat16, torch.float16][rank])),
+        ("bfloat16", "float16"),
+    ),
+    "batch": ("batch", lambda rank, go: go(shards(batch=1 + rank)), ("batch 1", "batch 2")),
+    "heads": ("heads", lambda rank, go: go(shards(heads=2 + rank)), ("2 query heads", "3 query heads")),
+    "head dims": ("head dims", lambda rank, go: go(shards(dim=[16, 8][rank])), ("16", "8")),
+    "scale": ("scale", lambda rank, go: go(shards(), scale=0.5 + rank), ("scale 0.5", "scale 1.5")),
+    "kernel options": (
+        "kernel_options",
+        lambda rank, go: go(shards(), kernel_options={"PACK_GQA": bool(rank)}),
+        ("False", "True"),
+    ),
+    "return flags": ("returns", lambda rank, go: go(shards(), return_lse=bool(rank)), ("out", "out, lse")),
+    "sinks": (
+        "sinks",
+        lambda rank, go: go(shards(), sinks=torch.zeros(2) if rank else None),
+        ("no sinks", "sinks"),
+    ),
+    "score_mod": (
+        "score_mod",
+        lambda rank, go: go(shards(), score_mod=[softcap, halved][rank]),
+        ("structure", "structure"),
+    ),
+}
+
+
+def test_ranks_that_differ_raise_everywhere_before_data_moves() -> None:
+    """Each in a group of its own, with a plan and with a raw mask."""
+
+    def work(group: Any) -> list[tuple[str, str]]:
+        said = []
+        for name, (_, call, _) in DIFFERENCES.items():
+            few = dist.new_group(timeout=timedelta(seconds=20))
+            for mask in (tritoncp.make_plan(mask_of(), few), mask_of()):
+                go = functools.partial(attend, mask, few)
+                said.append((name, message(functools.partial(call, group.rank(), go))))
+        return said
+
+    for said in run(2, work, timeout=120):
+        for name, text in said:
+            field, _, values = DIFFERENCES[name]
+            assert text.startswith(f"Disagreement: the ranks differ in {field}: rank 0 against rank 1"), text
+            for rank, value in enumerate(values):
+                assert f"Rank {rank} has" in text and value in text, text
+
+
+def test_a_compiled_call_is_compared_too() -> None:
+    def work(group: Any) -> str:
+        plan = tritoncp.make_plan(mask_of(), group)
+        fast = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
+        score = [softcap, halved][group.rank()]
+        return message(lambda: fast(*shards(), score, plan, mesh=group))
+
+    for text in run(2, work, timeout=120):
+        assert "the ranks differ in score_mod: rank 0 against rank 1" in text
+
+
+def test_lengths_and_captures_may_differ_or_change_after_one_comparison() -> None:
+    """Lengths of shards, and captures of a score_mod: numbers, tensors, learned tensors."""
+
+    def work(group: Any) -> tuple[list[int], Tensor]:
+        whole = torch.randn(1, 2, S, 16, generator=torch.Generator().manual_seed(1))
+        piece = whole[:, :, :11] if group.rank() == 0 else whole[:, :, 11:]
+        plan = tritoncp.make_plan(mask_of(), group)
+        bias = torch.zeros(2, requires_grad=True)
+
+        def learned(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            return s + bias[h]
+
+        def with_floats() -> None:
+            for i in range(30):
+                tritoncp.flex_attention(*shards(), with_slope(0.5 + i), plan, mesh=group)
+
+        def with_learned() -> None:
+            for _ in range(5):
+                out = tritoncp.flex_attention(*shards(), learned, plan, mesh=group)
+                out.sum().backward()
+                bias.data += 0.1
+
+        def with_scales() -> None:
+            for i in range(100):
+                tritoncp.flex_attention(*shards(), plan, group, scale=1 + i / 7)
+
+        def uneven() -> None:
+            for _ in range(3):
+                outs.append(tritoncp.flex_attention(piece, piece, piece, mask_of(), group))
+
+        outs: list[Tensor] = []
+        counts = [count_exchanges(call) for call in (with_floats, with_learned, with_scales, uneven)]
+        return counts, outs[-1]
+
+    (counts, first), (second_counts, second) = run(2, work, timeout=120)
+    assert counts == second_counts and counts[:2] == [1, 1]
+    assert counts[2] <= 16, "a scale that changes at every step is not compared for ever"
+    assert counts[3] == 2 * 3 + 1  # three plans of new masks, one signature
+    whole = torch.randn(1, 2, S, 16, generator=torch.Generator().manual_seed(1))
+    expected = dense_attention(whole, whole, whole, mask_of()).out
+    torch.testing.assert_close(torch.cat([first, second], 2), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_a_signature_that_some_ranks_meet_ends_in_a_message_that_names_the_call() -> None:
+    def work(group: Any) -> str:
+        few = dist.new_group(timeout=timedelta(seconds=2))
+        plan = tritoncp.make_plan(mask_of(), few)
+        tritoncp.flex_attention(*shards(), plan, few)
+        score = softcap if group.rank() == 1 else None  # rank 0 goes on to its data
+        return message(lambda: tritoncp.flex_attention(*shards(), score, plan, mesh=few))
+
+    first, second = run(2, work)
+    assert first.startswith("PeerLost: rank 0 of 2")
+    assert second.startswith("PeerLost: rank 1 of 2 was at flex_attention of query [1, 2, 16, 16]")
+    assert "rank 0 did not come within 2 s" in second
+
+
+# -- values ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tensor", "number"])
+def test_captured_values_are_compared_where_asked_for(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(consistency, "CHECKED", True)
+
+    def work(group: Any) -> tuple[str, str]:
+        plan = tritoncp.make_plan(mask_of(), group)
+
+        def call(offset: int) -> None:
+            table, slope = torch.full((2,), 1.0 + offset), 0.5 + offset
+            mods = {
+                "tensor": lambda s, b, h, q, kv: s * table[h],
+                "number": lambda s, b, h, q, kv: s * slope,
+            }
+            tritoncp.flex_attention(*shards(), mods[kind], plan, mesh=group)
+
+        return message(lambda: call(0)), message(lambda: call(group.rank()))
+
+    for same, differing in run(2, work):
+        assert same == "nothing"
+        assert "the ranks differ in captures: rank 0 against rank 1" in differing
+        assert kind == "tensor" or ("Rank 0 has 0.5. Rank 1 has 1.5" in differing)
+
+
+def test_plans_of_data_loaders_are_compared_at_their_first_use() -> None:
+    """Without hashing anything there: the digest comes with the plan."""
+
+    def shipped(group: Any, limit: int) -> tritoncp.Plan:
+        mask = mask_of(Below(limit))
+        plan = tritoncp.make_plan(mask, world_size=2, rank=group.rank(), schedule="allgather")
+        return pickle.loads(pickle.dumps(plan))
+
+    def work(group: Any) -> tuple[list[int], str]:
+        plans = [shipped(group, 9), shipped(group, 10)]
+        call = lambda plan: tritoncp.flex_attention(*shards(), plan, group)  # noqa: E731
+        counts = [count_exchanges(lambda i=i: call(plans[i])) for i in (0, 0, 1, 0, 1)]
+        odd = shipped(group, 11 + group.rank())
+        return counts, message(lambda: call(odd))
+
+    for counts, text in run(2, work):
+        assert counts == [1, 0, 1, 0, 0]
+        assert "the ranks differ in mask: rank 0 against rank 1" in text
+
+
+class Below(MaskMod):
+    """A mask_mod with a value in its partial blocks alone, that can be pickled."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __call__(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & ((q * kv) % self.limit != 1)
+
+
+# -- caches ------------------------------------------------------------------------------------------------
+
+
+def local_calls(group: Any, count: int) -> tuple[list[int], int]:
+    """Exchanges of two calls of a group, between which rank 0 alone evaluates with many masks."""
+    mask = mask_of()
+    q = torch.ones(1, 1, 2, 8)
+
+    def train() -> None:
+        tritoncp.flex_attention(*shards(), mask, group)
+
+    first = count_exchanges(train)
+    if group.rank() == 0:
+        for i in range(count):
+            tritoncp.flex_attention(q, q, q, tritoncp.sliding_window(i))
+    return [first, count_exchanges(train)], tritoncp.plan_cache_info().plans
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_calls_of_one_rank_evict_no_plan_of_a_group(count: int) -> None:
+    tritoncp.plan_cache_clear()
+    (first, plans), (second, _) = run(2, local_calls, count, timeout=20 + count / 5)
+    assert first == second == [3, 0]
+    assert plans == tritoncp.plan_cache_info().most + 1  # of this process alone, and the group's
+
+
+def test_plans_of_a_group_are_evicted_alike_on_every_rank() -> None:
+    def work(group: Any) -> list[int]:
+        masks = [tritoncp.sliding_window(i) for i in range(tritoncp.plan_cache_info().most + 2)]
+        q = torch.ones(1, 1, 2, 8)
+        if group.rank() == 1:
+            tritoncp.flex_attention(q, q, q, tritoncp.causal())
+        counts = []
+        for mask in (*masks, masks[0], masks[-1]):
+            counts.append(count_exchanges(lambda m=mask: tritoncp.flex_attention(q, q, q, m, group)))
+        return counts[-2:]
+
+    assert run(2, work, timeout=120) == [[2, 0]] * 2
+
+
+def test_a_group_made_anew_shares_nothing_with_the_one_before() -> None:
+    def work(group: Any) -> list[int]:
+        mask, counts = mask_of(), []
+        store = dist.FileStore(f"{STORES}/again", 2)
+        for prefix in ("a", "b"):
+            dist.destroy_process_group()
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore(prefix, store), rank=rank_of[0], world_size=2
+            )
+            fresh = dist.group.WORLD
+            assert fresh.group_name == "0"
+            counts += [
+                count_exchanges(lambda g=fresh: tritoncp.flex_attention(*shards(), mask, g)) for _ in "ab"
+            ]
+        return counts
+
+    def start(group: Any) -> list[int]:
+        rank_of.append(group.rank())
+        return work(group)
+
+    rank_of: list[int] = []
+    assert run(2, start) == [[3, 0, 3, 0]] * 2
+
+
+@pytest.mark.parametrize("schedule", ["allgather", "ring"])
+def test_ranks_may_be_in_different_numbers_of_groups(schedule: str) -> None:
+    """Rank 0 may have another group of its own, for example for evaluation."""
+
+    def work(group: Any) -> Tensor:
+        own = dist.new_group([0], timeout=timedelta(seconds=20))
+        both = dist.new_group(timeout=timedelta(seconds=20))
+        if group.rank() == 0:
+            tritoncp.flex_attention(*shards(), tritoncp.causal(), own)
+        plan = tritoncp.make_plan(mask_of(), both, schedule=schedule)
+        xs = [x.requires_grad_() for x in shards()]
+        tritoncp.flex_attention(*xs, plan, both).sum().backward()
+        return xs[0].grad
+
+    assert all(bool(grad.isfinite().all()) for grad in run(2, work))
+
+
+STORES = ""
+
+
+@pytest.fixture(autouse=True)
+def stores(tmp_path_factory: pytest.TempPathFactory) -> None:
+    global STORES
+    STORES = str(tmp_path_factory.mktemp("stores"))

@@ -1,0 +1,333 @@
+"""Tests of the registered ops: their contracts with torch, saved tensors, and edits between the passes."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch.library import opcheck
+from torch.nn.attention.flex_attention import AuxRequest
+from torch.utils._pytree import tree_map_only
+
+import tritoncp
+from tests.zoo import S
+from tritoncp import causal, create_block_mask, make_plan, simulate
+from tritoncp.ops import autograd, engine_factory
+from tritoncp.reference.dense import dense_attention
+
+
+@pytest.fixture(params=["eager", "kernels"])
+def engine(request, monkeypatch):
+    if request.param == "eager":
+        monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+def inputs(heads=2, kv_heads=2, dim=16, length=S, dtype=torch.float32):
+    return [torch.randn(1, n, length, dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+
+
+def table_mask():
+    """Make a mask whose masked blocks call the mask_mod, and the tensor that it captures."""
+    table = torch.rand(S, S) < 0.4
+    return create_block_mask(lambda b, h, q, kv: table[q, kv], 1, 1, S, S, BLOCK_SIZE=32), table
+
+
+def bias_of(heads, **options):
+    bias = torch.randn(heads, **options)
+    return (lambda s, b, h, q, kv: s * 1.5 + bias[h] * (q - kv) / 7), bias
+
+
+def recorded(monkeypatch, name, call):
+    """Record the arguments of a call of an op, without their autograd history."""
+    calls = []
+    op = getattr(autograd, name)
+
+    def record(*args):
+        calls.append(tree_map_only(torch.Tensor, torch.Tensor.detach, args))
+        return op(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(autograd, name, record)
+        patch.setattr(autograd, "needs_dispatcher", lambda tensors: True)
+        call()
+    return calls[0]
+
+
+def plain(q, k, v):
+    return tritoncp.flex_attention(q, k, v, create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32))
+
+
+def grouped(q, k, v):
+    return tritoncp.flex_attention(q, k[:, :1], v[:, :1, :, :8], table_mask()[0], enable_gqa=True)
+
+
+def captures(q, k, v):
+    score_mod, _ = bias_of(2, requires_grad=True)
+    return tritoncp.flex_attention(q, k, v, score_mod, table_mask()[0], scale=0.3)
+
+
+def all_outputs(q, k, v):
+    aux = AuxRequest(lse=True, max_scores=True)
+    out, more = tritoncp.flex_attention(q, k, v, table_mask()[0], return_aux=aux)
+    return out + more.lse[..., None]
+
+
+def transposed(q, k, v):
+    """Make q, k, v as a projection does: [B, S, H, D] viewed as [B, H, S, D]. Values have fewer channels."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v[..., :8]))
+    return tritoncp.flex_attention(q, k, v, table_mask()[0])
+
+
+def two_ranks(q, k, v):
+    world = simulate(2)
+    plan = world.make_plan(table_mask()[0])
+    return world.flex_attention(*(world.shard(x, plan, dim=2) for x in (q, k, v)), plan)[1]
+
+
+@pytest.mark.parametrize("call", [plain, grouped, captures, all_outputs, transposed, two_ranks])
+def test_opcheck(call, monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    tensors = inputs()
+    sample = recorded(monkeypatch, "forward_op", lambda: call(*tensors))
+    opcheck(autograd.forward_op, sample)
+
+    def backward():
+        call(*(x.requires_grad_() for x in tensors)).square().sum().backward()
+
+    sample = recorded(monkeypatch, "backward_op", backward)
+    opcheck(autograd.backward_op, sample)
+
+
+def saved_by(call):
+    """Return the bytes of each storage that autograd saves, by address."""
+    storages = {}
+
+    def pack(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        results = call()
+    return storages, results
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_saved_tensors_are_the_shards_and_captures(ranks, engine):
+    world = simulate(ranks)
+    plan = world.make_plan(table_mask()[0])
+    shards = [world.shard(x, plan, dim=2) for x in inputs()]
+    for x in (x for xs in shards for x in xs):
+        x.requires_grad_()
+    score_mod, bias = bias_of(2, requires_grad=True)
+    storages, (outs, lses) = saved_by(lambda: world.flex_attention(*shards, score_mod, plan, return_lse=True))
+    saved_inputs = [*(x for xs in shards for x in xs), *outs, *lses, bias]
+    addresses = {x.untyped_storage().data_ptr() for x in saved_inputs}
+    assert addresses <= set(storages)
+    # The plan's handle.
+    assert sum(size for address, size in storages.items() if address not in addresses) == 8
+    assert sum(storages.values()) == sum(x.numel() * x.element_size() for x in saved_inputs) + 8
+
+
+def test_editing_a_capture_of_a_score_mod_before_backward_is_an_error():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    score_mod, bias = bias_of(2)
+    out = tritoncp.flex_attention(q, k, v, score_mod, table_mask()[0])
+    bias.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_editing_a_capture_of_a_mask_is_an_error_before_forward_and_backward():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    mask, table = table_mask()
+    plan = make_plan(mask)
+    out = tritoncp.flex_attention(q, k, v, plan)
+    table.logical_not_()
+    with pytest.raises(
+        RuntimeError, match="edited in place after the plan was made; make the mask and the plan"
+    ):
+        out.sum().backward()
+    with pytest.raises(RuntimeError, match="edited in place after the plan was made"):
+        tritoncp.flex_attention(q, k, v, plan)
+
+
+def test_a_second_derivative_is_refused():
+    q, k, v = (x.requires_grad_() for x in inputs())
+    (dq,) = torch.autograd.grad(plain(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        dq.sum().backward()
+
+
+def test_the_first_derivative_under_create_graph_is_right():
+    tensors = [x.requires_grad_() for x in inputs()]
+    graph_grads = torch.autograd.grad(plain(*tensors).square().sum(), tensors, create_graph=True)
+    freed = torch.autograd.grad(plain(*tensors).square().sum(), tensors)
+    assert all(map(torch.equal, graph_grads, freed))
+
+
+def test_backward_runs_on_a_thread_of_its_own(engine):
+    """The backward pass runs in another thread, as on a GPU."""
+    tensors = [x.requires_grad_() for x in inputs(dtype=torch.float64)]
+    score_mod, bias = bias_of(2, dtype=torch.float64, requires_grad=True)
+    mask, _ = table_mask()
+    want = torch.autograd.grad(
+        dense_attention(*tensors, mask, score_mod).out.square().sum(), [*tensors, bias]
+    )
+    out = tritoncp.flex_attention(*tensors, score_mod, mask)
+    thread = threading.Thread(target=lambda: out.square().sum().backward())
+    thread.start()
+    thread.join()
+    for x, grad in zip([*tensors, bias], want, strict=True):
+        torch.testing.assert_close(x.grad, grad, rtol=0, atol=1e-8)
+
+
+def test_only_tensors_that_require_a_gradient_get_one():
+    q, k, v = inputs()
+    q.requires_grad_()
+    score_mod, bias = bias_of(2)
+    tritoncp.flex_attention(q, k, v, score_mod, table_mask()[0]).sum().backward()
+    assert q.grad is not None
+    assert k.grad is v.grad is bias.grad is None
+
+
+def test_dispatch_modes_do_not_reach_into_the_ops():
+    """A dispatch mode sees one op, not the collectives and launches inside, and the result is the same."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Names(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v = inputs()
+    mask, _ = table_mask()
+    plan = make_plan(mask)
+    score_mod, _ = bias_of(2)
+    want = tritoncp.flex_attention(q, k, v, score_mod, plan)  # the mods are translated before the mode looks
+    with Names() as names:
+        out = tritoncp.flex_attention(q, k, v, score_mod, plan)
+    assert names.seen == ["tritoncp.forward.default"]
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("wrong", ["query", "gradient", "capture"])
+def test_tensors_that_are_negative_only_in_name(wrong, engine):
+    """Kernels read memory, which does not include a lazy negation."""
+    q, k, v, dout = (*inputs(dtype=torch.float64), torch.randn(1, 2, S, 16, dtype=torch.float64))
+    slopes = torch.randn(2, dtype=torch.float64)
+
+    def lazy(x):
+        return torch.complex(torch.zeros_like(x), -x).conj().imag
+
+    def answers(make):
+        arguments = {"query": q, "gradient": dout, "capture": slopes}
+        arguments[wrong] = make(arguments[wrong])
+        assert arguments[wrong].is_neg() == (make is lazy)
+        x = arguments["query"], k.clone().requires_grad_(), v.clone().requires_grad_()
+        slope, mask = arguments["capture"], create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32)
+        out = tritoncp.flex_attention(*x, lambda s, b, h, i, j: s + slope[h] * (i - j) / 9, mask)
+        return out, *torch.autograd.grad(out, x[1:], arguments["gradient"])
+
+    for a, b in zip(answers(torch.clone), answers(lazy), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_autocast_does_not_reach_into_the_ops(monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    tensors = inputs()
+    want = plain(*tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = plain(*tensors)
+    assert torch.equal(out, want)
+
+
+def test_a_traced_module_calls_the_op():
+    tensors = inputs()
+    plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32))
+    want = tritoncp.flex_attention(*tensors, plan)
+    traced = torch.jit.trace(
+        lambda q, k, v: tritoncp.flex_attention(q, k, v, plan), tensors, check_trace=False
+    )
+    assert torch.equal(traced(*tensors), want) and "tritoncp::forward" in str(traced.graph)
+
+
+@pytest.mark.parametrize(
+    ("bad", "good"),
+    [
+        ({"PACK_GQA": 1}, {"PACK_GQA": True}),
+        ({"SPLIT_KV": 2.0}, {"SPLIT_KV": 2}),
+        ({"BLOCK_M": 64.0}, {"BLOCK_M": 64}),
+        ({"BLOCK_N": [16]}, {"BLOCK_N": 16}),
+    ],
+)
+def test_a_refused_option_leaves_the_next_call_alone(bad, good):
+    q, k, v = inputs(2, 1, length=32)
+    mask = create_block_mask(causal(), 1, 1, 32, 32, BLOCK_SIZE=32)
+    with pytest.raises(ValueError, match="kernel option"):
+        tritoncp.flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options=bad)
+    tritoncp.flex_attention(q, k, v, None, mask, enable_gqa=True, kernel_options=good)
+
+
+def test_new_scales_at_every_step_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(autograd, "MOST", 3)
+    x, plan = torch.randn(1, 1, 32, 16), make_plan(create_block_mask(causal(), 1, 1, 32, 32))
+    for step in range(1, 9):
+        tritoncp.flex_attention(x, x, x, plan, scale=1 / step)
+        if step == 4:
+            cached = len(plan._shared)
+    assert len(plan._shared) == cached and 0 < len(plan._shared["engines"]) <= 3
+
+
+def test_forward_derivatives_are_refused_not_dropped():
+    q, k, v = inputs()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="jvp"):
+            plain(dual, k, v)
+
+
+def test_kernels_are_launched_on_the_gpu_that_holds_the_tensors(monkeypatch):
+    """The thread's current GPU may be another one."""
+    current = [0]
+
+    class Device:
+        def __init__(self, device: torch.device) -> None:
+            self.index = device.index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *_) -> None:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    for device, devices in (("cuda:1", 1), ("cuda:0", 0), ("cpu", 0)):
+        with autograd._current(torch.device(device)):
+            assert current[-1] == devices
+    assert current == [0]
+
+
+def test_a_plan_outlives_the_copy_of_its_handle_that_a_hook_saves():
+    """Saved-tensor hooks copy the handle, and no other reference to the plan exists in the backward pass."""
+    q, k, v = (x.requires_grad_() for x in inputs(length=40))
+
+    def attend():
+        plan = make_plan(create_block_mask(causal(), 1, 1, 40, 40, BLOCK_SIZE=16))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+            return tritoncp.flex_attention(q, k, v, plan)
+
+    out = attend()
+    gc.collect()
+    make_plan(create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16))  # handles of the dead are let go
+    tritoncp.flex_attention(*inputs(length=48), make_plan(create_block_mask(causal(), 1, 1, 48, 48)))
+    got = torch.autograd.grad(out.sum(), (q, k, v))
+    want = torch.autograd.grad(
+        tritoncp.flex_attention(q, k, v, create_block_mask(causal(), 1, 1, 40, 40)).sum(), (q, k, v)
+    )
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,209 @@
+"""Tests of mods that cannot be translated: a mask_mod becomes a bitmap, a score_mod raises an error."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+
+import tritoncp
+from tritoncp import mods
+from tritoncp.api.attention import make_plan
+from tritoncp.ops import call_mods, engine_factory
+from tritoncp.ops.call_mods import mask_of
+from tritoncp.ops.mask_bitmap import bitmask
+from tritoncp.reference.dense import dense_attention
+
+S = 44  # neither the q block nor the kv block divides it
+BLOCK = (16, 12)  # a kv block that is no multiple of 8 bits
+IDS = torch.arange(S).fmod(7).sort().values
+NOISE = torch.rand(2, 4, S, generator=torch.Generator().manual_seed(3))
+
+
+def by_cumsum(b, h, q, kv):
+    return (torch.cumsum(IDS, 0)[q] - torch.cumsum(IDS, 0)[kv]) % 3 != 1
+
+
+def by_cat(b, h, q, kv):
+    return torch.cat([NOISE[0, 0], NOISE[1, 1]])[q + kv] > 0.3
+
+
+def by_numpy(b, h, q, kv):
+    return torch.from_numpy(np.sort(NOISE[0, 0].numpy()))[q] > NOISE[1, 1][kv]
+
+
+def by_python(b, h, q, kv):
+    first = next(i for i, x in enumerate(NOISE[0, 0].tolist()) if x > 0.5)
+    return (q >= kv) & ((q + kv) % (first + 2) != 0)
+
+
+def by_batch_and_head(b, h, q, kv):
+    return torch.cat([NOISE, NOISE], 2)[b, h, q + kv] > 0.4
+
+
+UNTRANSLATABLE = (by_cumsum, by_cat, by_numpy, by_python, by_batch_and_head)
+
+
+def inputs(batch=2, heads=4, kv_heads=2, dtype=torch.float32):
+    shapes = ((batch, heads, S, 16), (batch, kv_heads, S, 16), (batch, kv_heads, S, 24))
+    return [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def agree(mask, world_size, balancer, batch=2, heads=4):
+    """Check that outputs and gradients of simulated ranks equal those of the dense oracle."""
+    q, k, v = inputs(batch, heads, heads // 2)
+    world = tritoncp.simulate(world_size)
+    plan = world.make_plan(mask, balancer=balancer)
+    shards = [world.shard(x, plan, dim=2, side=side) for x, side in ((q, "q"), (k, "kv"), (v, "kv"))]
+    outs, lses = world.flex_attention(*shards, plan, enable_gqa=True, return_lse=True)
+    out, lse = world.unshard(outs, plan, dim=2), world.unshard(lses, plan, dim=2)
+    weight = torch.randn_like(out)
+    grads = torch.autograd.grad((out * weight).sum(), (q, k, v))
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    oracle = dense_attention(*wide, plan.mask)
+    reference_grads = torch.autograd.grad((oracle.out * weight.double()).sum(), wide)
+    torch.testing.assert_close(out.double(), oracle.out, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), oracle.lse, atol=2e-6, rtol=1e-5)
+    for grad, reference_grad in zip(grads, reference_grads):
+        torch.testing.assert_close(grad.double(), reference_grad, atol=1e-5, rtol=1e-4)
+
+
+def block_mask(mod):
+    return tritoncp.create_block_mask(mod, 1, 1, S, S, BLOCK_SIZE=BLOCK)
+
+
+@pytest.mark.parametrize("mod", UNTRANSLATABLE, ids=lambda f: f.__name__)
+def test_the_masks_of_these_tests_cannot_be_translated(mod):
+    with pytest.raises(mods.Untranslatable):
+        mods.mask_mod(mod)
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+@pytest.mark.parametrize("balancer", [None, "ptrr"])
+def test_kernels_on_three_ranks(balancer):
+    agree(block_mask(by_cumsum), 3, balancer, 1, 2)
+
+
+def test_kernels_ask_about_every_head_and_batch_row_of_a_mask_listed_for_one():
+    agree(block_mask(by_batch_and_head), 1, None, 2, 2)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("mod", UNTRANSLATABLE, ids=lambda f: f.__name__)
+def test_an_untranslatable_mask_on_one_device(mod):
+    agree(block_mask(mod), 1, None)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_mask_listed_for_one_head_is_evaluated_for_every_head_and_batch_row():
+    agree(block_mask(by_batch_and_head), 3, "ptrr")
+
+
+@pytest.mark.usefixtures("eager")
+def test_an_untranslatable_mask_listed_by_batch_row_and_head():
+    mask = tritoncp.create_block_mask(by_batch_and_head, 2, 4, S, S, BLOCK_SIZE=BLOCK)
+    assert mask.B == 2 and mask.H == 4
+    agree(mask, 2, "ptrr")
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_torch_block_mask_that_cannot_be_translated():
+    agree(torch_block_mask(by_cumsum, None, None, S, S, device="cpu", BLOCK_SIZE=BLOCK), 2, None)
+
+
+def test_bits_of_own_blocks_equal_the_mask():
+    plan = make_plan(block_mask(by_cumsum), world_size=3, rank=1)
+    bits = bitmask(plan, [1], 1, 1, by_cumsum)
+    queries = []
+
+    def watched(b, h, q, kv):
+        queries.append(q)
+        return by_cumsum(b, h, q, kv)
+
+    bitmask(plan, [1], 1, 1, watched)
+    q, kv = torch.meshgrid(torch.arange(S), torch.arange(S), indexing="ij")
+    rows, cols = q // BLOCK[0], kv // BLOCK[1]
+    own = (plan.owners[0] == 1)[rows] & (bits.ids[0, 0, bits.rows[rows].clamp(min=0), cols] >= 0)
+    listed = (plan.mask.runs.to_kinds()[0, 0] == 0)[rows, cols] & (plan.owners[0] == 1)[rows]
+    assert torch.equal(own, listed) and own.any()
+    at = own.nonzero(as_tuple=True)
+    zero = torch.zeros_like(at[0])
+    assert torch.equal(bits.mask_mod()(zero, zero, *at), by_cumsum(zero, zero, *at))
+    assert len(bits.bits) == len(torch.unique(rows[at] * 100 + cols[at]))
+
+
+@pytest.mark.usefixtures("eager")
+def test_bits_are_made_once_for_a_plan(monkeypatch):
+    evaluations = []
+    monkeypatch.setattr(call_mods, "bitmask", lambda *args: evaluations.append(args) or bitmask(*args))
+    plan = make_plan(block_mask(by_cumsum), world_size=1)
+    q, k, v = inputs()
+    first = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
+    second = tritoncp.flex_attention(q, k, v, plan, enable_gqa=True)
+    assert len(evaluations) == 1 and torch.equal(first, second)
+    assert mask_of(plan, [q], False) is mask_of(plan, [q], False)
+
+
+@pytest.mark.usefixtures("eager")
+def test_all_ranks_of_a_simulated_world_have_bits_though_rank_0_needs_none():
+    def late(b, h, q, kv):
+        return (q < 16) | (torch.cumsum(IDS, 0)[q] % 5 > torch.cumsum(IDS, 0)[kv] % 4)
+
+    agree(block_mask(late), 3, None)
+
+
+def test_an_untranslatable_score_mod_names_operation_line_and_the_way_out():
+    def bias(score, b, h, q, kv):
+        return score + torch.cumsum(NOISE[0, 0], 0)[q]  # the line named
+
+    q, k, v = inputs()
+    line = bias.__code__.co_firstlineno + 1
+    message = rf"aten\.cumsum.* at {re.escape(__file__)}:{line} .*\n.*@triton\.jit.*from_triton"
+    with pytest.raises(mods.Untranslatable, match=message):
+        tritoncp.flex_attention(q, k, v, bias, enable_gqa=True)
+
+
+@pytest.mark.usefixtures("eager")
+def test_the_eager_engine_is_spoken_of_once(monkeypatch):
+    monkeypatch.setattr(engine_factory, "_WARNED", [])
+    q, k, v = inputs()
+    with pytest.warns(UserWarning, match=r"plain torch.*TRITON_INTERPRET=1 before Python starts"):
+        tritoncp.flex_attention(q, k, v, enable_gqa=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tritoncp.flex_attention(q, k, v, enable_gqa=True).sum().backward()
+
+
+@triton.jit
+def jit_dilated(b, h, q_idx, kv_idx, caps):
+    return (q_idx >= kv_idx) & ((q_idx - kv_idx) % tl.cast(caps[0], tl.int32) == 0)
+
+
+@pytest.mark.parametrize("kind", ["torch", "compact"])
+def test_a_hand_written_mask_runs_unchanged(kind):
+    step = 3
+    lists = torch_block_mask(
+        lambda b, h, q, kv: (q >= kv) & ((q - kv) % step == 0), 1, 1, S, S, device="cpu", BLOCK_SIZE=16
+    )
+    expected = tritoncp.from_block_mask(lists)
+    lists.mask_mod = mods.Mod.from_triton(jit_dilated, captures=[step])
+    mask = lists if kind == "torch" else replace(expected, mask_mod=lists.mask_mod, interval=None)
+    q, k, v = (x.detach() for x in inputs(1, 2, 1))
+    for _ in range(2):
+        out = tritoncp.flex_attention(q, k, v, mask, enable_gqa=True)
+        oracle = dense_attention(q.double(), k.double(), v.double(), expected)
+        torch.testing.assert_close(out.double(), oracle.out, atol=2e-6, rtol=1e-5)
+    lists.mask_mod = mods.Mod.from_triton(jit_dilated, captures=[2])
+    if kind == "torch":  # other numbers, other plan
+        assert not torch.equal(out, tritoncp.flex_attention(q, k, v, mask, enable_gqa=True))

@@ -1,0 +1,73 @@
+"""Synthetic histories with specified noise, steps and failures."""
+
+import datetime
+import random
+from typing import Any
+
+import numpy as np
+
+from tritoncp.perf.record import Point, Series
+
+H200 = Series("NVIDIA H200", "700.00 W", "default")
+H100 = Series("NVIDIA H100", "700.00 W", "locked 1500 MHz")
+ENV = {"commit": "a" * 40, "tritoncp": "0.1.0", "torch": "2.13.0", "triton": "3.7.1", "driver": "550.1"}
+WORK = {"flops": 4_400_000_000_000, "hbm_bytes": 340_000_000}
+CEILINGS = {"matmul_tflops": 790.0, "copy_gbytes_per_s": 4300.0}
+FIRST = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
+
+
+def noisy(seed: int, points: int = 120, step: float = 0.0, at: int = 0) -> np.ndarray:
+    """Draw times with 1 % log-normal noise, 2 % of points 10 to 30 % too slow, and a step."""
+    random = np.random.default_rng(seed)
+    times = random.lognormal(0, 0.01, points)
+    times *= np.where(random.random(points) < 0.02, random.uniform(1.1, 1.3, points), 1)
+    times[at:] *= 1 + step
+    return times
+
+
+def line(case: str, times, series: Series = H200, envs=None, flex=1.3, **parts) -> list[Point]:
+    """Make the points of a case measured once a day; None is a failure; tuned flex takes ``flex`` ms."""
+    points = []
+    for day, ms in enumerate(times):
+        own = {"why": "wrong: <b>out of tolerance</b>"}
+        if ms is not None:
+            own = {"ms": float(ms), "low": 0.995 * ms, "high": 1.004 * ms, "n": 20, "tflops": 300.0}
+        when = (FIRST + datetime.timedelta(days=day)).isoformat()
+        env = envs[day] if envs else ENV | {"commit": f"{day:04x}".ljust(40, "0")}
+        took = {
+            "tritoncp": own,
+            "flex": {"ms": 1.1 * flex},
+            "flex max-autotune": {"ms": flex},
+            "cudnn": {"why": "RuntimeError: no name for this mask"},
+        }
+        points.append(Point(f"run{day}", when, case, series, env, took, **parts))
+    return points
+
+
+def tags(
+    mask: str = "causal", which: str = "forward", dtype: str = "bfloat16", **more: str
+) -> dict[str, str]:
+    return {"mask": mask, "pass": which, "dtype": dtype, "shape": "1×16384, 32/8 heads of 128", **more}
+
+
+# Values that may be anywhere in JSON from another writer.
+ODD = (
+    *(None, True, 0, -1, 1, 1e308, 1e-300, 10**400, float("nan"), float("inf")),
+    *("", " ", "x", "[/]", "../../x", "/tmp/x", "\ud800"),
+    *([], {}, [1], [None], {"a": 1}, ["x"] * 3, {"ms": 1.0}, {"stage": "begin"}),
+)
+
+
+def mutated(value: Any, draw: random.Random) -> Any:
+    """Return JSON in which one part, at any depth, is replaced, removed or added."""
+    if not isinstance(value, dict | list) or not value or draw.random() < 0.15:
+        return draw.choice(ODD)
+    if isinstance(value, list):
+        at = draw.randrange(len(value))
+        return [*value[:at], mutated(value[at], draw), *value[at + 1 :]]
+    key, kind = draw.choice(list(value)), draw.random()
+    if kind < 0.1:
+        return {name: part for name, part in value.items() if name != key}
+    if kind < 0.2:
+        return value | {draw.choice(("x", "", " ", "ms", "low", "samples")): draw.choice(ODD)}
+    return value | {key: mutated(value[key], draw)}

@@ -1,0 +1,279 @@
+"""Tests of balancers: every block is dealt once, evenly; PTRR equals torch's; locality sends few rows."""
+
+import time
+from collections.abc import Callable
+from itertools import chain
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
+
+from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
+from tritoncp.perf.balance import MASKS, fetched_rows
+from tritoncp.planning.balance import (
+    MASKED,
+    Work,
+    balancers,
+    contiguous,
+    deal,
+    head_tail,
+    locality,
+    per_document,
+    ptrr,
+    views,
+)
+from tritoncp.planning.plan import Plan, build
+
+EVEN_COUNTS = sorted(balancers)
+costs_lists = st.lists(st.integers(0, 20), max_size=60)
+NO_CLOSED_FORM = "shared question"  # a mask_mod is asked about every pair: for perf's table only
+ZOO = {name: make for name, make in MASKS.items() if name != NO_CLOSED_FORM}
+
+
+@st.composite
+def masks(draw: Callable) -> Mask:
+    """Draw small masks: heads, batch rows, query and key blocks of different sizes, ragged lengths."""
+    q_len = draw(st.integers(1, 80))
+    kv_len = draw(st.sampled_from([q_len, draw(st.integers(1, 80))]))
+    block = draw(st.sampled_from([4, (8, 4), (4, 8)]))
+    heads, batch = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    bits = torch.rand(batch, heads, q_len, kv_len, generator=torch.Generator().manual_seed(q_len)) < 0.1
+    mods = {
+        "bits": lambda b, h, q, kv: bits[b, h, q, kv],
+        "documents": and_masks(causal(), document(ids=torch.arange(80) // draw(st.integers(1, 40)))),
+        "window": sliding_window(draw(st.integers(0, 30)), draw(st.integers(0, 30))),
+    }
+    return create_block_mask(
+        mods[draw(st.sampled_from(sorted(mods)))], batch, heads, q_len, kv_len, BLOCK_SIZE=block
+    )
+
+
+def zoo_plan(name: str, balancer: str, size: int = 65536, world_size: int = 8) -> Plan:
+    mask = create_block_mask(ZOO[name](size), None, None, size, size)
+    return build(mask, world_size, balancer=balancer, schedule="fetch")
+
+
+def travels(plan: Plan) -> float:
+    """Return the rows that a fetch sends, as a share of those of an all-gather."""
+    return fetched_rows(plan) / ((plan.world_size - 1) * plan.kv.length)
+
+
+# -- every balancer -----------------------------------------------------------------------------------
+
+
+@given(costs_lists, st.integers(1, 9), st.sampled_from(EVEN_COUNTS))
+def test_every_block_once_in_order_and_evenly(costs: list[int], world_size: int, name: str) -> None:
+    ranks = balancers[name](Work(torch.tensor(costs, dtype=torch.int64), world_size))
+    assert len(ranks) == world_size
+    assert sorted(chain(*ranks)) == list(range(len(costs)))
+    assert all(rank == sorted(rank) for rank in ranks)
+    assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+
+
+@given(masks(), st.integers(1, 12), st.sampled_from(EVEN_COUNTS), st.sampled_from(["q", "kv"]))
+def test_of_any_mask_too_and_always_the_same(mask: Mask, world_size: int, name: str, side: str) -> None:
+    for work in views([mask], world_size, side):
+        ranks = deal(balancers[name], work)
+        assert sorted(chain(*ranks)) == list(range(len(work.costs)))
+        assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+        assert ranks == deal(balancers[name], work)
+
+
+@pytest.mark.parametrize("balancer", balancers.values(), ids=list(balancers))
+def test_mistakes_say_what_to_do(balancer) -> None:
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        balancer(Work(torch.ones(4), 0))
+    with pytest.raises(ValueError, match=r"one batch row, \[blocks\], got \(2, 4\)"):
+        balancer(Work(torch.ones(2, 4), 2))
+
+
+# -- torch's ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=60), st.integers(1, 9))
+def test_ptrr_is_torchs(costs: list[int], world_size: int) -> None:
+    costs = costs[: len(costs) // world_size * world_size]
+    assume(costs)
+    work = torch.tensor(costs)
+    want = theirs._PTRRLoadBalancer.ptrr_scheduling(work, world_size).tolist()
+    assert ptrr(Work(work, world_size)) == want
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_head_tail_is_torchs(piece: int, world_size: int) -> None:
+    n = 2 * world_size * piece
+    want = theirs._HeadTailLoadBalancer(n, world_size, "cpu")._generate_indices()
+    assert list(chain(*head_tail(Work(torch.ones(n), world_size)))) == want[0].tolist()
+
+
+def test_ptrr_of_torchs_first_example() -> None:
+    costs = torch.tensor([9, 14, 2, 20, 10, 15, 8, 14, 16, 19, 15, 3, 12, 1, 12, 10])
+    assert ptrr(Work(costs, 4)) == [[3, 12, 13, 14], [2, 4, 7, 9], [1, 8, 11, 15], [0, 5, 6, 10]]
+
+
+def test_ptrr_of_torchs_document_example() -> None:
+    mod = and_masks(causal(), document(lengths=[4 * 8, 8 * 8, 4 * 8]))
+    costs = create_block_mask(mod, None, None, 128, 128, BLOCK_SIZE=8).costs()[0]
+    assert costs.tolist() == [1, 2, 3, 4, 1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4]
+    assert ptrr(Work(costs, 2)) == [[2, 3, 5, 6, 8, 11, 12, 13], [0, 1, 4, 7, 9, 10, 14, 15]]
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=60), st.integers(1, 9))
+def test_ptrr_is_within_the_dearest_block_of_even(costs: list[float], world_size: int) -> None:
+    """In zig-zag order the difference between two ranks telescopes to at most the largest cost."""
+    work = torch.tensor(costs, dtype=torch.float64)
+    sums = [float(work[rank].sum()) for rank in ptrr(Work(work, world_size))]
+    assert max(sums) - min(sums) <= max(costs, default=0) * (1 + 1e-9)
+
+
+@given(st.integers(0, 60), st.integers(1, 9))
+def test_contiguous_is_natural_order(n: int, world_size: int) -> None:
+    assert list(chain(*contiguous(Work(torch.ones(n), world_size)))) == list(range(n))
+
+
+# -- what a balancer is told --------------------------------------------------------------------------
+
+
+@given(masks())
+def test_views_hold_costs_and_visible_columns_of_every_block(mask: Mask) -> None:
+    kinds = mask.runs.to_kinds()  # [B, H, rows, columns]
+    masked, full = ((kinds == 0) | (kinds == 2)).sum((1, 3)), (kinds == 1).sum((1, 3))
+    for row, work in enumerate(views([mask], 3)):
+        assert torch.equal(work.costs, (masked * MASKED + full)[row].double())
+        visible = (kinds[row] != 3).any(0)  # [rows, columns]
+        said = torch.zeros(len(work.costs), work.columns, dtype=torch.bool)
+        for block, start, end in work.sees[0].tolist():
+            assert start < end <= work.columns and not bool(said[block, start:end].any())
+            said[block, start:end] = True
+        unit = mask.q_block if work.together else mask.kv_block
+        tokens = visible.repeat_interleave(mask.kv_block, 1)[:, : mask.kv_len]
+        short = -mask.kv_len % unit
+        assert torch.equal(said, torch.nn.functional.pad(tokens, (0, short)).unflatten(1, (-1, unit)).any(2))
+
+
+def test_of_several_masks_each_counts_for_one_layer() -> None:
+    full = create_block_mask(causal(), None, 4, 64, 64, BLOCK_SIZE=8)
+    near = create_block_mask(sliding_window(8), None, None, 64, 64, BLOCK_SIZE=8)
+    (alone,), (both,) = views([near], 2), views([full, near], 2)
+    assert torch.equal(both.costs, views([full], 2)[0].costs / 4 + alone.costs)
+    assert len(both.sees) == 2 and torch.equal(both.sees[1], alone.sees[0])
+
+
+# -- a balancer of one's own --------------------------------------------------------------------------
+
+
+def evens_first(work: Work) -> list[range]:
+    n = len(work.costs)
+    return [range(0, n, 2), range(1, n, 2), range(0), range(0)]
+
+
+def test_a_function_of_ones_own_may_leave_ranks_empty() -> None:
+    mask = create_block_mask(causal(), None, None, 72, 72, BLOCK_SIZE=8)
+    plan = make_plan(mask, world_size=4, balancer=evens_first)
+    assert plan.balancer == "evens_first" and plan.owners.tolist() == [[0, 1] * 4 + [0]]
+    assert [int((plan.for_rank(rank).positions >= 0).sum()) for rank in range(4)] == [40, 32, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("said", "match"),
+    [
+        ([[0, 1], [2]], "each of the 4 blocks once; it dealt block 3 0 times"),
+        ([[0, 1, 2], [2, 3, 1]], "dealt block 1 2 times, and 1 others not once"),
+        ([[0, 1, 2], [3, 4]], "dealt block 4; there are blocks 0 to 3"),
+        ([[0, 1, 2, 3]], "lists for 1 ranks, there are 2; a rank without blocks has an empty list"),
+        ([0, 1, 0, 1], r"returned \[0, 1, 0, 1\]; it has to return a list of block numbers for each rank"),
+        (None, "returned None; it has to return a list of block numbers for each rank"),
+    ],
+    ids=["missing", "twice", "unknown", "ranks", "owners", "nothing"],
+)
+def test_results_of_a_custom_balancer_are_checked(said, match: str) -> None:
+    def custom(work: Work):
+        return said
+
+    with pytest.raises(ValueError, match=f"balancer custom .*{match}"):
+        make_plan(
+            create_block_mask(causal(), None, None, 32, 32, BLOCK_SIZE=8), world_size=2, balancer=custom
+        )
+
+
+# -- documents ----------------------------------------------------------------------------------------
+
+
+def test_small_documents_stay_whole_and_a_long_one_is_shared() -> None:
+    lengths = [8] * 10 + [320] + [8] * 10  # tokens, in blocks of 8
+    mask = create_block_mask(
+        and_masks(causal(), document(lengths=lengths)), None, None, 480, 480, BLOCK_SIZE=8
+    )
+    plan = build(mask, 4, balancer="per_document")
+    assert plan.imbalance < 1.1
+    assert len(set(plan.owners[0, 10:50].tolist())) == 4
+
+
+@given(st.lists(st.integers(1, 40), min_size=8, max_size=30), st.integers(2, 4))
+def test_documents_of_any_length_are_cut_only_where_they_must(lengths: list[int], world_size: int) -> None:
+    """A document of whole blocks with less than half a rank's share of work is cut only for lack of room."""
+    mod = and_masks(causal(), document(lengths=[4 * n for n in lengths]))
+    size = 4 * sum(lengths)
+    (work,) = views([create_block_mask(mod, None, None, size, size, BLOCK_SIZE=4)], world_size)
+    owner = torch.zeros(len(work.costs), dtype=torch.int64)
+    for rank, blocks in enumerate(per_document(work)):
+        owner[blocks] = rank
+    most = float(work.costs.sum()) / (2 * world_size)
+    small = [p for p, c in zip(owner.split(lengths), work.costs.split(lengths)) if float(c.sum()) < most]
+    cut = [piece for piece in small if len(set(piece.tolist())) > 1]
+    assert len(cut) < world_size
+
+
+# -- locality -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_locality_and_ptrr_are_even_on_the_zoo(name: str) -> None:
+    assert zoo_plan(name, "ptrr").imbalance <= 1.02
+    assert zoo_plan(name, "locality").imbalance <= 1.02
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("documents", 0.15), ("window 1K", 0.02), ("documents, window 1K", 0.03), ("causal", 0.75)],
+)
+def test_locality_sends_little(name: str, most: float) -> None:
+    near, ptrr = travels(zoo_plan(name, "locality")), travels(zoo_plan(name, "ptrr"))
+    assert near <= most and near < 0.8 * ptrr
+
+
+@pytest.mark.parametrize("world_size", [3, 8, 16])
+def test_where_contiguous_is_even_locality_sends_no_more(world_size: int) -> None:
+    near, order = (zoo_plan("window 1K", name, 32768, world_size) for name in ("locality", "contiguous"))
+    assert near.imbalance <= max(1.018, order.imbalance)
+    assert fetched_rows(near) <= 1.05 * fetched_rows(order)
+
+
+def test_locality_weighs_the_bytes_of_all_masks() -> None:
+    """Layers of block-diagonal masks do not constrain the order; documents of the remaining layers do."""
+    n, own = 16, torch.arange(16)
+    alone = create_block_mask(document(ids=own), None, None, n, n, BLOCK_SIZE=1)
+    ring = create_block_mask(
+        lambda b, h, q, kv: (q + 2) % n // 4 == (kv + 2) % n // 4, None, None, n, n, BLOCK_SIZE=1
+    )
+    assert locality(views([alone], 4)[0]) == contiguous(Work(torch.ones(n), 4))
+    assert sorted(locality(views([alone, ring], 4)[0])) == [
+        [0, 1, 14, 15], [2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13],
+    ]  # fmt: skip
+
+
+def test_remote_keys_are_placed_near_their_readers() -> None:
+    """In cross attention key blocks are dealt separately, in the same order of ranks."""
+    mod = document(ids=torch.arange(512) // 128)
+    wide = create_block_mask(lambda b, h, q, kv: mod(b, h, q, kv // 2), None, None, 512, 1024, BLOCK_SIZE=16)
+    plan = build(wide, 4, balancer="locality", schedule="fetch")
+    assert fetched_rows(plan) == 0 and plan.imbalance == 1
+
+
+def test_a_million_tokens_on_64_ranks_take_seconds() -> None:
+    begin = time.process_time()
+    plan = zoo_plan("documents", "locality", 1 << 20, 64)
+    assert plan.imbalance <= 1.02
+    assert time.process_time() - begin < 10  # a second on an idle core

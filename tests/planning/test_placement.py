@@ -1,0 +1,230 @@
+"""Tests of shard, unshard and positions over every kind of placement."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tritoncp
+from tests.multiprocess.ranks import run
+from tritoncp.masks.mask import Mask, Runs, and_masks, causal, create_block_mask, document, full_mask
+from tritoncp.planning.placement import by_blocks, natural, row_positions, take
+from tritoncp.planning.plan import Plan, build
+
+BY_ROW = and_masks(causal(), document(ids=torch.tensor([[0] * 5 + [1] * 25, [0] * 21 + [1] * 9])))
+
+
+def random_mask(batch: int, rows: int, cut: int, block: int, seed: int) -> Mask:
+    """Make a mask of random blocks, whose batch rows have different costs; the last block is ``cut`` tokens
+    short."""
+    g = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(1, 4, (batch, 1, rows, rows), generator=g, dtype=torch.uint8)
+    length = rows * block - cut
+    return Mask(length, length, block, block, Runs.from_kinds(kinds), None, None, None)
+
+
+@st.composite
+def plans(draw: Callable) -> Plan:
+    """Draw plans of any balancer and world, of common or separate batch rows, or of natural pieces of any
+    length."""
+    world, block, rows = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 7))
+    cut = draw(st.integers(0, block - 1))
+    mask = random_mask(draw(st.sampled_from([1, 2])), rows, cut, block, draw(st.integers(0, 99)))
+    balancer = draw(st.sampled_from(["ptrr", "head_tail", "contiguous", None, "lengths"]))
+    if balancer != "lengths":
+        return build(mask, world, balancer=balancer)
+    cuts = sorted(draw(st.lists(st.integers(0, mask.q_len), min_size=world - 1, max_size=world - 1)))
+    lengths = [b - a for a, b in zip([0, *cuts], [*cuts, mask.q_len])]
+    return build(mask, world, balancer=None, lengths=lengths)
+
+
+def tensor_for(plan: Plan, dims: str, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Make a global tensor with distinct values; dims name its shape: "b" batch, "s" sequence, "d" 3."""
+    batch = plan.q.slots[0].shape[0]
+    shape = [{"b": batch, "s": plan.q.length, "d": 3}[d] for d in dims]
+    return torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
+
+
+# -- where tokens are ---------------------------------------------------------------------------------
+
+
+@given(plans())
+def test_every_token_is_on_one_rank_in_order_and_padding_is_last(plan: Plan) -> None:
+    everyone = [plan.q.positions(rank) for rank in range(plan.world_size)]
+    for batch in range(everyone[0].shape[0]):
+        tokens = torch.cat([rows[batch] for rows in everyone])
+        assert tokens[tokens >= 0].sort().values.tolist() == list(range(plan.q.length))
+    for rank, rows in enumerate(everyone):
+        own = plan.for_rank(rank)
+        assert rows.shape[1] == plan.q.lengths[rank] == own.s_local
+        assert torch.equal(tritoncp.positions(own), rows) and torch.equal(own.valid, rows >= 0)
+        assert plan.q.is_filled(rank) == bool((rows >= 0).all())
+        for row in rows:
+            real = row[row >= 0]
+            assert bool((row[: len(real)] >= 0).all())  # padding last
+            assert bool((real.diff() > 0).all())  # by global position
+            assert plan.balancer != "natural" or bool((real.diff() == 1).all())
+
+
+@given(plans())
+def test_slots_are_pieces_of_one_block_and_cover_the_rows(plan: Plan) -> None:
+    for rank in range(plan.world_size):
+        row, position, tokens = plan.q.slots[rank].long().unbind(-1)
+        nonempty = tokens > 0
+        block = plan.mask.q_block
+        assert bool((position // block == (position + tokens - 1) // block)[nonempty].all())
+        assert torch.equal(row[nonempty], (tokens.cumsum(1) - tokens)[nonempty])  # one behind the other
+        assert torch.equal(row_positions(plan.q.slots[rank], plan.q.lengths[rank]), plan.q.positions(rank))
+
+
+@given(plans())
+def test_the_gathered_buffer_is_where_the_inverse_says(plan: Plan) -> None:
+    everyone = [plan.q.positions(rank) for rank in range(plan.world_size)]
+    padded = [torch.nn.functional.pad(rows, (0, plan.q.s_max - rows.shape[1]), value=-1) for rows in everyone]
+    buffer = torch.cat(padded, 1)  # global position of each row of the gathered buffer
+    want = torch.arange(plan.q.length).expand(buffer.shape[0], -1)
+    assert torch.equal(buffer.gather(1, plan.q.inverse), want)
+    slots = plan.q.gathered()
+    assert torch.equal(row_positions(slots, buffer.shape[1]), buffer)
+    used = slots[..., 2] > 0
+    assert all(bool((s[u][:, 1].diff() > 0).all()) for s, u in zip(slots, used))  # by global position
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gather_of_some_ranks_holds_their_rows_alone(world_size: int) -> None:
+    plan = build(random_mask(2, 7, 1, 4, 0), world_size)
+    for ranks in ([1], [1, 0], [0]):
+        rows = row_positions(plan.q.gathered(ranks), len(ranks) * plan.q.s_max)
+        assert torch.equal(rows, torch.cat([plan.q.positions(rank) for rank in ranks], 1))
+
+
+# -- there and back -----------------------------------------------------------------------------------
+
+LAYOUTS = ["bs", "bsd", "sb", "dsb", "bds", "sdb"]
+
+
+@given(plans(), st.sampled_from(LAYOUTS), st.sampled_from([torch.float64, torch.int64, torch.bool]))
+@settings(max_examples=150)
+def test_unshard_undoes_shard(plan: Plan, dims: str, dtype: torch.dtype) -> None:
+    x = tensor_for(plan, dims, dtype)
+    world = tritoncp.simulate(plan.world_size)
+    for dim, batch_dim in ((dims.index("s"), dims.index("b")), (dims.index("s") - 3, dims.index("b") - 3)):
+        if len(dims) == 2 and dim < 0:
+            dim, batch_dim = dim + 1, batch_dim + 1
+        shards = world.shard(x, plan, dim=dim, batch_dim=batch_dim)
+        assert [s.shape[dim] for s in shards] == list(plan.q.lengths)
+        assert torch.equal(world.unshard(shards, plan, dim=dim, batch_dim=batch_dim), x)
+
+
+@given(plans(), st.sampled_from(LAYOUTS))
+def test_a_shard_holds_the_rows_at_its_positions_and_padding(plan: Plan, dims: str) -> None:
+    x = tensor_for(plan, dims)
+    order = dims.index("b"), dims.index("s")
+    for rank in range(plan.world_size):
+        got = tritoncp.shard(x, plan.for_rank(rank), dim=order[1], batch_dim=order[0], pad=-100)
+        got, whole = (t.movedim(order, (0, 1)) for t in (got, x))
+        for batch, rows in enumerate(plan.q.positions(rank)):
+            assert torch.equal(got[batch][rows >= 0], whole[batch][rows[rows >= 0]])
+            assert bool((got[batch][rows < 0] == -100).all())
+
+
+@given(plans())
+def test_a_tensor_without_a_batch_comes_back_with_one_where_rows_differ(plan: Plan) -> None:
+    cache = tensor_for(plan, "sd")
+    for rank in range(plan.world_size):
+        got = tritoncp.shard(cache, plan.for_rank(rank), dim=0, batch_dim=None)
+        rows = plan.q.positions(rank)
+        assert got.shape == (*rows.shape[len(rows) == 1 :], 3)
+        want = torch.where((rows >= 0)[..., None], cache[rows.clamp(min=0)], 0)
+        assert torch.equal(got.view_as(want), want)
+
+
+def test_keys_of_another_length_have_their_own_placement() -> None:
+    plan = build(full_mask(24, 40, block=8), 3)
+    world = tritoncp.simulate(3)
+    x = torch.arange(40)
+    shards = world.shard(x, plan, dim=0, side="kv")
+    assert [len(s) for s in shards] == [16, 16, 16] and plan.s_local == 8
+    assert torch.equal(world.unshard(shards, plan, dim=0, side="kv"), x)
+
+
+# -- gradients ----------------------------------------------------------------------------------------
+
+
+@given(plans(), st.sampled_from(LAYOUTS))
+def test_the_backward_of_shard_puts_rows_back_and_zeros_elsewhere(plan: Plan, dims: str) -> None:
+    """<shard(x), y> = <x, backward(y)>, and positions of other ranks get zero gradient."""
+    x = tensor_for(plan, dims).requires_grad_()
+    where = {"dim": dims.index("s"), "batch_dim": dims.index("b")}
+    total = torch.zeros_like(x)
+    for rank in range(plan.world_size):
+        own = plan.for_rank(rank)
+        got = tritoncp.shard(x, own, pad=5, **where)
+        y = torch.randn_like(got)
+        (dx,) = torch.autograd.grad(got, x, y)
+        real = tritoncp.shard(torch.ones_like(x), own, **where)
+        torch.testing.assert_close((dx * x).sum(), (got * y * real).sum())
+        assert torch.equal(tritoncp.shard(dx, own, **where), y * real)
+        assert not bool((dx * total).any())
+        total += dx
+
+
+@given(plans())
+def test_the_backward_of_unshard_gives_each_shard_its_rows(plan: Plan) -> None:
+    world = tritoncp.simulate(plan.world_size)
+    x = tensor_for(plan, "bs")
+    shards = [s.detach().requires_grad_() for s in world.shard(x, plan, dim=1)]
+    whole = world.unshard(shards, plan, dim=1)
+    y = torch.randn_like(whole)
+    for got, want in zip(torch.autograd.grad(whole, shards, y), world.shard(y, plan, dim=1)):
+        assert torch.equal(got, want)
+
+
+def test_unshard_over_real_ranks() -> None:
+    """All ranks get the global tensor; grad="sum" is its adjoint, grad="slice" one rank's slice."""
+    plans = build(random_mask(2, 7, 2, 4, 3), 3), build(full_mask(26, 26, block=4), 3, balancer=None)
+    x = torch.randn(2, 26, 3, dtype=torch.float64)
+    ys = torch.randn(3, 2, 26, 3, dtype=torch.float64)  # rank r's gradient of its copy
+
+    def work(group):
+        result = []
+        for plan in plans:
+            own = plan.for_rank(group.rank())
+            for grad in ("sum", "slice"):
+                local = tritoncp.shard(x, own, dim=1).requires_grad_()
+                whole = tritoncp.unshard(local, own, group, dim=1, grad=grad)
+                result.append((whole.detach(), torch.autograd.grad(whole, local, ys[group.rank()])[0]))
+        return result
+
+    for rank, result in enumerate(run(3, work)):
+        for plan, (summed, sliced) in zip(plans, (result[:2], result[2:])):
+            assert torch.equal(summed[0], x) and torch.equal(sliced[0], x)
+            own = plan.for_rank(rank)
+            torch.testing.assert_close(summed[1], tritoncp.shard(ys.sum(0), own, dim=1))
+            assert torch.equal(sliced[1], tritoncp.shard(ys[rank], own, dim=1))
+
+
+# -- mistakes -----------------------------------------------------------------------------------------
+
+
+def test_mistakes_say_what_is_needed() -> None:
+    plan = tritoncp.make_plan(create_block_mask(BY_ROW, 2, None, 30, 30, BLOCK_SIZE=5), world_size=2, rank=0)
+    assert plan.q.slots[0].shape[0] == 2
+    with pytest.raises(
+        ValueError, match=r"global tensor is needed: 30 rows along dimension 1; got \(2, 15\)"
+    ):
+        tritoncp.shard(torch.zeros(2, 15), plan, dim=1)
+    with pytest.raises(ValueError, match=r"places 2 batch rows differently.*None for none"):
+        tritoncp.shard(torch.zeros(30), plan, dim=0)
+    with pytest.raises(ValueError, match=r"x requires grad: say grad='sum'.*grad=None"):
+        tritoncp.unshard(torch.zeros(2, 26, requires_grad=True), build(full_mask(26, 26)), dim=1)
+
+
+def test_placements_show_their_rows() -> None:
+    assert natural([0, 3, 5], 4).slots[0].shape == (1, 0, 3)
+    owned = by_blocks(10, 4, [[[0, 2], [1]], [[1], [0, 2]]])
+    assert owned.positions(0).tolist() == [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7, -1, -1]]
+    assert take(torch.arange(10), owned.positions(0), 0, None, -7)[1].tolist() == [4, 5, 6, 7, -7, -7]

@@ -1,0 +1,389 @@
+"""Tests of plans: work, bytes, tables; derived from the mask alone, equal on every rank."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tritoncp
+from tritoncp.core.handles import held_by
+from tritoncp.distributed import collectives
+from tritoncp.distributed.schedules import SCHEDULES
+from tritoncp.masks.mask import (
+    ABSENT,
+    Kind,
+    Mask,
+    Runs,
+    and_masks,
+    causal,
+    create_block_mask,
+    document,
+    full_mask,
+    sliding_window,
+)
+from tritoncp.ops import engine_factory
+from tritoncp.planning import cost, traffic
+from tritoncp.planning.balance import MASKED
+from tritoncp.planning.placement import Placement, row_positions
+from tritoncp.planning.plan import Plan, build
+
+BALANCERS = ["ptrr", "head_tail", "contiguous", None]
+
+
+@st.composite
+def masks(draw: Callable) -> Mask:
+    """Draw masks of all kinds of blocks, with ragged ends, one or more batch rows and heads."""
+    q_block, kv_block = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    rows, cols = draw(st.integers(1, 8)), draw(st.integers(1, 8))
+    batch, heads = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2)]))
+    q_len, kv_len = (n * b - draw(st.integers(0, b - 1)) for n, b in ((rows, q_block), (cols, kv_block)))
+    if draw(st.booleans()):  # square, so that keys lie where queries do
+        kv_len, cols = q_len, -(-q_len // kv_block)
+    g = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    kinds = torch.randint(0, 3, (batch, heads, rows, cols), generator=g, dtype=torch.uint8)
+    kinds[kinds == 2] = ABSENT
+    cut = (torch.arange(1, rows + 1) * q_block > q_len)[:, None]
+    cut = cut | (torch.arange(1, cols + 1) * kv_block > kv_len)
+    kinds[(kinds == Kind.FULL) & cut] = int(Kind.BOUNDED)
+    return Mask(q_len, kv_len, q_block, kv_block, Runs.from_kinds(kinds), never, None, None)
+
+
+def never(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return q < 0
+
+
+@st.composite
+def plans(draw: Callable) -> Plan:
+    mask, world = draw(masks()), draw(st.integers(1, 5))
+    return build(mask, world, draw(st.integers(0, world - 1)), balancer=draw(st.sampled_from(BALANCERS)))
+
+
+# -- work ---------------------------------------------------------------------------------------------
+
+
+@given(masks(), st.integers(1, 5))
+def test_work_sums_to_the_listed_blocks_of_the_mask(mask: Mask, world_size: int) -> None:
+    masked, full = mask.runs.counts()
+    tokens = torch.tensor([min(mask.q_block, mask.q_len - i) for i in range(0, mask.q_len, mask.q_block)])
+    want = float(((MASKED * masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
+    for balancer in BALANCERS:
+        plan = build(mask, world_size, balancer=balancer)
+        # A placement shared by batch rows does each row's work; one per row, its own.
+        assert sum(plan.work) == pytest.approx(want)
+        assert len(plan.work) == world_size
+        assert plan.imbalance == pytest.approx(max(plan.work) * world_size / want if want else 1)
+
+
+def test_a_causal_mask_is_balanced_and_natural_order_is_not() -> None:
+    mask = create_block_mask(causal(), None, None, 64, 64, BLOCK_SIZE=4)
+    work = {name: build(mask, 4, balancer=name) for name in BALANCERS}
+    assert work["head_tail"].imbalance == 1 and work["ptrr"].imbalance == 1
+    blocks = [10, 26, 42, 58]  # of which four are masked
+    assert work[None].work == [n + 4 * (MASKED - 1) for n in blocks] == work["contiguous"].work
+    assert work[None].imbalance == pytest.approx((54 + 4 * MASKED) / (30 + 4 * MASKED))
+
+
+def test_per_row_placements_balance_each_batch_row() -> None:
+    mod = and_masks(causal(), document(ids=torch.tensor([[0] * 8 + [1] * 56, [0] * 40 + [1] * 24])))
+    mask = create_block_mask(mod, 2, None, 64, 64, BLOCK_SIZE=4)
+    plan = build(mask, 4)
+    assert plan.q.slots[0].shape[0] == 2
+    for row in range(2):
+        costs = mask.costs()[row]
+        work = [float(costs[slots[row, :, 1].long() // 4].sum()) for slots in plan.q.slots]
+        assert max(work) / (sum(work) / 4) < 1.1
+
+
+# -- placement ----------------------------------------------------------------------------------------
+
+
+@given(plans())
+def test_both_sides_are_covered_once(plan: Plan) -> None:
+    for placement, length in ((plan.q, plan.mask.q_len), (plan.kv, plan.mask.kv_len)):
+        assert placement.length == length and placement.world_size == plan.world_size
+        positions = torch.cat([placement.positions(rank) for rank in range(plan.world_size)], 1)
+        for row in positions:
+            assert row[row >= 0].sort().values.tolist() == list(range(length))
+
+
+@given(plans())
+def test_owners_hold_the_first_token_of_their_blocks(plan: Plan) -> None:
+    for rank, batch in product(range(plan.world_size), range(plan.owners.shape[0])):
+        own = (plan.owners[batch] == rank).nonzero()[:, 0] * plan.mask.q_block
+        assert set(own.tolist()) <= set(plan.q.positions(rank)[batch].tolist())
+
+
+@given(plans())
+def test_keys_lie_where_queries_do_when_both_are_the_same_tokens(plan: Plan) -> None:
+    """In self-attention q, k and v come from one shard, even if query and key blocks differ in size."""
+    if plan.mask.q_len != plan.mask.kv_len:
+        return
+    assert plan.q.lengths == plan.kv.lengths
+    for rank in range(plan.world_size):
+        assert torch.equal(plan.q.positions(rank), plan.kv.positions(rank))
+        position, tokens = plan.kv.slots[rank][..., 1:].long().unbind(-1)
+        inside = position // plan.mask.kv_block == (position + tokens - 1) // plan.mask.kv_block
+        assert bool(inside[tokens > 0].all())
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+@pytest.mark.parametrize(("length", "world_size"), [(3, 5), (16, 6), (37, 4), (1, 3)])
+def test_fewer_blocks_than_ranks_and_blocks_that_do_not_divide(
+    length: int, world_size: int, balancer: str | None
+) -> None:
+    plan = build(
+        create_block_mask(causal(), None, None, length, length, BLOCK_SIZE=8), world_size, balancer=balancer
+    )
+    counts = [int(slots[..., 2].sum()) for slots in plan.q.slots]
+    assert sum(counts) == length
+    assert balancer is None or len(set(plan.q.lengths)) == 1  # padding makes them equal
+    for rank in range(world_size):
+        assert int(plan.for_rank(rank).valid.sum()) == counts[rank]
+
+
+def test_natural_order_takes_any_lengths() -> None:
+    mask = full_mask(10, 6, block=4)
+    plan = build(mask, 3, balancer=None, lengths=[0, 7, 3], kv_lengths=[5, 1, 0])
+    assert [plan.q.positions(r).tolist() for r in range(3)] == [[[]], [list(range(7))], [[7, 8, 9]]]
+    assert [plan.kv.positions(r).tolist() for r in range(3)] == [[[0, 1, 2, 3, 4]], [[5]], [[]]]
+
+
+# -- tables -------------------------------------------------------------------------------------------
+
+
+@given(plans())
+def test_tables_list_the_blocks_of_the_mask_wherever_they_lie(plan: Plan) -> None:
+    """Spread over positions, the runs of a step give the global kinds of every (query, key) pair."""
+    mask, tables = plan.mask, plan.tables()
+    rows = Runs(tables.row_ptr, tables.row_runs, tables.kv_slots.shape[1])
+    assert rows.transpose() == Runs(tables.col_ptr, tables.col_runs, tables.q_slots.shape[1])
+    kinds = rows.to_kinds()
+    whole = mask.runs.to_kinds()
+    for b, (i, q_slot) in product(range(kinds.shape[0]), enumerate(tables.q_slots[0])):
+        q_slot = tables.q_slots[b % tables.q_slots.shape[0], i]
+        for j in range(tables.kv_slots.shape[1]):
+            kv_slot = tables.kv_slots[b % tables.kv_slots.shape[0], j]
+            got = kinds[b, :, i, j]
+            if q_slot[2] == 0 or kv_slot[2] == 0:
+                assert bool((got == ABSENT).all())
+                continue
+            want = whole[b % mask.B, :, q_slot[1] // mask.q_block, kv_slot[1] // mask.kv_block].clone()
+            if q_slot[2] < mask.q_block or kv_slot[2] < mask.kv_block:  # full only where slots are whole
+                want[want == Kind.FULL] = int(Kind.BOUNDED)
+            assert torch.equal(got, want)
+
+
+@given(plans())
+def test_tables_locate_every_row(plan: Plan) -> None:
+    tables = plan.tables()
+    assert torch.equal(row_positions(tables.q_slots, plan.s_local), plan.positions)
+    everyone = [plan.kv.positions(rank) for rank in range(plan.world_size)]
+    padded = [torch.nn.functional.pad(x, (0, plan.kv.s_max - x.shape[1]), value=-1) for x in everyone]
+    assert torch.equal(row_positions(tables.kv_slots, plan.world_size * plan.kv.s_max), torch.cat(padded, 1))
+    for slots, dense, first, block in (
+        (tables.q_slots, tables.dense_q, tables.q_first, plan.mask.q_block),
+        (tables.kv_slots, tables.dense_kv, tables.kv_first, plan.mask.kv_block),
+    ):
+        if dense:  # row r is position first + r, slot i begins at row i * block
+            assert torch.equal(slots[0, :, 0], torch.arange(slots.shape[1]) * block)
+            assert torch.equal(slots[0, :, 1], slots[0, :, 0] + first)
+
+
+@given(st.integers(1, 4), st.integers(1, 30), st.integers(1, 9), st.sampled_from(BALANCERS))
+def test_local_intervals_equal_the_visible_keys_of_each_row(
+    world: int, length: int, block: int, balancer: str
+) -> None:
+    mod = and_masks(causal(), document(ids=torch.arange(length) // 5))
+    mask = create_block_mask(mod, None, None, length, length, BLOCK_SIZE=block)
+    dense = mask.to_dense()[0, 0]
+    for rank in range(world):
+        plan = build(mask, world, rank, balancer=balancer)
+        tables, at = plan.tables(), torch.arange(length)
+        for row, position in enumerate(plan.positions[0].tolist()):
+            if position >= 0:
+                visible = (at >= tables.lo[0, 0, row]) & (at < tables.hi[0, 0, row])
+                assert torch.equal(visible, dense[position])
+
+
+def test_windows_need_no_tables_only_where_positions_are_in_order() -> None:
+    mask = create_block_mask(sliding_window(9, 4), None, None, 64, 64, BLOCK_SIZE=8)
+    assert build(mask).tables().window == (9, 4)
+    assert build(mask, 4, 2, balancer=None).tables().window == (9, 4)
+    assert build(mask, 4, 2, balancer=None).tables().q_first == 32
+    assert build(mask, 4, balancer="ptrr").tables().window is None
+    assert build(mask, 2, balancer=None, lengths=[30, 34]).tables().window is None  # padding between shards
+    unbounded = create_block_mask(causal(), None, None, 64, 64, BLOCK_SIZE=8)
+    assert build(unbounded).tables().window[0] >= 64
+
+
+# -- one plan for everyone ----------------------------------------------------------------------------
+
+
+@given(plans())
+def test_every_rank_derives_the_same_plan(plan: Plan) -> None:
+    for rank in range(plan.world_size):
+        other_view = build(
+            plan.mask, plan.world_size, rank, balancer=plan.balancer if plan.balancer != "natural" else None
+        )
+        own = plan.for_rank(rank)
+        assert own.rank == rank and own.work == other_view.work
+        for name, value in vars(own.tables()).items():
+            other = getattr(other_view.tables(), name)
+            assert torch.equal(value, other) if isinstance(value, Tensor) else value == other, name
+
+
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan))], ids=["copied", "pickled"]
+)
+def test_plans_are_copied_and_pickled(clone: Callable[[Plan], Plan]) -> None:
+    mask = create_block_mask(
+        and_masks(causal(), document(lengths=[20, 28])), None, None, 48, 48, BLOCK_SIZE=16
+    )
+    plan = tritoncp.make_plan(mask, world_size=2, rank=1)
+    x = torch.randn(1, 1, 48, 16)
+    world = tritoncp.simulate(2)
+    shards = world.shard(x, plan, dim=2)
+    want = world.flex_attention(shards, shards, shards, plan)
+    other = clone(plan)
+    assert str(other) == str(plan) and other.rank == 1 and other is not plan
+    for a, b in zip(world.flex_attention(shards, shards, shards, other), want):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy])
+def test_copies_refuse_edited_sources_too(clone: Callable[[Plan], Plan]) -> None:
+    limit = torch.tensor([5])
+    mask = create_block_mask(lambda b, h, q, kv: q - kv < limit[b], 1, 1, 48, 48, BLOCK_SIZE=16)
+    plan = clone(tritoncp.make_plan(mask))
+    x = torch.randn(1, 1, 48, 16)
+    tritoncp.flex_attention(x, x, x, plan)
+    limit += 1
+    with pytest.raises(RuntimeError, match="edited in place"):
+        tritoncp.flex_attention(x, x, x, plan)
+
+
+def test_plans_are_frozen() -> None:
+    plan = build(full_mask(8, 8, block=4), 2)
+    with pytest.raises(AttributeError):
+        plan.rank = 1
+    assert plan.for_rank(0) is plan
+
+
+def test_every_plan_that_a_user_holds_is_known_to_compiled_graphs() -> None:
+    plan = tritoncp.make_plan(full_mask(8, 8, block=4), world_size=2)
+    for other in (plan.for_rank(1), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert other.handle is not plan.handle
+        assert str(held_by(other.handle)) == str(other)
+
+
+def test_tables_that_ranks_share_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All views of a plan share its tables, which are computed once per schedule."""
+    mod = and_masks(causal(), document(lengths=[100, 300, 112]))
+    mask = create_block_mask(mod, None, None, 512, 512, BLOCK_SIZE=16)
+    plan = build(mask, 8, schedule="allgather")
+    calls: dict[str, int] = {}
+
+    def watch(owner: object, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def counted(*args: object, **named: object) -> object:
+            calls[name] = calls.get(name, 0) + 1
+            return inner(*args, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    for name in ("seen_blocks", "traffic", "ring_route", "fetch", "ring"):
+        watch(traffic, name)
+    watch(Placement, "gathered")
+    layer = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 16}
+    for _ in range(2):
+        for rank, schedule in product(range(8), SCHEDULES):
+            view = replace(plan.for_rank(rank), schedule=schedule)
+            view.bytes_sent(**layer), view.ring, view.fetch, view.tables(), view.tables(buffer=rank)
+        cost.costs(plan, cost.Shape(heads=8, kv_heads=8), cost.NVLINK)
+    one_for_each_rank = {"fetch": 8, "ring": 8, "gathered": 1 + 8 + 2}  # and 2 for rows of ranks
+    assert calls == {"seen_blocks": 2, "traffic": 2, "ring_route": 2} | one_for_each_rank
+
+
+# -- bytes --------------------------------------------------------------------------------------------
+
+
+def sent(request: collectives.Collective, world_size: int, rank: int) -> int:
+    """Return the bytes that a rank sends for a collective."""
+    if isinstance(request, collectives.Swap):
+        return sum(x.numel() * x.element_size() for _, x in request.sends)
+    if isinstance(request, collectives.AllToAll):
+        remote_rows = sum(request.sends) - request.sends[rank]
+        return remote_rows * request.x[:1].numel() * request.x.element_size()
+    whole = request.x.numel() * request.x.element_size()
+    gather = isinstance(request, collectives.AllGather)
+    return whole * (world_size - 1) if gather else whole * (world_size - 1) // world_size
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_bytes_sent_are_the_bytes_that_move(
+    rows: int, schedule: str, world_size: int, heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mod = causal() if rows == 1 else and_masks(causal(), document(lengths=[[9, 11], [18, 2]]))
+    mask = create_block_mask(mod, rows, 1, 20, 20, BLOCK_SIZE=8)
+    world = tritoncp.simulate(world_size)
+    plan = world.make_plan(mask, schedule=schedule)
+    counted = {"forward": 0, "backward": 0}
+
+    def watch(name: str, schedule: Callable) -> Callable:
+        def watched(plan: Plan, *args: object) -> collectives.Schedule:
+            inner, answer = schedule(plan, *args), None
+            while True:
+                try:
+                    request = inner.send(answer)
+                except StopIteration as stop:
+                    return stop.value
+                counted[name] += (
+                    0 if isinstance(request, collectives.Wait) else sent(request, world_size, plan.rank)
+                )
+                answer = yield request
+
+        return watched
+
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)  # what moves is the schedule's
+    for name in counted:
+        monkeypatch.setattr(SCHEDULES[schedule], name, watch(name, getattr(SCHEDULES[schedule], name)))
+    q, k, v = (torch.randn(2, heads * n, 20, d, dtype=dtype) for n, d in ((2, 16), (1, 16), (1, 24)))
+    shards = [[s.requires_grad_() for s in world.shard(x, plan, dim=2)] for x in (q, k, v)]
+    outs = world.flex_attention(*shards, plan, enable_gqa=True)
+    shape = {"batch": 2, "heads": 2 * heads, "kv_heads": heads, "head_dim": 16, "v_head_dim": 24}
+    shape["itemsize"] = dtype.itemsize
+    ranks = [plan.for_rank(rank) for rank in range(world_size)]
+    assert counted == {"forward": sum(p.bytes_sent(**shape, backward=False) for p in ranks), "backward": 0}
+    sum(out.sum() for out in outs).backward()
+    assert sum(counted.values()) == sum(p.bytes_sent(**shape) for p in ranks)
+    assert (world_size == 1) == (counted["forward"] == 0)
+
+
+# -- mistakes -----------------------------------------------------------------------------------------
+
+
+def test_mistakes_say_what_is_needed() -> None:
+    mask = full_mask(64, 64, block=8)
+    with pytest.raises(ValueError, match="rank 2 is outside a world of 2"):
+        build(mask, 2, 2)
+    with pytest.raises(ValueError, match="rank 3 is outside the plan's world of 2"):
+        build(mask, 2).for_rank(3)
+    for world_size in (1, 2):
+        with pytest.raises(ValueError, match=r"unknown balancer 'fair'; known: .*ptrr"):
+            build(mask, world_size, balancer="fair")
+    with pytest.raises(ValueError, match=r"unknown schedule 'magic'; known: auto, .*allgather"):
+        build(mask, schedule="magic")
+    with pytest.raises(ValueError, match=r"query shards of the ranks are \[30, 30\].*60 together.*for 64"):
+        build(mask, 2, balancer=None, lengths=[30, 30])

@@ -1,0 +1,96 @@
+"""Tests of the text of `print(plan)`."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tritoncp.masks.closed_forms import and_masks, causal, document
+from tritoncp.masks.mask import create_block_mask
+from tritoncp.planning import cost
+from tritoncp.planning.cost import NVLINK
+from tritoncp.planning.plan import build
+from tritoncp.planning.report import WIDTH, Facts, blocks, colours, picture, spans, text
+
+
+def plan(size=1024, world_size=4, balancer="ptrr"):
+    mask = create_block_mask(
+        and_masks(causal(), document(lengths=[size // 4, size - size // 4])), 1, 1, size, size
+    )
+    return build(mask, world_size, world_size - 1, balancer=balancer)
+
+
+@pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
+def test_every_block_is_labelled_with_its_owner(balancer):
+    drawn = plan(balancer=balancer)
+    lines = picture(drawn).splitlines()[3:11]
+    assert [line.rank for line in blocks(drawn)[1:]] == drawn.owners[0].tolist()
+    assert [int(line.split()[0]) for line in lines] == drawn.owners[0].tolist()
+    assert [line.split()[1] for line in lines] == drawn.mask.draw().splitlines()
+
+
+def test_work_and_imbalance_are_the_plans():
+    drawn = plan()
+    _, _, work, _ = picture(drawn).split("\n\n")
+    title, *bars = work.splitlines()
+    assert f"max/mean {drawn.imbalance:.3f}" in title
+    assert [float(bar.split()[-1]) for bar in bars] == drawn.work
+    assert max(bar.count("█") for bar in bars) == 32
+
+
+def test_costs_and_bytes_are_the_plans():
+    drawn = plan(8192)
+    facts = Facts.of(drawn, batch=2, heads=8, kv_heads=4, head_dim=64, v_head_dim=32, itemsize=4)
+    layer = {"batch": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "v_head_dim": 32, "itemsize": 4}
+    assert {estimate.schedule for estimate in facts.costs} == {"allgather", "ring", "fetch", "ulysses"}
+    for schedule, sent in facts.sent.items():
+        views = [replace(drawn, schedule=schedule).for_rank(rank) for rank in range(4)]
+        assert sent == [view.bytes_sent(**layer) for view in views]
+    assert int(facts.reads.sum() - facts.reads.trace()) == sum(
+        replace(drawn, schedule="fetch").for_rank(rank).bytes_sent(**layer, backward=False)
+        for rank in range(4)
+    )
+    said = text(facts)
+    for estimate in facts.costs:
+        (line,) = [line for line in said.splitlines() if line[2:].startswith(estimate.schedule)]
+        assert f"{estimate.forward * 1e3:.3f}" in line and line.startswith("→") == (
+            estimate.schedule == drawn.schedule
+        )
+    rows = drawn.s_local * 2
+    want = rows * 8 * (64 * 4 + 32 * 4 + 4) + rows * 4 * (64 + 32) * 4
+    assert facts.shard_bytes == want and f"{want / 2**20:.1f} MiB" in said
+    assert json.loads(json.dumps(facts.as_json()))["work"] == drawn.work
+
+
+def test_the_schedule_of_auto_and_a_faster_one_are_shown():
+    drawn = plan(8192)
+    usual = Facts.of(drawn)
+    assert usual.auto == drawn.schedule == usual.costs[0].schedule
+    assert f"auto takes {drawn.schedule}: " in text(usual)
+    slow = replace(NVLINK, bandwidth=1e7)
+    tiny = Facts.of(plan(8192, balancer="contiguous"), slow, heads=64, kv_heads=1)
+    assert tiny.auto == cost.costs(tiny.plan, cost.Shape(), slow)[0].schedule
+    if tiny.auto != tiny.costs[0].schedule:
+        assert f"schedule={tiny.costs[0].schedule!r}" in text(tiny)
+
+
+def test_every_rank_has_a_colour_of_its_own():
+    for world_size in (1, 8, 9, 64):
+        assert len(set(colours(world_size))) == world_size
+    assert len(colours(1024)) == 1024
+
+
+def test_a_long_plan_fits_a_screen():
+    lines = picture(plan(size=128 * 200, world_size=64)).splitlines()
+    assert len(lines) <= WIDTH + 6 + 8
+    assert all(len(line) <= 2 * WIDTH for line in lines[1:])
+
+
+def test_a_world_of_one_is_drawn():
+    assert picture(plan(world_size=1)).startswith(
+        "Plan: 1024 queries × 1024 keys, blocks of 128 × 128; 1 rank;"
+    )
+
+
+def test_spans():
+    assert spans([0, 2, 3, 4, 9]) == "0,2-4,9"

@@ -1,0 +1,38 @@
+"""Runs the examples in docstrings. Modules are imported under their own names, which collecting through the
+links tritoncp/kernels and tritoncp/perf would not do."""
+
+import doctest
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def modules_with_examples() -> list[str]:
+    files = sorted(
+        p for folder in ("tritoncp", "tritoncp/kernels", "tritoncp/perf") for p in walk(ROOT / folder)
+    )
+    return [module_name(path) for path in dict.fromkeys(files) if ">>> " in path.read_text()]
+
+
+def walk(folder: Path) -> list[Path]:
+    return [p for p in folder.rglob("*.py") if p.name != "__main__.py"]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_there_are_examples():
+    assert "tritoncp" in modules_with_examples()
+
+
+@pytest.mark.parametrize("name", modules_with_examples())
+def test_examples(name):
+    failed, tried = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
+    assert tried > 0, f"{name} has a '>>> ' that is in no docstring"
+    assert failed == 0

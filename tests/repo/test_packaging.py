@@ -1,0 +1,142 @@
+"""Wheel, sdist and editable install have the contents of the checkout, without a network."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(
+    f"tritoncp/{path.relative_to(ROOT / base).as_posix()}"
+    for base, folder in (("tritoncp", "tritoncp"), (".", "kernels"), (".", "perf"))
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".typed", ".html", ".css", ".js"}
+)
+# Imports all modules; prints their origin, and whether a bare `kernels` was imported or could be.
+PROBE = """
+import importlib, importlib.util, json, sys
+import tritoncp
+names = json.loads(sys.argv[1])
+for name in names:
+    importlib.import_module(name)
+bare = [name for name in ("kernels", "perf") if name in sys.modules]
+specs = [importlib.util.find_spec(name) for name in ("kernels", "perf", "tests")]
+visible = [place for spec in specs if spec for place in spec.submodule_search_locations or [spec.origin]]
+print(json.dumps({"file": tritoncp.__file__, "bare": bare, "visible": visible}))
+"""
+
+
+def sh(*command, cwd=None, env=None) -> str:
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """Return a copy to build in: setuptools leaves build/ and egg-info beside the sources."""
+    copy = tmp_path_factory.mktemp("source") / "tritoncp"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "tritoncp", "kernels", "perf"):
+        sh("cp", "-a", ROOT / name, copy)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    call = f"from setuptools.build_meta import build_{kind}; print(build_{kind}({str(out)!r}))"
+    return out / sh(sys.executable, "-c", call, cwd=source).splitlines()[-1]
+
+
+def fresh_environment(folder: Path) -> Path:
+    """Make an empty virtual environment that falls back on the packages of this one."""
+    sh(sys.executable, "-m", "venv", "--without-pip", folder)
+    python = folder / "bin" / "python"
+    site = sh(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    site_folders = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    (Path(site) / "parent.pth").write_text("\n".join(sorted(site_folders)) + "\n")
+    return python
+
+
+def install(python: Path, *arguments) -> None:
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--ignore-installed", "--quiet")
+    sh(python, "-m", "pip", "install", *options, *arguments, env=bare_environment())
+
+
+def bare_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"TRITON_INTERPRET": "1"}
+
+
+def probe(python: Path, cwd: Path) -> dict:
+    modules = [f"tritoncp.kernels.{p.stem}" for p in sorted((ROOT / "kernels").glob("*.py"))]
+    modules += [f"tritoncp.perf.{p.stem}" for p in sorted((ROOT / "perf").glob("*.py"))]
+    return json.loads(sh(python, "-c", PROBE, json.dumps(modules), cwd=cwd, env=bare_environment()))
+
+
+def test_the_wheel_holds_every_source_and_the_licence(wheel):
+    names = zipfile.ZipFile(wheel).namelist()
+    assert set(SOURCES) <= set(names)
+    assert any(name.startswith("tritoncp/kernels/") for name in names)
+    assert "tritoncp/kernels/configs/resources.json" in names
+    assert any(name.endswith("/licenses/LICENSE") for name in names)
+    assert not [name for name in names if not name.startswith(("tritoncp/", "tritoncp-"))]
+
+
+def test_an_installed_wheel_works_and_shows_no_bare_kernels(wheel, tmp_path):
+    python = fresh_environment(tmp_path / "env")
+    install(python, wheel)
+    result = probe(python, tmp_path)
+    assert Path(result["file"]).is_relative_to(tmp_path)
+    assert result["bare"] == []
+    assert not [place for place in result["visible"] if Path(place).is_relative_to(tmp_path)]
+
+
+def test_an_editable_install_works_and_shows_no_bare_kernels(source, tmp_path):
+    python = fresh_environment(tmp_path / "env")
+    install(python, "--editable", source)
+    result = probe(python, tmp_path)
+    assert Path(result["file"]).is_relative_to(source)
+    assert result["bare"] == []
+    assert not [place for place in result["visible"] if Path(place).is_relative_to(source)]
+
+
+def test_the_sdist_builds_the_same_wheel(source, wheel, tmp_path):
+    archive = build("sdist", source, tmp_path)
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    second_wheel = build("wheel", tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path)
+    assert sorted(zipfile.ZipFile(second_wheel).namelist()) == sorted(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_checkout_works_without_an_install():
+    assert probe(Path(sys.executable), ROOT)["bare"] == []
+
+
+def test_no_init_file_makes_a_bare_kernels_package():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "perf" / "__init__.py").exists()
+    assert (ROOT / "tritoncp" / "kernels").is_symlink() and (ROOT / "tritoncp" / "perf").is_symlink()
+
+
+def test_every_dependency_is_pinned_for_set_up():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for extra in project["optional-dependencies"].values() for line in extra]
+    expected = {re.split(r"[<>=;\[ ]", line)[0] for line in project["dependencies"] + extras} - {"tritoncp"}
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    pinned = {line.split("==")[0].replace("_", "-").lower() for line in pins}
+    assert all(re.fullmatch(r"[\w-]+==[\w.]+", line) for line in pins)
+    assert expected <= pinned

@@ -1,0 +1,43 @@
+"""Stand-ins: a device whose times are a formula, a compiler with scripted reports, a counter as a clock."""
+
+
+class Formula:
+    """Milliseconds of a config: its cost, times a drift common to all configs; wrong answers by request."""
+
+    def __init__(self, cost, wrong=(), interrupt=None) -> None:
+        self.cost, self.bad, self.interrupt = cost, set(wrong), interrupt
+        self.samples, self.checks = [], []
+
+    def wrong(self, target, config):
+        self.checks.append(config)
+        return "out is off" if config in self.bad else None
+
+    def milliseconds(self, target, config):
+        self.samples.append(config)
+        if len(self.samples) == self.interrupt:
+            raise KeyboardInterrupt
+        return self.cost(config) * (1 + 0.001 * len(self.samples))  # the device warms up
+
+
+class Compiler:
+    """Reports by formula; counts the jobs."""
+
+    def __init__(self, **by_stages) -> None:
+        self.asked, self.steps, self.by_stages = [], [], by_stages
+
+    def __call__(self, jobs):
+        for job in jobs:
+            (self.asked if job.call else self.steps).append(job.config)
+            row = {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000, "flops": 1.0, "bound": 0.6}
+            yield job, row | {"limit": "issue"} | self.by_stages.get(f"s{job.config.num_stages}", {})
+
+
+class Ticks:
+    """A clock that advances by a fixed number of seconds at every reading."""
+
+    def __init__(self, step=0.0) -> None:
+        self.time, self.step = 0.0, step
+
+    def __call__(self):
+        self.time += self.step
+        return self.time

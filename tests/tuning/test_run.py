@@ -1,0 +1,413 @@
+"""`tritoncp autotune` as a user runs it, and single launches against float32."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from click.testing import CliRunner
+
+from tritoncp.analysis.compile_worker import Compilers, launch_of
+from tritoncp.analysis.jobs import Job
+from tritoncp.analysis.launches import Problem
+from tritoncp.cli import main
+from tritoncp.kernels import specialised
+from tritoncp.kernels.configs import Config
+from tritoncp.ops import tile_tables
+from tritoncp.perf import check
+from tritoncp.perf.record import Point, Series, append
+from tritoncp.tuning import search, search_run, targets
+from tritoncp.tuning.device_bench import DeviceBench
+from tritoncp.tuning.targets import Routed, Target, candidates
+
+ROOT = Path(__file__).parents[2]
+SMALL = Target("forward", "causal", 2, 1, 16, 64, "float32")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def home(monkeypatch, tmp_path):
+    tile_tables.forget()
+    monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "configs"))
+    yield tmp_path / "configs"
+    tile_tables.forget()
+
+
+def invoke(*words):
+    return CliRunner().invoke(main, ["autotune", *words])
+
+
+BIAS = torch.linspace(-1, 1, 8).requires_grad_()
+
+
+def biased(score, b, h, q, kv):
+    """A score_mod whose captured tensor needs a gradient, as a learned bias does."""
+    return score + BIAS[(q - kv) % 8]
+
+
+def random_score(score, b, h, q, kv):
+    return score * torch.rand(())
+
+
+@triton.jit
+def kernel_score(score, b, h, q, kv, caps):
+    return score
+
+
+def few(target, arch):
+    """The rule's config and, for forward, one config that does not fit and one that does."""
+    own = candidates(target, arch)[0]
+    rest = [Config(128, 128, 8, 8), replace(own, num_stages=3)]
+    return [own, *(rest if target.kernel == "forward" else [])]
+
+
+def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
+    """Compile two kernels with a score_mod and another head dim of values: the rule survives, configs that do
+    not fit are dropped; a second run compiles nothing."""
+    for module in (search, search_run):
+        monkeypatch.setattr(module, "candidates", few)
+    words = ["--target", "sm_90", "--shapes", "8x2,64x32,4096", "--mask", "full", "--ops", "fwd,fused"]
+    words += ["--score-mod", "tests.tuning.test_run:biased", "--jobs", "1", "--json"]
+    done = invoke(*words)
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)
+    name = "full tests.tuning.test_run:biased 8x2 d64x32 4096 bfloat16"
+    assert [row["target"] for row in rows] == [*[f"forward {name}"] * 2, f"fused {name}"]
+    for row in rows:
+        assert 0 < row["bound"] < 1 and row["spill_bytes"] == 0 and row["tma"] > 0
+        assert row["flops"] == 1.0, "products of 64 and of 32 channels, and no others"
+    assert "tried 4, pruned 1" in done.stderr
+    assert not list(home.glob("*/*.json")), "a bound is no measurement"
+    monkeypatch.setattr(Compilers, "compiled", lambda self, jobs: iter(pytest.fail("again") for _ in jobs))
+    assert json.loads(invoke(*words, "--resume").stdout) == rows
+    done = invoke(*words[:-1], "--resume")
+    assert done.exit_code == 0 and "128×64 4/" in done.stdout
+
+
+def test_the_static_stage_compiles_the_routes_of_an_architecture_where_nothing_is_in_their_way(monkeypatch):
+
+    def listed(target, arch):
+        configs = candidates(target, arch)
+        gluon_configs = [config for config in configs if getattr(config, "ROUTE", "") == "gluon"]
+        return [configs[0], *gluon_configs[-1:]]
+
+    for module in (search, search_run):
+        monkeypatch.setattr(module, "candidates", listed)
+    words = ["--target", "sm_90", "--shapes", "8x2,64,4096", "--mask", "full", "--ops", "routes"]
+    words += ["--jobs", "1", "--json"]
+    done = invoke(*words)
+    routes = [row["config"].get("ROUTE") for row in json.loads(done.stdout)]
+    assert done.exit_code == 0 and routes == [None, "loops", "gluon"]
+    scored = replace(ROUTE, head_dim=64, dtype="float16", score="softcap")
+    with pytest.raises(ValueError, match="a score_mod or mask_mod says nothing of layouts"):
+        launch_of(scored.job("sm_90", candidates(scored, "sm_90")[-1]))
+
+
+def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
+    words = ["--dry-run", "--target", "sm_90"]
+    done = invoke(*words, "--preset", "llama3-8b", "--mask", "causal", "--ops", "bwd")
+    assert done.exit_code == 0 and not home.exists()
+    assert "dq causal 32x8 d128 16384 bfloat16: " in done.output and "dkdv causal" in done.output
+    rows = json.loads(invoke(*words, "--json").stdout)
+    assert len(rows) == 12 and all(row["candidates"] > 16 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--target", "h100"], "architecture 'h100'"),
+        (["--target", "sm_90", "--preset", "llama9"], "known: llama3-8b"),
+        (["--target", "sm_90", "--mask", "round"], "known: causal, full"),
+        (["--target", "sm_90", "--ops", "sideways"], "known: fwd, bwd, fused, few, routes"),
+        (["--target", "sm_90", "--ops", "few", "--shapes", "128x1,128,4096"], "64 query heads of a key head"),
+        (["--target", "sm_90", "--score-mod", "hardcap"], "known: softcap"),
+        (["--target", "sm_90", "--score-mod", "math:pi"], "float, not a score_mod"),
+        (["--target", "sm_90", "--score-mod", "tests.tuning.test_run:random_score"], "cannot be translated"),
+        (["--target", "sm_90", "--score-mod", "tests.tuning.test_run:kernel_score"], "give it in Python"),
+        (["--target", "sm_90", "--shapes", "8x8,64x64x64,128"], "128x128,192x128,8192"),
+        (["--target", "sm_90", "--budget", "soon"], "15m"),
+        (["--target", "sm_90", "--shapes", "32"], "32x8,128,16384"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_does(words, said):
+    done = invoke(*words)
+    assert done.exit_code == 2 and said in done.output
+
+
+def test_without_a_gpu_the_way_that_needs_none_is_shown(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = invoke("--preset", "llama3-8b")
+    assert done.exit_code == 1 and "--target sm_90" in done.output
+
+
+class Formula:
+    """Tiles of 64 rows take half the time of others; Ctrl-C at the n-th sample."""
+
+    def __init__(self, interrupt=None) -> None:
+        self.interrupt, self.samples = interrupt, 0
+
+    def wrong(self, target, config):
+        return None
+
+    def milliseconds(self, target, config):
+        self.samples += 1
+        if self.samples == self.interrupt:
+            raise KeyboardInterrupt
+        return 1.0 if config.BLOCK_M == 64 else 2.0
+
+
+@pytest.fixture
+def compile_nothing(monkeypatch):
+    report = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "bound": 0.5, "flops": 1.0}
+    monkeypatch.setattr(Compilers, "compiled", lambda self, jobs: ((job, report) for job in jobs))
+
+
+def request(home, resume=False):
+    selection = targets.targets(["32x8,128,4096"], ["causal", "full"], ["fwd"], "bfloat16")
+    device = tile_tables.Device("sm_90", "NVIDIA H200")
+    return search_run.Request(tuple(selection), device, False, 60.0, resume, home, 1, 60.0)
+
+
+def measured(home):
+    return {
+        (row[0], row[4]): row[-1]["BLOCK_M"]
+        for row in json.loads(tile_tables.table(tile_tables.Device("sm_90", "NVIDIA H200"), str(home)))
+    }
+
+
+def test_choices_are_written_where_calls_look_for_them(compile_nothing, home):
+    from rich.console import Console
+
+    outcome = search_run.autotune(request(home), Console(stderr=True), Formula())
+    assert [row["gain"] for row in outcome.rows] == [2.0, 2.0] and not outcome.interrupted
+    assert measured(home) == {("forward", "causal"): 64, ("forward", "full"): 64}
+    search_run.show(outcome, False, Console())
+
+
+def test_ctrl_c_keeps_what_is_known_and_the_rest_is_resumed(compile_nothing, home):
+    from rich.console import Console
+
+    complete = Formula()
+    search_run.autotune(request(home / "whole"), Console(stderr=True), complete)
+    cut = Formula(interrupt=complete.samples - 100)
+    outcome = search_run.autotune(request(home), Console(stderr=True), cut)
+    assert outcome.interrupted and ("forward", "causal") in measured(home)
+    rest = Formula()
+    outcome = search_run.autotune(request(home, resume=True), Console(stderr=True), rest)
+    assert not outcome.interrupted and len(measured(home)) == 2
+    assert rest.samples < complete.samples / 2
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU whose times are a formula."""
+    bench = Formula()
+    monkeypatch.setattr(search_run, "device", lambda arch: tile_tables.Device("sm_90", "NVIDIA H200"))
+    monkeypatch.setattr(search_run, "_device_bench", lambda: bench)
+    return bench
+
+
+def test_the_command_tunes_what_a_benchmark_lost_most_and_all_three_of_a_backward_pass(
+    compile_nothing, gpu, home, tmp_path
+):
+    took = {"tritoncp": {"ms": 2.0}, "flex max-autotune": {"ms": 1.0}}
+    point = Point("r", "2026-01-01", "alibi-8k-bwd", Series("NVIDIA H200"), {}, took, goal={"flex": 1.2})
+    append(tmp_path / "history.jsonl", point.as_line())
+    done = invoke("--worst", str(tmp_path), "--json")
+    assert done.exit_code == 0 and "alibi-8k-bwd, 0.42 of its goal" in done.stderr
+    rows = json.loads(done.stdout)
+    assert [(row["kernel"], row["score"], row["shape"]) for row in rows] == [
+        ("dq", "alibi", "32x8,128,8192"),
+        ("dkdv", "alibi", "32x8,128,8192"),
+    ]
+    done = invoke("--shapes", "8x8,192x128,4096", "--mask", "window", "--ops", "bwd,fused")
+    assert done.exit_code == 0 and "192x128" in done.stdout and "dq and dkdv take" in done.stdout
+    (path,) = home.glob("*/*.json")
+    assert len(tile_tables.entries_of(path)) == 5
+
+
+def test_ctrl_c_ends_the_command_with_what_is_known(compile_nothing, gpu, home):
+    gpu.interrupt = 700
+    words = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd,bwd"]
+    done = invoke(*words)
+    assert done.exit_code == 130 and "--resume goes on" in done.stderr and "forward" in done.stdout
+    (path,) = home.glob("*/*.json")
+    before = len(tile_tables.entries_of(path))
+    assert 0 < before < 3
+    gpu.interrupt = None
+    assert invoke(*words, "--resume").exit_code == 0 and len(tile_tables.entries_of(path)) == 3
+
+
+def test_a_terminal_gets_a_bar_that_counts(compile_nothing, home):
+    from rich.console import Console
+
+    output = io.StringIO()
+    search_run.autotune(request(home), Console(file=output, force_terminal=True, width=200), Formula())
+    last = re.sub(r"\x1b\[[\d;?]*\w", "", output.getvalue()).splitlines()[-1]
+    assert re.search(r"forward full .*tried \d+ pruned \d+ failed 0 best 2.00x of the rule", last)
+
+
+def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
+    """A rule that no candidate beats is written to the file, so that calls do not advise to tune again."""
+    from rich.console import Console
+
+    bench = Formula()
+    bench.milliseconds = lambda target, config: 1.0
+    outcome = search_run.autotune(request(home), Console(stderr=True), bench)
+    own = targets.default("forward", "sm_90", 128, torch.bfloat16)
+    assert [row["config"] for row in outcome.rows] == [asdict(own)] * 2 and len(measured(home)) == 2
+
+
+# -- single launches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "v_head_dim", "score"),
+    [
+        ("forward", 32, "tests.tuning.test_run:biased"),
+        ("dq", None, "softcap(2)"),
+        ("dkdv", 24, "alibi"),
+        ("fused", 24, "tests.tuning.test_run:biased"),
+    ],
+)
+def test_single_launches_are_checked_against_float32_and_timed(kernel, v_head_dim, score):
+    bench, target = (
+        DeviceBench(CPU),
+        replace(SMALL, kernel=kernel, v_head_dim=v_head_dim, score=score),
+    )
+    for config in (Config(32, 16), Config(16, 64)):
+        assert bench.wrong(target, config) is None
+        assert bench.milliseconds(target, config) > 0
+    name = {"forward": "out", "dq": "dq", "dkdv": "dv", "fused": "dk"}[kernel]
+    getattr(bench._problem_for(target).expected, name)[0, 0, 5] += 1  # as a kernel that is off in one row
+    problem_text = bench.wrong(target, Config(32, 16))
+    assert problem_text is not None and problem_text.startswith(f"{name} is off by")
+
+
+ROUTE = replace(SMALL, kernel="route", seq=256)
+SPECIALISED = Routed(32, 32, ROUTE="specialised")
+
+
+def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_that_of_loops(monkeypatch):
+    bench = DeviceBench(CPU)
+    assert bench.wrong(ROUTE, Routed(32, 32)) is None
+    assert "of the time, over 3%" in (bench.wrong(ROUTE, SPECIALISED) or ""), "what is in its way"
+    monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
+    assert bench.wrong(ROUTE, SPECIALISED) is None and bench.milliseconds(ROUTE, SPECIALISED) > 0
+    checked, ring = bench._problem_for(ROUTE), Problem.in_steps
+    checked._lse[0, 0, 5] += 0.01
+    assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("lse is off by")
+    checked._lse[0, 0, 5] -= 0.01
+    monkeypatch.setattr(Problem, "in_steps", lambda *arguments: ring(*arguments) * 1.001)
+    assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("out in steps is off by")
+
+
+def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeypatch):
+    """Every later call on the device fails, and `--resume` would take these failures for findings."""
+
+    def lost(*_) -> None:
+        raise torch.AcceleratorError("an illegal memory access was encountered")
+
+    bench, target = DeviceBench(CPU), replace(SMALL, kernel="forward")
+    monkeypatch.setattr(Problem, "launch", lost)
+    assert "AcceleratorError: an illegal memory access" in (bench.wrong(target, Config(32, 16)) or "")
+    monkeypatch.undo()
+    for ask in (bench.wrong, bench.milliseconds):
+        with pytest.raises(RuntimeError, match="that candidate is marked: go on with --resume"):
+            ask(target, Config(16, 64))
+
+
+def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share():
+    """By the tiles of another GPU: an interpreter has no use for those of few rows."""
+    target, config = replace(SMALL, kernel="few", mask="full", heads=4, seq=256), Config(64, 32, 4, 1)
+    checked = DeviceBench(CPU)._problem_for(target)
+    out = checked.problem.results("few")["out"].fill_(float("nan"))
+    launch = checked.problem.launch("few", config, "sm_80")
+    launch()
+    first = launch.parts[0]
+    assert (first.args["PACK"], first.args["splits"], first.config.BLOCK_N, out.shape[2]) == (4, 4, 32, 1)
+    assert check.acceptable(check.errors(out, checked.expected.out), torch.float32)
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "fused", "few", "gluon"])
+def test_what_is_compiled_offline_is_what_is_launched(kernel):
+    """Every argument has the same type and the same divisibility by 16, so that Triton's cache has the kernel
+    that another process compiled."""
+    target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tuning.test_run:biased")
+    config = Config(64, 64, 4, 1)
+    if kernel == "few":
+        target = replace(target, mask="full")
+    if kernel == "gluon":
+        target = Target("route", "document", 4, 2, 64, 512)
+        config = candidates(target, "sm_90")[-1]
+    job = target.job("sm_90", config)
+    assert job.kernel == kernel
+    compiled = launch_of(Job.of(json.loads(json.dumps(asdict(job)))))
+    launched_part = (
+        DeviceBench(CPU)._problem_for(target).problem.launch(target.kernel, config, "sm_90").parts[0]
+    )
+    assert (compiled.grid, compiled.config, compiled.kernel) == (
+        launched_part.grid,
+        launched_part.config,
+        launched_part.kernel,
+    )
+    assert compiled.args.keys() == launched_part.args.keys()
+    for name in compiled.args:
+        assert kind(compiled.args[name]) == kind(launched_part.args[name]), name
+
+
+LAUNCHES = """
+import os, torch
+from tritoncp.kernels.configs import Config
+from tritoncp.ops.engine_factory import name_functions
+from tritoncp.analysis.compile_worker import Compilers, compiled
+from tritoncp.analysis.launches import Problem
+from tritoncp.tuning.targets import Target
+
+target, config = Target("dq", "causal", 4, 2, 32, 512, "float16", 16, "softcap"), Config(64, 64, 4, 1)
+job, folder = target.job("sm_80", config), os.environ["TRITON_CACHE_DIR"]
+name_functions()
+compilers = Compilers(1)
+((_, report),) = compilers.compiled([job])
+compilers.end()
+files = set(os.listdir(folder))
+compiled(Problem(job, torch.device("cpu")).launch("dq", config, "sm_80"), "sm_80")
+print(report.get("failed"), len(files) > 0, set(os.listdir(folder)) - files)
+"""
+
+
+def test_what_another_process_compiled_is_found_in_the_cache(tmp_path):
+    """Otherwise every candidate is compiled again, one after another, within the time for measurements."""
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCHES],
+        cwd=ROOT,
+        env=os.environ
+        | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "None True set()\n"), done.stderr
+
+
+def kind(x):
+    """The part of an argument that a compilation depends on; constants with their values."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % 16
+    if hasattr(x, "block_shape"):  # a tensor descriptor
+        return kind(x.base), x.shape, x.strides, x.block_shape
+    return tuple(map(kind, x)) if isinstance(x, tuple | list) else x
+
+
+def test_a_launch_that_fails_is_a_reason_not_an_error(monkeypatch):
+    bench = DeviceBench(CPU)
+    assert "ValueError" in (bench.wrong(SMALL, Config(24, 16)) or "")

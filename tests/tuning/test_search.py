@@ -1,0 +1,536 @@
+"""The search, on a device whose times are a formula and whose clock is a counter."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.tuning.stand_ins import Compiler, Formula, Ticks
+from tritoncp.analysis.compile_worker import launch_of
+from tritoncp.kernels.configs import default
+from tritoncp.perf.record import TUNED, Point, Series
+from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.search import MAX_TIMED, ROUNDS, Tally, Tuner
+from tritoncp.tuning.targets import MASKS, OPS, Target, candidates, select_worst_case, targets
+
+TARGET = Target("forward", "causal", 32, 8, 128, 4096)
+RULE = default("forward", "sm_90", 128, torch.bfloat16)
+BEST = replace(RULE, num_stages=3)
+ABOUT = {"device": "formula"}
+
+
+def cost(config):
+    """BEST takes 0.8, the rule 1.0, all others more."""
+    return 0.8 if config == BEST else 1.0 if config == RULE else 1.1 + 0.001 * config.BLOCK_N
+
+
+def tuner(path, compiler=None, resume=False, deadline=1e9, now=None, choices=None):
+    keep = choices.__setitem__ if choices is not None else lambda target, choice: None
+    journal = Journal(path / "journal.jsonl", ABOUT, resume)
+    return Tuner("sm_90", journal, compiler or Compiler(), deadline, keep, now or Ticks())
+
+
+def test_the_fastest_right_config_is_chosen_in_few_samples(tmp_path):
+    bench = Formula(cost)
+    choice = tuner(tmp_path).run([TARGET], bench)[TARGET]
+    assert choice.config == BEST
+    assert choice.gain == pytest.approx(1 / 0.8, rel=0.01)
+    assert len(bench.samples) < 5 * MAX_TIMED * (ROUNDS + 1)  # each of five halvings costs at most the first
+
+
+def test_halving_is_interleaved_and_keeps_the_rule_to_the_end(tmp_path):
+    """Within a round each candidate runs once, so that drift is the same for all; the first one changes from
+    round to round."""
+    bench = Formula(cost)
+    tuner(tmp_path).run([TARGET], bench)
+    assert set(bench.samples[-4:]) == {RULE, BEST} and bench.samples.count(RULE) == bench.samples.count(BEST)
+    first = bench.samples[MAX_TIMED : 5 * MAX_TIMED]
+    rounds = [first[i : i + MAX_TIMED] for i in range(0, len(first), MAX_TIMED)]
+    assert all(set(a) == set(rounds[0]) for a in rounds) and len({a[0] for a in rounds}) == len(rounds)
+
+
+def test_a_win_of_less_than_two_per_cent_is_none(tmp_path):
+    near = lambda config: 0.99 if config == BEST else cost(config)  # noqa: E731
+    choice = tuner(tmp_path).run([TARGET], Formula(near))[TARGET]
+    assert choice.config == RULE and choice.gain == 1.0
+
+
+def test_what_is_wrong_is_never_timed_however_fast(tmp_path):
+    bench = Formula(cost, wrong=[BEST])
+    search = tuner(tmp_path)
+    assert search.run([TARGET], bench)[TARGET].config == RULE
+    assert BEST in bench.checks and BEST not in bench.samples and search.tally.failed == 1
+
+
+def test_nothing_is_chosen_where_the_rule_itself_is_wrong(tmp_path):
+    assert tuner(tmp_path).run([TARGET], Formula(cost, wrong=[RULE])) == {}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [{"spill_bytes": 8}, {"shared_bytes": 1 << 20}, {"bound": 0.3}, {"failed": "no"}],
+    ids=lambda report: next(iter(report)),
+)
+def test_candidates_that_compile_badly_are_dropped_but_never_the_rule(tmp_path, report):
+    search = tuner(tmp_path, Compiler(s3=report))
+    alive = [config for config, _ in search.static(TARGET)]
+    assert alive[0] == RULE and {config.num_stages for config in alive} == {1, 2, 4}
+    everything = tuner(tmp_path / "other", Compiler(s2={"bound": 0.1}))
+    assert next(iter(everything.static(TARGET)))[0] == RULE and RULE.num_stages == 2
+
+
+def test_neighbours_of_the_rule_and_the_best_bounds_are_both_timed(tmp_path):
+    """Tiles of 64 rows promise twice as much as the rule; that may be true, and may not."""
+
+    class Promising(Compiler):
+        def __call__(self, jobs):
+            for job, report in super().__call__(jobs):
+                yield job, report | {"bound": 1.0 if job.config.BLOCK_M == 64 else 0.5}
+
+    rule, *alive = [config for config, _ in tuner(tmp_path, Promising()).static(TARGET)]
+    assert rule == RULE and 1 + len(alive) == MAX_TIMED
+    near = [config for config in candidates(TARGET, "sm_90")[1:] if config.BLOCK_M == 128]
+    assert set(near[:9]) <= set(alive) and sum(config.BLOCK_M == 64 for config in alive) >= MAX_TIMED // 2 - 1
+
+
+def test_the_tally_counts_everything(tmp_path):
+    tallies = []
+    search = tuner(tmp_path, Compiler(s4={"failed": "no"}))
+    search.tally = Tally(
+        show=lambda tally: tallies.append((tally.tried, tally.pruned, tally.failed, tally.best))
+    )
+    search.run([TARGET], Formula(cost))
+    configs = candidates(TARGET, "sm_90")
+    failed = sum(config.num_stages == 4 for config in configs)
+    assert tallies[-1] == (
+        len(configs),
+        len(configs) - min(MAX_TIMED, len(configs) - failed),
+        failed,
+        "1.25x of the rule",
+    )
+    assert [tried for tried, *_ in tallies] == sorted(tried for tried, *_ in tallies)
+
+
+# -- routes -------------------------------------------------------------------------------------------------
+
+ROUTE = replace(TARGET, kernel="route")
+GLUON = next(config for config in candidates(ROUTE, "sm_90") if config.ROUTE == "gluon")
+
+
+def by_route(**times):
+    """Times by route: the best loops take 0.8; GLUON and ``specialised`` configs the time of their route."""
+
+    def cost_of(config):
+        if getattr(config, "ROUTE", "loops") == "loops":
+            return 0.8 if (config.BLOCK_M, config.num_stages) == (BEST.BLOCK_M, BEST.num_stages) else 1.0
+        return times.get(config.ROUTE, 2.0) if config == GLUON or config.ROUTE == "specialised" else 2.0
+
+    return cost_of
+
+
+@pytest.mark.parametrize(
+    ("times", "route", "gain"),
+    [
+        ({"gluon": 0.5, "specialised": 0.6}, "gluon", 1.6),
+        ({"specialised": 0.7}, "specialised", 0.8 / 0.7),
+        ({"gluon": 0.79}, "loops", 1.0),
+        ({"gluon": 0.9}, "loops", 1.0),  # the rule's tiles take 1.0
+    ],
+)
+def test_a_route_is_compared_with_the_tiles_that_won_for_loops(tmp_path, times, route, gain):
+    choices_by_target = {}
+    chosen = tuner(tmp_path, choices=choices_by_target).run(
+        targets(["32x8,128,4096"], ["causal"], ["routes"], "bfloat16"), Formula(by_route(**times))
+    )
+    assert list(chosen) == [TARGET, ROUTE] and choices_by_target == chosen
+    assert (chosen[ROUTE].config.ROUTE, chosen[ROUTE].gain) == (route, pytest.approx(gain, rel=0.01))
+    assert chosen[TARGET].config.num_stages == BEST.num_stages
+
+
+def test_a_route_whose_answer_is_wrong_is_never_timed(tmp_path):
+    bench = Formula(by_route(gluon=0.1), wrong=[c for c in candidates(ROUTE, "sm_90") if c.ROUTE == "gluon"])
+    chosen = tuner(tmp_path).run([TARGET, ROUTE], bench)
+    assert chosen[ROUTE].config.ROUTE == "loops" and GLUON in bench.checks and GLUON not in bench.samples
+
+
+def test_without_loops_or_without_routes_there_is_nothing_to_compare(tmp_path):
+    assert tuner(tmp_path).run([ROUTE], Formula(by_route())) == {}
+    other = tuner(tmp_path / "sm_80")
+    other.arch = "sm_80"
+    assert list(other.run([TARGET, ROUTE], Formula(lambda config: 1.0))) == [TARGET]
+
+
+def test_a_kernel_that_never_ends_is_passed_over_by_the_next_run(tmp_path):
+    """Only SIGKILL ends a process whose GPU is stuck, and it leaves no message: a check is written down
+    before it starts."""
+
+    class Stuck(Formula):
+        def wrong(self, target, config):
+            if config == GLUON:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().wrong(target, config)
+
+    process = os.fork()
+    if not process:
+        tuner(tmp_path).run([TARGET, ROUTE], Stuck(by_route()))
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+    second_bench = Formula(by_route(gluon=0.1, specialised=0.7))
+    chosen = tuner(tmp_path, resume=True).run([TARGET, ROUTE], second_bench)
+    assert chosen[ROUTE].config.ROUTE == "specialised" and GLUON not in second_bench.checks
+
+
+def test_few_rows_are_not_dropped_by_a_bound_of_products(tmp_path):
+    target = replace(TARGET, kernel="few", mask="full")
+    listed = candidates(target, "sm_90")
+    assert {config.BLOCK_M for config in listed} == {64} and len(listed) == len(set(listed)) > 30
+    search = tuner(tmp_path, Compiler(s3={"bound": 0.01}))
+    assert any(config.num_stages == 3 for config, _ in search.static(target))
+
+
+# -- interruptions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [1, 5, 130, 200])
+def test_after_an_interrupt_a_resumed_run_repeats_nothing_and_chooses_the_same(tmp_path, at):
+    choices_by_target = {}
+    bench, compiler = Formula(cost, interrupt=at), Compiler()
+    first = tuner(tmp_path, compiler, choices=choices_by_target)
+    with pytest.raises(KeyboardInterrupt):
+        first.run([TARGET], bench)
+    first.journal.close()
+    done = len(bench.checks)
+    second_bench, silent = Formula(cost), Compiler()
+    assert tuner(tmp_path, silent, resume=True).run([TARGET], second_bench)[TARGET].config == BEST
+    assert compiler.asked and silent.asked == [] and second_bench.checks == []
+    assert done == MAX_TIMED
+    if at == 200:  # the first halving was over: its choice was written, and it is not timed again
+        assert choices_by_target[TARGET].config == BEST
+        plain = Formula(cost)
+        tuner(tmp_path / "plain").run([TARGET], plain)
+        assert len(second_bench.samples) == len(plain.samples) - MAX_TIMED * (ROUNDS + 1)
+
+
+def test_an_interrupt_while_compiling_is_resumed_too(tmp_path):
+    class Stops(Compiler):
+        def __call__(self, jobs):
+            for i, report in enumerate(super().__call__(jobs)):
+                if i == 10:
+                    raise KeyboardInterrupt
+                yield report
+
+    with pytest.raises(KeyboardInterrupt):
+        tuner(tmp_path, Stops()).run([TARGET], Formula(cost))
+    rest = Compiler()
+    assert tuner(tmp_path, rest, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
+    assert len(rest.asked) == len(candidates(TARGET, "sm_90")) - 10
+
+
+KILLED = {"compile": 7, "steps": 5, "check": 3, "time": 2, "times": 30}
+
+
+@pytest.mark.parametrize("stage", KILLED)
+def test_a_run_that_was_killed_goes_on_where_it_was_whatever_it_did(tmp_path, stage):
+    """After kill -9 during compilation, checks, measurements or writing, a resumed run repeats no finding and
+    makes the choice of an undisturbed run."""
+    count = 0
+
+    def die(at):
+        nonlocal count
+        count += at == stage
+        if count == KILLED[stage]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    class Dies(Compiler):
+        def __call__(self, jobs):
+            for job, report in super().__call__(jobs):
+                die("compile" if job.call else "steps")
+                yield job, report
+
+    class Device(Formula):
+        def wrong(self, target, config):
+            die("check")
+            return super().wrong(target, config)
+
+        def milliseconds(self, target, config):
+            die("times")
+            return super().milliseconds(target, config)
+
+    process = os.fork()
+    if not process:
+        try:
+            search = tuner(tmp_path, Dies())
+            add = search.journal.add
+
+            def written(at, *rest):
+                die("time" if at == "time" else "")
+                add(at, *rest)
+
+            search.journal.add = written
+            search.run([TARGET], Device(cost))
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+    done = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    stages = Counter(line["stage"] for line in done)
+    assert stages[stage] == (0 if stage == "times" else KILLED[stage] - 1) and stages["time"] <= 1
+    rest, second_bench = Compiler(), Formula(cost)
+    search = tuner(tmp_path, rest, resume=True)
+    assert search.run([TARGET], second_bench)[TARGET].config == BEST
+    whole, plain = Compiler(), Formula(cost)
+    tuner(tmp_path / "plain", whole).run([TARGET], plain)
+    assert len(rest.asked) == len(whole.asked) - stages["compile"]
+    assert len(rest.steps) == len(whole.steps) - stages["steps"]
+    assert len(second_bench.checks) == len(plain.checks) - stages["check"]
+    assert len(second_bench.samples) == len(plain.samples)
+
+
+def test_two_runs_do_not_write_to_one_journal(tmp_path):
+    first = tuner(tmp_path)
+    with pytest.raises(RuntimeError, match=r"another tritoncp autotune writes to .*journal.jsonl.*--out"):
+        tuner(tmp_path)
+    first.journal.close()
+    tuner(tmp_path)
+
+
+def test_a_torn_last_line_costs_that_line_alone(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    search = tuner(tmp_path)
+    search.run([TARGET], Formula(cost))
+    search.journal.close()
+    whole = path.read_text().splitlines()
+    path.write_text("\n".join(whole[:20]) + "\n" + whole[20][: len(whole[20]) // 2])
+    rest = Compiler()
+    assert tuner(tmp_path, rest, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
+    assert (
+        len(rest.asked) == len(candidates(TARGET, "sm_90")) - 18
+    )  # the first two lines are the run and the target
+    broken = [line for line in path.read_text().splitlines() if not is_json(line)]
+    assert broken == [whole[20][: len(whole[20]) // 2]]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"stage": "compile", "target": "t", "config": ' + "[" * 100_000,
+        '{"stage": "compile", "target": "t", "config": {}, "found": []}',
+        '{"stage": "compile", "target": "t", "config": 5, "found": {}}',
+        '{"stage": "time", "target": "t", "config": {}, "found": {"ms": NaN}}',
+        '{"stage": "check", "target": "t", "config": {}, "found": {"wrong": 3}}',
+        "\udcff",
+        "17",
+    ],
+    ids=["brackets", "torn", "list", "number", "nan", "wrong", "bytes", "no object"],
+)
+def test_a_line_that_says_nothing_costs_that_line_alone(tmp_path, line):
+    """A malformed line is appended, and put in place of a finding about the first candidate."""
+    path = tmp_path / "journal.jsonl"
+    search = tuner(tmp_path)
+    search.run([TARGET], Formula(cost))
+    search.journal.close()
+    first, target, *rest = path.read_text().splitlines()
+    entry = json.loads(rest[0])
+    if line.startswith("{") and not line.endswith("["):
+        line = json.dumps(json.loads(line) | {"target": entry["target"], "config": entry["config"]})
+    path.write_text("\n".join([first, target, line, *rest[1:], ""]), errors="surrogateescape")
+    second_compiler = Compiler()
+    assert tuner(tmp_path, second_compiler, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
+    assert len(second_compiler.asked) == 1
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe"])
+def test_a_journal_that_is_no_file_is_refused_at_once(tmp_path, kind):
+    path = tmp_path / "journal.jsonl"
+    path.mkdir() if kind == "folder" else os.mkfifo(path)
+    with pytest.raises(OSError, match=r"journal\.jsonl"):
+        tuner(tmp_path)
+
+
+def is_json(line):
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("other", ["conditions", "no resume"])
+def test_findings_of_other_conditions_or_an_older_run_are_not_taken_over(tmp_path, other):
+    search = tuner(tmp_path)
+    search.run([TARGET], Formula(cost))
+    search.journal.close()
+    compiler = Compiler()
+    second_search = tuner(tmp_path, compiler)
+    if other == "conditions":
+        second_search.journal.close()
+        second_search.journal = Journal(tmp_path / "journal.jsonl", {"device": "another"}, resume=True)
+    second_search.static(TARGET)
+    assert len(compiler.asked) == len(candidates(TARGET, "sm_90"))
+
+
+def test_time_that_runs_out_leaves_the_last_finished_halving(tmp_path):
+    """Every reading of the clock takes a second: a halving takes about a hundred."""
+    choices_by_target = {}
+    late = tuner(tmp_path, deadline=280.0, now=Ticks(1.0), choices=choices_by_target)
+    assert late.run([TARGET], Formula(cost))[TARGET].config == BEST and choices_by_target[TARGET].gain > 1.2
+    nothing = tuner(tmp_path / "other", deadline=60.0, now=Ticks(1.0))
+    assert nothing.run([TARGET], Formula(cost)) == {}
+
+
+def test_each_target_gets_its_share_of_the_time(tmp_path):
+    requested = targets(["32x8,128,4096"], list(MASKS), list(OPS), "bfloat16")
+    assert len(requested) == 21
+    search = tuner(tmp_path, deadline=21 * 400.0, now=Ticks(1.0))
+    assert len(search.run(requested, Formula(cost))) == 21
+
+
+@pytest.mark.parametrize(("slow", "seconds"), [("compiler", 60.0), ("check", 20.0)])
+def test_a_stage_that_is_too_slow_leaves_time_to_compare_some_with_the_rule(tmp_path, slow, seconds):
+    """Each compilation or check takes a second, and there is time for half of them: the candidates most like
+    the rule are compiled, checked and timed, and the best of them is chosen."""
+    clock = Ticks()
+
+    class Slow(Compiler):
+        def __call__(self, jobs):
+            for report in super().__call__(jobs):
+                clock.time += slow == "compiler"
+                yield report
+
+    class Device(Formula):
+        def wrong(self, target, config):
+            clock.time += slow == "check"
+            return super().wrong(target, config)
+
+    search = tuner(tmp_path, Slow(), deadline=seconds, now=clock)
+    bench = Device(cost)
+    choice = search.run([TARGET], bench)[TARGET]
+    assert choice.config == BEST and clock.time < seconds
+    assert 8 < len(set(bench.samples)) < MAX_TIMED
+
+
+def test_what_is_no_use_to_a_step_of_a_schedule_is_dropped(tmp_path):
+    """A config that fits a call without ranks only would make calls with ranks fail."""
+
+    class Steps(Compiler):
+        def __call__(self, jobs):
+            for job, report in super().__call__(jobs):
+                odd = job.call is None and job.config == BEST
+                yield job, report | ({"shared_bytes": 1 << 20} if odd else {})
+
+    bench = Formula(cost)
+    choice = tuner(tmp_path, Steps()).run([TARGET], bench)[TARGET]
+    assert choice.config == RULE and BEST not in bench.checks
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_both_ways_to_copy_a_tile_are_tried_where_there_are_both(kernel):
+    """The rule's own tiles of both ways are candidates, and no way that strides forbid is."""
+    target = replace(TARGET, kernel=kernel)
+    for arch, ways in (("sm_90", {True, False}), ("sm_100", {True, False}), ("sm_80", {False})):
+        configs = candidates(target, arch)
+        assert {config.USE_TMA for config in configs} == ways
+        assert {default(kernel, arch, 128, torch.bfloat16, tma) for tma in ways} <= set(configs)
+    odd = candidates(replace(target, head_dim=100), "sm_90")
+    assert odd[0] == default(kernel, "sm_90", 100, torch.bfloat16, tma=False)
+    assert {config.USE_TMA for config in odd} == {False}
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [("32,128,4096", "is not HEADS"), ("32x5,128,4096", "divide"), ("8x8,512,64", "256"), ("8x8,64", "not")],
+)
+def test_shapes_that_nobody_has_are_refused(shape, said):
+    with pytest.raises(ValueError, match=said):
+        targets([shape], ["causal"], ["fwd"], "bfloat16")
+
+
+# -- the case to tune ---------------------------------------------------------------------------------------
+
+
+def measured(case, own_ms, day=0, device="NVIDIA H200", run="r", **baselines):
+    took = {"tritoncp": {"ms": own_ms} if own_ms else {"why": "wrong"}}
+    took |= {TUNED.get(name, name): {"ms": ms} for name, ms in baselines.items()}
+    goal = {"flex": 1.2, "cudnn": 0.8}
+    return Point(run, f"2026-01-0{day + 1}", case, Series(device), {}, took, goal=goal)
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("window-8k-fwd", [f"{kernel} window 32x8 d128 8192 bfloat16" for kernel in ("forward", "route")]),
+        ("softcap-8k-fwd", ["forward causal softcap 32x8 d128 8192 bfloat16"]),
+        (
+            "softcap-16k-bwd",
+            ["dq causal softcap 32x8 d128 16384 bfloat16", "dkdv causal softcap 32x8 d128 16384 bfloat16"],
+        ),
+        (
+            "causal-h128x128-d192x128-8k-fwd",
+            [f"{kernel} causal 128x128 d192x128 8192 bfloat16" for kernel in ("forward", "route")],
+        ),
+        ("full-q1-32k-fwd", ["few full 32x8 d128 32768 bfloat16"]),
+    ],
+)
+def test_the_case_that_is_farthest_below_its_goal_is_tuned(case, names):
+    points = [
+        measured("full-16k-fwd", 9.0, run="older", flex=1.0),
+        measured("full-16k-fwd", 1.0, day=1, flex=1.3, cudnn=0.9),
+        measured(case, 1.0, day=1, flex=1.5, cudnn=0.68),  # 0.85 of a goal
+        measured("causal-16k-fwd", 1.0, day=1, flex=1.1),  # 0.917
+        measured("causal-8k-fwd", None, day=1, flex=1.1),  # failed
+        measured("prefix-8k-fwd", 1.0, day=1, flex=0.1),  # tuned with documents
+        measured("causal-s8-ring-32k-fwd", 1.0, day=1, flex=0.1),
+        replace(measured("causal-1k-fwd", 1.0, day=1, flex=0.1), goal={}),  # a check of the benchmark
+        measured("of another version", 1.0, day=1, flex=0.1),
+        measured("full-16k-fwd", 9.0, day=2, device="NVIDIA H100", run="another", flex=1.0),
+    ]
+    why, chosen_targets = select_worst_case(points, "NVIDIA H200")
+    assert why == f"{case}, 0.85 of its goal" and [target.name for target in chosen_targets] == names
+    assert select_worst_case(points, None)[0] == "full-16k-fwd, 0.09 of its goal"
+
+
+def test_runs_of_the_same_code_count_together():
+    """Runs of `make gpu` each measure a part of the cases; lines without a baseline do not count."""
+
+    def of(code, point):
+        return replace(point, env={"sources": code})
+
+    points = [
+        of("old", measured("window-8k-fwd", 9.0, run="a", flex=1.0)),
+        of("new", measured("full-16k-fwd", 1.0, day=1, run="b", flex=1.2, cudnn=0.4)),
+        of("new", measured("causal-16k-fwd", 1.0, day=1, run="c", flex=1.1)),
+        of("new", measured("full-16k-fwd", 1.0, day=2, run="d")),
+    ]
+    assert select_worst_case(points, None)[0] == "full-16k-fwd, 0.50 of its goal"
+
+
+def test_where_no_case_has_a_goal_the_one_farthest_behind_is_tuned():
+    points = [
+        replace(measured(f"{mask}-16k-fwd", 1.0, flex=ms), goal={})
+        for mask, ms in (("full", 2), ("causal", 3))
+    ]
+    why, (target, _) = select_worst_case(points, None)
+    assert why == "full-16k-fwd, 2.00 of the fastest baseline" and target.mask == "full"
+
+
+def test_where_nothing_was_compared_a_usual_call_is_tuned():
+    for points in ([], [measured("causal-16k-fwd", None, flex=1.0)], [measured("causal-16k-fwd", 1.0)]):
+        why, chosen_targets = select_worst_case(points, "NVIDIA H200")
+        assert "Llama-3 8B" in why and [target.kernel for target in chosen_targets] == ["forward"]
+
+
+@pytest.mark.parametrize("score", ["", "softcap", "table_learns", "slopes_learn"])
+def test_the_first_candidate_is_what_is_launched_without_a_file(score):
+    name = f"tests.kernels.scores:{score}" if "learn" in score else score
+    kernels, archs = ("forward", "dq", "dkdv"), ("sm_80", "sm_90", "sm_100")
+    for kernel, arch, dim in itertools.product(kernels, archs, (128, 256)):
+        target = Target(kernel, "causal", 8, 8, dim, 1024, score=name)
+        assert launch_of(target.job(arch, None)).config == candidates(target, arch)[0], (kernel, arch, dim)
+        assert ("loads" in target.entry) == ("table" in score)

@@ -1,0 +1,120 @@
+"""One attention call on one device, and launches of its single kernels. Compilation, checks and timing use
+the same launches, so that Triton's cache has the kernels that were compiled offline."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.analysis.jobs import Job, options_of
+from tritoncp.api.simulate import simulate
+from tritoncp.distributed.collectives import lockstep
+from tritoncp.distributed.schedules import schedule_of
+from tritoncp.kernels.configs import ROUTES, Config
+from tritoncp.kernels.engine import Mods, TritonEngine, route_of
+from tritoncp.kernels.launch import Launch, Launches
+from tritoncp.masks.expressions import score_of
+from tritoncp.masks.mask import create_block_mask, full_mask
+from tritoncp.mods import Mod
+from tritoncp.ops import call_mods, engine_factory
+from tritoncp.perf.cases import MASKS
+from tritoncp.planning.plan import build
+from tritoncp.tuning.targets import kernel_of
+
+
+class Problem:
+    """The tensors of a call, laid out as in the schedule of one rank.
+
+    job:     shapes, mask and score_mod
+    tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
+        memory
+    """
+
+    def __init__(self, job: Job, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
+        assert job.call is not None
+        mask, heads, kv_heads, seq, queries = job.call
+        (d, e), dtype = job.dims, getattr(torch, job.dtype)
+        if not tensors:
+            rows = queries or seq
+            shapes = (heads, rows, d), (kv_heads, seq, d), (kv_heads, seq, e), (heads, rows, e)
+            tensors = [torch.empty(1, *shape, dtype=dtype, device=device) for shape in shapes]
+        self.q, self.k, self.v, self.dout = tensors
+        closed = MASKS[mask].closed(seq)
+        full = full_mask(queries or seq, seq)
+        self._mask = full if closed is None else create_block_mask(closed, 1, 1, seq, seq)
+        self._tables = build(self._mask).tables(str(device), 1, heads)
+        self._mods = mods_of(job.score, self.q)
+        self._out = torch.empty_like(self.dout)
+        self._lse, self._delta = torch.empty(2, *self.q.shape[:3], device=device).unbind()
+        self._dq, self._dk, self._dv = map(torch.empty_like, (self.q, self.k, self.v))
+        self._dq_sum = torch.empty_like(self.q, dtype=torch.float32)  # a fused kernel adds to it
+
+    def results(self, kernel: str) -> dict[str, Tensor]:
+        """The tensors that a kernel writes."""
+        dkdv = {"dk": self._dk, "dv": self._dv}
+        return {
+            "forward": {"out": self._out},
+            "few": {"out": self._out},
+            "route": {"out": self._out, "lse": self._lse[..., None]},
+            "dq": {"dq": self._dq},
+            "dkdv": dkdv,
+            "fused": {"dq": self._dq_sum, **dkdv},
+        }[kernel]
+
+    def launch(
+        self, kernel: str, config: Config | None, arch: str | None = None
+    ) -> Launch | Launches | Callable[[], None]:
+        """Prepare a kernel with these tiles; with those of the rule for None. ``arch``: of a GPU other than
+        the device. Raises ValueError where a route has an obstacle."""
+        kernel, config = kernel_of(kernel, config)
+        engine = self._engine(kernel, config, arch)
+        q, k, v, tables = self.q, self.k, self.v, self._tables
+        into: dict[str, Any] = {"out": self._out, "lse": self._lse}
+        if kernel in ("forward", "few"):
+            return engine.loops(q, k, v, tables, **into)
+        if kernel in ROUTES:
+            for why in route_of(kernel).obstacles(engine, q, k, v, tables):
+                raise ValueError(why)
+            return route_of(kernel).launch(engine, q, k, v, tables, **into)
+        if kernel == "delta":
+            return engine.delta(self._out, self.dout, None, self._delta)
+        step_inputs = (q, k, v, self.dout, self._lse, self._delta, tables)
+        if kernel == "dq":
+            return engine.dq(*step_inputs, dq=self._dq)
+        return engine.dkdv(
+            *step_inputs, dk=self._dk, dv=self._dv, dq=self._dq_sum if kernel == "fused" else None
+        )
+
+    def in_steps(self, kernel: str, config: Config | None) -> Tensor:
+        """out, computed as by the two ranks of a ring, whose steps go on from states."""
+        engine = self._engine(*kernel_of(kernel, config), None)
+        plan, world = build(self._mask, 2, schedule="ring"), simulate(2)
+        shards = zip(*(world.shard(x, plan, dim=2) for x in (self.q, self.k, self.v)))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "ROUTE=")  # a step that cannot have it goes by loops
+            ranks = [
+                schedule_of(p).forward(p, engine, *x, False)
+                for p, x in ((plan.seen_by(rank), x) for rank, x in enumerate(shards))
+            ]
+            return world.unshard([result[0] for result in lockstep(ranks)], plan, dim=2)
+
+    def _engine(self, kernel: str, config: Config | None, arch: str | None) -> TritonEngine:
+        options = options_of(kernel, config) | {"deterministic": False, "FUSED_BACKWARD": kernel == "fused"}
+        if kernel in ROUTES:
+            options["ROUTE"] = kernel
+        if kernel == "few" and self.q.device.type == "cpu":  # which has no number of multiprocessors
+            options["SPLIT_KV"] = 4
+        return TritonEngine(self._mods, self.q.shape[3] ** -0.5, options, arch)
+
+
+def mods_of(score: str, q: Tensor, mask: Mod | None = None) -> Mods:
+    """Prepare a named score_mod for kernels, for these queries, and a mask_mod. Gradients of the score_mod's
+    captures go to buffers that are discarded."""
+    mod = call_mods.score_of(score_of(score, q.shape[1], q.device), q) if score else None
+    learned = [mod.tensors[i] for i in mod.wants] if mod else []
+    grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in learned]
+    return engine_factory.launched(mask, mod, q.device, grads)

@@ -1,0 +1,357 @@
+"""`tritoncp inspect`: resources of every shipped kernel, compiled for absent GPUs, and regressions against
+the table in ``kernels/configs/resources.json``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tritoncp.analysis.compile_worker import compile_all
+from tritoncp.analysis.disassembly import KINDS, MACHINES, TENSOR_COLUMNS
+from tritoncp.analysis.jobs import KERNELS, Job
+from tritoncp.core.checked_json import read_json
+from tritoncp.kernels.configs import Config, copies, family, fuses, merges, specialises
+from tritoncp.ops import tile_tables
+
+Row = dict[str, Any]
+
+ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
+TABLE = tile_tables.PACKAGE / "kernels/configs/resources.json"
+MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
+# Variant of a kind of mask that tiles are measured for.
+VARIANT_OF_MASK = {kind: kind for kind in ("full", "causal", "window")} | {
+    "interval": "documents",
+    "mod": "mask_mod",
+}
+SPECIALISED = ("full", "causal", "documents", "state")  # the first without a state to start from
+REGRESSION_TOLERANCE = 0.03  # of a bound, before it counts as lost
+# Bounds of torch's own flex_attention, without a mask_mod in the loop: (kernel, head dim) -> with its default
+# options and with USE_TMA, on sm_90. ``python -m tests.kernels.flex`` compiles torch's templates and says so.
+FLEX = {
+    ("forward", 64): (0.876, 0.884),
+    ("forward", 128): (0.628, 0.591),
+    ("forward", 256): (0.64, 0.6),
+    ("dq", 64): (0.74, 0.6),
+    ("dq", 128): (0.853, 0.75),
+    ("dq", 256): (0.844, 0.844),
+    ("dkdv", 64): (0.663, 0.597),
+    ("dkdv", 128): (0.78, 0.763),
+    ("dkdv", 256): (0.795, 0.792),
+}
+RECORDED_FIELDS = (  # of a row, in the table
+    *(
+        "digest",
+        "config",
+        "registers",
+        "spill_bytes",
+        "shared_bytes",
+        "tensor_columns",
+        "mma",
+        "tma",
+        "async_copies",
+        "loop",
+        "masked_loop",
+    ),
+    *("loop_spills", "programs", "flops", "bound", "overlap", "limit"),
+)
+
+
+def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
+    """List the kernels that are shipped for these architectures: bfloat16 with every kind of mask and for few
+    rows, without descriptors where they are the rule, and fused and specialised where tiles exist; head dims
+    of two pieces, float16 and float32 with the kind that needs the most registers.
+
+    >>> len(shipped(["sm_90"])), len({job.name for job in shipped()})
+    (131, 437)
+    """
+    jobs = []
+    for arch in archs:
+        passes = [name for name in KERNELS if name != "delta"]
+        for dim in (64, 128, 256):
+            jobs.append(Job("delta", arch, dim))
+            jobs += [Job(name, arch, dim, variant=mask) for mask in MASKS for name in passes]
+            jobs += [Job(name, arch, dim, variant="pointers") for name in passes if copies(arch)]
+            jobs += [Job(name, arch, dim, variant="mask_mod_local") for name in passes]
+            jobs += [Job("forward", arch, dim, variant=mask) for mask in ("few", "decode")]
+            jobs.append(Job("combine", arch, dim, variant="few"))
+            jobs += [Job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]
+            if dim <= specialises(arch):
+                masks = MASKS if merges(arch) else SPECIALISED
+                jobs += [Job("specialised", arch, dim, variant=mask) for mask in masks]
+                jobs += [] if merges(arch) else [Job("masked", arch, dim)]
+            if dim <= specialises(arch, "gluon"):
+                jobs += [Job("gluon", arch, dim, variant=mask) for mask in MASKS if mask != "mask_mod"]
+        jobs += [Job(name, arch, dim) for dim in (96, 192) for name in passes]
+        two = [dim for dim in (96, 192) if dim <= specialises(arch) and not merges(arch)]
+        jobs += [Job("specialised", arch, dim) for dim in two]
+        jobs += [Job(name, arch, 128, "float16") for name in passes]
+        jobs += [Job("gluon", arch, 128, "float16")] if specialises(arch, "gluon") else []
+        jobs += [Job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
+    return jobs
+
+
+def measured(archs: Iterable[str] = ARCHS, folder: Path = tile_tables.SHIPPED) -> list[Job]:
+    """List the kernels of tiles that are shipped because they were measured: with a mask of their kind, and
+    with the variant that needs the most registers. Raises ValueError for a file that cannot be read."""
+    jobs = []
+    for path in (path for arch in archs for path in sorted((folder / arch).glob("*.json"))):
+        for entry in tile_tables.read(path):
+            kernel, tiles = tile_tables.launched(entry["kernel"], entry["config"])
+            lookup_key, dim, wide = tile_tables.entry_key(entry), entry["head_dim"], entry.get("v_head_dim")
+            words = [path.stem, entry["kernel"], entry["mask"], f"{dim}x{wide}" if wide else ""]
+            source, score = " ".join(filter(None, [*words, entry.get("score")])), entry.get("score") or ""
+            job = Job(
+                kernel, path.parent.name, dim, entry["dtype"], "", Config(**tiles), wide, score, source=source
+            )
+            variants = ("few", "decode") if kernel == "few" else (VARIANT_OF_MASK[lookup_key[4]], "state")
+            jobs += [replace(job, variant=variant) for variant in variants]
+    return jobs
+
+
+def pick(jobs: Sequence[Job], **criteria: Sequence[Any]) -> list[Job]:
+    """Select the jobs with one of these values of each field; no values: any. Raises ValueError for a value
+    that no job has, and where no job has all of it.
+
+    >>> [job.name for job in pick(shipped(["sm_90"]), kernel=["delta"], head_dim=[64])]
+    ['delta sm_90 d64 bfloat16 state']
+    """
+    for field, values in criteria.items():
+        field_values = dict.fromkeys(str(getattr(job, field)) for job in jobs)
+        for value in values:
+            if str(value) not in field_values:
+                raise ValueError(f"no shipped kernel has {field} {value!r}; known: {', '.join(field_values)}")
+    picked = [job for job in jobs if all(getattr(job, f) in v for f, v in criteria.items() if v)]
+    if not picked:
+        raise ValueError("no shipped kernel is all of that; tritoncp inspect lists them")
+    return picked
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """The key of a row: kernel, arch, head_dim, dtype, variant; then the source of its tiles, unless it is
+    the rule."""
+    identity = tuple(row[name] for name in ("kernel", "arch", "head_dim", "dtype", "variant"))
+    return (*identity, row["source"]) if row.get("source") else identity
+
+
+def inspect_jobs(jobs: Sequence[Job], processes: int | None, timeout: float) -> Generator[Row]:
+    """Compile jobs and yield a row for each as it is done; ``failed`` has the error of a failed
+    compilation."""
+    with closing(compile_all(jobs, processes, timeout)) as done:
+        for job, row in done:
+            identity = {"kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
+            identity |= {"source": job.source} if job.source else {}
+            yield identity | {"dtype": job.dtype, "variant": job.variant} | row
+
+
+def read_table(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
+    """Read the committed table."""
+    return {key(row): row for row in read_json(path)["rows"]}
+
+
+def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
+    """List the jobs whose rows in the table are missing, or were made from other kernels, tiles or another
+    Triton."""
+    before = read_table()
+    with closing(compile_all(jobs, processes, 60.0, "digest")) as done:
+        current = {job: row.get("digest") for job, row in done}
+    recorded = {job: before.get(key(vars(job)), {}).get("digest") for job in jobs}
+    return [job for job in jobs if current[job] is None or current[job] != recorded[job]]
+
+
+def write(rows: Iterable[Row], path: Path = TABLE) -> None:
+    """Write rows into the table, in place of the rows with the same keys: a line each. Rows of measured tiles
+    that are no longer shipped are dropped."""
+    import triton
+
+    old = read_table(path) if path.exists() else {}
+    fresh = {key(row): {name: row.get(name) for name in RECORDED_FIELDS} for row in rows}
+    names = ("kernel", "arch", "head_dim", "dtype", "variant", "source")
+    merged = old | {identity: dict(zip(names, identity)) | row for identity, row in fresh.items()}
+    order = {key(vars(job)): i for i, job in enumerate([*shipped(), *measured()])}
+    remaining = [row for identity, row in merged.items() if identity in order or "source" not in row]
+    remaining.sort(key=lambda row: order.get(key(row), len(order)))
+    lines = ",\n".join(json.dumps(row) for row in remaining)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{{"triton": "{triton.__version__}", "rows": [\n{lines}\n]}}\n')
+
+
+def find_regressions(row: Row, before: Row | None) -> list[str]:
+    """List a row's regressions against the table, and its violations of the GPU's limits.
+
+    >>> was = {"spill_bytes": 0, "loop_spills": 0, "mma": {"HGMMA.64x128x16": 16}, "tma": 4, "flops": 1.0}
+    >>> was |= {"arch": "sm_90", "shared_bytes": 0, "bound": 0.66}
+    >>> find_regressions(was | {"mma": {"HMMA.16816": 9}, "tma": 0, "bound": 0.64}, was)
+    ['matrix products by HMMA, before by HGMMA', 'no TMA any more', 'bound 0.640, before 0.660']
+    """
+    if "failed" in row:
+        return [row["failed"]]
+    limit = MACHINES[family(row["arch"])].block
+    regressions = []
+    if row["shared_bytes"] > limit:
+        regressions.append(f"{row['shared_bytes']} bytes of shared memory, there are {limit}")
+    if (row.get("tensor_columns") or 0) > TENSOR_COLUMNS:
+        regressions.append(f"{row['tensor_columns']} columns of tensor memory, there are {TENSOR_COLUMNS}")
+    if row.get("kernel") in ("specialised", "gluon") and row["warps"] == row["config"]["num_warps"]:
+        regressions.append("the compiler has not specialised its warps")
+    elif row.get("kernel") == "specialised" and row["tensor_columns"] and row.get("hidden") != 1:
+        regressions.append("no warp issues products ahead of the softmax")
+    if row.get("touched"):
+        regressions.append(f"{row['touched']} instructions touch registers of products under way")
+    if before is None:
+        return [*regressions, "not in the table: tritoncp inspect --update writes it"]
+    for name, what in (("spill_bytes", "spilled bytes"), ("loop_spills", "spills in the loop")):
+        if (row.get(name) or 0) > (before[name] or 0):
+            regressions.append(f"{row[name]} {what}, before {before[name] or 0}")
+    units, units_before = families(row["mma"]), families(before["mma"])
+    if units != units_before:
+        regressions.append(f"matrix products by {units or 'nothing'}, before by {units_before or 'nothing'}")
+    if before["tma"] and not row["tma"]:
+        regressions.append("no TMA any more")
+    if before["bound"] is None or row["bound"] is None:
+        return regressions
+    if row["flops"] > before["flops"]:
+        regressions.append(f"issues {row['flops']} times the FLOPs of its tile, before {before['flops']}")
+    if row["bound"] < (1 - REGRESSION_TOLERANCE) * before["bound"]:
+        regressions.append(f"bound {row['bound']:.3f}, before {before['bound']:.3f}")
+    return regressions
+
+
+def families(mma: dict[str, int]) -> str:
+    """Name the units that multiply matrices, without shapes.
+
+    >>> families({"HGMMA.64x64x16": 2, "HGMMA.64x128x16": 1}), families({"v_mfma_f32_32x32x8_bf16": 48})
+    ('HGMMA', 'v_mfma')
+    """
+    return ", ".join(sorted({name.split(".")[0].split("_f32")[0] for name in mma}))
+
+
+def run(
+    jobs: Sequence[Job],
+    processes: int | None = None,
+    timeout: float = 300.0,
+    *,
+    as_json: bool = False,
+    check: bool = False,
+    update: bool = False,
+) -> list[str]:
+    """Compile and show rows; ``check`` compares them with the table, ``update`` writes the stale ones (with
+    both, all).  Returns a line for each fault."""
+    from rich.console import Console
+
+    if update and not check:
+        jobs = stale(jobs, processes)
+    said = Console(stderr=True)
+    rows = compile_rows(jobs, processes, timeout, said)
+    order = {key(vars(job)): i for i, job in enumerate(jobs)}
+    rows.sort(key=lambda row: order[key(row)])
+    before = read_table()
+    worse = [(row, why) for row in rows for why in find_regressions(row, before.get(key(row)))]
+    wrong = [f"{' '.join(map(str, key(row)))}: {why}" for row, why in worse if check or "failed" in row]
+    if update and not check:
+        for row, why in ((row, why) for row, why in worse if key(row) in before):
+            said.print(f"now worse: {' '.join(map(str, key(row)))}: {why}", markup=False, highlight=False)
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        show(rows, Console(width=None if sys.stdout.isatty() else WIDE))
+    if update:
+        write(row for row in rows if "failed" not in row)
+    return wrong
+
+
+def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float, console: Any) -> list[Row]:
+    """Compile the rows, with a progress bar on a terminal and a line for each row otherwise."""
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    more = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}")
+    rows = []
+    columns = *Progress.get_default_columns()[:2], *more
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    with bar, closing(inspect_jobs(jobs, processes, timeout)) as done:
+        task = bar.add_task("compiling", total=len(jobs), last="")
+        for row in done:
+            rows.append(row)
+            last = " ".join(map(str, key(row))) + (": " + row["failed"] if "failed" in row else "")
+            bar.update(task, advance=1, last=last)
+            if not console.is_terminal:
+                console.print(f"{len(rows)}/{len(jobs)} {last}", markup=False, highlight=False)
+    return rows
+
+
+MIX = ("tensor", "mufu", "fma", "compare", "convert", "integer", "memory", "barrier", "other")
+assert {*MIX, "spill"} == {*KINDS, "other"}
+WIDE = 200  # columns of a screen that has room for the mix
+
+# Heading of a column, and its value.
+COLUMNS: dict[str, Callable[[Row], Any]] = {
+    "kernel": lambda row: row["kernel"],
+    "D": lambda row: row["head_dim"],
+    "dtype": lambda row: row["dtype"],
+    "mask": lambda row: f"{row['variant']} ({row['source']})" if "source" in row else row["variant"],
+    "tiles": lambda row: tiles(row["config"]),
+    "regs": lambda row: row["registers"],
+    "spill": lambda row: row["spill_bytes"],
+    "shared": lambda row: row["shared_bytes"],
+    "matrix": lambda row: f"{families(row['mma'])} {sum(row['mma'].values())}" if row["mma"] else "–",
+    "TMA/async": lambda row: f"{row['tma']}/{row['async_copies']}",
+    "loop/masked": lambda row: f"{row['loop']}/{row['masked_loop'] or '–'}",
+    " ".join(name[:3] for name in MIX): lambda row: " ".join(f"{row['mix'].get(x, 0):3}" for x in MIX),
+    "FLOPs": lambda row: row["flops"],
+    "bound": lambda row: f"{row['bound']:.0%}",
+    "overlap": lambda row: f"{row['overlap']:.0%}",
+    "flex": lambda row: " ".join(f"{bound:.0%}" for bound in flex(row) or ()) or "–",
+    "limited by": lambda row: row["limit"],
+}
+
+
+def flex(row: Row) -> tuple[float, float] | None:
+    """The bounds of torch's flex_attention for a row's kernel, if recorded."""
+    has_figures = row["arch"] == "sm_90" and row["dtype"] == "bfloat16"
+    return FLEX.get((row["kernel"], row["head_dim"])) if has_figures else None
+
+
+def tiles(config: dict[str, Any]) -> str:
+    """
+    >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "HOIST": True})
+    '128×64 8/3'
+    >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "USE_TMA": True})
+    '128×64 8/3 TMA'
+    >>> tiles({"ROUTE": "gluon", "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3})
+    'gluon 128×64 4/3'
+    """
+    shape = f"{config['BLOCK_M']}×{config['BLOCK_N']} {config['num_warps']}/{config['num_stages']}"
+    route = f"{config['ROUTE']} " if "ROUTE" in config else ""
+    return route + shape + " TMA" * config.get("USE_TMA", False)
+
+
+def show(rows: Sequence[Row], console: Any) -> None:
+    """Print a table for each architecture, with dashes for values that a row lacks."""
+    from rich.table import Table
+
+    roomy = console.width >= WIDE
+    columns = {name: of for name, of in COLUMNS.items() if roomy or not name.startswith("ten")}
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        table = Table(*columns, title=arch, box=None, padding=(0, 1), title_justify="left")
+        for row in rows:
+            if row["arch"] == arch:
+                table.add_row(*(_cell(of, row) for of in columns.values()))
+        console.print(table)
+    console.print(
+        "\ntiles: M×N warps/stages, TMA if by descriptor; TMA/async: copies; loop: instructions for a tile "
+        "of a full block / of a masked one; FLOPs: issued over needed; bound: of the tensor cores, one tile "
+        "at a time in each program; overlap: if softmax hid behind products (the model is in "
+        "tritoncp/analysis/disassembly.py); flex: bound of torch's flex_attention, and with USE_TMA",
+        style="dim",
+    )
+
+
+def _cell(of: Callable[[Row], Any], row: Row) -> str:
+    try:
+        return str(of(row))
+    except KeyError:  # no matrix products, or not compiled
+        return "–"

@@ -1,0 +1,128 @@
+"""Simulated worlds: all ranks in one process, with the same plans and schedules, one autograd node, one
+thread.
+
+For tests, for debugging context parallelism on one device, and for timing one rank of a larger world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+
+from tritoncp.api import attention
+from tritoncp.frontend import plan_cache, validate
+from tritoncp.ops.sinks import with_sinks
+from tritoncp.planning.placement import lengthen, take
+from tritoncp.planning.plan import Plan
+
+
+@dataclass(frozen=True)
+class World:
+    """A world of ``world_size`` ranks in lockstep; each rank's tensor is an entry of a list."""
+
+    world_size: int
+
+    def make_plan(self, block_mask: Any, **options: Any) -> Plan:
+        """Make rank 0's plan, as :func:`tritoncp.make_plan` does; ``plan.for_rank(r)`` is rank r's view."""
+        return attention.make_plan(block_mask, world_size=self.world_size, rank=0, **options)
+
+    def shard(self, x: Tensor, plan: Plan, **options: Any) -> list[Tensor]:
+        """Return each rank's part of the global tensor ``x``, see :func:`tritoncp.shard`."""
+        self._check(plan)
+        return [attention.shard(x, plan.for_rank(rank), **options) for rank in range(self.world_size)]
+
+    def unshard(
+        self, xs: Sequence[Tensor], plan: Plan, *, dim: int, side: str = "q", batch_dim: int | None = 0
+    ) -> Tensor:
+        """Return the global tensor of all ranks' shards. Differentiable: each shard gets its part."""
+        self._check(plan)
+        self._count(xs)
+        placement = validate.side_of(plan, side)
+        for rank, x in enumerate(xs):
+            validate.check_length(x, dim, placement.lengths[rank], f"rank {rank}'s shard")
+        whole = torch.cat([lengthen(x, dim, placement.s_max) for x in xs], dim)
+        return take(whole, placement.inverse, dim, batch_dim, 0)
+
+    def flex_attention(
+        self,
+        queries: Sequence[Tensor],
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        score_mod: Callable[..., Tensor] | Any = None,
+        block_mask: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        return_lse: bool = False,
+        kernel_options: dict[str, Any] | None = None,
+        *,
+        return_aux: AuxRequest | None = None,
+        sinks: Tensor | None = None,
+        batch_offset: int | None = None,
+    ) -> Any:
+        """:func:`tritoncp.flex_attention` of every rank: lists of shards in, lists out.
+
+        A Plan may be any rank's; a raw mask means pieces in natural order. Returns outs, or ``(outs, lses)``
+        with ``return_lse``, or ``(outs, AuxOutput)`` whose fields are lists with ``return_aux``.
+
+        >>> from tritoncp import causal, create_block_mask, simulate
+        >>> world = simulate(2)
+        >>> plan = world.make_plan(create_block_mask(causal(), 1, 1, 512, 512))
+        >>> x = world.shard(torch.randn(1, 2, 512, 16), plan, dim=2)
+        >>> [out.shape for out in world.flex_attention(x, x, x, plan)]
+        [torch.Size([1, 2, 256, 16]), torch.Size([1, 2, 256, 16])]
+        """
+        score, mask, _ = validate.arguments(score_mod, block_mask, None)
+        for xs in (queries, keys, values):
+            self._count(xs)
+        for q, k, v in zip(queries, keys, values):
+            validate.check_tensors(q, k, v, enable_gqa)
+            validate.check_sinks(q, sinks)
+        rows = queries[0].shape[0]
+        whole = rows if batch_offset is None else validate.whole_batch(mask, rows, batch_offset)
+        if not isinstance(mask, Plan):
+            lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
+            mask = plan_cache.in_order(mask, whole, lengths, kv_lengths, 0)
+        self._check(mask)
+        mask = mask if batch_offset is None else mask.batch_rows(batch_offset, rows)
+        for rank, (q, k) in enumerate(zip(queries, keys)):
+            validate.check_shapes(mask.seen_by(rank), q, k)
+        validate.check_order(mask)
+        want_max = bool(return_aux and return_aux.max_scores)
+        keys, values = (list(map(validate.shared_batch, queries, xs)) for xs in (keys, values))
+        results = attention.attend(
+            list(queries), keys, values, score, mask.pinned(), "", scale, kernel_options, want_max
+        )
+        n = self.world_size
+        outs, lses, tops = list(results[:n]), list(results[n : 2 * n]), list(results[2 * n :])
+        if sinks is not None:
+            pairs = [with_sinks(out, lse, sinks) for out, lse in zip(outs, lses)]
+            outs, lses = ([pair[i] for pair in pairs] for i in (0, 1))
+        if return_aux is not None:
+            aux: Any = AuxOutput  # its fields hold lists here
+            return outs, aux(lse=lses if return_aux.lse else None, max_scores=tops if want_max else None)
+        return (outs, lses) if return_lse else outs
+
+    def _check(self, plan: Plan) -> None:
+        if plan.world_size != self.world_size:
+            raise ValueError(f"the plan is for {plan.world_size} ranks, this world has {self.world_size}")
+
+    def _count(self, xs: Sequence[Tensor]) -> None:
+        if len(xs) != self.world_size:
+            raise ValueError(f"a list of {self.world_size} shards, one a rank, is needed; got {len(xs)}")
+
+
+def simulate(world_size: int) -> World:
+    """Make a world of ``world_size`` ranks in this process, on one device.
+
+    >>> from tritoncp import simulate
+    >>> simulate(8)
+    World(world_size=8)
+    """
+    if world_size < 1:
+        raise ValueError(f"a world has at least one rank; got {world_size}")
+    return World(world_size)

@@ -1,0 +1,155 @@
+"""How torch calls a user's mask_mod or score_mod: on index scalars, vmapped.
+
+`table[q_idx]` with a vmapped q_idx works only under torch's getitem-to-index transform, a private
+API; in the rooms that import torch alone it is used here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from tritoncp.core.host_copy import host
+
+Mod = Callable[..., Tensor]
+InDims = tuple[int | None, ...]
+
+# These read the shape, dtype or device of their argument, not its value.
+SHAPE_ONLY = {f"new_{fill}" for fill in ("ones", "zeros", "full", "empty")}
+SHAPE_ONLY |= {f"{fill}_like" for fill in ("ones", "zeros", "full", "empty")}
+
+
+def _keys() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+with ThreadPoolExecutor(1) as _thread:
+    _FRESH = _thread.submit(_keys).result()
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """For the inside of an op: dispatch as in a new thread, without gradients.
+
+    An op runs below autograd, and where a dispatch mode is on (the first call of a compiled graph, selective
+    checkpointing) below functorch as well; translating a mod and the eager engine need both.
+    """
+    with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad(), host():
+        yield
+
+
+def _getitem_to_index() -> AbstractContextManager[object]:
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # a second to import
+
+    return TransformGetItemToIndex()
+
+
+def vmapped(mod: Mod, *levels: InDims) -> Mod:
+    """mod under torch.vmap once for each of `levels` (in_dims), the innermost first.
+
+    >>> f = vmapped(lambda q, kv: q >= kv, (None, 0), (0, None))
+    >>> f(torch.arange(2), torch.arange(3)).tolist()
+    [[True, False, False], [True, True, False]]
+    """
+    for in_dims in levels:
+        mod = torch.vmap(mod, in_dims=in_dims)
+
+    def call(*args: Tensor) -> Tensor:
+        with _getitem_to_index():
+            return mod(*args)
+
+    return call
+
+
+class Rounding(torch.autograd.Function):
+    """Round to a narrower type and keep the wide one; gradients pass as they are."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return x.to(dtype).to(x.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class WideGradients(torch.fx.Interpreter):
+    """A score_mod's graph around captures that were widened to ``dtype``: the values are those of the narrow
+    types it was traced with, rounded after each operation, and gradients are summed in ``dtype``.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> def f(t, i):
+    ...     return t[i] * 3
+    >>> args = torch.tensor([0.1], dtype=torch.bfloat16), torch.tensor([0])
+    >>> graph = make_fx(f)(*args)
+    >>> wide = args[0].float().requires_grad_()
+    >>> out = WideGradients(graph, torch.float32).run(wide, args[1])
+    >>> out.dtype, out.item() == f(*args).item(), torch.autograd.grad(out, wide)
+    (torch.float32, True, (tensor([3.]),))
+    """
+
+    def __init__(self, graph: torch.fx.GraphModule, dtype: torch.dtype) -> None:
+        super().__init__(graph)
+        self.dtype = dtype
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        out = super().run_node(n)
+        traced = n.meta.get("val")
+        if n.op != "call_function" or not isinstance(traced, Tensor) or not self._is_narrow(traced.dtype):
+            return out
+        return Rounding.apply(out.to(self.dtype), traced.dtype)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """(A type that is asked for is rounded to afterwards.)"""
+        args, kwargs = tree_map_only(torch.dtype, self._widened, (args, kwargs))
+        return super().call_function(target, args, kwargs)
+
+    def _widened(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self._is_narrow(dtype) else dtype
+
+    def _is_narrow(self, dtype: torch.dtype) -> bool:
+        return dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
+
+
+def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.GraphModule | None:
+    """The mask_mod as a graph of (b, h, q_idx, kv_idx), each an int64 scalar; None if it cannot be traced."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    scalars = tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
+    try:
+        with torch.no_grad(), _getitem_to_index():
+            graph = make_fx(mask_mod)(*scalars)
+    except Exception:  # the user's code: whatever stops the trace, it can still be asked pair by pair
+        return None
+    graph.graph.eliminate_dead_code()
+    return graph
+
+
+def is_read(index: torch.fx.Node) -> bool:
+    """Whether the value of a graph's input matters, and not its shape alone."""
+    return any(getattr(user.target, "_opname", "") not in SHAPE_ONLY for user in index.users)
+
+
+def reads_batch_or_head(mask_mod: Mod, device: str | torch.device = "cpu") -> tuple[bool, bool]:
+    """Whether the mask_mod's answer can depend on b, on h. A mod that cannot be traced: both.
+
+    >>> reads_batch_or_head(lambda b, h, q, kv: q + h >= kv)
+    (False, True)
+    """
+    graph = graph_of(mask_mod, device)
+    if graph is None:
+        return True, True
+    b, h = [node for node in graph.graph.nodes if node.op == "placeholder"][:2]
+    return is_read(b), is_read(h)

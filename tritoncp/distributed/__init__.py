@@ -1,0 +1,4 @@
+"""The only bytes between ranks: collectives, groups, consistency checks, schedules.
+
+May import: planning, masks, mods, core, kernels.
+"""

@@ -1,0 +1,174 @@
+"""Consistency checks between ranks: ranks compare facts before they go on, and all raise if facts differ or
+one rank failed.
+
+Every rank makes its plan from its own mask; only a few integers are exchanged. A rank that fails still takes
+part, so that no rank waits for it. Texts are exchanged only after a difference or a failure.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from tritoncp._version import __version__
+from tritoncp.distributed import collectives
+
+T = TypeVar("T")
+NUMBERS = 2  # integers that ranks tell each other, and that may differ
+TEXT = 1024  # bytes of a rank's text, exchanged once ranks differ or one failed
+CHECKED = os.environ.get("TRITONCP_CHECK", "0") == "1"  # every call
+REMEDIES = {  # the facts that ranks compare, in this order, and the remedy where they differ
+    "call": "All ranks of a mesh must make the same calls in the same order.",
+    "versions": "Install the same on every host.",
+    "device": "Put the tensors of every rank on the same kind of device.",
+    "dtype": "Give every rank tensors of one dtype.",
+    "batch": "Shards may differ in length only: give every rank the same batch.",
+    "heads": "Shards may differ in length only: give every rank all heads.",
+    "head dims": "Shards may differ in length only: give every rank the same head dims.",
+    "lengths": "Every rank needs a mask or plan of the same, global sequence.",
+    "options": "Call make_plan with the same arguments on every rank.",
+    "scale": "Pass the same scale on every rank.",
+    "kernel_options": "Pass the same kernel_options on every rank.",
+    "returns": "Pass the same return_lse and return_aux on every rank.",
+    "sinks": "Pass sinks on every rank, or on none.",
+    "score_mod": "Every rank needs the same score_mod: the same code, and captures of the same types.",
+    "captures": "What a score_mod captures is replicated: every rank needs the same numbers and tensors.",
+    "mask": "Every rank needs the same global mask: the same code, numbers and tensors; what depends on the "
+    "rank, or on random numbers not seeded alike, does not belong into it.",
+    "placement": "A balancer of your own has to deal the same blocks on every rank, whichever rank that is.",
+}
+
+Text = str | Callable[[], str]
+Facts = Mapping[str, tuple[Text, bytes]]  # name: (text for messages, bytes that are compared)
+
+
+class Disagreement(RuntimeError):
+    """The ranks of a group were called with different facts, or another rank failed."""
+
+
+def together(
+    group: Any,
+    purpose: str,
+    work: Callable[[], tuple[T, Facts, Sequence[int]]],
+    moment: str = "while a plan was made",
+) -> tuple[T, list[list[int]]]:
+    """Run work() on every rank of the group and compare the facts it returns. Returns its result, and the
+    numbers of all ranks.
+
+    purpose, moment: the call and the time of it, for messages. work: returns a result, facts that must be
+        equal on all ranks, and up to NUMBERS integers that may differ.
+    If work() raises on one rank, that rank raises the exception and all other ranks Disagreement; all raise
+    Disagreement if facts differ, and PeerLost if a rank is missing. A group of None is this process alone.
+    """
+    if group is None:
+        result, _, numbers = work()
+        return result, [list(numbers)]
+    try:
+        result, facts, numbers = work()
+    except (Disagreement, collectives.PeerLost):
+        raise  # of an exchange within: every rank knows
+    except Exception as error:
+        share_failure(group, purpose, error, moment)
+        raise
+    rows = collectives.exchange(_record(False, facts, numbers), group, purpose)
+    if any(row[0] for row in rows):
+        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        said = _exchange_texts("", group, purpose)[failed[0]]
+        raise Disagreement(
+            f"{_ranks(failed)} failed {moment} ({purpose}), so no rank goes on. Rank {failed[0]} says: {said}"
+        )
+    _check_facts(facts, rows, group, purpose)
+    return result, [row[1 : 1 + len(numbers)] for row in rows]
+
+
+def share_failure(group: Any, purpose: str, error: Exception, moment: str) -> None:
+    """Take part in the comparison that the other ranks make now, as the rank that failed; the caller raises
+    its error afterwards."""
+    rows = collectives.exchange(_record(True, {}, ()), group, purpose)
+    _exchange_texts(f"{type(error).__name__}: {error}", group, purpose)
+    failed = [rank for rank, row in enumerate(rows) if row[0] and rank != group.rank()]
+    also = f"; {_ranks(failed)} failed too" if failed else ""
+    error.add_note(f"on rank {group.rank()}, {moment} ({purpose}){also}")
+
+
+def fact(text: Text, content: bytes | None = None) -> tuple[Text, bytes]:
+    """Make a fact: its text for messages, read only when needed, and the bytes that are compared, by default
+    the encoded text."""
+    return text, _read(text).encode() if content is None else content
+
+
+def versions() -> tuple[Text, bytes]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    return fact(
+        f"tritoncp {__version__}, torch {torch.__version__}, triton {triton}, "
+        f"Python {platform.python_version()}, {device}"
+    )
+
+
+def _read(text: Text) -> str:
+    return text if isinstance(text, str) else text()
+
+
+def _record(failed: bool, facts: Facts, numbers: Sequence[int]) -> list[int]:
+    """Encode one rank's row: whether it failed, its numbers, digests of its facts. Equally long for every
+    purpose, so that ranks that make different calls meet in one exchange and report it."""
+    digests = [_word(facts[name][1]) if name in facts else 0 for name in REMEDIES]
+    return [int(failed), *numbers, *[0] * (NUMBERS - len(numbers)), *digests]
+
+
+def _word(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
+
+
+def _exchange_texts(text: str, group: Any, purpose: str) -> list[str]:
+    """The first TEXT bytes of every rank's text."""
+    padded = text.encode()[:TEXT].ljust(TEXT, b"\0")
+    words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, TEXT, 8)]
+    rows = collectives.exchange(words, group, purpose)
+    parts = [b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in rows]
+    return [part.rstrip(b"\0").decode(errors="ignore") for part in parts]
+
+
+def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) -> None:
+    """Raise Disagreement, with the values of each rank, where one of the facts differs."""
+    columns = {name: [row[1 + NUMBERS + at] for row in rows] for at, name in enumerate(REMEDIES)}
+    differing = [name for name, values in columns.items() if len(set(values)) > 1]
+    if not differing:
+        return
+    name = differing[0]
+    camps: dict[int, list[int]] = {}
+    for rank, value in enumerate(columns[name]):
+        camps.setdefault(value, []).append(rank)
+    own = _read(facts[name][0]) if name in facts else "none"
+    texts = _exchange_texts(own, group, purpose)
+    said = {ranks[0]: texts[ranks[0]] for ranks in camps.values()}
+    if len(set(said.values())) < len(said):  # alike in words
+        said = {ranks[0]: f"{texts[ranks[0]]} (digest {value & 0xFFFFFFFF:08x})"
+                for value, ranks in camps.items()}  # fmt: skip
+    values = ". ".join(f"{_owners(ranks)} {said[ranks[0]]}" for ranks in camps.values())
+    also = f" They differ in {', '.join(differing[1:])} too." if name != "call" and differing[1:] else ""
+    raise Disagreement(
+        f"the ranks differ in {name}: {' against '.join(map(_ranks, camps.values()))} ({purpose}). "
+        f"{values}.{also} {REMEDIES[name]}"
+    )
+
+
+def _owners(ranks: Sequence[int]) -> str:
+    return f"R{_ranks(ranks)[1:]} {'have' if len(ranks) > 1 else 'has'}"
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    every = list(ranks)
+    listed = ", ".join(map(str, every[:8])) + (", ..." if len(every) > 8 else "")
+    return f"rank{'s' * (len(every) > 1)} {listed}"

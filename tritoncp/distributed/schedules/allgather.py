@@ -1,0 +1,97 @@
+"""All-gather: K and V of every rank in one collective a head group, one attention step over the whole buffer.
+
+Head group g + 1 is gathered while g is computed, so nothing needs merging.  The backward pass gathers again
+instead of keeping global K and V, and reduce-scatters dK/dV in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.distributed.collectives import AllGather, ReduceScatter, Schedule, Ticket, Wait
+from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, outputs, pack, separate, views
+from tritoncp.planning import traffic
+from tritoncp.planning.plan import Plan
+
+
+def forward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+    tables = plan.tables(q.device, q.shape[0], q.shape[1])
+    out, lse, top = outputs(plan, q, v, want_max)
+    kv, q_groups = _groups(plan, k, v, q, out, lse, top)
+    flight = yield _gather(plan, *kv[0])
+    h_offset = 0
+    for index, (q_, out_, lse_, top_) in enumerate(q_groups):
+        keys, values = views((yield Wait(flight)), k)
+        if index + 1 < len(kv):
+            flight = yield _gather(plan, *kv[index + 1])
+        final = {"out": out_, "lse": lse_, "max_scores": top_}
+        engine.forward(q_, keys, values, tables, **final, h_offset=h_offset)()
+        h_offset += q_.shape[1]
+    return out, lse, top
+
+
+def backward(
+    plan: Plan,
+    engine: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
+    """dq, and dk and dv in lse's dtype, of this rank's shards; gradients of captures go to the engine's
+    buffers."""
+    tables = plan.tables(q.device, q.shape[0], q.shape[1])
+    delta = torch.empty_like(lse)
+    engine.delta(out, dout, dlse, delta)()
+    dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
+    kv, q_groups = _groups(plan, k, v, q, dout, lse, delta, dq)
+    returning: list[Ticket] = []
+    flight = yield _gather(plan, *kv[0])
+    h_offset = 0
+    for index, (q_, dout_, lse_, delta_, dq_) in enumerate(q_groups):
+        keys, values = views((yield Wait(flight)), k)
+        if index + 1 < len(kv):
+            flight = yield _gather(plan, *kv[index + 1])
+        args = q_, keys, values, dout_, lse_, delta_, tables
+        engine.dq(*args, dq=dq_, h_offset=h_offset)()
+        grads = keys.new_zeros(keys.shape[2], *keys.shape[:2], k.shape[3] + v.shape[3], dtype=lse.dtype)
+        dkdv(engine, args, *views(grads, keys), dq_, h_offset=h_offset)
+        returning.append((yield ReduceScatter(grads)))
+        h_offset += q_.shape[1]
+    parts = []
+    for ticket in returning:
+        parts.append((yield Wait(ticket)))
+    return dq, *separate(torch.cat(parts, 2), k)
+
+
+Pieces = list[tuple[Any, ...]]
+
+
+def _groups(plan: Plan, k: Tensor, v: Tensor, q: Tensor, *rest: Tensor | None) -> tuple[Pieces, Pieces]:
+    """Split K and V, and q and the tensors with its heads, into head groups: for each group its part of every
+    tensor [B, H, ...], None for an absent tensor."""
+    b, kv_heads, _, d = k.shape
+    # The size of a message, padded: the same for all ranks.
+    nbytes = plan.kv.s_max * b * kv_heads * (d + v.shape[3]) * k.itemsize
+    sizes = traffic.head_groups(kv_heads, nbytes)
+    if len(sizes) == 1:
+        return [(k, v)], [(q, *rest)]
+    group = q.shape[1] // kv_heads
+    return _cut(sizes, k, v), _cut([size * group for size in sizes], q, *rest)
+
+
+def _cut(sizes: list[int], *tensors: Tensor | None) -> Pieces:
+    parts = [[None] * len(sizes) if x is None else x.split_with_sizes(sizes, 1) for x in tensors]
+    return list(zip(*parts, strict=True))
+
+
+def _gather(plan: Plan, k: Tensor, v: Tensor) -> AllGather:
+    """Request these heads of K and V of every rank, in one buffer."""
+    return AllGather(pack(k, v, plan.kv.s_max).packed)

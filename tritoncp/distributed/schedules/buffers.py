@@ -1,0 +1,119 @@
+"""Buffers that schedules share: K and V in messages, and the tensors that a pass fills.
+
+On the wire K and V are one tensor [rows, B, heads, D + E]; rows first, so that a row's place in a buffer does
+not depend on batch or heads.  Where batch rows send different tokens it is [rows, 1, heads, D + E], and each
+row belongs to one batch row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncp.planning.plan import Plan
+
+
+class KVBuffer(NamedTuple):
+    """A message of K and V, and views of it: K [B, heads, rows, D], V [B, heads, rows, E]."""
+
+    packed: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def empty_kv_buffer(k: Tensor, v: Tensor, rows: int) -> KVBuffer:
+    """Allocate a buffer of ``rows`` rows for keys and values like k [B, h, S, D] and v [B, h, S, E]."""
+    (b, h, _, d), e = k.shape, v.shape[3]
+    packed = torch.empty(rows, b, h, d + e, dtype=k.dtype, device=k.device)
+    return KVBuffer(packed, *packed.permute(1, 2, 0, 3).split_with_sizes([d, e], 3))
+
+
+def pack(k: Tensor, v: Tensor, rows: int) -> KVBuffer:
+    """Copy k and v into a message, with zeros past their last row."""
+    room, s = empty_kv_buffer(k, v, rows), k.shape[2]
+    if s < rows:
+        room.packed[s:] = 0
+    for into, x in ((room.k, k), (room.v, v)):
+        (into if s == rows else into[:, :, :s]).copy_(x)
+    return room
+
+
+def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """View K [B, heads, rows, D] and V [B, heads, rows, E] in a buffer; ``k`` gives B and D."""
+    x, b, d = packed.permute(1, 2, 0, 3), k.shape[0], k.shape[3]
+    x = x if x.shape[0] == b else x.expand(b, -1, -1, -1)
+    keys, values = x.split_with_sizes([d, x.shape[3] - d], 3)
+    return keys, values
+
+
+def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate [B, H, S, channels] with the memory order of x [B, H, S, D], so that a model that transposed
+    its inputs transposes the result back without a copy, as with torch's own attention.
+
+    >>> x = torch.empty(2, 7, 3, 8).transpose(1, 2)  # [B, S, H, D], as a projection leaves it
+    >>> laid_out_as(x, 4).transpose(1, 2).is_contiguous()
+    True
+    """
+    b, h, s, inner = x.stride()
+    if 0 in (b, h, s):  # expanded dimensions have no place
+        return torch.empty((*x.shape[:3], channels), dtype=dtype or x.dtype, device=x.device)
+    if inner == 1 and channels == x.shape[3]:
+        return torch.empty_like(x, dtype=dtype)
+    order = *sorted(range(3), key=x.stride, reverse=True), 3
+    return torch.empty_permuted((*x.shape[:3], channels), order, dtype=dtype or x.dtype, device=x.device)
+
+
+def outputs(plan: Plan, q: Tensor, v: Tensor, want_max: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Allocate out, lse and max_scores; padding rows get the values of rows that see no key."""
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    (b, h, s, _), e = q.shape, v.shape[3]
+    out, lse = laid_out_as(q, e), torch.empty(b, h, s, dtype=dtype, device=q.device)
+    top = torch.empty_like(lse) if want_max else None
+    if not plan.q.is_filled(plan.rank):
+        out.zero_()
+        for x in (lse,) if top is None else (lse, top):
+            x.fill_(-torch.inf)
+    return out, lse, top
+
+
+def empty_grad(x: Tensor, dtype: torch.dtype, filled: bool) -> Tensor:
+    """Allocate the gradient of x [B, H, S, D]: uninitialised where kernels write to every row, as in
+    ``filled`` placements, else zeros, as no slot covers padding."""
+    grad = laid_out_as(x, x.shape[3], dtype)
+    return grad if filled else grad.zero_()
+
+
+def empty_dq(plan: Plan, engine: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocate dQ for a first step that writes it; zeros for a fused engine, which adds to it, in float32."""
+    return empty_grad(q, dtype, plan.q.is_filled(plan.rank) and not engine.fused)
+
+
+def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate (acc, m, l) between steps."""
+    return torch.empty_like(out, dtype=lse.dtype), torch.empty_like(lse), torch.empty_like(lse)
+
+
+def dkdv(
+    engine: Any, args: tuple[Any, ...], dk: Tensor, dv: Tensor, dq: Tensor, h_offset: int = 0,
+    add: bool = False,
+) -> None:  # fmt: skip
+    """Compute one step's gradients of the keys and values in ``args``, into or added to dk, dv [B, h, rows,
+    D|E]; a fused engine adds the gradients of the queries to ``dq``."""
+    q, keys, _, _, lse, _, tables = args
+    (b, h, rows, d), e = dk.shape, dv.shape[3]
+    has_own_rows = b == 1 or dk.stride(0) > 0  # stride 0: batch rows share storage, so split partials alias
+    split = engine.split(q, keys, tables) if has_own_rows else 1
+    if split == 1:
+        engine.dkdv(*args, dk=dk, dv=dv, dq=dq, h_offset=h_offset, add=add)()
+        return
+    parts = lse.new_zeros(b, h * split, rows, d + e)
+    engine.dkdv(*args, dk=parts[..., :d], dv=parts[..., d:], dq=dq, h_offset=h_offset, split=split)()
+    for into, part in zip((dk, dv), parts.unflatten(1, (h, split)).sum(2).split([d, e], 3), strict=True):
+        into.copy_(into + part if add else part)
+
+
+def separate(dkv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """View dk and dv [B, h, S, D|E] in a buffer, in its dtype; ``k`` gives S and D."""
+    return views(dkv[: k.shape[2]], k)

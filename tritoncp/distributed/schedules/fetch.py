@@ -1,0 +1,86 @@
+"""Fetch: each rank requests exactly the remote keys that its queries see, in one all-to-all.
+
+The local keys are computed while the others fly.  Backward, the float32 gradients return by the mirrored
+all-to-all and are added in rank order.  ``plan.fetch`` has the rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.distributed.collectives import AllToAll, Schedule, Wait
+from tritoncp.distributed.schedules.buffers import (
+    dkdv,
+    empty_dq,
+    new_state,
+    outputs,
+    pack,
+    separate,
+    views,
+)
+from tritoncp.planning.plan import Plan
+
+
+def forward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+    out, lse, top = outputs(plan, q, v, want_max)
+    final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
+    near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
+    has_remote = sum(plan.fetch.takes) > 0
+    flight = yield _request(plan, pack(k, v, k.shape[2]).packed)
+    engine.forward(q, k, v, near, **final, store_state=has_remote)()
+    fetched = yield Wait(flight)
+    if has_remote:
+        engine.forward(q, *views(fetched, k), far, **final, load_state=True)()
+    return out, lse, top
+
+
+def backward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    dlse: Tensor | None,
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
+    near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
+    has_remote = sum(plan.fetch.takes) > 0
+    local = pack(k, v, k.shape[2]).packed
+    flight = yield _request(plan, local)
+    delta = torch.empty_like(lse)
+    engine.delta(out, dout, dlse, delta)()
+    dq = empty_dq(plan, engine, q, lse.dtype)
+    home = torch.zeros_like(local, dtype=lse.dtype)
+    args = (q, k, v, dout, lse, delta, near)
+    engine.dq(*args, dq=dq)()
+    dkdv(engine, args, *views(home, k), dq)
+    fetched = yield Wait(flight)
+    grads = torch.zeros_like(fetched, dtype=lse.dtype)
+    args = (q, *views(fetched, k), dout, lse, delta, far)
+    if has_remote:
+        dkdv(engine, args, *views(grads, k), dq)
+    flight = yield AllToAll(grads, plan.fetch.takes, plan.fetch.sends)
+    if has_remote:
+        engine.dq(*args, dq=dq, add=True)()  # while they return
+    _add_home(plan, home, (yield Wait(flight)))
+    return dq, *separate(home, k)
+
+
+def _request(plan: Plan, local: Tensor) -> AllToAll:
+    rows = plan.fetch_rows(local.device)
+    return AllToAll(_numbered(plan, local).index_select(0, rows), plan.fetch.sends, plan.fetch.takes)
+
+
+def _numbered(plan: Plan, local: Tensor) -> Tensor:
+    """View [S, B, h, D + E] by the row numbers of ``plan.fetch``: unchanged, or as [B * S, 1, h, D + E]."""
+    return local.transpose(0, 1).flatten(0, 1)[:, None] if plan.fetch.batched else local
+
+
+def _add_home(plan: Plan, home: Tensor, back: Tensor) -> None:
+    """Add the returned gradients one rank after the other, so that the order of every sum is fixed."""
+    sends = list(plan.fetch.sends)
+    for rows, part in zip(plan.fetch_rows(home.device).split(sends), back.split(sends)):
+        if plan.fetch.batched:
+            home[rows % len(home), rows // len(home)] += part[:, 0]
+        else:
+            home[rows] += part

@@ -1,0 +1,40 @@
+"""Local: one rank holds the whole sequence and sends no messages; every schedule in a world of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.distributed.collectives import Schedule
+from tritoncp.distributed.schedules.buffers import dkdv, empty_dq, empty_grad, outputs
+from tritoncp.planning.plan import Plan
+
+
+def forward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of all queries."""
+    out, lse, top = outputs(plan, q, v, want_max)
+    tables = plan.tables(q.device, q.shape[0], q.shape[1])
+    engine.forward(q, k, v, tables, out=out, lse=lse, max_scores=top)()
+    return out, lse, top
+    yield  # a schedule is a generator
+
+
+def backward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    dlse: Tensor | None,
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """(dq, dk, dv) in the dtypes of q, k, v; gradients of captures go to engine's buffers."""
+    tables = plan.tables(q.device, q.shape[0], q.shape[1])
+    delta = torch.empty_like(lse)
+    engine.delta(out, dout, dlse, delta)()
+    dq = empty_dq(plan, engine, q, lse.dtype if engine.fused else q.dtype)
+    dk, dv = (empty_grad(x, x.dtype, plan.kv.is_filled(plan.rank)) for x in (k, v))
+    args = q, k, v, dout, lse, delta, tables
+    engine.dq(*args, dq=dq)()
+    dkdv(engine, args, dk, dv, dq)
+    return dq, dk, dv
+    yield  # a schedule is a generator

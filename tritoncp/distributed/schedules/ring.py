@@ -1,0 +1,116 @@
+"""Ring: K and V pass from rank to rank, the next pair in flight while this one is computed.
+
+The kernel continues from the previous step's (acc, m, l) in float32, so that no results need merging and none
+are rounded between steps.  A buffer travels as far as its last reader; backward, its float32 gradient follows
+one hop behind and goes home in one send (Ring Attention, arXiv 2310.01889; ``plan.ring`` has the hops).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.distributed.collectives import Schedule, Swap, Ticket, Wait
+from tritoncp.distributed.schedules.buffers import (
+    KVBuffer,
+    dkdv,
+    empty_dq,
+    empty_kv_buffer,
+    new_state,
+    outputs,
+    pack,
+    separate,
+    views,
+)
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.traffic import Hop
+
+
+def forward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
+) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
+    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+    out, lse, top = outputs(plan, q, v, want_max)
+    final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
+    current, free = _kv_buffers(plan, k, v)
+    where = q.device, q.shape[0], q.shape[1]
+    for turn, hop in enumerate(plan.ring):
+        flight = yield _pass_on(hop, current, free)
+        if hop.reads:
+            tables = plan.tables(*where, hop.owner)
+            engine.forward(
+                q, current.k, current.v, tables, **final, load_state=turn > 0, store_state=hop.more
+            )()
+        if (yield Wait(flight)):
+            current, free = free, current
+    return out, lse, top
+
+
+def backward(
+    plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
+    dlse: Tensor | None,
+) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
+    """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
+    delta = torch.empty_like(lse)
+    engine.delta(out, dout, dlse, delta)()
+    dq = empty_dq(plan, engine, q, lse.dtype)
+    current, free = _kv_buffers(plan, k, v)
+    home = torch.zeros_like(current.packed, dtype=lse.dtype)  # gradient of the own K and V
+    last = max((turn for turn, hop in enumerate(plan.ring) if hop.previous is not None), default=0)
+    where = q.device, q.shape[0], q.shape[1]
+    following: Ticket | None = None  # the gradient in flight
+    came: list[Tensor] = []
+    for turn, hop in enumerate(plan.ring):
+        flight = yield _pass_on(hop, current, free)
+        args: tuple[Any, ...] = ()
+        if hop.reads:
+            tables = plan.tables(*where, hop.owner)
+            args = (q, current.k, current.v, dout, lse, delta, tables)
+            engine.dq(*args, dq=dq, add=turn > 0)()
+        if following is not None:
+            came = yield Wait(following)  # dQ was computed while it flew
+        grad = _arrived(plan.ring, turn, came, home)
+        if hop.reads:
+            dkdv(engine, args, *views(grad, k), dq, add=turn > 0)
+        following = yield _follow(hop, grad, home)
+        if (yield Wait(flight)):
+            current, free = free, current
+        if turn == last:
+            free = current  # no hop receives after this one
+    assert following is not None
+    _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
+    return dq, *separate(home, k)
+
+
+def _kv_buffers(plan: Plan, k: Tensor, v: Tensor) -> tuple[KVBuffer, KVBuffer]:
+    """Pack this rank's K and V, and allocate a second buffer to receive into, if any hop receives; the two
+    swap."""
+    current = pack(k, v, plan.kv.s_max)
+    comes = any(hop.previous is not None for hop in plan.ring)
+    return current, empty_kv_buffer(k, v, plan.kv.s_max) if comes else current
+
+
+def _pass_on(hop: Hop, current: KVBuffer, free: KVBuffer) -> Swap:
+    """Send K and V to the next rank; receive the next K and V, of the same shape, from the previous one."""
+    sends = [(hop.next, current.packed)] if hop.next is not None else []
+    return Swap(sends, [(hop.previous, free.packed)] if hop.previous is not None else [])
+
+
+def _follow(hop: Hop, grad: Tensor, home: Tensor) -> Swap:
+    """Send the gradient of this turn's K and V onwards; receive the next turn's, and the own one if it
+    returns now."""
+    takes = [(peer, torch.empty_like(home)) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
+    return Swap([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], takes)
+
+
+def _arrived(hops: tuple[Hop, ...], turn: int, came: list[Tensor], home: Tensor) -> Tensor:
+    """Select the gradient buffer of this turn's K and V; a returned own gradient is added to ``home``."""
+    if turn == 0:
+        return home
+    before, rest = hops[turn - 1], list(came)
+    travelling = rest.pop(0) if before.dkv_next is not None else None
+    if before.dkv_home is not None:
+        home += rest.pop()
+    if travelling is None and turn < len(hops) and hops[turn].here:
+        return torch.zeros_like(home)  # the first stop of these K and V
+    return home if travelling is None else travelling

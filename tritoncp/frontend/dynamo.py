@@ -1,0 +1,110 @@
+"""Attention inside torch.compile. A graph serves all masks of one structure: its constants are the structure
+of mods and masks; tensors, numbers and the handles of plans are its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.handles import handle_of
+from tritoncp.distributed import collectives
+from tritoncp.frontend import plan_cache, validate
+from tritoncp.ops import engine_factory
+from tritoncp.ops.autograd import forward_op, register_op
+from tritoncp.ops.graph_inputs import flatten_callable, rebuild
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    mask: Any,
+    mesh: Any,
+    scale: float,
+    options: dict[str, Any] | None,
+    want_max: bool,
+    positions: Tensor | None,
+    returns: tuple[str, ...],
+    batch_offset: int | None = None,
+) -> list[Tensor]:
+    """Run one layer for this rank, traced by Dynamo; return out, lse, max_scores."""
+    world = _world(mesh)
+    tensors: list[Tensor] = []
+    ints: list[int] = []
+    structure = flatten_callable(mask, tensors, ints)
+    shape = [*q.shape, k.shape[1], k.shape[2]]
+    plan = plan_op(tensors, ints, shape, structure, world, positions, batch_offset)
+    captures: list[Tensor] = []
+    numbers: list[int] = []
+    score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
+    wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
+    spec = _spec(score, wants, want_max, world, options or {}, returns)
+    return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
+
+
+@torch.compiler.assume_constant_result
+def _world(mesh: Any) -> str:
+    group = collectives.group_of(mesh)
+    return "" if group is None else group.group_name
+
+
+@torch.compiler.assume_constant_result
+def _spec(
+    score: str | None, wants: tuple[int, ...], want_max: bool, world: str, options: dict[str, Any],
+    returns: tuple[str, ...],
+) -> str:  # fmt: skip
+    return engine_factory.Spec(
+        score=None,
+        carried=score,
+        wants=wants,
+        numbers=(),
+        want_max=want_max,
+        world=world or None,
+        options=tuple(sorted(options.items())),
+        returns=returns,
+    ).encode()
+
+
+def _plan(
+    tensors: list[Tensor],
+    ints: list[int],
+    shape: list[int],
+    structure: str,
+    world: str,
+    positions: Tensor | None,
+    batch_offset: int | None = None,
+) -> Tensor:
+    """A handle of the plan for a Plan or mask that :func:`flatten_callable` took apart, checked against the
+    shards.
+
+    shape: batch, query heads, rows of the query's shard, head dim, key heads, rows of the key's shard.
+    """
+    group = collectives.named(world) if world else None
+    mask = rebuild(structure, tensors, ints)
+    batch, heads, rows, dim, kv_heads, kv_rows = shape
+    q = torch.empty(batch, heads, rows, dim, device="meta")
+    k = torch.empty(batch, kv_heads, kv_rows, dim, device="meta")
+    call_key = validate.call_key(q, k, k, None, group, batch_offset)
+    plan = plan_cache.plan_of_rows(mask, q, k, group, call_key, batch_offset=batch_offset)
+    validate.check_order(plan, positions)
+    return handle_of(plan)
+
+
+def _plan_fake(
+    tensors: list[Tensor],
+    ints: list[int],
+    shape: list[int],
+    structure: str,
+    world: str,
+    positions: Tensor | None,
+    batch_offset: int | None = None,
+) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
+plan_op = register_op("plan", _plan, _plan_fake)

@@ -1,0 +1,225 @@
+"""Sources of a raw mask (index tensors, captures, code) and its compact form, with at most one device-to-host
+copy."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import types
+import warnings
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tritoncp import mods
+from tritoncp.core.host_copy import is_remote, to_host
+from tritoncp.frontend import validate
+from tritoncp.masks.block_runs import content
+from tritoncp.masks.closed_forms import MaskMod, is_settled
+from tritoncp.masks.mask import Mask, create_block_mask, from_block_mask, full_mask, with_intervals
+from tritoncp.mods import Mod
+from tritoncp.mods.captures import describe
+from tritoncp.mods.fingerprint import Identity
+from tritoncp.mods.recording import State, read_state
+from tritoncp.planning.plan import Plan
+
+RawMask = BlockMask | Mask | MaskMod | None
+
+
+@dataclass(eq=False)
+class Sources:
+    """The tensors and the code that a raw mask is made of.
+
+    lists:    index tensors of the listed blocks
+    captures: tensors that its mask_mod captures
+    key:      hashable; equal for masks that differ at most in their tensors. None: cannot be compared
+    reason:   why the mask cannot be compared
+    """
+
+    mask: RawMask
+    lists: tuple[Tensor, ...]
+    captures: tuple[Tensor, ...]
+    key: Any
+    reason: str
+
+    @classmethod
+    def of(cls, mask: RawMask) -> Sources:
+        if isinstance(mask, Plan):
+            raise TypeError("this is a Plan already; pass it where the mask goes")
+        if isinstance(mask, (Mask, MaskMod)) and (cached := _CONSTANT_SOURCES.get(mask)) is not None:
+            if isinstance(mask, Mask):
+                mask.check_state()
+            return cls(mask, *cached)
+        if mask is not None and not isinstance(mask, BlockMask | Mask | MaskMod):
+            raise TypeError(
+                f"a BlockMask or a tritoncp Mask is needed; got a {type(mask).__name__}. "
+                "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes one"
+            )
+        mod = mask.mask_mod if isinstance(mask, BlockMask | Mask) else mask
+        state = _captured_state(mod)
+        if isinstance(mask, Mask):
+            mask.check_state(state)
+        key, captures, reason = state.key, tuple(state.tensors), state.incomparable
+        lists, geometry = _lists(mask)
+        if any(t.is_inference() for t in (*lists, *captures)):
+            key, reason = None, "a tensor made under torch.inference_mode(), which counts no edits"
+        sources = cls(mask, lists, captures, None if key is None else (geometry, key), reason)
+        if isinstance(mask, (Mask, MaskMod)) and key is not None and is_settled(mod):
+            _CONSTANT_SOURCES[mask] = lists, captures, sources.key, reason
+        return sources
+
+    @property
+    def mod(self) -> Any:
+        return self.mask.mask_mod if isinstance(self.mask, BlockMask | Mask) else self.mask
+
+    @cached_property
+    def host_copies(self) -> dict[int, Tensor]:
+        """Host copies of remote tensors, by id of the original."""
+        remote = [t for t in (*self.lists, *self.captures) if is_remote(t)]
+        return {id(t): copy for t, copy in zip(remote, to_host(remote), strict=True)}
+
+    def on_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [self.host_copies.get(id(t), t) for t in tensors]
+
+    @cached_property
+    def evaluate(self) -> Any:
+        """The mask_mod with its captures on the host."""
+        return mods.with_tensors(self.mod, self.host_copies) if self.host_copies else self.mod
+
+    def compact(self, batch: int, q_len: int, kv_len: int) -> Mask:
+        """Return the mask in runs, its intervals searched again: captures may have been edited since the mask
+        was made. The lengths are those of the call, for masks without lengths."""
+        mask = self.mask
+        validate.check_mask_captures(self.captures)
+        if mask is None:
+            return full_mask(q_len, kv_len)
+        if isinstance(mask, MaskMod):
+            compacted = create_block_mask(self.evaluate, batch if mask.reads[0] else 1, 1, q_len, kv_len)
+            return replace(compacted, mask_mod=mask)
+        if getattr(self.mod, "__name__", "") == "_sliced_mask_mod_error":
+            raise ValueError(
+                "this BlockMask is a slice of another, and torch drops a slice's mask_mod; pass the whole, "
+                "global mask: each rank takes its own part of it"
+            )
+        opaque = mods.hand_written(self.mod)
+        if isinstance(mask, Mask):
+            return mask if opaque or self._is_constant() else self._with_intervals(mask)
+        listed = replace_lists(mask, self.on_host(self.lists))
+        compacted = from_block_mask(listed, search=False)
+        return compacted if opaque or compacted.mask_mod is None else self._with_intervals(compacted)
+
+    def _is_constant(self) -> bool:
+        """Return whether the mask_mod is a closed form without tensors, which cannot be edited."""
+        if self.mod is None:
+            return True
+        closed = isinstance(self.mod, MaskMod) and not self.captures
+        return closed and self.mod.intervals(0, 0) is not None
+
+    def _with_intervals(self, mask: Mask) -> Mask:
+        try:
+            return with_intervals(mask, self.evaluate)
+        except RuntimeError:
+            if self.evaluate is self.mod:
+                raise
+            # The mask_mod runs only on its own device: it is evaluated there, in every masked block.
+            return replace(mask, interval=None, window=None, reads=(True, True))
+
+    def attach_evaluators(self, plan: Plan) -> Plan:
+        """Attach to the plan (evaluator, device) pairs for its mask_mod: on the host without another copy,
+        and on the device of its captures, in case the mask_mod runs only there."""
+        plan._shared["evaluators"] = [(self.evaluate, torch.device("cpu"))]
+        if self.evaluate is not self.mod:
+            device = next(t.device for t in self.captures if is_remote(t))
+            plan._shared["evaluators"].append((self.mod, device))
+        return plan
+
+    def digest(self) -> bytes:
+        """Digest the contents of tensors, code and plain values: equal on every rank that has the same
+        mask."""
+        hasher = hashlib.sha256(repr(_stable(self.key)).encode() if self.key else describe(self.mod).encode())
+        for tensor in self.on_host((*self.lists, *self.captures)):
+            hasher.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            hasher.update(content(tensor))
+        return hasher.digest()
+
+    def warn_incomparable(self) -> None:
+        name = describe(self.mod)
+        if name not in _WARNED:
+            _WARNED.add(name)
+            warnings.warn(
+                f"the plan of a mask ({name}) is made again at every call: it captures what cannot be "
+                f"compared between calls ({self.reason}). Make it once, tritoncp.make_plan(mask, mesh), and "
+                "pass the plan",
+                stacklevel=5,
+            )
+
+
+_WARNED: set[str] = set()
+
+
+def _captured_state(mod: Any) -> State:
+    if isinstance(mod, Mod):
+        facts = [(t.dtype, tuple(t.shape), t.device) for t in mod.tensors]
+        return State((mod.digest, tuple(map(repr, mod.numbers)), tuple(facts)), mod.tensors, ())
+    if mods.hand_written(mod):
+        return State(Identity(mod), (), ())
+    return State((), (), ()) if mod is None else read_state(mod, is_score=False)
+
+
+# (lists, captures, key, reason) of masks in which only the contents of these tensors can change.
+_CONSTANT_SOURCES: weakref.WeakKeyDictionary[Mask | MaskMod, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+
+
+def _lists(mask: RawMask) -> tuple[tuple[Tensor, ...], Any]:
+    if isinstance(mask, BlockMask):
+        tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        return tuple(t for t in tensors if t is not None), ("BlockMask", mask.seq_lengths, mask.BLOCK_SIZE)
+    if isinstance(mask, Mask):
+        return (mask.runs.ptr, mask.runs.runs), ("Mask", mask.q_len, mask.kv_len, mask.q_block, mask.kv_block)
+    return (), type(mask).__name__
+
+
+def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
+    """Return the BlockMask over these index tensors."""
+    if all(a is b for a, b in zip(_lists(mask)[0], lists)):
+        return mask
+    count, index, full, full_index = (*lists, None, None)[:4]
+    assert count is not None
+    assert index is not None
+    return BlockMask.from_kv_blocks(
+        count,
+        index,
+        full_kv_num_blocks=full,
+        full_kv_indices=full_index,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod,
+        seq_lengths=mask.seq_lengths,
+        compute_q_blocks=False,
+    )
+
+
+def _stable(key: Any) -> Any:
+    """Return a fingerprint's key without addresses and device numbers, which differ between processes."""
+    if isinstance(key, Identity):
+        thing = key.thing
+        named = type(thing) if isinstance(thing, enum.Enum) else thing
+        name = getattr(named, "__qualname__", getattr(named, "__name__", type(named).__qualname__))
+        member = thing.name if isinstance(thing, enum.Enum) else ""
+        return getattr(named, "__module__", ""), name, member
+    if isinstance(key, types.CodeType):
+        return key.co_name, key.co_code.hex(), key.co_names, _stable(key.co_consts)
+    if isinstance(key, torch.device):
+        return key.type
+    if isinstance(key, type):
+        return key.__module__, key.__qualname__
+    if isinstance(key, frozenset):
+        return sorted(map(repr, map(_stable, key)))
+    if isinstance(key, tuple):
+        return tuple(map(_stable, key))
+    return repr(key)

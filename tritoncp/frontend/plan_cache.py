@@ -1,0 +1,367 @@
+"""Cache of the plans of raw masks: a plan is made once and reused until its mask changes.
+
+A plan is reused while the mask has the same code, plain values and lengths, and the very same tensors,
+unedited. Tensors are compared by weak references (a freed id is reused for another tensor) and by their
+version counters; writes through ``.data`` or NumPy are not noticed.
+
+Making a plan for a group communicates. So every group has a cache of its own, which other calls of this
+process do not touch, and eviction is in call order, by the number of plans and the bytes of their masks and
+placements, which are equal on every rank: all ranks reuse a plan, or all make one.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tritoncp.core.host_copy import on_host
+from tritoncp.distributed import collectives, consistency
+from tritoncp.distributed.consistency import fact
+from tritoncp.frontend import validate
+from tritoncp.frontend.mask_source import RawMask, Sources
+from tritoncp.frontend.validate import check_lengths, check_plan, check_plannable
+from tritoncp.masks.mask import Mask
+from tritoncp.mods.captures import describe
+from tritoncp.ops import signatures, tile_tables
+from tritoncp.planning import plan
+from tritoncp.planning.balance import Balancer, resolve_balancer
+from tritoncp.planning.plan import Plan
+
+MAX_PLANS = 64  # plans per group, or of calls without a group
+MAX_BYTES = 1 << 30  # bytes of their masks and placements
+WARN_IMBALANCE = 1.2  # max/mean work above which natural order causes a warning
+
+
+@dataclass(frozen=True)
+class Entry:
+    plan: Plan
+    tensors: tuple[weakref.ref[Tensor], ...]
+    versions: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.plan.mask.nbytes + self.plan.q.nbytes + self.plan.kv.nbytes
+
+    def serves(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether the plan was made from these tensor objects, unedited since."""
+        for ref, version, t in zip(self.tensors, self.versions, tensors, strict=True):
+            if ref() is not t or t._version != version:
+                return False
+        return True
+
+
+class PlanCache:
+    """The plans of one group, or of calls without a group, in order of their last use."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[Any, Entry] = OrderedDict()
+        self.lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in list(self.entries.values()))
+
+    def find_entry(self, key: Any, tensors: Sequence[Tensor]) -> Entry | None:
+        """Return the entry for a mask made of these tensors, None if there is none."""
+        entry = self.entries.get(key)
+        return entry if entry is not None and entry.serves(tensors) else None
+
+    def holds(self, source_key: Any) -> bool:
+        """Return whether a mask of this key has a plan, for shards of any lengths."""
+        return any(key[0] == source_key for key in list(self.entries))
+
+    def renew(self, key: Any) -> None:
+        """Record a use of the plan, so that it is evicted last."""
+        with self.lock:
+            if key in self.entries:
+                self.entries.move_to_end(key)
+
+    def keep(self, key: Any, entry: Entry) -> None:
+        """Add a plan, and evict the least recently used ones. One plan is kept, however large it is."""
+        with self.lock:
+            self.entries[key] = entry
+            self.entries.move_to_end(key)
+            while len(self.entries) > MAX_PLANS or (len(self.entries) > 1 and self.nbytes > MAX_BYTES):
+                self.entries.popitem(last=False)
+
+
+class CacheInfo(NamedTuple):
+    """Counts of the plan cache since the last `plan_cache_clear`, over all groups and calls without one; the
+    limits are those of each group's cache."""
+
+    hits: int
+    misses: int
+    plans: int  # in the cache now
+    nbytes: int  # of their masks and placements
+    most: int  # plans that a cache keeps
+    most_bytes: int
+
+
+_NO_GROUP_CACHE = PlanCache()
+# By the group object: a new group may get the name of one that was destroyed.
+_GROUP_CACHES: weakref.WeakKeyDictionary[Any, PlanCache] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()  # guards _GROUP_CACHES
+_COUNTS = {"hits": 0, "misses": 0}
+_WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
+
+
+def cache_of(group: Any) -> PlanCache:
+    """Return the cache of a group, or of calls without a group."""
+    if group is None:
+        return _NO_GROUP_CACHE
+    cache = _GROUP_CACHES.get(group)
+    if cache is None:
+        with _LOCK:
+            cache = _GROUP_CACHES.setdefault(group, PlanCache())
+    return cache
+
+
+def plan_of(
+    mask: RawMask | Plan,
+    q: Tensor,
+    k: Tensor,
+    group: Any,
+    call_key: Any,
+    check: Callable[[], None] = lambda: None,
+) -> Plan:
+    """Return the plan of a call, checked against its shards: the plan that was passed, or that of a raw
+    mask."""
+    if not isinstance(mask, Plan):
+        return plan_for(mask, q, k, group, check, call_key)
+    if call_key not in mask.checked_calls:
+        try:
+            check()
+            check_plan(mask, q, k, group, call_key)
+        except Exception as error:
+            signatures.share_failure(group, mask, error)
+            raise
+    return mask
+
+
+def plan_of_rows(
+    mask: RawMask | Plan,
+    q: Tensor,
+    k: Tensor,
+    group: Any,
+    call_key: Any,
+    check: Callable[[], None] = lambda: None,
+    batch_offset: int | None = None,
+) -> Plan:
+    """Return the plan of a call on the rows of a batch from ``batch_offset`` on (None: all rows)."""
+    if batch_offset is None:
+        return plan_of(mask, q, k, group, call_key, check)
+    rows = validate.whole_batch(mask, q.shape[0], batch_offset)
+    whole_q, whole_k = (torch.empty(rows, *x.shape[1:], device="meta") for x in (q, k))
+    return plan_of(mask, whole_q, whole_k, group, call_key, check).batch_rows(batch_offset, q.shape[0])
+
+
+@on_host
+def plan_for(
+    mask: RawMask, q: Tensor, k: Tensor, group: Any, check: Callable[[], None] = lambda: None,
+    call_key: Any = None,
+) -> Plan:  # fmt: skip
+    """Return the natural-order plan of a raw mask for the call's shards, from the cache or new, and checked
+    against them.
+
+    check: raises for wrong inputs. If it raises before this mask has a plan, all ranks of the group raise.
+    call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check.
+    """
+    sources = Sources.of(mask)
+    cache = cache_of(group)
+    tensors = (*sources.lists, *sources.captures)
+    key = None if call_key is None else (sources.key, q.shape[2], k.shape[2], q.shape[0])
+    entry = cache.find_entry(key, tensors)
+    is_checked = entry is not None and call_key in entry.plan.checked_calls
+    if not is_checked:
+        try:
+            check()
+        except Exception as error:
+            if group is not None and (consistency.CHECKED or not cache.holds(sources.key)):
+                consistency.share_failure(group, signatures.CALL, error, signatures.MOMENT)
+            raise
+        key = (sources.key, q.shape[2], k.shape[2], q.shape[0])
+        entry = entry or cache.find_entry(key, tensors)
+    if entry is not None:
+        cache.renew(key)
+        _COUNTS["hits"] += 1
+        result = entry.plan
+    else:
+        _COUNTS["misses"] += 1
+        result = _make(sources, q, k, group)
+        if sources.key is None:
+            sources.warn_incomparable()
+        else:
+            versions = tuple(t._version for t in tensors)
+            cache.keep(key, Entry(result, tuple(map(weakref.ref, tensors)), versions))
+    if not is_checked:
+        try:
+            check_plan(result, q, k, group, call_key)
+        except Exception as error:
+            signatures.share_failure(group, result, error)
+            raise
+    return result
+
+
+def plan_cache_info() -> CacheInfo:
+    """Return hits and misses of the cache of raw masks' plans, the number of cached plans, and their bytes.
+
+    A training loop with a new mask every step misses every time: make its plans with `make_plan`, in the data
+    loader's workers.
+
+    >>> import torch, tritoncp
+    >>> tritoncp.plan_cache_clear()
+    >>> q = k = v = torch.randn(1, 1, 64, 16)
+    >>> mask = tritoncp.causal()
+    >>> for _ in range(3):
+    ...     out = tritoncp.flex_attention(q, k, v, mask)
+    >>> info = tritoncp.plan_cache_info()
+    >>> info.hits, info.misses, info.plans
+    (2, 1, 1)
+    """
+    caches = [_NO_GROUP_CACHE, *list(_GROUP_CACHES.values())]
+    plans, nbytes = sum(len(cache.entries) for cache in caches), sum(cache.nbytes for cache in caches)
+    return CacheInfo(**_COUNTS, plans=plans, nbytes=nbytes, most=MAX_PLANS, most_bytes=MAX_BYTES)
+
+
+def plan_cache_clear() -> None:
+    """Empty the cache of raw masks' plans and reset its counts. With several ranks, call it on every rank."""
+    for cache in (_NO_GROUP_CACHE, *list(_GROUP_CACHES.values())):
+        with cache.lock:
+            cache.entries.clear()
+    _COUNTS.update(hits=0, misses=0)
+
+
+def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
+    """Make the plan of a raw mask from the lengths of all ranks' shards. All ranks of the group call it."""
+    call = "flex_attention, which makes the plan of a raw mask"
+
+    def compare_shapes() -> tuple[None, consistency.Facts, Sequence[int]]:
+        same = {"call": fact(call), "versions": consistency.versions(), **signatures.shape_facts(q, k)}
+        return None, same, (q.shape[2], k.shape[2])
+
+    _, rows = consistency.together(group, call, compare_shapes)
+    lengths, kv_lengths = ([row[i] for row in rows] for i in (0, 1))
+    rank = 0 if group is None else group.rank()
+
+    def build() -> tuple[Plan, consistency.Facts, Sequence[int]]:
+        digest = sources.digest() if group else b""
+        result = _build_natural(sources, q.shape[0], lengths, kv_lengths, rank, digest)
+        if not group:
+            return result, {}, ()
+        text = lambda: signatures.mask_text(result.mask)  # noqa: E731 - read only where ranks differ
+        return result, {"call": fact(call, b"building"), "mask": fact(text, digest)}, tile_tables.summary()
+
+    result, tiles = consistency.together(group, call, build)
+    _connect(group, [result], tiles)
+    return result
+
+
+def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) -> None:
+    """Agree on measured tile shapes (rank 0's; ``tiles``: the summary of each rank) and make the
+    communicator of the group's data: once for new plans, on every rank."""
+    if group is None:
+        return
+    tile_tables.agree(group, tiles)
+    table = signatures.table_of(group)
+    for one in plans:
+        table.note_plan(one)
+    collectives.connect_data(group)
+
+
+def in_order(mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:
+    """Make the plan of a raw mask whose ranks hold pieces of these lengths, in order."""
+    return _build_natural(Sources.of(mask), batch, lengths, kv_lengths, rank)
+
+
+def _build_natural(
+    sources: Sources, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
+    digest: bytes = b"",
+) -> Plan:  # fmt: skip
+    mask = sources.compact(batch, sum(lengths), sum(kv_lengths))
+    check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len)
+    natural_plan = plan.build(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
+    _warn_uneven(sources, natural_plan)
+    return replace(sources.attach_evaluators(natural_plan), mask_digest=digest).pinned()
+
+
+def _warn_uneven(sources: Sources, natural: Plan) -> None:
+    """Warn about uneven work, on the first rank, once for a mask_mod's name and a number of ranks."""
+    warning_key = describe(sources.mod), natural.world_size
+    if natural.rank or natural.imbalance <= WARN_IMBALANCE or warning_key in _WARNED:
+        return
+    _WARNED.add(warning_key)
+    busiest = max(range(natural.world_size), key=natural.work.__getitem__)
+    warnings.warn(
+        f"in natural order rank {busiest} of {natural.world_size} does {natural.imbalance:.2f} times "
+        "the mean work of this mask. Two lines balance it:\n"
+        "    plan = tritoncp.make_plan(block_mask, mesh)\n"
+        "    q, k, v = (tritoncp.shard(x, plan, dim=2) for x in (q, k, v))  # of the global tensors\n"
+        "and flex_attention(q, k, v, plan, mesh) in place of the mask.",
+        stacklevel=6,
+    )
+
+
+@on_host
+def make(
+    masks: Mapping[str, BlockMask | Mask],
+    group: Any,
+    world_size: int,
+    rank: int,
+    balancer: str | Balancer | None,
+    schedule: str,
+    degree: int = 0,
+) -> dict[str, Plan]:
+    """Make one placement for all these masks, and a plan for each."""
+
+    def build() -> tuple[dict[str, Plan], consistency.Facts, Sequence[int]]:
+        check_plannable(masks)
+        sources = {name: Sources.of(mask) for name, mask in masks.items()}
+        compact = {name: source.compact(1, 0, 0) for name, source in sources.items()}
+        unpinned = {
+            name: plan.build(
+                mask,
+                world_size,
+                rank,
+                balancer=balancer,
+                schedule=schedule,
+                weighed=list(compact.values()),
+                degree=degree,
+            )
+            for name, mask in compact.items()
+        }
+        # All share one object, so that sharding by one plan counts for all.
+        first = next(iter(unpinned.values()))
+        unpinned = {name: replace(one, q=first.q, kv=first.kv) for name, one in unpinned.items()}
+        # Also without a group: a data loader's worker may pass the plan to one.
+        digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}
+        plans = {
+            name: replace(sources[name].attach_evaluators(one), mask_digest=digests[name]).pinned()
+            for name, one in unpinned.items()
+        }
+        if not group:
+            return plans, {}, ()
+        chosen = resolve_balancer(balancer)[0] if callable(balancer) else balancer
+        options = f"balancer={chosen!r}, schedule={schedule!r}, degree {degree}, masks {list(masks)}"
+        text = lambda: "; ".join(map(signatures.mask_text, compact.values()))  # noqa: E731 - where ranks differ
+        facts = {
+            "call": fact(call),
+            "versions": consistency.versions(),
+            "options": fact(options),
+            "mask": fact(text, b"".join(digests.values())),
+            "placement": fact(f"balancer={chosen!r}", b"".join(one.digest for one in unpinned.values())),
+        }
+        return plans, facts, tile_tables.summary()
+
+    call = "make_plan"
+    plans, tiles = consistency.together(group, call, build)
+    _connect(group, plans.values(), tiles)
+    return plans

@@ -1,0 +1,405 @@
+"""Checks of a call's arguments, before any tensor moves.
+
+Each message names the argument that was passed, the requirement and the remedy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tritoncp.masks.closed_forms import Document, MaskMod, document, is_settled
+from tritoncp.masks.mask import Mask
+from tritoncp.planning.placement import Placement, natural
+from tritoncp.planning.plan import Plan, pieces
+
+MASKS = (BlockMask, Mask, MaskMod, Plan)
+MAX_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+DEVICES = ("cuda", "cpu")
+
+
+def arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:
+    """Return (score_mod, mask, mesh) from either call shape."""
+    if type(fourth) is not FunctionType and isinstance(fourth, MASKS):
+        if fifth is not None and mesh is not None:
+            raise TypeError(
+                "two meshes: the fifth argument and mesh=; with a mask in fourth place give one of them"
+            )
+        if isinstance(fifth, MASKS):
+            raise TypeError("two masks: the fourth and the fifth argument; a score_mod goes in fourth place")
+        return None, fourth, mesh if fifth is None else fifth
+    if callable(fourth):
+        _check_score_mod(fourth)
+    elif fourth is not None:
+        raise TypeError(
+            "the fourth argument is a score_mod, a mask or a Plan; got a "
+            f"{type(fourth).__name__}{_dense_mask_hint(fourth)}"
+        )
+    if fifth is None or isinstance(fifth, MASKS):
+        return fourth, fifth, mesh
+    if callable(fifth):
+        raise TypeError(
+            "block_mask is a mask, not a function; make it with create_block_mask(mask_mod, B, H, Q_LEN, "
+            "KV_LEN)"
+        )
+    if isinstance(fifth, Tensor):
+        raise TypeError(f"block_mask is a mask or a Plan; got a Tensor{_dense_mask_hint(fifth)}")
+    if fourth is not None:
+        raise TypeError(
+            f"after a score_mod comes a mask or a Plan; got a {type(fifth).__name__}; pass mesh= by name"
+        )
+    return None, None, fifth
+
+
+def _dense_mask_hint(argument: Any) -> str:
+    if not isinstance(argument, Tensor):
+        return ""
+    return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
+
+
+def _check_score_mod(fn: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return  # inspecting the signature would recompile for every function; translation checks it too
+    plain = type(fn) is FunctionType and not fn.__dict__  # else it may wrap another function
+    if plain and fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
+        return  # inspect.signature takes longer than a kernel launch
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return  # a jit function or a builtin: its own translation checks it
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters if p.kind in places and p.default is inspect.Parameter.empty]
+    if len(needed) == 4 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        raise TypeError(
+            "this is a mask_mod (four arguments), and a callable in fourth place is a score_mod; make the "
+            "mask with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) and pass that"
+        )
+
+
+def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any:
+    """Return the key of a call under one plan: calls of equal keys pass or fail the same checks. None if
+    sizes may be symbols, which cannot be part of a key."""
+    if not (_is_plain(q) and _is_plain(k) and _is_plain(v)) or not isinstance(sinks, Tensor | None):
+        return None
+    logits = None if sinks is None else (sinks.shape, sinks.dtype, sinks.device)
+    tensors = q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device
+    return tensors, logits, None if group is None else (group.size(), group.rank()), flags
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) is Tensor and not x.is_nested and x.ndim == 4
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
+    """Check one rank's shards independently of the mask."""
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        _check_tensor(name, x, q)
+    other = any(x.shape[0] not in (1, q.shape[0]) for x in (k, v))
+    if other or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit together: "
+            "[B, Hq, Sq, D], [B or 1, Hkv, Skv, D] and [B or 1, Hkv, Skv, E] are needed"
+        )
+    heads = f"{q.shape[1]} query heads and {k.shape[1]} key heads"
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{heads}: query heads must be a multiple of key heads; repeat or drop some of them")
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise ValueError(f"{heads} without enable_gqa: pass enable_gqa=True if groups of heads share a key")
+
+
+def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}; a tensor [batch, heads, sequence, head dim] is needed"
+        )
+    if x.is_nested:
+        raise ValueError(
+            f"{name} is a nested tensor; dense [batch, heads, sequence, head dim] is needed: pack the "
+            "documents into one sequence and mask with document(lengths=...)"
+        )
+    if x.ndim != 4:
+        raise ValueError(
+            f"{name} is {tuple(x.shape)}; [batch, heads, sequence, head dim] is needed: unsqueeze or "
+            "reshape it"
+        )
+    if x.dtype not in DTYPES:
+        raise ValueError(
+            f"{name} is {x.dtype}; bfloat16, float16, float32 or float64 is needed: convert it, "
+            f"{name}.to(...)"
+        )
+    if x.dtype != q.dtype or x.device != q.device:
+        raise ValueError(
+            f"query is {q.dtype} on {q.device}, {name} is {x.dtype} on {x.device}; one dtype and one device "
+            f"are needed: {name}.to(query)"
+        )
+    if x.device.type not in DEVICES:
+        raise ValueError(
+            f"{name} is on {x.device}; the kernels run on CUDA and ROCm GPUs, and interpreted or as plain "
+            "torch on the CPU: move it to one of these"
+        )
+    if not 0 < x.shape[3] <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{name} has head dim {x.shape[3]}; 1 to {MAX_HEAD_DIM} is supported: use more, smaller heads"
+        )
+
+
+def shared_batch(q: Tensor, x: Tensor) -> Tensor:
+    """Expand keys or values of batch 1 to the queries' batch, as torch does."""
+    return x if x.shape[0] == q.shape[0] else x.expand(q.shape[0], -1, -1, -1)
+
+
+def check_aux(return_lse: bool, return_aux: Any) -> None:
+    if return_lse and return_aux is not None:
+        raise ValueError(
+            "return_lse and return_aux are both given; ask return_aux=AuxRequest(lse=True) alone"
+        )
+
+
+def check_mesh(mask: Any, degree: int) -> None:
+    if degree and not isinstance(mask, Plan):
+        raise ValueError(
+            "a mesh of two dimensions needs a plan, which says what its dimensions do: make_plan(mask, mesh, "
+            "schedule='ulysses+ring'), or pass the context-parallel dimension alone, for example mesh['cp']"
+        )
+
+
+def whole_batch(mask: Any, rows: int, batch_offset: int) -> int:
+    """Return the batch size to plan for, if a call has ``rows`` rows from ``batch_offset`` on: the mask's; if
+    that is 1, the call's; for a closed form without lists, the rows up to the end of the call's."""
+    if isinstance(batch_offset, bool) or not isinstance(batch_offset, int | torch.SymInt):
+        raise TypeError(f"batch_offset is a {type(batch_offset).__name__}; a number of batch rows is needed")
+    batch = mask.batch if isinstance(mask, Plan | MaskMod) else mask.B if isinstance(mask, Mask) else 1
+    if isinstance(mask, BlockMask):
+        batch = mask.shape[0]
+    if batch_offset < 0 or (batch > 1 and batch_offset + rows > batch):
+        raise ValueError(
+            f"batch_offset={batch_offset} and a query of {rows} rows: rows {batch_offset} to "
+            f"{batch_offset + rows - 1} of a mask that has {batch}; batch_offset is the row of the mask's "
+            "batch that the query begins with"
+        )
+    without_lists = isinstance(mask, MaskMod) and not is_settled(mask)
+    return batch if batch > 1 else batch_offset + rows if without_lists else rows
+
+
+def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks is a {type(sinks).__name__}; a tensor with a logit for each head is needed")
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
+        raise ValueError(
+            f"sinks is {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}; one floating point logit for "
+            f"each of the query's {q.shape[1]} heads is needed, on {q.device}"
+        )
+
+
+def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any = None) -> None:
+    """Check a call's ranks and shards against the plan, and record the call's key with the plan."""
+    world = 1 if group is None else group.size()
+    if plan.world_size != world:
+        missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
+        raise ValueError(f"the plan is for {plan.world_size} ranks, the mesh has {world}{missing}")
+    if group is not None and plan.rank != group.rank():
+        raise ValueError(
+            f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank({group.rank()})"
+        )
+    check_shapes(plan, q, k)
+    plan.note_checked(call_key)
+
+
+def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:
+    """Check a call's shards against the plan: their lengths, batch and heads."""
+    for name, x, placement, side in (("query", q, plan.q, "q"), ("key", k, plan.kv, "kv")):
+        if x.shape[2] != placement.lengths[plan.rank]:
+            whole = " (that is all of them: it was not sharded)" if x.shape[2] == placement.length else ""
+            raise ValueError(
+                f"{name} has {x.shape[2]} rows{whole}; rank {plan.rank}'s shard has "
+                f"{placement.lengths[plan.rank]} of the mask's {placement.length}: pass shard({name}, plan, "
+                f"dim=2, side={side!r}), and make the plan from the global mask, not a local one"
+            )
+    batch, heads = plan.mask.runs.shape[:2]
+    if batch not in (1, q.shape[0]) or heads not in (1, q.shape[1]):
+        raise ValueError(
+            f"the mask is for batch {batch} and {heads} heads, the query has {q.shape[0]} and {q.shape[1]}; "
+            "each must be 1 or equal: make the mask with B and H of the query, or None"
+        )
+    placed = plan.q.slots[plan.rank].shape[0]
+    if placed not in (1, q.shape[0]):
+        raise ValueError(
+            f"the plan places {placed} batch rows, the query has {q.shape[0]}; make the plan from this "
+            "batch's mask"
+        )
+
+
+def check_lengths(lengths: Sequence[int], kv_lengths: Sequence[int], q_len: int, kv_len: int) -> None:
+    """Check that the shards of all ranks, in natural order, add up to a raw mask's lengths."""
+    for what, rows, whole in (("query", lengths, q_len), ("key", kv_lengths, kv_len)):
+        total = sum(rows)
+        if total == whole:
+            continue
+        if len(rows) == 1:
+            raise ValueError(
+                f"{what} has {total} rows, the mask is for {whole}; make the mask for this length, or pass "
+                "mesh= if the sequence is sharded"
+            )
+        hint = ""
+        if set(rows) == {whole}:
+            hint = " Either this is one rank's local mask, or every rank holds the whole sequence."
+        raise ValueError(
+            f"the {what} shards of the ranks are {_abbreviate(rows)} rows long, {total} together, the mask "
+            f"is for {whole}.{hint} Make the mask for the global sequence, and give rank r the r-th piece of "
+            f"it: shard({what}, mask, mesh, dim=2)"
+        )
+
+
+def _abbreviate(numbers: Sequence[int]) -> str:
+    text = ", ".join(map(str, numbers[:8]))
+    return f"[{text}, ...]" if len(numbers) > 8 else f"[{text}]"
+
+
+def check_positions(plan: Plan, positions: Tensor) -> None:
+    """Compare the caller's positions with the plan's: a tensor does not show the order of its rows."""
+    claimed = positions.detach().cpu().long()  # waits for the device: this is a debugging aid
+    expected = plan.positions
+    claimed = claimed[None] if claimed.ndim == 1 else claimed
+    if (
+        claimed.ndim != 2
+        or claimed.shape[1] != expected.shape[1]
+        or claimed.shape[0] not in (1, expected.shape[0])
+    ):
+        raise ValueError(
+            f"positions is {tuple(positions.shape)}; [S_local] or [B, S_local] is needed, here "
+            f"{list(expected.shape)}: take them from positions(plan)"
+        )
+    wrong = (claimed != expected) & (expected >= 0)
+    if bool(wrong.any()):
+        batch, row = (int(i) for i in wrong.nonzero()[0])
+        position = int(claimed.expand(len(wrong), -1)[batch, row])
+        raise ValueError(
+            f"row {row} holds position {position} by positions=, but rank {plan.rank} of a {plan.balancer} "
+            f"placement holds {int(expected[batch, row])} there; shard every tensor with this plan, shard(x, "
+            "plan, dim=...), and pass the plan, not the mask, to the call"
+        )
+
+
+def check_order(plan: Plan, positions: Tensor | None = None) -> None:
+    """Compare the positions of a shard's rows with the plan's. Without positions, warn, once per plan, that
+    it deals blocks out of order, if its order was never read.
+
+    A tensor does not show the order of its rows; but a program that shards by a plan has called `shard` or
+    `positions` with it. The order of an unpickled plan, as from a data loader's worker, may have been read in
+    the other process, so that it causes no warning.
+    """
+    if positions is not None:
+        check_positions(plan, positions)
+        return
+    if plan.balancer == "natural" or plan.q.order_is_read:
+        return
+    plan.positions  # noqa: B018 - marks the order as read
+    warnings.warn(
+        f"this plan deals blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "
+        "positions(plan) was called for it: shards in natural order give wrong answers without an error. "
+        "Shard every tensor with the plan, and pass positions=positions(plan) to have the order checked; or "
+        "pass the mask in place of the plan, if rank r holds the r-th piece",
+        stacklevel=4,
+    )
+
+
+def check_mask_captures(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.requires_grad:
+            raise ValueError(
+                f"the mask_mod captures a tensor {tuple(tensor.shape)} that requires grad, and a mask has no "
+                "gradient; capture tensor.detach(), or put what is learned in a score_mod"
+            )
+
+
+def check_dim(x: Tensor, dim: int) -> None:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"the tensor {tuple(x.shape)} has no dimension {dim}; dim= is that of its sequence")
+
+
+def check_length(x: Tensor, dim: int, length: int, what: str) -> None:
+    if x.shape[dim] != length:
+        raise ValueError(f"{what} is needed: {length} rows along dimension {dim}; got {tuple(x.shape)}")
+
+
+def placement_of(
+    plan_or_mask: Any, world_size: int, rank: int, side: str, length: int
+) -> tuple[Placement, int]:
+    """Return the placement of tokens and this rank: a Plan's own, or natural order for a raw mask.
+
+    length: of the global sequence, for closed forms, which have no length.
+    """
+    if isinstance(plan_or_mask, Plan):
+        return side_of(plan_or_mask, side), plan_or_mask.rank
+    _check_side(side)
+    if isinstance(plan_or_mask, BlockMask):
+        length = plan_or_mask.seq_lengths[side == "kv"]
+    elif isinstance(plan_or_mask, Mask):
+        length = plan_or_mask.q_len if side == "q" else plan_or_mask.kv_len
+    elif plan_or_mask is not None and not isinstance(plan_or_mask, MaskMod):
+        raise TypeError(
+            f"a Plan or a mask is needed; got a {type(plan_or_mask).__name__}. make_plan(block_mask, mesh) "
+            "makes a plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
+        )
+    return natural(pieces(length, world_size), max(1, length)), rank
+
+
+def check_gathered(plan_or_mask: Any, world_size: int) -> None:
+    """Check the plan or mask argument of unshard."""
+    if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None:
+        raise TypeError(
+            f"{plan_or_mask!r} does not say how long the whole sequence is; pass the Plan or "
+            "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+        )
+    if isinstance(plan_or_mask, Plan) and plan_or_mask.world_size != world_size:
+        raise ValueError(
+            f"the plan is for {plan_or_mask.world_size} ranks, the mesh has {world_size}; pass the mesh it "
+            "was made with, unshard(x, plan, mesh, dim=...)"
+        )
+
+
+def document_starts(documents: Any, length: int) -> Tensor:
+    """Return the position of the first token of each token's document: int64 [B or 1, length]."""
+    mask = document(ids=documents) if isinstance(documents, Tensor) else documents
+    if not isinstance(mask, Document):
+        raise TypeError(
+            f"documents is a tensor with the document of each token, or document(...); got {mask!r}"
+        )
+    intervals = mask.intervals(length, length)
+    if intervals is None:
+        raise ValueError(
+            "a document comes in several pieces; positions within documents need each in one piece"
+        )
+    return intervals[0][:, 0]
+
+
+def check_plannable(masks: Mapping[Any, Any]) -> None:
+    """Check that the masks passed to make_plan have lengths."""
+    for mask in masks.values():
+        if isinstance(mask, MaskMod) or mask is None:
+            make = (
+                "full_mask(q_len, kv_len)"
+                if mask is None
+                else f"create_block_mask({mask!r}, B, H, Q_LEN, KV_LEN)"
+            )
+            raise TypeError(f"{mask!r} has no lengths, and a plan needs them: make_plan({make}, mesh)")
+
+
+def side_of(plan: Plan, side: str) -> Placement:
+    _check_side(side)
+    return plan.q if side == "q" else plan.kv
+
+
+def _check_side(side: str) -> None:
+    if side not in ("q", "kv"):
+        raise ValueError(f'side={side!r} is not known; it is "q" for queries or "kv" for keys and values')

@@ -1,0 +1,98 @@
+"""The public `create_block_mask`: where its mask_mod is asked, and what is shown meanwhile."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from tritoncp.core.handles import refuse_inside_a_graph
+from tritoncp.core.tracing import graph_of
+from tritoncp.core.upload import upload
+from tritoncp.masks import mask
+from tritoncp.masks.classify import Ask
+from tritoncp.masks.mask import Mask, MaskFn
+
+_PATIENCE = 2.0  # seconds before a bar appears
+
+
+def create_block_mask(
+    mask_mod: MaskFn,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: str | torch.device | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+) -> Mask:
+    """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact :class:`Mask`.
+
+    mask_mod: (b, h, q_idx, kv_idx) -> bool; B, H: batch rows and heads it differs between, None = one for
+    all. A closed form (``causal()``, ``document(...)``, ...) takes arithmetic alone. Any other mask_mod is
+    traced and bounded over ever smaller tiles; only where that decides nothing is it evaluated, a few million
+    pairs at a time: in torch on the CPU, by a Triton kernel on a GPU. The result is on the CPU and goes
+    wherever a block_mask goes; ``.to_block_mask()`` is torch's.
+
+    device: of the tensors that mask_mod captures; by default they are looked at. Past two seconds a bar on
+    stderr shows how far it is. ``_compile`` is torch's and has nothing to do here.
+
+    >>> mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 4096), None, None, 2**20, 2**20)
+    >>> print(f"{mask.sparsity():.1f} % of {mask.runs.shape[2]} x {mask.runs.shape[3]} blocks are empty")
+    99.6 % of 8192 x 8192 blocks are empty
+    """
+    refuse_inside_a_graph("create_block_mask")
+    place = torch.device(device) if device is not None else _home(mask_mod)
+    ask = None if place.type == "cpu" else _asker(mask_mod, place)
+    with _Bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as bar:
+        return mask.create_block_mask(
+            mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, ask=ask, progress=bar.show
+        )
+
+
+def _home(mask_mod: MaskFn) -> torch.device:
+    """Where the tensors are that the mask_mod captures."""
+    graph = graph_of(mask_mod) if torch.accelerator.is_available() else None
+    nodes = graph.graph.nodes if graph is not None else ()
+    devices = [getattr(graph, str(node.target)).device for node in nodes if node.op == "get_attr"]
+    return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _asker(mask_mod: MaskFn, device: torch.device) -> Ask | None:
+    """The mask_mod in a Triton kernel; None where it cannot be translated and torch has to ask."""
+    from tritoncp import mods
+    from tritoncp.kernels.pairs import asker
+
+    try:
+        mod = mods.mask_mod(mask_mod)
+    except mods.Untranslatable:
+        return None
+    return asker(mod.fn, mod.caps(upload(mod.tensors, device)), device)
+
+
+class _Bar:
+    """A progress bar that appears only if it takes long."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.since = what, time.monotonic()
+        self.bar: Any = None
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def show(self, done: float) -> None:
+        """done: the share that is, from 0 to 1."""
+        if self.bar is None and time.monotonic() - self.since > _PATIENCE:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self.bar = Progress(console=Console(stderr=True), transient=True)
+            self.bar.add_task(self.what, total=1.0)
+            self.bar.start()
+        if self.bar is not None:
+            self.bar.update(self.bar.task_ids[0], completed=done)
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.stop()

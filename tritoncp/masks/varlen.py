@@ -1,0 +1,260 @@
+"""Packed sequences: documents one after the other in one buffer, told apart by cu_seqlens.
+
+``cu_seqlens``, integers [n + 1], says how many tokens come before each of n documents, and in all. Where a
+buffer has padding at the end of each document, ``cu_seqlens_padded`` says the same of its rows. All of it is
+arithmetic on whole tensors: no document is looked at by itself, and one copy at most comes from a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncp.masks.block_runs import ramps
+from tritoncp.masks.closed_forms import UNBOUNDED, Intervals, MaskMod
+from tritoncp.masks.mask import Mask, create_block_mask
+
+
+class Documents(NamedTuple):
+    """Documents in a buffer, each int64 [n]: first row, tokens, and rows including padding."""
+
+    first: Tensor
+    tokens: Tensor
+    rows: Tensor
+
+    def of_rows(self) -> tuple[Tensor, Tensor]:
+        """The document of each row of the buffer, and the row's place in it: int64 [t].
+
+        >>> Documents.of("cu_seqlens", torch.tensor([0, 2, 2, 3]), torch.tensor([0, 3, 3, 4])).of_rows()
+        (tensor([0, 0, 0, 2]), tensor([0, 1, 2, 0]))
+        """
+        number = torch.arange(len(self.rows)).repeat_interleave(self.rows)
+        return number, torch.arange(len(number)) - self.first[number]
+
+    def is_token(self) -> Tensor:
+        """Which rows hold a token, not padding: bool [t]."""
+        number, place = self.of_rows()
+        return place < self.tokens[number]
+
+    @classmethod
+    def of(cls, name: str, cu_seqlens: Tensor, padded: Tensor, length: int | None = None) -> Documents:
+        """From cumulative lengths, on the CPU; checked. length: of the buffer, where it is known."""
+        cu_seqlens, padded = (x.detach().cpu().long() for x in (cu_seqlens, padded))
+        _check_cumulative(name, cu_seqlens)
+        _check_cumulative(f"{name}_padded", padded)
+        tokens, rows = cu_seqlens.diff(), padded.diff()
+        if bool((tokens > rows).any()):
+            at = int((tokens > rows).nonzero()[0])
+            raise ValueError(
+                f"document {at} has {int(tokens[at])} tokens by {name} and {int(rows[at])} rows by "
+                f"{name}_padded, which counts tokens and the padding behind them: give it no fewer"
+            )
+        if length is not None and int(padded[-1]) != length:
+            raise ValueError(
+                f"{name} accounts for {int(padded[-1])} rows, the buffer has {length} on all ranks together; "
+                "cu_seqlens are those of the whole buffer, not of a shard, and rows that hold no token are "
+                f"padding of the document before them: pass {name}_padded, which ends at {length}"
+            )
+        return cls(padded[:-1], tokens, rows)
+
+
+def _check_cumulative(name: str, x: Tensor) -> None:
+    if int(x[0]) != 0:
+        raise ValueError(
+            f"{name} starts at {int(x[0])}; it says how many tokens come before each document, so it "
+            "starts at 0: put a 0 in front"
+        )
+    falls = x.diff() < 0
+    if bool(falls.any()):
+        at = int(falls.nonzero()[0])
+        raise ValueError(
+            f"{name} falls from {int(x[at])} to {int(x[at + 1])} after document {at}; it adds up lengths, "
+            "so it never falls: take lengths.cumsum(0) with a 0 in front"
+        )
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Varlen(MaskMod):
+    """Documents of a packed buffer: nobody sees past their own.
+
+    q, kv:               cumulative tokens [n + 1]; q_padded, kv_padded: cumulative rows of the buffer
+    left, right:         where the last query and the last key of a document are level, query i sees key j for
+                         -right <= i - j <= left; -1 = unbounded
+    """
+
+    q: Tensor
+    kv: Tensor
+    q_padded: Tensor
+    kv_padded: Tensor
+    left: int
+    right: int
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        q, kv, q_padded, kv_padded = (
+            x.to(q_idx.device) for x in (self.q, self.kv, self.q_padded, self.kv_padded)
+        )
+        number, other = _number(q_padded, q_idx), _number(kv_padded, kv_idx)
+        i, j = q_idx - q_padded[number], kv_idx - kv_padded[other]
+        queries, keys = q[number + 1] - q[number], kv[other + 1] - kv[other]
+        gap = i - queries + keys - j
+        seen = (number == other) & (i < queries) & (j < keys)
+        if self.left != UNBOUNDED:
+            seen = seen & (gap <= self.left)
+        return seen if self.right == UNBOUNDED else seen & (gap >= -self.right)
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals:
+        queries, keys = self._sides(q_len, kv_len)
+        number, place = queries.of_rows()
+        first, count = keys.first[number], keys.tokens[number]
+        level = place + (keys.tokens - queries.tokens)[number]
+        lo = torch.zeros_like(level) if self.left == UNBOUNDED else (level - self.left).clamp(min=0)
+        hi = count if self.right == UNBOUNDED else torch.minimum(count, level + self.right + 1)
+        some = (place < queries.tokens[number]) & (hi > lo)
+        return torch.where(some, first + lo, 0)[None, None], torch.where(some, first + hi, 0)[None, None]
+
+    def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
+        queries, keys = (side.is_token() for side in self._sides(q_len, kv_len))
+        return None if bool(queries.all() & keys.all()) else (queries, keys)
+
+    def _sides(self, q_len: int, kv_len: int) -> tuple[Documents, Documents]:
+        queries = Documents.of("cu_seqlens_q", self.q, self.q_padded, q_len)
+        return queries, Documents.of("cu_seqlens_kv", self.kv, self.kv_padded, kv_len)
+
+    def __repr__(self) -> str:
+        return f"varlen(documents={len(self.q) - 1}, left={self.left}, right={self.right})"
+
+
+def _number(padded: Tensor, at: Tensor) -> Tensor:
+    """The document that holds row ``at``: as many as end before it."""
+    return (padded[1:] <= at[..., None]).sum(-1)
+
+
+def varlen(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None = None,
+    *,
+    causal: bool,
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+) -> Varlen:
+    """The arguments of :func:`varlen_mask` as a mask_mod. Nothing is read from a device here."""
+    if cu_seqlens_kv is None:
+        if cu_seqlens_kv_padded is not None:
+            raise ValueError("cu_seqlens_kv_padded is given without cu_seqlens_kv: pass both, or neither")
+        cu_seqlens_kv, cu_seqlens_kv_padded = cu_seqlens_q, cu_seqlens_q_padded
+    q_padded = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+    kv_padded = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+    _check_types(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        cu_seqlens_q_padded=q_padded,
+        cu_seqlens_kv_padded=kv_padded,
+    )
+    left, right = _checked_window(window)
+    return Varlen(cu_seqlens_q, cu_seqlens_kv, q_padded, kv_padded, left, 0 if causal else right)
+
+
+def _check_types(**given: Tensor) -> None:
+    for name, x in given.items():
+        if (
+            not isinstance(x, Tensor)
+            or x.dtype not in (torch.int32, torch.int64)
+            or x.ndim != 1
+            or not len(x)
+        ):
+            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise TypeError(
+                f"{name} is {got}; an int32 or int64 tensor [documents + 1] is needed: "
+                "lengths.cumsum(0) with a 0 in front"
+            )
+    counts = {name: len(x) - 1 for name, x in given.items()}
+    if len(set(counts.values())) > 1:
+        said = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ValueError(
+            f"numbers of documents differ: {said}; queries and keys of a document go together, so give a "
+            "document without one of them length 0 there"
+        )
+
+
+def _checked_window(window: tuple[int, int]) -> tuple[int, int]:
+    sides = tuple(window) if isinstance(window, tuple | list) else ()
+    if len(sides) != 2 or not all(isinstance(side, int) and side >= UNBOUNDED for side in sides):
+        raise ValueError(
+            f"window is {window!r}; (left, right) is needed, each the number of keys seen to that side, "
+            "or -1 for all of them"
+        )
+    return sides[0], sides[1]
+
+
+def varlen_mask(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None = None,
+    *,
+    causal: bool,
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> Mask:
+    """The mask of a packed buffer [t, heads, head dim]: every document sees itself alone.
+
+    cu_seqlens_q, cu_seqlens_kv: int32 or int64 [n + 1], how many tokens come before each of n documents, and
+    in all; of queries and of keys (None: the same). Documents of length 0 are allowed.
+    cu_seqlens_q_padded, cu_seqlens_kv_padded: the same of the buffer's rows where padding follows each
+    document's tokens; the last entry is the whole buffer. None: no padding.
+    causal, window: the last query of a document is level with its last key (bottom-right alignment).
+    ``causal`` hides what comes after a query, ``window=(left, right)`` what is further than that on either
+    side, -1 = unbounded, which is FlashAttention's convention. Where both are given both hide.
+
+    A plan made of it leaves padding out: whatever lies there is never read, and out and gradients are 0.
+    The tensors are copied to the host at once. Raises TypeError and ValueError for cu_seqlens of another
+    type, that do not start at 0, fall, or differ in their number of documents.
+
+    >>> mask = varlen_mask(torch.tensor([0, 2, 3]), causal=True, cu_seqlens_q_padded=torch.tensor([0, 3, 4]))
+    >>> mask.to_dense()[0, 0].int()
+    tensor([[1, 0, 0, 0],
+            [1, 1, 0, 0],
+            [0, 0, 0, 0],
+            [0, 0, 0, 1]], dtype=torch.int32)
+    """
+    mod = varlen(
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        causal=causal,
+        window=window,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+    )
+    sides = (mod.q, mod.kv, mod.q_padded, mod.kv_padded)
+    q, kv, q_padded, kv_padded = torch.stack([x.to(mod.q.device).long() for x in sides]).cpu()  # one copy
+    mod = Varlen(q, kv, q_padded, kv_padded, mod.left, mod.right)
+    return create_block_mask(mod, 1, 1, int(mod.q_padded[-1]), int(mod.kv_padded[-1]), BLOCK_SIZE=BLOCK_SIZE)
+
+
+def dual_chunk_rows(cu_seqlens: Tensor, world_size: int) -> Tensor:
+    """Where each row of each rank's shard lies in the buffer when every document is cut into 2 W chunks, of
+    which rank r holds chunks r and 2 W - 1 - r: int64 [W, t / W] on the CPU.
+
+    >>> dual_chunk_rows(torch.tensor([0, 4, 12]), 2)
+    tensor([[ 0,  3,  4,  5, 10, 11],
+            [ 1,  2,  6,  7,  8,  9]])
+    """
+    documents = Documents.of("cu_seqlens", cu_seqlens, cu_seqlens)
+    chunks = 2 * world_size
+    odd = documents.rows % chunks != 0
+    if bool(odd.any()):
+        at = int(odd.nonzero()[0])
+        raise ValueError(
+            f"document {at} has {int(documents.rows[at])} rows, which {chunks} chunks of equal length cannot "
+            f"share; dual-chunk order on {world_size} ranks pads every document to a multiple of {chunks}"
+        )
+    rank = torch.arange(world_size)[:, None]
+    chunk = torch.stack([rank, chunks - 1 - rank], -1)  # [W, 1, 2]
+    length = documents.rows // chunks
+    start = (documents.first[:, None] + chunk * length[:, None]).flatten()  # [W * n * 2]
+    length = length[:, None].expand(world_size, -1, 2).flatten()
+    return ramps(start, length).view(world_size, -1)

@@ -1,0 +1,393 @@
+"""Two registered ops, one whole forward and one whole backward pass, and the autograd node that joins them.
+
+Launches and collectives stay inside the ops, so neither step counts nor Work handles enter a graph.  The plan
+travels as a 0-d CPU tensor that names it: another plan causes no recompilation, and the plan stays
+alive as long as a graph holds that tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.handles import held_by
+from tritoncp.core.host_copy import elsewhere
+from tritoncp.core.tracing import undisturbed
+from tritoncp.core.upload import DeviceCopy
+from tritoncp.distributed import collectives
+from tritoncp.distributed.schedules import schedule_of
+from tritoncp.distributed.schedules.buffers import laid_out_as
+from tritoncp.kernels.launch import facts, layout_of
+from tritoncp.mods import Mod
+from tritoncp.ops import call_mods, engine_factory, signatures, tile_tables, tune_on_first_call
+from tritoncp.ops.engine_factory import Spec
+from tritoncp.planning.plan import Plan
+
+T = TypeVar("T")
+MOST = 256  # engines cached per plan
+_NO_CONTEXT = nullcontext()
+
+
+def _engine(
+    spec: str, plan: Plan, scale: float, q: list[Tensor], k: list[Tensor], v: list[Tensor],
+    captures: list[Tensor], ints: list[int], floats: list[float], extra: Sequence[Tensor] = (),
+    grads: Sequence[Tensor] = (),
+) -> Any:  # fmt: skip
+    """Return the engine of a pass over q, k, v and other tensors. It is cached with the plan, by the layouts
+    of the tensors, unless a graph carries the score_mod, which may read globals."""
+    call, device = Spec.decode(spec), q[0].device
+    kernels, cache = engine_factory.uses_triton(device), plan._once("engines", dict)
+    reusable = kernels and call.carried is None
+    key = reusable and (
+        spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
+        *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
+        *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
+    )  # fmt: skip
+    if reusable and (entry := cache.get(key)) is not None:
+        engine, mask = entry
+        if mask is not None:
+            mask.on_current_stream()  # the cached engine reads its tensors on this stream
+        return engine_factory.rebind(engine, call, device, captures, ints, floats, grads)
+    group = _group(call)
+    tiles = tile_tables.text_of(device, group) if kernels else ""
+    mask, measured = _measured_tiles(spec, plan, q, v[0], group, tiles)
+    engine = engine_factory.make(
+        call,
+        scale,
+        None if mask is None else mask.on_current_stream(),
+        q[0],
+        captures,
+        ints,
+        floats,
+        grads,
+        measured,
+        {} if reusable else None,
+        plan.first_row,
+    )
+    if reusable:
+        _store(cache, key, (engine.around(), mask))
+    return engine
+
+
+def _measured_tiles(
+    spec: str, plan: Plan, q: list[Tensor], v: Tensor, group: Any, tiles: str
+) -> tuple[DeviceCopy[Mod] | None, dict[str, Any]]:
+    """Return the mask_mod of a call and its measured tiles. If tuning is requested, all ranks may measure
+    tiles together: the decision does not depend on properties that differ between ranks."""
+    call, (_, heads, rows, d), e = Spec.decode(spec), q[0].shape, v.shape[3]
+    cache = plan._once("measured", dict)
+    key = spec, tiles, q[0].device, q[0].dtype, q[0].shape, v.shape, plan.rank, plan.schedule, plan.degree
+    if (cached := cache.get(key)) is not None:
+        return cached
+    every = call.world == "" or plan.schedule.startswith("ulysses")  # this process computes rows of all ranks
+    mask, tiles_by_kernel = call_mods.mask_of(plan, q, every_rank=every), {}
+    if tiles:
+        kind = tile_tables.kind_of(plan.mask, mask is not None)
+        like = tile_tables.Call.of(v.dtype, (d, e), kind, engine_factory.scored(call))
+        tune_on_first_call.tune_if_requested(v.device, group, like, (heads, v.shape[1], rows))
+        tiles_by_kernel = tile_tables.configs(v.device, like, group)
+    return _store(cache, key, (mask, tiles_by_kernel))
+
+
+def _store(cache: dict[Any, T], key: Any, value: T) -> T:
+    if len(cache) >= MOST:
+        cache.clear()
+    cache[key] = value
+    return value
+
+
+def _plan(handle: Tensor) -> Plan:
+    """Return the plan of a handle, after a check that its mask has not changed."""
+    plan: Plan = held_by(handle)
+    plan.check_sources()
+    return plan
+
+
+def _drive(
+    group: Any, plan: Plan, ranks: int, schedule: Callable[[int, Plan], Any], device: torch.device
+) -> list[Any]:
+    """Run the schedules of this process's ranks and return their results. Kernels run below autograd, as
+    torch's own do: views are not tracked there and take half the time."""
+    with torch._C._AutoDispatchBelowADInplaceOrView(), _current(device):
+        if group is None:
+            return collectives.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
+        return [collectives.run(schedule(0, plan), group)]
+
+
+def _group(call: Spec) -> Any:
+    """Return the process group of a call, None if all ranks run in this process."""
+    return collectives.named(call.world) if call.world else None
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make ``device`` the current GPU: Triton launches there, and the tensors may be on another GPU."""
+    is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    return torch.cuda.device(device) if is_other else _NO_CONTEXT
+
+
+def _attend(
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    spec: str,
+) -> list[Tensor]:
+    """Compute outs, lses and, if requested, max_scores of this process's ranks."""
+    call = Spec.decode(spec)
+
+    def schedule(i: int, p: Plan) -> Any:
+        return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
+
+    plan_of_call, group = _plan(plan), _group(call)
+    if group is not None:
+        signatures.compare_call(group, plan_of_call, spec, scale, q[0], k[0], v[0], captures, ints, floats)
+    engine = _engine(spec, plan_of_call, scale, q, k, v, captures, ints, floats)
+    outs, lses, tops = zip(*_drive(group, plan_of_call, len(q), schedule, q[0].device), strict=True)
+    return [*outs, *lses, *(tops if call.want_max else ())]
+
+
+def _forward_fake(
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    spec: str,
+) -> list[Tensor]:
+    outs = [laid_out_as(x, y.shape[3]) for x, y in zip(q, v, strict=True)]
+    stats = [x.new_empty(x.shape[:3], dtype=_stats(x)) for x in q]
+    tops = [torch.empty_like(x) for x in stats] if Spec.decode(spec).want_max else []
+    return [*outs, *stats, *tops]
+
+
+def _differentiate(
+    douts: list[Tensor],
+    dlses: list[Tensor],
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    outs: list[Tensor],
+    lses: list[Tensor],
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    spec: str,
+) -> list[Tensor]:
+    """Compute dq, dk, dv of this process's ranks, then the gradients of captures that require one."""
+    call = Spec.decode(spec)
+
+    def schedule(i: int, p: Plan) -> Any:
+        # lse is -inf in rows that see no key, and the gradient of a loss there may not be finite.
+        dlse = dlses[i].masked_fill(lses[i] == -torch.inf, 0).contiguous() if dlses else None
+        dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
+        parts = yield from schedule_of(p).backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
+        # The only rounding. dk and dv may be views of one buffer, and outputs of an op must not share memory.
+        return tuple(_own(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
+
+    plan_of_call, grads = _plan(plan), engine_factory.buffers(call, captures, lses[0])
+    extra = *outs, *lses, *douts, *dlses
+    engine = _engine(spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads)
+    done = _drive(_group(call), plan_of_call, len(q), schedule, q[0].device)
+    sums = engine_factory.sums(call, captures, grads)
+    return [x for part in zip(*done, strict=True) for x in part] + sums
+
+
+def _backward_fake(
+    douts: list[Tensor],
+    dlses: list[Tensor],
+    q: list[Tensor],
+    k: list[Tensor],
+    v: list[Tensor],
+    outs: list[Tensor],
+    lses: list[Tensor],
+    captures: list[Tensor],
+    ints: list[int],
+    floats: list[float],
+    scale: float,
+    plan: Tensor,
+    spec: str,
+) -> list[Tensor]:
+    sums = [x.new_empty(x.shape) for x in (captures[i] for i in Spec.decode(spec).wants)]
+    return [laid_out_as(x, x.shape[3]) for x in (*q, *k, *v)] + sums
+
+
+def _stats(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _own(grad: Tensor, x: Tensor) -> Tensor:
+    """Convert a gradient of x to the dtype and memory order of x, in its own memory."""
+    if grad.untyped_storage().nbytes() > grad.nbytes:
+        return laid_out_as(x, x.shape[3]).copy_(grad)
+    return grad.to(x.dtype)
+
+
+def _split(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:
+    rest = iter(tensors)
+    return [list(itertools.islice(rest, length)) for length in lengths]
+
+
+def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    return torch.zeros_like(like) if grad is None else grad
+
+
+# -- the ops, and their derivatives ------------------------------------------------------------------------
+#
+# Registered directly: torch.library.custom_op and register_autograd search every list of tensors for nested
+# tensors, at each call and for each derivative, which takes longer than the rest of a call.
+
+_OPS = torch.library.Library("tritoncp", "FRAGMENT")
+
+
+def register_op(
+    name: str, body: Callable[..., Any], fake: Callable[..., Any], differentiated: Any = None
+) -> Any:
+    """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel ``differentiated``."""
+
+    def run_body(*args: Any) -> Any:
+        with undisturbed():
+            return body(*args)
+
+    schema = torch.library.infer_schema(body, mutates_args=())
+    _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _OPS.impl(name, run_body, "CompositeExplicitAutograd")
+    if differentiated is not None:
+        _OPS.impl(name, differentiated, "Autograd")
+    torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
+    return getattr(torch.ops.tritoncp, name).default
+
+
+def run_below_autograd(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: Any) -> Any:
+    """Run the op below autograd: through the dispatcher if it is needed (:func:`needs_dispatcher`), else its
+    body directly, as dispatching takes a third of a call.
+
+    tensors: all tensors in args
+    """
+    if needs_dispatcher(tensors):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+    if not torch.is_grad_enabled():
+        return body(*args)
+    torch._C._set_grad_enabled(False)  # as no_grad() does, in a fifth of the time
+    try:
+        return body(*args)
+    finally:
+        torch._C._set_grad_enabled(True)
+
+
+DISPATCH_MODES = (  # functions that return a true value while modes, functorch, autocast, ... are active
+    torch._C._len_torch_dispatch_stack,
+    elsewhere,
+    torch._C._functorch.peek_interpreter_stack,
+    torch._C._is_any_autocast_enabled,
+    torch._C._get_tracing_state,
+    torch.is_inference_mode_enabled,
+    torch.autograd._profiler_enabled,
+)
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def needs_dispatcher(tensors: Iterable[Tensor]) -> bool:
+    """Return whether the dispatcher has an effect on a call: under dispatch modes, functorch, autocast,
+    tracing, inference mode, profilers or another default device, and for subclasses and lazily negated or
+    zero tensors."""
+    for is_active in DISPATCH_MODES:
+        if is_active():
+            return True
+    for x in tensors:  # noqa: SIM110 - any() takes twice as long
+        if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():
+            return True
+    return False
+
+
+class Attention(torch.autograd.Function):
+    """The autograd node of all ranks of this process: one under a process group, all of a simulated world.
+
+    call: number of ranks, number of captured tensors, and the remaining arguments of the op
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Any, ...], plan: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        n, num_captures, *constants, spec = ctx.call = call
+        lists = _split(tensors, n, n, n, num_captures)
+        results = run_below_autograd(forward_op, _attend, tensors, *lists, *constants, plan, spec)
+        ctx.save_for_backward(plan, *tensors, *results[: 2 * n])
+        # Saved-tensor hooks, as for offloading, may save a copy of the handle, which does not keep the plan
+        # alive.
+        ctx.held = plan, engine_factory.score_structure(spec)
+        ctx.mark_non_differentiable(*results[2 * n :])
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        n, num_captures, *constants, spec = ctx.call
+        plan, *saved = ctx.saved_tensors
+        q, k, v, captures, outs, lses = _split(saved, n, n, n, num_captures, n, n)
+        douts = [_or_zeros(*pair) for pair in zip(grads[:n], outs, strict=True)]
+        pairs = list(zip(grads[n : 2 * n], lses, strict=True))
+        dlses = [_or_zeros(*pair) for pair in pairs] if any(grad is not None for grad, _ in pairs) else []
+        all_grads = _backward(douts, dlses, q, k, v, outs, lses, captures, *constants, plan, spec)
+        rest: list[Tensor | None] = [None] * num_captures
+        for place, grad in zip(Spec.decode(spec).wants, all_grads[3 * n :], strict=True):
+            rest[place] = grad
+        return None, None, *all_grads[: 3 * n], *rest
+
+
+class Final(torch.autograd.Function):
+    """The autograd node of the backward pass under ``create_graph``, which raises for a second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, args: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(run_below_autograd(backward_op, _differentiate, tensors, *args))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> None:
+        raise RuntimeError(
+            "tritoncp.flex_attention can be differentiated once: its backward pass has no derivative. "
+            "Compute second derivatives with torch's flex_attention, on one device and a small problem"
+        )
+
+
+def needs_autograd(tensors: Iterable[Tensor]) -> bool:
+    """Return whether a call needs an autograd node. Forward-mode AD also takes the node, on which autograd
+    reports that it has no forward derivative."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and True in [x.requires_grad for x in tensors]
+
+
+def forward(
+    q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor], *rest: Any
+) -> list[Tensor]:
+    """Run ``forward_op`` differentiably, with the same arguments."""
+    tensors = *q, *k, *v, *captures
+    if not needs_autograd(tensors):
+        return run_below_autograd(forward_op, _attend, tensors, q, k, v, captures, *rest)
+    *constants, plan, spec = rest
+    return list(Attention.apply((len(q), len(captures), *constants, spec), plan, *tensors))
+
+
+def _backward(*args: Any) -> list[Tensor]:
+    tensors = list(itertools.chain.from_iterable(args[:8]))
+    if not needs_autograd(tensors):
+        return run_below_autograd(backward_op, _differentiate, tensors, *args)
+    return list(Final.apply(args, *tensors))
+
+
+forward_op = register_op("forward", _attend, _forward_fake, forward)
+backward_op = register_op("backward", _differentiate, _backward_fake, _backward)

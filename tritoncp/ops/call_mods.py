@@ -1,0 +1,85 @@
+"""Translated mask_mods and score_mods of a call, with their captured tensors on the queries' device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp import mods
+from tritoncp.core.upload import DeviceCopy
+from tritoncp.masks.block_runs import Kind
+from tritoncp.mods import Mod, Untranslatable
+from tritoncp.ops.mask_bitmap import bitmask
+from tritoncp.planning.plan import Plan
+
+
+def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
+    """Translate the score_mod. Its tensors have to be on the queries' device: they may be edited between
+    calls and may require gradients, so that a cached copy would be wrong."""
+    if score_mod is None:
+        return None
+    mod = mods.score_mod(score_mod, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    for tensor in mod.tensors:
+        if tensor.ndim and tensor.device != q.device:
+            raise ValueError(
+                f"score_mod captures a tensor {tuple(tensor.shape)} on {tensor.device}, the query is on "
+                f"{q.device}; move it there once, before the call: tensor.to({str(q.device)!r})"
+            )
+    return mod
+
+
+def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> DeviceCopy[Mod] | None:
+    """Return the translated mask_mod of a call, None if no masked block needs it. It is cached with the plan,
+    with copies of captured CPU tensors on the queries' device: a plan refuses to run after one was edited.
+
+    q: the query of each rank that this process computes: all ranks of the plan, or its own rank.
+    """
+    ranks = tuple(range(plan.world_size)) if every_rank else (plan.rank,)
+    batch, heads, device = q[0].shape[0], q[0].shape[1], q[0].device
+    if plan.mask.interval_for(batch, heads) is not None:
+        return None  # kernels compare positions with the interval of their row
+    reads = plan.mask.reads
+    key = "mask_mod", ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
+    if key not in plan._shared:
+        needed = any(_has_masked(plan.for_rank(rank)) for rank in ranks)
+        plan._shared[key] = _copy_to(_translate_mask(plan, ranks, batch, heads), device) if needed else None
+    return plan._shared[key]
+
+
+def _has_masked(plan: Plan) -> bool:
+    """Return whether this rank's queries see any masked block."""
+    _, runs = plan.listed()
+    return bool((runs.runs[:, 2] == Kind.MASKED).any())
+
+
+def _translate_mask(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:
+    fn = plan.mask.mask_mod
+    assert fn is not None
+    if "mask_mod" not in plan._shared:
+        try:
+            plan._shared["mask_mod"] = mods.mask_mod(fn)
+        except Untranslatable:
+            plan._shared["mask_mod"] = None
+    if plan._shared["mask_mod"] is not None:
+        return plan._shared["mask_mod"]
+    *evaluators, (last, device) = plan._shared.get("evaluators", [(fn, torch.device("cpu"))])
+    for evaluate, place in evaluators:
+        try:
+            return mods.mask_mod(bitmask(plan, ranks, batch, heads, evaluate, place).mask_mod())
+        except RuntimeError:
+            continue  # the mask_mod runs only on another device
+    return mods.mask_mod(bitmask(plan, ranks, batch, heads, last, device).mask_mod())
+
+
+def _copy_to(mod: Mod, device: torch.device) -> DeviceCopy[Mod]:
+    """Copy a mod's captured CPU tensors to a device. Raises ValueError for one on another device."""
+    for tensor in mod.tensors:
+        if tensor.device.type != "cpu" and tensor.device != device:
+            raise ValueError(
+                f"mask_mod captures a tensor {tuple(tensor.shape)} on {tensor.device}, the query is on "
+                f"{device}; make the mask from tensors on {device} or on the CPU"
+            )
+    return DeviceCopy(mod.tensors, device, lambda *copies: mod.around(copies, mod.numbers))

@@ -1,0 +1,101 @@
+"""Bitmaps of a mask_mod that cannot be translated: its values in the blocks that a rank needs.
+
+Torch evaluates the mask_mod once in these blocks, and a mask_mod that only indexes tensors replaces it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritoncp.masks.mask import Mask, MaskFn, masked_blocks
+from tritoncp.planning.plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Bitmask:
+    """Values of a mask_mod in the blocks of a rank, eight to a byte.
+
+    rows:  int32 [q blocks], the row of ``ids`` for each block of queries
+    ids:   int32 [B or 1, H or 1, n, kv blocks], index of the block in ``bits``; -1 for blocks that are not
+           needed
+    bits:  uint8 [blocks, q_block, ceil(kv_block / 8)], lowest bit first
+    first_row: the batch row that row 0 of ``ids`` is for
+    """
+
+    rows: Tensor
+    ids: Tensor
+    bits: Tensor
+    q_block: int
+    kv_block: int
+    first_row: int = 0
+
+    def mask_mod(self) -> Callable[..., Tensor]:
+        """Return a mask_mod of plain gathers with the same values; arbitrary in blocks that are not
+        needed."""
+        rows, ids, bits, q_block, kv_block = self.rows, self.ids, self.bits, self.q_block, self.kv_block
+        each_batch, each_head, first_row = ids.shape[0] > 1, ids.shape[1] > 1, self.first_row
+
+        def look_up(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+            batch, head = b - first_row if each_batch else 0, h if each_head else 0
+            block = ids[batch, head, rows[q_idx // q_block], kv_idx // kv_block]
+            inside = kv_idx % kv_block
+            byte = bits[block, q_idx % q_block, inside // 8].to(torch.int32)
+            return (byte >> (inside % 8)) & 1 != 0
+
+        return look_up
+
+
+def bitmask(
+    plan: Plan,
+    ranks: Sequence[int],
+    batch: int,
+    heads: int,
+    evaluate: MaskFn,
+    device: torch.device | str = "cpu",
+) -> Bitmask:
+    """Evaluate a mask_mod in the blocks that ``ranks`` of a plan need, for ``batch`` rows and ``heads`` query
+    heads.
+
+    evaluate: the plan's mask_mod, called with indices on ``device``.
+    """
+    mask, first_row = plan.mask, plan.first_row
+    B = max(mask.B, batch if mask.reads[0] else 1)
+    H = max(mask.H, heads if mask.reads[1] else 1)
+    blocks = masked_blocks(mask.runs.expand(B, H))  # [n, 4]: b, h, row, col
+    owned = _owned_blocks(plan, ranks)  # [Bp, rows]
+    owned = owned if len(owned) == B else owned.any(0, keepdim=True)
+    blocks = blocks[owned[blocks[:, 0] % len(owned), blocks[:, 2]]]
+    needed = torch.zeros(owned.shape[1], dtype=torch.bool)
+    needed[blocks[:, 2]] = True
+    rows = needed.cumsum(0) - 1
+    ids = torch.full((B, H, max(1, int(needed.sum())), mask.runs.shape[3]), -1, dtype=torch.int32)
+    ids[blocks[:, 0], blocks[:, 1], rows[blocks[:, 2]], blocks[:, 3]] = torch.arange(len(blocks)).int()
+
+    def evaluate_shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return evaluate(b + first_row, h, q_idx, kv_idx)
+
+    parts = [_pack_bits(visible) for _, visible in mask.evaluate(evaluate_shifted, blocks, device)]
+    nothing = torch.zeros(1, mask.q_block, -(-mask.kv_block // 8), dtype=torch.uint8)
+    bits = torch.cat(parts) if parts else nothing
+    return Bitmask(rows.int(), ids, bits, mask.q_block, mask.kv_block, first_row)
+
+
+def _owned_blocks(plan: Plan, ranks: Sequence[int]) -> Tensor:
+    """Mark the blocks of queries of which these ranks hold any token: bool [Bp, q blocks]."""
+    mask: Mask = plan.mask
+    owned = torch.zeros(plan.q.slots[0].shape[0], mask.runs.shape[2] + 1, dtype=torch.bool)
+    for rank in ranks:
+        slots = plan.q.slots[rank]
+        row = torch.where(slots[..., 2] > 0, slots[..., 1] // mask.q_block, mask.runs.shape[2])
+        owned.scatter_(1, row.long(), torch.ones_like(row, dtype=torch.bool))
+    return owned[:, :-1]
+
+
+def _pack_bits(visible: Tensor) -> Tensor:
+    """Pack bool [n, q_block, kv_block] into uint8 [n, q_block, ceil(kv_block / 8)]."""
+    visible = torch.nn.functional.pad(visible, (0, -visible.shape[2] % 8)).unflatten(2, (-1, 8))
+    return (visible * (1 << torch.arange(8, dtype=torch.uint8))).sum(3, dtype=torch.uint8)

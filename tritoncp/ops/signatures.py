@@ -1,0 +1,288 @@
+"""Signatures of calls: the settings that all ranks of a group share, compared at a signature's first call.
+
+Once for each group and signature the ranks compare dtype, heads, lengths, scale, options and the structure of
+mods and mask, on the host; a call whose signature was compared costs a look-up. Contents of tensors and
+captured numbers are compared only under TRITONCP_CHECK=1, at every call. A plan that another
+process made, as a data loader's worker, is compared at its first use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import threading
+import types
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.host_copy import is_remote, to_host
+from tritoncp.distributed import collectives, consistency
+from tritoncp.distributed.consistency import Facts, fact
+from tritoncp.masks.block_runs import content
+from tritoncp.masks.closed_forms import MaskMod
+from tritoncp.mods import Mod
+from tritoncp.mods.captures import describe, origin
+from tritoncp.ops import engine_factory
+from tritoncp.ops.engine_factory import Spec
+from tritoncp.planning.plan import Plan
+
+MAX_SIGNATURES = 1024  # signatures per group
+MAX_SCALES = 16  # values of scale that are compared per signature; further values are not
+CALL, MOMENT = "flex_attention", "in this call"
+
+
+class Table:
+    """The signatures that a group's ranks compared: equal on every rank, as all make the same calls in one
+    order.
+
+    scales:     scales that were compared, by signature
+    structures: structures of the compared plans
+    plans:      identities of plans that were compared
+    """
+
+    def __init__(self) -> None:
+        self.scales: dict[Any, set[float]] = {}
+        self.structures: set[Any] = set()
+        self.plans: set[Any] = set()
+
+    def note(self, signature: Any, scale: float, plan: Plan) -> None:
+        """Record that the ranks compared this call."""
+        if len(self.scales) >= MAX_SIGNATURES:
+            self.scales.clear()
+            self.structures.clear()
+        self.scales.setdefault(signature, set()).add(scale)
+        self.structures.add(structure_of(plan))
+        self.note_plan(plan)
+
+    def note_plan(self, plan: Plan) -> None:
+        """Record that the ranks compared this plan."""
+        if len(self.plans) >= MAX_SIGNATURES:
+            self.plans.clear()
+        self.plans.add(plan.identity)
+
+
+# By the group object: a new group may get the name of one that was destroyed.
+_TABLES: weakref.WeakKeyDictionary[Any, Table] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()  # guards _TABLES
+
+
+def table_of(group: Any) -> Table:
+    """Return the table of a group."""
+    table = _TABLES.get(group)
+    if table is None:
+        with _LOCK:
+            table = _TABLES.setdefault(group, Table())
+    return table
+
+
+def compare_call(
+    group: Any, plan: Plan, spec: str, scale: float, q: Tensor, k: Tensor, v: Tensor,
+    captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float],
+) -> None:  # fmt: skip
+    """Compare a call across the ranks, if its signature or plan is new to the group, or if TRITONCP_CHECK=1.
+
+    Raises Disagreement on every rank where the ranks differ, PeerLost where a rank is missing. Under
+    CUDA-graph capture nothing is compared.
+    """
+    table, shape = table_of(group), q.shape
+    # Only values that are equal on all ranks: not the length of a shard.
+    signature = (
+        spec, structure_of(plan), plan.first_row, q.dtype, q.device.type, shape[0], shape[1], shape[3],
+        k.shape[1], v.shape[3],
+    )  # fmt: skip
+    scales = table.scales.get(signature)
+    if (
+        scales is not None
+        and (scale in scales or len(scales) >= MAX_SCALES)
+        and plan.identity in table.plans
+        and not consistency.CHECKED
+    ):
+        return
+    if group.size() == 1 or (q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        return
+    purpose = purpose_of(q, k, v)
+
+    def facts() -> tuple[None, Facts, Sequence[int]]:
+        same = _facts(plan, Spec.decode(spec), scale, q, k, v, captures, ints, floats)
+        return None, {"call": fact(purpose, CALL.encode()), **same}, ()
+
+    consistency.together(group, purpose, facts, MOMENT)
+    table.note(signature, scale, plan)
+    collectives.connect_data(group, q.device)  # for a plan made in another process, as a data loader's
+
+
+def share_failure(group: Any, plan: Plan, error: Exception) -> None:
+    """Tell the other ranks that this call failed, if they certainly compare it: if this plan or its structure
+    is new to the group. Otherwise they may run the call, and fail after the group's timeout."""
+    if group is None or group.size() == 1:
+        return
+    table = table_of(group)
+    is_new = structure_of(plan) not in table.structures or plan.identity not in table.plans
+    if consistency.CHECKED or is_new:
+        consistency.share_failure(group, CALL, error, MOMENT)
+
+
+def purpose_of(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Describe a call of attention, for messages."""
+    return f"{CALL} of query {list(q.shape)}, key {list(k.shape)} and value {list(v.shape)} in {_name(q)}"
+
+
+def shape_facts(q: Tensor, k: Tensor) -> dict[str, tuple[consistency.Text, bytes]]:
+    """Return the facts about shards that do not depend on their lengths."""
+    return {
+        "batch": fact(f"batch {q.shape[0]}"),
+        "heads": fact(f"{q.shape[1]} query heads and {k.shape[1]} key heads"),
+        "head dims": fact(f"head dim {q.shape[3]}"),
+    }
+
+
+def _facts(
+    plan: Plan, spec: Spec, scale: float, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor],
+    ints: Sequence[int], floats: Sequence[float],
+) -> Facts:  # fmt: skip
+    score = engine_factory.score_of(spec, q, captures, ints, floats)
+    mask, between = plan.mask, f"schedule {plan.schedule!r}, degree {plan.degree}"
+    facts = {
+        "versions": consistency.versions(),
+        "device": fact(q.device.type),
+        "dtype": fact(_name(q)),
+        **shape_facts(q, k),
+        "batch": fact(f"batch {q.shape[0]}" + f" from row {plan.first_row} on" * bool(plan.first_row)),
+        "head dims": fact(f"head dims {q.shape[3]} and {v.shape[3]}"),
+        "lengths": fact(f"{mask.q_len} queries and {mask.kv_len} keys"),
+        "scale": fact(f"scale {scale!r}"),
+        "kernel_options": fact(f"kernel_options {dict(spec.options)}"),
+        "returns": fact(", ".join(["out", *(x for x in spec.returns if x != "sinks")])),
+        "sinks": fact("sinks" if "sinks" in spec.returns else "no sinks"),
+        "score_mod": fact(f"a score_mod of structure {score.digest[:12]}" if score else "no score_mod"),
+        "mask": fact(lambda: mask_text(mask), plan.mask_digest + form_of(mask.mask_mod).encode()),
+        "placement": fact(f"balancer {plan.balancer!r}, {between}", plan.digest),
+    }
+    if consistency.CHECKED:
+        facts["captures"] = _capture_fact(captures, ints, floats)
+    return facts
+
+
+def _capture_fact(
+    captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
+) -> tuple[consistency.Text, bytes]:
+    """Return the fact about all captures of a score_mod, by value."""
+    tensors = [tensor_text(x) for x in captures]
+    return fact(", ".join([*tensors, *map(repr, ints), *map(repr, floats)]) or "none")
+
+
+def structure_of(plan: Plan) -> Any:
+    """Return the structure of a plan, without its mask's tensors and numbers: hashable, equal on all
+    ranks."""
+    key = "structure", plan.schedule
+    structure = plan._shared.get(key)
+    if structure is None:
+        mask = plan.mask
+        lengths = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block
+        form = form_of(mask.mask_mod)
+        structure = plan._shared[key] = lengths, plan.balancer, plan.schedule, plan.degree, form
+    return structure
+
+
+def form_of(mod: Any) -> str:
+    """Return the code of a mask_mod, or the kind of a closed form, without captures: equal on all ranks.
+
+    >>> from tritoncp import causal, sliding_window
+    >>> form_of(causal() & sliding_window(4)) == form_of(causal() & sliding_window(5)) != form_of(causal())
+    True
+    """
+    if isinstance(mod, Mod):
+        return mod.digest
+    if isinstance(mod, functools.partial):
+        return f"partial({form_of(mod.func)})"
+    if isinstance(mod, MaskMod):
+        return f"{type(mod).__qualname__}({', '.join(map(form_of, _nested(mod)))})"
+    code = getattr(mod, "__code__", None)
+    return describe(mod) if code is None else f"{describe(mod)} {_code_digest(code)}"
+
+
+def _nested(mod: MaskMod) -> Iterator[Any]:
+    """Yield the mask_mods that a closed form combines."""
+    for part in _fields(mod):
+        if callable(part):
+            yield part
+
+
+def _code_digest(code: types.CodeType) -> str:
+    return hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]
+
+
+def mask_text(mask: Any) -> str:
+    """Format a mask and the values that its mask_mod reads, for messages."""
+    return f"{mask!r} of {mod_text(getattr(mask, 'mask_mod', mask))}"
+
+
+def mod_text(mod: Any) -> str:
+    """Format a mask_mod with the plain values that it reads from closures, globals, and their attributes."""
+    if mod is None:
+        return "every pair"
+    if isinstance(mod, MaskMod):
+        return repr(mod) + "".join(f", {tensor_text(x)}" for x in _tensors(mod))
+    while isinstance(mod, functools.partial):
+        mod = mod.func
+    if not isinstance(mod, types.FunctionType):
+        return describe(mod)
+    values = [f"{name} = {text}" for name, text in _values(mod)]
+    return f"{describe(mod)} ({origin(mod)})" + (f" with {', '.join(values)}" if values else "")
+
+
+def _tensors(mod: MaskMod) -> Iterator[Tensor]:
+    for part in _fields(mod):
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, MaskMod):
+            yield from _tensors(part)
+
+
+def _fields(mod: MaskMod) -> Iterator[Any]:
+    names: list[str] = (
+        [field.name for field in dataclasses.fields(mod)] if dataclasses.is_dataclass(mod) else []
+    )
+    for name in names:
+        value = getattr(mod, name)
+        yield from value if isinstance(value, tuple | list) else (value,)
+
+
+def _values(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
+    try:
+        read = inspect.getclosurevars(fn)
+    except (TypeError, ValueError):
+        return
+    for name, value in {**read.nonlocals, **read.globals}.items():
+        if (text := _value_text(value)) is not None:
+            yield name, text
+            continue
+        for attribute in fn.__code__.co_names:
+            inner = inspect.getattr_static(value, attribute, None)
+            if (text := _value_text(inner)) is not None and inner is not None:
+                yield f"{name}.{attribute}", text
+
+
+def _value_text(value: Any) -> str | None:
+    """Format a plain value or tensor, for messages; None for anything else."""
+    if isinstance(value, Tensor):
+        return tensor_text(value)
+    plain = bool, int, float, complex, str, bytes, type(None), enum.Enum, tuple, list, dict
+    return repr(value)[:100] if isinstance(value, plain) else None
+
+
+def tensor_text(x: Tensor) -> str:
+    """Format a tensor's dtype, shape and a digest of its contents."""
+    local = to_host([x])[0] if is_remote(x) else x.detach()
+    return f"{_name(x)} {list(x.shape)} #{hashlib.sha256(content(local)).hexdigest()[:12]}"
+
+
+def _name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,152 @@
+"""Tuning at the first call of a kind, if TRITONCP_AUTOTUNE is set.
+
+The command `tritoncp autotune` runs in a subprocess, whose crash or hang does not affect training. It writes
+the user's files (:mod:`tritoncp.ops.tile_tables`) before the call looks up its tiles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tritoncp.distributed import collectives
+from tritoncp.ops import tile_tables
+from tritoncp.ops.tile_tables import Call
+
+COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
+MEASURED = {"full": "full", "causal": "causal", "window": "window", "interval": "document"}
+# Shortest and longest sequence that is measured; the call's length is clamped to them.
+LENGTHS = (1024, 16384)
+_ATTEMPTS: set[tuple[weakref.ref[Any] | None, Call]] = set()  # (group, call) pairs that were tuned or failed
+
+
+def tune_if_requested(device: torch.device, group: Any, call: Call, shape: tuple[int, int, int]) -> None:
+    """Tune once for a kind of call without measured tiles, if TRITONCP_AUTOTUNE is set; shape: query heads,
+    key heads and rows of the call.
+
+    All ranks of a group call this together and decide by rank 0's table and budget, which they share.  A
+    group that made no plan together (if a data loader makes its plans) never tunes.
+    """
+    if call.mask == "mod":  # ranks without masked blocks have kind "interval"
+        call = call._replace(mask="interval")
+    if call.score == 2 or tile_tables.serves(tile_tables.chosen(tile_tables.text_of(device, group), *call)):
+        return  # the measured stand-in for a score_mod loads no value for each score
+    attempt = None if group is None else weakref.ref(group), call
+    allowed = tile_tables.budget() if group is None else _agreed_budget(group)
+    if not allowed or attempt in _ATTEMPTS or not _tunable(device):
+        return
+    _ATTEMPTS.add(attempt)
+    try:
+        if group is None or group.rank() == 0:
+            _tune(device, call, shape, allowed)
+    except Exception as error:  # the call continues with tiles of the rule
+        outcome = "could not be measured, and are those of a rule"
+        warnings.warn(f"tile shapes for calls like this one {outcome}: {error}", stacklevel=2)
+    finally:  # warnings may be errors, and the other ranks wait
+        tile_tables.WARNED_DEVICES.add(tile_tables.device_of(device))
+        tile_tables.renew(group)
+
+
+def _agreed_budget(group: Any) -> float:
+    """Return the tuning seconds of a group: other ranks wait up to twice as long, within the group's
+    timeout."""
+    return min(tile_tables.agreed_budget(group), collectives.timeout(group).total_seconds() / 4)
+
+
+def _tunable(device: torch.device) -> bool:
+    """Return whether a device can be tuned now: a GPU, and no CUDA graph is being captured."""
+    return device.type != "cpu" and not torch.cuda.is_current_stream_capturing()
+
+
+def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed: float) -> None:
+    """Run the command, for at most twice the time ``allowed``, as it compiles first.  One process of a
+    machine runs it at a time: the next process uses its results. Raises RuntimeError if no tiles were
+    measured."""
+    folder, deadline = (
+        next((candidate for candidate in tile_tables.folders() if candidate != tile_tables.SHIPPED), None),
+        time.monotonic() + 2 * allowed,
+    )
+    if folder is None:
+        raise RuntimeError("no folder to keep them in: set TRITONCP_CONFIG_DIR, or install platformdirs")
+    with _hold_lock(
+        tile_tables.path_in(folder, tile_tables.device_of(device)).with_suffix(".lock"), deadline
+    ):
+        tile_tables.forget()
+        if tile_tables.serves(tile_tables.chosen(tile_tables.local(device), *call)):
+            return
+        arguments = _command_arguments(call, shape, allowed)
+        warnings.warn(
+            f"TRITONCP_AUTOTUNE: this call waits about {allowed:.0f} s for `tritoncp autotune "
+            f"{' '.join(arguments)}`, whose result is kept in {folder}",
+            stacklevel=2,
+        )
+        remaining = max(1.0, deadline - time.monotonic())
+        try:
+            process = subprocess.run(
+                [*COMMAND, *arguments], env=_environment(device), stdin=subprocess.DEVNULL, timeout=remaining,
+                capture_output=True, text=True, errors="replace",
+            )  # fmt: skip
+            failure = (
+                process.stderr.strip().rpartition("\n")[2] or f"the command ended with {process.returncode}"
+            )
+        except subprocess.TimeoutExpired:
+            failure = f"the command had not ended after {remaining:.0f} s"
+        tile_tables.forget()
+        if not tile_tables.serves(tile_tables.chosen(tile_tables.local(device), *call)):
+            raise RuntimeError(failure)
+
+
+def _command_arguments(call: Call, shape: tuple[int, int, int], allowed: float) -> list[str]:
+    """Return the command's arguments for a call: its shape, a mask of its kind, and softcap for any
+    score_mod.
+
+    >>> " ".join(_command_arguments(Call("bfloat16", (192, 128), "interval", False), (16, 16, 5000), 60))
+    '--shapes 16x16,192x128,4992 --mask document --ops fwd,bwd --dtype bfloat16 --budget 60s'
+    """
+    heads, kv_heads, rows = shape
+    least, most = LENGTHS
+    width = "x".join(map(str, dict.fromkeys(call.dims)))
+    arguments = ["--shapes", f"{heads}x{kv_heads},{width},{min(most, max(least, rows // 128 * 128))}"]
+    arguments += ["--mask", MEASURED[call.mask], "--ops", "fwd,bwd", "--dtype", call.dtype]
+    arguments += ["--budget", f"{max(1.0, allowed):.0f}s"]
+    return [*arguments, "--score-mod", "softcap"] if call.score else arguments
+
+
+def _environment(device: torch.device) -> dict[str, str]:
+    """Return the environment of the subprocess: only this device is visible, and TRITONCP_AUTOTUNE is
+    unset."""
+    env = tile_tables.environment(without="TRITONCP_AUTOTUNE")
+    if device.type != "cpu":
+        visible = "HIP_VISIBLE_DEVICES" if "HIP_VISIBLE_DEVICES" in env else "CUDA_VISIBLE_DEVICES"
+        index = torch.cuda.current_device() if device.index is None else device.index
+        env[visible] = env[visible].split(",")[index] if env.get(visible) else str(index)
+    return env
+
+
+@contextlib.contextmanager
+def _hold_lock(path: Path, deadline: float) -> Iterator[None]:
+    """Hold an exclusive lock of a file. Raises TimeoutError if another process holds it until the
+    deadline."""
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        while True:
+            try:
+                # The kernel releases it when the process ends.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"another process tunes, and holds {path}") from error
+                time.sleep(0.2)
+        yield

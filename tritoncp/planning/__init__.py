@@ -1,0 +1,4 @@
+"""Block ownership and traffic between ranks: balancers, placements, plans, traffic, cost.
+
+May import: masks, mods, core.
+"""

@@ -1,0 +1,325 @@
+"""Balancers: assign the query blocks of a mask to ranks, by their work and the keys that they see.
+
+A balancer is a function of a :class:`Work` that returns each rank's blocks. `make_plan(balancer=...)` takes
+the name of a balancer of this module, or a function of your own:
+
+>>> def odd_and_even(work):
+...     return [list(range(rank, len(work.costs), work.world_size)) for rank in range(work.world_size)]
+>>> deal(odd_and_even, Work(torch.ones(5), 2))
+[[0, 2, 4], [1, 3]]
+
+The balancers of this module give ranks equal numbers of blocks to within one, also where there are fewer
+blocks than ranks. A function of your own need not: shards are padded to the longest.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.masks.block_runs import Runs
+from tritoncp.masks.mask import Mask
+from tritoncp.planning import balance_locality as _locality
+from tritoncp.planning.balance_locality import merge_ranges, transpose_runs
+
+MASKED = 1.25
+"""Cost of a masked block in units of a full block. The products are the same; the loop that also compares
+positions has 1.65 times the instructions of the one that does not (compiled for sm_90), and about two fifths
+of a block's time are instructions beside the products."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The input of a balancer: the query blocks of one batch row.
+
+    costs:      work of each block [blocks], summed over heads and masks
+    world_size: ranks to deal them to
+    runs:       the key blocks that the query blocks see: Runs [1, H, blocks, columns of keys] for each mask
+    together:   whether the keys of block i are on the rank of its queries. If the numbers of keys and queries
+                differ, keys are dealt separately, and columns are blocks of the other side
+
+    >>> Work(torch.ones(4), 2).sees
+    ()
+    """
+
+    costs: Tensor
+    world_size: int
+    runs: tuple[Runs, ...] = ()
+    together: bool = True
+    column: tuple[int, int] = (1, 1)  # (tokens of a column of the runs, tokens of a block)
+
+    @cached_property
+    def sees(self) -> tuple[Tensor, ...]:
+        """For each mask, the blocks of keys that each block's queries see in any head: int64 [n, 3] rows
+        (block, first key block, end), sorted and disjoint."""
+        return tuple(_visible_columns(runs, self.columns, *self.column) for runs in self.runs)
+
+    @property
+    def columns(self) -> int:
+        """Number of key blocks."""
+        return len(self.costs) if self.together or not self.runs else self.runs[0].n_cols
+
+
+Balancer = Callable[[Work], Sequence[Sequence[int]]]
+
+
+def contiguous(work: Work) -> list[list[int]]:
+    """Cut the blocks into even pieces in natural order.
+
+    >>> contiguous(Work(torch.ones(5), 2))
+    [[0, 1, 2], [3, 4]]
+    """
+    n = _check_work(work)
+    return [list(piece) for piece in _even_pieces(n, work.world_size)]
+
+
+def head_tail(work: Work) -> list[list[int]]:
+    """Give rank r pieces r and 2W - 1 - r of 2W even pieces, which balances a causal mask.
+
+    >>> head_tail(Work(torch.ones(8), 2))
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    n = _check_work(work)
+    pieces = _even_pieces(n, 2 * work.world_size)
+    return [[*pieces[r], *pieces[-1 - r]] for r in range(work.world_size)]
+
+
+def ptrr(work: Work) -> list[list[int]]:
+    """Deal blocks in zig-zag order, the costliest first: processing-time round-robin, as in torch.
+
+    If the number of ranks does not divide that of the blocks, the last round has fewer, the cheapest.
+
+    >>> ptrr(Work(torch.tensor([1, 2, 3, 4, 5]), 2))
+    [[0, 1, 4], [2, 3]]
+    """
+    n, world_size = _check_work(work), work.world_size
+    order = work.costs.cpu().sort(descending=True, stable=True).indices
+    rounds = -(-n // world_size)
+    dealt = torch.cat([order, torch.arange(n, rounds * world_size)]).view(rounds, world_size)
+    dealt[1::2] = dealt[1::2].flip(1)
+    return [[block for block in rank if block < n] for rank in dealt.T.sort(dim=1).values.tolist()]
+
+
+def per_document(work: Work) -> list[list[int]]:
+    """Keep small documents whole, and cut large ones into pairs of pieces (one from the front, one from the
+    back); assign the costliest first, to the rank with the least work that has room.
+
+    Document boundaries are the positions across which the mask shows no pair; documents have any length. A
+    group that no rank has room for is dealt block by block.
+
+    >>> from tritoncp.masks import and_masks, causal, create_block_mask, document
+    >>> mod = and_masks(causal(), document(lengths=[16, 4, 4, 4, 4]))
+    >>> (work,) = views([create_block_mask(mod, None, None, 32, 32, BLOCK_SIZE=4)], 2)
+    >>> per_document(work)
+    [[0, 3, 4, 6], [1, 2, 5, 7]]
+    """
+    n, world_size = _check_work(work), work.world_size
+    costs = work.costs.tolist()
+    before = list(itertools.accumulate(costs, initial=0.0))
+    most = before[-1] / (2 * world_size)  # work of one group
+    groups: list[list[int]] = []
+    for first, end in itertools.pairwise([*_document_starts(work), n]):
+        share = (before[end] - before[first]) / most if most else 0
+        pairs = max(1, min((end - first + 1) // 2, math.ceil(share - 1e-9)))
+        pieces = [range(first + p.start, first + p.stop) for p in _even_pieces(end - first, 2 * pairs)]
+        groups += [[*pieces[i], *pieces[-1 - i]] for i in range(pairs)]
+    return _lightest_first([(sum(costs[i] for i in group), group) for group in groups], costs, world_size)
+
+
+def locality(work: Work) -> list[list[int]]:
+    """Balance the work with the fewest remote keys: :mod:`tritoncp.planning.balance_locality`.
+
+    >>> from tritoncp.masks import create_block_mask, sliding_window
+    >>> (work,) = views([create_block_mask(sliding_window(100), None, None, 1024, 1024)], 4)
+    >>> locality(work)
+    [[0, 1], [2, 3], [4, 5], [6, 7]]
+    """
+    _check_work(work)
+    owner = _locality.place(work)
+    blocks_of_rank = [(owner == rank).nonzero()[:, 0].tolist() for rank in range(work.world_size)]
+    return sorted(
+        blocks_of_rank, key=lambda blocks: sum(blocks) / max(1, len(blocks)) if blocks else len(owner)
+    )
+
+
+balancers: dict[str, Balancer] = {
+    "contiguous": contiguous,
+    "head_tail": head_tail,
+    "per_document": per_document,
+    "ptrr": ptrr,
+    "locality": locality,
+}
+
+
+def resolve_balancer(balancer: str | Balancer) -> tuple[str, Balancer]:
+    """Return the name and the function of a balancer that is passed by name or as a function."""
+    if callable(balancer):
+        return getattr(balancer, "__name__", type(balancer).__name__), balancer
+    if balancer not in balancers:
+        raise ValueError(
+            f"unknown balancer {balancer!r}; known: {', '.join(sorted(balancers))}, or a function of your own"
+        )
+    return balancer, balancers[balancer]
+
+
+def deal(balancer: Balancer, work: Work) -> list[list[int]]:
+    """Return the blocks that the balancer gives each rank, ascending. Raises ValueError if they are not a
+    placement."""
+    name, result = resolve_balancer(balancer)[0], balancer(work)
+    try:
+        ranks = [sorted(int(block) for block in rank) for rank in result]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"balancer {name} returned {_abbreviate(result)}; it has to return a list of block numbers for "
+            "each rank"
+        ) from None
+    if len(ranks) != work.world_size:
+        raise ValueError(
+            f"balancer {name} returned lists for {len(ranks)} ranks, there are {work.world_size}; a rank "
+            "without blocks has an empty list"
+        )
+    n = len(work.costs)
+    counts = [0] * n
+    for block in itertools.chain(*ranks):
+        if not 0 <= block < n:
+            raise ValueError(f"balancer {name} dealt block {block}; there are blocks 0 to {n - 1}")
+        counts[block] += 1
+    wrong = [block for block, count in enumerate(counts) if count != 1]
+    if wrong:
+        raise ValueError(
+            f"balancer {name} has to deal each of the {n} blocks once; it dealt block {wrong[0]} "
+            f"{counts[wrong[0]]} times"
+            + (f", and {len(wrong) - 1} others not once" if len(wrong) > 1 else "")
+        )
+    return ranks
+
+
+def views(masks: Sequence[Mask], world_size: int, side: str = "q") -> list[Work]:
+    """Return the input of a balancer for each batch row: query blocks, or key blocks with side="kv".
+
+    masks: of one size; the work of several is summed, each counted as one layer, whatever its number of
+    heads.
+    """
+    first = masks[0]
+    runs = [mask.runs if side == "q" else mask.runs.transpose() for mask in masks]
+    parts = [
+        block_costs(runs_of_mask) / (runs_of_mask.shape[1] if len(runs) > 1 else 1) for runs_of_mask in runs
+    ]
+    batch = max(map(len, parts))
+    costs = torch.stack([part.expand(batch, -1) for part in parts]).sum(0)
+    together = first.q_len == first.kv_len
+    column = (first.kv_block, first.q_block) if together else (1, 1)
+    return [
+        Work(
+            costs[row],
+            world_size,
+            tuple(runs_of_mask.batch_row(row if runs_of_mask.shape[0] > 1 else 0) for runs_of_mask in runs),
+            together,
+            column,
+        )
+        for row in range(batch)
+    ]
+
+
+def block_costs(runs: Runs) -> Tensor:
+    """Sum the work of each row of blocks over all heads: float64 [B, rows]."""
+    masked, full = runs.counts()
+    return (masked * MASKED + full).sum(1).double()
+
+
+def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Tensor:
+    """Unite the columns that each row lists over heads and kinds, in ``n_cols`` columns of ``block`` tokens:
+    int64 [n, 3] rows (row, start, end)."""
+    rows = runs.shape[2]
+    row, start, end, _ = runs._flat()
+    row, start, end = (
+        row % max(1, rows),
+        start * column // block,
+        (-(-end * column // block)).clamp(max=n_cols),
+    )
+    line = row * (n_cols + 2)
+    # Lines have a spare column, so that ranges of different rows do not touch.
+    start, end = merge_ranges(line + start, line + end)
+    row = start // (n_cols + 2)
+    return torch.stack([row, start - row * (n_cols + 2), end - row * (n_cols + 2)], 1)
+
+
+def _document_starts(work: Work) -> list[int]:
+    """Return the first block of each document. No pair crosses a document boundary between blocks; if a
+    document ends inside a block, the block behind is a start, and sees only that block across the boundary.
+    Of several masks, the boundaries that all have."""
+    n = len(work.costs)
+    crossings = torch.zeros(n + 2, dtype=torch.int64)  # [i]: number of blocks that are seen across cut i
+    for sees in work.sees if work.together else ():
+        column, first, last = transpose_runs(sees, n, n).unbind(1)
+        low = torch.full((n,), n).scatter_reduce_(0, column, first, "amin")
+        high = torch.zeros(n, dtype=torch.int64).scatter_reduce_(0, column, last, "amax")
+        blocks = torch.arange(n)
+        steps = torch.zeros(n + 2, dtype=torch.int64)
+        for begin, end in ((blocks + 1, high), (low + 1, blocks + 1)):  # cuts between a block and its readers
+            nonempty, ones = end > begin, torch.ones_like(blocks)
+            steps.index_add_(0, begin[nonempty], ones[nonempty]).index_add_(0, end[nonempty], -ones[nonempty])
+        crossings = torch.maximum(crossings, steps.cumsum(0))
+    crossing, crossing_before = crossings[1:n], crossings[: max(0, n - 1)]
+    starts = (crossing == 0) | ((crossing == 1) & (crossing_before > 0))
+    return [0] * (n > 0) + ((starts if work.sees else starts[:0]).nonzero()[:, 0] + 1).tolist()
+
+
+def _lightest_first(
+    groups: Sequence[tuple[float, list[int]]], costs: Sequence[float], world_size: int
+) -> list[list[int]]:
+    """Assign groups (work, blocks), the costliest first, to the rank with the least work that has room for
+    the whole group; if none has, one block at a time."""
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    room = [len(piece) for piece in _even_pieces(len(costs), world_size)]
+    available = [(0.0, rank) for rank in range(world_size) if room[rank]]
+    pending = [(-work, blocks) for work, blocks in groups if blocks]
+    heapq.heapify(pending)
+    while pending:
+        work, blocks = heapq.heappop(pending)
+        skipped = []
+        while available and room[available[0][1]] < len(blocks):
+            skipped.append(heapq.heappop(available))
+        if available:
+            load, rank = heapq.heappop(available)
+            ranks[rank] += blocks
+            room[rank] -= len(blocks)
+            skipped += [(load - work, rank)] * (room[rank] > 0)
+        else:
+            for block in blocks:
+                heapq.heappush(pending, (-costs[block], [block]))
+        for entry in skipped:
+            heapq.heappush(available, entry)
+    return [sorted(blocks) for blocks in ranks]
+
+
+def _even_pieces(n: int, count: int) -> list[range]:
+    """Cut range(n) into `count` contiguous pieces whose lengths differ by at most one, the longer ones
+    first."""
+    short, longer = divmod(n, count)
+    cuts = [i * short + min(i, longer) for i in range(count + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(cuts)]
+
+
+def _abbreviate(result: Any) -> str:
+    text = repr(result)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
+def _check_work(work: Work) -> int:
+    if work.world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {work.world_size}")
+    if work.costs.ndim != 1:
+        raise ValueError(
+            f"a balancer takes the costs of one batch row, [blocks], got {tuple(work.costs.shape)}: "
+            "call it once for each row, or sum over them"
+        )
+    return len(work.costs)

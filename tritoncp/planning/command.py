@@ -1,0 +1,122 @@
+"""The command `tritoncp plan`: makes a plan from its options and prints or draws it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.text import Text
+
+import tritoncp
+from tritoncp.masks import expressions
+from tritoncp.planning.report import Facts, colours, lines
+
+DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
+# A plan takes about 60 bytes a token, 2 KiB a block, 25 bytes a pair of ranks and a byte for each block of
+# each rank ("pairs"): each limit is about a minute and 4 GiB.
+LIMITS = {"tokens": 1 << 26, "blocks": 1 << 20, "ranks": 1 << 12, "pairs": 1 << 28}
+
+
+def planned(
+    *,
+    mask: str | None,
+    lengths: str | None,
+    seq_len: int | None,
+    world_size: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None,
+    batch: int | None,
+    dtype: str,
+    balancer: str,
+    schedule: str,
+    block_size: int,
+) -> Facts:
+    """Make rank 0's plan and return its facts. Raises ValueError that names the option that does not fit."""
+    documents: Any = None if lengths is None else expressions.lengths(lengths)
+    rows = documents if documents and isinstance(documents[0], list) else [documents or []]
+    total = sum(rows[0])
+    if documents and not total:
+        raise ValueError("--lengths: the documents are 0 tokens together; a plan needs one token at least")
+    if total and seq_len not in (None, total):
+        raise ValueError(f"--seq-len {seq_len}, but the documents of --lengths are {total} tokens together")
+    size, batch = total or seq_len or DEFAULT_TOKENS, batch or len(rows)
+    if heads % kv_heads:
+        raise ValueError(f"--heads {heads} must be a multiple of --kv-heads {kv_heads}")
+    check_size(size, len(rows), block_size, world_size)
+    text = mask if mask is not None else "causal & document" if documents else "causal"
+    mod = expressions.mask_of(text, documents)
+    with reporting_mask_errors(text):
+        built = tritoncp.create_block_mask(mod, len(rows), 1, size, size, BLOCK_SIZE=block_size)
+    plan = tritoncp.make_plan(
+        built,
+        world_size=world_size,
+        rank=0,
+        balancer=None if balancer == "natural" else balancer,
+        schedule=schedule,
+    )
+    itemsize = getattr(torch, dtype).itemsize
+    layer: dict[str, Any] = {"batch": batch, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    return Facts.of(plan, **layer, v_head_dim=v_head_dim or head_dim, itemsize=itemsize)
+
+
+def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:
+    """Raise ValueError for a plan that would take more memory or time than LIMITS allows.
+
+    >>> check_size(1 << 20, 1, 128, 64)
+    >>> check_size(1 << 20, 1, 128, 10**6)
+    Traceback (most recent call last):
+    ValueError: --world-size 1000000: the command plans for 4096 ranks at most
+    """
+    if ranks > LIMITS["ranks"]:
+        raise ValueError(f"--world-size {ranks}: the command plans for {LIMITS['ranks']} ranks at most")
+    if tokens * rows > LIMITS["tokens"]:
+        raise ValueError(f"{tokens} tokens in {rows} batch rows: at most {LIMITS['tokens']} are planned")
+    blocks = -(-tokens // block) * rows
+    if blocks > LIMITS["blocks"] or blocks * ranks > LIMITS["pairs"]:
+        most = min(LIMITS["blocks"], LIMITS["pairs"] // ranks)
+        raise ValueError(
+            f"{blocks} blocks of {block} tokens for {ranks} ranks: at most {most} are planned; "
+            "make --block-size larger"
+        )
+
+
+@contextlib.contextmanager
+def reporting_mask_errors(text: str) -> Iterator[None]:
+    """Run a user's mask_mod in this context: its exceptions become ValueErrors about --mask."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if not expressions.named(text):
+            raise
+        message = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--mask {text.strip()} is no mask_mod that can be asked ({message})") from error
+
+
+def write(facts: Facts, path: Path) -> None:
+    """Write the plan's page (.html) or picture to ``path``. Raises OSError if it cannot be written."""
+    from tritoncp.planning.picture import html, paint
+
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(html(facts)) if path.suffix == ".html" else paint(facts).save(path)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+def say(facts: Facts) -> None:
+    """Print the facts, in the ranks' colours if the output is a terminal."""
+    console = Console()
+    if not console.is_terminal:
+        click.echo("\n".join(line.text for line in lines(facts)))
+        return
+    paint = colours(facts.plan.world_size)
+    for line in lines(facts):
+        style = "" if line.rank is None else "rgb({},{},{})".format(*paint[line.rank])
+        console.print(Text(line.text, style), soft_wrap=True)

@@ -1,0 +1,213 @@
+"""The cost model of schedules: time and memory of a pass, from a plan's work and bytes.
+
+It ranks schedules; it does not predict a step to the microsecond.  All hardware figures are arguments and
+name their source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.planning import traffic as steps
+
+if TYPE_CHECKING:
+    from tritoncp.planning.plan import Plan
+
+BACKWARD_RATIO = 2.5  # time of the backward pass in units of the forward pass: five matrix products for two
+DKDV_SHARE = 0.6  # share of dK and dV in the backward pass's time; the rest is dQ
+MAX_SAMPLED_RANKS = 16  # ranks whose cost is computed: the slowest of them sets the step's time
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Attained rates of a GPU and its interconnect.
+
+    flops: of attention in 16 bits, per second; bandwidth: bytes that a rank sends per second; latency:
+    seconds per message; scattered: share of the bandwidth that an all-to-all of many pieces attains."""
+
+    name: str
+    flops: float
+    bandwidth: float
+    latency: float
+    scattered: float
+    source: str
+
+
+NVLINK = Hardware("H100/H200, NVLink", 5.0e14, 4.0e11, 1.0e-5, 0.7, "datasheets, half of the peak FLOPs")
+NETWORK = Hardware("H100/H200, 400 Gb/s", 5.0e14, 4.5e10, 2.0e-5, 0.7, "datasheets, half of the peak FLOPs")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of one attention layer. The ranking of schedules depends mainly on heads / kv_heads."""
+
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int = 128
+    itemsize: int = 2
+
+    @property
+    def row(self) -> int:
+        """Elements of one token's K and V, over the batch."""
+        return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
+
+    def state_bytes(self, rows: int) -> int:
+        """Bytes of the float32 state (acc, m, l) that ``rows`` query rows carry between steps."""
+        return rows * self.batch * self.heads * (self.v_head_dim + 2) * 4
+
+    def seconds(self, pairs: Tensor, hardware: Hardware) -> Tensor:
+        """Forward time of ``pairs`` visible pairs per head, 2 (D + E) FLOPs each."""
+        return pairs * (2 * self.batch * self.heads * (self.head_dim + self.v_head_dim) / hardware.flops)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of the slowest rank's forward and backward pass, and bytes of memory beyond the shard."""
+
+    schedule: str
+    forward: float
+    backward: float
+    memory: int
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def hardware_of(world_size: int) -> Hardware:
+    """Return the assumed hardware: NVLink for up to eight ranks, the network beyond."""
+    return NVLINK if world_size <= 8 else NETWORK
+
+
+def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
+    """Estimate the cost of every schedule for this plan's placement, cheapest first."""
+    ranks = _sample(plan.world_size)
+    pairs = _pairs(plan, ranks)
+    views = [plan.for_rank(rank) for rank in ranks]
+    estimates = (
+        _allgather(plan, pairs, shape, hardware),
+        _ring(views, pairs, shape, hardware),
+        _fetch(views, pairs, shape, hardware),
+        _ulysses(plan, shape, hardware),
+    )
+    return tuple(sorted(estimates, key=lambda cost: cost.total))
+
+
+def _sample(world_size: int) -> list[int]:
+    return (
+        torch.linspace(0, world_size - 1, min(world_size, MAX_SAMPLED_RANKS)).round().int().unique().tolist()
+    )
+
+
+def _pairs(plan: Plan, ranks: Sequence[int]) -> Tensor:
+    """Count the pairs in listed blocks between these ranks' queries and each rank's keys, per head, averaged
+    over the batch rows of mask and placement: float64 [ranks, W]."""
+    queries = steps.weights(plan.mask, plan.q, ranks)
+    return steps.by_owner(queries, plan.kv).double() / (max(queries.shape[1], plan.kv.batch) * plan.mask.H)
+
+
+def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+    compute = float(shape.seconds(pairs.sum(1).max(), hardware))
+    own = plan.kv.s_max * shape.row
+    rows, groups = (plan.world_size - 1) * own, len(steps.head_groups(shape.kv_heads, own * shape.itemsize))
+    gather = rows * shape.itemsize / hardware.bandwidth + groups * hardware.latency
+    back = rows * 4 / hardware.bandwidth + groups * hardware.latency
+    exposed, hidden = gather / groups, gather * (groups - 1) / groups
+    forward = exposed + max(compute, hidden)
+    backward = exposed + max(BACKWARD_RATIO * compute, hidden + back * (groups - 1) / groups) + back / groups
+    memory = plan.world_size * plan.kv.s_max * shape.row * (shape.itemsize + 4) // groups * min(2, groups)
+    return Cost("allgather", forward, backward, memory)
+
+
+def _ring(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+    size = views[0].kv.s_max * shape.row
+    hop = size * shape.itemsize / hardware.bandwidth + hardware.latency
+    follow = size * 4 / hardware.bandwidth + hardware.latency
+    times = shape.seconds(pairs, hardware)
+    forward = backward = 0.0
+    for hops in zip(*(view.ring for view in views)):
+        compute = max(float(times[i, h.owner]) if h.reads else 0.0 for i, h in enumerate(hops))
+        moves = any(h.next is not None for h in hops)
+        follows = any(h.dkv_to is not None for h in hops)
+        forward += max(compute, moves * hop)
+        backward += max(BACKWARD_RATIO * compute, moves * hop + follows * follow)
+    memory = size * (2 * shape.itemsize + 8) + shape.state_bytes(views[0].s_local)
+    return Cost("ring", forward, backward, memory)
+
+
+def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+    forward = backward = 0.0
+    most_received = 0
+    traffic = views[0].traffic.clone().fill_diagonal_(0)
+    for view, row in zip(views, pairs):
+        near = float(shape.seconds(row[view.rank], hardware))
+        far = float(shape.seconds(row.sum() - row[view.rank], hardware))
+        share = shape.row // (shape.batch if view.batched else 1)
+        received, sent_rows = traffic[view.rank], traffic[:, view.rank]
+        receive_elements, send_elements, peers = (
+            int(received.sum()) * share,
+            int(sent_rows.sum()) * share,
+            int((received > 0).sum()),
+        )
+        wire = max(receive_elements, send_elements) / (hardware.bandwidth * hardware.scattered)
+        receive_time, return_time = wire * shape.itemsize, wire * 4
+        receive_time, return_time = (
+            seconds + peers * hardware.latency for seconds in (receive_time, return_time)
+        )
+        forward = max(forward, max(near, receive_time) + far)
+        tail = BACKWARD_RATIO * far * DKDV_SHARE + max(return_time, BACKWARD_RATIO * far * (1 - DKDV_SHARE))
+        backward = max(backward, max(BACKWARD_RATIO * near, receive_time) + tail)
+        most_received = max(most_received, receive_elements * (shape.itemsize + 4))
+    return Cost("fetch", forward, backward, most_received + shape.state_bytes(views[0].s_local))
+
+
+def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
+    """Estimate the exchange of sequence for heads and back, without overlap, plus a fetch between rows of
+    ranks if there are several."""
+    degree = plan.degree_for(shape.heads)
+    rows = plan.rows(degree, shape.heads)
+    ranks = _sample(rows.world_size)
+    views = [rows.for_rank(rank) for rank in ranks]
+    pairs = _pairs(rows, ranks)
+    q_heads, kv_heads = steps.trade(shape.heads, shape.kv_heads, degree)
+    largest = replace(shape, heads=max(map(len, q_heads)), kv_heads=max(map(len, kv_heads)))
+    inner = _fetch(views, pairs, largest, hardware)
+    d, e, item = shape.head_dim, shape.v_head_dim, shape.itemsize
+    tokens = (degree - 1) * plan.q.s_max * shape.batch
+    summed = rows.world_size > 1 or steps.share(kv_heads)  # dK and dV, in float32
+    grad = 4 if summed else item
+    out = tokens * largest.heads * (d * item + e * item + 4)  # send queries, receive outputs and lse
+    keys = tokens * largest.kv_heads * (d + e)
+    rate = hardware.bandwidth * hardware.scattered
+    forward_exchange = (out + keys * item) / rate + 3 * hardware.latency
+    # Sends queries, gradients of outputs, lse and delta; receives gradients of queries.
+    backward_exchange = (tokens * largest.heads * ((2 * d + e) * item + 8) + keys * (item + grad)) / rate
+    buffers = (
+        degree
+        * plan.s_local
+        * (largest.heads * (d + 2 * e) * item + largest.kv_heads * (d + e) * (item + grad))
+    )
+    memory = shape.batch * buffers + (inner.memory if rows.world_size > 1 else 0)
+    backward = inner.backward + backward_exchange + (3 + summed) * hardware.latency
+    return Cost("ulysses", inner.forward + forward_exchange, backward, memory)
+
+
+def why(estimates: Sequence[Cost], hardware: Hardware) -> str:
+    """Format the predicted times of all schedules as one line, the reason of the choice."""
+    times = ", ".join(f"{cost.schedule} {cost.total * 1e3:.3g}" for cost in estimates)
+    return f"predicted ms a layer on {hardware.name}: {times}"
+
+
+def sent(plan: Plan, schedule: str, shape: Shape) -> list[int]:
+    """Return the bytes that each rank would send in a forward and a backward pass of one layer."""
+    layer: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads}
+    layer |= {"head_dim": shape.head_dim, "v_head_dim": shape.v_head_dim, "itemsize": shape.itemsize}
+    other = replace(plan, schedule=schedule, handle=None)
+    return [other.for_rank(rank).bytes_sent(**layer) for rank in range(plan.world_size)]

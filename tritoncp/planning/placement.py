@@ -1,0 +1,284 @@
+"""Placements of tokens on ranks, and the moves of tensors between global order and shards.
+
+A placement is a list of slots per rank: ``(first row in the rank's buffer, global position of that row,
+tokens)``, sorted by position.  Permutation, inverse and validity follow from the slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.host_copy import on_host
+from tritoncp.core.upload import upload
+from tritoncp.masks.block_runs import ramps
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """The ranks that hold the tokens of a sequence of ``length``.
+
+    slots:   one int32 [Bp, n, 3] tensor per rank; Bp is 1, or B where batch rows are placed differently.
+             A slot lies inside one mask block of ``block`` tokens; 0 tokens = an empty slot.
+    lengths: rows of each rank's buffer. Tokens come first, padding last.
+    order_is_read: whether the order of tokens was read, to shard a tensor or for their positions
+
+    >>> p = by_blocks(10, 4, [[[0, 2], [1]]])
+    >>> p.slots[0].tolist(), p.lengths
+    ([[[0, 0, 4], [4, 8, 2]]], (6, 6))
+    >>> p.positions(1).tolist()
+    [[4, 5, 6, 7, -1, -1]]
+    """
+
+    length: int
+    block: int
+    slots: tuple[Tensor, ...]
+    lengths: tuple[int, ...]
+    order_is_read: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.slots)
+
+    @property
+    def batch(self) -> int:
+        """Number of batch rows if they are placed differently, else 1."""
+        return self.slots[0].shape[0]
+
+    @property
+    def s_max(self) -> int:
+        """Rows of the largest buffer, which is the size of every rank's message in a collective."""
+        return max(self.lengths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots, and of the positions and the inverse, which are computed on demand."""
+        return sum(slots.nbytes for slots in self.slots) + 2 * 8 * self.length * self.slots[0].shape[0]
+
+    @on_host
+    def positions(self, rank: int) -> Tensor:
+        """Return the global position of each row of a rank's buffer, -1 at padding: int64 [Bp,
+        lengths[rank]]."""
+        object.__setattr__(self, "order_is_read", True)
+        if rank not in self._positions:
+            self._positions[rank] = row_positions(self.slots[rank], self.lengths[rank])
+        return self._positions[rank]
+
+    @cached_property
+    def _positions(self) -> dict[int, Tensor]:
+        return {}
+
+    def is_filled(self, rank: int) -> bool:
+        """Return whether a rank's buffer has no padding, so that writing all tokens initialises every row."""
+        if rank not in self._filled:
+            tokens = self.slots[rank][..., 2].sum(1)
+            self._filled[rank] = bool((tokens == self.lengths[rank]).all())
+        return self._filled[rank]
+
+    @cached_property
+    def _filled(self) -> dict[int, bool]:
+        return {}
+
+    @cached_property
+    @on_host
+    def inverse(self) -> Tensor:
+        """Row of each global position in the gathered buffer [W * s_max]: int64 [Bp, length]."""
+        out = torch.full((self.slots[0].shape[0], self.length), -1, dtype=torch.int64)
+        for rank, (slots, length) in enumerate(zip(self.slots, self.lengths, strict=True)):
+            positions = row_positions(slots, length)
+            rows = torch.arange(positions.shape[1]).expand_as(positions) + rank * self.s_max
+            batch = torch.arange(positions.shape[0])[:, None].expand_as(positions)
+            real = positions >= 0
+            out[batch[real], positions[real]] = rows[real]
+        return out
+
+    def gathered(self, ranks: Sequence[int] | None = None) -> Tensor:
+        """Return the slots of the buffer that holds the shards of ``ranks`` one after the other, ``s_max``
+        rows each, sorted by global position (empty slots last): int32 [Bp, n, 3]."""
+        parts = []
+        for index, rank in enumerate(range(self.world_size) if ranks is None else ranks):
+            parts.append(self.slots[rank] + torch.tensor([index * self.s_max, 0, 0], dtype=torch.int32))
+        return by_position(torch.cat(parts, 1))
+
+    def owners(self) -> Tensor:
+        """Return the rank of the first token of each block, -1 if all is padding: int64 [Bp, blocks]."""
+        slots, owner = torch.cat(self.slots, 1).long(), numbered([part.shape[1] for part in self.slots])
+        _, position, tokens = slots.unbind(-1)
+        unowned = torch.iinfo(torch.int64).max
+        first = torch.full((len(slots), -(-self.length // self.block)), unowned)
+        code = torch.where(tokens > 0, position * self.world_size + owner, unowned)
+        first.scatter_reduce_(1, position // self.block, code, "amin")
+        return torch.where(first == unowned, -1, first % self.world_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle all slots as one tensor: torch passes each tensor to another process through its own
+        file."""
+        counts = [part.shape[1] for part in self.slots]
+        parts = self.length, self.block, torch.cat(self.slots, 1), counts, self.lengths
+        return _unpickle, parts, {"order_is_read": True}  # the process that made it may have read the order
+
+    def batch_rows(self, first: int, count: int) -> "Placement":
+        """Return the placement of ``count`` batch rows from ``first`` on; all share one if ``batch`` is 1."""
+        if self.batch == 1:
+            return self
+        slots = tuple(part[first : first + count].contiguous() for part in self.slots)
+        part = Placement(self.length, self.block, slots, self.lengths)
+        object.__setattr__(part, "order_is_read", self.order_is_read)
+        return part
+
+    def merged(self, degree: int) -> "Placement":
+        """Merge ``degree`` neighbouring ranks into one, whose buffer is their buffers one after the other."""
+        firsts = range(0, self.world_size, degree)
+        slots = tuple(self.gathered(range(first, first + degree)) for first in firsts)
+        return Placement(self.length, self.block, slots, (degree * self.s_max,) * len(slots))
+
+
+def _unpickle(
+    length: int, block: int, slots: Tensor, counts: Sequence[int], lengths: tuple[int, ...]
+) -> Placement:
+    return Placement(length, block, tuple(part.contiguous() for part in slots.split(counts, 1)), lengths)
+
+
+def numbered(counts: Sequence[int]) -> Tensor:
+    """Repeat each index as often as its count says.
+
+    >>> numbered([2, 0, 1]).tolist()
+    [0, 0, 2]
+    """
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+
+
+def by_blocks(length: int, block: int, owners: Sequence[Sequence[Sequence[int]]]) -> Placement:
+    """Place whole blocks: ``owners[batch row][rank]`` lists the rank's blocks, ascending.
+
+    Every buffer has as many rows as the fullest rank has tokens; the rest is padding.
+    """
+    world_size = len(owners[0])
+    slots = []
+    for rank in range(world_size):
+        width = max(len(row[rank]) for row in owners)
+        table = torch.zeros(len(owners), width, 3, dtype=torch.int32)
+        for batch, row in enumerate(owners):
+            ids = torch.tensor(row[rank], dtype=torch.int64)
+            table[batch, : len(ids), 0] = (torch.arange(len(ids)) * block).int()
+            table[batch, : len(ids), 1] = (ids * block).int()
+            table[batch, : len(ids), 2] = (length - ids * block).clamp(max=block).int()
+        slots.append(table)
+    rows = max(int(table[..., 2].sum(1).max()) if table.numel() else 0 for table in slots)
+    return Placement(length, block, tuple(slots), (rows,) * world_size)
+
+
+def natural(lengths: Sequence[int], block: int) -> Placement:
+    """Place contiguous pieces of any lengths in order: rank r holds the r-th. Slots are cut at mask blocks.
+
+    >>> natural([3, 5], 4).slots[1].tolist()
+    [[[0, 3, 1], [1, 4, 4]]]
+    """
+    slots, start = [], 0
+    for rows in lengths:
+        first = torch.tensor(sorted({start, *range(-(-start // block) * block, start + rows, block)}))
+        first = first[first < start + rows]
+        last = torch.cat([first[1:], torch.tensor([start + rows])]) if len(first) else first
+        slots.append(torch.stack([first - start, first, last - first], -1).int()[None])
+        start += rows
+    return Placement(start, block, tuple(slots), tuple(lengths))
+
+
+def without_padding(placement: Placement, tokens: Tensor, close_up: bool) -> Placement:
+    """Cut the slots so that none covers a position where ``tokens`` [length] is False: its row becomes
+    padding of the shard, never read. close_up: rows move together, padding last.
+
+    >>> p = natural([4, 4], 4)
+    >>> some = torch.tensor([1, 0, 1, 1, 1, 1, 1, 0]).bool()
+    >>> [without_padding(p, some, False).positions(rank).tolist() for rank in (0, 1)]
+    [[[0, -1, 2, 3]], [[4, 5, 6, -1]]]
+    >>> without_padding(p, some, True).positions(0).tolist()
+    [[0, 2, 3]]
+    """
+    edge = torch.nn.functional.pad(tokens.int(), (1, 1)).diff()
+    first, last = ((edge == step).nonzero()[:, 0] for step in (1, -1))
+    tables = []
+    for slots in placement.slots:
+        rows = [_pieces(table.long(), first, last, close_up) for table in slots]
+        width = max(map(len, rows))
+        tables.append(torch.stack([lengthen(table, 0, width) for table in rows]).int())
+    most = max(int(table[..., 2].sum(1).max()) for table in tables)
+    lengths = (most,) * placement.world_size if close_up else placement.lengths
+    return Placement(placement.length, placement.block, tuple(tables), lengths)
+
+
+def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tensor:
+    """Cut ``slots`` [n, 3] to the ranges [first, last): int64 [m, 3]."""
+    row, position, tokens = slots.T.contiguous()
+    begin = torch.searchsorted(last, position, right=True)
+    count = (torch.searchsorted(first, position + tokens) - begin).clamp(min=0) * (tokens > 0)
+    slot = torch.arange(len(slots)).repeat_interleave(count)
+    part = ramps(begin, count)
+    start = torch.maximum(first[part], position[slot])
+    counts = torch.minimum(last[part], (position + tokens)[slot]) - start
+    at = counts.cumsum(0) - counts if close_up else row[slot] + start - position[slot]
+    return torch.stack([at, start, counts], 1)
+
+
+def by_position(slots: Tensor) -> Tensor:
+    """Sort the slots [Bp, n, 3] of each batch row by global position; empty slots are dropped or, where batch
+    rows have different numbers of slots, last."""
+    key = torch.where(slots[..., 2] > 0, slots[..., 1].to(torch.int64), torch.iinfo(torch.int64).max)
+    order = key.argsort(dim=1, stable=True)
+    keep = int((slots[..., 2] > 0).sum(1).max())
+    return slots.gather(1, order[..., None].expand(-1, -1, 3))[:, :keep].contiguous()
+
+
+def row_positions(slots: Tensor, rows: int) -> Tensor:
+    """Return the global position of each row, -1 if no slot covers it: int64 [Bp, rows]."""
+    out = torch.full((slots.shape[0], rows), -1, dtype=torch.int64)
+    for batch, table in enumerate(slots.to(torch.int64)):
+        row, position, tokens = table[table[:, 2] > 0].unbind(1)
+        out[batch, ramps(row, tokens)] = ramps(position, tokens)
+    return out
+
+
+def take(x: Tensor, index: Tensor, dim: int, batch_dim: int | None, pad: float | int | bool) -> Tensor:
+    """Take rows ``index`` [Bp, n] of ``x`` along ``dim``; ``pad`` where the index is negative.
+    Differentiable: the backward pass puts each row back where it came from and zeros elsewhere.
+
+    Where Bp > 1, ``batch_dim`` names the dimension of ``x`` that index rows follow; a tensor without one
+    (``batch_dim=None``) comes back with a new leading batch dimension.
+    """
+    dim = dim % x.ndim
+    (index,) = upload([index], x.device)
+    if index.shape[0] > 1 and batch_dim is None:
+        x, dim, batch_dim = x.expand(index.shape[0], *x.shape), dim + 1, 0
+    shape = [1] * x.ndim
+    if index.shape[0] > 1:
+        batch_dim = batch_dim % x.ndim  # type: ignore[operator]
+        if x.shape[batch_dim] != index.shape[0]:
+            raise ValueError(
+                f"the plan places {index.shape[0]} batch rows differently, but dimension {batch_dim} of the "
+                f"tensor has {x.shape[batch_dim]}; pass batch_dim= the batch dimension, or None for none"
+            )
+        shape[batch_dim], shape[dim] = index.shape
+        if batch_dim > dim:
+            index = index.T
+        full = list(x.shape)
+        full[dim] = shape[dim]
+        rows = x.gather(dim, index.clamp(min=0).reshape(shape).expand(full))
+    else:
+        shape[dim] = index.shape[1]
+        rows = x.index_select(dim, index[0].clamp(min=0))
+    padding = (index < 0).reshape(shape)
+    return rows.masked_fill(padding, pad)
+
+
+def lengthen(x: Tensor, dim: int, rows: int) -> Tensor:
+    """Append zeros to ``x`` along ``dim``, up to ``rows``.
+
+    >>> lengthen(torch.ones(2), 0, 3)
+    tensor([1., 1., 0.])
+    """
+    missing = list(x.shape)
+    missing[dim] = rows - x.shape[dim]
+    return torch.cat([x, x.new_zeros(missing)], dim) if missing[dim] else x

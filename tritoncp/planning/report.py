@@ -1,0 +1,253 @@
+"""Reports of a plan as text and JSON: owners of blocks, work of ranks, cost of each schedule."""
+
+from __future__ import annotations
+
+import colorsys
+import re
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from tritoncp.planning import cost
+
+if TYPE_CHECKING:
+    from tritoncp.planning.plan import Plan
+
+WIDTH = 64  # characters across the mask
+LINES = 16  # most ranks for which a bar each is printed
+
+Colour = tuple[int, int, int]
+# Paul Tol's "bright" palette, distinct under colour blindness, and two more colours.
+BRIGHT = (
+    (68, 119, 170), (238, 102, 119), (34, 136, 51), (204, 187, 68),
+    (102, 204, 238), (170, 51, 119), (221, 136, 68), (120, 120, 120),
+)  # fmt: skip
+
+
+class Line(NamedTuple):
+    """A line of text, and the rank that it describes, if only one."""
+
+    text: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts about a plan for one layer that text, JSON and pictures show.
+
+    >>> from tritoncp import causal, create_block_mask, make_plan
+    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
+    >>> facts = Facts.of(plan, heads=16, kv_heads=16)
+    >>> facts.auto == facts.costs[0].schedule, sorted(facts.sent) == sorted(c.schedule for c in facts.costs)
+    (True, True)
+    """
+
+    plan: Plan
+    shape: cost.Shape
+    hardware: cost.Hardware
+
+    @classmethod
+    def of(cls, plan: Plan, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
+        return cls(plan, cost.Shape(**shape), hardware or cost.hardware_of(plan.world_size))
+
+    @cached_property
+    def costs(self) -> tuple[cost.Cost, ...]:
+        """Cost of every schedule for this placement, cheapest first; empty for one rank."""
+        return cost.costs(self.plan, self.shape, self.hardware) if self.plan.world_size > 1 else ()
+
+    @cached_property
+    def sent(self) -> dict[str, list[int]]:
+        """Bytes that each rank sends in a forward and a backward pass, by schedule."""
+        return {
+            estimate.schedule: cost.sent(self.plan, estimate.schedule, self.shape) for estimate in self.costs
+        }
+
+    @cached_property
+    def auto(self) -> str:
+        """The schedule that `schedule="auto"` chooses, by the costs of a standard layer, not of this
+        layer."""
+        standard = cost.Shape()
+        estimates = self.costs if standard == self.shape else cost.costs(self.plan, standard, self.hardware)
+        return estimates[0].schedule if estimates else self.plan.schedule
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of this rank's queries, keys, values, outputs and lse."""
+        plan, s = self.plan, self.shape
+        q = plan.s_local * s.heads * (s.head_dim * s.itemsize + s.v_head_dim * s.itemsize + 4)
+        return s.batch * (
+            q + plan.kv.lengths[plan.rank] * s.kv_heads * (s.head_dim + s.v_head_dim) * s.itemsize
+        )
+
+    @property
+    def reads(self) -> Tensor:
+        """Bytes of rank s's keys and values that rank r's queries see, at [r, s]: int64 [W, W]."""
+        rows = self.plan.traffic * (1 if self.plan.batched else self.shape.batch)
+        return rows * (self.shape.row // self.shape.batch * self.shape.itemsize)
+
+    def as_json(self) -> dict[str, Any]:
+        plan, mask = self.plan, self.plan.mask
+        return {
+            "mask": {
+                "expression": _strip_addresses(repr(mask.mask_mod)),
+                "q_len": mask.q_len, "kv_len": mask.kv_len, "block_size": [mask.q_block, mask.kv_block],
+                "sparsity": mask.sparsity(), "runs": len(mask.runs.runs),
+            },
+            "world_size": plan.world_size,
+            "balancer": plan.balancer,
+            "schedule": plan.schedule,
+            "reason": plan.reason,
+            "auto": self.auto,
+            "layer": asdict(self.shape),
+            "hardware": asdict(self.hardware),
+            "tokens": [int(slots[0, :, 2].sum()) for slots in plan.q.slots],
+            "work": plan.work,
+            "imbalance": plan.imbalance,
+            "shard_bytes": self.shard_bytes,
+            "schedules": {
+                estimate.schedule: {
+                    "forward_ms": estimate.forward * 1e3,
+                    "backward_ms": estimate.backward * 1e3,
+                    "extra_bytes": estimate.memory,
+                    "sent_bytes": self.sent[estimate.schedule],
+                }
+                for estimate in self.costs
+            },
+            "reads_bytes": self.reads.tolist(),
+        }  # fmt: skip
+
+
+def picture(plan: Plan) -> str:
+    """Format the text that `print(plan)` shows."""
+    return text(Facts.of(plan))
+
+
+def text(facts: Facts) -> str:
+    return "\n".join(line.text for line in lines(facts))
+
+
+def lines(facts: Facts) -> list[Line]:
+    """Format a line for each query block (or group of blocks): its owner, then the key blocks that it sees,
+    from █ all to · none. Below them the work of each rank in blocks, and the cost of each schedule."""
+    plan, gap = facts.plan, Line("")
+    parts = [Line(title(plan)), gap, *blocks(plan), gap, *bars(plan)]
+    parts += [gap, *map(Line, table(facts))]
+    return [*parts, Line(f"shard of a rank (q, k, v, out, lse): {_mib(facts.shard_bytes)} MiB")]
+
+
+def title(plan: Plan) -> str:
+    mask = plan.mask
+    size = f"{mask.q_len} queries × {mask.kv_len} keys, blocks of {mask.q_block} × {mask.kv_block}"
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks, this is {plan.rank}"
+    why = f" ({plan.reason})" if plan.reason else ""
+    return f"Plan: {size}; {ranks}; order {plan.balancer}; schedule {plan.schedule}{why}"
+
+
+def blocks(plan: Plan) -> list[Line]:
+    drawing = plan.mask.draw(WIDTH).split("\n")
+    scale = max(1, -(-max(plan.mask.runs.shape[2:]) // WIDTH))  # blocks that share a character
+    owners = [sorted(set(owner.tolist())) for owner in plan.owners[0].split(scale)]
+    names = [brief(spans(ranks)) for ranks in owners]
+    width = max([len("rank"), *map(len, names)])
+    rows = [
+        Line(f"{name:>{width}}  {line}", ranks[0] if len(ranks) == 1 and ranks[0] >= 0 else None)
+        for name, line, ranks in zip(names, drawing, owners)
+    ]
+    return [Line(f"{'rank':>{width}}  sees"), *rows]
+
+
+def spans(ranks: list[int]) -> str:
+    """Format ascending ranks, consecutive ones as a range.
+
+    >>> spans([0, 1, 2, 5]), spans([3])
+    ('0-2,5', '3')
+    """
+    groups: list[list[int]] = []
+    for rank in ranks:
+        if groups and groups[-1][-1] == rank - 1:
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    return ",".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups)
+
+
+def brief(names: str, width: int = 24) -> str:
+    """Shorten a list of names to ``width`` characters.
+
+    >>> brief("1,3,5", 5), brief("1,3,5,7,9", 6)
+    ('1,3,5', '1,3,5…')
+    """
+    return names if len(names) <= width else names[: width - 1].rstrip(",") + "…"
+
+
+def bars(plan: Plan) -> list[Line]:
+    work, most = plan.work, max(plan.work)
+    mean = sum(work) / len(work)
+    result = [Line(f"work: blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}")]
+    if most and len(work) <= LINES:
+        result += [
+            Line(f"{rank:>4}  {'█' * round(32 * w / most):<32}  {w:g}", rank) for rank, w in enumerate(work)
+        ]
+    return result
+
+
+def table(facts: Facts) -> list[str]:
+    """Format the cost of each schedule, with an arrow at the plan's own."""
+    shape, hardware = facts.shape, facts.hardware
+    if not facts.costs:
+        return ["one rank: nothing travels"]
+    result = [
+        f"batch {shape.batch}, {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, on {hardware.name} "
+        f"({hardware.source}); the slowest rank, predicted:",
+        f"  {'schedule':<10} {'forward ms':>11} {'backward ms':>12} {'MiB more':>9} {'MiB sent, mean':>15} "
+        f"{'most':>9}",
+    ]
+    for estimate in facts.costs:
+        sent = facts.sent[estimate.schedule]
+        mark = "→" if facts.plan.schedule.partition("+")[0] == estimate.schedule else " "
+        result.append(
+            f"{mark} {estimate.schedule:<10} {estimate.forward * 1e3:>11.3f} "
+            f"{estimate.backward * 1e3:>12.3f} {_mib(estimate.memory):>9} {_mib(sum(sent) / len(sent)):>15} "
+            f"{_mib(max(sent)):>9}"
+        )
+    return [*result, choice(facts)]
+
+
+def choice(facts: Facts) -> str:
+    """Format the schedule that "auto" takes, and its time relative to the alternatives for this layer."""
+    estimates = facts.costs
+    times = {estimate.schedule: estimate.total for estimate in estimates}
+    best, other = estimates[0], estimates[1]
+    if facts.auto == best.schedule:
+        times_as_fast = times[other.schedule] / best.total
+        return f"auto takes {best.schedule}: {times_as_fast:.2f} times as fast as {other.schedule}"
+    return (
+        f"auto takes {facts.auto}, compared for the usual layer; for this one {best.schedule} is "
+        f"{times[facts.auto] / best.total:.2f} times as fast: schedule={best.schedule!r}"
+    )
+
+
+def _strip_addresses(text: str) -> str:
+    """Remove memory addresses from a repr, so that it is the same in every process.
+
+    >>> _strip_addresses("and_masks(causal(), <function near at 0x7f2b8c0d3e20>)")
+    'and_masks(causal(), <function near>)'
+    """
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.1f}"
+
+
+def colours(world_size: int) -> list[Colour]:
+    """Return a colour for each rank: a distinct palette for up to eight, hues around the circle beyond."""
+    if world_size <= len(BRIGHT):
+        return list(BRIGHT[:world_size])
+    result = []
+    for rank in range(world_size):
+        rgb = colorsys.hls_to_rgb(0.58 + rank / world_size, (0.42, 0.56)[rank % 2], 0.60)
+        result.append((round(255 * rgb[0]), round(255 * rgb[1]), round(255 * rgb[2])))
+    return result

@@ -1,0 +1,181 @@
+"""Tables of one attention step: the mask in the form that kernels read, in units of the step's slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.upload import DeviceCopy
+from tritoncp.masks.mask import Kind, Mask, Runs
+
+UNBOUNDED = 1 << 30  # a window edge that no position reaches
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """The tables of one step: local Q slots x the slots of one KV buffer.
+
+    q_slots, kv_slots: int32 [Bp, n, 3] = (row in buffer, global position, tokens)
+    row_ptr, row_runs: runs of KV slots for each Q slot (forward, dQ)
+    col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
+    lo, hi:            int32 [Bm, Hm, S_local], the keys that a row sees inside masked blocks, or None
+    mask:              "none" | "interval" | "mod": how masked blocks are decided
+    window:            (left, right) if positions alone determine runs and intervals: kernels read no table
+    dense_q, dense_kv: row r of the buffer is position first + r, and slots but the last are whole blocks
+    q_ends, kv_ends:   ends of slots: "block" (all hold whole blocks), else "buffer" (or end with the
+                       buffer's tokens), else "anywhere"
+    full_runs:         largest number of full runs of a Q slot
+    keys:              average number of keys in the blocks that a Q slot lists
+    launches:          the engine's cache of launches with these tables
+    """
+
+    q_slots: Tensor
+    kv_slots: Tensor
+    row_ptr: Tensor
+    row_runs: Tensor
+    col_ptr: Tensor
+    col_runs: Tensor
+    lo: Tensor | None
+    hi: Tensor | None
+    q_block: int
+    kv_block: int
+    q_rows: int
+    kv_rows: int
+    q_first: int
+    kv_first: int
+    dense_q: bool
+    dense_kv: bool
+    q_ends: str
+    kv_ends: str
+    mask: str
+    window: tuple[int, int] | None
+    has_masked: bool
+    bounded: bool
+    full_runs: int
+    keys: float
+    launches: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    def copy_to(self, device: torch.device) -> DeviceCopy[Tables]:
+        """Copy the tables to a device."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+        def tables(*copies: Tensor) -> Tables:
+            return Tables(**vars(self) | dict(zip(tensors, copies, strict=True)) | {"launches": {}})
+
+        return DeviceCopy(list(tensors.values()), device, tables)
+
+
+def tables_of(
+    mask: Mask,
+    q_slots: Tensor,
+    positions: Tensor,
+    kv_slots: Tensor,
+    runs: Runs,
+    interval: tuple[Tensor, Tensor] | None,
+) -> Tables:
+    """Make the tables of a step between Q slots, whose rows have ``positions``, and the slots of a KV buffer.
+
+    runs: of :func:`slot_runs`; interval: row intervals of the whole mask, None if they do not hold for the
+    call.
+    """
+    kinds = runs.runs[:, 2]
+    lo, hi = _local_intervals(interval, positions)
+    decided = "none" if not bool((kinds == Kind.MASKED).any()) else "interval" if lo is not None else "mod"
+    dense_q = _is_dense(q_slots, mask.q_block)
+    dense_kv = _is_dense(kv_slots, mask.kv_block)
+    q_rows, kv_rows = (int(slots[0, :, 2].sum()) for slots in (q_slots, kv_slots))
+    # With one query and one key all positions are constants, on which ptxas 12.8 and 12.9 crash (sm_90).
+    positional = _is_contiguous(q_slots) and _is_contiguous(kv_slots) and (q_rows > 1 or kv_rows > 1)
+    window = mask.window if positional else None
+    cols = runs.transpose()
+    return Tables(
+        q_slots,
+        kv_slots,
+        runs.ptr,
+        runs.runs,
+        cols.ptr,
+        cols.runs,
+        lo,
+        hi,
+        mask.q_block,
+        mask.kv_block,
+        q_rows=q_rows,
+        kv_rows=kv_rows,
+        q_first=int(q_slots[0, 0, 1]) if q_slots.shape[1] else 0,
+        kv_first=int(kv_slots[0, 0, 1]) if kv_slots.shape[1] else 0,
+        dense_q=dense_q,
+        dense_kv=dense_kv,
+        q_ends=_ends(q_slots, mask.q_block),
+        kv_ends=_ends(kv_slots, mask.kv_block),
+        mask="interval" if window else decided,
+        window=window and (_edge(window[0]), _edge(window[1])),
+        has_masked=bool((kinds != Kind.FULL).any()) or window is not None,
+        bounded=bool((kinds == Kind.BOUNDED).any()) and window is None,
+        full_runs=int(runs.ptr[..., 1:].diff().amax()) if runs.ptr.numel() else 0,
+        keys=int(sum(x.sum() for x in runs.counts())) * mask.kv_block / max(1, runs.ptr[..., 0].numel()),
+    )
+
+
+def _edge(width: int) -> int:
+    return UNBOUNDED if width < 0 else width
+
+
+def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:
+    """Return the mask's runs in units of slots: rows are Q slots, columns KV slots.
+
+    A block listed as full stays full only where both slots hold the whole of it, so that full runs need no
+    bounds.  The same KV slot order must serve every batch row of the mask.
+    """
+    q_blocks = torch.where(q_slots[..., 2] > 0, q_slots[..., 1] // mask.q_block, -1).to(torch.int64)
+    kv_blocks = (kv_slots[..., 1] // mask.kv_block).to(torch.int64)
+    kv_blocks = torch.where(kv_slots[..., 2] > 0, kv_blocks, mask.runs.n_cols)
+    edges = torch.arange(mask.runs.n_cols + 1).expand(kv_blocks.shape[0], -1).contiguous()
+    runs = mask.runs.take(q_blocks).remap(torch.searchsorted(kv_blocks.contiguous(), edges))
+    short_q = q_slots[:, None, :, None, 2] < mask.q_block  # [Bp, 1, rows, 1]
+    short_kv = kv_slots[:, None, None, :, 2] < mask.kv_block  # [Bp, 1, 1, cols]
+    if not bool(short_q.any() | short_kv.any()):
+        return runs
+    kinds = runs.to_kinds()
+    cut = (kinds == Kind.FULL) & (short_q | short_kv)
+    return Runs.from_kinds(kinds.masked_fill(cut, Kind.BOUNDED)) if bool(cut.any()) else runs
+
+
+def _local_intervals(
+    interval: tuple[Tensor, Tensor] | None, positions: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    if interval is None:
+        return None, None
+    local = []
+    for bound in interval:  # [Bm, Hm, q_len]
+        batch = max(bound.shape[0], positions.shape[0])
+        index = positions.clamp(min=0)[:, None].expand(batch, bound.shape[1], -1)
+        local.append(bound.expand(batch, -1, -1).gather(2, index).contiguous())
+    return local[0], local[1]
+
+
+def _is_contiguous(slots: Tensor) -> bool:
+    """Return whether row r of the buffer has global position first + r."""
+    if slots.shape[0] != 1 or slots.shape[1] == 0:
+        return False
+    row, position, tokens = slots[0].unbind(1)
+    return bool(
+        (row == tokens.cumsum(0) - tokens).all() & (position - row == position[0]).all() & (tokens > 0).all()
+    )
+
+
+def _is_dense(slots: Tensor, block: int) -> bool:
+    """Return whether slots are contiguous, and slot i starts at row i * block."""
+    return _is_contiguous(slots) and bool((slots[0, :, 0] == torch.arange(slots.shape[1]) * block).all())
+
+
+def _ends(slots: Tensor, block: int) -> str:
+    """Classify the ends of slots ("block", "buffer", "anywhere"), which decide the bounds checks of a
+    tile."""
+    row, _, tokens = slots.unbind(-1)
+    is_full = (tokens == 0) | (tokens == block)
+    if bool(is_full.all()):
+        return "block"
+    return "buffer" if bool((is_full | (row + tokens == tokens.sum(-1, keepdim=True))).all()) else "anywhere"

@@ -1,0 +1,261 @@
+"""Traffic between ranks: the keys that ranks read of each other, hops of a ring, slots of a fetch.
+
+The tables follow from the mask and the two placements, so every rank derives the same ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritoncp.masks.block_runs import ramps
+from tritoncp.masks.mask import Mask
+from tritoncp.planning.placement import Placement, by_position, numbered
+
+CHUNK = 1 << 21  # (rank, block) pairs in memory at a time while the table of a large world is made
+HEAD_GROUPS = 2  # one is gathered while the other is computed; more only make messages smaller
+SMALL = 1 << 20  # bytes of K and V of a rank below which a second message costs more time than it hides
+
+
+def weights(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
+    """Count the queries of each rank that see a KV block, over all heads: int64 [ranks, Bn, KV blocks]."""
+    slots_by_rank = [q.slots[rank] for rank in ranks]
+    slots, rank = torch.cat(slots_by_rank, 1), numbered([len(x[0]) for x in slots_by_rank])
+    blocks = torch.where(slots[..., 2] > 0, slots[..., 1] // mask.q_block, -1)
+    runs = mask.runs.take(blocks.long())
+    batch, heads, rows, columns = runs.shape
+    row, start, end, _ = runs._flat()
+    b, at = row // max(1, heads * rows), row % max(1, rows)
+    tokens = slots[..., 2].long().expand(batch, -1)[b, at]
+    line = (rank[at] * batch + b) * (columns + 1)
+    edges = torch.zeros(len(slots_by_rank) * batch * (columns + 1), dtype=torch.int64)
+    edges.index_add_(0, line + start, tokens).index_add_(0, line + end, -tokens)
+    return edges.view(len(slots_by_rank), batch, columns + 1).cumsum_(2)[..., :columns]
+
+
+def seen_blocks(mask: Mask, q: Placement) -> Tensor:
+    """Mark the KV blocks that each rank's queries see in any head: bool [W, Bn, KV blocks]."""
+    return torch.cat([weights(mask, q, ranks) > 0 for ranks in _chunks(q.world_size, mask.runs.n_cols)])
+
+
+def by_owner(x: Tensor, kv: Placement) -> Tensor:
+    """Sum ``x`` [ranks, Bn, KV blocks] over the tokens that each rank holds: int64 [ranks, W]."""
+    slots = torch.cat(kv.slots, 1)
+    batch = max(x.shape[1], len(slots))
+    at = (slots[..., 1] // kv.block).long().expand(len(x), batch, -1)
+    tokens = x.expand(-1, batch, -1).gather(2, at) * slots[..., 2]
+    total = torch.nn.functional.pad(tokens.sum(1).cumsum(1), (1, 0))
+    ends = torch.tensor([0, *(part.shape[1] for part in kv.slots)]).cumsum(0)
+    return total[:, ends].diff(dim=1)
+
+
+def traffic(visible: Tensor, kv: Placement) -> Tensor:
+    """Count the rows of rank s's keys that rank r's queries see, at [r, s], over all batch rows: int64 [W,
+    W]. Rows off the diagonal are sent."""
+    parts = [
+        by_owner(visible[ranks.start : ranks.stop], kv) for ranks in _chunks(len(visible), visible.shape[2])
+    ]
+    return torch.cat(parts)
+
+
+def _chunks(world_size: int, blocks: int) -> list[range]:
+    step = max(1, CHUNK // max(1, blocks))
+    return [range(first, min(first + step, world_size)) for first in range(0, world_size, step)]
+
+
+def _requested_slots(visible: Tensor, slots: Tensor, block: int) -> Tensor:
+    """Mark the ``slots`` [Bp, n, 3] in blocks that readers see, ``visible`` [..., Bn, blocks]: bool
+    [..., Bn or Bp, n]."""
+    batch = max(visible.shape[-2], slots.shape[0])
+    visible = visible.expand(*visible.shape[:-2], batch, -1)
+    at = (slots[..., 1] // block).long().expand(*visible.shape[:-1], -1)
+    return visible.gather(-1, at) & (slots[..., 2] > 0)
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One rank's part in one turn of the ring; peers are ranks, None = no message.
+
+    owner:     rank whose K and V this rank would hold in this turn
+    here:      whether this rank holds them: they travel only to the last rank that reads them
+    reads:     whether this rank's queries see any of them
+    more:      whether this rank's queries see any of a later turn's K and V
+    next:      rank that K and V are sent to, for the next turn
+    previous:  rank that sends the K and V of the next turn
+    dkv_to:    rank that the gradient of this turn's K and V is sent to: the next reader, or at last the owner
+    dkv_next:  rank that sends the gradient of the next turn's K and V
+    dkv_home:  rank that sends the gradient of this rank's own K and V in this turn
+    """
+
+    owner: int
+    here: bool
+    reads: bool
+    more: bool
+    next: int | None
+    previous: int | None
+    dkv_to: int | None
+    dkv_next: int | None
+    dkv_home: int | None
+
+
+def ring_route(reads: Tensor) -> tuple[int, Tensor]:
+    """Choose the direction of the ring (1 or -1) with fewer hops, and count the hops of each rank's K and V:
+    int64 [W].
+
+    reads: bool [W, W], whether rank r's queries see keys of rank s.
+    """
+    return min(((step, _reach(reads, step)) for step in (1, -1)), key=lambda route: int(route[1].sum()))
+
+
+def ring(reads: Tensor, rank: int, route: tuple[int, Tensor] | None = None) -> tuple[Hop, ...]:
+    """List the turns of one rank. K and V travel in one direction, as far as the last rank that reads them;
+    their gradient follows one hop behind and returns to the owner in one send.
+
+    reads: as for :func:`ring_route`; route: its result, if already computed.
+
+    >>> causal = torch.ones(4, 4, dtype=torch.bool).tril()
+    >>> [(hop.owner, hop.next, hop.dkv_to) for hop in ring(causal, 1)]
+    [(1, 2, None), (0, 2, 2), (3, None, None), (2, None, None)]
+    >>> window = causal.triu(-1)
+    >>> [(hop.owner, hop.next, hop.dkv_to) for hop in ring(window, 1)]
+    [(1, 2, None), (0, None, 0)]
+    """
+    world = len(reads)
+    step, hops_of = route or ring_route(reads)
+    reach = hops_of.tolist()
+    own_reads = reads[rank].tolist()
+    following, preceding = (rank + step) % world, (rank - step) % world
+    owners = [(rank - step * turn) % world for turn in range(max(reach) + 1)]
+    turn_reads = [
+        turn == 0 or (turn <= reach[owner] and own_reads[owner]) for turn, owner in enumerate(owners)
+    ]
+    last, hops = max(turn for turn, is_read in enumerate(turn_reads) if is_read), []
+    for turn, owner in enumerate(owners):
+        after = (owner - step) % world
+        here, goes_on, comes = turn <= reach[owner], turn < reach[owner], turn < reach[after]
+        hop = Hop(
+            owner=owner,
+            here=here,
+            reads=turn_reads[turn],
+            more=turn < last,
+            next=following if goes_on else None,
+            previous=preceding if comes else None,
+            dkv_to=None if not here or turn == 0 else following if goes_on else owner,
+            dkv_next=preceding if comes and turn > 0 else None,
+            dkv_home=(rank + step * turn) % world if turn == reach[rank] and turn > 0 else None,
+        )
+        hops.append(hop)
+    return tuple(hops)
+
+
+def hops_sent(route: tuple[int, Tensor], rank: int) -> tuple[int, int]:
+    """Count the sends of K and V by a rank, and its sends of their gradients.
+
+    >>> window = torch.ones(4, 4, dtype=torch.bool).tril().triu(-1)
+    >>> [hops_sent(ring_route(window), rank) for rank in range(4)]
+    [(1, 0), (1, 1), (1, 1), (0, 1)]
+    """
+    step, reach = route
+    # The turn in which each rank's K and V reach this rank.
+    turn = (rank - torch.arange(len(reach))) * step % len(reach)
+    return int((turn < reach).sum()), int(((turn <= reach) & (turn > 0)).sum())
+
+
+def _reach(reads: Tensor, step: int) -> Tensor:
+    """Count the hops of each rank's K and V in one direction."""
+    ranks = torch.arange(len(reads))
+    hops = (ranks[:, None] - ranks) * step % len(reads)  # from each owner to each reader
+    return torch.where(reads, hops, 0).amax(0)
+
+
+def head_groups(kv_heads: int, nbytes: int) -> list[int]:
+    """Split the KV heads into groups that are gathered together: sizes of at most HEAD_GROUPS groups, of one
+    if all heads of a rank have fewer than SMALL bytes.
+
+    >>> head_groups(3, SMALL), head_groups(1, SMALL)
+    ([2, 1], [1])
+    """
+    size = -(-kv_heads // min(kv_heads, HEAD_GROUPS if nbytes >= SMALL else 1))
+    return [min(size, kv_heads - start) for start in range(0, kv_heads, size)]
+
+
+def trade(heads: int, kv_heads: int, degree: int) -> tuple[list[range], list[range]]:
+    """Split the query heads among ``degree`` ranks, even to within one; also return the KV heads they read.
+
+    >>> trade(8, 2, 3)
+    ([range(0, 2), range(2, 5), range(5, 8)], [range(0, 1), range(0, 2), range(1, 2)])
+    """
+    cuts, group = [heads * i // degree for i in range(degree + 1)], heads // kv_heads
+    q_heads = [range(a, b) for a, b in itertools.pairwise(cuts)]
+    return q_heads, [range(part.start // group, (part.stop - 1) // group + 1) for part in q_heads]
+
+
+def share(kv_parts: Sequence[range]) -> bool:
+    """Return whether several ranks read the same KV head, so that its gradient is summed over ranks.
+
+    >>> [share(trade(heads, 2, 2)[1]) for heads in (8, 2)], share(trade(8, 2, 3)[1])
+    ([False, False], True)
+    """
+    return any(a.stop > b.start for a, b in itertools.pairwise(kv_parts))
+
+
+@dataclass(frozen=True, eq=False)
+class Fetch:
+    """The rows that one rank sends and receives in one all-to-all.
+
+    batched: whether batch rows fetch different rows; then rows are numbered over [B, S_local], else over
+             [S_local], each for all batch rows
+    rows:    local rows to send, receiver after receiver: int64 [sum(sends)]
+    sends:   number of rows to each rank
+    takes:   number of rows from each rank, in rank order
+    slots:   the slots of the received buffer: int32 [Bn, n, 3], sorted by global position
+    """
+
+    batched: bool
+    rows: Tensor
+    sends: tuple[int, ...]
+    takes: tuple[int, ...]
+    slots: Tensor
+
+
+def fetch(visible: Tensor, kv: Placement, rank: int) -> Fetch:
+    """List the rows that ``rank`` sends and receives if all ranks fetch the remote slots that they see."""
+    own_slots = kv.slots[rank]
+    requested = _requested_slots(visible, own_slots, kv.block)  # [W, Bn, n]
+    requested[rank] = False
+    sends = (requested * own_slots[..., 2]).sum((1, 2)).tolist()
+    slots, owner = torch.cat(kv.slots, 1), numbered([part.shape[1] for part in kv.slots])
+    tokens = torch.where(
+        _requested_slots(visible[rank], slots, kv.block) & (owner != rank), slots[..., 2], 0
+    ).long()
+    takes = torch.zeros(kv.world_size, dtype=torch.int64).index_add_(0, owner, tokens.sum(0)).tolist()
+    return Fetch(
+        batched=max(visible.shape[1], own_slots.shape[0]) > 1,
+        rows=_rows(requested, own_slots, kv.lengths[rank]),
+        sends=tuple(sends),
+        takes=tuple(takes),
+        slots=by_position(_received_slots(slots, tokens, owner)),
+    )
+
+
+def _rows(requested: Tensor, slots: Tensor, length: int) -> Tensor:
+    """List the rows of the slots [Bp, n, 3] that each reader requests [W, Bn, n], batch row after batch row:
+    int64, numbered over [Bn, length]."""
+    _, batch, index = requested.nonzero(as_tuple=True)
+    first, _, tokens = slots.expand(requested.shape[1], -1, -1)[batch, index].long().unbind(1)
+    return ramps(batch * length + first, tokens)
+
+
+def _received_slots(slots: Tensor, tokens: Tensor, owner: Tensor) -> Tensor:
+    """Return the slots in the received buffer, which holds ``tokens`` [Bn, n] of each slot, owner after owner
+    and, of each owner, batch row after batch row: int32 [Bn, n, 3]."""
+    batch = torch.arange(len(tokens))[:, None]
+    order = (owner * len(tokens) + batch).flatten().argsort(stable=True)
+    arrivals = tokens.flatten()[order]
+    first = torch.empty_like(arrivals)
+    first[order] = arrivals.cumsum(0) - arrivals
+    return torch.stack([first.view_as(tokens), slots[..., 1].expand_as(tokens), tokens], -1).int()

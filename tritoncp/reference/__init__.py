@@ -1,0 +1,4 @@
+"""The right answer in plain torch: dense float64 attention and the eager engine.
+
+May import: planning, masks, core.
+"""

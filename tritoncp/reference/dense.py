@@ -1,0 +1,161 @@
+"""The oracle: slow, simple attention, and the errors that fast paths may have against it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.tracing import vmapped
+from tritoncp.masks.mask import Mask
+
+
+class Dense(NamedTuple):
+    """out [B, Hq, Q, Dv]; lse (natural log) and max_scores [B, Hq, Q], -inf for rows that see nothing."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+
+
+class Training(NamedTuple):
+    """Results of a forward and a backward pass; ``captured``: gradients of the score_mod's captures."""
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    captured: tuple[Tensor, ...]
+
+
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None = None,
+    score_mod: Callable[..., Tensor] | None = None,
+    *,
+    scale: float | None = None,
+) -> Dense:
+    """Attention in plain differentiable torch, in the inputs' dtype. O(Q * KV) memory.
+
+    q: [B, Hq, Q, D]; k: [B or 1, Hkv, KV, D]; v: [B or 1, Hkv, KV, Dv]; Hq a multiple of Hkv.
+    mask: a Mask (block lists first), or bool, broadcast to [B, Hq, Q, KV]; None = everyone sees everyone.
+    score_mod: (score, b, h, q_idx, kv_idx) -> score, called on visible pairs only; what it captures
+    gets gradients. A row that sees nothing: out 0, lse -inf, gradients 0. max_scores has no gradient.
+
+    >>> x = torch.ones(1, 1, 2, 4, dtype=torch.float64)
+    >>> out, lse, _ = dense_attention(x, x, x, torch.tensor([[True, False], [False, False]]))
+    >>> out[0, 0, :, 0].tolist(), lse.tolist()
+    ([1.0, 0.0], [[[2.0, -inf]]])
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, dim=1).expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    visible = _visible(mask, scores)
+    scores = torch.where(visible, _modified(scores, visible, score_mod), -math.inf)
+    max_scores = scores.detach().amax(-1)
+    m = torch.where(max_scores == -math.inf, 0, max_scores)
+    p = torch.exp(scores - m[..., None])
+    total = p.sum(-1)
+    empty = total == 0
+    total = torch.where(empty, 1, total)
+    lse = torch.where(empty, -math.inf, m + torch.log(total))
+    return Dense(p @ v / total[..., None], lse, max_scores)
+
+
+def eager_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask | Tensor | None,
+    gradients: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    score_mod: Callable[..., Tensor] | None = None,
+    captured: Sequence[Tensor] = (),
+    *,
+    scale: float | None = None,
+) -> Training:
+    """Compute both passes with the rounding of torch's eager flex attention: scores and softmax in float32;
+    P, dS, out and the sums over a group's heads in the inputs' dtype; delta from the rounded out.
+
+    gradients: (out, lse) -> the gradients of both, from which the backward pass starts
+    captured:  leaves that ``score_mod`` reads and that require gradients
+    """
+    q, k, v = (x.detach() for x in (q, k, v))
+    group, dtype = q.shape[1] // k.shape[1], q.dtype
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = (q.float() @ k.float().mT * factor).requires_grad_()
+    b, h, i, j = (torch.arange(size, device=q.device) for size in scores.shape)
+    index = b[:, None, None, None], h[:, None, None], i[:, None], j
+    modified = scores * 1 if score_mod is None else score_mod(scores, *index)
+    modified = torch.where(_visible(mask, scores), modified, -math.inf)
+    logits = modified.detach()
+    lse = logits.logsumexp(-1)
+    p = torch.where(lse[..., None] == -math.inf, 0, torch.exp(logits - lse[..., None]))
+    out = p.to(dtype) @ v
+    dout, dlse = gradients(out, lse)
+    delta = (out.float() * dout.float()).sum(-1) - dlse
+    ds = p * (dout.float() @ v.float().mT - delta[..., None])
+    leaves = [scores, *captured]
+    grads = torch.autograd.grad(modified, leaves, ds, allow_unused=True)
+    dscores, *dcaptured = (torch.zeros_like(x) if dx is None else dx for dx, x in zip(grads, leaves))
+    back = (dscores * factor).to(dtype)
+    dk, dv = (x.unflatten(1, (-1, group)).sum(2) for x in (back.mT @ q, p.to(dtype).mT @ dout))
+    return Training(out, lse, logits.amax(-1), back @ k, dk, dv, tuple(dcaptured))
+
+
+def largest_error(result: Tensor, exact: Tensor) -> float:
+    """The largest absolute error; infinite if a result is NaN or has the wrong shape.
+
+    >>> largest_error(torch.tensor([1.0, -math.inf]), torch.tensor([1.5, -math.inf]))
+    0.5
+    >>> largest_error(torch.tensor([math.nan]), torch.tensor([0.0]))
+    inf
+    """
+    if result.shape != exact.shape:
+        return math.inf
+    if not result.numel():
+        return 0.0
+    wide = result.to(exact.dtype)
+    return float(
+        torch.where(wide == exact, 0, (wide - exact).abs()).nan_to_num(math.inf, posinf=math.inf).amax()
+    )
+
+
+def allowed_error(eager: Tensor, exact: Tensor) -> float:
+    """The allowed error of a result in the dtype of ``eager``: twice the error of ``eager``, which torch's
+    eager attention computed, plus two units in the last place of the largest value.
+
+    >>> allowed_error(torch.tensor([1.0]), torch.tensor([1.0])) == 2 * torch.finfo(torch.float32).eps
+    True
+    """
+    limits = torch.finfo(eager.dtype)
+    largest = max(float(exact.abs().max()), limits.tiny)
+    return 2 * largest_error(eager, exact) + 2 * limits.eps * 2.0 ** math.floor(math.log2(largest))
+
+
+def _visible(mask: Mask | Tensor | None, scores: Tensor) -> Tensor:
+    """bool [B, H, Q, KV]."""
+    if mask is None:
+        return torch.ones_like(scores, dtype=torch.bool)
+    if isinstance(mask, Mask):
+        B, H = scores.shape[:2]
+        mask = mask.to_dense(B, H, scores.device).to(scores.device)
+    return mask.expand(scores.shape)
+
+
+def _modified(scores: Tensor, visible: Tensor, score_mod: Callable[..., Tensor] | None) -> Tensor:
+    """Visible scores after score_mod; the others are left as they are, and never asked about."""
+    if score_mod is None:
+        return scores
+    at = visible.nonzero(as_tuple=True)
+    if not len(at[0]):
+        return scores
+    modified = vmapped(score_mod, (0, 0, 0, 0, 0))(scores[at], *at)
+    return scores.index_put(at, modified.to(scores.dtype))

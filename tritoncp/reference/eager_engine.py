@@ -1,0 +1,251 @@
+"""The eager engine: the same step contract as the kernels, in plain torch.
+
+It runs the same plans and schedules where there is no Triton, and in float64 it separates errors of plan and
+communication from rounding in kernels.  A step is dense here: O(S_local * rows) memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.tracing import undisturbed, vmapped
+from tritoncp.masks.block_runs import ABSENT, Kind, Runs
+from tritoncp.planning.placement import row_positions
+from tritoncp.planning.step_tables import Tables
+
+Step = Callable[[], None]
+LN2 = math.log(2)
+
+
+@dataclass(frozen=True)
+class EagerEngine:
+    """One attention call.
+
+    mask:     the user's function over (b, h, q_idx, kv_idx)
+    score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
+    captures: those tensors, no narrower than what sums their gradients; ``grads`` are buffers for these
+    first_row: batch row of the whole that row 0 of the tensors is, for what masks and mods see
+    """
+
+    scale: float
+    mask: Callable[..., Tensor] | None = None
+    score: Callable[[Sequence[Tensor]], Callable[..., Tensor]] | None = None
+    captures: Sequence[Tensor] = ()
+    grads: Sequence[Tensor] = ()
+    first_row: int = 0
+
+    @property
+    def fused(self) -> bool:
+        return False
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, *, out: Tensor, lse: Tensor,
+        max_scores: Tensor | None = None, state: Sequence[Tensor] = (), load_state: bool = False,
+        store_state: bool = False, h_offset: int = 0,
+    ) -> Step:  # fmt: skip
+        """As the kernels' forward. state: (acc [B, H, S, E], m, l [B, H, S]), m in log2 units."""
+
+        @undisturbed()
+        def step() -> None:
+            before = [x.clone() for x in state] if load_state else None
+            acc, m, l = self._continued(q, k, v, tables, lse.dtype, before, h_offset)
+            if store_state:
+                for buffer, now in zip(state, (acc, m, l)):
+                    buffer.copy_(now)
+                return
+            filled = l != 0  # a NaN is passed on
+            safe = torch.where(filled, l, 1)
+            out.copy_(acc / safe[..., None])
+            lse.copy_(torch.where(filled, (m + safe.log2()) * LN2, -torch.inf))
+            if max_scores is not None:
+                max_scores.copy_(m * LN2)
+
+        return step
+
+    def _continued(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, dtype: torch.dtype,
+        before: Sequence[Tensor] | None, h_offset: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """(acc, m, l) after these keys, from those before them."""
+        q, k, v = _wide(q, k, v, tables, dtype)
+        at, visible = self._visible(tables, q, k, h_offset)
+        raw = q @ k.mT * self.scale
+        scores = (
+            self._hide(raw, visible)
+            if self.score is None
+            else self._modified(raw, self.captures, at, visible, h_offset)
+        )
+        none = raw.new_full(raw.shape[:3], -torch.inf)
+        top = scores.amax(-1) / LN2 if scores.shape[-1] else none
+        m = top if before is None else torch.maximum(top, before[1])
+        finite = torch.where(m == -torch.inf, 0, m)
+        p = torch.exp2(scores / LN2 - finite[..., None])
+        acc, l = p @ v, p.sum(-1)
+        if before is not None:
+            scale = torch.exp2(before[1] - finite)
+            acc, l = before[0] * scale[..., None] + acc, before[2] * scale + l
+        return acc, m, l
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Step:
+        @undisturbed()
+        def step() -> None:
+            delta.copy_((out.to(delta.dtype) * dout.to(delta.dtype)).sum(-1) - (0 if dlse is None else dlse))
+
+        return step
+
+    def dq(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
+        dq: Tensor, add: bool = False, h_offset: int = 0,
+    ) -> Step:  # fmt: skip
+        @undisturbed()
+        def step() -> None:
+            _, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, self.grads)
+            _store(dq, ds @ wide[1] * self.scale, add)
+
+        return step
+
+    def dkdv(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
+        dk: Tensor, dv: Tensor, dq: Tensor | None = None, add: bool = False, h_offset: int = 0,
+    ) -> Step:  # fmt: skip
+        @undisturbed()
+        def step() -> None:
+            p, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, ())
+            heads = (k.shape[1], q.shape[1] // k.shape[1])
+            _store(dk, (ds.mT @ wide[0] * self.scale).unflatten(1, heads).sum(2), add)
+            _store(dv, (p.mT @ wide[2]).unflatten(1, heads).sum(2), add)
+
+        return step
+
+    def split(self, q: Tensor, k: Tensor, tables: Tables) -> int:
+        return 1
+
+    def _backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        tables: Tables,
+        h_offset: int,
+        grads: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Probabilities, gradient of the raw scores, and q, k, dout in the accumulating dtype."""
+        q, k, v = _wide(q, k, v, tables, lse.dtype)
+        dout, delta = (_held(x, tables.q_slots).to(lse.dtype) for x in (dout, delta[..., None]))
+        at, visible = self._visible(tables, q, k, h_offset)
+        raw = q @ k.mT * self.scale
+        if self.score is None:
+            p = _probabilities(self._hide(raw, visible), lse)
+            return p, p * (dout @ v.mT - delta), (q, k, dout)
+        # An op runs below autograd; functorch's transforms bring their own.
+        scores, pull, *_ = torch.func.vjp(
+            lambda raw, *caps: self._modified(raw, caps, at, visible, h_offset), raw, *self.captures
+        )
+        p = _probabilities(scores, lse)
+        ds, *capture_grads = pull(p * (dout @ v.mT - delta))
+        for buffer, grad in zip(grads, capture_grads):
+            buffer += grad
+        return p, ds, (q, k, dout)
+
+    def _hide(self, scores: Tensor, visible: Tensor) -> Tensor:
+        return torch.where(visible, scores, -torch.inf)
+
+    def _modified(
+        self, raw: Tensor, captures: Sequence[Tensor], at: Sequence[Tensor], visible: Tensor, h_offset: int
+    ) -> Tensor:
+        """Scores after score_mod, called on visible pairs only; hidden ones -inf."""
+        pairs = visible.nonzero(as_tuple=True)
+        b, h, row, col = pairs
+        scores = raw[pairs]
+        if self.score is not None and len(b):
+            places = b + self.first_row, h + h_offset, at[0][b % len(at[0]), row], at[1][b % len(at[1]), col]
+            mod = self.score(captures)
+            scores = vmapped(mod, (0, 0, 0, 0, 0))(scores, *places).to(raw.dtype)
+        return torch.full_like(raw, -torch.inf).index_put(pairs, scores)
+
+    def _visible(
+        self, tables: Tables, q: Tensor, k: Tensor, h_offset: int
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """Positions of rows [Bp, S] and columns [Bp, rows], and who sees whom: bool [B, H, S, rows]."""
+        b, h = q.shape[:2]
+        at = row_positions(tables.q_slots, q.shape[2]), row_positions(tables.kv_slots, k.shape[2])
+        slot = _slot_of_row(tables.q_slots, q.shape[2]), _slot_of_row(tables.kv_slots, k.shape[2])
+        kinds = Runs(tables.row_ptr, tables.row_runs, tables.kv_slots.shape[1]).to_kinds()
+        if kinds.shape[1] > 1:
+            kinds = kinds[:, h_offset : h_offset + h]
+        kinds = kinds.expand(b, h, -1, -1)
+        if 0 in kinds.shape:
+            return at, torch.zeros(b, h, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        rows = slot[0].clamp(min=0).expand(b, -1)[:, None, :, None].expand(-1, h, -1, kinds.shape[3])
+        kinds = kinds.gather(2, rows)
+        cols = slot[1].clamp(min=0).expand(b, -1)[:, None, None].expand(-1, h, q.shape[2], -1)
+        kinds = kinds.gather(3, cols)
+        real = (slot[0] >= 0)[:, None, :, None] & (slot[1] >= 0)[:, None, None, :]
+        visible = (kinds != ABSENT) & real
+        if tables.mask == "none":
+            return at, visible
+        return at, visible & ((kinds != Kind.MASKED) | self._inside(tables, at, b, h, h_offset))
+
+    def _inside(self, tables: Tables, at: tuple[Tensor, Tensor], b: int, h: int, h_offset: int) -> Tensor:
+        """The visible pairs of masked blocks: bool, broadcastable to [B, H, S, rows]."""
+        rows, cols = at[0].clamp(min=0), at[1].clamp(min=0)
+        if tables.window is not None:
+            gap = rows[:, None, :, None] - cols[:, None, None, :]
+            return (gap <= tables.window[0]) & (-gap <= tables.window[1])
+        if tables.mask == "interval":
+            assert tables.lo is not None and tables.hi is not None
+            lo, hi = (
+                (x[:, h_offset : h_offset + h] if x.shape[1] > 1 else x) for x in (tables.lo, tables.hi)
+            )
+            where = cols[:, None, None, :]
+            return (where >= lo[..., None]) & (where < hi[..., None])
+        assert self.mask is not None
+        device = at[0].device
+        heads = torch.arange(h, device=device) + h_offset
+        call = vmapped(
+            self.mask, (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)
+        )
+        batch = torch.arange(b, device=device) + self.first_row
+        return call(batch, heads, rows.expand(b, -1), cols.expand(b, -1))
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), at most 1, which a rounded lse of large scores would exceed."""
+    return torch.exp((scores - torch.where(lse == -torch.inf, 0, lse)[..., None]).clamp(max=0))
+
+
+def _store(into: Tensor, x: Tensor, add: bool) -> None:
+    if into.stride(0) == 0:  # each row is one batch row's alone: the others' share of it is zero
+        into, x = into[:1], x.sum(0, keepdim=True)
+    into.copy_(into + x if add else x)
+
+
+def _wide(
+    q: Tensor, k: Tensor, v: Tensor, tables: Tables, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the accumulating dtype, k and v once for every query head."""
+    k, v = (_held(x, tables.kv_slots).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return _held(q, tables.q_slots).to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _held(x: Tensor, slots: Tensor) -> Tensor:
+    """x [B, H, rows, n] with zeros where no slot lies: whatever pads a shard times 0 has to be 0."""
+    padding = row_positions(slots, x.shape[2]) < 0
+    return x.masked_fill(padding[:, None, :, None], 0)
+
+
+def _slot_of_row(slots: Tensor, rows: int) -> Tensor:
+    """Slot that covers each row of the buffer, -1 for padding: int64 [Bp, rows]."""
+    row = torch.arange(rows, device=slots.device)
+    inside = (row >= slots[..., :1]) & (row < slots[..., :1] + slots[..., 2:])  # [Bp, slots, rows]
+    if slots.shape[1] == 0:
+        return torch.full((slots.shape[0], rows), -1, device=slots.device)
+    return torch.where(inside.any(1), inside.int().argmax(1), -1)

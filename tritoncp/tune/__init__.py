@@ -1,1 +1,0 @@
-"""`tritoncp autotune`: measure tile shapes, and keep those that win."""

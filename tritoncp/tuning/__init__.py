@@ -1,0 +1,1 @@
+"""`tritoncp autotune`: measure tile shapes, and write down the shapes that beat the rule."""

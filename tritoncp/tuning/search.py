@@ -1,0 +1,251 @@
+"""The search for tiles: compile and drop slow candidates by their bounds, check the results, then time the
+rest by successive halving.
+
+Successive halving (Jamieson and Talwalkar, arXiv 1502.07943): all candidates in turn within a round, twice
+the rounds for the better half, the rule's own config always among them. A winner must beat the rule by 2 %. A
+stage may take half of the time that is left, the candidates most like the rule first, so that even a short
+run compares some of them with the rule.  Routes are compared with the best tiles of loops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from tritoncp.analysis.disassembly import MACHINES
+from tritoncp.analysis.jobs import Job
+from tritoncp.kernels.configs import ROUTES, Config, family
+from tritoncp.ops.tile_tables import WIN
+from tritoncp.tuning.journal import Journal
+from tritoncp.tuning.targets import Routed, Target, candidates
+
+# Of the rule's own bound: candidates below it are not timed.  Not of the best one: bounds leave out latency,
+# and a best bound out of reach for large tiles is no reason to leave those out.
+MIN_RELATIVE_BOUND = 0.75
+MAX_TIMED = 24  # candidates at most: in turn the most like the rule, and the best bound
+ROUNDS = 4  # of the first halving
+REPORTED = ("registers", "spill_bytes", "shared_bytes", "tma", "flops", "bound", "limit", "failed")
+
+
+class Bench(Protocol):
+    """Measurements that need the device."""
+
+    def wrong(self, target: Target, config: Config) -> str | None:
+        """The reason why the results are not right, or None."""
+
+    def milliseconds(self, target: Target, config: Config) -> float:
+        """Time one execution."""
+
+
+@dataclass
+class Tally:
+    """The progress of a run, for the display."""
+
+    target: str = ""
+    tried: int = 0
+    pruned: int = 0
+    failed: int = 0
+    best: str = ""
+    why: str = ""  # of the last failure
+    show: Callable[[Tally], None] = lambda tally: None
+
+    def count(self, why: str | None = None, **more: int) -> None:
+        for name, n in more.items():
+            setattr(self, name, getattr(self, name) + n)
+        self.why = why or self.why
+        self.show(self)
+
+
+class Choice(NamedTuple):
+    """A config, and its median and the rule's in the last round that both finished."""
+
+    config: Config
+    ms: float
+    rule_ms: float
+
+    @property
+    def gain(self) -> float:
+        return self.rule_ms / self.ms
+
+
+Compile = Callable[[list[Job]], Generator[tuple[Job, dict[str, Any]]]]
+
+
+@dataclass
+class Tuner:
+    """One tuning run.
+
+    compiled: reports of jobs, as :func:`tritoncp.analysis.compile_worker.compile_all`
+    now:      a clock in seconds; no work is started after ``deadline``
+    keep:     called with each target's choice as soon as it is made
+    """
+
+    arch: str
+    journal: Journal
+    compiled: Compile
+    deadline: float
+    keep: Callable[[Target, Choice], None] = lambda target, choice: None
+    now: Callable[[], float] = time.monotonic
+    tally: Tally = field(default_factory=Tally)
+    chosen: dict[Target, Choice] = field(default_factory=dict)
+
+    def candidates(self, target: Target) -> list[Config]:
+        """The candidates; the first is the config that calls use by default."""
+        loops = self.chosen.get(replace(target, kernel="forward"))
+        return candidates(target, self.arch, *([loops.config] if loops and target.kernel == "route" else []))
+
+    def static(self, target: Target, until: float | None = None) -> list[tuple[Config, dict[str, Any]]]:
+        """Select the candidates that compile, fit and may be fast, also as steps of a schedule, with their
+        reports; the rule's own first."""
+        self.tally.target = target.name
+        until = self.deadline if until is None else until
+        rule, *_ = listed = self.candidates(target)
+        self.journal.begin(target, rule)
+        reports = {}
+        for config, report in self._compiled("compile", target, listed, self._half(until), rule):
+            reports[config] = report
+            self.tally.count(tried=1, failed="failed" in report, why=report.get("failed"))
+        own = reports.get(rule, {}).get("bound") or 0.0
+        own = 0.0 if target.kernel == "few" else own  # memory bound, so the bound of products is no criterion
+        rivals = [
+            config
+            for config in listed
+            if config != rule and config in reports and not self._why(reports[config], own)
+        ]
+        best = sorted(rivals, key=lambda config: -(reports[config].get("bound") or 0.0))
+        rivals = list(dict.fromkeys(itertools.chain(*zip(rivals, best))))[: MAX_TIMED - 1]
+        steps = dict(self._compiled("steps", target, rivals, until))
+        alive = [config for config in rivals if config in steps and not self._why(steps[config], 0.0)]
+        if rule in reports and "failed" not in reports[rule]:
+            alive = [rule, *alive]
+        self.tally.count(pruned=len(reports) - len(alive))
+        return [(config, reports[config]) for config in alive]
+
+    def _half(self, until: float) -> float:
+        now = self.now()
+        return now + (until - now) / 2
+
+    def _compiled(
+        self, stage: str, target: Target, configs: Sequence[Config], until: float, least: Config | None = None
+    ) -> Generator[tuple[Config, dict[str, Any]]]:
+        """Yield the journal's findings about these configs, then compile the rest until time is up; ``least``
+        is compiled in any case, since without it the others cannot be compared."""
+        jobs = {}
+        for config in configs:
+            finding = self.journal.finding(stage, target, config)
+            if finding is not None:
+                yield config, finding
+            else:
+                job = target.job(self.arch, config) if stage == "compile" else target.step(self.arch, config)
+                jobs[job] = config
+        with closing(self.compiled(list(jobs))) as done:
+            for job, report in done:
+                finding = {name: report[name] for name in REPORTED if name in report}
+                config = jobs.pop(job)
+                self.journal.add(stage, target, config, finding)
+                yield config, finding
+                if self.now() > until and least not in jobs.values():
+                    break
+
+    def _why(self, report: dict[str, Any], own: float) -> str:
+        """The reason why a candidate is not worth a measurement; "" if it is."""
+        if "failed" in report:
+            return report["failed"]
+        limit = MACHINES[family(self.arch)].block
+        if report["shared_bytes"] > limit:
+            return f"{report['shared_bytes']} bytes of shared memory, there are {limit}"
+        if report["spill_bytes"]:
+            return f"spills {report['spill_bytes']} bytes"
+        bound = report.get("bound")
+        return (
+            f"bound {bound:.0%}, the rule's {own:.0%}"
+            if bound is not None and bound < MIN_RELATIVE_BOUND * own
+            else ""
+        )
+
+    def choose(self, target: Target, bench: Bench, until: float) -> Choice | None:
+        """Choose the fastest right candidate, if it beats the rule; else the rule. None without a measurement
+        of both.  An interrupt is passed on after the best choice so far was written down."""
+        rule, *rivals = self.candidates(target)
+        if target.kernel == "route" and not (rivals and replace(target, kernel="forward") in self.chosen):
+            return None  # no other route, or no measured loops to compare with
+        alive = [config for config, _ in self.static(target, self._half(until))]
+        best: Choice | None = None
+        try:
+            checked = self._half(until)
+            alive = [config for config in alive if self._right(target, config, bench, checked)]
+            if rule not in alive:
+                return None  # no baseline for the comparison
+            rounds = ROUNDS
+            while self.now() < until:
+                times = self._times(target, alive, bench, rounds, until)
+                if times is None:
+                    break
+                best = self._best(times, rule)
+                self.tally.best = f"{best.gain:.2f}x of the rule"
+                self.tally.count()
+                if len(alive) <= 2:
+                    break
+                rivals = sorted((c for c in alive if c != rule), key=times.__getitem__)
+                alive = [rule, *rivals[: max(1, (len(alive) - 1) // 2)]]
+                rounds *= 2
+        finally:
+            if best is not None:
+                self.keep(target, best)
+        return best
+
+    def _right(self, target: Target, config: Config, bench: Bench, until: float) -> bool:
+        """Whether a candidate's results are right; False if time is up before the check."""
+        finding = self.journal.finding("check", target, config)
+        if finding is None:
+            if self.now() > until:
+                return False
+            if isinstance(config, Routed) and config.ROUTE in ROUTES[1:]:  # one that never ends is tried once
+                self.journal.add("check", target, config, {"wrong": "was being checked when a run ended"})
+            finding = {"wrong": bench.wrong(target, config)}
+            self.journal.add("check", target, config, finding)
+        self.tally.count(failed=finding["wrong"] is not None, why=finding["wrong"])
+        return finding["wrong"] is None
+
+    def _times(
+        self, target: Target, alive: Sequence[Config], bench: Bench, rounds: int, until: float
+    ) -> dict[Config, float] | None:
+        """Medians over ``rounds`` rounds. A round runs each candidate once, beginning with the next one; None
+        if time is up before."""
+        missing = [c for c in alive if self.journal.finding("time", target, c, rounds) is None]
+        if missing:  # an incomplete set of rounds is repeated as a whole
+            samples: dict[Config, list[float]] = {config: [] for config in alive}
+            for config in alive:
+                bench.milliseconds(target, config)  # warm
+            for turn in range(rounds):
+                first = turn % len(alive)
+                for config in [*alive[first:], *alive[:first]]:
+                    if self.now() > until:
+                        return None
+                    samples[config].append(bench.milliseconds(target, config))
+            for config, config_samples in samples.items():
+                self.journal.add("time", target, config, {"ms": statistics.median(config_samples)}, rounds)
+        findings = {config: self.journal.finding("time", target, config, rounds) for config in alive}
+        return {config: entry["ms"] for config, entry in findings.items() if entry is not None}
+
+    @staticmethod
+    def _best(times: dict[Config, float], rule: Config) -> Choice:
+        fastest = min(times, key=times.__getitem__)
+        winner = fastest if times[rule] / times[fastest] > WIN else rule
+        return Choice(winner, times[winner], times[rule])
+
+    def run(self, requested: Sequence[Target], bench: Bench) -> dict[Target, Choice]:
+        """Tune every target in turn; each may use its share of the time that is left."""
+        for i, target in enumerate(requested):
+            left = self.deadline - self.now()
+            if left <= 0:
+                break
+            choice = self.choose(target, bench, self.now() + left / (len(requested) - i))
+            if choice is not None:
+                self.chosen[target] = choice
+        return self.chosen
