@@ -188,7 +188,7 @@ class Bench:
         contender = None
         try:
             with warnings.catch_warnings():  # a call that falls back to another ROUTE fails here, untimed
-                warnings.filterwarnings("error", message="ROUTE=.* is asked for")
+                warnings.filterwarnings("error", message="ROUTE=.* is requested")
                 contender = make()
                 timed_passes = {*passes} & {*contender.passes}
                 actual = {"out": contender.forward()} if "forward" in timed_passes else {}

@@ -1,7 +1,7 @@
 """Runs: a block-sparse pattern as, for each row, a short list of column ranges.
 
 Index lists and dense block maps of a million-token mask take hundreds of MiB; its runs take a few
-hundred KiB, because what a row of blocks sees is nearly always a handful of ranges.
+hundred KiB, because a row of blocks nearly always sees a handful of ranges.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Runs:
         return self._pack((batch, h, r), int(first[:, -1].max()), row, start, end, kind)
 
     def transpose(self) -> Runs:
-        """Rows <-> columns. Costs what the two lists of runs cost, not rows times columns."""
+        """Swap rows and columns, in time and memory of the two lists of runs, not of rows times columns."""
         b, h, r, c = self.shape
         row, start, end, kind = self._flat()
         # Compare each row with the one before it. Row r's pattern enters twice: as `now` at r and as

@@ -82,9 +82,9 @@ def ask_torch(mask_mod: MaskFn, device: str | torch.device) -> Ask:
 
 @dataclass(frozen=True)
 class Question:
-    """A mask_mod, and the two ways to ask it: about all of a tile, and pair by pair.
+    """A mask_mod with two ways to evaluate it: bounds over a tile, and values pair by pair.
 
-    Tiles are int64 [n, 6 or more]: b, h, first and end row, first and end column, and what the asker adds.
+    Tiles are int64 [n, 6 or more]: b, h, first and end row, first and end column, and the caller's columns.
     """
 
     ask: Ask
@@ -117,7 +117,7 @@ class Question:
         return left & ((tiles[:, 3] - tiles[:, 2]).maximum(tiles[:, 5] - tiles[:, 4]) <= _SMALL)
 
     def answers(self, tiles: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Tiles in tokens, a bounded number of pairs at a time, and what `seen` says of them."""
+        """Yield tiles in tokens, a bounded number of pairs at a time, and their values of `seen`."""
         for part in tiles.split(max(1, PAIRS // _area(tiles))) if len(tiles) else ():
             yield part, self.seen(part)
 
@@ -171,8 +171,8 @@ def find_runs(
 
 
 def find_intervals(question: Question, runs: Runs, grid: Grid) -> tuple[Tensor, Tensor] | None:
-    """int32 (lo, hi), each [B, H, q_len]: what every row sees of its masked blocks, if that is all of one
-    interval's part in them for every row; else None."""
+    """Return the interval of keys that each row sees within its masked blocks: int32 (lo, hi), each
+    [B, H, q_len]; None unless every row sees all keys of one interval there."""
     B, H, _, _ = runs.shape
     b, h = (size if read else 1 for size, read in zip((B, H), question.reads, strict=True))
     if runs.part(b, h).expand(B, H) == runs:
@@ -235,7 +235,7 @@ def _descend(tiles: Tensor, visit: Callable[[Tensor], Tensor]) -> None:
 
 
 def _quarters(tiles: Tensor) -> Tensor:
-    """Each tile in up to four, cut at multiples of a power of two: what tables of minima know exactly."""
+    """Cut each tile in up to four at multiples of a power of two, for which tables of minima are exact."""
     q0, q1, k0, k1 = tiles[:, 2:6].unbind(1)
     q, k = ((lo, lo + _half(hi - lo), hi) for lo, hi in ((q0, q1), (k0, k1)))
     parts = []

@@ -41,8 +41,8 @@ class MaskMod(ABC):
         return None
 
     def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
-        """Which queries and which keys are tokens: bool [q_len] and [kv_len] on the CPU; None: all of them.
-        The others are padding that no row sees and nobody reads, whatever it holds."""
+        """Return the queries and the keys that are tokens: bool [q_len] and [kv_len] on the CPU; None: all.
+        The rest is padding, which no row sees and no kernel reads."""
         return None
 
     @property
@@ -159,7 +159,7 @@ class Document(MaskMod):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PrefixLM(MaskMod):
-    """Causal, and everyone sees the prefix."""
+    """Causal mask in which all queries see the prefix."""
 
     prefix: int | Tensor  # tokens; a tensor [B] for one per batch row
 
@@ -381,7 +381,7 @@ def document(*, lengths: Sequence[int] | Tensor | None = None, ids: Tensor | Non
 
 
 def prefix_lm(prefix: int | Tensor) -> MaskMod:
-    """Causal, and everyone sees the first `prefix` tokens. An int, or an integer tensor [B].
+    """Causal mask in which all queries see the first `prefix` tokens: an int, or an integer tensor [B].
 
     >>> prefix_lm(2).intervals(4, 4)[1].tolist()
     [[[2, 2, 3, 4]]]
@@ -412,7 +412,7 @@ def not_(mask: MaskFn) -> MaskMod:
 
 
 def is_settled(mask: Any) -> bool:
-    """Whether a mask is a closed form through and through: then only what its tensors hold can change.
+    """Whether a mask consists of closed forms only, so that nothing but its tensors' values can change.
 
     >>> is_settled(causal() & document(lengths=[2, 6])), is_settled(causal() & (lambda b, h, q, kv: q != kv))
     (True, False)

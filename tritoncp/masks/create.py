@@ -1,4 +1,4 @@
-"""The public `create_block_mask`: where its mask_mod is asked, and what is shown meanwhile."""
+"""The public `create_block_mask`: the device that evaluates its mask_mod, and the progress bar."""
 
 from __future__ import annotations
 

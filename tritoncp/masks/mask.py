@@ -1,7 +1,7 @@
 """The compact mask: its listed blocks, as runs, and the keys that each row sees inside masked blocks.
 
 Block lists are authoritative, as in compiled flex attention: an unlisted block is invisible and a
-full block unmasked, whatever the mask_mod says.
+full block unmasked, even where the mask_mod disagrees.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Listed(MaskMod):
-    """A mask with its block lists as a mask_mod, lists first: what is listed as full is visible.
+    """A mask_mod that looks at a mask's block lists first: blocks that are listed as full are visible.
 
     kinds: uint8 [B, H, rows, cols], a byte for each pair of blocks.
     """
@@ -328,7 +328,7 @@ class Listed(MaskMod):
 
 
 def _whole_mod(mask: Mask, B: int, H: int) -> MaskFn:
-    """A mask_mod that says what the mask is: its own where it makes these block lists, else with them."""
+    """Return a mask_mod for all of the mask: its own where that gives these block lists, else with them."""
     mod = mask.mask_mod
     if mod is not None and _rebuilt(mod, mask.grid, B, H).runs == mask.runs.expand(B, H):
         return mod
@@ -352,7 +352,7 @@ def _rebuilt(mod: MaskFn, grid: Grid, B: int, H: int) -> Mask:
 
 @on_host
 def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tuple[int, int] = 128) -> Mask:
-    """Everyone sees everyone: what `block_mask=None` means.
+    """Return the mask in which all queries see all keys, as `block_mask=None` means.
 
     >>> full_mask(200, 256).runs.to_kinds().tolist()    # the last row of blocks is cut by q_len
     [[[[1, 1], [2, 2]]]]
@@ -371,7 +371,7 @@ def from_block_mask(bm: BlockMask, evaluate: MaskFn | None = None, search: bool 
     bm: the *global* mask, on any device; its lists come over in one copy. evaluate: the mask_mod to
     call on CPU indices, where bm.mask_mod captures tensors of another device. It is asked about the
     partially masked blocks only. Without a mask_mod (noop_mask) partial blocks become full ones.
-    search: False where nobody can call the mask_mod; it then runs in every masked block.
+    search: False where the mask_mod cannot be called here; it then runs in every masked block.
     """
     q_block, kv_block = bm.BLOCK_SIZE
     q_len, kv_len = bm.seq_lengths

@@ -1,8 +1,8 @@
-"""What a mask_mod says of a whole tile, without asking it pair by pair: interval arithmetic on its graph.
+"""Bounds of a mask_mod over a whole tile, without evaluating each pair: interval arithmetic on its graph.
 
 A traced mask_mod is evaluated on ranges (R. E. Moore, "Interval Analysis", 1966): q_idx in [q0, q1), kv_idx
 in [k0, k1), and so on through every operation, many tiles at once. Where the result can only be True, or
-only False, the tile is decided. Nothing decided is ever wrong; what no rule covers is merely undecided.
+only False, the tile is decided. A decision is never wrong; operations without a rule leave tiles undecided.
 
 Floats are bounded in their own type, where rounding is monotone: the bounds of a sum are the sums of the
 bounds. Integers of every type are bounded exactly, in float64, as long as they stay below 2^51.
@@ -28,10 +28,10 @@ _HALF = (torch.float16, torch.bfloat16)  # torch rounds these otherwise with Pyt
 
 
 class Span(NamedTuple):
-    """lo <= value <= hi in each tile; where a bound is NaN nothing is known.
+    """Bounds lo <= value <= hi in each tile; NaN where there is no bound.
 
     lo, hi: [n] or [], bool for bools, float64 for integers, else of the type itself.
-    most:   of integers, what no known value exceeds in magnitude.
+    most:   of integers, a bound of the magnitude of all values with bounds.
     """
 
     lo: Tensor
@@ -114,7 +114,7 @@ class Bounds:
         return answer.hi.expand(len(b)), answer.lo.expand(len(b))
 
     def _fold(self, node: fx.Node) -> None:
-        """Compute at once what does not depend on the tile."""
+        """Compute the operations that do not depend on the tile once."""
         operands = node.all_input_nodes
         if _name(node) in SHAPE_ONLY:
             given = {n: torch.zeros(n.meta["val"].shape, dtype=_dtype(n)) for n in operands}
@@ -269,7 +269,7 @@ def _unknown(dtype: torch.dtype) -> Span:
 
 
 def _number(arg: Any) -> Tensor | None:
-    """A Python number as it is before it meets a type."""
+    """Return a Python number that has no type yet."""
     return torch.tensor(arg, dtype=torch.float64 if isinstance(arg, float) else None)
 
 

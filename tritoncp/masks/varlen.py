@@ -78,7 +78,7 @@ def _check_cumulative(name: str, x: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Varlen(MaskMod):
-    """Documents of a packed buffer: nobody sees past their own.
+    """Documents of a packed buffer: a query sees keys of its own document only.
 
     q, kv:               cumulative tokens [n + 1]; q_padded, kv_padded: cumulative rows of the buffer
     left, right:         where the last query and the last key of a document are level, query i sees key j for
@@ -200,17 +200,17 @@ def varlen_mask(
     cu_seqlens_kv_padded: Tensor | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
 ) -> Mask:
-    """The mask of a packed buffer [t, heads, head dim]: every document sees itself alone.
+    """Return the mask of a packed buffer [t, heads, head dim]: a query sees its own document only.
 
     cu_seqlens_q, cu_seqlens_kv: int32 or int64 [n + 1], how many tokens come before each of n documents, and
     in all; of queries and of keys (None: the same). Documents of length 0 are allowed.
     cu_seqlens_q_padded, cu_seqlens_kv_padded: the same of the buffer's rows where padding follows each
     document's tokens; the last entry is the whole buffer. None: no padding.
     causal, window: the last query of a document is level with its last key (bottom-right alignment).
-    ``causal`` hides what comes after a query, ``window=(left, right)`` what is further than that on either
+    ``causal`` hides keys after a query, ``window=(left, right)`` keys that are further away on either
     side, -1 = unbounded, which is FlashAttention's convention. Where both are given both hide.
 
-    A plan made of it leaves padding out: whatever lies there is never read, and out and gradients are 0.
+    A plan of this mask leaves padding out: it is never read, and out and gradients are 0 there.
     The tensors are copied to the host at once. Raises TypeError and ValueError for cu_seqlens of another
     type, that do not start at 0, fall, or differ in their number of documents.
 

@@ -1,8 +1,8 @@
 """Any Python mask_mod or score_mod as readable Triton source.
 
 `mask_mod(fn)` and `score_mod(fn)` trace a function (`trace`), write it as Triton (`emit`), keep the source
-where Triton can read it (`cache`) and give a `Mod`: @triton.jit functions plus what they capture now.
-`fingerprint` and `snapshot` tell whether a function still is what it was; they need no Triton, so the names
+where Triton can read it (`cache`) and give a `Mod`: @triton.jit functions with their captured values.
+`fingerprint` and `snapshot` tell whether a function has changed; they need no Triton, so the names
 of this package are imported when they are first used.
 """
 

@@ -17,7 +17,7 @@ import torch
 
 
 class Incomparable(Exception):
-    """State that a function reads cannot be compared with what it was at another call."""
+    """State that a function reads cannot be compared between calls."""
 
 
 class _Absent:

@@ -65,7 +65,7 @@ def captured_numbers(fn: Any) -> list[int | float]:
 
 
 def origin(fn: Any) -> str:
-    """file:line of a function's definition, or what there is to say of something else callable."""
+    """Return file:line of a function's definition, or a description of another callable."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     code = getattr(fn, "__code__", None)

@@ -69,8 +69,8 @@ def emit(traced: Traced) -> str:
 
 
 def loads(traced: Traced) -> int:
-    """With how many sides of a tile what the mod loads varies: 0 where at most b and h choose it, 2 where
-    each score has its own."""
+    """Return with how many sides of a tile the mod's loads vary: 0 where at most b and h choose the
+    address, 2 where each score has its own."""
     writer = Writer(traced)
     writer.run(traced.forward.graph)
     return writer.sides
@@ -159,7 +159,7 @@ def _accumulate(block: Block, place: int, grad: Value) -> None:
 def _address(block: Block, base: str, indices: Indices) -> tuple[str, str]:
     """Source of the pointer to an element, and of "every index is in range" ("" where that is certain).
 
-    What is the same for the whole tile is added first: 64 bits once, not for each element."""
+    Terms that are the same for the whole tile are added first: 64 bits once, not for each element."""
     of_tile, of_each = list[str](), list[str]()
     for i, index in enumerate(indices):
         if index.at.const != 0:
@@ -374,7 +374,7 @@ def _known(name: str, inputs: list[Any]) -> Any:
 
 
 def _example(argument: Any) -> Any:
-    """What torch.result_type needs to see of an operand."""
+    """Return an example of an operand for torch.result_type."""
     if isinstance(argument, fx.Node):
         return argument.meta["number"] if "number" in argument.meta else argument.meta["val"]
     return argument

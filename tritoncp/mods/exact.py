@@ -23,7 +23,7 @@ def buffer(like: Tensor, device: torch.device) -> Tensor:
 
 
 def total(buffer: Tensor) -> Tensor:
-    """float64 [...]: what was added, NaN where something fitted nowhere.
+    """Return the sums as float64 [...]; NaN where an addend was out of range.
 
     >>> words = torch.zeros(SLOTS, dtype=torch.int64)
     >>> words[1], words[2] = 3, -(1 << 29)

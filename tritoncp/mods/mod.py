@@ -49,7 +49,7 @@ class Mod:
     loads: int = 2
 
     def __call__(self, *arguments: Tensor) -> Tensor:
-        """The torch form, around what is captured now: a Mod is a mask_mod or score_mod for torch too."""
+        """Call the torch form with the current captures: a Mod is a mask_mod or score_mod for torch too."""
         if self.graph is None:
             raise TypeError("a hand-written @triton.jit mod runs in kernels only; torch cannot call it")
         return self.graph(*arguments, *self.tensors, *self.numbers)
@@ -112,7 +112,7 @@ class Mod:
     ) -> Mod:
         """A Mod from hand-written @triton.jit functions with the signatures above.
 
-        captures: what `caps` holds, tensors first, then numbers. wants: which of the tensors `grad` adds
+        captures: the items of `caps`, tensors first, then numbers. wants: which of the tensors `grad` adds
         gradients for, in the order of `dcaps`; by default those that require grad, if there is a `grad`.
         Without `grad` a score_mod runs forward only. back: like grad, but adds nothing to dcaps; needed
         where captures want gradients, since dQ and dK/dV both differentiate the score.

@@ -126,7 +126,7 @@ def _helper(
     interval: Callable[[Interval, Interval], Interval],
     plain: str = "",
 ) -> Rule:
-    """Division and remainder through the library; `plain`: what does where nothing is negative."""
+    """Emit division and remainder through the library; `plain`: the operator for non-negative operands."""
 
     def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
         a, b = _convert_all(block, dtype, (a, b))

@@ -1,7 +1,7 @@
 """Recording of a function's operations, to compare functions whose state has no value to compare.
 
 The function runs once on 0-d tensors while a dispatch mode notes each operation, forward and backward, with
-its constants and the tensors it takes. Equal recordings are equal graphs, whatever state led to them. It
+its constants and the tensors it takes. Equal recordings are equal graphs, however the states differ. It
 takes about a millisecond where a fingerprint takes microseconds, and needs no translation to Triton.
 """
 

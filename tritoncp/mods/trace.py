@@ -1,6 +1,6 @@
 """Python callable -> torch graph of one attention element.
 
-The function is run once on 0-d fake tensors (score, b, h, q_idx, kv_idx) under `make_fx`. What comes out
+The function is run once on 0-d fake tensors (score, b, h, q_idx, kv_idx) under `make_fx`. The result
 is an aten graph whose inputs are those five, then every captured tensor in order of first use, then the
 captured numbers that may change without changing the graph. This is the only module that touches torch's
 private tracing API (`TransformGetItemToIndex`: indexing by a 0-d tensor stays a gather).
@@ -175,7 +175,7 @@ def _operation(error: Exception) -> str:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation of the user's function before it is traced; refuses what no kernel can do."""
+    """A mode that sees each operation of the user's function before tracing, and refuses unsupported ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _Values(TorchFunctionMode):
-    """Refuses what reads a tensor's values without any operation: a translation would keep today's values."""
+    """A mode that refuses reads of a tensor's values without an operation: the trace would freeze them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
@@ -300,7 +300,7 @@ def _normalise(graph: fx.GraphModule, name: str) -> fx.GraphModule:
 
 
 def _purify(graph: fx.Graph, node: fx.Node, name: str) -> None:
-    """add_ -> add, cast back to the type of what it edited.
+    """Replace add_ by add, cast back to the type of the edited tensor.
 
     Tracing has already turned later uses of the edited tensor into uses of the result.
     """
@@ -323,7 +323,7 @@ def _purify(graph: fx.Graph, node: fx.Node, name: str) -> None:
 
 
 def _drop_dead(graph: fx.Graph) -> None:
-    """Remove what no output needs; nothing in a mod has an effect."""
+    """Remove operations that no output needs; operations of a mod have no side effects."""
     for node in reversed(list(graph.nodes)):
         if node.op not in ("placeholder", "output") and not node.users:
             graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""What a graph value is while it is being emitted.
+"""Values of a graph while Triton source is emitted.
 
 - `Scalar`: one value per element of the tile (a Triton scalar or tile), named in the emitted source.
 - `Lazy`: a tensor with dimensions, never made: a function from an index tuple to a Scalar.
@@ -29,7 +29,7 @@ NOWHERE: frozenset[str] = frozenset()
 
 class Scalar(NamedTuple):
     """`text` in the emitted source; `rep` is the Triton type it has there, which for an int64 of torch
-    may be int32 where `range` proves that enough. `axes`: what it varies with, of "q", "kv", "score"."""
+    may be int32 where `range` proves that enough. `axes`: those that it varies with: "q", "kv", "score"."""
 
     text: str
     dtype: torch.dtype
@@ -175,7 +175,7 @@ class Block:
         range: Interval | None,
         *parents: Scalar,
     ) -> Scalar:
-        """Write one operation; the result varies with whatever its operands vary with."""
+        """Write one operation; the result varies with all axes of its operands."""
         axes = frozenset().union(*(p.axes for p in parents)) if parents else NOWHERE
         return Scalar(self.name(expression, hint), dtype, rep, range, None, axes)
 

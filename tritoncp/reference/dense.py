@@ -45,9 +45,9 @@ def dense_attention(
     """Attention in plain differentiable torch, in the inputs' dtype. O(Q * KV) memory.
 
     q: [B, Hq, Q, D]; k: [B or 1, Hkv, KV, D]; v: [B or 1, Hkv, KV, Dv]; Hq a multiple of Hkv.
-    mask: a Mask (block lists first), or bool, broadcast to [B, Hq, Q, KV]; None = everyone sees everyone.
-    score_mod: (score, b, h, q_idx, kv_idx) -> score, called on visible pairs only; what it captures
-    gets gradients. A row that sees nothing: out 0, lse -inf, gradients 0. max_scores has no gradient.
+    mask: a Mask (block lists first), or bool, broadcast to [B, Hq, Q, KV]; None = all queries see all keys.
+    score_mod: (score, b, h, q_idx, kv_idx) -> score, called on visible pairs only; captured
+    tensors get gradients. A row that sees nothing: out 0, lse -inf, gradients 0. max_scores has no gradient.
 
     >>> x = torch.ones(1, 1, 2, 4, dtype=torch.float64)
     >>> out, lse, _ = dense_attention(x, x, x, torch.tensor([[True, False], [False, False]]))
@@ -151,7 +151,7 @@ def _visible(mask: Mask | Tensor | None, scores: Tensor) -> Tensor:
 
 
 def _modified(scores: Tensor, visible: Tensor, score_mod: Callable[..., Tensor] | None) -> Tensor:
-    """Visible scores after score_mod; the others are left as they are, and never asked about."""
+    """Return scores with score_mod applied to the visible pairs only."""
     if score_mod is None:
         return scores
     at = visible.nonzero(as_tuple=True)

@@ -28,8 +28,8 @@ class EagerEngine:
 
     mask:     the user's function over (b, h, q_idx, kv_idx)
     score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
-    captures: those tensors, no narrower than what sums their gradients; ``grads`` are buffers for these
-    first_row: batch row of the whole that row 0 of the tensors is, for what masks and mods see
+    captures: these tensors, at least as wide as their gradients' sums; ``grads`` are buffers for the sums
+    first_row: batch row of the whole that row 0 of the tensors is, for the indices of masks and mods
     """
 
     scale: float
@@ -237,7 +237,7 @@ def _wide(
 
 
 def _held(x: Tensor, slots: Tensor) -> Tensor:
-    """x [B, H, rows, n] with zeros where no slot lies: whatever pads a shard times 0 has to be 0."""
+    """Return x [B, H, rows, n] with zeros outside slots, so that padding times 0 is 0."""
     padding = row_positions(slots, x.shape[2]) < 0
     return x.masked_fill(padding[:, None, :, None], 0)
 
