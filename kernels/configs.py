@@ -246,6 +246,7 @@ _SWITCH = (False, True)  # values of all other fields of Config
 # Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here)
 OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
+WRONG_ROUTE = "its results are not those of 'loops'"  # of a route that is compared before its first use
 ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first is the default
 # torch's names that say how its own kernels should go about it: known, and without effect here. As is
 # "deterministic", which chooses the score_mod's gradient before there is a launch.

@@ -49,6 +49,10 @@ MAX_PARTIAL_BYTES = 256 << 20  # of partial sums: dK/dV of a GQA group, states o
 FULL_TILE_ROWS = 128  # rows that fill a tile on every architecture
 
 
+class RequestedRouteWarning(UserWarning):
+    """A step goes by another route than the one that its kernel options request."""
+
+
 class Mods(NamedTuple):
     """User functions as the kernels take them: jit functions, captured values, gradient buffers."""
 
@@ -171,7 +175,9 @@ class TritonEngine:
             return route.launch(self, q, k, v, tables, **step)
         if is_explicit or not obstacle:
             origin = "requested" if is_explicit else "in the table of measured tiles"
-            warnings.warn(f"ROUTE={name!r} is {origin}; this step goes by 'loops': {why}", stacklevel=2)
+            category = RequestedRouteWarning if is_explicit else UserWarning
+            message = f"ROUTE={name!r} is {origin}; this step goes by 'loops': {why}"
+            warnings.warn(message, category, stacklevel=2)
         return self.loops(q, k, v, tables, **step)
 
     @cached_property

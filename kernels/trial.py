@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
+from tritoncp.kernels.configs import WRONG_ROUTE
 from tritoncp.kernels.launch import State
 from tritoncp.kernels.tiles import INTERPRETED
 
@@ -93,7 +94,7 @@ def _describe_difference(
             wrong += right.logical_not_().sum()
         if wrong:
             return (
-                f"its results are not those of 'loops': {key} differs in {int(wrong)} of {whole.numel()} "
+                f"{WRONG_ROUTE}: {key} differs in {int(wrong)} of {whole.numel()} "
                 "numbers (miscompiled: please report it, with the output of `tritoncp doctor`)"
             )
     return None

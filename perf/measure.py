@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tritoncp.kernels.engine import RequestedRouteWarning
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.perf import baselines, check, machine
 from tritoncp.perf.baselines import FLEX, Contender
@@ -188,7 +189,7 @@ class Bench:
         contender = None
         try:
             with warnings.catch_warnings():  # a call that falls back to another ROUTE fails here, untimed
-                warnings.filterwarnings("error", message="ROUTE=.* is requested")
+                warnings.simplefilter("error", RequestedRouteWarning)
                 contender = make()
                 timed_passes = {*passes} & {*contender.passes}
                 actual = {"out": contender.forward()} if "forward" in timed_passes else {}

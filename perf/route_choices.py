@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritoncp.kernels.configs import ROUTES
+from tritoncp.kernels.configs import ROUTES, WRONG_ROUTE
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import Device
@@ -101,7 +101,7 @@ def _has_result(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> bo
     """Whether a route was timed or was wrong; False where it could not run."""
     row = contenders.get(variant(options), {})
     why = str(row.get("why", ""))
-    return "ms" in row or why.startswith("wrong") or "its answer is not that of" in why
+    return "ms" in row or why.startswith("wrong") or WRONG_ROUTE in why
 
 
 def _time_of(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:

@@ -4,9 +4,11 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from tests.perf.synthetic_history import H200
+from tritoncp.kernels import trial
 from tritoncp.ops import tile_tables
 from tritoncp.perf.cli import perf
 from tritoncp.perf.ingest import ingest
@@ -110,6 +112,16 @@ def test_a_route_that_lost_loses_its_entry_and_older_lines_do_not_bring_it_back(
     assert shipped(older)[CAUSAL]["config"] == {"ROUTE": "gluon"}
     wrong = line(gluon=WRONG, specialised=None, when="2026-02-07T00:00:00+00:00")
     assert shipped(wrong) == {}
+
+
+def test_a_route_that_failed_its_verification_loses_its_entry(shipped):
+    """The benchmark records the verification's own words, not a time."""
+    assert CAUSAL in shipped(line())
+    out = torch.zeros(1, 1, 4, 2)
+    difference = trial._describe_difference({"out": out}, {"out": out + 1}, torch.float32)
+    why = f"RequestedRouteWarning: ROUTE='gluon' is requested; this step goes by 'loops': {difference}"
+    later = "2026-02-05T00:00:00+00:00"
+    assert shipped(line(gluon={"why": why}, specialised=None, when=later)) == {}
 
 
 def test_tiles_that_were_searched_for_the_same_route_stay(shipped, tmp_path):
