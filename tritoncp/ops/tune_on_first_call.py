@@ -136,17 +136,12 @@ def _environment(device: torch.device) -> dict[str, str]:
 def _hold_lock(path: Path, deadline: float) -> Iterator[None]:
     """Hold an exclusive lock of a file. Raises TimeoutError if another process holds it until the
     deadline."""
-    import fcntl
+    from filelock import FileLock, Timeout
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        while True:
-            try:
-                # The kernel releases it when the process ends.
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"another process tunes, and holds {path}") from error
-                time.sleep(0.2)
+    try:
+        lock = FileLock(path).acquire(timeout=max(0.0, deadline - time.monotonic()), poll_interval=0.2)
+    except Timeout as error:
+        raise TimeoutError(f"another process tunes, and holds {path}") from error
+    with lock:
         yield
