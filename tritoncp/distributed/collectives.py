@@ -295,6 +295,17 @@ def exchange(
     return rows.tolist()
 
 
+def exchange_bytes(
+    content: bytes, length: int, group: dist.ProcessGroup, purpose: str = "an exchange of settings"
+) -> list[bytes]:
+    """Gather ``length`` bytes of every rank, in rank order, as :func:`exchange` gathers integers. Every rank
+    passes the same length; longer content is cut, shorter content is padded with zeros."""
+    padded = content[:length].ljust(-(-length // 8) * 8, b"\0")
+    words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
+    rows = exchange(words, group, purpose)
+    return [b"".join(word.to_bytes(8, "little", signed=True) for word in row)[:length] for row in rows]
+
+
 def _swap_rows(channel: Any, rows: Tensor, row: Tensor, seconds: float) -> dict[int, str]:
     """Send ``row`` to every other rank and receive its row, within ``seconds`` in all. Returns errors by
     peer."""

@@ -133,10 +133,7 @@ def _word(content: bytes) -> int:
 
 def _exchange_texts(text: str, group: Any, purpose: str) -> list[str]:
     """The first TEXT bytes of every rank's text."""
-    padded = text.encode()[:TEXT].ljust(TEXT, b"\0")
-    words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, TEXT, 8)]
-    rows = collectives.exchange(words, group, purpose)
-    parts = [b"".join(word.to_bytes(8, "little", signed=True) for word in row) for row in rows]
+    parts = collectives.exchange_bytes(text.encode(), TEXT, group, purpose)
     return [part.rstrip(b"\0").decode(errors="ignore") for part in parts]
 
 

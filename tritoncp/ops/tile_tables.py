@@ -285,12 +285,8 @@ def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
         return
     own = _own_table()
     if any(one != summaries[0] for one in summaries):
-        length = summaries[0][1]
         content = own.encode() if group.rank() == 0 else b""
-        padded = content.ljust(-(-length // 8) * 8, b"\0")
-        words = [int.from_bytes(padded[i : i + 8], "little", signed=True) for i in range(0, len(padded), 8)]
-        first = collectives.exchange(words, group)[0]
-        own = b"".join(word.to_bytes(8, "little", signed=True) for word in first)[:length].decode()
+        own = collectives.exchange_bytes(content, summaries[0][1], group)[0].decode()
     _AGREED[group] = own
     forget()
 

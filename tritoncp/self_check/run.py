@@ -105,9 +105,8 @@ class Group(NamedTuple):
         """Gather every rank's value over the host group. Raises PeerLost, which names the absent ranks."""
         text = pickle.dumps(own)
         sizes = [row[0] for row in collectives.exchange([len(text)], self.host, "the result of a case")]
-        padded = list(text.ljust(max(sizes), b"\0"))
-        rows = collectives.exchange(padded, self.host, "the result of a case")
-        return [pickle.loads(bytes(row[:size])) for row, size in zip(rows, sizes)]
+        texts = collectives.exchange_bytes(text, max(sizes), self.host, "the result of a case")
+        return [pickle.loads(padded[:size]) for padded, size in zip(texts, sizes)]
 
 
 def select_device() -> torch.device:
