@@ -406,7 +406,7 @@ def create_block_mask(
     where that decides nothing it is evaluated, on `device`, a few million pairs at a time. The result
     itself is always on the CPU.
 
-    ask: evaluates pairs in torch's stead (see `builder.Ask`). progress: told the share that is done.
+    ask: evaluates pairs in torch's stead (see `classify.Ask`). progress: told the share that is done.
 
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
