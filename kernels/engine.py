@@ -16,7 +16,10 @@ import triton
 from torch import Tensor
 
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
-from tritoncp.kernels.configs import (
+from tritoncp.kernels.forward import combine_kernel, forward_kernel
+from tritoncp.kernels.launch import Launch, Launches, Recipe, prepared
+from tritoncp.kernels.route_check import verify_route
+from tritoncp.kernels.tile_rules import (
     FEW,
     ROUTES,
     Config,
@@ -30,8 +33,6 @@ from tritoncp.kernels.configs import (
     pieces,
     weight,
 )
-from tritoncp.kernels.forward import combine_kernel, forward_kernel
-from tritoncp.kernels.launch import Launch, Launches, Recipe, prepared
 from tritoncp.kernels.tiles import (
     INTERPRETED,
     Interval,
@@ -42,7 +43,6 @@ from tritoncp.kernels.tiles import (
     stat,
     strided,
 )
-from tritoncp.kernels.trial import verify_route
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
 MAX_PARTIAL_BYTES = 256 << 20  # of partial sums: dK/dV of a GQA group, states of a row's keys
@@ -122,7 +122,7 @@ class TritonEngine:
     """The Triton engine: launches the kernels of one attention call.
 
     scale:    multiplies q k^T before score_mod
-    options:  torch-style kernel options, see :func:`tritoncp.kernels.configs.choose`
+    options:  torch-style kernel options, see :func:`tritoncp.kernels.tile_rules.choose`
     arch:     architecture whose tile shapes to use; by default that of the tensors' device
     first_row: the index in the full batch of row 0 of the tensors, for masks and mods
     kept:     cache of launches for calls whose tensors always have the same layouts, so that a lookup need
@@ -455,7 +455,7 @@ def route_of(name: str) -> Any:
     """Import the module of a route of the forward pass other than "loops". Its ``launch`` takes an engine and
     the arguments of :meth:`TritonEngine.loops`; its ``obstacles`` yield reasons why a step should not use it.
     """
-    return import_module(f"tritoncp.kernels.{name}")
+    return import_module(f"tritoncp.kernels.forward_{name}")
 
 
 class KernelSetId:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from tritoncp.kernels.configs import Config, does_not_fit
+from tritoncp.kernels.tile_rules import Config, does_not_fit
 from tritoncp.kernels.tiles import INTERPRETED, stat, strided, with_base
 
 MAX_CACHED_LAUNCHES = 1024  # in one cache

@@ -13,9 +13,9 @@ from typing import Any
 import click
 
 from tritoncp.core.checked_json import parse_json
-from tritoncp.perf import compare as comparing
+from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.exit_codes import EPILOG, FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
-from tritoncp.perf.record import DiskFull, History, Point, Problem, append, read
+from tritoncp.perf.records.history import DiskFull, History, Point, Problem, append, read
 from tritoncp.perf.run import main as run
 
 HISTORY, CONFIGS = Path("perf/history"), Path("kernels/configs")
@@ -180,7 +180,7 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
     The page needs nothing else: it opens from a disk, without a network.
     """
     try:
-        from tritoncp.perf.dashboard import page
+        from tritoncp.perf.dashboard.page import page
     except ImportError as error:
         raise _missing_package_error(error) from error
     history = _read_history(places or (HISTORY,))
@@ -232,8 +232,8 @@ def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> N
     and the exit code is 2. Names that are not allowed in file names, links, and anything but plain files are
     refused before anything is written. Doing it twice adds nothing.
     """
-    from tritoncp.perf.ingest import Refused
-    from tritoncp.perf.ingest import ingest as take_over
+    from tritoncp.perf.records.ingest import Refused
+    from tritoncp.perf.records.ingest import ingest as take_over
 
     try:
         result = take_over(folder, history, configs)
@@ -254,7 +254,7 @@ def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> N
 
 def _update_readme(readme: Path | None, history: Path) -> None:
     """Update the measured figures of a page: by default the README, if the history is a checkout's."""
-    from tritoncp.perf import readme as page
+    from tritoncp.perf.dashboard import readme_figures as page
 
     if readme is None and history.resolve() == page.ROOT / "perf/history":
         readme = page.ROOT / "README.md"
@@ -274,7 +274,7 @@ def _update_readme(readme: Path | None, history: Path) -> None:
 )
 def import_(source: Path, out: Path) -> None:
     """Add a JSON file of pytest-benchmark to a history."""
-    from tritoncp.perf.imported import points
+    from tritoncp.perf.records.from_pytest_benchmark import points
 
     try:
         benchmarks = points(parse_json(source.read_bytes()))

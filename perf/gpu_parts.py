@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from string import Template
 
-from tritoncp.perf.record import OURS, variant
+from tritoncp.perf.records.history import OURS, variant
 
 BUDGET = 540.0  # seconds for the whole run
 START = 10.0  # seconds of the budget to import torch, find the GPU, and write the summary

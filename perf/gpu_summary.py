@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tritoncp.core.checked_json import read_json
-from tritoncp.perf.record import OURS, Point, files, read
+from tritoncp.perf.records.history import OURS, Point, files, read
 
 WIDTH = 150  # columns of the page where the output is not a terminal
 

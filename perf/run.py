@@ -21,12 +21,12 @@ import click
 from tritoncp.core.checked_json import parse_json
 from tritoncp.core.paths import path_inside, slug
 from tritoncp.perf.exit_codes import FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
-from tritoncp.perf.record import DiskFull, Journal, Point, Series, find_unfinished, kernel_name
+from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, find_unfinished, kernel_name
 
 if TYPE_CHECKING:
     import torch
 
-    from tritoncp.perf.measure import Bench
+    from tritoncp.perf.suite.measure import Bench
 
 BUDGET = {"smoke": 30.0, "core": 470.0, "full": 3600.0}  # seconds
 
@@ -136,15 +136,15 @@ def main(
             os.environ.setdefault("TRITON_INTERPRET", "1")
     if device == "cuda" and not torch.cuda.is_available():
         raise InputError("torch finds no GPU; --device host measures the cases that need none")
-    from tritoncp.perf import host, machine
+    from tritoncp.perf.suite import host_cases, machine
 
     torch_device, group = _init_device(device)
     env = machine.environment(torch_device)
     cases: Any
     if device == "host":
-        series, cases = Series(machine.processor()), host.select(tier, only)
+        series, cases = Series(machine.processor()), host_cases.select(tier, only)
     else:
-        from tritoncp.perf.cases import select
+        from tritoncp.perf.suite.cases import select
 
         series = machine.series(torch_device, clocks)
         cases = select(tier, only, group.size() if group else 1)
@@ -159,11 +159,11 @@ def main(
     try:
         if device == "host":
             if tier != "smoke":
-                host.resources(journal, only)
-            failures = host.run(cases, journal, deadline, seconds, resumed_points)
+                host_cases.resources(journal, only)
+            failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
         else:
             from tritoncp.ops.engine_factory import name_functions
-            from tritoncp.perf.measure import Bench
+            from tritoncp.perf.suite.measure import Bench
 
             name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
             bench = Bench(
@@ -192,7 +192,7 @@ def main(
 
 def _measure_attention(bench: Bench, cases: Sequence[Any]) -> int:
     """Measure attention cases. Returns the number of failures."""
-    from tritoncp.perf.measure import DeviceLost, measure_ceilings
+    from tritoncp.perf.suite.measure import DeviceLost, measure_ceilings
 
     if bench.device.type == "cuda":
         bench.journal.ceilings = measure_ceilings(bench.device)

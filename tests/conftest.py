@@ -31,7 +31,7 @@ if importlib.util.find_spec("hypothesis"):
     hypothesis.settings.load_profile("tritoncp")
 
 HAS_BROWSER = bool(shutil.which("chromium") and importlib.util.find_spec("playwright"))
-collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if HAS_BROWSER else ["perf/test_browser.py"])]
+collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if HAS_BROWSER else ["perf/dashboard/test_browser.py"])]
 
 
 @pytest.fixture(autouse=True)

@@ -352,7 +352,7 @@ def autotune(
     """
     from rich.console import Console
 
-    from tritoncp.perf.record import read
+    from tritoncp.perf.records.history import read
     from tritoncp.tuning import search_run, targets
 
     named_shapes = [*shapes, *(shape for name in presets for shape in targets.preset(name))]

@@ -165,7 +165,7 @@ def look_at_cache() -> dict[str, Any]:
     """Describe the folder of generated Triton source: its path, its state, and whether it can be used."""
     if version("triton") is None:
         return {"path": None, "state": "needs triton", "usable": False}
-    from tritoncp.mods.cache import cache_dir
+    from tritoncp.mods.source_cache import cache_dir
 
     path = cache_dir()
     state, usable = state_of(path)

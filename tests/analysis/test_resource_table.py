@@ -21,7 +21,7 @@ from tritoncp.analysis.disassembly import (
     sass,
 )
 from tritoncp.cli import main
-from tritoncp.kernels.configs import Config
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
 
 UNITS = {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}

@@ -16,8 +16,8 @@ from tritoncp import (
     make_plan,
     varlen_attention,
 )
-from tritoncp.kernels import trial
-from tritoncp.kernels.configs import architecture, specialises
+from tritoncp.kernels import route_check
+from tritoncp.kernels.tile_rules import architecture, specialises
 
 DEVICE = "cuda"
 S = 512
@@ -111,7 +111,7 @@ def test_score_mods_must_bring_their_tensors():
 
 def test_a_route_is_compared_once_and_not_in_a_graph(monkeypatch):
     """A comparison copies its result to the host."""
-    monkeypatch.setattr(trial, "_VERDICTS", {})
+    monkeypatch.setattr(route_check, "_VERDICTS", {})
     q, k, v = (x.detach() for x in tensors())
     options = {"ROUTE": "specialised"}
     want = flex_attention(q, k, v)

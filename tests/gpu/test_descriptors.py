@@ -6,7 +6,7 @@ import torch
 
 import tritoncp
 from tests.gpu.support import BF16, BLOCK, FP16, MASKS, SCORES, N, block_mask, check, qkv, run, same
-from tritoncp.kernels.configs import architecture
+from tritoncp.kernels.tile_rules import architecture
 from tritoncp.kernels.tiles import copyable
 from tritoncp.kernels.toolchain import fused_fault
 from tritoncp.masks.mask import causal

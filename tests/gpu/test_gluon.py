@@ -32,7 +32,7 @@ from tests.gpu.support import (
     qkv,
 )
 from tests.gpu.test_specialised import equal, forward
-from tritoncp.kernels.configs import architecture, specialises
+from tritoncp.kernels.tile_rules import architecture, specialises
 from tritoncp.masks.mask import Mask, causal, full_mask, sliding_window
 
 LONG = 4096 if ON_GPU else 2 * BLOCK
@@ -77,10 +77,12 @@ def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not HERE:
         yield
         return
-    from tritoncp.kernels import gluon
+    from tritoncp.kernels import forward_gluon
 
-    launched, launch = [], gluon.launch
-    monkeypatch.setattr(gluon, "launch", lambda *args, **step: launched.append(args) or launch(*args, **step))
+    launched, launch = [], forward_gluon.launch
+    monkeypatch.setattr(
+        forward_gluon, "launch", lambda *args, **step: launched.append(args) or launch(*args, **step)
+    )
     warnings.filterwarnings("error", message="ROUTE=")
     yield
     assert launched

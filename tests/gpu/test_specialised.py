@@ -30,8 +30,8 @@ from tests.gpu.support import (
     qkv,
 )
 from tests.gpu.support import check as whole
-from tritoncp.kernels import specialised
-from tritoncp.kernels.configs import architecture, merges, specialises
+from tritoncp.kernels import forward_specialised
+from tritoncp.kernels.tile_rules import architecture, merges, specialises
 from tritoncp.masks.mask import Mask, and_masks, causal, document, full_mask, sliding_window
 
 LONG = 4096 if ON_GPU else 3 * BLOCK
@@ -46,7 +46,7 @@ TWO_PIECES = () if MERGES else (80, 192)
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Use the route for short rows too; a fallback to loops is an error where the device has the route."""
-    monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
+    monkeypatch.setattr(forward_specialised, "STATE_SHARE", math.inf)
     if not ON_GPU or specialises(architecture(torch.device("cuda"))):
         warnings.filterwarnings("error", message="ROUTE=")
 

@@ -138,7 +138,7 @@ def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
     """Figures of one torch kernel, in the format of a row of `tritoncp inspect`."""
     from tritoncp.analysis.compile_worker import amd, inner_loop, nvidia
     from tritoncp.analysis.jobs import Job
-    from tritoncp.kernels.configs import Config
+    from tritoncp.kernels.tile_rules import Config
 
     def read(compiled_kernel: Any) -> dict[str, Any]:
         resources = (

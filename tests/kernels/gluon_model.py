@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.kernels import gluon, tiles
+from tritoncp.kernels import forward_gluon, tiles
 from tritoncp.kernels.launch import Launch
 
 
@@ -365,7 +365,7 @@ def _assert(true: bool) -> None:
 def source(names: dict[str, Any]) -> dict[str, Any]:
     """The functions of both modules as plain Python, with the names of this model."""
     space: dict[str, Any] = {"__builtins__": __builtins__}
-    for name, value in {**vars(tiles), **vars(gluon)}.items():
+    for name, value in {**vars(tiles), **vars(forward_gluon)}.items():
         if hasattr(value, "fn"):
             code = value.fn
             space[name] = types.FunctionType(code.__code__, space, name, code.__defaults__)

@@ -15,7 +15,7 @@ from tritoncp.analysis import resource_table
 from tritoncp.analysis.compile_worker import compile_all
 from tritoncp.analysis.disassembly import MACHINES
 from tritoncp.analysis.jobs import KERNELS, Job
-from tritoncp.kernels.configs import Config, family
+from tritoncp.kernels.tile_rules import Config, family
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")
 MATRIX = {"sm_80": "HMMA", "sm_86": "HMMA", "sm_90": "HGMMA", "sm_100": "UTCHMMA", "gfx942": "v_mfma"}

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritoncp
 from tritoncp.cli import main
-from tritoncp.kernels.configs import Config, architecture, check_options, choose, default
 from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.tile_rules import Config, architecture, check_options, choose, default
 from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, multiplies_transposed, ptxas_faults, ptxas_for
 from tritoncp.tuning.targets import Target, candidates
 
@@ -102,7 +102,7 @@ def test_options_of_the_eager_engine_need_no_triton(monkeypatch):
 
 def test_a_compiled_call_is_refused_in_its_forward_pass(pretend, monkeypatch):
     pretend("sm_90", "3.7.0")
-    monkeypatch.setattr("tritoncp.kernels.configs.architecture", lambda device: "sm_90")
+    monkeypatch.setattr("tritoncp.kernels.tile_rules.architecture", lambda device: "sm_90")
     call = torch.compile(tritoncp.flex_attention, backend="eager", fullgraph=True)
     x = torch.randn(1, 1, 16, 16)
     with pytest.raises(ValueError, match="FUSED_BACKWARD=True: Triton"):

@@ -12,8 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tests.mods.harness import grad_kernel, mask_kernel, score_kernel
-from tests.mods.test_emit import MASKS, SCORES
-from tests.mods.test_gradient import MODS
+from tests.mods.translate.test_emit import MASKS, SCORES
+from tests.mods.translate.test_gradient import MODS
 from tritoncp.mods import Mod, mask_mod, score_mod
 
 POINTER = {

@@ -11,7 +11,8 @@ import triton.language as tl
 
 import tritoncp
 from tests.mods.harness import N, grad_kernel
-from tritoncp.mods import Mod, exact, score_mod
+from tritoncp.mods import Mod, score_mod
+from tritoncp.mods.translate import deterministic_sum
 from tritoncp.reference.dense import dense_attention
 
 CPU = torch.device("cpu")
@@ -23,7 +24,7 @@ def added(values: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tens
     mod = score_mod(lambda s, b, h, q, kv: s + table[q * 0])
     values = values if order is None else values[order]
     tiles = torch.nn.functional.pad(values, (0, -len(values) % (N * N))).view(-1, N, N)
-    buffer = exact.buffer(mod.tensors[0], CPU)
+    buffer = deterministic_sum.buffer(mod.tensors[0], CPU)
     keep = torch.ones(N, N, dtype=torch.int8)
     out = torch.zeros_like(tiles[0])
     for tile in tiles:
@@ -39,7 +40,7 @@ def test_any_order_gives_the_same_bits_and_the_exact_sum():
         assert torch.equal(added(values, torch.randperm(1000)), first)
     # Each value is a multiple of 2^-80 or so below 2^40: summed as integers, in Python, without error.
     expected = sum(int(v * 2**90) for v in values.double().tolist()) / 2**90
-    assert exact.total(first).item() == pytest.approx(expected, rel=1e-15)
+    assert deterministic_sum.total(first).item() == pytest.approx(expected, rel=1e-15)
 
 
 def test_float_sums_of_these_values_do_depend_on_order():
@@ -50,7 +51,7 @@ def test_float_sums_of_these_values_do_depend_on_order():
 
 @pytest.mark.parametrize("values", [[1e30, -1e30], [float("inf")], [float("nan"), 1.0], [-(2.0**60)]])
 def test_values_out_of_range_give_nan(values):
-    assert exact.total(added(torch.tensor(values))).isnan().all()
+    assert deterministic_sum.total(added(torch.tensor(values))).isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -62,18 +63,18 @@ def test_values_out_of_range_give_nan(values):
 )  # fmt: skip
 def test_values_in_range_are_summed_exactly(values):
     expected = sum(torch.tensor(values).double().tolist())
-    assert exact.total(added(torch.tensor(values))).item() == pytest.approx(expected, rel=1e-7)
+    assert deterministic_sum.total(added(torch.tensor(values))).item() == pytest.approx(expected, rel=1e-7)
 
 
 def test_a_sum_and_its_negative_differ_in_sign_alone():
     values = torch.randn(300) * 2.0 ** torch.randint(-60, 20, (300,))
     for sample in (values, *values[:40, None]):
-        assert torch.equal(exact.total(added(-sample)), -exact.total(added(sample)))
+        assert torch.equal(deterministic_sum.total(added(-sample)), -deterministic_sum.total(added(sample)))
 
 
 def test_the_kernels_count_the_slots_that_the_buffer_has():
-    assert (exact.SLOTS, exact.WORDS, exact.BITS) == (6, 5, 30)
-    assert exact.buffer(torch.zeros(2, 3), CPU).shape == (2, 3, 6)
+    assert (deterministic_sum.SLOTS, deterministic_sum.WORDS, deterministic_sum.BITS) == (6, 5, 30)
+    assert deterministic_sum.buffer(torch.zeros(2, 3), CPU).shape == (2, 3, 6)
 
 
 @pytest.fixture

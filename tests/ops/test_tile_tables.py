@@ -17,13 +17,13 @@ import torch
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp import causal, create_block_mask, flex_attention, make_plan
 from tritoncp.analysis.jobs import VARIANTS
-from tritoncp.kernels import launch, specialised
-from tritoncp.kernels.configs import Config
+from tritoncp.kernels import forward_specialised, launch
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.mask import full_mask
 from tritoncp.mods import score_mod
 from tritoncp.ops import engine_factory, tile_tables, tune_on_first_call
 from tritoncp.ops.tile_tables import Call, Device
-from tritoncp.perf.cases import MASKS as CASES
+from tritoncp.perf.suite.cases import MASKS as CASES
 from tritoncp.reference.dense import dense_attention
 from tritoncp.tuning.targets import MASKS
 
@@ -420,7 +420,7 @@ def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkey
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert kernels() == loops, "the state between its launches would take too long"
-        monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
+        monkeypatch.setattr(forward_specialised, "STATE_SHARE", math.inf)
         assert kernels() == both
         for options in ({"ROUTE": "loops"}, {"PACK_GQA": True}, {"BLOCK_N": 32}, {"rows": 64}):
             assert kernels(**options) == loops, options

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tritoncp.perf.record import Point, Series
+from tritoncp.perf.records.history import Point, Series
 
 H200 = Series("NVIDIA H200", "700.00 W", "default")
 H100 = Series("NVIDIA H100", "700.00 W", "locked 1500 MHz")

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from tests.perf.synthetic_history import CEILINGS, WORK, line, mutated, tags
 from tritoncp.cli import main
-from tritoncp.perf.dashboard import collect_data
-from tritoncp.perf.record import append, read
+from tritoncp.perf.dashboard.page import collect_data
+from tritoncp.perf.records.history import append, read
 
 
 def perf(*words) -> tuple[int, str]:

@@ -18,14 +18,14 @@ import pytest
 from click.testing import CliRunner
 
 from tests.perf.synthetic_history import H200
-from tritoncp.kernels.configs import check_options
+from tritoncp.kernels.tile_rules import check_options
 from tritoncp.ops import tile_tables
 from tritoncp.perf import gpu_parts, gpu_summary
-from tritoncp.perf.baselines import FLEX
-from tritoncp.perf.cases import select
 from tritoncp.perf.cli import perf
 from tritoncp.perf.gpu_parts import PARTS, batches, timetable
-from tritoncp.perf.record import Point, append, read, variant
+from tritoncp.perf.records.history import Point, append, read, variant
+from tritoncp.perf.suite.baselines import FLEX
+from tritoncp.perf.suite.cases import select
 
 ROOT = Path(__file__).parents[2]
 NAMES = [part.name for part in PARTS]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.multiprocess import ranks
-from tritoncp.perf import baselines, check, measure, record, timing
-from tritoncp.perf.cases import CASES, Case, select
+from tritoncp.perf.records import history
+from tritoncp.perf.suite import baselines, check, measure, timing
+from tritoncp.perf.suite.cases import CASES, Case, select
 
 CPU = torch.device("cpu")
 
@@ -29,13 +30,13 @@ def test_a_group_measures_together_and_writes_one_line(tmp_path):
     case = case_of("ring")
 
     def work(group):
-        journal = record.Journal(tmp_path / f"{group.rank()}.jsonl", "r", record.Series("CPU"), {})
+        journal = history.Journal(tmp_path / f"{group.rank()}.jsonl", "r", history.Series("CPU"), {})
         bench = measure.Bench(CPU, journal, time.monotonic() + 60, 0.01, group=group)
         bench._measure_problem([case], [])
         return bench.failures
 
     assert ranks.run(2, work) == [0, 0]
-    first, second = (record.read(tmp_path / f"{rank}.jsonl").points[0] for rank in range(2))
+    first, second = (history.read(tmp_path / f"{rank}.jsonl").points[0] for rank in range(2))
     assert first.own["ms"] == second.own["ms"], "the slowest rank counts, on every rank"
     assert first.work["wire_bytes"] > 0 and max(max(x) for x in first.own["errors"].values()) < 1e-5
     assert "does not support backward on CPU" in first.contenders["torch"]["why"]
@@ -59,7 +60,7 @@ def test_a_rank_that_fails_stops_the_contender_everywhere():
     case = case_of("ring")
 
     def work(group):
-        journal = record.Journal(record.Path("/dev/null"), "r", record.Series("CPU"), {})
+        journal = history.Journal(history.Path("/dev/null"), "r", history.Series("CPU"), {})
         bench = measure.Bench(CPU, journal, time.monotonic() + 60, group=group)
 
         def make():

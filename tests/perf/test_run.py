@@ -10,9 +10,10 @@ import torch
 from click.testing import CliRunner
 
 from tritoncp.ops import engine_factory
-from tritoncp.perf import baselines, measure, record, timing
-from tritoncp.perf.cases import GOALS, Case, select
+from tritoncp.perf.records import history
 from tritoncp.perf.run import format_line, main, show
+from tritoncp.perf.suite import baselines, measure, timing
+from tritoncp.perf.suite.cases import GOALS, Case, select
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--seconds", "0.01"]
@@ -23,14 +24,14 @@ def lines_of(folder) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def bench(monkeypatch, path, seconds: float = 60.0, **wrong) -> tuple[measure.Bench, record.Journal]:
+def bench(monkeypatch, path, seconds: float = 60.0, **wrong) -> tuple[measure.Bench, history.Journal]:
     """Make a bench whose rounds take no time, with some contenders replaced."""
     monkeypatch.setattr(measure, "time_interleaved", lambda runs, *_: dict.fromkeys(runs, figure(1.0)))
     real = baselines.contenders
     monkeypatch.setattr(
         baselines, "contenders", lambda case, tensors, *rest: real(case, tensors, *rest) | wrong
     )
-    journal = record.Journal(path, "run", record.Series("a CPU"), {"torch": "2"})
+    journal = history.Journal(path, "run", history.Series("a CPU"), {"torch": "2"})
     return measure.Bench(CPU, journal, time.monotonic() + seconds), journal
 
 
@@ -82,7 +83,7 @@ def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
     (point,) = journal.points
     assert "wrong" in point.own["why"] and "ZeroDivisionError" in point.contenders["flash"]["why"]
     assert point.ms is None and point.speedups() == {} and runner.failures == 1
-    assert record.read(tmp_path / "a.jsonl").points == [point]
+    assert history.read(tmp_path / "a.jsonl").points == [point]
 
 
 def test_a_route_that_is_not_taken_is_not_timed_as_that_route(monkeypatch, tmp_path):
@@ -180,7 +181,7 @@ def test_simulated_ranks_have_a_time_per_rank_and_kernel_options(monkeypatch, tm
 
 
 def test_a_table_says_that_a_baseline_is_untuned(capsys, tmp_path):
-    journal = record.Journal(tmp_path / "a.jsonl", "run", record.Series("GPU"), {})
+    journal = history.Journal(tmp_path / "a.jsonl", "run", history.Series("GPU"), {})
     journal.point("causal-8k-fwd", {"tritoncp": {"ms": 1.0}, "flex": {"ms": 2.0}}, goal={"flex": 1.2})
     tuned = {"flex": {"ms": 2.0}, "flex max-autotune": {"ms": 1.5}}
     journal.point("causal-16k-fwd", {"tritoncp": {"ms": 1.0}, **tuned}, goal={"flex": 1.2})

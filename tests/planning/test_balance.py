@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.perf.balance import MASKS, fetched_rows
+from tritoncp.perf.studies.balance import MASKS, fetched_rows
 from tritoncp.planning.balance import (
     MASKED,
     Work,

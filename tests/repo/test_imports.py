@@ -123,7 +123,7 @@ def test_a_layer_imports_only_what_the_table_allows(module):
 def test_the_table_forbids_some_imports():
     modules_of_package = {
         "planning.plan",
-        "mods.trace",
+        "mods.translate.trace",
         "distributed.collectives",
         "kernels.forward",
         "api.attention",
@@ -132,7 +132,7 @@ def test_the_table_forbids_some_imports():
     plan, wire = "planning.plan", "tritoncp.distributed.collectives.Wait"
     assert forbidden(plan, {"triton.language", "torch.distributed.init_process_group"}, modules_of_package)
     assert forbidden(plan, {wire}, modules_of_package) == [wire]
-    assert forbidden("mods.trace", {"tritoncp.planning.plan.Plan"}, modules_of_package)
+    assert forbidden("mods.translate.trace", {"tritoncp.planning.plan.Plan"}, modules_of_package)
     assert forbidden(
         "kernels.forward", {"tritoncp.planning.plan.Plan", "kernels.tiles", "tests.x"}, modules_of_package
     )
@@ -143,7 +143,11 @@ def test_the_table_forbids_some_imports():
 def test_relative_imports_are_resolved(tmp_path):
     inside = tmp_path / "emit.py"
     inside.write_text("from . import cache\nfrom .. import comm\nfrom ..plan import Plan\n")
-    assert imports("mods.emit", inside) == {"tritoncp.mods.cache", "tritoncp.comm", "tritoncp.plan.Plan"}
+    assert imports("mods.emit", inside) == {
+        "tritoncp.mods.cache",
+        "tritoncp.comm",
+        "tritoncp.plan.Plan",
+    }
 
 
 def loaded_after(statement: str) -> set[str]:

@@ -82,8 +82,9 @@ def bare_environment() -> dict[str, str]:
 
 
 def probe(python: Path, cwd: Path) -> dict:
-    modules = [f"tritoncp.kernels.{p.stem}" for p in sorted((ROOT / "kernels").glob("*.py"))]
-    modules += [f"tritoncp.perf.{p.stem}" for p in sorted((ROOT / "perf").glob("*.py"))]
+    paths = sorted(path for folder in ("kernels", "perf") for path in (ROOT / folder).rglob("*.py"))
+    modules = [".".join(("tritoncp", *path.relative_to(ROOT).with_suffix("").parts)) for path in paths]
+    modules = [module.removesuffix(".__init__") for module in modules]
     return json.loads(sh(python, "-c", PROBE, json.dumps(modules), cwd=cwd, env=bare_environment()))
 
 

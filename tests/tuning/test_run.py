@@ -21,11 +21,11 @@ from tritoncp.analysis.compile_worker import Compilers, launch_of
 from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.launches import Problem
 from tritoncp.cli import main
-from tritoncp.kernels import specialised
-from tritoncp.kernels.configs import Config
+from tritoncp.kernels import forward_specialised
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
-from tritoncp.perf import check
-from tritoncp.perf.record import Point, Series, append
+from tritoncp.perf.records.history import Point, Series, append
+from tritoncp.perf.suite import check
 from tritoncp.tuning import search, search_run, targets
 from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.targets import Routed, Target, candidates
@@ -302,7 +302,7 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
     bench = DeviceBench(CPU)
     assert bench.wrong(ROUTE, Routed(32, 32)) is None
     assert "of the time, over 3%" in (bench.wrong(ROUTE, SPECIALISED) or ""), "what is in its way"
-    monkeypatch.setattr(specialised, "STATE_SHARE", math.inf)
+    monkeypatch.setattr(forward_specialised, "STATE_SHARE", math.inf)
     assert bench.wrong(ROUTE, SPECIALISED) is None and bench.milliseconds(ROUTE, SPECIALISED) > 0
     checked, ring = bench._problem_for(ROUTE), Problem.in_steps
     checked._lse[0, 0, 5] += 0.01
@@ -368,7 +368,7 @@ def test_what_is_compiled_offline_is_what_is_launched(kernel):
 
 LAUNCHES = """
 import os, torch
-from tritoncp.kernels.configs import Config
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops.engine_factory import name_functions
 from tritoncp.analysis.compile_worker import Compilers, compiled
 from tritoncp.analysis.launches import Problem

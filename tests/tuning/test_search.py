@@ -14,8 +14,8 @@ import torch
 
 from tests.tuning.stand_ins import Compiler, Formula, Ticks
 from tritoncp.analysis.compile_worker import launch_of
-from tritoncp.kernels.configs import default
-from tritoncp.perf.record import TUNED, Point, Series
+from tritoncp.kernels.tile_rules import default
+from tritoncp.perf.records.history import TUNED, Point, Series
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.search import MAX_TIMED, ROUNDS, Tally, Tuner
 from tritoncp.tuning.targets import MASKS, OPS, Target, candidates, select_worst_case, targets

@@ -33,7 +33,7 @@ import torch
 
 from tritoncp.analysis import disassembly
 from tritoncp.analysis.jobs import HEADS, KV_HEADS, VARIANTS, Job, mask_of, options_of
-from tritoncp.kernels.configs import Config, family, pieces
+from tritoncp.kernels.tile_rules import Config, family, pieces
 from tritoncp.ops import tile_tables
 from tritoncp.ops.engine_factory import name_functions
 from tritoncp.planning.plan import build

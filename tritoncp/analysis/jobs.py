@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from tritoncp.kernels.configs import Config
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 
@@ -44,8 +44,8 @@ KERNELS = ("forward", "delta", "dq", "dkdv")
 
 
 class Call(NamedTuple):
-    """A call on one device, without ranks: a mask of perf/cases.py, query and key heads, tokens; queries, if
-    their number differs, which only the mask "full" allows."""
+    """A call on one device, without ranks: a mask of perf/suite/cases.py, query and key heads, tokens;
+    queries, if their number differs, which only the mask "full" allows."""
 
     mask: str
     heads: int

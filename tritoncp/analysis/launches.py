@@ -14,14 +14,14 @@ from tritoncp.analysis.jobs import Job, options_of
 from tritoncp.api.simulate import simulate
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
-from tritoncp.kernels.configs import ROUTES, Config
 from tritoncp.kernels.engine import Mods, TritonEngine, route_of
 from tritoncp.kernels.launch import Launch, Launches
+from tritoncp.kernels.tile_rules import ROUTES, Config
 from tritoncp.masks.expressions import score_of
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods, engine_factory
-from tritoncp.perf.cases import MASKS
+from tritoncp.perf.suite.cases import MASKS
 from tritoncp.planning.plan import build
 from tritoncp.tuning.targets import kernel_of
 

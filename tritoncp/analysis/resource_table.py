@@ -15,7 +15,7 @@ from tritoncp.analysis.compile_worker import compile_all
 from tritoncp.analysis.disassembly import KINDS, MACHINES, TENSOR_COLUMNS
 from tritoncp.analysis.jobs import KERNELS, Job
 from tritoncp.core.checked_json import read_json
-from tritoncp.kernels.configs import Config, copies, family, fuses, merges, specialises
+from tritoncp.kernels.tile_rules import Config, copies, family, fuses, merges, specialises
 from tritoncp.ops import tile_tables
 
 Row = dict[str, Any]

@@ -62,7 +62,7 @@ def _home(mask_mod: MaskFn) -> torch.device:
 def _asker(mask_mod: MaskFn, device: torch.device) -> Ask | None:
     """The mask_mod in a Triton kernel; None where it cannot be translated and torch has to ask."""
     from tritoncp import mods
-    from tritoncp.kernels.pairs import asker
+    from tritoncp.kernels.mask_eval import asker
 
     try:
         mod = mods.mask_mod(mask_mod)

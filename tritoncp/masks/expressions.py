@@ -31,7 +31,7 @@ from tritoncp.masks.closed_forms import (
     prefix_lm,
     sliding_window,
 )
-from tritoncp.perf.cases import CAP, Mod, alibi, softcap
+from tritoncp.perf.suite.cases import CAP, Mod, alibi, softcap
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 JOINED = {ast.BitAnd: and_masks, ast.BitOr: or_masks, ast.And: and_masks, ast.Or: or_masks}

@@ -1,9 +1,9 @@
 """Any Python mask_mod or score_mod as readable Triton source.
 
-`mask_mod(fn)` and `score_mod(fn)` trace a function (`trace`), write it as Triton (`emit`), keep the source
-where Triton can read it (`cache`) and give a `Mod`: @triton.jit functions with their captured values.
-`fingerprint` and `snapshot` tell whether a function has changed; they need no Triton, so the names
-of this package are imported when they are first used.
+`mask_mod(fn)` and `score_mod(fn)` trace a function (`translate.trace`), write it as Triton
+(`translate.emit`), keep the source where Triton can read it (`source_cache`) and return a `Mod`: @triton.jit
+functions with their captured values. `fingerprint` and `snapshot` detect a changed function; they need no
+Triton, so the names of this package are imported when they are first used. May import: core.
 """
 
 from __future__ import annotations
@@ -12,21 +12,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import exact
-    from .errors import Untranslatable
-    from .mod import Mod, hand_written, mask_mod, score_mod
-    from .moved import with_tensors
+    from tritoncp.mods.errors import Untranslatable
+    from tritoncp.mods.mod import Mod, hand_written, mask_mod, score_mod
+    from tritoncp.mods.replace_captures import with_tensors
 
-__all__ = ["Mod", "Untranslatable", "exact", "hand_written", "mask_mod", "score_mod", "with_tensors"]
+__all__ = ["Mod", "Untranslatable", "hand_written", "mask_mod", "score_mod", "with_tensors"]
 
-_HOMES = {"Untranslatable": "errors", "with_tensors": "moved"}
+_HOMES = {"Untranslatable": "errors", "with_tensors": "replace_captures"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "exact":
-        return import_module(f"{__name__}.exact")
     value = getattr(import_module(f"{__name__}.{_HOMES.get(name, 'mod')}"), name)
     globals()[name] = value
     return value

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from .attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
-from .bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Chain, code_reads
+from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
+from tritoncp.mods.bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Chain, code_reads
 
 MOST_VALUES = 1024  # in one fingerprint: past that, running the function is quicker than comparing its state
 

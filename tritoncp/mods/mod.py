@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 from triton.runtime.jit import KernelInterface
 
-from . import cache
-from .emit import emit, loads
-from .recording import read_state
-from .trace import Traced, release_source, trace
+from tritoncp.mods import source_cache
+from tritoncp.mods.recording import read_state
+from tritoncp.mods.translate.emit import emit, loads
+from tritoncp.mods.translate.trace import Traced, release_source, trace
 
 JITFunction: TypeAlias = Any  # what @triton.jit makes: another class where kernels run interpreted
 
@@ -130,7 +130,7 @@ class Mod:
         )
         wanted_grads = wanted_grads if grad is not None else ()
         structure = [(t.dtype, t.ndim) for t in tensors], [type(n) for n in numbers], wanted_grads
-        digest = cache.digest_of(f"{source}\n{structure}")
+        digest = source_cache.digest_of(f"{source}\n{structure}")
         if wanted_grads and back is None:
             raise ValueError("captures want gradients: pass back=, which is grad without the adding to dcaps")
         return cls(
@@ -267,12 +267,12 @@ def _check_kind(mod: Mod, arguments: int) -> None:
 
 def _build(traced: Traced) -> Mod:
     source = emit(traced)
-    module = cache.load(source)
+    module = source_cache.load(source)
     fn = module.score_mod if traced.is_score else module.mask_mod
     grad = module.score_grad if traced.is_score else None
-    back = cache.load(emit(_score_only(traced))).score_grad if traced.wants else grad
+    back = source_cache.load(emit(_score_only(traced))).score_grad if traced.wants else grad
     return Mod(
-        cache.digest_of(source),
+        source_cache.digest_of(source),
         source,
         fn,
         grad,

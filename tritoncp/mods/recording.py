@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .captures import describe, origin
-from .fingerprint import Fingerprint
+from tritoncp.mods.captures import describe, origin
+from tritoncp.mods.fingerprint import Fingerprint
 
 
 class State(NamedTuple):

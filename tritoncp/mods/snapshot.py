@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .recording import State, read_state
+from tritoncp.mods.recording import State, read_state
 
 
 class Snapshot:

@@ -17,8 +17,9 @@ from torch.fx import GraphModule
 
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import upload
-from tritoncp.mods import Mod, exact
+from tritoncp.mods import Mod
 from tritoncp.mods.mod import arguments, structure_of
+from tritoncp.mods.translate import deterministic_sum
 from tritoncp.ops import call_mods, graph_inputs
 from tritoncp.reference.eager_engine import EagerEngine
 
@@ -95,8 +96,8 @@ def make(
             "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
         )
     if uses_triton(q.device):
-        from tritoncp.kernels.configs import architecture, check_options
         from tritoncp.kernels.engine import TritonEngine
+        from tritoncp.kernels.tile_rules import architecture, check_options
 
         by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
         # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
@@ -174,13 +175,13 @@ def buffers(spec: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tensor
     deterministic results, integers, whose sum does not depend on the order."""
     exactly = dict(spec.options).get("deterministic", torch.are_deterministic_algorithms_enabled())
     if exactly and uses_triton(like.device):
-        return [exact.buffer(captures[i], like.device) for i in spec.wants]
+        return [deterministic_sum.buffer(captures[i], like.device) for i in spec.wants]
     return [torch.zeros(captures[i].shape, dtype=like.dtype, device=like.device) for i in spec.wants]
 
 
 def sums(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     """Convert the sums in the buffers to gradients of captures, in their own dtypes."""
-    totals = [exact.total(grad) if grad.dtype is torch.int64 else grad for grad in grads]
+    totals = [deterministic_sum.total(grad) if grad.dtype is torch.int64 else grad for grad in grads]
     return [total.to(captures[i].dtype) for total, i in zip(totals, spec.wants, strict=True)]
 
 
@@ -262,11 +263,11 @@ def name_functions() -> None:
     global constants of its callees, but only of those that were hashed already (triton 3.7.1, in
     ``DependenciesFinder._update_hash``). Without this, one process misses the cached kernels of another.
     """
-    from tritoncp.kernels import backward, forward, gluon, specialised, tiles
-    from tritoncp.mods import library
+    from tritoncp.kernels import backward, forward, forward_gluon, forward_specialised, tiles
+    from tritoncp.mods.translate import triton_helpers
 
-    modules = tiles, library, forward, specialised, backward
-    for module in modules if tiles.INTERPRETED else (*modules, gluon):  # Gluon cannot be interpreted
+    modules = tiles, triton_helpers, forward, forward_specialised, backward
+    for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon cannot be interpreted
         for function in vars(module).values():
             if getattr(function, "__module__", "") == module.__name__:
                 _ = getattr(function, "cache_key", None)  # jit functions have one

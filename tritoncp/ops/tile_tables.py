@@ -3,7 +3,7 @@
 A file has the measurements of one device with one Triton version:
 ``<folder>/<arch>/<device>-triton-<version>.json``.  The first folder with an entry wins:
 TRITONCP_CONFIG_DIR, the user's, the package's; then, in the same order, files of other devices of the same
-architecture or of other Triton versions; then the rule in ``kernels/configs.py``.  With
+architecture or of other Triton versions; then the rule in ``kernels/tile_rules.py``.  With
 ``TRITONCP_CONFIG_DIR=-`` no folder is read.
 
 An entry of kernel "route" names the fastest route of the forward pass for a call.  It applies only to calls
@@ -33,7 +33,7 @@ import torch
 from tritoncp.core.checked_json import read_json
 from tritoncp.core.paths import architecture_name, path_inside, slug, triton_version
 from tritoncp.distributed import collectives
-from tritoncp.kernels.configs import KINDS, PASSES, ROUTES, architecture, check_options
+from tritoncp.kernels.tile_rules import KINDS, PASSES, ROUTES, architecture, check_options
 from tritoncp.masks.mask import Mask
 
 PACKAGE = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ class Call(NamedTuple):
 
 
 class Device(NamedTuple):
-    """A GPU model: its architecture, as kernels/configs.py names it, and its product name."""
+    """A GPU model: its architecture, as kernels/tile_rules.py names it, and its product name."""
 
     arch: str
     name: str

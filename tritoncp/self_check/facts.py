@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tritoncp.distributed import collectives
 from tritoncp.doctor import examine
-from tritoncp.perf import machine
+from tritoncp.perf.suite import machine
 from tritoncp.self_check.cases import choose_dtypes
 from tritoncp.self_check.comparison import Ranks
 

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from tritoncp.analysis.launches import Problem
-from tritoncp.kernels.configs import Config
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.expressions import score_of
 from tritoncp.ops.engine_factory import name_functions
-from tritoncp.perf import baselines, check
-from tritoncp.perf.cases import Case
-from tritoncp.perf.timing import Clock, DeviceClock, WallClock
+from tritoncp.perf.suite import baselines, check
+from tritoncp.perf.suite.cases import Case
+from tritoncp.perf.suite.timing import Clock, DeviceClock, WallClock
 from tritoncp.tuning.targets import Target
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tritoncp.core.checked_json import parse_json, read_bounded
-from tritoncp.kernels.configs import Config
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.tuning.targets import Target
 
 MAX_BYTES = 1 << 30  # of a journal: three million findings

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from tritoncp.analysis.disassembly import MACHINES
 from tritoncp.analysis.jobs import Job
-from tritoncp.kernels.configs import ROUTES, Config, family
+from tritoncp.kernels.tile_rules import ROUTES, Config, family
 from tritoncp.ops.tile_tables import WIN
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.targets import Routed, Target, candidates

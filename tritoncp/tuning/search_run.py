@@ -101,7 +101,7 @@ class Request:
         """The conditions under which findings are valid."""
         import triton
 
-        from tritoncp.perf.machine import sources
+        from tritoncp.perf.suite.machine import sources
 
         code = sources(tile_tables.PACKAGE)
         return {

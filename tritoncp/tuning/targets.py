@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from tritoncp.analysis.jobs import Call, Job
-from tritoncp.kernels.configs import FEW, ROUTES, Config, copies, default, specialises, weight
+from tritoncp.kernels.tile_rules import FEW, ROUTES, Config, copies, default, specialises, weight
 from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed
 from tritoncp.masks.expressions import brief, score_of
 from tritoncp.mods import Untranslatable, hand_written, score_mod
-from tritoncp.perf.cases import CASES, Case
-from tritoncp.perf.record import Point
+from tritoncp.perf.records.history import Point
+from tritoncp.perf.suite.cases import CASES, Case
 
 # "fused" is tuned only for calls that request it, and is not part of "bwd": it adds up dQ in a varying order,
 # and a file of tiles must not make a deterministic call nondeterministic.  "few" is a decoding step.
@@ -37,7 +37,7 @@ PRESETS = {
     "gemma2-9b": ("16x8,256,8192",),
     "deepseek-v3": ("128x128,192x128,8192",),
 }
-# Mask of perf/cases.py -> the kind that a call looks up, and its variant in offline compilation.
+# Mask of perf/suite/cases.py -> the kind that a call looks up, and its variant in offline compilation.
 MASKS = {
     "causal": ("causal", "causal"),
     "full": ("full", "full"),
@@ -45,7 +45,7 @@ MASKS = {
     "window": ("window", "window"),
 }
 MAX_ELEMENTS = 1 << 34  # elements of a shape's queries
-# Mask name of perf/cases.py -> mask and score_mod, for cases with a score_mod.
+# Mask name of perf/suite/cases.py -> mask and score_mod, for cases with a score_mod.
 SCORED = {"softcap": ("causal", "softcap"), "alibi": ("causal", "alibi")}
 
 

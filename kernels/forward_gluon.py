@@ -1,0 +1,752 @@
+"""Forward for Hopper in Gluon, ROUTE "gluon": softmax of one tile while tensor cores multiply another.
+
+What FlashAttention-3 does (arXiv 2407.08608), over the tables of :mod:`tritoncp.kernels.forward`.  Three
+partitions of one program, which is a tile of 128 query rows: a *producer*, one warp that copies Q and then
+tile after tile of K and V into rings of shared memory; two *groups* of four warps, with 64 rows each.
+
+In a loop over full tiles a group issues S(j) = Q K(j)^T and then acc += P(j-1) V(j-1), waits for the former
+only, and turns S(j) into P(j) while the latter is under way.  The groups take turns in issuing: what one
+issues is multiplied while the other is in its softmax.
+
+Nobody has run this on a GPU yet, and Gluon has no interpreter.  ``tests/kernels/test_forward_gluon.py`` runs
+the protocol of the barriers as a model, and reads the order of instructions in what is compiled;
+``tests/gpu/test_gluon.py`` is for the first GPU.  Names as in :mod:`tritoncp.kernels.tiles`.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tritoncp.kernels.launch import Launch
+from tritoncp.kernels.tile_rules import architecture, unfit
+from tritoncp.kernels.tiles import (
+    LN2,
+    LOG2E,
+    copyable,
+    descriptors,
+    head,
+    in_window,
+    locate,
+    row_intervals,
+    row_runs,
+    run_tiles,
+    stat_rows,
+    tile_pointers,
+    visible,
+    within,
+)
+
+GROUP_ROWS: gl.constexpr = gl.constexpr(64)  # of one warp group, as wgmma has it
+# 65536 registers for three groups of 128 threads: 168 each when the program starts, then few for the producer
+# and the three idle warps beside it, and the rest for those who multiply.
+REGISTERS = 168
+PRODUCER_REGISTERS: gl.constexpr = gl.constexpr(24)
+GROUP_REGISTERS: gl.constexpr = gl.constexpr(240)
+copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # the name until Triton 3.8
+
+
+class Ring(NamedTuple):
+    """Tiles of K or V in shared memory.  Tile i of a program's walk lies in stage ``i % STAGES`` and ends
+    phase ``i // STAGES`` of that stage's barriers: ``full`` once it is copied, ``free`` once both groups have
+    read it."""
+
+    tiles: Any  # [STAGES, 1, 1, BLOCK_N, width]
+    full: Any
+    free: Any
+
+
+class Walk(NamedTuple):
+    """Which program this is and which tiles it visits; h and b as the masks see them are i_hm, i_bm."""
+
+    i_b: Any
+    i_h: Any
+    i_hkv: Any
+    i_bm: Any
+    i_hm: Any
+    i_slot: Any
+    row: Any  # of the first query in its buffer
+    pos: Any  # its global position
+    n_m: Any  # queries in this tile
+    left: Any
+    right: Any
+    rows: Any  # Rows over Q slots
+    kv_slots: Any  # Slots
+
+
+@gluon.jit
+def barriers(N: gl.constexpr, COUNT: gl.constexpr):
+    """N barriers, whose phases end when COUNT have arrived, or one and all bytes that it announced."""
+    made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(made.index(i), COUNT)
+    return made
+
+
+@gluon.jit
+def place(i, STAGES: gl.constexpr):
+    """Stage and parity of tile ``i``."""
+    return i % STAGES, (i // STAGES) & 1
+
+
+@gluon.jit
+def fill(ring, desc, i_b, i_h, row, i, STAGES: gl.constexpr):
+    """Copy rows ``row`` and on as tile ``i``, once its stage is free: which all are at first, since a fresh
+    barrier lets those pass who wait for parity 1."""
+    stage, parity = place(i, STAGES)
+    mbarrier.wait(ring.free.index(stage), parity ^ 1)
+    mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
+    copy_tile(desc, [i_b, i_h, row, 0], ring.full.index(stage), ring.tiles.index(stage))
+
+
+@gluon.jit
+def ready(ring, i, STAGES: gl.constexpr):
+    """Wait until tile ``i`` is there."""
+    stage, parity = place(i, STAGES)
+    mbarrier.wait(ring.full.index(stage), parity)
+
+
+@gluon.jit
+def release(ring, i, STAGES: gl.constexpr):
+    """This group has read tile ``i``."""
+    mbarrier.arrive(ring.free.index(i % STAGES))
+
+
+@gluon.jit
+def tile(ring, i, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr):
+    return ring.tiles.index(i % STAGES).reshape([BLOCK_N, WIDTH])
+
+
+@gluon.jit
+def runs_of(walk, WINDOW: gl.constexpr):
+    return row_runs(walk.rows, walk.i_bm, walk.i_hm, walk.i_slot, WINDOW)
+
+
+@gluon.jit
+def tiles_of(
+    walk,
+    i_run,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    KV_BLOCK: gl.constexpr,
+    WINDOW: gl.constexpr,
+    FULL: gl.constexpr,
+):
+    pos_end = walk.pos + gl.minimum(walk.n_m, BLOCK_M)
+    return run_tiles(
+        walk.rows,
+        i_run,
+        walk.pos,
+        pos_end,
+        walk.left,
+        walk.right,
+        walk.kv_slots,
+        KV_BLOCK,
+        BLOCK_N,
+        WINDOW,
+        FULL,
+    )
+
+
+@gluon.jit
+def produce(
+    q_desc,
+    k_desc,
+    v_desc,
+    q_tiles,
+    q_full,
+    keys,
+    values,
+    walk,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    KV_BLOCK: gl.constexpr,
+    DENSE_KV: gl.constexpr,
+    WINDOW: gl.constexpr,
+    HAS_MASKED: gl.constexpr,
+):
+    """Copy Q, then K and V of every tile: those of masked runs, then those of full ones."""
+    mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
+    for i_group in gl.static_range(2):
+        at = [walk.i_b, walk.i_h, walk.row + i_group * GROUP_ROWS, 0]
+        copy_tile(q_desc, at, q_full, q_tiles.index(i_group))
+    begin, mid, end = runs_of(walk, WINDOW)
+    i = 0
+    for FULL in gl.static_range(2):
+        if HAS_MASKED or FULL:
+            for i_run in range(mid if FULL else begin, end if FULL else mid):
+                t_lo, t_hi, _, cut, skip = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, FULL)
+                for i_t in range(t_lo, t_hi):
+                    i_kv = i_t + gl.where(i_t >= cut, skip, 0)
+                    kv_row, _, _ = locate(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+                    fill(keys, k_desc, walk.i_b, walk.i_hkv, kv_row, i, STAGES)
+                    fill(values, v_desc, walk.i_b, walk.i_hkv, kv_row, i, STAGES)
+                    i += 1
+
+
+@gluon.jit
+def softmax(b_s, b_m, b_l, C: gl.constexpr, GUARD: gl.constexpr):
+    """One step of the online softmax over raw scores [64, N]: p, by what the past shrinks, and the new
+    maximum and sum.  GUARD: a row may have seen nothing but -inf."""
+    b_max = gl.maximum(b_m, gl.max(b_s, 1) * C)
+    if GUARD:
+        b_safe = gl.where(b_max == -float("inf"), 0.0, b_max)
+    else:
+        b_safe = b_max
+    b_p = gl.exp2(b_s * C - b_safe[:, None])
+    b_r = gl.exp2(b_m - b_safe)
+    return b_p, b_r, b_max, b_l * b_r + gl.sum(b_p, 1)
+
+
+@gluon.jit
+def shrink(b_acc, b_r):
+    """acc [64, E] times what its rows shrink by, which are laid out as those of S."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, b_acc.type.layout)
+    return b_acc * gl.convert_layout(b_r, ROWS)[:, None]
+
+
+@gluon.jit
+def operand(b_p, b_acc, DTYPE: gl.constexpr):
+    """p as the left side of a product that adds to acc."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_acc.type.layout, 2)
+    return gl.convert_layout(b_p.to(DTYPE), LAYOUT)
+
+
+@gluon.jit
+def attend_masked(
+    q_tile,
+    keys,
+    values,
+    walk,
+    interval,
+    b_acc,
+    b_m,
+    b_l,
+    I_GROUP: gl.constexpr,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    E: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    KV_BLOCK: gl.constexpr,
+    DENSE_KV: gl.constexpr,
+    WINDOW: gl.constexpr,
+    MASK: gl.constexpr,
+    RAGGED: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+):
+    """Tiles of masked runs, one after the other: only the other group's work hides a softmax here."""
+    o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
+    o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+    row = walk.row + I_GROUP * GROUP_ROWS
+    o_q = (walk.pos + I_GROUP * GROUP_ROWS + o_m)[:, None]
+    m_m = o_m < walk.n_m - I_GROUP * GROUP_ROWS
+    b_lo, b_hi = row_intervals(interval, walk.i_bm, walk.i_hm, row, o_m, m_m, MASK)
+    b_zero = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    begin, mid, _ = runs_of(walk, WINDOW)
+    i = 0
+    for i_run in range(begin, mid):
+        t_lo, t_hi, kind, cut, skip = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, False)
+        for i_t in range(t_lo, t_hi):
+            i_kv = i_t + gl.where(i_t >= cut, skip, 0)
+            _, kv_pos, n_n = locate(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+            ready(keys, i, STAGES)
+            b_k = tile(keys, i, BLOCK_N, D, STAGES).permute((1, 0))
+            b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
+            b_s = warpgroup_mma_wait(0, deps=(b_s,))  # [64, N]
+            release(keys, i, STAGES)
+            if WINDOW:
+                near = o_q - kv_pos
+                m_in = in_window(o_n[None, :], near, walk.left, walk.right, n_n if RAGGED else None)
+            else:
+                m_in = visible(
+                    walk.i_bm,
+                    walk.i_hm,
+                    o_q,
+                    (kv_pos + o_n)[None, :],
+                    m_m[:, None],
+                    within(o_n, n_n, RAGGED)[None, :],
+                    o_n[None, :],
+                    (b_lo - kv_pos)[:, None],
+                    (b_hi - kv_pos)[:, None],
+                    n_n if RAGGED else None,
+                    kind,
+                    None,
+                    MASK,
+                    None,
+                    BOUNDED,
+                )
+            b_s = gl.where(m_in, b_s, -float("inf"))
+            b_p, b_r, b_m, b_l = softmax(b_s, b_m, b_l, C, True)
+            b_p = operand(b_p, b_acc, q_tile.dtype)
+            b_acc = shrink(b_acc, b_r)
+            ready(values, i, STAGES)
+            b_v = tile(values, i, BLOCK_N, E, STAGES)
+            b_acc = warpgroup_mma(b_p, b_v, b_acc, is_async=True)
+            b_acc = warpgroup_mma_wait(0, deps=(b_acc, b_p))[0]
+            release(values, i, STAGES)
+            i += 1
+    return b_acc, b_m, b_l, i
+
+
+@gluon.jit
+def attend_full(
+    q_tile,
+    keys,
+    values,
+    turn,
+    walk,
+    i,
+    b_acc,
+    b_m,
+    b_l,
+    I_GROUP: gl.constexpr,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    E: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    KV_BLOCK: gl.constexpr,
+    WINDOW: gl.constexpr,
+    S_LAYOUT: gl.constexpr,
+):
+    """Tiles of full runs, from tile ``i`` of the rings on: scores of one while those before meet values."""
+    b_zero = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    _, mid, end = runs_of(walk, WINDOW)
+    last = i - 1
+    for i_run in range(mid, end):
+        t_lo, t_hi, _, _, _ = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, True)
+        last += gl.maximum(t_hi - t_lo, 0)
+    if last >= i:
+        ready(keys, i, STAGES)
+        b_k = tile(keys, i, BLOCK_N, D, STAGES).permute((1, 0))
+        b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
+        b_s = warpgroup_mma_wait(0, deps=(b_s,))  # [64, N]
+        release(keys, i, STAGES)
+        b_e, b_r, b_m, b_l = softmax(b_s, b_m, b_l, C, False)
+        b_acc = shrink(b_acc, b_r)
+        b_p = operand(b_e, b_acc, q_tile.dtype)
+        ready(values, i, STAGES)
+        for j in range(i + 1, last + 1):  # P and V of tile j - 1 are there
+            ready(keys, j, STAGES)
+            # Group 0 goes first; later each waits for the other to have issued what is before this.
+            mbarrier.wait(turn.index(I_GROUP), ((j - i) & 1) ^ I_GROUP)
+            b_k = tile(keys, j, BLOCK_N, D, STAGES).permute((1, 0))
+            b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
+            b_v = tile(values, j - 1, BLOCK_N, E, STAGES)
+            b_acc = warpgroup_mma(b_p, b_v, b_acc, is_async=True)
+            mbarrier.arrive(turn.index(1 - I_GROUP))
+            b_s = warpgroup_mma_wait(1, deps=(b_s,))
+            release(keys, j, STAGES)
+            b_e, b_r, b_m, b_l = softmax(b_s, b_m, b_l, C, False)
+            # Not before it is needed, but here: a barrier is what ptxas moves no softmax over. Without
+            # it, the wait for the product comes first and nothing overlaps.
+            ready(values, j, STAGES)
+            b_acc = warpgroup_mma_wait(0, deps=(b_acc, b_p))[0]
+            release(values, j - 1, STAGES)
+            b_p = operand(b_e, b_acc, q_tile.dtype)
+            b_acc = shrink(b_acc, b_r)
+        b_acc = warpgroup_mma(b_p, tile(values, last, BLOCK_N, E, STAGES), b_acc, is_async=True)
+        b_acc = warpgroup_mma_wait(0, deps=(b_acc, b_p))[0]
+    return b_acc, b_m, b_l
+
+
+@gluon.jit
+def load_state(
+    acc, stat_m, stat_l, walk, row, n_m, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, E: gl.constexpr
+):
+    """acc [64, E], m and l [64] of a step before."""
+    o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
+    b_m = gl.load(stat_rows(stat_m, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=-float("inf"))
+    b_l = gl.load(stat_rows(stat_l, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=0.0)
+    p, m = pointers(acc, walk, row, n_m, O_LAYOUT, E)
+    return gl.load(p, mask=m, other=0.0), b_m, b_l
+
+
+@gluon.jit
+def pointers(x, walk, row, n_m, LAYOUT: gl.constexpr, E: gl.constexpr):
+    """Of rows ``row`` and on [64, E], and which of them are this tile's.
+
+    Not hoisted: as offsets that loads and stores share they would stay in registers throughout the loops.
+    """
+    o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
+    o_e = gl.arange(0, E, gl.SliceLayout(0, LAYOUT))
+    m = (o_m < n_m)[:, None] & (o_e >= 0)[None, :]
+    return tile_pointers(x, head(x, walk.i_b, walk.i_h), row, o_m, o_e, False), m
+
+
+@gluon.jit
+def leave(
+    out,
+    acc,
+    stat_m,
+    stat_l,
+    lse,
+    max_scores,
+    walk,
+    row,
+    n_m,
+    b_acc,
+    b_m,
+    b_l,
+    E: gl.constexpr,
+    STORE_STATE: gl.constexpr,
+    STORE_MAX: gl.constexpr,
+):
+    """The state, or out, lse and the largest scores."""
+    O_LAYOUT: gl.constexpr = b_acc.type.layout
+    o_m = gl.arange(0, GROUP_ROWS, b_m.type.layout)
+    m_m = o_m < n_m
+    if STORE_STATE:
+        p, m = pointers(acc, walk, row, n_m, O_LAYOUT, E)
+        gl.store(p, b_acc, mask=m)
+        gl.store(stat_rows(stat_m, walk.i_b, walk.i_h, row) + o_m, b_m, mask=m_m)
+        gl.store(stat_rows(stat_l, walk.i_b, walk.i_h, row) + o_m, b_l, mask=m_m)
+    else:
+        m_seen = b_l != 0  # a NaN is passed on
+        b_sum = gl.where(m_seen, b_l, 1.0)
+        b_acc = shrink(b_acc, gl.where(m_seen, 1.0 / b_sum, 0.0))
+        p, m = pointers(out, walk, row, n_m, O_LAYOUT, E)
+        gl.store(p, b_acc.to(out.ptr.dtype.element_ty), mask=m)
+        b_lse = gl.where(m_seen, b_m + gl.log2(b_sum), -float("inf"))
+        gl.store(stat_rows(lse, walk.i_b, walk.i_h, row) + o_m, b_lse * LN2, mask=m_m)
+        if STORE_MAX:
+            m_nan = (b_l != b_l) & (b_m < float("inf"))  # see tiles.largest
+            b_top = gl.where(m_nan, b_l, b_m * LN2)
+            gl.store(stat_rows(max_scores, walk.i_b, walk.i_h, row) + o_m, b_top, mask=m_m)
+
+
+@gluon.jit
+def attend(
+    I_GROUP: gl.constexpr,
+    q_tiles,
+    q_full,
+    keys,
+    values,
+    turn,
+    walk,
+    out,
+    acc,
+    stat_m,
+    stat_l,
+    lse,
+    max_scores,
+    interval,
+    C: gl.constexpr,
+    D: gl.constexpr,
+    E: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    KV_BLOCK: gl.constexpr,
+    DENSE_KV: gl.constexpr,
+    WINDOW: gl.constexpr,
+    MASK: gl.constexpr,
+    HAS_MASKED: gl.constexpr,
+    RAGGED: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    LOAD_STATE: gl.constexpr,
+    STORE_STATE: gl.constexpr,
+    STORE_MAX: gl.constexpr,
+):
+    """What a group does: rows ``64 * I_GROUP`` and on of the program's tile."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    row = walk.row + I_GROUP * GROUP_ROWS
+    n_m = walk.n_m - I_GROUP * GROUP_ROWS
+    if LOAD_STATE:
+        b_acc, b_m, b_l = load_state(acc, stat_m, stat_l, walk, row, n_m, S_LAYOUT, O_LAYOUT, E)
+    else:
+        b_acc = gl.full([GROUP_ROWS, E], 0.0, gl.float32, O_LAYOUT)
+        b_m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
+        b_l = gl.full([GROUP_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
+    mbarrier.wait(q_full, 0)  # also by those who have no tile: nothing may be on its way when a program ends
+    q_tile = q_tiles.index(I_GROUP).reshape([GROUP_ROWS, D])
+    i = 0
+    if HAS_MASKED:
+        b_acc, b_m, b_l, i = attend_masked(
+            q_tile,
+            keys,
+            values,
+            walk,
+            interval,
+            b_acc,
+            b_m,
+            b_l,
+            I_GROUP,
+            C,
+            D,
+            E,
+            BLOCK_M,
+            BLOCK_N,
+            STAGES,
+            KV_BLOCK,
+            DENSE_KV,
+            WINDOW,
+            MASK,
+            RAGGED,
+            BOUNDED,
+            S_LAYOUT,
+        )
+    b_acc, b_m, b_l = attend_full(
+        q_tile,
+        keys,
+        values,
+        turn,
+        walk,
+        i,
+        b_acc,
+        b_m,
+        b_l,
+        I_GROUP,
+        C,
+        D,
+        E,
+        BLOCK_M,
+        BLOCK_N,
+        STAGES,
+        KV_BLOCK,
+        WINDOW,
+        S_LAYOUT,
+    )
+    leave(
+        out,
+        acc,
+        stat_m,
+        stat_l,
+        lse,
+        max_scores,
+        walk,
+        row,
+        n_m,
+        b_acc,
+        b_m,
+        b_l,
+        E,
+        STORE_STATE,
+        STORE_MAX,
+    )
+
+
+@gluon.jit
+def gluon_forward_kernel(
+    q_desc,  # tensor descriptors: tiles of [64, D]
+    k_desc,  # [BLOCK_N, D]
+    v_desc,  # [BLOCK_N, E]
+    out,  # what follows: see forward_kernel
+    acc,
+    stat_m,
+    stat_l,
+    lse,
+    max_scores,
+    q_slots,
+    kv_slots,
+    rows,
+    interval,
+    left,
+    right,
+    i_b0,
+    i_h0,
+    SCALE: gl.constexpr,
+    GROUP: gl.constexpr,
+    D: gl.constexpr,
+    E: gl.constexpr,
+    Q_BLOCK: gl.constexpr,
+    KV_BLOCK: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    DENSE_Q: gl.constexpr,
+    DENSE_KV: gl.constexpr,
+    WINDOW: gl.constexpr,
+    MASK: gl.constexpr,
+    HAS_MASKED: gl.constexpr,
+    RAGGED: gl.constexpr,
+    BOUNDED: gl.constexpr,
+    LOAD_STATE: gl.constexpr,
+    STORE_STATE: gl.constexpr,
+    STORE_MAX: gl.constexpr,
+):
+    gl.static_assert(BLOCK_M == 2 * GROUP_ROWS and KV_BLOCK % BLOCK_N == 0 and SCALE > 0)
+    gl.static_assert(STAGES >= 2)  # V(j) is waited for before V(j - 1) is released
+    C: gl.constexpr = SCALE * LOG2E
+    # Later rows of a causal mask are the heaviest: start with them.
+    i_tile = gl.num_programs(0) - 1 - gl.program_id(0)
+    i_h = gl.program_id(1)
+    i_b = gl.program_id(2)
+    Q_TILES: gl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
+    row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
+    walk = Walk(
+        i_b,
+        i_h,
+        i_h // GROUP,
+        i_b + i_b0,
+        i_h + i_h0,
+        i_tile // Q_TILES,
+        row,
+        pos,
+        n_m,
+        left,
+        right,
+        rows,
+        kv_slots,
+    )
+
+    q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, GROUP_ROWS, D], q_desc.layout)
+    k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+    v_tiles = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, E], v_desc.layout)
+    q_full = barriers(1, 1).index(0)
+    turn = barriers(2, 1)
+    keys = Ring(k_tiles, barriers(STAGES, 1), barriers(STAGES, 2))
+    values = Ring(v_tiles, barriers(STAGES, 1), barriers(STAGES, 2))
+    gl.warp_specialize(
+        [
+            (
+                attend,
+                (
+                    0,
+                    q_tiles,
+                    q_full,
+                    keys,
+                    values,
+                    turn,
+                    walk,
+                    out,
+                    acc,
+                    stat_m,
+                    stat_l,
+                    lse,
+                    max_scores,
+                    interval,
+                    C,
+                    D,
+                    E,
+                    BLOCK_M,
+                    BLOCK_N,
+                    STAGES,
+                    KV_BLOCK,
+                    DENSE_KV,
+                    WINDOW,
+                    MASK,
+                    HAS_MASKED,
+                    RAGGED,
+                    BOUNDED,
+                    LOAD_STATE,
+                    STORE_STATE,
+                    STORE_MAX,
+                ),
+            ),
+            (
+                attend,
+                (
+                    1,
+                    q_tiles,
+                    q_full,
+                    keys,
+                    values,
+                    turn,
+                    walk,
+                    out,
+                    acc,
+                    stat_m,
+                    stat_l,
+                    lse,
+                    max_scores,
+                    interval,
+                    C,
+                    D,
+                    E,
+                    BLOCK_M,
+                    BLOCK_N,
+                    STAGES,
+                    KV_BLOCK,
+                    DENSE_KV,
+                    WINDOW,
+                    MASK,
+                    HAS_MASKED,
+                    RAGGED,
+                    BOUNDED,
+                    LOAD_STATE,
+                    STORE_STATE,
+                    STORE_MAX,
+                ),
+            ),
+            (
+                produce,
+                (
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    q_tiles,
+                    q_full,
+                    keys,
+                    values,
+                    walk,
+                    BLOCK_M,
+                    BLOCK_N,
+                    STAGES,
+                    KV_BLOCK,
+                    DENSE_KV,
+                    WINDOW,
+                    HAS_MASKED,
+                ),
+            ),
+        ],
+        [4, 1],
+        [GROUP_REGISTERS, PRODUCER_REGISTERS],
+    )
+
+
+def launch(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch:
+    """As ``engine.loops``, whose kernel has the same arguments and more."""
+    loops = engine.loops(q, k, v, tables, **step, kind="gluon")
+    q_desc, _ = descriptors(q, GROUP_ROWS.value, (q.shape[3], 0))
+    args = loops.args
+    args |= {
+        "q_desc": laid_out(q_desc),
+        "k_desc": laid_out(args["k_desc0"]),
+        "v_desc": laid_out(args["v_desc0"]),
+        "STAGES": loops.config.num_stages,
+    }
+    values = [args[name] for name in gluon_forward_kernel.arg_names]
+    made = loops.compiled  # of launches like this one, as that of the loops is never called
+    return Launch(gluon_forward_kernel, loops.grid, values, loops.config, made, {"maxnreg": REGISTERS})
+
+
+def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
+    """Why a step cannot go by the route in Gluon."""
+    arch, dims = engine.arch or architecture(q.device), {q.shape[3], v.shape[3]}
+    if arch == "interpreter" and "ROUTE" in engine.options:
+        raise ValueError("ROUTE='gluon' is for GPUs and cannot be interpreted; leave it out on a CPU")
+    if arch != "sm_90":
+        yield f"its instructions are those of sm_90, and this is {arch}"
+        return
+    if q.dtype.itemsize != 2:
+        yield f"{q.dtype} is not multiplied by wgmma"
+    elif not dims <= {64, 128}:
+        yield f"it takes head dims of 64 and 128, and has {', '.join(map(str, sorted(dims)))}"
+    else:
+        config = engine.config("gluon", q, v, tables)
+        yield from unfit(config)
+        if tables.kv_block % config.BLOCK_N or not 64 <= config.BLOCK_N <= 128:
+            yield f"it takes tiles of 64 or 128 keys that divide blocks of {tables.kv_block}"
+    if engine.mods.score or tables.mask == "mod":
+        yield "a score_mod or mask_mod says nothing of layouts, which Gluon wants to be told"
+    if not engine.scale > 0:
+        yield f"the scale is folded into the exponent, and {engine.scale} is not positive"
+    if not (copyable(q) and engine.streams(k, v, tables)):
+        yield "q, k or v has strides, an address or ends of slots that leave nothing to descriptors"
+
+
+def laid_out(desc: Any) -> TensorDescriptor:
+    """A descriptor of tiles that lie in shared memory as wgmma reads them."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout)

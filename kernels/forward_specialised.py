@@ -1,0 +1,392 @@
+"""Forward with specialised warps: some copy tiles, others compute.  The compiler cuts a loop in parts by
+itself (``tl.range(warp_specialize=True)``), with Triton 3.7 in one way on each architecture.
+
+sm_90: one group of warps copies, two of four compute, within narrow limits: four warps, 128 query rows,
+descriptors that are made on the device for everything that is loaded as a tile, one counted loop without a
+branch.  So masked blocks are a launch of their own, which leaves its state; the kernel here takes full ones
+from there, and a row may have two runs of them.
+sm_100: two warps copy, one multiplies, four do the softmax and four rescale the accumulator. That takes the
+loop of ``forward_kernel`` with its masks, so there is one launch and nothing of what is here but
+:func:`obstacles`.
+Nothing of this has run on a GPU: wrong results are known of specialised loops (triton#8311) and of four warps
+(fla#988), so nobody gets it who does not ask.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritoncp.kernels.forward import leave
+from tritoncp.kernels.launch import Launch, Launches, State
+from tritoncp.kernels.tile_rules import architecture, merges, pieces, specialises, unfit
+from tritoncp.kernels.tiles import (
+    LOG2E,
+    copyable,
+    head,
+    inner,
+    locate,
+    outer,
+    row_runs,
+    run_tiles,
+    to_log2,
+    zeros_pair,
+)
+
+STATE_SHARE = 0.03  # of a step's time, what a state between two launches may take
+COPY = 4.3e12  # bytes a second, copied: an H200
+COMPUTE = 520e12  # FLOPs a second that the loop over full blocks is predicted to reach there
+
+
+def state_share(keys: float, d: int, e: int) -> float:
+    """Time to write and read a float32 accumulator [S, e] over the time to attend to ``keys`` keys a row.
+
+    >>> f"{state_share(8192, 128, 128):.3f}"  # 16K causal
+    '0.030'
+    """
+    return (2 * 4 * e / COPY) / max(2 * (d + e) * keys / COMPUTE, 1e-30)
+
+
+def device_copyable(x: Tensor) -> bool:
+    """Whether the tiles of one head of x [B, H, S, D] can be copied by a descriptor that a kernel makes."""
+    return copyable(x) and x.stride(2) * x.element_size() % 16 == 0
+
+
+def allocating(kernel: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Launch a kernel that makes descriptors: they lie in memory that Triton asks its allocator for.
+
+    The allocator is a context variable, so each thread has its own (autograd's has none), and the user's is
+    left alone: it is set in a copy of the context.
+    """
+
+    def launch() -> Any:
+        triton.set_allocator(_allocate)
+        return kernel(*args, **named)
+
+    return copy_context().run(launch)
+
+
+def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """(torch's memory is aligned to 512 bytes, and free again for what is queued later on this stream.)"""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+@triton.jit
+def copier(x, i_b, i_h, n_s, ROWS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """A descriptor of one head's channels from START on, tiles of [ROWS, WIDTH]; None where WIDTH is 0."""
+    if WIDTH > 0:
+        return tl.make_tensor_descriptor(
+            head(x, i_b, i_h) + START, [n_s, DIM - START], [x.stride_s, 1], [ROWS, WIDTH]
+        )
+
+
+@triton.jit
+def load_tile(desc, row):
+    """A tile, 0.0 where there is no descriptor."""
+    if desc is None:
+        return 0.0
+    else:
+        return desc.load([row, 0])
+
+
+@triton.jit
+def load_stat_tile(x, i_b, i_h, n_s, row, ROWS: tl.constexpr):
+    """Statistics of a tile's rows; by pointer, the compiler does not take them."""
+    return tl.make_tensor_descriptor(head(x, i_b, i_h), [n_s], [1], [ROWS]).load([row])
+
+
+@triton.jit
+def full_tiles(
+    rows,
+    begin,
+    end,
+    lo,
+    hi,
+    left,
+    right,
+    slots,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Tiles of a row's full runs, two at most, as (begin, end, cut, skip) of run_tiles."""
+    if WINDOW:
+        t_lo, t_hi, _, cut, skip = run_tiles(
+            rows, begin, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, True
+        )
+        return t_lo, t_hi, cut, skip
+    else:
+        TILES: tl.constexpr = (BLOCK + TILE - 1) // TILE
+        p_run = rows.runs + begin * 3
+        one = begin < end
+        two = begin + 1 < end
+        a_lo = tl.load(p_run, mask=one, other=0) * TILES
+        a_hi = tl.load(p_run + 1, mask=one, other=0) * TILES
+        b_lo = tl.load(p_run + 3, mask=two, other=0) * TILES
+        b_hi = tl.load(p_run + 4, mask=two, other=0) * TILES
+        return a_lo, a_hi + (b_hi - b_lo), a_hi, b_lo - a_hi
+
+
+@triton.jit
+def specialised_kernel(
+    q,  # Strided [B, Hq, S, D]
+    k,  # Strided [B, Hkv, rows, D]
+    v,  # Strided [B, Hkv, rows, E]
+    n_q,  # S
+    n_kv,  # rows
+    from_acc,  # Strided [B, Hq, S, E], float32: the state to start from, and its Stats
+    from_m,
+    from_l,
+    out,  # from here on as in forward_kernel
+    acc,
+    stat_m,
+    stat_l,
+    lse,
+    max_scores,
+    q_slots,
+    kv_slots,
+    rows,
+    score_caps,
+    left,
+    right,
+    i_b0,
+    i_h0,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D0: tl.constexpr,
+    D1: tl.constexpr,
+    E: tl.constexpr,
+    E0: tl.constexpr,
+    E1: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DENSE_Q: tl.constexpr,
+    DENSE_KV: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
+    LOAD_STATE: tl.constexpr,
+    STORE_STATE: tl.constexpr,
+    STORE_MAX: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    tl.static_assert(KV_BLOCK % BLOCK_N == 0)
+    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    i_h = tl.program_id(1)
+    i_b = tl.program_id(2)
+    i_hm = i_h + i_h0
+    i_bm = i_b + i_b0
+    i_hkv = i_h // GROUP
+    Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
+    FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
+    C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
+
+    row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
+    o_m = tl.arange(0, BLOCK_M)
+    o_n = tl.arange(0, BLOCK_N)
+
+    k_desc0 = copier(k, i_b, i_hkv, n_kv, BLOCK_N, 0, D0, D)
+    k_desc1 = copier(k, i_b, i_hkv, n_kv, BLOCK_N, D0, D1, D)
+    v_desc0 = copier(v, i_b, i_hkv, n_kv, BLOCK_N, 0, E0, E)
+    v_desc1 = copier(v, i_b, i_hkv, n_kv, BLOCK_N, E0, E1, E)
+    b_q0 = load_tile(copier(q, i_b, i_h, n_q, BLOCK_M, 0, D0, D), row)
+    b_q1 = load_tile(copier(q, i_b, i_h, n_q, BLOCK_M, D0, D1, D), row)
+    if LOAD_STATE:
+        b_m = load_stat_tile(from_m, i_b, i_h, n_q, row, BLOCK_M)
+        b_l = load_stat_tile(from_l, i_b, i_h, n_q, row, BLOCK_M)
+        b_acc0 = load_tile(copier(from_acc, i_b, i_h, n_q, BLOCK_M, 0, E0, E), row)
+        b_acc1 = load_tile(copier(from_acc, i_b, i_h, n_q, BLOCK_M, E0, E1, E), row)
+    else:
+        b_m = tl.full([BLOCK_M], -float("inf"), ACC)
+        b_l = tl.zeros([BLOCK_M], ACC)
+        b_acc0, b_acc1 = zeros_pair(BLOCK_M, E0, E1, ACC)
+
+    _, begin, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
+    t_lo, t_hi, cut, skip = full_tiles(
+        rows,
+        begin,
+        end,
+        pos,
+        pos + tl.minimum(n_m, BLOCK_M),
+        left,
+        right,
+        kv_slots,
+        KV_BLOCK,
+        BLOCK_N,
+        WINDOW,
+    )
+    for i_t in tl.range(t_lo, t_hi, warp_specialize=True):
+        i_kv = i_t + tl.where(i_t >= cut, skip, 0)
+        kv_row, kv_pos, _n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+        b_k0 = load_tile(k_desc0, kv_row)
+        b_k1 = load_tile(k_desc1, kv_row)
+        b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)
+        if not FOLD:
+            b_s = to_log2(
+                b_s, i_bm, i_hm, (pos + o_m)[:, None], (kv_pos + o_n)[None, :], score_caps, SCALE, SCORE_MOD
+            )[1]
+        b_max = tl.maximum(b_m, tl.max(b_s, 1) * C)
+        if SCORE_MOD is not None:
+            b_safe = tl.where(b_max == -float("inf"), 0.0, b_max)
+        else:
+            b_safe = b_max
+        b_p = tl.exp2(b_s * C - b_safe[:, None])
+        b_r = tl.exp2(b_m - b_safe)
+        b_l = b_l * b_r + tl.sum(b_p, 1)
+        b_m = b_max
+        b_v0 = load_tile(v_desc0, kv_row)
+        b_v1 = load_tile(v_desc1, kv_row)
+        b_acc0 *= b_r[:, None]
+        if E1 > 0:
+            b_acc1 *= b_r[:, None]
+        b_acc0, b_acc1 = outer(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
+
+    leave(
+        out,
+        acc,
+        stat_m,
+        stat_l,
+        lse,
+        max_scores,
+        i_b,
+        i_h,
+        i_h,
+        row,
+        o_m,
+        n_m,
+        b_acc0,
+        b_acc1,
+        b_m,
+        b_l,
+        E0,
+        E1,
+        E,
+        STORE_STATE,
+        STORE_MAX,
+    )
+
+
+# -- on the host -------------------------------------------------------------------------------------------
+
+
+def launch(
+    engine: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: Any,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    max_scores: Tensor | None = None,
+    state: Sequence[Tensor] | None = None,
+    load_state: bool = False,
+    store_state: bool = False,
+    h_offset: int = 0,
+) -> Launch | Launches:
+    """As ``engine.loops``, in two launches: masked blocks, which leave a state, then full ones from there,
+    with specialised warps. Without masked blocks the second is enough. ``state`` is also room to work in.
+    In one launch where the compiler takes both.
+
+    What this cannot do is not asked here, see :func:`obstacles`.
+    """
+    if merges(engine.arch or architecture(q.device)):
+        made = {"out": out, "lse": lse, "max_scores": max_scores, "state": state}
+        step: dict[str, Any] = {"load_state": load_state, "store_state": store_state, "h_offset": h_offset}
+        return engine.loops(q, k, v, tables, **made, **step, kind="specialised")
+    parts: list[Launch | Callable[[], None]] = []
+    kept = State(*state) if state else None
+    start = kept if load_state else None
+    if tables.has_masked or not (start is None or _copyable_state(start)):
+        room = kept if kept and _copyable_state(kept) else _room(q, v)
+        if start is not None and room is not start:
+            parts.append(partial(_copy, start, room))
+        keep: dict[str, Any] = {"state": room, "load_state": load_state, "store_state": True}
+        first = _cut_alike(engine, q, v, tables) if tables.window else engine
+        parts += first.loops(q, k, v, tables, **keep, h_offset=h_offset, full=False).parts
+        start = room
+    from_acc, from_m, from_l = start or (None, None, None)
+    acc, m, l = kept or (None, None, None)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc, "from_acc": from_acc}
+    tensors |= {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
+    tensors |= {"from_m": from_m, "from_l": from_l}
+    flags = {
+        "n_q": q.shape[2],
+        "n_kv": k.shape[2],
+        "LOAD_STATE": start is not None,
+        "STORE_STATE": store_state,
+        "STORE_MAX": max_scores is not None,
+    }
+    last = engine.launch(specialised_kernel, "specialised", tensors, tables, h_offset, flags)
+    return Launches((*parts, last._replace(how=allocating)))
+
+
+def _cut_alike(engine: Any, q: Tensor, v: Tensor, tables: Any) -> Any:
+    """For masked blocks in front of the specialised launch.  A window has no table that says which they
+    are: each launch counts in tiles of its own, and tiles of other sizes would leave keys to neither."""
+    config = engine.config("specialised", q, v, tables)
+    tiles = {"fwd_BLOCK_M": config.BLOCK_M, "fwd_BLOCK_N": config.BLOCK_N, "fwd_num_warps": 8}
+    other = {"fwd_num_stages": 2, "fwd_maxnreg": None, "PACK_GQA": False, "SPLIT_KV": 1}
+    return replace(engine, options={**engine.options, **tiles, **other}, kept=None)
+
+
+def _copy(start: State, into: State) -> None:
+    for a, b in zip(start, into):
+        b.copy_(a)
+
+
+def _room(q: Tensor, v: Tensor) -> State:
+    """Memory for a state, rows padded so that descriptors may copy it."""
+    (b, h, s, _), e = q.shape, v.shape[3]
+    make = partial(torch.empty, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    m, l = make((2, b, h, triton.cdiv(s, 4) * 4))[..., :s]
+    return State(make((b, h, s, triton.cdiv(e, 4) * 4))[..., :e], m, l)
+
+
+def _copyable_state(state: State) -> bool:
+    return all(map(device_copyable, (state.acc, state.m[:, :, None], state.l[:, :, None])))
+
+
+def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
+    """Why a step cannot go, or should not go, by the specialised route."""
+    arch = engine.arch or architecture(q.device)
+    if arch == "interpreter":  # which knows nothing of warps
+        pass
+    elif max(q.shape[3], v.shape[3]) > specialises(arch):
+        yield f"on {arch} there are tiles up to a head dim of {specialises(arch)}"
+    elif q.dtype.itemsize != 2:
+        yield f"{q.dtype} is not multiplied by wgmma or tcgen05"
+    elif merges(arch) and pieces(q.shape[3])[1]:
+        yield f"on {arch} scores of {q.shape[3]} channels are two products, with registers between them"
+    elif merges(arch) and not engine.config("specialised", q, v, tables).USE_TMA:
+        yield "it copies tiles by descriptor, which USE_TMA=False forbids"
+    else:
+        yield from unfit(engine.config("specialised", q, v, tables))
+    if tables.kv_block & -tables.kv_block < 16:
+        yield f"no tile divides KV blocks of {tables.kv_block}"
+    if engine.mods.score and engine.mods.score_loads:
+        yield "the score_mod loads what depends on q_idx or kv_idx, or may"
+    if merges(arch):
+        if engine.options.get("PACK_GQA") or engine.options.get("SPLIT_KV", 1) > 1:
+            yield "PACK_GQA and SPLIT_KV deal rows and keys as it does not"
+        if not engine.streams(k, v, tables):
+            yield "k or v has strides, or slots with ends, that leave nothing to descriptors"
+        return
+    if not all(map(device_copyable, (q, k, v))):
+        yield "q, k or v has strides or an address that leave nothing to descriptors"
+    if tables.full_runs > 2:
+        yield f"a row has {tables.full_runs} runs of full blocks, and the loop takes 2"
+    if tables.full_runs == 0:
+        yield "there are no full blocks"
+    share = state_share(tables.keys, q.shape[3], v.shape[3])
+    if tables.has_masked and share > STATE_SHARE:
+        yield f"its state between two launches would take {share:.1%} of the time, over {STATE_SHARE:.0%}"

@@ -1,0 +1,100 @@
+"""Verification of alternative forward routes before their first use.
+
+Compilers have miscompiled such loops without an error (triton#8311, fla#988), and a route may never have run
+on this kind of GPU. The first step of each kind in a process runs by the route and by the loops, and the
+results are compared.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.errors import TritonError
+
+from tritoncp.kernels.launch import State
+from tritoncp.kernels.tile_rules import WRONG_ROUTE
+from tritoncp.kernels.tiles import INTERPRETED
+
+COMPILED = not INTERPRETED  # the interpreter has no compiler that could be wrong
+OUT_TOLERANCE = 2  # rounding errors of the inputs' dtype, relative to the largest number of a row of out
+STATS_TOLERANCE = 1e-3  # of lse and max_scores, absolute and relative
+
+_VERDICTS: dict[Any, str | None] = {}  # result of verify_route by kind of step
+
+
+def verify_route(
+    engine: Any, launch: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any
+) -> str | None:
+    """Compare a route with the loops at the first step of each kind. Returns None if the results agree, else
+    the reason why the route must not be used. Leaves the tensors as they are.
+
+    launch: runs the route; takes the arguments of :meth:`TritonEngine.loops`
+    """
+    if not COMPILED:
+        return None
+    flags = tuple((key, x if isinstance(x, bool) else x is None) for key, x in sorted(step.items()))
+    blocks = tables.mask, tables.has_masked, bool(tables.window), tables.q_block, tables.kv_block
+    dims = q.shape[3], v.shape[3], q.shape[1] // k.shape[1]
+    kind = engine.kernel_set, q.device, q.dtype, dims, flags, blocks
+    if kind not in _VERDICTS:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "its first call of a kind is compared with 'loops', which a graph cannot capture"
+        uncached = replace(engine, kept=None)  # the results below have layouts that no cached launch has
+        _VERDICTS[kind] = _compare_with_loops(
+            partial(launch, uncached), uncached.loops, (q, k, v, tables), step
+        )
+    return _VERDICTS[kind]
+
+
+def _compare_with_loops(
+    launch: Callable[..., Any], loops: Callable[..., Any], inputs: tuple[Any, ...], step: dict[str, Any]
+) -> str | None:
+    try:
+        actual = _run_step(partial(launch, *inputs), step)
+    except (TritonError, RuntimeError) as error:  # RuntimeError: a pass of the compiler
+        first: BaseException = error
+        while first.__cause__:
+            first = first.__cause__
+        said = str(first).strip().splitlines() or ["no message"]
+        return f"it fails: {type(first).__name__}: {said[-1]}"
+    return _describe_difference(actual, _run_step(partial(loops, *inputs), step), inputs[0].dtype)
+
+
+def _run_step(way: Callable[..., Any], step: dict[str, Any]) -> dict[str, Tensor]:
+    """Run a step into fresh memory and return its results by name: a stored state as the out and lse it
+    stands for."""
+    written = {key: x for key, x in step.items() if isinstance(x, Tensor)}
+    room: dict[str, Any] = {key: torch.full_like(x, torch.nan) for key, x in written.items()}
+    state = step.get("state")
+    if state is not None:
+        room["state"] = State(*(x.clone() for x in state))
+    way(**step | room)()
+    if state is None or not step.get("store_state"):
+        return {key: room[key] for key in written}
+    acc, m, l = room["state"]
+    return {"out": acc.div_(l[..., None]), "lse": l.log2_().add_(m)}
+
+
+def _describe_difference(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype
+) -> str | None:
+    """Describe the first result that differs by more than rounding; None if all agree."""
+    places = OUT_TOLERANCE * torch.finfo(dtype).eps
+    for key, whole in actual.items():
+        wrong: Any = 0
+        for at in itertools.product(*map(range, whole.shape[:2])):  # one head at a time, to save memory
+            a, b = whole[at].float(), expected[key][at].float()
+            size = b.abs().nan_to_num(0, 0)
+            near = places * size.amax(-1, keepdim=True) if key == "out" else STATS_TOLERANCE * (size + 1)
+            right = ((a - b).abs() <= near) | (a == b) | (a.isnan() & b.isnan())
+            wrong += right.logical_not_().sum()
+        if wrong:
+            return (
+                f"{WRONG_ROUTE}: {key} differs in {int(wrong)} of {whole.numel()} "
+                "numbers (miscompiled: please report it, with the output of `tritoncp doctor`)"
+            )
+    return None

@@ -1,0 +1,514 @@
+"""Tile shapes: the (BLOCK_M, BLOCK_N, warps, stages) of each kernel launch.
+
+A rule per architecture, checked offline: every default compiles without a spilled byte and within shared
+memory (``tests/kernels/test_offline.py``).  No code here measures times.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed, transposed_fault
+
+PASSES = ("forward", "dq", "dkdv")
+KINDS = (*PASSES, "few", "fused", "specialised", "gluon")  # of tiles
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile shape of one launch: BLOCK_M query rows by BLOCK_N key rows.
+
+    HOIST keeps values that all tiles share, mainly offsets inside a tile, in registers throughout a loop: up
+    to a tenth fewer instructions, where there are registers to spare.  USE_TMA copies tiles by tensor
+    descriptor, where strides allow: fewer instructions and no addresses in registers.  FLIP computes the
+    scores of a backward pass transposed: wgmma takes 64 rows a group of four warps, so that eight warps need
+    128 rows, of queries in dK/dV.  maxnreg is Triton's limit of registers a thread: with it two programs fit
+    a multiprocessor where a few more registers would leave room for one.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    num_warps: int = 4
+    num_stages: int = 2
+    HOIST: bool = True
+    USE_TMA: bool = False
+    FLIP: bool = False
+    maxnreg: int | None = None
+
+    def compiler(self) -> dict[str, Any]:
+        """Compiler options of a launch, besides the constants of the kernel.
+
+        >>> Config(128, 64, num_warps=8, num_stages=3).compiler()
+        {'num_warps': 8, 'num_stages': 3, 'enable_fp_fusion': True}
+        """
+        options: dict[str, Any] = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        # Fuses the scaling of scores into exp2's argument, which Triton from 3.10 on does not do by default.
+        options["enable_fp_fusion"] = True
+        return options | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
+
+
+@cache
+def pieces(dim: int) -> tuple[int, int]:
+    """Cut a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
+
+    Two pieces of 128 need fewer registers than one of 256, whose loads are all in flight at once.
+
+    >>> [pieces(d) for d in (16, 40, 64, 80, 96, 128, 192, 256)]
+    [(16, 0), (32, 16), (64, 0), (64, 16), (64, 32), (128, 0), (128, 64), (128, 128)]
+    """
+    first = min(128, max(16, 1 << (dim.bit_length() - 1)))
+    if first >= dim:
+        return first, 0
+    rest = max(16, 1 << (dim - first - 1).bit_length())
+    return (first * 2, 0) if rest == first < 128 else (first, rest)
+
+
+def fit(tile: int, block: int) -> int:
+    """The tile to use with a mask block: the largest power of two that divides the block and is at most
+    ``tile``; a block with none >= 16 (say 100 or 8) is covered with ragged tiles instead.
+
+    >>> fit(128, 128), fit(128, 64), fit(64, 96), fit(128, 100), fit(64, 8)
+    (128, 64, 32, 128, 16)
+    """
+    even = min(block & -block, tile)
+    return even if even >= 16 else max(16, min(tile, 1 << (block - 1).bit_length()))
+
+
+def gqa_pack_factor(rows: int, group: int, tile: int) -> int:
+    """Choose how many of a group's query heads share a tile of ``tile`` rows, where each has ``rows`` of its
+    own: all that fit, if that takes at least a tenth fewer tiles; else 1.  (FlashAttention-3 packs by this
+    rule.)
+
+    >>> sizes = ((1, 4, 64), (64, 8, 128), (100, 4, 128), (1, 71, 64), (17, 3, 128))
+    >>> [gqa_pack_factor(*size) for size in sizes]
+    [4, 8, 1, 64, 3]
+    """
+    pack = min(group, tile)
+    apart = group * -(-rows // tile)
+    together = -(-group // pack) * -(-rows // (tile // pack))
+    return pack if together <= 0.9 * apart else 1
+
+
+def num_kv_splits(programs: int, tiles: int, processors: int) -> int:
+    """Choose how many programs share the ``tiles`` tiles of keys that each of ``programs`` would read: enough
+    to give every multiprocessor two (flex attention's rule), and each of them two tiles or more.
+
+    >>> [num_kv_splits(programs, tiles, 132) for programs, tiles in ((8, 256), (8, 20), (200, 256), (8, 1))]
+    [33, 10, 1, 1]
+    """
+    return max(1, min(2 * processors // max(1, programs), tiles // 2))
+
+
+def _dims(*tiles: tuple[Any, ...], dims: tuple[int, ...] = (64, 128, 256)) -> dict[int, Config]:
+    """tiles: for each of ``dims`` (BLOCK_M, BLOCK_N, warps, stages) and then dicts of other fields."""
+    sizes = (
+        Config(*tile[:4], **{name: x for more in tile[4:] for name, x in more.items()}) for tile in tiles
+    )
+    return dict(zip(dims, sizes, strict=True))
+
+
+LEAN = {"HOIST": False}
+COPY = {"USE_TMA": True}
+TMA = COPY | LEAN  # there are no addresses to hoist
+FLIP = {"FLIP": True}
+TWO = {"maxnreg": 128}  # registers a thread, for two programs of eight warps
+ONE = {"maxnreg": 256}  # where the compiler would sooner spill than take more than 128, or 168
+
+FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larger tile empty
+# Family -> pass -> largest head dim -> tiles of 16-bit inputs: those with the highest bound that keep
+# everything in registers and shared memory and waste no product, with window, interval and full masks, with
+# and without state.  sm_86 stands for all with 99 KiB of shared memory, gfx942 for all AMD: 64 KiB.
+# "pointers": where strides rule out descriptors; addresses take registers.
+# Small tiles where two programs then share a multiprocessor: one multiplies while the other waits for its
+# softmax.  What four warps do on sm_90 is what torch's flex_attention launches there for the same head dims.
+# "heavy": where a score_mod loads something for each score, for dQ one that adds to its gradient as well, and
+# the other tiles would spill in their loops. "learns": for dQ, where it adds to less. "scored": any other,
+# whose instructions want a second program beside them.
+_SCORED = _dims((128, 32, 8, 2, TMA, TWO), (128, 64, 8, 2, TMA), (64, 64, 4, 2, TMA), dims=(128, 192, 256))
+_RULES: dict[str, dict[str, dict[int, Config]]] = {
+    "sm_80": {
+        "forward": _dims(
+            (64, 64, 4, 2, LEAN),
+            (64, 64, 4, 2),
+            (64, 32, 4, 1, LEAN),
+            (64, 32, 4, 2, LEAN),
+            dims=(64, 128, 192, 256),
+        ),
+        "few": _dims((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
+        "dq": _dims((64, 64, 4, 2, LEAN, ONE), (32, 32, 4, 2, LEAN, ONE), dims=(128, 256)),
+        "dq, heavy": _dims((64, 64, 4, 2, LEAN, ONE), (64, 32, 4, 2, LEAN, ONE), (32, 32, 4, 2, LEAN, ONE)),
+        "dkdv": _dims(
+            (64, 64, 4, 2, LEAN),
+            (32, 128, 8, 2, LEAN),
+            (64, 64, 8, 2),
+            (32, 32, 4, 2),
+            (64, 64, 8, 1, LEAN, FLIP),
+            dims=(64, 96, 128, 192, 256),
+        ),
+    },
+    "sm_86": {
+        "forward": _dims((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 1)),
+        "few": _dims((64, 64, 4, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+        "dq": _dims((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
+        "dkdv": _dims((64, 128, 8, 2), (32, 64, 8, 1), (32, 32, 8, 1)),
+    },
+    "sm_90": {
+        "forward": _dims((128, 64, 4, 2, TMA), (128, 128, 8, 2, COPY), (128, 64, 8, 2, TMA)),
+        "forward, heavy": _dims((128, 64, 4, 2, TMA), (128, 128, 8, 2, COPY), (128, 32, 8, 2, TMA)),
+        "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 4, 2, TMA)),
+        "dq": _dims(
+            (128, 32, 8, 2, TMA, TWO),
+            (128, 128, 8, 2, TMA),
+            (128, 64, 8, 2, TMA),
+            (64, 64, 4, 2, TMA),
+            dims=(64, 128, 192, 256),
+        ),
+        "dq, heavy": _dims((128, 32, 8, 2, TMA), dims=(256,)),
+        "dq, learns": _SCORED,
+        "dq, scored": _SCORED,
+        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2, TMA), (128, 64, 8, 1, TMA, FLIP), dims=(96, 128, 256)),
+        "dkdv, heavy": _dims((64, 128, 8, 2), (64, 128, 8, 2, TMA), (64, 64, 8, 1, TMA), dims=(96, 128, 256)),
+        "fused": _dims((64, 128, 8, 2, COPY), (64, 128, 8, 1, TMA), (128, 64, 8, 1, TMA, FLIP)),
+        "specialised": _dims(
+            (128, 128, 4, 4, TMA),
+            (128, 128, 4, 2, TMA),
+            (128, 64, 4, 2, TMA),
+            dims=(64, 128, 192),
+        ),
+        "gluon": _dims((128, 128, 4, 4, TMA), (128, 128, 4, 3, TMA), dims=(64, 128)),  # warps of a group
+    },
+    "sm_90, pointers": {
+        "forward": _dims((128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
+        "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 2)),
+        "dq": _dims(
+            (128, 32, 8, 2, TWO),
+            (128, 32, 8, 2, LEAN, TWO),
+            (128, 64, 8, 2),
+            (64, 64, 4, 2, LEAN),
+            dims=(64, 96, 128, 256),
+        ),
+        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 1, LEAN, FLIP)),
+        "fused": _dims((64, 128, 8, 2), (64, 128, 8, 1, LEAN), (64, 64, 8, 1, LEAN)),
+    },
+    "sm_100": {
+        "forward": _dims(
+            (128, 64, 4, 2, TMA), (128, 64, 4, 1, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
+        ),
+        "dq": _dims((128, 64, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA, ONE), dims=(128, 256)),
+        "forward, heavy": _dims(
+            (128, 64, 4, 2, TMA), (128, 32, 4, 2, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
+        ),
+        "dq, heavy": _dims((128, 32, 4, 2, TMA, ONE), (64, 32, 4, 1, TMA, ONE), dims=(128, 256)),
+        "dq, learns": _dims((128, 32, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA, ONE), dims=(128, 256)),
+        "dkdv, heavy": _dims((64, 64, 4, 1, TMA), (64, 64, 8, 1, LEAN, ONE), dims=(96, 256)),
+        "dkdv": _dims(
+            (64, 64, 4, 1, TMA),
+            (64, 64, 8, 1, LEAN),
+            (64, 64, 8, 1, TMA, ONE),
+            (64, 64, 8, 1, LEAN),
+            dims=(96, 128, 192, 256),
+        ),
+        "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 8, 2, TMA)),
+        "specialised": _dims((128, 128, 4, 4, COPY), (128, 128, 4, 3, TMA), dims=(64, 128)),
+    },
+    "sm_100, pointers": {
+        "forward": _dims((128, 64, 4, 3), (128, 64, 4, 1, LEAN), (64, 64, 4, 1, LEAN)),
+        "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 1)),
+        "dq": _dims((128, 64, 4, 2, LEAN), (128, 64, 8, 1), (64, 64, 8, 1)),
+        "dkdv": _dims((64, 64, 4, 1, LEAN), (64, 64, 8, 1, LEAN), (64, 64, 8, 1, LEAN)),
+    },
+    "gfx942": {
+        "forward": _dims((128, 64, 4, 2), (128, 32, 4, 1), (128, 32, 4, 1, LEAN)),
+        "few": _dims((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)),
+        "dq": _dims((128, 32, 4, 1), (64, 16, 4, 1), (64, 16, 4, 1), dims=(96, 128, 256)),
+        "dkdv": _dims((16, 128, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1), dims=(96, 128, 256)),
+        "fused": _dims((16, 128, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1)),
+    },
+}
+# float32 multiplies on the FMA units, whose operands all lie in registers.
+_WIDE: dict[str, dict[int, Config]] = {
+    "forward": _dims((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
+    "few": _dims((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
+    "dq": _dims((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1, LEAN)),
+    "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1, LEAN)),
+}
+
+_ALLOWED: dict[str, Any] = {
+    "BLOCK": (16, 32, 64, 128, 256),
+    "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": range(1, 9),
+    "maxnreg": (None, *range(32, 257, 8)),
+}
+_SWITCH = (False, True)  # values of all other fields of Config
+# Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here)
+OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+WRONG_ROUTE = "its results are not those of 'loops'"  # of a route that is compared before its first use
+ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first is the default
+# torch's names that say how its own kernels should go about it: known, and without effect here. As is
+# "deterministic", which chooses the score_mod's gradient before there is a launch.
+HINTS = (
+    "BACKEND",
+    "BLOCKS_ARE_CONTIGUOUS",
+    "FORCE_USE_FLEX_ATTENTION",
+    "OUTPUT_LOGSUMEXP",
+    "OUTPUT_MAX",
+    "PRESCALE_QK",
+    "ROWS_GUARANTEED_SAFE",
+    "WRITE_DQ",
+    "deterministic",
+    "kpack",
+    "matrix_instr_nonkdim",
+    "waves_per_eu",
+)
+
+
+def family(arch: str) -> str:
+    """The architecture whose tiles ``arch`` uses.
+
+    >>> [family(arch) for arch in ("sm_90", "sm_89", "sm_103", "sm_120", "gfx950")]
+    ['sm_90', 'sm_86', 'sm_100', 'sm_86', 'gfx942']
+    """
+    if arch in _RULES:
+        return arch
+    if arch.startswith("gfx"):
+        return "gfx942"
+    if not arch.removeprefix("sm_").isdecimal():
+        raise ValueError(f"architecture {arch!r} is none like sm_90 or gfx942")
+    return "sm_100" if 100 <= int(arch.removeprefix("sm_")) < 120 else "sm_86"
+
+
+def copies(arch: str) -> bool:
+    """Whether tiles are copied by tensor descriptor on ``arch``, where strides allow.
+
+    >>> copies("sm_90"), copies("sm_80"), copies("interpreter")
+    (True, False, False)
+    """
+    return arch != "interpreter" and f"{family(arch)}, pointers" in _RULES
+
+
+def fuses(arch: str) -> bool:
+    """Whether there are tiles for the fused backward pass on ``arch``, and not only those of dK/dV.
+
+    >>> fuses("sm_90"), fuses("sm_80")
+    (True, False)
+    """
+    return "fused" in _RULES[family(arch)]
+
+
+def specialises(arch: str, kind: str = "specialised") -> int:
+    """The largest head dim whose forward pass may have specialised warps on ``arch``, 0 for none: see
+    :mod:`tritoncp.kernels.forward_specialised`, or for "gluon" :mod:`tritoncp.kernels.forward_gluon`.
+
+    >>> specialises("sm_90"), specialises("sm_90", "gluon"), specialises("sm_100"), specialises("sm_80")
+    (192, 128, 128, 0)
+    """
+    return max(_RULES[family(arch)].get(kind, {}), default=0)
+
+
+def merges(arch: str) -> bool:
+    """Whether the compiler specialises the warps of a loop that masks some of its tiles, on ``arch``: one
+    launch then takes masked and full blocks.
+
+    >>> merges("sm_100"), merges("sm_90"), merges("interpreter")
+    (True, False, False)
+    """
+    return arch != "interpreter" and family(arch) == "sm_100"
+
+
+def unfit(config: Config) -> Iterator[str]:
+    """Why tiles are not those of a route whose warps are specialised: for two groups of four warps, with 64
+    rows each (sm_100: for one that does the softmax and one that rescales), and for copies ahead of them."""
+    if (config.BLOCK_M, config.num_warps) != (128, 4) or config.num_stages < 2:
+        yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
+
+
+def weight(kind: str, loads: int, learns: bool) -> str:
+    """Classify a score_mod by the registers that it takes per score, to choose tiles. "heavy": every score
+    loads its own value (``loads`` is 2) and, in dQ, adds to its gradient; "learns": dQ adds to gradients of
+    values that rows, columns or tiles share; "scored": all other cases.
+
+    >>> weight("forward", 2, False), weight("dq", 2, False), weight("dq", 1, True)
+    ('heavy', 'scored', 'learns')
+    """
+    if kind == "dq":
+        return ("heavy" if loads == 2 else "learns") if learns else "scored"
+    return "heavy" if loads == 2 else "scored"
+
+
+def default(
+    kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True, score: str = ""
+) -> Config:
+    """The config of pass ``kind`` ("forward", "dq", "dkdv", or "fused" for the last two in one; "few" for a
+    forward pass of at most FEW rows) on ``arch``: "interpreter", "sm_90", "gfx942".
+
+    tma:   whether the tensors can be copied by descriptor
+    score: see :func:`weight`
+    """
+    if arch == "interpreter":
+        return Config(128, 128)
+    tiles = _RULES[family(arch)] if tma else _RULES.get(f"{family(arch)}, pointers", _RULES[family(arch)])
+    kinds = _WIDE if dtype.itemsize > 2 else tiles
+    rules = kinds.get(kind, kinds["dkdv"])
+    rules = kinds.get(f"{kind}, {score}", rules)
+    config = next(config for dim, config in rules.items() if head_dim <= dim)
+    if config.FLIP and not multiplies_transposed(arch):
+        return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # half as much again of products
+    return config
+
+
+@cache
+def option_names(kind: str) -> dict[str, tuple[str, str]]:
+    """Field of Config -> the options that set it in pass ``kind``, the stronger one last.
+
+    >>> option_names("dkdv")["BLOCK_M"]
+    ('BLOCK_M1', 'bwd_BLOCK_M1')
+    """
+    ends = {"dq": ("bwd_", "2"), "dkdv": ("bwd_", "1"), "fused": ("bwd_", "1")}
+    prefix, suffix = ends.get(kind, ("fwd_", ""))
+    plain = {
+        name: name + suffix if name.startswith("BLOCK") else name for name in Config.__dataclass_fields__
+    }
+    return {name: (option, prefix + option) for name, option in plain.items()}
+
+
+def check_options(options: dict[str, Any], arch: str | None = None) -> None:
+    """Refuse unknown options and invalid values; with ``arch``, also options for kernels that this Triton
+    compiles wrong for it. Raises ValueError."""
+    if not options:
+        return
+    fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
+    for option, value in options.items():
+        if option == "CONFIGS":
+            for kind, config in value:
+                if kind == "route":
+                    check_options(dict(config))
+                    continue
+                if kind not in KINDS:
+                    raise ValueError(f"tiles of {kind!r}; there are those of {', '.join(KINDS)}")
+                names = {name: both[0] for name, both in option_names(kind).items()}
+                check_options({names[name]: one for name, one in config})
+            continue
+        if (name := fields.get(option)) is None:
+            if option not in OWN and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS:
+                accepted = ", ".join(sorted({*fields, *HINTS, *OWN}))
+                raise ValueError(f"unknown kernel option {option!r}; known: {accepted}")
+            continue
+        allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, _SWITCH)
+        is_whole = type(value) in ((bool,) if allowed is _SWITCH else (int, type(None)))
+        if not is_whole or value not in allowed:
+            raise ValueError(
+                f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
+            )
+    for option in ("FUSED_BACKWARD", "PACK_GQA"):
+        if not isinstance(flag := options.get(option, False), bool):
+            raise ValueError(f"kernel option {option}={flag!r}; True or False is needed")
+    splits = options.get("SPLIT_KV", 1)
+    if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1:
+        raise ValueError(f"kernel option SPLIT_KV={splits!r}; a number of programs, 1 or more, is needed")
+    if (precision := options.get("PRECISION", "ieee")) not in PRECISIONS:
+        raise ValueError(f"kernel option PRECISION={precision!r}; one of {', '.join(PRECISIONS)} is needed")
+    if (route := options.get("ROUTE", ROUTES[0])) not in ROUTES:
+        raise ValueError(f"kernel option ROUTE={route!r}; one of {', '.join(ROUTES)} is needed")
+    if arch is not None:
+        _check_transposed(options, arch)
+
+
+def _check_transposed(options: dict[str, Any], arch: str) -> None:
+    """Refuse options for kernels that this Triton compiles wrong for ``arch``."""
+    if options.get("FUSED_BACKWARD") and (why := fused_fault(arch)):
+        raise ValueError(
+            f"kernel option FUSED_BACKWARD=True: {why}, or leave the option out; {UNSAFE}=1 runs it"
+        )
+    flips = [option for option in option_names("dq")["FLIP"] if option in options]
+    if flips and options[flips[-1]] and (why := transposed_fault(arch)):
+        raise ValueError(f"kernel option {flips[-1]}=True: {why}, or leave the option out")
+
+
+def choose(
+    kind: str,
+    arch: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    q_block: int,
+    kv_block: int,
+    options: dict[str, Any],
+    tma: bool = True,
+    score: str = "",
+) -> Config:
+    """Choose the config of a launch: the default, overridden by measured tiles (the option CONFIGS), then by
+    the user's ``kernel_options``, fitted to the mask's blocks and the tensors.  CONFIGS has (pass, ((field of
+    Config, value), ...)) for some passes; measured tiles that need descriptors are dropped where tensors have
+    none, those with FLIP where Triton miscompiles it.  It may also have ("route", (("ROUTE", name),)), the
+    default route.
+
+    Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
+    prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
+    by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` no
+    tile is copied by descriptor, for all options.  ROUTE selects the forward kernels: "loops" (the default)
+    is one launch with a loop over masked and one over full blocks; "specialised" is two launches, the second
+    warp-specialised, or on sm_100 one launch that is warp-specialised throughout; "gluon" is one launch whose
+    groups of warps take turns.  Where a route is not available, a warning names the reason, and "loops" runs.
+    (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
+    """
+    transposes = multiplies_transposed(arch)
+    if not transposes:
+        _check_transposed(options | {"FUSED_BACKWARD": kind == "fused"}, arch)
+    call = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes
+    return _chosen(*call, tuple(options.items()))
+
+
+@lru_cache(1024)
+def _chosen(
+    kind: str,
+    arch: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    q_block: int,
+    kv_block: int,
+    tma: bool,
+    score: str,
+    transposes: bool,
+    options: tuple[tuple[str, Any], ...],
+) -> Config:
+    """Choose a config as :func:`choose` does, cached. transposes: whether tiles of CONFIGS may have FLIP."""
+    by_option, names = dict(options), option_names(kind).items()
+    settings: dict[str, Any] = {
+        name: by_option[option] for name, both in names for option in both if option in by_option
+    }
+    tma = tma and settings.get("USE_TMA", True)
+    measured = dict(dict(by_option.get("CONFIGS", ())).get(kind, ()))
+    if (measured.get("USE_TMA") and not tma) or (measured.get("FLIP") and not transposes):
+        measured = {}
+    settings = measured | settings
+    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # these fit only the rule's tiles
+        settings = {"FLIP": False, "maxnreg": None} | settings
+    config = replace(default(kind, arch, head_dim, dtype, tma, score), **settings)
+    return replace(
+        config,
+        BLOCK_M=fit(config.BLOCK_M, q_block),
+        BLOCK_N=fit(config.BLOCK_N, kv_block),
+        USE_TMA=config.USE_TMA and tma,
+    )
+
+
+def does_not_fit(kind: str, config: Config, what: str, needed: int, available: int) -> str:
+    """The error message for a config that needs more resources than the GPU has."""
+    settings = ", ".join(f"{both[1]}={getattr(config, name)}" for name, both in option_names(kind).items())
+    return (
+        f"the {kind} kernel with {settings} needs {needed} bytes of {what} and this GPU has {available}; "
+        "pass smaller ones in kernel_options"
+    )
+
+
+def architecture(device: torch.device) -> str:
+    """The name of a device's architecture in the tables above."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,370 @@
+"""Comparison of two sets of measurements: a ratio and its confidence interval for each case.
+
+The logarithm of a case's time is the mean over runs of the logarithms of their medians. Its variance is the
+variance between the runs; with one run, the variance of its median by order statistics (McKean and Schrader,
+Comm. Stat. B 13, 1984), which does not include the variance between runs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tritoncp.perf.records.history import TUNED, Point, Problem, read
+
+LEVEL = 0.95
+Z = statistics.NormalDist().inv_cdf((1 + LEVEL) / 2)
+
+
+class Estimate(NamedTuple):
+    """A logarithm of a time: its variance (None: unknown), degrees of freedom, runs."""
+
+    mean: float
+    variance: float | None
+    freedom: float
+    runs: int
+
+
+class Row(NamedTuple):
+    """A case on both sides. before, after: milliseconds (or the multiple of a baseline); ratio: after over
+    before, None where a side failed, low and high its confidence interval, None where it is unknown."""
+
+    case: str
+    series: str
+    before: float | None
+    after: float | None
+    ratio: float | None
+    low: float | None
+    high: float | None
+    runs: tuple[int, int]
+    why: str = ""
+
+    @property
+    def broken(self) -> bool:
+        """Whether the case fails after, and did not before."""
+        return self.before is not None and self.after is None
+
+    def regressed(self, limit: float | None) -> bool:
+        """Whether the case is broken; or, with a limit, slower by more than it with an interval above 1.
+
+        >>> Row("c", "d", 1.0, 1.06, 1.06, 1.02, 1.1, (3, 3)).regressed(0.05)
+        True
+        >>> Row("c", "d", 1.0, 1.06, 1.06, 0.98, 1.15, (3, 3)).regressed(0.05)
+        False
+        """
+        if limit is None or self.ratio is None:
+            return self.broken
+        return self.ratio > 1 + limit and (self.low is None or self.low > 1)
+
+
+class Comparison(NamedTuple):
+    """Rows, worst first, and the cases that have no row.
+
+    missing: cases measured before and not after: on the same series, or, if the case is gone, on any
+    new: cases measured after and not before
+    unmatched: cases in which the baseline took part on neither side
+    absent_series: measured before and not after, with cases that another series has after
+    """
+
+    rows: list[Row]
+    missing: list[str]
+    new: list[str]
+    unmatched: list[str]
+    absent_series: list[str]
+
+    @property
+    def geomean(self) -> float | None:
+        """Geometric mean of the ratios; None if there is none."""
+        logs = [math.log(row.ratio) for row in self.rows if row.ratio]
+        return math.exp(statistics.fmean(logs)) if logs else None
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing was compared: no case in common, or all of them fail on both sides."""
+        return all(row.before is None and row.after is None for row in self.rows)
+
+    def failed(self, limit: float | None, allow_missing: bool = False) -> bool:
+        """Whether a gate is to stop this: a case past the limit, broken, or missing."""
+        return any(row.regressed(limit) for row in self.rows) or bool(self.missing and not allow_missing)
+
+
+def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | None = None) -> Comparison:
+    """Compare the cases that both sides have, on the same series; on any, if no series is on both sides.
+
+    baseline: compare multiples of this family's time in the same run instead of times, since a change of the
+    machine affects both. Raises Unknown, with a list of the baselines, where a side lacks it.
+
+    >>> from tritoncp.perf.records.history import Series
+    >>> def side(times):
+    ...     runs = enumerate({"tritoncp": {"ms": ms}} for ms in times)
+    ...     return [Point(str(i), "t", "c", Series("GPU"), {}, contenders) for i, contenders in runs]
+    >>> row = compare(side([1.0, 1.01, 0.99]), side([1.1, 1.11, 1.09])).rows[0]
+    >>> f"{row.ratio:.2f} [{row.low:.2f}, {row.high:.2f}]"
+    '1.10 [1.08, 1.12]'
+    """
+    if baseline is not None:
+        _check_baseline(baseline, before, after)
+    common = {point.series for point in before} & {point.series for point in after}
+    series = {str(item) for item in common} or {""}
+    cases = {point.case for point in after}
+    one, two = (_group_points(points, bool(common)) for points in (before, after))
+    first, second = (
+        {key: points for key, points in side.items() if _has_figures(points, baseline)} for side in (one, two)
+    )
+    dropped = [key for key in first if key not in second]
+    rows = [_make_row(key, first[key], second[key], baseline) for key in first if key in second]
+    return Comparison(
+        sorted(rows, key=_sort_key, reverse=True),
+        [case for case, name in dropped if name in series or case not in cases],
+        [case for case, name in second if (case, name) not in first],
+        [key[0] for key in one if key in two and key not in first and key not in second],
+        sorted({name for case, name in dropped if name not in series and case in cases}),
+    )
+
+
+def _check_baseline(baseline: str, *sides: Sequence[Point]) -> None:
+    families = [{name for point in points for name in point.baselines()} for points in sides]
+    if not all(baseline in names for names in families):
+        before, after = (", ".join(sorted(names)) or "none" for names in families)
+        untuned = any(baseline in point.untuned() for points in sides for point in points)
+        why = f"; its times without {TUNED[baseline]!r} are untuned and do not count" if untuned else ""
+        raise Unknown(f"no baseline {baseline!r} on both sides; before: {before}; after: {after}{why}")
+
+
+def _has_figures(points: Sequence[Point], baseline: str | None) -> bool:
+    """Whether some point has a figure to compare, or a failure."""
+    return baseline is None or any(not point.ms or baseline in point.baselines() for point in points)
+
+
+def _group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
+    """Group points by case and series; of each run the last point counts."""
+    groups: dict[tuple[str, str], dict[str, Point]] = {}
+    for point in points:
+        key = point.case, str(point.series) if by_series else ""
+        groups.setdefault(key, {})[point.run] = point
+    return {key: list(runs.values()) for key, runs in groups.items()}
+
+
+def _make_row(key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None) -> Row:
+    why = next((point.own["why"] for point in reversed(after) if point is after[-1] and not point.ms), "")
+    first, second = (estimate(points, baseline) for points in (before, after))
+    runs = (len(before), len(after))
+    one, two = (side_estimate and math.exp(side_estimate.mean) for side_estimate in (first, second))
+    if why or first is None or second is None:
+        return Row(*key, one, None if why else two, None, None, None, runs, why)
+    low, high = _ratio_interval(first, second)
+    return Row(*key, one, two, math.exp(second.mean - first.mean), low, high, runs)
+
+
+def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate | None:
+    """Estimate the time of a case, or its multiple of a baseline, from several runs; None if all failed.
+
+    >>> from tritoncp.perf.records.history import Series
+    >>> figures = {"ms": 2.0, "samples": [1.98, 1.99, 2.0, 2.01, 2.02] * 4}
+    >>> result = estimate([Point("r", "t", "c", Series("GPU"), {}, {"tritoncp": figures})])
+    >>> round(math.exp(result.mean), 3), round(math.sqrt(result.variance), 4), result.runs
+    (2.0, 0.0026, 1)
+    """
+    right = [point for point in points if point.ms and (baseline is None or baseline in point.baselines())]
+    if not right:
+        return None
+    logs = [math.log(point.ms / _time_unit(point, baseline)) for point in right if point.ms]
+    if len(logs) > 1:
+        spread = statistics.variance(logs) / len(logs)
+        return Estimate(statistics.fmean(logs), spread, len(logs) - 1, len(logs))
+    own = right[0].own
+    variance = median_variance(own)
+    if baseline is not None and variance is not None:
+        other = median_variance(_fastest_member(right[0], baseline))
+        variance = None if other is None else variance + other
+    return Estimate(logs[0], variance, max(1, _count_samples(own) - 1), 1)
+
+
+def _time_unit(point: Point, baseline: str | None) -> float:
+    return 1.0 if baseline is None else point.baselines()[baseline]
+
+
+def _fastest_member(point: Point, family: str) -> dict[str, Any]:
+    members = (row for name, row in point.contenders.items() if name.split()[0] == family)
+    return min((row for row in members if "ms" in row), key=lambda row: row["ms"])
+
+
+def _count_samples(row: dict[str, Any]) -> int:
+    return len(row.get("samples", ())) or row.get("n", 0)
+
+
+def median_variance(row: dict[str, Any]) -> float | None:
+    """Compute the variance of the logarithm of a median from its samples, else from quartiles and count; else
+    None."""
+    samples, n = sorted(row.get("samples", ())), _count_samples(row)
+    if len(samples) >= 5:
+        rank = max(
+            0, round((n + 1) / 2 - Z * math.sqrt(n / 4)) - 1
+        )  # the median's interval: from here to -rank
+        return (math.log(samples[n - 1 - rank] / samples[rank]) / (2 * Z)) ** 2
+    if n >= 5 and "low" in row and "high" in row:
+        deviation = math.log(row["high"] / row["low"]) / 1.349  # a normal distribution's interquartile range
+        return (math.pi / 2) * deviation**2 / n
+    return None
+
+
+def _ratio_interval(one: Estimate, two: Estimate) -> tuple[float | None, float | None]:
+    """Return the confidence interval of the ratio two over one, by Welch's degrees of freedom."""
+    if one.variance is None or two.variance is None:
+        return None, None
+    from scipy.special import stdtrit
+
+    total = one.variance + two.variance
+    parts = one.variance**2 / one.freedom + two.variance**2 / two.freedom
+    width = float(stdtrit(total**2 / parts, (1 + LEVEL) / 2)) * math.sqrt(total) if parts else 0.0
+    middle = two.mean - one.mean
+    return math.exp(middle - width), math.exp(middle + width)
+
+
+def _sort_key(row: Row) -> float:
+    """Return the sort key of a row: failures first, then the largest ratio."""
+    if row.ratio is None:
+        return math.inf if row.after is None else -math.inf
+    return row.ratio
+
+
+class Unknown(Exception):
+    """Raised where a word names no measurement."""
+
+
+def newest(points: Sequence[Point], runs: int) -> list[Point]:
+    """Select the points of the newest ``runs`` runs of each case and series.
+
+    >>> from tritoncp.perf.records.history import Series
+    >>> points = [Point(str(day), f"2026-01-0{day}", "c", Series("GPU"), {}, {}) for day in (1, 3, 2)]
+    >>> [point.run for point in newest(points, 2)]
+    ['2', '3']
+    """
+    groups = _group_points(sorted(points, key=lambda point: point.time), by_series=True)
+    return [point for group in groups.values() for point in group[-runs:]]
+
+
+def side(word: str, history: Path, tell: Callable[[Problem], object] = lambda problem: None) -> list[Point]:
+    """Read the points that a word of the command line names: a file or folder; else, in a history, a commit
+    (or a name that git resolves to one), a run, or a device. ``tell`` is called with every broken line.
+
+    Raises Unknown, which lists the known commits and devices.
+    """
+    if not word.strip():
+        raise Unknown("an empty word names no file, commit, run, version or device")
+    place = Path(word) if Path(word).exists() else history
+    points: list[Point] = []
+    if place.exists():
+        contents = read(place)
+        points = contents.points
+        for problem in contents.problems:
+            tell(problem)
+    if place == Path(word):
+        return points
+    for selection in (
+        [point for point in points if word in (point.run, point.env.get("tritoncp"))],
+        _select_commit(points, word),
+        [point for point in points if word.lower() in str(point.series).lower()],
+    ):
+        if selection:
+            return selection
+    commits = list(dict.fromkeys(str(point.env.get("commit", ""))[:10] for point in points))
+    devices = sorted({str(point.series) for point in points})
+    raise Unknown(
+        f"{word!r} is no file, and {history} has no commit, run, version or device like it. Commits there: "
+        f"{', '.join(commits[-5:]) or 'none'}; devices: {', '.join(devices) or 'none'}"
+    )
+
+
+def _select_commit(points: Sequence[Point], word: str) -> list[Point]:
+    if len(word) < 4 or not set(word.lower()) <= set("0123456789abcdef+"):
+        if word.startswith("-"):  # git would read an option
+            return []
+        command = ["git", "rev-parse", "--verify", "--quiet", f"{word}^{{commit}}"]
+        try:
+            word = subprocess.run(command, capture_output=True, text=True).stdout.strip() or "no commit"
+        except OSError:  # git is not installed
+            return []
+    return [point for point in points if str(point.env.get("commit", "")).startswith(word.lower())]
+
+
+def lines(comparison: Comparison, limit: float | None) -> list[tuple[str, ...]]:
+    """Format the rows, worst first: case, before, after, change, confidence interval, verdict."""
+    return [
+        (
+            row.case,
+            "failed" if row.before is None else f"{row.before:.4g}",
+            "failed" if row.after is None else f"{row.after:.4g}",
+            "" if row.ratio is None else f"{100 * (row.ratio - 1):+.1f} %",
+            "unknown" if row.low is None or row.high is None
+            else f"{100 * (row.low - 1):+.1f} … {100 * (row.high - 1):+.1f} %",
+            verdict(row, limit),
+        )
+        for row in comparison.rows
+    ]  # fmt: skip
+
+
+def verdict(row: Row, limit: float | None) -> str:
+    """
+    >>> verdict(Row("c", "d", 1.0, 0.9, 0.9, 0.88, 0.92, (3, 3)), None)
+    'faster'
+    """
+    if row.after is None:
+        return "FAILED" if row.broken else "fails, as before"
+    if row.before is None:
+        return "works now"
+    if row.regressed(limit):
+        return "TOO SLOW"
+    if row.low is None or row.high is None:
+        return "one figure each"
+    return "slower" if row.low > 1 else "faster" if row.high < 1 else "as before"
+
+
+HEAD = ("case", "before, ms", "after, ms", "change", f"{LEVEL:.0%} interval", "verdict")
+
+
+def summary(comparison: Comparison, limit: float | None) -> str:
+    """Summarise in a line: number of cases, geometric mean, number past the limit, cases without a row."""
+    mean = comparison.geomean
+    text = f"{len(comparison.rows)} cases"
+    text += f", geometric mean {100 * (mean - 1):+.1f} %" if mean else ""
+    if limit is not None:
+        text += f", {sum(row.regressed(limit) for row in comparison.rows)} past {100 * limit:g} %"
+    for label, names in (
+        ("not measured again", comparison.missing),
+        ("new", comparison.new),
+        ("without this baseline", comparison.unmatched),
+        ("no measurement after on", comparison.absent_series),
+    ):
+        text += f"; {label}: {', '.join(names)}" if names else ""
+    return text
+
+
+def markdown(comparison: Comparison, limit: float | None, allow_missing: bool = False) -> str:
+    """Format a comment on a pull request: the summary and the table, folded unless a gate fails."""
+    bad = comparison.failed(limit, allow_missing)
+    mark = "❌" if bad else "✅"
+    table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
+    for row in lines(comparison, limit):
+        case, *rest = row
+        table.append(f"| {_code(case)} | {' | '.join(rest)} |")
+    whys = [f"- {_code(row.case)}: {_code(row.why)}" for row in comparison.rows if row.why]
+    opened = " open" if bad else ""
+    body = "\n".join([*table, *(["", *whys] if whys else [])])
+    return (
+        f"{mark} **tritoncp perf**: {summary(comparison, limit)}\n\n"
+        f"<details{opened}><summary>every case, worst first</summary>\n\n{body}\n\n</details>\n"
+    )
+
+
+def _code(text: str) -> str:
+    """Remove markup and cell ends from the text of a table's cell.
+
+    >>> _code("a`b|c\\n</details>")
+    "`a'b/c </details>`"
+    """
+    return f"`{' '.join(text.replace('`', chr(39)).replace('|', '/').split())}`"

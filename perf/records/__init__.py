@@ -1,0 +1,1 @@
+"""Histories of measurements: their file format, and imports into them."""

@@ -1,0 +1,383 @@
+"""History: self-contained JSON lines in files that several runs may append to.
+
+A line of kind "case" is one measurement of one case, a `Point`. A line of kind "resources" has the resources
+of a compiled kernel, a line of kind "left out" a case that a run had no time for. A reader returns every
+complete line and names every broken one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tritoncp.core.checked_json import parse_json
+from tritoncp.perf.records.schema import check_measurement, finite
+
+VERSION = 1
+OURS = "tritoncp"
+# The contender that shows that a family of baselines was tuned; without its time the family is untuned.
+TUNED = {"flex": "flex max-autotune"}
+# Attributes that may differ between points of a series, and may explain a change.
+ATTRIBUTES = ("commit", "tritoncp", "torch", "triton", "ptxas", "driver", "cuda", "cudnn", "python")
+
+
+class Series(NamedTuple):
+    """Device, power limit and clocks: times of a case are comparable only within one series."""
+
+    device: str
+    power_limit: str = ""
+    clocks: str = ""
+
+    def __str__(self) -> str:
+        """
+        >>> str(Series("NVIDIA H200", "700.00 W", "default"))
+        'NVIDIA H200, 700.00 W, clocks default'
+        """
+        parts = [self.device, self.power_limit, self.clocks and f"clocks {self.clocks}"]
+        return ", ".join(part for part in parts if part)
+
+
+class Problem(NamedTuple):
+    """A line that could not be used: its file, number and error."""
+
+    path: Path
+    line: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.why}; skipped"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement of one case.
+
+    run, time:  identifier of the run, and time of the measurement (ISO 8601, UTC)
+    env:        ATTRIBUTES and other facts about the machine
+    contenders: by name ("tritoncp", "flex tma", ...) either figures (ms, low, high = median and quartiles;
+                optionally samples, host_ms, setup_s, peak_bytes, tflops) or {"why": reason of the failure}
+    tags:       mask, pass, dtype, shape, model, ranks
+    work:       flops, hbm_bytes, wire_bytes; for plans also work and bytes of each rank
+    ceilings:   matmul_tflops, copy_gbytes_per_s, l2_gbytes_per_s of the device
+    state:      clock, power and temperature after the rounds; goal: least speedups worth shipping
+    """
+
+    run: str
+    time: str
+    case: str
+    series: Series
+    env: dict[str, Any]
+    contenders: dict[str, dict[str, Any]]
+    tags: dict[str, str] = field(default_factory=dict)
+    work: dict[str, Any] = field(default_factory=dict)
+    ceilings: dict[str, float] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    goal: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The figures of tritoncp, or the reason why there are none."""
+        return self.contenders.get(OURS) or {"why": "tritoncp did not take part"}
+
+    @property
+    def ms(self) -> float | None:
+        """The median time of tritoncp; None if it failed."""
+        return self.own.get("ms")
+
+    def baselines(self) -> dict[str, float]:
+        """Return the best median of each family of baselines: the first word of a name is the family. Untuned
+        families are left out, because a ratio to them would be mistaken for one to a tuned baseline.
+
+        >>> figures = {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}, "cudnn": {"ms": 1.5}, "x": {"why": ""}}
+        >>> Point("r", "t", "c", Series("d"), {}, figures).baselines()
+        {'cudnn': 1.5}
+        >>> Point("r", "t", "c", Series("d"), {}, figures | {"flex max-autotune": {"ms": 3.0}}).baselines()
+        {'flex': 3.0, 'cudnn': 1.5}
+        """
+        best = self._best_of_families()
+        return {family: ms for family, ms in best.items() if family not in self.untuned()}
+
+    def untuned(self) -> list[str]:
+        """List the families with a time, but without a time of the contender that TUNED requires.
+
+        >>> Point("r", "t", "c", Series("d"), {}, {"tritoncp": {"ms": 2.0}, "flex": {"ms": 4.0}}).untuned()
+        ['flex']
+        """
+        missing = [family for family, name in TUNED.items() if "ms" not in self.contenders.get(name, {})]
+        return [family for family in missing if family in self._best_of_families()]
+
+    def _best_of_families(self) -> dict[str, float]:
+        best: dict[str, float] = {}
+        for name, figures in self.contenders.items():
+            family = name.split()[0]
+            if family != OURS and "ms" in figures:
+                best[family] = min(figures["ms"], best.get(family, figures["ms"]))
+        return best
+
+    def speedups(self) -> dict[str, float]:
+        """Return the best time of each tuned family over tritoncp's; empty if tritoncp failed."""
+        return {name: ms / self.ms for name, ms in self.baselines().items()} if self.ms else {}
+
+    @property
+    def worst(self) -> float | None:
+        """The worst speedup over its goal; without goals the worst speedup; None if tritoncp failed or no
+        baseline was timed.
+
+        >>> contenders = {"tritoncp": {"ms": 2.0}, "cudnn": {"ms": 3.0}, "flash": {"ms": 1.8}}
+        >>> Point("r", "t", "c", Series("d"), {}, contenders, goal={"cudnn": 1.2}).worst
+        1.25
+        """
+        speedups = self.speedups()
+        of_goals = [speedups[name] / goal for name, goal in self.goal.items() if name in speedups]
+        return min(of_goals or speedups.values(), default=None)
+
+    def as_line(self) -> dict[str, Any]:
+        """Return the line of JSON, without empty fields."""
+        line = {"v": VERSION, "kind": "case", **vars(self), "series": self.series._asdict()}
+        return {name: value for name, value in line.items() if value not in ({}, "")}
+
+
+@dataclass(frozen=True)
+class History:
+    """Contents of history files, in the order of files and lines, and problems with broken lines."""
+
+    points: list[Point]
+    resources: list[dict[str, Any]]
+    problems: list[Problem]
+
+    def kernels(self) -> list[dict[str, Any]]:
+        """Return the newest line of each compiled kernel: architecture, head dim, dtype and variant."""
+        newest = {kernel_name(line): line for line in self.resources}
+        return [newest[name] for name in sorted(newest)]
+
+
+def variant(options: Mapping[str, Any]) -> str:
+    """Return the contender name of tritoncp with kernel options.
+
+    >>> variant({"ROUTE": "gluon", "num_stages": 3})
+    'tritoncp ROUTE=gluon num_stages=3'
+    """
+    return " ".join([OURS, *(f"{name}={value}" for name, value in options.items())])
+
+
+def kernel_name(line: dict[str, Any]) -> str:
+    """
+    >>> kernel_name({"kernel": "dq", "arch": "sm_90", "head_dim": 64, "dtype": "float16", "variant": "full"})
+    'kernel-sm_90-dq-d64-float16-full'
+    """
+    parts = ("arch", "kernel", "head_dim", "dtype", "variant")
+    arch, kernel, dim, *rest = (str(line.get(part, "")) for part in parts)
+    return "-".join(["kernel", arch, kernel, f"d{dim}", *rest]).rstrip("-")
+
+
+class DiskFull(Exception):
+    """Raised where a line could not be written in full; the lines before it are complete."""
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """Append one line to a file, in full or not at all, under a lock against concurrent writers.
+
+    An unfinished line of an earlier writer is ended first, so that it does not spoil this one. Raises
+    DiskFull if there is no room.
+    """
+    with _lock_file(path) as file:
+        _write(file, _text(line), path)
+
+
+def merge(path: Path, lines: Sequence[dict[str, Any]]) -> int:
+    """Add the lines that a file does not hold yet, all of them or none. Returns their number.
+
+    Raises DiskFull if there is no room.
+    """
+    if not lines:
+        return 0
+    with _lock_file(path) as file:
+        present = {same_line(line) for _, line in parse_lines(path) if not isinstance(line, str)}
+        new = {name: line for line in lines if (name := same_line(line)) not in present}
+        if new:
+            _write(file, b"".join(map(_text, new.values())), path)
+    return len(new)
+
+
+def same_line(line: dict[str, Any]) -> str:
+    """Return a text that is equal for lines with equal content in any order of keys."""
+    return json.dumps(line, sort_keys=True)
+
+
+def _text(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+
+
+@contextmanager
+def _lock_file(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed or the process dies
+        yield file
+    finally:
+        os.close(file)
+
+
+def _write(file: int, text: bytes, path: Path) -> None:
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":
+        text = b"\n" + text
+    done = 0
+    try:
+        while done < len(text):
+            done += os.write(file, text[done:])
+    except OSError as error:
+        if done:
+            os.ftruncate(file, size)
+        raise DiskFull(
+            f"{path}: {error.strerror}. All earlier lines are complete; make room (or name another file with "
+            "--out) and run again with --resume"
+        ) from error
+
+
+def files(places: Iterable[Path]) -> list[Path]:
+    """List the .jsonl files of folders, and files themselves, in order of name.
+
+    Raises FileNotFoundError for a missing path, OSError for a device, which may have no end.
+    """
+    paths: list[Path] = []
+    for place in places:
+        if not place.exists():
+            raise FileNotFoundError(
+                f"{place} does not exist: name a history file, or a folder of *.jsonl files"
+            )
+        if place.is_dir():
+            paths += sorted(path for path in place.glob("*.jsonl") if not path.is_dir())
+        elif place.is_char_device() or place.is_block_device():
+            raise OSError(f"{place} is a device: name a history file, or a folder of *.jsonl files")
+        else:
+            paths.append(place)
+    return paths
+
+
+def read(*places: Path) -> History:
+    """Read files and folders of lines. Broken lines become problems, never an exception.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp(), "a.jsonl")
+    >>> append(path, Point("r", "2026-01-01", "c", Series("GPU"), {}, {"tritoncp": {"ms": 1.5}}).as_line())
+    >>> _ = path.open("a").write('{"kind": "case", "ru')
+    >>> history = read(path)
+    >>> history.points[0].ms, history.problems[0].why
+    (1.5, 'the line is cut off after 20 characters')
+    """
+    history = History([], [], [])
+    for path in files(places):
+        for number, text in _lines(path):
+            entry = _parse_line(text)
+            if isinstance(entry, str):
+                history.problems.append(Problem(path, number, entry))
+            elif isinstance(entry, Point):
+                history.points.append(entry)
+            elif entry["kind"] == "resources":
+                history.resources.append(entry)
+    return history
+
+
+def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield the number of each line of a file, and the parsed JSON, or an error message."""
+    for number, text in _lines(path):
+        entry = _parse_line(text)
+        yield number, parse_json(text) if isinstance(entry, Point) else entry
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                yield number, text
+
+
+def _parse_line(text: bytes) -> Point | dict[str, Any] | str:
+    """Parse a line: a point, a line of another kind, or an error message."""
+    try:
+        line = parse_json(text)
+    except ValueError as error:  # includes UnicodeDecodeError
+        if text.endswith(b"\n"):
+            return f"not JSON: {error}"
+        return f"the line is cut off after {len(text)} characters"
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        return 'not a line of a history: it has no "kind"'
+    if line["kind"] != "case":
+        return line if finite(line) else f"a number of the {line['kind']!r:.40} line is NaN or infinite"
+    if line.get("v") != VERSION:
+        return f"written in version {line.get('v')!r} of the format; this tritoncp reads version {VERSION}"
+    try:
+        return point_of(line)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return f"not a measurement: {type(error).__name__}: {error}"
+
+
+def point_of(line: dict[str, Any]) -> Point:
+    """Make a point from a line of kind "case". Raises KeyError, TypeError, ValueError or AttributeError if it
+    is no measurement."""
+    check_measurement(line)
+    fields = {name: line[name] for name in Point.__dataclass_fields__ if name in line}
+    series = Series(**line["series"])
+    if not all(isinstance(part, str) for part in series):
+        raise TypeError("series has a value that is no text")
+    return Point(**fields | {"series": series, "env": line.get("env", {})})
+
+
+@dataclass
+class Journal:
+    """Points of one run, each written to a file as soon as it is measured.
+
+    tell: called with every line that is written; left_out: names of cases that had no time
+    """
+
+    path: Path
+    run: str
+    series: Series
+    env: dict[str, Any]
+    tell: Callable[[dict[str, Any]], object] = lambda line: None
+    ceilings: dict[str, float] = field(default_factory=dict)
+    points: list[Point] = field(default_factory=list)
+    left_out: set[str] = field(default_factory=set)
+
+    def leave_out(self, case: str) -> None:
+        """Write that there was no time for a case. Raises DiskFull."""
+        self.left_out.add(case)
+        self.write({"kind": "left out", "case": case, "why": "the time budget is used up"})
+
+    def point(self, case: str, contenders: dict[str, dict[str, Any]], **parts: Any) -> None:
+        """Write the figures of a case. Raises DiskFull."""
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        measured = Point(
+            self.run, now, case, self.series, self.env, contenders, ceilings=self.ceilings, **parts
+        )
+        self.points.append(measured)
+        self.write(measured.as_line())
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Write a line of any kind. Raises DiskFull."""
+        append(self.path, {"run": self.run, **line})
+        self.tell(line)
+
+
+def find_unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
+    """Find the newest run with the same code, versions and device: its file, and its points so far."""
+    newest: tuple[Path, list[Point]] | None = None
+    same = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code
+    for path in files([folder]) if folder.exists() else ():
+        runs: dict[str, list[Point]] = {}
+        for point in read(path).points:
+            is_same = all(point.env.get(name) == env.get(name) for name in same)
+            if point.series == series and is_same:
+                runs.setdefault(point.run, []).append(point)
+        for points in runs.values():
+            if newest is None or points[-1].time >= newest[1][-1].time:
+                newest = path, points
+    return newest

@@ -1,0 +1,1 @@
+"""Studies of planning, run by hand: balance of the balancers, and scaling to many ranks."""

@@ -1,0 +1,1 @@
+"""Benchmark cases, contenders, and the measurement of both."""

@@ -1,0 +1,361 @@
+"""Contenders of the benchmark: tritoncp, PyTorch's compiled flex attention in variants, and SDPA's kernels.
+
+A contender takes q, k and v in the layout of its own API. Converting its results to [batch, heads, seq, dim]
+for comparison is not timed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import flex_attention as torch_flex
+
+from tritoncp.api.attention import flex_attention, make_plan, shard, unshard
+from tritoncp.api.simulate import simulate
+from tritoncp.masks.mask import create_block_mask, full_mask
+from tritoncp.ops.sinks import with_sinks
+from tritoncp.perf.records.history import variant
+from tritoncp.perf.suite.cases import MASKS, Case, document_lengths, sink_logits
+
+# torch.compile mode and kernel options of each flex variant. The first one is the default.
+FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "flex": (None, {}),
+    "flex prescale": (None, {"PRESCALE_QK": True}),
+    "flex tma": (None, {"USE_TMA": True}),
+    "flex flash": (None, {"BACKEND": "FLASH"}),
+    "flex prescale tma": (None, {"PRESCALE_QK": True, "USE_TMA": True}),
+    "flex max-autotune": ("max-autotune-no-cudagraphs", {}),
+}
+PASSES = ("forward", "backward")
+# Prefixes of the kernel options of tritoncp that do not affect a pass.
+_IRRELEVANT_PREFIXES = {
+    "forward": ("bwd_", "FUSED_BACKWARD"),
+    "backward": ("fwd_", "ROUTE", "PACK_GQA", "SPLIT_KV"),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a problem: q, k, v are leaves [batch, heads, seq, dim], dout is the gradient of out."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An implementation of attention, ready to run one case.
+
+    call:   one forward pass over ``leaves``; a list of outputs where several ranks are on one device
+    leaves: q, k, v in the contender's own layout, requiring grad; of several ranks all q, then all k, all v
+    dout:   gradients in the layout of the outputs
+    to_bhsd: converts out, dq, dk or dv (or the list of the ranks' parts) to [batch, heads, seq, dim]
+    repeat: the number of copies of each key head in the leaves
+    passes: the passes to time, which the contender's options change
+    environment: variables that are set only while this contender runs
+    """
+
+    call: Callable[[], Any]
+    leaves: tuple[Tensor, ...]
+    dout: Any
+    to_bhsd: Callable[[Any], Tensor] = lambda x: x
+    repeat: int = 1
+    passes: tuple[str, ...] = PASSES
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Run a call in the environment of this contender."""
+        previous = {name: os.environ.get(name) for name in self.environment}
+        os.environ.update(self.environment)
+        try:
+            return call()
+        finally:
+            for name, value in previous.items():
+                os.environ.pop(name)
+                os.environ.update({} if value is None else {name: value})
+
+    def forward(self) -> Tensor:
+        """Return out [batch, heads, seq, v_dim], detached."""
+        out = self.run(self.call)
+        with torch.no_grad():
+            return self.to_bhsd(out).detach()
+
+    def backward(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return dq, dk, dv in the layout of the case's q, k, v."""
+        grads = self.run(lambda: torch.autograd.grad(self.call(), self.leaves, self.dout))
+        ranks = len(grads) // 3
+        with torch.no_grad():
+            per_tensor = (
+                grads[i] if ranks == 1 else grads[i : i + ranks] for i in range(0, len(grads), ranks)
+            )
+            dq, dk, dv = (self.to_bhsd(x) for x in per_tensor)
+        return dq, *(x.unflatten(1, (-1, self.repeat)).sum(2) for x in (dk, dv))
+
+
+class Unsupported(Exception):
+    """Raised where this PyTorch, device or baseline cannot run a case; the message says why."""
+
+
+def inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+    """Draw unit-normal tensors for a case."""
+    if case.queries and (case.mask != "full" or case.world > 1):
+        raise ValueError(f"{case.name}: a case with few queries needs the full mask and one rank")
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(heads: int, width: int, rows: int = case.seq) -> Tensor:
+        shape = (case.batch, heads, rows, width)
+        return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
+
+    q, k = normal(case.heads, case.dim, case.rows), normal(case.kv_heads, case.dim)
+    v, dout = normal(case.kv_heads, case.v_dim), normal(case.heads, case.v_dim, case.rows)
+    return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
+
+
+def one_device(case: Case, tensors: Inputs, options: dict[str, Any] | None = None) -> Contender:
+    """Prepare tritoncp on one device, with the mask in closed form. The fused backward pass may run where it
+    is refused as unsafe, because answers are compared with the reference before they are timed."""
+    mask = MASKS[case.mask].closed(case.seq)
+    score = MASKS[case.mask].score(case.heads, tensors.q.device)
+    sinks = _sinks(case, tensors)
+    leaves = tensors.q, tensors.k, tensors.v
+
+    def call() -> Tensor:
+        return flex_attention(*leaves, score, mask, enable_gqa=True, kernel_options=options, sinks=sinks)
+
+    return Contender(call, leaves, tensors.dout, **_contender_options(options))
+
+
+def _contender_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the passes that kernel options change and the environment variables that they need.
+
+    >>> _contender_options({"ROUTE": "gluon", "fwd_BLOCK_N": 64})
+    {'passes': ('forward',), 'environment': {}}
+    >>> _contender_options({"num_warps": 8})["passes"]
+    ('forward', 'backward')
+    """
+    names = [*(options or {})]
+    passes = tuple(
+        p for p in PASSES if not names or not all(name.startswith(_IRRELEVANT_PREFIXES[p]) for name in names)
+    )
+    unsafe = {"TRITONCP_UNSAFE_FUSED": "1"} if (options or {}).get("FUSED_BACKWARD") else {}
+    return {"passes": passes, "environment": unsafe}
+
+
+def split(
+    case: Case, tensors: Inputs, group: Any = None, kernel_options: dict[str, Any] | None = None
+) -> Contender:
+    """Prepare tritoncp with the case's schedule: this rank of a process group, or, without a group, all ranks
+    simulated on this device."""
+    closed = MASKS[case.mask].closed(case.seq)
+    score = MASKS[case.mask].score(case.heads, tensors.q.device)
+    options: dict[str, Any] = {"enable_gqa": True, "sinks": _sinks(case, tensors)}
+    options["kernel_options"] = kernel_options
+    mask = create_block_mask(closed, 1, 1, case.seq, case.seq) if closed else full_mask(case.seq, case.seq)
+    unsharded = (tensors.q, tensors.k, tensors.v, tensors.dout)
+    if group is not None:
+        plan = make_plan(mask, group, schedule=case.schedule)
+        q, k, v, dout = (shard(x.detach(), plan, dim=2).requires_grad_() for x in unsharded)
+        call = partial(flex_attention, q, k, v, score, plan, mesh=group, **options)
+        return Contender(
+            call, (q, k, v), dout.detach(), lambda x: unshard(x.detach(), plan, mesh=group, dim=2)
+        )
+    world = simulate(case.world)
+    plan = world.make_plan(mask, schedule=case.schedule)
+    qs, ks, vs, douts = (
+        [x.requires_grad_() for x in world.shard(x.detach(), plan, dim=2)] for x in unsharded
+    )
+    attend: Callable[[], Any] = partial(world.flex_attention, qs, ks, vs, score, plan, **options)
+    leaves = (*qs, *ks, *vs)
+    to_bhsd = partial(world.unshard, plan=plan, dim=2)
+    return Contender(attend, leaves, douts, to_bhsd, **_contender_options(kernel_options))
+
+
+def torch_split(case: Case, tensors: Inputs, group: Any) -> Contender:
+    """Prepare PyTorch's context parallel flex attention: gathered keys, blocks placed by PTRR."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import _attention
+
+    api: Any = _attention  # private: PyTorch has no public API for this
+    device = tensors.q.device
+    mod, length = MASKS[case.mask].plain(case.seq, device), (case.seq, case.seq)
+    if mod is None or MASKS[case.mask].score(case.heads, device) is not None or MASKS[case.mask].sinks:
+        raise Unsupported("PyTorch's context parallelism is measured with a mask, no score_mod and no sinks")
+    mesh = DeviceMesh.from_group(group, device.type)
+    mask = torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
+    balancer = api._PTRRLoadBalancer(mask, group.size())
+    unsharded = [x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)]
+    *shards, local_mask = api._context_parallel_shard(mesh, [*unsharded, mask], [2] * 5, balancer)
+    q, k, v, dout = (x.requires_grad_(tensors.q.requires_grad) for x in shards)
+
+    class Attention(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+            return torch_flex.flex_attention(query, key, value, block_mask=local_mask, enable_gqa=True)
+
+    module = api._ContextParallel(2, api._ContextParallel.AttentionType.FLEX)._apply(Attention(), mesh)
+    run = torch.compile(module, dynamic=False) if device.type == "cuda" else module
+
+    def to_bhsd(x: Tensor) -> Tensor:
+        return api.context_parallel_unshard(mesh, [x.detach()], [2], balancer)[0]
+
+    return Contender(lambda: run(q, k, v), (q, k, v), dout.detach(), to_bhsd)
+
+
+def _sinks(case: Case, tensors: Inputs) -> Tensor | None:
+    return sink_logits(case.heads, tensors.q.device) if MASKS[case.mask].sinks else None
+
+
+def flex(case: Case, tensors: Inputs, variant: str = "flex") -> Contender:
+    """Prepare torch's flex attention: compiled on a GPU, eager on a CPU, where only the answer matters."""
+    device = tensors.q.device
+    mode, options = FLEX[variant]
+    if options.get("BACKEND") == "FLASH":
+        _check_flash_backend()
+    mod = MASKS[case.mask].plain(case.seq, device)
+    score = MASKS[case.mask].score(case.heads, device)
+    length = (case.seq, case.seq)
+    mask = None if mod is None else torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
+    sinks = _sinks(case, tensors)
+    leaves = tensors.q, tensors.k, tensors.v
+
+    attention: Any = torch_flex.flex_attention
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if sinks is None:
+            return attention(q, k, v, score, mask, enable_gqa=True, kernel_options=options)
+        want = torch_flex.AuxRequest(lse=True)
+        out, aux = attention(q, k, v, score, mask, enable_gqa=True, return_aux=want, kernel_options=options)
+        return with_sinks(out, aux.lse, sinks)[0]  # flex attention has no sinks of its own
+
+    # A separate code object, so that Dynamo does not reuse the compilation of another variant.
+    call.__code__ = call.__code__.replace(co_name=variant.replace(" ", "_"))
+    run = torch.compile(call, fullgraph=True, dynamic=False, mode=mode) if device.type == "cuda" else call
+    return Contender(lambda: run(*leaves), leaves, tensors.dout)
+
+
+def _check_flash_backend() -> None:
+    """Raise Unsupported where flex attention cannot run on FlashAttention's CuTe kernels."""
+    if "BACKEND" not in torch_flex.FlexKernelOptions.__annotations__:
+        raise Unsupported(f"flex_attention of torch {torch.__version__} has no kernel option BACKEND")
+    if not (importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")):
+        raise Unsupported('BACKEND="FLASH" needs flash_attn.cute, which is not installed')
+
+
+def dense(case: Case, tensors: Inputs, backend: SDPBackend) -> Contender:
+    """Prepare one backend of scaled_dot_product_attention, for the masks that it supports without a tensor.
+
+    A backend that refuses grouped heads gets K and V repeated for each query head, which is not timed.
+    """
+    supported = MASKS[case.mask].dense
+    if supported is None:
+        raise Unsupported(f"scaled_dot_product_attention has no name for the mask {case.mask!r}")
+    group = case.heads // case.kv_heads
+
+    def contender(repeat: int) -> Contender:
+        k, v = tensors.k, tensors.v
+        if repeat > 1:
+            k, v = (x.detach().repeat_interleave(repeat, 1).requires_grad_() for x in (k, v))
+
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return functional.scaled_dot_product_attention(
+                    tensors.q, k, v, is_causal=supported == "causal", enable_gqa=repeat != group
+                )
+
+        return Contender(call, (tensors.q, k, v), tensors.dout, repeat=repeat)
+
+    grouped = contender(1)
+    if group > 1 and not _accepts_grouped_heads(grouped):
+        return contender(group)
+    return grouped
+
+
+def _accepts_grouped_heads(contender: Contender) -> bool:
+    try:
+        contender.backward()
+    except RuntimeError:  # "No available kernel" is raised by the call
+        return False
+    return True
+
+
+def packed(case: Case, tensors: Inputs) -> Contender:
+    """Prepare FlashAttention-2 by varlen_attn: packed documents or causal windows, tensors
+    [tokens, heads, dim]."""
+    mask = MASKS[case.mask]
+    if not mask.documents and mask.window is None:
+        raise Unsupported(f"varlen_attn has no name for the mask {case.mask!r}")
+    from torch.nn.attention import varlen
+
+    varlen_attn: Any = varlen.varlen_attn
+    lengths = document_lengths(case.seq) if mask.documents else [case.seq]
+    lengths *= case.batch
+    edges = torch.tensor([0, *lengths]).cumsum(0).to(tensors.q.device, torch.int32)
+    left = mask.window(case.seq) if mask.window else -1
+    options = _varlen_options(inspect.signature(varlen_attn).parameters, left, case.heads != case.kv_heads)
+
+    def rows(x: Tensor) -> Tensor:
+        return x.detach().transpose(1, 2).flatten(0, 1).contiguous()
+
+    def to_bhsd(x: Tensor) -> Tensor:
+        return x.unflatten(0, (case.batch, -1)).transpose(1, 2)
+
+    q, k, v = (rows(x).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
+    call = partial(varlen_attn, q, k, v, edges, edges, max(lengths), max(lengths), **options)
+    return Contender(call, (q, k, v), rows(tensors.dout), to_bhsd)
+
+
+def _varlen_options(parameters: Any, left: int, grouped: bool) -> dict[str, Any]:
+    """Return the options of varlen_attn for a causal window; their names depend on the PyTorch release."""
+    if "window_size" in parameters:
+        options: dict[str, Any] = {"window_size": (left, 0)}
+    elif left < 0:
+        options = {"is_causal": True}
+    else:
+        raise Unsupported("varlen_attn of this PyTorch takes no window")
+    return options | ({"enable_gqa": True} if grouped and "enable_gqa" in parameters else {})
+
+
+def contenders(
+    case: Case,
+    tensors: Inputs,
+    variants: Sequence[str],
+    options: Sequence[dict[str, Any]] = (),
+    group: Any = None,
+) -> dict[str, Callable[[], Contender]]:
+    """Return functions that prepare the contenders of a case, by name; a name's first word is its family.
+
+    variants: keys of FLEX; options: kernel options to try tritoncp with, besides its defaults; group: the
+    process group of a case of several ranks. A case that simulates ranks on one device has the contender
+    "whole": tritoncp without splitting.
+    """
+    if group is not None:
+        return {
+            "tritoncp": partial(split, case, tensors, group),
+            "torch": partial(torch_split, case, tensors, group),
+        }
+    attend: Callable[..., Contender] = (
+        partial(split, case, tensors, None) if case.together else partial(one_device, case, tensors)
+    )
+    makers: dict[str, Callable[[], Contender]] = {"tritoncp": attend}
+    makers |= {variant(option_set): partial(attend, option_set) for option_set in options}
+    if case.together:
+        makers["whole"] = partial(one_device, case, tensors)
+    makers |= {name: partial(flex, case, tensors, name) for name in variants}
+    if MASKS[case.mask].dense is not None:
+        makers["flash"] = partial(dense, case, tensors, SDPBackend.FLASH_ATTENTION)
+        makers["cudnn"] = partial(dense, case, tensors, SDPBackend.CUDNN_ATTENTION)
+        makers["efficient"] = partial(dense, case, tensors, SDPBackend.EFFICIENT_ATTENTION)
+    elif MASKS[case.mask].documents or MASKS[case.mask].window:
+        makers["flash"] = partial(packed, case, tensors)
+    return makers

@@ -1,0 +1,111 @@
+"""`pytest perf/suite/bench_masks.py`: times mask construction, in closed form and traced, against torch's.
+
+pytest-benchmark shows each time as a ratio to the fastest of its group. The tests assert ratios within one
+run: against torch where its Q x KV table fits in memory, and of 1M tokens to 64K.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask as torch_builder
+
+from tritoncp import causal, create_block_mask, document, prefix_lm, sliding_window
+from tritoncp.masks.closed_forms import MaskFn
+from tritoncp.perf.studies.balance import corpus_lengths
+
+SMALL, MIDDLE, LARGE = 16384, 1 << 16, 1 << 20
+WINDOW, PREFIX = 1023, 5000
+
+
+pytestmark = pytest.mark.usefixtures("one_core")
+
+
+@cache
+def ids(tokens: int) -> Tensor:
+    """Return the document number of each token of a packed corpus."""
+    lengths = corpus_lengths(tokens)
+    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.as_tensor(lengths))
+
+
+def forms(tokens: int) -> dict[str, tuple[MaskFn, MaskFn]]:
+    """Return each mask as a closed form and as a plain mask_mod."""
+    own = ids(tokens)
+    same = document(ids=own)
+    return {
+        "causal": (causal(), lambda b, h, q, kv: q >= kv),
+        "documents": (causal() & same, lambda b, h, q, kv: (q >= kv) & (own[q] == own[kv])),
+        "window": (sliding_window(WINDOW), lambda b, h, q, kv: (q >= kv) & (q - kv <= WINDOW)),
+        "prefix-lm": (prefix_lm(PREFIX), lambda b, h, q, kv: (q >= kv) | (kv < PREFIX)),
+        "documents-window": (
+            same & sliding_window(WINDOW),
+            lambda b, h, q, kv: (q >= kv) & (own[q] == own[kv]) & (q - kv <= WINDOW),
+        ),
+    }
+
+
+NAMES = list(forms(SMALL))
+
+
+def seconds(call: Callable[[], Any], times: int = 3) -> float:
+    """Return the shortest of several times of a call, in seconds."""
+    durations = []
+    for _ in range(times):
+        begin = time.process_time()
+        call()
+        durations.append(time.process_time() - begin)
+    return min(durations)
+
+
+@pytest.mark.parametrize("how", ["closed form", "traced", "torch"])
+@pytest.mark.parametrize("name", NAMES)
+def test_small(benchmark: Any, name: str, how: str) -> None:
+    benchmark.group = f"{SMALL} tokens, {name}"
+    closed, plain = forms(SMALL)[name]
+    if how == "torch":
+        benchmark.pedantic(lambda: torch_builder(plain, 1, 1, SMALL, SMALL, device="cpu"), rounds=2)
+    else:
+        mod = closed if how == "closed form" else plain
+        benchmark.pedantic(lambda: create_block_mask(mod, 1, 1, SMALL, SMALL), rounds=10, warmup_rounds=1)
+
+
+@pytest.mark.parametrize("how", ["closed form", "traced"])
+@pytest.mark.parametrize("name", NAMES)
+def test_large(benchmark: Any, name: str, how: str) -> None:
+    benchmark.group = f"{LARGE} tokens, {how}"
+    mod = forms(LARGE)[name][how == "traced"]
+    mask = benchmark.pedantic(lambda: create_block_mask(mod, 1, 1, LARGE, LARGE), rounds=3, warmup_rounds=1)
+    benchmark.extra_info["MiB"] = mask.nbytes / 2**20
+    assert mask.nbytes <= 16 << 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_times_quicker_than_torchs_eager_builder_with_the_same_blocks(name: str) -> None:
+    closed, plain = forms(SMALL)[name]
+    torch_seconds = seconds(lambda: torch_builder(plain, 1, 1, SMALL, SMALL, device="cpu"), 2)
+    for mod, times in ((closed, 100), (plain, 20)):
+        mask = create_block_mask(mod, 1, 1, SMALL, SMALL)
+        assert mask.runs == create_block_mask(plain, 1, 1, SMALL, SMALL).runs
+        took = seconds(partial(create_block_mask, mod, 1, 1, SMALL, SMALL))
+        assert torch_seconds > times * took, (
+            f"{name}: {took * 1e3:.2f} ms, torch {torch_seconds * 1e3:.0f} ms"
+        )
+
+
+@pytest.mark.parametrize("how", ["closed form", "traced"])
+@pytest.mark.parametrize("name", NAMES)
+def test_sixteen_times_the_tokens_take_about_sixteen_times_as_long(name: str, how: str) -> None:
+    took = []
+    for tokens in (MIDDLE, LARGE):
+        mod = forms(tokens)[name][how == "traced"]
+        create_block_mask(mod, 1, 1, tokens, tokens)
+        took.append(seconds(partial(create_block_mask, mod, 1, 1, tokens, tokens)))
+    assert took[1] < 32 * took[0], (
+        f"{name}, {how}: {took[0] * 1e3:.1f} ms for 64K, {took[1] * 1e3:.1f} for 1M"
+    )

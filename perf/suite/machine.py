@@ -1,0 +1,152 @@
+"""Facts about the machine that affect figures: versions, driver, clocks, temperature."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+import tritoncp
+from tritoncp.kernels.toolchain import ptxas_for
+from tritoncp.ops import tile_tables
+from tritoncp.perf.records.history import Series
+
+_STATE = ("clocks.sm", "power.draw", "temperature.gpu", "clocks_throttle_reasons.active")
+_CLOCKS = ("clocks.applications.graphics", "clocks.default_applications.graphics")
+INTERPRETED = "cpu, interpreted"
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Collect versions, driver, commit and digest of the code: attributes of a point."""
+    package = Path(tritoncp.__file__).resolve().parent
+    facts: dict[str, Any] = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": triton.__version__,
+        "tritoncp": tritoncp.__version__,
+        "commit": commit(package.parent if (package.parent / ".git").exists() else Path.cwd()),
+        "sources": sources(package),
+    }
+    if device.type == "cuda":
+        facts["arch"] = tile_tables.device_of(device).arch
+        facts["cuda"] = torch.version.cuda or torch.version.hip
+        facts["cudnn"] = torch.backends.cudnn.version()
+        facts["driver"] = _query_gpu(device, "driver_version").get("driver_version")
+        facts["ptxas"] = _ptxas_version(facts["arch"])
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def _ptxas_version(arch: str) -> str | None:
+    """Return the version of the ptxas that Triton runs for an architecture; None where there is none."""
+    try:
+        return ptxas_for(arch).version
+    except LookupError:
+        return None
+
+
+def series(device: torch.device, clocks: str | None = None) -> Series:
+    """Describe the device, its power limit and its clocks policy: ``clocks`` if not None, else whether
+    application clocks are set. Locked clocks cannot be read from a device: pass them as ``clocks``."""
+    if device.type != "cuda":
+        return Series(INTERPRETED)
+    limit = _query_gpu(device, "power.limit").get("power.limit", "")
+    return Series(torch.cuda.get_device_name(device), limit, clocks or _clocks_policy(device))
+
+
+def processor() -> str:
+    """Return the model of the CPU.
+
+    >>> bool(processor())
+    True
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine() or "CPU"
+
+
+def commit(folder: Path) -> str | None:
+    """Return the commit of a folder, with a + if Python files differ from it; None without git."""
+    head = _run_command("git", "-C", str(folder), "rev-parse", "HEAD")
+    changed = head and _run_command("git", "-C", str(folder), "status", "--porcelain", "-uno", "--", "*.py")
+    return f"{head}+" if changed else head
+
+
+def state(device: torch.device) -> dict[str, str]:
+    """Read clock, power and temperature of the GPU, and the bit mask of reasons that throttle its clock
+    (0: none). Empty without nvidia-smi."""
+    return _query_gpu(device, *_STATE)
+
+
+def sources(package: Path) -> str:
+    """Compute a digest of the package's Python files, which identifies the code without git."""
+    folders = (package, package / "kernels", package / "perf")  # links in a checkout: kernels and perf
+    files = {path.relative_to(package): path for folder in folders for path in folder.rglob("*.py")}
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\0".encode() + files[name].read_bytes())
+    return digest.hexdigest()[:12]
+
+
+class Brakes:
+    """Throttling of a GPU by heat or a power brake, read from NVIDIA's management library.
+
+    A power cap alone does not count: large GPUs reach it in every long matrix product. Without the library
+    (another vendor) no throttling is reported.
+    """
+
+    _REASONS = 0x8 | 0x20 | 0x40 | 0x80  # hardware slowdown, software thermal, hardware thermal, power brake
+
+    def __init__(self, device: torch.device) -> None:
+        self._handle = ctypes.c_void_p()
+        self._library = None
+        try:
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+        except OSError:
+            return
+        name = _gpu_uuid(device).encode()
+        if not (library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._handle))):
+            self._library = library
+
+    def on(self) -> bool:
+        # A later driver may have only the newer name of this function.
+        query = getattr(self._library, "nvmlDeviceGetCurrentClocksThrottleReasons", None)
+        if query is None:
+            return False
+        reasons = ctypes.c_ulonglong()
+        failed = query(self._handle, ctypes.byref(reasons))
+        return not failed and bool(reasons.value & self._REASONS)
+
+
+def _gpu_uuid(device: torch.device) -> str:
+    """Return the UUID by which NVIDIA's tools name a GPU, which CUDA_VISIBLE_DEVICES does not change."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _clocks_policy(device: torch.device) -> str:
+    clocks = _query_gpu(device, *_CLOCKS)
+    chosen, default = (clocks.get(name, "") for name in _CLOCKS)
+    return "default" if chosen == default else chosen
+
+
+def _query_gpu(device: torch.device, *fields: str) -> dict[str, str]:
+    query = "--query-gpu=" + ",".join(fields)
+    answer = _run_command("nvidia-smi", f"--id={_gpu_uuid(device)}", query, "--format=csv,noheader")
+    return dict(zip(fields, (part.strip() for part in answer.split(",")))) if answer else {}
+
+
+def _run_command(*command: str) -> str | None:
+    """Run a command and return its output; None where the command is missing or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

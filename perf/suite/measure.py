@@ -1,0 +1,320 @@
+"""The benchmark: for each problem, checks the answers of all contenders, then times them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from tritoncp.kernels.engine import RequestedRouteWarning
+from tritoncp.masks.mask import create_block_mask, full_mask
+from tritoncp.perf.records.history import OURS, Journal, Point
+from tritoncp.perf.suite import baselines, check, machine
+from tritoncp.perf.suite.baselines import FLEX, Contender
+from tritoncp.perf.suite.cases import GOALS, MASKS, SEARCHED, Case, position
+from tritoncp.perf.suite.timing import (
+    Clock,
+    DeviceClock,
+    Figure,
+    GroupClock,
+    Run,
+    WallClock,
+    time_interleaved,
+)
+from tritoncp.perf.suite.work import Shape, Work, of_plan
+from tritoncp.planning.plan import build
+
+QUICK = ["flex", "flex prescale", "flex tma", "flex flash"]
+THOROUGH = ["flex prescale tma", "flex max-autotune"]
+assert set(FLEX) == {*QUICK, *THOROUGH}
+LOST = torch.AcceleratorError.__name__  # a launch that failed on the device
+
+
+class DeviceLost(RuntimeError):
+    """Raised where a launch failed on the device; this process cannot use the device any more."""
+
+
+@dataclass
+class Bench:
+    """A run of the benchmark.
+
+    journal:  receives each case when it is measured
+    deadline: time.monotonic() by which the run should end; later problems are left out
+    seconds:  time for the rounds of one case
+    options:  kernel options to time tritoncp with, besides its own choice
+    group:    the ranks that measure cases of several ranks together; None for one device
+    done:     points of the run that is resumed: their cases are not measured again
+    patterns: patterns of contenders' names to run, besides tritoncp
+    """
+
+    device: torch.device
+    journal: Journal
+    deadline: float
+    seconds: float = 1.5
+    options: Sequence[dict[str, Any]] = ()
+    group: Any = None
+    done: Sequence[Point] = ()
+    patterns: Sequence[str] = ("*",)
+    failures: int = 0
+    best: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # mask -> flex variants that won at its first size
+
+    @cached_property
+    def clock(self) -> Clock:
+        clock = DeviceClock(self.device) if self.device.type == "cuda" else WallClock()
+        return clock if self.group is None else GroupClock(clock, self.device)
+
+    def run(self, cases: Sequence[Case]) -> None:
+        """Measure every case with contenders that compile fast; then the contenders that compile slowly,
+        against the best of the fast ones."""
+        groups = self._group_problems(self._select_unmeasured(cases))
+        slowest = 0.0
+        for group in groups:
+            slowest = max(slowest, self._measure_in_budget(group, self._select_variants(group[0]), slowest))
+        first: dict[str, list[Case]] = {}
+        for group in groups:
+            if group[0].tier == "core" and group[0].mask in self.best:
+                first.setdefault(group[0].mask, group)
+        thorough = self.device.type == "cuda" and any(self._takes_part(name) for name in THOROUGH)
+        for mask, group in first.items() if thorough else ():
+            slowest = max(slowest, self._measure_in_budget(group, [*self.best[mask], *THOROUGH], slowest))
+
+    def warm(self, cases: Sequence[Case]) -> None:
+        """Run the selected contenders once, so that their kernels are in the compilers' caches."""
+        for group in self._group_problems(cases):
+            case, passes = group[0], [case.which for case in group]
+            tensors = baselines.inputs(case, self.device)
+            for name, make in self._contenders(case, tensors, self._select_variants(case)).items():
+                if position(name, self.patterns) is not None and time.monotonic() < self.deadline:
+                    self._report_check(case, name, self._check_contender(case, make, None, passes)[1])
+
+    def _group_problems(self, cases: Sequence[Case]) -> list[list[Case]]:
+        """Group the cases by problem; on a CPU they are shrunk."""
+        sized = [case.shrunk() for case in cases] if self.device.type == "cpu" else cases
+        return [list(group) for _, group in itertools.groupby(sized, key=lambda case: case.problem)]
+
+    def _takes_part(self, name: str) -> bool:
+        return name == OURS or position(name, self.patterns) is not None
+
+    def _contenders(
+        self, case: Case, tensors: baselines.Inputs, variants: Sequence[str]
+    ) -> dict[str, Callable[[], Contender]]:
+        makers = baselines.contenders(case, tensors, variants, self.options, self.group)
+        return {name: make for name, make in makers.items() if self._takes_part(name)}
+
+    def _select_unmeasured(self, cases: Sequence[Case]) -> list[Case]:
+        """Select the cases that the resumed run has not measured, and note its best flex variants."""
+        measured = {point.case: point for point in self.done}
+        for case in cases:
+            point = measured.get(case.name)
+            flex = {
+                name: row["ms"]
+                for name, row in (point.contenders.items() if point else ())
+                if name in FLEX and "ms" in row
+            }
+            if flex and case.tier != "smoke" and case.mask in SEARCHED:
+                self.best.setdefault(case.mask, [min(flex, key=flex.__getitem__)])
+        return [case for case in cases if case.name not in measured]
+
+    def _select_variants(self, case: Case) -> list[str]:
+        """Select the flex variants: at later sizes of a mask the winners at its first size, so that most
+        variants compile once. Masks that are not searched use the winners of the causal mask."""
+        if case.tier == "smoke":
+            return QUICK[:1]
+        return self.best.get(case.mask if case.mask in SEARCHED else "causal", QUICK)
+
+    def _measure_in_budget(self, cases: list[Case], variants: Sequence[str], slowest: float) -> float:
+        """Measure one problem if there is time. Returns the seconds that it took."""
+        begin = time.monotonic()
+        if self.clock.agree(begin + slowest - self.deadline) > 0:
+            for case in cases:
+                self.journal.leave_out(case.name)
+            return 0.0
+        try:
+            self._measure_problem(cases, variants)
+        except torch.OutOfMemoryError as error:  # raised by the inputs or the reference
+            self.failures += 1
+            for case in cases:
+                self._write(case, {OURS: {"why": _summarize_error(error)}}, {})
+        return time.monotonic() - begin
+
+    def _measure_problem(self, cases: list[Case], variants: Sequence[str]) -> None:
+        case = cases[0]
+        torch.compiler.reset()
+        tensors = baselines.inputs(case, self.device)
+        passes = [case.which for case in cases]
+        expected = check.reference(case, tensors)
+        working, checks = {}, {}
+        for name, make in self._contenders(case, tensors, variants).items():
+            contender, checks[name] = self._check_contender(case, make, expected, passes)
+            self.failures += name == OURS and contender is None
+            if contender is not None:
+                working[name] = contender
+            self._report_check(case, name, checks[name])
+            if checks[name].get("why", "").startswith(LOST):
+                self._give_up(cases, checks)
+        del expected
+        winners = []
+        for case in cases:
+            figures = self._time_pass(case, working, checks)
+            flex = {name: figure.ms for name, figure in figures.items() if name.startswith("flex")}
+            winners += [min(flex, key=flex.__getitem__)] if flex else []
+        if case.tier != "smoke" and case.mask in SEARCHED and winners:
+            self.best.setdefault(case.mask, list(dict.fromkeys(winners)))
+
+    def _give_up(self, cases: list[Case], checks: dict[str, dict[str, Any]]) -> None:
+        """Write the cases without times after an error on the device, and raise DeviceLost. A resumed run
+        leaves them out."""
+        untimed = {"why": "not timed: another contender broke the device"}
+        contenders = {name: untimed | row for name, row in checks.items()}
+        for case in cases:
+            self._write(case, contenders, {})
+        raise DeviceLost(
+            f"the device runs nothing in this process any more, since {cases[0].problem.name}; the "
+            "remaining cases are not measured: continue with --resume"
+        )
+
+    def _report_check(self, case: Case, name: str, row: dict[str, Any]) -> None:
+        """Show a contender's check; the line of the case comes after all contenders are timed."""
+        problem = case.problem.name.removesuffix("-fwd")
+        self.journal.tell({"kind": "check", "case": problem, "contender": name, **row})
+
+    def _check_contender(
+        self, case: Case, make: Callable[[], Contender], expected: check.Answer | None, passes: list[str]
+    ) -> tuple[Contender | None, dict[str, Any]]:
+        """Run a contender and compare its answer with ``expected`` (None: no comparison). Returns the
+        contender, None if it failed or was wrong; and its set-up time, peak memory and errors, or why not."""
+        row: dict[str, Any] = {}
+        begin, initial_bytes = time.monotonic(), self._reset_peak()
+        contender = None
+        try:
+            with warnings.catch_warnings():  # a call that falls back to another ROUTE fails here, untimed
+                warnings.simplefilter("error", RequestedRouteWarning)
+                contender = make()
+                timed_passes = {*passes} & {*contender.passes}
+                actual = {"out": contender.forward()} if "forward" in timed_passes else {}
+                if "backward" in timed_passes:
+                    actual |= zip(("dq", "dk", "dv"), contender.backward())
+            checked_tensors = actual if expected is not None else {}
+            errors = {key: check.errors(x, getattr(expected, key)) for key, x in checked_tensors.items()}
+            row["errors"] = {key: list(map(_round_error, pair)) for key, pair in errors.items()}
+            if not all(check.acceptable(pair, case.torch_dtype) for pair in errors.values()):
+                row["why"] = "wrong: relative error of the whole or of the worst rows is out of tolerance"
+        except Exception as error:  # raised by a compiler or a backend; the run continues
+            row["why"] = _summarize_error(error)
+        row["setup_s"] = round(time.monotonic() - begin, 2)
+        row["peak_bytes"] = self._peak_bytes() - initial_bytes
+        if self.clock.agree("why" in row) and "why" not in row:
+            row["why"] = "failed on another rank"
+        return (None if "why" in row else contender), row
+
+    def _reset_peak(self) -> int:
+        """Reset the peak memory count and return the bytes in use."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def _peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _time_pass(
+        self, case: Case, working: dict[str, Contender], checks: dict[str, dict[str, Any]]
+    ) -> dict[str, Figure]:
+        """Time one pass of the contenders and write the line of the case."""
+        idle = {name for name, contender in working.items() if case.which not in contender.passes}
+        runs = {
+            name: partial(prepare_pass, contender, case.which)
+            for name, contender in working.items()
+            if name not in idle
+        }
+        least = (
+            7 if self.device.type == "cuda" else 3
+        )  # interpreted kernels are slow, and their times mean nothing
+        figures = time_interleaved(runs, self.clock, self.seconds, least) if runs else {}
+        work = work_of(case)
+        contenders = {name: dict(row) for name, row in checks.items() if name not in idle}
+        for name in contenders:
+            if name in figures:
+                contenders[name] |= figures[name].rounded(samples=name == OURS)
+                contenders[name]["tflops"] = round(work.flops / figures[name].ms / 1e9, 1)
+                if case.together and name.split()[0] == OURS:
+                    contenders[name]["rank_ms"] = round(figures[name].ms / case.world, 5)
+        self._write(case, contenders, {"flops": work.flops, "hbm_bytes": work.hbm, "wire_bytes": work.wire})
+        return figures
+
+    def _write(self, case: Case, contenders: dict[str, Any], work: dict[str, int]) -> None:
+        gpu = machine.state(self.device) if self.device.type == "cuda" else {}
+        goal = GOALS.get((case.mask, case.which), {}) if case.tier == "core" else {}
+        self.journal.point(case.name, contenders, tags=case.tags, work=work, state=gpu, goal=goal)
+
+
+def _round_error(error: float) -> float | None:
+    """Round an error to three digits; None for NaN and infinity, which JSON does not have.
+
+    >>> _round_error(0.0012345), _round_error(float("nan"))
+    (0.00123, None)
+    """
+    return float(f"{error:.3g}") if math.isfinite(error) else None
+
+
+def _summarize_error(error: Exception) -> str:
+    text = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {text[0][:300]}"
+
+
+def prepare_pass(contender: Contender, direction: str) -> Run:
+    """Prepare one execution of a pass for timing."""
+    if direction == "forward":
+        return partial(contender.run, contender.call)
+    out = contender.run(contender.call)
+    return partial(contender.run, lambda: torch.autograd.grad(out, contender.leaves, contender.dout))
+
+
+def work_of(case: Case) -> Work:
+    """Compute the useful work of a case on its busiest rank; of all ranks, if one device simulates them."""
+    closed = MASKS[case.mask].closed(case.seq)
+    length = (case.rows, case.seq)
+    mask = full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length)
+    shape = Shape(case.batch, case.heads, case.kv_heads, case.dim, case.v_dim, case.torch_dtype.itemsize)
+    if case.world == 1 or case.together:
+        return of_plan(build(mask), shape, case.which)
+    plan = build(mask, case.world, schedule=case.schedule)
+    per_rank = [of_plan(plan.for_rank(rank), shape, case.which) for rank in range(case.world)]
+    return Work(*map(max, zip(*((work.flops, work.hbm, work.wire) for work in per_rank))))
+
+
+def measure_ceilings(device: torch.device) -> dict[str, float]:
+    """Measure the best rates of a device: a bf16 matrix product, a copy through memory, and a repeated copy
+    between two quarters of its L2 cache, which includes the gaps between launches."""
+    clock, n, copies = DeviceClock(device), 8192, 64
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(1 << 30, device=device)
+    target = torch.empty_like(source)
+    size = torch.cuda.get_device_properties(device).L2_cache_size // 4
+    small_source, small_target = (x.view(torch.int8)[:size] for x in (source, target))
+
+    def copy_in_cache() -> None:
+        for _ in range(copies):
+            small_target.copy_(small_source)
+
+    runs = {
+        "matmul": lambda: lambda: a @ b,
+        "copy": lambda: lambda: target.copy_(source),
+        "l2": lambda: copy_in_cache,
+    }
+    times = time_interleaved({name: run for name, run in runs.items() if size or name != "l2"}, clock, 0.3)
+    l2 = {"l2_gbytes_per_s": round(copies * 2 * size / times["l2"].ms / 1e6, 1)} if size else {}
+    return {
+        **l2,
+        "matmul_tflops": round(2 * n**3 / times["matmul"].ms / 1e9, 1),
+        "copy_gbytes_per_s": round(2 * source.nbytes / times["copy"].ms / 1e6, 1),
+    }

@@ -1,0 +1,156 @@
+"""Timing of contenders: interleaved rounds, cold L2 cache, device clocks, medians."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import distributed as dist
+
+from tritoncp.perf.suite.machine import Brakes
+
+Run = Callable[[], object]
+REST = 0.25  # seconds of rest for a throttled device
+
+
+class Sample(NamedTuple):
+    """One execution: milliseconds on the device, and of Python until everything was queued; whether heat or
+    a power brake held the clock back."""
+
+    device: float
+    host: float
+    throttled: bool = False
+
+
+class Clock(Protocol):
+    def sample(self, run: Run) -> Sample: ...
+    def agree(self, x: float) -> float: ...
+
+
+class DeviceClock:
+    """Times from device events around one execution with a cold L2 cache.
+
+    A sleep kernel occupies the device while Python queues the work, so that Python does not add to the device
+    time, unless the host time exceeds about a millisecond.
+    """
+
+    _CYCLES = 2_000_000
+
+    def __init__(self, device: torch.device) -> None:
+        self._junk = torch.empty(256 << 20, dtype=torch.int8, device=device)
+        self._start, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._brakes = Brakes(device)
+
+    def sample(self, run: Run) -> Sample:
+        self._junk.zero_()
+        torch.cuda._sleep(self._CYCLES)
+        self._start.record()
+        begin = time.perf_counter()
+        run()
+        host = time.perf_counter() - begin
+        self._end.record()
+        torch.cuda.synchronize()
+        return Sample(self._start.elapsed_time(self._end), 1e3 * host, self._brakes.on())
+
+    def agree(self, x: float) -> float:
+        return x
+
+
+class WallClock:
+    """Host times, for testing the benchmark without a GPU."""
+
+    def sample(self, run: Run) -> Sample:
+        begin = time.perf_counter()
+        run()
+        elapsed = 1e3 * (time.perf_counter() - begin)
+        return Sample(elapsed, elapsed)
+
+    def agree(self, x: float) -> float:
+        return x
+
+
+class GroupClock:
+    """Times of the slowest rank of the default process group; all ranks start together."""
+
+    def __init__(self, clock: Clock, device: torch.device) -> None:
+        self._clock, self._device = clock, device
+
+    def sample(self, run: Run) -> Sample:
+        dist.barrier()
+        own = self._clock.sample(run)
+        host, device, throttled = self._worst(own.host, own.device, own.throttled)
+        return Sample(device, host, throttled > 0)
+
+    def agree(self, x: float) -> float:
+        """Return the largest of the ranks' numbers, the same on every rank."""
+        return self._worst(x)[0]
+
+    def _worst(self, *numbers: float) -> list[float]:
+        worst = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+        return worst.tolist()
+
+
+class Figure(NamedTuple):
+    """Medians of one contender, the quartiles of its device times, and all device times."""
+
+    ms: float
+    low: float
+    high: float
+    host_ms: float
+    samples: tuple[float, ...] = ()
+    throttled: int = 0
+
+    def rounded(self, samples: bool = True) -> dict[str, Any]:
+        """Return the figures as JSON, rounded to ten nanoseconds, with all samples or their number.
+
+        >>> Figure(1.0000001, 0.9, 1.1, 0.2, (0.9, 1.0000001, 1.1)).rounded(samples=False)
+        {'ms': 1.0, 'low': 0.9, 'high': 1.1, 'host_ms': 0.2, 'n': 3}
+        """
+        line: dict[str, Any] = {name: round(getattr(self, name), 5) for name in self._fields[:4]}
+        line |= {"samples": [round(x, 5) for x in self.samples]} if samples else {"n": len(self.samples)}
+        return line | ({"throttled": self.throttled} if self.throttled else {})
+
+
+def figure(samples: list[Sample]) -> Figure:
+    """Summarise samples; throttled samples are counted and left out, unless all are throttled.
+
+    >>> figure([Sample(1.0, 0.1), Sample(2.0, 0.1), Sample(9.0, 0.1), Sample(40.0, 0.1, True)])
+    Figure(ms=2.0, low=1.5, high=5.5, host_ms=0.1, samples=(1.0, 2.0, 9.0), throttled=1)
+    """
+    steady = [sample for sample in samples if not sample.throttled] or samples
+    times = [sample.device for sample in steady]
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    host = statistics.median(sample.host for sample in steady)
+    throttled = sum(sample.throttled for sample in samples)
+    return Figure(statistics.median(times), low, high, host, tuple(times), throttled)
+
+
+def time_interleaved(
+    runs: Mapping[str, Callable[[], Run]], clock: Clock, seconds: float, least: int = 7, most: int = 40
+) -> dict[str, Figure]:
+    """Time contenders in interleaved rounds for about ``seconds``; each is first in turn.
+
+    runs: by name, a function that prepares an execution (not timed) and returns it
+
+    The first round is dropped. A throttled device gets rests, together no longer than the rounds may take.
+    """
+    names = list(runs)
+    begin = time.perf_counter()
+    for name in names:
+        clock.sample(runs[name]())
+    warm = clock.agree(time.perf_counter() - begin)
+    rounds = max(least, min(most, int(seconds / max(warm, 1e-6))))
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    rest = seconds
+    for i in range(rounds):
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            samples[name].append(clock.sample(runs[name]()))
+        if rest > 0 and any(samples[name][-1].throttled for name in names):
+            time.sleep(REST)
+            rest -= REST
+    return {name: figure(list_of_samples) for name, list_of_samples in samples.items()}

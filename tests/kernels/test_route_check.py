@@ -1,0 +1,164 @@
+"""Verification of routes against the loops before their first use: right routes run, wrong ones are replaced
+by the loops.  The interpreter compiles nothing wrong, so the faults are injected."""
+
+import ast
+import math
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from triton.compiler.errors import CompilationError
+
+import tritoncp
+from tests.kernels.harness import close, cotangents, over_ranks, qkv, run, same
+from tests.kernels.test_forward_specialised import MASKS, N
+from tritoncp.kernels import engine, forward_specialised, route_check
+from tritoncp.kernels.launch import Launches
+from tritoncp.planning import traffic
+
+PLACE = ast.parse("x = 1").body[0]
+ROUTE = {"ROUTE": "specialised"}
+FINE, COARSE = torch.float16, torch.bfloat16  # tolerance of right routes; error of wrong ones
+Damage = Callable[[dict[str, Any]], None]
+
+
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat kernels as compiled, and every step as large enough."""
+    monkeypatch.setattr(forward_specialised, "STATE_SHARE", math.inf)
+    monkeypatch.setattr(route_check, "COMPILED", True)
+    monkeypatch.setattr(route_check, "_VERDICTS", {})
+
+
+def damaged(monkeypatch: pytest.MonkeyPatch, damage: Damage) -> list[str]:
+    """Make the route apply ``damage`` to its results; return a list that names each of its launches."""
+    launched = []
+
+    def launch(*args: Any, **step: Any) -> Launches:
+        launched.append("launch")
+        return Launches((forward_specialised.launch(*args, **step), lambda: damage(step)))
+
+    broken = SimpleNamespace(launch=launch, obstacles=forward_specialised.obstacles)
+    monkeypatch.setattr(engine, "route_of", lambda name: broken)
+    return launched
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_a_right_route_is_taken(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With states between steps, and rows that no kernel writes."""
+    batch = 2 if "batch" in mask else 1
+    x, block_mask = qkv(N, batch=batch, heads=batch, dtype=FINE), MASKS[mask](N)
+    launched, start = damaged(monkeypatch, lambda step: None), cotangents(x)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="ROUTE=.*its answer")
+        got = run(x, block_mask, start=start, **ROUTE)
+        ring = over_ranks(
+            x, tritoncp.make_plan(block_mask, world_size=2, rank=0, schedule="ring"), start=start, **ROUTE
+        )
+    assert launched
+    want = run(x, block_mask, start=start)
+    for result in (got, ring):
+        close(result.out, want.out, "out", 2 * torch.finfo(FINE).eps)
+        close(result.lse, want.lse, "lse")
+
+
+def test_room_for_a_trial_is_laid_out_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered heads lie apart in out, so launches there are not those of the verification."""
+    monkeypatch.setattr(traffic, "SMALL", 0)
+    x, mask = qkv(N, batch=2, heads=4, kv_heads=2, dtype=COARSE), MASKS["causal"](N)
+    plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="allgather")
+    start = cotangents(x)
+    want = over_ranks(x, plan, start=start)
+    launched = damaged(monkeypatch, lambda step: None)
+    same(over_ranks(x, plan, start=start, **ROUTE).out, want.out)
+    assert launched
+
+
+def last_row(step: dict[str, Any]) -> None:
+    """A small error in one row."""
+    if step.get("store_state"):
+        step["state"].l[..., -1] *= 1.1
+    else:
+        step["out"][..., -1, :] *= 1.1
+
+
+def forgotten(step: dict[str, Any]) -> None:
+    if step.get("store_state"):
+        step["state"].acc[..., 3, :] = torch.nan
+    else:
+        step["out"][..., 3, :] = torch.nan
+
+
+def lse(step: dict[str, Any]) -> None:
+    """A wrong lse beside a right out, which would spoil the backward pass."""
+    if not step.get("store_state"):
+        step["lse"][..., 1] += 0.05
+
+
+@pytest.mark.parametrize("damage", [last_row, forgotten, lse], ids=lambda f: f.__name__)
+def test_a_wrong_route_is_not_taken(damage: Damage, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)
+    start = cotangents(x)
+    plan = tritoncp.make_plan(mask, world_size=2, rank=0, schedule="ring")
+    alone, ranks = run(x, mask, start=start), over_ranks(x, plan, start=start)
+    damaged(monkeypatch, damage)
+    with pytest.warns(
+        UserWarning, match="'specialised' is requested; this step goes by 'loops': its results are not"
+    ):
+        got = run(x, mask, start=start, **ROUTE)
+    same((got.out, got.lse, got.grads), (alone.out, alone.lse, alone.grads))
+    with pytest.warns(UserWarning, match="its results are not those of 'loops': (out|lse) differs in"):
+        got = over_ranks(x, plan, start=start, **ROUTE)
+    same((got.out, got.lse), (ranks.out, ranks.lse))
+
+
+def test_a_kind_of_step_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths and tensors do not make another kind of step; dtypes, masks and mods do."""
+    launched = damaged(monkeypatch, last_row)
+
+    def attend(mask: str, dtype: torch.dtype = torch.bfloat16, n: int = N, **more: Any) -> int:
+        before = len(launched)
+        with pytest.warns(UserWarning, match="its results are not those of 'loops'"):
+            tritoncp.flex_attention(
+                *qkv(n, dtype=dtype), block_mask=MASKS[mask](n), kernel_options=ROUTE, **more
+            )
+        return len(launched) - before
+
+    assert attend("causal") == 1
+    assert attend("causal") == 0 == attend("causal", n=2 * N)
+    assert attend("causal", torch.float16) == 1 == attend("full")
+    assert attend("causal", score_mod=lambda s, b, h, q, kv: 2 * s) == 1
+
+
+def test_what_was_measured_is_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured tables may come from another GPU, or another Triton."""
+    x, mask = qkv(128, dtype=COARSE), MASKS["causal"](128)
+    want = tritoncp.flex_attention(*x, mask)
+    monkeypatch.setattr(engine.TritonEngine, "_route", "specialised")
+    damaged(monkeypatch, last_row)
+    with pytest.warns(
+        UserWarning, match="'specialised' is in the table of measured tiles; this step goes by 'loops'"
+    ):
+        same(tritoncp.flex_attention(*x, mask), want)
+
+
+@pytest.mark.parametrize(
+    "error", [CompilationError("def kernel():\n  ...", PLACE, "no such word"), RuntimeError()]
+)
+def test_a_route_that_cannot_be_compiled_is_not_taken(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A route that this version of Triton does not compile is replaced by the loops."""
+
+    def fail(step: dict[str, Any]) -> None:
+        raise error
+
+    x, mask = qkv(N, dtype=COARSE), MASKS["causal"](N)
+    want = tritoncp.flex_attention(*x, mask)
+    damaged(monkeypatch, fail)
+    said = "no such word" if str(error) else "no message"
+    with pytest.warns(UserWarning, match=f"goes by 'loops': it fails: {type(error).__name__}: .*{said}"):
+        same(tritoncp.flex_attention(*x, block_mask=mask, kernel_options=ROUTE), want)

@@ -1,0 +1,212 @@
+"""Kernel options: their names, their effects, their errors; and the error of a GPU that is too small."""
+
+from dataclasses import asdict, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import FlexKernelOptions
+from triton.runtime.errors import OutOfResources
+
+import tritoncp
+from tests.kernels.harness import cotangents, qkv, run, same
+from tritoncp.kernels import tiles
+from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.launch import Launch
+from tritoncp.kernels.tile_rules import PASSES, Config, choose, default, option_names
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
+TILES = {option for kind in PASSES for both in option_names(kind).values() for option in both}
+
+
+def chosen(kind: str, options: dict[str, Any], q_block: int = 128, kv_block: int = 128) -> Config:
+    TritonEngine(Mods(), 1.0, options)
+    return choose(kind, "sm_90", 128, torch.bfloat16, q_block, kv_block, options)
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_architecture_and_dim_has_a_default(arch: str, kind: str) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for dim in (16, 64, 65, 80, 128, 192, 256):
+            config = default(kind, arch, dim, dtype)
+            assert min(config.BLOCK_M, config.BLOCK_N) >= 16
+
+
+def test_what_goes_with_the_rules_tiles_does_not_go_with_others() -> None:
+    """A limit on registers, a transposed product: made for tiles of one size."""
+    small = "dq", "sm_90", 64, torch.bfloat16, 128, 128
+    assert choose(*small, {}).maxnreg == 128 and choose(*small, {"num_stages": 3}).maxnreg == 128
+    assert choose(*small, {"BLOCK_N2": 64}).maxnreg is None
+    wide = "dkdv", "sm_90", 256, torch.bfloat16, 128, 128
+    assert choose(*wide, {}).FLIP and not choose(*wide, {"BLOCK_M1": 64}).FLIP
+    assert choose(*wide, {"BLOCK_M1": 64, "FLIP": True}).FLIP
+
+
+def test_products_are_not_transposed_where_triton_gets_them_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = "dkdv", "sm_90", 256, torch.bfloat16
+    for version in ("3.7.1", "3.8.0+git12"):
+        monkeypatch.setattr("triton.__version__", version)
+        assert default(*wide).FLIP
+    for version in ("3.6.0", "3.7.0"):
+        monkeypatch.setattr("triton.__version__", version)
+        for kind, tma in product(("dkdv", "fused"), (True, False)):
+            config = default(kind, *wide[1:], tma)
+            assert config == Config(64, 64, 8, 1, HOIST=False, USE_TMA=tma)
+
+
+def test_names_that_torch_knows_are_known() -> None:
+    plain = set(FlexKernelOptions.__annotations__)
+    values = {
+        name: 64 if name.startswith("BLOCK") else 4 if name.startswith("num") else True for name in plain
+    }
+    for prefix in ("", "fwd_", "bwd_"):
+        options = {prefix + name: value for name, value in values.items()}
+        if prefix == "fwd_":  # the tiles of the backward pass, and the other way round
+            options = {name: value for name, value in options.items() if name[-1] not in "12"}
+        if prefix == "bwd_":
+            options = {
+                name: value for name, value in options.items() if name not in ("bwd_BLOCK_M", "bwd_BLOCK_N")
+            }
+        TritonEngine(Mods(), 1.0, options)
+
+
+def test_hints_change_nothing() -> None:
+    flags = ("PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "OUTPUT_LOGSUMEXP")
+    hints = {**dict.fromkeys(flags, True), "WRITE_DQ": False, "BACKEND": "TRITON"}
+    for kind in PASSES:
+        assert chosen(kind, hints) == chosen(kind, {})
+    x = qkv(40)
+    start = cotangents(x)
+    plain, hinted = run(x, start=start), run(x, start=start, **hints)
+    for a, b in zip((plain.out, plain.lse, *plain.grads), (hinted.out, hinted.lse, *hinted.grads)):
+        same(a, b)
+
+
+def tile(kind: str, options: dict[str, Any]) -> tuple[int, ...]:
+    config = chosen(kind, options)
+    return config.BLOCK_M, config.BLOCK_N, config.num_warps, config.num_stages
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix", "suffix"), [("forward", "fwd_", ""), ("dq", "bwd_", "2"), ("dkdv", "bwd_", "1")]
+)
+def test_tiles_go_to_their_pass(kind: str, prefix: str, suffix: str) -> None:
+    options = {f"BLOCK_M{suffix}": 32, f"BLOCK_N{suffix}": 16, "num_warps": 2, "num_stages": 1}
+    assert tile(kind, options) == (32, 16, 2, 1)
+    for other in set(PASSES) - {kind}:
+        assert chosen(other, options) == replace(chosen(other, {}), num_warps=2, num_stages=1, maxnreg=None)
+    prefixed = {prefix + name: value for name, value in options.items()}
+    assert tile(kind, prefixed) == (32, 16, 2, 1)
+    assert tile(kind, {**prefixed, "num_warps": 16}) == (32, 16, 2, 1)  # the prefixed name is stronger
+    strangers = [other for other in PASSES if option_names(other)["num_warps"][1] != prefix + "num_warps"]
+    assert all(chosen(other, {prefix + "num_warps": 2}) == chosen(other, {}) for other in strangers)
+
+
+def measured(kind: str, config: Config) -> dict[str, Any]:
+    options = {"CONFIGS": ((kind, tuple(asdict(config).items())),)}
+    TritonEngine(Mods(), 1.0, options)
+    return options
+
+
+@pytest.mark.parametrize("kind", PASSES)
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
+def test_what_was_measured_replaces_the_rule_and_options_replace_that(kind: str, tma: bool) -> None:
+    best = Config(32, 16, 2, 4, not tma, tma)
+    options = measured(kind, best)
+    assert chosen(kind, options) == best
+    assert all(chosen(other, options) == chosen(other, {}) for other in {*PASSES, "fused"} - {kind})
+    assert chosen(kind, options | {"num_warps": 4}) == replace(best, num_warps=4)
+    assert chosen(kind, options, 16, 128) == replace(best, BLOCK_M=16)
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_tiles_measured_with_descriptors_say_nothing_of_pointers(kind: str) -> None:
+    """Where strides or the user forbid descriptors, the rule has tiles that leave registers for addresses."""
+    call = kind, "sm_90", 128, torch.bfloat16
+    rule = default(*call, tma=False)
+    copied, plain = (Config(32, 16, 2, 4, False, tma) for tma in (True, False))
+    assert choose(*call, 128, 128, measured(kind, copied), tma=False) == rule
+    assert chosen(kind, measured(kind, copied) | {"USE_TMA": False}) == rule
+    assert choose(*call, 128, 128, measured(kind, plain), tma=False) == plain
+
+
+def test_tiles_divide_the_masks_blocks() -> None:
+    config = chosen("forward", {"BLOCK_M": 256, "BLOCK_N": 256}, 64, 96)
+    assert (config.BLOCK_M, config.BLOCK_N) == (64, 32)
+
+
+@pytest.mark.parametrize(
+    "name", ["BLOCK_Q", "block_m", "fwd_BLOCK_M1", "bwd_BLOCK_N", "fwd_PRECISION", "TMA"]
+)
+def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown kernel option '{name}'") as error:
+        TritonEngine(Mods(), 1.0, {name: 64})
+    assert all(option in str(error.value) for option in (*TILES, "PRECISION", "PRESCALE_QK"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "needed"),
+    [
+        ("BLOCK_M", 48, "16, 32, 64"),
+        ("BLOCK_N1", 8, "16, 32, 64"),
+        ("bwd_BLOCK_M2", 0, "16, 32, 64"),
+        ("fwd_BLOCK_N", "64", "16, 32, 64"),
+        ("BLOCK_M", 512, "128, 256"),
+        ("num_warps", 3, "1, 2, 4, 8"),
+        ("num_warps", True, "1, 2, 4, 8"),
+        ("bwd_num_stages", 0, "1, 2, 3"),
+        ("PRECISION", "bf16", "ieee, tf32, tf32x3"),
+        ("PRECISION", True, "ieee, tf32, tf32x3"),
+    ],
+)
+def test_impossible_values_are_refused_with_the_possible_ones(option: str, value: Any, needed: str) -> None:
+    with pytest.raises(ValueError, match=f"kernel option {option}={value!r}.*{needed}"):
+        TritonEngine(Mods(), 1.0, {option: value})
+
+
+def test_the_public_call_refuses_them_too() -> None:
+    x = qkv(16)
+    with pytest.raises(ValueError, match="unknown kernel option 'BLOCKM'"):
+        tritoncp.flex_attention(*x, kernel_options={"BLOCKM": 16})
+
+
+class TooLarge:
+    """A kernel for which this GPU has too little shared memory."""
+
+    def __init__(self, kind: str) -> None:
+        self.__name__ = f"{kind}_kernel"
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def refuse(**args: Any) -> None:
+            raise OutOfResources(required=262144, limit=101376, name="shared memory")
+
+        return refuse
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_options_that_do_not_fit_the_gpu_say_what_is_needed(kind: str) -> None:
+    launch = Launch(TooLarge(kind), (1, 1, 1), [], Config(256, 128, 8, 4), [])
+    with pytest.raises(ValueError, match=r"262144 bytes of shared memory.*101376") as error:
+        launch()
+    strongest = {field: both[1] for field, both in option_names(kind).items()}
+    for field, value in {"BLOCK_M": 256, "BLOCK_N": 128, "num_warps": 8, "num_stages": 4}.items():
+        assert f"{strongest[field]}={value}" in str(error.value)
+
+
+def test_wide_offsets_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = qkv(40, dim=24)
+    start = cotangents(x)
+    narrow = run(x, start=start)
+    monkeypatch.setattr(tiles, "WIDE_STRIDE", 0)
+    wide = run(x, start=start)
+    for a, b in zip((narrow.out, narrow.lse, *narrow.grads), (wide.out, wide.lse, *wide.grads)):
+        same(a, b)
+
+
+def test_strides_whose_products_pass_31_bits_are_wide() -> None:
+    for strides in ((1, 1, 1 << 23, 1), (1, 1, 1, 1 << 23)):
+        x = torch.empty_strided((1, 1, 2, 2), strides, device="meta")
+        assert tiles.strided(x).wide is not None
+    assert tiles.strided(torch.empty(4, 64, 8, 256, device="meta").transpose(1, 2)).wide is None

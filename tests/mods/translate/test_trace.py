@@ -1,0 +1,334 @@
+"""Tracing of mods: captures, refusals, and reuse of translations."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.mods.harness import N, eager_mask, run_mask, run_score
+from tritoncp.mods import Mod, Untranslatable, mask_mod, score_mod
+from tritoncp.mods.fingerprint import Fingerprint
+from tritoncp.mods.translate import trace
+
+WINDOW = 4
+IDS = torch.arange(60).view(2, 30) // 4
+
+
+def window(width: int) -> Callable[..., Any]:
+    return lambda b, h, q, k: q - k <= width
+
+
+def capped(scale: float, cap: float) -> Callable[..., Any]:
+    return lambda s, b, h, q, k: torch.tanh(s * scale / cap) * cap
+
+
+# -- numbers ---------------------------------------------------------------------------------------------
+
+
+def test_captured_numbers_are_arguments() -> None:
+    one, two = mask_mod(window(3)), mask_mod(window(5))
+    assert one.fn is two.fn
+    assert one.digest == two.digest
+    assert (one.numbers, two.numbers) == ((3,), (5,))
+    assert not torch.equal(run_mask(one), run_mask(two))
+    assert torch.equal(run_mask(two), eager_mask(window(5)))
+
+
+def test_one_is_a_number_too() -> None:
+    """Triton turns an argument that equals 1 into a constant."""
+    for width in (1, 0, -1, 16, 2**40):
+        assert torch.equal(run_mask(mask_mod(window(width))), eager_mask(window(width)))
+
+
+def test_captured_floats_are_arguments_of_float32_scores() -> None:
+    one, two = score_mod(capped(0.5, 20.0)), score_mod(capped(0.25, 30.0))
+    assert one.fn is two.fn
+    assert two.numbers == (0.25, 30.0)
+    scores = torch.randn(N, N) * 30
+    torch.testing.assert_close(run_score(two, scores), torch.tanh(scores * 0.25 / 30) * 30)
+    assert score_mod(capped(0.5, 20.0), torch.float64).numbers == ()
+
+
+def test_numbers_that_steer_the_function_stay_constants() -> None:
+    def make(n: int) -> Callable[..., Any]:
+        def steered(b: Any, h: Any, q: Any, k: Any) -> Any:
+            out = q >= k
+            for i in range(n):
+                out = out | (k == i)
+            return out if n > 2 else out & (q < 9 + n * 2)
+
+        return steered
+
+    for n in (0, 1, 2, 3, 4):
+        assert torch.equal(run_mask(mask_mod(make(n))), eager_mask(make(n)))
+
+
+def test_numbers_in_defaults_partials_and_nested_functions() -> None:
+    seven = window(7)
+
+    def outer(b: Any, h: Any, q: Any, k: Any, *, width: int = 3, inner: Any = seven) -> Any:
+        return (q - k <= width) | inner(b, h, q, k) & (q > 10)
+
+    mod = mask_mod(functools.partial(outer, width=5))
+    assert mod.numbers == (5, 7)
+    assert torch.equal(run_mask(mod), eager_mask(functools.partial(outer, width=5)))
+
+
+def test_bools_are_constants() -> None:
+    def make(flip: bool) -> Callable[..., Any]:
+        return lambda b, h, q, k: (q >= k) ^ flip
+
+    assert mask_mod(make(True)).fn is not mask_mod(make(False)).fn
+    assert mask_mod(make(True)).numbers == ()
+
+
+# -- editing what is captured ----------------------------------------------------------------------------
+
+
+def test_an_edited_closure_is_seen() -> None:
+    width = 3
+
+    def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k <= width
+
+    assert mask_mod(mod).numbers == (3,)
+    width = 8
+    assert mask_mod(mod).numbers == (8,)
+
+
+def test_an_edited_global_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    fn = lambda b, h, q, k: q - k <= WINDOW  # noqa: E731
+    before = run_mask(mask_mod(fn))
+    monkeypatch.setitem(globals(), "WINDOW", 9)
+    assert torch.equal(run_mask(mask_mod(fn)), eager_mask(fn))
+    assert not torch.equal(run_mask(mask_mod(fn)), before)
+
+
+def test_an_edited_attribute_is_seen() -> None:
+    class Model:
+        def __init__(self) -> None:
+            self.width, self.ids, self.nested = 3, IDS, {"deep": [2]}
+
+        def mod(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return (q - k <= self.width) & (self.ids[b, q] - self.ids[b, k] < self.nested["deep"][0])
+
+    model = Model()
+    for edit in (lambda: None, lambda: setattr(model, "width", 1), lambda: model.nested["deep"].append(0)):
+        edit()
+        assert torch.equal(run_mask(mask_mod(model.mod)), eager_mask(model.mod))
+    model.nested["deep"][0] = 1
+    assert torch.equal(run_mask(mask_mod(model.mod)), eager_mask(model.mod))
+    model.ids = IDS.flip(1)
+    assert mask_mod(model.mod).tensors[0] is model.ids
+
+
+def test_an_unchanged_closure_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced = []
+    monkeypatch.setattr("tritoncp.mods.mod.trace", lambda *a: traced.append(a) or trace.trace(*a))
+
+    def make(ids: torch.Tensor) -> Callable[..., Any]:
+        return lambda b, h, q, k: ids[b, q] == ids[b, k]
+
+    first = mask_mod(make(IDS))
+    other = mask_mod(make(IDS + 1))
+    assert len(traced) == 1
+    assert other.fn is first.fn
+    assert other.tensors[0] is not first.tensors[0]
+    longer = mask_mod(make(torch.zeros(2, 99, dtype=torch.int64)))
+    assert len(traced) == 2  # a new shape might change the graph
+    assert longer.fn is first.fn
+
+
+def test_tensors_made_inside_are_made_once() -> None:
+    fn = lambda b, h, q, k: torch.tensor([3, 1, 2])[q % 3] > k  # noqa: E731
+    first, second = mask_mod(fn), mask_mod(fn)
+    assert first.tensors[0] is second.tensors[0]
+    assert torch.equal(run_mask(second), eager_mask(fn))
+
+
+def test_what_is_used_at_every_step_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside it a mod with another number at each step wants room again and again."""
+    traced: list[str] = []
+    monkeypatch.setattr("tritoncp.mods.mod._KNOWN", {})
+    monkeypatch.setattr("tritoncp.mods.mod._MOST_KNOWN", 3)
+    monkeypatch.setattr(
+        "tritoncp.mods.mod.trace", lambda fn, *a: traced.append(fn.kind) or trace.trace(fn, *a)
+    )
+
+    def used(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        return s * 2
+
+    def annealed(scale: int) -> Any:
+        def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            return s * scale
+
+        mod.kind = "annealed"  # type: ignore[attr-defined]
+        return mod
+
+    used.kind = "used"  # type: ignore[attr-defined]
+    for step in range(8):
+        score_mod(used)
+        score_mod(annealed(step))
+    assert traced.count("used") == 1 and traced.count("annealed") == 8
+
+
+def test_state_that_cannot_be_compared_is_recorded_every_time() -> None:
+    class Opaque:
+        __slots__ = ()
+
+    thing = iter([])
+    fn = lambda b, h, q, k, _=thing: q >= k  # noqa: E731
+    assert Fingerprint(fn).key is None
+    with pytest.warns(UserWarning, match="run again at every call"):
+        mask_mod(fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(run_mask(mask_mod(fn)), eager_mask(lambda b, h, q, k: q >= k))
+
+
+def test_the_same_tensor_twice_is_one_capture() -> None:
+    again = IDS
+    mod = mask_mod(lambda b, h, q, k: (IDS[b, q] == again[b, k]) & (IDS[0, 0] == 0))
+    assert len(mod.tensors) == 1
+    assert mod.tensors[0] is IDS
+
+
+def test_translations_keep_no_tensor_alive() -> None:
+    import gc
+    import weakref
+
+    def translate() -> weakref.ref[torch.Tensor]:
+        ids = torch.zeros(2, 30, dtype=torch.int64)
+        assert mask_mod(lambda b, h, q, k: ids[b, q] == ids[b, k]).tensors[0] is ids
+        return weakref.ref(ids)
+
+    alive = translate()
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_graph_is_the_function() -> None:
+    mod = score_mod(capped(0.5, 20.0))
+    score, *indices = torch.tensor(3.0), *(torch.tensor(i) for i in (0, 1, 2, 3))
+    assert mod.graph is not None
+    assert mod.graph(score, *indices, *mod.tensors, *mod.numbers) == capped(0.5, 20.0)(score, *indices)
+
+
+# -- refusals --------------------------------------------------------------------------------------------
+
+
+def branch(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k if h > 1 else k >= q
+
+
+def data_dependent_index(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return IDS[:, q][b] > k
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "item": (lambda b, h, q, k: q >= IDS[0, 3].item(), "item"),
+    "branch": (branch, "bool"),
+    "list": (lambda b, h, q, k: q >= IDS[0].tolist()[0], "item"),
+    "slice by tensor": (data_dependent_index, "item"),
+    "random": (lambda b, h, q, k: torch.rand(()) > 0.5, "aten.rand"),
+    "dropout": (lambda b, h, q, k: torch.nn.functional.dropout(q.float(), 0.5) > 1, "random"),
+    "edit": (lambda b, h, q, k: IDS.add_(1)[b, q] > k, "aten.add_"),
+    "edit of a view": (lambda b, h, q, k: IDS[0:1].mul_(2)[b, q] > k, "aten.mul_"),
+    "reduction": (lambda b, h, q, k: IDS.sum() > k, "aten.sum"),
+    "nonzero": (lambda b, h, q, k: IDS.nonzero()[q, 0] > k, "nonzero"),
+    "bool index": (lambda b, h, q, k: IDS[0][q > k] > 0, "aten.index"),
+    "shape": (lambda b, h, q, k: IDS[b] > q, "return"),
+    "no tensor": (lambda b, h, q, k: "yes", "return"),
+    "sparse": (lambda b, h, q, k: SPARSE.to_dense()[b, q] > 0, "sparse"),
+    "complex": (lambda b, h, q, k: COMPLEX[q].real > 0, "complex"),
+}
+SPARSE = torch.eye(3).to_sparse()
+COMPLEX = torch.ones(3, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_translated_is_named(name: str) -> None:
+    fn, operation = REFUSED[name]
+    before = IDS.clone()
+    with pytest.raises(Untranslatable, match=operation) as caught:
+        mask_mod(fn)
+    assert torch.equal(IDS, before)
+    assert "@triton.jit" in str(caught.value)
+    if operation not in ("return",):
+        line = re.search(rf"{re.escape(__file__)}:(\d+)", str(caught.value))
+        assert line, str(caught.value)
+        assert int(line[1]) >= fn.__code__.co_firstlineno
+
+
+def test_a_users_own_error_is_the_users() -> None:
+    def broken(b: Any, h: Any, q: Any, k: Any) -> Any:
+        raise LookupError("mine")
+
+    with pytest.raises(LookupError, match="mine"):
+        mask_mod(broken)
+
+
+def test_hostile_names_reach_no_source() -> None:
+    fn = lambda b, h, q, k: q >= k  # noqa: E731
+    fn.__qualname__ = 'x"""\nimport os; os._exit(3)\n"""'
+    mod = mask_mod(fn)
+    assert "import os" not in mod.source
+    assert torch.equal(run_mask(mod), eager_mask(fn))
+
+
+# -- hand-written ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def near(b, h, q_idx, kv_idx, caps):
+    return q_idx - kv_idx <= caps[0]
+
+
+@triton.jit
+def scaled(score, b, h, q_idx, kv_idx, caps):
+    return score * tl.cast(caps[1], tl.float32)
+
+
+@triton.jit
+def scaled_grad(dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps):
+    return dscore * tl.cast(caps[1], tl.float32)
+
+
+def test_hand_written_mods() -> None:
+    mod = Mod.from_triton(near, captures=(5,))
+    assert torch.equal(run_mask(mod), eager_mask(window(5)))
+    assert mask_mod(mod) is mod
+    assert not mod.is_score
+    assert Mod.from_triton(near, captures=(6,)).digest == mod.digest
+
+    leaf = torch.ones(3, requires_grad=True)
+    with pytest.raises(ValueError, match="pass back="):
+        Mod.from_triton(scaled, scaled_grad, captures=(leaf, 2.5))
+    mod = Mod.from_triton(scaled, scaled_grad, captures=(leaf, 2.5), back=scaled_grad)
+    assert (mod.wants, mod.is_score) == ((0,), True)
+    assert run_score(mod, torch.ones(N, N)).unique().tolist() == [2.5]
+    assert Mod.from_triton(scaled, captures=(leaf, 2.5)).wants == ()
+    assert score_mod(scaled).grad is None
+
+
+def test_hand_written_mods_of_the_wrong_kind() -> None:
+    with pytest.raises(TypeError, match="mask_mod is needed here; got a score_mod"):
+        mask_mod(scaled)
+    with pytest.raises(ValueError, match=r"takes \(b, h, q_idx, kv_idx, caps\)"):
+        Mod.from_triton(scaled_grad)
+    with pytest.raises(ValueError, match="tensors first"):
+        Mod.from_triton(near, captures=(5, IDS))
+    with pytest.raises(TypeError, match="float32 or float64"):
+        score_mod(capped(1.0, 2.0), torch.bfloat16)
+    with pytest.raises(TypeError, match="got a str"):
+        mask_mod("causal")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="captures 1 tensors; 0 were given"):
+        mask_mod(lambda b, h, q, k: IDS[b, q] > k).caps([])

@@ -1,0 +1,244 @@
+"""Ratios and their intervals, the gate, and a planted regression from end to end."""
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.perf.synthetic_history import H100, H200
+from tritoncp.cli import main
+from tritoncp.kernels.engine import Launch
+from tritoncp.perf.dashboard import compare
+from tritoncp.perf.records import from_pytest_benchmark
+from tritoncp.perf.records.history import TUNED, Point, Series, append, read
+
+ROOT = Path(__file__).parents[3]
+
+
+def point(case: str, ms, run: str = "r", series: Series = H200, commit: str = "a" * 40, samples=(), **rest):
+    own = {"why": "it broke"} if ms is None else {"ms": ms, **({"samples": list(samples)} if samples else {})}
+    took = {"tritoncp": own} | {TUNED.get(name, name): {"ms": x, "n": 1} for name, x in rest.items()}
+    env = {"commit": commit, "tritoncp": "0.1.0"}
+    return Point(run, "2026-01-01T00:00:00+00:00", case, series, env, took)
+
+
+def runs(case: str, times, **more) -> list[Point]:
+    return [point(case, ms, run=f"{more.get('commit', 'r')}{i}", **more) for i, ms in enumerate(times)]
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say():
+    """With one run a side, by its samples; then with four runs that differ by more than their samples."""
+    draw = random.Random(0)
+    hits = {"samples": 0, "runs": 0}
+    for _ in range(400):
+        sides = []
+        for truth in (2.0, 2.1):
+            samples = [truth * draw.lognormvariate(0, 0.02) for _ in range(20)]
+            sides.append([point("c", statistics.median(samples), samples=samples)])
+        row = compare.compare(*sides).rows[0]
+        hits["samples"] += row.low <= 1.05 <= row.high
+        sides = [runs("c", [t * draw.lognormvariate(0, 0.02) for _ in range(4)]) for t in (2.0, 2.1)]
+        row = compare.compare(*sides).rows[0]
+        hits["runs"] += row.low <= 1.05 <= row.high
+    assert 0.92 <= hits["samples"] / 400 <= 0.99 and 0.92 <= hits["runs"] / 400 <= 0.99, hits
+
+
+def test_an_interval_comes_from_quartiles_without_samples():
+    draw = random.Random(1)
+    samples = [draw.lognormvariate(0, 0.02) for _ in range(40)]
+    low, middle, high = statistics.quantiles(samples, n=4)
+    by_samples = compare.median_variance({"ms": middle, "samples": samples})
+    by_quartiles = compare.median_variance({"ms": middle, "low": low, "high": high, "n": 40})
+    assert 0.5 < (by_quartiles / by_samples) ** 0.5 < 2
+    assert compare.median_variance({"ms": 1.0, "n": 40}) is None
+    row = compare.compare([point("c", 1.0)], [point("c", 1.2)]).rows[0]
+    assert (row.low, row.high) == (None, None) and row.regressed(0.1), "unknown is no excuse"
+
+
+def test_worst_come_first_and_the_mean_is_geometric():
+    before = [point(name, 1.0) for name in ("same", "slow", "fast", "broke", "gone")]
+    after = [
+        point("same", 1.0),
+        point("slow", 1.5),
+        point("fast", 0.5),
+        point("broke", None),
+        point("new", 1.0),
+    ]
+    comparison = compare.compare(before, after)
+    assert [row.case for row in comparison.rows] == ["broke", "slow", "same", "fast"]
+    assert comparison.geomean == pytest.approx((1.5 * 0.5) ** (1 / 3))
+    assert (comparison.missing, comparison.new) == (["gone"], ["new"]) and comparison.rows[
+        0
+    ].why == "it broke"
+    assert [row.case for row in comparison.rows if row.regressed(0.05)] == ["broke", "slow"]
+    failed_twice = compare.compare([point("c", None)], [point("c", None)])
+    assert failed_twice.geomean is None and not failed_twice.rows[0].regressed(0.05), "it failed before, too"
+
+
+def test_series_are_compared_only_with_themselves_if_any_is_common():
+    points = [point("c", 1.0), point("c", 2.0, series=H100)]
+    assert [row.ratio for row in compare.compare(points, points).rows] == [1.0, 1.0]
+    (row,) = compare.compare(points[:1], points[1:]).rows
+    assert row.ratio == 2.0 and row.series == ""
+
+
+def test_a_ratio_to_a_baseline_removes_changes_of_the_machine():
+    before, after = runs("c", [1.0, 1.01, 1.0], flex=2.0), runs("c", [1.1, 1.11, 1.1], flex=2.2)
+    assert compare.compare(before, after).rows[0].regressed(0.05)
+    (row,) = compare.compare(before, after, "flex").rows
+    assert row.ratio == pytest.approx(1.0, rel=1e-2) and not row.regressed(0.05)
+    with pytest.raises(compare.Unknown, match="no baseline 'cudnn' on both sides; before: flex; after: flex"):
+        compare.compare(before, after, "cudnn")
+
+
+def test_an_untuned_baseline_does_not_count():
+    """A ratio to PyTorch's defaults alone would not be a ratio to a tuned baseline."""
+    tuned = runs("c", [1.0, 1.01, 1.0], flex=2.0)
+    defaults = runs("c", [1.0, 1.01, 1.0], **{"flex prescale": 1.5})
+    assert [measurement.speedups() for measurement in defaults] == [{}] * 3
+    with pytest.raises(compare.Unknown, match=r"after: none; .*'flex max-autotune' are untuned"):
+        compare.compare(tuned, defaults, "flex")
+    other = compare.compare(
+        [*tuned, point("d", 1.0, flex=2.0)], [*defaults, point("d", 1.0, flex=2.0)], "flex"
+    )
+    assert [row.case for row in other.rows] == ["d"] and other.missing == ["c"]
+
+
+def test_cases_without_the_baseline_are_listed_and_one_that_lost_it_is_missing():
+    before = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0, flex=2.0)]
+    after = [point("both", 1.0, flex=2.0), point("never", 1.0), point("lost", 1.0)]
+    comparison = compare.compare(before, after, "flex")
+    assert [row.case for row in comparison.rows] == ["both"]
+    assert (comparison.unmatched, comparison.missing) == (["never"], ["lost"]) and comparison.failed(0.05)
+    assert "without this baseline: never" in compare.summary(comparison, None)
+
+
+def test_an_absent_device_is_named_and_cases_without_any_device_are_missing():
+    before = [point("c", 1.0), point("c", 2.0, series=H100), point("mask", 1.0, series=Series("CPU"))]
+    comparison = compare.compare(before, [point("c", 1.0)])
+    assert [row.case for row in comparison.rows] == ["c"] and comparison.missing == ["mask"]
+    assert comparison.absent_series == [
+        str(H100)
+    ] and "no measurement after on: NVIDIA H100" in compare.summary(comparison, 1)
+
+
+@pytest.fixture
+def history(tmp_path) -> Path:
+    path = tmp_path / "history" / "a.jsonl"
+    path.parent.mkdir()
+    for commit, factor in (("a" * 40, 1.0), ("b" * 40, 1.1)):
+        for i in range(3):
+            slow = 1.0 + i / 1000
+            append(path, point("c", slow * factor, run=f"{commit[0]}{i}", commit=commit).as_line())
+            append(path, point("d", slow, run=f"{commit[0]}{i}", commit=commit).as_line())
+    append(path, point("c", 1.3, run="other", series=H100, commit="c" * 40).as_line())
+    return path
+
+
+def run_compare(*words) -> tuple[int, str]:
+    done = CliRunner().invoke(main, ["perf", "compare", *map(str, words)])
+    return done.exit_code, done.output
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("aaaa", "bbbbbbb"), ("a0", "b0"), ("a" * 40, "b" * 40)],
+    ids=["commit", "run", "sha"],
+)
+def test_sides_are_commits_or_runs_of_a_history(before, after, history):
+    status, output = run_compare(before, after, "--history", history.parent, "--fail-over", "5%", "--json")
+    result = json.loads(output)
+    assert status == 1 and [row["case"] for row in result["rows"]] == ["c", "d"]
+    assert result["rows"][0]["ratio"] == pytest.approx(1.1) and result["geomean"] == pytest.approx(1.1**0.5)
+    assert run_compare(before, after, "--history", history.parent, "--fail-over", "20%")[0] == 0
+    assert run_compare(before, after, "--history", history.parent)[0] == 0
+
+
+def test_the_newest_runs_are_selected_and_broken_lines_are_named(history):
+    with history.open("a") as file:
+        file.write("{}\n")
+    for words, ratio in (((), 1.1 / 1.05), (("--last", "3"), 1.0)):
+        arguments = ["perf", "compare", str(history), "bbbb", "--history", str(history), *words, "--json"]
+        done = CliRunner().invoke(main, arguments)
+        rows = {row["case"]: row["ratio"] for row in json.loads(done.stdout)["rows"]}
+        assert rows["c"] == pytest.approx(ratio, rel=0.01)
+        assert "a.jsonl:14: not a line of a history" in done.stderr
+
+
+def test_sides_are_devices_and_files_too(history, tmp_path):
+    words = ("h200", "h100", "--history", history.parent)
+    assert run_compare(*words)[0] == 1, "d was not measured on an H100"
+    status, output = run_compare(*words, "--json", "--allow-missing")
+    assert status == 0 and [row["case"] for row in json.loads(output)["rows"]] == ["c"]
+    assert run_compare(history, history.parent, "--fail-over", "5")[0] == 0
+    status, output = run_compare("nothing like it", "h100", "--history", history.parent)
+    assert status == 2 and "devices: NVIDIA H100" in output and "Commits there: aaaaaaaaaa" in output
+    assert run_compare(history, history, "--fail-over", "lots")[0] == 2
+    other = tmp_path / "other.jsonl"
+    append(other, point("else", 1.0).as_line())
+    status, output = run_compare(history, other)
+    assert status == 3 and "no case in common" in output
+
+
+def test_markdown_is_a_summary_and_a_table(history):
+    _, output = run_compare("aaaa", "bbbb", "--history", history.parent, "--fail-over", "5%", "--markdown")
+    assert output.startswith("❌ **tritoncp perf**: 2 cases, geometric mean +4.9 %, 1 past 5 %\n")
+    assert "<details open>" in output and "\n| `c` | " in output and "| TOO SLOW |" in output
+    _, output = run_compare("aaaa", "aaaa", "--history", history.parent, "--fail-over", "5%", "--markdown")
+    assert output.startswith("✅") and "<details>" in output
+
+
+def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch):
+    """A kernel is slowed: the gate names its case, and not the case of a plan, which launches none."""
+    runs = {"cpu": "causal-*-fwd", "host": "plan-document-w8-fetch-64k"}
+    sides = [tmp_path / "before.jsonl", tmp_path / "after.jsonl"]
+    launch, factor = Launch.__call__, 0.0
+
+    def slowed(self) -> None:
+        begin = time.perf_counter()
+        launch(self)
+        time.sleep(factor * (time.perf_counter() - begin))
+
+    monkeypatch.setattr(Launch, "__call__", slowed)
+    for side in sides:
+        for device, only in runs.items():
+            words = ["--device", device, "--tier", "smoke", "--filter", only, "--seconds", "0.1"]
+            done = CliRunner().invoke(main, ["perf", "run", *words, "--out", str(side)])
+            assert done.exit_code == 0, done.output
+        factor = 4.0
+    status, output = run_compare(*sides, "--fail-over", "60%", "--json")
+    kernel, plan = json.loads(output)["rows"]
+    assert status == 1 and kernel["case"].startswith("causal-") and kernel["ratio"] > 1.6
+    assert plan["case"] == runs["host"] and plan["ratio"] < kernel["ratio"]
+    output = run_compare(*sides, "--fail-over", "60%", "--markdown")[1]
+    assert "past 60 %" in output and kernel["case"] in output.split("TOO SLOW")[0]
+
+
+def test_pytest_benchmarks_are_imported(tmp_path):
+    source = tmp_path / "b.json"
+    words = ["-k", "plan-causal and 128k", f"--benchmark-json={source}", "-q", "-p", "no:cacheprovider"]
+    own = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }  # without the variables of xdist's workers
+    run = [sys.executable, "-m", "pytest", "perf/suite/bench.py", *words]
+    subprocess.run(run, cwd=ROOT, env=own, check=True, capture_output=True)
+    out = tmp_path / "h.jsonl"
+    done = CliRunner().invoke(main, ["perf", "import", str(source), "--out", str(out)])
+    assert done.exit_code == 0 and "3 benchmarks added" in done.output
+    history = read(out)
+    assert history.problems == [] and history.points == from_pytest_benchmark.points(
+        json.loads(source.read_text())
+    )
+    for point in history.points:
+        assert point.case.startswith("suite/bench.py::test_case[plan-causal-w8-") and point.tags["mask"] == "causal"
+        assert len(point.own["samples"]) == 15 and point.env["torch"]
+        assert point.own["low"] <= point.ms <= point.own["high"]
+    bad = CliRunner().invoke(main, ["perf", "import", str(out), "--out", str(tmp_path / "x.jsonl")])
+    assert bad.exit_code == 2 and "is not what `pytest --benchmark-json` writes" in bad.output

@@ -1,0 +1,177 @@
+"""History files: complete lines survive broken lines, full disks and concurrent writers."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tritoncp.perf import run
+from tritoncp.perf.records.history import DiskFull, Journal, Point, Series, append, find_unfinished, read
+
+SERIES = Series("NVIDIA H200", "700.00 W", "default")
+ENV = {"torch": "2.13.0", "sources": "abc", "commit": "1" * 40}
+
+
+def point(case: str = "c", ms: float = 1.5, **more) -> Point:
+    fields = {"run": "r", "time": "2026-01-01T00:00:00+00:00", "env": ENV, "series": SERIES}
+    return Point(case=case, contenders={"tritoncp": {"ms": ms}}, **fields | more)
+
+
+def test_points_are_read_as_written(tmp_path):
+    written = [point(), point("other", 2.0, tags={"mask": "causal"}, goal={"flex": 1.2})]
+    for written_point in written:
+        append(tmp_path / "a.jsonl", written_point.as_line())
+    append(tmp_path / "b.jsonl", {"kind": "resources", "kernel": "forward"})
+    append(tmp_path / "b.jsonl", {"kind": "left out", "case": "c"})
+    history = read(tmp_path)
+    assert history.points == written == read(tmp_path / "a.jsonl").points
+    assert [line["kernel"] for line in history.resources] == ["forward"] and history.problems == []
+    with pytest.raises(FileNotFoundError, match=r"name a history file, or a folder of \*\.jsonl files"):
+        read(tmp_path / "nowhere")
+
+
+BROKEN = {
+    b'{"kind": "case", "run": "r"': "not JSON",
+    b"\xff\xfe\x00": "not JSON",
+    b"[1, 2]": 'no "kind"',
+    b'"case"': 'no "kind"',
+    b'{"v": 2, "kind": "case"}': "version 2 of the format; this tritoncp reads version 1",
+    b'{"v": 1, "kind": "case", "run": "r", "time": "t"}': "KeyError: 'case'",
+    b"[" * 100_000: "not JSON",
+}
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_broken_lines_are_named_and_spoil_no_other(place, tmp_path):
+    valid_lines = [json.dumps(point(str(i)).as_line()).encode() for i in range(3)]
+    at = {"first": 0, "middle": 1, "last": 3}[place]
+    lines = [*valid_lines[:at], *BROKEN, *valid_lines[at:]]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n\n")
+    history = read(tmp_path)
+    assert [valid_point.case for valid_point in history.points] == ["0", "1", "2"]
+    assert [problem.line for problem in history.problems] == [at + 1 + i for i in range(len(BROKEN))]
+    for problem, why in zip(history.problems, BROKEN.values()):
+        assert why in str(problem) and str(tmp_path / "a.jsonl") in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        ({"contenders": {"tritoncp": {"ms": -1.0}}}, "not positive"),
+        ({"contenders": {"tritoncp": {"ms": "1"}}}, "not positive"),
+        ({"contenders": {"tritoncp": {"ms": float("nan")}}}, "not positive"),
+        ({"contenders": {"tritoncp": {"ms": 1e-30}}}, "not positive numbers between 1e-09 and 1e+12"),
+        ({"contenders": {"tritoncp": {"ms": 10**400}}}, "not positive"),
+        ({"contenders": {"tritoncp": {"ms": 1.0, "samples": [1.0, float("nan")]}}}, "not positive"),
+        (
+            {"contenders": {"tritoncp": {"ms": 1.0, "samples": {"a": 1.0}}}},
+            "samples of tritoncp are not a list",
+        ),
+        ({"contenders": {"tritoncp": {"ms": 1.0, "low": 0.9}}}, "a part of median and quartiles"),
+        ({"contenders": {"tritoncp": {"ms": 1.0, "n": "20"}}}, "is not a whole number"),
+        (
+            {"contenders": {"tritoncp": {"ms": 1.0, "peak_bytes": "much"}}},
+            "peak_bytes of tritoncp is not a number",
+        ),
+        ({"contenders": {"tritoncp": ["ms"]}}, "are not an object"),
+        ({"contenders": {" ": {"ms": 1.0}}}, "a contender has no name"),
+        ({"contenders": {"tritoncp": {"why": 5}}}, "neither ms nor why"),
+        ({"contenders": {"tritoncp": {}}}, "neither ms nor why"),
+        ({"case": "\ud800"}, "surrogates not allowed"),
+        ({"series": {"device": ["x"]}}, "series has a value that is no text"),
+        ({"goal": {"flex": 0}}, "goal has a value that is no positive number"),
+        ({"work": {"flops": "many"}}, "work has a value that is no number"),
+        ({"work": {"imbalance": [1.0]}}, "work has a value that is no number"),
+        ({"work": {"rank_work": [1, 2], "rank_bytes": [1]}}, "not one number for each rank"),
+        ({"work": {"rank_work": [1, 2]}}, "not one number for each rank"),
+        ({"case": " "}, "the case has no name"),
+        ({"env": {"torch": float("inf")}}, "NaN or infinite"),
+        ({"tags": json.loads("[" * 90 + "]" * 90)}, "nested more than 64 levels"),
+        ({"contenders": []}, "no attribute"),
+        ({"case": 7}, "case is not text"),
+        ({"series": {"gpu": "x"}}, "unexpected keyword"),
+        ({"tags": []}, "tags is not an object"),
+    ],
+)
+def test_a_line_without_a_measurement_is_refused(harm, why, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(point().as_line() | harm) + "\n")
+    history = read(tmp_path)
+    assert not history.points and why in history.problems[0].why
+
+
+@pytest.mark.parametrize("cut", [1, 20, -2, -1])
+def test_a_writer_that_died_in_a_line_costs_that_line_only(cut, tmp_path):
+    path = tmp_path / "a.jsonl"
+    for i in range(2):
+        append(path, point(str(i)).as_line())
+    content = path.read_bytes()
+    first = content.index(b"\n") + 1
+    path.write_bytes(content[:first] + content[first:][:cut])
+    append(path, point("after").as_line())
+    history = read(path)
+    complete = cut == -1  # all but the line's end was written
+    assert [read_point.case for read_point in history.points] == ["0", *["1"] * complete, "after"]
+    assert len(history.problems) == 1 - complete
+
+
+def test_a_full_disk_is_reported_and_leaves_earlier_lines(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl"
+    append(path, point("0").as_line())
+    content = path.read_bytes()
+    import os
+
+    write = os.write
+
+    def half(file, text):
+        if len(text) < 50:
+            raise OSError(28, "No space left on device")
+        return write(file, text[: len(text) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    with pytest.raises(DiskFull, match=r"No space left on device.*--resume"):
+        append(path, point("1").as_line())
+    monkeypatch.undo()
+    assert path.read_bytes() == content
+    append(path, point("2").as_line())
+    assert [read_point.case for read_point in read(path).points] == ["0", "2"]
+
+
+def test_a_run_on_a_full_device_stops_with_one_clear_message():
+    arguments = ["--device", "host", "--filter", "plan-*-64k", "--seconds", "0", "--out", "/dev/full"]
+    done = CliRunner().invoke(run.main, arguments)
+    assert done.exit_code == 2 and "Traceback" not in done.output
+    assert "/dev/full: No space left on device" in done.output and "--resume" in done.output
+
+
+def _many(path: Path, name: str) -> None:
+    for i in range(100):
+        append(path, point(f"{name}{i}", tags={"mask": name * 3000}).as_line())
+
+
+def test_two_writers_of_one_file_lose_nothing(tmp_path):
+    path = tmp_path / "a.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_many, args=(path, name)) for name in "ab"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+        assert writer.exitcode == 0
+    history = read(path)
+    assert history.problems == [] and len(history.points) == 200
+    for name in "ab":
+        own = [read_point.case for read_point in history.points if read_point.case.startswith(name)]
+        assert own == [f"{name}{i}" for i in range(100)]
+
+
+def test_a_run_is_resumed_only_on_the_same_code_and_device(tmp_path):
+    journal = Journal(tmp_path / "a.jsonl", "mine", SERIES, ENV)
+    journal.point("c", {"tritoncp": {"ms": 1.0}})
+    run_to_resume = find_unfinished(tmp_path, SERIES, ENV | {"commit": "another, of the same sources"})
+    assert run_to_resume == (tmp_path / "a.jsonl", journal.points)
+    assert find_unfinished(tmp_path, SERIES, ENV | {"sources": "changed"}) is None
+    assert find_unfinished(tmp_path, SERIES, ENV | {"torch": "2.14"}) is None
+    assert find_unfinished(tmp_path, SERIES._replace(clocks="locked"), ENV) is None
+    assert find_unfinished(tmp_path / "nowhere", SERIES, ENV) is None

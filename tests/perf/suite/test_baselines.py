@@ -1,0 +1,164 @@
+"""Every contender computes the case that it is timed on, in the forms of tritoncp and of PyTorch."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, varlen
+from torch.nn.attention import flex_attention as torch_flex
+
+from tritoncp.ops.sinks import with_sinks
+from tritoncp.perf.suite import baselines, check
+from tritoncp.perf.suite.cases import MASKS, Case, sink_logits
+from tritoncp.perf.suite.measure import work_of
+from tritoncp.reference.dense import dense_attention
+
+CPU = torch.device("cpu")
+
+
+def problem(mask: str):
+    case = Case(mask, "forward", 16384).shrunk()
+    return case, baselines.inputs(case, CPU)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
+    case, tensors = problem(mask)
+    expected = check.reference(case, tensors)
+    q, k, v = (x.detach().double().requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
+    closed = MASKS[mask].closed(case.seq)
+    rows = torch.arange(case.seq)
+    visible = None if closed is None else closed(None, None, rows[:, None], rows)[None, None]
+    dense = dense_attention(q, k, v, visible, MASKS[mask].score(case.heads, CPU))
+    sinks = sink_logits(case.heads, CPU)
+    oracle = with_sinks(dense.out, dense.lse, sinks)[0] if MASKS[mask].sinks else dense.out
+    grads = torch.autograd.grad(oracle, (q, k, v), tensors.dout.double())
+    for actual, expected_tensor in zip(expected, (oracle.detach(), *grads)):
+        assert check.errors(actual, expected_tensor).worst < 1e-12
+
+    contender = baselines.one_device(case, tensors)
+    for actual, expected_tensor in zip((contender.forward(), *contender.backward()), expected):
+        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_torch_flex_attention_computes_the_same_case(mask):
+    case, tensors = problem(mask)
+    # torch refuses to differentiate flex attention on a CPU
+    frozen = baselines.Inputs(*(x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)))
+    actual = baselines.flex(case, frozen).forward()
+    assert check.acceptable(check.errors(actual, check.reference(case, tensors).out), torch.float32)
+
+
+def test_few_queries_are_measured_as_all_are() -> None:
+    case = Case("full", "forward", 16384, queries=3).shrunk()
+    tensors = baselines.inputs(case, CPU)
+    expected_tensor = check.reference(case, tensors)
+    assert tensors.q.shape[2] == 3 and work_of(case).flops == 3 * work_of(replace(case, queries=1)).flops
+    frozen = baselines.Inputs(*(x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)))
+    dense = baselines.dense(case, tensors, SDPBackend.MATH)
+    for contender in (baselines.one_device(case, frozen), baselines.flex(case, frozen), dense):
+        assert check.acceptable(check.errors(contender.forward(), expected_tensor.out), torch.float32)
+    with pytest.raises(ValueError, match="causal-q3-16k-fwd: a case with few queries"):
+        baselines.inputs(Case("causal", "forward", 16384, queries=3), CPU)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+def test_dense_kernels_compute_the_same_case(mask, backend):
+    case, tensors = problem(mask)
+    contender = baselines.dense(case, tensors, backend)
+    for actual, expected_tensor in zip(
+        (contender.forward(), *contender.backward()), check.reference(case, tensors)
+    ):
+        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
+
+
+def test_a_kernel_without_grouped_heads_gets_them_repeated(monkeypatch):
+    case, tensors = problem("causal")
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def refuses_groups(*args, enable_gqa, **options):
+        if enable_gqa:
+            raise RuntimeError("No available kernel")
+        return attention(*args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", refuses_groups)
+    contender = baselines.dense(case, tensors, SDPBackend.MATH)
+    assert contender.repeat == 2
+    for actual, expected_tensor in zip(
+        (contender.forward(), *contender.backward()), check.reference(case, tensors)
+    ):
+        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
+
+
+@pytest.mark.parametrize("mask", ["document", "window"])
+def test_the_packed_kernel_computes_the_same_case(mask, monkeypatch):
+    """A dense stand-in follows the documentation of the GPU's kernel."""
+    case, tensors = problem(mask)
+
+    def stand_in(q, k, v, edges, edges_k, longest, longest_k, *, window_size, enable_gqa):
+        assert torch.equal(edges, edges_k) and enable_gqa
+        assert longest == longest_k == int(edges.diff().max())
+        rows = torch.arange(len(q))
+        document = torch.bucketize(rows, edges[1:], right=True)
+        gap = rows[:, None] - rows
+        left, right = (len(q) if width < 0 else width for width in window_size)
+        visible = (document[:, None] == document) & (gap <= left) & (-gap <= right)
+        batched = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return dense_attention(*batched, visible[None, None]).out[0].transpose(0, 1)
+
+    monkeypatch.setattr(varlen, "varlen_attn", stand_in)
+    contender = baselines.packed(case, tensors)
+    for actual, expected_tensor in zip(
+        (contender.forward(), *contender.backward()), check.reference(case, tensors)
+    ):
+        assert check.acceptable(check.errors(actual, expected_tensor), torch.float32)
+
+
+def test_the_packed_kernel_is_called_in_the_words_of_each_release():
+    options = baselines._varlen_options
+    assert options({"is_causal": 0}, -1, True) == {"is_causal": True}
+    assert options({"window_size": 0, "enable_gqa": 0}, 1023, True) == {
+        "window_size": (1023, 0),
+        "enable_gqa": True,
+    }
+    with pytest.raises(baselines.Unsupported, match="no window"):
+        options({"is_causal": 0}, 1023, False)
+
+
+@pytest.mark.parametrize("harm", ["one tile", "one row", "a NaN", "another scale"])
+def test_a_wrong_answer_is_not_acceptable(harm):
+    torch.manual_seed(0)
+    expected = torch.randn(1, 2, 1024, 64)
+    actual = expected.bfloat16()
+    assert check.acceptable(check.errors(actual, expected), torch.bfloat16)
+    if harm == "one tile":
+        actual[0, 1, 128:192] = actual[0, 1, 64:128].clone()
+    elif harm == "one row":
+        actual[0, 0, 77] = 0
+    elif harm == "a NaN":
+        actual[0, 0, 3, 3] = float("nan")
+    else:
+        actual *= 1.02
+    assert not check.acceptable(check.errors(actual, expected), torch.bfloat16)
+
+
+def test_an_unavailable_flash_backend_has_a_reason(monkeypatch):
+    case, tensors = problem("causal")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it is not installed
+    with pytest.raises(baselines.Unsupported, match="which is not installed"):
+        baselines.contenders(case, tensors, ["flex flash"])["flex flash"]()
+    monkeypatch.delitem(torch_flex.FlexKernelOptions.__annotations__, "BACKEND", raising=False)
+    with pytest.raises(baselines.Unsupported, match="has no kernel option BACKEND"):
+        baselines.contenders(case, tensors, ["flex flash"])["flex flash"]()
+
+
+def test_a_case_that_a_baseline_cannot_express_has_a_reason():
+    case, tensors = problem("prefix")
+    with pytest.raises(baselines.Unsupported, match="'prefix'"):
+        baselines.dense(case, tensors, SDPBackend.MATH)
+    with pytest.raises(baselines.Unsupported, match="'prefix'"):
+        baselines.packed(case, tensors)
+    assert set(baselines.contenders(case, tensors, ["flex"])) == {"tritoncp", "flex"}

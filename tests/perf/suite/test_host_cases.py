@@ -1,0 +1,122 @@
+"""Figures without a GPU: the calls that they time, and resuming a run that was killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tritoncp.kernels.engine import Launch
+from tritoncp.perf.records.history import read
+from tritoncp.perf.suite import host_cases
+from tritoncp.perf.suite.host_cases import CASES, HostCase, measure, measure_growth, no_launches
+
+ROOT = Path(__file__).parents[3]
+RUN = [sys.executable, "-m", "tritoncp", "perf", "run", "--device", "host", "--tier", "core", "--filter"]
+
+
+def test_names_are_unique():
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("case", host_cases.select("smoke"), ids=lambda case: case.name)
+def test_every_kind_of_case_gives_times_and_facts_about_its_work(case):
+    contenders, work = measure(case, 0.0)
+    assert 0 < contenders["tritoncp"]["low"] <= contenders["tritoncp"]["ms"]
+    if case.operation == "mask":
+        assert contenders["torch"]["ms"] > contenders["tritoncp"]["ms"]
+    if case.operation == "plan":
+        assert len(work["rank_work"]) == len(work["rank_bytes"]) == case.world
+        assert work["imbalance"] == pytest.approx(max(work["rank_work"]) / (sum(work["rank_work"]) / 8), 1e-3)
+        assert work["wire_bytes"] == max(work["rank_bytes"]) > 0
+
+
+@pytest.mark.parametrize("schedule", ["", "ring"])
+def test_a_call_makes_every_launch_and_runs_none(schedule, monkeypatch):
+    makers, _ = host_cases._call_contenders(
+        HostCase("backward", "causal", 256, 2 if schedule else 1, schedule)
+    )
+    launches = []
+    init = Launch.__new__
+    monkeypatch.setattr(Launch, "__new__", lambda *a, **k: launches.append(a) or init(*a, **k))
+    with no_launches():
+        run = makers["tritoncp"]()
+        forwards = len(launches)
+        grads = run()
+    assert forwards >= 1 and len(launches) - forwards >= 3  # delta, dQ, dK and dV
+    assert not grads[0].nan_to_num().any(), "no kernel wrote into the gradient"
+
+
+def test_memory_is_the_peak_of_a_run():
+    size = 64 << 20
+
+    def take_and_give_back():
+        for _ in range(3):
+            torch.zeros(size, dtype=torch.int8).add_(1)
+
+    assert 0.98 * size < measure_growth(take_and_give_back) < 2 * size
+    assert measure_growth(lambda: None) < size / 16
+
+
+def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
+    words = [*RUN, "plan-*-128k", "--out", str(tmp_path), "--seconds", "0"]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as killed:
+        while "plan-causal-w8-allgather" not in killed.stderr.readline():
+            assert killed.poll() is None
+        os.kill(killed.pid, signal.SIGKILL)
+    (path,) = tmp_path.glob("*.jsonl")
+    first_part = read(path)
+    assert 1 <= len(first_part.points) < 6 and len(first_part.problems) <= 1
+    done = subprocess.run([*words, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and f"{len(first_part.points)} cases are there" in done.stderr
+    after = read(path)
+    assert after.points[: len(first_part.points)] == first_part.points
+    names = [case.name for case in host_cases.select("core", "plan-*-128k")]
+    assert [point.case for point in after.points] == names
+    assert len({point.run for point in after.points}) == 1
+
+
+def test_kernels_are_written_once_and_again_when_they_change(tmp_path, monkeypatch):
+    from tritoncp.perf.records.history import Journal, Series
+
+    package = tmp_path / "package"
+    table = package / "kernels/configs/resources.json"
+    table.parent.mkdir(parents=True)
+    monkeypatch.setattr(host_cases.tritoncp, "__file__", str(package / "__init__.py"))
+    row = {"kernel": "dq", "arch": "sm_90", "head_dim": 64, "dtype": "bfloat16", "variant": "full"}
+    out = tmp_path / "history" / "a.jsonl"
+    out.parent.mkdir()
+    journal = Journal(out, "r", Series("CPU"), {})
+    host_cases.resources(journal)
+    assert not out.exists(), "no table, nothing to say"
+    for registers, lines in ((200, 1), (200, 1), (168, 2)):
+        table.write_text(json.dumps({"triton": "3.7.1", "rows": [row | {"registers": registers}]}))
+        host_cases.resources(journal)
+        assert len(read(out).resources) == lines
+    assert [line["registers"] for line in read(out).kernels()] == [168]
+    table.write_text(json.dumps({"triton": "3.8", "rows": [row]}))
+    host_cases.resources(journal, "kernel-sm_80-*")
+    assert len(read(out).resources) == 2
+
+
+def test_a_case_that_fails_is_a_line_and_the_others_go_on(tmp_path, monkeypatch):
+    from tritoncp.perf.records.history import Journal, Series
+
+    cases = host_cases.select("smoke")
+    real = host_cases.measure
+
+    def broken(case, seconds):
+        if case == cases[0]:
+            raise RuntimeError("out of something")
+        return real(case, seconds)
+
+    monkeypatch.setattr(host_cases, "measure", broken)
+    journal = Journal(tmp_path / "a.jsonl", "r", Series("CPU"), {})
+    assert host_cases.run(cases[:2], journal, time.monotonic() + 60, 0.0) == 1
+    failed, right = read(tmp_path / "a.jsonl").points
+    assert failed.own == {"why": "RuntimeError: out of something"} and right.ms

@@ -1,0 +1,161 @@
+"""Facts about the machine, from stand-ins for NVIDIA's tools, and without these tools."""
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tritoncp.perf.dashboard.changepoints import Cause, causes
+from tritoncp.perf.records.history import Point, append, read
+from tritoncp.perf.suite import machine, timing
+
+GPU = torch.device("cuda")
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def tools(monkeypatch):
+    """Return the answers of a stand-in for nvidia-smi, by field; queries have to name the GPU by its UUID."""
+    answers = {
+        "power.limit": "700.00 W",
+        "driver_version": "560.2",
+        "clocks.applications.graphics": "1980 MHz",
+    }
+    answers["clocks.default_applications.graphics"] = "1980 MHz"
+
+    def run_command(*command):
+        assert command[:2] == ("nvidia-smi", "--id=GPU-1234")
+        fields = command[2].removeprefix("--query-gpu=").split(",")
+        return ", ".join(answers[field] for field in fields)
+
+    monkeypatch.setattr(machine, "_run_command", run_command)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    return answers
+
+
+def test_a_series_is_the_device_its_power_limit_and_its_clocks(tools):
+    assert str(machine.series(GPU)) == "NVIDIA H200, 700.00 W, clocks default"
+    tools["clocks.applications.graphics"] = "1500 MHz"
+    assert machine.series(GPU).clocks == "1500 MHz"
+    assert machine.series(GPU, "locked 1200 MHz").clocks == "locked 1200 MHz"
+
+
+def test_the_ptxas_version_is_recorded_and_may_explain_a_change(tools, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(machine, "commit", lambda folder: "abc")
+    points = []
+    for version in ("12.8.93", "13.3.33"):
+        path = tmp_path / f"ptxas-{version}"
+        path.write_text(f"#!/bin/sh\necho 'release {version[:4]}, V{version}'\n")
+        path.chmod(0o755)
+        monkeypatch.setenv("TRITON_PTXAS_PATH", str(path))
+        env = machine.environment(GPU)
+        assert env["ptxas"] == version
+        points.append(Point(version, "2026-01-01", "c", machine.series(GPU), env, {"tritoncp": {"ms": 1.0}}))
+        append(tmp_path / "runs.jsonl", points[-1].as_line())
+    history = read(tmp_path)
+    assert history.points == points and not history.problems
+    assert causes(history.points, 1) == [Cause("ptxas", "12.8.93", "13.3.33", 0)]
+
+
+def test_a_machine_without_the_tools_says_less(monkeypatch, tools):
+    monkeypatch.setattr(machine, "_run_command", lambda *command: None)
+    assert machine.series(GPU) == machine.Series("NVIDIA H200", "", "default") and machine.state(GPU) == {}
+
+
+@pytest.mark.parametrize(
+    ("reasons", "on"),
+    [
+        (0, False),
+        (0x4, False),
+        (0x1 | 0x2, False),
+        (0x8, True),
+        (0x20, True),
+        (0x40 | 0x4, True),
+        (0x80, True),
+    ],
+    ids=hex,
+)
+def test_heat_and_power_brakes_are_throttling_and_a_power_cap_is_not(reasons, on, monkeypatch, tools):
+    def query(handle, out):
+        out._obj.value = reasons
+        return 0
+
+    library = SimpleNamespace(
+        nvmlInit_v2=lambda: 0,
+        nvmlDeviceGetHandleByUUID=lambda name, handle: 0 if name == b"GPU-1234" else 1,
+        nvmlDeviceGetCurrentClocksThrottleReasons=query,
+    )
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    assert machine.Brakes(GPU).on() is on
+    library.nvmlDeviceGetHandleByUUID = lambda name, handle: 2
+    assert not machine.Brakes(GPU).on(), "a device it does not know"
+
+
+def test_without_the_library_no_throttling_is_reported(monkeypatch):
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert not machine.Brakes(GPU).on()
+
+
+def test_throttled_rounds_get_rests_and_their_samples_are_left_out(monkeypatch):
+    rests = []
+    monkeypatch.setattr(timing.time, "sleep", rests.append)
+
+    class Hot:
+        count = 0
+
+        def sample(self, run):
+            self.count += 1
+            return timing.Sample(2.0, 0.1, True) if self.count % 2 else timing.Sample(1.0, 0.1)
+
+        def agree(self, x):
+            return x
+
+    figure = timing.time_interleaved({"a": lambda: None}, Hot(), seconds=1.0, least=20, most=20)["a"]
+    assert (figure.ms, len(figure.samples), figure.throttled) == (1.0, 10, 10)
+    assert rests == [timing.REST] * 4, "no longer than the rounds may take"
+    assert figure.rounded(samples=False)["throttled"] == 10
+
+
+def test_a_commit_with_changed_python_files_is_marked(tmp_path):
+    def git(*words):
+        identity = ["-c", "user.name=x", "-c", "user.email=x@example.com"]
+        subprocess.run(["git", "-C", tmp_path, *identity, *words], check=True, capture_output=True)
+
+    assert machine.commit(tmp_path / "nowhere") is None
+    git("init")
+    (tmp_path / "a.py").write_text("1\n")
+    (tmp_path / "history.jsonl").write_text("")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean = machine.commit(tmp_path)
+    assert len(clean) == 40
+    (tmp_path / "history.jsonl").write_text("{}\n")
+    assert machine.commit(tmp_path) == clean, "its own lines change nothing"
+    (tmp_path / "a.py").write_text("2\n")
+    assert machine.commit(tmp_path) == clean + "+"
+
+
+@pytest.mark.parametrize(
+    ("modules", "never"),
+    [
+        ("tritoncp.perf.cli", {"torch", "triton", "numpy", "scipy", "bokeh", "ruptures"}),
+        (
+            "tritoncp.perf.run, tritoncp.perf.suite.measure, tritoncp.perf.suite.host_cases",
+            {"scipy", "bokeh", "ruptures"},
+        ),
+        ("tritoncp.perf.dashboard.page", {"torch", "triton"}),
+    ],
+)
+def test_modules_load_only_the_packages_that_they_need(modules, never):
+    code = f"import sys, {modules}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not never & set(run.stdout.split())

@@ -1,0 +1,126 @@
+"""Counted work against brute force over the dense mask, and against the bytes that schedules send."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import tritoncp
+from tritoncp import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
+from tritoncp.distributed import collectives
+from tritoncp.masks.mask import full_mask
+from tritoncp.perf.suite.cases import CASES, MASKS
+from tritoncp.perf.suite.work import Shape, of_plan, visible
+
+N = 200  # not a multiple of any block
+MODS = {
+    "causal": causal(),
+    "window": sliding_window(37, 5),
+    "documents": and_masks(causal(), document(lengths=[50, 3, 90, 57])),
+    "documents by batch row": document(lengths=torch.tensor([[100, 100], [20, 180]])),
+    "prefix": prefix_lm(61),
+    "code": lambda b, h, q, kv: (q - kv) % 3 == h,
+    "nothing": lambda b, h, q, kv: q < 0,
+}
+SHAPE = Shape(batch=2, heads=4, kv_heads=2, dim=16, v_dim=32, itemsize=2)
+
+
+def mask_of(name: str):
+    if name == "full":
+        return full_mask(N, N, block=32)
+    heads = 4 if name == "code" else 1
+    return create_block_mask(MODS[name], 2 if "batch" in name else 1, heads, N, N, BLOCK_SIZE=(32, 64))
+
+
+@pytest.mark.parametrize("name", [*MODS, "full"])
+def test_visible_keys_are_those_of_the_dense_mask(name):
+    mask = mask_of(name)
+    assert torch.equal(visible(mask, 2, 4).expand(2, 4, -1), mask.to_dense(2, 4).sum(-1))
+
+
+def test_a_mask_listed_for_one_head_is_evaluated_for_every_head():
+    mask = create_block_mask(lambda b, h, q, kv: q + h >= kv, 1, 1, N, N, BLOCK_SIZE=64)
+    assert torch.equal(visible(mask, 2, 4), mask.to_dense(2, 4).sum(-1))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", [*MODS, "full"])
+def test_each_rank_does_the_work_of_its_own_rows(name, world):
+    plan = tritoncp.make_plan(mask_of(name), world_size=world, rank=0)
+    dense = plan.mask.to_dense(2, 4)
+    total_flops = 0
+    for rank in range(world):
+        rank_plan = plan.for_rank(rank)
+        local = rank_plan.positions.expand(2, -1)
+        visible_pairs = torch.stack(
+            [rows[:, at.clamp(min=0)] for rows, at in zip(dense, local)]
+        )  # [2, 4, S, N]
+        visible_pairs &= (local >= 0)[:, None, :, None]
+        pairs = int(visible_pairs.sum())
+        forward, backward = (of_plan(rank_plan, SHAPE, direction) for direction in ("forward", "backward"))
+        assert forward.flops == 2 * pairs * (16 + 32)
+        assert backward.flops == 2 * pairs * (16 + 32 + 32 + 16 + 16)
+        total_flops += forward.flops
+
+        blocks = torch.nn.functional.pad(visible_pairs, (0, -N % 64)).unflatten(-1, (-1, 64))
+        touched = blocks.any(-1).any(2).unflatten(1, (2, 2)).any(2)  # [2, KV heads, KV blocks]
+        width = torch.tensor([64, 64, 64, N - 192])
+        kv_rows = int((touched * width).sum())
+        rows = int((local >= 0).sum()) * 4
+        assert forward.hbm == rows * (16 + 32) * 2 + rows * 4 + kv_rows * (16 + 32) * 2
+        grad = 2 if world == 1 else 4
+        assert backward.hbm == rows * (2 * (16 + 32) * 2 + 4) + kv_rows * (16 + 32) * (2 + grad)
+    assert total_flops == 2 * int(dense.sum()) * (16 + 32)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_wire_bytes_are_the_bytes_that_a_simulated_world_sends(world, monkeypatch):
+    sent = {"forward": 0, "backward": 0}
+    direction, turn = "forward", collectives._turn
+
+    def spy(requests):
+        for request in requests:
+            if isinstance(request, collectives.AllGather):
+                sent[direction] += request.x.nbytes * (world - 1)
+            elif isinstance(request, collectives.ReduceScatter):
+                sent[direction] += request.x.nbytes * (world - 1) // world
+        return turn(requests)
+
+    monkeypatch.setattr(collectives, "_turn", spy)
+    simulated = tritoncp.simulate(world)
+    plan = simulated.make_plan(create_block_mask(causal(), 1, 1, 96, 96, BLOCK_SIZE=16))
+    shape = Shape(batch=1, heads=2, kv_heads=2, dim=16, v_dim=32, itemsize=4)
+    q, k, v = (
+        simulated.shard(torch.randn(1, 2, 96, width, requires_grad=True), plan, dim=2)
+        for width in (16, 16, 32)
+    )
+    outs = simulated.flex_attention(q, k, v, plan)
+    direction = "backward"
+    torch.autograd.grad(sum(out.sum() for out in outs), (*q, *k, *v))
+    for direction in sent:
+        assert (
+            sum(of_plan(plan.for_rank(r), shape, direction).wire for r in range(world)) == sent[direction]
+        ), direction
+
+
+def test_cases_have_masks_and_unique_names_and_both_forms_of_a_mask_agree():
+    assert len({case.name for case in CASES}) == len(CASES)
+    assert {case.mask for case in CASES} == set(MASKS)
+    for name, mask in MASKS.items():
+        closed, plain = mask.closed(N), mask.plain(N, torch.device("cpu"))
+        assert (closed is None) == (plain is None), name
+        if closed is not None:
+            q, kv = torch.arange(N)[:, None], torch.arange(N)[None, :]
+            assert torch.equal(closed(None, None, q, kv), plain(None, None, q, kv)), name
+
+
+def test_a_name_never_changes_its_meaning():
+    """Histories are compared by name. A new case adds a line to the file; no line is ever changed."""
+    case_by_name = {case.name: case for case in CASES}
+    frozen = (Path(__file__).parent / "frozen_cases.txt").read_text().splitlines()
+    assert len(frozen) == len(CASES), "add the new cases' lines"
+    for line in frozen:
+        name, *fields = line.split(" ")
+        for field in fields:
+            key, value = field.split("=")
+            assert str(getattr(case_by_name[name], key)) == value, (name, key)

@@ -1,0 +1,1 @@
+"""Translation of a traced torch graph of one attention element to Triton source, and of its gradient."""

@@ -1,0 +1,176 @@
+"""Index maps: gathers, slices and reshapes of tensors that are never made.
+
+For a `Lazy` the map goes from an index of the result to an index of the source; for a `Sparse` gradient it
+goes the other way, which is why the backward of every view is here beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from tritoncp.mods.translate.integer_ranges import Interval
+from tritoncp.mods.translate.symbolic import (
+    Block,
+    Dim,
+    Entry,
+    Index,
+    Indices,
+    Lazy,
+    Scalar,
+    Sparse,
+    as_rep,
+    constant,
+    fixed,
+)
+
+ZERO = Index(constant(0, torch.int64), None)
+_ANY = Interval(0, 2**63 - 1)
+
+
+def at(value: Scalar | Lazy, indices: Indices, out_rank: int) -> Scalar:
+    """Element of a value broadcast to `out_rank` dimensions."""
+    if isinstance(value, Scalar):
+        return value
+    own = indices[out_rank - len(value.shape) :]
+    return value.at(
+        tuple(ZERO if dim.size == 1 else index for dim, index in zip(value.shape, own, strict=True))
+    )
+
+
+def broadcast(shape: Sequence[int], values: Sequence[Scalar | Lazy | Sparse]) -> tuple[Dim, ...]:
+    """The dimensions of a result, read from the operands where one of them has that size."""
+    dims = [fixed(size) for size in shape]
+    for value in values:
+        own = () if isinstance(value, Scalar) else value.shape
+        for i, dim in enumerate(own, start=len(shape) - len(own)):
+            if dim.size == shape[i] and dims[i].text.isdigit():
+                dims[i] = dim
+    return tuple(dims)
+
+
+def wrap(block: Block, dim: Dim, index: Scalar) -> Index:
+    """A user's index into a dimension: negative ones count from the end, others out of range are invalid."""
+    if index.const is not None and dim.text.isdigit():
+        known = int(index.const) % dim.size if -dim.size <= index.const < dim.size else 0
+        return Index(constant(known, torch.int64), None)
+    assert index.range is not None, "an index is an integer"
+    text = index.text if index.const is None else str(int(index.const))
+    if index.range.lo >= 0:
+        return Index(index, f"({text} < {dim.text})")
+    name = block.name(f"wrap({text}, {dim.text})", "wrapped")
+    place = Scalar(name, torch.int64, "index", _ANY, None, index.axes)
+    return Index(place, f"inside({name}, {dim.text})")
+
+
+def gather(block: Block, source: Lazy, indices: Sequence[Scalar | Lazy | None]) -> Scalar | Lazy:
+    """source[i0, :, i1, ...] with integer tensors of any shape, as torch's advanced indexing."""
+    used = [i for i, index in enumerate(indices) if index is not None]
+    given = [indices[i] for i in used]
+    index_shape = _common_shape([g for g in given if g is not None])
+    together = used == list(range(used[0], used[0] + len(used))) if used else True
+    before = used[0] if together and used else 0
+    kept = [i for i in range(len(source.shape)) if i not in used]
+    shape = tuple(source.shape[i] for i in kept)
+    shape = shape[:before] + index_shape + shape[before:]
+
+    def place(result: Indices) -> Scalar:
+        inner = result[before : before + len(index_shape)]
+        rest = iter(result[:before] + result[before + len(index_shape) :])
+        full: list[Index] = [next(rest) if i in kept else ZERO for i in range(len(source.shape))]
+        for i, index in zip(used, given, strict=True):
+            assert index is not None
+            full[i] = wrap(block, source.shape[i], at(index, inner, len(index_shape)))
+        return source.at(tuple(full))
+
+    return Lazy(shape, source.dtype, place, source.fill) if shape else place(())
+
+
+def _common_shape(values: Sequence[Scalar | Lazy]) -> tuple[Dim, ...]:
+    shapes = [[dim.size for dim in value.shape] if isinstance(value, Lazy) else [] for value in values]
+    return broadcast(torch.broadcast_shapes(*shapes), values) if shapes else ()
+
+
+def scatter(block: Block, shape: tuple[Dim, ...], indices: Sequence[Scalar | None], values: Sparse) -> Sparse:
+    """The backward of `gather` by 0-d indices: zeros with `values` at the indices."""
+    full = list(indices) + [None] * (len(shape) - len(indices))
+    places = [
+        None if index is None else wrap(block, dim, index) for dim, index in zip(shape, full, strict=True)
+    ]
+    entries = []
+    for entry in values.entries:
+        rest = iter(entry.indices)
+        entries.append(Entry(tuple(next(rest) if place is None else place for place in places), entry.value))
+    return Sparse(shape, values.dtype, tuple(entries))
+
+
+def shifted(block: Block, index: Index, start: int, step: int) -> Index:
+    """start + index * step, start >= 0."""
+    if (start, step) == (0, 1):
+        return index
+    if index.at.const is not None:
+        return Index(constant(start + step * int(index.at.const), torch.int64), index.valid)
+    text = as_rep(index.at, "int64")
+    text = text if step == 1 else f"{text} * {step}"
+    text = block.name(text if not start else f"{start} + {text}", "moved")
+    return Index(Scalar(text, torch.int64, "int64", _ANY, None, index.at.axes), index.valid)
+
+
+def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[int]) -> Indices:
+    """The index, in a contiguous tensor of shape `new`, of the element at `indices` in one of shape `old`.
+
+    Each part of it is valid only if all of `indices` are, as others may be dropped on the way.
+    """
+    if [s for s in old if s != 1] == [s for s in new if s != 1]:
+        rest = iter(index for index, size in zip(indices, old, strict=True) if size != 1)
+        return tuple(ZERO if size == 1 else next(rest) for size in new)
+    terms, axes, valid = [], frozenset[str](), [i.valid for i in indices if i.valid]
+    for i, index in enumerate(indices):
+        stride = math.prod(old[i + 1 :])
+        axes |= index.at.axes
+        if index.at.const != 0:
+            terms.append(f"{as_rep(index.at, 'int64')} * {stride}")
+    flat = block.name(" + ".join(terms) if terms else "tl.full((), 0, tl.int64)", "flat")
+    out, check = [], " & ".join(dict.fromkeys(valid)) or None
+    for i, size in enumerate(new):
+        stride = math.prod(new[i + 1 :])
+        text = f"{flat} // {stride}" if i == 0 else f"({flat} // {stride}) % {size}"
+        name = block.name(text, "unravelled")
+        out.append(Index(Scalar(name, torch.int64, "int64", _ANY, None, axes), check))
+    return tuple(out)
+
+
+def sizes(shape: Sequence[Dim]) -> list[int]:
+    return [dim.size for dim in shape]
+
+
+def remap(value: Lazy, shape: tuple[Dim, ...], pick: object) -> Scalar | Lazy:
+    """A view of a Lazy: `pick` maps an index of the result to one of the source."""
+    assert callable(pick)
+    if not shape:
+        return value.at(pick(()))
+    return Lazy(shape, value.dtype, lambda result: value.at(pick(result)), value.fill)
+
+
+def collapse(value: Sparse, block: Block, add: object) -> Scalar | Sparse:
+    """A Sparse without dimensions is the sum of its entries."""
+    if value.shape:
+        return value
+    assert callable(add)
+    total = constant(0, value.dtype)
+    for n, entry in enumerate(value.entries):
+        total = entry.value if n == 0 else add(block, value.dtype, total, entry.value)
+    return total
+
+
+def as_sparse(value: Scalar | Sparse | Lazy) -> Sparse:
+    """A 0-d gradient is one entry without an index; a dense zero has none."""
+    if isinstance(value, Scalar):
+        return Sparse((), value.dtype, (Entry((), value),))
+    if isinstance(value, Lazy):
+        if value.fill != 0:
+            raise NotImplementedError("a dense gradient of a whole captured tensor")
+        return Sparse(value.shape, value.dtype, ())
+    return value

@@ -1,0 +1,124 @@
+"""Views and gathers of captured tensors, node by node: aten's arguments -> the index maps of `views`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from tritoncp.mods.translate.index_maps import at, broadcast, gather, remap, reshape, shifted, sizes, wrap
+from tritoncp.mods.translate.integer_ranges import Interval
+from tritoncp.mods.translate.symbolic import Block, Index, Lazy, Scalar, Value, as_rep, fixed, weak
+
+
+def op_name(node: fx.Node) -> str:
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", str(node.target))
+    return name if name.startswith("__") else name.removesuffix("_")
+
+
+def _index(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
+    return gather(block, inputs[0], inputs[1])
+
+
+def _select(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
+    source, dim, index = inputs[0], int(node.args[1]) % len(inputs[0].shape), node.args[2]  # type: ignore
+    place = wrap(block, source.shape[dim], weak(index))  # type: ignore[arg-type]
+    shape = source.shape[:dim] + source.shape[dim + 1 :]
+    return remap(source, shape, lambda r: (*r[:dim], place, *r[dim:]))
+
+
+def _slice(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
+    source = inputs[0]
+    dim, start, step = _slice_bounds(node, sizes(source.shape))
+    if result.shape[dim] == source.shape[dim].size:
+        return source
+    shape = (*source.shape[:dim], fixed(result.shape[dim]), *source.shape[dim + 1 :])
+    return remap(source, shape, lambda r: (*r[:dim], shifted(block, r[dim], start, step), *r[dim + 1 :]))
+
+
+def _slice_bounds(node: fx.Node, shape: Sequence[int]) -> tuple[int, int, int]:
+    """(dim, start, step) of a slice node, dim and start made non-negative."""
+    given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim = int(given[0]) % len(shape)
+    begin, _, step = slice(*given[1:]).indices(shape[dim])
+    return dim, begin, step
+
+
+def _permute(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
+    source = inputs[0]
+    order = permutation(node, len(source.shape))
+    inverse = [order.index(i) for i in range(len(order))]
+    return remap(source, tuple(source.shape[i] for i in order), lambda r: tuple(r[i] for i in inverse))
+
+
+def permutation(node: fx.Node, rank: int) -> list[int]:
+    """The order of the source's dimensions in the result of permute, transpose or t."""
+    if op_name(node) == "permute":
+        return [int(d) % rank for d in node.args[1]]  # type: ignore
+    order = list(range(rank))
+    i, j = (int(d) % rank for d in (node.args[1:] or (0, -1)))  # type: ignore[arg-type]
+    order[i], order[j] = order[j], order[i]
+    return order
+
+
+def _expand(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
+    source, rank = inputs[0], result.ndim
+    shape = broadcast(list(result.shape), [source])
+    return (
+        Lazy(shape, result.dtype, lambda r: at(source, r, rank), getattr(source, "fill", None))
+        if rank
+        else source
+    )
+
+
+def _view(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
+    source = inputs[0]
+    if isinstance(source, Scalar):
+        return (
+            source
+            if not result.ndim
+            else Lazy(tuple(map(fixed, result.shape)), source.dtype, lambda _: source)
+        )
+    old, new = sizes(source.shape), list(result.shape)
+    kept = iter(dim for dim in source.shape if dim.size != 1)
+    plain = [s for s in old if s != 1] == [s for s in new if s != 1]
+    shape = tuple(fixed(s) if s == 1 or not plain else next(kept) for s in new)
+    return remap(source, shape, lambda r: reshape(block, r, new, old))
+
+
+def _flip(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
+    source = inputs[0]
+    dims = {int(d) % result.ndim for d in node.args[1]}  # type: ignore
+
+    def turned(i: int, index: Index) -> Index:
+        text = block.name(f"{source.shape[i].text} - 1 - {as_rep(index.at, 'int64')}", "flipped")
+        return Index(Scalar(text, torch.int64, "int64", Interval(0, 2**62), None, index.at.axes), index.valid)
+
+    return remap(
+        source, source.shape, lambda r: tuple(turned(i, x) if i in dims else x for i, x in enumerate(r))
+    )
+
+
+def _embedding(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
+    return gather(block, inputs[0], [inputs[1]])
+
+
+VIEWS: dict[str, Callable[..., Value]] = {
+    "index": _index,
+    "_unsafe_index": _index,
+    "embedding": _embedding,
+    "select": _select,
+    "slice": _slice,
+    "permute": _permute,
+    "transpose": _permute,
+    "t": _permute,
+    "expand": _expand,
+    "view": _view,
+    "_unsafe_view": _view,
+    "reshape": _view,
+    "unsqueeze": _view,
+    "squeeze": _view,
+    "flip": _flip,
+}
