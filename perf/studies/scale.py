@@ -196,9 +196,9 @@ INTRODUCTION = """# Plans at scale
 
 Made by `python -m tritoncp.perf.studies.scale --out docs/scaling.md` ({count} plans; one CPU core, no GPU;
 nothing here ran attention). Masks: causal; documents as a corpus packs them (log-normal lengths, median 1400
-tokens, in a causal mask); a causal window of 4096 tokens; a prefix of a quarter of the sequence; documents in that
-window. Blocks of 128 tokens; a layer of 32 query and 8 key heads of 128 in bfloat16. What schedules would
-take is predicted by the cost model behind `schedule="auto"`, from datasheets, and not measured.
+tokens, in a causal mask); a causal window of 4096 tokens; a prefix of a quarter of the sequence; documents
+in that window. Blocks of 128 tokens; a layer of 32 query and 8 key heads of 128 in bfloat16. What schedules
+would take is predicted by the cost model behind `schedule="auto"`, from datasheets, and not measured.
 
 The time of a plan is one rank's: to place the blocks, to choose a schedule, and to make the tables of its
 first step. Its memory is the most the process held beyond what it held before. The mask is made before, and

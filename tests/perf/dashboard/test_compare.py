@@ -237,7 +237,10 @@ def test_pytest_benchmarks_are_imported(tmp_path):
         json.loads(source.read_text())
     )
     for point in history.points:
-        assert point.case.startswith("suite/bench.py::test_case[plan-causal-w8-") and point.tags["mask"] == "causal"
+        assert (
+            point.case.startswith("suite/bench.py::test_case[plan-causal-w8-")
+            and point.tags["mask"] == "causal"
+        )
         assert len(point.own["samples"]) == 15 and point.env["torch"]
         assert point.own["low"] <= point.ms <= point.own["high"]
     bad = CliRunner().invoke(main, ["perf", "import", str(out), "--out", str(tmp_path / "x.jsonl")])
