@@ -22,7 +22,8 @@ from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.studies.balance import Numbers, corpus_lengths
 from tritoncp.planning import cost
 from tritoncp.planning.balance import balancers
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
 from tritoncp.planning.traffic import Hop
 
 SIZES = (128, 512, 1024, 2048, 8192)

@@ -11,9 +11,12 @@ from PIL import Image
 
 from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
 from tritoncp.masks.mask import create_block_mask, full_mask
-from tritoncp.planning import picture
-from tritoncp.planning.picture import FULL, HIDDEN, MASKED, PAPER, SIDE, SOME
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning import report
+from tritoncp.planning.build import build
+from tritoncp.planning.drawing import page as html_page
+from tritoncp.planning.drawing import picture, rasters
+from tritoncp.planning.drawing.rasters import FULL, HIDDEN, MASKED, PAPER, SIDE, SOME
+from tritoncp.planning.plan import Plan
 from tritoncp.planning.report import Facts, colours
 
 
@@ -30,7 +33,7 @@ def faded(colour: tuple[int, int, int], shade: float) -> torch.Tensor:
 @pytest.mark.parametrize("size", [1024, 1000])
 def test_every_pixel_has_the_colour_of_its_owner_and_the_strength_of_its_pair(size, balancer) -> None:
     plan, side = packed(size, 4, balancer), 64
-    pixels, dense = picture.mask_pixels(plan, side).int(), plan.mask.to_dense()[0, 0]
+    pixels, dense = rasters.mask_pixels(plan, side).int(), plan.mask.to_dense()[0, 0]
     kinds, paint = plan.mask.runs.to_kinds()[0, 0], colours(4)
     holder = torch.full((size,), -1)
     for rank in range(4):
@@ -47,7 +50,7 @@ def test_every_pixel_has_the_colour_of_its_owner_and_the_strength_of_its_pair(si
 
 def test_where_a_pixel_is_many_blocks_it_shows_their_share() -> None:
     plan, side = packed(4096, 2, "contiguous", block=16), 32  # 8 x 8 blocks a pixel
-    pixels = picture.mask_pixels(plan, side).int()
+    pixels = rasters.mask_pixels(plan, side).int()
     listed = (plan.mask.runs.to_kinds()[0, 0] != 3).float().view(side, 8, side, 8).mean((1, 3))
     strength = torch.where(listed > 0, SOME + (1 - SOME) * listed, 0)
     for y in range(side):
@@ -59,7 +62,7 @@ def test_where_a_pixel_is_many_blocks_it_shows_their_share() -> None:
 def test_a_thin_window_over_a_long_sequence_is_still_seen() -> None:
     size = 1 << 18
     plan = build(create_block_mask(sliding_window(10), 1, 1, size, size), 8, balancer="contiguous")
-    pixels = picture.mask_pixels(plan, 256)
+    pixels = rasters.mask_pixels(plan, 256)
     assert bool((pixels.diagonal().T != 255).any(1).all()) and bool((pixels[0, -1] == 255).all())
 
 
@@ -67,23 +70,23 @@ def test_a_thin_mask_has_a_detail_of_its_first_tokens() -> None:
     size = 1 << 17
     packed_long = and_masks(causal(), document(lengths=[1000] * (size // 1000) + [size % 1000]))
     plan = build(create_block_mask(packed_long, 1, 1, size, size), 8)
-    length = picture.lens(plan, picture.mask_pixels(plan))
-    assert length == picture.LENS // 2 * 128
-    pixels, kinds = picture.mask_pixels(plan, 64, 2048).int(), plan.mask.runs.to_kinds()[0, 0]
+    length = rasters.lens(plan, rasters.mask_pixels(plan))
+    assert length == rasters.LENS // 2 * 128
+    pixels, kinds = rasters.mask_pixels(plan, 64, 2048).int(), plan.mask.runs.to_kinds()[0, 0]
     at = [int((i + 0.5) * 2048 / 64) for i in range(64)]
     for (y, q), (x, kv) in product(enumerate(at), enumerate(at)):
         visible = kv <= q and kv // 1000 == q // 1000
         shade = {3: 0.0, 1: FULL}.get(int(kinds[q // 128, kv // 128]), MASKED if visible else HIDDEN)
         want = faded(colours(8)[int(plan.owners[0, q // 128])], shade)
         assert (pixels[y, x] - want).abs().max() <= 1, (q, kv)
-    assert picture.html(Facts.of(plan)).count("data:image/png") == 3
+    assert html_page.html(Facts.of(plan)).count("data:image/png") == 3
     for other in (packed(4096, 4), build(full_mask(size, size), 8)):  # blocks to be seen; no empty corner
-        assert picture.lens(other, picture.mask_pixels(other)) == 0
+        assert rasters.lens(other, rasters.mask_pixels(other)) == 0
 
 
 def test_several_heads_and_ragged_shapes_are_drawn() -> None:
     plan = build(full_mask(1000, 300, B=2, H=3, block=(64, 32)), 3)
-    assert picture.mask_pixels(plan, 40).shape == (40, 40, 3) and picture.mask_pixels(plan, 8).shape == (
+    assert rasters.mask_pixels(plan, 40).shape == (40, 40, 3) and rasters.mask_pixels(plan, 8).shape == (
         8,
         8,
         3,
@@ -94,20 +97,20 @@ def test_several_heads_and_ragged_shapes_are_drawn() -> None:
 @pytest.mark.parametrize("world_size", [1, 4, 700])
 def test_bars_are_the_work(world_size: int) -> None:
     work = [float(rank % 7 + 1) for rank in range(world_size)]
-    drawn = picture._columns(work)
-    assert all(left >= 0 and left + wide <= picture.WIDE + 1e-6 for left, wide, _ in drawn)
+    drawn = rasters.bar_columns(work)
+    assert all(left >= 0 and left + wide <= rasters.WIDE + 1e-6 for left, wide, _ in drawn)
     bars = {rank for _, _, rank in drawn}
     assert bars == set(range(world_size)) or max(work) == max(work[rank] for rank in bars)
 
 
 def test_reads_are_darker_for_more_and_its_own_apart() -> None:
     facts = Facts.of(packed(4096, 4), heads=4, kv_heads=2)
-    pixels, reads = picture.reads_pixels(facts), facts.reads
-    assert pixels.shape == (4, 4, 3) and tuple(pixels[1, 1].tolist()) == picture.OWN
+    pixels, reads = rasters.reads_pixels(facts), facts.reads
+    assert pixels.shape == (4, 4, 3) and tuple(pixels[1, 1].tolist()) == rasters.OWN
     remote = [(int(reads[r, s]), int(pixels[r, s].int().sum())) for r in range(4) for s in range(4) if r != s]
     ordered = sorted(remote)
     assert [dark for _, dark in ordered] == sorted((dark for _, dark in remote), reverse=True)
-    assert picture.reads_pixels(facts, side=2).shape == (2, 2, 3)
+    assert rasters.reads_pixels(facts, side=2).shape == (2, 2, 3)
 
 
 def test_plot_returns_the_saved_picture(tmp_path) -> None:
@@ -147,7 +150,7 @@ def test_the_page_is_self_contained(tmp_path) -> None:
         assert f"<title>rank {rank}: {blocks:g} blocks</title>" in text
     facts = Facts.of(plan, heads=16, kv_heads=4)
     for estimate in facts.costs:
-        assert estimate.schedule in page.said and picture.duration(estimate.forward) in page.said
+        assert estimate.schedule in page.said and report.format_seconds(estimate.forward) in page.said
     assert f"{plan.imbalance:.3f}" in page.said
 
 
@@ -155,7 +158,7 @@ def test_one_rank_has_a_picture_and_a_page() -> None:
     facts = Facts.of(packed(1024, 1))
     page = BytesIO()
     picture.paint(facts).save(page, "PNG")
-    assert "nothing travels" in picture.html(facts) and page.tell() > 1000
+    assert "nothing travels" in html_page.html(facts) and page.tell() > 1000
 
 
 def test_without_pillow_the_error_says_what_to_install(monkeypatch) -> None:

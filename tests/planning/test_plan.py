@@ -30,9 +30,10 @@ from tritoncp.masks.mask import (
 )
 from tritoncp.ops import engine_factory
 from tritoncp.planning import cost, traffic
-from tritoncp.planning.balance import MASKED
+from tritoncp.planning.build import build
 from tritoncp.planning.placement import Placement, row_positions
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.work import MASKED_BLOCK_COST
 
 BALANCERS = ["ptrr", "head_tail", "contiguous", None]
 
@@ -72,7 +73,7 @@ def plans(draw: Callable) -> Plan:
 def test_work_sums_to_the_listed_blocks_of_the_mask(mask: Mask, world_size: int) -> None:
     masked, full = mask.runs.counts()
     tokens = torch.tensor([min(mask.q_block, mask.q_len - i) for i in range(0, mask.q_len, mask.q_block)])
-    want = float(((MASKED * masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
+    want = float(((MASKED_BLOCK_COST * masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
     for balancer in BALANCERS:
         plan = build(mask, world_size, balancer=balancer)
         # A placement shared by batch rows does each row's work; one per row, its own.
@@ -86,8 +87,8 @@ def test_a_causal_mask_is_balanced_and_natural_order_is_not() -> None:
     work = {name: build(mask, 4, balancer=name) for name in BALANCERS}
     assert work["head_tail"].imbalance == 1 and work["ptrr"].imbalance == 1
     blocks = [10, 26, 42, 58]  # of which four are masked
-    assert work[None].work == [n + 4 * (MASKED - 1) for n in blocks] == work["contiguous"].work
-    assert work[None].imbalance == pytest.approx((54 + 4 * MASKED) / (30 + 4 * MASKED))
+    assert work[None].work == [n + 4 * (MASKED_BLOCK_COST - 1) for n in blocks] == work["contiguous"].work
+    assert work[None].imbalance == pytest.approx((54 + 4 * MASKED_BLOCK_COST) / (30 + 4 * MASKED_BLOCK_COST))
 
 
 def test_per_row_placements_balance_each_batch_row() -> None:

@@ -8,9 +8,9 @@ import pytest
 from tritoncp.masks.closed_forms import and_masks, causal, document
 from tritoncp.masks.mask import create_block_mask
 from tritoncp.planning import cost
+from tritoncp.planning.build import build
 from tritoncp.planning.cost import NVLINK
-from tritoncp.planning.plan import build
-from tritoncp.planning.report import WIDTH, Facts, blocks, colours, picture, spans, text
+from tritoncp.planning.report import WIDTH, Facts, blocks, colours, spans, text
 
 
 def plan(size=1024, world_size=4, balancer="ptrr"):
@@ -23,7 +23,7 @@ def plan(size=1024, world_size=4, balancer="ptrr"):
 @pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
 def test_every_block_is_labelled_with_its_owner(balancer):
     drawn = plan(balancer=balancer)
-    lines = picture(drawn).splitlines()[3:11]
+    lines = str(drawn).splitlines()[3:11]
     assert [line.rank for line in blocks(drawn)[1:]] == drawn.owners[0].tolist()
     assert [int(line.split()[0]) for line in lines] == drawn.owners[0].tolist()
     assert [line.split()[1] for line in lines] == drawn.mask.draw().splitlines()
@@ -31,7 +31,7 @@ def test_every_block_is_labelled_with_its_owner(balancer):
 
 def test_work_and_imbalance_are_the_plans():
     drawn = plan()
-    _, _, work, _ = picture(drawn).split("\n\n")
+    _, _, work, _ = str(drawn).split("\n\n")
     title, *bars = work.splitlines()
     assert f"max/mean {drawn.imbalance:.3f}" in title
     assert [float(bar.split()[-1]) for bar in bars] == drawn.work
@@ -81,15 +81,13 @@ def test_every_rank_has_a_colour_of_its_own():
 
 
 def test_a_long_plan_fits_a_screen():
-    lines = picture(plan(size=128 * 200, world_size=64)).splitlines()
+    lines = str(plan(size=128 * 200, world_size=64)).splitlines()
     assert len(lines) <= WIDTH + 6 + 8
     assert all(len(line) <= 2 * WIDTH for line in lines[1:])
 
 
 def test_a_world_of_one_is_drawn():
-    assert picture(plan(world_size=1)).startswith(
-        "Plan: 1024 queries × 1024 keys, blocks of 128 × 128; 1 rank;"
-    )
+    assert str(plan(world_size=1)).startswith("Plan: 1024 queries × 1024 keys, blocks of 128 × 128; 1 rank;")
 
 
 def test_spans():

@@ -41,7 +41,7 @@ def _engine(
     """Return the engine of a pass over q, k, v and other tensors. It is cached with the plan, by the layouts
     of the tensors, unless a graph carries the score_mod, which may read globals."""
     call, device = Spec.decode(spec), q[0].device
-    kernels, cache = engine_factory.uses_triton(device), plan._once("engines", dict)
+    kernels, cache = engine_factory.uses_triton(device), plan.compute_once("engines", dict)
     reusable = kernels and call.carried is None
     key = reusable and (
         spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
@@ -80,7 +80,7 @@ def _measured_tiles(
     """Return the mask_mod of a call and its measured tiles. If tuning is requested, all ranks may measure
     tiles together: the decision does not depend on properties that differ between ranks."""
     call, (_, heads, rows, d), e = Spec.decode(spec), q[0].shape, v.shape[3]
-    cache = plan._once("measured", dict)
+    cache = plan.compute_once("measured", dict)
     key = spec, tiles, q[0].device, q[0].dtype, q[0].shape, v.shape, plan.rank, plan.schedule, plan.degree
     if (cached := cache.get(key)) is not None:
         return cached

@@ -10,15 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import Kind, Runs
-
-if TYPE_CHECKING:
-    from tritoncp.planning.balance import Work
+from tritoncp.planning.work import Work, merge_ranges, transpose_runs
 
 EVEN = 1.018  # max/mean work that counts as even
 # On the work of one rank's windows, as a fraction of the mean; each yields a candidate placement.
@@ -44,27 +40,6 @@ def place(work: Work) -> Tensor:
     for assignment in assignments if small else [min(assignments, key=Assignment.rank)]:
         assignment.mend(steps)
     return min(assignments, key=Assignment.rank).owner
-
-
-def transpose_runs(sees: Tensor, blocks: int, columns: int) -> Tensor:
-    """Transpose runs (block, first column, end) to (column, first block, end): int64 [n, 3]."""
-    row, start, end = sees.unbind(1)
-    full = torch.full_like(row, int(Kind.FULL))
-    column, first, last, _ = Runs._pack((1, 1, blocks), columns, row, start, end, full).transpose()._flat()
-    return torch.stack([column, first, last], 1)
-
-
-def merge_ranges(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge ranges into disjoint ranges, ascending.
-
-    >>> merge_ranges(torch.tensor([4, 0, 2]), torch.tensor([5, 3, 4]))
-    (tensor([0]), tensor([5]))
-    """
-    start, order = start.sort()
-    reach = end[order].cummax(0).values
-    opens = torch.ones(len(start) + 1, dtype=torch.bool)
-    opens[1:-1] = start[1:] > reach[:-1]
-    return start[opens[:-1]], reach[opens[1:]]
 
 
 class Columns:

@@ -12,8 +12,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-import tritoncp
+from tritoncp.api.attention import make_plan
 from tritoncp.masks import expressions
+from tritoncp.masks.create import create_block_mask
+from tritoncp.planning.drawing.page import html
+from tritoncp.planning.drawing.picture import paint
 from tritoncp.planning.report import Facts, colours, lines
 
 DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
@@ -53,8 +56,8 @@ def planned(
     text = mask if mask is not None else "causal & document" if documents else "causal"
     mod = expressions.mask_of(text, documents)
     with reporting_mask_errors(text):
-        built = tritoncp.create_block_mask(mod, len(rows), 1, size, size, BLOCK_SIZE=block_size)
-    plan = tritoncp.make_plan(
+        built = create_block_mask(mod, len(rows), 1, size, size, BLOCK_SIZE=block_size)
+    plan = make_plan(
         built,
         world_size=world_size,
         rank=0,
@@ -101,8 +104,6 @@ def reporting_mask_errors(text: str) -> Iterator[None]:
 
 def write(facts: Facts, path: Path) -> None:
     """Write the plan's page (.html) or picture to ``path``. Raises OSError if it cannot be written."""
-    from tritoncp.planning.picture import html, paint
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(html(facts)) if path.suffix == ".html" else paint(facts).save(path)

@@ -6,14 +6,13 @@ import colorsys
 import re
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tritoncp.masks.mask import Mask
 from tritoncp.planning import cost
-
-if TYPE_CHECKING:
-    from tritoncp.planning.plan import Plan
+from tritoncp.planning.plan_data import PlanData
 
 WIDTH = 64  # characters across the mask
 LINES = 16  # most ranks for which a bar each is printed
@@ -44,12 +43,12 @@ class Facts:
     (True, True)
     """
 
-    plan: Plan
+    plan: PlanData
     shape: cost.Shape
     hardware: cost.Hardware
 
     @classmethod
-    def of(cls, plan: Plan, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
+    def of(cls, plan: PlanData, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
         return cls(plan, cost.Shape(**shape), hardware or cost.hardware_of(plan.world_size))
 
     @cached_property
@@ -119,11 +118,6 @@ class Facts:
         }  # fmt: skip
 
 
-def picture(plan: Plan) -> str:
-    """Format the text that `print(plan)` shows."""
-    return text(Facts.of(plan))
-
-
 def text(facts: Facts) -> str:
     return "\n".join(line.text for line in lines(facts))
 
@@ -137,7 +131,7 @@ def lines(facts: Facts) -> list[Line]:
     return [*parts, Line(f"shard of a rank (q, k, v, out, lse): {_mib(facts.shard_bytes)} MiB")]
 
 
-def title(plan: Plan) -> str:
+def title(plan: PlanData) -> str:
     mask = plan.mask
     size = f"{mask.q_len} queries × {mask.kv_len} keys, blocks of {mask.q_block} × {mask.kv_block}"
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks, this is {plan.rank}"
@@ -145,7 +139,7 @@ def title(plan: Plan) -> str:
     return f"Plan: {size}; {ranks}; order {plan.balancer}; schedule {plan.schedule}{why}"
 
 
-def blocks(plan: Plan) -> list[Line]:
+def blocks(plan: PlanData) -> list[Line]:
     drawing = plan.mask.draw(WIDTH).split("\n")
     scale = max(1, -(-max(plan.mask.runs.shape[2:]) // WIDTH))  # blocks that share a character
     owners = [sorted(set(owner.tolist())) for owner in plan.owners[0].split(scale)]
@@ -182,7 +176,7 @@ def brief(names: str, width: int = 24) -> str:
     return names if len(names) <= width else names[: width - 1].rstrip(",") + "…"
 
 
-def bars(plan: Plan) -> list[Line]:
+def bars(plan: PlanData) -> list[Line]:
     work, most = plan.work, max(plan.work)
     mean = sum(work) / len(work)
     result = [Line(f"work: blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}")]
@@ -240,6 +234,68 @@ def _strip_addresses(text: str) -> str:
 
 def _mib(count: float) -> str:
     return f"{count / 2**20:.1f}"
+
+
+def headline(facts: Facts) -> tuple[str, str]:
+    """Format the two title lines of a picture: the mask, and the plan's placement."""
+    plan, mask = facts.plan, facts.plan.mask
+    suffix = "" if mask.mask_mod is None else f" · {mask_name(mask)}"
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    listed = 100 - mask.sparsity()
+    return (
+        f"{format_tokens(mask.q_len)} tokens on {ranks}{suffix}",
+        f"order {plan.balancer} · schedule {plan.schedule} · blocks of {mask.q_block} x {mask.kv_block} · "
+        f"{listed:.3g} % of all pairs lie in listed blocks · max/mean work {plan.imbalance:.3f}",
+    )
+
+
+def mask_name(mask: Mask) -> str:
+    """Return the name of the mask_mod, shortened to one line."""
+    name = getattr(mask.mask_mod, "__name__", None) or repr(mask.mask_mod)
+    name = name if name != "<lambda>" else "a lambda"
+    return name if len(name) <= 72 else f"{name[:71]}…"
+
+
+def format_tokens(count: int) -> str:
+    """Format a number of tokens with a binary unit.
+
+    >>> format_tokens(131072), format_tokens(8 << 20), format_tokens(1000)
+    ('128K', '8M', '1000')
+    """
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if count >= size and count % (size // 4) == 0:
+            return f"{count / size:g}{unit}"
+    return str(count)
+
+
+def remote_bytes(facts: Facts) -> tuple[str, str]:
+    """Format the bytes of remote keys and values: the largest of a pair of ranks, and the total."""
+    remote = facts.reads.clone().fill_diagonal_(0)
+    return format_bytes(int(remote.max())), format_bytes(int(remote.sum()))
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with a binary unit.
+
+    >>> format_bytes(1536), format_bytes(5 << 30), format_bytes(0)
+    ('1.5 KiB', '5 GiB', '0 bytes')
+    """
+    for size, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:g} bytes"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a time with its unit.
+
+    >>> format_seconds(0.00312), format_seconds(3.05), format_seconds(2e-5)
+    ('3.12 ms', '3.05 s', '20 us')
+    """
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def colours(world_size: int) -> list[Colour]:
