@@ -22,7 +22,6 @@ from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as
-from tritoncp.kernels.launch import facts, layout_of
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods, engine_factory, signatures, tile_tables, tune_on_first_call
 from tritoncp.ops.engine_factory import Spec
@@ -43,16 +42,19 @@ def _engine(
     call, device = Spec.decode(spec), q[0].device
     kernels, cache = engine_factory.uses_triton(device), plan.compute_once("engines", dict)
     reusable = kernels and call.carried is None
-    key = reusable and (
-        spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
-        *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
-        *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
-    )  # fmt: skip
-    if reusable and (entry := cache.get(key)) is not None:
-        engine, mask = entry
-        if mask is not None:
-            mask.on_current_stream()  # the cached engine reads its tensors on this stream
-        return engine_factory.rebind(engine, call, device, captures, ints, floats, grads)
+    if reusable:
+        from tritoncp.kernels.launch import facts, layout_of  # loads Triton, which plans do without
+
+        key = (
+            spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
+            *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
+            *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
+        )  # fmt: skip
+        if (entry := cache.get(key)) is not None:
+            engine, mask = entry
+            if mask is not None:
+                mask.on_current_stream()  # the cached engine reads its tensors on this stream
+            return engine_factory.rebind(engine, call, device, captures, ints, floats, grads)
     group = _group(call)
     tiles = tile_tables.text_of(device, group) if kernels else ""
     mask, measured = _measured_tiles(spec, plan, q, v[0], group, tiles)
