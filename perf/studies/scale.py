@@ -94,7 +94,7 @@ def measure(mask: Mask, point: Point) -> dict[str, Any]:
     remote = int(plan.traffic.sum() - plan.traffic.diagonal().sum())
     line["travels"] = 100 * remote / ((plan.world_size - 1) * plan.kv.length)
     for estimate in costs:
-        sent = max(cost.sent(plan, estimate.schedule, LAYER))
+        sent = max(cost.bytes_sent(plan, estimate.schedule, LAYER))
         line["schedules"][estimate.schedule] |= {
             "sent": sent,
             "ms": 1e3 * estimate.total,

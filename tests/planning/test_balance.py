@@ -46,7 +46,7 @@ def zoo_plan(name: str, balancer: str, size: int = 65536, world_size: int = 8) -
     return build(mask, world_size, balancer=balancer, schedule="fetch")
 
 
-def travels(plan: Plan) -> float:
+def fetched_share(plan: Plan) -> float:
     """Return the rows that a fetch sends, as a share of those of an all-gather."""
     return fetched_rows(plan) / ((plan.world_size - 1) * plan.kv.length)
 
@@ -155,15 +155,16 @@ def test_of_several_masks_each_counts_for_one_layer() -> None:
 # -- a balancer of one's own --------------------------------------------------------------------------
 
 
-def evens_first(work: Work) -> list[range]:
+def deal_by_parity(work: Work) -> list[range]:
+    """Deal even blocks to rank 0, odd ones to rank 1, and none to ranks 2 and 3."""
     n = len(work.costs)
     return [range(0, n, 2), range(1, n, 2), range(0), range(0)]
 
 
 def test_a_function_of_ones_own_may_leave_ranks_empty() -> None:
     mask = create_block_mask(causal(), None, None, 72, 72, BLOCK_SIZE=8)
-    plan = make_plan(mask, world_size=4, balancer=evens_first)
-    assert plan.balancer == "evens_first" and plan.owners.tolist() == [[0, 1] * 4 + [0]]
+    plan = make_plan(mask, world_size=4, balancer=deal_by_parity)
+    assert plan.balancer == "deal_by_parity" and plan.owners.tolist() == [[0, 1] * 4 + [0]]
     assert [int((plan.for_rank(rank).positions >= 0).sum()) for rank in range(4)] == [40, 32, 0, 0]
 
 
@@ -231,7 +232,7 @@ def test_locality_and_ptrr_are_even_on_the_zoo(name: str) -> None:
     [("documents", 0.15), ("window 1K", 0.02), ("documents, window 1K", 0.03), ("causal", 0.75)],
 )
 def test_locality_sends_little(name: str, most: float) -> None:
-    near, ptrr = travels(zoo_plan(name, "locality")), travels(zoo_plan(name, "ptrr"))
+    near, ptrr = fetched_share(zoo_plan(name, "locality")), fetched_share(zoo_plan(name, "ptrr"))
     assert near <= most and near < 0.8 * ptrr
 
 

@@ -53,10 +53,11 @@ def masks(draw: Callable) -> Mask:
     cut = (torch.arange(1, rows + 1) * q_block > q_len)[:, None]
     cut = cut | (torch.arange(1, cols + 1) * kv_block > kv_len)
     kinds[(kinds == Kind.FULL) & cut] = int(Kind.BOUNDED)
-    return Mask(q_len, kv_len, q_block, kv_block, Runs.from_kinds(kinds), never, None, None)
+    return Mask(q_len, kv_len, q_block, kv_block, Runs.from_kinds(kinds), hide_all, None, None)
 
 
-def never(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+def hide_all(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """A mask_mod that hides every pair."""
     return q < 0
 
 
@@ -300,7 +301,7 @@ def test_tables_that_ranks_share_are_computed_once(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(owner, name, counted)
 
-    for name in ("seen_blocks", "traffic", "ring_route", "fetch", "ring"):
+    for name in ("visible_blocks", "traffic", "ring_route", "fetch", "ring"):
         watch(traffic, name)
     watch(Placement, "gathered")
     layer = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 16}
@@ -310,7 +311,7 @@ def test_tables_that_ranks_share_are_computed_once(monkeypatch: pytest.MonkeyPat
             view.bytes_sent(**layer), view.ring, view.fetch, view.tables(), view.tables(buffer=rank)
         cost.costs(plan, cost.Shape(heads=8, kv_heads=8), cost.NVLINK)
     one_for_each_rank = {"fetch": 8, "ring": 8, "gathered": 1 + 8 + 2}  # and 2 for rows of ranks
-    assert calls == {"seen_blocks": 2, "traffic": 2, "ring_route": 2} | one_for_each_rank
+    assert calls == {"visible_blocks": 2, "traffic": 2, "ring_route": 2} | one_for_each_rank
 
 
 # -- bytes --------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def locality(work: Work) -> list[list[int]]:
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
     _check_work(work)
-    owner = balance_locality.place(work)
+    owner = balance_locality.place_blocks(work)
     blocks_of_rank = [(owner == rank).nonzero()[:, 0].tolist() for rank in range(work.world_size)]
     return sorted(
         blocks_of_rank, key=lambda blocks: sum(blocks) / max(1, len(blocks)) if blocks else len(owner)

@@ -58,7 +58,7 @@ def build(
         return plan
     hardware = cost.hardware_of(world_size)
     estimates = cost.costs(plan, cost.Shape(), hardware)
-    return replace(plan, schedule=estimates[0].schedule, reason=cost.why(estimates, hardware))
+    return replace(plan, schedule=estimates[0].schedule, reason=cost.format_reason(estimates, hardware))
 
 
 def _check_schedule(schedule: str, world_size: int, degree: int) -> str:

@@ -17,7 +17,7 @@ from tritoncp.masks import expressions
 from tritoncp.masks.create import create_block_mask
 from tritoncp.planning.drawing.page import html
 from tritoncp.planning.drawing.picture import paint
-from tritoncp.planning.report import Facts, colours, lines
+from tritoncp.planning.report import Facts, colours, format_lines
 
 DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
 # A plan takes about 60 bytes a token, 2 KiB a block, 25 bytes a pair of ranks and a byte for each block of
@@ -25,7 +25,7 @@ DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
 LIMITS = {"tokens": 1 << 26, "blocks": 1 << 20, "ranks": 1 << 12, "pairs": 1 << 28}
 
 
-def planned(
+def collect_facts(
     *,
     mask: str | None,
     lengths: str | None,
@@ -102,7 +102,7 @@ def reporting_mask_errors(text: str) -> Iterator[None]:
         raise ValueError(f"--mask {text.strip()} is no mask_mod that can be asked ({message})") from error
 
 
-def write(facts: Facts, path: Path) -> None:
+def write_drawing(facts: Facts, path: Path) -> None:
     """Write the plan's page (.html) or picture to ``path``. Raises OSError if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,13 +111,13 @@ def write(facts: Facts, path: Path) -> None:
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def say(facts: Facts) -> None:
+def print_facts(facts: Facts) -> None:
     """Print the facts, in the ranks' colours if the output is a terminal."""
     console = Console()
     if not console.is_terminal:
-        click.echo("\n".join(line.text for line in lines(facts)))
+        click.echo("\n".join(line.text for line in format_lines(facts)))
         return
     paint = colours(facts.plan.world_size)
-    for line in lines(facts):
+    for line in format_lines(facts):
         style = "" if line.rank is None else "rgb({},{},{})".format(*paint[line.rank])
         console.print(Text(line.text, style), soft_wrap=True)

@@ -107,8 +107,10 @@ def _sample(world_size: int) -> list[int]:
 def _pairs(plan: PlanData, ranks: Sequence[int]) -> Tensor:
     """Count the pairs in listed blocks between these ranks' queries and each rank's keys, per head, averaged
     over the batch rows of mask and placement: float64 [ranks, W]."""
-    queries = traffic.weights(plan.mask, plan.q, ranks)
-    return traffic.by_owner(queries, plan.kv).double() / (max(queries.shape[1], plan.kv.batch) * plan.mask.H)
+    queries = traffic.count_queries(plan.mask, plan.q, ranks)
+    return traffic.sum_by_owner(queries, plan.kv).double() / (
+        max(queries.shape[1], plan.kv.batch) * plan.mask.H
+    )
 
 
 def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
@@ -197,13 +199,13 @@ def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
     return Cost("ulysses", inner.forward + forward_exchange, backward, memory)
 
 
-def why(estimates: Sequence[Cost], hardware: Hardware) -> str:
+def format_reason(estimates: Sequence[Cost], hardware: Hardware) -> str:
     """Format the predicted times of all schedules as one line, the reason of the choice."""
     times = ", ".join(f"{cost.schedule} {cost.total * 1e3:.3g}" for cost in estimates)
     return f"predicted ms a layer on {hardware.name}: {times}"
 
 
-def sent(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
+def bytes_sent(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
     """Return the bytes that each rank would send in a forward and a backward pass of one layer."""
     layer: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads}
     layer |= {"head_dim": shape.head_dim, "v_head_dim": shape.v_head_dim, "itemsize": shape.itemsize}

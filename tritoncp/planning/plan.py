@@ -11,7 +11,7 @@ from tritoncp.planning.cost import Hardware
 from tritoncp.planning.drawing.page import html
 from tritoncp.planning.drawing.picture import paint
 from tritoncp.planning.plan_data import PlanData
-from tritoncp.planning.report import Facts, table, text
+from tritoncp.planning.report import Facts, format_costs, format_text
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -35,7 +35,7 @@ class Plan(PlanData):
         >>> len(plan.explain(heads=16, kv_heads=16).splitlines())
         7
         """
-        return "\n".join(table(Facts.of(self, hardware, **shape)))
+        return "\n".join(format_costs(Facts.of(self, hardware, **shape)))
 
     @on_host
     def plot(
@@ -58,4 +58,4 @@ class Plan(PlanData):
 
     @on_host
     def __str__(self) -> str:
-        return text(Facts.of(self))
+        return format_text(Facts.of(self))

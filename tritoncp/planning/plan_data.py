@@ -269,7 +269,7 @@ class PlanData:
     @property
     def visible_blocks(self) -> Tensor:
         """KV blocks that each rank's queries see: bool [W, Bn, KV blocks]."""
-        return self.compute_once("visible blocks", lambda: key_traffic.seen_blocks(self.mask, self.q))
+        return self.compute_once("visible blocks", lambda: key_traffic.visible_blocks(self.mask, self.q))
 
     @property
     def traffic(self) -> Tensor:

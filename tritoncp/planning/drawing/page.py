@@ -16,7 +16,7 @@ from tritoncp.planning.drawing.rasters import (
     WIDE,
     bar_columns,
     blend,
-    lens,
+    lens_length,
     mask_pixels,
     reads_pixels,
     shows_blocks,
@@ -26,14 +26,14 @@ from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report import (
     Colour,
     Facts,
-    choice,
     colours,
     format_bytes,
+    format_choice,
+    format_headline,
+    format_remote_bytes,
     format_seconds,
+    format_title,
     format_tokens,
-    headline,
-    remote_bytes,
-    title,
 )
 
 STYLE = """
@@ -56,65 +56,72 @@ th:first-child, td:first-child { text-align: left } tr.taken { background: #e7f1
 
 def html(facts: Facts) -> str:
     """Return the page: one file that fetches nothing. Bars show their figures under the mouse."""
-    first, second = map(escape, headline(facts))
+    first, second = map(escape, format_headline(facts))
     plan = facts.plan
-    most, total = remote_bytes(facts)
+    most, total = format_remote_bytes(facts)
     whole = mask_pixels(plan)
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>{first}</title><style>{STYLE}</style><h1>{first}</h1><p>{second}</p><main><div>",
         "<section><h2>Who sees whom, and who computes it</h2><figure>",
-        f"<img alt='queries down, keys across' src='{_data(whole)}'></figure>",
+        f"<img alt='queries down, keys across' src='{_png_url(whole)}'></figure>",
         f"<p>Queries (down, 0 to {format_tokens(plan.mask.q_len)}) see keys (across, 0 to "
         f"{format_tokens(plan.mask.kv_len)}); the colour is the rank's that computes.</p>",
-        f"<p>{_keys(plan)}</p>{_detail(plan, whole)}</section></div><div>",
+        f"<p>{_legend_html(plan)}</p>{_detail_html(plan, whole)}</section></div><div>",
         f"<section><h2>Work of each rank</h2><p>Blocks; the most is {plan.imbalance:.3f} times the mean.</p>"
-        f"{_bars(plan.work, colours(plan.world_size))}</section>",
+        f"{_work_svg(plan.work, colours(plan.world_size))}</section>",
         "<section><h2>Whose keys each rank reads</h2><img class=reads alt='readers down, owners across' "
-        f"src='{_data(reads_pixels(facts))}'><p>Queries of a rank (down), keys of a rank (across); at most "
-        f"{most} a pair, all ranks together {total} of others' keys and values. Its own: light "
+        f"src='{_png_url(reads_pixels(facts))}'><p>Queries of a rank (down), keys of a rank (across); at "
+        f"most {most} a pair, all ranks together {total} of others' keys and values. Its own: light "
         "amber.</p></section></div></main>",
-        f"<section><h2>What each schedule would cost a layer</h2>{_costs(facts)}</section>",
-        f"<p>{escape(title(plan))}</p></html>",
+        f"<section><h2>What each schedule would cost a layer</h2>{_cost_table(facts)}</section>",
+        f"<p>{escape(format_title(plan))}</p></html>",
     ]
     return "".join(parts) + "\n"
 
 
-def _detail(plan: PlanData, whole: Tensor) -> str:
-    length = lens(plan, whole)
+def _detail_html(plan: PlanData, whole: Tensor) -> str:
+    """Format the first positions of a thin mask as an enlarged picture; empty for other masks."""
+    length = lens_length(plan, whole)
     if not length:
         return ""
     return (
         f"<h2>The first {format_tokens(length)} tokens</h2><img class=reads alt='a detail' "
-        f"src='{_data(mask_pixels(plan, LENS, length))}'>"
+        f"src='{_png_url(mask_pixels(plan, LENS, length))}'>"
     )
 
 
-def _data(pixels: Tensor) -> str:
+def _png_url(pixels: Tensor) -> str:
+    """Encode an image [y, x, 3] as a data: URL of a PNG."""
     png = io.BytesIO()
     to_image(pixels).save(png, "PNG", optimize=True)
     return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
 
 
-def _keys(plan: PlanData) -> str:
+def _legend_html(plan: PlanData) -> str:
+    """Format the legend of the mask: samples of the ranks\' colours in each opacity."""
     paint = colours(plan.world_size)
     samples = paint[:: -(-len(paint) // 4)]
     labels = []
     for shade, name in BLOCK_OPACITIES if shows_blocks(plan.mask) else SHARE_OPACITIES:
-        boxes = "".join(f"<i style='background:{_css(blend(colour, shade))}'></i>" for colour in samples)
+        boxes = "".join(
+            f"<i style='background:{_css_colour(blend(colour, shade))}'></i>" for colour in samples
+        )
         labels.append(f"<span class=key>{boxes} {name}</span>")
     return "".join(labels)
 
 
-def _css(colour: Colour) -> str:
+def _css_colour(colour: Colour) -> str:
+    """Format a colour as #rrggbb."""
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
-def _bars(work: Sequence[float], paint: Sequence[Colour]) -> str:
+def _work_svg(work: Sequence[float], paint: Sequence[Colour]) -> str:
+    """Format the work of each rank as bars in SVG, the mean as a dashed line."""
     high, most = 150, max(work) or 1
     bars = [
         f"<rect x='{left:.2f}' y='{high - high * work[rank] / most:.2f}' width='{wide:.2f}' "
-        f"height='{high * work[rank] / most:.2f}' fill='{_css(paint[rank])}'>"
+        f"height='{high * work[rank] / most:.2f}' fill='{_css_colour(paint[rank])}'>"
         f"<title>rank {rank}: {work[rank]:g} blocks</title></rect>"
         for left, wide, rank in bar_columns(work)
     ]
@@ -132,7 +139,8 @@ def _bars(work: Sequence[float], paint: Sequence[Colour]) -> str:
     )
 
 
-def _costs(facts: Facts) -> str:
+def _cost_table(facts: Facts) -> str:
+    """Format times, bytes sent and memory of each schedule as a table."""
     shape, hardware = facts.shape, facts.hardware
     if not facts.costs:
         return "<p>One rank: nothing travels.</p>"
@@ -145,7 +153,7 @@ def _costs(facts: Facts) -> str:
     head = "".join(f"<th>{name}" for name in names)
     rows = []
     for estimate in facts.costs:
-        sent = facts.sent[estimate.schedule]
+        sent = facts.bytes_sent[estimate.schedule]
         cells = (
             estimate.schedule,
             format_seconds(estimate.forward),
@@ -154,6 +162,5 @@ def _costs(facts: Facts) -> str:
         )
         row_class = " class=taken" if estimate.schedule == facts.plan.schedule.partition("+")[0] else ""
         rows.append(f"<tr{row_class}>" + "".join(f"<td>{cell}" for cell in cells))
-    return (
-        f"<p>{escape(assumptions)}</p><table><tr>{head}{''.join(rows)}</table><p>{escape(choice(facts))}</p>"
-    )
+    table, choice = f"<table><tr>{head}{''.join(rows)}</table>", escape(format_choice(facts))
+    return f"<p>{escape(assumptions)}</p>{table}<p>{choice}</p>"

@@ -21,7 +21,7 @@ from tritoncp.planning.drawing.rasters import (
     WIDE,
     bar_columns,
     blend,
-    lens,
+    lens_length,
     mask_pixels,
     reads_pixels,
     shows_blocks,
@@ -31,13 +31,13 @@ from tritoncp.planning.drawing.rasters import (
 from tritoncp.planning.report import (
     Colour,
     Facts,
-    choice,
     colours,
     format_bytes,
+    format_choice,
+    format_headline,
+    format_remote_bytes,
     format_seconds,
     format_tokens,
-    headline,
-    remote_bytes,
 )
 
 if TYPE_CHECKING:
@@ -80,26 +80,28 @@ def paint(facts: Facts) -> Image.Image:
 
     image = Image.new("RGB", (LEFT + SIDE + 120 + WIDE + 60, TOP + SIDE + 124), PAPER)
     pen, right = Pen(image), LEFT + SIDE + 120
-    _headline(pen, facts)
-    _mask(pen, facts)
-    _work(pen, facts, right, TOP)
-    _reads(pen, facts, right, TOP + 236)
-    _schedules(pen, facts, right, TOP + 612)
+    _draw_headline(pen, facts)
+    _draw_mask(pen, facts)
+    _draw_work(pen, facts, right, TOP)
+    _draw_reads(pen, facts, right, TOP + 236)
+    _draw_schedules(pen, facts, right, TOP + 612)
     return image
 
 
-def _headline(pen: Pen, facts: Facts) -> None:
-    first, second = headline(facts)
+def _draw_headline(pen: Pen, facts: Facts) -> None:
+    """Draw the two title lines."""
+    first, second = format_headline(facts)
     pen.text(LEFT, 34, first, 24)
     pen.text(LEFT, 70, second, 15, GREY)
 
 
-def _mask(pen: Pen, facts: Facts) -> None:
+def _draw_mask(pen: Pen, facts: Facts) -> None:
+    """Draw the mask with its scales and the legend, and a detail of a thin mask in the corner."""
     plan, mask = facts.plan, facts.plan.mask
     whole = mask_pixels(plan)
     pen.image.paste(to_image(whole, (SIDE, SIDE)), (LEFT, TOP))
     pen.box(LEFT - 1, TOP - 1, SIDE + 2, SIDE + 2, None, GREY)
-    length = lens(plan, whole)
+    length = lens_length(plan, whole)
     if length:
         left, top = LEFT + SIDE - LENS - 24, TOP + 44
         pen.image.paste(to_image(mask_pixels(plan, LENS, length)), (left, top))
@@ -125,12 +127,13 @@ def _mask(pen: Pen, facts: Facts) -> None:
         x += pen.draw.textlength(label, pen.fonts[13]) + 26
 
 
-def _work(pen: Pen, facts: Facts, x: int, y: int) -> None:
+def _draw_work(pen: Pen, facts: Facts, x: int, y: int) -> None:
+    """Draw a bar of work for each rank, and the mean as a dashed line."""
     plan, high = facts.plan, 150
     bars, most = plan.work, max(plan.work) or 1
     mean = sum(bars) / len(bars)
     note = f"blocks: mean {mean:.5g} (dashed), most {most:.5g}"
-    _title(pen, x, y, "Work of each rank", note)
+    _draw_title(pen, x, y, "Work of each rank", note)
     paint, base = colours(plan.world_size), y + 36 + high
     for left, wide, rank in bar_columns(bars):
         height = high * bars[rank] / most
@@ -143,8 +146,9 @@ def _work(pen: Pen, facts: Facts, x: int, y: int) -> None:
         pen.text(x + WIDE * (rank + 0.5) / len(bars), base + 6, str(rank), 12, GREY, "ma")
 
 
-def _reads(pen: Pen, facts: Facts, x: int, y: int) -> None:
-    _title(pen, x, y, "Whose keys each rank reads", "queries of a rank (down), keys of a rank (across)")
+def _draw_reads(pen: Pen, facts: Facts, x: int, y: int) -> None:
+    """Draw the table of key traffic with its colour scale and the totals."""
+    _draw_title(pen, x, y, "Whose keys each rank reads", "queries of a rank (down), keys of a rank (across)")
     world = facts.plan.world_size
     top, left = y + 40, x + 30
     pen.image.paste(to_image(reads_pixels(facts), (READS, READS)), (left, top))
@@ -157,7 +161,7 @@ def _reads(pen: Pen, facts: Facts, x: int, y: int) -> None:
     ramp = tint(torch.linspace(1, 0, 160))[:, None].expand(-1, 16, -1)
     pen.image.paste(to_image(ramp), (scale, top))
     pen.box(scale - 1, top - 1, 18, 162, None, GREY)
-    most, total = remote_bytes(facts)
+    most, total = format_remote_bytes(facts)
     pen.text(scale + 24, top, f"{most} a pair", 13, INK, "lt")
     pen.text(scale + 24, top + 160, "nothing", 13, INK, "ls")
     if world <= READS:
@@ -168,10 +172,11 @@ def _reads(pen: Pen, facts: Facts, x: int, y: int) -> None:
     pen.text(scale, top + 258, total, 15)
 
 
-def _schedules(pen: Pen, facts: Facts, x: int, y: int) -> None:
+def _draw_schedules(pen: Pen, facts: Facts, x: int, y: int) -> None:
+    """Draw forward and backward time, bytes sent and memory of each schedule."""
     shape = facts.shape
     layer = f"{shape.batch} x {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, {facts.hardware.name}"
-    _title(pen, x, y, "What each schedule would cost a layer", "")
+    _draw_title(pen, x, y, "What each schedule would cost a layer", "")
     pen.text(x, y + 22, f"predicted for the slowest rank; {layer}", 13, GREY)
     if not facts.costs:
         pen.text(x, y + 54, "one rank: nothing travels", 13)
@@ -185,7 +190,7 @@ def _schedules(pen: Pen, facts: Facts, x: int, y: int) -> None:
         pen.box(x + 90, top, max(1, forward), 17, paint)
         pen.box(x + 90 + forward, top, backward, 17, blend(paint, 0.55))
         pen.text(x + 98 + forward + backward, top + 8, format_seconds(estimate.total), 13, INK, "lm")
-        sent = facts.sent[estimate.schedule]
+        sent = facts.bytes_sent[estimate.schedule]
         pen.text(
             x + 90,
             top + 20,
@@ -194,13 +199,15 @@ def _schedules(pen: Pen, facts: Facts, x: int, y: int) -> None:
             12,
             GREY,
         )
-    pen.text(x, y + 50 + 40 * len(facts.costs) + 4, _shorten(choice(facts)), 13)
+    pen.text(x, y + 50 + 40 * len(facts.costs) + 4, _shorten(format_choice(facts)), 13)
 
 
 def _shorten(text: str) -> str:
+    """Shorten a line to the width of the picture."""
     return text if len(text) <= 84 else f"{text[:83]}…"
 
 
-def _title(pen: Pen, x: float, y: float, text: str, note: str) -> None:
+def _draw_title(pen: Pen, x: float, y: float, text: str, note: str) -> None:
+    """Draw the title of a part of the picture, and a note behind it."""
     pen.text(x, y, text, 17)
     pen.text(x + pen.draw.textlength(text, pen.fonts[17]) + 12, y + 3, note, 13, GREY)

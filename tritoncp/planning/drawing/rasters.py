@@ -106,10 +106,11 @@ def _cells(blocks: int, pixels: int) -> Tensor:
 
 
 def _pixel_middles(length: int, pixels: int) -> Tensor:
+    """Return the position in the middle of each pixel of ``length`` positions: int64 [pixels]."""
     return (2 * torch.arange(pixels) + 1) * length // (2 * pixels)
 
 
-def lens(plan: PlanData, whole: Tensor) -> int:
+def lens_length(plan: PlanData, whole: Tensor) -> int:
     """Return the number of first positions to enlarge in the corner of a thin mask's ``whole`` picture; 0 if
     single blocks are visible or the corner is not empty."""
     mask = plan.mask
@@ -145,6 +146,7 @@ def tint(share: Tensor) -> Tensor:
 
 
 def to_image(pixels: Tensor, size: tuple[int, int] | None = None) -> Image.Image:
+    """Convert pixels [y, x, 3] to a PIL image, resized to ``size`` (width, height)."""
     from PIL import Image
 
     high, wide, _ = pixels.shape
@@ -153,6 +155,7 @@ def to_image(pixels: Tensor, size: tuple[int, int] | None = None) -> Image.Image
 
 
 def blend(colour: Colour, shade: float) -> Colour:
+    """Blend a colour with white paper: opacity 0 is white, 1 the colour."""
     red, green, blue = (round(p + shade * (c - p)) for c, p in zip(colour, PAPER))
     return red, green, blue
 
