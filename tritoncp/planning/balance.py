@@ -72,6 +72,7 @@ def per_document(work: Work) -> list[list[int]]:
 
     >>> from tritoncp.masks import and_masks, causal, create_block_mask, document
     >>> mod = and_masks(causal(), document(lengths=[16, 4, 4, 4, 4]))
+    >>> from tritoncp.planning.work import work_of_rows
     >>> (work,) = work_of_rows([create_block_mask(mod, None, None, 32, 32, BLOCK_SIZE=4)], 2)
     >>> per_document(work)
     [[0, 3, 4, 6], [1, 2, 5, 7]]
@@ -93,6 +94,7 @@ def locality(work: Work) -> list[list[int]]:
     """Balance the work with the fewest remote keys: :mod:`tritoncp.planning.balance_locality`.
 
     >>> from tritoncp.masks import create_block_mask, sliding_window
+    >>> from tritoncp.planning.work import work_of_rows
     >>> (work,) = work_of_rows([create_block_mask(sliding_window(100), None, None, 1024, 1024)], 4)
     >>> locality(work)
     [[0, 1], [2, 3], [4, 5], [6, 7]]
