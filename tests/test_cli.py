@@ -220,7 +220,7 @@ def test_plan_takes_batch_rows_with_documents_of_their_own():
 def test_plan_on_a_terminal_is_in_colour():
     from rich.console import Console
 
-    from tritoncp.planning import command as planned
+    from tritoncp.planning import command
 
     class Terminal(Console):
         def __init__(self) -> None:
@@ -228,7 +228,7 @@ def test_plan_on_a_terminal_is_in_colour():
 
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned, "Console", Terminal)
+        patch.setattr(command, "Console", Terminal)
         assert plan_command("--seq-len=1K", "--world-size=2")[0] == 0
     assert "\x1b[38;2;68;119;170m" in output.getvalue(), "rank 0 in its colour"
 

@@ -217,18 +217,18 @@ def plan(png: Path | None, html: Path | None, as_json: bool, **options: Any) -> 
     Shows the owner of each block, the work of each rank, the bytes that each schedule sends and keeps, its
     predicted time, and the choice of "auto". In Python: print(plan), plan.plot().
     """
-    from tritoncp.planning.command import planned, say, write
+    from tritoncp.planning.command import collect_facts, print_facts, write_drawing
 
     for path, suffix in ((png, ".png"), (html, ".html")):
         if path is not None and path.suffix != suffix:
             raise click.UsageError(f"--{suffix[1:]} {str(path)!r}: the file has to be called *{suffix}")
     with contextlib.redirect_stdout(sys.stderr):  # of a mask_mod that prints
-        facts = planned(**options)
+        facts = collect_facts(**options)
         for path in (png, html):
             if path is not None:
-                write(facts, path)
+                write_drawing(facts, path)
         text = json.dumps(facts.as_json()) if as_json else ""
-    click.echo(text) if as_json else say(facts)
+    click.echo(text) if as_json else print_facts(facts)
 
 
 @main.command()

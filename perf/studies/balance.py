@@ -16,8 +16,10 @@ import torch
 from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
 from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.suite.cases import document_lengths
-from tritoncp.planning.balance import MASKED, balancers
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.balance import balancers
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.work import MASKED_BLOCK_COST
 
 SIZES = (64, 128, 256, 512, 1024)
 WORLDS = (8, 16, 64)
@@ -93,7 +95,7 @@ put other layers, which cost the same for every token, out of balance.
 Which to take: `ptrr`, the default, where all keys travel anyway (`schedule="allgather"`, dense masks);
 `locality` where the mask is sparse and `schedule="fetch"` or `"ring"` moves only what is seen; `per_document`
 where planning time counts and a few per cent of work do not. A function of your own goes in the same place:
-`make_plan(mask, mesh, balancer=mine)`, see `tritoncp.planning.balance.Work`."""
+`make_plan(mask, mesh, balancer=mine)`, see `tritoncp.planning.work.Work`."""
 
 
 class Numbers(click.ParamType):
@@ -148,7 +150,7 @@ def fetched_rows(plan: Plan) -> int:
 def main(sizes: Sequence[int], worlds: Sequence[int], out: Path | None) -> None:
     """Measure every balancer over the mask zoo, on one CPU core, and write the page of docs/balance.md."""
     torch.set_num_threads(1)
-    parts = [ABOUT.format(masked=MASKED)]
+    parts = [ABOUT.format(masked=MASKED_BLOCK_COST)]
     for name, make in MASKS.items():
         rows = []
         for size in sizes:

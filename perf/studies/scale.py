@@ -22,7 +22,8 @@ from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.studies.balance import Numbers, corpus_lengths
 from tritoncp.planning import cost
 from tritoncp.planning.balance import balancers
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
 from tritoncp.planning.traffic import Hop
 
 SIZES = (128, 512, 1024, 2048, 8192)
@@ -93,7 +94,7 @@ def measure(mask: Mask, point: Point) -> dict[str, Any]:
     remote = int(plan.traffic.sum() - plan.traffic.diagonal().sum())
     line["travels"] = 100 * remote / ((plan.world_size - 1) * plan.kv.length)
     for estimate in costs:
-        sent = max(cost.sent(plan, estimate.schedule, LAYER))
+        sent = max(cost.bytes_sent(plan, estimate.schedule, LAYER))
         line["schedules"][estimate.schedule] |= {
             "sent": sent,
             "ms": 1e3 * estimate.total,

@@ -17,7 +17,8 @@ from tritoncp import and_masks, causal, create_block_mask, document
 from tritoncp.masks.mask import Mask
 from tritoncp.perf.studies.balance import corpus_lengths
 from tritoncp.planning.balance import balancers
-from tritoncp.planning.plan import SCHEDULES, Plan, build
+from tritoncp.planning.build import SCHEDULES, build
+from tritoncp.planning.plan import Plan
 
 TOKENS, WORLD = 1 << 20, 64
 

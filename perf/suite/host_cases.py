@@ -26,7 +26,7 @@ from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.perf.records.history import OURS, Journal, Point, kernel_name, read
 from tritoncp.perf.suite.cases import MASKS, TIERS, position
 from tritoncp.perf.suite.timing import Run, WallClock, time_interleaved
-from tritoncp.planning.plan import build
+from tritoncp.planning.build import build
 
 CPU = torch.device("cpu")
 # The layer whose bytes a plan's figures count

@@ -29,7 +29,7 @@ from tritoncp.perf.suite.timing import (
     time_interleaved,
 )
 from tritoncp.perf.suite.work import Shape, Work, of_plan
-from tritoncp.planning.plan import build
+from tritoncp.planning.build import build
 
 QUICK = ["flex", "flex prescale", "flex tma", "flex flash"]
 THOROUGH = ["flex prescale tma", "flex max-autotune"]

@@ -19,7 +19,7 @@ from tritoncp.api import varlen
 from tritoncp.distributed import collectives
 from tritoncp.masks.varlen import dual_chunk_rows
 from tritoncp.ops import engine_factory
-from tritoncp.planning.plan import pieces
+from tritoncp.planning.build import pieces
 
 # -- Megatron's order -----------------------------------------------------------------------------------
 

@@ -20,7 +20,8 @@ from tritoncp.distributed.schedules import SCHEDULES, allgather, ring, schedule_
 from tritoncp.masks.mask import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
 from tritoncp.reference.eager_engine import EagerEngine
 
 MASK = create_block_mask(and_masks(causal(), document(lengths=[9, 15])), None, None, 24, 24, BLOCK_SIZE=8)

@@ -38,13 +38,13 @@ def eager(monkeypatch):
 def built_plans(monkeypatch):
     """Record the plans that are built."""
     built = []
-    build = plan_cache.plan.build
+    build = plan_cache.build_plan
 
     def counted(*args, **options):
         built.append(build(*args, **options))
         return built[-1]
 
-    monkeypatch.setattr(plan_cache.plan, "build", counted)
+    monkeypatch.setattr(plan_cache, "build_plan", counted)
     return built
 
 

@@ -35,7 +35,7 @@ from tritoncp.masks.mask import (
     full_mask,
     sliding_window,
 )
-from tritoncp.planning.plan import build
+from tritoncp.planning.build import build
 
 
 def scattered(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 import tritoncp
 from tests.multiprocess import ranks
 from tritoncp.distributed import collectives
-from tritoncp.planning.plan import SCHEDULES, Plan
+from tritoncp.planning.build import SCHEDULES
+from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import dense_attention
 
 F64 = torch.float64

@@ -12,19 +12,10 @@ from torch.distributed.tensor.experimental._context_parallel import _load_balanc
 
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.perf.studies.balance import MASKS, fetched_rows
-from tritoncp.planning.balance import (
-    MASKED,
-    Work,
-    balancers,
-    contiguous,
-    deal,
-    head_tail,
-    locality,
-    per_document,
-    ptrr,
-    views,
-)
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.balance import balancers, contiguous, deal, head_tail, locality, per_document, ptrr
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.work import MASKED_BLOCK_COST, Work, work_of_rows
 
 EVEN_COUNTS = sorted(balancers)
 costs_lists = st.lists(st.integers(0, 20), max_size=60)
@@ -55,7 +46,7 @@ def zoo_plan(name: str, balancer: str, size: int = 65536, world_size: int = 8) -
     return build(mask, world_size, balancer=balancer, schedule="fetch")
 
 
-def travels(plan: Plan) -> float:
+def fetched_share(plan: Plan) -> float:
     """Return the rows that a fetch sends, as a share of those of an all-gather."""
     return fetched_rows(plan) / ((plan.world_size - 1) * plan.kv.length)
 
@@ -74,7 +65,7 @@ def test_every_block_once_in_order_and_evenly(costs: list[int], world_size: int,
 
 @given(masks(), st.integers(1, 12), st.sampled_from(EVEN_COUNTS), st.sampled_from(["q", "kv"]))
 def test_of_any_mask_too_and_always_the_same(mask: Mask, world_size: int, name: str, side: str) -> None:
-    for work in views([mask], world_size, side):
+    for work in work_of_rows([mask], world_size, side):
         ranks = deal(balancers[name], work)
         assert sorted(chain(*ranks)) == list(range(len(work.costs)))
         assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
@@ -140,8 +131,8 @@ def test_contiguous_is_natural_order(n: int, world_size: int) -> None:
 def test_views_hold_costs_and_visible_columns_of_every_block(mask: Mask) -> None:
     kinds = mask.runs.to_kinds()  # [B, H, rows, columns]
     masked, full = ((kinds == 0) | (kinds == 2)).sum((1, 3)), (kinds == 1).sum((1, 3))
-    for row, work in enumerate(views([mask], 3)):
-        assert torch.equal(work.costs, (masked * MASKED + full)[row].double())
+    for row, work in enumerate(work_of_rows([mask], 3)):
+        assert torch.equal(work.costs, (masked * MASKED_BLOCK_COST + full)[row].double())
         visible = (kinds[row] != 3).any(0)  # [rows, columns]
         said = torch.zeros(len(work.costs), work.columns, dtype=torch.bool)
         for block, start, end in work.sees[0].tolist():
@@ -156,23 +147,24 @@ def test_views_hold_costs_and_visible_columns_of_every_block(mask: Mask) -> None
 def test_of_several_masks_each_counts_for_one_layer() -> None:
     full = create_block_mask(causal(), None, 4, 64, 64, BLOCK_SIZE=8)
     near = create_block_mask(sliding_window(8), None, None, 64, 64, BLOCK_SIZE=8)
-    (alone,), (both,) = views([near], 2), views([full, near], 2)
-    assert torch.equal(both.costs, views([full], 2)[0].costs / 4 + alone.costs)
+    (alone,), (both,) = work_of_rows([near], 2), work_of_rows([full, near], 2)
+    assert torch.equal(both.costs, work_of_rows([full], 2)[0].costs / 4 + alone.costs)
     assert len(both.sees) == 2 and torch.equal(both.sees[1], alone.sees[0])
 
 
 # -- a balancer of one's own --------------------------------------------------------------------------
 
 
-def evens_first(work: Work) -> list[range]:
+def deal_by_parity(work: Work) -> list[range]:
+    """Deal even blocks to rank 0, odd ones to rank 1, and none to ranks 2 and 3."""
     n = len(work.costs)
     return [range(0, n, 2), range(1, n, 2), range(0), range(0)]
 
 
 def test_a_function_of_ones_own_may_leave_ranks_empty() -> None:
     mask = create_block_mask(causal(), None, None, 72, 72, BLOCK_SIZE=8)
-    plan = make_plan(mask, world_size=4, balancer=evens_first)
-    assert plan.balancer == "evens_first" and plan.owners.tolist() == [[0, 1] * 4 + [0]]
+    plan = make_plan(mask, world_size=4, balancer=deal_by_parity)
+    assert plan.balancer == "deal_by_parity" and plan.owners.tolist() == [[0, 1] * 4 + [0]]
     assert [int((plan.for_rank(rank).positions >= 0).sum()) for rank in range(4)] == [40, 32, 0, 0]
 
 
@@ -216,7 +208,7 @@ def test_documents_of_any_length_are_cut_only_where_they_must(lengths: list[int]
     """A document of whole blocks with less than half a rank's share of work is cut only for lack of room."""
     mod = and_masks(causal(), document(lengths=[4 * n for n in lengths]))
     size = 4 * sum(lengths)
-    (work,) = views([create_block_mask(mod, None, None, size, size, BLOCK_SIZE=4)], world_size)
+    (work,) = work_of_rows([create_block_mask(mod, None, None, size, size, BLOCK_SIZE=4)], world_size)
     owner = torch.zeros(len(work.costs), dtype=torch.int64)
     for rank, blocks in enumerate(per_document(work)):
         owner[blocks] = rank
@@ -240,7 +232,7 @@ def test_locality_and_ptrr_are_even_on_the_zoo(name: str) -> None:
     [("documents", 0.15), ("window 1K", 0.02), ("documents, window 1K", 0.03), ("causal", 0.75)],
 )
 def test_locality_sends_little(name: str, most: float) -> None:
-    near, ptrr = travels(zoo_plan(name, "locality")), travels(zoo_plan(name, "ptrr"))
+    near, ptrr = fetched_share(zoo_plan(name, "locality")), fetched_share(zoo_plan(name, "ptrr"))
     assert near <= most and near < 0.8 * ptrr
 
 
@@ -258,8 +250,8 @@ def test_locality_weighs_the_bytes_of_all_masks() -> None:
     ring = create_block_mask(
         lambda b, h, q, kv: (q + 2) % n // 4 == (kv + 2) % n // 4, None, None, n, n, BLOCK_SIZE=1
     )
-    assert locality(views([alone], 4)[0]) == contiguous(Work(torch.ones(n), 4))
-    assert sorted(locality(views([alone, ring], 4)[0])) == [
+    assert locality(work_of_rows([alone], 4)[0]) == contiguous(Work(torch.ones(n), 4))
+    assert sorted(locality(work_of_rows([alone, ring], 4)[0])) == [
         [0, 1, 14, 15], [2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13],
     ]  # fmt: skip
 

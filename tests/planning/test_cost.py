@@ -35,9 +35,10 @@ def test_pairs_are_those_of_the_listed_blocks(name: str, balancer: str | None, w
             assert got[owner].item() == pytest.approx(torch.stack(want).mean().item())
 
 
-def best(
+def ranked_schedules(
     mask: Mask, world_size: int, balancer: str | None, hardware: cost.Hardware = cost.NVLINK
 ) -> list[str]:
+    """Return the schedules of a mask\'s plan, the cheapest first."""
     plan = make_plan(mask, world_size=world_size, rank=0, balancer=balancer)
     return [estimates.schedule for estimates in cost.costs(plan, cost.Shape(), hardware)]
 
@@ -45,15 +46,15 @@ def best(
 def test_where_little_is_seen_little_is_fetched() -> None:
     slow = replace(cost.NETWORK, bandwidth=1e9)
     window = create_block_mask(sliding_window(1024), 1, 1, S, S)
-    assert best(window, 8, "contiguous", slow)[0] == "fetch"
-    assert best(window, 8, "contiguous", slow)[-1] == "allgather"
+    assert ranked_schedules(window, 8, "contiguous", slow)[0] == "fetch"
+    assert ranked_schedules(window, 8, "contiguous", slow)[-1] == "allgather"
     apart = create_block_mask(document(lengths=[S // 8] * 8), 1, 1, S, S)
-    assert best(apart, 8, "contiguous", slow)[-1] == "allgather"
+    assert ranked_schedules(apart, 8, "contiguous", slow)[-1] == "allgather"
 
 
 def test_where_everything_is_seen_a_ring_hides_it() -> None:
     slow = replace(cost.NVLINK, bandwidth=2e10)  # still faster than the products
-    assert best(full_mask(S, S), 8, "ptrr", slow)[0] == "ring"
+    assert ranked_schedules(full_mask(S, S), 8, "ptrr", slow)[0] == "ring"
 
 
 @pytest.mark.parametrize(("small", "messages"), [(0, 2), (1 << 30, 1)])
@@ -70,7 +71,7 @@ def test_an_all_gather_waits_for_as_many_messages_as_it_sends(
 def test_messages_alone_favour_the_fewest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic, "SMALL", 1 << 30)  # one gather for all heads
     waiting = replace(cost.NVLINK, latency=1.0)
-    assert best(full_mask(1024, 1024), 8, "ptrr", waiting)[0] == "allgather"
+    assert ranked_schedules(full_mask(1024, 1024), 8, "ptrr", waiting)[0] == "allgather"
 
 
 @pytest.mark.parametrize("factor", ["flops", "bandwidth"])

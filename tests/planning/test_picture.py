@@ -11,26 +11,31 @@ from PIL import Image
 
 from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
 from tritoncp.masks.mask import create_block_mask, full_mask
-from tritoncp.planning import picture
-from tritoncp.planning.picture import FULL, HIDDEN, MASKED, PAPER, SIDE, SOME
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning import report
+from tritoncp.planning.build import build
+from tritoncp.planning.drawing import page as html_page
+from tritoncp.planning.drawing import picture, rasters
+from tritoncp.planning.drawing.rasters import FULL, HIDDEN, MASKED, PAPER, SIDE, SOME
+from tritoncp.planning.plan import Plan
 from tritoncp.planning.report import Facts, colours
 
 
-def packed(size: int, world_size: int, balancer: str | None = "ptrr", block: int = 128) -> Plan:
+def document_plan(size: int, world_size: int, balancer: str | None = "ptrr", block: int = 128) -> Plan:
+    """Build the plan of a causal mask of two documents, the first a quarter of the tokens."""
     mod = and_masks(causal(), document(lengths=[size // 4, size - size // 4]))
     return build(create_block_mask(mod, 1, 1, size, size, BLOCK_SIZE=block), world_size, balancer=balancer)
 
 
-def faded(colour: tuple[int, int, int], shade: float) -> torch.Tensor:
+def blend(colour: tuple[int, int, int], shade: float) -> torch.Tensor:
+    """Blend a colour with white paper by the opacity ``shade``: int64 [3]."""
     return torch.tensor([round(p + shade * (c - p)) for c, p in zip(colour, PAPER)])
 
 
 @pytest.mark.parametrize("balancer", ["ptrr", "contiguous", None])
 @pytest.mark.parametrize("size", [1024, 1000])
 def test_every_pixel_has_the_colour_of_its_owner_and_the_strength_of_its_pair(size, balancer) -> None:
-    plan, side = packed(size, 4, balancer), 64
-    pixels, dense = picture.mask_pixels(plan, side).int(), plan.mask.to_dense()[0, 0]
+    plan, side = document_plan(size, 4, balancer), 64
+    pixels, dense = rasters.mask_pixels(plan, side).int(), plan.mask.to_dense()[0, 0]
     kinds, paint = plan.mask.runs.to_kinds()[0, 0], colours(4)
     holder = torch.full((size,), -1)
     for rank in range(4):
@@ -42,24 +47,24 @@ def test_every_pixel_has_the_colour_of_its_owner_and_the_strength_of_its_pair(si
         for x, kv in enumerate(at):
             kind = int(kinds[q // 128, kv // 128])
             shade = {3: 0.0, 1: FULL, 2: FULL}.get(kind, MASKED if dense[q, kv] else HIDDEN)
-            assert (pixels[y, x] - faded(paint[owner], shade)).abs().max() <= 1, (y, x)
+            assert (pixels[y, x] - blend(paint[owner], shade)).abs().max() <= 1, (y, x)
 
 
 def test_where_a_pixel_is_many_blocks_it_shows_their_share() -> None:
-    plan, side = packed(4096, 2, "contiguous", block=16), 32  # 8 x 8 blocks a pixel
-    pixels = picture.mask_pixels(plan, side).int()
+    plan, side = document_plan(4096, 2, "contiguous", block=16), 32  # 8 x 8 blocks a pixel
+    pixels = rasters.mask_pixels(plan, side).int()
     listed = (plan.mask.runs.to_kinds()[0, 0] != 3).float().view(side, 8, side, 8).mean((1, 3))
     strength = torch.where(listed > 0, SOME + (1 - SOME) * listed, 0)
     for y in range(side):
         for x in range(side):
-            want = faded(colours(2)[y // (side // 2)], float(strength[y, x]))
+            want = blend(colours(2)[y // (side // 2)], float(strength[y, x]))
             assert (pixels[y, x] - want).abs().max() <= 1, (y, x)
 
 
 def test_a_thin_window_over_a_long_sequence_is_still_seen() -> None:
     size = 1 << 18
     plan = build(create_block_mask(sliding_window(10), 1, 1, size, size), 8, balancer="contiguous")
-    pixels = picture.mask_pixels(plan, 256)
+    pixels = rasters.mask_pixels(plan, 256)
     assert bool((pixels.diagonal().T != 255).any(1).all()) and bool((pixels[0, -1] == 255).all())
 
 
@@ -67,51 +72,52 @@ def test_a_thin_mask_has_a_detail_of_its_first_tokens() -> None:
     size = 1 << 17
     packed_long = and_masks(causal(), document(lengths=[1000] * (size // 1000) + [size % 1000]))
     plan = build(create_block_mask(packed_long, 1, 1, size, size), 8)
-    length = picture.lens(plan, picture.mask_pixels(plan))
-    assert length == picture.LENS // 2 * 128
-    pixels, kinds = picture.mask_pixels(plan, 64, 2048).int(), plan.mask.runs.to_kinds()[0, 0]
+    length = rasters.lens_length(plan, rasters.mask_pixels(plan))
+    assert length == rasters.LENS // 2 * 128
+    pixels, kinds = rasters.mask_pixels(plan, 64, 2048).int(), plan.mask.runs.to_kinds()[0, 0]
     at = [int((i + 0.5) * 2048 / 64) for i in range(64)]
     for (y, q), (x, kv) in product(enumerate(at), enumerate(at)):
         visible = kv <= q and kv // 1000 == q // 1000
         shade = {3: 0.0, 1: FULL}.get(int(kinds[q // 128, kv // 128]), MASKED if visible else HIDDEN)
-        want = faded(colours(8)[int(plan.owners[0, q // 128])], shade)
+        want = blend(colours(8)[int(plan.owners[0, q // 128])], shade)
         assert (pixels[y, x] - want).abs().max() <= 1, (q, kv)
-    assert picture.html(Facts.of(plan)).count("data:image/png") == 3
-    for other in (packed(4096, 4), build(full_mask(size, size), 8)):  # blocks to be seen; no empty corner
-        assert picture.lens(other, picture.mask_pixels(other)) == 0
+    assert html_page.html(Facts.of(plan)).count("data:image/png") == 3
+    single_blocks, full_corner = document_plan(4096, 4), build(full_mask(size, size), 8)
+    for other in (single_blocks, full_corner):
+        assert rasters.lens_length(other, rasters.mask_pixels(other)) == 0
 
 
 def test_several_heads_and_ragged_shapes_are_drawn() -> None:
     plan = build(full_mask(1000, 300, B=2, H=3, block=(64, 32)), 3)
-    assert picture.mask_pixels(plan, 40).shape == (40, 40, 3) and picture.mask_pixels(plan, 8).shape == (
+    assert rasters.mask_pixels(plan, 40).shape == (40, 40, 3) and rasters.mask_pixels(plan, 8).shape == (
         8,
         8,
         3,
     )
-    assert plan.plot().size == packed(1024, 4).plot().size
+    assert plan.plot().size == document_plan(1024, 4).plot().size
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 700])
 def test_bars_are_the_work(world_size: int) -> None:
     work = [float(rank % 7 + 1) for rank in range(world_size)]
-    drawn = picture._columns(work)
-    assert all(left >= 0 and left + wide <= picture.WIDE + 1e-6 for left, wide, _ in drawn)
+    drawn = rasters.bar_columns(work)
+    assert all(left >= 0 and left + wide <= rasters.WIDE + 1e-6 for left, wide, _ in drawn)
     bars = {rank for _, _, rank in drawn}
     assert bars == set(range(world_size)) or max(work) == max(work[rank] for rank in bars)
 
 
 def test_reads_are_darker_for_more_and_its_own_apart() -> None:
-    facts = Facts.of(packed(4096, 4), heads=4, kv_heads=2)
-    pixels, reads = picture.reads_pixels(facts), facts.reads
-    assert pixels.shape == (4, 4, 3) and tuple(pixels[1, 1].tolist()) == picture.OWN
+    facts = Facts.of(document_plan(4096, 4), heads=4, kv_heads=2)
+    pixels, reads = rasters.reads_pixels(facts), facts.reads
+    assert pixels.shape == (4, 4, 3) and tuple(pixels[1, 1].tolist()) == rasters.OWN
     remote = [(int(reads[r, s]), int(pixels[r, s].int().sum())) for r in range(4) for s in range(4) if r != s]
     ordered = sorted(remote)
     assert [dark for _, dark in ordered] == sorted((dark for _, dark in remote), reverse=True)
-    assert picture.reads_pixels(facts, side=2).shape == (2, 2, 3)
+    assert rasters.reads_pixels(facts, side=2).shape == (2, 2, 3)
 
 
 def test_plot_returns_the_saved_picture(tmp_path) -> None:
-    plan = packed(1024, 4)
+    plan = document_plan(1024, 4)
     image = plan.plot(tmp_path / "new" / "plan.png", heads=4, kv_heads=2)
     assert Image.open(tmp_path / "new" / "plan.png").tobytes() == image.tobytes()
     assert image.size[0] > SIDE and image._repr_png_(), "a notebook shows it"
@@ -125,7 +131,7 @@ class Page(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.links: list[str] = []
-        self.said = ""
+        self.visible_text = ""
         self.feed(text)
 
     def handle_starttag(self, tag, attrs) -> None:
@@ -133,11 +139,11 @@ class Page(HTMLParser):
         self.links += [value for name, value in attrs if name in ("src", "href")]
 
     def handle_data(self, data) -> None:
-        self.said += data
+        self.visible_text += data
 
 
 def test_the_page_is_self_contained(tmp_path) -> None:
-    plan = packed(4096, 4)
+    plan = document_plan(4096, 4)
     plan.plot(tmp_path / "plan.html", heads=16, kv_heads=4)
     text = (tmp_path / "plan.html").read_text()
     page = Page(text)
@@ -147,18 +153,19 @@ def test_the_page_is_self_contained(tmp_path) -> None:
         assert f"<title>rank {rank}: {blocks:g} blocks</title>" in text
     facts = Facts.of(plan, heads=16, kv_heads=4)
     for estimate in facts.costs:
-        assert estimate.schedule in page.said and picture.duration(estimate.forward) in page.said
-    assert f"{plan.imbalance:.3f}" in page.said
+        time = report.format_seconds(estimate.forward)
+        assert estimate.schedule in page.visible_text and time in page.visible_text
+    assert f"{plan.imbalance:.3f}" in page.visible_text
 
 
 def test_one_rank_has_a_picture_and_a_page() -> None:
-    facts = Facts.of(packed(1024, 1))
+    facts = Facts.of(document_plan(1024, 1))
     page = BytesIO()
     picture.paint(facts).save(page, "PNG")
-    assert "nothing travels" in picture.html(facts) and page.tell() > 1000
+    assert "nothing travels" in html_page.html(facts) and page.tell() > 1000
 
 
 def test_without_pillow_the_error_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(RuntimeError, match=r"needs Pillow: pip install 'tritoncp\[plot\]'"):
-        packed(1024, 2).plot()
+        document_plan(1024, 2).plot()

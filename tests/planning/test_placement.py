@@ -11,8 +11,9 @@ from torch import Tensor
 import tritoncp
 from tests.multiprocess.ranks import run
 from tritoncp.masks.mask import Mask, Runs, and_masks, causal, create_block_mask, document, full_mask
+from tritoncp.planning.build import build
 from tritoncp.planning.placement import by_blocks, natural, row_positions, take
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.plan import Plan
 
 BY_ROW = and_masks(causal(), document(ids=torch.tensor([[0] * 5 + [1] * 25, [0] * 21 + [1] * 9])))
 

@@ -30,9 +30,10 @@ from tritoncp.masks.mask import (
 )
 from tritoncp.ops import engine_factory
 from tritoncp.planning import cost, traffic
-from tritoncp.planning.balance import MASKED
+from tritoncp.planning.build import build
 from tritoncp.planning.placement import Placement, row_positions
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.work import MASKED_BLOCK_COST
 
 BALANCERS = ["ptrr", "head_tail", "contiguous", None]
 
@@ -52,10 +53,11 @@ def masks(draw: Callable) -> Mask:
     cut = (torch.arange(1, rows + 1) * q_block > q_len)[:, None]
     cut = cut | (torch.arange(1, cols + 1) * kv_block > kv_len)
     kinds[(kinds == Kind.FULL) & cut] = int(Kind.BOUNDED)
-    return Mask(q_len, kv_len, q_block, kv_block, Runs.from_kinds(kinds), never, None, None)
+    return Mask(q_len, kv_len, q_block, kv_block, Runs.from_kinds(kinds), hide_all, None, None)
 
 
-def never(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+def hide_all(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """A mask_mod that hides every pair."""
     return q < 0
 
 
@@ -72,7 +74,7 @@ def plans(draw: Callable) -> Plan:
 def test_work_sums_to_the_listed_blocks_of_the_mask(mask: Mask, world_size: int) -> None:
     masked, full = mask.runs.counts()
     tokens = torch.tensor([min(mask.q_block, mask.q_len - i) for i in range(0, mask.q_len, mask.q_block)])
-    want = float(((MASKED * masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
+    want = float(((MASKED_BLOCK_COST * masked + full).sum((0, 1)) * tokens).sum()) / mask.q_block
     for balancer in BALANCERS:
         plan = build(mask, world_size, balancer=balancer)
         # A placement shared by batch rows does each row's work; one per row, its own.
@@ -86,8 +88,8 @@ def test_a_causal_mask_is_balanced_and_natural_order_is_not() -> None:
     work = {name: build(mask, 4, balancer=name) for name in BALANCERS}
     assert work["head_tail"].imbalance == 1 and work["ptrr"].imbalance == 1
     blocks = [10, 26, 42, 58]  # of which four are masked
-    assert work[None].work == [n + 4 * (MASKED - 1) for n in blocks] == work["contiguous"].work
-    assert work[None].imbalance == pytest.approx((54 + 4 * MASKED) / (30 + 4 * MASKED))
+    assert work[None].work == [n + 4 * (MASKED_BLOCK_COST - 1) for n in blocks] == work["contiguous"].work
+    assert work[None].imbalance == pytest.approx((54 + 4 * MASKED_BLOCK_COST) / (30 + 4 * MASKED_BLOCK_COST))
 
 
 def test_per_row_placements_balance_each_batch_row() -> None:
@@ -299,7 +301,7 @@ def test_tables_that_ranks_share_are_computed_once(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(owner, name, counted)
 
-    for name in ("seen_blocks", "traffic", "ring_route", "fetch", "ring"):
+    for name in ("visible_blocks", "traffic", "ring_route", "fetch", "ring"):
         watch(traffic, name)
     watch(Placement, "gathered")
     layer = {"batch": 1, "heads": 8, "kv_heads": 8, "head_dim": 16}
@@ -309,7 +311,7 @@ def test_tables_that_ranks_share_are_computed_once(monkeypatch: pytest.MonkeyPat
             view.bytes_sent(**layer), view.ring, view.fetch, view.tables(), view.tables(buffer=rank)
         cost.costs(plan, cost.Shape(heads=8, kv_heads=8), cost.NVLINK)
     one_for_each_rank = {"fetch": 8, "ring": 8, "gathered": 1 + 8 + 2}  # and 2 for rows of ranks
-    assert calls == {"seen_blocks": 2, "traffic": 2, "ring_route": 2} | one_for_each_rank
+    assert calls == {"visible_blocks": 2, "traffic": 2, "ring_route": 2} | one_for_each_rank
 
 
 # -- bytes --------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import pytest
 from tritoncp.masks.closed_forms import and_masks, causal, document
 from tritoncp.masks.mask import create_block_mask
 from tritoncp.planning import cost
+from tritoncp.planning.build import build
 from tritoncp.planning.cost import NVLINK
-from tritoncp.planning.plan import build
-from tritoncp.planning.report import WIDTH, Facts, blocks, colours, picture, spans, text
+from tritoncp.planning.report import WIDTH, Facts, colours, format_blocks, format_ranks, format_text
 
 
 def plan(size=1024, world_size=4, balancer="ptrr"):
@@ -23,15 +23,15 @@ def plan(size=1024, world_size=4, balancer="ptrr"):
 @pytest.mark.parametrize("balancer", ["ptrr", "head_tail", "contiguous"])
 def test_every_block_is_labelled_with_its_owner(balancer):
     drawn = plan(balancer=balancer)
-    lines = picture(drawn).splitlines()[3:11]
-    assert [line.rank for line in blocks(drawn)[1:]] == drawn.owners[0].tolist()
+    lines = str(drawn).splitlines()[3:11]
+    assert [line.rank for line in format_blocks(drawn)[1:]] == drawn.owners[0].tolist()
     assert [int(line.split()[0]) for line in lines] == drawn.owners[0].tolist()
     assert [line.split()[1] for line in lines] == drawn.mask.draw().splitlines()
 
 
 def test_work_and_imbalance_are_the_plans():
     drawn = plan()
-    _, _, work, _ = picture(drawn).split("\n\n")
+    _, _, work, _ = str(drawn).split("\n\n")
     title, *bars = work.splitlines()
     assert f"max/mean {drawn.imbalance:.3f}" in title
     assert [float(bar.split()[-1]) for bar in bars] == drawn.work
@@ -43,14 +43,14 @@ def test_costs_and_bytes_are_the_plans():
     facts = Facts.of(drawn, batch=2, heads=8, kv_heads=4, head_dim=64, v_head_dim=32, itemsize=4)
     layer = {"batch": 2, "heads": 8, "kv_heads": 4, "head_dim": 64, "v_head_dim": 32, "itemsize": 4}
     assert {estimate.schedule for estimate in facts.costs} == {"allgather", "ring", "fetch", "ulysses"}
-    for schedule, sent in facts.sent.items():
+    for schedule, sent in facts.bytes_sent.items():
         views = [replace(drawn, schedule=schedule).for_rank(rank) for rank in range(4)]
         assert sent == [view.bytes_sent(**layer) for view in views]
     assert int(facts.reads.sum() - facts.reads.trace()) == sum(
         replace(drawn, schedule="fetch").for_rank(rank).bytes_sent(**layer, backward=False)
         for rank in range(4)
     )
-    said = text(facts)
+    said = format_text(facts)
     for estimate in facts.costs:
         (line,) = [line for line in said.splitlines() if line[2:].startswith(estimate.schedule)]
         assert f"{estimate.forward * 1e3:.3f}" in line and line.startswith("→") == (
@@ -66,12 +66,12 @@ def test_the_schedule_of_auto_and_a_faster_one_are_shown():
     drawn = plan(8192)
     usual = Facts.of(drawn)
     assert usual.auto == drawn.schedule == usual.costs[0].schedule
-    assert f"auto takes {drawn.schedule}: " in text(usual)
+    assert f"auto takes {drawn.schedule}: " in format_text(usual)
     slow = replace(NVLINK, bandwidth=1e7)
     tiny = Facts.of(plan(8192, balancer="contiguous"), slow, heads=64, kv_heads=1)
     assert tiny.auto == cost.costs(tiny.plan, cost.Shape(), slow)[0].schedule
     if tiny.auto != tiny.costs[0].schedule:
-        assert f"schedule={tiny.costs[0].schedule!r}" in text(tiny)
+        assert f"schedule={tiny.costs[0].schedule!r}" in format_text(tiny)
 
 
 def test_every_rank_has_a_colour_of_its_own():
@@ -81,16 +81,14 @@ def test_every_rank_has_a_colour_of_its_own():
 
 
 def test_a_long_plan_fits_a_screen():
-    lines = picture(plan(size=128 * 200, world_size=64)).splitlines()
+    lines = str(plan(size=128 * 200, world_size=64)).splitlines()
     assert len(lines) <= WIDTH + 6 + 8
     assert all(len(line) <= 2 * WIDTH for line in lines[1:])
 
 
 def test_a_world_of_one_is_drawn():
-    assert picture(plan(world_size=1)).startswith(
-        "Plan: 1024 queries × 1024 keys, blocks of 128 × 128; 1 rank;"
-    )
+    assert str(plan(world_size=1)).startswith("Plan: 1024 queries × 1024 keys, blocks of 128 × 128; 1 rank;")
 
 
 def test_spans():
-    assert spans([0, 2, 3, 4, 9]) == "0,2-4,9"
+    assert format_ranks([0, 2, 3, 4, 9]) == "0,2-4,9"

@@ -32,7 +32,7 @@ def plans(name: str, balancer: str | None, world: int) -> list[Plan]:
     return [plan.for_rank(rank) for rank in range(world)]
 
 
-def blocks_seen(plan: Plan) -> Tensor:
+def dense_visible_blocks(plan: Plan) -> Tensor:
     """Return the listed blocks of this rank's queries, from the dense map: bool [B, KV blocks]."""
     kinds = plan.mask.runs.to_kinds() != 3  # [Bm, Hm, rows, columns]
     positions = plan.positions
@@ -45,10 +45,10 @@ def blocks_seen(plan: Plan) -> Tensor:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("balancer", BALANCERS)
 @pytest.mark.parametrize("name", CASES)
-def test_seen_blocks_and_traffic_are_the_masks(name: str, balancer: str | None, world: int) -> None:
+def test_visible_blocks_and_traffic_are_the_masks(name: str, balancer: str | None, world: int) -> None:
     all_plans = plans(name, balancer, world)
     for reader in all_plans:
-        want = blocks_seen(reader)
+        want = dense_visible_blocks(reader)
         assert torch.equal(reader.visible_blocks[reader.rank], want)
         for owner in all_plans:
             positions = owner.kv.positions(owner.rank)
@@ -67,7 +67,7 @@ def test_fetched_are_the_visible_remote_blocks_and_no_other(
 ) -> None:
     all_plans = plans(name, balancer, world)
     for plan in all_plans:
-        want, got = blocks_seen(plan), plan.fetch
+        want, got = dense_visible_blocks(plan), plan.fetch
         batch = len(want) if got.batched else 1
         local = plan.kv.positions(plan.rank)
         positions = row_positions(got.slots, sum(got.takes))

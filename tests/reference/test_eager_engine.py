@@ -22,7 +22,8 @@ from tritoncp.masks.mask import (
     sliding_window,
 )
 from tritoncp.ops import engine_factory
-from tritoncp.planning.plan import Plan, build
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
 
 LAUNCH = Launch.__call__
 WORLDS = [1, 2, 3, 4]

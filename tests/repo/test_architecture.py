@@ -80,7 +80,7 @@ def test_a_page_names_what_exists(page):
 def test_a_wrong_name_is_reported():
     page = (
         "`tritoncp/planning/plans.py` `planning.plan.Plans` `planning.plan.Plan.tables.x` `plan.build` "
-        "`ops.autograd.forward(q)` `planning.plan.build(mask)` `tritoncp.flex_attentions` "
+        "`ops.autograd.forward(q)` `planning.build.build(mask)` `tritoncp.flex_attentions` "
         "`tritoncp.planning` `tritoncp.make_plan(mask, mesh)` `kernels.forward.forward_kernel` "
         "`planning` `pyproject.toml`"
     )

@@ -167,6 +167,38 @@ def test_masks_and_plans_are_made_without_triton():
     )
 
 
+PLANS = """
+import torch, tritoncp
+from torch.nn.attention.flex_attention import create_block_mask
+gaps = lambda b, h, q, kv: (q >= kv) & (kv % 7 > 2)
+masks = [
+    tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 1024, 1024),
+    tritoncp.create_block_mask(gaps, 1, 1, 1024, 1024),
+    create_block_mask(gaps, 1, 1, 1024, 1024, device="cpu"),
+]
+for mask in masks:
+    plan = tritoncp.make_plan(mask, world_size=4, rank=1)
+    shard = tritoncp.shard(torch.arange(1024)[None], plan, dim=1)
+    assert torch.equal(shard, tritoncp.positions(plan)), plan
+"""
+PLAN_COMMAND = """
+from tritoncp.cli import main
+main(["plan", "--seq-len", "64K", "--world-size", "4", "--mask", {mask!r}])
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [PLANS, PLAN_COMMAND.format(mask="causal"), PLAN_COMMAND.format(mask="mask_of_a_user:near")],
+    ids=["make_plan", "named mask", "user's mask"],
+)
+def test_plans_and_shards_are_made_where_triton_is_not_installed(code, tmp_path):
+    (tmp_path / "mask_of_a_user.py").write_text("def near(b, h, q, kv):\n    return abs(q - kv) < 1000\n")
+    code = f"import sys; sys.modules['triton'] = None; sys.path.insert(0, {str(ROOT)!r})\n{code}"
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_the_command_line_shows_its_help_without_torch():
     assert not {"triton", "torch"} & loaded_after("import tritoncp.cli")
 

@@ -36,7 +36,7 @@ from tritoncp.analysis.jobs import HEADS, KV_HEADS, VARIANTS, Job, mask_of, opti
 from tritoncp.kernels.tile_rules import Config, family, pieces
 from tritoncp.ops import tile_tables
 from tritoncp.ops.engine_factory import name_functions
-from tritoncp.planning.plan import build
+from tritoncp.planning.build import build
 
 # -- many jobs, in processes -------------------------------------------------------------------------------
 

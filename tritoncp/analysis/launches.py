@@ -22,7 +22,7 @@ from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods, engine_factory
 from tritoncp.perf.suite.cases import MASKS
-from tritoncp.planning.plan import build
+from tritoncp.planning.build import build
 from tritoncp.tuning.targets import kernel_of
 
 

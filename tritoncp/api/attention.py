@@ -20,9 +20,9 @@ from tritoncp.mods import Mod
 from tritoncp.ops import call_mods, engine_factory, signatures
 from tritoncp.ops.autograd import forward
 from tritoncp.ops.sinks import with_sinks
-from tritoncp.planning.balance import Balancer
 from tritoncp.planning.placement import Placement, lengthen, take
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.work import Balancer
 
 MaskLike = BlockMask | Mask | MaskMod | Plan
 
@@ -204,7 +204,7 @@ def make_plan(
     serves all, and a dict of plans comes back. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call
     this (2-D for "ulysses" and "ulysses+ring": the second dimension trades heads); or ``world_size`` and
     ``rank`` without one. balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch),
-    a function of your own from a ``tritoncp.planning.balance.Work`` to each rank's blocks, or None for
+    a function of your own from a ``tritoncp.planning.work.Work`` to each rank's blocks, or None for
     natural order.
     Raises TypeError for a closed form, which has no lengths; raises on every rank where one rank fails, or
     ranks differ in mask, options or versions.

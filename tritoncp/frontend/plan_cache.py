@@ -32,9 +32,10 @@ from tritoncp.frontend.validate import check_lengths, check_plan, check_plannabl
 from tritoncp.masks.mask import Mask
 from tritoncp.mods.captures import describe
 from tritoncp.ops import signatures, tile_tables
-from tritoncp.planning import plan
-from tritoncp.planning.balance import Balancer, resolve_balancer
+from tritoncp.planning.balance import resolve_balancer
+from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.work import Balancer
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
 MAX_BYTES = 1 << 30  # bytes of their masks and placements
@@ -288,7 +289,7 @@ def _build_natural(
 ) -> Plan:  # fmt: skip
     mask = sources.compact(batch, sum(lengths), sum(kv_lengths))
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len)
-    natural_plan = plan.build(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
+    natural_plan = build_plan(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     _warn_uneven(sources, natural_plan)
     return replace(sources.attach_evaluators(natural_plan), mask_digest=digest).pinned()
 
@@ -327,7 +328,7 @@ def make(
         sources = {name: Sources.of(mask) for name, mask in masks.items()}
         compact = {name: source.compact(1, 0, 0) for name, source in sources.items()}
         unpinned = {
-            name: plan.build(
+            name: build_plan(
                 mask,
                 world_size,
                 rank,

@@ -17,8 +17,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.masks.closed_forms import Document, MaskMod, document, is_settled
 from tritoncp.masks.mask import Mask
+from tritoncp.planning.build import pieces
 from tritoncp.planning.placement import Placement, natural
-from tritoncp.planning.plan import Plan, pieces
+from tritoncp.planning.plan import Plan
 
 MASKS = (BlockMask, Mask, MaskMod, Plan)
 MAX_HEAD_DIM = 256

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,7 +13,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from triton.runtime.jit import KernelInterface
 
 from tritoncp.mods import source_cache
 from tritoncp.mods.recording import read_state
@@ -184,9 +184,16 @@ def _source(fn: JITFunction) -> str:
     return inspect.getsource(fn.fn)
 
 
+def is_jit_function(fn: Any) -> bool:
+    """Whether `fn` is a @triton.jit function. There is none before Triton is loaded, and this does not load
+    it."""
+    triton_jit = sys.modules.get("triton.runtime.jit")
+    return triton_jit is not None and isinstance(fn, triton_jit.KernelInterface)
+
+
 def hand_written(fn: Any) -> bool:
     """Whether `fn` is @triton.jit code, alone or as a Mod, which torch cannot call."""
-    return isinstance(fn, KernelInterface) or (isinstance(fn, Mod) and fn.graph is None)
+    return is_jit_function(fn) or (isinstance(fn, Mod) and fn.graph is None)
 
 
 # -- from Python -----------------------------------------------------------------------------------------
@@ -229,7 +236,7 @@ def score_mod(fn: Callable[..., Any] | JITFunction | Mod, dtype: torch.dtype = t
 
 
 def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype: torch.dtype) -> Mod:
-    if isinstance(fn, KernelInterface):
+    if is_jit_function(fn):
         fn = Mod.from_triton(fn)
     if isinstance(fn, Mod):
         _check_kind(fn, arguments)

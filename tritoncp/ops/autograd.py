@@ -22,7 +22,6 @@ from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as
-from tritoncp.kernels.launch import facts, layout_of
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods, engine_factory, signatures, tile_tables, tune_on_first_call
 from tritoncp.ops.engine_factory import Spec
@@ -41,18 +40,21 @@ def _engine(
     """Return the engine of a pass over q, k, v and other tensors. It is cached with the plan, by the layouts
     of the tensors, unless a graph carries the score_mod, which may read globals."""
     call, device = Spec.decode(spec), q[0].device
-    kernels, cache = engine_factory.uses_triton(device), plan._once("engines", dict)
+    kernels, cache = engine_factory.uses_triton(device), plan.compute_once("engines", dict)
     reusable = kernels and call.carried is None
-    key = reusable and (
-        spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
-        *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
-        *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
-    )  # fmt: skip
-    if reusable and (entry := cache.get(key)) is not None:
-        engine, mask = entry
-        if mask is not None:
-            mask.on_current_stream()  # the cached engine reads its tensors on this stream
-        return engine_factory.rebind(engine, call, device, captures, ints, floats, grads)
+    if reusable:
+        from tritoncp.kernels.launch import facts, layout_of  # loads Triton, which plans do without
+
+        key = (
+            spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
+            *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
+            *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
+        )  # fmt: skip
+        if (entry := cache.get(key)) is not None:
+            engine, mask = entry
+            if mask is not None:
+                mask.on_current_stream()  # the cached engine reads its tensors on this stream
+            return engine_factory.rebind(engine, call, device, captures, ints, floats, grads)
     group = _group(call)
     tiles = tile_tables.text_of(device, group) if kernels else ""
     mask, measured = _measured_tiles(spec, plan, q, v[0], group, tiles)
@@ -80,7 +82,7 @@ def _measured_tiles(
     """Return the mask_mod of a call and its measured tiles. If tuning is requested, all ranks may measure
     tiles together: the decision does not depend on properties that differ between ranks."""
     call, (_, heads, rows, d), e = Spec.decode(spec), q[0].shape, v.shape[3]
-    cache = plan._once("measured", dict)
+    cache = plan.compute_once("measured", dict)
     key = spec, tiles, q[0].device, q[0].dtype, q[0].shape, v.shape, plan.rank, plan.schedule, plan.degree
     if (cached := cache.get(key)) is not None:
         return cached

@@ -17,58 +17,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tritoncp.masks.block_runs import Runs
-from tritoncp.masks.mask import Mask
-from tritoncp.planning import balance_locality as _locality
-from tritoncp.planning.balance_locality import merge_ranges, transpose_runs
-
-MASKED = 1.25
-"""Cost of a masked block in units of a full block. The products are the same; the loop that also compares
-positions has 1.65 times the instructions of the one that does not (compiled for sm_90), and about two fifths
-of a block's time are instructions beside the products."""
-
-
-@dataclass(frozen=True, eq=False)
-class Work:
-    """The input of a balancer: the query blocks of one batch row.
-
-    costs:      work of each block [blocks], summed over heads and masks
-    world_size: ranks to deal them to
-    runs:       the key blocks that the query blocks see: Runs [1, H, blocks, columns of keys] for each mask
-    together:   whether the keys of block i are on the rank of its queries. If the numbers of keys and queries
-                differ, keys are dealt separately, and columns are blocks of the other side
-
-    >>> Work(torch.ones(4), 2).sees
-    ()
-    """
-
-    costs: Tensor
-    world_size: int
-    runs: tuple[Runs, ...] = ()
-    together: bool = True
-    column: tuple[int, int] = (1, 1)  # (tokens of a column of the runs, tokens of a block)
-
-    @cached_property
-    def sees(self) -> tuple[Tensor, ...]:
-        """For each mask, the blocks of keys that each block's queries see in any head: int64 [n, 3] rows
-        (block, first key block, end), sorted and disjoint."""
-        return tuple(_visible_columns(runs, self.columns, *self.column) for runs in self.runs)
-
-    @property
-    def columns(self) -> int:
-        """Number of key blocks."""
-        return len(self.costs) if self.together or not self.runs else self.runs[0].n_cols
-
-
-Balancer = Callable[[Work], Sequence[Sequence[int]]]
+from tritoncp.planning import balance_locality
+from tritoncp.planning.work import Balancer, Work, transpose_runs
 
 
 def contiguous(work: Work) -> list[list[int]]:
@@ -117,7 +72,8 @@ def per_document(work: Work) -> list[list[int]]:
 
     >>> from tritoncp.masks import and_masks, causal, create_block_mask, document
     >>> mod = and_masks(causal(), document(lengths=[16, 4, 4, 4, 4]))
-    >>> (work,) = views([create_block_mask(mod, None, None, 32, 32, BLOCK_SIZE=4)], 2)
+    >>> from tritoncp.planning.work import work_of_rows
+    >>> (work,) = work_of_rows([create_block_mask(mod, None, None, 32, 32, BLOCK_SIZE=4)], 2)
     >>> per_document(work)
     [[0, 3, 4, 6], [1, 2, 5, 7]]
     """
@@ -138,12 +94,13 @@ def locality(work: Work) -> list[list[int]]:
     """Balance the work with the fewest remote keys: :mod:`tritoncp.planning.balance_locality`.
 
     >>> from tritoncp.masks import create_block_mask, sliding_window
-    >>> (work,) = views([create_block_mask(sliding_window(100), None, None, 1024, 1024)], 4)
+    >>> from tritoncp.planning.work import work_of_rows
+    >>> (work,) = work_of_rows([create_block_mask(sliding_window(100), None, None, 1024, 1024)], 4)
     >>> locality(work)
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
     _check_work(work)
-    owner = _locality.place(work)
+    owner = balance_locality.place_blocks(work)
     blocks_of_rank = [(owner == rank).nonzero()[:, 0].tolist() for rank in range(work.world_size)]
     return sorted(
         blocks_of_rank, key=lambda blocks: sum(blocks) / max(1, len(blocks)) if blocks else len(owner)
@@ -200,56 +157,6 @@ def deal(balancer: Balancer, work: Work) -> list[list[int]]:
             + (f", and {len(wrong) - 1} others not once" if len(wrong) > 1 else "")
         )
     return ranks
-
-
-def views(masks: Sequence[Mask], world_size: int, side: str = "q") -> list[Work]:
-    """Return the input of a balancer for each batch row: query blocks, or key blocks with side="kv".
-
-    masks: of one size; the work of several is summed, each counted as one layer, whatever its number of
-    heads.
-    """
-    first = masks[0]
-    runs = [mask.runs if side == "q" else mask.runs.transpose() for mask in masks]
-    parts = [
-        block_costs(runs_of_mask) / (runs_of_mask.shape[1] if len(runs) > 1 else 1) for runs_of_mask in runs
-    ]
-    batch = max(map(len, parts))
-    costs = torch.stack([part.expand(batch, -1) for part in parts]).sum(0)
-    together = first.q_len == first.kv_len
-    column = (first.kv_block, first.q_block) if together else (1, 1)
-    return [
-        Work(
-            costs[row],
-            world_size,
-            tuple(runs_of_mask.batch_row(row if runs_of_mask.shape[0] > 1 else 0) for runs_of_mask in runs),
-            together,
-            column,
-        )
-        for row in range(batch)
-    ]
-
-
-def block_costs(runs: Runs) -> Tensor:
-    """Sum the work of each row of blocks over all heads: float64 [B, rows]."""
-    masked, full = runs.counts()
-    return (masked * MASKED + full).sum(1).double()
-
-
-def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Tensor:
-    """Unite the columns that each row lists over heads and kinds, in ``n_cols`` columns of ``block`` tokens:
-    int64 [n, 3] rows (row, start, end)."""
-    rows = runs.shape[2]
-    row, start, end, _ = runs._flat()
-    row, start, end = (
-        row % max(1, rows),
-        start * column // block,
-        (-(-end * column // block)).clamp(max=n_cols),
-    )
-    line = row * (n_cols + 2)
-    # Lines have a spare column, so that ranges of different rows do not touch.
-    start, end = merge_ranges(line + start, line + end)
-    row = start // (n_cols + 2)
-    return torch.stack([row, start - row * (n_cols + 2), end - row * (n_cols + 2)], 1)
 
 
 def _document_starts(work: Work) -> list[int]:

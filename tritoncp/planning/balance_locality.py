@@ -10,61 +10,39 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from tritoncp.masks.block_runs import Kind, Runs
+from tritoncp.planning.work import Work, merge_ranges, transpose_runs
 
-if TYPE_CHECKING:
-    from tritoncp.planning.balance import Work
-
-EVEN = 1.018  # max/mean work that counts as even
+MAX_EVEN_RATIO = 1.018  # max/mean work that counts as even
 # On the work of one rank's windows, as a fraction of the mean; each yields a candidate placement.
 TOLERANCES = (0.01, 0.005, 0.02)
-CUTS = (32, 16)  # number of sizes of the first window; each yields a candidate placement
-CANDIDATES = 128  # blocks of each rank that a swap is chosen from
-STEPS = 200  # swaps tried on a placement
-SMALL = 1 << 20  # blocks x pairs of ranks up to which every tolerance is tried and every placement refined
-LARGE = 1 << 24  # blocks x ranks beyond which no placement is refined: the tables would take gigabytes
+SIZE_COUNTS = (32, 16)  # number of sizes of the first window; each yields a candidate placement
+MAX_SWAP_CANDIDATES = 128  # blocks of each rank that a swap is chosen from
+MAX_SWAPS = 200  # swaps tried on a placement
+# Blocks x pairs of ranks up to which every tolerance is tried and every placement improved.
+MAX_SMALL_SIZE = 1 << 20
+# Blocks x ranks beyond which no placement is improved: the tables would take gigabytes.
+MAX_IMPROVED_SIZE = 1 << 24
 
 
-def place(work: Work) -> Tensor:
+def place_blocks(work: Work) -> Tensor:
     """Return the owner of each block: int64 [blocks]. Ranks hold equal numbers of blocks to within one."""
     columns = Columns(work)
     contiguous = torch.arange(columns.n) * columns.world_size // max(1, columns.n)
     if columns.n <= columns.world_size or columns.world_size == 1:
         return contiguous
-    small = columns.n * columns.world_size**2 <= SMALL
-    steps = STEPS if small else STEPS // 4 if columns.n * columns.world_size <= LARGE else 0
-    tries = list(itertools.product(CUTS, TOLERANCES)) if small else [(CUTS[-1], TOLERANCES[0])]
+    small = columns.n * columns.world_size**2 <= MAX_SMALL_SIZE
+    improvable = columns.n * columns.world_size <= MAX_IMPROVED_SIZE
+    swaps = MAX_SWAPS if small else MAX_SWAPS // 4 if improvable else 0
+    tries = list(itertools.product(SIZE_COUNTS, TOLERANCES)) if small else [(SIZE_COUNTS[-1], TOLERANCES[0])]
     owners = [contiguous, *(columns.deal(*parameters) for parameters in tries)]
     assignments = [Assignment(columns, owner) for owner in owners]
     for assignment in assignments if small else [min(assignments, key=Assignment.rank)]:
-        assignment.mend(steps)
+        assignment.improve(swaps)
     return min(assignments, key=Assignment.rank).owner
-
-
-def transpose_runs(sees: Tensor, blocks: int, columns: int) -> Tensor:
-    """Transpose runs (block, first column, end) to (column, first block, end): int64 [n, 3]."""
-    row, start, end = sees.unbind(1)
-    full = torch.full_like(row, int(Kind.FULL))
-    column, first, last, _ = Runs._pack((1, 1, blocks), columns, row, start, end, full).transpose()._flat()
-    return torch.stack([column, first, last], 1)
-
-
-def merge_ranges(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge ranges into disjoint ranges, ascending.
-
-    >>> merge_ranges(torch.tensor([4, 0, 2]), torch.tensor([5, 3, 4]))
-    (tensor([0]), tensor([5]))
-    """
-    start, order = start.sort()
-    reach = end[order].cummax(0).values
-    opens = torch.ones(len(start) + 1, dtype=torch.bool)
-    opens[1:-1] = start[1:] > reach[:-1]
-    return start[opens[:-1]], reach[opens[1:]]
 
 
 class Columns:
@@ -208,7 +186,7 @@ class Assignment:
             else torch.full((columns.masks * columns.width,), -1)
         )
         self.work = torch.zeros(columns.world_size, dtype=torch.float64).index_add_(0, owner, columns.costs)
-        self.cap = EVEN * float(self.work.mean())
+        self.cap = MAX_EVEN_RATIO * float(self.work.mean())
 
     @cached_property
     def count(self) -> Tensor:
@@ -236,7 +214,7 @@ class Assignment:
         columns."""
         return max(float(self.work.max()), self.cap), self.count_remote()
 
-    def mend(self, steps: int) -> None:
+    def improve(self, steps: int) -> None:
         """Swap two blocks of two ranks as long as that helps: until no rank's work exceeds the cap, then to
         save keys."""
         ranks = len(self.work)
@@ -322,7 +300,7 @@ class Assignment:
         """Blocks of a rank that another would gain the fewest keys with."""
         owned = (self.owner == rank).nonzero()[:, 0]
         moves = self.joins[to, owned] + self.leaves[owned]
-        return owned[moves.topk(min(CANDIDATES, len(owned)), largest=False).indices]
+        return owned[moves.topk(min(MAX_SWAP_CANDIDATES, len(owned)), largest=False).indices]
 
     def _weigh(self, work: Tensor) -> Tensor:
         """Convert work above the cap to columns: a hundredth of the cap equals all columns."""

@@ -12,9 +12,12 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-import tritoncp
+from tritoncp.api.attention import make_plan
 from tritoncp.masks import expressions
-from tritoncp.planning.report import Facts, colours, lines
+from tritoncp.masks.create import create_block_mask
+from tritoncp.planning.drawing.page import html
+from tritoncp.planning.drawing.picture import paint
+from tritoncp.planning.report import Facts, colours, format_lines
 
 DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
 # A plan takes about 60 bytes a token, 2 KiB a block, 25 bytes a pair of ranks and a byte for each block of
@@ -22,7 +25,7 @@ DEFAULT_TOKENS = 128 << 10  # the sequence length without --seq-len or --lengths
 LIMITS = {"tokens": 1 << 26, "blocks": 1 << 20, "ranks": 1 << 12, "pairs": 1 << 28}
 
 
-def planned(
+def collect_facts(
     *,
     mask: str | None,
     lengths: str | None,
@@ -53,8 +56,8 @@ def planned(
     text = mask if mask is not None else "causal & document" if documents else "causal"
     mod = expressions.mask_of(text, documents)
     with reporting_mask_errors(text):
-        built = tritoncp.create_block_mask(mod, len(rows), 1, size, size, BLOCK_SIZE=block_size)
-    plan = tritoncp.make_plan(
+        built = create_block_mask(mod, len(rows), 1, size, size, BLOCK_SIZE=block_size)
+    plan = make_plan(
         built,
         world_size=world_size,
         rank=0,
@@ -99,10 +102,8 @@ def reporting_mask_errors(text: str) -> Iterator[None]:
         raise ValueError(f"--mask {text.strip()} is no mask_mod that can be asked ({message})") from error
 
 
-def write(facts: Facts, path: Path) -> None:
+def write_drawing(facts: Facts, path: Path) -> None:
     """Write the plan's page (.html) or picture to ``path``. Raises OSError if it cannot be written."""
-    from tritoncp.planning.picture import html, paint
-
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(html(facts)) if path.suffix == ".html" else paint(facts).save(path)
@@ -110,13 +111,13 @@ def write(facts: Facts, path: Path) -> None:
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
-def say(facts: Facts) -> None:
+def print_facts(facts: Facts) -> None:
     """Print the facts, in the ranks' colours if the output is a terminal."""
     console = Console()
     if not console.is_terminal:
-        click.echo("\n".join(line.text for line in lines(facts)))
+        click.echo("\n".join(line.text for line in format_lines(facts)))
         return
     paint = colours(facts.plan.world_size)
-    for line in lines(facts):
+    for line in format_lines(facts):
         style = "" if line.rank is None else "rgb({},{},{})".format(*paint[line.rank])
         console.print(Text(line.text, style), soft_wrap=True)

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritoncp.planning import traffic as steps
-
-if TYPE_CHECKING:
-    from tritoncp.planning.plan import Plan
+from tritoncp.planning import traffic
+from tritoncp.planning.plan_data import PlanData
 
 BACKWARD_RATIO = 2.5  # time of the backward pass in units of the forward pass: five matrix products for two
 DKDV_SHARE = 0.6  # share of dK and dV in the backward pass's time; the rest is dQ
@@ -59,7 +57,7 @@ class Shape:
         return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
 
     def state_bytes(self, rows: int) -> int:
-        """Bytes of the float32 state (acc, m, l) that ``rows`` query rows carry between steps."""
+        """Bytes of the float32 state (acc, m, l) that ``rows`` query rows carry between traffic."""
         return rows * self.batch * self.heads * (self.v_head_dim + 2) * 4
 
     def seconds(self, pairs: Tensor, hardware: Hardware) -> Tensor:
@@ -86,7 +84,7 @@ def hardware_of(world_size: int) -> Hardware:
     return NVLINK if world_size <= 8 else NETWORK
 
 
-def costs(plan: Plan, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
+def costs(plan: PlanData, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     """Estimate the cost of every schedule for this plan's placement, cheapest first."""
     ranks = _sample(plan.world_size)
     pairs = _pairs(plan, ranks)
@@ -106,17 +104,19 @@ def _sample(world_size: int) -> list[int]:
     )
 
 
-def _pairs(plan: Plan, ranks: Sequence[int]) -> Tensor:
+def _pairs(plan: PlanData, ranks: Sequence[int]) -> Tensor:
     """Count the pairs in listed blocks between these ranks' queries and each rank's keys, per head, averaged
     over the batch rows of mask and placement: float64 [ranks, W]."""
-    queries = steps.weights(plan.mask, plan.q, ranks)
-    return steps.by_owner(queries, plan.kv).double() / (max(queries.shape[1], plan.kv.batch) * plan.mask.H)
+    queries = traffic.count_queries(plan.mask, plan.q, ranks)
+    return traffic.sum_by_owner(queries, plan.kv).double() / (
+        max(queries.shape[1], plan.kv.batch) * plan.mask.H
+    )
 
 
-def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     compute = float(shape.seconds(pairs.sum(1).max(), hardware))
     own = plan.kv.s_max * shape.row
-    rows, groups = (plan.world_size - 1) * own, len(steps.head_groups(shape.kv_heads, own * shape.itemsize))
+    rows, groups = (plan.world_size - 1) * own, len(traffic.head_groups(shape.kv_heads, own * shape.itemsize))
     gather = rows * shape.itemsize / hardware.bandwidth + groups * hardware.latency
     back = rows * 4 / hardware.bandwidth + groups * hardware.latency
     exposed, hidden = gather / groups, gather * (groups - 1) / groups
@@ -126,7 +126,7 @@ def _allgather(plan: Plan, pairs: Tensor, shape: Shape, hardware: Hardware) -> C
     return Cost("allgather", forward, backward, memory)
 
 
-def _ring(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+def _ring(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     size = views[0].kv.s_max * shape.row
     hop = size * shape.itemsize / hardware.bandwidth + hardware.latency
     follow = size * 4 / hardware.bandwidth + hardware.latency
@@ -142,15 +142,15 @@ def _ring(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware
     return Cost("ring", forward, backward, memory)
 
 
-def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
+def _fetch(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     forward = backward = 0.0
     most_received = 0
-    traffic = views[0].traffic.clone().fill_diagonal_(0)
+    remote_rows = views[0].traffic.clone().fill_diagonal_(0)
     for view, row in zip(views, pairs):
         near = float(shape.seconds(row[view.rank], hardware))
         far = float(shape.seconds(row.sum() - row[view.rank], hardware))
         share = shape.row // (shape.batch if view.batched else 1)
-        received, sent_rows = traffic[view.rank], traffic[:, view.rank]
+        received, sent_rows = remote_rows[view.rank], remote_rows[:, view.rank]
         receive_elements, send_elements, peers = (
             int(received.sum()) * share,
             int(sent_rows.sum()) * share,
@@ -168,7 +168,7 @@ def _fetch(views: Sequence[Plan], pairs: Tensor, shape: Shape, hardware: Hardwar
     return Cost("fetch", forward, backward, most_received + shape.state_bytes(views[0].s_local))
 
 
-def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
+def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
     """Estimate the exchange of sequence for heads and back, without overlap, plus a fetch between rows of
     ranks if there are several."""
     degree = plan.degree_for(shape.heads)
@@ -176,12 +176,12 @@ def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     ranks = _sample(rows.world_size)
     views = [rows.for_rank(rank) for rank in ranks]
     pairs = _pairs(rows, ranks)
-    q_heads, kv_heads = steps.trade(shape.heads, shape.kv_heads, degree)
+    q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
     largest = replace(shape, heads=max(map(len, q_heads)), kv_heads=max(map(len, kv_heads)))
     inner = _fetch(views, pairs, largest, hardware)
     d, e, item = shape.head_dim, shape.v_head_dim, shape.itemsize
     tokens = (degree - 1) * plan.q.s_max * shape.batch
-    summed = rows.world_size > 1 or steps.share(kv_heads)  # dK and dV, in float32
+    summed = rows.world_size > 1 or traffic.share(kv_heads)  # dK and dV, in float32
     grad = 4 if summed else item
     out = tokens * largest.heads * (d * item + e * item + 4)  # send queries, receive outputs and lse
     keys = tokens * largest.kv_heads * (d + e)
@@ -199,13 +199,13 @@ def _ulysses(plan: Plan, shape: Shape, hardware: Hardware) -> Cost:
     return Cost("ulysses", inner.forward + forward_exchange, backward, memory)
 
 
-def why(estimates: Sequence[Cost], hardware: Hardware) -> str:
+def format_reason(estimates: Sequence[Cost], hardware: Hardware) -> str:
     """Format the predicted times of all schedules as one line, the reason of the choice."""
     times = ", ".join(f"{cost.schedule} {cost.total * 1e3:.3g}" for cost in estimates)
     return f"predicted ms a layer on {hardware.name}: {times}"
 
 
-def sent(plan: Plan, schedule: str, shape: Shape) -> list[int]:
+def bytes_sent(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
     """Return the bytes that each rank would send in a forward and a backward pass of one layer."""
     layer: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads}
     layer |= {"head_dim": shape.head_dim, "v_head_dim": shape.v_head_dim, "itemsize": shape.itemsize}

@@ -101,11 +101,11 @@ class Placement:
         parts = []
         for index, rank in enumerate(range(self.world_size) if ranks is None else ranks):
             parts.append(self.slots[rank] + torch.tensor([index * self.s_max, 0, 0], dtype=torch.int32))
-        return by_position(torch.cat(parts, 1))
+        return sort_by_position(torch.cat(parts, 1))
 
     def owners(self) -> Tensor:
         """Return the rank of the first token of each block, -1 if all is padding: int64 [Bp, blocks]."""
-        slots, owner = torch.cat(self.slots, 1).long(), numbered([part.shape[1] for part in self.slots])
+        slots, owner = torch.cat(self.slots, 1).long(), repeat_indices([part.shape[1] for part in self.slots])
         _, position, tokens = slots.unbind(-1)
         unowned = torch.iinfo(torch.int64).max
         first = torch.full((len(slots), -(-self.length // self.block)), unowned)
@@ -142,10 +142,10 @@ def _unpickle(
     return Placement(length, block, tuple(part.contiguous() for part in slots.split(counts, 1)), lengths)
 
 
-def numbered(counts: Sequence[int]) -> Tensor:
+def repeat_indices(counts: Sequence[int]) -> Tensor:
     """Repeat each index as often as its count says.
 
-    >>> numbered([2, 0, 1]).tolist()
+    >>> repeat_indices([2, 0, 1]).tolist()
     [0, 0, 2]
     """
     return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
@@ -223,7 +223,7 @@ def _pieces(slots: Tensor, first: Tensor, last: Tensor, close_up: bool) -> Tenso
     return torch.stack([at, start, counts], 1)
 
 
-def by_position(slots: Tensor) -> Tensor:
+def sort_by_position(slots: Tensor) -> Tensor:
     """Sort the slots [Bp, n, 3] of each batch row by global position; empty slots are dropped or, where batch
     rows have different numbers of slots, last."""
     key = torch.where(slots[..., 2] > 0, slots[..., 1].to(torch.int64), torch.iinfo(torch.int64).max)

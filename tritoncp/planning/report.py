@@ -6,14 +6,13 @@ import colorsys
 import re
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from tritoncp.masks.mask import Mask
 from tritoncp.planning import cost
-
-if TYPE_CHECKING:
-    from tritoncp.planning.plan import Plan
+from tritoncp.planning.plan_data import PlanData
 
 WIDTH = 64  # characters across the mask
 LINES = 16  # most ranks for which a bar each is printed
@@ -40,16 +39,19 @@ class Facts:
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
     >>> facts = Facts.of(plan, heads=16, kv_heads=16)
-    >>> facts.auto == facts.costs[0].schedule, sorted(facts.sent) == sorted(c.schedule for c in facts.costs)
-    (True, True)
+    >>> facts.auto == facts.costs[0].schedule
+    True
+    >>> sorted(facts.bytes_sent)
+    ['allgather', 'fetch', 'ring', 'ulysses']
     """
 
-    plan: Plan
+    plan: PlanData
     shape: cost.Shape
     hardware: cost.Hardware
 
     @classmethod
-    def of(cls, plan: Plan, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
+    def of(cls, plan: PlanData, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
+        """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
         return cls(plan, cost.Shape(**shape), hardware or cost.hardware_of(plan.world_size))
 
     @cached_property
@@ -58,10 +60,11 @@ class Facts:
         return cost.costs(self.plan, self.shape, self.hardware) if self.plan.world_size > 1 else ()
 
     @cached_property
-    def sent(self) -> dict[str, list[int]]:
+    def bytes_sent(self) -> dict[str, list[int]]:
         """Bytes that each rank sends in a forward and a backward pass, by schedule."""
         return {
-            estimate.schedule: cost.sent(self.plan, estimate.schedule, self.shape) for estimate in self.costs
+            estimate.schedule: cost.bytes_sent(self.plan, estimate.schedule, self.shape)
+            for estimate in self.costs
         }
 
     @cached_property
@@ -88,6 +91,7 @@ class Facts:
         return rows * (self.shape.row // self.shape.batch * self.shape.itemsize)
 
     def as_json(self) -> dict[str, Any]:
+        """Return the facts as JSON values: the output of ``tritoncp plan --json``."""
         plan, mask = self.plan, self.plan.mask
         return {
             "mask": {
@@ -111,7 +115,7 @@ class Facts:
                     "forward_ms": estimate.forward * 1e3,
                     "backward_ms": estimate.backward * 1e3,
                     "extra_bytes": estimate.memory,
-                    "sent_bytes": self.sent[estimate.schedule],
+                    "sent_bytes": self.bytes_sent[estimate.schedule],
                 }
                 for estimate in self.costs
             },
@@ -119,25 +123,22 @@ class Facts:
         }  # fmt: skip
 
 
-def picture(plan: Plan) -> str:
-    """Format the text that `print(plan)` shows."""
-    return text(Facts.of(plan))
+def format_text(facts: Facts) -> str:
+    """Format all facts about a plan as text."""
+    return "\n".join(line.text for line in format_lines(facts))
 
 
-def text(facts: Facts) -> str:
-    return "\n".join(line.text for line in lines(facts))
-
-
-def lines(facts: Facts) -> list[Line]:
+def format_lines(facts: Facts) -> list[Line]:
     """Format a line for each query block (or group of blocks): its owner, then the key blocks that it sees,
     from █ all to · none. Below them the work of each rank in blocks, and the cost of each schedule."""
     plan, gap = facts.plan, Line("")
-    parts = [Line(title(plan)), gap, *blocks(plan), gap, *bars(plan)]
-    parts += [gap, *map(Line, table(facts))]
+    parts = [Line(format_title(plan)), gap, *format_blocks(plan), gap, *format_work(plan)]
+    parts += [gap, *map(Line, format_costs(facts))]
     return [*parts, Line(f"shard of a rank (q, k, v, out, lse): {_mib(facts.shard_bytes)} MiB")]
 
 
-def title(plan: Plan) -> str:
+def format_title(plan: PlanData) -> str:
+    """Format sizes, ranks, balancer and schedule of a plan as one line."""
     mask = plan.mask
     size = f"{mask.q_len} queries × {mask.kv_len} keys, blocks of {mask.q_block} × {mask.kv_block}"
     ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks, this is {plan.rank}"
@@ -145,11 +146,12 @@ def title(plan: Plan) -> str:
     return f"Plan: {size}; {ranks}; order {plan.balancer}; schedule {plan.schedule}{why}"
 
 
-def blocks(plan: Plan) -> list[Line]:
+def format_blocks(plan: PlanData) -> list[Line]:
+    """Format the mask, a line for each query block or group of blocks, with the owners in front."""
     drawing = plan.mask.draw(WIDTH).split("\n")
     scale = max(1, -(-max(plan.mask.runs.shape[2:]) // WIDTH))  # blocks that share a character
     owners = [sorted(set(owner.tolist())) for owner in plan.owners[0].split(scale)]
-    names = [brief(spans(ranks)) for ranks in owners]
+    names = [shorten(format_ranks(ranks)) for ranks in owners]
     width = max([len("rank"), *map(len, names)])
     rows = [
         Line(f"{name:>{width}}  {line}", ranks[0] if len(ranks) == 1 and ranks[0] >= 0 else None)
@@ -158,10 +160,10 @@ def blocks(plan: Plan) -> list[Line]:
     return [Line(f"{'rank':>{width}}  sees"), *rows]
 
 
-def spans(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """Format ascending ranks, consecutive ones as a range.
 
-    >>> spans([0, 1, 2, 5]), spans([3])
+    >>> format_ranks([0, 1, 2, 5]), format_ranks([3])
     ('0-2,5', '3')
     """
     groups: list[list[int]] = []
@@ -173,16 +175,17 @@ def spans(ranks: list[int]) -> str:
     return ",".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups)
 
 
-def brief(names: str, width: int = 24) -> str:
+def shorten(names: str, width: int = 24) -> str:
     """Shorten a list of names to ``width`` characters.
 
-    >>> brief("1,3,5", 5), brief("1,3,5,7,9", 6)
+    >>> shorten("1,3,5", 5), shorten("1,3,5,7,9", 6)
     ('1,3,5', '1,3,5…')
     """
     return names if len(names) <= width else names[: width - 1].rstrip(",") + "…"
 
 
-def bars(plan: Plan) -> list[Line]:
+def format_work(plan: PlanData) -> list[Line]:
+    """Format mean, largest and relative work, and a bar for each rank if there are few."""
     work, most = plan.work, max(plan.work)
     mean = sum(work) / len(work)
     result = [Line(f"work: blocks, mean {mean:g}, most {most:g}, max/mean {plan.imbalance:.3f}")]
@@ -193,7 +196,7 @@ def bars(plan: Plan) -> list[Line]:
     return result
 
 
-def table(facts: Facts) -> list[str]:
+def format_costs(facts: Facts) -> list[str]:
     """Format the cost of each schedule, with an arrow at the plan's own."""
     shape, hardware = facts.shape, facts.hardware
     if not facts.costs:
@@ -205,17 +208,17 @@ def table(facts: Facts) -> list[str]:
         f"{'most':>9}",
     ]
     for estimate in facts.costs:
-        sent = facts.sent[estimate.schedule]
+        sent = facts.bytes_sent[estimate.schedule]
         mark = "→" if facts.plan.schedule.partition("+")[0] == estimate.schedule else " "
         result.append(
             f"{mark} {estimate.schedule:<10} {estimate.forward * 1e3:>11.3f} "
             f"{estimate.backward * 1e3:>12.3f} {_mib(estimate.memory):>9} {_mib(sum(sent) / len(sent)):>15} "
             f"{_mib(max(sent)):>9}"
         )
-    return [*result, choice(facts)]
+    return [*result, format_choice(facts)]
 
 
-def choice(facts: Facts) -> str:
+def format_choice(facts: Facts) -> str:
     """Format the schedule that "auto" takes, and its time relative to the alternatives for this layer."""
     estimates = facts.costs
     times = {estimate.schedule: estimate.total for estimate in estimates}
@@ -239,7 +242,70 @@ def _strip_addresses(text: str) -> str:
 
 
 def _mib(count: float) -> str:
+    """Format a number of bytes in MiB."""
     return f"{count / 2**20:.1f}"
+
+
+def format_headline(facts: Facts) -> tuple[str, str]:
+    """Format the two title lines of a picture: the mask, and the plan's placement."""
+    plan, mask = facts.plan, facts.plan.mask
+    suffix = "" if mask.mask_mod is None else f" · {mask_name(mask)}"
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    listed = 100 - mask.sparsity()
+    return (
+        f"{format_tokens(mask.q_len)} tokens on {ranks}{suffix}",
+        f"order {plan.balancer} · schedule {plan.schedule} · blocks of {mask.q_block} x {mask.kv_block} · "
+        f"{listed:.3g} % of all pairs lie in listed blocks · max/mean work {plan.imbalance:.3f}",
+    )
+
+
+def mask_name(mask: Mask) -> str:
+    """Return the name of the mask_mod, shortened to one line."""
+    name = getattr(mask.mask_mod, "__name__", None) or repr(mask.mask_mod)
+    name = name if name != "<lambda>" else "a lambda"
+    return name if len(name) <= 72 else f"{name[:71]}…"
+
+
+def format_tokens(count: int) -> str:
+    """Format a number of tokens with a binary unit.
+
+    >>> format_tokens(131072), format_tokens(8 << 20), format_tokens(1000)
+    ('128K', '8M', '1000')
+    """
+    for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
+        if count >= size and count % (size // 4) == 0:
+            return f"{count / size:g}{unit}"
+    return str(count)
+
+
+def format_remote_bytes(facts: Facts) -> tuple[str, str]:
+    """Format the bytes of remote keys and values: the largest of a pair of ranks, and the total."""
+    remote = facts.reads.clone().fill_diagonal_(0)
+    return format_bytes(int(remote.max())), format_bytes(int(remote.sum()))
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with a binary unit.
+
+    >>> format_bytes(1536), format_bytes(5 << 30), format_bytes(0)
+    ('1.5 KiB', '5 GiB', '0 bytes')
+    """
+    for size, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:g} bytes"
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a time with its unit.
+
+    >>> format_seconds(0.00312), format_seconds(3.05), format_seconds(2e-5)
+    ('3.12 ms', '3.05 s', '20 us')
+    """
+    for size, unit in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
 
 
 def colours(world_size: int) -> list[Colour]:

@@ -14,17 +14,17 @@ from torch import Tensor
 
 from tritoncp.masks.block_runs import ramps
 from tritoncp.masks.mask import Mask
-from tritoncp.planning.placement import Placement, by_position, numbered
+from tritoncp.planning.placement import Placement, repeat_indices, sort_by_position
 
 CHUNK = 1 << 21  # (rank, block) pairs in memory at a time while the table of a large world is made
 HEAD_GROUPS = 2  # one is gathered while the other is computed; more only make messages smaller
 SMALL = 1 << 20  # bytes of K and V of a rank below which a second message costs more time than it hides
 
 
-def weights(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
+def count_queries(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
     """Count the queries of each rank that see a KV block, over all heads: int64 [ranks, Bn, KV blocks]."""
     slots_by_rank = [q.slots[rank] for rank in ranks]
-    slots, rank = torch.cat(slots_by_rank, 1), numbered([len(x[0]) for x in slots_by_rank])
+    slots, rank = torch.cat(slots_by_rank, 1), repeat_indices([len(x[0]) for x in slots_by_rank])
     blocks = torch.where(slots[..., 2] > 0, slots[..., 1] // mask.q_block, -1)
     runs = mask.runs.take(blocks.long())
     batch, heads, rows, columns = runs.shape
@@ -37,12 +37,12 @@ def weights(mask: Mask, q: Placement, ranks: Sequence[int]) -> Tensor:
     return edges.view(len(slots_by_rank), batch, columns + 1).cumsum_(2)[..., :columns]
 
 
-def seen_blocks(mask: Mask, q: Placement) -> Tensor:
+def visible_blocks(mask: Mask, q: Placement) -> Tensor:
     """Mark the KV blocks that each rank's queries see in any head: bool [W, Bn, KV blocks]."""
-    return torch.cat([weights(mask, q, ranks) > 0 for ranks in _chunks(q.world_size, mask.runs.n_cols)])
+    return torch.cat([count_queries(mask, q, ranks) > 0 for ranks in _chunks(q.world_size, mask.runs.n_cols)])
 
 
-def by_owner(x: Tensor, kv: Placement) -> Tensor:
+def sum_by_owner(x: Tensor, kv: Placement) -> Tensor:
     """Sum ``x`` [ranks, Bn, KV blocks] over the tokens that each rank holds: int64 [ranks, W]."""
     slots = torch.cat(kv.slots, 1)
     batch = max(x.shape[1], len(slots))
@@ -57,7 +57,8 @@ def traffic(visible: Tensor, kv: Placement) -> Tensor:
     """Count the rows of rank s's keys that rank r's queries see, at [r, s], over all batch rows: int64 [W,
     W]. Rows off the diagonal are sent."""
     parts = [
-        by_owner(visible[ranks.start : ranks.stop], kv) for ranks in _chunks(len(visible), visible.shape[2])
+        sum_by_owner(visible[ranks.start : ranks.stop], kv)
+        for ranks in _chunks(len(visible), visible.shape[2])
     ]
     return torch.cat(parts)
 
@@ -207,8 +208,8 @@ def share(kv_parts: Sequence[range]) -> bool:
 class Fetch:
     """The rows that one rank sends and receives in one all-to-all.
 
-    batched: whether batch rows fetch different rows; then rows are numbered over [B, S_local], else over
-             [S_local], each for all batch rows
+    batched: whether batch rows fetch different rows; then rows are numbered over [B, S_local], else
+             over [S_local], each for all batch rows
     rows:    local rows to send, receiver after receiver: int64 [sum(sends)]
     sends:   number of rows to each rank
     takes:   number of rows from each rank, in rank order
@@ -228,7 +229,7 @@ def fetch(visible: Tensor, kv: Placement, rank: int) -> Fetch:
     requested = _requested_slots(visible, own_slots, kv.block)  # [W, Bn, n]
     requested[rank] = False
     sends = (requested * own_slots[..., 2]).sum((1, 2)).tolist()
-    slots, owner = torch.cat(kv.slots, 1), numbered([part.shape[1] for part in kv.slots])
+    slots, owner = torch.cat(kv.slots, 1), repeat_indices([part.shape[1] for part in kv.slots])
     tokens = torch.where(
         _requested_slots(visible[rank], slots, kv.block) & (owner != rank), slots[..., 2], 0
     ).long()
@@ -238,7 +239,7 @@ def fetch(visible: Tensor, kv: Placement, rank: int) -> Fetch:
         rows=_rows(requested, own_slots, kv.lengths[rank]),
         sends=tuple(sends),
         takes=tuple(takes),
-        slots=by_position(_received_slots(slots, tokens, owner)),
+        slots=sort_by_position(_received_slots(slots, tokens, owner)),
     )
 
 

@@ -8,7 +8,7 @@ from tritoncp import causal, create_block_mask
 from tritoncp.masks.mask import Kind
 from tritoncp.perf.studies.balance import MASKS, corpus_lengths, fetched_rows, main, measure_quality
 from tritoncp.planning.balance import balancers
-from tritoncp.planning.plan import build
+from tritoncp.planning.build import build
 
 
 @pytest.mark.parametrize("balancer", sorted(balancers))

@@ -21,7 +21,7 @@ from tritoncp.perf.studies.scale import (
     points,
 )
 from tritoncp.planning.balance import balancers
-from tritoncp.planning.plan import build
+from tritoncp.planning.build import build
 
 
 def test_a_line_has_the_figures_of_the_plan() -> None:

@@ -200,7 +200,7 @@ class HeadExchange:
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
         heads = q.shape[1], k.shape[1]
-        return plan._once(("trade", plan.rank, plan.degree, *heads), lambda: cls._of(plan, *heads))
+        return plan.compute_once(("trade", plan.rank, plan.degree, *heads), lambda: cls._of(plan, *heads))
 
     @classmethod
     def _of(cls, plan: Plan, heads: int, kv_heads: int) -> HeadExchange:

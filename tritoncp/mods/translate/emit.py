@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from tritoncp.mods.errors import Untranslatable
-from tritoncp.mods.translate import gradient, triton_helpers
+from tritoncp.mods.translate import gradient
 from tritoncp.mods.translate.index_maps import as_sparse, at, broadcast
 from tritoncp.mods.translate.integer_ranges import INDEX, Interval, whole
 from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
@@ -81,6 +81,8 @@ def _function(name: str, arguments: str, lines: list[str]) -> str:
 
 
 def _header(traced: Traced, body: str) -> str:
+    from tritoncp.mods.translate import triton_helpers  # loads Triton, which plans do without
+
     kind = f"score_mod ({TRITON_NAME[traced.dtype]} scores)" if traced.is_score else "mask_mod"
     lines = [f'"""The {kind} `{traced.name}`, translated from Python by tritoncp.', ""]
     for i, tensor in enumerate(traced.tensors):
@@ -90,18 +92,21 @@ def _header(traced: Traced, body: str) -> str:
         lines.append(f"caps[{i}]  n{i - len(traced.tensors)}: captured {type(number).__name__}")
     if not traced.tensors and not traced.numbers:
         lines.append("It captures nothing: caps is empty.")
-    helpers = sorted(name for name in vars(triton_helpers) if f"{name}(" in body and _is_helper(name, body))
+    helpers = sorted(
+        name
+        for name, function in vars(triton_helpers).items()
+        if f"{name}(" in body and _is_helper(function, name, body)
+    )
     imports = ["import triton", "import triton.language as tl"]
     if helpers:
         imports += ["", f"from tritoncp.mods.translate.triton_helpers import {', '.join(helpers)}"]
     return "\n".join([*lines, '"""', "", *imports, "", "", ""])
 
 
-def _is_helper(name: str, body: str) -> bool:
+def _is_helper(function: Any, name: str, body: str) -> bool:
+    """Return whether `function` is a @triton.jit function that `body` calls as `name`."""
     places = [i for i in range(len(body)) if body.startswith(f"{name}(", i)]
-    return hasattr(getattr(triton_helpers, name), "fn") and any(
-        not (body[i - 1].isalnum() or body[i - 1] in "_.") for i in places
-    )
+    return hasattr(function, "fn") and any(not (body[i - 1].isalnum() or body[i - 1] in "_.") for i in places)
 
 
 def _forward(traced: Traced) -> list[str]:

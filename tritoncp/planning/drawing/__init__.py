@@ -1,0 +1,4 @@
+"""Drawings of a plan: rasters, the picture and the HTML page.
+
+May import: masks, mods, core.
+"""

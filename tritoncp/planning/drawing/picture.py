@@ -1,0 +1,213 @@
+"""The picture of a plan, drawn with Pillow: mask, owners, work, traffic and costs.
+
+Pillow is imported when the first picture is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tritoncp.planning.drawing.rasters import (
+    BLOCK_OPACITIES,
+    DEEP,
+    LENS,
+    OWN,
+    PAPER,
+    READS,
+    SHARE_OPACITIES,
+    SIDE,
+    WIDE,
+    bar_columns,
+    blend,
+    lens_length,
+    mask_pixels,
+    reads_pixels,
+    shows_blocks,
+    tint,
+    to_image,
+)
+from tritoncp.planning.report import (
+    Colour,
+    Facts,
+    colours,
+    format_bytes,
+    format_choice,
+    format_headline,
+    format_remote_bytes,
+    format_seconds,
+    format_tokens,
+)
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+LEFT, TOP = 92, 118  # pixels left of the mask and above it
+INK, GREY = (33, 37, 41), (108, 117, 125)
+
+
+class Pen:
+    """A Pillow drawing with the fonts of the picture."""
+
+    def __init__(self, image: Image.Image) -> None:
+        from PIL import ImageDraw, ImageFont
+
+        self.image, self.draw = image, ImageDraw.Draw(image)
+        self.fonts = {size: ImageFont.load_default(size) for size in (12, 13, 15, 17, 24)}
+
+    def text(
+        self, x: float, y: float, text: str, size: int = 13, fill: Colour = INK, anchor: str = "la"
+    ) -> None:
+        self.draw.text((x, y), text, fill, self.fonts[size], anchor=anchor)
+
+    def box(
+        self, x: float, y: float, wide: float, high: float, fill: Colour | None, edge: Any = None
+    ) -> None:
+        if wide > 0 and high > 0:
+            self.draw.rectangle((x, y, x + wide - 1, y + high - 1), fill, edge)
+
+    def line(self, x: float, y: float, to_x: float, to_y: float, fill: Colour = GREY) -> None:
+        self.draw.line((x, y, to_x, to_y), fill)
+
+
+def paint(facts: Facts) -> Image.Image:
+    """Draw the picture, about 1500 x 960 pixels. Raises RuntimeError without Pillow."""
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as missing:
+        raise RuntimeError("the picture of a plan needs Pillow: pip install 'tritoncp[plot]'") from missing
+
+    image = Image.new("RGB", (LEFT + SIDE + 120 + WIDE + 60, TOP + SIDE + 124), PAPER)
+    pen, right = Pen(image), LEFT + SIDE + 120
+    _draw_headline(pen, facts)
+    _draw_mask(pen, facts)
+    _draw_work(pen, facts, right, TOP)
+    _draw_reads(pen, facts, right, TOP + 236)
+    _draw_schedules(pen, facts, right, TOP + 612)
+    return image
+
+
+def _draw_headline(pen: Pen, facts: Facts) -> None:
+    """Draw the two title lines."""
+    first, second = format_headline(facts)
+    pen.text(LEFT, 34, first, 24)
+    pen.text(LEFT, 70, second, 15, GREY)
+
+
+def _draw_mask(pen: Pen, facts: Facts) -> None:
+    """Draw the mask with its scales and the legend, and a detail of a thin mask in the corner."""
+    plan, mask = facts.plan, facts.plan.mask
+    whole = mask_pixels(plan)
+    pen.image.paste(to_image(whole, (SIDE, SIDE)), (LEFT, TOP))
+    pen.box(LEFT - 1, TOP - 1, SIDE + 2, SIDE + 2, None, GREY)
+    length = lens_length(plan, whole)
+    if length:
+        left, top = LEFT + SIDE - LENS - 24, TOP + 44
+        pen.image.paste(to_image(mask_pixels(plan, LENS, length)), (left, top))
+        pen.box(left - 1, top - 1, LENS + 2, LENS + 2, None, GREY)
+        pen.text(left, top - 8, f"the first {format_tokens(length)} tokens", 13, GREY, "ls")
+    for part in range(5):
+        at = SIDE * part / 4
+        pen.line(LEFT - 6, TOP + at, LEFT - 1, TOP + at)
+        pen.line(LEFT + at, TOP + SIDE, LEFT + at, TOP + SIDE + 5)
+        pen.text(LEFT - 10, TOP + at, format_tokens(mask.q_len * part // 4), 13, GREY, "rm")
+        pen.text(LEFT + at, TOP + SIDE + 9, format_tokens(mask.kv_len * part // 4), 13, GREY, "ma")
+    pen.text(
+        LEFT, TOP - 10, "queries (down) see keys (across); colour: the rank that computes", 13, GREY, "ls"
+    )
+    x, y = float(LEFT), TOP + SIDE + 46
+    world = plan.world_size
+    samples = colours(world)[:: -(-world // 4)]
+    for shade, label in BLOCK_OPACITIES if shows_blocks(mask) else SHARE_OPACITIES:
+        for part, colour in enumerate(samples):
+            pen.box(x + 20 * part, y, 20, 14, blend(colour, shade))
+        x += 20 * len(samples) + 8
+        pen.text(x, y + 7, label, 13, INK, "lm")
+        x += pen.draw.textlength(label, pen.fonts[13]) + 26
+
+
+def _draw_work(pen: Pen, facts: Facts, x: int, y: int) -> None:
+    """Draw a bar of work for each rank, and the mean as a dashed line."""
+    plan, high = facts.plan, 150
+    bars, most = plan.work, max(plan.work) or 1
+    mean = sum(bars) / len(bars)
+    note = f"blocks: mean {mean:.5g} (dashed), most {most:.5g}"
+    _draw_title(pen, x, y, "Work of each rank", note)
+    paint, base = colours(plan.world_size), y + 36 + high
+    for left, wide, rank in bar_columns(bars):
+        height = high * bars[rank] / most
+        pen.box(x + left, base - height, wide, height, paint[rank])
+    pen.line(x, base, x + WIDE, base)
+    level = base - high * mean / most
+    for start in range(0, WIDE, 8):
+        pen.line(x + start, level, x + start + 4, level, INK)
+    for rank in range(0, len(bars), -(-len(bars) // 16)):
+        pen.text(x + WIDE * (rank + 0.5) / len(bars), base + 6, str(rank), 12, GREY, "ma")
+
+
+def _draw_reads(pen: Pen, facts: Facts, x: int, y: int) -> None:
+    """Draw the table of key traffic with its colour scale and the totals."""
+    _draw_title(pen, x, y, "Whose keys each rank reads", "queries of a rank (down), keys of a rank (across)")
+    world = facts.plan.world_size
+    top, left = y + 40, x + 30
+    pen.image.paste(to_image(reads_pixels(facts), (READS, READS)), (left, top))
+    pen.box(left - 1, top - 1, READS + 2, READS + 2, None, GREY)
+    for rank in range(0, world, -(-world // 8)):
+        at = READS * (rank + 0.5) / world
+        pen.text(left - 6, top + at, str(rank), 12, GREY, "rm")
+        pen.text(left + at, top + READS + 5, str(rank), 12, GREY, "ma")
+    scale = left + READS + 34
+    ramp = tint(torch.linspace(1, 0, 160))[:, None].expand(-1, 16, -1)
+    pen.image.paste(to_image(ramp), (scale, top))
+    pen.box(scale - 1, top - 1, 18, 162, None, GREY)
+    most, total = format_remote_bytes(facts)
+    pen.text(scale + 24, top, f"{most} a pair", 13, INK, "lt")
+    pen.text(scale + 24, top + 160, "nothing", 13, INK, "ls")
+    if world <= READS:
+        pen.box(scale, top + 182, 16, 14, OWN, GREY)
+        pen.text(scale + 24, top + 189, "its own", 13, INK, "lm")
+    pen.text(scale, top + 222, "remote keys and", 13, GREY)
+    pen.text(scale, top + 239, "values, all ranks:", 13, GREY)
+    pen.text(scale, top + 258, total, 15)
+
+
+def _draw_schedules(pen: Pen, facts: Facts, x: int, y: int) -> None:
+    """Draw forward and backward time, bytes sent and memory of each schedule."""
+    shape = facts.shape
+    layer = f"{shape.batch} x {shape.heads}:{shape.kv_heads} heads of {shape.head_dim}, {facts.hardware.name}"
+    _draw_title(pen, x, y, "What each schedule would cost a layer", "")
+    pen.text(x, y + 22, f"predicted for the slowest rank; {layer}", 13, GREY)
+    if not facts.costs:
+        pen.text(x, y + 54, "one rank: nothing travels", 13)
+        return
+    most = max(estimate.total for estimate in facts.costs)
+    for row, estimate in enumerate(facts.costs):
+        top, chosen = y + 50 + 40 * row, estimate.schedule == facts.plan.schedule.partition("+")[0]
+        paint = DEEP if chosen else GREY
+        pen.text(x, top + 8, estimate.schedule, 15, INK if chosen else GREY, "lm")
+        forward, backward = (250 * part / most for part in (estimate.forward, estimate.backward))
+        pen.box(x + 90, top, max(1, forward), 17, paint)
+        pen.box(x + 90 + forward, top, backward, 17, blend(paint, 0.55))
+        pen.text(x + 98 + forward + backward, top + 8, format_seconds(estimate.total), 13, INK, "lm")
+        sent = facts.bytes_sent[estimate.schedule]
+        pen.text(
+            x + 90,
+            top + 20,
+            f"{format_bytes(sum(sent) / len(sent))} sent by a rank (most {format_bytes(max(sent))}), "
+            f"{format_bytes(estimate.memory)} of memory more",
+            12,
+            GREY,
+        )
+    pen.text(x, y + 50 + 40 * len(facts.costs) + 4, _shorten(format_choice(facts)), 13)
+
+
+def _shorten(text: str) -> str:
+    """Shorten a line to the width of the picture."""
+    return text if len(text) <= 84 else f"{text[:83]}…"
+
+
+def _draw_title(pen: Pen, x: float, y: float, text: str, note: str) -> None:
+    """Draw the title of a part of the picture, and a note behind it."""
+    pen.text(x, y, text, 17)
+    pen.text(x + pen.draw.textlength(text, pen.fonts[17]) + 12, y + 3, note, 13, GREY)

@@ -1,0 +1,390 @@
+"""The contents of a plan: its decisions, its digests, and the tables and byte counts derived from them.
+
+A plan is made before the first byte moves.  It is frozen, derived from the mask alone, and equal on every
+rank but for the rank's own number; it refers to no process group.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.handles import handle_of
+from tritoncp.core.host_copy import on_host
+from tritoncp.core.upload import DeviceCopy
+from tritoncp.masks.block_runs import content
+from tritoncp.masks.mask import Mask, Runs
+from tritoncp.planning import traffic as key_traffic
+from tritoncp.planning.placement import Placement
+from tritoncp.planning.step_tables import Tables, slot_runs, tables_of
+from tritoncp.planning.work import block_costs
+
+MAX_CACHED_PARTS = 64  # plans of ranges of batch rows that are cached with the whole plan
+MAX_CHECKED_CALLS = 1024  # keys of calls whose checks passed
+
+
+@dataclass(frozen=True, eq=False)
+class PlanData:
+    """One rank's part of one attention layer: fields and derived tables of :class:`tritoncp.Plan`.
+
+    mask:     the global mask, in runs
+    q, kv:    placements of queries and keys
+    rank:     the rank whose view this is
+    balancer: name of the balancer ("natural" for contiguous pieces in order)
+    schedule: name of the schedule that brings K and V to the queries
+    reason:   why the schedule was chosen
+    degree:   ranks that exchange heads under "ulysses"; 0 = as many as the number of heads allows
+    heads:    query heads of the layer, if a call has only part of them; else 0
+    mask_digest: of the mask's code and values, if ranks may have to compare it
+    first_row: batch row of the whole plan that is row 0 of this one, see :meth:`batch_rows`
+    handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
+    """
+
+    mask: Mask
+    q: Placement
+    kv: Placement
+    rank: int
+    balancer: str
+    schedule: str
+    reason: str = ""
+    degree: int = 0
+    heads: int = 0
+    mask_digest: bytes = b""
+    first_row: int = 0
+    handle: Tensor | None = None
+    _shared: dict = field(default_factory=dict, repr=False)
+
+    @property
+    def world_size(self) -> int:
+        return self.q.world_size
+
+    @property
+    def s_local(self) -> int:
+        """Rows of this rank's query shard, padding included."""
+        return self.q.lengths[self.rank]
+
+    @property
+    def positions(self) -> Tensor:
+        """Global position of each local row, -1 at padding: int64 [Bp, s_local]."""
+        return self.q.positions(self.rank)
+
+    @property
+    def valid(self) -> Tensor:
+        """Mask of the local rows that are tokens, not padding: bool [Bp, s_local]."""
+        return self.positions >= 0
+
+    def for_rank(self, rank: int) -> Self:
+        """Return the same plan from another rank's view."""
+        view = self.seen_by(rank)
+        return view if self.handle is None else view.pinned()
+
+    def seen_by(self, rank: int) -> Self:
+        """Return the view of :meth:`for_rank` without a handle: compiled graphs cannot name the result."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside the plan's world of {self.world_size}")
+        if rank == self.rank:
+            return self
+        view = object.__new__(type(self))  # as replace() does, in a fifth of the time
+        vars(view).update(vars(self), rank=rank, handle=None)
+        return view
+
+    def pinned(self) -> Self:
+        """Return the plan with a handle, by which the ops find the plan as long as the handle lives."""
+        return self if self.handle is not None else replace(self, handle=handle_of(self))
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the blocks and their owners: equal for equal plans, on every rank."""
+
+        def digest() -> bytes:
+            runs, slots = self.mask.runs, (*self.q.slots, *self.kv.slots)
+            mask = self.mask
+            geometry = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block, self.first_row
+            counts = self.q.lengths, self.kv.lengths, [slot.shape for slot in slots]
+            hashed = hashlib.sha256(repr((geometry, self.schedule, counts)).encode())
+            for tensor in (runs.ptr, runs.runs, *(self.mask.interval or ()), *slots):
+                hashed.update(content(tensor))
+            return hashed.digest()
+
+        return self.compute_once(("digest", self.schedule), digest)
+
+    @property
+    def identity(self) -> Any:
+        """Hashable key of the plan's contents: equal for equal plans, on every rank, and for no other
+        plans."""
+
+        def identity() -> Any:
+            if self.balancer == "natural" and self.mask_digest:  # mask and lengths determine the plan
+                return self.mask_digest, self.schedule, self.q.lengths, self.kv.lengths
+            return self.mask_digest, self.digest
+
+        return self.compute_once(("identity", self.schedule), identity)
+
+    @cached_property
+    @on_host
+    def owners(self) -> Tensor:
+        """Rank that holds (the first token of) each query block, -1 for padding: int64 [Bp, blocks]."""
+        return self.q.owners()
+
+    @cached_property
+    @on_host
+    def work(self) -> list[float]:
+        """Visible blocks of each rank's queries, summed over the mask's batch rows and heads. A masked block
+        counts ``work.MASKED_BLOCK_COST``; a slot of part of a block counts for that part."""
+        cost = block_costs(self.mask.runs)  # [Bm, rows]
+        totals = []
+        for slots in self.q.slots:
+            rows = (slots[..., 1] // self.mask.q_block).to(torch.int64)
+            share = slots[..., 2].double() / self.mask.q_block
+            batch = max(cost.shape[0], rows.shape[0])
+            picked = cost.expand(batch, -1).gather(1, rows.expand(batch, -1))
+            totals.append(float((picked * share).sum()))
+        return totals
+
+    @property
+    def imbalance(self) -> float:
+        """Largest work of a rank over the mean: 1.0 is perfect."""
+        mean = sum(self.work) / self.world_size
+        return max(self.work) / mean if mean else 1.0
+
+    def bytes_sent(
+        self,
+        *,
+        batch: int,
+        kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        itemsize: int = 2,
+        backward: bool = True,
+        heads: int | None = None,
+    ) -> int:
+        """Count the bytes that this rank sends in one layer: K and V forward, K and V again plus float32
+        dK/dV backward. Under "ulysses" also queries, outputs and their gradients, of ``heads`` query heads
+        (None: kv_heads)."""
+        width = head_dim + (head_dim if v_head_dim is None else v_head_dim)
+        stats, passes = max(4, itemsize), 2 if backward else 1
+        if not self.schedule.startswith("ulysses"):
+            rows, grad_rows = self._rows_sent(batch)
+            return kv_heads * width * (passes * rows * itemsize + backward * grad_rows * stats)
+        heads = heads or kv_heads
+        degree = self.degree_for(heads)
+        at, (q_heads, kv_parts) = self.rank % degree, key_traffic.trade(heads, kv_heads, degree)
+        own, remote = len(q_heads[at]), heads - len(q_heads[at])
+        keys = sum(map(len, kv_parts)) - len(kv_parts[at])
+        back = own * (degree - 1)
+        q_rows, kv_rows = batch * self.q.s_max, batch * self.kv.s_max
+        e = width - head_dim
+        sent = q_rows * (remote * head_dim * itemsize + back * (e * itemsize + stats))
+        sent += kv_rows * keys * width * itemsize
+        if backward:
+            sent += q_rows * (remote * (width * itemsize + 2 * stats) + back * head_dim * itemsize)
+            summed = degree < self.world_size or key_traffic.share(kv_parts)  # of several ranks' parts
+            row_bytes = stats if summed else itemsize
+            sent += kv_rows * width * (keys * itemsize + len(kv_parts[at]) * (degree - 1) * row_bytes)
+        between = replace(self.rows(degree, heads), schedule=_between(self.schedule))
+        rows, grad_rows = between._rows_sent(batch)
+        return sent + len(kv_parts[at]) * width * (passes * rows * itemsize + backward * grad_rows * stats)
+
+    def _rows_sent(self, batch: int) -> tuple[int, int]:
+        """Count the rows of K and V that this rank sends forward, and the rows of their gradient backward."""
+        if self.schedule == "fetch":
+            copies, stays = 1 if self.batched else batch, int(self.traffic[self.rank, self.rank])
+            sends, takes = self.traffic[:, self.rank].sum(), self.traffic[self.rank].sum()
+            return (int(sends) - stays) * copies, (int(takes) - stays) * copies
+        hops = [self.world_size - 1] * 2
+        if self.schedule == "ring":
+            hops = list(key_traffic.hops_sent(self.ring_route, self.rank))
+        return hops[0] * self.kv.s_max * batch, hops[1] * self.kv.s_max * batch
+
+    def degree_for(self, heads: int) -> int:
+        """Return the number of ranks that exchange heads under "ulysses": the plan's ``degree``, or the
+        largest that divides the world and does not exceed ``heads``."""
+        if self.degree > heads:
+            raise ValueError(
+                f"the plan trades heads among {self.degree} ranks, the query has {heads}; make the mesh's "
+                "second dimension smaller"
+            )
+        fitting = (d for d in range(1, self.world_size + 1) if self.world_size % d == 0 and d <= heads)
+        return self.degree or max(fitting)
+
+    def rows(self, degree: int, heads: int) -> Self:
+        """Return the plan between rows of the mesh: ``degree`` neighbouring ranks as one rank each, for a
+        layer of ``heads`` query heads."""
+
+        return self.compute_once(("rows", degree, heads), lambda: self._merge_ranks(degree, heads)).for_rank(
+            self.rank // degree
+        )
+
+    def _merge_ranks(self, degree: int, heads: int) -> Self:
+        q, kv = self.q.merged(degree), self.kv.merged(degree)
+        return replace(self, q=q, kv=kv, rank=0, heads=heads, handle=None, _shared={})
+
+    @property
+    def batch(self) -> int:
+        """Number of batch rows if mask or placement differ between them, else 1."""
+        return max(self.mask.B, self.q.batch, self.kv.batch)
+
+    def batch_rows(self, first: int, count: int) -> Self:
+        """Return the plan of ``count`` rows of the batch from ``first`` on, for tensors that hold only these:
+        their row i is row ``first + i`` to mask_mod and score_mod.
+
+        >>> from tritoncp import create_block_mask, make_plan
+        >>> ends = torch.tensor([100, 200, 300])
+        >>> mask = create_block_mask(lambda b, h, q, kv: kv < ends[b], 3, 1, 384, 384)
+        >>> make_plan(mask).batch_rows(1, 2).mask.B
+        2
+        """
+        if first < 0 or count < 1 or not (self.batch == 1 or first + count <= self.batch):
+            raise ValueError(
+                f"rows {first} to {first + count - 1} of a batch are asked for, and the plan's mask has "
+                f"{self.batch} (one that has 1 serves any): pass where the query's rows begin in its batch"
+            )
+        parts: dict[Any, Self] = self.compute_once("batch rows", dict)
+        key = first, count, self.rank
+        if (part := parts.get(key)) is None:
+            self.check_sources()
+            if len(parts) >= MAX_CACHED_PARTS:
+                parts.clear()
+            part = parts[key] = self._part(first, count).pinned()
+        return part
+
+    def _part(self, first: int, count: int) -> Self:
+        mask = self.mask.listed_rows(first, count)
+        q, kv = (side.batch_rows(first, count) for side in (self.q, self.kv))
+        shared: dict[Any, Any] = {
+            name: self._shared[name] for name in ("mask_mod", "evaluators") if name in self._shared
+        }
+        if self.world_size > 1:  # ranks that compared the whole compared its rows
+            shared["identity", self.schedule] = self.identity
+        first += self.first_row
+        return replace(self, mask=mask, q=q, kv=kv, first_row=first, handle=None, _shared=shared)
+
+    @property
+    def visible_blocks(self) -> Tensor:
+        """KV blocks that each rank's queries see: bool [W, Bn, KV blocks]."""
+        return self.compute_once("visible blocks", lambda: key_traffic.visible_blocks(self.mask, self.q))
+
+    @property
+    def traffic(self) -> Tensor:
+        """Rows of rank s's keys that rank r's queries see, at [r, s], summed over the batch rows of mask and
+        placement: int64 [W, W]."""
+        return self.compute_once("traffic", lambda: key_traffic.traffic(self.visible_blocks, self.kv))
+
+    @property
+    def batched(self) -> bool:
+        """Whether batch rows see or hold different keys, so that the rows sent differ between them."""
+        return self.batch > 1
+
+    @property
+    def ring_route(self) -> tuple[int, Tensor]:
+        """Direction in which K and V travel around the ring (1 or -1), and the hops of each rank's K and
+        V."""
+        return self.compute_once("ring route", lambda: key_traffic.ring_route(self.traffic > 0))
+
+    @property
+    def ring(self) -> tuple[key_traffic.Hop, ...]:
+        """This rank's turns of the ring."""
+        return self.compute_once(
+            ("ring", self.rank), lambda: key_traffic.ring(self.traffic > 0, self.rank, self.ring_route)
+        )
+
+    @property
+    def fetch(self) -> key_traffic.Fetch:
+        """The rows that this rank sends and receives if each rank fetches exactly the keys that it sees."""
+        return self.compute_once(
+            ("fetch", self.rank), lambda: key_traffic.fetch(self.visible_blocks, self.kv, self.rank)
+        )
+
+    def fetch_rows(self, device: torch.device) -> Tensor:
+        """Return ``fetch.rows`` on a device."""
+
+        def copy_rows() -> DeviceCopy[Tensor]:
+            return DeviceCopy([self.fetch.rows], device, lambda rows: rows)
+
+        return self.compute_once(("fetch rows", self.rank, device), copy_rows).on_current_stream()
+
+    def tables(
+        self,
+        device: torch.device | str = "cpu",
+        batch: int = 1,
+        heads: int = 1,
+        buffer: int | str = "gathered",
+    ) -> Tables:
+        """Return the tables of one KV buffer, on ``device``, for queries of ``batch`` rows and ``heads``
+        heads.
+
+        buffer: "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard) or "fetched".
+        """
+        interval = self.mask.interval_for(batch, self.heads or heads)
+        key = "tables", self.rank, buffer, interval is None
+        if (device_copy := self._shared.get((*key, device))) is None:
+
+            def on_host() -> Tables:
+                own = self.q.slots[self.rank], self.positions
+                return tables_of(self.mask, *own, *self.listed(buffer), interval)
+
+            tables, place = self.compute_once(key, on_host), torch.device(device)
+            device_copy = self.compute_once((*key, place), lambda: tables.copy_to(place))
+        return device_copy.on_current_stream()
+
+    def listed(self, buffer: int | str = "gathered") -> tuple[Tensor, Runs]:
+        """Return the slots of a KV buffer, and the runs of them that each Q slot of this rank sees."""
+        slots = self._slots(buffer)
+        own = self.q.slots[self.rank]
+        return slots, self.compute_once(("runs", self.rank, buffer), lambda: slot_runs(self.mask, own, slots))
+
+    def _slots(self, buffer: int | str) -> Tensor:
+        if buffer == "fetched":
+            return self.fetch.slots
+        ranks = None if buffer == "gathered" else [int(buffer)]
+        return self.compute_once(("slots", buffer), lambda: self.kv.gathered(ranks))
+
+    def compute_once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Compute a value once and cache it for all ranks' views of the plan."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
+    @property
+    def checked_calls(self) -> set[Any]:
+        """Keys of this rank's calls that passed their checks
+        (:func:`tritoncp.frontend.validate.call_key`)."""
+        return self.compute_once(("checked calls", self.rank), set)
+
+    def note_checked(self, call_key: Any) -> None:
+        """Note that calls of this key passed their checks; None is the key of no call."""
+        if len(self.checked_calls) >= MAX_CHECKED_CALLS:
+            self.checked_calls.clear()
+        if call_key is not None:
+            self.checked_calls.add(call_key)
+
+    def check_sources(self) -> None:
+        """Refuse to run when state that the mask_mod reads has changed since the mask was made."""
+        self.mask.check_state(user="plan")
+
+    def __copy__(self) -> Self:
+        return replace(self, handle=None).pinned()
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return copy.copy(self)  # functions are not copied, and the other fields are immutable
+
+    def __getstate__(self) -> dict:
+        state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
+        digests = {} if self.world_size == 1 else {("digest", self.schedule): self.digest}
+        return state | {"_shared": digests, "handle": None}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        object.__setattr__(self, "handle", replace(self).pinned().handle)
+
+
+def _between(schedule: str) -> str:
+    """Return the schedule between the rows of the mesh under "ulysses"."""
+    return schedule.partition("+")[2] or "fetch"

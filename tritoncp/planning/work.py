@@ -1,0 +1,124 @@
+"""The input of balancers: the work of each query block, and the key blocks that it sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tritoncp.masks.block_runs import Kind, Runs
+from tritoncp.masks.mask import Mask
+
+MASKED_BLOCK_COST = 1.25
+"""Cost of a masked block in units of a full block. The products are the same; the loop that also compares
+positions has 1.65 times the instructions of the one that does not (compiled for sm_90), and about two fifths
+of a block's time are instructions beside the products."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The input of a balancer: the query blocks of one batch row.
+
+    costs:      work of each block [blocks], summed over heads and masks
+    world_size: ranks to deal them to
+    runs:       the key blocks that the query blocks see: Runs [1, H, blocks, columns of keys] for each mask
+    together:   whether the keys of block i are on the rank of its queries. If the numbers of keys and queries
+                differ, keys are dealt separately, and columns are blocks of the other side
+
+    >>> Work(torch.ones(4), 2).sees
+    ()
+    """
+
+    costs: Tensor
+    world_size: int
+    runs: tuple[Runs, ...] = ()
+    together: bool = True
+    column: tuple[int, int] = (1, 1)  # (tokens of a column of the runs, tokens of a block)
+
+    @cached_property
+    def sees(self) -> tuple[Tensor, ...]:
+        """For each mask, the blocks of keys that each block's queries see in any head: int64 [n, 3] rows
+        (block, first key block, end), sorted and disjoint."""
+        return tuple(_visible_columns(runs, self.columns, *self.column) for runs in self.runs)
+
+    @property
+    def columns(self) -> int:
+        """Number of key blocks."""
+        return len(self.costs) if self.together or not self.runs else self.runs[0].n_cols
+
+
+Balancer = Callable[[Work], Sequence[Sequence[int]]]
+
+
+def work_of_rows(masks: Sequence[Mask], world_size: int, side: str = "q") -> list[Work]:
+    """Return the input of a balancer for each batch row: query blocks, or key blocks with side="kv".
+
+    masks: of one size; the work of several is summed, each counted as one layer, whatever its number of
+    heads.
+    """
+    first = masks[0]
+    runs = [mask.runs if side == "q" else mask.runs.transpose() for mask in masks]
+    parts = [
+        block_costs(runs_of_mask) / (runs_of_mask.shape[1] if len(runs) > 1 else 1) for runs_of_mask in runs
+    ]
+    batch = max(map(len, parts))
+    costs = torch.stack([part.expand(batch, -1) for part in parts]).sum(0)
+    together = first.q_len == first.kv_len
+    column = (first.kv_block, first.q_block) if together else (1, 1)
+    return [
+        Work(
+            costs[row],
+            world_size,
+            tuple(runs_of_mask.batch_row(row if runs_of_mask.shape[0] > 1 else 0) for runs_of_mask in runs),
+            together,
+            column,
+        )
+        for row in range(batch)
+    ]
+
+
+def block_costs(runs: Runs) -> Tensor:
+    """Sum the work of each row of blocks over all heads: float64 [B, rows]."""
+    masked, full = runs.counts()
+    return (masked * MASKED_BLOCK_COST + full).sum(1).double()
+
+
+def _visible_columns(runs: Runs, n_cols: int, column: int, block: int) -> Tensor:
+    """Unite the columns that each row lists over heads and kinds, in ``n_cols`` columns of ``block`` tokens:
+    int64 [n, 3] rows (row, start, end)."""
+    rows = runs.shape[2]
+    row, start, end, _ = runs._flat()
+    row, start, end = (
+        row % max(1, rows),
+        start * column // block,
+        (-(-end * column // block)).clamp(max=n_cols),
+    )
+    line = row * (n_cols + 2)
+    # Lines have a spare column, so that ranges of different rows do not touch.
+    start, end = merge_ranges(line + start, line + end)
+    row = start // (n_cols + 2)
+    return torch.stack([row, start - row * (n_cols + 2), end - row * (n_cols + 2)], 1)
+
+
+def transpose_runs(sees: Tensor, blocks: int, columns: int) -> Tensor:
+    """Transpose runs (block, first column, end) to (column, first block, end): int64 [n, 3]."""
+    row, start, end = sees.unbind(1)
+    full = torch.full_like(row, int(Kind.FULL))
+    column, first, last, _ = Runs._pack((1, 1, blocks), columns, row, start, end, full).transpose()._flat()
+    return torch.stack([column, first, last], 1)
+
+
+def merge_ranges(start: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge ranges into disjoint ranges, ascending.
+
+    >>> merge_ranges(torch.tensor([4, 0, 2]), torch.tensor([5, 3, 4]))
+    (tensor([0]), tensor([5]))
+    """
+    start, order = start.sort()
+    reach = end[order].cummax(0).values
+    opens = torch.ones(len(start) + 1, dtype=torch.bool)
+    opens[1:-1] = start[1:] > reach[:-1]
+    return start[opens[:-1]], reach[opens[1:]]
