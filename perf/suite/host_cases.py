@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-import tritoncp
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.simulate import simulate
 from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.ops.tile_tables import SHIPPED
 from tritoncp.perf.records.history import OURS, Journal, Point, kernel_name, read
 from tritoncp.perf.suite.cases import MASKS, TIERS, position
 from tritoncp.perf.suite.timing import Run, WallClock, time_interleaved
@@ -129,7 +129,7 @@ def run(
 def resources(journal: Journal, only: str | Sequence[str] = "*") -> None:
     """Write the resources of each shipped kernel (from the table of `tritoncp inspect`) where they differ
     from the history."""
-    table = Path(tritoncp.__file__).parent / "kernels/configs/resources.json"
+    table = SHIPPED / "resources.json"
     if not table.exists():
         return
     document = json.loads(table.read_text())

@@ -84,10 +84,9 @@ def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
 def test_kernels_are_written_once_and_again_when_they_change(tmp_path, monkeypatch):
     from tritoncp.perf.records.history import Journal, Series
 
-    package = tmp_path / "package"
-    table = package / "kernels/configs/resources.json"
-    table.parent.mkdir(parents=True)
-    monkeypatch.setattr(host_cases.tritoncp, "__file__", str(package / "__init__.py"))
+    table = tmp_path / "configs" / "resources.json"
+    table.parent.mkdir()
+    monkeypatch.setattr(host_cases, "SHIPPED", table.parent)
     row = {"kernel": "dq", "arch": "sm_90", "head_dim": 64, "dtype": "bfloat16", "variant": "full"}
     out = tmp_path / "history" / "a.jsonl"
     out.parent.mkdir()
