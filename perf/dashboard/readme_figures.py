@@ -88,13 +88,13 @@ def _strip_markup(text: object) -> str:
     return " ".join("".join(cleaned).split())[:80]
 
 
-def with_block(text: str, block: str) -> str:
-    """Replace the block between the marks of a page. Raises ValueError for a page without the marks."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page has no {BEGIN} followed by {END}: put both where the figures belong")
-    return f"{head}{BEGIN}\n{block}\n{END}{tail}"
+def with_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
+    """Replace the block between two marks of a page. Raises ValueError for a page without the marks."""
+    head, opening, rest = text.partition(begin)
+    _, closing, tail = rest.partition(end)
+    if not (opening and closing):
+        raise ValueError(f"the page has no {begin} followed by {end}: put both where the block belongs")
+    return f"{head}{begin}\n{block}\n{end}{tail}"
 
 
 def rewrite(page: Path, history: Path) -> bool:
