@@ -40,7 +40,7 @@ def format_figures(points: Iterable[Point]) -> str:
     for point in sorted(points, key=lambda point: point.time):
         if point.env.get("cuda") and point.ms and point.case in names:
             by_device.setdefault(point.series.device, []).append(point)
-    tables = [_format_table(device, own) for device, own in sorted(by_device.items())]
+    tables = [_format_table(device, points) for device, points in sorted(by_device.items())]
     return "\n\n".join(tables) if tables else NOTHING
 
 

@@ -47,23 +47,25 @@ def format_page(lines: Sequence[dict[str, Any]], folder: str) -> str:
 def format_limits(lines: Sequence[dict[str, Any]]) -> list[str]:
     """Format the limits that the figures show, and which one is reached first."""
     paragraphs = ["## What holds, and what gives first"]
-    near = [line for line in lines if (line["tokens"], line["world"]) == (1024, 64)]
-    if near:
-        slow, wide = _largest(near, "s"), _largest(near, "mib")
+    lines_1m = [line for line in lines if (line["tokens"], line["world"]) == (1024, 64)]
+    if lines_1m:
+        slowest, largest = _largest(lines_1m, "s"), _largest(lines_1m, "mib")
+        seconds, mib = plan_cost(slowest)["s"], plan_cost(largest)["mib"]
         paragraphs.append(
-            f"**1M tokens on 64 ranks**: the slowest whole plan ({_plan_label(slow)}) takes "
-            f"{plan_cost(slow)['s']:.2f} s, the largest ({_plan_label(wide)}) {plan_cost(wide)['mib']:.0f} "
-            f"MiB; the limits are {LIMITS['s']:g} s and {LIMITS['mib']:g} MiB. Masks took "
-            f"{max(line['mask_s'] for line in near):.2f} s at most."
+            f"**1M tokens on 64 ranks**: the slowest whole plan ({_plan_label(slowest)}) takes "
+            f"{seconds:.2f} s, the largest ({_plan_label(largest)}) {mib:.0f} MiB; the limits are "
+            f"{LIMITS['s']:g} s and {LIMITS['mib']:g} MiB. Masks took "
+            f"{max(line['mask_s'] for line in lines_1m):.2f} s at most."
         )
-    far = [line for line in lines if (line["tokens"], line["world"]) == (8192, 1024)]
-    if far:
-        slow, wide = _largest(far, "s"), _largest(far, "mib")
-        other_seconds = max(plan_cost(line)["s"] for line in far if line["balancer"] != "locality")
+    lines_8m = [line for line in lines if (line["tokens"], line["world"]) == (8192, 1024)]
+    if lines_8m:
+        slowest, largest = _largest(lines_8m, "s"), _largest(lines_8m, "mib")
+        seconds, mib = plan_cost(slowest)["s"], plan_cost(largest)["mib"]
+        other_seconds = max(plan_cost(line)["s"] for line in lines_8m if line["balancer"] != "locality")
         paragraphs += [
-            f"**8M tokens on 1024 ranks**: every balancer and schedule finishes. {_plan_label(slow)} takes "
-            f"{plan_cost(slow)['s']:.0f} s and every other balancer at most {other_seconds:.1f} s; the most "
-            f"memory is {plan_cost(wide)['mib']:.0f} MiB ({_plan_label(wide)}).",
+            "**8M tokens on 1024 ranks**: every balancer and schedule finishes. "
+            f"{_plan_label(slowest)} takes {seconds:.0f} s and every other balancer at most "
+            f"{other_seconds:.1f} s; the most memory is {mib:.0f} MiB ({_plan_label(largest)}).",
             *SCALING_LIMITS,
         ]
     return paragraphs
@@ -111,13 +113,13 @@ def format_table(rows: Sequence[dict[str, Any]]) -> str:
     rows_of_text = [" | ".join(("", *head, *(f"{name} sends, GiB" for name in SCHEDULES), "")).strip()]
     rows_of_text.append("|" + "---|" * (len(head) + len(SCHEDULES)))
     for line in rows:
-        own = line["schedules"][line["auto"]]
+        chosen_schedule = line["schedules"][line["auto"]]
         cells = [
             line["mask"],
             line["balancer"],
             f"{line['imbalance']:.3f}",
             f"{line['travels']:.1f} %",
-            *(f"{part['s']:.2f} s" for part in (line["place"], line["choose"], own)),
+            *(f"{part['s']:.2f} s" for part in (line["place"], line["choose"], chosen_schedule)),
             f"{plan_cost(line)['mib']:.0f} MiB",
             line["auto"],
             *(f"{line['schedules'][name]['sent'] / GIB:.3g}" for name in SCHEDULES),

@@ -71,7 +71,7 @@ class HostCase:
 
 def _calls(tier: str, world: int = 1, schedule: str = "", *masks: str) -> list[HostCase]:
     passes = ("forward", "backward")
-    return [HostCase(which, mask, 1024, world, schedule, tier) for mask in masks for which in passes]
+    return [HostCase(operation, mask, 1024, world, schedule, tier) for mask in masks for operation in passes]
 
 
 CASES: tuple[HostCase, ...] = (
@@ -106,13 +106,17 @@ def select(tier: str = "core", only: str | Sequence[str] = "*") -> list[HostCase
 
 
 def run(
-    cases: Sequence[HostCase], journal: Journal, deadline: float, seconds: float, done: Sequence[Point] = ()
+    cases: Sequence[HostCase],
+    journal: Journal,
+    deadline: float,
+    seconds: float,
+    resumed_points: Sequence[Point] = (),
 ) -> int:
     """Measure cases on one core and write a line for each. Returns the number of failures."""
     torch.set_num_threads(1)
-    measured, failures = {point.case for point in done}, 0
+    measured_names, failures = {point.case for point in resumed_points}, 0
     for case in cases:
-        if case.name in measured:
+        if case.name in measured_names:
             continue
         if time.monotonic() > deadline:
             journal.leave_out(case.name)

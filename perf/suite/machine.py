@@ -146,7 +146,7 @@ def _query_gpu(device: torch.device, *fields: str) -> dict[str, str]:
 def _run_command(*command: str) -> str | None:
     """Run a command and return its output; None where the command is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -20,11 +20,11 @@ def test_the_notes_hold_the_counts_of_the_compiled_kernels():
 def test_the_table_is_written_between_its_marks(tmp_path):
     notes = tmp_path / "NOTES.md"
     notes.write_text("before\n<!-- kernels: begin -->\nold\n<!-- kernels: end -->\nafter\n")
-    done = CliRunner().invoke(main, ["--page", str(notes), "--write"])
+    result = CliRunner().invoke(main, ["--page", str(notes), "--write"])
     text = notes.read_text()
-    assert done.exit_code == 0 and text.startswith("before\n") and text.endswith("\nafter\n")
+    assert result.exit_code == 0 and text.startswith("before\n") and text.endswith("\nafter\n")
     assert "| forward | 128 |" in text and "old" not in text
     notes.write_text("no marks")
-    done = CliRunner().invoke(main, ["--page", str(notes), "--write"])
-    assert done.exit_code == 2 and "<!-- kernels: begin -->" in done.output
+    result = CliRunner().invoke(main, ["--page", str(notes), "--write"])
+    assert result.exit_code == 2 and "<!-- kernels: begin -->" in result.output
     assert notes.read_text() == "no marks"

@@ -173,10 +173,10 @@ def test_broken_lines_of_a_history_are_named_and_the_rest_imported(places):
     ]
     source.write_text("\n".join([*broken, *all_lines]) + "\n")
     words = ["ingest", str(gpu), "--history", str(history), "--configs", str(places[2])]
-    done = CliRunner().invoke(perf, words)
-    assert done.exit_code == 2 and "3 lines added" in done.output
+    result = CliRunner().invoke(perf, words)
+    assert result.exit_code == 2 and "3 lines added" in result.output
     for line, why in enumerate(("not JSON", "lines of kind 'recipe'", "run is not text"), 1):
-        assert f"{source}:{line}: " in done.output and why in done.output
+        assert f"{source}:{line}: " in result.output and why in result.output
     assert len(read(history).points) == 2 and read(history).problems == []
 
 
@@ -288,16 +288,16 @@ def test_a_shipped_file_that_cannot_be_read_is_not_replaced(places):
 
 
 def test_a_folder_of_something_else_is_an_error(tmp_path):
-    done = CliRunner().invoke(perf, ["ingest", str(tmp_path)])
-    assert done.exit_code == 2 and "no results of make gpu" in done.output
+    result = CliRunner().invoke(perf, ["ingest", str(tmp_path)])
+    assert result.exit_code == 2 and "no results of make gpu" in result.output
 
 
 def command(places) -> tuple[int, str]:
     """Run the command; return its status and output. It must not raise an exception."""
     gpu, history, configs = map(str, places)
-    done = CliRunner().invoke(perf, ["ingest", gpu, "--history", history, "--configs", configs])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    return done.exit_code, done.output
+    result = CliRunner().invoke(perf, ["ingest", gpu, "--history", history, "--configs", configs])
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    return result.exit_code, result.output
 
 
 def edited_facts(**changed):

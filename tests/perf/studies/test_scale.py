@@ -61,8 +61,8 @@ def test_points_cover_every_mask_and_balancer_and_leave_ranks_some_blocks() -> N
 def test_one_command_makes_the_page_and_resumes_a_stopped_study(tmp_path, monkeypatch) -> None:
     results, page = tmp_path / "scale.jsonl", tmp_path / "scaling.md"
     words = ["--sizes", "16,32", "--worlds", "2,4", "--results", str(results), "--out", str(page)]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
     lines = results.read_text().splitlines()
     assert len(lines) == 2 * 2 * len(MASKS) * len(balancers)
     text = page.read_text()

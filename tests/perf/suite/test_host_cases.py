@@ -72,8 +72,8 @@ def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
     (path,) = tmp_path.glob("*.jsonl")
     first_part = read(path)
     assert 1 <= len(first_part.points) < 6 and len(first_part.problems) <= 1
-    done = subprocess.run([*words, "--resume"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and f"{len(first_part.points)} cases are there" in done.stderr
+    result = subprocess.run([*words, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and f"{len(first_part.points)} cases are there" in result.stderr
     after = read(path)
     assert after.points[: len(first_part.points)] == first_part.points
     names = [case.name for case in host_cases.select("core", "plan-*-128k")]
