@@ -152,8 +152,8 @@ def _print_comparison(comparison: comparing.Comparison, limit: float | None) -> 
     from rich.table import Column, Table
     from rich.text import Text
 
-    case, *rest = comparing.HEAD
-    table = Table(Column(case, no_wrap=True, overflow="fold"), *rest)
+    case, *columns = comparing.HEAD
+    table = Table(Column(case, no_wrap=True, overflow="fold"), *columns)
     for row, text in zip(comparison.rows, comparing.lines(comparison, limit)):
         bad = row.regressed(limit or 0.0)
         table.add_row(*map(Text, text), style="red" if bad else None)
@@ -241,8 +241,11 @@ def ingest(folder: Path, history: Path, configs: Path, readme: Path | None) -> N
         raise InputError(str(error)) from error
     _report_problems(result.problems)
     click.echo(f"{result.added} lines added to {history}, {result.present} were there")
-    for path, (won, lost) in result.shipped.items():
-        click.echo(f"{path}: {won} entries" + f", {lost} removed: the rule or loops are as fast" * bool(lost))
+    for path, (num_added, num_removed) in result.shipped.items():
+        click.echo(
+            f"{path}: {num_added} entries"
+            + f", {num_removed} removed: the rule or loops are as fast" * bool(num_removed)
+        )
     if not result.shipped:
         click.echo("no tile shapes that are new")
     _update_readme(readme, history)

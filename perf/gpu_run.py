@@ -68,8 +68,8 @@ class Commands:
             self._kill()
             self._show()
         if stopped or waiting:
-            left = f", {len(waiting)} commands not started" if waiting else ""
-            return f"out of time{left}"
+            unstarted = f", {len(waiting)} commands not started" if waiting else ""
+            return f"out of time{unstarted}"
         return failures[0] if failures else ""
 
     def _start(self, words: Sequence[str], log: BinaryIO, out: BinaryIO) -> list[str]:
@@ -93,13 +93,13 @@ class Commands:
 
     def _reap(self) -> list[str]:
         """Remove the commands that have ended, and return the failures among them."""
-        done = [process for process in self.running if process.poll() is not None]
-        for process in done:
+        finished_processes = [process for process in self.running if process.poll() is not None]
+        for process in finished_processes:
             self.running.remove(process)
             self._signal(process, signal.SIGKILL)  # ends its descendants
         return [
             f"exit code {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
-            for process in done
+            for process in finished_processes
             if process.returncode
         ]
 
@@ -167,11 +167,11 @@ class Session:
         grace = GRACE * self.budget / BUDGET
         problems, printed = [], 0
         for step in part.steps:
-            left = end - grace - time.monotonic()
+            seconds_left = end - grace - time.monotonic()
             environment = {**self.environment, **step.environment}
-            until = time.monotonic() + step.share * left
+            until = time.monotonic() + step.share * seconds_left
             commands = Commands(log, self.jobs, until, grace, environment, printed)
-            why = self._run_step(step, commands, self.values(step.share * left))
+            why = self._run_step(step, commands, self.values(step.share * seconds_left))
             printed = commands.printed
             problems += [why] if why and not step.optional else []
         return problems[0] if problems else ""
@@ -193,9 +193,11 @@ def plan_text(parts: Sequence[Part], budget: float, session: Session) -> str:
     for part, begin, end in timetable(parts, budget):
         lines.append(f"{part.name:<10} {end - begin:>7.0f} {_clock(begin):>9}  {part.answers}")
         for step in part.steps:
-            first, *rest = step.words(session.values(step.share * (end - begin)))
+            first, *more_commands = step.words(session.values(step.share * (end - begin)))
             lines.append(f"    $ {shlex.join(first)}")
-            lines += [f"      and {len(rest)} like it, {session.jobs} at a time"] if rest else []
+            lines += (
+                [f"      and {len(more_commands)} like it, {session.jobs} at a time"] if more_commands else []
+            )
             if step.batch:
                 lines.append(f"      then these tests, in batches, {session.jobs} at a time")
     *_, (_, _, end) = timetable(parts, budget)
@@ -314,8 +316,8 @@ def _run(session: Session, parts: Sequence[Part], begin: float, results: list[di
         results.append({"part": part.name, "outcome": outcome, "seconds": seconds, "why": why})
         if why == "interrupted":
             results += [
-                {"part": other.name, "outcome": "not run", "seconds": 0.0, "why": "not run: interrupted"}
-                for other in parts[parts.index(part) + 1 :]
+                {"part": later_part.name, "outcome": "not run", "seconds": 0.0, "why": "not run: interrupted"}
+                for later_part in parts[parts.index(part) + 1 :]
             ]
             return True
     return False

@@ -30,7 +30,7 @@ def collect(
     # Cases split over ranks are left out: their baseline is the same case unsplit, which should be faster.
     alone = [point for point in points if "ranks" not in point.tags]
     rated = {point.case: (not point.goal, point.worst) for point in alone if point.worst is not None}
-    measured = {point.case for point in points}
+    measured_names = {point.case for point in points}
     return {
         "device": device,
         "time": began.isoformat(timespec="seconds"),
@@ -43,7 +43,7 @@ def collect(
             {"case": case, "ratio": round(ratio, 3)}
             for case, (_, ratio) in sorted(rated.items(), key=lambda item: item[1])
         ],
-        "left_out": sorted({case for case in cases_left_out(out, began) if case not in measured}),
+        "left_out": sorted({case for case in cases_left_out(out, began) if case not in measured_names}),
     }
 
 

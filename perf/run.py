@@ -1,4 +1,4 @@
-"""`tritoncp perf run`: measures cases, writes a line for each as soon as it is measured, shows a table.
+"""`tritoncp perf run`: measures cases, writes a line for each after its measurement, shows a table.
 
 A run that is interrupted leaves all its lines: they are appended to the file one at a time.
 """
@@ -126,31 +126,12 @@ def main(
     """
     deadline = time.monotonic() + (BUDGET[tier] if budget is None else budget)
     options_list = [_parse_options(text) for text in options]
-    if device in ("cpu", "host"):
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
-    import torch
-
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "host"
-        if device == "host":
-            os.environ.setdefault("TRITON_INTERPRET", "1")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("torch finds no GPU; --device host measures the cases that need none")
+    device = _choose_device(device)
     from tritoncp.perf.suite import host_cases, machine
 
     torch_device, group = _init_device(device)
     env = machine.environment(torch_device)
-    cases: Any
-    if device == "host":
-        series, cases = Series(machine.processor()), host_cases.select(tier, only)
-    else:
-        from tritoncp.perf.suite.cases import select
-
-        series = machine.series(torch_device, clocks)
-        cases = select(tier, only, group.size() if group else 1)
-    if not cases:
-        names = " or ".join(map(repr, only))
-        raise InputError(f"no case of tier {tier} for this device is named like {names}")
+    series, cases = _select_cases(device, torch_device, group, tier, only, clocks)
     if warm and (device == "host" or group is not None):
         raise click.UsageError("--warm needs attention cases on one device; --device host compiles nothing")
     lead = group is None or group.rank() == 0
@@ -162,23 +143,58 @@ def main(
                 host_cases.resources(journal, only)
             failures = host_cases.run(cases, journal, deadline, seconds, resumed_points)
         else:
-            from tritoncp.ops.engine_factory import name_functions
             from tritoncp.perf.suite.measure import Bench
 
-            name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
             bench = Bench(
                 torch_device, journal, deadline, seconds, options_list, group, resumed_points, patterns
             )
-            if warm:
-                bench.warm(cases)
-                sys.exit(FINE)
-            failures = _measure_attention(bench, cases)
+            failures = _measure_attention(bench, cases, warm)
     except DiskFull as error:
         raise InputError(str(error)) from error
     if lead and not as_json:
         show(journal)
-    if failures:
-        sys.exit(REGRESSION)
+    sys.exit(REGRESSION if failures else _report_left_out(journal, resumed_points, lead))
+
+
+def _choose_device(device: str | None) -> str:
+    """Return the device to measure on: the GPU if there is one, else "host". Without the GPU kernels are
+    interpreted, which has to be set before Triton is imported."""
+    if device in ("cpu", "host"):
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        return device
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if device == "cuda":
+        raise InputError("torch finds no GPU; --device host measures the cases that need none")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    return "host"
+
+
+def _select_cases(
+    device: str, torch_device: torch.device, group: Any, tier: str, only: Sequence[str], clocks: str | None
+) -> tuple[Series, list[Any]]:
+    """Return the series of the device and the cases to measure on it."""
+    from tritoncp.perf.suite import host_cases, machine
+
+    cases: list[Any]
+    if device == "host":
+        series, cases = Series(machine.processor()), host_cases.select(tier, only)
+    else:
+        from tritoncp.perf.suite.cases import select
+
+        series = machine.series(torch_device, clocks)
+        cases = select(tier, only, group.size() if group else 1)
+    if not cases:
+        names = " or ".join(map(repr, only))
+        raise InputError(f"no case of tier {tier} for this device is named like {names}")
+    return series, cases
+
+
+def _report_left_out(journal: Journal, resumed_points: Sequence[Point], lead: bool) -> int:
+    """Say how many cases the budget was too short for; refuse a run without any measurement. Returns the exit
+    code."""
     left_out = journal.left_out - {point.case for point in journal.points}
     if left_out and len(journal.points) == len(resumed_points):
         raise NothingMeasured(
@@ -187,13 +203,19 @@ def main(
         )
     if left_out and lead:
         click.echo(f"{len(left_out)} cases were left out: the budget is used up", err=True)
-    sys.exit(FINE)
+    return FINE
 
 
-def _measure_attention(bench: Bench, cases: Sequence[Any]) -> int:
-    """Measure attention cases. Returns the number of failures."""
+def _measure_attention(bench: Bench, cases: Sequence[Any], warm: bool) -> int:
+    """Measure attention cases; with ``warm`` compile their kernels and exit. Returns the number of
+    failures."""
+    from tritoncp.ops.engine_factory import name_functions
     from tritoncp.perf.suite.measure import DeviceLost, measure_ceilings
 
+    name_functions()  # so that kernels that --warm compiled in another process are in Triton's cache
+    if warm:
+        bench.warm(cases)
+        sys.exit(FINE)
     if bench.device.type == "cuda":
         bench.journal.ceilings = measure_ceilings(bench.device)
     try:

@@ -111,9 +111,10 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
     common = {point.series for point in before} & {point.series for point in after}
     series = {str(item) for item in common} or {""}
     cases = {point.case for point in after}
-    one, two = (_group_points(points, bool(common)) for points in (before, after))
+    points_before, points_after = (_group_points(points, bool(common)) for points in (before, after))
     first, second = (
-        {key: points for key, points in side.items() if _has_figures(points, baseline)} for side in (one, two)
+        {key: points for key, points in side.items() if _has_figures(points, baseline)}
+        for side in (points_before, points_after)
     )
     dropped = [key for key in first if key not in second]
     rows = [_make_row(key, first[key], second[key], baseline) for key in first if key in second]
@@ -121,7 +122,7 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
         sorted(rows, key=_sort_key, reverse=True),
         [case for case, name in dropped if name in series or case not in cases],
         [case for case, name in second if (case, name) not in first],
-        [key[0] for key in one if key in two and key not in first and key not in second],
+        [key[0] for key in points_before if key in points_after and key not in first and key not in second],
         sorted({name for case, name in dropped if name not in series and case in cases}),
     )
 
@@ -153,11 +154,13 @@ def _make_row(key: tuple[str, str], before: list[Point], after: list[Point], bas
     why = next((point.own["why"] for point in reversed(after) if point is after[-1] and not point.ms), "")
     first, second = (estimate(points, baseline) for points in (before, after))
     runs = (len(before), len(after))
-    one, two = (side_estimate and math.exp(side_estimate.mean) for side_estimate in (first, second))
+    time_before, time_after = (
+        side_estimate and math.exp(side_estimate.mean) for side_estimate in (first, second)
+    )
     if why or first is None or second is None:
-        return Row(*key, one, None if why else two, None, None, None, runs, why)
+        return Row(*key, time_before, None if why else time_after, None, None, None, runs, why)
     low, high = _ratio_interval(first, second)
-    return Row(*key, one, two, math.exp(second.mean - first.mean), low, high, runs)
+    return Row(*key, time_before, time_after, math.exp(second.mean - first.mean), low, high, runs)
 
 
 def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate | None:
@@ -169,19 +172,21 @@ def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate |
     >>> round(math.exp(result.mean), 3), round(math.sqrt(result.variance), 4), result.runs
     (2.0, 0.0026, 1)
     """
-    right = [point for point in points if point.ms and (baseline is None or baseline in point.baselines())]
-    if not right:
+    timed_points = [
+        point for point in points if point.ms and (baseline is None or baseline in point.baselines())
+    ]
+    if not timed_points:
         return None
-    logs = [math.log(point.ms / _time_unit(point, baseline)) for point in right if point.ms]
+    logs = [math.log(point.ms / _time_unit(point, baseline)) for point in timed_points if point.ms]
     if len(logs) > 1:
         spread = statistics.variance(logs) / len(logs)
         return Estimate(statistics.fmean(logs), spread, len(logs) - 1, len(logs))
-    own = right[0].own
-    variance = median_variance(own)
+    figures = timed_points[0].own
+    variance = median_variance(figures)
     if baseline is not None and variance is not None:
-        other = median_variance(_fastest_member(right[0], baseline))
-        variance = None if other is None else variance + other
-    return Estimate(logs[0], variance, max(1, _count_samples(own) - 1), 1)
+        unit_variance = median_variance(_fastest_member(timed_points[0], baseline))
+        variance = None if unit_variance is None else variance + unit_variance
+    return Estimate(logs[0], variance, max(1, _count_samples(figures) - 1), 1)
 
 
 def _time_unit(point: Point, baseline: str | None) -> float:
@@ -212,16 +217,16 @@ def median_variance(row: dict[str, Any]) -> float | None:
     return None
 
 
-def _ratio_interval(one: Estimate, two: Estimate) -> tuple[float | None, float | None]:
-    """Return the confidence interval of the ratio two over one, by Welch's degrees of freedom."""
-    if one.variance is None or two.variance is None:
+def _ratio_interval(before: Estimate, after: Estimate) -> tuple[float | None, float | None]:
+    """Return the confidence interval of the ratio after over before, by Welch's degrees of freedom."""
+    if before.variance is None or after.variance is None:
         return None, None
     from scipy.special import stdtrit
 
-    total = one.variance + two.variance
-    parts = one.variance**2 / one.freedom + two.variance**2 / two.freedom
+    total = before.variance + after.variance
+    parts = before.variance**2 / before.freedom + after.variance**2 / after.freedom
     width = float(stdtrit(total**2 / parts, (1 + LEVEL) / 2)) * math.sqrt(total) if parts else 0.0
-    middle = two.mean - one.mean
+    middle = after.mean - before.mean
     return math.exp(middle - width), math.exp(middle + width)
 
 
@@ -350,8 +355,8 @@ def markdown(comparison: Comparison, limit: float | None, allow_missing: bool = 
     mark = "❌" if bad else "✅"
     table = [f"| {' | '.join(HEAD)} |", "|---|--:|--:|--:|--:|---|"]
     for row in lines(comparison, limit):
-        case, *rest = row
-        table.append(f"| {_code(case)} | {' | '.join(rest)} |")
+        case, *cells = row
+        table.append(f"| {_code(case)} | {' | '.join(cells)} |")
     whys = [f"- {_code(row.case)}: {_code(row.why)}" for row in comparison.rows if row.why]
     opened = " open" if bad else ""
     body = "\n".join([*table, *(["", *whys] if whys else [])])

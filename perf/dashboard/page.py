@@ -42,8 +42,8 @@ def page(history: History) -> str:
         "points": _compress(columns),
     }
     text = (HERE / "page.html").read_text()
-    head, *rest = text.split("{{")
-    return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in rest))
+    head, *sections = text.split("{{")
+    return head + "".join(parts[name] + after for name, after in (part.split("}}", 1) for part in sections))
 
 
 def _escape_script(text: str) -> str:
@@ -122,8 +122,8 @@ def _summarize_line(points: list[Point], devices: list[str], families: list[str]
         name: {key: value for key, value in figures.items() if key not in ("samples", "errors")}
         for name, figures in last.contenders.items()
     }
-    right = [i for i, point in enumerate(points) if point.ms]
-    times = [points[i].ms or 0.0 for i in right]
+    timed_indices = [i for i, point in enumerate(points) if point.ms]
+    times = [points[i].ms or 0.0 for i in timed_indices]
     level_changes = changepoints.find_changes(times)
     line = {
         "case": last.case,
@@ -132,7 +132,7 @@ def _summarize_line(points: list[Point], devices: list[str], families: list[str]
         "n": len(points),
         "unit": _median_time(points),
         "fails": {i: point.own["why"] for i, point in enumerate(points) if not point.ms},
-        "changes": _list_changes(points, right, level_changes, families),
+        "changes": _list_changes(points, timed_indices, level_changes, families),
         "loss": _loss(level_changes),
         "latest": _compare_latest(points, times, level_changes),
         "last": contenders,
@@ -184,22 +184,25 @@ def _median_time(points: list[Point]) -> float:
 
 
 def _list_changes(
-    points: list[Point], right: list[int], level_changes: Sequence[changepoints.Change], families: list[str]
+    points: list[Point],
+    timed_indices: list[int],
+    level_changes: Sequence[changepoints.Change],
+    families: list[str],
 ) -> list[dict[str, Any]]:
-    """List change points, by index, with their possible causes; right: indices of points with a time."""
-    edges = [0, *(change.at for change in level_changes), len(right)]
+    """List change points, by index, with their possible causes; timed_indices: of points with a time."""
+    edges = [0, *(change.at for change in level_changes), len(timed_indices)]
     rows = []
     for k, change in enumerate(level_changes):
         before, after = (
-            [points[i] for i in right[a:b]]
+            [points[i] for i in timed_indices[a:b]]
             for a, b in ((edges[k], edges[k + 1]), (edges[k + 1], edges[k + 2]))
         )
-        at = right[change.at]
+        at = timed_indices[change.at]
         causes = [cause._asdict() for cause in changepoints.causes(points, at)]
         relative = {name: _median_speedup(after, name) / _median_speedup(before, name) for name in families}
         rows.append({
             "at": at,
-            "from": right[change.at - 1],
+            "from": timed_indices[change.at - 1],
             "before": change.before,
             "after": change.after,
             "causes": causes,
@@ -225,11 +228,11 @@ def _make_columns(
     line's unit, time over lower quartile, upper quartile over time, then each family's time over tritoncp's.
     Missing values are NONE."""
     unit = _median_time(points)
-    own = [point.own for point in points]
+    own_figures = [point.own for point in points]
     logs = [
-        [_quantize(figures.get("ms"), unit) for figures in own],
-        [_quantize(figures.get("ms"), figures.get("low", figures.get("ms"))) for figures in own],
-        [_quantize(figures.get("high", figures.get("ms")), figures.get("ms")) for figures in own],
+        [_quantize(figures.get("ms"), unit) for figures in own_figures],
+        [_quantize(figures.get("ms"), figures.get("low", figures.get("ms"))) for figures in own_figures],
+        [_quantize(figures.get("high", figures.get("ms")), figures.get("ms")) for figures in own_figures],
     ]
     speedups = [point.speedups() for point in points]
     logs += [[_quantize(figures.get(name), 1.0) for figures in speedups] for name in families]

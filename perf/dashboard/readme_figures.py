@@ -40,7 +40,7 @@ def format_figures(points: Iterable[Point]) -> str:
     for point in sorted(points, key=lambda point: point.time):
         if point.env.get("cuda") and point.ms and point.case in names:
             by_device.setdefault(point.series.device, []).append(point)
-    tables = [_format_table(device, own) for device, own in sorted(by_device.items())]
+    tables = [_format_table(device, points) for device, points in sorted(by_device.items())]
     return "\n\n".join(tables) if tables else NOTHING
 
 
@@ -88,13 +88,13 @@ def _strip_markup(text: object) -> str:
     return " ".join("".join(cleaned).split())[:80]
 
 
-def with_block(text: str, block: str) -> str:
-    """Replace the block between the marks of a page. Raises ValueError for a page without the marks."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise ValueError(f"the page has no {BEGIN} followed by {END}: put both where the figures belong")
-    return f"{head}{BEGIN}\n{block}\n{END}{tail}"
+def with_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
+    """Replace the block between two marks of a page. Raises ValueError for a page without the marks."""
+    head, opening, rest = text.partition(begin)
+    _, closing, tail = rest.partition(end)
+    if not (opening and closing):
+        raise ValueError(f"the page has no {begin} followed by {end}: put both where the block belongs")
+    return f"{head}{begin}\n{block}\n{end}{tail}"
 
 
 def rewrite(page: Path, history: Path) -> bool:

@@ -35,8 +35,8 @@ def points(report: dict[str, Any]) -> list[Point]:
         series = Series(**extra_info["series"]) if "series" in extra_info else Series(device)
         tags = {"pass": "benchmark", **extra_info.get("tags", {})}
         env_of_bench = env | extra_info.get("env", {})
-        took = {OURS: _figures(bench["stats"])}
-        point = Point(run, report["datetime"], bench["fullname"], series, env_of_bench, took, tags)
+        contenders = {OURS: _figures(bench["stats"])}
+        point = Point(run, report["datetime"], bench["fullname"], series, env_of_bench, contenders, tags)
         imported.append(point_of(point.as_line()))
     return imported
 

@@ -173,8 +173,8 @@ def kernel_name(line: dict[str, Any]) -> str:
     'kernel-sm_90-dq-d64-float16-full'
     """
     parts = ("arch", "kernel", "head_dim", "dtype", "variant")
-    arch, kernel, dim, *rest = (str(line.get(part, "")) for part in parts)
-    return "-".join(["kernel", arch, kernel, f"d{dim}", *rest]).rstrip("-")
+    arch, kernel, dim, *suffixes = (str(line.get(part, "")) for part in parts)
+    return "-".join(["kernel", arch, kernel, f"d{dim}", *suffixes]).rstrip("-")
 
 
 class DiskFull(Exception):
@@ -229,12 +229,12 @@ def _write(file: int, text: bytes, path: Path) -> None:
     size = os.fstat(file).st_size
     if size and os.pread(file, 1, size - 1) != b"\n":
         text = b"\n" + text
-    done = 0
+    num_written = 0
     try:
-        while done < len(text):
-            done += os.write(file, text[done:])
+        while num_written < len(text):
+            num_written += os.write(file, text[num_written:])
     except OSError as error:
-        if done:
+        if num_written:
             os.ftruncate(file, size)
         raise DiskFull(
             f"{path}: {error.strerror}. All earlier lines are complete; make room (or name another file with "
@@ -355,11 +355,9 @@ class Journal:
     def point(self, case: str, contenders: dict[str, dict[str, Any]], **parts: Any) -> None:
         """Write the figures of a case. Raises DiskFull."""
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        measured = Point(
-            self.run, now, case, self.series, self.env, contenders, ceilings=self.ceilings, **parts
-        )
-        self.points.append(measured)
-        self.write(measured.as_line())
+        point = Point(self.run, now, case, self.series, self.env, contenders, ceilings=self.ceilings, **parts)
+        self.points.append(point)
+        self.write(point.as_line())
 
     def write(self, line: dict[str, Any]) -> None:
         """Write a line of any kind. Raises DiskFull."""
@@ -370,11 +368,11 @@ class Journal:
 def find_unfinished(folder: Path, series: Series, env: dict[str, Any]) -> tuple[Path, list[Point]] | None:
     """Find the newest run with the same code, versions and device: its file, and its points so far."""
     newest: tuple[Path, list[Point]] | None = None
-    same = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code
+    identity = ("sources", *ATTRIBUTES[1:])  # the same sources under another commit are the same code
     for path in files([folder]) if folder.exists() else ():
         runs: dict[str, list[Point]] = {}
         for point in read(path).points:
-            is_same = all(point.env.get(name) == env.get(name) for name in same)
+            is_same = all(point.env.get(name) == env.get(name) for name in identity)
             if point.series == series and is_same:
                 runs.setdefault(point.run, []).append(point)
         for points in runs.values():

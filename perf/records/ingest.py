@@ -137,8 +137,8 @@ def _read_valid_lines(path: Path, problems: list[Problem]) -> Iterator[dict[str,
 def _append_lines(path: Path, good: list[dict[str, Any]]) -> tuple[int, int]:
     """Add lines to a file of the history. Returns the numbers added and already present."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    siblings = [other for other in files([path.parent]) if other.name != path.name]
-    lines = (line for other in siblings for _, line in parse_lines(other))
+    siblings = [sibling for sibling in files([path.parent]) if sibling.name != path.name]
+    lines = (line for sibling in siblings for _, line in parse_lines(sibling))
     stored = {same_line(line) for line in lines if not isinstance(line, str)}
     added = merge(path, [line for line in good if same_line(line) not in stored])
     return added, len(good) - added
@@ -161,11 +161,13 @@ class Evidence:
     def choice(self) -> tuple[Config, float, float] | None:
         """Choose among checked configs as tritoncp autotune does: a config, its time, and the rule's time."""
         for turn in sorted(self.times, reverse=True):
-            right = {c: ms for c, ms in self.times[turn].items() if self.wrong.get(c, "unknown") is None}
-            if self.rule in right and len(right) > 1:
-                fastest = min(right, key=right.__getitem__)
-                won = right[self.rule] / right[fastest] > tile_tables.WIN
-                return fastest if won else self.rule, right[fastest], right[self.rule]
+            right_times = {
+                c: ms for c, ms in self.times[turn].items() if self.wrong.get(c, "unknown") is None
+            }
+            if self.rule in right_times and len(right_times) > 1:
+                fastest = min(right_times, key=right_times.__getitem__)
+                won = right_times[self.rule] / right_times[fastest] > tile_tables.WIN
+                return fastest if won else self.rule, right_times[fastest], right_times[self.rule]
         return None
 
     def unchecked(self) -> list[Config]:
@@ -293,8 +295,8 @@ def _update_choices(run: Run, choices: Choices, problems: list[Problem]) -> None
         if (choice := evidence.choice()) is None:
             continue
         config, ms, rule_ms = choice
-        took = {"ms": ms, "rule_ms": rule_ms, "time": when, "code": run.facts["code"]}
-        entry = {**evidence.entry, "config": dict(config), **took}
+        evidence_fields = {"ms": ms, "rule_ms": rule_ms, "time": when, "code": run.facts["code"]}
+        entry = {**evidence.entry, "config": dict(config), **evidence_fields}
         try:
             tile_tables.check(entry)
         except (ValueError, KeyError, TypeError) as error:

@@ -78,17 +78,17 @@ def _choose_route(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
     if not all(isinstance(name, str) and name for name in names) or not (when and loops and times):
         return None
     arch, triton, sources = names
-    right = {route: ms for route, ms in times.items() if ms is not None}
-    best = min(right, key=right.__getitem__, default=None)
+    right_times = {route: ms for route, ms in times.items() if ms is not None}
+    best = min(right_times, key=right_times.__getitem__, default=None)
     base = {"kernel": "route", "dtype": case.dtype, "head_dim": case.dim, "mask": kind_of(case.mask)}
     base |= {"v_head_dim": case.v_dim} if case.v_dim != case.dim else {}
-    won = best is not None and loops / right[best] > tile_tables.WIN
+    won = best is not None and loops / right_times[best] > tile_tables.WIN
     shape = f"{case.heads}x{case.kv_heads},{case.dim}" + f"x{case.v_dim}" * (case.v_dim != case.dim)
     entry = {
         **base,
         "shape": f"{shape},{case.seq}",
         "config": {"ROUTE": best},
-        "ms": right[best],
+        "ms": right_times[best],
         "rule_ms": loops,
         "time": when,
         "code": sources,

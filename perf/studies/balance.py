@@ -33,8 +33,8 @@ def corpus_lengths(seq: int, seed: int = 0) -> list[int]:
     (34, 12883, 65536)
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = 1400 * torch.exp(1.1 * torch.randn(seq // 64 + 64, generator=generator, dtype=torch.float64))
-    lengths = drawn.long().clamp(1, max(1, seq // 4))
+    samples = 1400 * torch.exp(1.1 * torch.randn(seq // 64 + 64, generator=generator, dtype=torch.float64))
+    lengths = samples.long().clamp(1, max(1, seq // 4))
     complete = lengths[lengths.cumsum(0) < seq].tolist()
     return [*complete, seq - sum(complete)]
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask as torch_builder
 
-from tritoncp import causal, create_block_mask, document, prefix_lm, sliding_window
-from tritoncp.masks.closed_forms import MaskFn
+from tritoncp.masks.closed_forms import MaskFn, causal, document, prefix_lm, sliding_window
+from tritoncp.masks.create import create_block_mask
 from tritoncp.perf.studies.balance import corpus_lengths
 
 SMALL, MIDDLE, LARGE = 16384, 1 << 16, 1 << 20
@@ -36,16 +36,19 @@ def ids(tokens: int) -> Tensor:
 
 def forms(tokens: int) -> dict[str, tuple[MaskFn, MaskFn]]:
     """Return each mask as a closed form and as a plain mask_mod."""
-    own = ids(tokens)
-    same = document(ids=own)
+    document_ids = ids(tokens)
+    same_document = document(ids=document_ids)
     return {
         "causal": (causal(), lambda b, h, q, kv: q >= kv),
-        "documents": (causal() & same, lambda b, h, q, kv: (q >= kv) & (own[q] == own[kv])),
+        "documents": (
+            causal() & same_document,
+            lambda b, h, q, kv: (q >= kv) & (document_ids[q] == document_ids[kv]),
+        ),
         "window": (sliding_window(WINDOW), lambda b, h, q, kv: (q >= kv) & (q - kv <= WINDOW)),
         "prefix-lm": (prefix_lm(PREFIX), lambda b, h, q, kv: (q >= kv) | (kv < PREFIX)),
         "documents-window": (
-            same & sliding_window(WINDOW),
-            lambda b, h, q, kv: (q >= kv) & (own[q] == own[kv]) & (q - kv <= WINDOW),
+            same_document & sliding_window(WINDOW),
+            lambda b, h, q, kv: (q >= kv) & (document_ids[q] == document_ids[kv]) & (q - kv <= WINDOW),
         ),
     }
 
@@ -63,23 +66,23 @@ def seconds(call: Callable[[], Any], times: int = 3) -> float:
     return min(durations)
 
 
-@pytest.mark.parametrize("how", ["closed form", "traced", "torch"])
+@pytest.mark.parametrize("form", ["closed form", "traced", "torch"])
 @pytest.mark.parametrize("name", NAMES)
-def test_small(benchmark: Any, name: str, how: str) -> None:
+def test_small(benchmark: Any, name: str, form: str) -> None:
     benchmark.group = f"{SMALL} tokens, {name}"
     closed, plain = forms(SMALL)[name]
-    if how == "torch":
+    if form == "torch":
         benchmark.pedantic(lambda: torch_builder(plain, 1, 1, SMALL, SMALL, device="cpu"), rounds=2)
     else:
-        mod = closed if how == "closed form" else plain
+        mod = closed if form == "closed form" else plain
         benchmark.pedantic(lambda: create_block_mask(mod, 1, 1, SMALL, SMALL), rounds=10, warmup_rounds=1)
 
 
-@pytest.mark.parametrize("how", ["closed form", "traced"])
+@pytest.mark.parametrize("form", ["closed form", "traced"])
 @pytest.mark.parametrize("name", NAMES)
-def test_large(benchmark: Any, name: str, how: str) -> None:
-    benchmark.group = f"{LARGE} tokens, {how}"
-    mod = forms(LARGE)[name][how == "traced"]
+def test_large(benchmark: Any, name: str, form: str) -> None:
+    benchmark.group = f"{LARGE} tokens, {form}"
+    mod = forms(LARGE)[name][form == "traced"]
     mask = benchmark.pedantic(lambda: create_block_mask(mod, 1, 1, LARGE, LARGE), rounds=3, warmup_rounds=1)
     benchmark.extra_info["MiB"] = mask.nbytes / 2**20
     assert mask.nbytes <= 16 << 20
@@ -92,20 +95,20 @@ def test_many_times_quicker_than_torchs_eager_builder_with_the_same_blocks(name:
     for mod, times in ((closed, 100), (plain, 20)):
         mask = create_block_mask(mod, 1, 1, SMALL, SMALL)
         assert mask.runs == create_block_mask(plain, 1, 1, SMALL, SMALL).runs
-        took = seconds(partial(create_block_mask, mod, 1, 1, SMALL, SMALL))
-        assert torch_seconds > times * took, (
-            f"{name}: {took * 1e3:.2f} ms, torch {torch_seconds * 1e3:.0f} ms"
+        duration = seconds(partial(create_block_mask, mod, 1, 1, SMALL, SMALL))
+        assert torch_seconds > times * duration, (
+            f"{name}: {duration * 1e3:.2f} ms, torch {torch_seconds * 1e3:.0f} ms"
         )
 
 
-@pytest.mark.parametrize("how", ["closed form", "traced"])
+@pytest.mark.parametrize("form", ["closed form", "traced"])
 @pytest.mark.parametrize("name", NAMES)
-def test_sixteen_times_the_tokens_take_about_sixteen_times_as_long(name: str, how: str) -> None:
-    took = []
+def test_sixteen_times_the_tokens_take_about_sixteen_times_as_long(name: str, form: str) -> None:
+    durations = []
     for tokens in (MIDDLE, LARGE):
-        mod = forms(tokens)[name][how == "traced"]
+        mod = forms(tokens)[name][form == "traced"]
         create_block_mask(mod, 1, 1, tokens, tokens)
-        took.append(seconds(partial(create_block_mask, mod, 1, 1, tokens, tokens)))
-    assert took[1] < 32 * took[0], (
-        f"{name}, {how}: {took[0] * 1e3:.1f} ms for 64K, {took[1] * 1e3:.1f} for 1M"
+        durations.append(seconds(partial(create_block_mask, mod, 1, 1, tokens, tokens)))
+    assert durations[1] < 32 * durations[0], (
+        f"{name}, {form}: {durations[0] * 1e3:.1f} ms for 64K, {durations[1] * 1e3:.1f} for 1M"
     )

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tritoncp import and_masks, causal, create_block_mask, document
+from tritoncp.masks.closed_forms import and_masks, causal, document
+from tritoncp.masks.create import create_block_mask
 from tritoncp.masks.mask import Mask
 from tritoncp.perf.studies.balance import corpus_lengths
 from tritoncp.planning.balance import balancers

@@ -45,11 +45,11 @@ def reference(case: Case, tensors: Inputs, score: Mod | None = None) -> Answer:
 
     Every row must see a key, as in every mask of the table.
     """
-    wide = torch.float64 if tensors.q.device.type == "cpu" else torch.float32
+    wide_dtype = torch.float64 if tensors.q.device.type == "cpu" else torch.float32
     mod = MASKS[case.mask].plain(case.seq, tensors.q.device)
     score = score or MASKS[case.mask].score(case.heads, tensors.q.device)
-    sinks = sink_logits(case.heads, tensors.q.device).to(wide) if MASKS[case.mask].sinks else None
-    q, k, v, dout = (x.detach().to(wide) for x in (tensors.q, tensors.k, tensors.v, tensors.dout))
+    sinks = sink_logits(case.heads, tensors.q.device).to(wide_dtype) if MASKS[case.mask].sinks else None
+    q, k, v, dout = (x.detach().to(wide_dtype) for x in (tensors.q, tensors.k, tensors.v, tensors.dout))
     answer = Answer(torch.empty_like(dout), *(torch.zeros_like(x) for x in (q, k, v)))
     group = case.heads // case.kv_heads
     rows = max(1, min(case.seq, _CHUNK // (group * case.seq)))

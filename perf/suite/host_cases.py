@@ -19,10 +19,10 @@ from unittest import mock
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-import tritoncp
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.simulate import simulate
 from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.ops.tile_tables import SHIPPED
 from tritoncp.perf.records.history import OURS, Journal, Point, kernel_name, read
 from tritoncp.perf.suite.cases import MASKS, TIERS, position
 from tritoncp.perf.suite.timing import Run, WallClock, time_interleaved
@@ -71,7 +71,7 @@ class HostCase:
 
 def _calls(tier: str, world: int = 1, schedule: str = "", *masks: str) -> list[HostCase]:
     passes = ("forward", "backward")
-    return [HostCase(which, mask, 1024, world, schedule, tier) for mask in masks for which in passes]
+    return [HostCase(operation, mask, 1024, world, schedule, tier) for mask in masks for operation in passes]
 
 
 CASES: tuple[HostCase, ...] = (
@@ -106,13 +106,17 @@ def select(tier: str = "core", only: str | Sequence[str] = "*") -> list[HostCase
 
 
 def run(
-    cases: Sequence[HostCase], journal: Journal, deadline: float, seconds: float, done: Sequence[Point] = ()
+    cases: Sequence[HostCase],
+    journal: Journal,
+    deadline: float,
+    seconds: float,
+    resumed_points: Sequence[Point] = (),
 ) -> int:
     """Measure cases on one core and write a line for each. Returns the number of failures."""
     torch.set_num_threads(1)
-    measured, failures = {point.case for point in done}, 0
+    measured_names, failures = {point.case for point in resumed_points}, 0
     for case in cases:
-        if case.name in measured:
+        if case.name in measured_names:
             continue
         if time.monotonic() > deadline:
             journal.leave_out(case.name)
@@ -129,7 +133,7 @@ def run(
 def resources(journal: Journal, only: str | Sequence[str] = "*") -> None:
     """Write the resources of each shipped kernel (from the table of `tritoncp inspect`) where they differ
     from the history."""
-    table = Path(tritoncp.__file__).parent / "kernels/configs/resources.json"
+    table = SHIPPED / "resources.json"
     if not table.exists():
         return
     document = json.loads(table.read_text())

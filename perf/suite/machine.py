@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-import tritoncp
+from tritoncp._version import __version__
 from tritoncp.kernels.toolchain import ptxas_for
 from tritoncp.ops import tile_tables
 from tritoncp.perf.records.history import Series
@@ -24,12 +24,12 @@ INTERPRETED = "cpu, interpreted"
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Collect versions, driver, commit and digest of the code: attributes of a point."""
-    package = Path(tritoncp.__file__).resolve().parent
+    package = tile_tables.PACKAGE.resolve()
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "triton": triton.__version__,
-        "tritoncp": tritoncp.__version__,
+        "tritoncp": __version__,
         "commit": commit(package.parent if (package.parent / ".git").exists() else Path.cwd()),
         "sources": sources(package),
     }
@@ -146,7 +146,7 @@ def _query_gpu(device: torch.device, *fields: str) -> dict[str, str]:
 def _run_command(*command: str) -> str | None:
     """Run a command and return its output; None where the command is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return process.stdout.strip()

@@ -50,7 +50,7 @@ class Bench:
     seconds:  time for the rounds of one case
     options:  kernel options to time tritoncp with, besides its own choice
     group:    the ranks that measure cases of several ranks together; None for one device
-    done:     points of the run that is resumed: their cases are not measured again
+    resumed_points: points of the run that is resumed: their cases are not measured again
     patterns: patterns of contenders' names to run, besides tritoncp
     """
 
@@ -60,7 +60,7 @@ class Bench:
     seconds: float = 1.5
     options: Sequence[dict[str, Any]] = ()
     group: Any = None
-    done: Sequence[Point] = ()
+    resumed_points: Sequence[Point] = ()
     patterns: Sequence[str] = ("*",)
     failures: int = 0
     best: dict[str, list[str]] = field(
@@ -98,8 +98,8 @@ class Bench:
 
     def _group_problems(self, cases: Sequence[Case]) -> list[list[Case]]:
         """Group the cases by problem; on a CPU they are shrunk."""
-        sized = [case.shrunk() for case in cases] if self.device.type == "cpu" else cases
-        return [list(group) for _, group in itertools.groupby(sized, key=lambda case: case.problem)]
+        sized_cases = [case.shrunk() for case in cases] if self.device.type == "cpu" else cases
+        return [list(group) for _, group in itertools.groupby(sized_cases, key=lambda case: case.problem)]
 
     def _takes_part(self, name: str) -> bool:
         return name == OURS or position(name, self.patterns) is not None
@@ -112,9 +112,9 @@ class Bench:
 
     def _select_unmeasured(self, cases: Sequence[Case]) -> list[Case]:
         """Select the cases that the resumed run has not measured, and note its best flex variants."""
-        measured = {point.case: point for point in self.done}
+        points_by_case = {point.case: point for point in self.resumed_points}
         for case in cases:
-            point = measured.get(case.name)
+            point = points_by_case.get(case.name)
             flex = {
                 name: row["ms"]
                 for name, row in (point.contenders.items() if point else ())
@@ -122,7 +122,7 @@ class Bench:
             }
             if flex and case.tier != "smoke" and case.mask in SEARCHED:
                 self.best.setdefault(case.mask, [min(flex, key=flex.__getitem__)])
-        return [case for case in cases if case.name not in measured]
+        return [case for case in cases if case.name not in points_by_case]
 
     def _select_variants(self, case: Case) -> list[str]:
         """Select the flex variants: at later sizes of a mask the winners at its first size, so that most

@@ -80,8 +80,8 @@ class GroupClock:
 
     def sample(self, run: Run) -> Sample:
         dist.barrier()
-        own = self._clock.sample(run)
-        host, device, throttled = self._worst(own.host, own.device, own.throttled)
+        sample = self._clock.sample(run)
+        host, device, throttled = self._worst(sample.host, sample.device, sample.throttled)
         return Sample(device, host, throttled > 0)
 
     def agree(self, x: float) -> float:
@@ -145,12 +145,12 @@ def time_interleaved(
     warm = clock.agree(time.perf_counter() - begin)
     rounds = max(least, min(most, int(seconds / max(warm, 1e-6))))
     samples: dict[str, list[Sample]] = {name: [] for name in names}
-    rest = seconds
+    seconds_of_rest = seconds
     for i in range(rounds):
         first = i % len(names)
         for name in names[first:] + names[:first]:
             samples[name].append(clock.sample(runs[name]()))
-        if rest > 0 and any(samples[name][-1].throttled for name in names):
+        if seconds_of_rest > 0 and any(samples[name][-1].throttled for name in names):
             time.sleep(REST)
-            rest -= REST
+            seconds_of_rest -= REST
     return {name: figure(list_of_samples) for name, list_of_samples in samples.items()}

@@ -142,9 +142,9 @@ def _count_masked_runs(
     rows = mask.runs.shape[2]
     blocks = -(-(end - start) // mask.kv_block)
     step = torch.arange(int(blocks.sum())) - (blocks.cumsum(0) - blocks).repeat_interleave(blocks)
-    row, left = row.repeat_interleave(blocks), start.repeat_interleave(blocks) + step * mask.kv_block
+    row, kv_begin = row.repeat_interleave(blocks), start.repeat_interleave(blocks) + step * mask.kv_block
     size = max(1, _CHUNK // (mask.q_block * mask.kv_block))
-    for r, first in zip(row.split(size), left.split(size)):
+    for r, first in zip(row.split(size), kv_begin.split(size)):
         q = (r % rows * mask.q_block)[:, None] + torch.arange(mask.q_block)
         kv = first[:, None] + torch.arange(mask.kv_block)
         index = q.clamp(max=mask.q_len - 1), kv.clamp(max=mask.kv_len - 1)

@@ -17,10 +17,10 @@ from tritoncp.perf.records.history import append, read
 
 def perf(*words) -> tuple[int, str]:
     """Run a command, which may not raise an exception; return its exit code and output."""
-    done = CliRunner().invoke(main, ["perf", *map(str, words)])
-    assert done.exception is None or isinstance(done.exception, SystemExit), repr(done.exception)
-    assert "Traceback" not in done.output
-    return done.exit_code, done.output
+    result = CliRunner().invoke(main, ["perf", *map(str, words)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    assert "Traceback" not in result.output
+    return result.exit_code, result.output
 
 
 def write(path: Path, **cases) -> Path:

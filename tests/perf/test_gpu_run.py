@@ -85,7 +85,7 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
 def make_gpu(folder: Path, script: str, *words: str, **more: str) -> tuple[int, str]:
     python = stand_in(folder, script)
     command = ["make", "gpu", f"PYTHON={python}", f"OUT={folder / 'out'}", *words]
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=ROOT,
         env=environment(folder, **more),
@@ -94,7 +94,7 @@ def make_gpu(folder: Path, script: str, *words: str, **more: str) -> tuple[int, 
         text=True,
         timeout=500,
     )
-    return done.returncode, done.stdout
+    return result.returncode, result.stdout
 
 
 def summary_of(folder: Path) -> dict:
@@ -185,8 +185,8 @@ def test_a_missing_sanitizer_is_reported_but_is_not_a_failure(tmp_path):
     words = [sys.executable, "-m", "tritoncp.perf.gpu_run", "--only", "sanitizer"]
     words += ["--python", str(stand_in(tmp_path)), "--out", str(tmp_path / "out")]
     env = environment(tmp_path, PATH=str(tmp_path))
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0 and "compute-sanitizer is not on PATH" in done.stdout
+    result = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0 and "compute-sanitizer is not on PATH" in result.stdout
 
 
 # -- time ----------------------------------------------------------------------------------------------------
@@ -318,8 +318,8 @@ def test_make_gpu_needs_only_the_documented_packages(tmp_path):
     page = shutil.copy(ROOT / "README.md", tmp_path / "page.md")
     places = "--history", str(tmp_path / "history"), "--configs", str(tmp_path / "configs"), "--readme", page
     for added in (2, 0):
-        done = CliRunner().invoke(perf, ["ingest", str(out), *places])
-        assert done.exit_code == 0 and f"{added} lines added" in done.output, done.output
+        result = CliRunner().invoke(perf, ["ingest", str(out), *places])
+        assert result.exit_code == 0 and f"{added} lines added" in result.output, result.output
     path = tile_tables.path_in(tmp_path / "configs", tile_tables.Device("sm_90", "NVIDIA H200"), "3.6.0")
     (entry,) = tile_tables.read(path)
     assert (entry["kernel"], entry["mask"], entry["config"]) == ("route", "causal", {"ROUTE": "gluon"})

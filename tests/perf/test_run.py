@@ -40,8 +40,8 @@ def figure(ms: float) -> timing.Figure:
 
 
 def test_a_run_writes_a_line_for_each_case_with_all_that_explains_it(tmp_path):
-    done = CliRunner().invoke(main, [*QUICK, "--tier", "smoke", "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, [*QUICK, "--tier", "smoke", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
     lines = lines_of(tmp_path)
     assert [line["case"][-4:] for line in lines] == ["-fwd", "-bwd"]
     assert len({line["run"] for line in lines}) == 1
@@ -55,7 +55,7 @@ def test_a_run_writes_a_line_for_each_case_with_all_that_explains_it(tmp_path):
         for name in ("tritoncp", "flash"):
             assert 0 < took[name]["low"] <= took[name]["ms"] <= took[name]["high"]
         assert len(took["tritoncp"]["samples"]) == took["flash"]["n"] >= 3
-    assert "tritoncp ms" in done.output and "÷ flash" in done.output
+    assert "tritoncp ms" in result.output and "÷ flash" in result.output
 
 
 def test_a_second_run_is_appended_and_json_equals_the_file(tmp_path):
@@ -68,8 +68,8 @@ def test_a_second_run_is_appended_and_json_equals_the_file(tmp_path):
 
 
 def test_nothing_is_started_after_the_budget(tmp_path):
-    done = CliRunner().invoke(main, [*QUICK, "--budget", "0", "--out", str(tmp_path)])
-    assert done.exit_code == 3 and "nothing was measured" in done.output
+    result = CliRunner().invoke(main, [*QUICK, "--budget", "0", "--out", str(tmp_path)])
+    assert result.exit_code == 3 and "nothing was measured" in result.output
     assert [line["kind"] for line in lines_of(tmp_path)] == ["left out"] * len(select("core"))
 
 
@@ -143,9 +143,9 @@ def test_a_wrong_backward_pass_is_recorded_as_wrong(monkeypatch, tmp_path):
 
 def test_warming_runs_the_named_contenders_and_writes_nothing(tmp_path):
     options = ["--tier", "smoke", "--warm", "--try", '{"BLOCK_N": 64}', "--out", str(tmp_path)]
-    done = CliRunner().invoke(main, [*QUICK, *options, "--contenders", "tritoncp BLOCK_N=64"])
-    assert done.exit_code == 0 and done.output.count("right") == 1
-    assert "tritoncp BLOCK_N=64" in done.output and not list(tmp_path.iterdir())
+    result = CliRunner().invoke(main, [*QUICK, *options, "--contenders", "tritoncp BLOCK_N=64"])
+    assert result.exit_code == 0 and result.output.count("right") == 1
+    assert "tritoncp BLOCK_N=64" in result.output and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("words", [["--warm"], []])
@@ -163,8 +163,8 @@ def test_functions_are_hashed_in_one_order_so_that_kernels_of_a_warm_cache_are_f
 
 def test_contenders_and_cases_are_selected_by_patterns_in_their_order(tmp_path):
     words = [*QUICK, "--tier", "smoke", "--only", "*-bwd", "--only", "*-fwd", "--out", str(tmp_path)]
-    done = CliRunner().invoke(main, [*words, "--contenders", "flash"])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, [*words, "--contenders", "flash"])
+    assert result.exit_code == 0, result.output
     lines = lines_of(tmp_path)
     assert [line["case"][-4:] for line in lines] == ["-bwd", "-fwd"]
     assert [set(line["contenders"]) for line in lines] == [{"tritoncp", "flash"}] * 2
@@ -203,7 +203,7 @@ def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(mon
     (point,) = journal.points
     assert point.case == cases[0].name and "not timed" in point.own["why"] and point.own["errors"]
     assert "AcceleratorError: an illegal" in point.contenders["flash"]["why"]
-    runner.done = journal.points
+    runner.resumed_points = journal.points
     assert runner._select_unmeasured(cases) == cases[1:]
 
 
@@ -213,7 +213,7 @@ def test_a_resumed_run_measures_the_remaining_cases_with_the_winning_variants(mo
     times = {"tritoncp": {"ms": 1.0}, "flex": {"ms": 3.0}, "flex tma": {"ms": 2.0}}
     journal.point(cases[0].name, times)
     journal.point(cases[1].name, {"tritoncp": {"why": "it failed, and would again"}})
-    runner.done = journal.points
+    runner.resumed_points = journal.points
     assert runner._select_unmeasured(cases) == cases[2:] and runner.best == {"causal": ["flex tma"]}
 
 
@@ -289,8 +289,8 @@ def test_refused_options_are_recorded_with_the_reason(monkeypatch, tmp_path):
     monkeypatch.setattr("triton.__version__", "3.7.0")
     monkeypatch.setattr("tritoncp.api.attention.architecture", lambda device: "sm_90")
     words = ["--try", '{"bwd_FLIP": true}', "--tier", "smoke", "--only", "*-bwd"]
-    done = CliRunner().invoke(main, [*QUICK, *words, "--out", str(tmp_path)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, [*QUICK, *words, "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
     for line in lines_of(tmp_path):
         why = line["contenders"]["tritoncp bwd_FLIP=True"]["why"]
         assert why.startswith("ValueError: kernel option bwd_FLIP=True: Triton 3.7.0 miscompiles")

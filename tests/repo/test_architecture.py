@@ -1,4 +1,5 @@
-"""Pages of `docs/` name files, modules and functions that exist, and the layers of the import table."""
+"""Pages of `docs/` and the performance notes name files, modules and functions that exist, and the layers of
+the import table."""
 
 import ast
 import re
@@ -12,7 +13,7 @@ from tritoncp import __all__ as public_names
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = "docs/architecture.md"
 DECISIONS = sorted(f"docs/decisions/{path.name}" for path in (ROOT / "docs/decisions").glob("*.md"))
-PAGES = [ARCHITECTURE, "docs/glossary.md", *DECISIONS]
+PAGES = [ARCHITECTURE, "docs/glossary.md", "perf/NOTES.md", *DECISIONS]
 FOREIGN = {"torch", "triton", "ProcessGroupNCCL"}  # first words of dotted names that are not the package's
 
 

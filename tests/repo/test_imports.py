@@ -1,6 +1,8 @@
 """The table of layers and their allowed imports, compared with every import statement in the tree.
 
-Imports inside functions count like imports at the top of a module.
+Imports inside functions count like imports at the top of a module. The package's root, which gives users
+public names from every layer, is imported by nothing inside the package: `import tritoncp` and `from tritoncp
+import causal` are forbidden, `from tritoncp import mods` imports the module `tritoncp.mods`.
 """
 
 import ast
@@ -55,6 +57,8 @@ LAYERS = {
     ),
 }  # fmt: skip
 
+ROOT_IMPORTERS = {"demo.train", "planning.command", "self_check.comparison"}  # they still import the root
+
 
 def modules() -> dict[str, Path]:
     """List every module of the package by the name after `tritoncp.`; "" is the package itself."""
@@ -97,7 +101,18 @@ def reaches(name: str, prefixes: set[str] | frozenset[str]) -> bool:
 
 def forbidden(module: str, names: set[str], modules: set[str]) -> list[str]:
     layer = layer_of(module)
-    return sorted(name for name in names if not allowed(layer, name, modules))
+    return sorted(
+        name
+        for name in names
+        if (imports_root(name, modules) and module not in ROOT_IMPORTERS) or not allowed(layer, name, modules)
+    )
+
+
+def imports_root(name: str, modules: set[str]) -> bool:
+    """Whether an imported name is the package's root, or a name of the root that is no module."""
+    package, _, inner = name.partition(".")
+    first = inner.split(".")[0]
+    return package == "tritoncp" and not any(module.split(".")[0] == first for module in modules if module)
 
 
 def allowed(layer: str, name: str, modules: set[str]) -> bool:
@@ -137,6 +152,8 @@ def test_the_table_forbids_some_imports():
         "kernels.forward", {"tritoncp.planning.plan.Plan", "kernels.tiles", "tests.x"}, modules_of_package
     )
     assert forbidden("api.attention", {"tritoncp.perf.run"}, modules_of_package)
+    for root in ("tritoncp", "tritoncp.causal", "tritoncp.__version__"):
+        assert forbidden("perf.run", {root}, modules_of_package) == [root]
     assert not forbidden(plan, {"torch.Tensor", "math", "tritoncp.planning.plan.Plan"}, modules_of_package)
 
 

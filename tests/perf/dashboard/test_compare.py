@@ -143,8 +143,8 @@ def history(tmp_path) -> Path:
 
 
 def run_compare(*words) -> tuple[int, str]:
-    done = CliRunner().invoke(main, ["perf", "compare", *map(str, words)])
-    return done.exit_code, done.output
+    result = CliRunner().invoke(main, ["perf", "compare", *map(str, words)])
+    return result.exit_code, result.output
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,10 @@ def test_the_newest_runs_are_selected_and_broken_lines_are_named(history):
         file.write("{}\n")
     for words, ratio in (((), 1.1 / 1.05), (("--last", "3"), 1.0)):
         arguments = ["perf", "compare", str(history), "bbbb", "--history", str(history), *words, "--json"]
-        done = CliRunner().invoke(main, arguments)
-        rows = {row["case"]: row["ratio"] for row in json.loads(done.stdout)["rows"]}
+        result = CliRunner().invoke(main, arguments)
+        rows = {row["case"]: row["ratio"] for row in json.loads(result.stdout)["rows"]}
         assert rows["c"] == pytest.approx(ratio, rel=0.01)
-        assert "a.jsonl:14: not a line of a history" in done.stderr
+        assert "a.jsonl:14: not a line of a history" in result.stderr
 
 
 def test_sides_are_devices_and_files_too(history, tmp_path):
@@ -210,8 +210,8 @@ def test_a_planted_regression_is_named_and_fails_the_gate(tmp_path, monkeypatch)
     for side in sides:
         for device, only in runs.items():
             words = ["--device", device, "--tier", "smoke", "--filter", only, "--seconds", "0.1"]
-            done = CliRunner().invoke(main, ["perf", "run", *words, "--out", str(side)])
-            assert done.exit_code == 0, done.output
+            result = CliRunner().invoke(main, ["perf", "run", *words, "--out", str(side)])
+            assert result.exit_code == 0, result.output
         factor = 4.0
     status, output = run_compare(*sides, "--fail-over", "60%", "--json")
     kernel, plan = json.loads(output)["rows"]
@@ -230,8 +230,8 @@ def test_pytest_benchmarks_are_imported(tmp_path):
     run = [sys.executable, "-m", "pytest", "perf/suite/bench.py", *words]
     subprocess.run(run, cwd=ROOT, env=own, check=True, capture_output=True)
     out = tmp_path / "h.jsonl"
-    done = CliRunner().invoke(main, ["perf", "import", str(source), "--out", str(out)])
-    assert done.exit_code == 0 and "3 benchmarks added" in done.output
+    result = CliRunner().invoke(main, ["perf", "import", str(source), "--out", str(out)])
+    assert result.exit_code == 0 and "3 benchmarks added" in result.output
     history = read(out)
     assert history.problems == [] and history.points == from_pytest_benchmark.points(
         json.loads(source.read_text())

@@ -156,8 +156,8 @@ def test_the_command_writes_the_page_and_names_broken_lines(tmp_path):
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write('{"kind": "ca\n')
     out = tmp_path / "sub" / "page.html"
-    done = CliRunner().invoke(main, ["perf", "dashboard", str(tmp_path), "-o", str(out)])
-    assert done.exit_code == 0 and "3 points" in done.output and "a.jsonl:4: not JSON" in done.output
+    result = CliRunner().invoke(main, ["perf", "dashboard", str(tmp_path), "-o", str(out)])
+    assert result.exit_code == 0 and "3 points" in result.output and "a.jsonl:4: not JSON" in result.output
     assert out.read_text().startswith("<!doctype html>")
     (tmp_path / "empty").mkdir()
     nothing = CliRunner().invoke(main, ["perf", "dashboard", str(tmp_path / "empty"), "-o", str(out)])

@@ -84,13 +84,13 @@ def test_the_command_and_ingest_write_the_block(tmp_path):
     assert page.read_text() == original == (ROOT / "README.md").read_text(), (
         "the README is of another history"
     )
-    done = CliRunner().invoke(perf, ["ingest", str(gpu), *places, "--readme", str(page)])
-    assert done.exit_code == 0 and "figures were updated" in done.output
+    result = CliRunner().invoke(perf, ["ingest", str(gpu), *places, "--readme", str(page)])
+    assert result.exit_code == 0 and "figures were updated" in result.output
     assert block_of(page) == format_figures(read(history).points) and "NVIDIA H200" in block_of(page)
     head, tail = original.split(BEGIN)[0], original.split(END)[1]
     assert page.read_text().startswith(head) and page.read_text().endswith(tail)
     printed = CliRunner().invoke(main, ["--history", str(history)])
     assert printed.output == block_of(page) + "\n"
     page.write_text("no marks")
-    done = CliRunner().invoke(main, ["--history", str(history), "--page", str(page), "--write"])
-    assert done.exit_code == 2 and BEGIN in done.output
+    result = CliRunner().invoke(main, ["--history", str(history), "--page", str(page), "--write"])
+    assert result.exit_code == 2 and BEGIN in result.output

@@ -140,9 +140,9 @@ def test_a_full_disk_is_reported_and_leaves_earlier_lines(tmp_path, monkeypatch)
 
 def test_a_run_on_a_full_device_stops_with_one_clear_message():
     arguments = ["--device", "host", "--filter", "plan-*-64k", "--seconds", "0", "--out", "/dev/full"]
-    done = CliRunner().invoke(run.main, arguments)
-    assert done.exit_code == 2 and "Traceback" not in done.output
-    assert "/dev/full: No space left on device" in done.output and "--resume" in done.output
+    result = CliRunner().invoke(run.main, arguments)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert "/dev/full: No space left on device" in result.output and "--resume" in result.output
 
 
 def _many(path: Path, name: str) -> None:

@@ -139,8 +139,8 @@ def test_a_line_with_a_path_as_a_name_is_refused(field, name, tmp_path):
     gpu.mkdir()
     append(gpu / "2026-02-03-x.jsonl", line(env=ENV | {field: name}).as_line())
     words = ["ingest", str(gpu), "--history", str(tmp_path / "h"), "--configs", str(tmp_path / "c")]
-    done = CliRunner().invoke(perf, words)
-    assert done.exit_code == 2 and "no file is called after it" in done.output
+    result = CliRunner().invoke(perf, words)
+    assert result.exit_code == 2 and "no file is called after it" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["gpu"]
 
 

@@ -41,8 +41,8 @@ def test_documents_fill_the_sequence(seq: int) -> None:
 def test_one_command_makes_the_page(tmp_path) -> None:
     page = tmp_path / "docs" / "balance.md"
     arguments = ["--sizes", "2", "--worlds", "2,4", "--out", str(page)]
-    done = CliRunner().invoke(main, arguments)
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
     text = page.read_text()
     assert text.count("| 2K | 2 |") == text.count("| 2K | 4 |") == len(MASKS) == text.count("\n## ")
     assert all(f" {name} |" in text for name in balancers)

@@ -7,19 +7,20 @@ import torch
 from click.testing import CliRunner
 
 from tritoncp.masks.mask import create_block_mask
-from tritoncp.perf.studies import scale
-from tritoncp.perf.studies.scale import (
+from tritoncp.perf.studies import plan_costs
+from tritoncp.perf.studies.plan_costs import (
     LAYER,
     MASKS,
-    PICTURES,
     SCHEDULES,
     PeakMemory,
     Point,
-    main,
+    list_points,
     measure,
     plan_cost,
-    points,
+    read_lines,
 )
+from tritoncp.perf.studies.scale import main
+from tritoncp.perf.studies.scale_charts import PICTURES
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 
@@ -51,7 +52,7 @@ def test_peak_memory_counts_allocations_of_torch() -> None:
 
 
 def test_points_cover_every_mask_and_balancer_and_leave_ranks_some_blocks() -> None:
-    listed = points((128, 8192), (8, 1024))
+    listed = list_points((128, 8192), (8, 1024))
     assert {point.mask for point in listed} == set(MASKS)
     assert {point.balancer for point in listed} == set(balancers)
     assert all(point.tokens >= point.world for point in listed) and len(set(listed)) == len(listed)
@@ -60,8 +61,8 @@ def test_points_cover_every_mask_and_balancer_and_leave_ranks_some_blocks() -> N
 def test_one_command_makes_the_page_and_resumes_a_stopped_study(tmp_path, monkeypatch) -> None:
     results, page = tmp_path / "scale.jsonl", tmp_path / "scaling.md"
     words = ["--sizes", "16,32", "--worlds", "2,4", "--results", str(results), "--out", str(page)]
-    done = CliRunner().invoke(main, words)
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output
     lines = results.read_text().splitlines()
     assert len(lines) == 2 * 2 * len(MASKS) * len(balancers)
     text = page.read_text()
@@ -73,7 +74,9 @@ def test_one_command_makes_the_page_and_resumes_a_stopped_study(tmp_path, monkey
 
     results.write_text("\n".join([*lines[:-2], lines[-1][: len(lines[-1]) // 2]]))  # killed while writing
     measured: list[Point] = []
-    inner = scale.measure
-    monkeypatch.setattr(scale, "measure", lambda mask, point: measured.append(point) or inner(mask, point))
+    inner = plan_costs.measure
+    monkeypatch.setattr(
+        plan_costs, "measure", lambda mask, point: measured.append(point) or inner(mask, point)
+    )
     assert CliRunner().invoke(main, words).exit_code == 0
-    assert len(measured) == 2 and len(scale.read(results)) == len(lines)
+    assert len(measured) == 2 and len(read_lines(results)) == len(lines)

@@ -72,8 +72,8 @@ def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
     (path,) = tmp_path.glob("*.jsonl")
     first_part = read(path)
     assert 1 <= len(first_part.points) < 6 and len(first_part.problems) <= 1
-    done = subprocess.run([*words, "--resume"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and f"{len(first_part.points)} cases are there" in done.stderr
+    result = subprocess.run([*words, "--resume"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and f"{len(first_part.points)} cases are there" in result.stderr
     after = read(path)
     assert after.points[: len(first_part.points)] == first_part.points
     names = [case.name for case in host_cases.select("core", "plan-*-128k")]
@@ -84,10 +84,9 @@ def test_a_killed_run_keeps_its_lines_and_is_resumed(tmp_path):
 def test_kernels_are_written_once_and_again_when_they_change(tmp_path, monkeypatch):
     from tritoncp.perf.records.history import Journal, Series
 
-    package = tmp_path / "package"
-    table = package / "kernels/configs/resources.json"
-    table.parent.mkdir(parents=True)
-    monkeypatch.setattr(host_cases.tritoncp, "__file__", str(package / "__init__.py"))
+    table = tmp_path / "configs" / "resources.json"
+    table.parent.mkdir()
+    monkeypatch.setattr(host_cases, "SHIPPED", table.parent)
     row = {"kernel": "dq", "arch": "sm_90", "head_dim": 64, "dtype": "bfloat16", "variant": "full"}
     out = tmp_path / "history" / "a.jsonl"
     out.parent.mkdir()

@@ -1,0 +1,192 @@
+"""Cost of planning: time and memory of plans on one CPU core, and what the cost model predicts for them.
+
+No attention runs. Each plan is a line of JSON, written as soon as the plan is built; plans whose lines the
+file already has are not built again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.perf.studies.balance import corpus_lengths
+from tritoncp.planning import cost
+from tritoncp.planning.balance import balancers
+from tritoncp.planning.build import build
+from tritoncp.planning.plan import Plan
+from tritoncp.planning.traffic import Hop
+
+SCHEDULES = ("allgather", "ring", "fetch", "ulysses")
+LIMITS = {"s": 1.0, "mib": 64.0}  # limits of the whole plan of 1M tokens on 64 ranks
+GIB = 2**30
+LAYER = cost.Shape()
+
+MASKS: dict[str, Callable[[int], MaskMod]] = {
+    "causal": lambda seq: causal(),
+    "documents": lambda seq: and_masks(causal(), document(lengths=corpus_lengths(seq))),
+    "window": lambda seq: sliding_window(4095),
+    "prefix-LM": lambda seq: prefix_lm(seq // 4),
+    "documents, window": lambda seq: and_masks(
+        causal(), document(lengths=corpus_lengths(seq)), sliding_window(4095)
+    ),
+}
+
+
+class Point(NamedTuple):
+    """The inputs of one plan of the study."""
+
+    mask: str
+    tokens: int  # in thousands (1024)
+    world: int
+    balancer: str
+
+
+class PeakMemory:
+    """Peak memory of this process above its memory at the start, in MiB.
+
+    Python's tracemalloc does not count allocations of torch; the high-water mark of resident memory counts
+    all, once the allocator has returned its free memory.
+    """
+
+    def __init__(self) -> None:
+        _release_free_memory()
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        self.initial = _read_status("VmRSS")
+
+    def peak_mib(self) -> float:
+        return max(0.0, _read_status("VmHWM") - self.initial)
+
+
+def _release_free_memory() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def _read_status(name: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) / 1024
+    raise RuntimeError(f"/proc/self/status has no {name}: memory is measured on Linux only")
+
+
+def measure(mask: Mask, point: Point) -> dict[str, Any]:
+    """Build the plan of a point, choose a schedule as "auto" does, and build each schedule's tables."""
+    memory, begin = PeakMemory(), time.process_time()
+    plan = build(mask, point.world, balancer=point.balancer, schedule="allgather")
+    line: dict[str, Any] = {
+        **point._asdict(),
+        "place": _measure_cost(begin, memory),
+        "imbalance": plan.imbalance,
+    }
+    line["schedules"] = {name: measure_schedule(plan, name) for name in SCHEDULES}
+    memory, begin = PeakMemory(), time.process_time()
+    costs = cost.costs(plan, LAYER, cost.hardware_of(point.world))
+    line["choose"], line["auto"] = _measure_cost(begin, memory), costs[0].schedule
+    remote = int(plan.traffic.sum() - plan.traffic.diagonal().sum())
+    line["travels"] = 100 * remote / ((plan.world_size - 1) * plan.kv.length)
+    for estimate in costs:
+        sent = max(cost.bytes_sent(plan, estimate.schedule, LAYER))
+        line["schedules"][estimate.schedule] |= {
+            "sent": sent,
+            "ms": 1e3 * estimate.total,
+            "extra": estimate.memory,
+        }
+    return line
+
+
+def measure_schedule(plan: Plan, schedule: str) -> dict[str, float]:
+    """Measure one rank's planning between placement and first step: seconds of one core, peak MiB."""
+    view = replace(plan, schedule=schedule, rank=plan.world_size // 2, _shared={})
+    memory, begin = PeakMemory(), time.process_time()
+    if schedule == "ring":  # later turns build their tables when they start
+        hops: Sequence[Hop] = view.ring
+        view.tables(buffer=hops[0].owner)
+    elif schedule == "fetch":
+        view.tables(buffer=view.rank)
+        view.tables(buffer="fetched")
+    elif schedule == "ulysses":
+        rows = view.rows(view.degree_for(LAYER.heads), LAYER.heads)
+        rows.tables(buffer="gathered" if rows.world_size == 1 else "fetched")
+    else:
+        view.tables()
+    return _measure_cost(begin, memory)
+
+
+def _measure_cost(begin: float, memory: PeakMemory) -> dict[str, float]:
+    return {"s": time.process_time() - begin, "mib": memory.peak_mib()}
+
+
+def list_points(sizes: Iterable[int], worlds: Iterable[int]) -> list[Point]:
+    """List the plans of the study, grouped by mask. Ranks hold at least eight blocks of 128 tokens."""
+    return [
+        Point(mask, size, world, balancer)
+        for mask in MASKS
+        for size in sizes
+        for world in worlds
+        if size >= world
+        for balancer in balancers
+    ]
+
+
+def measure_points(sizes: Sequence[int], worlds: Sequence[int], results: Path) -> list[dict[str, Any]]:
+    """Measure the points that are not in the file yet; return the lines of all."""
+    lines_by_key = {point_key(line): line for line in read_lines(results)}
+    all_points = list_points(sizes, worlds)
+    missing = [point for point in all_points if tuple(point) not in lines_by_key]
+    results.parent.mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(line) + "\n" for line in lines_by_key.values())
+    results.write_text(text)  # drops an incomplete line
+    cached_mask: tuple[tuple[str, int], Mask, float] | None = None
+    for number, point in enumerate(missing, 1):
+        if cached_mask is None or cached_mask[0] != (point.mask, point.tokens):
+            begin, seq = time.process_time(), point.tokens * 1024
+            mask = create_block_mask(MASKS[point.mask](seq), None, None, seq, seq)
+            cached_mask = (point.mask, point.tokens), mask, time.process_time() - begin
+        line = measure(cached_mask[1], point) | {
+            "mask_s": cached_mask[2],
+            "runs": len(cached_mask[1].runs.runs),
+        }
+        with results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        lines_by_key[tuple(point)] = line
+        click.echo(
+            f"{number}/{len(missing)} {' '.join(map(str, point))}: {plan_cost(line)['s']:.2f} s", err=True
+        )
+    return [lines_by_key[tuple(point)] for point in all_points]
+
+
+def read_lines(results: Path) -> list[dict[str, Any]]:
+    """Read the complete lines of a file of results, without a line that was cut short."""
+    lines = []
+    for text in results.read_text().splitlines() if results.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def point_key(line: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(line[name] for name in Point._fields)
+
+
+def plan_cost(line: dict[str, Any]) -> dict[str, float]:
+    """Return seconds and peak MiB of one rank's plan: placement, choice, tables of the chosen schedule."""
+    parts = (line["place"], line["choose"], line["schedules"][line["auto"]])
+    return {"s": sum(part["s"] for part in parts), "mib": max(part["mib"] for part in parts)}
+
+
+def format_tokens(thousands: int) -> str:
+    """
+    >>> format_tokens(128), format_tokens(8192)
+    ('128K', '8M')
+    """
+    return f"{thousands}K" if thousands % 1024 else f"{thousands // 1024}M"
