@@ -225,9 +225,13 @@ class Writer:
         interval = whole(torch.int32 if bits == 32 else torch.int64)
         return Scalar(text, torch.int64, f"int{bits}", interval, weak=True)
 
+    def _shape(self, place: int) -> tuple[Dim, ...]:
+        """The dimensions of a captured tensor, as the emitted source reads them."""
+        sizes = self.traced.tensors[place].shape
+        return tuple(Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(sizes))
+
     def _capture(self, node: fx.Node, place: int) -> Scalar | Lazy:
-        tensor = self.traced.tensors[place]
-        shape = tuple(Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(tensor.shape))
+        tensor, shape = self.traced.tensors[place], self._shape(place)
         self.block.lines.append(f"t{place}, t{place}_sizes, t{place}_strides = caps[{place}]")
 
         def load(indices: Indices) -> Scalar:
@@ -271,7 +275,8 @@ class Writer:
             or name in ("zeros_and_scatter", "select_backward")
             or (name in ("slice_backward", "index_put", "sum"))
         ):
-            return gradient.operation(self, node, name, inputs)
+            scope = gradient.GradientScope(self.block, tuple(map(self._shape, self.traced.wants)))
+            return gradient.emit_operation(scope, node, name, inputs)
         if name in _SAME:
             return inputs[0]
         if name in _FILLED or name in ("full", "full_like", "new_full", "scalar_tensor"):

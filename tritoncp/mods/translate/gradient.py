@@ -7,7 +7,7 @@ about. Anything else would be dense and is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -24,20 +24,28 @@ from tritoncp.mods.translate.index_maps import (
     wrap,
 )
 from tritoncp.mods.translate.pointwise_ops import BINARY, UNARY, where
-from tritoncp.mods.translate.symbolic import Dim, Entry, Scalar, Sparse, Value, fixed, weak
+from tritoncp.mods.translate.symbolic import Block, Dim, Entry, Scalar, Sparse, Value, fixed, weak
 from tritoncp.mods.translate.view_ops import permutation
 
-if TYPE_CHECKING:
-    from tritoncp.mods.translate.emit import Writer
+
+class GradientScope(NamedTuple):
+    """The values that gradient operations need besides their operands.
+
+    block: takes the emitted lines
+    captures: the dimensions of each captured tensor that needs a gradient
+    """
+
+    block: Block
+    captures: tuple[tuple[Dim, ...], ...]
 
 
-def operation(writer: Writer, node: fx.Node, name: str, inputs: list[Any]) -> Value:
+def emit_operation(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]) -> Value:
     """The rule for `name`; NotImplementedError where the gradient would be dense."""
     rule = _RULES.get(name)
     if rule is None:
         raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
-    value = rule(writer, node, inputs)
-    return collapse(value, writer.block, BINARY["add"]) if isinstance(value, Sparse) else value
+    value = rule(scope, node, inputs)
+    return collapse(value, scope.block, BINARY["add"]) if isinstance(value, Sparse) else value
 
 
 def _shape(node: fx.Node, *like: Value) -> tuple[Dim, ...]:
@@ -51,54 +59,52 @@ def _mapped(value: Sparse, shape: tuple[Dim, ...], move: Callable[[Any], Any]) -
 # -- where one starts ------------------------------------------------------------------------------------
 
 
-def _zeros_and_scatter(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _zeros_and_scatter(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     indices = inputs[1]
-    return _scattered(writer, node, indices, inputs[2])
+    return _scattered(scope, node, indices, inputs[2])
 
 
-def _index_put(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _index_put(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     base = as_sparse(inputs[0])
     if base.entries:
         raise NotImplementedError("an edit of a tensor that is not zero")
     indices = inputs[1]
-    return _scattered(writer, node, indices, inputs[2])
+    return _scattered(scope, node, indices, inputs[2])
 
 
-def _scattered(writer: Writer, node: fx.Node, indices: Sequence[Any], values: Any) -> Sparse:
+def _scattered(scope: GradientScope, node: fx.Node, indices: Sequence[Any], values: Any) -> Sparse:
     if not all(i is None or isinstance(i, Scalar) for i in indices):
         raise NotImplementedError("a gradient through an index that is itself a whole tensor")
-    shape = _sizes_of(writer, node.meta["val"].shape)
-    return scatter(writer.block, shape, indices, as_sparse(values))
+    shape = _sizes_of(scope, node.meta["val"].shape)
+    return scatter(scope.block, shape, indices, as_sparse(values))
 
 
-def _sizes_of(writer: Writer, shape: Sequence[int]) -> tuple[Dim, ...]:
+def _sizes_of(scope: GradientScope, shape: Sequence[int]) -> tuple[Dim, ...]:
     """The dimensions of a gradient, read from captured tensors where those have the same: any text will do
     that has the traced size at run time, and one that follows the captures serves other sizes too."""
-    known: dict[int, Dim] = {}
-    for place in writer.traced.wants:
-        own = writer.traced.tensors[place].shape
-        dims = [Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(own)]
-        if shape and list(own[-len(shape) :]) == list(shape):
-            return tuple(dims[-len(shape) :])
-        known = {dim.size: dim for dim in dims} | known
-    return tuple(known.get(size, fixed(size)) for size in shape)
+    by_size: dict[int, Dim] = {}
+    for dims in scope.captures:
+        if shape and sizes(dims[-len(shape) :]) == list(shape):
+            return dims[-len(shape) :]
+        by_size = {dim.size: dim for dim in dims} | by_size
+    return tuple(by_size.get(size, fixed(size)) for size in shape)
 
 
-def _select_backward(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    shape = _sizes_of(writer, node.meta["val"].shape)
+def _select_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+    shape = _sizes_of(scope, node.meta["val"].shape)
     dim, index = int(node.args[2]) % len(shape), node.args[3]  # type: ignore
-    place = wrap(writer.block, shape[dim], weak(index))  # type: ignore[arg-type]
+    place = wrap(scope.block, shape[dim], weak(index))  # type: ignore[arg-type]
     return _mapped(as_sparse(inputs[0]), shape, lambda i: (*i[:dim], place, *i[dim:]))
 
 
-def _slice_backward(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _slice_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     shape = _shape(node)
     dim, start, end, step = node.args[2:6]
     dim = int(dim) % len(shape)  # type: ignore[arg-type]
     begin = slice(start, end, step).indices(shape[dim].size)[0]
 
     def move(i: Any) -> Any:
-        return (*i[:dim], shifted(writer.block, i[dim], begin, int(step)), *i[dim + 1 :])  # type: ignore[arg-type]
+        return (*i[:dim], shifted(scope.block, i[dim], begin, int(step)), *i[dim + 1 :])  # type: ignore[arg-type]
 
     return _mapped(as_sparse(inputs[0]), shape, move)
 
@@ -106,21 +112,23 @@ def _slice_backward(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
 # -- linear operations -----------------------------------------------------------------------------------
 
 
-def _add(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _add(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     a, b = as_sparse(inputs[0]), as_sparse(inputs[1])
     if sizes(a.shape) != sizes(b.shape) or node.kwargs.get("alpha", 1) != 1:
         raise NotImplementedError("a sum of gradients of different shapes")
     return Sparse(a.shape, node.meta["val"].dtype, a.entries + b.entries)
 
 
-def _sub(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _sub(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     b = _each(
-        writer, node, as_sparse(inputs[1]), lambda value, _: UNARY["neg"](writer.block, value.dtype, value)
+        scope, node, as_sparse(inputs[1]), lambda value, _: UNARY["neg"](scope.block, value.dtype, value)
     )
-    return _add(writer, node, [inputs[0], b])
+    return _add(scope, node, [inputs[0], b])
 
 
-def _each(writer: Writer, node: fx.Node, value: Sparse, change: Callable[[Scalar, Any], Scalar]) -> Sparse:
+def _each(
+    scope: GradientScope, node: fx.Node, value: Sparse, change: Callable[[Scalar, Any], Scalar]
+) -> Sparse:
     dtype = node.meta["val"].dtype
     entries = tuple(Entry(e.indices, change(e.value, e.indices)) for e in value.entries)
     return Sparse(value.shape, dtype, entries)
@@ -134,7 +142,7 @@ def _same_shape(node: fx.Node, value: Sparse) -> None:
 def _factor(name: str) -> Callable[..., Sparse]:
     """Product with, or division by, something dense: evaluated at each entry's index."""
 
-    def rule(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+    def rule(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
         a, b = inputs[:2]
         if not isinstance(a, Sparse):
             if name != "mul":
@@ -144,12 +152,12 @@ def _factor(name: str) -> Callable[..., Sparse]:
             raise NotImplementedError("a gradient of a gradient")
         _same_shape(node, a)
         rank, dtype = len(a.shape), node.meta["val"].dtype
-        return _each(writer, node, a, lambda v, i: BINARY[name](writer.block, dtype, v, at(b, i, rank)))
+        return _each(scope, node, a, lambda v, i: BINARY[name](scope.block, dtype, v, at(b, i, rank)))
 
     return rule
 
 
-def _where(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _where(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     condition, a, b = inputs
     zero = weak(0)
     value = as_sparse(a) if isinstance(a, Sparse) else as_sparse(b)
@@ -161,33 +169,33 @@ def _where(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
 
     def chosen(v: Scalar, i: Any) -> Scalar:
         pair = (v, zero) if isinstance(a, Sparse) else (zero, v)
-        return where(writer.block, dtype, at(condition, i, rank), *pair)
+        return where(scope.block, dtype, at(condition, i, rank), *pair)
 
-    return _each(writer, node, value, chosen)
+    return _each(scope, node, value, chosen)
 
 
-def _masked_fill(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _masked_fill(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value, condition, filler = inputs
-    return _where(writer, node, [condition, filler, value])
+    return _where(scope, node, [condition, filler, value])
 
 
 def _fill(value: Any) -> Any:
     return value.const if isinstance(value, Scalar) else value.fill
 
 
-def _neg(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    return _each(writer, node, inputs[0], lambda v, _: UNARY["neg"](writer.block, v.dtype, v))
+def _neg(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+    return _each(scope, node, inputs[0], lambda v, _: UNARY["neg"](scope.block, v.dtype, v))
 
 
-def _to_copy(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _to_copy(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     dtype = node.meta["val"].dtype
-    return _each(writer, node, inputs[0], lambda v, _: writer.block.convert(v, dtype))
+    return _each(scope, node, inputs[0], lambda v, _: scope.block.convert(v, dtype))
 
 
 # -- shapes ----------------------------------------------------------------------------------------------
 
 
-def _sum(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _sum(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value = inputs[0]
     if not isinstance(value, Sparse):
         raise NotImplementedError(
@@ -208,24 +216,24 @@ def _sum(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
     return _mapped(value, shape, move)
 
 
-def _view(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _view(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value, new = inputs[0], list(node.meta["val"].shape)
     shape = _shape(node)
-    return _mapped(value, shape, lambda i: reshape(writer.block, i, sizes(value.shape), new))
+    return _mapped(value, shape, lambda i: reshape(scope.block, i, sizes(value.shape), new))
 
 
-def _permute(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _permute(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value = inputs[0]
     order = permutation(node, len(value.shape))
     return _mapped(value, tuple(value.shape[i] for i in order), lambda i: (i[d] for d in order))
 
 
-def _expand(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _expand(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     _same_shape(node, inputs[0])
     return inputs[0]
 
 
-def _same(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _same(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     return inputs[0]
 
 
