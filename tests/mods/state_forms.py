@@ -1,7 +1,7 @@
-"""Python state that a mask_mod or score_mod can read: one function for each way to reach a number.
+"""Forms of Python state that a mask_mod or score_mod can read: one function for each.
 
-Each gives ``(scale, edit)``: ``scale(x)`` is x times a number that lies in that state, and ``edit()`` changes
-the number, from 0.5 to 2.0, where it lies.
+Each returns ``(scale, edit)``: ``scale(x)`` is x times a number in that state, and ``edit()`` changes the
+number from 0.5 to 2.0.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 Form = tuple[Callable[[Any], Any], Callable[[], Any]]
 FORMS: dict[str, Callable[[], Form]] = {}
-RECORDED: set[str] = set()  # forms whose state has no value to compare
+RECORDED: set[str] = set()  # forms that have no fingerprint and are compared by recordings
 SLOPE = 0.5
 
 
@@ -116,7 +116,7 @@ def enum_member_attribute() -> Form:
 
 
 @form
-def another_enum_member() -> Form:
+def other_enum_member() -> Form:
     class Kind(enum.Enum):
         SOFT = 0.5
         HARD = 2.0
@@ -563,7 +563,7 @@ def state_of_an_iterator() -> Form:
 
 @recorded
 def lookup_of_a_user_class() -> Form:
-    """As configurations of transformers have it."""
+    """Like the configuration classes of transformers."""
 
     class Config:
         def __getattribute__(self, name: str) -> Any:

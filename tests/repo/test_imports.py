@@ -8,6 +8,7 @@ import ast
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -158,8 +159,8 @@ CIRCULAR = {
 def import_graph() -> dict[str, set[str]]:
     """Map each module to the modules of the package that it imports.
 
-    Imports inside functions and under TYPE_CHECKING count. A package's `__init__` counts where it is named, not
-    where Python runs it before one of its modules.
+    Imports inside functions and under TYPE_CHECKING count. A package's `__init__` counts where it is named,
+    not where Python runs it before one of its modules.
     """
     present = modules()
     graph = {}
@@ -188,7 +189,7 @@ def test_a_circle_is_listed_in_the_order_of_its_imports():
     graph = {"emit": {"gradient", "trace"}, "gradient": {"views"}, "views": {"emit"}, "trace": set()}
     circle = import_circle(graph)
     assert len(circle) == 4 and circle[0] == circle[-1]
-    assert all(after in graph[before] for before, after in zip(circle, circle[1:]))
+    assert all(after in graph[before] for before, after in pairwise(circle))
     assert not import_circle(graph | {"views": {"trace"}})
 
 
