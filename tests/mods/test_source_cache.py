@@ -1,4 +1,4 @@
-"""Storage of emitted source, and its protection."""
+"""Cache of emitted source: storage, permissions, bounds, and lifetime of modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Edits of state that mods read: the next call of a score_mod uses the new state, masks and plans refuse."""
+"""Edits of state that mods read: the next call of a score_mod uses them, masks and plans refuse to run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ S = 16
 
 @pytest.fixture(autouse=True)
 def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch: the tested code runs before any kernel."""
+    """Use the eager engine: state is compared before any kernel runs."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
@@ -130,8 +130,8 @@ def test_a_mask_s_tensors_are_state_too() -> None:
         attend(mask=mask)
 
 
-def test_a_number_from_anywhere_is_an_argument_of_the_kernel() -> None:
-    """Another value of a number, like one in a closure, needs no other kernel."""
+def test_numbers_in_any_state_are_arguments_of_the_kernel() -> None:
+    """A new value of a number uses the same kernel."""
     from tritoncp.mods import score_mod
 
     for name in ("class_attribute", "module_config", "property_of_a_global", "enum_member_attribute"):

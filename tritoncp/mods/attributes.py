@@ -17,7 +17,7 @@ import torch
 
 
 class Incomparable(Exception):
-    """State that a function reads cannot be compared between calls."""
+    """Raised for state of a function that cannot be compared between calls."""
 
 
 class _Absent:

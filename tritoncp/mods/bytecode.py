@@ -108,7 +108,10 @@ class _Reader:
         self._open: tuple[str, str, list[Step]] | None = None  # the chain that the last instruction continued
 
     def read(self, code: types.CodeType, scope: dict[str, str]) -> None:
-        """scope: variables of enclosing functions, and the first argument, that chains may begin at."""
+        """Collect the reads of a code object.
+
+        scope: variables of enclosing functions, and the first argument, that chains may begin at
+        """
         instructions = [i for i in dis.get_instructions(code) if i.opname not in _GAPS or i.is_jump_target]
         self._instructions(instructions, scope)
         for constant in code.co_consts:

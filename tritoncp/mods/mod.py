@@ -25,7 +25,7 @@ JITFunction: TypeAlias = Any  # the result of @triton.jit; its class differs in 
 
 @dataclass(frozen=True, eq=False)
 class Mod:
-    """A mask_mod or score_mod as Triton source, and the captured tensors and numbers that it is called with.
+    """A mask_mod or score_mod as Triton source, and the tensors and numbers that it captures.
 
     In a kernel, with b, h int32 scalars and q_idx, kv_idx int32 tiles that broadcast to the score tile:
 

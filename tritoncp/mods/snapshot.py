@@ -28,7 +28,7 @@ class Snapshot:
     __slots__ = ("_fixed", "_key", "_tensors", "_versions")
 
     def __init__(self, mask_mod: Callable[..., Any], fixed: bool = False) -> None:
-        """fixed: whether only the contents of its tensors can change, as in closed forms."""
+        """Read the state. fixed: whether only the contents of its tensors can change, as in closed forms."""
         state = _state_of(mask_mod)
         self._fixed = fixed or _is_translated(mask_mod)
         self._key = state.key

@@ -43,7 +43,7 @@ def test_captured_numbers_are_arguments() -> None:
 
 
 def test_one_is_a_number_too() -> None:
-    """Triton turns an argument that equals 1 into a constant."""
+    """The value 1 of an argument, which Triton makes a constant, gives the same result."""
     for width in (1, 0, -1, 16, 2**40):
         assert torch.equal(run_mask(mask_mod(window(width))), eager_mask(window(width)))
 

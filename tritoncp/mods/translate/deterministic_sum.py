@@ -1,4 +1,4 @@
-"""Fixed-point sums, whose result does not depend on their order: deterministic gradients of captured tensors.
+"""Deterministic gradients of captured tensors: fixed-point sums, which do not depend on their order.
 
 Atomic additions of floats round differently in each order; those of integers do not round. Each sum is a
 fixed-point number wide enough that no addition rounds (U. Kulisch's long accumulator, with the range of

@@ -53,7 +53,7 @@ _FILL_VALUES = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_one
 
 
 def emit_source(trace: ModTrace) -> str:
-    """The source of a module with `mask_mod`, or `score_mod` and `score_grad`."""
+    """Emit the source of a module with `mask_mod`, or with `score_mod` and `score_grad`."""
     if trace.is_score:
         assert trace.joint is not None
         parts = [
@@ -136,7 +136,7 @@ def _emit_backward(trace: ModTrace, joint: fx.GraphModule) -> list[str]:
 
 
 def _drop_unused_captures(lines: list[str]) -> list[str]:
-    """Remove lines that unpack a capture of which no other line has a name."""
+    """Remove the lines that unpack unused captures."""
     text = "\n".join(line for line in lines if " = caps[" not in line)
     return [line for line in lines if " = caps[" not in line or _names_appear(line, text)]
 

@@ -1,4 +1,4 @@
-"""Passes over the aten graph of a mod: pure operations, captures as inputs, one graph for each output."""
+"""Passes over the aten graph of a mod: removal of side effects, lifting of captures, splitting of outputs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _erase_unused_nodes(graph: fx.Graph) -> None:
 
 
 def rename_inputs(graph: fx.Graph, names: Sequence[str]) -> None:
-    """Give the graph's inputs these names, in order."""
+    """Rename the graph's inputs, in order."""
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
     for node, name in zip(inputs, names, strict=True):
         node.name = node.target = name
@@ -177,8 +177,10 @@ def _graph_module(root: torch.nn.Module, graph: fx.Graph) -> fx.GraphModule:
 
 
 def release_source(module: fx.GraphModule) -> None:
-    """Remove a graph's Python source from torch's cache, which keeps that of every graph for ever, and from
-    linecache: it is for tracebacks only, and ``module.code`` has it too."""
+    """Remove a graph's Python source from linecache and from torch's cache, which keeps it for ever.
+
+    Tracebacks alone use these copies; ``module.code`` has the source too.
+    """
     name = type(module).forward.__code__.co_filename
     linecache.cache.pop(name, None)
     graph_module._loader.eval_cache.pop(name, None)

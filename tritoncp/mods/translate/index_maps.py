@@ -141,7 +141,7 @@ def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[in
 
 
 def element_address(block: Block, base: str, indices: Indices) -> tuple[str, str]:
-    """Source of the pointer to an element, and of "every index is in range" ("" where that is certain).
+    """The source of the pointer to an element, and of its bounds checks ("" if every index is in range).
 
     Terms that are the same for the whole tile are added first: one 64-bit sum for all elements.
     """
@@ -174,7 +174,7 @@ def remap(value: Lazy, shape: tuple[Dim, ...], source_index: Callable[[Indices],
 
 
 def collapse(value: Sparse, block: Block, add: Callable[..., Scalar]) -> Scalar | Sparse:
-    """The sum of the entries of a Sparse without dimensions, as a Scalar; others stay as they are."""
+    """The sum of the entries of a Sparse without dimensions; a Sparse with dimensions is unchanged."""
     if value.shape:
         return value
     total = constant(0, value.dtype)

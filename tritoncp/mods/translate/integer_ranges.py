@@ -31,7 +31,7 @@ class Interval(NamedTuple):
     hi: int
 
     def fits(self, bits: int) -> bool:
-        """Whether a signed integer of this many bits holds all of it."""
+        """Whether a signed integer of this many bits holds every value."""
         return -(1 << (bits - 1)) <= self.lo and self.hi < 1 << (bits - 1)
 
     def within(self, other: Interval) -> bool:
@@ -91,7 +91,7 @@ def union(a: Interval, b: Interval) -> Interval:
 
 
 def floor_div(a: Interval, b: Interval) -> Interval:
-    """Division by zero gives the dividend: helpers then divide by one."""
+    """The interval of floor(a / b); a division by zero gives the dividend, as helpers then divide by one."""
     divisors = [d for d in (b.lo, b.hi, -1, 1) if d and b.lo <= d <= b.hi]
     if b.lo <= 0 <= b.hi:
         divisors.append(1)
@@ -106,14 +106,14 @@ def trunc_div(a: Interval, b: Interval) -> Interval:
 
 
 def remainder(a: Interval, b: Interval) -> Interval:
-    """a - floor(a / b) * b: the sign of b."""
+    """The interval of a - floor(a / b) * b, which has the sign of b."""
     if b.lo > 0 and a.lo >= 0:
         return Interval(0, min(a.hi, b.hi - 1))
     return Interval(min(b.lo + 1, 0), max(b.hi - 1, 0))
 
 
 def fmod(a: Interval, b: Interval) -> Interval:
-    """a - trunc(a / b) * b: the sign of a."""
+    """The interval of a - trunc(a / b) * b, which has the sign of a."""
     bound = max(abs(b.lo), abs(b.hi), 1) - 1
     return Interval(max(min(a.lo, 0), -bound), min(max(a.hi, 0), bound))
 

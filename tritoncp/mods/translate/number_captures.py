@@ -1,4 +1,4 @@
-"""Captured numbers among the constants of a traced graph, which become runtime arguments.
+"""Search for captured numbers among the constants of a traced graph, to make them runtime arguments.
 
 The function is traced again with other numbers. Where both graphs have the same structure, a constant that
 equals the old number in one and the new number in the other is that number. Other constants stay in the

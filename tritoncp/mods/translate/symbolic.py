@@ -116,7 +116,7 @@ def _float32(value: float) -> float:
 
 
 def literal(value: Number, rep: str) -> str:
-    """A typed constant."""
+    """The source of a constant of a Triton type."""
     return f"tl.full((), {spell(value, rep)}, tl.{rep})"
 
 

@@ -88,7 +88,7 @@ class ModTrace:
 def trace_mod(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, state: State | None = None
 ) -> ModTrace:
-    """Trace `fn`, and trace it again with other captured numbers to learn which constants these are."""
+    """Trace `fn`, and again with other captured numbers, to find these among the graph's constants."""
     state = state or read_state(fn, is_score, dtype)
     device = _device(state.tensors)
     numbers = captured_numbers(fn)
@@ -118,7 +118,7 @@ class _Run(NamedTuple):
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:
-    """The device of the captured tensors; a 0-d tensor, which may be a CPU scalar, counts last."""
+    """The device of the captured tensors, of a 0-d one, which may be a CPU scalar, only if all are 0-d."""
     devices = [t.device for t in tensors if t.ndim] or [t.device for t in tensors]
     return devices[0] if devices else torch.device("cpu")
 
@@ -264,7 +264,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _has_dynamic_shape(func: Any, args: Any) -> bool:
-    """Whether the result's shape depends on data; gathers and scatters have one only with a bool index."""
+    """Whether the result's shape depends on data; that of a gather or scatter does only with a bool index."""
     if func.overloadpacket not in (aten.index, aten.index_put, aten._unsafe_index):
         return True
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
