@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import tritoncp
-from tests.mods.state_forms import FORMS, RECORDED, Form
+from tests.mods import attribute_forms, variable_forms  # noqa: F401, which register forms
+from tests.mods.form_registry import FORMS, RECORDED, Form
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.reference import dense
 
