@@ -1,4 +1,4 @@
-"""Runs mods over a tile of (q, kv) and compares with torch's eager answer."""
+"""Runs of mods over a tile of (q, kv) by a kernel, and by torch in eager mode."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ N = 16
 @triton.jit
 def mask_kernel(out, b, h, q0, k0, caps, MOD: tl.constexpr, N: tl.constexpr):
     rows, cols = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-    seen = MOD(b, h, q0 + rows, k0 + cols, caps)
-    tl.store(out + rows * N + cols, tl.broadcast_to(seen.to(tl.int8), (N, N)))
+    visible = MOD(b, h, q0 + rows, k0 + cols, caps)
+    tl.store(out + rows * N + cols, tl.broadcast_to(visible.to(tl.int8), (N, N)))
 
 
 @triton.jit
@@ -67,9 +67,9 @@ def tile(b: int, h: int, q0: int, k0: int) -> tuple[Tensor, Tensor, Tensor, Tens
     return torch.tensor(b), torch.tensor(h), q0 + torch.arange(N), k0 + torch.arange(N)
 
 
-def over_tile(fn: Callable[..., Any], scored: bool) -> Callable[..., Any]:
-    """fn over [N] rows and [N] columns by vmap, as torch's eager flex attention evaluates mods."""
-    lead = (0,) if scored else ()
+def over_tile(fn: Callable[..., Any], is_score: bool) -> Callable[..., Any]:
+    """Map fn over [N] rows and [N] columns by vmap, as torch's eager flex attention does."""
+    lead = (0,) if is_score else ()
     inner = torch.vmap(fn, in_dims=(*lead, None, None, None, 0))
     return torch.vmap(inner, in_dims=(*lead, None, None, 0, None))
 

@@ -1,4 +1,4 @@
-"""Compiles translated mods for sm_90, without a GPU, in a process where nothing is interpreted."""
+"""Compilation of translated mods for sm_90 without a GPU, in a process without the interpreter."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ def caps(mod: Mod) -> tuple[Any, ...]:
     return (*tensors, *("fp32" if isinstance(n, float) else "i32" for n in mod.numbers))
 
 
-def compiled(kernel: Any, signature: dict[str, Any], fn: Any) -> Any:
+def compile_kernel(kernel: Any, signature: dict[str, Any], fn: Any) -> Any:
     names = list(signature)
     constants = {(names.index("MOD"),): fn, (names.index("N"),): 32}
     return triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
 
 
 def compile_mask(mod: Mod) -> Any:
-    return compiled(mask_kernel, {"out": "*i8", **PLACE, "caps": caps(mod), **CONST}, mod.fn)
+    return compile_kernel(mask_kernel, {"out": "*i8", **PLACE, "caps": caps(mod), **CONST}, mod.fn)
 
 
 def compile_score(mod: Mod, score: str = "*fp32") -> Any:
     signature = {"out": score, "scores": score, **PLACE, "caps": caps(mod), **CONST}
-    return compiled(score_kernel, signature, mod.fn)
+    return compile_kernel(score_kernel, signature, mod.fn)
 
 
 def compile_grad(mod: Mod, score: str = "*fp32", sums: str = "*fp32") -> Any:
     ranks = [mod.tensors[i].ndim for i in mod.wants]
     dcaps = tuple((sums, ("i32",) * n, ("i32",) * n) for n in ranks)
     lead = {"out": score, "dscores": score, "scores": score, **PLACE}
-    return compiled(
+    return compile_kernel(
         grad_kernel, {**lead, "caps": caps(mod), "dcaps": dcaps, "keeps": "*i8", **CONST}, mod.grad
     )
 
 
 def atomics(ptx: str) -> list[str]:
-    """The types that are added atomically."""
+    """Return the types of the atomic additions in PTX."""
     return sorted(set(re.findall(r"(?:atom|red)\.[\w.:]*add[\w.]*?\.([a-z]\d+)", ptx)))
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     double = compile_score(score_mod(lambda s, b, h, q, k: s * 0.1, torch.float64), "*fp64")
     report = {
         "cubins": sum(len(k.asm["cubin"]) > 0 for ks in (masks, scores, grads, exact) for k in ks.values()),
-        "asked": len(masks) + len(scores) + len(grads) + len(exact),
+        "mods": len(masks) + len(scores) + len(grads) + len(exact),
         "window in 64 bits": [line for line in sliding.asm["ttir"].splitlines() if "i64" in line],
         "tenth": "0.1000000000000000" in double.asm["ttir"] or "1.000000e-01" in double.asm["ttir"],
         "atomics": grads["relative bias"].asm["ptx"].count("atom.")

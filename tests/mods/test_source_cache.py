@@ -1,4 +1,4 @@
-"""Storage of emitted source, and its protection."""
+"""Cache of emitted source: storage, permissions, bounds, and lifetime of modules."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tritoncp.mods import mask_mod, score_mod, source_cache
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache for a process that has loaded nothing."""
+    """An empty cache directory, and no module loaded from it."""
     monkeypatch.setenv("TRITONCP_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(source_cache, "_MODULES", weakref.WeakValueDictionary())
-    monkeypatch.setattr(source_cache, "_PRIVATE", [])
+    monkeypatch.setattr(source_cache, "_PRIVATE_DIRECTORIES", [])
     yield tmp_path / "cache"
-    for private in source_cache._PRIVATE:
+    for private in source_cache._PRIVATE_DIRECTORIES:
         private.cleanup()
 
 
@@ -44,7 +44,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_source_is_kept_and_imported_once(directory: Path) -> None:
+def test_source_is_written_and_executed_once(directory: Path) -> None:
     module = source_cache.load(source(3))
     path = directory / "mods" / f"{source_cache.digest_of(source(3))}.py"
     assert module.VALUE == 3
@@ -95,13 +95,13 @@ def test_an_unsafe_directory_is_not_used(directory: Path, tmp_path: Path, level:
     bad.mkdir(mode=0o700, exist_ok=True)
     if trouble == "symlink":
         bad.rmdir()
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
-        bad.symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "target").mkdir(mode=0o700)
+        bad.symlink_to(tmp_path / "target")
     elif trouble == "file":
         bad.rmdir()
         bad.write_text("not a directory")
     elif trouble == "read-only":
-        if os.getuid() == 0:  # nothing is read-only to root: only others' ownership can be tried
+        if os.getuid() == 0:  # root can write to read-only directories: make another user the owner
             os.chown(bad, 12345, 12345)
         bad.chmod(0o500)
     else:
@@ -109,7 +109,7 @@ def test_an_unsafe_directory_is_not_used(directory: Path, tmp_path: Path, level:
     with pytest.warns(UserWarning, match="private temporary directory") as caught:
         module = source_cache.load(source(4))
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # once is enough
+        warnings.simplefilter("error")  # warned once
         assert source_cache.load(source(5)).VALUE == 5
     assert len(caught) == 1
     assert str(bad) in str(caught[0].message)
@@ -143,22 +143,22 @@ print([name for name in sys.modules if name.startswith("tritoncp_mod")])
 """
 
 
-def in_another_process(code: str, **environment: str) -> str:
-    """Run code in another process; return its output."""
+def run_python(code: str, **environment: str) -> str:
+    """Run code in another Python process; return its output."""
     root = str(Path(source_cache.__file__).parents[2])
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": root, **environment},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
+    assert process.returncode == 0, process.stderr
+    return process.stdout + process.stderr
 
 
 def plant(path: Path, text: str) -> Path:
-    """Byte-code of `text` where Python looks for that of `path`, with the size and time of that."""
+    """Write byte-code of `text` as the cached byte-code of `path`, with the size and time of `path`."""
     other = path.with_name("planted.py")
     other.write_text(text.ljust(path.stat().st_size - 1) + "\n")
     os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
@@ -178,8 +178,8 @@ def test_byte_code_is_neither_read_nor_written(directory: Path) -> None:
     half, twice = (plant(path, "print('PLANTED')\nfrom os import abort as score_mod") for path in paths)
     twice.write_bytes(twice.read_bytes()[:20])
     before = half.read_bytes(), twice.read_bytes()
-    said = in_another_process(REPORT, TRITONCP_CACHE_DIR=str(directory), TRITON_INTERPRET="0")
-    assert said.splitlines() == ["score_mod", "score_mod", "[]"]
+    output = run_python(REPORT, TRITONCP_CACHE_DIR=str(directory), TRITON_INTERPRET="0")
+    assert output.splitlines() == ["score_mod", "score_mod", "[]"]
     assert (half.read_bytes(), twice.read_bytes()) == before
 
 
@@ -199,7 +199,7 @@ def test_a_file_replaced_after_it_was_checked_does_not_run(
 
 
 @pytest.mark.parametrize("trouble", ["directory", "full disk"])
-def test_a_file_that_cannot_be_written_lies_in_a_private_directory(
+def test_a_file_that_cannot_be_written_goes_to_a_private_directory(
     directory: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
     path = directory / "mods" / f"{source_cache.digest_of(source(7))}.py"
@@ -242,7 +242,7 @@ def test_a_module_goes_with_its_functions(directory: Path) -> None:
     refs = [weakref.ref(function.fn) for function in functions]
     paths = [function.fn.__code__.co_filename for function in functions]
     gc.collect()
-    assert source_cache.load(JITTED.format(3)).add is functions[3], "kept as long as a function is"
+    assert source_cache.load(JITTED.format(3)).add is functions[3], "a module lives as long as its functions"
     assert "return x + 7" in inspect.getsource(functions[7].fn)
     del functions
     gc.collect()
@@ -256,37 +256,37 @@ def test_a_module_of_compiled_functions_goes_with_them(directory: Path) -> None:
 import gc, weakref
 from tritoncp.mods import source_cache
 function = source_cache.load({JITTED.format(1)!r}).add
-gone = weakref.ref(function)
+ref = weakref.ref(function)
 key = function.cache_key
 del function
 gc.collect()
-print(gone() is None, source_cache.load({JITTED.format(1)!r}).add.cache_key == key)
+print(ref() is None, source_cache.load({JITTED.format(1)!r}).add.cache_key == key)
 """
-    said = in_another_process(code, TRITONCP_CACHE_DIR=str(directory), TRITON_INTERPRET="0")
-    assert said.split() == ["True", "True"]
+    output = run_python(code, TRITONCP_CACHE_DIR=str(directory), TRITON_INTERPRET="0")
+    assert output.split() == ["True", "True"]
 
 
-def test_the_directory_keeps_what_was_used_last(directory: Path) -> None:
+def test_the_directory_keeps_the_files_used_last(directory: Path) -> None:
     mods = directory / "mods"
     mods.mkdir(parents=True, mode=0o700)
     directory.chmod(0o700)
     old = time.time() - 7200
-    names = [f"{n:064x}.py" for n in range(source_cache.MOST_FILES + 100)]
+    names = [f"{n:064x}.py" for n in range(source_cache.MAX_CACHED_FILES + 100)]
     for n, name in enumerate(names):
         (mods / name).touch()
         os.utime(mods / name, (old + n, old + n))
     (mods / names[0]).unlink()
-    (mods / names[0]).mkdir()  # of our name, but no file
-    strange = ["notes.py", f"{7:063x}.py", f"{7:064x}.txt", ".0123456789abcdef-young.tmp"]
-    for name in [*strange, ".0123456789abcdef-_orphan.tmp"]:
+    (mods / names[0]).mkdir()  # a directory with the name of a file
+    other_names = ["notes.py", f"{7:063x}.py", f"{7:064x}.txt", ".0123456789abcdef-young.tmp"]
+    for name in [*other_names, ".0123456789abcdef-_orphan.tmp"]:
         (mods / name).touch()
-    for name in (*strange[:3], ".0123456789abcdef-_orphan.tmp"):
+    for name in (*other_names[:3], ".0123456789abcdef-_orphan.tmp"):
         os.utime(mods / name, (old, old))
     source_cache.load(source(8))
-    left = {path.name for path in mods.iterdir()}
-    assert len([name for name in left if len(name) == 67]) <= source_cache.MOST_FILES
-    assert {*strange, names[0], names[-1], f"{source_cache.digest_of(source(8))}.py"} <= left
-    assert not {names[1], ".0123456789abcdef-_orphan.tmp"} & left
+    remaining = {path.name for path in mods.iterdir()}
+    assert len([name for name in remaining if len(name) == 67]) <= source_cache.MAX_CACHED_FILES
+    assert {*other_names, names[0], names[-1], f"{source_cache.digest_of(source(8))}.py"} <= remaining
+    assert not {names[1], ".0123456789abcdef-_orphan.tmp"} & remaining
 
 
 def test_the_directory_is_bounded_in_bytes(directory: Path) -> None:
@@ -295,10 +295,10 @@ def test_the_directory_is_bounded_in_bytes(directory: Path) -> None:
     directory.chmod(0o700)
     for n in range(5):
         with (mods / f"{n:064x}.py").open("w") as file:
-            file.truncate(source_cache.MOST_BYTES // 4)  # sparse: takes no room
+            file.truncate(source_cache.MAX_CACHED_BYTES // 4)  # sparse: no disk space
         os.utime(mods / f"{n:064x}.py", (n, n))
     source_cache.load(source(9))
-    assert sum(path.stat().st_size for path in mods.iterdir()) <= source_cache.MOST_BYTES
+    assert sum(path.stat().st_size for path in mods.iterdir()) <= source_cache.MAX_CACHED_BYTES
     assert {path.name[:64].lstrip("0") for path in mods.iterdir()} >= {"4", "3", "2"}
 
 
@@ -320,7 +320,7 @@ def _write_many(directory: str, worker: int) -> None:
             assert number == source_cache.load(source(number)).VALUE
 
 
-def test_many_ranks_write_at_once(directory: Path) -> None:
+def test_many_ranks_write_at_the_same_time(directory: Path) -> None:
     context = multiprocessing.get_context("fork")
     workers = [context.Process(target=_write_many, args=(str(directory), i)) for i in range(8)]
     for worker in workers:

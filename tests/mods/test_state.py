@@ -1,4 +1,4 @@
-"""State that mods read: an edit is seen by the next call of a score_mod, and refused by masks and plans."""
+"""Edits of state that mods read: the next call of a score_mod uses them, masks and plans refuse to run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import tritoncp
-from tests.mods.state_forms import FORMS, RECORDED, Form
+from tests.mods import attribute_forms, variable_forms  # noqa: F401, which register forms
+from tests.mods.form_registry import FORMS, RECORDED, Form
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.reference import dense
 
@@ -23,7 +24,7 @@ S = 16
 
 @pytest.fixture(autouse=True)
 def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch: the tested code runs before any kernel."""
+    """Use the eager engine: state is compared before any kernel runs."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 
@@ -42,7 +43,7 @@ def attend(score_mod: Any = None, mask: Any = None) -> torch.Tensor:
 
 
 def expected(score_mod: Any) -> torch.Tensor:
-    """As a fresh process would compute it: by the function itself."""
+    """Compute the reference result by calling the score_mod itself."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 1, S, 8)
     mask = create_block_mask(causal(), 1, 1, S, S)
@@ -84,9 +85,9 @@ def test_a_mask_or_plan_whose_state_changed_is_refused(form: Form) -> None:
             RuntimeError, match=r"after the (mask|plan) was made; make the mask and the plan again"
         ):
             use()
-    made_again = create_block_mask(mask_of(scale), 1, 1, S, S, BLOCK_SIZE=4)
-    want = torch.arange(S)[:, None] - torch.arange(S)
-    assert torch.equal(made_again.to_dense()[0, 0], (want >= 0) & (want < 8))
+    rebuilt = create_block_mask(mask_of(scale), 1, 1, S, S, BLOCK_SIZE=4)
+    distance = torch.arange(S)[:, None] - torch.arange(S)
+    assert torch.equal(rebuilt.to_dense()[0, 0], (distance >= 0) & (distance < 8))
 
 
 @pytest.mark.parametrize("name", ["class_attribute", "module_config", "global_number"])
@@ -101,20 +102,20 @@ def test_a_refusal_names_the_state_and_both_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_state_that_cannot_be_compared_is_named_once(name: str) -> None:
+def test_a_warning_names_incomparable_state_once(name: str) -> None:
     scale, _ = FORMS[name]()
     score_mod = types.FunctionType(
         score_of(scale).__code__, globals(), name, None, score_of(scale).__closure__
     )
-    score_mod.__qualname__ = f"warned_of_{name}"
-    score_mod.__code__ = score_mod.__code__.replace(co_name=f"warned_of_{name}")  # another function
-    with warnings.catch_warnings(record=True) as raised:
+    score_mod.__qualname__ = f"incomparable_{name}"
+    score_mod.__code__ = score_mod.__code__.replace(co_name=f"incomparable_{name}")  # another function
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         attend(score_mod)
         attend(score_mod)
-    texts = [str(w.message) for w in raised if "cannot be compared" in str(w.message)]
+    texts = [str(w.message) for w in caught if "cannot be compared" in str(w.message)]
     assert len(texts) == (name in RECORDED)
-    assert all("capture it instead" in text and f"warned_of_{name}" in text for text in texts)
+    assert all("capture it instead" in text and f"incomparable_{name}" in text for text in texts)
 
 
 def test_a_mask_s_tensors_are_state_too() -> None:
@@ -130,8 +131,8 @@ def test_a_mask_s_tensors_are_state_too() -> None:
         attend(mask=mask)
 
 
-def test_a_number_from_anywhere_is_an_argument_of_the_kernel() -> None:
-    """As numbers in a closure are: another value needs no other kernel."""
+def test_numbers_in_any_state_are_arguments_of_the_kernel() -> None:
+    """A new value of a number uses the same kernel."""
     from tritoncp.mods import score_mod
 
     for name in ("class_attribute", "module_config", "property_of_a_global", "enum_member_attribute"):
@@ -160,7 +161,7 @@ LINKS = (
 
 
 def wrap(link: str, value: Any) -> tuple[Any, str]:
-    """(an object that holds value, the expression that reads it from the object)."""
+    """Return an object that holds value, and the source of the attribute or subscript that reads it."""
     if link == "dictionary":
         return {"key": value}, "['key']"
     if link in ("list", "tuple"):
@@ -239,7 +240,7 @@ def make(x):
 
 
 def check_edits(links: list[str], reader: str, values: list[float]) -> None:
-    """Each value, written where the chain of links ends, is what the next call computes with."""
+    """Write each value to the end of the chain of links; check that the next call computes with it."""
     cell = [0.125]
     root, path = cell, "[0]"
     for link in links:
@@ -269,7 +270,9 @@ def test_an_edit_of_any_reachable_state_is_seen(links: list[str], reader: str, v
 @pytest.mark.nightly
 @hypothesis.settings(max_examples=1000)
 @EDITS
-def test_edits_of_much_reachable_state_are_seen(links: list[str], reader: str, values: list[float]) -> None:
+def test_edits_of_reachable_state_are_seen_in_many_examples(
+    links: list[str], reader: str, values: list[float]
+) -> None:
     check_edits(links, reader, values)
 
 
@@ -318,11 +321,11 @@ def test_threads_that_make_masks_mods_and_plans_do_not_disturb_each_other() -> N
             future.result()
 
 
-# -- what must not be refused, nor run again -----------------------------------------------------------------
+# -- edits that masks and plans allow ------------------------------------------------------------------------
 
 
 class Model(torch.nn.Module):
-    """A model of which a mask reads one number."""
+    """A model with a number, its window, that masks read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,15 +344,15 @@ def window_of(model: Model) -> int:
     return model.window
 
 
-@pytest.mark.parametrize("way", ["method", "closure", "helper"])
-def test_training_a_model_does_not_disturb_a_mask_that_reads_its_window(way: str) -> None:
+@pytest.mark.parametrize("reader", ["method", "closure", "helper"])
+def test_training_a_model_does_not_disturb_a_mask_that_reads_its_window(reader: str) -> None:
     model = Model()
     mods = {
         "method": model.near,
         "closure": lambda b, h, q_idx, kv_idx: q_idx - kv_idx < model.window,
         "helper": lambda b, h, q_idx, kv_idx: q_idx - kv_idx < window_of(model),
     }
-    mask = create_block_mask(mods[way], 1, 1, S, S)
+    mask = create_block_mask(mods[reader], 1, 1, S, S)
     plan = make_plan(mask)
     model(torch.ones(2, 4)).sum().backward()
     torch.optim.SGD(model.parameters(), 0.1).step()

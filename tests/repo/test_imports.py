@@ -1,4 +1,5 @@
-"""The table of layers and their allowed imports, compared with every import statement in the tree.
+"""The table of layers and their allowed imports, compared with every import statement in the tree; no module
+imports itself through others.
 
 Imports inside functions count like imports at the top of a module. The package's root, which gives users
 public names from every layer, is imported by nothing inside the package: `import tritoncp` and `from tritoncp
@@ -8,6 +9,8 @@ import causal` are forbidden, `from tritoncp import mods` imports the module `tr
 import ast
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,11 +118,17 @@ def imports_root(name: str, modules: set[str]) -> bool:
     return package == "tritoncp" and not any(module.split(".")[0] == first for module in modules if module)
 
 
+def inner_module(name: str, modules: set[str]) -> str:
+    """Return the module that `from tritoncp.planning.plan import Plan` loads: planning.plan."""
+    inner = name.removeprefix("tritoncp").lstrip(".")
+    while inner and inner not in modules:
+        inner = inner.rpartition(".")[0]
+    return inner
+
+
 def allowed(layer: str, name: str, modules: set[str]) -> bool:
     if name.split(".")[0] == "tritoncp":
-        inner = name.removeprefix("tritoncp").lstrip(".")
-        while inner and inner not in modules:  # from tritoncp.planning.plan import Plan: the module counts
-            inner = inner.rpartition(".")[0]
+        inner = inner_module(name, modules)
         return not inner or layer_of(inner) in LAYERS[layer].imports | {layer}
     if name.split(".")[0] in sys.stdlib_module_names:
         return True
@@ -155,6 +164,50 @@ def test_the_table_forbids_some_imports():
     for root in ("tritoncp", "tritoncp.causal", "tritoncp.__version__"):
         assert forbidden("perf.run", {root}, modules_of_package) == [root]
     assert not forbidden(plan, {"torch.Tensor", "math", "tritoncp.planning.plan.Plan"}, modules_of_package)
+
+
+# Modules whose imports of each other form circles today.
+CIRCULAR = {
+    "planning.balance", "planning.balance_locality",
+    "planning.cost", "planning.picture", "planning.plan", "planning.report",
+}  # fmt: skip
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Map each module to the modules of the package that it imports.
+
+    Imports inside functions and under TYPE_CHECKING count. A package's `__init__` counts where it is named,
+    not where Python runs it before one of its modules.
+    """
+    present = modules()
+    graph = {}
+    for module, path in present.items():
+        names = {name for name in imports(module, path) if name.split(".")[0] == "tritoncp"}
+        graph[module] = {inner_module(name, set(present)) for name in names} - {module}
+    return graph
+
+
+def import_circle(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules of one circle, each before one that it imports; the first is also the last."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+def test_no_module_imports_itself_through_others():
+    graph = import_graph()
+    circle = import_circle({m: n - CIRCULAR if m in CIRCULAR else n for m, n in graph.items()})
+    assert not circle, "circle of imports: " + " -> ".join(circle)
+
+
+def test_a_circle_is_listed_in_the_order_of_its_imports():
+    graph = {"emit": {"gradient", "trace"}, "gradient": {"views"}, "views": {"emit"}, "trace": set()}
+    circle = import_circle(graph)
+    assert len(circle) == 4 and circle[0] == circle[-1]
+    assert all(after in graph[before] for before, after in pairwise(circle))
+    assert not import_circle(graph | {"views": {"trace"}})
 
 
 def test_relative_imports_are_resolved(tmp_path):

@@ -207,7 +207,7 @@ def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
 def _stable(key: Any) -> Any:
     """Return a fingerprint's key without addresses and device numbers, which differ between processes."""
     if isinstance(key, Identity):
-        thing = key.thing
+        thing = key.obj
         named = type(thing) if isinstance(thing, enum.Enum) else thing
         name = getattr(named, "__qualname__", getattr(named, "__name__", type(named).__qualname__))
         member = thing.name if isinstance(thing, enum.Enum) else ""

@@ -1,8 +1,8 @@
-"""Which state a function's bytecode reads: chains of attributes and subscripts that begin at its variables.
+"""Reads of a function's bytecode: chains of attributes and subscripts that begin at its variables.
 
 ``Config.limits["cap"]`` compiles to the load of a global, an attribute and a constant subscript, one after
 the other. `code_reads` collects such chains once for each code object; `fingerprint` follows them at each
-call. Attributes of values that no chain leads to (local variables, results of calls) are kept as bare names.
+call. Of attributes of other values (local variables, results of calls) only the names are collected.
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ _GAPS = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
 _DYNAMIC = ("getattr", "hasattr")
 
 
-MOST_CODES = 4096
+MAX_CACHED_CODES = 4096
 _READS: dict[types.CodeType, Reads] = {}  # not an lru_cache, of which Dynamo warns
 
 
 def code_reads(code: types.CodeType) -> Reads:
-    """The state that `code` reads, in the order of its instructions.
+    """Collect the state that `code` reads, in the order of its instructions.
 
     >>> code = (lambda self, x: x * self.config["cap"] + math.pi).__code__
     >>> [chain.path for chain in code_reads(code).chains]
     ["argument self.config['cap']", 'global math.pi']
     """
     if (reads := _READS.get(code)) is None:
-        if len(_READS) >= MOST_CODES:
+        if len(_READS) >= MAX_CACHED_CODES:
             _READS.clear()
         reads = _READS[code] = _read(code)
     return reads
@@ -108,7 +108,10 @@ class _Reader:
         self._open: tuple[str, str, list[Step]] | None = None  # the chain that the last instruction continued
 
     def read(self, code: types.CodeType, scope: dict[str, str]) -> None:
-        """scope: variables of enclosing functions, and the first argument, that chains may begin at."""
+        """Collect the reads of a code object.
+
+        scope: variables of enclosing functions, and the first argument, that chains may begin at
+        """
         instructions = [i for i in dis.get_instructions(code) if i.opname not in _GAPS or i.is_jump_target]
         self._instructions(instructions, scope)
         for constant in code.co_consts:
@@ -149,7 +152,7 @@ class _Reader:
         self._close()
 
     def _lookup_names(self, instructions: list[dis.Instruction]) -> set[int]:
-        """Where calls of getattr and hasattr load the attribute's name, a constant in all but rare ones."""
+        """Indices of the instructions that load the constant name in calls of getattr and hasattr."""
         names = set()
         for index, instruction in enumerate(instructions):
             if instruction.opname in _GLOBALS and instruction.argval in _DYNAMIC:
@@ -166,7 +169,7 @@ class _Reader:
             self._open[2].append((step, name))
 
     def _import(self, level: int, name: str) -> None:
-        """A module and the packages it lies in; ``level``: leading dots of a relative import."""
+        """Collect a module and its parent packages; ``level``: leading dots of a relative import."""
         parts = name.split(".")
         for size in range(1, len(parts) + 1):
             self._open = IMPORT, "." * level + ".".join(parts[:size]), []

@@ -1,4 +1,4 @@
-"""Numbers in a Python function's closure, and the same function around other numbers; names for messages."""
+"""Numbers in a function's closure, copies of the function with other numbers, and names for messages."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ from typing import Any
 Replace = Callable[[int | float], int | float]
 
 
-def rebuild(thing: Any, replace: Replace) -> Any:
-    """`thing` with every int and float in its closures, defaults and partial arguments passed to `replace`.
+def rebuild(obj: Any, replace: Replace) -> Any:
+    """Copy a function, with `replace` applied to the numbers in its closures, defaults and partial arguments.
 
-    Slots are visited in a fixed order; bools, globals and attributes of objects stay as they are.
+    Ints and floats are visited in a fixed order; bools, globals and attributes of objects stay as they are.
     """
-    return _rebuild(thing, replace, {})
+    return _rebuild(obj, replace, {})
 
 
-def _rebuild(thing: Any, replace: Replace, done: dict[int, Any]) -> Any:
-    if type(thing) in (int, float):
-        return replace(thing)
-    if type(thing) in (tuple, list):
-        return type(thing)(_rebuild(item, replace, done) for item in thing)
-    if isinstance(thing, functools.partial):
-        keywords = {name: _rebuild(value, replace, done) for name, value in thing.keywords.items()}
+def _rebuild(obj: Any, replace: Replace, copies: dict[int, Any]) -> Any:
+    if type(obj) in (int, float):
+        return replace(obj)
+    if type(obj) in (tuple, list):
+        return type(obj)(_rebuild(item, replace, copies) for item in obj)
+    if isinstance(obj, functools.partial):
+        keywords = {name: _rebuild(value, replace, copies) for name, value in obj.keywords.items()}
         return functools.partial(
-            _rebuild(thing.func, replace, done), *_rebuild(thing.args, replace, done), **keywords
+            _rebuild(obj.func, replace, copies), *_rebuild(obj.args, replace, copies), **keywords
         )
-    if isinstance(thing, types.FunctionType):
-        if id(thing) not in done:
-            done[id(thing)] = thing  # a function that refers to itself keeps its own, unreplaced, self
-            done[id(thing)] = _rebuild_function(thing, replace, done)
-        return done[id(thing)]
-    return thing
+    if isinstance(obj, types.FunctionType):
+        if id(obj) not in copies:
+            copies[id(obj)] = obj  # a recursive function calls its original
+            copies[id(obj)] = _rebuild_function(obj, replace, copies)
+        return copies[id(obj)]
+    return obj
 
 
-def _rebuild_function(fn: types.FunctionType, replace: Replace, done: dict[int, Any]) -> types.FunctionType:
+def _rebuild_function(fn: types.FunctionType, replace: Replace, copies: dict[int, Any]) -> types.FunctionType:
     cells = []
     for cell in fn.__closure__ or ():
         try:
-            cells.append(types.CellType(_rebuild(cell.cell_contents, replace, done)))
+            cells.append(types.CellType(_rebuild(cell.cell_contents, replace, copies)))
         except ValueError:
             cells.append(cell)
-    defaults = _rebuild(fn.__defaults__, replace, done) if fn.__defaults__ else fn.__defaults__
+    defaults = _rebuild(fn.__defaults__, replace, copies) if fn.__defaults__ else fn.__defaults__
     copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, defaults, tuple(cells) or None)
     copy.__kwdefaults__ = {
-        k: _rebuild(v, replace, done) for k, v in (fn.__kwdefaults__ or {}).items()
+        k: _rebuild(v, replace, copies) for k, v in (fn.__kwdefaults__ or {}).items()
     } or None
     copy.__module__ = fn.__module__
     return copy
 
 
 def captured_numbers(fn: Any) -> list[int | float]:
-    """The numbers `rebuild` would visit, in its order."""
-    found: list[int | float] = []
+    """Collect the numbers that `rebuild` visits, in its order."""
+    numbers: list[int | float] = []
 
-    def note(number: int | float) -> int | float:
-        found.append(number)
+    def collect(number: int | float) -> int | float:
+        numbers.append(number)
         return number
 
-    rebuild(fn, note)
-    return found
+    rebuild(fn, collect)
+    return numbers
 
 
 def origin(fn: Any) -> str:
@@ -73,7 +73,7 @@ def origin(fn: Any) -> str:
 
 
 def describe(fn: Any) -> str:
-    """A printable name for messages and comments: never raw text from `__name__`."""
+    """Return a name for messages and comments: letters, digits, dots and underscores of `__qualname__`."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = (

@@ -1,20 +1,20 @@
-"""The one exception of this room."""
+"""The exception of a mod that cannot be translated."""
 
 from __future__ import annotations
 
 _HAND_WRITTEN = (
-    "Rewrite it with plain tensor operations, or hand over a @triton.jit function: see Mod.from_triton."
+    "Rewrite it with plain tensor operations, or pass a @triton.jit function: see Mod.from_triton."
 )
 
 
 class Untranslatable(Exception):
-    """A mask_mod or score_mod that cannot become Triton source.
+    """An operation of a mask_mod or score_mod has no translation to Triton.
 
     The message names the operation, the line of the user's file it stands on, and what to do.
 
     >>> print(Untranslatable("Tensor.item()", "model.py:12", "it differs at every element"))
     Tensor.item() at model.py:12 cannot be translated to Triton: it differs at every element.
-    Rewrite it with plain tensor operations, or hand over a @triton.jit function: see Mod.from_triton.
+    Rewrite it with plain tensor operations, or pass a @triton.jit function: see Mod.from_triton.
     """
 
     def __init__(self, operation: str, where: str, why: str, remedy: str = _HAND_WRITTEN) -> None:

@@ -1,13 +1,13 @@
 """Fingerprint of a Python function: a hashable key of its code and of all state that the code can read.
 
-Two functions with equal fingerprints trace to the same graph. The bytecode (:mod:`.bytecode`) says which
-chains of attributes and subscripts a function reads. Each is followed through plain objects, modules,
-classes (along the MRO), dictionaries and lists, and the value at its end enters the key: a number, a text, a
-tensor, a container of these, or a function, which is followed in turn.
+Two functions with equal fingerprints trace to the same graph. :mod:`.bytecode` lists the chains of attributes
+and subscripts that a function reads. Each is followed through plain objects, modules, classes (along the
+MRO), dictionaries and lists, and the value at its end enters the key: a number, a text, a tensor, a container
+of these, or a function, whose own reads enter the key too.
 
-Everything else makes the function *incomparable*, and it has no key: an object that is passed on or called as
-a whole, since any of its state may then be read; attributes that other code computes; state that has no value
-(a file, the clock, an iterator); and functions that edit the state that they read.
+A function that reads other state is *incomparable* and has no key. Such state is: an object that is passed or
+called as a whole, since any of its attributes may then be read; attributes that other code computes; state
+that has no value (a file, the clock, an iterator). A function that edits the state that it reads has no key.
 
 Tensors enter the key by dtype, shape, device and requires_grad, never by identity or contents.
 """
@@ -31,9 +31,9 @@ import torch
 from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
 from tritoncp.mods.bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Chain, code_reads
 
-MOST_VALUES = 1024  # in one fingerprint: past that, running the function is quicker than comparing its state
+MAX_VALUES = 1024  # in one fingerprint: a recording of the function takes less time than comparing more
 
-_COMPUTED = object()  # a value that a function computes, whose own reads enter the key
+_COMPUTED = object()  # result of a function whose own reads enter the key
 _ATOMS = frozenset(
     {bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -49,7 +49,7 @@ _IMPURE_BUILTINS = frozenset(
     {"__import__", "compile", "delattr", "dir", "eval", "exec", "getattr", "globals", "hasattr", "hash", "id"}
     | {"input", "locals", "open", "setattr", "vars"}
 )
-_EDITS = frozenset(  # methods of containers; `format` reads attributes that a text names
+_EDITS = frozenset(  # methods of containers; `format` reads attributes that its text names
     {"append", "appendleft", "add", "clear", "discard", "extend", "format", "format_map", "insert", "pop"}
     | {"popitem", "popleft", "remove", "reverse", "setdefault", "sort", "update", "__setitem__"}
 )
@@ -61,29 +61,29 @@ _IMPURE_TORCH = re.compile(
 
 
 class Identity:
-    """Hashable by identity, keeping its object alive, so that a freed id cannot come back as another."""
+    """A hashable reference to an object, equal by identity. It keeps the object, and so its id, alive."""
 
-    __slots__ = ("thing",)
+    __slots__ = ("obj",)
 
-    def __init__(self, thing: object) -> None:
-        self.thing = thing
+    def __init__(self, obj: object) -> None:
+        self.obj = obj
 
     def __hash__(self) -> int:
-        return id(self.thing)
+        return id(self.obj)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.thing is self.thing
+        return isinstance(other, Identity) and other.obj is self.obj
 
     def __repr__(self) -> str:
-        return getattr(self.thing, "__qualname__", None) or repr(self.thing)
+        return getattr(self.obj, "__qualname__", None) or repr(self.obj)
 
 
 class Fingerprint:
-    """The state that a function, method, partial or callable object reads, as of now.
+    """The state that a function, method, partial or callable object reads, when this is constructed.
 
     key: hashable, a tuple of (path, value) pairs; None if some state is incomparable
-    reason: which state that is
-    tensors: captured tensors in the order in which they were met, each once
+    reason: the incomparable state, in words; empty if there is a key
+    tensors: captured tensors in order of first use
     numbers: Python numbers read from globals and attributes
 
     >>> class Config:
@@ -96,7 +96,15 @@ class Fingerprint:
     """
 
     __slots__ = (
-        "_alive", "_count", "_entries", "_places", "_tensor_places", "key", "numbers", "reason", "tensors",
+        "_count",
+        "_entries",
+        "_places",
+        "_references",
+        "_tensor_places",
+        "key",
+        "numbers",
+        "reason",
+        "tensors",
     )  # fmt: skip
 
     def __init__(self, fn: object) -> None:
@@ -107,10 +115,10 @@ class Fingerprint:
         self._entries: list[tuple[str, Any]] = []
         self._places: dict[Any, int] = {}
         self._tensor_places: dict[int, int] = {}
-        self._alive: list[object] = []
+        self._references: list[object] = []
         self._count = 0
         try:
-            self._entries.append(("the function", self._called("the function", fn)))
+            self._entries.append(("the function", self._callable_key("the function", fn)))
             self.key = tuple(self._entries)
         except Incomparable as error:
             self.reason = str(error)
@@ -119,8 +127,8 @@ class Fingerprint:
         except Exception as error:  # of the user's classes: of a key's __eq__, say
             self.reason = f"reading its state raised {type(error).__name__}: {error}"
 
-    def _called(self, path: str, fn: Any) -> Any:
-        """The function itself, or the method that makes an object callable."""
+    def _callable_key(self, path: str, fn: Any) -> Any:
+        """The key of the function, or of the `__call__` method of an object."""
         call = in_class(type(fn), "__call__")
         if isinstance(call, types.FunctionType) and not _is_closed_form(fn):
             return "callable", self._function(path, call, fn)
@@ -128,29 +136,29 @@ class Fingerprint:
 
     # -- values ------------------------------------------------------------------------------------------
 
-    def _value(self, path: str, thing: Any) -> Any:
-        """The key of a value that the function gets hold of."""
+    def _value(self, path: str, obj: Any) -> Any:
+        """The key of a value that the function reads."""
         self._count += 1
-        if self._count > MOST_VALUES:
-            raise Incomparable(f"{path} has more than {MOST_VALUES} values")
-        kind = type(thing)
+        if self._count > MAX_VALUES:
+            raise Incomparable(f"{path} has more than {MAX_VALUES} values")
+        kind = type(obj)
         if kind in _TENSORS:
-            return self._tensor(path, thing)
+            return self._tensor(path, obj)
         if kind in _NUMBERS:
-            return kind.__name__, repr(thing)
+            return kind.__name__, repr(obj)
         if kind in _ATOMS:
-            return kind, thing
+            return kind, obj
         if kind is types.FunctionType:
-            return self._function(path, thing, None)
+            return self._function(path, obj, None)
         if kind is types.BuiltinFunctionType:
-            return self._builtin(path, thing)
-        if (place := self._places.get(id(thing))) is not None:
+            return self._builtin(path, obj)
+        if (place := self._places.get(id(obj))) is not None:
             return "again", place
-        self._remember(id(thing), thing)
-        return self._compound(path, thing, kind)
+        self._remember(id(obj), obj)
+        return self._compound(path, obj, kind)
 
-    def _remember(self, key: Any, thing: Any) -> int:
-        self._alive.append(thing)
+    def _remember(self, key: Any, obj: Any) -> int:
+        self._references.append(obj)
         return self._places.setdefault(key, len(self._places))
 
     def _tensor(self, path: str, tensor: torch.Tensor) -> Any:
@@ -162,60 +170,60 @@ class Fingerprint:
                 self._entries.append((path, self._value(f"an attribute of {path}", tensor.__dict__)))
         return "tensor", place, type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad, tensor.device
 
-    def _compound(self, path: str, thing: Any, kind: type) -> Any:
-        if kind is types.MethodType and isinstance(thing.__func__, types.FunctionType):
-            return "method", self._function(path, thing.__func__, thing.__self__)
+    def _compound(self, path: str, obj: Any, kind: type) -> Any:
+        if kind is types.MethodType and isinstance(obj.__func__, types.FunctionType):
+            return "method", self._function(path, obj.__func__, obj.__self__)
         if kind is functools.partial:
-            parts = thing.func, thing.args, thing.keywords, thing.__dict__
+            parts = obj.func, obj.args, obj.keywords, obj.__dict__
             return "partial", tuple([self._value(path, part) for part in parts])
         if kind in _SEQUENCES:
-            return kind, tuple([self._value(path, item) for item in thing])
+            return kind, tuple([self._value(path, item) for item in obj])
         if kind is dict:
-            return kind, tuple([(self._value(path, k), self._value(path, v)) for k, v in thing.items()])
+            return kind, tuple([(self._value(path, k), self._value(path, v)) for k, v in obj.items()])
         if kind in (set, frozenset):
-            return kind, frozenset([self._value(path, item) for item in thing])
+            return kind, frozenset([self._value(path, item) for item in obj])
         if kind is slice:
-            return kind, self._value(path, (thing.start, thing.stop, thing.step))
-        if isinstance(thing, type):
-            return self._class(path, thing)
-        if isinstance(thing, enum.Enum) and _is_plain_enum(kind):
-            return Identity(thing), self._value(path, vars(thing))
-        if kind is types.ModuleType and thing.__name__.split(".")[0] in ("torch", "math"):
-            return Identity(thing)
-        if _is_torch_function(thing):
-            _refuse_impure(path, [getattr(thing, "__name__", "")])
-            return Identity(thing)
+            return kind, self._value(path, (obj.start, obj.stop, obj.step))
+        if isinstance(obj, type):
+            return self._class(path, obj)
+        if isinstance(obj, enum.Enum) and _is_plain_enum(kind):
+            return Identity(obj), self._value(path, vars(obj))
+        if kind is types.ModuleType and obj.__name__.split(".")[0] in ("torch", "math"):
+            return Identity(obj)
+        if _is_torch_function(obj):
+            _refuse_impure(path, [getattr(obj, "__name__", "")])
+            return Identity(obj)
         if kind.__module__ == "numpy":
-            return _array(path, thing)
-        if _is_closed_form(thing):
-            return kind, tuple([(name, self._value(path, field)) for name, field in vars(thing).items()])
+            return _array(path, obj)
+        if _is_closed_form(obj):
+            return kind, tuple([(name, self._value(path, field)) for name, field in vars(obj).items()])
         raise Incomparable(f"{path} is a {kind.__qualname__}, of which any state may be read")
 
     def _class(self, path: str, cls: type) -> Any:
-        """A class that is called or compared with: of the built-in ones and torch's."""
-        ours = cls.__module__.split(".")[0] == "torch" or cls.__module__ == "builtins"
-        if not ours or cls is super or (cls.__flags__ & _HEAP_TYPE and cls.__module__ == "builtins"):
+        """The key of a class that is called or compared with; only classes of Python and torch have one."""
+        is_library = cls.__module__.split(".")[0] == "torch" or cls.__module__ == "builtins"
+        if not is_library or cls is super or (cls.__flags__ & _HEAP_TYPE and cls.__module__ == "builtins"):
             raise Incomparable(f"{path} is the class {cls.__qualname__}, of which any state may be read")
         return Identity(cls)
 
-    def _builtin(self, path: str, thing: Any) -> Any:
-        owner, name = thing.__self__, thing.__name__
+    def _builtin(self, path: str, obj: Any) -> Any:
+        owner, name = obj.__self__, obj.__name__
         if owner is not None and not isinstance(owner, types.ModuleType):
             if isinstance(owner, torch.Tensor):
                 _refuse_impure(path, [name])
             elif name in _EDITS:
                 raise Incomparable(f"{path}() edits what the function reads, or reads what a text names")
             return "method", name, self._value(path, owner)
-        if _is_torch_function(thing):
+        if _is_torch_function(obj):
             _refuse_impure(path, [name])
-        elif thing.__module__ not in _PURE_MODULES or name in _IMPURE_BUILTINS:
-            raise Incomparable(f"{path} is {thing.__module__}.{name}(), which reads state of its own")
-        return Identity(thing)
+        elif obj.__module__ not in _PURE_MODULES or name in _IMPURE_BUILTINS:
+            raise Incomparable(f"{path} is {obj.__module__}.{name}(), which reads state of its own")
+        return Identity(obj)
 
     # -- functions ---------------------------------------------------------------------------------------
 
     def _function(self, path: str, fn: types.FunctionType, owner: Any) -> Any:
-        """owner: the object that the first argument is bound to, None where there is none."""
+        """The key of a function; owner: the object that its first argument is bound to, or None."""
         name = id(fn), id(owner)
         if (place := self._places.get(name)) is not None:
             return "function", place
@@ -250,7 +258,7 @@ class Fingerprint:
         if value is ABSENT:
             return value
         if (value is getattr or value is hasattr) and chain.kind == GLOBAL and not chain.steps:
-            return Identity(value)  # of constant names: others are obstacles
+            return Identity(value)  # with a constant name: any other call of it is an obstacle
         return self._value(chain.path, value)
 
     def _follow(self, chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
@@ -268,25 +276,25 @@ class Fingerprint:
                 raise Incomparable(f"{chain.path} {error}") from None
         return value
 
-    def _step(self, chain: Chain, thing: Any, step: str, name: Any) -> Any:
-        if isinstance(thing, torch.Tensor):
-            if step != ITEM and name in thing.__dict__:
-                return thing.__dict__[name]
-            if type(thing) not in _TENSORS:
-                raise Incomparable(f"is an attribute of a {type(thing).__qualname__}")
+    def _step(self, chain: Chain, obj: Any, step: str, name: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            if step != ITEM and name in obj.__dict__:
+                return obj.__dict__[name]
+            if type(obj) not in _TENSORS:
+                raise Incomparable(f"is an attribute of a {type(obj).__qualname__}")
             if step != ITEM:
                 _refuse_impure("a tensor", [name])
-            self._entries.append((chain.path, self._value(chain.path, thing)))  # its dtype, shape, a method
+            self._entries.append((chain.path, self._value(chain.path, obj)))  # its dtype, shape, a method
             return _COMPUTED
-        value = item_of(thing, name) if step == ITEM else attribute_of(thing, name)
+        value = item_of(obj, name) if step == ITEM else attribute_of(obj, name)
         if type(value) is Getter:
             self._entries.append((chain.path, self._function(chain.path, value.fn, value.owner)))
             return _COMPUTED
         return value
 
 
-_MAKES_MEMBERS = ("__init__", "__new__")  # of an enumeration, once
-_HEAP_TYPE = 1 << 9  # of a type's flags: not one that is written in C as a constant
+_CONSTRUCTORS = ("__init__", "__new__")  # of an enumeration
+_HEAP_TYPE = 1 << 9  # of a type's flags; not set for static types, which are written in C
 
 
 def _root(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
@@ -314,20 +322,20 @@ def _refuse_impure(path: str, names: Any) -> None:
             raise Incomparable(f"{path} is asked for {name}, which contents of tensors or settings decide")
 
 
-def _is_torch_function(thing: Any) -> bool:
-    """Whether it is a function of torch, as `torch.tanh` or `torch.ops.aten.add`: no object with state."""
-    kind = type(thing)
+def _is_torch_function(obj: Any) -> bool:
+    """Whether a value is a function of torch without state, as `torch.tanh` or `torch.ops.aten.add`."""
+    kind = type(obj)
     if kind is types.BuiltinFunctionType:
-        place = thing.__module__
+        place = obj.__module__
     else:
-        place = kind.__module__ if callable(thing) and not hasattr(thing, "_modules") else None
-        place = None if hasattr(thing, "__dict__") and place != "torch._ops" else place
+        place = kind.__module__ if callable(obj) and not hasattr(obj, "_modules") else None
+        place = None if hasattr(obj, "__dict__") and place != "torch._ops" else place
     return isinstance(place, str) and place.split(".")[0] == "torch"
 
 
-def _is_closed_form(thing: Any) -> bool:
-    """Whether it is a mask of this package, whose methods read nothing but its fields."""
-    return type(thing).__module__.split(".")[0] == "tritoncp" and hasattr(thing, "__dict__")
+def _is_closed_form(obj: Any) -> bool:
+    """Whether a value is a mask of this package, whose methods read nothing but its fields."""
+    return type(obj).__module__.split(".")[0] == "tritoncp" and hasattr(obj, "__dict__")
 
 
 def _is_plain_enum(kind: type) -> bool:
@@ -335,16 +343,16 @@ def _is_plain_enum(kind: type) -> bool:
     fields = [item for base in kind.__mro__ if base.__module__ != "enum" for item in vars(base).items()]
     return not any(
         type(field) is property
-        or (type(field) is types.FunctionType and field.__module__ != "enum" and name not in _MAKES_MEMBERS)
+        or (type(field) is types.FunctionType and field.__module__ != "enum" and name not in _CONSTRUCTORS)
         for name, field in fields
     )
 
 
-def _array(path: str, thing: Any) -> Any:
+def _array(path: str, obj: Any) -> Any:
     """The key of NumPy's scalars, small arrays and functions."""
-    kind = type(thing)
+    kind = type(obj)
     if kind.__name__ == "ufunc":
-        return Identity(thing)
-    if hasattr(thing, "tobytes") and thing.size <= MOST_VALUES and not thing.dtype.hasobject:
-        return kind, str(thing.dtype), thing.shape, thing.tobytes()
+        return Identity(obj)
+    if hasattr(obj, "tobytes") and obj.size <= MAX_VALUES and not obj.dtype.hasobject:
+        return kind, str(obj.dtype), obj.shape, obj.tobytes()
     raise Incomparable(f"{path} is a {kind.__qualname__}")

@@ -1,4 +1,4 @@
-"""`Mod`: a translated mask_mod or score_mod, and how one is found again."""
+"""Translated mask_mods and score_mods, and the cache of translations."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from torch import Tensor, fx
 
 from tritoncp.mods import source_cache
 from tritoncp.mods.recording import read_state
-from tritoncp.mods.translate.emit import emit, loads
-from tritoncp.mods.translate.trace import Traced, release_source, trace
+from tritoncp.mods.translate.emit import count_load_axes, emit_source
+from tritoncp.mods.translate.graph_passes import release_source
+from tritoncp.mods.translate.trace import ModTrace, trace_mod
 
-JITFunction: TypeAlias = Any  # what @triton.jit makes: another class where kernels run interpreted
+JITFunction: TypeAlias = Any  # the result of @triton.jit; its class differs in the interpreter
 
 
 @dataclass(frozen=True, eq=False)
 class Mod:
-    """A mask_mod or score_mod as Triton source: structure here, values in `tensors` and `numbers`.
+    """A mask_mod or score_mod as Triton source, and the tensors and numbers that it captures.
 
     In a kernel, with b, h int32 scalars and q_idx, kv_idx int32 tiles that broadcast to the score tile:
 
@@ -33,8 +34,14 @@ class Mod:
         grad(dscore, score, b, h, q_idx, kv_idx, keep, caps, dcaps) -> dscore   # of the score that went in
 
     `grad` also adds to `dcaps`, atomically, wherever `keep` (a bool tile of the score's shape) is set.
-    Indices are global and lie in [0, 2^30). `loads`: with how many sides of a tile varies what fn loads from
-    its tensors, 0 where at most b and h choose it, 2 where each score has its own.
+    Indices are global and lie in [0, 2^30).
+
+    digest: of `source` for translations; Mods of one digest differ in captures alone
+    wants: positions of the tensors that `grad` adds gradients for, in the order of `dcaps`
+    graph: the torch form of `fn`; None for hand-written Triton
+    back: `grad` for callers that only want dscore: adds nothing to dcaps
+    loads: number of axes of a score tile with which loads from `tensors` vary: 0 where their addresses depend
+        on b and h alone, 2 where each score has its own
     """
 
     digest: str
@@ -45,7 +52,7 @@ class Mod:
     numbers: tuple[int | float, ...]
     wants: tuple[int, ...]
     graph: fx.GraphModule | None
-    back: JITFunction | None = None  # grad for callers that only want dscore: adds nothing to dcaps
+    back: JITFunction | None = None
     loads: int = 2
 
     def __call__(self, *arguments: Tensor) -> Tensor:
@@ -55,18 +62,18 @@ class Mod:
         return self.graph(*arguments, *self.tensors, *self.numbers)
 
     def __post_init__(self) -> None:
-        # One without captures, which lives as long as any other of its structure.
-        if (bare := _STRUCTURES.get(self.digest)) is None:
+        # `structure_of` finds the Mod without captures as long as a Mod of its digest lives.
+        if (structure := _STRUCTURES.get(self.digest)) is None:
             copy = object.__new__(Mod)
             vars(copy).update(vars(self), tensors=(), numbers=())
-            bare = _STRUCTURES.setdefault(self.digest, copy)
-        vars(self)["_bare"] = bare
+            structure = _STRUCTURES.setdefault(self.digest, copy)
+        vars(self)["_structure"] = structure
 
-    def around(self, tensors: Sequence[Tensor] = (), numbers: Sequence[int | float] = ()) -> Mod:
-        """Copy the mod with other captures (as `dataclasses.replace` does, in a fifth of the time)."""
+    def with_captures(self, tensors: Sequence[Tensor] = (), numbers: Sequence[int | float] = ()) -> Mod:
+        """Copy the mod with other captures, in a fifth of the time of `dataclasses.replace`."""
         copy = object.__new__(Mod)
         vars(copy).update(vars(self), tensors=tuple(tensors), numbers=tuple(numbers))
-        vars(copy).setdefault("_bare", self)
+        vars(copy).setdefault("_structure", self)
         return copy
 
     @property
@@ -90,7 +97,7 @@ class Mod:
         """The `dcaps` argument: buffers to add the gradients of `tensors[i] for i in wants` to.
 
         grads: float32 (float64 for float64 captures), each of the shape of its tensor, zeroed by the caller;
-        or int64 with the slots of `exact.buffer` as a last dimension.
+        or int64 with the slots of `deterministic_sum.buffer` as a last dimension.
         """
         expected = [tuple(self.tensors[i].shape) for i in self.wants]
         shapes = [tuple(g.shape[:-1] if g.dtype is torch.int64 else g.shape) for g in grads]
@@ -110,7 +117,7 @@ class Mod:
         wants: Sequence[int] | None = None,
         back: JITFunction | None = None,
     ) -> Mod:
-        """A Mod from hand-written @triton.jit functions with the signatures above.
+        """Make a Mod from hand-written @triton.jit functions, with the signatures in :class:`Mod`.
 
         captures: the items of `caps`, tensors first, then numbers. wants: which of the tensors `grad` adds
         gradients for, in the order of `dcaps`; by default those that require grad, if there is a `grad`.
@@ -125,24 +132,25 @@ class Mod:
             )
         _check_signature(fn, grad)
         source = "\n\n".join(_source(f) for f in (fn, grad) if f is not None)
-        wanted_grads = (
+        learned = (
             tuple(i for i, t in enumerate(tensors) if t.requires_grad) if wants is None else tuple(wants)
         )
-        wanted_grads = wanted_grads if grad is not None else ()
-        structure = [(t.dtype, t.ndim) for t in tensors], [type(n) for n in numbers], wanted_grads
+        learned = learned if grad is not None else ()
+        structure = [(t.dtype, t.ndim) for t in tensors], [type(n) for n in numbers], learned
         digest = source_cache.digest_of(f"{source}\n{structure}")
-        if wanted_grads and back is None:
+        if learned and back is None:
             raise ValueError("captures want gradients: pass back=, which is grad without the adding to dcaps")
-        return cls(
-            digest, source, fn, grad, tensors, numbers, wanted_grads, None, back or grad, 2 * bool(tensors)
-        )
+        return cls(digest, source, fn, grad, tensors, numbers, learned, None, back or grad, 2 * bool(tensors))
 
 
 _STRUCTURES: weakref.WeakValueDictionary[str, Mod] = weakref.WeakValueDictionary()
 
 
 def structure_of(digest: str) -> Mod:
-    """The Mod of this digest, without captures. RuntimeError once nothing holds a Mod of that digest."""
+    """Return the Mod of a digest, without captures.
+
+    Raises RuntimeError once every Mod of that digest has been freed.
+    """
     mod = _STRUCTURES.get(digest)
     if mod is None:
         raise RuntimeError(
@@ -196,22 +204,26 @@ def hand_written(fn: Any) -> bool:
     return is_jit_function(fn) or (isinstance(fn, Mod) and fn.graph is None)
 
 
-# -- from Python -----------------------------------------------------------------------------------------
+# -- translation -----------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Known:
-    """A translation without the values: each tensor is one of the fingerprint's, by place, or made inside.
-    One that was found again since it was the oldest gets a second chance."""
+class _Translation:
+    """A translation in the cache.
+
+    mod: without captured tensors
+    tensors: for each captured tensor its position in `State.tensors`, or the tensor if the function makes it
+    reused: whether a lookup hit it since it was last the oldest; such an entry is kept once more
+    """
 
     mod: Mod
     tensors: tuple[int | Tensor, ...]
-    again: bool = False
+    reused: bool = False
 
 
 _LOCK = threading.RLock()
-_KNOWN: dict[Any, _Known] = {}  # oldest first
-_MOST_KNOWN = 256
+_TRANSLATIONS: dict[Any, _Translation] = {}  # oldest first
+_MAX_TRANSLATIONS = 256
 
 
 def mask_mod(fn: Callable[..., Any] | JITFunction | Mod) -> Mod:
@@ -250,19 +262,20 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         )
     state = read_state(fn, arguments == 5, dtype)
     key = None if state.key is None else (state.key, arguments, dtype, torch.get_default_dtype())
-    if key is not None and (known := _KNOWN.get(key)) is not None:
-        known.again, mod = True, known.mod
-        return mod.around(_now(known, state.tensors), mod.numbers) if known.tensors else mod
-    with _LOCK:  # tracing changes what is global to the process
-        traced = trace(fn, arguments == 5, dtype, state)
-        mod = _build(traced)
-        origins = _origins(traced, state.tensors)
-        if key is not None and origins is not None:
-            _KNOWN[key] = _Known(mod.around(numbers=mod.numbers), origins)
-            while len(_KNOWN) > _MOST_KNOWN:
-                known = _KNOWN.pop(oldest := next(iter(_KNOWN)))
-                if known.again:
-                    known.again, _KNOWN[oldest] = False, known
+    if key is not None and (entry := _TRANSLATIONS.get(key)) is not None:
+        entry.reused, mod = True, entry.mod
+        tensors = tuple([state.tensors[t] if isinstance(t, int) else t for t in entry.tensors])
+        return mod.with_captures(tensors, mod.numbers) if tensors else mod
+    with _LOCK:  # tracing changes state of the whole process
+        trace = trace_mod(fn, arguments == 5, dtype, state)
+        mod = _build(trace)
+        sources = _tensor_sources(trace, state.tensors)
+        if key is not None and sources is not None:
+            _TRANSLATIONS[key] = _Translation(mod.with_captures(numbers=mod.numbers), sources)
+            while len(_TRANSLATIONS) > _MAX_TRANSLATIONS:
+                entry = _TRANSLATIONS.pop(oldest := next(iter(_TRANSLATIONS)))
+                if entry.reused:
+                    entry.reused, _TRANSLATIONS[oldest] = False, entry
     return mod
 
 
@@ -272,48 +285,44 @@ def _check_kind(mod: Mod, arguments: int) -> None:
         raise TypeError(f"a {expected} is needed here; got a {actual} ({', '.join(mod.fn.arg_names)})")
 
 
-def _build(traced: Traced) -> Mod:
-    source = emit(traced)
+def _build(trace: ModTrace) -> Mod:
+    source = emit_source(trace)
     module = source_cache.load(source)
-    fn = module.score_mod if traced.is_score else module.mask_mod
-    grad = module.score_grad if traced.is_score else None
-    back = source_cache.load(emit(_score_only(traced))).score_grad if traced.wants else grad
+    fn = module.score_mod if trace.is_score else module.mask_mod
+    grad = module.score_grad if trace.is_score else None
+    back = source_cache.load(emit_source(_score_only(trace))).score_grad if trace.wants else grad
     return Mod(
         source_cache.digest_of(source),
         source,
         fn,
         grad,
-        traced.tensors,
-        traced.numbers,
-        traced.wants,
-        traced.forward,
+        trace.tensors,
+        trace.numbers,
+        trace.wants,
+        trace.forward,
         back,
-        loads(traced),
+        count_load_axes(trace),
     )
 
 
-def _score_only(traced: Traced) -> Traced:
-    """The same mod, of whose joint graph only the gradient of the score is kept."""
-    joint = copy.deepcopy(traced.joint)
+def _score_only(trace: ModTrace) -> ModTrace:
+    """Copy a trace with a joint graph of the score's gradient alone."""
+    joint = copy.deepcopy(trace.joint)
     assert joint is not None
     output = next(node for node in joint.graph.nodes if node.op == "output")
     output.args = ((output.args[0][0],),)
     joint.graph.eliminate_dead_code()
     joint.recompile()
     release_source(joint)
-    return replace(traced, joint=joint, wants=())
+    return replace(trace, joint=joint, wants=())
 
 
-def _origins(traced: Traced, among: Sequence[Tensor]) -> tuple[int | Tensor, ...] | None:
-    """Where each tensor comes from; None if one was captured in a way the fingerprint did not see."""
-    origins: list[int | Tensor] = []
-    for i, tensor in enumerate(traced.tensors):
-        place = next((p for p, candidate in enumerate(among) if candidate is tensor), None)
-        if place is None and i not in traced.made:
+def _tensor_sources(trace: ModTrace, state_tensors: Sequence[Tensor]) -> tuple[int | Tensor, ...] | None:
+    """Make `_Translation.tensors`; None if the trace captured a tensor that the state does not list."""
+    sources: list[int | Tensor] = []
+    for i, tensor in enumerate(trace.tensors):
+        position = next((p for p, candidate in enumerate(state_tensors) if candidate is tensor), None)
+        if position is None and i not in trace.constants:
             return None
-        origins.append(tensor if place is None else place)
-    return tuple(origins)
-
-
-def _now(known: _Known, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple([found[t] if isinstance(t, int) else t for t in known.tensors])
+        sources.append(tensor if position is None else position)
+    return tuple(sources)

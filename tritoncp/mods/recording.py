@@ -1,4 +1,4 @@
-"""Recording of a function's operations, to compare functions whose state has no value to compare.
+"""Recording of a function's operations, to compare functions whose state cannot be compared.
 
 The function runs once on 0-d tensors while a dispatch mode notes each operation, forward and backward, with
 its constants and the tensors it takes. Equal recordings are equal graphs, however the states differ. It
@@ -27,7 +27,7 @@ class State(NamedTuple):
     key: hashable; equal keys mean equal graphs. None where the function can neither be compared nor recorded
     tensors: captured tensors in a fixed order
     numbers: Python numbers read from globals and attributes
-    incomparable: why the key is a recording; empty for a fingerprint
+    incomparable: the state that made a recording necessary, in words; empty for a fingerprint
     """
 
     key: Any
@@ -37,7 +37,7 @@ class State(NamedTuple):
 
 
 def read_state(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype = torch.float32) -> State:
-    """The fingerprint of a function, or a recording of it where it reads state that has no value to compare.
+    """Read the fingerprint of a function, or record the function where it reads incomparable state.
 
     Warns once, naming that state, since a recording takes a hundred times as long.
     """
@@ -57,7 +57,7 @@ _WARNED: set[tuple[str, str]] = set()
 
 
 def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
-    """Warn, once for a function's name."""
+    """Warn once for each function's name and line."""
     name = describe(fn)
     if (name, origin(fn)) not in _WARNED:
         _WARNED.add((name, origin(fn)))
@@ -72,7 +72,7 @@ def _warn_incomparable(fn: Callable[..., Any], reason: str) -> None:
 def record(
     fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[tuple[Any, ...], list[Tensor]] | None:
-    """The operations of fn(score?, b, h, q_idx, kv_idx) and of its gradient, and the tensors it captures.
+    """Record the operations of fn(score?, b, h, q_idx, kv_idx) and of its gradient, and the captured tensors.
 
     None where it cannot run on 0-d tensors.
     """
@@ -81,7 +81,7 @@ def record(
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(is_score), _without_hooks():
                 _run(fn, [*_scores(is_score, dtype, device), *_indices(index, device)], recorder)
-        except Exception:  # the user's code; a translation that is needed will say what is wrong with it
+        except Exception:  # of the user's code; a translation, if one is needed, raises it again
             continue
         return tuple(recorder.operations), recorder.captured
     return None
@@ -116,20 +116,20 @@ def _run(fn: Callable[..., Any], arguments: list[Tensor], recorder: _Recorder) -
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every operation with its constants, and where its tensors come from."""
+    """Dispatch mode that records each operation with its constants and the origins of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Any] = []
         self.captured: list[Tensor] = []  # in order of first use
         self._numbers: dict[int, int] = {}
-        self._alive: list[Tensor] = []
+        self._references: list[Tensor] = []
 
     def number(self, tensors: Sequence[Any]) -> None:
         """Number these tensors, so that later operations refer to them."""
         for tensor in tensors:
-            self._numbers[id(tensor)] = len(self._alive)
-            self._alive.append(tensor)
+            self._numbers[id(tensor)] = len(self._references)
+            self._references.append(tensor)
 
     def describe(self, leaf: Any) -> Any:
         """A hashable form of an argument or result."""
@@ -144,7 +144,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs or {}))
-        if func is torch.ops.aten.lift_fresh.default:  # a tensor that the function made of Python numbers
+        if func is torch.ops.aten.lift_fresh.default:  # a tensor of Python numbers, inside the function
             arguments: list[Any] = [("constant", args[0].dtype, args[0].shape, repr(args[0].tolist()))]
         else:
             arguments = [*map(self.describe, leaves)]

@@ -1,4 +1,4 @@
-"""The same Python function around other tensors, the user's own left untouched."""
+"""Copies of Python functions with other captured tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 
-def with_tensors(thing: Any, new: Mapping[int, Tensor]) -> Any:
-    """`thing` with every tensor t that it captures replaced by new[id(t)], where there is one.
+def with_tensors(obj: Any, new: Mapping[int, Tensor]) -> Any:
+    """Copy a function, replacing each captured tensor t by new[id(t)] if present; `obj` itself is unchanged.
 
     Follows closures, defaults, globals, attributes of objects, containers and partials; not attributes of
     classes, which every user of the class shares.
@@ -24,83 +24,83 @@ def with_tensors(thing: Any, new: Mapping[int, Tensor]) -> Any:
     >>> float(other(1)), float(lookup(1))
     (1.0, 0.0)
     """
-    return _Move(new).of(thing)
+    return _TensorReplacer(new).replace(obj)
 
 
-class _Move:
+class _TensorReplacer:
     def __init__(self, new: Mapping[int, Tensor]) -> None:
         self.new = new
-        self.done: dict[int, Any] = {}
-        self.alive: list[Any] = []  # so that no id in `done` comes back as another object's
+        self.copies: dict[int, Any] = {}
+        self.references: list[Any] = []  # to the keys of `copies`, whose ids must not be reused
 
-    def of(self, thing: Any) -> Any:
-        if isinstance(thing, Tensor):
-            return self.new.get(id(thing), thing)
-        if id(thing) in self.done:
-            return self.done[id(thing)]
-        if not any(id(t) in self.new for t in _tensors(thing, set())):
-            return thing
-        self.alive.append(thing)
-        moved = self._compound(thing)
-        self.done[id(thing)] = moved
-        return moved
+    def replace(self, obj: Any) -> Any:
+        if isinstance(obj, Tensor):
+            return self.new.get(id(obj), obj)
+        if id(obj) in self.copies:
+            return self.copies[id(obj)]
+        if not any(id(t) in self.new for t in _tensors(obj, set())):
+            return obj
+        self.references.append(obj)
+        clone = self._compound(obj)
+        self.copies[id(obj)] = clone
+        return clone
 
-    def _compound(self, thing: Any) -> Any:
-        if isinstance(thing, types.FunctionType):
-            return self._function(thing)
-        if isinstance(thing, types.MethodType):
-            return types.MethodType(self.of(thing.__func__), self.of(thing.__self__))
-        if isinstance(thing, functools.partial):
+    def _compound(self, obj: Any) -> Any:
+        if isinstance(obj, types.FunctionType):
+            return self._function(obj)
+        if isinstance(obj, types.MethodType):
+            return types.MethodType(self.replace(obj.__func__), self.replace(obj.__self__))
+        if isinstance(obj, functools.partial):
             return functools.partial(
-                self.of(thing.func), *map(self.of, thing.args), **self._dict(thing.keywords)
+                self.replace(obj.func), *map(self.replace, obj.args), **self._dict(obj.keywords)
             )
-        if isinstance(thing, tuple):
-            items = [self.of(item) for item in thing]
-            return type(thing)(*items) if hasattr(thing, "_fields") else type(thing)(items)
-        if isinstance(thing, list):
-            return type(thing)(self.of(item) for item in thing)
-        if isinstance(thing, dict):
-            return self._dict(thing)
-        return self._object(thing)
+        if isinstance(obj, tuple):
+            items = [self.replace(item) for item in obj]
+            return type(obj)(*items) if hasattr(obj, "_fields") else type(obj)(items)
+        if isinstance(obj, list):
+            return type(obj)(self.replace(item) for item in obj)
+        if isinstance(obj, dict):
+            return self._dict(obj)
+        return self._object(obj)
 
-    def _dict(self, thing: dict[Any, Any]) -> dict[Any, Any]:
-        return {name: self.of(value) for name, value in thing.items()}
+    def _dict(self, obj: dict[Any, Any]) -> dict[Any, Any]:
+        return {name: self.replace(value) for name, value in obj.items()}
 
-    def _object(self, thing: Any) -> Any:
-        moved = copy.copy(thing)
-        self.done[id(thing)] = moved
-        for name, value in _fields(thing).items():
-            object.__setattr__(moved, name, self.of(value))  # frozen ones too
-        return moved
+    def _object(self, obj: Any) -> Any:
+        clone = copy.copy(obj)
+        self.copies[id(obj)] = clone
+        for name, value in _fields(obj).items():
+            object.__setattr__(clone, name, self.replace(value))  # of frozen dataclasses too
+        return clone
 
     def _function(self, fn: types.FunctionType) -> types.FunctionType:
         scope = dict(fn.__globals__)
         cells = tuple(types.CellType() for _ in fn.__closure__ or ())
-        moved = types.FunctionType(fn.__code__, scope, fn.__name__, None, cells or None)
-        self.done[id(fn)] = moved  # it may refer to itself
+        clone = types.FunctionType(fn.__code__, scope, fn.__name__, None, cells or None)
+        self.copies[id(fn)] = clone  # before its globals, which may contain it
         names = code_names(fn.__code__)
         for name in names & scope.keys():
             value = scope[name]
             scope[name] = (
-                self._module(value, names) if isinstance(value, types.ModuleType) else self.of(value)
+                self._module(value, names) if isinstance(value, types.ModuleType) else self.replace(value)
             )
-        moved.__defaults__ = None if fn.__defaults__ is None else tuple(map(self.of, fn.__defaults__))
-        moved.__kwdefaults__ = None if fn.__kwdefaults__ is None else self._dict(fn.__kwdefaults__)
-        moved.__module__, moved.__qualname__ = fn.__module__, fn.__qualname__
+        clone.__defaults__ = None if fn.__defaults__ is None else tuple(map(self.replace, fn.__defaults__))
+        clone.__kwdefaults__ = None if fn.__kwdefaults__ is None else self._dict(fn.__kwdefaults__)
+        clone.__module__, clone.__qualname__ = fn.__module__, fn.__qualname__
         for cell, old in zip(cells, fn.__closure__ or ()):
             if _is_set(old):
-                cell.cell_contents = self.of(old.cell_contents)
-        return moved
+                cell.cell_contents = self.replace(old.cell_contents)
+        return clone
 
     def _module(self, module: types.ModuleType, names: frozenset[str]) -> types.ModuleType:
-        """A stand-in where the function reads a moved tensor as an attribute of a module."""
+        """Copy a module if the function reads a replaced tensor from it."""
         attributes = {name: vars(module)[name] for name in names & vars(module).keys()}
-        moved = {name: self.new[id(value)] for name, value in attributes.items() if id(value) in self.new}
-        if not moved:
+        tensors = {name: self.new[id(value)] for name, value in attributes.items() if id(value) in self.new}
+        if not tensors:
             return module
-        stand_in = types.ModuleType(module.__name__)
-        stand_in.__dict__.update(vars(module) | moved)
-        return stand_in
+        copied_module = types.ModuleType(module.__name__)
+        copied_module.__dict__.update(vars(module) | tensors)
+        return copied_module
 
 
 @functools.lru_cache(4096)
@@ -110,47 +110,47 @@ def code_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
-def _fields(thing: Any) -> dict[str, Any]:
+def _fields(obj: Any) -> dict[str, Any]:
     """An object's attributes, those in slots included."""
-    slots = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
-    return {**getattr(thing, "__dict__", {}), **{n: getattr(thing, n) for n in slots if hasattr(thing, n)}}
+    slots = [name for cls in type(obj).__mro__ for name in getattr(cls, "__slots__", ())]
+    return {**getattr(obj, "__dict__", {}), **{n: getattr(obj, n) for n in slots if hasattr(obj, n)}}
 
 
-def _tensors(thing: Any, visited: set[int]) -> Iterator[Tensor]:
-    """The tensors that `with_tensors` would come to."""
-    if isinstance(thing, Tensor):
-        yield thing
+def _tensors(obj: Any, visited: set[int]) -> Iterator[Tensor]:
+    """The tensors that `with_tensors` visits."""
+    if isinstance(obj, Tensor):
+        yield obj
         return
-    if id(thing) in visited or isinstance(thing, str | bytes | int | float | type):
+    if id(obj) in visited or isinstance(obj, str | bytes | int | float | type):
         return
-    visited.add(id(thing))
-    for part in _parts(thing):
+    visited.add(id(obj))
+    for part in _parts(obj):
         yield from _tensors(part, visited)
 
 
-def _parts(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, types.FunctionType):
-        if (thing.__module__ or "").split(".")[0] == "torch":
+def _parts(obj: Any) -> Iterator[Any]:
+    if isinstance(obj, types.FunctionType):
+        if (obj.__module__ or "").split(".")[0] == "torch":
             return
-        names = code_names(thing.__code__)
-        for value in [thing.__globals__[name] for name in names & thing.__globals__.keys()]:
+        names = code_names(obj.__code__)
+        for value in [obj.__globals__[name] for name in names & obj.__globals__.keys()]:
             if isinstance(value, types.ModuleType):
                 yield from (vars(value)[name] for name in names & vars(value).keys())
             else:
                 yield value
-        yield from (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values())
-        yield from (cell.cell_contents for cell in thing.__closure__ or () if _is_set(cell))
-    elif isinstance(thing, types.MethodType):
-        yield from (thing.__func__, thing.__self__)
-    elif isinstance(thing, functools.partial):
-        yield from (thing.func, *thing.args, *thing.keywords.values())
-    elif isinstance(thing, dict):
-        yield from thing.values()
-    elif isinstance(thing, tuple | list | set | frozenset):
-        yield from thing
-    elif not isinstance(thing, types.ModuleType | types.BuiltinFunctionType):
-        yield from _fields(thing).values()
-        if isinstance(call := getattr(type(thing), "__call__", None), types.FunctionType):  # noqa: B004
+        yield from (*(obj.__defaults__ or ()), *(obj.__kwdefaults__ or {}).values())
+        yield from (cell.cell_contents for cell in obj.__closure__ or () if _is_set(cell))
+    elif isinstance(obj, types.MethodType):
+        yield from (obj.__func__, obj.__self__)
+    elif isinstance(obj, functools.partial):
+        yield from (obj.func, *obj.args, *obj.keywords.values())
+    elif isinstance(obj, dict):
+        yield from obj.values()
+    elif isinstance(obj, tuple | list | set | frozenset):
+        yield from obj
+    elif not isinstance(obj, types.ModuleType | types.BuiltinFunctionType):
+        yield from _fields(obj).values()
+        if isinstance(call := getattr(type(obj), "__call__", None), types.FunctionType):  # noqa: B004
             yield call
 
 

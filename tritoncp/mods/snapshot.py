@@ -1,4 +1,4 @@
-"""Snapshot of the mask_mod state that a mask was made from, to be compared with later state."""
+"""Snapshots of the state of a mask_mod, to compare with its later state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tritoncp.mods.recording import State, read_state
 
 
 class Snapshot:
-    """The state of a mask_mod when a mask was made from it. It keeps no captured tensor alive.
+    """The state of a mask_mod at the construction of a mask. Keeps no captured tensor alive.
 
     >>> width = 40
     >>> def near(b, h, q_idx, kv_idx):
@@ -28,7 +28,7 @@ class Snapshot:
     __slots__ = ("_fixed", "_key", "_tensors", "_versions")
 
     def __init__(self, mask_mod: Callable[..., Any], fixed: bool = False) -> None:
-        """fixed: nothing but the contents of its tensors can change, as in closed forms."""
+        """Read the state. fixed: whether only the contents of its tensors can change, as in closed forms."""
         state = _state_of(mask_mod)
         self._fixed = fixed or _is_translated(mask_mod)
         self._key = state.key
@@ -36,11 +36,11 @@ class Snapshot:
         self._versions = [_version(tensor) for tensor in state.tensors]
 
     def difference(self, mask_mod: Callable[..., Any], state: State | None = None) -> str:
-        """The state that has changed since, in words; empty if none has.
+        """Describe the state that has changed since the snapshot; empty if none has.
 
-        state: of now, where it is known.
+        state: the current one; read if it is not passed.
         """
-        if not self._fixed and (text := self._replaced(state or _state_of(mask_mod))):
+        if not self._fixed and (text := self._key_difference(state or _state_of(mask_mod))):
             return text
         for ref, version in zip(self._tensors, self._versions):
             tensor = ref()
@@ -48,20 +48,20 @@ class Snapshot:
                 return f"a captured tensor of shape {tuple(tensor.shape)} was edited in place"
         return ""
 
-    def _replaced(self, state: State) -> str:
+    def _key_difference(self, state: State) -> str:
         if state.key != self._key:
             if state.incomparable or self._key is None or self._key[0] == "recording":
                 return f"the operations of the mask_mod changed ({state.incomparable or 'with its state'})"
             return first_difference(self._key, state.key)
         for ref, tensor in zip(self._tensors, state.tensors):
-            # A recording may capture tensors that the function makes at each call: those have gone.
+            # A recording may capture tensors that the function makes at each call, which have been freed.
             if ref() is not tensor and (ref() is not None or not state.incomparable):
                 return f"a captured tensor of shape {tuple(tensor.shape)} was replaced by another"
         return ""
 
 
 def first_difference(old: Any, new: Any) -> str:
-    """The first state in which two keys differ, in words."""
+    """Describe the first state in which two keys differ."""
     for before, after in zip(old, new):
         if before != after:
             path = after[0] if before[0] == after[0] else before[0]
@@ -85,7 +85,7 @@ def _state_of(mask_mod: Callable[..., Any]) -> State:
 
 
 def _is_translated(mask_mod: Any) -> bool:
-    """Whether it is @triton.jit code or a Mod, whose Python state was read when it was made."""
+    """Whether a mask_mod is @triton.jit code or a Mod, which no longer reads Python state."""
     return (
         type(mask_mod).__module__.split(".")[0] == "triton"
         or type(mask_mod).__module__ == "tritoncp.mods.mod"

@@ -82,4 +82,4 @@ def _copy_to(mod: Mod, device: torch.device) -> DeviceCopy[Mod]:
                 f"mask_mod captures a tensor {tuple(tensor.shape)} on {tensor.device}, the query is on "
                 f"{device}; make the mask from tensors on {device} or on the CPU"
             )
-    return DeviceCopy(mod.tensors, device, lambda *copies: mod.around(copies, mod.numbers))
+    return DeviceCopy(mod.tensors, device, lambda *copies: mod.with_captures(copies, mod.numbers))

@@ -226,7 +226,7 @@ def _score(
 
 def _bind_score(spec: Spec, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]) -> Mod:
     assert spec.score is not None
-    return structure_of(spec.score).around(captures, _numbers(spec, ints, floats))
+    return structure_of(spec.score).with_captures(captures, _numbers(spec, ints, floats))
 
 
 def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[int | float, ...]:

@@ -1,13 +1,13 @@
-"""Translated mods against torch's eager vmap: masks exactly, scores to rounding."""
+"""Results of translated mods against torch's eager vmap: masks exactly, scores to rounding."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
@@ -72,11 +72,11 @@ PLACES = [(1, 2, 3, 0), (0, 1, 0, 7)]
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_are_eager_masks(name: str) -> None:
+def test_masks_equal_eager_masks(name: str) -> None:
     fn = MASKS[name]
     for place in PLACES:
-        want = eager_mask(lambda *a: torch.as_tensor(fn(*a)), *place).bool()
-        assert torch.equal(run_mask(mask_mod(fn), *place), want), mask_mod(fn).source
+        expected = eager_mask(lambda *a: torch.as_tensor(fn(*a)), *place).bool()
+        assert torch.equal(run_mask(mask_mod(fn), *place), expected), mask_mod(fn).source
 
 
 SCORES: dict[str, Callable[..., Any]] = {
@@ -110,31 +110,31 @@ SCORES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", SCORES)
-def test_scores_are_eager_scores(name: str, dtype: torch.dtype) -> None:
+def test_scores_equal_eager_scores(name: str, dtype: torch.dtype) -> None:
     fn = SCORES[name]
     scores = torch.randn(N, N, dtype=dtype) * 3
     mod = score_mod(fn, dtype)
-    want = eager_score(lambda *a: torch.as_tensor(fn(*a)), scores.clone(), 1, 2, 3, 0).to(dtype)
+    expected = eager_score(lambda *a: torch.as_tensor(fn(*a)), scores.clone(), 1, 2, 3, 0).to(dtype)
     rounding = 1e-12 if dtype is torch.float64 and not mod.tensors else 4e-6
-    got = run_score(mod, scores, 1, 2, 3, 0)
-    torch.testing.assert_close(got, want.expand(N, N), rtol=rounding, atol=rounding)
+    out = run_score(mod, scores, 1, 2, 3, 0)
+    torch.testing.assert_close(out, expected.expand(N, N), rtol=rounding, atol=rounding)
 
 
 def test_fp64_constants_keep_their_digits() -> None:
     scores = torch.full((N, N), 1.0, dtype=torch.float64)
     third = 1 / 3
-    got = run_score(score_mod(lambda s, b, h, q, k: s * third + 0.1, torch.float64), scores)
-    assert got[0, 0].item() == 1 / 3 + 0.1
+    out = run_score(score_mod(lambda s, b, h, q, k: s * third + 0.1, torch.float64), scores)
+    assert out[0, 0].item() == 1 / 3 + 0.1
 
 
 def test_captures_may_have_any_strides() -> None:
     base = torch.randn(30, 8)
     for view in (base.T[::2], base[::3, 1:5].T, base[:, :1].expand(30, 4).T):
-        got = run_score(score_mod(lambda s, b, h, q, k, t=view: s + t[h, q % 9]), torch.zeros(N, N), 0, 3)
-        assert torch.equal(got, view[3][torch.arange(N) % 9][:, None].expand(N, N))
+        out = run_score(score_mod(lambda s, b, h, q, k, t=view: s + t[h, q % 9]), torch.zeros(N, N), 0, 3)
+        assert torch.equal(out, view[3][torch.arange(N) % 9][:, None].expand(N, N))
 
 
-def test_a_zero_dimensional_capture_is_read_anew() -> None:
+def test_a_zero_dimensional_capture_is_read_at_every_call() -> None:
     scale = torch.tensor(2.0)
     mod = score_mod(lambda s, b, h, q, k: s * scale)
     assert run_score(mod, torch.ones(N, N)).unique().tolist() == [2.0]
@@ -143,24 +143,24 @@ def test_a_zero_dimensional_capture_is_read_anew() -> None:
 
 
 def test_gathers_out_of_range_read_nothing() -> None:
-    """Kernels evaluate positions no mask shows; a canary around the capture stays unread."""
+    """Kernels also evaluate masked positions; the NaNs on both sides of the capture are not read."""
     memory = torch.full((40,), float("nan"))
     table = memory[12:20]
     table.copy_(torch.arange(8.0))
-    got = run_score(score_mod(lambda s, b, h, q, k: s + table[q - k]), torch.zeros(N, N))
+    out = run_score(score_mod(lambda s, b, h, q, k: s + table[q - k]), torch.zeros(N, N))
     i = torch.arange(N)
     diff = i[:, None] - i[None]
     inside = (diff >= -8) & (diff < 8)
-    assert torch.equal(got[inside], table[diff[inside]])
-    assert got[~inside].unique().tolist() == [0.0]
+    assert torch.equal(out[inside], table[diff[inside]])
+    assert out[~inside].unique().tolist() == [0.0]
 
 
 def test_division_by_zero_does_not_trap() -> None:
     fn = lambda b, h, q, k: (q // k + q % k + torch.fmod(q, k) > 3) & (k > 0)  # noqa: E731
-    got = run_mask(mask_mod(fn))
+    out = run_mask(mask_mod(fn))
     i, j = torch.arange(N)[:, None], torch.arange(1, N)[None]
-    assert torch.equal(got[:, 1:], i // j + i % j + torch.fmod(i, j) > 3)
-    assert not got[:, 0].any()
+    assert torch.equal(out[:, 1:], i // j + i % j + torch.fmod(i, j) > 3)
+    assert not out[:, 0].any()
 
 
 def test_indices_near_the_top_of_32_bits() -> None:
@@ -169,7 +169,7 @@ def test_indices_near_the_top_of_32_bits() -> None:
     assert torch.equal(run_mask(mask_mod(fn), 0, 0, top, top), eager_mask(fn, 0, 0, top, top))
 
 
-# -- grown expressions -----------------------------------------------------------------------------------
+# -- random expressions ----------------------------------------------------------------------------------
 
 _LEAVES = st.sampled_from(["q", "k", "h", "IDS[b, q]", "INTS[k]", "INTS[q - k]", "b", "7", "-3", "BYTES[q]"])
 
@@ -178,7 +178,7 @@ _SYMBOLS = st.sampled_from(["+", "-", "*", "&", "|", "^"])
 _CHOICE = "torch.where(q >= k, torch.as_tensor({}), torch.as_tensor({}))"
 
 
-def _grow(children: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+def _combine(children: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     pairs = st.tuples(children, children)
     return st.one_of(
         st.builds(lambda ab, op: f"({ab[0]} {op} {ab[1]})", pairs, _SYMBOLS),
@@ -191,17 +191,19 @@ def _grow(children: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )  # fmt: skip
 
 
-@settings(max_examples=60)
-@given(st.recursive(_LEAVES, _grow, max_leaves=8), st.sampled_from(["<", "<=", "==", "!=", ">"]))
-def test_grown_integer_expressions(expression: str, comparison: str) -> None:
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(
+    st.recursive(_LEAVES, _combine, max_leaves=8), st.sampled_from(["<", "<=", "==", "!=", ">"])
+)
+def test_random_integer_expressions(expression: str, comparison: str) -> None:
     scope = {"torch": torch, "IDS": IDS.int() - 1, "INTS": INTS.long(), "BYTES": BYTES.long()}
     fn = eval(f"lambda b, h, q, k: torch.as_tensor({expression} + 0 * q) {comparison} k", scope)
     try:
-        want = eager_mask(fn, 1, 2, 3, 5)
-    except (OverflowError, RuntimeError):  # torch itself cannot: a Python number too large for int64
+        expected = eager_mask(fn, 1, 2, 3, 5)
+    except (OverflowError, RuntimeError):  # of torch itself: a Python number too large for int64
         return
-    got = run_mask(mask_mod(fn), 1, 2, 3, 5)
-    assert torch.equal(got, want), mask_mod(fn).source
+    out = run_mask(mask_mod(fn), 1, 2, 3, 5)
+    assert torch.equal(out, expected), mask_mod(fn).source
 
 
 LOADS: dict[str, tuple[int, Callable[..., Any]]] = {
@@ -211,13 +213,13 @@ LOADS: dict[str, tuple[int, Callable[..., Any]]] = {
     "by row": (1, lambda s, b, h, q, k: s + HALF[q]),
     "by row and by key, apart": (1, lambda s, b, h, q, k: s + HALF[q] * HALF[k]),
     "by distance": (2, lambda s, b, h, q, k: s + TABLE[h, (q - k) % 30]),
-    "by what was loaded by row": (1, lambda s, b, h, q, k: s + SLOPES[IDS[b, q]]),
+    "by a value loaded by row": (1, lambda s, b, h, q, k: s + SLOPES[IDS[b, q]]),
     "loaded by row, not used": (0, lambda s, b, h, q, k: (HALF[q], s - 1)[1]),
 }
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_loads_that_vary_inside_a_tile_are_known(name: str) -> None:
-    """A specialised loop has to do without them; where each score has its own, tiles are smaller."""
+def test_loads_counts_the_axes_that_loads_vary_with(name: str) -> None:
+    """A specialised loop has no loads that vary; tiles are smaller where each score has its own."""
     sides, fn = LOADS[name]
     assert score_mod(fn).loads == sides

@@ -1,4 +1,4 @@
-"""Emitted source, as a person reads it. To accept a change: `ACCEPT=1 pytest` with this file."""
+"""Emitted source against golden files. To accept a change: `ACCEPT=1 pytest` with this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""score_grad against torch.autograd."""
+"""Gradients of translated score_mods against torch.autograd."""
 
 from __future__ import annotations
 
@@ -51,26 +51,26 @@ def check(fn: Callable[..., Any], captures: list[Tensor], dtype: torch.dtype, to
     dscores = torch.randn(N, N, dtype=dtype)
     keep = torch.rand(N, N) > 0.3
     mod = score_mod(fn, dtype)
-    got, grads = run_grad(mod, dscores, scores, keep, 1, 2, 5, 0)
+    out_grad, grads = run_grad(mod, dscores, scores, keep, 1, 2, 5, 0)
     leaf = scores.clone().requires_grad_()
     out = eager_score(fn, leaf, 1, 2, 5, 0).to(dtype)
-    wanted = [mod.tensors[i] for i in mod.wants]
-    assert {id(t) for t in wanted} <= {id(t) for t in captures}
+    learned = [mod.tensors[i] for i in mod.wants]
+    assert {id(t) for t in learned} <= {id(t) for t in captures}
 
-    def gradient(upstream: Tensor, of: list[Tensor]) -> list[Tensor]:
+    def gradient(upstream: Tensor, leaves: list[Tensor]) -> list[Tensor]:
         if not out.requires_grad:
-            return [torch.zeros_like(t) for t in of]
-        given = torch.autograd.grad(out, of, upstream, allow_unused=True, retain_graph=True)
-        return [torch.zeros_like(t) if g is None else g for g, t in zip(given, of)]
+            return [torch.zeros_like(t) for t in leaves]
+        grads = torch.autograd.grad(out, leaves, upstream, allow_unused=True, retain_graph=True)
+        return [torch.zeros_like(t) if g is None else g for g, t in zip(grads, leaves)]
 
     (dscore,) = gradient(dscores, [leaf])  # the gradient of a score does not depend on its visibility
-    torch.testing.assert_close(got, dscore, rtol=tolerance, atol=tolerance)
-    for mine, theirs in zip(grads, gradient(dscores * keep, wanted) if wanted else [], strict=True):
-        torch.testing.assert_close(mine, theirs.to(mine.dtype), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out_grad, dscore, rtol=tolerance, atol=tolerance)
+    for actual, reference in zip(grads, gradient(dscores * keep, learned) if learned else [], strict=True):
+        torch.testing.assert_close(actual, reference.to(actual.dtype), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", MODS)
-def test_gradients_are_autograd(name: str) -> None:
+def test_gradients_equal_those_of_autograd(name: str) -> None:
     check(MODS[name], [TABLE, SLOPES, SCALE, CUBE], torch.float64, 1e-9)
 
 
@@ -101,13 +101,13 @@ def test_every_element_adds_to_a_repeated_capture() -> None:
     ids=["plain", "expanded", "range", "flipped", "transposed", "slice"],
 )  # fmt: skip
 @pytest.mark.parametrize("visible", ["all", "some"])
-def test_out_of_range_nothing_is_read_or_written(size: int, look: Any, visible: str) -> None:
-    """Not even a zero, which would make the -0.0 around the gradient positive."""
+def test_indices_out_of_range_neither_read_nor_write(size: int, look: Any, visible: str) -> None:
+    """Adding a zero out of range would make a -0.0 on either side of the gradient positive."""
     memory = torch.full((400,), -0.0, dtype=torch.float64)
-    around = torch.full((400,), torch.nan, dtype=torch.float64)
-    table, into = around[200 : 200 + size], memory[200 : 200 + size]
+    padded = torch.full((400,), torch.nan, dtype=torch.float64)
+    table, buffer = padded[200 : 200 + size], memory[200 : 200 + size]
     table.copy_(torch.randn(size))
-    into.zero_()
+    buffer.zero_()
     mod = score_mod(lambda s, b, h, q, k: s + look(table, q - k), torch.float64)
     assert not run_score(mod, torch.zeros(N, N, dtype=torch.float64)).isnan().any()
 
@@ -115,18 +115,18 @@ def test_out_of_range_nothing_is_read_or_written(size: int, look: Any, visible: 
     mod = score_mod(lambda s, b, h, q, k: s + look(learned, q - k), torch.float64)
     scores, keep = torch.ones(N, N, dtype=torch.float64), torch.ones(N, N, dtype=torch.int8)
     keep = keep if visible == "all" else keep.tril().triu(-3)
-    args = (mod.caps(), mod.dcaps([into]), keep, mod.grad, N)
+    args = (mod.caps(), mod.dcaps([buffer]), keep, mod.grad, N)
     grad_kernel[(1,)](torch.zeros_like(scores), scores, scores, 0, 0, 0, 0, *args)
     outside = torch.ones(400, dtype=torch.bool)
     outside[200 : 200 + size] = False
     assert memory[outside].signbit().all()
-    if visible == "some":  # distances 0 to 3: torch can say what these add
+    if visible == "some":  # distances 0 to 3, which torch can index
         diff = (torch.arange(N)[:, None] - torch.arange(N)[None])[keep.bool()]
         sum(look(learned, d) for d in diff).backward()
-        assert torch.allclose(into, learned.grad)
+        assert torch.allclose(buffer, learned.grad)
 
 
-def test_only_captures_that_require_grad_are_wanted() -> None:
+def test_only_captures_that_require_grad_get_gradients() -> None:
     plain = torch.randn(4)
     mod = score_mod(lambda s, b, h, q, k: s * plain[h] + SLOPES[h])
     assert [mod.tensors[i] is SLOPES for i in mod.wants] == [True]

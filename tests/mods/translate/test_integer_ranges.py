@@ -1,12 +1,12 @@
-"""Interval arithmetic holds every value that can occur."""
+"""Interval arithmetic: an interval holds every result of its operation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
 
 from tritoncp.mods.translate import integer_ranges
@@ -35,12 +35,12 @@ RULES: dict[str, tuple[Callable[..., Interval], Callable[..., torch.Tensor]]] = 
 
 
 @pytest.mark.parametrize("name", RULES)
-@given(INTERVALS, INTERVALS)
+@hypothesis.given(INTERVALS, INTERVALS)
 def test_an_interval_holds_every_result(name: str, a: Interval, b: Interval) -> None:
     bound, operation = RULES[name]
     left, right = (torch.arange(i.lo, i.hi + 1) for i in (a, b))
     if name in ("floor_div", "trunc_div", "remainder", "fmod"):
-        right = torch.where(right == 0, 1, right)  # what the helpers divide by
+        right = torch.where(right == 0, 1, right)  # as in the helpers
     pairs = torch.cartesian_prod(left, right).unbind(1)
     values = operation(*pairs)
     low, high = bound(a, b)
@@ -48,7 +48,7 @@ def test_an_interval_holds_every_result(name: str, a: Interval, b: Interval) -> 
     assert values.max() <= high
 
 
-@given(INTERVALS, st.integers(0, 20))
+@hypothesis.given(INTERVALS, st.integers(0, 20))
 def test_shifts(a: Interval, amount: int) -> None:
     for bound, move in (
         (integer_ranges.shift_left, int.__lshift__),
@@ -58,8 +58,8 @@ def test_shifts(a: Interval, amount: int) -> None:
         assert all(low <= move(value, amount) <= high for value in range(a.lo, a.hi + 1))
 
 
-def test_what_wraps_may_be_anything() -> None:
-    assert integer_ranges.wrapped(Interval(0, 2**31), torch.int32) == Interval(-(2**31), 2**31 - 1)
-    assert integer_ranges.wrapped(Interval(-5, 5), torch.uint8) == Interval(0, 255)
-    assert integer_ranges.wrapped(Interval(-5, 5), torch.int8) == Interval(-5, 5)
-    assert integer_ranges.whole(torch.float32) is None
+def test_a_result_that_wraps_has_the_interval_of_its_dtype() -> None:
+    assert integer_ranges.wrap_interval(Interval(0, 2**31), torch.int32) == Interval(-(2**31), 2**31 - 1)
+    assert integer_ranges.wrap_interval(Interval(-5, 5), torch.uint8) == Interval(0, 255)
+    assert integer_ranges.wrap_interval(Interval(-5, 5), torch.int8) == Interval(-5, 5)
+    assert integer_ranges.dtype_interval(torch.float32) is None

@@ -16,7 +16,7 @@ import triton.language as tl
 from tests.mods.harness import N, eager_mask, run_mask, run_score
 from tritoncp.mods import Mod, Untranslatable, mask_mod, score_mod
 from tritoncp.mods.fingerprint import Fingerprint
-from tritoncp.mods.translate import trace
+from tritoncp.mods.translate.trace import trace_mod
 
 WINDOW = 4
 IDS = torch.arange(60).view(2, 30) // 4
@@ -43,7 +43,7 @@ def test_captured_numbers_are_arguments() -> None:
 
 
 def test_one_is_a_number_too() -> None:
-    """Triton turns an argument that equals 1 into a constant."""
+    """The value 1 of an argument, which Triton makes a constant, gives the same result."""
     for width in (1, 0, -1, 16, 2**40):
         assert torch.equal(run_mask(mask_mod(window(width))), eager_mask(window(width)))
 
@@ -57,15 +57,15 @@ def test_captured_floats_are_arguments_of_float32_scores() -> None:
     assert score_mod(capped(0.5, 20.0), torch.float64).numbers == ()
 
 
-def test_numbers_that_steer_the_function_stay_constants() -> None:
+def test_numbers_that_decide_branches_stay_constants() -> None:
     def make(n: int) -> Callable[..., Any]:
-        def steered(b: Any, h: Any, q: Any, k: Any) -> Any:
+        def mod(b: Any, h: Any, q: Any, k: Any) -> Any:
             out = q >= k
             for i in range(n):
                 out = out | (k == i)
             return out if n > 2 else out & (q < 9 + n * 2)
 
-        return steered
+        return mod
 
     for n in (0, 1, 2, 3, 4):
         assert torch.equal(run_mask(mask_mod(make(n))), eager_mask(make(n)))
@@ -90,7 +90,7 @@ def test_bools_are_constants() -> None:
     assert mask_mod(make(True)).numbers == ()
 
 
-# -- editing what is captured ----------------------------------------------------------------------------
+# -- edits of captures -----------------------------------------------------------------------------------
 
 
 def test_an_edited_closure_is_seen() -> None:
@@ -131,19 +131,19 @@ def test_an_edited_attribute_is_seen() -> None:
 
 
 def test_an_unchanged_closure_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced = []
-    monkeypatch.setattr("tritoncp.mods.mod.trace", lambda *a: traced.append(a) or trace.trace(*a))
+    traces = []
+    monkeypatch.setattr("tritoncp.mods.mod.trace_mod", lambda *a: traces.append(a) or trace_mod(*a))
 
     def make(ids: torch.Tensor) -> Callable[..., Any]:
         return lambda b, h, q, k: ids[b, q] == ids[b, k]
 
     first = mask_mod(make(IDS))
     other = mask_mod(make(IDS + 1))
-    assert len(traced) == 1
+    assert len(traces) == 1
     assert other.fn is first.fn
     assert other.tensors[0] is not first.tensors[0]
     longer = mask_mod(make(torch.zeros(2, 99, dtype=torch.int64)))
-    assert len(traced) == 2  # a new shape might change the graph
+    assert len(traces) == 2  # a new shape might change the graph
     assert longer.fn is first.fn
 
 
@@ -154,16 +154,16 @@ def test_tensors_made_inside_are_made_once() -> None:
     assert torch.equal(run_mask(second), eager_mask(fn))
 
 
-def test_what_is_used_at_every_step_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside it a mod with another number at each step wants room again and again."""
-    traced: list[str] = []
-    monkeypatch.setattr("tritoncp.mods.mod._KNOWN", {})
-    monkeypatch.setattr("tritoncp.mods.mod._MOST_KNOWN", 3)
+def test_a_mod_of_every_step_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second mod, with another number at each step, adds an entry to the cache each time."""
+    traces: list[str] = []
+    monkeypatch.setattr("tritoncp.mods.mod._TRANSLATIONS", {})
+    monkeypatch.setattr("tritoncp.mods.mod._MAX_TRANSLATIONS", 3)
     monkeypatch.setattr(
-        "tritoncp.mods.mod.trace", lambda fn, *a: traced.append(fn.kind) or trace.trace(fn, *a)
+        "tritoncp.mods.mod.trace_mod", lambda fn, *a: traces.append(fn.kind) or trace_mod(fn, *a)
     )
 
-    def used(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+    def constant(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
         return s * 2
 
     def annealed(scale: int) -> Any:
@@ -173,11 +173,11 @@ def test_what_is_used_at_every_step_is_not_traced_again(monkeypatch: pytest.Monk
         mod.kind = "annealed"  # type: ignore[attr-defined]
         return mod
 
-    used.kind = "used"  # type: ignore[attr-defined]
+    constant.kind = "constant"  # type: ignore[attr-defined]
     for step in range(8):
-        score_mod(used)
+        score_mod(constant)
         score_mod(annealed(step))
-    assert traced.count("used") == 1 and traced.count("annealed") == 8
+    assert traces.count("constant") == 1 and traces.count("annealed") == 8
 
 
 def test_state_that_cannot_be_compared_is_recorded_every_time() -> None:
@@ -195,8 +195,8 @@ def test_state_that_cannot_be_compared_is_recorded_every_time() -> None:
 
 
 def test_the_same_tensor_twice_is_one_capture() -> None:
-    again = IDS
-    mod = mask_mod(lambda b, h, q, k: (IDS[b, q] == again[b, k]) & (IDS[0, 0] == 0))
+    alias = IDS
+    mod = mask_mod(lambda b, h, q, k: (IDS[b, q] == alias[b, k]) & (IDS[0, 0] == 0))
     assert len(mod.tensors) == 1
     assert mod.tensors[0] is IDS
 
@@ -255,7 +255,7 @@ COMPLEX = torch.ones(3, dtype=torch.complex64)
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_translated_is_named(name: str) -> None:
+def test_a_refusal_names_the_operation_and_its_line(name: str) -> None:
     fn, operation = REFUSED[name]
     before = IDS.clone()
     with pytest.raises(Untranslatable, match=operation) as caught:
@@ -268,11 +268,11 @@ def test_what_cannot_be_translated_is_named(name: str) -> None:
         assert int(line[1]) >= fn.__code__.co_firstlineno
 
 
-def test_a_users_own_error_is_the_users() -> None:
+def test_an_error_of_the_users_code_is_raised_unchanged() -> None:
     def broken(b: Any, h: Any, q: Any, k: Any) -> Any:
-        raise LookupError("mine")
+        raise LookupError("no such table")
 
-    with pytest.raises(LookupError, match="mine"):
+    with pytest.raises(LookupError, match="no such table"):
         mask_mod(broken)
 
 

@@ -1,8 +1,8 @@
-"""Sums that do not depend on their order: gradients of captured tensors without chance.
+"""Deterministic gradients of captured tensors: fixed-point sums, which do not depend on their order.
 
-Atomic additions of floats come out differently from run to run; of integers they never do. So each sum is
-kept as a fixed-point number in integers, wide enough that no addition rounds (U. Kulisch's long accumulator,
-cut to the range of gradients): five words of 30 bits each, in int64 with 33 bits to spare for carries.
+Atomic additions of floats round differently in each order; those of integers do not round. Each sum is a
+fixed-point number wide enough that no addition rounds (U. Kulisch's long accumulator, with the range of
+gradients): five words of 30 bits, each in an int64 with 33 bits to spare for carries.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WORDS = (
-    5  # the first counts units of 2^30, the next of 1, the last of 2^-90: what is smaller than that is lost
-)
-BITS = 30
-SLOTS = WORDS + 1  # the last counts what fits nowhere: NaN, infinities, 2^60 and more
+WORDS = 5  # in units of 2^30, 1, ..., 2^-90; smaller addends are lost
+BITS = 30  # of a word
+SLOTS = WORDS + 1  # the last counts addends out of range: NaN, infinities, 2^60 and more
 
 
 def buffer(like: Tensor, device: torch.device) -> Tensor:
@@ -30,20 +28,20 @@ def total(buffer: Tensor) -> Tensor:
     >>> float(total(words))
     2.5
     """
-    words = _carried(buffer[..., :WORDS])
-    # Below zero the other words count up from far beneath, and what is small would be lost among them.
+    words = _propagate_carries(buffer[..., :WORDS])
+    # A negative sum has a negative first word and positive others, whose float sum would cancel: negate it.
     sign = torch.where(words[0] < 0, -1, 1)
-    words = _carried(buffer[..., :WORDS] * sign[..., None])
+    words = _propagate_carries(buffer[..., :WORDS] * sign[..., None])
     value = torch.zeros_like(words[0], dtype=torch.float64)
     for i in range(WORDS - 1, -1, -1):
         value = value + words[i].double() * 2.0 ** (BITS * (1 - i))
     return (value * sign).masked_fill(buffer[..., WORDS] != 0, torch.nan)
 
 
-def _carried(words: Tensor) -> list[Tensor]:
-    """The same number with BITS bits a word, so that only the first has a sign."""
-    made = list(words.unbind(-1))
+def _propagate_carries(words: Tensor) -> list[Tensor]:
+    """The same number with BITS bits in each word but the first, which alone has a sign."""
+    out = list(words.unbind(-1))
     for i in range(WORDS - 1, 0, -1):
-        made[i - 1] = made[i - 1] + (made[i] >> BITS)
-        made[i] = made[i] & ((1 << BITS) - 1)
-    return made
+        out[i - 1] = out[i - 1] + (out[i] >> BITS)
+        out[i] = out[i] & ((1 << BITS) - 1)
+    return out

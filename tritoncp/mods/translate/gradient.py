@@ -1,140 +1,153 @@
 """Operations on the gradient of a captured tensor, which is zero but at a few indices.
 
-Backward graphs are linear in these: a scatter starts one, products with factors, sums and reshapes move it
-about. Anything else would be dense and is refused.
+Such a gradient is a `Sparse`. Backward graphs are linear in it: a scatter makes one, and products with dense
+factors, sums and reshapes map its entries. An operation whose result would be dense is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from tritoncp.mods.translate.index_maps import (
     ZERO,
     as_sparse,
-    at,
     broadcast,
     collapse,
+    dim_sizes,
+    element_at,
     reshape,
     scatter,
-    shifted,
-    sizes,
+    shift,
     wrap,
 )
 from tritoncp.mods.translate.pointwise_ops import BINARY, UNARY, where
-from tritoncp.mods.translate.symbolic import Dim, Entry, Scalar, Sparse, Value, fixed, weak
+from tritoncp.mods.translate.symbolic import Block, Dim, Entry, Scalar, Sparse, Value, fixed_dim, weak_scalar
 from tritoncp.mods.translate.view_ops import permutation
 
-if TYPE_CHECKING:
-    from tritoncp.mods.translate.emit import Writer
+
+class GradientScope(NamedTuple):
+    """The values that gradient operations need besides their operands.
+
+    block: takes the emitted lines
+    captures: the dimensions of each captured tensor that needs a gradient
+    """
+
+    block: Block
+    captures: tuple[tuple[Dim, ...], ...]
 
 
-def operation(writer: Writer, node: fx.Node, name: str, inputs: list[Any]) -> Value:
-    """The rule for `name`; NotImplementedError where the gradient would be dense."""
+def emit_operation(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]) -> Value:
+    """Emit the operation `name` on gradients of captured tensors.
+
+    Raises NotImplementedError where its result would be dense.
+    """
     rule = _RULES.get(name)
     if rule is None:
         raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
-    value = rule(writer, node, inputs)
-    return collapse(value, writer.block, BINARY["add"]) if isinstance(value, Sparse) else value
+    value = rule(scope, node, inputs)
+    return collapse(value, scope.block, BINARY["add"]) if isinstance(value, Sparse) else value
 
 
-def _shape(node: fx.Node, *like: Value) -> tuple[Dim, ...]:
+def _result_dims(node: fx.Node, *like: Value) -> tuple[Dim, ...]:
     return broadcast(list(node.meta["val"].shape), like)
 
 
-def _mapped(value: Sparse, shape: tuple[Dim, ...], move: Callable[[Any], Any]) -> Sparse:
-    return Sparse(shape, value.dtype, tuple(Entry(tuple(move(e.indices)), e.value) for e in value.entries))
+def _map_indices(value: Sparse, shape: tuple[Dim, ...], change: Callable[[Any], Any]) -> Sparse:
+    return Sparse(shape, value.dtype, tuple(Entry(tuple(change(e.indices)), e.value) for e in value.entries))
 
 
-# -- where one starts ------------------------------------------------------------------------------------
+# -- scatters --------------------------------------------------------------------------------------------
 
 
-def _zeros_and_scatter(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _zeros_and_scatter(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     indices = inputs[1]
-    return _scattered(writer, node, indices, inputs[2])
+    return _scatter(scope, node, indices, inputs[2])
 
 
-def _index_put(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _index_put(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     base = as_sparse(inputs[0])
     if base.entries:
         raise NotImplementedError("an edit of a tensor that is not zero")
     indices = inputs[1]
-    return _scattered(writer, node, indices, inputs[2])
+    return _scatter(scope, node, indices, inputs[2])
 
 
-def _scattered(writer: Writer, node: fx.Node, indices: Sequence[Any], values: Any) -> Sparse:
+def _scatter(scope: GradientScope, node: fx.Node, indices: Sequence[Any], values: Any) -> Sparse:
     if not all(i is None or isinstance(i, Scalar) for i in indices):
         raise NotImplementedError("a gradient through an index that is itself a whole tensor")
-    shape = _sizes_of(writer, node.meta["val"].shape)
-    return scatter(writer.block, shape, indices, as_sparse(values))
+    shape = _read_dims(scope, node.meta["val"].shape)
+    return scatter(scope.block, shape, indices, as_sparse(values))
 
 
-def _sizes_of(writer: Writer, shape: Sequence[int]) -> tuple[Dim, ...]:
-    """The dimensions of a gradient, read from captured tensors where those have the same: any text will do
-    that has the traced size at run time, and one that follows the captures serves other sizes too."""
-    known: dict[int, Dim] = {}
-    for place in writer.traced.wants:
-        own = writer.traced.tensors[place].shape
-        dims = [Dim(size, f"t{place}_sizes[{i}]") for i, size in enumerate(own)]
-        if shape and list(own[-len(shape) :]) == list(shape):
-            return tuple(dims[-len(shape) :])
-        known = {dim.size: dim for dim in dims} | known
-    return tuple(known.get(size, fixed(size)) for size in shape)
+def _read_dims(scope: GradientScope, shape: Sequence[int]) -> tuple[Dim, ...]:
+    """The dimensions of a gradient, read from captured tensors with the same sizes if there are any.
+
+    Any source that gives the traced size at run time is right; that of a capture fits other sizes too.
+    """
+    by_size: dict[int, Dim] = {}
+    for dims in scope.captures:
+        if shape and dim_sizes(dims[-len(shape) :]) == list(shape):
+            return dims[-len(shape) :]
+        by_size = {dim.size: dim for dim in dims} | by_size
+    return tuple(by_size.get(size, fixed_dim(size)) for size in shape)
 
 
-def _select_backward(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    shape = _sizes_of(writer, node.meta["val"].shape)
+def _select_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+    shape = _read_dims(scope, node.meta["val"].shape)
     dim, index = int(node.args[2]) % len(shape), node.args[3]  # type: ignore
-    place = wrap(writer.block, shape[dim], weak(index))  # type: ignore[arg-type]
-    return _mapped(as_sparse(inputs[0]), shape, lambda i: (*i[:dim], place, *i[dim:]))
+    place = wrap(scope.block, shape[dim], weak_scalar(index))  # type: ignore[arg-type]
+    return _map_indices(as_sparse(inputs[0]), shape, lambda i: (*i[:dim], place, *i[dim:]))
 
 
-def _slice_backward(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    shape = _shape(node)
+def _slice_backward(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+    shape = _result_dims(node)
     dim, start, end, step = node.args[2:6]
     dim = int(dim) % len(shape)  # type: ignore[arg-type]
     begin = slice(start, end, step).indices(shape[dim].size)[0]
 
     def move(i: Any) -> Any:
-        return (*i[:dim], shifted(writer.block, i[dim], begin, int(step)), *i[dim + 1 :])  # type: ignore[arg-type]
+        return (*i[:dim], shift(scope.block, i[dim], begin, int(step)), *i[dim + 1 :])  # type: ignore[arg-type]
 
-    return _mapped(as_sparse(inputs[0]), shape, move)
+    return _map_indices(as_sparse(inputs[0]), shape, move)
 
 
 # -- linear operations -----------------------------------------------------------------------------------
 
 
-def _add(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _add(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     a, b = as_sparse(inputs[0]), as_sparse(inputs[1])
-    if sizes(a.shape) != sizes(b.shape) or node.kwargs.get("alpha", 1) != 1:
+    if dim_sizes(a.shape) != dim_sizes(b.shape) or node.kwargs.get("alpha", 1) != 1:
         raise NotImplementedError("a sum of gradients of different shapes")
     return Sparse(a.shape, node.meta["val"].dtype, a.entries + b.entries)
 
 
-def _sub(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    b = _each(
-        writer, node, as_sparse(inputs[1]), lambda value, _: UNARY["neg"](writer.block, value.dtype, value)
+def _sub(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+    b = _map_values(
+        scope, node, as_sparse(inputs[1]), lambda value, _: UNARY["neg"](scope.block, value.dtype, value)
     )
-    return _add(writer, node, [inputs[0], b])
+    return _add(scope, node, [inputs[0], b])
 
 
-def _each(writer: Writer, node: fx.Node, value: Sparse, change: Callable[[Scalar, Any], Scalar]) -> Sparse:
+def _map_values(
+    scope: GradientScope, node: fx.Node, value: Sparse, change: Callable[[Scalar, Any], Scalar]
+) -> Sparse:
     dtype = node.meta["val"].dtype
     entries = tuple(Entry(e.indices, change(e.value, e.indices)) for e in value.entries)
     return Sparse(value.shape, dtype, entries)
 
 
-def _same_shape(node: fx.Node, value: Sparse) -> None:
-    if list(node.meta["val"].shape) != sizes(value.shape):
+def _check_shape(node: fx.Node, value: Sparse) -> None:
+    if list(node.meta["val"].shape) != dim_sizes(value.shape):
         raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
 
 
-def _factor(name: str) -> Callable[..., Sparse]:
-    """Product with, or division by, something dense: evaluated at each entry's index."""
+def _factor_rule(name: str) -> Callable[..., Sparse]:
+    """The rule of a product with, or a division by, a dense value, which is read at each entry's index."""
 
-    def rule(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+    def rule(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
         a, b = inputs[:2]
         if not isinstance(a, Sparse):
             if name != "mul":
@@ -142,52 +155,54 @@ def _factor(name: str) -> Callable[..., Sparse]:
             a, b = b, a
         if isinstance(b, Sparse) or node.kwargs.get("rounding_mode"):
             raise NotImplementedError("a gradient of a gradient")
-        _same_shape(node, a)
+        _check_shape(node, a)
         rank, dtype = len(a.shape), node.meta["val"].dtype
-        return _each(writer, node, a, lambda v, i: BINARY[name](writer.block, dtype, v, at(b, i, rank)))
+        return _map_values(
+            scope, node, a, lambda v, i: BINARY[name](scope.block, dtype, v, element_at(b, i, rank))
+        )
 
     return rule
 
 
-def _where(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _where(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     condition, a, b = inputs
-    zero = weak(0)
+    zero = weak_scalar(0)
     value = as_sparse(a) if isinstance(a, Sparse) else as_sparse(b)
     other = b if isinstance(a, Sparse) else a
-    if isinstance(condition, Sparse) or isinstance(other, Sparse) or _fill(other) != 0:
+    if isinstance(condition, Sparse) or isinstance(other, Sparse) or _constant_of(other) != 0:
         raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
-    _same_shape(node, value)
+    _check_shape(node, value)
     rank, dtype = len(value.shape), node.meta["val"].dtype
 
-    def chosen(v: Scalar, i: Any) -> Scalar:
+    def select(v: Scalar, i: Any) -> Scalar:
         pair = (v, zero) if isinstance(a, Sparse) else (zero, v)
-        return where(writer.block, dtype, at(condition, i, rank), *pair)
+        return where(scope.block, dtype, element_at(condition, i, rank), *pair)
 
-    return _each(writer, node, value, chosen)
-
-
-def _masked_fill(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    value, condition, filler = inputs
-    return _where(writer, node, [condition, filler, value])
+    return _map_values(scope, node, value, select)
 
 
-def _fill(value: Any) -> Any:
+def _masked_fill(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+    value, condition, fill = inputs
+    return _where(scope, node, [condition, fill, value])
+
+
+def _constant_of(value: Any) -> Any:
     return value.const if isinstance(value, Scalar) else value.fill
 
 
-def _neg(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    return _each(writer, node, inputs[0], lambda v, _: UNARY["neg"](writer.block, v.dtype, v))
+def _neg(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+    return _map_values(scope, node, inputs[0], lambda v, _: UNARY["neg"](scope.block, v.dtype, v))
 
 
-def _to_copy(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _to_copy(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     dtype = node.meta["val"].dtype
-    return _each(writer, node, inputs[0], lambda v, _: writer.block.convert(v, dtype))
+    return _map_values(scope, node, inputs[0], lambda v, _: scope.block.convert(v, dtype))
 
 
 # -- shapes ----------------------------------------------------------------------------------------------
 
 
-def _sum(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _sum(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value = inputs[0]
     if not isinstance(value, Sparse):
         raise NotImplementedError(
@@ -196,36 +211,36 @@ def _sum(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
         )
     rank = len(value.shape)
     dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
-    summed = {int(d) % rank for d in dims}  # type: ignore
+    sum_dims = {int(d) % rank for d in dims}  # type: ignore
     keep = bool(node.args[2]) if len(node.args) > 2 else False
     shape = tuple(
-        fixed(1) if i in summed else d for i, d in enumerate(value.shape) if keep or i not in summed
+        fixed_dim(1) if i in sum_dims else d for i, d in enumerate(value.shape) if keep or i not in sum_dims
     )
 
     def move(indices: Any) -> Any:
-        return (ZERO if i in summed else x for i, x in enumerate(indices) if keep or i not in summed)
+        return (ZERO if i in sum_dims else x for i, x in enumerate(indices) if keep or i not in sum_dims)
 
-    return _mapped(value, shape, move)
+    return _map_indices(value, shape, move)
 
 
-def _view(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _view(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value, new = inputs[0], list(node.meta["val"].shape)
-    shape = _shape(node)
-    return _mapped(value, shape, lambda i: reshape(writer.block, i, sizes(value.shape), new))
+    shape = _result_dims(node)
+    return _map_indices(value, shape, lambda i: reshape(scope.block, i, dim_sizes(value.shape), new))
 
 
-def _permute(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _permute(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value = inputs[0]
     order = permutation(node, len(value.shape))
-    return _mapped(value, tuple(value.shape[i] for i in order), lambda i: (i[d] for d in order))
+    return _map_indices(value, tuple(value.shape[i] for i in order), lambda i: (i[d] for d in order))
 
 
-def _expand(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
-    _same_shape(node, inputs[0])
+def _expand(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
+    _check_shape(node, inputs[0])
     return inputs[0]
 
 
-def _same(writer: Writer, node: fx.Node, inputs: list[Any]) -> Sparse:
+def _identity(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     return inputs[0]
 
 
@@ -236,8 +251,8 @@ _RULES: dict[str, Callable[..., Any]] = {
     "slice_backward": _slice_backward,
     "add": _add,
     "sub": _sub,
-    "mul": _factor("mul"),
-    "div": _factor("div"),
+    "mul": _factor_rule("mul"),
+    "div": _factor_rule("div"),
     "where": _where,
     "masked_fill": _masked_fill,
     "neg": _neg,
@@ -249,5 +264,5 @@ _RULES: dict[str, Callable[..., Any]] = {
     "t": _permute,
     "expand": _expand,
 } | dict.fromkeys(("view", "_unsafe_view", "reshape", "squeeze", "unsqueeze"), _view) | dict.fromkeys(
-    ("clone", "detach", "alias", "contiguous"), _same
+    ("clone", "detach", "alias", "contiguous"), _identity
 )  # fmt: skip

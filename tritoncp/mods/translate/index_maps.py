@@ -1,13 +1,13 @@
-"""Index maps: gathers, slices and reshapes of tensors that are never made.
+"""Index maps: gathers, slices and reshapes of symbolic tensors, and their backward.
 
-For a `Lazy` the map goes from an index of the result to an index of the source; for a `Sparse` gradient it
-goes the other way, which is why the backward of every view is here beside it.
+A view of a `Lazy` maps an index of the result to an index of the source. The backward of the view maps the
+indices of a `Sparse` gradient from the result's to the source's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,15 +23,15 @@ from tritoncp.mods.translate.symbolic import (
     Sparse,
     as_rep,
     constant,
-    fixed,
+    fixed_dim,
 )
 
 ZERO = Index(constant(0, torch.int64), None)
 _ANY = Interval(0, 2**63 - 1)
 
 
-def at(value: Scalar | Lazy, indices: Indices, out_rank: int) -> Scalar:
-    """Element of a value broadcast to `out_rank` dimensions."""
+def element_at(value: Scalar | Lazy, indices: Indices, out_rank: int) -> Scalar:
+    """The element of a value, broadcast to `out_rank` dimensions, at `indices`."""
     if isinstance(value, Scalar):
         return value
     own = indices[out_rank - len(value.shape) :]
@@ -42,7 +42,7 @@ def at(value: Scalar | Lazy, indices: Indices, out_rank: int) -> Scalar:
 
 def broadcast(shape: Sequence[int], values: Sequence[Scalar | Lazy | Sparse]) -> tuple[Dim, ...]:
     """The dimensions of a result, read from the operands where one of them has that size."""
-    dims = [fixed(size) for size in shape]
+    dims = [fixed_dim(size) for size in shape]
     for value in values:
         own = () if isinstance(value, Scalar) else value.shape
         for i, dim in enumerate(own, start=len(shape) - len(own)):
@@ -52,10 +52,10 @@ def broadcast(shape: Sequence[int], values: Sequence[Scalar | Lazy | Sparse]) ->
 
 
 def wrap(block: Block, dim: Dim, index: Scalar) -> Index:
-    """A user's index into a dimension: negative ones count from the end, others out of range are invalid."""
+    """A user's index into a dimension: a negative one counts from the end, one out of range is invalid."""
     if index.const is not None and dim.text.isdigit():
-        known = int(index.const) % dim.size if -dim.size <= index.const < dim.size else 0
-        return Index(constant(known, torch.int64), None)
+        position = int(index.const) % dim.size if -dim.size <= index.const < dim.size else 0
+        return Index(constant(position, torch.int64), None)
     assert index.range is not None, "an index is an integer"
     text = index.text if index.const is None else str(int(index.const))
     if index.range.lo >= 0:
@@ -67,22 +67,20 @@ def wrap(block: Block, dim: Dim, index: Scalar) -> Index:
 
 def gather(block: Block, source: Lazy, indices: Sequence[Scalar | Lazy | None]) -> Scalar | Lazy:
     """source[i0, :, i1, ...] with integer tensors of any shape, as torch's advanced indexing."""
-    used = [i for i, index in enumerate(indices) if index is not None]
-    given = [indices[i] for i in used]
-    index_shape = _common_shape([g for g in given if g is not None])
-    together = used == list(range(used[0], used[0] + len(used))) if used else True
-    before = used[0] if together and used else 0
-    kept = [i for i in range(len(source.shape)) if i not in used]
-    shape = tuple(source.shape[i] for i in kept)
-    shape = shape[:before] + index_shape + shape[before:]
+    operands = {dim: index for dim, index in enumerate(indices) if index is not None}
+    index_shape = _common_shape(list(operands.values()))
+    first = min(operands, default=0)
+    adjacent = list(operands) == list(range(first, first + len(operands)))
+    lead = first if adjacent else 0  # torch puts the dimensions of separate indices first
+    shape = tuple(dim for i, dim in enumerate(source.shape) if i not in operands)
+    shape = shape[:lead] + index_shape + shape[lead:]
 
     def place(result: Indices) -> Scalar:
-        inner = result[before : before + len(index_shape)]
-        rest = iter(result[:before] + result[before + len(index_shape) :])
-        full: list[Index] = [next(rest) if i in kept else ZERO for i in range(len(source.shape))]
-        for i, index in zip(used, given, strict=True):
-            assert index is not None
-            full[i] = wrap(block, source.shape[i], at(index, inner, len(index_shape)))
+        inner = result[lead : lead + len(index_shape)]
+        rest = iter(result[:lead] + result[lead + len(index_shape) :])
+        full: list[Index] = [ZERO if i in operands else next(rest) for i in range(len(source.shape))]
+        for i, index in operands.items():
+            full[i] = wrap(block, source.shape[i], element_at(index, inner, len(index_shape)))
         return source.at(tuple(full))
 
     return Lazy(shape, source.dtype, place, source.fill) if shape else place(())
@@ -106,8 +104,8 @@ def scatter(block: Block, shape: tuple[Dim, ...], indices: Sequence[Scalar | Non
     return Sparse(shape, values.dtype, tuple(entries))
 
 
-def shifted(block: Block, index: Index, start: int, step: int) -> Index:
-    """start + index * step, start >= 0."""
+def shift(block: Block, index: Index, start: int, step: int) -> Index:
+    """Return start + index * step, for start >= 0."""
     if (start, step) == (0, 1):
         return index
     if index.at.const is not None:
@@ -121,7 +119,7 @@ def shifted(block: Block, index: Index, start: int, step: int) -> Index:
 def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[int]) -> Indices:
     """The index, in a contiguous tensor of shape `new`, of the element at `indices` in one of shape `old`.
 
-    Each part of it is valid only if all of `indices` are, as others may be dropped on the way.
+    Each of its parts is valid only if all of `indices` are: a later view may drop the other parts.
     """
     if [s for s in old if s != 1] == [s for s in new if s != 1]:
         rest = iter(index for index, size in zip(indices, old, strict=True) if size != 1)
@@ -142,23 +140,43 @@ def reshape(block: Block, indices: Indices, old: Sequence[int], new: Sequence[in
     return tuple(out)
 
 
-def sizes(shape: Sequence[Dim]) -> list[int]:
+def element_address(block: Block, base: str, indices: Indices) -> tuple[str, str]:
+    """The source of the pointer to an element, and of its bounds checks ("" if every index is in range).
+
+    Terms that are the same for the whole tile are added first: one 64-bit sum for all elements.
+    """
+    tile_terms, element_terms = list[str](), list[str]()
+    for i, index in enumerate(indices):
+        if index.at.const != 0:
+            terms = element_terms if index.at.axes else tile_terms
+            terms.append(f"{as_rep(index.at, 'int64')} * {base}_strides[{i}]")
+    if tile_terms and element_terms:
+        base = block.name(" + ".join([base, *tile_terms]), f"{base}_tile")
+        tile_terms = []
+    checks = list(dict.fromkeys(index.valid for index in indices if index.valid))
+    valid = " & ".join(checks)
+    if " & " in valid:
+        valid = block.name(valid, "in_range")
+    elif valid.startswith("("):
+        valid = valid[1:-1]
+    return " + ".join([base, *tile_terms, *element_terms]), valid
+
+
+def dim_sizes(shape: Sequence[Dim]) -> list[int]:
     return [dim.size for dim in shape]
 
 
-def remap(value: Lazy, shape: tuple[Dim, ...], pick: object) -> Scalar | Lazy:
-    """A view of a Lazy: `pick` maps an index of the result to one of the source."""
-    assert callable(pick)
+def remap(value: Lazy, shape: tuple[Dim, ...], source_index: Callable[[Indices], Indices]) -> Scalar | Lazy:
+    """A view of a Lazy: `source_index` maps an index of the result to one of the source."""
     if not shape:
-        return value.at(pick(()))
-    return Lazy(shape, value.dtype, lambda result: value.at(pick(result)), value.fill)
+        return value.at(source_index(()))
+    return Lazy(shape, value.dtype, lambda result: value.at(source_index(result)), value.fill)
 
 
-def collapse(value: Sparse, block: Block, add: object) -> Scalar | Sparse:
-    """A Sparse without dimensions is the sum of its entries."""
+def collapse(value: Sparse, block: Block, add: Callable[..., Scalar]) -> Scalar | Sparse:
+    """The sum of the entries of a Sparse without dimensions; a Sparse with dimensions is unchanged."""
     if value.shape:
         return value
-    assert callable(add)
     total = constant(0, value.dtype)
     for n, entry in enumerate(value.entries):
         total = entry.value if n == 0 else add(block, value.dtype, total, entry.value)
@@ -166,7 +184,7 @@ def collapse(value: Sparse, block: Block, add: object) -> Scalar | Sparse:
 
 
 def as_sparse(value: Scalar | Sparse | Lazy) -> Sparse:
-    """A 0-d gradient is one entry without an index; a dense zero has none."""
+    """A gradient as a Sparse: a Scalar is one entry without indices, and a dense zero has no entry."""
     if isinstance(value, Scalar):
         return Sparse((), value.dtype, (Entry((), value),))
     if isinstance(value, Lazy):

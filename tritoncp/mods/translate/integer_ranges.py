@@ -1,8 +1,8 @@
 """Interval analysis over integers: which int64 values of torch may live in 32-bit registers.
 
-An `Interval` holds every value an expression can take, in exact Python integers. b, h, q_idx and kv_idx lie
-in [0, 2^30); captured integer tensors span their dtype; everything else follows by arithmetic. A result
-that could leave its torch dtype wraps there, so its interval becomes the whole dtype.
+An `Interval` holds every value that an expression can take, in exact Python integers. b, h, q_idx and kv_idx
+lie in [0, 2^30); captured integer tensors span their dtype; arithmetic gives the intervals of results. A
+result that can leave its torch dtype wraps around, so its interval becomes that of the dtype.
 
 >>> add(INDEX, INDEX).fits(32), mul(INDEX, INDEX).fits(32)
 (True, False)
@@ -31,7 +31,7 @@ class Interval(NamedTuple):
     hi: int
 
     def fits(self, bits: int) -> bool:
-        """Whether a signed integer of this many bits holds all of it."""
+        """Whether a signed integer of this many bits holds every value."""
         return -(1 << (bits - 1)) <= self.lo and self.hi < 1 << (bits - 1)
 
     def within(self, other: Interval) -> bool:
@@ -41,19 +41,20 @@ class Interval(NamedTuple):
 INDEX = Interval(0, 2**30 - 1)
 
 
-def whole(dtype: torch.dtype) -> Interval | None:
+def dtype_interval(dtype: torch.dtype) -> Interval | None:
     """All values of an integer dtype; None for floating point."""
     return Interval(*INT_BITS[dtype]) if dtype in INT_BITS else None
 
 
-def wrapped(exact: Interval, dtype: torch.dtype) -> Interval:
-    """The interval of a result stored in `dtype`, given its exact interval."""
-    limits = whole(dtype)
+def wrap_interval(exact: Interval, dtype: torch.dtype) -> Interval:
+    """The interval of a result that wraps to `dtype`; `exact`: its interval before that."""
+    limits = dtype_interval(dtype)
     assert limits is not None, f"{dtype} is no integer type"
     return exact if exact.within(limits) else limits
 
 
 def _hull(*corners: int) -> Interval:
+    """The smallest interval that holds all corners."""
     return Interval(min(corners), max(corners))
 
 
@@ -90,7 +91,7 @@ def union(a: Interval, b: Interval) -> Interval:
 
 
 def floor_div(a: Interval, b: Interval) -> Interval:
-    """Division by zero gives any value at most as large as the dividend (the helpers divide by one)."""
+    """The interval of floor(a / b); a division by zero gives the dividend, as helpers then divide by one."""
     divisors = [d for d in (b.lo, b.hi, -1, 1) if d and b.lo <= d <= b.hi]
     if b.lo <= 0 <= b.hi:
         divisors.append(1)
@@ -98,27 +99,27 @@ def floor_div(a: Interval, b: Interval) -> Interval:
 
 
 def trunc_div(a: Interval, b: Interval) -> Interval:
-    most = max(abs(a.lo), abs(a.hi))
+    bound = max(abs(a.lo), abs(a.hi))
     if a.lo >= 0 and b.lo >= 0:
         return Interval(a.lo // max(b.hi, 1), a.hi // max(b.lo, 1))
-    return Interval(-most, most)
+    return Interval(-bound, bound)
 
 
 def remainder(a: Interval, b: Interval) -> Interval:
-    """a - floor(a / b) * b: the sign of b."""
+    """The interval of a - floor(a / b) * b, which has the sign of b."""
     if b.lo > 0 and a.lo >= 0:
         return Interval(0, min(a.hi, b.hi - 1))
     return Interval(min(b.lo + 1, 0), max(b.hi - 1, 0))
 
 
 def fmod(a: Interval, b: Interval) -> Interval:
-    """a - trunc(a / b) * b: the sign of a."""
-    most = max(abs(b.lo), abs(b.hi), 1) - 1
-    return Interval(max(min(a.lo, 0), -most), min(max(a.hi, 0), most))
+    """The interval of a - trunc(a / b) * b, which has the sign of a."""
+    bound = max(abs(b.lo), abs(b.hi), 1) - 1
+    return Interval(max(min(a.lo, 0), -bound), min(max(a.hi, 0), bound))
 
 
 def bits(a: Interval, b: Interval) -> Interval:
-    """Any of & | ^ on two intervals: as many bits as the wider one."""
+    """The interval of a & b, a | b and a ^ b: as many bits as the wider operand."""
     if a.lo >= 0 and b.lo >= 0:
         return Interval(0, (1 << max(a.hi.bit_length(), b.hi.bit_length())) - 1)
     width = max(v.bit_length() for v in (a.lo, a.hi, b.lo, b.hi)) + 1

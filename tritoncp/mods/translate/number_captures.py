@@ -1,8 +1,8 @@
-"""Which constants of a traced graph are captured numbers, and may so become runtime arguments.
+"""Search for captured numbers among the constants of a traced graph, to make them runtime arguments.
 
-The function is traced again with its numbers changed. Where the graph keeps its structure, a constant that
-was the number and became the changed number is the number. Anything else stays a constant of the source.
-The caller traces anew for every new value, so a branch on a number is never taken for another's.
+The function is traced again with other numbers. Where both graphs have the same structure, a constant that
+equals the old number in one and the new number in the other is that number. Other constants stay in the
+emitted source. Each new value of a number is traced on its own, as the function may branch on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from tritoncp.mods.captures import rebuild
 
 # Where a Python number may be a runtime argument: operands of these, never shapes, dims or exponents.
-_TAKES_NUMBERS = frozenset(
+_NUMBER_OPS = frozenset(
     {"add", "sub", "rsub", "mul", "div", "floor_divide", "remainder", "fmod", "maximum", "minimum", "clamp"}
     | {"eq", "ne", "lt", "le", "gt", "ge", "where", "scalar_tensor", "full"}
     | {"bitwise_and", "bitwise_or", "bitwise_xor"}
@@ -24,23 +24,24 @@ _TAKES_NUMBERS = frozenset(
 
 Number = int | float
 Path = tuple[int, int | str]  # (node, argument position or keyword)
-_MOST_TRIED = 8
+_MAX_SINGLE_TRIALS = 8
 
 
 def number_places(
     first: fx.GraphModule, fn: Any, values: Sequence[Number], run: Callable[[Any], fx.GraphModule]
 ) -> dict[Path, int]:
-    """{place in the graph: which of `values`}, where `values` are those of `captured_numbers(fn)`.
+    """Map places of the graph to positions in `values`, the numbers of `captured_numbers(fn)`.
 
-    All are changed at once; where that changes the graph's structure, one at a time.
+    All numbers are changed at once; where that changes the graph's structure, each alone.
+
+    run: traces a copy of the function
     """
     if not values:
         return {}
-    everything = _places(first, fn, values, range(len(values)), run)
-    if everything is not None:
-        return everything
+    if (all_places := _places(first, fn, values, range(len(values)), run)) is not None:
+        return all_places
     places: dict[Path, int] = {}
-    for i in range(min(len(values), _MOST_TRIED) if len(values) > 1 else 0):
+    for i in range(min(len(values), _MAX_SINGLE_TRIALS) if len(values) > 1 else 0):
         places |= _places(first, fn, values, [i], run) or {}
     return places
 
@@ -52,26 +53,28 @@ def _places(
     group: Sequence[int],
     run: Callable[[Any], fx.GraphModule],
 ) -> dict[Path, int] | None:
-    """The places of the numbers in `group`; None where the graph depends on them in other ways."""
-    changed = [_perturb(v, i) if i in group else v for i, v in enumerate(values)]
-    changes = iter(changed)
+    """The places of the numbers in `group`; None where the structure of the graph depends on them."""
+    new_values = [_perturb(v, i) if i in group else v for i, v in enumerate(values)]
+    replacements = iter(new_values)
     try:
-        second = run(rebuild(fn, lambda _: next(changes)))
+        second = run(rebuild(fn, lambda _: next(replacements)))
     except Exception:  # the changed number broke the user's function: it is no free parameter
         return None
-    return _differences(first, second, values, changed)
+    return _differences(first, second, values, new_values)
 
 
 def constant_places(
     graph: fx.GraphModule, numbers: Sequence[Number], first: int, excluded: Mapping[Path, int]
 ) -> dict[Path, int]:
-    """{place in the graph: first + which of `numbers`}, where a constant equals a number that was read from a
-    global or an attribute, which cannot be changed for a second trace.
+    """Map places of constants that equal one of `numbers` to `first` plus its position.
 
-    A constant that is equal by chance becomes an argument too, with its own value: that is right, and no
-    slower than any captured number. 0 and 1 stay constants: most that are equal to them are so by chance. So
-    do whole numbers in the address of a captured tensor, sizes and offsets mostly: as an argument, one took
-    the forward kernel of a table of biases from 241 registers to 32 spilled bytes.
+    numbers: read from globals and attributes, which cannot be changed for a second trace
+    excluded: places of other captured numbers
+
+    A constant that is equal by chance becomes an argument of the same value, which is right. 0 and 1 stay
+    constants: equality with them is mostly chance. So do integers in the address of a captured tensor, mostly
+    sizes and offsets: as an argument, one took the forward kernel of a bias table from 241 registers to 32
+    spilled bytes.
     """
     places: dict[Path, int] = {}
     addresses = _address_nodes(graph)
@@ -89,7 +92,7 @@ def constant_places(
 
 
 def _address_nodes(graph: fx.GraphModule) -> set[fx.Node]:
-    """The nodes of which an index into a tensor is computed."""
+    """Collect the nodes that an index into a tensor is computed from."""
     nodes: set[fx.Node] = set()
     for node in reversed(graph.graph.nodes):
         if "index" in str(node.target) or "gather" in str(node.target) or "scatter" in str(node.target):
@@ -104,29 +107,29 @@ def _perturb(number: Number, i: int) -> Number:
 
 
 def _differences(
-    one: fx.GraphModule, two: fx.GraphModule, values: Sequence[Number], changed: Sequence[Number]
+    one: fx.GraphModule, two: fx.GraphModule, values: Sequence[Number], new_values: Sequence[Number]
 ) -> dict[Path, int] | None:
-    nodes, others = list(one.graph.nodes), list(two.graph.nodes)
-    order, other_order = ({node: i for i, node in enumerate(ns)} for ns in (nodes, others))
-    if len(nodes) != len(others):
+    nodes, other_nodes = list(one.graph.nodes), list(two.graph.nodes)
+    order, other_order = ({node: i for i, node in enumerate(ns)} for ns in (nodes, other_nodes))
+    if len(nodes) != len(other_nodes):
         return None
     places: dict[Path, int] = {}
-    for i, (a, b) in enumerate(zip(nodes, others, strict=True)):
+    for i, (a, b) in enumerate(zip(nodes, other_nodes, strict=True)):
         if a.op != b.op or (a.op == "call_function" and a.target is not b.target) or not _same_value(a, b):
             return None
         if a.op == "get_attr" and getattr(one, str(a.target)) is not getattr(two, str(b.target)):
             return None
         for key, x, y in _arguments(a, b):
-            x, y = _numbered(x, order), _numbered(y, other_order)
+            x, y = _number_nodes(x, order), _number_nodes(y, other_order)
             if type(x) is type(y) and repr(x) == repr(y):
                 continue
-            which = _which(x, y, values, changed)
-            if which is None and isinstance(x, int | float) and isinstance(y, int | float):
+            position = _matching_number(x, y, values, new_values)
+            if position is None and isinstance(x, int | float) and isinstance(y, int | float):
                 continue  # derived from a number: stays a constant of the graph
-            if which is None:
+            if position is None:
                 return None
-            if _takes_number(a, key, values[which]):
-                places[i, key] = which
+            if _takes_number(a, key, values[position]):
+                places[i, key] = position
     return places
 
 
@@ -139,7 +142,7 @@ def _arguments(a: fx.Node, b: fx.Node) -> list[tuple[int | str, Any, Any]]:
     return pairs + [(name, a.kwargs[name], b.kwargs[name]) for name in a.kwargs]
 
 
-def _numbered(argument: Any, order: dict[fx.Node, int]) -> Any:
+def _number_nodes(argument: Any, order: dict[fx.Node, int]) -> Any:
     return fx.node.map_arg(argument, lambda node: ("node", order[node]))
 
 
@@ -150,10 +153,10 @@ def _same_value(a: fx.Node, b: fx.Node) -> bool:
     return type(x) is type(y)
 
 
-def _which(x: Any, y: Any, values: Sequence[Number], changed: Sequence[Number]) -> int | None:
+def _matching_number(x: Any, y: Any, values: Sequence[Number], new_values: Sequence[Number]) -> int | None:
     if type(x) not in (int, float) or type(y) is not type(x):
         return None
-    for i, (v, w) in enumerate(zip(values, changed, strict=True)):
+    for i, (v, w) in enumerate(zip(values, new_values, strict=True)):
         if v != w and type(v) is type(x) and (x, y) == (v, w):
             return i
     return None
@@ -162,7 +165,7 @@ def _which(x: Any, y: Any, values: Sequence[Number], changed: Sequence[Number]) 
 def _takes_number(node: fx.Node, key: int | str, number: Number) -> bool:
     packet = getattr(node.target, "overloadpacket", None)
     name = getattr(packet, "__name__", "").rstrip("_")
-    if name not in _TAKES_NUMBERS or key not in (0, 1, 2) or (isinstance(number, float) and number != number):
+    if name not in _NUMBER_OPS or key not in (0, 1, 2) or (isinstance(number, float) and number != number):
         return False
     if name in ("scalar_tensor", "full") and key != (0 if name == "scalar_tensor" else 1):
         return False

@@ -1,9 +1,9 @@
 """Values of a graph while Triton source is emitted.
 
 - `Scalar`: one value per element of the tile (a Triton scalar or tile), named in the emitted source.
-- `Lazy`: a tensor with dimensions, never made: a function from an index tuple to a Scalar.
+- `Lazy`: a tensor with dimensions, which is a function from an index tuple to a Scalar.
 - `Sparse`: the gradient of such a tensor: (index tuple, Scalar) entries, zero elsewhere.
-- `Block`: the lines of one emitted function; equal expressions are written once.
+- `Block`: the lines of one emitted function; equal expressions share a line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritoncp.mods.translate.integer_ranges import Interval, whole, wrapped
+from tritoncp.mods.translate.integer_ranges import Interval, dtype_interval, wrap_interval
 
 Number = bool | int | float
 
@@ -24,31 +24,39 @@ TRITON_NAME = {
     torch.int64: "int64", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
     torch.float64: "float64",
 }  # fmt: skip
-NOWHERE: frozenset[str] = frozenset()
+NO_AXES: frozenset[str] = frozenset()
 
 
 class Scalar(NamedTuple):
-    """`text` in the emitted source; `rep` is the Triton type it has there, which for an int64 of torch
-    may be int32 where `range` proves that enough. `axes`: those that it varies with: "q", "kv", "score"."""
+    """A value in the emitted source.
+
+    text: a Triton expression without side effects
+    dtype: of the value in torch
+    rep: the Triton type of `text`; int32 for an int64 of torch where `range` proves that it fits
+    range: every value of an integer; None for floating point
+    const: the value, where it is the same in every call
+    axes: of the score tile, "q", "kv" and "score", with which the value varies
+    weak: a Python number, which takes the dtype of the other operand
+    """
 
     text: str
     dtype: torch.dtype
     rep: str
     range: Interval | None = None
     const: Number | None = None
-    axes: frozenset[str] = NOWHERE
-    weak: bool = False  # a Python number: it takes the type of what it meets
+    axes: frozenset[str] = NO_AXES
+    weak: bool = False
 
 
 class Dim(NamedTuple):
-    """The length of a dimension: as traced, and as the emitted source reads it."""
+    """The length of a dimension: `size` when traced, `text` in the emitted source."""
 
     size: int
     text: str
 
 
 class Index(NamedTuple):
-    """A wrapped index; `valid` is the source of "it is in range", None where that is certain."""
+    """An index from the beginning of a dimension; `valid`: source of its bounds check, None if in range."""
 
     at: Scalar
     valid: str | None
@@ -58,18 +66,24 @@ Indices = tuple[Index, ...]
 
 
 class Lazy(NamedTuple):
+    """A tensor with dimensions; `at` gives an element, `fill` the value of all elements if they are equal."""
+
     shape: tuple[Dim, ...]
     dtype: torch.dtype
     at: Callable[[Indices], Scalar]
-    fill: Number | None = None  # the one value it holds everywhere, if so
+    fill: Number | None = None
 
 
 class Entry(NamedTuple):
+    """An addend of a gradient, and the index of the element that it belongs to."""
+
     indices: Indices
     value: Scalar
 
 
 class Sparse(NamedTuple):
+    """The gradient of a tensor with dimensions: the sum of its entries at each index, zero elsewhere."""
+
     shape: tuple[Dim, ...]
     dtype: torch.dtype
     entries: tuple[Entry, ...]
@@ -78,12 +92,13 @@ class Sparse(NamedTuple):
 Value = Scalar | Lazy | Sparse
 
 
-def fixed(size: int) -> Dim:
+def fixed_dim(size: int) -> Dim:
+    """A dimension whose length is a constant of the emitted source."""
     return Dim(size, str(size))
 
 
 def spell(value: Number, rep: str) -> str:
-    """The shortest literal that is this value in a Triton type."""
+    """The shortest literal of a value in a Triton type."""
     if rep == "int1":
         return repr(bool(value))
     if not rep.startswith(("float", "bfloat")):
@@ -101,7 +116,7 @@ def _float32(value: float) -> float:
 
 
 def literal(value: Number, rep: str) -> str:
-    """A typed constant."""
+    """The source of a constant of a Triton type."""
     return f"tl.full((), {spell(value, rep)}, tl.{rep})"
 
 
@@ -119,8 +134,8 @@ def constant(value: Number, dtype: torch.dtype) -> Scalar:
     return Scalar(literal(value, rep), dtype, rep, interval, value)
 
 
-def weak(value: Number) -> Scalar:
-    """A Python number in an operation."""
+def weak_scalar(value: Number) -> Scalar:
+    """A Python number as the operand of an operation, see `Scalar.weak`."""
     dtype = (
         torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
     )
@@ -139,32 +154,36 @@ def as_rep(value: Scalar, rep: str) -> str:
 
 
 def opmath(dtype: torch.dtype) -> str:
-    """The type torch computes in: half precisions compute in float32."""
+    """The Triton type that torch computes in: float32 for half precisions."""
     return "float32" if dtype in (torch.float16, torch.bfloat16) else TRITON_NAME[dtype]
 
 
 @dataclass
 class Block:
-    """One function being written."""
+    """The lines of one emitted function.
 
-    exact: bool  # a mask: divisions and roots rounded as IEEE says, whatever they cost
+    exact: whether divisions and roots are rounded as IEEE 754 says, as in masks, although that is slower
+    """
+
+    exact: bool
     lines: list[str] = field(default_factory=list)
-    _known: dict[str, str] = field(default_factory=dict)
-    _taken: dict[str, int] = field(default_factory=dict)
+    _variables: dict[str, str] = field(default_factory=dict)
+    _name_counts: dict[str, int] = field(default_factory=dict)
 
     def name(self, expression: str, hint: str) -> str:
-        """The variable that holds `expression`, written now if it is new."""
-        if expression not in self._known:
-            used = self._taken.get(hint, 0)
-            self._taken[hint] = used + 1
-            name = hint if not used else f"{hint}_{used}"
-            self._known[expression] = name
+        """Return the variable of `expression`; a new expression adds a line."""
+        if expression not in self._variables:
+            count = self._name_counts.get(hint, 0)
+            self._name_counts[hint] = count + 1
+            name = hint if not count else f"{hint}_{count}"
+            self._variables[expression] = name
             self.lines.append(f"{name} = {expression}")
-        return self._known[expression]
+        return self._variables[expression]
 
     def reserve(self, *names: str) -> None:
+        """Keep names of parameters from being given to variables."""
         for name in names:
-            self._taken[name] = max(self._taken.get(name, 0), 1)
+            self._name_counts[name] = max(self._name_counts.get(name, 0), 1)
 
     def scalar(
         self,
@@ -175,34 +194,34 @@ class Block:
         range: Interval | None,
         *parents: Scalar,
     ) -> Scalar:
-        """Write one operation; the result varies with all axes of its operands."""
-        axes = frozenset().union(*(p.axes for p in parents)) if parents else NOWHERE
+        """Emit an operation; its result varies with the axes of all operands."""
+        axes = frozenset().union(*(p.axes for p in parents)) if parents else NO_AXES
         return Scalar(self.name(expression, hint), dtype, rep, range, None, axes)
 
-    def test(self, expression: str, hint: str, *parents: Scalar) -> Scalar:
-        """A comparison."""
+    def comparison(self, expression: str, hint: str, *parents: Scalar) -> Scalar:
+        """Emit a comparison."""
         if not any(p.axes for p in parents):
             expression = f"flag({expression})"
-        return self.scalar(expression, hint, torch.bool, "int1", whole(torch.bool), *parents)
+        return self.scalar(expression, hint, torch.bool, "int1", dtype_interval(torch.bool), *parents)
 
-    def rounded(self, expression: str, hint: str, dtype: torch.dtype, *parents: Scalar) -> Scalar:
-        """A float result computed in opmath(dtype), rounded to dtype."""
+    def float_scalar(self, expression: str, hint: str, dtype: torch.dtype, *parents: Scalar) -> Scalar:
+        """Emit a float operation that is computed in opmath(dtype) and rounded to dtype."""
         rep = TRITON_NAME[dtype]
         if opmath(dtype) != rep:
             expression = f"tl.cast({expression}, tl.{rep})"
         return self.scalar(expression, hint, dtype, rep, None, *parents)
 
     def convert(self, value: Scalar, dtype: torch.dtype) -> Scalar:
-        """`value.to(dtype)` as torch does it."""
+        """Emit `value.to(dtype)`, with the rounding and wrapping of torch."""
         if value.const is not None:
             return constant(value.const, dtype)
         if value.dtype == dtype:
             return value
         rep = TRITON_NAME[dtype]
         if dtype is torch.bool:
-            return self.test(f"{value.text} != 0", "nonzero", value)
+            return self.comparison(f"{value.text} != 0", "nonzero", value)
         if value.range is not None and not dtype.is_floating_point:
-            interval = wrapped(value.range, dtype)
+            interval = wrap_interval(value.range, dtype)
             if interval == value.range and dtype is torch.int64 and value.rep in ("int32", "int64"):
                 return value._replace(dtype=dtype)
             if interval.fits(32) and dtype is torch.int64:
@@ -212,4 +231,4 @@ class Block:
             expression = f"tl.cast(tl.cast({value.text}, tl.int64), tl.{rep})"
         else:
             expression = f"tl.cast({value.text}, tl.{rep})"
-        return self.scalar(expression, "cast", dtype, rep, whole(dtype), value)
+        return self.scalar(expression, "cast", dtype, rep, dtype_interval(dtype), value)

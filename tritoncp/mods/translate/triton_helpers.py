@@ -1,8 +1,8 @@
-"""Functions that emitted mods call: integer division as torch rounds it, and functions Triton's core lacks.
+"""Functions that emitted mods call: integer division with torch's rounding, and functions missing in Triton.
 
-Triton's `//` and `%` truncate towards zero; torch's floor. Nothing here traps: where torch raises (division
-of integers by zero) any value may come back, because kernels also evaluate masked positions.
-No libdevice, which does not run interpreted.
+Triton's `//` and `%` truncate towards zero; torch's round to minus infinity. Kernels also evaluate masked
+positions, so nothing traps: integer division by zero, for which torch raises, gives an unspecified value.
+libdevice is not used, since Triton's interpreter lacks it.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -15,25 +15,25 @@ import triton.language as tl
 
 @triton.jit
 def flag(condition):
-    """A comparison of scalars as a clean int1: interpreted, it would meet a tile in its operands' type."""
+    """Convert a comparison of scalars to int1; in the interpreter it has the type of its operands."""
     return tl.where(condition, tl.full((), True, tl.int1), tl.full((), False, tl.int1))
 
 
 @triton.jit
 def trunc_div(a, b):
-    """Integer division towards zero; by zero: unspecified, never a trap."""
+    """Integer division, rounded towards zero; an unspecified value, not a trap, for a division by zero."""
     return a // tl.where(b == 0, 1, b)
 
 
 @triton.jit
 def trunc_mod(a, b):
-    """fmod of integers: the sign of a."""
+    """torch.fmod of integers; the result has the sign of a."""
     return a % tl.where(b == 0, 1, b)
 
 
 @triton.jit
 def floor_mod(a, b):
-    """torch.remainder of integers: the sign of b."""
+    """torch.remainder of integers; the result has the sign of b."""
     b = tl.where(b == 0, 1, b)
     r = a % b
     return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
@@ -41,7 +41,7 @@ def floor_mod(a, b):
 
 @triton.jit
 def floor_div(a, b):
-    """torch.floor_divide of integers: towards minus infinity."""
+    """torch.floor_divide of integers, which rounds towards minus infinity."""
     b = tl.where(b == 0, 1, b)
     r = a % b
     return a // b - tl.where((r != 0) & ((r < 0) != (b < 0)), 1, 0)
@@ -49,19 +49,19 @@ def floor_div(a, b):
 
 @triton.jit
 def trunc(x):
-    """Towards zero."""
+    """Round to an integer towards zero."""
     return tl.where(x < 0, tl.ceil(x), tl.floor(x))
 
 
 @triton.jit
 def trunc_quotient(a, b):
-    """Division of floats, then towards zero."""
+    """Division of floats, rounded to an integer towards zero."""
     return trunc(a / b)
 
 
 @triton.jit
 def fmod(a, b):
-    """a - trunc(a / b) * b in floating point, the sign of a: exact for float32 and quotients below 2^29."""
+    """a - trunc(a / b) * b of floats, with the sign of a; exact for float32 and quotients below 2^29."""
     x, y = tl.broadcast(a.to(tl.float64), b.to(tl.float64))
     step = tl.where(x < 0, -tl.abs(y), tl.abs(y))
     r = x - trunc(x / y) * y
@@ -72,14 +72,14 @@ def fmod(a, b):
 
 @triton.jit
 def remainder(a, b):
-    """torch.remainder of floats: the sign of b."""
+    """torch.remainder of floats; the result has the sign of b."""
     r = fmod(a, b)
     return tl.where((r != 0) & ((r < 0) != (b < 0)), r + b, r)
 
 
 @triton.jit
 def float_floor_div(a, b):
-    """torch.floor_divide of floats: through the remainder, as Python and torch do."""
+    """torch.floor_divide of floats, computed from the remainder as in Python and torch."""
     r = fmod(a, b)
     quotient = (a - r) / b - tl.where((r != 0) & ((r < 0) != (b < 0)), 1.0, 0.0).to(a.dtype)
     down = tl.floor(quotient)
@@ -89,7 +89,7 @@ def float_floor_div(a, b):
 
 @triton.jit
 def round_even(x):
-    """To the nearest integer, halves to even."""
+    """Round to the nearest integer, halves to even."""
     down = tl.floor(x)
     rest = x - down
     odd = down - 2 * tl.floor(down / 2) != 0
@@ -104,7 +104,7 @@ def sign(x):
 
 @triton.jit
 def tanh(x):
-    """Cephes: a polynomial near zero, where 1 - 2 / (exp(2x) + 1) cancels, else that."""
+    """tanh: 1 - 2 / (exp(2x) + 1), and near zero, where that cancels, the polynomials of Cephes."""
     a = tl.abs(x)
     z = x * x
     if x.dtype == tl.float64:
@@ -145,7 +145,7 @@ def expm1(x):
 
 @triton.jit
 def float_pow(x, y):
-    """x ** y of floats, in double precision inside: signs, zeros and ones as C's pow."""
+    """x ** y of floats, computed in float64; signs, zeros and ones as in C's pow."""
     base, power = tl.broadcast(x.to(tl.float64), y.to(tl.float64))
     a = tl.abs(base)
     size = tl.exp2(power * tl.log2(a))
@@ -158,7 +158,7 @@ def float_pow(x, y):
 
 @triton.jit
 def int_pow(x, y):
-    """x ** y of integers, wrapping; a negative power gives 0 (or 1, -1 of those), as torch."""
+    """x ** y of integers, modulo 2^bits; a negative y gives 0, or 1 and -1 for x of 1 and -1, as in torch."""
     out = x * 0 + 1
     base = x + y * 0
     out = out + y * 0
@@ -180,27 +180,26 @@ def shift_left(x, amount, bits: tl.constexpr):
 
 @triton.jit
 def shift_right(x, amount, bits: tl.constexpr):
-    """x >> amount, keeping the sign; all sign where the amount is not in [0, bits)."""
+    """Arithmetic x >> amount; 0 or -1, the sign of x, where the amount is not in [0, bits)."""
     bad = (amount < 0) | (amount >= bits)
     return x >> tl.where(bad, bits - 1, amount)
 
 
 @triton.jit
 def wrap(i, size):
-    """A negative index counts from the end."""
+    """Add `size` to a negative index, which counts from the end."""
     return tl.where(i < 0, i + size, i)
 
 
 @triton.jit
 def inside(i, size):
-    """Whether 0 <= i < size, in one comparison: as unsigned, a negative number is larger than any size."""
+    """Whether 0 <= i < size, in one comparison: an unsigned negative number is larger than any size."""
     return tl.cast(i, tl.uint64) < tl.cast(size, tl.uint64)
 
 
 @triton.jit
 def accumulate(pointer, value, valid, keep):
-    """Atomically add `value` at `pointer` wherever the position is visible and the index in range; and zero
-    where only the latter holds."""
+    """Atomically add `value` at `pointer` wherever the index is in range (`valid`): zero where not `keep`."""
     if pointer.dtype.element_ty == tl.int64:
         add_exactly(tl.broadcast_to(pointer, keep.shape), tl.broadcast_to(value, keep.shape), keep & valid)
     else:
@@ -213,7 +212,7 @@ def accumulate(pointer, value, valid, keep):
 
 @triton.jit
 def accumulate_sum(pointer, value, valid, keep):
-    """The same where every element of the tile adds to one place: sum the tile, then one atomic."""
+    """`accumulate` where all elements of the tile share a pointer: one atomic addition of their sum."""
     if pointer.dtype.element_ty == tl.int64:
         value = tl.sum(tl.where(keep & valid, tl.broadcast_to(value, keep.shape), 0))
         add_exactly(pointer, value, valid)
@@ -224,7 +223,7 @@ def accumulate_sum(pointer, value, valid, keep):
 
 @triton.jit
 def add_exactly(pointer, value, keep):
-    """Add to the integers of `exact.buffer`, which comes out the same in any order."""
+    """Add to the integers of `deterministic_sum.buffer`, whose sums do not depend on the order."""
     value = value if value.dtype == tl.float64 else value.to(tl.float32)
     fits = tl.abs(value) < 2.0**60  # NaN does not
     tl.atomic_add(pointer + 5, tl.where(fits, 0, 1).to(tl.int64), mask=keep & (fits == 0), sem="relaxed")

@@ -1,4 +1,4 @@
-"""Views and gathers of captured tensors, node by node: aten's arguments -> the index maps of `views`."""
+"""Views and gathers of captured tensors, node by node: aten's arguments -> index maps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tritoncp.mods.translate.index_maps import at, broadcast, gather, remap, reshape, shifted, sizes, wrap
+from tritoncp.mods.translate.index_maps import (
+    broadcast,
+    dim_sizes,
+    element_at,
+    gather,
+    remap,
+    reshape,
+    shift,
+    wrap,
+)
 from tritoncp.mods.translate.integer_ranges import Interval
-from tritoncp.mods.translate.symbolic import Block, Index, Lazy, Scalar, Value, as_rep, fixed, weak
+from tritoncp.mods.translate.symbolic import Block, Index, Lazy, Scalar, Value, as_rep, fixed_dim, weak_scalar
 
 
 def op_name(node: fx.Node) -> str:
+    """The name of a node's aten operation without its overload; edits in place lose their last underscore."""
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", str(node.target))
     return name if name.startswith("__") else name.removesuffix("_")
 
@@ -24,25 +34,25 @@ def _index(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Va
 
 def _select(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
     source, dim, index = inputs[0], int(node.args[1]) % len(inputs[0].shape), node.args[2]  # type: ignore
-    place = wrap(block, source.shape[dim], weak(index))  # type: ignore[arg-type]
+    place = wrap(block, source.shape[dim], weak_scalar(index))  # type: ignore[arg-type]
     shape = source.shape[:dim] + source.shape[dim + 1 :]
     return remap(source, shape, lambda r: (*r[:dim], place, *r[dim:]))
 
 
 def _slice(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
     source = inputs[0]
-    dim, start, step = _slice_bounds(node, sizes(source.shape))
+    dim, start, step = _slice_bounds(node, dim_sizes(source.shape))
     if result.shape[dim] == source.shape[dim].size:
         return source
-    shape = (*source.shape[:dim], fixed(result.shape[dim]), *source.shape[dim + 1 :])
-    return remap(source, shape, lambda r: (*r[:dim], shifted(block, r[dim], start, step), *r[dim + 1 :]))
+    shape = (*source.shape[:dim], fixed_dim(result.shape[dim]), *source.shape[dim + 1 :])
+    return remap(source, shape, lambda r: (*r[:dim], shift(block, r[dim], start, step), *r[dim + 1 :]))
 
 
 def _slice_bounds(node: fx.Node, shape: Sequence[int]) -> tuple[int, int, int]:
-    """(dim, start, step) of a slice node, dim and start made non-negative."""
-    given: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
-    dim = int(given[0]) % len(shape)
-    begin, _, step = slice(*given[1:]).indices(shape[dim])
+    """Return (dim, start, step) of a slice node, with dim and start counted from the beginning."""
+    arguments: list[Any] = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
+    dim = int(arguments[0]) % len(shape)
+    begin, _, step = slice(*arguments[1:]).indices(shape[dim])
     return dim, begin, step
 
 
@@ -67,7 +77,7 @@ def _expand(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> V
     source, rank = inputs[0], result.ndim
     shape = broadcast(list(result.shape), [source])
     return (
-        Lazy(shape, result.dtype, lambda r: at(source, r, rank), getattr(source, "fill", None))
+        Lazy(shape, result.dtype, lambda r: element_at(source, r, rank), getattr(source, "fill", None))
         if rank
         else source
     )
@@ -79,12 +89,12 @@ def _view(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Val
         return (
             source
             if not result.ndim
-            else Lazy(tuple(map(fixed, result.shape)), source.dtype, lambda _: source)
+            else Lazy(tuple(map(fixed_dim, result.shape)), source.dtype, lambda _: source)
         )
-    old, new = sizes(source.shape), list(result.shape)
-    kept = iter(dim for dim in source.shape if dim.size != 1)
-    plain = [s for s in old if s != 1] == [s for s in new if s != 1]
-    shape = tuple(fixed(s) if s == 1 or not plain else next(kept) for s in new)
+    old, new = dim_sizes(source.shape), list(result.shape)
+    source_dims = iter(dim for dim in source.shape if dim.size != 1)
+    same_order = [s for s in old if s != 1] == [s for s in new if s != 1]
+    shape = tuple(fixed_dim(s) if s == 1 or not same_order else next(source_dims) for s in new)
     return remap(source, shape, lambda r: reshape(block, r, new, old))
 
 
@@ -92,12 +102,12 @@ def _flip(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Val
     source = inputs[0]
     dims = {int(d) % result.ndim for d in node.args[1]}  # type: ignore
 
-    def turned(i: int, index: Index) -> Index:
+    def flip_index(i: int, index: Index) -> Index:
         text = block.name(f"{source.shape[i].text} - 1 - {as_rep(index.at, 'int64')}", "flipped")
         return Index(Scalar(text, torch.int64, "int64", Interval(0, 2**62), None, index.at.axes), index.valid)
 
     return remap(
-        source, source.shape, lambda r: tuple(turned(i, x) if i in dims else x for i, x in enumerate(r))
+        source, source.shape, lambda r: tuple(flip_index(i, x) if i in dims else x for i, x in enumerate(r))
     )
 
 

@@ -1,8 +1,4 @@
-"""Python state that a mask_mod or score_mod can read: one function for each way to reach a number.
-
-Each gives ``(scale, edit)``: ``scale(x)`` is x times a number that lies in that state, and ``edit()`` changes
-the number, from 0.5 to 2.0, where it lies.
-"""
+"""Forms of state in attributes: of classes, objects, functions and tensors."""
 
 from __future__ import annotations
 
@@ -10,48 +6,13 @@ import collections
 import dataclasses
 import enum
 import functools
-import os
-import sys
 import types
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 
-Form = tuple[Callable[[Any], Any], Callable[[], Any]]
-FORMS: dict[str, Callable[[], Form]] = {}
-RECORDED: set[str] = set()  # forms whose state has no value to compare
-SLOPE = 0.5
-
-
-def form(build: Callable[[], Form]) -> Callable[[], Form]:
-    FORMS[build.__name__] = build
-    return build
-
-
-def recorded(build: Callable[[], Form]) -> Callable[[], Form]:
-    RECORDED.add(build.__name__)
-    return form(build)
-
-
-@form
-def closure_number() -> Form:
-    slope = 0.5
-
-    def edit() -> None:
-        nonlocal slope
-        slope = 2.0
-
-    return lambda x: x * slope, edit
-
-
-@form
-def global_number() -> Form:
-    scope = {"slope": 0.5}
-    exec("def scale(x): return x * slope", scope)
-    return scope["scale"], lambda: scope.update(slope=2.0)  # type: ignore[return-value]
+from tests.mods.form_registry import Form, form, recorded
 
 
 @form
@@ -116,7 +77,7 @@ def enum_member_attribute() -> Form:
 
 
 @form
-def another_enum_member() -> Form:
+def other_enum_member() -> Form:
     class Kind(enum.Enum):
         SOFT = 0.5
         HARD = 2.0
@@ -172,36 +133,6 @@ def method_that_reads_a_global() -> Form:
     return scope["Layer"]().scale, lambda: scope.update(slope=2.0)  # type: ignore[operator, return-value]
 
 
-@recorded
-def module_forward_that_reads_a_global() -> Form:
-    scope = {"slope": 0.5, "Module": torch.nn.Module}
-    exec("class Layer(Module):\n    def forward(self, x): return x * slope", scope)
-    layer = scope["Layer"]()  # type: ignore[operator]
-    return lambda x: layer(x), lambda: scope.update(slope=2.0)
-
-
-@recorded
-def forward_hook() -> Form:
-    layer, slope = torch.nn.Identity(), [0.5]
-    layer.register_forward_hook(lambda module, args, out: out * slope[0])
-    return lambda x: layer(x), lambda: slope.__setitem__(0, 2.0)
-
-
-@form
-def module_config() -> Form:
-    class Layer(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = {"slope": 0.5, "unrelated": iter(())}
-            self.linear = torch.nn.Linear(2, 2)
-
-        def scale(self, x: Any) -> Any:
-            return x * self.config["slope"]
-
-    layer = Layer()
-    return layer.scale, lambda: layer.config.update(slope=2.0)
-
-
 @form
 def function_attribute() -> Form:
     def scale(x: Any) -> Any:
@@ -209,14 +140,6 @@ def function_attribute() -> Form:
 
     scale.slope = 0.5  # type: ignore[attr-defined]
     return scale, lambda: setattr(scale, "slope", 2.0)
-
-
-@form
-def default_argument() -> Form:
-    def scale(x: Any, slopes: Any = [0.5]) -> Any:  # noqa: B006
-        return x * slopes[0]
-
-    return scale, lambda: scale.__defaults__[0].__setitem__(0, 2.0)  # type: ignore[index]
 
 
 @form
@@ -244,69 +167,6 @@ def attribute_of_a_list() -> Form:
     config: Any = Config()
     config.slope = 0.5
     return lambda x: x * config.slope, lambda: setattr(config, "slope", 2.0)
-
-
-@form
-def submodule_of_a_package() -> Form:
-    package = types.ModuleType("package")
-    package.sub = types.ModuleType("package.sub")  # type: ignore[attr-defined]
-    package.sub.slope = 0.5  # type: ignore[attr-defined]
-    return lambda x: x * package.sub.slope, lambda: setattr(package.sub, "slope", 2.0)
-
-
-@recorded
-def import_inside() -> Form:
-    module = sys.modules["tests_state_import"] = types.ModuleType("tests_state_import")
-    module.slope = 0.5  # type: ignore[attr-defined]
-
-    def scale(x: Any) -> Any:
-        import tests_state_import as imported  # type: ignore[import-not-found]
-
-        return x * imported.slope
-
-    return scale, lambda: setattr(module, "slope", 2.0)
-
-
-@recorded
-def import_of_a_name_inside() -> Form:
-    module = sys.modules["tests_state_name"] = types.ModuleType("tests_state_name")
-    module.slope = 0.5  # type: ignore[attr-defined]
-
-    def scale(x: Any) -> Any:
-        from tests_state_name import slope  # type: ignore[import-not-found]
-
-        return x * slope
-
-    return scale, lambda: setattr(module, "slope", 2.0)
-
-
-@recorded
-def default_factory() -> Form:
-    slopes: Any = collections.defaultdict(lambda: 0.5)
-
-    def edit() -> None:
-        slopes.clear()
-        slopes.default_factory = lambda: 2.0
-
-    return lambda x: x * slopes["slope"], edit
-
-
-@recorded
-def missing_key() -> Form:
-    class Config(dict):
-        slope = 0.5
-
-        def __missing__(self, key: str) -> float:
-            return self.slope
-
-    config = Config()
-    return lambda x: x * config["slope"], lambda: setattr(Config, "slope", 2.0)
-
-
-@form
-def dictionary_get() -> Form:
-    config = {"slope": 0.5}
-    return lambda x: x * config.get("slope"), lambda: config.update(slope=2.0)  # type: ignore[operator]
 
 
 @recorded
@@ -441,17 +301,6 @@ def callable_object() -> Form:
 
 
 @form
-def comprehension() -> Form:
-    class Layer:
-        slopes: tuple[float, ...] = (0.5,)
-
-        def scale(self, x: Any) -> Any:
-            return sum([x * slope for slope in self.slopes])
-
-    return Layer().scale, lambda: setattr(Layer, "slopes", (0.5, 1.5))
-
-
-@form
 def slots() -> Form:
     @dataclasses.dataclass(slots=True)
     class Config:
@@ -486,40 +335,6 @@ def cached_property() -> Form:
 
 
 @recorded
-def cached_function() -> Form:
-    slopes = [0.5]
-    slope_of = functools.cache(lambda: slopes[0])
-
-    def edit() -> None:
-        slopes[0] = 2.0
-        slope_of.cache_clear()
-
-    return lambda x: x * slope_of(), edit
-
-
-@recorded
-def numpy_array() -> Form:
-    slopes = numpy.array([0.5, 1.0])
-    return lambda x: x * float(slopes[0]), lambda: slopes.__setitem__(0, 2.0)
-
-
-@recorded
-def contents_of_tensors() -> Form:
-    one, other = torch.zeros(2), torch.zeros(2)
-    return lambda x: x * (0.5 if torch.equal(one, other) else 2.0), lambda: one.copy_(torch.ones(2))
-
-
-@recorded
-def contents_of_an_argument() -> Form:
-    one, other = torch.zeros(2), torch.zeros(2)
-
-    def is_other(tensor: torch.Tensor) -> bool:
-        return tensor.equal(other)
-
-    return lambda x: x * (0.5 if is_other(one) else 2.0), lambda: one.copy_(torch.ones(2))
-
-
-@recorded
 def contents_through_a_property() -> Form:
     class Layer:
         one = torch.zeros(2)
@@ -539,14 +354,6 @@ def getattr_with_a_computed_name() -> Form:
 
 
 @recorded
-def environment_variable() -> Form:
-    os.environ["TESTS_STATE_SLOPE"] = "0.5"
-    return lambda x: x * float(os.environ["TESTS_STATE_SLOPE"]), lambda: os.environ.update(
-        TESTS_STATE_SLOPE="2.0"
-    )
-
-
-@recorded
 def dictionary_of_a_class() -> Form:
     class Config:
         slope = 0.5
@@ -555,15 +362,8 @@ def dictionary_of_a_class() -> Form:
 
 
 @recorded
-def state_of_an_iterator() -> Form:
-    slopes = iter([0.5] * 1000)
-    box = [0.5]
-    return lambda x: x * box[0] if slopes else x, lambda: box.__setitem__(0, 2.0)
-
-
-@recorded
 def lookup_of_a_user_class() -> Form:
-    """As configurations of transformers have it."""
+    """Like the configuration classes of transformers."""
 
     class Config:
         def __getattribute__(self, name: str) -> Any:
@@ -613,14 +413,6 @@ def class_property() -> Form:
     return lambda x: x * Config.slope, lambda: setattr(Config, "half", 1.0)
 
 
-@recorded
-def torch_module() -> Form:
-    layer = torch.nn.Sequential(torch.nn.Identity())
-    layer[0].register_forward_hook(lambda module, args, out: out * slope[0])
-    slope = [0.5]
-    return lambda x: layer(x), lambda: slope.__setitem__(0, 2.0)
-
-
 @form
 def function_with_the_name_of_another() -> Form:
     class Config:
@@ -641,10 +433,3 @@ def proxy() -> Form:
     config = Config()
     weak = weakref.proxy(config)
     return lambda x: x * weak.slope if config else x, lambda: setattr(Config, "slope", 2.0)
-
-
-@form
-def submodule_by_number() -> Form:
-    layers: Any = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
-    layers[1].slope = 0.5
-    return lambda x: x * layers[1].slope, lambda: setattr(layers[1], "slope", 2.0)
