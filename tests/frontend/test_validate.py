@@ -11,7 +11,9 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 import tritoncp
 from tritoncp import causal, document
-from tritoncp.api.attention import flex_attention, make_plan, positions, shard, unshard
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.plans import make_plan
+from tritoncp.api.shards import positions, shard, unshard
 from tritoncp.distributed import collectives
 from tritoncp.frontend import validate
 from tritoncp.frontend.plan_cache import in_order

@@ -310,6 +310,25 @@ def _warn_uneven(sources: Sources, natural: Plan) -> None:
     )
 
 
+def _build_balanced(
+    masks: Mapping[str, Mask],
+    world_size: int,
+    rank: int,
+    balancer: str | Balancer | None,
+    schedule: str,
+    degree: int,
+) -> dict[str, Plan]:
+    """Build a plan for each mask, on one placement that balances the sum of their work."""
+    options: dict[str, Any] = {"balancer": balancer, "schedule": schedule, "degree": degree}
+    weighed = list(masks.values())
+    plans = {
+        name: plan.build(mask, world_size, rank, weighed=weighed, **options) for name, mask in masks.items()
+    }
+    # All share one object, so that sharding by one plan counts for all.
+    first = next(iter(plans.values()))
+    return {name: replace(one, q=first.q, kv=first.kv) for name, one in plans.items()}
+
+
 @on_host
 def make(
     masks: Mapping[str, BlockMask | Mask],
@@ -326,21 +345,7 @@ def make(
         check_plannable(masks)
         sources = {name: Sources.of(mask) for name, mask in masks.items()}
         compact = {name: source.compact(1, 0, 0) for name, source in sources.items()}
-        unpinned = {
-            name: plan.build(
-                mask,
-                world_size,
-                rank,
-                balancer=balancer,
-                schedule=schedule,
-                weighed=list(compact.values()),
-                degree=degree,
-            )
-            for name, mask in compact.items()
-        }
-        # All share one object, so that sharding by one plan counts for all.
-        first = next(iter(unpinned.values()))
-        unpinned = {name: replace(one, q=first.q, kv=first.kv) for name, one in unpinned.items()}
+        unpinned = _build_balanced(compact, world_size, rank, balancer, schedule, degree)
         # Also without a group: a data loader's worker may pass the plan to one.
         digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}
         plans = {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.masks.closed_forms import Document, MaskMod, document, is_settled
+from tritoncp.masks.closed_forms import MaskMod, is_settled
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.placement import Placement, natural
 from tritoncp.planning.plan import Plan, pieces
@@ -366,21 +366,6 @@ def check_gathered(plan_or_mask: Any, world_size: int) -> None:
             f"the plan is for {plan_or_mask.world_size} ranks, the mesh has {world_size}; pass the mesh it "
             "was made with, unshard(x, plan, mesh, dim=...)"
         )
-
-
-def document_starts(documents: Any, length: int) -> Tensor:
-    """Return the position of the first token of each token's document: int64 [B or 1, length]."""
-    mask = document(ids=documents) if isinstance(documents, Tensor) else documents
-    if not isinstance(mask, Document):
-        raise TypeError(
-            f"documents is a tensor with the document of each token, or document(...); got {mask!r}"
-        )
-    intervals = mask.intervals(length, length)
-    if intervals is None:
-        raise ValueError(
-            "a document comes in several pieces; positions within documents need each in one piece"
-        )
-    return intervals[0][:, 0]
 
 
 def check_plannable(masks: Mapping[Any, Any]) -> None:
