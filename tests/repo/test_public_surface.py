@@ -38,7 +38,8 @@ from tritoncp.tuning.targets import Target
 # calling them.
 FOR_USERS = {
     "Mask": {
-        *("B", "H", "draw", "kv_len", "nbytes", "q_len", "sparsity", "to_block_mask", "to_dense", "transpose"),
+        *("B", "H", "draw", "kv_len", "nbytes", "q_len"),
+        *("sparsity", "to_block_mask", "to_dense", "transpose"),
     },
     "Plan": {
         *("balancer", "batch_rows", "bytes_sent", "explain", "for_rank", "imbalance", "owners", "plot"),
