@@ -56,13 +56,13 @@ REMEDY = (
 
 def signature(function: Callable[..., Any]) -> str:
     """Format parameter names and defaults, without annotations and private parameters."""
-    shown = inspect.signature(function)
+    whole = inspect.signature(function)
     parameters = [
         parameter.replace(annotation=inspect.Parameter.empty, default=plain(parameter.default))
-        for parameter in shown.parameters.values()
+        for parameter in whole.parameters.values()
         if not parameter.name.startswith("_") or parameter.default is inspect.Parameter.empty
     ]
-    text = str(shown.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    text = str(whole.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
     return text.replace("Ellipsis", "...")
 
 

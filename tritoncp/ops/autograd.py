@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tritoncp.core.handles import held_by
 from tritoncp.core.host_copy import has_default_device
-from tritoncp.core.tracing import undisturbed
+from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import schedule_of
@@ -259,7 +259,7 @@ def register_op(
     """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel ``differentiated``."""
 
     def run_body(*args: Any) -> Any:
-        with undisturbed():
+        with fresh_dispatch():
             return body(*args)
 
     schema = torch.library.infer_schema(body, mutates_args=())
