@@ -177,7 +177,7 @@ class EagerEngine:
     def _visible(
         self, tables: Tables, q: Tensor, k: Tensor, h_offset: int
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return positions of rows [Bp, S] and columns [Bp, rows], and visible pairs: bool [B, H, S, rows]."""
+        """Return positions of rows [Bp, S] and columns [Bp, rows], visible pairs: bool [B, H, S, rows]."""
         b, h = q.shape[:2]
         at = row_positions(tables.q_slots, q.shape[2]), row_positions(tables.kv_slots, k.shape[2])
         slot = _slot_of_row(tables.q_slots, q.shape[2]), _slot_of_row(tables.kv_slots, k.shape[2])
