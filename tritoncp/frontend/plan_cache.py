@@ -12,7 +12,6 @@ placements, which are equal on every rank: all ranks reuse a plan, or all make o
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
 from tritoncp.distributed import collectives, consistency
 from tritoncp.distributed.consistency import fact
@@ -300,13 +300,12 @@ def _warn_uneven(sources: Sources, natural: Plan) -> None:
         return
     _WARNED.add(warning_key)
     busiest = max(range(natural.world_size), key=natural.work.__getitem__)
-    warnings.warn(
+    warn_caller(
         f"in natural order rank {busiest} of {natural.world_size} does {natural.imbalance:.2f} times "
         "the mean work of this mask. Two lines balance it:\n"
         "    plan = tritoncp.make_plan(block_mask, mesh)\n"
         "    q, k, v = (tritoncp.shard(x, plan, dim=2) for x in (q, k, v))  # of the global tensors\n"
-        "and flex_attention(q, k, v, plan, mesh) in place of the mask.",
-        stacklevel=6,
+        "and flex_attention(q, k, v, plan, mesh) in place of the mask."
     )
 
 

@@ -6,7 +6,6 @@ Each message names the argument that was passed, the requirement and the remedy.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.core.caller import warn_caller
 from tritoncp.masks.closed_forms import MaskMod, is_settled
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.placement import Placement, natural
@@ -304,12 +304,11 @@ def check_order(plan: Plan, positions: Tensor | None = None) -> None:
     if plan.balancer == "natural" or plan.q.order_is_read:
         return
     plan.positions  # noqa: B018 - marks the order as read
-    warnings.warn(
+    warn_caller(
         f"this plan deals blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "
         "positions(plan) was called for it: shards in natural order give wrong answers without an error. "
         "Shard every tensor with the plan, and pass positions=positions(plan) to have the order checked; or "
-        "pass the mask in place of the plan, if rank r holds the r-th piece",
-        stacklevel=4,
+        "pass the mask in place of the plan, if rank r holds the r-th piece"
     )
 
 
