@@ -36,20 +36,20 @@ collect_ignore = [*([] if HAS_GPU else ["gpu"]), *([] if HAS_BROWSER else ["perf
 
 @pytest.fixture(autouse=True)
 def seed() -> None:
-    """The same random numbers whatever ran before, and on whatever worker."""
+    """Seed random numbers, so that a test does not depend on the order of tests or on its worker."""
     random.seed(0)
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small its tensors, an all-gather comes in pieces."""
+    """Split every all-gather into pieces, also for small tensors."""
     monkeypatch.setattr(traffic, "SMALL", 0)
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that nobody wrote holds NaN or an absurd integer, so that reading it cannot go unnoticed."""
+    """Fill new memory with NaN or a huge integer, so that reading it before a write changes results."""
     for owner, name in (
         (torch, "empty"),
         (torch, "empty_like"),
@@ -63,7 +63,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["eager", "kernels"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both engines of a CPU: plain torch, and interpreted kernels."""
+    """Run the test on both engines of a CPU: plain torch, and interpreted kernels."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: request.param == "kernels")
     return request.param
 

@@ -28,7 +28,7 @@ def install() -> None:
 
 
 def languages_of(fn: Any) -> list[Any]:
-    """The modules that the interpreter changes for a function: those that its module knows."""
+    """The modules that the interpreter patches for a function: those in the globals of its module."""
     modules = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
     return [module for module in modules if module is tl or module is tl.core] or [tl]
 

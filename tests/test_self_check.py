@@ -105,12 +105,12 @@ def test_a_check_that_gets_a_signal_reports_its_finished_cases(number):
     ) as process:  # fmt: skip
         first = process.stderr.readline()
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-        said, rest = process.communicate(timeout=100)
+        output, rest = process.communicate(timeout=100)
     assert process.returncode == 1
     assert first.startswith("right "), first
     assert f"stopped: {number.name} came" in rest
     assert "NOT RUN " in rest
-    cases = json.loads(said)["cases"]
+    cases = json.loads(output)["cases"]
     assert {"not run" in (case["why"] or "") for case in cases if not case["right"]} == {True}
 
 
@@ -252,7 +252,7 @@ def test_without_numpy_the_error_names_the_package(monkeypatch):
 
 
 def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch):
-    """Such a check would pass without testing the GPU."""
+    """Interpreted kernels beside a GPU: the check would pass without testing the GPU."""
     from tritoncp import doctor
 
     gpu = {"index": 0, "name": "NVIDIA H200", "architecture": "sm_90", "memory_gib": 139.8}

@@ -15,13 +15,13 @@ from tritoncp._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tritoncp.api.attention import flex_attention as flex_attention
-    from tritoncp.api.attention import make_plan as make_plan
-    from tritoncp.api.attention import positions as positions
-    from tritoncp.api.attention import shard as shard
-    from tritoncp.api.attention import unshard as unshard
     from tritoncp.api.parallel import SAVE_OPS as SAVE_OPS
     from tritoncp.api.parallel import ContextParallel as ContextParallel
     from tritoncp.api.parallel import checkpoint_policy as checkpoint_policy
+    from tritoncp.api.plans import make_plan as make_plan
+    from tritoncp.api.shards import positions as positions
+    from tritoncp.api.shards import shard as shard
+    from tritoncp.api.shards import unshard as unshard
     from tritoncp.api.simulate import simulate as simulate
     from tritoncp.api.varlen import contiguous_to_dual_chunk as contiguous_to_dual_chunk
     from tritoncp.api.varlen import dual_chunk_to_contiguous as dual_chunk_to_contiguous
@@ -45,7 +45,9 @@ if TYPE_CHECKING:
 
 
 _WHERE = {
-    "api.attention": ("flex_attention", "make_plan", "positions", "shard", "unshard"),
+    "api.attention": ("flex_attention",),
+    "api.plans": ("make_plan",),
+    "api.shards": ("positions", "shard", "unshard"),
     "planning.balance": ("balancers",),
     "masks.create": ("create_block_mask",),
     "masks.mask": (

@@ -20,7 +20,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention import flex_attention as torch_flex
 
-from tritoncp.api.attention import flex_attention, make_plan, shard, unshard
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.plans import make_plan
+from tritoncp.api.shards import shard, unshard
 from tritoncp.api.simulate import simulate
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.ops.sinks import with_sinks

@@ -31,7 +31,7 @@ def chunked(draw: st.DrawFn) -> tuple[int, list[int]]:
     return world, [2 * world * n for n in draw(st.lists(st.integers(0, 4), max_size=5))]
 
 
-def held_by(rank: int, world: int, lengths: list[int]) -> list[int]:
+def rows_of_rank(rank: int, world: int, lengths: list[int]) -> list[int]:
     """Return the rows of each rank in dual-chunk order: of each document chunk r, then chunk 2 W - 1 - r."""
     rows, start = [], 0
     for length in lengths:
@@ -45,7 +45,7 @@ def held_by(rank: int, world: int, lengths: list[int]) -> list[int]:
 @given(chunked())
 def test_dual_chunk_order_is_the_loop_over_documents(case) -> None:
     world, lengths = case
-    want = [held_by(rank, world, lengths) for rank in range(world)]
+    want = [rows_of_rank(rank, world, lengths) for rank in range(world)]
     assert dual_chunk_rows(cumulative(lengths), world).tolist() == want
 
 
@@ -55,7 +55,7 @@ def test_there_and_back(case, dim: int) -> None:
     total, edges = sum(lengths), cumulative(lengths)
     x = torch.arange(total * 6).view(total, 2, 3).movedim(0, dim)
     dual = contiguous_to_dual_chunk(x, edges, world_size=world, dim=dim)
-    order = [row for rank in range(world) for row in held_by(rank, world, lengths)]
+    order = [row for rank in range(world) for row in rows_of_rank(rank, world, lengths)]
     assert torch.equal(dual, x.index_select(dim, torch.tensor(order, dtype=torch.int64)))
     assert torch.equal(dual_chunk_to_contiguous(dual, edges, world_size=world, dim=dim), x)
 

@@ -1,4 +1,4 @@
-"""A default device, which many scripts set, changes nothing of what is made on the CPU."""
+"""A default device, which many scripts set, does not change tensors that the package makes on the CPU."""
 
 import pytest
 import torch
@@ -9,31 +9,31 @@ from tritoncp.masks.mask import with_intervals
 S, W = 96, 3
 
 
-def everything() -> list:
-    """Settings of a training script, as plain values."""
+def call_results() -> list:
+    """Call masks, plans, shards and attention; return all results as plain values."""
     ids = torch.arange(S, device="cpu") // 20
     traced = tritoncp.create_block_mask(
         lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv]), None, None, S, S, device="cpu", BLOCK_SIZE=16
     )
-    known = tritoncp.create_block_mask(tritoncp.causal(), None, None, S, S, BLOCK_SIZE=16)
-    mask = with_intervals(traced & known, traced.mask_mod)
+    closed = tritoncp.create_block_mask(tritoncp.causal(), None, None, S, S, BLOCK_SIZE=16)
+    mask = with_intervals(traced & closed, traced.mask_mod)
     x = torch.arange(S * 16.0, device="cpu").view(1, 1, S, 16) / 999
-    found = [str(mask), mask.rows(16, 90).to_dense().tolist(), mask.transpose().draw(), mask.sparsity()]
-    found.append(tritoncp.from_block_mask(mask.to_block_mask()).runs.runs.tolist())
+    results = [str(mask), mask.rows(16, 90).to_dense().tolist(), mask.transpose().draw(), mask.sparsity()]
+    results.append(tritoncp.from_block_mask(mask.to_block_mask()).runs.runs.tolist())
     for balancer in tritoncp.balancers:
         plan = tritoncp.make_plan(mask, world_size=W, rank=1, balancer=balancer)
-        found += [str(plan), plan.imbalance, plan.explain(), tritoncp.positions(plan).tolist()]
-        found.append(tritoncp.shard(x, plan, dim=2).tolist())
-    found.append(tritoncp.flex_attention(x, x, x, mask).tolist())
+        results += [str(plan), plan.imbalance, plan.explain(), tritoncp.positions(plan).tolist()]
+        results.append(tritoncp.shard(x, plan, dim=2).tolist())
+    results.append(tritoncp.flex_attention(x, x, x, mask).tolist())
     world = tritoncp.simulate(W)
     shards = world.shard(x, plan, dim=2)
-    found.append([out.tolist() for out in world.flex_attention(shards, shards, shards, plan)])
-    return found
+    results.append([out.tolist() for out in world.flex_attention(shards, shards, shards, plan)])
+    return results
 
 
 @pytest.mark.parametrize("device", ["meta"])  # stands in for a GPU: whatever lands there cannot be read
 def test_a_default_device_changes_nothing(device: str) -> None:
-    want = everything()
+    want = call_results()
     tritoncp.plan_cache_clear()
     with torch.device(device):
-        assert everything() == want
+        assert call_results() == want

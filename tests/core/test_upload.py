@@ -187,14 +187,13 @@ def test_devices_without_streams_get_plain_copies(monkeypatch: pytest.MonkeyPatc
 
 
 class Indices(TorchFunctionMode):
-    """Rows of a call's tensors are chosen by indices that the one place copied and the current stream may
-    read."""
+    """A mode that checks indexing: every index is an upload that the current stream may read."""
 
     CHOOSING = (Tensor.index_select, Tensor.__getitem__, Tensor.__setitem__)
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.recorder, self.seen = recorder, 0
+        self.recorder, self.num_checked = recorder, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self.CHOOSING and args[0].is_floating_point():
@@ -202,13 +201,13 @@ class Indices(TorchFunctionMode):
                 x for x in tree_leaves(args[1:]) if isinstance(x, Tensor) and x.dtype == torch.int64
             ):
                 assert (storage(index), self.recorder.stream) in self.recorder.ready, func
-                self.seen += 1
+                self.num_checked += 1
         return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture
 def launched(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many integer tensors each launch reads; the current stream may read them all."""
+    """Count the integer tensors that each launch reads, and check that the current stream may read them."""
     counts: list[int] = []
     run = Launch.__call__
 
@@ -278,7 +277,7 @@ def test_every_stream_records_its_use_of_every_tensor_of_a_plan(
     assert recorder.count("wait", "use") == Counter(
         (do, memory, 8) for do in ("wait", "use") for memory in cached
     )
-    assert bool(indices.seen) == (schedule == "fetch")
+    assert bool(indices.num_checked) == (schedule == "fetch")
 
 
 def test_a_capture_uses_the_copies_of_an_earlier_call(recorder: Recorder) -> None:
@@ -326,11 +325,11 @@ def test_a_permutation_first_used_under_inference_mode_serves_training(
     monkeypatch.setattr(upload, "STREAMS", streams())
     cu_seqlens, x = torch.tensor([0, 4, 12]), torch.arange(12.0)
     with torch.inference_mode():
-        there = tritoncp.contiguous_to_dual_chunk(x, cu_seqlens, world_size=2)
+        first = tritoncp.contiguous_to_dual_chunk(x, cu_seqlens, world_size=2)
     leaf = x.clone().requires_grad_()
-    again = tritoncp.contiguous_to_dual_chunk(leaf, cu_seqlens, world_size=2)
-    (grad,) = torch.autograd.grad(again, leaf, there)
-    assert torch.equal(again, there) and torch.equal(grad, x)
+    result = tritoncp.contiguous_to_dual_chunk(leaf, cu_seqlens, world_size=2)
+    (grad,) = torch.autograd.grad(result, leaf, first)
+    assert torch.equal(result, first) and torch.equal(grad, x)
 
 
 def test_uncached_copies_go_through_pinned_memory(recorder: Recorder) -> None:

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritoncp
 from tritoncp import and_masks, causal, document, sliding_window
-from tritoncp.api.attention import flex_attention, make_plan
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.plans import make_plan
 from tritoncp.frontend import mask_source, plan_cache
 from tritoncp.frontend.plan_cache import in_order
 from tritoncp.mods import recording

@@ -11,7 +11,9 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 import tritoncp
 from tritoncp import causal, document
-from tritoncp.api.attention import flex_attention, make_plan, positions, shard, unshard
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.plans import make_plan
+from tritoncp.api.shards import positions, shard, unshard
 from tritoncp.distributed import collectives
 from tritoncp.frontend import validate
 from tritoncp.frontend.plan_cache import in_order
@@ -438,3 +440,12 @@ def test_positions_inside_documents_start_at_zero():
         inside = positions(own, ids)
         assert torch.equal(inside, expected[:, own.positions[0]])
         assert torch.equal(positions(own, document(ids=ids)), inside)
+
+
+def test_the_warning_about_order_shows_the_line_of_the_call():
+    world, mask = tritoncp.simulate(2), tritoncp.create_block_mask(causal(), 1, 1, 512, 512)
+    x = [torch.ones(1, 1, 256, 16)] * 2
+    with pytest.warns(UserWarning, match="deals blocks in ptrr order") as record:
+        world.flex_attention(x, x, x, world.make_plan(mask))
+    (warning,) = [warning for warning in record if "deals blocks" in str(warning.message)]
+    assert warning.filename == __file__

@@ -59,7 +59,7 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 def qkv(*, n: int = N, kv: int | None = None, batch: int = 1, heads: int = 2, kv_heads: int = 1,
         dim: int = 64, v_dim: int | None = None, dtype: torch.dtype = BF16) -> QKV:  # fmt: skip
-    """Unit normals, and gradients of out and lse to start from."""
+    """Draw unit-normal tensors, and the gradients of out and lse for the backward pass."""
     v_dim, kv = v_dim or dim, kv or n
     q, dout = (normal(batch, heads, n, width, dtype=dtype) for width in (dim, v_dim))
     k, v = (normal(batch, kv_heads, kv, width, dtype=dtype) for width in (dim, v_dim))
@@ -105,7 +105,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
 
 
 class Score(NamedTuple):
-    """A score_mod made from tensors that want a gradient."""
+    """A factory of score_mods from tensors that require gradients."""
 
     of: ScoreOf | None
     captured: Callable[[int], tuple[Tensor, ...]] = lambda heads: ()
@@ -181,7 +181,7 @@ def peer(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[T
 
 def check(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[Tensor] = (), *,
           scale: float | None = None, got: Results | None = None, **options: Any) -> Results:  # fmt: skip
-    """As right as float64 allows: see :func:`close`. The kernels' own statistics are float32 throughout."""
+    """Compare a call with float64 attention, see :func:`close`. The kernels' statistics are float32."""
     got = got or run(x, mask, score, captured, scale=scale, **options)
     want = oracle(x, mask, score, captured, scale=scale)
     other = peer(x, mask, score, captured, scale=scale)
@@ -198,7 +198,7 @@ def check(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: Sequence[
 
 def forward(x: QKV, mask: Any, score: Score = SCORES["none"], captured: Sequence[Tensor] = (),
             **options: Any) -> tuple[Tensor, ...]:  # fmt: skip
-    """(out, lse, max_scores) of a call that compiles no backward kernel."""
+    """Return (out, lse, max_scores) of a call that compiles no backward kernel."""
     want = AuxRequest(lse=True, max_scores=True)
     out, aux = tritoncp.flex_attention(
         *x[:3], score.of and score.of(*captured), mask, enable_gqa=True, kernel_options=options,
@@ -219,7 +219,7 @@ def check_forward(x: QKV, mask: Mask, score: Score = SCORES["none"], captured: S
 
 
 def equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
-    """Whether tensors are equal bit for bit."""
+    """Return whether tensors are equal bit for bit."""
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
 

@@ -63,7 +63,7 @@ def test_head_groups_and_batches(heads, kv_heads, batch):
 
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tensors_as_projections_leave_them(dim):
-    """[B, S, H, D] seen as [B, H, S, D]: results are written at these strides, too."""
+    """Inputs [B, S, H, D] transposed to [B, H, S, D]: results have the same strides."""
     x = qkv(batch=2, heads=4, kv_heads=2, dim=dim)
     transposed = QKV(*(t.transpose(1, 2).contiguous().transpose(1, 2) for t in x[:4]), x.dlse)
     check(transposed, MASKS["causal"]())
@@ -91,7 +91,7 @@ def test_scales(scale):
 
 
 def test_any_strides():
-    """[B, S, H, D] in memory, every second element, and an expanded gradient."""
+    """Inputs [B, S, H, D] in memory with every second element, and an expanded output gradient."""
     x = qkv(batch=2)
     turned = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in x[:2])
     spread = torch.stack([x.v, x.v], -1).flatten(-2)[..., ::2]

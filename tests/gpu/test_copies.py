@@ -24,7 +24,7 @@ S = 512
 
 
 def copies_back(work):
-    """Copies from the device to the host while work() runs."""
+    """Count the copies from the device to the host while work() runs."""
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:

@@ -1,5 +1,5 @@
-"""Tiles copied by tensor descriptor, and the fused backward pass, on a GPU, where the interpreter shows too
-little."""
+"""Tiles copied by tensor descriptor, and the fused backward pass, on a GPU: the interpreter executes
+neither as a GPU does."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ TILES |= {"num_warps": 8, "num_stages": 2}
 @pytest.mark.parametrize("dim", [64, 80, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["causal", "documents"])
 def test_answers(dim, mask):
-    """One piece of channels and two; a last tile that reaches past the end of the tensor."""
+    """Cases: one and two pieces of channels; a last tile that reaches past the end of the tensor."""
     check(qkv(dim=dim, heads=4, kv_heads=2, batch=2), MASKS[mask](), USE_TMA=True)
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_same_bits_as_by_pointer(mask):
-    """The same tiles in the same order, however they come into shared memory."""
+    """Descriptor and pointer copies give the same tiles in the same order, and so the same bits."""
     x, mask_mod = qkv(dim=128), MASKS[mask]()
     copied = run(x, mask_mod, USE_TMA=True, **TILES)
     same(copied, run(x, mask_mod, USE_TMA=False, **TILES))
@@ -55,7 +55,7 @@ def test_slots_of_a_gathered_buffer():
 
 
 def check_fused(x, mask, *score, **options):
-    """Right gradients; where this Triton compiles the kernel wrong, a refusal."""
+    """Gradients are right; with a Triton that compiles the kernel wrong, the call raises an error."""
     if fused_fault(architecture(torch.device("cuda"))) is None:
         check(x, mask, *score, FUSED_BACKWARD=True, **options)
     else:
@@ -76,7 +76,7 @@ def test_fused_backward_with_captures(tma):
 
 
 def test_fused_backward_is_right_every_time():
-    """Sums in any order, and no row lost among programs that add to it at once."""
+    """Programs add to the same rows at once: sums agree up to rounding, and no addend is lost."""
     x, mask = qkv(n=2 * N, dim=64, heads=4, kv_heads=4), block_mask(causal(), 2 * N)
     check_fused(x, mask)
     want = run(x, mask)

@@ -91,7 +91,7 @@ def test_options_change_speed_only(split, pack, tma):
 
 
 def test_any_number_of_rows_may_be_shared():
-    """By option, also where rows fill many tiles."""
+    """PACK_GQA and SPLIT_KV as options, also with rows that fill many tiles."""
     whole = create_block_mask(sliding_window(-1, 0), 1, 1, N, N, DEVICE, BLOCK)
     check_forward(qkv(heads=4, kv_heads=2), whole, SPLIT_KV=3, PACK_GQA=True)
 
@@ -109,7 +109,7 @@ def test_the_rule_packs_and_splits():
 
 
 def test_over_ranks():
-    """Steps of a ring, with states in and out."""
+    """Steps of a ring, with (acc, m, l) as input and output."""
     mask = create_block_mask(sliding_window(-1, KEYS - 4 * ROWS), 1, 1, 4 * ROWS, KEYS, DEVICE, BLOCK)
     x, world = qkv(n=4 * ROWS, kv=KEYS, heads=4, kv_heads=2), tritoncp.simulate(2)
     want, other = oracle(x, mask), peer(x, mask)

@@ -73,7 +73,7 @@ def it_ends() -> None:
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Turn a fallback to loops into an error where the device has the route; elsewhere request no route."""
+    """Turn a fallback to loops into an error on devices with the route; request no route on others."""
     if not HERE:
         yield
         return
@@ -101,7 +101,7 @@ def check(x: QKV, mask: Mask, **options: Any) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("mask", ["full", "causal", "window", "documents", "prefix"])
 def test_answers(mask, dim):
-    """Grouped heads, batch rows, a last tile that reaches past the end of the tensor."""
+    """Cases: grouped heads, batch rows, a last tile that reaches past the end of the tensor."""
     check(qkv(dim=dim, heads=4, kv_heads=2, batch=2), MASKS[mask]())
 
 
@@ -113,7 +113,7 @@ def test_dims_and_dtypes(dim, v_dim, dtype):
 
 @pytest.mark.parametrize("n", [1, BLOCK // 2, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK - 1])
 def test_few_tiles(n):
-    """No full tile, one, two; the second group without a row."""
+    """Cases: no, one or two full tiles; a second warp group without a row."""
     check(qkv(n=n, dim=128), full_mask(n, n, block=BLOCK))
     check(qkv(n=n, dim=128), block_mask(causal(), n))
 
@@ -134,7 +134,7 @@ def test_rows_that_see_nothing():
 
 
 def test_blocks_listed_as_full_everywhere():
-    """Alternating blocks: several full runs a row, none masked."""
+    """Alternating blocks: each row has several full runs and no masked one."""
     n = 6 * BLOCK
     check(qkv(n=n, dim=64), block_mask(lambda b, h, q, kv: (q // BLOCK + kv // BLOCK) % 2 == 0, n))
 
@@ -154,7 +154,7 @@ def test_views_of_one_projection():
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("name", ENDS)
 def test_long_rows_give_the_same_bits_every_time(name, dim):
-    """No race between copies, groups and turns; and as near to loops as rounding allows."""
+    """No race between copies, groups and turns; and the results agree with the loop kernel up to rounding."""
     x, mask = qkv(n=LONG, heads=8, kv_heads=2, dim=dim), block_mask(ENDS[name], LONG)
     first, loops = forward(x, mask, **ROUTE), forward(x, mask)
     for got, want, near in zip(first, loops, (1e-2, 1e-4, 1e-4)):
@@ -165,7 +165,7 @@ def test_long_rows_give_the_same_bits_every_time(name, dim):
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch"])
 def test_shards_and_steps(schedule):
-    """Slots in any order, state from step to step."""
+    """Blocks in any order of slots, with (acc, m, l) passed from step to step."""
     n = (8 if ON_GPU else 4) * BLOCK
     x, mask = qkv(n=n, dim=128), block_mask(causal(), n)
     world = tritoncp.simulate(2)

@@ -1,4 +1,4 @@
-"""Masks whose tensors live on the GPU: built there by the kernel that asks about pairs."""
+"""Masks whose tensors live on the GPU: classified there by the kernel that evaluates pairs."""
 
 import torch
 

@@ -64,7 +64,7 @@ def two_runs(b, h, q, kv):
     [*itertools.product(MASKS, (64, 128)), *(("documents", dim) for dim in TWO_PIECES)],
 )
 def test_answers(name, dim):
-    """Tiles of one piece of channels and of two; grouped heads; a ragged end."""
+    """Cases: tiles of one or two pieces of channels, grouped heads, lengths between multiples of a tile."""
     n = (10 if ON_GPU else 4) * BLOCK - 24
     mods = {"causal": causal(), "documents": and_masks(causal(), document(lengths=[21, n - 21]))}
     mods |= {"window": sliding_window(200, 10), "dilated": lambda b, h, q, kv: (q - kv) % 3 == 0}
@@ -74,7 +74,7 @@ def test_answers(name, dim):
 
 @pytest.mark.parametrize(("runs", "dtype"), [(0, BF16), (1, FP16), (2, BF16)])
 def test_whole_blocks(runs, dtype):
-    """Without a masked launch; with one full run a row; with two."""
+    """Cases: no masked launch; one full run a row; two."""
     mods = {1: causal(), 2: two_runs}
     mask = block_mask(mods[runs], SHORT) if runs else full_mask(SHORT, SHORT, block=BLOCK)
     check(qkv(n=SHORT, dim=128, dtype=dtype), mask)
@@ -102,7 +102,7 @@ def test_views_of_one_projection():
 
 
 def test_long_rows_give_the_same_bits_every_time():
-    """As near to the other route as rounding allows, and no race."""
+    """Repeated runs have equal bits, and agree with the other route up to rounding."""
     x, mask = qkv(n=LONG, heads=8, kv_heads=2, dim=128), block_mask(causal(), LONG)
     first, loops = forward(x, mask, **ROUTE), forward(x, mask)
     for a, b, tolerance in zip(first, loops, (1e-2, 1e-4, 1e-4)):
@@ -112,7 +112,7 @@ def test_long_rows_give_the_same_bits_every_time():
 
 
 def test_steps_of_a_ring():
-    """State from step to step, slots in any order."""
+    """Blocks in any order of slots, with (acc, m, l) passed from step to step."""
     n = (8 if ON_GPU else 4) * BLOCK
     x, mask = qkv(n=n, dim=128), block_mask(causal(), n)
     world = tritoncp.simulate(2)

@@ -1,5 +1,5 @@
-"""Races, ordering, streams and hidden waits, which no interpreter shows; equal bits wherever they are
-promised."""
+"""Races, order of streams and waits for the device, which the interpreter does not show; equal bits where
+the documentation promises them."""
 
 import contextlib
 import itertools
@@ -49,7 +49,7 @@ def test_many_runs_give_the_same_bits():
 
 
 def test_gradients_of_captured_tensors_do_not_depend_on_the_run():
-    """Up to rounding: they are added atomically, in any order."""
+    """Gradients of captures agree up to rounding: atomics add them in any order."""
     score = SCORES["relative"]
     captured = score.captured(8)
     x, mask = qkv(heads=8, kv_heads=2), MASKS["causal"]()

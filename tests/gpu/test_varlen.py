@@ -41,13 +41,13 @@ def packed(heads, kv_heads, dtype=BF16):
     return x, padding
 
 
-def by_document(results, x, padding, **said):
-    """Zeros (-inf) in padding; elsewhere each document is as right as it would be alone."""
+def by_document(results, x, padding, **options):
+    """Check zeros (-inf) in padding, and each document against the oracle of that document alone."""
     for name, tensor in zip(Results._fields, results):
         assert bool((tensor[padding] == (-math.inf if name in ("lse", "max_scores") else 0)).all()), name
     for rows in DOCUMENTS:
         parts = [tensor[rows].transpose(0, 1)[None] for tensor in x]
-        alone = varlen_mask(torch.tensor([0, rows.stop - rows.start]), **said)
+        alone = varlen_mask(torch.tensor([0, rows.stop - rows.start]), **options)
         got = Results(*(tensor[rows].transpose(0, 1)[None] for tensor in results))
         check(QKV(*parts), alone, got=got)
 
@@ -75,8 +75,8 @@ def test_one_document_at_a_time(heads, causal, window, dtype):
 @pytest.mark.parametrize("balancer", [None, "ptrr"])
 def test_a_world_on_one_device(schedule, balancer):
     x, padding = packed(4 if ON_GPU else 2, 2)
-    world, said = simulate(4), {"causal": True, "window": WINDOW}
-    plan = world.make_plan(varlen_mask(**EDGES, **said), balancer=balancer, schedule=schedule)
+    world, options = simulate(4), {"causal": True, "window": WINDOW}
+    plan = world.make_plan(varlen_mask(**EDGES, **options), balancer=balancer, schedule=schedule)
     shards = [world.shard(t, plan, dim=0, batch_dim=None, pad=math.nan) for t in x]
     leaves = [[t.detach().requires_grad_() for t in parts] for parts in shards[:3]]
     heads_first = [[t.transpose(0, 1)[None] for t in parts] for parts in (*leaves, *shards[3:])]
@@ -88,7 +88,7 @@ def test_a_world_on_one_device(schedule, balancer):
     results = [world.unshard(parts, plan, dim=0, batch_dim=None) for parts in rows]
     for tensor in results[1:3]:
         tensor[padding] = -math.inf  # unshard leaves zeros where no rank holds anything
-    by_document(results, x, padding, **said)
+    by_document(results, x, padding, **options)
 
 
 def test_megatrons_order_on_the_device():

@@ -28,7 +28,7 @@ from tests.gpu.support import (
 
 
 def simulated(x: QKV, plan: tritoncp.Plan, score: Score = SCORES["none"], captured=()) -> Results:
-    """The global answer of a simulated world, gradients through its shards."""
+    """Return the global results of a simulated world, with gradients through its shards."""
     world = tritoncp.simulate(plan.world_size)
     own, caught = leaves(x, captured, None)
     shards = [world.shard(t, plan, dim=2, side=side) for t, side in zip(own, ("q", "kv", "kv"))]

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 
 import tritoncp
 from tritoncp import mods
-from tritoncp.api.attention import make_plan
+from tritoncp.api.plans import make_plan
 from tritoncp.ops import call_mods, engine_factory
 from tritoncp.ops.call_mods import mask_of
 from tritoncp.ops.mask_bitmap import bitmask

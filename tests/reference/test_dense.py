@@ -1,4 +1,4 @@
-"""The oracle against torch's own eager flex attention, and against itself where torch has no answer."""
+"""The oracle against torch's own eager flex attention, and against itself where torch has no equivalent."""
 
 import math
 from itertools import product
@@ -90,9 +90,9 @@ def test_rows_that_see_nothing_are_zero_and_never_nan() -> None:
     )
     assert bool((q.grad[:, :, blind] == 0).all())
     assert all(bool(x.grad.isfinite().all()) for x in (q, k, v, table))
-    seen = torch.tensor([1, 2, 4])
-    assert bool(got.lse[:, :, seen].isfinite().all())
-    assert bool((q.grad[:, :, seen] != 0).any())
+    visible_keys = torch.tensor([1, 2, 4])
+    assert bool(got.lse[:, :, visible_keys].isfinite().all())
+    assert bool((q.grad[:, :, visible_keys] != 0).any())
 
 
 def test_a_score_mod_is_never_asked_about_hidden_pairs() -> None:

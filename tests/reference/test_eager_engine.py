@@ -1,4 +1,4 @@
-"""Plans and schedules by themselves: in float64 on the eager engine, any world gives the oracle's answer."""
+"""Plans and schedules on the eager engine in float64: every world size has the oracle's results."""
 
 import math
 from collections.abc import Callable
@@ -32,13 +32,13 @@ EXACT = 1e-10  # of the largest value; rounding of float64 over a few hundred te
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain torch, as where Triton's interpreter is off; a kernel launch would be an error."""
+    """Use the eager engine, as without Triton's interpreter; a kernel launch is an error."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     monkeypatch.setattr(Launch, "__call__", lambda launch: pytest.fail("a kernel ran"))
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels after all."""
+    """Use interpreted kernels."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: True)
     monkeypatch.setattr(Launch, "__call__", LAUNCH)
 
@@ -138,7 +138,7 @@ def test_fewer_blocks_than_ranks(length: int) -> None:
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["eager", "kernels"])
 def test_padding_is_never_read(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a caller leaves in the rows that pad a shard: nothing of it comes out, not even NaN."""
+    """Values in the padding rows of a shard, NaN too, do not reach any result."""
     if kernels:
         interpreted(monkeypatch)
     world, plan = tritoncp.simulate(3), build(mask_of(causal(), 20, block=4), 3)

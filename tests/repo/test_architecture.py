@@ -18,12 +18,12 @@ FOREIGN = {"torch", "triton", "ProcessGroupNCCL"}  # first words of dotted names
 
 
 def spans(text: str) -> list[str]:
-    """The code spans of a page, without its fenced blocks."""
+    """Find the code spans of a page, outside its fenced blocks."""
     return re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
 
 
 def missing_names(text: str) -> list[str]:
-    """Paths and dotted names in code spans that the checkout does not have. A dotted name is relative to
+    """Find paths and dotted names in code spans that the checkout does not have. A dotted name is relative to
     `tritoncp`, or begins with it; names in calls and file names count, file suffixes do not."""
     missing = []
     for span in spans(text):
@@ -37,7 +37,7 @@ def missing_names(text: str) -> list[str]:
 
 
 def is_name(name: str) -> bool:
-    """Whether a dotted name is a module of the package, or something that a module or class of it defines."""
+    """Return whether a dotted name is a module of the package, or is defined in a module or class of it."""
     present, parts = modules(), name.removeprefix("tritoncp.").split(".")
     if name.startswith("tritoncp.") and parts[0] in public_names:
         return len(parts) == 1
@@ -48,12 +48,12 @@ def is_name(name: str) -> bool:
 
 
 def packages(present: dict[str, Path]) -> set[str]:
-    """Packages of the table of modules, those without an `__init__.py` too."""
+    """List the packages of the table of modules, those without an `__init__.py` too."""
     return {name.rpartition(".")[0] for name in present}
 
 
 def is_defined(body: list[ast.stmt], parts: list[str]) -> bool:
-    """Whether statements define parts[0], and so on inside it."""
+    """Return whether statements define the nested name that parts are."""
     if not parts:
         return True
     for node in body:
@@ -66,7 +66,7 @@ def is_defined(body: list[ast.stmt], parts: list[str]) -> bool:
 
 
 def rows(text: str, header: str) -> dict[str, list[str]]:
-    """A table of a page by the first cell of its rows, which is a code span."""
+    """Read a table of a page: the cells of each row, by its first cell, which is a code span."""
     _, _, table = text.partition(f"| {header} |")
     lines = table.split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -113,8 +113,8 @@ def test_every_package_has_a_row():
 def test_main_modules_belong_to_their_layer():
     for layer, (_, main, _) in rows((ROOT / ARCHITECTURE).read_text(), "layer").items():
         for module in re.findall(r"`([\w.]+)`", main):
-            held = {module, module.split(".")[0]}
-            assert held & LAYERS[layer].holds, f"{module} is not in layer {layer}"
+            names = {module, module.split(".")[0]}
+            assert names & LAYERS[layer].holds, f"{module} is not in layer {layer}"
 
 
 def test_moved_modules_of_the_changelog_exist():

@@ -60,9 +60,6 @@ LAYERS = {
     ),
 }  # fmt: skip
 
-ROOT_IMPORTERS = {"demo.train", "planning.command", "self_check.comparison"}  # they still import the root
-
-
 def modules() -> dict[str, Path]:
     """List every module of the package by the name after `tritoncp.`; "" is the package itself."""
     imports = {}
@@ -107,7 +104,7 @@ def forbidden(module: str, names: set[str], modules: set[str]) -> list[str]:
     return sorted(
         name
         for name in names
-        if (imports_root(name, modules) and module not in ROOT_IMPORTERS) or not allowed(layer, name, modules)
+        if imports_root(name, modules) or not allowed(layer, name, modules)
     )
 
 
@@ -166,13 +163,6 @@ def test_the_table_forbids_some_imports():
     assert not forbidden(plan, {"torch.Tensor", "math", "tritoncp.planning.plan.Plan"}, modules_of_package)
 
 
-# Modules whose imports of each other form circles today.
-CIRCULAR = {
-    "planning.balance", "planning.balance_locality",
-    "planning.cost", "planning.picture", "planning.plan", "planning.report",
-}  # fmt: skip
-
-
 def import_graph() -> dict[str, set[str]]:
     """Map each module to the modules of the package that it imports.
 
@@ -197,8 +187,7 @@ def import_circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_module_imports_itself_through_others():
-    graph = import_graph()
-    circle = import_circle({m: n - CIRCULAR if m in CIRCULAR else n for m, n in graph.items()})
+    circle = import_circle(import_graph())
     assert not circle, "circle of imports: " + " -> ".join(circle)
 
 
@@ -271,6 +260,36 @@ def test_plans_and_shards_are_made_where_triton_is_not_installed(code, tmp_path)
 
 def test_the_command_line_shows_its_help_without_torch():
     assert not {"triton", "torch"} & loaded_after("import tritoncp.cli")
+
+
+def bound_names(path: Path, package: str) -> set[str]:
+    """Collect the names that a package's `__init__.py` binds, except submodules under their own names."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == f"tritoncp.{package}":
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def test_no_package_attribute_shares_a_submodules_name():
+    """Else `tritoncp.x` is a function or a module, depending on which import ran first."""
+    import tritoncp
+    from tritoncp.masks import mask
+
+    present = modules()
+    lazy = {"": set(tritoncp.__all__), "masks": set(mask.__all__), "mods": set(tritoncp.mods.__all__)}
+    for package, path in present.items():
+        if path.name == "__init__.py":
+            prefix = f"{package}." if package else ""
+            inside = {name.removeprefix(prefix).split(".")[0] for name in present if name.startswith(prefix)}
+            names = bound_names(path, package) | lazy.get(package, set())
+            assert not names & inside, f"tritoncp.{package}: {names & inside} are submodules too"
 
 
 def test_public_names_resolve_and_type_checkers_see_the_same():

@@ -1,30 +1,24 @@
-"""The public calls: argument shapes and overloads, nothing else."""
+"""`flex_attention`: checks a call, finds its plan and runs the forward op."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, overload
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from tritoncp.core.handles import refuse_inside_a_graph
+from tritoncp.api.plans import MaskLike
 from tritoncp.distributed import collectives
 from tritoncp.frontend import dynamo, plan_cache, validate
 from tritoncp.kernels.tile_rules import architecture, check_options
-from tritoncp.masks.closed_forms import MaskMod
-from tritoncp.masks.mask import Mask
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods, engine_factory, signatures
 from tritoncp.ops.autograd import forward
 from tritoncp.ops.sinks import with_sinks
-from tritoncp.planning.placement import Placement, lengthen, take
 from tritoncp.planning.plan import Plan
-from tritoncp.planning.work import Balancer
-
-MaskLike = BlockMask | Mask | MaskMod | Plan
 
 
 def flex_attention(
@@ -88,19 +82,9 @@ def flex_attention(
         check()
         key, value = validate.shared_batch(query, key), validate.shared_batch(query, value)
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
+        qkv = query, key, value
         outs = dynamo.attend(
-            query,
-            key,
-            value,
-            score,
-            mask,
-            mesh,
-            scale,
-            kernel_options,
-            want_max,
-            positions,
-            returns,
-            batch_offset,
+            *qkv, score, mask, mesh, scale, kernel_options, want_max, positions, returns, batch_offset
         )
     else:
         group = collectives.group_of(mesh)
@@ -119,6 +103,11 @@ def flex_attention(
         outs = forward([query], [key], [value], *rest)
     if sinks is not None:
         outs = [*with_sinks(outs[0], outs[1], sinks), *outs[2:]]
+    return _select_results(outs, return_lse, return_aux)
+
+
+def _select_results(outs: Sequence[Tensor], return_lse: bool, return_aux: AuxRequest | None) -> Any:
+    """Return the requested ones of out, lse and max_scores: out, (out, lse) or (out, AuxOutput)."""
     if return_aux is not None:
         return outs[0], AuxOutput(
             lse=outs[1] if return_aux.lse else None, max_scores=outs[2] if return_aux.max_scores else None
@@ -167,168 +156,3 @@ def _arguments(
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     assert plan.handle is not None
     return list(captures), ints, floats, scale, plan.handle, spec
-
-
-@overload
-def make_plan(
-    block_mask: BlockMask | Mask,
-    mesh: Any = ...,
-    *,
-    balancer: str | Balancer | None = ...,
-    schedule: str = ...,
-    world_size: int | None = ...,
-    rank: int | None = ...,
-) -> Plan: ...
-@overload
-def make_plan(
-    block_mask: Mapping[str, BlockMask | Mask],
-    mesh: Any = ...,
-    *,
-    balancer: str | Balancer | None = ...,
-    schedule: str = ...,
-    world_size: int | None = ...,
-    rank: int | None = ...,
-) -> dict[str, Plan]: ...
-def make_plan(
-    block_mask: Any,
-    mesh: Any = None,
-    *,
-    balancer: str | Balancer | None = "ptrr",
-    schedule: str = "auto",
-    world_size: int | None = None,
-    rank: int | None = None,
-) -> Any:
-    """Assign the blocks of the global mask to ranks.
-
-    block_mask: a mask, or a dict of masks of one model's layers: their work is summed, so that one placement
-    serves all, and a dict of plans comes back. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call
-    this (2-D for "ulysses" and "ulysses+ring": the second dimension trades heads); or ``world_size`` and
-    ``rank`` without one. balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch),
-    a function of your own from a ``tritoncp.planning.work.Work`` to each rank's blocks, or None for
-    natural order.
-    Raises TypeError for a closed form, which has no lengths; raises on every rank where one rank fails, or
-    ranks differ in mask, options or versions.
-
-    >>> from tritoncp import causal, create_block_mask, sliding_window
-    >>> mask = create_block_mask(causal(), 1, 1, 1024, 1024)
-    >>> plan = make_plan(mask, world_size=4, rank=1)
-    >>> plan.owners.tolist(), plan.imbalance
-    ([[0, 1, 2, 3, 3, 2, 1, 0]], 1.0)
-    >>> near = create_block_mask(sliding_window(128), 1, 1, 1024, 1024)
-    >>> plans = make_plan({"full": mask, "window": near}, world_size=4)
-    >>> torch.equal(plans["full"].owners, plans["window"].owners)
-    True
-    """
-    refuse_inside_a_graph("make_plan")
-    group = collectives.group_of(mesh)
-    if group is not None:
-        world_size, rank = group.size(), group.rank()
-    masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
-    degree = collectives.degree_of(mesh)
-    plans = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule, degree)
-    return plans if isinstance(block_mask, Mapping) else plans[""]
-
-
-def shard(
-    x: Tensor,
-    plan_or_mask: MaskLike | None,
-    mesh: Any = None,
-    *,
-    dim: int,
-    side: str = "q",
-    batch_dim: int | None = 0,
-    pad: float | int | bool = 0,
-) -> Tensor:
-    """Return this rank's part of a global tensor: in a plan's order; for a raw mask its r-th piece.
-
-    x: any tensor whose dimension ``dim`` is the global sequence. ``pad`` fills the padding at the end of a
-    plan's shard. Differentiable: the backward pass puts own positions back and zeros elsewhere, without
-    communication.
-
-    >>> from tritoncp import causal, create_block_mask
-    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
-    >>> shard(torch.arange(8), plan, dim=0)
-    tensor([2, 3, 4, 5])
-    """
-    placement, rank = _placement(x, plan_or_mask, collectives.group_of(mesh), dim, side)
-    validate.check_length(x, dim, placement.length, "a global tensor")
-    return take(x, placement.positions(rank), dim, batch_dim, pad)
-
-
-def unshard(
-    x: Tensor,
-    plan_or_mask: BlockMask | Mask | Plan,
-    mesh: Any = None,
-    *,
-    dim: int,
-    side: str = "q",
-    batch_dim: int | None = 0,
-    grad: str | None = None,
-) -> Tensor:
-    """Gather the shards of all ranks into the global tensor, without padding.
-
-    ``grad``: how the backward pass combines gradients when x requires grad: "sum" (the loss is a sum over
-    ranks: reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
-    """
-    group = collectives.group_of(mesh)
-    validate.check_gathered(plan_or_mask, 1 if group is None else group.size())
-    placement, rank = _placement(x, plan_or_mask, group, dim, side)
-    validate.check_length(x, dim, placement.lengths[rank], "this rank's shard")
-    if x.requires_grad and grad not in ("sum", "slice"):
-        raise ValueError(
-            "x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every rank "
-            f"computes the same loss); got grad={grad!r}"
-        )
-    rows = lengthen(x, dim, placement.s_max).movedim(dim, 0).contiguous()
-    whole = Gather.apply(rows, group, grad == "sum").movedim(0, dim)
-    return take(whole, placement.inverse, dim, batch_dim, 0)
-
-
-def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
-    world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
-    validate.check_dim(x, dim)
-    return validate.placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
-
-
-class Gather(torch.autograd.Function):
-    """All-gather along dim 0; the backward pass sums over ranks or takes the own slice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any, add: bool) -> Tensor:
-        ctx.group, ctx.add = group, add
-        return _collect(collectives.AllGather(x), group)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.group is None:
-            return dx, None, None
-        if ctx.add:
-            return _collect(collectives.ReduceScatter(dx.contiguous()), ctx.group), None, None
-        return dx.chunk(ctx.group.size())[ctx.group.rank()], None, None
-
-
-def _collect(collective: collectives.Collective, group: Any) -> Tensor:
-    def schedule() -> collectives.Schedule[Tensor]:
-        return (yield collectives.Wait((yield collective)))
-
-    return collectives.lockstep([schedule()])[0] if group is None else collectives.run(schedule(), group)
-
-
-def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
-    """Return the global position of each local token, -1 at padding: int64 [B or 1, S_local].
-
-    documents: number of each global token's document, [N] or [B, N], or the ``document(...)`` mask: positions
-    then start at 0 in every document, as rotary embeddings of packed sequences want them.
-
-    >>> from tritoncp import causal, create_block_mask
-    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
-    >>> positions(plan).tolist(), positions(plan, torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])).tolist()
-    ([[2, 3, 4, 5]], [[2, 0, 1, 2]])
-    """
-    at = plan.positions
-    if documents is None:
-        return at
-    first = validate.document_starts(documents, plan.q.length)  # [B or 1, N]
-    batch = max(len(first), len(at))
-    within = at - first.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
-    return within.masked_fill(at < 0, -1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from tritoncp.api import attention
+from tritoncp.api import attention, plans, shards
 from tritoncp.frontend import plan_cache, validate
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.planning.placement import lengthen, take
@@ -29,12 +29,12 @@ class World:
 
     def make_plan(self, block_mask: Any, **options: Any) -> Plan:
         """Make rank 0's plan, as :func:`tritoncp.make_plan` does; ``plan.for_rank(r)`` is rank r's view."""
-        return attention.make_plan(block_mask, world_size=self.world_size, rank=0, **options)
+        return plans.make_plan(block_mask, world_size=self.world_size, rank=0, **options)
 
     def shard(self, x: Tensor, plan: Plan, **options: Any) -> list[Tensor]:
         """Return each rank's part of the global tensor ``x``, see :func:`tritoncp.shard`."""
         self._check(plan)
-        return [attention.shard(x, plan.for_rank(rank), **options) for rank in range(self.world_size)]
+        return [shards.shard(x, plan.for_rank(rank), **options) for rank in range(self.world_size)]
 
     def unshard(
         self, xs: Sequence[Tensor], plan: Plan, *, dim: int, side: str = "q", batch_dim: int | None = 0
@@ -82,20 +82,12 @@ class World:
         for q, k, v in zip(queries, keys, values):
             validate.check_tensors(q, k, v, enable_gqa)
             validate.check_sinks(q, sinks)
-        rows = queries[0].shape[0]
-        whole = rows if batch_offset is None else validate.whole_batch(mask, rows, batch_offset)
-        if not isinstance(mask, Plan):
-            lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
-            mask = plan_cache.in_order(mask, whole, lengths, kv_lengths, 0)
-        self._check(mask)
-        mask = mask if batch_offset is None else mask.batch_rows(batch_offset, rows)
-        for rank, (q, k) in enumerate(zip(queries, keys)):
-            validate.check_shapes(mask.seen_by(rank), q, k)
-        validate.check_order(mask)
+        plan = self._plan_of(mask, queries, keys, batch_offset)
+        validate.check_order(plan)
         want_max = bool(return_aux and return_aux.max_scores)
         keys, values = (list(map(validate.shared_batch, queries, xs)) for xs in (keys, values))
         results = attention.attend(
-            list(queries), keys, values, score, mask.pinned(), "", scale, kernel_options, want_max
+            list(queries), keys, values, score, plan.pinned(), "", scale, kernel_options, want_max
         )
         n = self.world_size
         outs, lses, tops = list(results[:n]), list(results[n : 2 * n]), list(results[2 * n :])
@@ -106,6 +98,22 @@ class World:
             aux: Any = AuxOutput  # its fields hold lists here
             return outs, aux(lse=lses if return_aux.lse else None, max_scores=tops if want_max else None)
         return (outs, lses) if return_lse else outs
+
+    def _plan_of(
+        self, mask: Any, queries: Sequence[Tensor], keys: Sequence[Tensor], batch_offset: int | None
+    ) -> Plan:
+        """Return the plan of a call, checked against the shards of all ranks."""
+        rows = queries[0].shape[0]
+        batch = rows if batch_offset is None else validate.whole_batch(mask, rows, batch_offset)
+        plan = mask
+        if not isinstance(mask, Plan):
+            lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
+            plan = plan_cache.in_order(mask, batch, lengths, kv_lengths, 0)
+        self._check(plan)
+        plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)
+        for rank, (q, k) in enumerate(zip(queries, keys)):
+            validate.check_shapes(plan.seen_by(rank), q, k)
+        return plan
 
     def _check(self, plan: Plan) -> None:
         if plan.world_size != self.world_size:

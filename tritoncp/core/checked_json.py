@@ -1,4 +1,4 @@
-"""JSON that other programs, or people, may have written: parsed within bounds, or refused with ValueError."""
+"""Parsing of untrusted JSON within bounds of size and depth; ValueError for other input."""
 
 from __future__ import annotations
 

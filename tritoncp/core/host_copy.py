@@ -15,19 +15,19 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def elsewhere() -> bool:
-    """Whether a default device is set, by a mode of torch functions."""
+def has_default_device() -> bool:
+    """Return whether a default device other than the CPU is set, by a mode of torch functions."""
     return torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
 
 
 def host() -> AbstractContextManager[object]:
-    """Within it, tensors made without a device are on the CPU."""
+    """Return a context in which tensors made without a device are on the CPU."""
     # A mode would cost every operation in it.
-    return torch.device("cpu") if elsewhere() else contextlib.nullcontext()
+    return torch.device("cpu") if has_default_device() else contextlib.nullcontext()
 
 
 def on_host(call: Callable[P, T]) -> Callable[P, T]:
-    """The same function within `host()`.
+    """Decorate a function to run within `host()`.
 
     >>> with torch.device("meta"):
     ...     torch.zeros(1).device.type, on_host(lambda: torch.zeros(1).device.type)()
@@ -36,7 +36,7 @@ def on_host(call: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not elsewhere():
+        if not has_default_device():
             return call(*args, **kwargs)
         with torch.device("cpu"):
             return call(*args, **kwargs)
@@ -45,7 +45,7 @@ def on_host(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """These tensors on the CPU, in one copy: as bytes, one after the other. The only way back to the host.
+    """Copy tensors of one device to the CPU in one transfer, as bytes one after the other.
 
     >>> to_host([torch.tensor([1.5]), torch.tensor(True)])
     [tensor([1.5000]), tensor(True)]
@@ -61,5 +61,5 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_remote(tensor: Tensor) -> bool:
-    """Whether reading it on the host takes a copy that waits for a device."""
+    """Return whether reading the tensor on the host needs a copy that waits for its device."""
     return tensor.device.type != "cpu"

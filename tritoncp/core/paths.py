@@ -1,4 +1,4 @@
-"""File names that are built from data (a device's name, a journal's fields): checked before they are used."""
+"""Checks of file names that are built from data, such as a device's name or a journal's fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def triton_version(name: str) -> str:
 
 
 def slug(name: str) -> str:
-    """A product's name in lower-case letters, digits and hyphens: safe as part of a file name.
+    """Write a product's name in lower-case letters, digits and hyphens: safe as part of a file name.
 
     >>> slug("NVIDIA H200"), slug("../../etc/passwd"), slug("…")
     ('nvidia-h200', 'etc-passwd', 'device')

@@ -34,8 +34,8 @@ with ThreadPoolExecutor(1) as _thread:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """For the inside of an op: dispatch as in a new thread, without gradients.
+def fresh_dispatch() -> Iterator[None]:
+    """Within an op, dispatch as in a new thread, without gradients.
 
     An op runs below autograd, and where a dispatch mode is on (the first call of a compiled graph, selective
     checkpointing) below functorch as well; translating a mod and the eager engine need both.
@@ -51,7 +51,7 @@ def _getitem_to_index() -> AbstractContextManager[object]:
 
 
 def vmapped(mod: Mod, *levels: InDims) -> Mod:
-    """mod under torch.vmap once for each of `levels` (in_dims), the innermost first.
+    """Apply torch.vmap to mod once for each of `levels` (in_dims), the innermost first.
 
     >>> f = vmapped(lambda q, kv: q >= kv, (None, 0), (0, None))
     >>> f(torch.arange(2), torch.arange(3)).tolist()
@@ -68,7 +68,7 @@ def vmapped(mod: Mod, *levels: InDims) -> Mod:
 
 
 class Rounding(torch.autograd.Function):
-    """Round to a narrower type and keep the wide one; gradients pass as they are."""
+    """Rounding of values to a narrower type within the wide type; gradients pass unchanged."""
 
     generate_vmap_rule = True
 
@@ -112,7 +112,7 @@ class WideGradients(torch.fx.Interpreter):
         return Rounding.apply(out.to(self.dtype), traced.dtype)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """(A type that is asked for is rounded to afterwards.)"""
+        """Run an op with the wide type in place of narrow dtype arguments; `run_node` rounds its result."""
         args, kwargs = tree_map_only(torch.dtype, self._widened, (args, kwargs))
         return super().call_function(target, args, kwargs)
 
@@ -124,26 +124,26 @@ class WideGradients(torch.fx.Interpreter):
 
 
 def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.GraphModule | None:
-    """The mask_mod as a graph of (b, h, q_idx, kv_idx), each an int64 scalar; None if it cannot be traced."""
+    """Trace the mask_mod to a graph of int64 scalars (b, h, q_idx, kv_idx); None if it cannot be traced."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     scalars = tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
     try:
         with torch.no_grad(), _getitem_to_index():
             graph = make_fx(mask_mod)(*scalars)
-    except Exception:  # the user's code: whatever stops the trace, it can still be asked pair by pair
+    except Exception:  # any error of the user's code: the mask_mod can still be evaluated pair by pair
         return None
     graph.graph.eliminate_dead_code()
     return graph
 
 
 def is_read(index: torch.fx.Node) -> bool:
-    """Whether the value of a graph's input matters, and not its shape alone."""
+    """Return whether the graph reads the value of an input, not only its shape."""
     return any(getattr(user.target, "_opname", "") not in SHAPE_ONLY for user in index.users)
 
 
 def reads_batch_or_head(mask_mod: Mod, device: str | torch.device = "cpu") -> tuple[bool, bool]:
-    """Whether the mask_mod's answer can depend on b, on h. A mod that cannot be traced: both.
+    """Return whether the mask_mod may depend on b, and on h; (True, True) if it cannot be traced.
 
     >>> reads_batch_or_head(lambda b, h, q, kv: q + h >= kv)
     (False, True)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import enum
 import hashlib
 import types
-import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp import mods
+from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.frontend import validate
 from tritoncp.masks.block_runs import content
@@ -152,11 +152,10 @@ class Sources:
         name = describe(self.mod)
         if name not in _WARNED:
             _WARNED.add(name)
-            warnings.warn(
+            warn_caller(
                 f"the plan of a mask ({name}) is made again at every call: it captures what cannot be "
                 f"compared between calls ({self.reason}). Make it once, tritoncp.make_plan(mask, mesh), and "
-                "pass the plan",
-                stacklevel=5,
+                "pass the plan"
             )
 
 

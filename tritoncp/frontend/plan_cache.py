@@ -12,7 +12,6 @@ placements, which are equal on every rank: all ranks reuse a plan, or all make o
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
 from tritoncp.distributed import collectives, consistency
 from tritoncp.distributed.consistency import fact
@@ -301,14 +301,32 @@ def _warn_uneven(sources: Sources, natural: Plan) -> None:
         return
     _WARNED.add(warning_key)
     busiest = max(range(natural.world_size), key=natural.work.__getitem__)
-    warnings.warn(
+    warn_caller(
         f"in natural order rank {busiest} of {natural.world_size} does {natural.imbalance:.2f} times "
         "the mean work of this mask. Two lines balance it:\n"
         "    plan = tritoncp.make_plan(block_mask, mesh)\n"
         "    q, k, v = (tritoncp.shard(x, plan, dim=2) for x in (q, k, v))  # of the global tensors\n"
-        "and flex_attention(q, k, v, plan, mesh) in place of the mask.",
-        stacklevel=6,
+        "and flex_attention(q, k, v, plan, mesh) in place of the mask."
     )
+
+
+def _build_balanced(
+    masks: Mapping[str, Mask],
+    world_size: int,
+    rank: int,
+    balancer: str | Balancer | None,
+    schedule: str,
+    degree: int,
+) -> dict[str, Plan]:
+    """Build a plan for each mask, on one placement that balances the sum of their work."""
+    options: dict[str, Any] = {"balancer": balancer, "schedule": schedule, "degree": degree}
+    weighed = list(masks.values())
+    plans = {
+        name: build_plan(mask, world_size, rank, weighed=weighed, **options) for name, mask in masks.items()
+    }
+    # All share one object, so that sharding by one plan counts for all.
+    first = next(iter(plans.values()))
+    return {name: replace(one, q=first.q, kv=first.kv) for name, one in plans.items()}
 
 
 @on_host
@@ -327,21 +345,7 @@ def make(
         check_plannable(masks)
         sources = {name: Sources.of(mask) for name, mask in masks.items()}
         compact = {name: source.compact(1, 0, 0) for name, source in sources.items()}
-        unpinned = {
-            name: build_plan(
-                mask,
-                world_size,
-                rank,
-                balancer=balancer,
-                schedule=schedule,
-                weighed=list(compact.values()),
-                degree=degree,
-            )
-            for name, mask in compact.items()
-        }
-        # All share one object, so that sharding by one plan counts for all.
-        first = next(iter(unpinned.values()))
-        unpinned = {name: replace(one, q=first.q, kv=first.kv) for name, one in unpinned.items()}
+        unpinned = _build_balanced(compact, world_size, rank, balancer, schedule, degree)
         # Also without a group: a data loader's worker may pass the plan to one.
         digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}
         plans = {

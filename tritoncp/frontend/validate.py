@@ -6,7 +6,6 @@ Each message names the argument that was passed, the requirement and the remedy.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.masks.closed_forms import Document, MaskMod, document, is_settled
+from tritoncp.core.caller import warn_caller
+from tritoncp.masks.closed_forms import MaskMod, is_settled
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.build import pieces
 from tritoncp.planning.placement import Placement, natural
@@ -305,12 +305,11 @@ def check_order(plan: Plan, positions: Tensor | None = None) -> None:
     if plan.balancer == "natural" or plan.q.order_is_read:
         return
     plan.positions  # noqa: B018 - marks the order as read
-    warnings.warn(
+    warn_caller(
         f"this plan deals blocks in {plan.balancer} order, and neither shard(x, plan, dim=...) nor "
         "positions(plan) was called for it: shards in natural order give wrong answers without an error. "
         "Shard every tensor with the plan, and pass positions=positions(plan) to have the order checked; or "
-        "pass the mask in place of the plan, if rank r holds the r-th piece",
-        stacklevel=4,
+        "pass the mask in place of the plan, if rank r holds the r-th piece"
     )
 
 
@@ -367,21 +366,6 @@ def check_gathered(plan_or_mask: Any, world_size: int) -> None:
             f"the plan is for {plan_or_mask.world_size} ranks, the mesh has {world_size}; pass the mesh it "
             "was made with, unshard(x, plan, mesh, dim=...)"
         )
-
-
-def document_starts(documents: Any, length: int) -> Tensor:
-    """Return the position of the first token of each token's document: int64 [B or 1, length]."""
-    mask = document(ids=documents) if isinstance(documents, Tensor) else documents
-    if not isinstance(mask, Document):
-        raise TypeError(
-            f"documents is a tensor with the document of each token, or document(...); got {mask!r}"
-        )
-    intervals = mask.intervals(length, length)
-    if intervals is None:
-        raise ValueError(
-            "a document comes in several pieces; positions within documents need each in one piece"
-        )
-    return intervals[0][:, 0]
 
 
 def check_plannable(masks: Mapping[Any, Any]) -> None:

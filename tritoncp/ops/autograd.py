@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.handles import held_by
-from tritoncp.core.host_copy import elsewhere
-from tritoncp.core.tracing import undisturbed
+from tritoncp.core.host_copy import has_default_device
+from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import schedule_of
@@ -261,7 +261,7 @@ def register_op(
     """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel ``differentiated``."""
 
     def run_body(*args: Any) -> Any:
-        with undisturbed():
+        with fresh_dispatch():
             return body(*args)
 
     schema = torch.library.infer_schema(body, mutates_args=())
@@ -293,7 +293,7 @@ def run_below_autograd(op: Any, body: Callable[..., Any], tensors: Iterable[Tens
 
 DISPATCH_MODES = (  # functions that return a true value while modes, functorch, autocast, ... are active
     torch._C._len_torch_dispatch_stack,
-    elsewhere,
+    has_default_device,
     torch._C._functorch.peek_interpreter_stack,
     torch._C._is_any_autocast_enabled,
     torch._C._get_tracing_state,

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from tritoncp.api.attention import make_plan
+from tritoncp.api.plans import make_plan
 from tritoncp.masks import expressions
 from tritoncp.masks.create import create_block_mask
 from tritoncp.planning.drawing.page import html

@@ -1,4 +1,4 @@
-"""The right answer in plain torch: dense float64 attention and the eager engine.
+"""Reference attention in plain torch: the dense oracle, usually in float64, and the eager engine.
 
 May import: planning, masks, core.
 """

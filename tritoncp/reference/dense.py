@@ -14,7 +14,8 @@ from tritoncp.masks.mask import Mask
 
 
 class Dense(NamedTuple):
-    """out [B, Hq, Q, Dv]; lse (natural log) and max_scores [B, Hq, Q], -inf for rows that see nothing."""
+    """Results of a forward pass: out [B, Hq, Q, Dv]; lse (natural log) and max_scores [B, Hq, Q], -inf for
+    rows without a visible key."""
 
     out: Tensor
     lse: Tensor
@@ -42,7 +43,7 @@ def dense_attention(
     *,
     scale: float | None = None,
 ) -> Dense:
-    """Attention in plain differentiable torch, in the inputs' dtype. O(Q * KV) memory.
+    """Compute attention in plain differentiable torch, in the inputs' dtype. O(Q * KV) memory.
 
     q: [B, Hq, Q, D]; k: [B or 1, Hkv, KV, D]; v: [B or 1, Hkv, KV, Dv]; Hq a multiple of Hkv.
     mask: a Mask (block lists first), or bool, broadcast to [B, Hq, Q, KV]; None = all queries see all keys.
@@ -111,7 +112,7 @@ def eager_attention(
 
 
 def largest_error(result: Tensor, exact: Tensor) -> float:
-    """The largest absolute error; infinite if a result is NaN or has the wrong shape.
+    """Return the largest absolute error; infinite if a result is NaN or has the wrong shape.
 
     >>> largest_error(torch.tensor([1.0, -math.inf]), torch.tensor([1.5, -math.inf]))
     0.5
@@ -141,7 +142,7 @@ def allowed_error(eager: Tensor, exact: Tensor) -> float:
 
 
 def _visible(mask: Mask | Tensor | None, scores: Tensor) -> Tensor:
-    """bool [B, H, Q, KV]."""
+    """Return the visible pairs: bool [B, H, Q, KV]."""
     if mask is None:
         return torch.ones_like(scores, dtype=torch.bool)
     if isinstance(mask, Mask):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import undisturbed, vmapped
+from tritoncp.core.tracing import fresh_dispatch, vmapped
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.planning.placement import row_positions
 from tritoncp.planning.step_tables import Tables
@@ -48,9 +48,12 @@ class EagerEngine:
         max_scores: Tensor | None = None, state: Sequence[Tensor] = (), load_state: bool = False,
         store_state: bool = False, h_offset: int = 0,
     ) -> Step:  # fmt: skip
-        """As the kernels' forward. state: (acc [B, H, S, E], m, l [B, H, S]), m in log2 units."""
+        """Run a forward step with the contract of the kernels.
 
-        @undisturbed()
+        state: (acc [B, H, S, E], m, l [B, H, S]), m in log2 units
+        """
+
+        @fresh_dispatch()
         def step() -> None:
             before = [x.clone() for x in state] if load_state else None
             acc, m, l = self._continued(q, k, v, tables, lse.dtype, before, h_offset)
@@ -71,7 +74,7 @@ class EagerEngine:
         self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, dtype: torch.dtype,
         before: Sequence[Tensor] | None, h_offset: int,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """(acc, m, l) after these keys, from those before them."""
+        """Update (acc, m, l) with the scores of these keys."""
         q, k, v = _wide(q, k, v, tables, dtype)
         at, visible = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
@@ -92,7 +95,7 @@ class EagerEngine:
         return acc, m, l
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Step:
-        @undisturbed()
+        @fresh_dispatch()
         def step() -> None:
             delta.copy_((out.to(delta.dtype) * dout.to(delta.dtype)).sum(-1) - (0 if dlse is None else dlse))
 
@@ -102,7 +105,7 @@ class EagerEngine:
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
         dq: Tensor, add: bool = False, h_offset: int = 0,
     ) -> Step:  # fmt: skip
-        @undisturbed()
+        @fresh_dispatch()
         def step() -> None:
             _, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, self.grads)
             _store(dq, ds @ wide[1] * self.scale, add)
@@ -113,7 +116,7 @@ class EagerEngine:
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
         dk: Tensor, dv: Tensor, dq: Tensor | None = None, add: bool = False, h_offset: int = 0,
     ) -> Step:  # fmt: skip
-        @undisturbed()
+        @fresh_dispatch()
         def step() -> None:
             p, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, ())
             heads = (k.shape[1], q.shape[1] // k.shape[1])
@@ -137,9 +140,9 @@ class EagerEngine:
         h_offset: int,
         grads: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Probabilities, gradient of the raw scores, and q, k, dout in the accumulating dtype."""
+        """Compute probabilities, the gradient of the raw scores, and q, k, dout in the accumulating dtype."""
         q, k, v = _wide(q, k, v, tables, lse.dtype)
-        dout, delta = (_held(x, tables.q_slots).to(lse.dtype) for x in (dout, delta[..., None]))
+        dout, delta = (_zero_padding(x, tables.q_slots).to(lse.dtype) for x in (dout, delta[..., None]))
         at, visible = self._visible(tables, q, k, h_offset)
         raw = q @ k.mT * self.scale
         if self.score is None:
@@ -161,7 +164,7 @@ class EagerEngine:
     def _modified(
         self, raw: Tensor, captures: Sequence[Tensor], at: Sequence[Tensor], visible: Tensor, h_offset: int
     ) -> Tensor:
-        """Scores after score_mod, called on visible pairs only; hidden ones -inf."""
+        """Apply the score_mod to the scores of visible pairs; scores of hidden pairs are -inf."""
         pairs = visible.nonzero(as_tuple=True)
         b, h, row, col = pairs
         scores = raw[pairs]
@@ -174,7 +177,7 @@ class EagerEngine:
     def _visible(
         self, tables: Tables, q: Tensor, k: Tensor, h_offset: int
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Positions of rows [Bp, S] and columns [Bp, rows], and who sees whom: bool [B, H, S, rows]."""
+        """Return positions of rows [Bp, S] and columns [Bp, rows], visible pairs: bool [B, H, S, rows]."""
         b, h = q.shape[:2]
         at = row_positions(tables.q_slots, q.shape[2]), row_positions(tables.kv_slots, k.shape[2])
         slot = _slot_of_row(tables.q_slots, q.shape[2]), _slot_of_row(tables.kv_slots, k.shape[2])
@@ -195,7 +198,7 @@ class EagerEngine:
         return at, visible & ((kinds != Kind.MASKED) | self._inside(tables, at, b, h, h_offset))
 
     def _inside(self, tables: Tables, at: tuple[Tensor, Tensor], b: int, h: int, h_offset: int) -> Tensor:
-        """The visible pairs of masked blocks: bool, broadcastable to [B, H, S, rows]."""
+        """Return the visible pairs of masked blocks: bool, broadcastable to [B, H, S, rows]."""
         rows, cols = at[0].clamp(min=0), at[1].clamp(min=0)
         if tables.window is not None:
             gap = rows[:, None, :, None] - cols[:, None, None, :]
@@ -218,12 +221,12 @@ class EagerEngine:
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), at most 1, which a rounded lse of large scores would exceed."""
+    """Compute exp(scores - lse), clamped to 1, which it could exceed by the rounding of lse."""
     return torch.exp((scores - torch.where(lse == -torch.inf, 0, lse)[..., None]).clamp(max=0))
 
 
 def _store(into: Tensor, x: Tensor, add: bool) -> None:
-    if into.stride(0) == 0:  # each row is one batch row's alone: the others' share of it is zero
+    if into.stride(0) == 0:  # batch rows share storage: sum their parts, of which only one is not zero
         into, x = into[:1], x.sum(0, keepdim=True)
     into.copy_(into + x if add else x)
 
@@ -231,19 +234,19 @@ def _store(into: Tensor, x: Tensor, add: bool) -> None:
 def _wide(
     q: Tensor, k: Tensor, v: Tensor, tables: Tables, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the accumulating dtype, k and v once for every query head."""
-    k, v = (_held(x, tables.kv_slots).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return _held(q, tables.q_slots).to(dtype), k.to(dtype), v.to(dtype)
+    """Convert q, k and v to the accumulating dtype, and repeat k and v for every query head."""
+    k, v = (_zero_padding(x, tables.kv_slots).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return _zero_padding(q, tables.q_slots).to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _held(x: Tensor, slots: Tensor) -> Tensor:
+def _zero_padding(x: Tensor, slots: Tensor) -> Tensor:
     """Return x [B, H, rows, n] with zeros outside slots, so that padding times 0 is 0."""
     padding = row_positions(slots, x.shape[2]) < 0
     return x.masked_fill(padding[:, None, :, None], 0)
 
 
 def _slot_of_row(slots: Tensor, rows: int) -> Tensor:
-    """Slot that covers each row of the buffer, -1 for padding: int64 [Bp, rows]."""
+    """Return the slot that covers each row of the buffer, -1 for padding: int64 [Bp, rows]."""
     row = torch.arange(rows, device=slots.device)
     inside = (row >= slots[..., :1]) & (row < slots[..., :1] + slots[..., 2:])  # [Bp, slots, rows]
     if slots.shape[1] == 0:

@@ -1,0 +1,262 @@
+"""The public names, commands, options and fields, compared with the text in `public_surface.txt`.
+
+Lines are the same on every machine: no paths, no versions, no facts about a device.
+"""
+
+import difflib
+import importlib.util
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tritoncp
+from tritoncp.analysis import resource_table
+from tritoncp.cli import main
+from tritoncp.demo.report import Report as DemoReport
+from tritoncp.frontend import dynamo
+from tritoncp.kernels.tile_rules import Config
+from tritoncp.masks import mask as masks
+from tritoncp.ops import autograd, tile_tables
+from tritoncp.perf import exit_codes
+from tritoncp.perf.records.history import Point, Series
+from tritoncp.self_check.cases import Case, Result
+from tritoncp.self_check.report import Report as CheckReport
+from tritoncp.tuning import search_run
+from tritoncp.tuning.search import Choice
+from tritoncp.tuning.targets import Target
+
+# Members of classes whose other members serve the package alone. Users make no objects of these classes by
+# calling them.
+FOR_USERS = {
+    "Mask": {
+        *("B", "H", "draw", "kv_len", "nbytes", "q_len"),
+        *("sparsity", "to_block_mask", "to_dense", "transpose"),
+    },
+    "Plan": {
+        *("balancer", "batch_rows", "bytes_sent", "explain", "for_rank", "imbalance", "owners", "plot"),
+        *("positions", "rank", "reason", "s_local", "schedule", "valid", "work", "world_size"),
+    },
+}  # fmt: skip
+ROOT = Path(__file__).parents[2]
+FROZEN = Path(__file__).with_name("public_surface.txt")
+REMEDY = (
+    "The public surface differs from tests/repo/public_surface.txt. If the change is intended, run "
+    "`ACCEPT=1 python -m pytest -n 0 tests/repo/test_public_surface.py` and add a line to CHANGELOG.md:\n"
+)
+
+
+def signature(function: Callable[..., Any]) -> str:
+    """Format parameter names and defaults, without annotations and private parameters."""
+    whole = inspect.signature(function)
+    parameters = [
+        parameter.replace(annotation=inspect.Parameter.empty, default=plain(parameter.default))
+        for parameter in whole.parameters.values()
+        if not parameter.name.startswith("_") or parameter.default is inspect.Parameter.empty
+    ]
+    text = str(whole.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+    return text.replace("Ellipsis", "...")
+
+
+def plain(default: Any) -> Any:
+    """Return a default whose repr is the same everywhere: `...` in place of other objects."""
+    values = default if isinstance(default, tuple) else (default,)
+    is_plain = all(value is None or type(value) in (bool, int, float, str, bytes) for value in values)
+    return default if is_plain or default is inspect.Parameter.empty else ...
+
+
+def members(cls: type) -> Iterator[str]:
+    """List public fields, properties and methods that the package's own classes define."""
+    own = [base for base in cls.__mro__ if base.__module__.startswith("tritoncp.")]
+    names = {name for base in own for name in [*vars(base), *inspect.get_annotations(base)]}
+    for name in sorted(name for name in names if not name.startswith("_")):
+        if name in FOR_USERS.get(cls.__name__, names):
+            value = inspect.getattr_static(cls, name, None)
+            yield f"{cls.__name__}.{name}" + (signature(value) if inspect.isfunction(value) else "")
+
+
+def describe(name: str, value: Any) -> Iterator[str]:
+    """List a public name: with its signature, its keys, or the names of its ops."""
+    if isinstance(value, type):
+        yield name if name in FOR_USERS or issubclass(value, tuple) else name + signature(value)
+        yield from members(value)
+    elif callable(value):
+        yield name + signature(value)
+    elif isinstance(value, dict):
+        yield f"{name}: {', '.join(sorted(value))}"
+    elif isinstance(value, tuple):
+        yield f"{name}: {', '.join(str(item) for item in value)}"
+    else:
+        yield name
+
+
+def python_names() -> Iterator[str]:
+    for name in tritoncp.__all__:
+        yield from describe(name, getattr(tritoncp, name))
+    for result in (tritoncp.simulate(1), tritoncp.plan_cache_info()):
+        yield from describe(type(result).__name__, type(result))
+
+
+def mask_names() -> Iterator[str]:
+    for name in masks.__all__:
+        value = getattr(tritoncp.masks, name)
+        is_listed = value is getattr(tritoncp, name, None) or isinstance(value, type)
+        yield from [name] if is_listed else describe(name, value)
+
+
+def commands(command: click.Command, path: str) -> Iterator[str]:
+    """List a command and its subcommands, a line for each option or argument."""
+    yield path
+    for parameter in command.params:
+        names = "|".join([*parameter.opts, *parameter.secondary_opts])
+        facts = [names if isinstance(parameter, click.Option) else parameter.name.upper()]
+        if isinstance(parameter.type, click.Choice):
+            facts.append("{" + ",".join(map(str, parameter.type.choices)) + "}")
+        facts += [word for word in ("required", "multiple", "is_flag") if getattr(parameter, word, False)]
+        default = parameter.default
+        if isinstance(default, str | Path):
+            facts.append(f"default {str(default)!r}")
+        elif type(default) in (int, float):
+            facts.append(f"default {default}")
+        yield f"  {' '.join(facts)}"
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            subcommand = command.get_command(context, name)
+            assert subcommand is not None
+            yield from commands(subcommand, f"{path} {name}")
+
+
+def programs() -> Iterator[str]:
+    for module in ("tritoncp.__main__", "tritoncp.demo.__main__", "tritoncp.perf.run"):
+        if importlib.util.find_spec(module) is not None:
+            yield f"python -m {module.removesuffix('.__main__')}"
+    yield from commands(main, "tritoncp")
+
+
+def kernel_options() -> Iterable[str]:
+    x = torch.zeros(1, 1, 16, 16)
+    with pytest.raises(ValueError, match="unknown kernel option") as error:
+        tritoncp.flex_attention(x, x, x, kernel_options={"no such option": 1})
+    return sorted(str(error.value).rpartition(": ")[2].split(", "))
+
+
+def op_schemas() -> Iterator[str]:
+    assert autograd.forward_op and dynamo.plan_op  # these modules register all ops
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        if name.startswith("tritoncp::"):
+            yield str(getattr(torch.ops.tritoncp, name.removeprefix("tritoncp::")).default._schema)
+
+
+def command_exit_codes() -> Iterator[str]:
+    for arguments in (
+        ["plan", "--help"],
+        ["plan", "--seq-len=0"],
+        ["plan", "--mask=no such mask"],
+        ["check", "--only=no such case"],
+        ["check", "--budget=0.001"],
+    ):
+        yield f"tritoncp {' '.join(arguments)}: {CliRunner().invoke(main, arguments).exit_code}"
+    codes = {name: code for name, code in vars(exit_codes).items() if name.isupper() and type(code) is int}
+    yield from (f"tritoncp perf, {name}: {code}" for name, code in sorted(codes.items()))
+
+
+def environment_variables() -> list[str]:
+    """Find the package's variables in its sources."""
+    files = [path for folder in ("tritoncp", "kernels", "perf") for path in (ROOT / folder).rglob("*.py")]
+    return sorted({name for path in files for name in re.findall(r"TRITONCP_[A-Z0-9_]+", path.read_text())})
+
+
+def check_fields() -> tuple[str, str]:
+    case = Result(Case("ring", "causal", "float32", "forward"), why="not run")
+    report = CheckReport({}, [case], 0.0).as_json()
+    return f"check --json: {fields(report)}", f"check --json, a case: {fields(report['cases'][0])}"
+
+
+def fields(value: dict[str, Any]) -> str:
+    return ", ".join(value)
+
+
+def output_fields() -> Iterator[str]:
+    yield from check_fields()
+    for arguments in (["plan", "--seq-len=1024", "--world-size=2"], ["doctor"]):
+        output = CliRunner().invoke(main, [*arguments, "--json"]).stdout
+        yield f"{arguments[0]} --json: {fields(json.loads(output))}"
+    yield f"demo --json, losses.json: {', '.join(DemoReport.__dataclass_fields__)}"
+
+
+def file_fields(folder: Path) -> Iterator[str]:
+    figures: Any = {"x": "y"}
+    point = Point("run", "time", "case", Series("device", "watts", "clocks"), *[figures] * 7)
+    yield f"line of a history: {fields(point.as_line())}"
+    yield f"line of a history, series: {fields(point.as_line()['series'])}"
+
+    device = tile_tables.Device("sm_90", "device")
+    target = Target("forward", "full", 8, 8, 192, 4096, v_head_dim=128, score="softcap")
+    entry = search_run.entry_of(target, Choice(Config(16, 32), 1.0, 1.1))
+    table = json.loads(tile_tables.write(folder, device, [entry], {}, "3.7").read_text())
+    yield f"tile table: {fields(table)}"
+    yield f"tile table, an entry: {fields(table['entries'][0])}"
+    yield f"tile table, config of an entry: {fields(table['entries'][0]['config'])}"
+
+    row = next(iter(resource_table.read_table().values()))
+    resource_table.write([row], folder / "resources.json")
+    resources = json.loads((folder / "resources.json").read_text())
+    yield f"resources.json: {fields(resources)}"
+    yield f"resources.json, a row: {fields(resources['rows'][0])}"
+
+
+def surface(folder: Path) -> str:
+    """Return the public surface as text, section by section."""
+    sections: dict[str, Iterable[str]] = {
+        "tritoncp": python_names(),
+        "tritoncp.masks": mask_names(),
+        "commands and their options": programs(),
+        "exit codes": command_exit_codes(),
+        "kernel_options": kernel_options(),
+        "ops": op_schemas(),
+        "environment variables": environment_variables(),
+        "fields of output": output_fields(),
+        "fields of files": file_fields(folder),
+    }
+    return "\n".join("\n".join([f"# {title}", *lines, ""]) for title, lines in sections.items())
+
+
+def changes(before: str, after: str) -> list[str]:
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), "frozen", "current", n=0, lineterm=""
+    )
+    return list(lines)
+
+
+def test_the_public_surface_is_unchanged(tmp_path):
+    current = surface(tmp_path)
+    if os.environ.get("ACCEPT") == "1":
+        FROZEN.write_text(current)
+    difference = changes(FROZEN.read_text(), current)
+    assert not difference, REMEDY + "\n".join(difference)
+
+
+def test_a_change_is_reported(monkeypatch):
+    before = "\n".join([*python_names(), *commands(main, "tritoncp")])
+
+    def shard(x, plan_or_mask, mesh=None, *, dim, side="kv"):
+        return x
+
+    monkeypatch.setattr(tritoncp, "shard", shard)
+    monkeypatch.setattr(main.commands["plan"], "params", main.commands["plan"].params[1:])
+    after = "\n".join([*python_names(), *commands(main, "tritoncp")])
+    lines = changes(before, after)[2:]
+    assert [line for line in lines if line.startswith("+")] == [
+        "+shard(x, plan_or_mask, mesh=None, *, dim, side='kv')"
+    ]
+    assert "-  --mask" in lines
+    assert len([line for line in lines if line.startswith("-")]) == 2

@@ -1,0 +1,79 @@
+"""`make_plan`: one placement of a mask's blocks on ranks, before any call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, overload
+
+from torch.nn.attention.flex_attention import BlockMask
+
+from tritoncp.core.handles import refuse_inside_a_graph
+from tritoncp.distributed import collectives
+from tritoncp.frontend import plan_cache
+from tritoncp.masks.closed_forms import MaskMod
+from tritoncp.masks.mask import Mask
+from tritoncp.planning.work import Balancer
+from tritoncp.planning.plan import Plan
+
+MaskLike = BlockMask | Mask | MaskMod | Plan
+
+
+@overload
+def make_plan(
+    block_mask: BlockMask | Mask,
+    mesh: Any = ...,
+    *,
+    balancer: str | Balancer | None = ...,
+    schedule: str = ...,
+    world_size: int | None = ...,
+    rank: int | None = ...,
+) -> Plan: ...
+@overload
+def make_plan(
+    block_mask: Mapping[str, BlockMask | Mask],
+    mesh: Any = ...,
+    *,
+    balancer: str | Balancer | None = ...,
+    schedule: str = ...,
+    world_size: int | None = ...,
+    rank: int | None = ...,
+) -> dict[str, Plan]: ...
+def make_plan(
+    block_mask: Any,
+    mesh: Any = None,
+    *,
+    balancer: str | Balancer | None = "ptrr",
+    schedule: str = "auto",
+    world_size: int | None = None,
+    rank: int | None = None,
+) -> Any:
+    """Assign the blocks of the global mask to ranks.
+
+    block_mask: a mask, or a dict of masks of one model's layers: their work is summed, so that one placement
+    serves all, and a dict of plans comes back. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call
+    this (2-D for "ulysses" and "ulysses+ring": the second dimension trades heads); or ``world_size`` and
+    ``rank`` without one. balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch),
+    a function of your own from a ``tritoncp.planning.work.Work`` to each rank's blocks, or None for
+    natural order.
+    Raises TypeError for a closed form, which has no lengths; raises on every rank where one rank fails, or
+    ranks differ in mask, options or versions.
+
+    >>> import torch
+    >>> from tritoncp import causal, create_block_mask, sliding_window
+    >>> mask = create_block_mask(causal(), 1, 1, 1024, 1024)
+    >>> plan = make_plan(mask, world_size=4, rank=1)
+    >>> plan.owners.tolist(), plan.imbalance
+    ([[0, 1, 2, 3, 3, 2, 1, 0]], 1.0)
+    >>> near = create_block_mask(sliding_window(128), 1, 1, 1024, 1024)
+    >>> plans = make_plan({"full": mask, "window": near}, world_size=4)
+    >>> torch.equal(plans["full"].owners, plans["window"].owners)
+    True
+    """
+    refuse_inside_a_graph("make_plan")
+    group = collectives.group_of(mesh)
+    if group is not None:
+        world_size, rank = group.size(), group.rank()
+    masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
+    degree = collectives.degree_of(mesh)
+    plans = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule, degree)
+    return plans if isinstance(block_mask, Mapping) else plans[""]

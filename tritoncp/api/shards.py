@@ -1,0 +1,137 @@
+"""Global tensors to shards and back, and the positions of a shard's rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tritoncp.api.plans import MaskLike
+from tritoncp.distributed import collectives
+from tritoncp.frontend import validate
+from tritoncp.masks.closed_forms import Document, MaskMod, document
+from tritoncp.masks.mask import Mask
+from tritoncp.planning.placement import Placement, lengthen, take
+from tritoncp.planning.plan import Plan
+
+
+def shard(
+    x: Tensor,
+    plan_or_mask: MaskLike | None,
+    mesh: Any = None,
+    *,
+    dim: int,
+    side: str = "q",
+    batch_dim: int | None = 0,
+    pad: float | int | bool = 0,
+) -> Tensor:
+    """Return this rank's part of a global tensor: in a plan's order; for a raw mask its r-th piece.
+
+    x: any tensor whose dimension ``dim`` is the global sequence. ``pad`` fills the padding at the end of a
+    plan's shard. Differentiable: the backward pass puts own positions back and zeros elsewhere, without
+    communication.
+
+    >>> from tritoncp import causal, create_block_mask, make_plan
+    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
+    >>> shard(torch.arange(8), plan, dim=0)
+    tensor([2, 3, 4, 5])
+    """
+    placement, rank = _placement(x, plan_or_mask, collectives.group_of(mesh), dim, side)
+    validate.check_length(x, dim, placement.length, "a global tensor")
+    return take(x, placement.positions(rank), dim, batch_dim, pad)
+
+
+def unshard(
+    x: Tensor,
+    plan_or_mask: BlockMask | Mask | Plan,
+    mesh: Any = None,
+    *,
+    dim: int,
+    side: str = "q",
+    batch_dim: int | None = 0,
+    grad: str | None = None,
+) -> Tensor:
+    """Gather the shards of all ranks into the global tensor, without padding.
+
+    ``grad``: how the backward pass combines gradients when x requires grad: "sum" (the loss is a sum over
+    ranks: reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
+    """
+    group = collectives.group_of(mesh)
+    validate.check_gathered(plan_or_mask, 1 if group is None else group.size())
+    placement, rank = _placement(x, plan_or_mask, group, dim, side)
+    validate.check_length(x, dim, placement.lengths[rank], "this rank's shard")
+    if x.requires_grad and grad not in ("sum", "slice"):
+        raise ValueError(
+            "x requires grad: say grad='sum' (the loss is summed over ranks) or grad='slice' (every rank "
+            f"computes the same loss); got grad={grad!r}"
+        )
+    rows = lengthen(x, dim, placement.s_max).movedim(dim, 0).contiguous()
+    whole = Gather.apply(rows, group, grad == "sum").movedim(0, dim)
+    return take(whole, placement.inverse, dim, batch_dim, 0)
+
+
+def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
+    world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    validate.check_dim(x, dim)
+    return validate.placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
+
+
+class Gather(torch.autograd.Function):
+    """All-gather along dim 0; the backward pass sums over ranks or takes the own slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any, add: bool) -> Tensor:
+        ctx.group, ctx.add = group, add
+        return _collect(collectives.AllGather(x), group)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.group is None:
+            return dx, None, None
+        if ctx.add:
+            return _collect(collectives.ReduceScatter(dx.contiguous()), ctx.group), None, None
+        return dx.chunk(ctx.group.size())[ctx.group.rank()], None, None
+
+
+def _collect(collective: collectives.Collective, group: Any) -> Tensor:
+    def schedule() -> collectives.Schedule[Tensor]:
+        return (yield collectives.Wait((yield collective)))
+
+    return collectives.lockstep([schedule()])[0] if group is None else collectives.run(schedule(), group)
+
+
+def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
+    """Return the global position of each local token, -1 at padding: int64 [B or 1, S_local].
+
+    documents: number of each global token's document, [N] or [B, N], or the ``document(...)`` mask: positions
+    then start at 0 in every document, as rotary embeddings of packed sequences want them.
+
+    >>> from tritoncp import causal, create_block_mask, make_plan
+    >>> plan = make_plan(create_block_mask(causal(), 1, 1, 8, 8, BLOCK_SIZE=2), world_size=2, rank=1)
+    >>> positions(plan).tolist(), positions(plan, torch.tensor([0, 0, 0, 1, 1, 1, 1, 1])).tolist()
+    ([[2, 3, 4, 5]], [[2, 0, 1, 2]])
+    """
+    at = plan.positions
+    if documents is None:
+        return at
+    first = _document_starts(documents, plan.q.length)  # [B or 1, N]
+    batch = max(len(first), len(at))
+    within = at - first.expand(batch, -1).gather(1, at.clamp(min=0).expand(batch, -1))
+    return within.masked_fill(at < 0, -1)
+
+
+def _document_starts(documents: Any, length: int) -> Tensor:
+    """Return the position of the first token of each token's document: int64 [B or 1, length]."""
+    mask = document(ids=documents) if isinstance(documents, Tensor) else documents
+    if not isinstance(mask, Document):
+        raise TypeError(
+            f"documents is a tensor with the document of each token, or document(...); got {mask!r}"
+        )
+    intervals = mask.intervals(length, length)
+    if intervals is None:
+        raise ValueError(
+            "a document comes in several pieces; positions within documents need each in one piece"
+        )
+    return intervals[0][:, 0]
