@@ -269,7 +269,7 @@ def inspect(
     can keep the tensor cores at most. Each option that picks may be given several times. Exits with 1 if
     a kernel does not compile, or --check finds one worse than the table that is shipped.
     """
-    from tritoncp.analysis.compile_worker import check_target
+    from tritoncp.analysis.cross_compile import check_target
     from tritoncp.analysis.resource_table import ARCHS, measured, pick, run, shipped
 
     for arch in archs:

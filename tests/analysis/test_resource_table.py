@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tritoncp.analysis import compile_worker, disassembly, resource_table
+from tritoncp.analysis import disassembly, resource_table
 from tritoncp.analysis.disassembly import (
-    MACHINES,
     Instruction,
-    bound,
-    cycles,
     gcn,
     innermost,
     products,
     ptx,
     sass,
 )
+from tritoncp.analysis.kernel_digest import read_syntax
+from tritoncp.analysis.throughput_bound import MACHINES, bound, cycles
 from tritoncp.cli import main
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
@@ -65,9 +64,7 @@ def test_a_digest_is_of_code_not_of_what_is_said_about_it() -> None:
 
         return f
 
-    one, same, other = (
-        compile_worker._source(make_function()) for make_function in (plain, explained, changed)
-    )
+    one, same, other = (read_syntax(make_function()) for make_function in (plain, explained, changed))
     assert one == same != other
 
 
@@ -282,7 +279,7 @@ def test_what_a_table_of_jumps_leads_to_is_found() -> None:
     assert [x.op for x in one] == ["UTCHMMA", "BRA"] and innermost(code, "tensor", "mufu") == [one, other]
     assert [x.op for x in other] == ["BRA", "FSEL", "MUFU.EX2", "BAR.SYNC.DEFER_BLOCKING", "BRA"]
     assert disassembly.shortest(code, other) == [other[0], *other[2:]]
-    assert (disassembly.meeting(one), disassembly.meeting(other)) == (1, 4)
+    assert (disassembly.barrier_warps(one), disassembly.barrier_warps(other)) == (1, 4)
 
 
 def test_the_outer_loop_and_code_behind_an_exit_are_left_out() -> None:

@@ -17,9 +17,9 @@ import torch
 import triton
 from click.testing import CliRunner
 
-from tritoncp.analysis.compile_worker import Compilers, launch_of
-from tritoncp.analysis.jobs import Job
-from tritoncp.analysis.launches import Problem
+from tritoncp.analysis.compile_pool import Compilers
+from tritoncp.analysis.jobs import Job, Routed
+from tritoncp.analysis.launches import Problem, launch_of
 from tritoncp.cli import main
 from tritoncp.kernels import forward_specialised
 from tritoncp.kernels.tile_rules import Config
@@ -28,7 +28,7 @@ from tritoncp.perf.records.history import Point, Series, append
 from tritoncp.perf.suite import check
 from tritoncp.tuning import search, search_run, targets
 from tritoncp.tuning.device_bench import DeviceBench
-from tritoncp.tuning.targets import Routed, Target, candidates
+from tritoncp.tuning.targets import Target, candidates
 
 ROOT = Path(__file__).parents[2]
 SMALL = Target("forward", "causal", 2, 1, 16, 64, "float32")
@@ -88,7 +88,9 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
         assert row["flops"] == 1.0, "products of 64 and of 32 channels, and no others"
     assert "tried 4, pruned 1" in done.stderr
     assert not list(home.glob("*/*.json")), "a bound is no measurement"
-    monkeypatch.setattr(Compilers, "compiled", lambda self, jobs: iter(pytest.fail("again") for _ in jobs))
+    monkeypatch.setattr(
+        Compilers, "compile_jobs", lambda self, jobs: iter(pytest.fail("again") for _ in jobs)
+    )
     assert json.loads(invoke(*words, "--resume").stdout) == rows
     done = invoke(*words[:-1], "--resume")
     assert done.exit_code == 0 and "128×64 4/" in done.stdout
@@ -169,7 +171,7 @@ class Formula:
 @pytest.fixture
 def compile_nothing(monkeypatch):
     report = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "bound": 0.5, "flops": 1.0}
-    monkeypatch.setattr(Compilers, "compiled", lambda self, jobs: ((job, report) for job in jobs))
+    monkeypatch.setattr(Compilers, "compile_jobs", lambda self, jobs: ((job, report) for job in jobs))
 
 
 def request(home, resume=False):
@@ -370,7 +372,8 @@ LAUNCHES = """
 import os, torch
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops.engine_factory import name_functions
-from tritoncp.analysis.compile_worker import Compilers, compiled
+from tritoncp.analysis.compile_pool import Compilers
+from tritoncp.analysis.cross_compile import compile_launch
 from tritoncp.analysis.launches import Problem
 from tritoncp.tuning.targets import Target
 
@@ -378,10 +381,10 @@ target, config = Target("dq", "causal", 4, 2, 32, 512, "float16", 16, "softcap")
 job, folder = target.job("sm_80", config), os.environ["TRITON_CACHE_DIR"]
 name_functions()
 compilers = Compilers(1)
-((_, report),) = compilers.compiled([job])
+((_, report),) = compilers.compile_jobs([job])
 compilers.end()
 files = set(os.listdir(folder))
-compiled(Problem(job, torch.device("cpu")).launch("dq", config, "sm_80"), "sm_80")
+compile_launch(Problem(job, torch.device("cpu")).launch("dq", config, "sm_80"), "sm_80")
 print(report.get("failed"), len(files) > 0, set(os.listdir(folder)) - files)
 """
 

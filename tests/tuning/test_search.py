@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.tuning.stand_ins import Compiler, Formula, Ticks
-from tritoncp.analysis.compile_worker import launch_of
+from tritoncp.analysis.launches import launch_of
 from tritoncp.kernels.tile_rules import default
 from tritoncp.perf.records.history import TUNED, Point, Series
 from tritoncp.tuning.journal import Journal

@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tritoncp.analysis.compile_worker import compile_all
-from tritoncp.analysis.disassembly import KINDS, MACHINES, TENSOR_COLUMNS
+from tritoncp.analysis.compile_pool import compile_all
+from tritoncp.analysis.disassembly import KINDS
 from tritoncp.analysis.jobs import KERNELS, Job
+from tritoncp.analysis.throughput_bound import MACHINES, TENSOR_COLUMNS
 from tritoncp.core.checked_json import read_json
 from tritoncp.kernels.tile_rules import Config, copies, family, fuses, merges, specialises
 from tritoncp.ops import tile_tables

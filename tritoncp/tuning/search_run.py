@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritoncp.analysis.compile_worker import Compilers, check_target
+from tritoncp.analysis.compile_pool import Compilers
+from tritoncp.analysis.cross_compile import check_target
 from tritoncp.core.paths import path_inside
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import seconds
@@ -175,7 +176,7 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Tuni
     deadline = time.monotonic() + request.budget
     with Screen(total, console) as screen:
         arch = request.device.arch
-        tuner = Tuner(arch, journal, compilers.compiled, deadline, keep, tally=Tally(show=screen))
+        tuner = Tuner(arch, journal, compilers.compile_jobs, deadline, keep, tally=Tally(show=screen))
         try:
             if request.static:
                 for target in request.targets:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tritoncp.analysis.jobs import Call, Job
+from tritoncp.analysis.jobs import Call, Job, Routed, kernel_of
 from tritoncp.kernels.tile_rules import FEW, ROUTES, Config, copies, default, specialises, weight
 from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed
 from tritoncp.masks.expressions import brief, score_of
@@ -47,26 +47,6 @@ MASKS = {
 MAX_ELEMENTS = 1 << 34  # elements of a shape's queries
 # Mask name of perf/suite/cases.py -> mask and score_mod, for cases with a score_mod.
 SCORED = {"softcap": ("causal", "softcap"), "alibi": ("causal", "alibi")}
-
-
-@dataclass(frozen=True)
-class Routed(Config):
-    """A route of the forward pass, and its tiles."""
-
-    ROUTE: str = ROUTES[0]
-
-    @property
-    def kernel(self) -> str:
-        return self.ROUTE if self.ROUTE in ROUTES[1:] else "forward"
-
-    @property
-    def tiles(self) -> Config:
-        return Config(**{name: getattr(self, name) for name in Config.__dataclass_fields__})
-
-
-def kernel_of(kernel: str, config: Config | None) -> tuple[str, Config | None]:
-    """The kernel and tiles that are launched for a config of a target's kernel."""
-    return (config.kernel, config.tiles) if isinstance(config, Routed) else (kernel, config)
 
 
 @dataclass(frozen=True)
