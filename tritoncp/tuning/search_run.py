@@ -202,7 +202,7 @@ def show(result: TuningResult, static: bool, console: Any) -> None:
     """Print the rows as a table."""
     from rich.table import Table
 
-    from tritoncp.analysis.resource_table import tiles
+    from tritoncp.analysis.inspect_run import tiles
 
     looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
     if static:
