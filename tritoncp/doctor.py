@@ -259,7 +259,7 @@ def show(report: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(overflow="fold")  # long paths wrap instead of being cut off
-    for label, value in rows(report):
+    for label, value in summary_rows(report):
         table.add_row(f"[bold]{label}[/bold]", escape(value))
     console = Console()
     console.print(table)
@@ -269,7 +269,7 @@ def show(report: dict[str, Any]) -> None:
         console.print(f"[yellow]advice[/yellow]  {escape(line)}", highlight=False)
 
 
-def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     gpus = [
         f"{d['index']}: {d['name']}, {d['architecture']}, {d['memory_gib']} GiB" for d in report["devices"]
     ]
