@@ -23,7 +23,7 @@ from tritoncp.tuning.command import autotune
 
 
 class Group(click.Group):
-    """A group whose commands' errors are messages, wherever they were defined."""
+    """A group in which errors of all commands are messages, those of plain click commands too."""
 
     command_class = Command
 

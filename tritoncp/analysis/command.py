@@ -55,7 +55,7 @@ def inspect(
         check_target(arch)
     listed = [*shipped(archs or ARCHS), *measured(archs or ARCHS)]
     rows = pick(listed, kernel=kernels, head_dim=dims, dtype=dtypes, variant=masks)
-    wrong = run(rows, jobs, timeout, as_json=as_json, check=check, update=update)
-    for line in wrong:
+    faults = run(rows, jobs, timeout, as_json=as_json, check=check, update=update)
+    for line in faults:
         click.echo(line, err=True)
-    sys.exit(1 if wrong else 0)
+    sys.exit(1 if faults else 0)

@@ -164,7 +164,7 @@ def shortest(code: Code, body: Sequence[Instruction]) -> list[Instruction]:
     own = set(map(id, body))
     inside = {i for i, x in enumerate(code) if id(x) in own}
     (head,) = (i for i in inside if code[i] is body[0])
-    came: dict[int, int] = {}
+    previous: dict[int, int] = {}
     todo = [head]
     for at in todo:
         x = code[at]
@@ -172,10 +172,10 @@ def shortest(code: Code, body: Sequence[Instruction]) -> list[Instruction]:
             if to == head:
                 way = [at]
                 while way[-1] != head:
-                    way.append(came[way[-1]])
+                    way.append(previous[way[-1]])
                 return [code[i] for i in reversed(way)]
-            if to in inside and to not in came:
-                came[to] = at
+            if to in inside and to not in previous:
+                previous[to] = at
                 todo.append(to)
     return list(body)
 

@@ -24,9 +24,9 @@ from tritoncp.analysis.resource_table import (
 
 MIX = ("tensor", "mufu", "fma", "compare", "convert", "integer", "memory", "barrier", "other")
 assert {*MIX, "spill"} == {*KINDS, "other"}
-WIDE = 200  # columns of a screen that has room for the mix
+WIDE = 200  # characters of a screen that has room for the mix
 
-# Heading of a column, and its value.
+# Heading of a column -> its value for a row.
 COLUMNS: dict[str, Callable[[Row], Any]] = {
     "kernel": lambda row: row["kernel"],
     "D": lambda row: row["head_dim"],
@@ -63,32 +63,32 @@ def run(
 
     if update and not check:
         jobs = stale(jobs, processes)
-    said = Console(stderr=True)
-    rows = compile_rows(jobs, processes, timeout, said)
+    log = Console(stderr=True)
+    rows = compile_rows(jobs, processes, timeout, log)
     order = {key(vars(job)): i for i, job in enumerate(jobs)}
     rows.sort(key=lambda row: order[key(row)])
     before = read_table()
     worse = [(row, why) for row in rows for why in find_regressions(row, before.get(key(row)))]
-    wrong = [f"{' '.join(map(str, key(row)))}: {why}" for row, why in worse if check or "failed" in row]
+    faults = [f"{' '.join(map(str, key(row)))}: {why}" for row, why in worse if check or "failed" in row]
     if update and not check:
         for row, why in ((row, why) for row, why in worse if key(row) in before):
-            said.print(f"now worse: {' '.join(map(str, key(row)))}: {why}", markup=False, highlight=False)
+            log.print(f"now worse: {' '.join(map(str, key(row)))}: {why}", markup=False, highlight=False)
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
         show(rows, Console(width=None if sys.stdout.isatty() else WIDE))
     if update:
         write(row for row in rows if "failed" not in row)
-    return wrong
+    return faults
 
 
 def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float, console: Any) -> list[Row]:
     """Compile the rows, with a progress bar on a terminal and a line for each row otherwise."""
     from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    more = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}")
+    figures = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}")
     rows = []
-    columns = *Progress.get_default_columns()[:2], *more
+    columns = *Progress.get_default_columns()[:2], *figures
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
     with bar, closing(inspect_jobs(jobs, processes, timeout)) as done:
         task = bar.add_task("compiling", total=len(jobs), last="")
@@ -102,7 +102,8 @@ def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float, con
 
 
 def tiles(config: dict[str, Any]) -> str:
-    """
+    """Format a config: its route, tile sizes, warps and stages.
+
     >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "HOIST": True})
     '128×64 8/3'
     >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "USE_TMA": True})
@@ -119,8 +120,8 @@ def show(rows: Sequence[Row], console: Any) -> None:
     """Print a table for each architecture, with dashes for values that a row lacks."""
     from rich.table import Table
 
-    roomy = console.width >= WIDE
-    columns = {name: of for name, of in COLUMNS.items() if roomy or not name.startswith("ten")}
+    wide = console.width >= WIDE
+    columns = {name: of for name, of in COLUMNS.items() if wide or not name.startswith("ten")}
     for arch in dict.fromkeys(row["arch"] for row in rows):
         table = Table(*columns, title=arch, box=None, padding=(0, 1), title_justify="left")
         for row in rows:
@@ -136,8 +137,8 @@ def show(rows: Sequence[Row], console: Any) -> None:
     )
 
 
-def _cell(of: Callable[[Row], Any], row: Row) -> str:
+def _cell(value_of: Callable[[Row], Any], row: Row) -> str:
     try:
-        return str(of(row))
+        return str(value_of(row))
     except KeyError:  # no matrix products, or not compiled
         return "–"

@@ -88,7 +88,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        """
+        """The job in words.
+
         >>> Job("dq", "sm_90", 128).name
         'dq sm_90 d128 bfloat16 state'
         """

@@ -1,5 +1,5 @@
-"""`tritoncp inspect`: resources of every shipped kernel, compiled for absent GPUs, and regressions against
-the table in ``kernels/configs/resources.json``."""
+"""The table ``kernels/configs/resources.json``: resources of every shipped kernel, compiled for absent
+GPUs; its stale rows, and regressions against it."""
 
 from __future__ import annotations
 

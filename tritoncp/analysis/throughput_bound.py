@@ -48,7 +48,8 @@ MACHINES = {
 
 
 class Cycles(NamedTuple):
-    """Cycles for which one turn of a loop, by all warps of a program, takes each part of a multiprocessor."""
+    """Cycles for which each part of a multiprocessor is busy with one turn of a loop, over all warps of a
+    program."""
 
     tensor: float
     issue: float
@@ -56,10 +57,12 @@ class Cycles(NamedTuple):
     shared: float
 
 
-def cycles(body: Sequence[Instruction], done: Sequence[Product], warps: int, machine: Machine) -> Cycles:
-    """Count the cycles of one turn of a loop. body: its instructions; done: its products (from PTX where SASS
+def cycles(
+    body: Sequence[Instruction], tile_products: Sequence[Product], warps: int, machine: Machine
+) -> Cycles:
+    """Count the cycles of one turn of a loop, from its instructions and its products (those of PTX where SASS
     does not show their shape)."""
-    groups = [(product, warps // product.warps if product.warps else 1) for product in done]
+    groups = [(product, warps // product.warps if product.warps else 1) for product in tile_products]
     counts = mix(body)
     issued = sum(machine.issue.get(kind, machine.issue[""]) * n for kind, n in counts.items())
     moved = sum(bytes_of(x, machine.lanes) for x in body) * warps
@@ -172,7 +175,7 @@ def resident(warps: int, registers: int, shared: int, machine: Machine, columns:
     >>> resident(8, 190, 160 << 10, MACHINES["sm_90"]), resident(4, 128, 40 << 10, MACHINES["sm_90"])
     ((1, 'registers'), (4, 'registers'))
     """
-    granule = 8  # registers of a thread are given out in eights
+    granule = 8  # registers of a thread are allocated in eights
     per_warp = max(1, -(-registers // granule) * granule) * machine.lanes
     # A warp's registers lie in its scheduler's quarter.
     room = {

@@ -54,8 +54,9 @@ class Tally:
     why: str = ""  # of the last failure
     show: Callable[[Tally], None] = lambda tally: None
 
-    def count(self, why: str | None = None, **more: int) -> None:
-        for name, n in more.items():
+    def count(self, why: str | None = None, **steps: int) -> None:
+        """Add to the counters by name, and show them."""
+        for name, n in steps.items():
             setattr(self, name, getattr(self, name) + n)
         self.why = why or self.why
         self.show(self)
@@ -134,7 +135,7 @@ class Tuner:
         self, stage: str, target: Target, configs: Sequence[Config], until: float, least: Config | None = None
     ) -> Generator[tuple[Config, dict[str, Any]]]:
         """Yield the journal's findings about these configs, then compile the rest until time is up; ``least``
-        is compiled in any case, since without it the others cannot be compared."""
+        is compiled in any case, since the rest cannot be compared without it."""
         jobs = {}
         for config in configs:
             finding = self.journal.finding(stage, target, config)

@@ -84,7 +84,8 @@ class Target:
 
     @property
     def name(self) -> str:
-        """
+        """The target in words.
+
         >>> Target("dq", "causal", 32, 8, 128, 16384).name
         'dq causal 32x8 d128 16384 bfloat16'
         >>> Target("forward", "full", 8, 8, 192, 4096, v_head_dim=128, score="softcap").name
@@ -199,7 +200,7 @@ def select_worst_case(points: Iterable[Point], device: str | None) -> tuple[str,
     forward pass of Llama-3 8B. Cases that failed do not count, since better tiles would not help them.
     Returns a description, and targets: the kernels of the pass, of a forward pass also the routes.
 
-    The newest runs are the newest one and all others of the same sources. Of each case the last line with a
+    The newest runs are the newest one and all runs of the same sources. Of each case the last line with a
     baseline counts.
     """
     ordered = sorted((p for p in points if device in (None, p.series.device)), key=lambda point: point.time)
@@ -238,10 +239,10 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
     descriptor and by pointer, where the rule of an architecture has both.  For "route": loops with these
     tiles (None: the rule's), then the other routes, where an architecture has any.
 
-    >>> found = candidates(Target("forward", "causal", 32, 8, 128, 16384), "sm_90")
-    >>> found[0] == default("forward", "sm_90", 128, torch.bfloat16), len(found) == len(set(found)) > 30
+    >>> configs = candidates(Target("forward", "causal", 32, 8, 128, 16384), "sm_90")
+    >>> configs[0] == default("forward", "sm_90", 128, torch.bfloat16), len(configs) == len(set(configs)) > 30
     (True, True)
-    >>> {config.USE_TMA for config in found}
+    >>> {config.USE_TMA for config in configs}
     {False, True}
     >>> route = Target("route", "causal", 32, 8, 128, 16384)
     >>> [list(dict.fromkeys(c.ROUTE for c in candidates(route, arch))) for arch in ("sm_90", "sm_80")]
