@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tritoncp.analysis import resource_table
+from tritoncp.analysis import disassembly, kernel_digest, resource_table, throughput_bound
+from tritoncp.analysis.jobs import Job
 from tritoncp.analysis.kernel_digest import read_syntax
+from tritoncp.analysis.launches import launch_of
 from tritoncp.analysis.throughput_bound import MACHINES
 from tritoncp.cli import main
 from tritoncp.kernels.tile_rules import Config
@@ -57,6 +59,17 @@ def test_a_digest_ignores_comments_and_docstrings() -> None:
 
     one, same, other = (read_syntax(make_function()) for make_function in (plain, explained, changed))
     assert one == same != other
+
+
+@pytest.mark.parametrize("module", [disassembly, throughput_bound])
+def test_a_digest_covers_the_modules_that_read_and_bound_machine_code(monkeypatch, module) -> None:
+    launch = launch_of(Job("delta", "sm_90", 64))
+    digest = kernel_digest.hash_launch(launch)
+    assert kernel_digest.hash_launch(launch) == digest
+    monkeypatch.setattr(
+        kernel_digest, "read_syntax", lambda code: ("changed", []) if code is module else read_syntax(code)
+    )
+    assert kernel_digest.hash_launch(launch) != digest
 
 
 def test_shipped_kernels_spill_nothing_and_use_matrix_units() -> None:
