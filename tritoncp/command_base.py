@@ -1,4 +1,4 @@
-"""What all commands share: errors as messages, and option types. Loads neither torch nor Triton."""
+"""Base class and option types of all commands; errors become messages. Loads neither torch nor Triton."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def errors_as_messages() -> Iterator[None]:
 
 
 def _message_of(error: Exception) -> click.ClickException:
-    """The error of the command for an error of the library, which says what failed and sets the exit code."""
+    """Turn an error of the library into an error of the command: a message and an exit code."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, MemoryError) or "can't allocate memory" in text:
         return click.ClickException("this machine has not enough memory for that")
