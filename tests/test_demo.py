@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from PIL import Image
 from rich.console import Console
 
-from tritoncp import cli
-from tritoncp.demo import run as running
+from tritoncp.cli import main
+from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, window, windows
 from tritoncp.demo.model import Shape, Transformer, alibi, angles, rotate
 from tritoncp.demo.ranks import LocalRanks, RankFailed
@@ -130,7 +130,7 @@ def test_the_same_script_runs_under_torchrun(tmp_path):
 def test_a_world_size_that_torchrun_contradicts_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    done = CliRunner().invoke(cli.main, ["demo", "--world-size=3", f"--out={tmp_path}"])
+    done = CliRunner().invoke(main, ["demo", "--world-size=3", f"--out={tmp_path}"])
     assert done.exit_code == 2
     assert "--world-size 3, but torchrun started 2 ranks" in done.output
 
@@ -160,8 +160,8 @@ def test_a_disagreement_is_shown_and_fails(second, monkeypatch, tmp_path):
     def doctored(config, world_size, on_many, on_one):
         return [Step(1, 2.0, 0.1), Step(2, 1.0, 0.1)], [Step(i, x, 0.1) for i, x in enumerate(second, 1)]
 
-    monkeypatch.setattr(running, "side_by_side", doctored)
-    done = CliRunner().invoke(cli.main, ["demo", "--steps=2", "--seq-len=256", f"--out={tmp_path}"])
+    monkeypatch.setattr(demo_run, "side_by_side", doctored)
+    done = CliRunner().invoke(main, ["demo", "--steps=2", "--seq-len=256", f"--out={tmp_path}"])
     assert done.exit_code == 1
     assert "DISAGREE" in done.output
 

@@ -17,7 +17,7 @@ import tritoncp
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention, largest_error
-from tritoncp.self_check import attempts
+from tritoncp.self_check import attempts, comparison
 
 ROOT = Path(__file__).parents[1]
 SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
@@ -115,13 +115,13 @@ def test_a_check_that_gets_a_signal_reports_its_finished_cases(number):
 
 
 def test_a_nan_is_wrong(monkeypatch):
-    attend = tritoncp.flex_attention
+    attend = comparison.flex_attention
 
     def spoiled(*arguments, **options):
         out, lse = attend(*arguments, **options)
         return out * torch.nan, lse
 
-    monkeypatch.setattr(tritoncp, "flex_attention", spoiled)
+    monkeypatch.setattr(comparison, "flex_attention", spoiled)
     code, report = check("--only=one-device-causal-float32-forward", "--jobs=1")
     (case,) = report["cases"]
     assert code == 1
@@ -180,14 +180,14 @@ def test_a_wrong_kernel_is_named(kernel, direction, tensor, monkeypatch):
 
 
 def test_an_exception_fails_only_its_case(monkeypatch):
-    attend = tritoncp.flex_attention
+    attend = comparison.flex_attention
 
     def refuse(q, k, v, score_mod, *rest, **options):
         if score_mod is not None:
             raise NotImplementedError("no such score")
         return attend(q, k, v, score_mod, *rest, **options)
 
-    monkeypatch.setattr(tritoncp, "flex_attention", refuse)
+    monkeypatch.setattr(comparison, "flex_attention", refuse)
     code, report = check("--only=one-device-s*-float32-*", "--jobs=1")
     assert code == 1 and report["stopped"] is None
     assert [case["mask"] for case in wrong(report)] == ["score_mod"] * 2
@@ -195,14 +195,14 @@ def test_an_exception_fails_only_its_case(monkeypatch):
 
 
 def test_a_dead_process_fails_only_its_case(monkeypatch):
-    attend = tritoncp.flex_attention
+    attend = comparison.flex_attention
 
     def die(q, k, v, score_mod, *rest, sinks, **options):
         if sinks is not None:
             os._exit(7)
         return attend(q, k, v, score_mod, *rest, sinks=sinks, **options)
 
-    monkeypatch.setattr(tritoncp, "flex_attention", die)
+    monkeypatch.setattr(comparison, "flex_attention", die)
     code, report = check("--only=one-device-[cs][ai]*", "--jobs=2")
     assert code == 1
     assert {case["mask"]: case["right"] for case in report["cases"]} == {"causal": True, "sinks": False}
@@ -210,14 +210,14 @@ def test_a_dead_process_fails_only_its_case(monkeypatch):
 
 
 def test_cases_after_one_that_breaks_its_device_run_in_another_process(monkeypatch):
-    attend = tritoncp.flex_attention
+    attend = comparison.flex_attention
 
     def refuse(q, k, v, score_mod, *rest, sinks, **options):
         if score_mod is None and sinks is None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return attend(q, k, v, score_mod, *rest, sinks=sinks, **options)
 
-    monkeypatch.setattr(tritoncp, "flex_attention", refuse)
+    monkeypatch.setattr(comparison, "flex_attention", refuse)
     monkeypatch.setattr(attempts, "is_usable", lambda device: False)
     code, report = check("--only=one-device-[cs]*-float32-*", "--jobs=2")
     assert code == 1

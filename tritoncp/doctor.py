@@ -1,6 +1,10 @@
-"""Facts about this machine for `tritoncp doctor`: versions, devices, and the engine that runs on each."""
+"""`tritoncp doctor`: versions, devices, and the engine that runs on each.
+
+Functions import torch themselves, so that the command line shows its help without it.
+"""
 
 import importlib.metadata
+import json
 import os
 import platform
 import stat
@@ -9,14 +13,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
+import click
 
 from tritoncp._version import __version__
+from tritoncp.command_base import Command
 from tritoncp.kernels import toolchain
 from tritoncp.kernels.toolchain import Ptxas
 
 NEEDED = {"torch": (2, 11), "triton": (3, 6)}
+
+
+@click.command(cls=Command)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, nothing else.")
+def doctor(as_json: bool) -> None:
+    """Report this machine's versions and devices, and the engine that runs on each.
+
+    Exits with 1 if a requirement is missing or does not work.
+    """
+    report = examine()
+    click.echo(json.dumps(report, indent=2)) if as_json else show(report)
+    sys.exit(1 if report["problems"] else 0)
 
 
 def examine() -> dict[str, Any]:
@@ -58,10 +74,14 @@ def version(package: str) -> str | None:
 
 
 def devices() -> list[dict[str, Any]]:
+    import torch
+
     return [device(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
 def device(index: int) -> dict[str, Any]:
+    import torch
+
     properties = torch.cuda.get_device_properties(index)
     return {
         "index": index,
@@ -120,6 +140,8 @@ def engine_on_cpu(interpreted: bool, versions: dict[str, str | None]) -> str:
 
 def backends() -> list[str]:
     """The backends of torch.distributed in this torch."""
+    import torch.distributed as dist
+
     if not dist.is_available():
         return []
     has = {"nccl": dist.is_nccl_available, "gloo": dist.is_gloo_available, "mpi": dist.is_mpi_available}
@@ -137,6 +159,8 @@ def collectives(names: Sequence[str], nccl: str | None) -> str:
 
 def nccl_version() -> tuple[int, ...] | None:
     """The version of NCCL in this torch; None without NCCL or a GPU."""
+    import torch
+
     if not torch.cuda.is_available() or "nccl" not in backends():
         return None
     return tuple(torch.cuda.nccl.version())
@@ -193,6 +217,8 @@ def state_of(path: Path) -> tuple[str, bool]:
 
 
 def problems(versions: dict[str, str | None], interpreted: bool, cache: dict[str, Any]) -> list[str]:
+    import torch
+
     lines = []
     for package, least in NEEDED.items():
         have = versions[package]
@@ -233,7 +259,7 @@ def show(report: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(overflow="fold")  # long paths wrap instead of being cut off
-    for label, value in rows(report):
+    for label, value in summary_rows(report):
         table.add_row(f"[bold]{label}[/bold]", escape(value))
     console = Console()
     console.print(table)
@@ -243,7 +269,7 @@ def show(report: dict[str, Any]) -> None:
         console.print(f"[yellow]advice[/yellow]  {escape(line)}", highlight=False)
 
 
-def rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     gpus = [
         f"{d['index']}: {d['name']}, {d['architecture']}, {d['memory_gib']} GiB" for d in report["devices"]
     ]

@@ -1,25 +1,17 @@
-"""`tritoncp inspect`: the shipped table, the regressions it reports, and its reading of machine code."""
+"""`tritoncp inspect`: the shipped table of compiled kernels, and the regressions that it reports."""
 
 import json
-import re
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from tritoncp.analysis import compile_worker, disassembly, resource_table
-from tritoncp.analysis.disassembly import (
-    MACHINES,
-    Instruction,
-    bound,
-    cycles,
-    gcn,
-    innermost,
-    products,
-    ptx,
-    sass,
-)
+from tritoncp.analysis import disassembly, kernel_digest, resource_table, throughput_bound
+from tritoncp.analysis.jobs import Job
+from tritoncp.analysis.kernel_digest import read_syntax
+from tritoncp.analysis.launches import launch_of
+from tritoncp.analysis.throughput_bound import MACHINES
 from tritoncp.cli import main
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
@@ -44,7 +36,7 @@ def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(monkeypatch
     assert resource_table.stale(resource_table.shipped()[:3], 1) == resource_table.shipped()[1:3]
 
 
-def test_a_digest_is_of_code_not_of_what_is_said_about_it() -> None:
+def test_a_digest_ignores_comments_and_docstrings() -> None:
     def plain() -> Any:
         def f(x: int) -> int:
             return x + 1
@@ -65,13 +57,22 @@ def test_a_digest_is_of_code_not_of_what_is_said_about_it() -> None:
 
         return f
 
-    one, same, other = (
-        compile_worker._source(make_function()) for make_function in (plain, explained, changed)
-    )
+    one, same, other = (read_syntax(make_function()) for make_function in (plain, explained, changed))
     assert one == same != other
 
 
-def test_what_the_table_promises_is_what_may_be_shipped() -> None:
+@pytest.mark.parametrize("module", [disassembly, throughput_bound])
+def test_a_digest_covers_the_modules_that_read_and_bound_machine_code(monkeypatch, module) -> None:
+    launch = launch_of(Job("delta", "sm_90", 64))
+    digest = kernel_digest.hash_launch(launch)
+    assert kernel_digest.hash_launch(launch) == digest
+    monkeypatch.setattr(
+        kernel_digest, "read_syntax", lambda code: ("changed", []) if code is module else read_syntax(code)
+    )
+    assert kernel_digest.hash_launch(launch) != digest
+
+
+def test_shipped_kernels_spill_nothing_and_use_matrix_units() -> None:
     """No spill, no more shared memory than there is, and matrix units."""
     for row in TABLE:
         assert row["shared_bytes"] <= MACHINES[row["arch"]].block
@@ -89,7 +90,7 @@ def test_no_kernel_multiplies_more_than_its_tile() -> None:
     assert [resource_table.key(row) for row in many if row["flops"] != 1] == []
 
 
-def test_which_kernels_for_hopper_are_bounded_above_torchs() -> None:
+def test_bounds_for_hopper_against_those_of_torchs_kernels() -> None:
     """Compare bounds of copies by descriptor with torch's, with and without descriptors: with the window,
     intervals and state that tritoncp's kernels keep in registers too; with a mask_mod, which torch's other
     loop also has, with torch's defaults. dQ of 256 channels overlaps exponentials with products for every
@@ -160,7 +161,7 @@ def test_writing_rows_leaves_the_others_alone(tmp_path) -> None:
     assert list(resource_table.read_table(path).values()) == [TABLE[0], TABLE[1] | {"registers": 7}, TABLE[2]]
 
 
-def test_the_command_compares_and_says_what_is_worse(monkeypatch, tmp_path) -> None:
+def test_check_reports_a_regression(monkeypatch, tmp_path) -> None:
     """Compile one kernel; the table has better figures for it."""
     words = ["inspect", "--arch", "gfx942", "--kernel", "dkdv", "--head-dim", "64", "--mask", "full"]
     done = CliRunner().invoke(main, [*words, "--json", "--check"])
@@ -175,7 +176,7 @@ def test_the_command_compares_and_says_what_is_worse(monkeypatch, tmp_path) -> N
     assert done.exit_code == 1 and "before 0.990" in done.stderr and "v_mfma" in done.stdout
 
 
-def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypatch, tmp_path) -> None:
+def test_measured_tiles_are_listed_checked_and_kept(monkeypatch, tmp_path) -> None:
     """A forward pass whose tiles waste nothing, and a dK/dV that spills: compiled, shown, and named."""
     folder = tmp_path / "configs"
     good, bad = Config(64, 64, 4, 2, False, True), Config(128, 128, 4, 2)
@@ -187,7 +188,8 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
         entry_key
         | {"kernel": "route", "config": {"ROUTE": "gluon", **asdict(Config(128, 64, 4, 2, False, True))}},
     ]
-    tile_tables.write(folder, tile_tables.Device("sm_90", "NVIDIA H200"), entries, {}, "3.7.1")
+    device = tile_tables.Device("sm_90", "NVIDIA H200")
+    tile_tables.write(folder, device, entries, {}, "3.7.1")
     jobs = resource_table.measured(["sm_80", "sm_90"], folder)
     named = ("forward", "documents"), ("forward", "state"), ("dkdv", "documents"), ("dkdv", "state")
     named += ("few", "few"), ("few", "decode"), ("gluon", "documents"), ("gluon", "state")
@@ -201,173 +203,22 @@ def test_tiles_that_are_shipped_as_measured_are_listed_judged_and_kept(monkeypat
         "not in the table: tritoncp inspect --update writes it"
     ]
     worse = rows["dkdv"]
-    assert (
-        worse["spill_bytes"] > 0
-        and worse["source"] == "nvidia-h200-triton-3.7.1 dkdv interval 64x128 softcap"
-    )
+    assert worse["spill_bytes"] > 0
+    assert worse["source"] == "nvidia-h200-triton-3.7.1 dkdv interval 64x128 softcap"
     assert resource_table.find_regressions(worse, worse | {"spill_bytes": 0, "loop_spills": 0})
     table = tmp_path / "resources.json"
     resource_table.write([TABLE[0], *rows.values()], table)
-    assert (
-        len(resource_table.read_table(table)) == 3
-        and resource_table.read_table(table)[resource_table.key(worse)]["spill_bytes"]
-    )
-    tile_tables.write(
-        folder,
-        tile_tables.Device("sm_90", "NVIDIA H200"),
-        [],
-        {},
-        "3.7.1",
-        [tile_tables.entry_key(entries[1])],
-    )
+    rows_on_disk = resource_table.read_table(table)
+    assert len(rows_on_disk) == 3 and rows_on_disk[resource_table.key(worse)]["spill_bytes"]
+    tile_tables.write(folder, device, [], {}, "3.7.1", [tile_tables.entry_key(entries[1])])
     resource_table.write([TABLE[0]], table)
-    assert len(resource_table.read_table(table)) == 2 and resource_table.key(
-        worse
-    ) not in resource_table.read_table(table)
+    rest = resource_table.read_table(table)
+    assert len(rest) == 2 and resource_table.key(worse) not in rest
     tile_tables.path_in(folder, tile_tables.Device("sm_90", "odd"), "3.7.1").write_text("{")
     with pytest.raises(ValueError, match=r"odd-triton.*is no file of tritoncp autotune"):
         resource_table.measured(["sm_90"], folder)
 
 
 @pytest.mark.parametrize("words", [["--arch", "h100"], ["--mask", "nonsense"]])
-def test_the_command_refuses_what_it_does_not_know(words) -> None:
+def test_unknown_names_are_refused(words) -> None:
     assert CliRunner().invoke(main, ["inspect", *words]).exit_code != 0
-
-
-# -- machine code ----------------------------------------------------------------------------------------
-
-
-def listing(*lines: str) -> str:
-    return "\n".join(f"        /*{16 * i:04x}*/   {line} ;" for i, line in enumerate(lines))
-
-
-def test_a_wait_at_the_far_end_is_no_loop() -> None:
-    """Spins that ptxas puts behind the code jump back into the middle of the loop that they belong to."""
-    code = sass(
-        listing(
-            "MOV R0, R1",
-            "HMMA.16816.F32.BF16 R4, R8, R12, R4",  # 0x10: the loop
-            "@!P0 BRA 0x70",
-            "FADD R1, R2, R3",
-            "@P1 BRA 0x10",
-            "EXIT",
-            "NOP",
-            "@P0 BRA 0x30",  # 0x70
-            "BRA 0x70",
-        )
-    )
-    (body,) = innermost(code)
-    assert [x.op for x in body if x.op != "BRA"] == ["HMMA.16816.F32.BF16", "FADD"] and len(body) == 6
-
-
-def test_what_a_table_of_jumps_leads_to_is_found() -> None:
-    """Specialised warps wait in a loop for their task; each part of the work ends with a jump back."""
-    code = sass(
-        listing(
-            "LDC R2, c[0x2][R3]",  # 0x00: wait
-            "BRX R2 -0x20",
-            "UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR6]",  # 0x20: one part
-            "@P0 BRA 0x20",
-            "BRA 0x00",
-            "@P1 BRA 0x70",  # 0x50: another, which may skip
-            "FSEL R4, R4, R5",
-            "MUFU.EX2 R4, R4",
-            "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80",
-            "@P0 BRA 0x50",
-            "BRA 0x00",
-            "EXIT",
-        )
-    )
-    (one,), (other,) = innermost(code), innermost(code, "mufu")
-    assert [x.op for x in one] == ["UTCHMMA", "BRA"] and innermost(code, "tensor", "mufu") == [one, other]
-    assert [x.op for x in other] == ["BRA", "FSEL", "MUFU.EX2", "BAR.SYNC.DEFER_BLOCKING", "BRA"]
-    assert disassembly.shortest(code, other) == [other[0], *other[2:]]
-    assert (disassembly.meeting(one), disassembly.meeting(other)) == (1, 4)
-
-
-def test_the_outer_loop_and_code_behind_an_exit_are_left_out() -> None:
-    code = sass(
-        listing(
-            "MOV R0, R1",
-            "IADD3 R0, R0, 1, RZ",  # 0x10: outer
-            "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24",  # 0x20: inner
-            "@P0 BRA 0x20",
-            "@!P1 CALL.REL.NOINC 0x60",  # ptxas's long jump
-            "BRA 0x10",
-            "EXIT",
-            "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24",
-            "BRA 0x70",
-        )
-    )
-    assert [len(body) for body in disassembly.loops(code)] == [2, 5]
-    assert [len(body) for body in innermost(code)] == [2]
-
-
-def test_loops_of_labelled_text_may_lie_in_any_order() -> None:
-    """The header behind its latch, as LLVM likes to place them."""
-    text = """
-    bra.uni $L__BB0_3;
-$L__BB0_2:
-    add.s32 %r1, %r1, 1;
-    @%p1 bra $L__BB0_3;
-    ret;
-$L__BB0_3:                              // header
-    mov.b32 %r9, 136381584;
-    @%p2 tcgen05.mma.cta_group::1.kind::f16 [ %r5 + 0 ], [ %r4 + 0 ], %rd2, %r9, %p3;
-    bra.uni $L__BB0_2;
-"""
-    (body,) = innermost(ptx(text))
-    assert len(body) == 5
-    assert products(body) == [disassembly.Product(128, 128, 16, 0, 4096)]
-
-
-def test_amd_loops() -> None:
-    text = "\n".join(
-        ["\ts_mov_b32 s0, 0", ".LBB0_1:  ; %loop", "\tv_mfma_f32_32x32x8_bf16 v[0:15], v[16:17], v[18:19], 0",
-         "\tv_exp_f32_e32 v1, v1 ; comment", "\ts_cbranch_scc1 .LBB0_1", "\ts_endpgm"]
-    )  # fmt: skip
-    (body,) = innermost(gcn(text))
-    assert disassembly.mix(body) == {"tensor": 1, "mufu": 1, "other": 1}
-    spent = cycles(body, products(body), 8, MACHINES["gfx942"])
-    assert spent == (64.0, 32.0, 0.0, 0.0)  # 2 waves a scheduler: 2 x 32 cycles of products, 2 x 16 of exp
-
-
-def test_the_model_gives_the_published_cycles_of_a_hopper_tile() -> None:
-    """128 x 128 tiles of 128 channels on 8 warps: 16 wgmma of 64 x 128 x 16 in each of two warpgroups are
-    2048 cycles, as 4 * 128 * 128 * 128 FLOPs at 4096 a cycle are; 64 exponentials a thread at 16 a cycle of
-    a multiprocessor are 1024."""
-    body = sass(
-        listing(
-            *["HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24"] * 8,
-            *["HGMMA.64x128x16.F32.BF16 R24, R152, gdesc[UR8], R24"] * 8,
-            *["MUFU.EX2 R1, R1"] * 64,
-        )
-    )
-    spent = cycles(body, products(body), 8, MACHINES["sm_90"])
-    assert spent.tensor == 4 * 128**3 / 4096 == 2048
-    assert spent.mufu == 128 * 128 / 16 == 1024
-    assert spent.issue == 80 * 8 / 4
-    assert spent.shared == 2 * (8 * (64 + 128) + 8 * 128) * 16 * 2 / 128
-    alone = bound(spent, 8, 255, 160 << 10, MACHINES["sm_90"])
-    assert alone.utilisation == round(2048 / 3072, 3) and alone.programs == 1
-    two = bound(spent, 8, 128, 100 << 10, MACHINES["sm_90"])
-    assert two.utilisation == 1.0 == two.overlap and two.limit == "tensor cores"
-
-
-def test_every_kind_of_instruction_has_a_pattern_of_its_own() -> None:
-    """No pattern shadows another: each kind is found for some name that its own pattern begins with."""
-    op_of_kind = {
-        "tensor": "HMMA",
-        "mufu": "MUFU.EX2",
-        "fma": "FFMA2",
-        "compare": "FMNMX3",
-        "convert": "F2FP",
-    }
-    op_of_kind |= {"spill": "LDL.64", "memory": "UTMALDG.4D", "barrier": "WARPGROUP.ARRIVE", "integer": "SEL"}
-    assert {kind: disassembly.kind_of(op) for kind, op in op_of_kind.items()} == {
-        kind: kind for kind in op_of_kind
-    }
-    assert (
-        re.match(disassembly.KINDS["memory"], "LDGDEPBAR") and disassembly.kind_of("LDGDEPBAR") == "barrier"
-    )
-    assert disassembly.mix([Instruction("R2UR", ""), Instruction("UIADD3", "")]) == {"other": 2}

@@ -113,7 +113,7 @@ def compiled(kernel: str, arch: str, dim: int, tma: bool) -> Any:
     """Compile to Triton's kernel object."""
     from triton.runtime.driver import driver
 
-    from tritoncp.analysis.compile_worker import DriverStub, target_of
+    from tritoncp.analysis.cross_compile import DriverStub, target_of
 
     tiles, warps, stages = default_tiles(kernel, arch, dim)
     with tempfile.TemporaryDirectory() as folder:
@@ -136,15 +136,15 @@ def dtype_of(name: str) -> torch.dtype:
 
 def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
     """Figures of one torch kernel, in the format of a row of `tritoncp inspect`."""
-    from tritoncp.analysis.compile_worker import amd, inner_loop, nvidia
     from tritoncp.analysis.jobs import Job
+    from tritoncp.analysis.kernel_report import inner_loop, read_amd, read_nvidia
     from tritoncp.kernels.tile_rules import Config
 
     def read(compiled_kernel: Any) -> dict[str, Any]:
         resources = (
-            amd(compiled_kernel.asm["amdgcn"])
+            read_amd(compiled_kernel.asm["amdgcn"])
             if "amdgcn" in compiled_kernel.asm
-            else nvidia(compiled_kernel.asm)
+            else read_nvidia(compiled_kernel.asm)
         )
         resources |= {
             "shared_bytes": compiled_kernel.metadata.shared,

@@ -27,7 +27,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 import tritoncp
-from tritoncp.analysis.compile_worker import DriverStub, target_of
+from tritoncp.analysis.cross_compile import DriverStub, target_of
 from tritoncp.distributed import collectives
 from tritoncp.kernels import engine
 from tritoncp.ops import engine_factory

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from tritoncp.analysis import resource_table
-from tritoncp.analysis.compile_worker import compile_all
-from tritoncp.analysis.disassembly import MACHINES
+from tritoncp.analysis.compile_pool import compile_all
 from tritoncp.analysis.jobs import KERNELS, Job
+from tritoncp.analysis.throughput_bound import MACHINES
 from tritoncp.kernels.tile_rules import Config, family
 
 ARCHS = ("sm_80", "sm_86", "sm_90", "sm_100", "gfx942")

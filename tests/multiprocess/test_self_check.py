@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch.distributed as dist
 
-import tritoncp
 from tests.multiprocess.ranks import Outcome, outcomes
 from tritoncp.cli import main
 from tritoncp.kernels.engine import TritonEngine
+from tritoncp.self_check import comparison
 
 ROOT = Path(__file__).parents[2]
 SCHEDULES = ("one-device", "allgather", "ring", "fetch", "ulysses")
@@ -127,12 +127,12 @@ def in_forward(rank: int, number: int, fault: Callable[[], None]) -> Callable[[i
 
 def test_a_wrong_rank_is_named(tmp_path: Path) -> None:
     def plant(rank: int) -> None:
-        attend = tritoncp.flex_attention
+        attend = comparison.flex_attention
 
         def off(q: Any, *rest: Any, **options: Any) -> Any:
             return attend(q * (1.1 if rank == 1 else 1), *rest, **options)
 
-        tritoncp.flex_attention = off  # type: ignore[assignment]
+        comparison.flex_attention = off  # type: ignore[assignment]
 
     end = check(tmp_path, 3, "--json", "--only=fetch-window-float32-*", plant=plant)
     assert end.codes == [1, 1, 1], end
@@ -184,6 +184,7 @@ PROGRAM = """
     os.environ["TRITON_INTERPRET"] = "1"
     from tritoncp.cli import main
     from tritoncp.kernels.engine import TritonEngine
+from tritoncp.self_check import comparison
 
     forward, steps = TritonEngine.forward, iter(range(1, 1000))
 

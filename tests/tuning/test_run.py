@@ -17,9 +17,9 @@ import torch
 import triton
 from click.testing import CliRunner
 
-from tritoncp.analysis.compile_worker import Compilers, launch_of
-from tritoncp.analysis.jobs import Job
-from tritoncp.analysis.launches import Problem
+from tritoncp.analysis.compile_pool import Compilers
+from tritoncp.analysis.jobs import Job, Routed
+from tritoncp.analysis.launches import Problem, launch_of
 from tritoncp.cli import main
 from tritoncp.kernels import forward_specialised
 from tritoncp.kernels.tile_rules import Config
@@ -28,7 +28,7 @@ from tritoncp.perf.records.history import Point, Series, append
 from tritoncp.perf.suite import check
 from tritoncp.tuning import search, search_run, targets
 from tritoncp.tuning.device_bench import DeviceBench
-from tritoncp.tuning.targets import Routed, Target, candidates
+from tritoncp.tuning.targets import Target, candidates
 
 ROOT = Path(__file__).parents[2]
 SMALL = Target("forward", "causal", 2, 1, 16, 64, "float32")
@@ -88,13 +88,15 @@ def test_the_static_stage_compiles_and_bounds_without_a_gpu(monkeypatch, home):
         assert row["flops"] == 1.0, "products of 64 and of 32 channels, and no others"
     assert "tried 4, pruned 1" in done.stderr
     assert not list(home.glob("*/*.json")), "a bound is no measurement"
-    monkeypatch.setattr(Compilers, "compiled", lambda self, jobs: iter(pytest.fail("again") for _ in jobs))
+    monkeypatch.setattr(
+        Compilers, "compile_jobs", lambda self, jobs: iter(pytest.fail("again") for _ in jobs)
+    )
     assert json.loads(invoke(*words, "--resume").stdout) == rows
     done = invoke(*words[:-1], "--resume")
     assert done.exit_code == 0 and "128×64 4/" in done.stdout
 
 
-def test_the_static_stage_compiles_the_routes_of_an_architecture_where_nothing_is_in_their_way(monkeypatch):
+def test_the_static_stage_compiles_routes(monkeypatch):
 
     def listed(target, arch):
         configs = candidates(target, arch)
@@ -113,7 +115,7 @@ def test_the_static_stage_compiles_the_routes_of_an_architecture_where_nothing_i
         launch_of(scored.job("sm_90", candidates(scored, "sm_90")[-1]))
 
 
-def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
+def test_a_dry_run_lists_candidates_and_writes_no_file(home):
     words = ["--dry-run", "--target", "sm_90"]
     done = invoke(*words, "--preset", "llama3-8b", "--mask", "causal", "--ops", "bwd")
     assert done.exit_code == 0 and not home.exists()
@@ -139,12 +141,12 @@ def test_a_dry_run_says_what_would_be_tried_and_does_nothing(home):
         (["--target", "sm_90", "--shapes", "32"], "32x8,128,16384"),
     ],
 )
-def test_what_makes_no_sense_is_refused_with_what_does(words, said):
+def test_refusals_name_valid_values(words, said):
     done = invoke(*words)
     assert done.exit_code == 2 and said in done.output
 
 
-def test_without_a_gpu_the_way_that_needs_none_is_shown(monkeypatch):
+def test_without_a_gpu_the_error_names_the_option_that_needs_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = invoke("--preset", "llama3-8b")
     assert done.exit_code == 1 and "--target sm_90" in done.output
@@ -169,7 +171,7 @@ class Formula:
 @pytest.fixture
 def compile_nothing(monkeypatch):
     report = {"registers": 100, "spill_bytes": 0, "shared_bytes": 1, "bound": 0.5, "flops": 1.0}
-    monkeypatch.setattr(Compilers, "compiled", lambda self, jobs: ((job, report) for job in jobs))
+    monkeypatch.setattr(Compilers, "compile_jobs", lambda self, jobs: ((job, report) for job in jobs))
 
 
 def request(home, resume=False):
@@ -194,7 +196,7 @@ def test_choices_are_written_where_calls_look_for_them(compile_nothing, home):
     search_run.show(outcome, False, Console())
 
 
-def test_ctrl_c_keeps_what_is_known_and_the_rest_is_resumed(compile_nothing, home):
+def test_ctrl_c_keeps_choices_and_resume_does_the_rest(compile_nothing, home):
     from rich.console import Console
 
     complete = Formula()
@@ -217,9 +219,7 @@ def gpu(monkeypatch):
     return bench
 
 
-def test_the_command_tunes_what_a_benchmark_lost_most_and_all_three_of_a_backward_pass(
-    compile_nothing, gpu, home, tmp_path
-):
+def test_the_command_tunes_the_worst_case_and_compares_fused(compile_nothing, gpu, home, tmp_path):
     took = {"tritoncp": {"ms": 2.0}, "flex max-autotune": {"ms": 1.0}}
     point = Point("r", "2026-01-01", "alibi-8k-bwd", Series("NVIDIA H200"), {}, took, goal={"flex": 1.2})
     append(tmp_path / "history.jsonl", point.as_line())
@@ -236,7 +236,7 @@ def test_the_command_tunes_what_a_benchmark_lost_most_and_all_three_of_a_backwar
     assert len(tile_tables.entries_of(path)) == 5
 
 
-def test_ctrl_c_ends_the_command_with_what_is_known(compile_nothing, gpu, home):
+def test_ctrl_c_ends_the_command_with_the_choices_so_far(compile_nothing, gpu, home):
     gpu.interrupt = 700
     words = ["--shapes", "8x8,128,4096", "--mask", "causal", "--ops", "fwd,bwd"]
     done = invoke(*words)
@@ -340,7 +340,7 @@ def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share(
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "fused", "few", "gluon"])
-def test_what_is_compiled_offline_is_what_is_launched(kernel):
+def test_offline_launches_equal_those_of_calls(kernel):
     """Every argument has the same type and the same divisibility by 16, so that Triton's cache has the kernel
     that another process compiled."""
     target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tuning.test_run:biased")
@@ -370,7 +370,8 @@ LAUNCHES = """
 import os, torch
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops.engine_factory import name_functions
-from tritoncp.analysis.compile_worker import Compilers, compiled
+from tritoncp.analysis.compile_pool import Compilers
+from tritoncp.analysis.cross_compile import compile_launch
 from tritoncp.analysis.launches import Problem
 from tritoncp.tuning.targets import Target
 
@@ -378,15 +379,15 @@ target, config = Target("dq", "causal", 4, 2, 32, 512, "float16", 16, "softcap")
 job, folder = target.job("sm_80", config), os.environ["TRITON_CACHE_DIR"]
 name_functions()
 compilers = Compilers(1)
-((_, report),) = compilers.compiled([job])
+((_, report),) = compilers.compile_jobs([job])
 compilers.end()
 files = set(os.listdir(folder))
-compiled(Problem(job, torch.device("cpu")).launch("dq", config, "sm_80"), "sm_80")
+compile_launch(Problem(job, torch.device("cpu")).launch("dq", config, "sm_80"), "sm_80")
 print(report.get("failed"), len(files) > 0, set(os.listdir(folder)) - files)
 """
 
 
-def test_what_another_process_compiled_is_found_in_the_cache(tmp_path):
+def test_kernels_of_another_process_are_in_the_cache(tmp_path):
     """Otherwise every candidate is compiled again, one after another, within the time for measurements."""
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHES],
@@ -408,6 +409,6 @@ def kind(x):
     return tuple(map(kind, x)) if isinstance(x, tuple | list) else x
 
 
-def test_a_launch_that_fails_is_a_reason_not_an_error(monkeypatch):
+def test_a_failed_launch_is_a_reason(monkeypatch):
     bench = DeviceBench(CPU)
     assert "ValueError" in (bench.wrong(SMALL, Config(24, 16)) or "")

@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.tuning.stand_ins import Compiler, Formula, Ticks
-from tritoncp.analysis.compile_worker import launch_of
+from tests.tuning.stand_ins import BEST, RULE, TARGET, Compiler, Formula, Ticks, cost, tuner
+from tritoncp.analysis.launches import launch_of
 from tritoncp.kernels.tile_rules import default
 from tritoncp.perf.records.history import TUNED, Point, Series
-from tritoncp.tuning.journal import Journal
-from tritoncp.tuning.search import MAX_TIMED, ROUNDS, Tally, Tuner
+from tritoncp.tuning.search import MAX_TIMED, ROUNDS, Tally
 from tritoncp.tuning.targets import MASKS, OPS, Target, candidates, select_worst_case, targets
-
-TARGET = Target("forward", "causal", 32, 8, 128, 4096)
-RULE = default("forward", "sm_90", 128, torch.bfloat16)
-BEST = replace(RULE, num_stages=3)
-ABOUT = {"device": "formula"}
-
-
-def cost(config):
-    """BEST takes 0.8, the rule 1.0, all others more."""
-    return 0.8 if config == BEST else 1.0 if config == RULE else 1.1 + 0.001 * config.BLOCK_N
-
-
-def tuner(path, compiler=None, resume=False, deadline=1e9, now=None, choices=None):
-    keep = choices.__setitem__ if choices is not None else lambda target, choice: None
-    journal = Journal(path / "journal.jsonl", ABOUT, resume)
-    return Tuner("sm_90", journal, compiler or Compiler(), deadline, keep, now or Ticks())
 
 
 def test_the_fastest_right_config_is_chosen_in_few_samples(tmp_path):
@@ -62,14 +43,14 @@ def test_a_win_of_less_than_two_per_cent_is_none(tmp_path):
     assert choice.config == RULE and choice.gain == 1.0
 
 
-def test_what_is_wrong_is_never_timed_however_fast(tmp_path):
+def test_a_wrong_candidate_is_never_timed(tmp_path):
     bench = Formula(cost, wrong=[BEST])
     search = tuner(tmp_path)
     assert search.run([TARGET], bench)[TARGET].config == RULE
     assert BEST in bench.checks and BEST not in bench.samples and search.tally.failed == 1
 
 
-def test_nothing_is_chosen_where_the_rule_itself_is_wrong(tmp_path):
+def test_no_choice_where_the_rule_is_wrong(tmp_path):
     assert tuner(tmp_path).run([TARGET], Formula(cost, wrong=[RULE])) == {}
 
 
@@ -195,187 +176,6 @@ def test_few_rows_are_not_dropped_by_a_bound_of_products(tmp_path):
     assert any(config.num_stages == 3 for config, _ in search.static(target))
 
 
-# -- interruptions ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at", [1, 5, 130, 200])
-def test_after_an_interrupt_a_resumed_run_repeats_nothing_and_chooses_the_same(tmp_path, at):
-    choices_by_target = {}
-    bench, compiler = Formula(cost, interrupt=at), Compiler()
-    first = tuner(tmp_path, compiler, choices=choices_by_target)
-    with pytest.raises(KeyboardInterrupt):
-        first.run([TARGET], bench)
-    first.journal.close()
-    done = len(bench.checks)
-    second_bench, silent = Formula(cost), Compiler()
-    assert tuner(tmp_path, silent, resume=True).run([TARGET], second_bench)[TARGET].config == BEST
-    assert compiler.asked and silent.asked == [] and second_bench.checks == []
-    assert done == MAX_TIMED
-    if at == 200:  # the first halving was over: its choice was written, and it is not timed again
-        assert choices_by_target[TARGET].config == BEST
-        plain = Formula(cost)
-        tuner(tmp_path / "plain").run([TARGET], plain)
-        assert len(second_bench.samples) == len(plain.samples) - MAX_TIMED * (ROUNDS + 1)
-
-
-def test_an_interrupt_while_compiling_is_resumed_too(tmp_path):
-    class Stops(Compiler):
-        def __call__(self, jobs):
-            for i, report in enumerate(super().__call__(jobs)):
-                if i == 10:
-                    raise KeyboardInterrupt
-                yield report
-
-    with pytest.raises(KeyboardInterrupt):
-        tuner(tmp_path, Stops()).run([TARGET], Formula(cost))
-    rest = Compiler()
-    assert tuner(tmp_path, rest, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
-    assert len(rest.asked) == len(candidates(TARGET, "sm_90")) - 10
-
-
-KILLED = {"compile": 7, "steps": 5, "check": 3, "time": 2, "times": 30}
-
-
-@pytest.mark.parametrize("stage", KILLED)
-def test_a_run_that_was_killed_goes_on_where_it_was_whatever_it_did(tmp_path, stage):
-    """After kill -9 during compilation, checks, measurements or writing, a resumed run repeats no finding and
-    makes the choice of an undisturbed run."""
-    count = 0
-
-    def die(at):
-        nonlocal count
-        count += at == stage
-        if count == KILLED[stage]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    class Dies(Compiler):
-        def __call__(self, jobs):
-            for job, report in super().__call__(jobs):
-                die("compile" if job.call else "steps")
-                yield job, report
-
-    class Device(Formula):
-        def wrong(self, target, config):
-            die("check")
-            return super().wrong(target, config)
-
-        def milliseconds(self, target, config):
-            die("times")
-            return super().milliseconds(target, config)
-
-    process = os.fork()
-    if not process:
-        try:
-            search = tuner(tmp_path, Dies())
-            add = search.journal.add
-
-            def written(at, *rest):
-                die("time" if at == "time" else "")
-                add(at, *rest)
-
-            search.journal.add = written
-            search.run([TARGET], Device(cost))
-        finally:
-            os._exit(1)
-    assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
-    done = [json.loads(line) for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
-    stages = Counter(line["stage"] for line in done)
-    assert stages[stage] == (0 if stage == "times" else KILLED[stage] - 1) and stages["time"] <= 1
-    rest, second_bench = Compiler(), Formula(cost)
-    search = tuner(tmp_path, rest, resume=True)
-    assert search.run([TARGET], second_bench)[TARGET].config == BEST
-    whole, plain = Compiler(), Formula(cost)
-    tuner(tmp_path / "plain", whole).run([TARGET], plain)
-    assert len(rest.asked) == len(whole.asked) - stages["compile"]
-    assert len(rest.steps) == len(whole.steps) - stages["steps"]
-    assert len(second_bench.checks) == len(plain.checks) - stages["check"]
-    assert len(second_bench.samples) == len(plain.samples)
-
-
-def test_two_runs_do_not_write_to_one_journal(tmp_path):
-    first = tuner(tmp_path)
-    with pytest.raises(RuntimeError, match=r"another tritoncp autotune writes to .*journal.jsonl.*--out"):
-        tuner(tmp_path)
-    first.journal.close()
-    tuner(tmp_path)
-
-
-def test_a_torn_last_line_costs_that_line_alone(tmp_path):
-    path = tmp_path / "journal.jsonl"
-    search = tuner(tmp_path)
-    search.run([TARGET], Formula(cost))
-    search.journal.close()
-    whole = path.read_text().splitlines()
-    path.write_text("\n".join(whole[:20]) + "\n" + whole[20][: len(whole[20]) // 2])
-    rest = Compiler()
-    assert tuner(tmp_path, rest, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
-    assert (
-        len(rest.asked) == len(candidates(TARGET, "sm_90")) - 18
-    )  # the first two lines are the run and the target
-    broken = [line for line in path.read_text().splitlines() if not is_json(line)]
-    assert broken == [whole[20][: len(whole[20]) // 2]]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[" * 100_000,
-        '{"stage": "compile", "target": "t", "config": ' + "[" * 100_000,
-        '{"stage": "compile", "target": "t", "config": {}, "found": []}',
-        '{"stage": "compile", "target": "t", "config": 5, "found": {}}',
-        '{"stage": "time", "target": "t", "config": {}, "found": {"ms": NaN}}',
-        '{"stage": "check", "target": "t", "config": {}, "found": {"wrong": 3}}',
-        "\udcff",
-        "17",
-    ],
-    ids=["brackets", "torn", "list", "number", "nan", "wrong", "bytes", "no object"],
-)
-def test_a_line_that_says_nothing_costs_that_line_alone(tmp_path, line):
-    """A malformed line is appended, and put in place of a finding about the first candidate."""
-    path = tmp_path / "journal.jsonl"
-    search = tuner(tmp_path)
-    search.run([TARGET], Formula(cost))
-    search.journal.close()
-    first, target, *rest = path.read_text().splitlines()
-    entry = json.loads(rest[0])
-    if line.startswith("{") and not line.endswith("["):
-        line = json.dumps(json.loads(line) | {"target": entry["target"], "config": entry["config"]})
-    path.write_text("\n".join([first, target, line, *rest[1:], ""]), errors="surrogateescape")
-    second_compiler = Compiler()
-    assert tuner(tmp_path, second_compiler, resume=True).run([TARGET], Formula(cost))[TARGET].config == BEST
-    assert len(second_compiler.asked) == 1
-
-
-@pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_a_journal_that_is_no_file_is_refused_at_once(tmp_path, kind):
-    path = tmp_path / "journal.jsonl"
-    path.mkdir() if kind == "folder" else os.mkfifo(path)
-    with pytest.raises(OSError, match=r"journal\.jsonl"):
-        tuner(tmp_path)
-
-
-def is_json(line):
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("other", ["conditions", "no resume"])
-def test_findings_of_other_conditions_or_an_older_run_are_not_taken_over(tmp_path, other):
-    search = tuner(tmp_path)
-    search.run([TARGET], Formula(cost))
-    search.journal.close()
-    compiler = Compiler()
-    second_search = tuner(tmp_path, compiler)
-    if other == "conditions":
-        second_search.journal.close()
-        second_search.journal = Journal(tmp_path / "journal.jsonl", {"device": "another"}, resume=True)
-    second_search.static(TARGET)
-    assert len(compiler.asked) == len(candidates(TARGET, "sm_90"))
-
-
 def test_time_that_runs_out_leaves_the_last_finished_halving(tmp_path):
     """Every reading of the clock takes a second: a halving takes about a hundred."""
     choices_by_target = {}
@@ -416,7 +216,7 @@ def test_a_stage_that_is_too_slow_leaves_time_to_compare_some_with_the_rule(tmp_
     assert 8 < len(set(bench.samples)) < MAX_TIMED
 
 
-def test_what_is_no_use_to_a_step_of_a_schedule_is_dropped(tmp_path):
+def test_a_config_that_does_not_fit_a_step_is_dropped(tmp_path):
     """A config that fits a call without ranks only would make calls with ranks fail."""
 
     class Steps(Compiler):
@@ -447,7 +247,7 @@ def test_both_ways_to_copy_a_tile_are_tried_where_there_are_both(kernel):
     ("shape", "said"),
     [("32,128,4096", "is not HEADS"), ("32x5,128,4096", "divide"), ("8x8,512,64", "256"), ("8x8,64", "not")],
 )
-def test_shapes_that_nobody_has_are_refused(shape, said):
+def test_malformed_shapes_are_refused(shape, said):
     with pytest.raises(ValueError, match=said):
         targets([shape], ["causal"], ["fwd"], "bfloat16")
 
@@ -520,14 +320,14 @@ def test_where_no_case_has_a_goal_the_one_farthest_behind_is_tuned():
     assert why == "full-16k-fwd, 2.00 of the fastest baseline" and target.mask == "full"
 
 
-def test_where_nothing_was_compared_a_usual_call_is_tuned():
+def test_without_a_comparison_a_usual_call_is_tuned():
     for points in ([], [measured("causal-16k-fwd", None, flex=1.0)], [measured("causal-16k-fwd", 1.0)]):
         why, chosen_targets = select_worst_case(points, "NVIDIA H200")
         assert "Llama-3 8B" in why and [target.kernel for target in chosen_targets] == ["forward"]
 
 
 @pytest.mark.parametrize("score", ["", "softcap", "table_learns", "slopes_learn"])
-def test_the_first_candidate_is_what_is_launched_without_a_file(score):
+def test_the_first_candidate_is_the_config_of_calls_without_a_file(score):
     name = f"tests.kernels.scores:{score}" if "learn" in score else score
     kernels, archs = ("forward", "dq", "dkdv"), ("sm_80", "sm_90", "sm_100")
     for kernel, arch, dim in itertools.product(kernels, archs, (128, 256)):

@@ -1,4 +1,4 @@
 """Compiles kernels for absent GPUs, and reads the machine code.
 
-May import: every package but api's users.
+May import every package of the spine, the cases of perf, and other commands and tools, but not `cli`.
 """

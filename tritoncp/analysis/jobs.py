@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from tritoncp.kernels.tile_rules import Config
+from tritoncp.kernels.tile_rules import ROUTES, Config
 from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 
@@ -88,7 +88,8 @@ class Job:
 
     @property
     def name(self) -> str:
-        """
+        """The job in words.
+
         >>> Job("dq", "sm_90", 128).name
         'dq sm_90 d128 bfloat16 state'
         """
@@ -99,6 +100,26 @@ class Job:
         """The job of a dict from ``asdict``."""
         config, call = raw["config"], raw["call"]
         return cls(**raw | {"config": config and Config(**config), "call": call and Call(*call)})
+
+
+@dataclass(frozen=True)
+class Routed(Config):
+    """A route of the forward pass, and its tiles."""
+
+    ROUTE: str = ROUTES[0]
+
+    @property
+    def kernel(self) -> str:
+        return self.ROUTE if self.ROUTE in ROUTES[1:] else "forward"
+
+    @property
+    def tiles(self) -> Config:
+        return Config(**{name: getattr(self, name) for name in Config.__dataclass_fields__})
+
+
+def kernel_of(kernel: str, config: Config | None) -> tuple[str, Config | None]:
+    """The kernel and tiles that are launched for a config of a target's kernel."""
+    return (config.kernel, config.tiles) if isinstance(config, Routed) else (kernel, config)
 
 
 def options_of(kernel: str, config: Config | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@ the same launches, so that Triton's cache has the kernels that were compiled off
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,20 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.analysis.jobs import Job, options_of
+from tritoncp.analysis.jobs import HEADS, KV_HEADS, VARIANTS, Job, kernel_of, mask_of, options_of
 from tritoncp.api.simulate import simulate
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.kernels.engine import Mods, TritonEngine, route_of
-from tritoncp.kernels.launch import Launch, Launches
+from tritoncp.kernels.launch import Launch, Launches, State
 from tritoncp.kernels.tile_rules import ROUTES, Config
 from tritoncp.masks.expressions import score_of
 from tritoncp.masks.mask import create_block_mask, full_mask
-from tritoncp.mods import Mod
+from tritoncp.mods import Mod, mask_mod
 from tritoncp.ops import call_mods, engine_factory
 from tritoncp.perf.suite.cases import MASKS
 from tritoncp.planning.build import build
-from tritoncp.tuning.targets import kernel_of
 
 
 class Problem:
@@ -118,3 +118,40 @@ def mods_of(score: str, q: Tensor, mask: Mod | None = None) -> Mods:
     learned = [mod.tensors[i] for i in mod.wants] if mod else []
     grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in learned]
     return engine_factory.launched(mask, mod, q.device, grads)
+
+
+def launch_of(job: Job) -> Any:
+    """The engine's launch of one job, on uninitialised memory of the CPU."""
+    if job.call is not None:
+        launch: Any = Problem(job, torch.device("cpu")).launch(job.kernel, job.config, job.arch)
+        return launch.parts[-1 if job.kernel == "specialised" else 0]
+    variant, (d, e), dtype = VARIANTS[job.variant], job.dims, getattr(torch, job.dtype)
+    mask = mask_of(variant.mask, variant.queries)
+    tables = build(mask, variant.world_size).tables(batch=1, heads=HEADS)
+    mod = mask_mod(mask.mask_mod) if tables.mask == "mod" and mask.mask_mod else None
+    options = options_of(job.kernel, job.config) | dict(variant.options)
+    options["FUSED_BACKWARD"] = job.kernel == "fused"
+    rows, keys = tables.q_rows, tables.kv_rows
+    q, dq = (torch.empty(1, rows, HEADS, d, dtype=dtype).transpose(1, 2) for _ in range(2))
+    out, dout = (torch.empty(1, rows, HEADS, e, dtype=dtype).transpose(1, 2) for _ in range(2))
+    k, v = torch.empty(keys, 1, KV_HEADS, d + e, dtype=dtype).permute(1, 2, 0, 3).split([d, e], dim=3)
+    lse, delta, m, l = torch.empty(4, 1, HEADS, rows).unbind()
+    acc, dq_sum = torch.empty(1, HEADS, rows, e), torch.empty(1, HEADS, rows, d)
+    dk, dv = torch.empty(keys, 1, KV_HEADS, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
+    engine = TritonEngine(mods_of(job.score, q, mod), d**-0.5, options, arch=job.arch)
+    if job.kernel in ("forward", "few", "combine", "masked", "specialised", "gluon"):
+        state = State(acc, m, l) if variant.load or variant.store else None
+        steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
+        step: Callable[..., Launch | Launches] = engine.loops
+        if job.kernel in ("masked", "specialised", "gluon"):
+            route = route_of("specialised" if job.kernel == "masked" else job.kernel)
+            step = functools.partial(route.launch, engine)
+        parts = step(q, k, v, tables, out=out, lse=lse, **steps).parts
+        return parts[-1 if job.kernel in ("combine", "specialised") else 0]
+    if job.kernel == "delta":
+        return engine.delta(out, dout, lse, delta)
+    step_inputs = (q, k, v, dout, lse, delta, tables)
+    if job.kernel == "dq":
+        return engine.dq(*step_inputs, dq=dq_sum if variant.load else dq, add=variant.load)
+    into = torch.empty(1, rows, HEADS, d).transpose(1, 2) if job.kernel == "fused" else None
+    return engine.dkdv(*step_inputs, dk=dk, dv=dv, dq=into, add=variant.load)

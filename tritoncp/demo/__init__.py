@@ -1,9 +1,10 @@
 """The demo: a small byte-level transformer trained on several ranks and on one, compared step by step.
 
 corpus.py    source files of the standard library -> documents packed into windows
-model.py     the transformer; attention is a function it is given
+model.py     the transformer; attention is an argument of its calls
 train.py     the training loop, the same for one rank and for many
 ranks.py     processes: started here, or by torchrun
 report.py    the plan as a picture, the tables, the verdict
-run.py       all of it, in order
+run.py       both runs, from their options to the report
+command.py   the command `tritoncp demo`
 """

@@ -1,5 +1,5 @@
 """`python -m tritoncp.demo`, also the entry point under torchrun."""
 
-from tritoncp.cli import demo
+from tritoncp.demo.command import demo
 
 demo(prog_name="python -m tritoncp.demo")

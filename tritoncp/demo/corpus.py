@@ -50,7 +50,7 @@ def cut(text: bytes, longest: int, rng: random.Random) -> Iterator[bytes]:
     while text:
         size = max(2, int(longest * rng.uniform(1 / 8, 1)))
         end = text.rfind(b"\n", 0, size) + 1
-        size = end if end > size // 2 else size  # no line ends in a useful place: cut where we are
+        size = end if end > size // 2 else size  # no line ends in the second half
         yield text[:size]
         text = text[size:]
 

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 
 from tritoncp.demo.train import Config, Step, train
 
-TIMEOUT = timedelta(minutes=5)  # far more than a step, far less than a person's patience
+TIMEOUT = timedelta(minutes=5)  # far more than one step takes
 
 
 class RankFailed(RuntimeError):
@@ -82,7 +82,7 @@ def is_first() -> bool:
 
 
 def train_in_torchrun(config: Config, on_step: Callable[[Step], None]) -> list[Step]:
-    """Train as one rank of those that torchrun started."""
+    """Train as one of torchrun's ranks."""
     device = device_of(int(os.environ["LOCAL_RANK"]))
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=TIMEOUT)))
     steps = []
@@ -138,22 +138,22 @@ class LocalRanks:
         talking = dict(self.pipes)
         while talking:
             for pipe in cast(list[Connection], wait(list(talking))):
-                kind, said = receive(pipe)
+                kind, message = receive(pipe)
                 if kind == "step":
-                    self.steps.append(said)
-                    self.on_step(said)
+                    self.steps.append(message)
+                    self.on_step(message)
                 elif kind == "done":
                     del talking[pipe]
                 else:
-                    self._fail(talking[pipe], said)
+                    self._fail(talking[pipe], message)
                     return
 
-    def _fail(self, rank: int, said: str | None) -> None:
-        if said is None:
+    def _fail(self, rank: int, message: str | None) -> None:
+        if message is None:
             self.workers[rank].join(10)
             code = self.workers[rank].exitcode
-            said = f"it ended without a message, exit code {code} (negative: killed by that signal)"
-        self.failure = RankFailed(f"rank {rank} of {self.world_size} failed:\n{said}")
+            message = f"it ended without a message, exit code {code} (negative: killed by that signal)"
+        self.failure = RankFailed(f"rank {rank} of {self.world_size} failed:\n{message}")
         self._stop()
 
     def _stop(self) -> None:

@@ -57,10 +57,10 @@ def default_world_size() -> int:
     return gpus if gpus > 1 else 4
 
 
-Say = Callable[[Step], None]
+OnStep = Callable[[Step], None]
 
 
-def side_by_side(config: Config, world_size: int, on_many: Say, on_one: Say) -> Losses:
+def side_by_side(config: Config, world_size: int, on_many: OnStep, on_one: OnStep) -> Losses:
     """Train with local ranks in processes of their own, and alone in this one, at the same time."""
     alone = []
     with ranks.LocalRanks(config, world_size, on_many) as local_ranks:
@@ -71,8 +71,8 @@ def side_by_side(config: Config, world_size: int, on_many: Say, on_one: Say) -> 
         return local_ranks.result(), alone
 
 
-def first_of_torchrun(config: Config, world_size: int, on_many: Say, on_one: Say) -> Losses:
-    """Train with all ranks; then this rank, the first, trains alone while the others end."""
+def first_of_torchrun(config: Config, world_size: int, on_many: OnStep, on_one: OnStep) -> Losses:
+    """Train with all of torchrun's ranks, then alone on this rank, the first."""
     together = ranks.train_in_torchrun(config, on_many)
     alone = []
     for step in train(config, None, ranks.device_of(0)):
@@ -82,6 +82,7 @@ def first_of_torchrun(config: Config, world_size: int, on_many: Say, on_one: Say
 
 
 def introduce(config: Config, world_size: int, out: Path, console: Console) -> None:
+    """Print the plan of the first step, and draw it to plan.png."""
     plan = plans_of(config, world_size)[0]
     console.print(f"step 1 of {config.steps}; every step has other documents", highlight=False)
     console.print(str(plan), highlight=False, markup=False, soft_wrap=True)

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-import tritoncp
+from tritoncp.api.attention import flex_attention, make_plan, positions, shard
 from tritoncp.demo.corpus import IGNORE, window, windows
 from tritoncp.demo.model import Shape, Transformer, alibi
+from tritoncp.masks.closed_forms import and_masks, causal, document
+from tritoncp.masks.create import create_block_mask
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,9 @@ def plan_of(
 ) -> Any:
     """Document-causal attention over one window, blocks dealt so that every rank has the same work."""
     size = sum(lengths)
-    visible = tritoncp.and_masks(tritoncp.causal(), tritoncp.document(lengths=lengths))
-    mask = tritoncp.create_block_mask(visible, 1, 1, size, size)
-    return tritoncp.make_plan(mask, mesh, balancer="ptrr", world_size=world_size, rank=rank)
+    visible = and_masks(causal(), document(lengths=lengths))
+    mask = create_block_mask(visible, 1, 1, size, size)
+    return make_plan(mask, mesh, balancer="ptrr", world_size=world_size, rank=rank)
 
 
 def train(config: Config, group: dist.ProcessGroup | None, device: torch.device) -> Iterator[Step]:
@@ -70,11 +72,11 @@ def loss_of(model: Transformer, text: Tensor, bias: Any, group: dist.ProcessGrou
     count = (labels != IGNORE).sum()  # before sharding: the global count, no communication
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tritoncp.flex_attention(q, k, v, bias, plan, mesh=group, enable_gqa=True)
+        return flex_attention(q, k, v, bias, plan, mesh=group, enable_gqa=True)
 
-    x = tritoncp.shard(tokens, plan, dim=1)
-    y = tritoncp.shard(labels, plan, dim=1, pad=IGNORE)
-    logits = model(x, tritoncp.positions(plan).to(x.device), attend)
+    x = shard(tokens, plan, dim=1)
+    y = shard(labels, plan, dim=1, pad=IGNORE)
+    logits = model(x, positions(plan).to(x.device), attend)
     return F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=IGNORE, reduction="sum") / count
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import tritoncp
+from tritoncp.api.attention import flex_attention, make_plan, shard
+from tritoncp.api.simulate import simulate
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import largest_error
@@ -50,11 +51,11 @@ class Ranks:
         if schedule == ONE_DEVICE:
             return None
         if self.group is None:
-            plan = tritoncp.make_plan(mask, world_size=self.world_size, rank=0, schedule=schedule)
+            plan = make_plan(mask, world_size=self.world_size, rank=0, schedule=schedule)
             degree = choose_degree(self.world_size, heads) if schedule == "ulysses+ring" else 0
             return replace(plan, degree=degree or 0).pinned()  # a mesh would give its second dimension here
         mesh = self.mesh if schedule == "ulysses+ring" else self.group
-        return tritoncp.make_plan(mask, mesh, schedule=schedule)
+        return make_plan(mask, mesh, schedule=schedule)
 
     def members(self, plan: Plan | None) -> list[int]:
         """The ranks whose shards this process holds under a plan."""
@@ -65,11 +66,11 @@ class Ranks:
         score = None if parts.bias is None else make_score_mod(parts.bias)
         options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "sinks": parts.sinks}
         if plan is not None and self.group is None:
-            world = tritoncp.simulate(self.world_size)
+            world = simulate(self.world_size)
             return world.flex_attention(parts.q, parts.k, parts.v, score, plan, **options)
         mesh = None if plan is None else self.mesh if plan.degree else self.group
         qkv = parts.q[0], parts.k[0], parts.v[0]
-        out, lse = tritoncp.flex_attention(*qkv, score, plan or problem.mask, mesh=mesh, **options)
+        out, lse = flex_attention(*qkv, score, plan or problem.mask, mesh=mesh, **options)
         return [out], [lse]
 
 
@@ -101,7 +102,7 @@ def shard_tensor(x: Tensor, name: str, plan: Plan | None, ranks: Sequence[int]) 
     if plan is None:
         return [x]
     side, pad = "kv" if name in ("k", "v", "dk", "dv") else "q", -math.inf if name == "lse" else 0
-    return [tritoncp.shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in ranks]
+    return [shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in ranks]
 
 
 def run_passes(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[], None]) -> Iterator[Errors]:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tritoncp import doctor
+from tritoncp.doctor import summary_rows
 from tritoncp.self_check import facts as machine
 from tritoncp.self_check.cases import Case, Result
 
@@ -114,7 +114,7 @@ def show_report(report: Report, console: Console, printed: Container[Case]) -> N
         )
         if pending:
             console.print(format_line(result), markup=False, highlight=False, soft_wrap=True)
-    for label, value in [*doctor.rows(report.facts), *machine.list_rows(report.facts)]:
+    for label, value in [*summary_rows(report.facts), *machine.list_rows(report.facts)]:
         text = escape(value).replace("\n", "\n" + " " * 17)
         console.print(f"[bold]{label:<16}[/bold] {text}", highlight=False, soft_wrap=True)
     for label, style in (("problems", "red"), ("advice", "yellow")):
@@ -157,7 +157,7 @@ def format_report_line(report: Report, worst: Result) -> str:
         facts["device"],
         *(d["architecture"] for d in facts["devices"][:1]),
         f"driver {facts['driver']}" if facts["driver"] else "",
-        *(f"{label} {value}".replace("\n", "; ") for label, value in doctor.rows(facts) if "ptxas" in label),
+        *(f"{label} {value}".replace("\n", "; ") for label, value in summary_rows(facts) if "ptxas" in label),
         f"NCCL {facts['nccl']}" if facts["nccl"] else "",
         facts["world"],
         f"{worst.case.name}: {describe(worst)}",

@@ -17,12 +17,12 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
-from tritoncp.analysis.disassembly import MACHINES
-from tritoncp.analysis.jobs import Job
+from tritoncp.analysis.jobs import Job, Routed
+from tritoncp.analysis.throughput_bound import MACHINES
 from tritoncp.kernels.tile_rules import ROUTES, Config, family
 from tritoncp.ops.tile_tables import WIN
 from tritoncp.tuning.journal import Journal
-from tritoncp.tuning.targets import Routed, Target, candidates
+from tritoncp.tuning.targets import Target, candidates
 
 # Of the rule's own bound: candidates below it are not timed.  Not of the best one: bounds leave out latency,
 # and a best bound out of reach for large tiles is no reason to leave those out.
@@ -54,8 +54,9 @@ class Tally:
     why: str = ""  # of the last failure
     show: Callable[[Tally], None] = lambda tally: None
 
-    def count(self, why: str | None = None, **more: int) -> None:
-        for name, n in more.items():
+    def count(self, why: str | None = None, **steps: int) -> None:
+        """Add to the counters by name, and show them."""
+        for name, n in steps.items():
             setattr(self, name, getattr(self, name) + n)
         self.why = why or self.why
         self.show(self)
@@ -80,14 +81,14 @@ Compile = Callable[[list[Job]], Generator[tuple[Job, dict[str, Any]]]]
 class Tuner:
     """One tuning run.
 
-    compiled: reports of jobs, as :func:`tritoncp.analysis.compile_worker.compile_all`
-    now:      a clock in seconds; no work is started after ``deadline``
-    keep:     called with each target's choice as soon as it is made
+    compile_jobs: yields jobs with their reports, as :func:`tritoncp.analysis.compile_pool.compile_all`
+    now:          a clock in seconds; no work is started after ``deadline``
+    keep:         called with each target's choice at once
     """
 
     arch: str
     journal: Journal
-    compiled: Compile
+    compile_jobs: Compile
     deadline: float
     keep: Callable[[Target, Choice], None] = lambda target, choice: None
     now: Callable[[], float] = time.monotonic
@@ -107,7 +108,7 @@ class Tuner:
         rule, *_ = listed = self.candidates(target)
         self.journal.begin(target, rule)
         reports = {}
-        for config, report in self._compiled("compile", target, listed, self._half(until), rule):
+        for config, report in self._compile("compile", target, listed, self._half(until), rule):
             reports[config] = report
             self.tally.count(tried=1, failed="failed" in report, why=report.get("failed"))
         own = reports.get(rule, {}).get("bound") or 0.0
@@ -119,7 +120,7 @@ class Tuner:
         ]
         best = sorted(rivals, key=lambda config: -(reports[config].get("bound") or 0.0))
         rivals = list(dict.fromkeys(itertools.chain(*zip(rivals, best))))[: MAX_TIMED - 1]
-        steps = dict(self._compiled("steps", target, rivals, until))
+        steps = dict(self._compile("steps", target, rivals, until))
         alive = [config for config in rivals if config in steps and not self._why(steps[config], 0.0)]
         if rule in reports and "failed" not in reports[rule]:
             alive = [rule, *alive]
@@ -130,11 +131,11 @@ class Tuner:
         now = self.now()
         return now + (until - now) / 2
 
-    def _compiled(
+    def _compile(
         self, stage: str, target: Target, configs: Sequence[Config], until: float, least: Config | None = None
     ) -> Generator[tuple[Config, dict[str, Any]]]:
         """Yield the journal's findings about these configs, then compile the rest until time is up; ``least``
-        is compiled in any case, since without it the others cannot be compared."""
+        is compiled in any case, since the rest cannot be compared without it."""
         jobs = {}
         for config in configs:
             finding = self.journal.finding(stage, target, config)
@@ -143,7 +144,7 @@ class Tuner:
             else:
                 job = target.job(self.arch, config) if stage == "compile" else target.step(self.arch, config)
                 jobs[job] = config
-        with closing(self.compiled(list(jobs))) as done:
+        with closing(self.compile_jobs(list(jobs))) as done:
             for job, report in done:
                 finding = {name: report[name] for name in REPORTED if name in report}
                 config = jobs.pop(job)

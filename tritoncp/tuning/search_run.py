@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritoncp.analysis.compile_worker import Compilers, check_target
+from tritoncp.analysis.compile_pool import Compilers
+from tritoncp.analysis.cross_compile import check_target
 from tritoncp.core.paths import path_inside
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import seconds
@@ -41,7 +42,7 @@ class Screen:
             BarColumn(), text, TimeElapsedColumn(), console=console, disable=not console.is_terminal
         )
         self._task = self._bar.add_task("", total=total, target="", pruned=0, failed=0, best="–")
-        self._step, self._said = ("", -1), "nothing tried"
+        self._step, self._line = ("", -1), "nothing tried"
         self._why = ""
 
     def __enter__(self) -> Screen:
@@ -50,7 +51,7 @@ class Screen:
 
     def __exit__(self, *error: object) -> None:
         self._bar.stop()
-        self._say()
+        self._print_progress()
 
     def __call__(self, tally: Tally) -> None:
         fields: dict[str, Any] = {
@@ -60,19 +61,19 @@ class Screen:
             "best": tally.best or "–",
         }
         self._bar.update(self._task, completed=tally.tried, **fields)
-        self._said = f"{tally.target}: tried {tally.tried}, pruned {tally.pruned}, failed {tally.failed}, "
-        self._said += f"best {tally.best or '–'}"
+        self._line = f"{tally.target}: tried {tally.tried}, pruned {tally.pruned}, failed {tally.failed}, "
+        self._line += f"best {tally.best or '–'}"
         if tally.why != self._why:
             self._why = tally.why
             self._print(f"{tally.target}: {tally.why}")
         step = (tally.target + tally.best, tally.tried // 20)
         if step != self._step:
             self._step = step
-            self._say()
+            self._print_progress()
 
-    def _say(self) -> None:
+    def _print_progress(self) -> None:
         if not self._console.is_terminal:
-            self._print(self._said)
+            self._print(self._line)
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -139,7 +140,7 @@ def request(
     """Make a request from the command's options. Raises ValueError for a malformed budget or a folder that a
     link leads out of, RuntimeError where no folder is configured."""
     target_folder = folder or next(
-        (one for one in tile_tables.folders() if one != tile_tables.SHIPPED), tile_tables.user_folder()
+        (path for path in tile_tables.folders() if path != tile_tables.SHIPPED), tile_tables.user_folder()
     )
     if target_folder is None:
         raise RuntimeError(
@@ -175,12 +176,14 @@ def autotune(request: Request, console: Any, bench: Bench | None = None) -> Tuni
     deadline = time.monotonic() + request.budget
     with Screen(total, console) as screen:
         arch = request.device.arch
-        tuner = Tuner(arch, journal, compilers.compiled, deadline, keep, tally=Tally(show=screen))
+        tuner = Tuner(arch, journal, compilers.compile_jobs, deadline, keep, tally=Tally(show=screen))
         try:
             if request.static:
                 for target in request.targets:
-                    alive = tuner.static(target)
-                    rows += [{"target": target.name, "config": asdict(c), **report} for c, report in alive]
+                    survivors = tuner.static(target)
+                    rows += [
+                        {"target": target.name, "config": asdict(c), **report} for c, report in survivors
+                    ]
             else:
                 tuner.run(request.targets, bench or _device_bench())
         except KeyboardInterrupt:
@@ -201,45 +204,45 @@ def show(result: TuningResult, static: bool, console: Any) -> None:
     """Print the rows as a table."""
     from rich.table import Table
 
-    from tritoncp.analysis.resource_table import tiles
+    from tritoncp.analysis.inspect_run import tiles
 
-    looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
+    style: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0)}
     if static:
-        table = Table("kernel", "tiles", "regs", "shared", "TMA", "bound", "limited by", **looks)
+        table = Table("kernel", "tiles", "regs", "shared", "TMA", "bound", "limited by", **style)
         for row in result.rows:
             bound = f"{row['bound']:.0%}" if row.get("bound") is not None else "–"
             sizes = [str(row[name]) for name in ("registers", "shared_bytes", "tma")]
             table.add_row(row["target"], tiles(row["config"]), *sizes, bound, row.get("limit", "–"))
     else:
-        table = Table("kernel", "mask", "D", "tiles", "ms", "rule ms", "gain", **looks)
+        table = Table("kernel", "mask", "D", "tiles", "ms", "rule ms", "gain", **style)
         for row in result.rows:
             mask = " ".join(filter(None, (row["mask"], row.get("score"))))
             width = row["shape"].split(",")[1]
             columns = row["kernel"], mask, width, tiles(row["config"])
             table.add_row(*columns, str(row["ms"]), str(row["rule_ms"]), f"{row['gain']:.2f}")
     console.print(table)
-    for line in () if static else fused(result.rows):
+    for line in () if static else compare_fused(result.rows):
         console.print(line, markup=False, highlight=False)
 
 
-def fused(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def compare_fused(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Compare the fused kernel with dQ and dK/dV, where all three of a backward pass were measured.
 
-    >>> about = {"shape": "8x8,64,4096", "mask": "causal", "dtype": "float16"}
+    >>> call = {"shape": "8x8,64,4096", "mask": "causal", "dtype": "float16"}
     >>> times = {"dq": 1.0, "dkdv": 2.0, "fused": 2.4}
-    >>> fused([{**about, "kernel": name, "ms": ms} for name, ms in times.items()])[0].partition(":")[2]
+    >>> compare_fused([{**call, "kernel": name, "ms": ms} for name, ms in times.items()])[0].partition(":")[2]
     ' dq and dkdv take 3 ms, fused 2.4 ms: 1.25 times as fast'
     """
     passes: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
-        of = tuple(row[name] for name in ("shape", "mask", "score", "dtype") if row.get(name))
-        passes.setdefault(of, {})[row["kernel"]] = row["ms"]
+        call = tuple(row[name] for name in ("shape", "mask", "score", "dtype") if row.get(name))
+        passes.setdefault(call, {})[row["kernel"]] = row["ms"]
     lines = []
-    for of, ms in passes.items():
+    for call, ms in passes.items():
         if {"dq", "dkdv", "fused"} <= set(ms):
             apart, one = ms["dq"] + ms["dkdv"], ms["fused"]
             times = f"dq and dkdv take {apart:g} ms, fused {one:g} ms: {apart / one:.2f} times as fast"
-            lines.append(f"{' '.join(of)}: {times}")
+            lines.append(f"{' '.join(call)}: {times}")
     if lines:
         lines.append(
             'fused serves calls with kernel_options={"FUSED_BACKWARD": True}; it adds up in any order, and '

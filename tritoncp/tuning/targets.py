@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tritoncp.analysis.jobs import Call, Job
+from tritoncp.analysis.jobs import Call, Job, Routed, kernel_of
 from tritoncp.kernels.tile_rules import FEW, ROUTES, Config, copies, default, specialises, weight
 from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed
 from tritoncp.masks.expressions import brief, score_of
@@ -50,26 +50,6 @@ SCORED = {"softcap": ("causal", "softcap"), "alibi": ("causal", "alibi")}
 
 
 @dataclass(frozen=True)
-class Routed(Config):
-    """A route of the forward pass, and its tiles."""
-
-    ROUTE: str = ROUTES[0]
-
-    @property
-    def kernel(self) -> str:
-        return self.ROUTE if self.ROUTE in ROUTES[1:] else "forward"
-
-    @property
-    def tiles(self) -> Config:
-        return Config(**{name: getattr(self, name) for name in Config.__dataclass_fields__})
-
-
-def kernel_of(kernel: str, config: Config | None) -> tuple[str, Config | None]:
-    """The kernel and tiles that are launched for a config of a target's kernel."""
-    return (config.kernel, config.tiles) if isinstance(config, Routed) else (kernel, config)
-
-
-@dataclass(frozen=True)
 class Target:
     """A kernel of one shape, whose tiles are tuned.
 
@@ -104,7 +84,8 @@ class Target:
 
     @property
     def name(self) -> str:
-        """
+        """The target in words.
+
         >>> Target("dq", "causal", 32, 8, 128, 16384).name
         'dq causal 32x8 d128 16384 bfloat16'
         >>> Target("forward", "full", 8, 8, 192, 4096, v_head_dim=128, score="softcap").name
@@ -219,7 +200,7 @@ def select_worst_case(points: Iterable[Point], device: str | None) -> tuple[str,
     forward pass of Llama-3 8B. Cases that failed do not count, since better tiles would not help them.
     Returns a description, and targets: the kernels of the pass, of a forward pass also the routes.
 
-    The newest runs are the newest one and all others of the same sources. Of each case the last line with a
+    The newest runs are the newest one and all runs of the same sources. Of each case the last line with a
     baseline counts.
     """
     ordered = sorted((p for p in points if device in (None, p.series.device)), key=lambda point: point.time)
@@ -258,10 +239,10 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
     descriptor and by pointer, where the rule of an architecture has both.  For "route": loops with these
     tiles (None: the rule's), then the other routes, where an architecture has any.
 
-    >>> found = candidates(Target("forward", "causal", 32, 8, 128, 16384), "sm_90")
-    >>> found[0] == default("forward", "sm_90", 128, torch.bfloat16), len(found) == len(set(found)) > 30
+    >>> configs = candidates(Target("forward", "causal", 32, 8, 128, 16384), "sm_90")
+    >>> configs[0] == default("forward", "sm_90", 128, torch.bfloat16), len(configs) == len(set(configs)) > 30
     (True, True)
-    >>> {config.USE_TMA for config in found}
+    >>> {config.USE_TMA for config in configs}
     {False, True}
     >>> route = Target("route", "causal", 32, 8, 128, 16384)
     >>> [list(dict.fromkeys(c.ROUTE for c in candidates(route, arch))) for arch in ("sm_90", "sm_80")]

@@ -1,0 +1,144 @@
+"""A run of `tritoncp inspect`: compiles rows with a progress bar, and prints them as tables."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+from tritoncp.analysis.disassembly import KINDS
+from tritoncp.analysis.jobs import Job
+from tritoncp.analysis.resource_table import (
+    Row,
+    families,
+    find_regressions,
+    flex,
+    inspect_jobs,
+    key,
+    read_table,
+    stale,
+    write,
+)
+
+MIX = ("tensor", "mufu", "fma", "compare", "convert", "integer", "memory", "barrier", "other")
+assert {*MIX, "spill"} == {*KINDS, "other"}
+WIDE = 200  # characters of a screen that has room for the mix
+
+# Heading of a column -> its value for a row.
+COLUMNS: dict[str, Callable[[Row], Any]] = {
+    "kernel": lambda row: row["kernel"],
+    "D": lambda row: row["head_dim"],
+    "dtype": lambda row: row["dtype"],
+    "mask": lambda row: f"{row['variant']} ({row['source']})" if "source" in row else row["variant"],
+    "tiles": lambda row: tiles(row["config"]),
+    "regs": lambda row: row["registers"],
+    "spill": lambda row: row["spill_bytes"],
+    "shared": lambda row: row["shared_bytes"],
+    "matrix": lambda row: f"{families(row['mma'])} {sum(row['mma'].values())}" if row["mma"] else "–",
+    "TMA/async": lambda row: f"{row['tma']}/{row['async_copies']}",
+    "loop/masked": lambda row: f"{row['loop']}/{row['masked_loop'] or '–'}",
+    " ".join(name[:3] for name in MIX): lambda row: " ".join(f"{row['mix'].get(x, 0):3}" for x in MIX),
+    "FLOPs": lambda row: row["flops"],
+    "bound": lambda row: f"{row['bound']:.0%}",
+    "overlap": lambda row: f"{row['overlap']:.0%}",
+    "flex": lambda row: " ".join(f"{bound:.0%}" for bound in flex(row) or ()) or "–",
+    "limited by": lambda row: row["limit"],
+}
+
+
+def run(
+    jobs: Sequence[Job],
+    processes: int | None = None,
+    timeout: float = 300.0,
+    *,
+    as_json: bool = False,
+    check: bool = False,
+    update: bool = False,
+) -> list[str]:
+    """Compile and show rows; ``check`` compares them with the table, ``update`` writes the stale ones (with
+    both, all).  Returns a line for each fault."""
+    from rich.console import Console
+
+    if update and not check:
+        jobs = stale(jobs, processes)
+    log = Console(stderr=True)
+    rows = compile_rows(jobs, processes, timeout, log)
+    order = {key(vars(job)): i for i, job in enumerate(jobs)}
+    rows.sort(key=lambda row: order[key(row)])
+    before = read_table()
+    worse = [(row, why) for row in rows for why in find_regressions(row, before.get(key(row)))]
+    faults = [f"{' '.join(map(str, key(row)))}: {why}" for row, why in worse if check or "failed" in row]
+    if update and not check:
+        for row, why in ((row, why) for row, why in worse if key(row) in before):
+            log.print(f"now worse: {' '.join(map(str, key(row)))}: {why}", markup=False, highlight=False)
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        show(rows, Console(width=None if sys.stdout.isatty() else WIDE))
+    if update:
+        write(row for row in rows if "failed" not in row)
+    return faults
+
+
+def compile_rows(jobs: Sequence[Job], processes: int | None, timeout: float, console: Any) -> list[Row]:
+    """Compile the rows, with a progress bar on a terminal and a line for each row otherwise."""
+    from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    figures = MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[last]}")
+    rows = []
+    columns = *Progress.get_default_columns()[:2], *figures
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    with bar, closing(inspect_jobs(jobs, processes, timeout)) as done:
+        task = bar.add_task("compiling", total=len(jobs), last="")
+        for row in done:
+            rows.append(row)
+            last = " ".join(map(str, key(row))) + (": " + row["failed"] if "failed" in row else "")
+            bar.update(task, advance=1, last=last)
+            if not console.is_terminal:
+                console.print(f"{len(rows)}/{len(jobs)} {last}", markup=False, highlight=False)
+    return rows
+
+
+def tiles(config: dict[str, Any]) -> str:
+    """Format a config: its route, tile sizes, warps and stages.
+
+    >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "HOIST": True})
+    '128×64 8/3'
+    >>> tiles({"BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 8, "num_stages": 3, "USE_TMA": True})
+    '128×64 8/3 TMA'
+    >>> tiles({"ROUTE": "gluon", "BLOCK_M": 128, "BLOCK_N": 64, "num_warps": 4, "num_stages": 3})
+    'gluon 128×64 4/3'
+    """
+    shape = f"{config['BLOCK_M']}×{config['BLOCK_N']} {config['num_warps']}/{config['num_stages']}"
+    route = f"{config['ROUTE']} " if "ROUTE" in config else ""
+    return route + shape + " TMA" * config.get("USE_TMA", False)
+
+
+def show(rows: Sequence[Row], console: Any) -> None:
+    """Print a table for each architecture, with dashes for values that a row lacks."""
+    from rich.table import Table
+
+    wide = console.width >= WIDE
+    columns = {name: of for name, of in COLUMNS.items() if wide or not name.startswith("ten")}
+    for arch in dict.fromkeys(row["arch"] for row in rows):
+        table = Table(*columns, title=arch, box=None, padding=(0, 1), title_justify="left")
+        for row in rows:
+            if row["arch"] == arch:
+                table.add_row(*(_cell(of, row) for of in columns.values()))
+        console.print(table)
+    console.print(
+        "\ntiles: M×N warps/stages, TMA if by descriptor; TMA/async: copies; loop: instructions for a tile "
+        "of a full block / of a masked one; FLOPs: issued over needed; bound: of the tensor cores, one tile "
+        "at a time in each program; overlap: if softmax hid behind products (the model is in "
+        "tritoncp/analysis/throughput_bound.py); flex: bound of torch's flex_attention, and with USE_TMA",
+        style="dim",
+    )
+
+
+def _cell(value_of: Callable[[Row], Any], row: Row) -> str:
+    try:
+        return str(value_of(row))
+    except KeyError:  # no matrix products, or not compiled
+        return "–"

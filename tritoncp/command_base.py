@@ -1,0 +1,73 @@
+"""Base class and option types of all commands; errors become messages. Loads neither torch nor Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+JOBS = click.IntRange(1, 1024)  # processes that compile at a time
+
+
+@contextlib.contextmanager
+def errors_as_messages() -> Iterator[None]:
+    """Turn errors into messages of the command: a ValueError of the library is a usage error (exit code 2),
+    errors of files and memory are failures (1); anything else is a bug in tritoncp."""
+    try:
+        yield
+    except (click.ClickException, click.Abort, click.exceptions.Exit):
+        raise
+    except Exception as error:
+        if os.environ.get("TRITONCP_DEBUG", "0") not in ("", "0"):
+            raise
+        if isinstance(error, OSError) and error.errno == errno.EPIPE:
+            raise  # click ends quietly
+        raise _message_of(error) from error
+
+
+def _message_of(error: Exception) -> click.ClickException:
+    """Turn an error of the library into an error of the command: a message and an exit code."""
+    text = str(error).strip() or type(error).__name__
+    if isinstance(error, MemoryError) or "can't allocate memory" in text:
+        return click.ClickException("this machine has not enough memory for that")
+    if isinstance(error, ValueError) and not isinstance(error, UnicodeError):
+        return click.UsageError(text if len(text) <= 1000 else f"{text[:1000]}...")
+    refused = isinstance(error, RuntimeError) and not isinstance(error, RecursionError | NotImplementedError)
+    if refused or isinstance(error, OSError | ImportError):
+        return click.ClickException(text)
+    first = text.splitlines()[0][:300]
+    return click.ClickException(
+        f"a bug in tritoncp, {type(error).__name__}: {first}; TRITONCP_DEBUG=1 shows the traceback"
+    )
+
+
+class Command(click.Command):
+    """A command whose errors are messages, run as a part of a group or alone."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        for stream in (sys.stdout, sys.stderr):  # a character that the locale lacks is shown by its number
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")
+        with errors_as_messages():
+            return super().invoke(ctx)
+
+
+class Seconds(click.FloatRange):
+    """A number of seconds to wait: more than 0, up to a day."""
+
+    name = "seconds"
+
+    def __init__(self) -> None:
+        super().__init__(min=0, max=86400, min_open=True)
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Any:
+        seconds = super().convert(value, param, ctx)
+        if seconds != seconds:
+            self.fail(f"{value} is no number of seconds", param, ctx)
+        return seconds

@@ -1,0 +1,47 @@
+"""The command `tritoncp demo`, also `python -m tritoncp.demo`. torch is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from tritoncp.command_base import Command
+
+
+@click.command(cls=Command)
+@click.option("--steps", type=click.IntRange(1), default=12, show_default=True, help="Training steps.")
+@click.option("--seq-len", type=click.IntRange(16), default=1024, show_default=True, help="Bytes in a step.")
+@click.option(
+    "--world-size",
+    type=click.IntRange(1),
+    help="Local ranks. [default: one for each GPU, 4 for fewer than 2]",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("demo-out"),
+    show_default=True,
+    help="Where plan.png and losses.json go.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, the rest on stderr.")
+def demo(steps: int, seq_len: int, world_size: int | None, out: Path, as_json: bool) -> None:
+    """Train a small transformer on several ranks and on one, and compare the losses.
+
+    Starts local processes, or joins those of torchrun: torchrun --nproc-per-node 4 -m tritoncp.demo.
+    Exits with 1 if the losses differ by more than rounding explains, or a rank fails.
+    """
+    from rich.console import Console
+
+    from tritoncp.demo.run import run
+    from tritoncp.demo.train import Config
+
+    report = run(Config(seq_len, steps), world_size, out, Console(stderr=as_json))
+    if report is not None:
+        text = json.dumps(report.as_json(), indent=2)
+        (out / "losses.json").write_text(text + "\n")
+        if as_json:
+            click.echo(text)
+        sys.exit(0 if report.agree else 1)
