@@ -10,29 +10,29 @@ import triton
 import triton.language as tl
 from triton.language.target_info import current_target
 
-from tritoncp.kernels.tiles import (
+from tritoncp.kernels.scores import (
     LOG2E,
-    add_rows,
     beside,
     dot,
-    head,
     in_window,
     inner,
-    load_pair,
-    load_rows,
-    load_stat,
-    locate,
     outer,
     row_intervals,
-    row_runs,
-    run_tiles,
-    stat_rows,
-    store_pair,
-    stream_pair,
     to_log2,
     visible,
     within,
     zeros_pair,
+)
+from tritoncp.kernels.tile_runs import locate, row_runs, run_tiles
+from tritoncp.kernels.tiles import (
+    add_rows,
+    head,
+    load_pair,
+    load_rows,
+    load_stat,
+    stat_rows,
+    store_pair,
+    stream_pair,
 )
 
 

@@ -18,31 +18,21 @@ from torch import Tensor
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
 from tritoncp.kernels.launch import Launch, Launches, Recipe, prepared
+from tritoncp.kernels.options import ROUTES, check_options, choose, option_names
 from tritoncp.kernels.route_check import verify_route
+from tritoncp.kernels.scores import Interval
 from tritoncp.kernels.tile_rules import (
     FEW,
-    ROUTES,
     Config,
     architecture,
-    check_options,
-    choose,
     copies,
     gqa_pack_factor,
     num_kv_splits,
-    option_names,
     pieces,
     weight,
 )
-from tritoncp.kernels.tiles import (
-    INTERPRETED,
-    Interval,
-    Rows,
-    Slots,
-    copyable,
-    descriptors,
-    stat,
-    strided,
-)
+from tritoncp.kernels.tile_runs import Rows, Slots
+from tritoncp.kernels.tiles import INTERPRETED, copyable, descriptors, stat, strided
 
 UNBOUNDED = 1 << 30  # a window edge at least this far is none
 MAX_PARTIAL_BYTES = 256 << 20  # of partial sums: dK/dV of a GQA group, states of a row's keys
@@ -122,7 +112,7 @@ class TritonEngine:
     """The Triton engine: launches the kernels of one attention call.
 
     scale:    multiplies q k^T before score_mod
-    options:  torch-style kernel options, see :func:`tritoncp.kernels.tile_rules.choose`
+    options:  torch-style kernel options, see :func:`tritoncp.kernels.options.choose`
     arch:     architecture whose tile shapes to use; by default that of the tensors' device
     first_row: the index in the full batch of row 0 of the tensors, for masks and mods
     kept:     cache of launches for calls whose tensors always have the same layouts, so that a lookup need

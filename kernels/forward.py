@@ -3,30 +3,28 @@
 import triton
 import triton.language as tl
 
-from tritoncp.kernels.tiles import (
+from tritoncp.kernels.scores import (
     LOG2E,
-    head,
     in_window,
     inner,
     inverse,
     largest,
-    load_pair,
-    locate,
     log_sum,
-    one_row,
     outer,
     row_intervals,
-    row_runs,
-    row_tiles,
-    run_tiles,
-    stat_rows,
-    store_pair,
-    stream_pair,
-    tile_rows,
     to_log2,
     visible,
     within,
     zeros_pair,
+)
+from tritoncp.kernels.tile_runs import locate, row_runs, row_tiles, run_tiles, tile_rows
+from tritoncp.kernels.tiles import (
+    head,
+    load_pair,
+    one_row,
+    stat_rows,
+    store_pair,
+    stream_pair,
 )
 
 

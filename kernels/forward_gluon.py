@@ -23,23 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritoncp.kernels.launch import Launch
-from tritoncp.kernels.tile_rules import architecture, unfit
-from tritoncp.kernels.tiles import (
+from tritoncp.kernels.scores import (
     LN2,
     LOG2E,
-    copyable,
-    descriptors,
-    head,
     in_window,
-    locate,
     row_intervals,
-    row_runs,
-    run_tiles,
-    stat_rows,
-    tile_pointers,
     visible,
     within,
 )
+from tritoncp.kernels.tile_rules import architecture, unfit
+from tritoncp.kernels.tile_runs import locate, row_runs, run_tiles
+from tritoncp.kernels.tiles import copyable, descriptors, head, stat_rows, tile_pointers
 
 GROUP_ROWS: gl.constexpr = gl.constexpr(64)  # of one warp group, as wgmma has it
 # 65536 registers for three groups of 128 threads: 168 each when the program starts, then few for the producer

@@ -25,19 +25,10 @@ from torch import Tensor
 
 from tritoncp.kernels.forward import leave
 from tritoncp.kernels.launch import Launch, Launches, State
+from tritoncp.kernels.scores import LOG2E, inner, outer, to_log2, zeros_pair
 from tritoncp.kernels.tile_rules import architecture, merges, pieces, specialises, unfit
-from tritoncp.kernels.tiles import (
-    LOG2E,
-    copyable,
-    head,
-    inner,
-    locate,
-    outer,
-    row_runs,
-    run_tiles,
-    to_log2,
-    zeros_pair,
-)
+from tritoncp.kernels.tile_runs import locate, row_runs, run_tiles
+from tritoncp.kernels.tiles import copyable, head
 
 STATE_SHARE = 0.03  # of a step's time, what a state between two launches may take
 COPY = 4.3e12  # bytes a second, copied: an H200

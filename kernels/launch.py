@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from tritoncp.kernels.tile_rules import Config, does_not_fit
+from tritoncp.kernels.options import does_not_fit
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.kernels.tiles import INTERPRETED, stat, strided, with_base
 
 MAX_CACHED_LAUNCHES = 1024  # in one cache

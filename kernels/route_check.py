@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from tritoncp.kernels.launch import State
-from tritoncp.kernels.tile_rules import WRONG_ROUTE
+from tritoncp.kernels.options import WRONG_ROUTE
 from tritoncp.kernels.tiles import INTERPRETED
 
 COMPILED = not INTERPRETED  # the interpreter has no compiler that could be wrong

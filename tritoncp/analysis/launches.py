@@ -16,7 +16,8 @@ from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.kernels.engine import Mods, TritonEngine, route_of
 from tritoncp.kernels.launch import Launch, Launches
-from tritoncp.kernels.tile_rules import ROUTES, Config
+from tritoncp.kernels.options import ROUTES
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.expressions import score_of
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.mods import Mod

@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from tritoncp.core.handles import refuse_inside_a_graph
 from tritoncp.distributed import collectives
 from tritoncp.frontend import dynamo, plan_cache, validate
-from tritoncp.kernels.tile_rules import architecture, check_options
+from tritoncp.kernels.options import check_options
+from tritoncp.kernels.tile_rules import architecture
 from tritoncp.masks.closed_forms import MaskMod
 from tritoncp.masks.mask import Mask
 from tritoncp.mods import Mod

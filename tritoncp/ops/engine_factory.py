@@ -97,7 +97,8 @@ def make(
         )
     if uses_triton(q.device):
         from tritoncp.kernels.engine import TritonEngine
-        from tritoncp.kernels.tile_rules import architecture, check_options
+        from tritoncp.kernels.options import check_options
+        from tritoncp.kernels.tile_rules import architecture
 
         by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
         # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
@@ -263,10 +264,18 @@ def name_functions() -> None:
     global constants of its callees, but only of those that were hashed already (triton 3.7.1, in
     ``DependenciesFinder._update_hash``). Without this, one process misses the cached kernels of another.
     """
-    from tritoncp.kernels import backward, forward, forward_gluon, forward_specialised, tiles
+    from tritoncp.kernels import (
+        backward,
+        forward,
+        forward_gluon,
+        forward_specialised,
+        scores,
+        tile_runs,
+        tiles,
+    )
     from tritoncp.mods.translate import triton_helpers
 
-    modules = tiles, triton_helpers, forward, forward_specialised, backward
+    modules = tiles, tile_runs, scores, triton_helpers, forward, forward_specialised, backward
     for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon cannot be interpreted
         for function in vars(module).values():
             if getattr(function, "__module__", "") == module.__name__:
