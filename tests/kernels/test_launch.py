@@ -13,7 +13,8 @@ from torch import Tensor
 import tritoncp
 from tests.kernels.harness import qkv
 from tritoncp import causal, create_block_mask, make_plan
-from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.operands import Mods
 from tritoncp.ops import autograd
 from tritoncp.reference.dense import dense_attention
 

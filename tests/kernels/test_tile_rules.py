@@ -12,8 +12,9 @@ from triton.runtime.errors import OutOfResources
 import tritoncp
 from tests.kernels.harness import cotangents, qkv, run, same
 from tritoncp.kernels import tiles
-from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
+from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import choose, option_names
 from tritoncp.kernels.tile_rules import PASSES, Config, default
 

@@ -14,8 +14,9 @@ from tritoncp.analysis.jobs import Job, options_of
 from tritoncp.api.simulate import simulate
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
-from tritoncp.kernels.engine import Mods, TritonEngine, route_of
+from tritoncp.kernels.engine import TritonEngine, route_of
 from tritoncp.kernels.launch import Launch, Launches
+from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.expressions import score_of

@@ -157,7 +157,7 @@ def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: S
     A score_mod may capture 0-d CPU tensors, which torch combines with tensors on any device. They may be
     edited between calls, so every call copies them.
     """
-    from tritoncp.kernels.engine import Mods
+    from tritoncp.kernels.operands import Mods
 
     return Mods(
         mask=mask and mask.fn,
