@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
-from tritoncp.kernels.launch import Launch, Launches, Recipe, prepared
+from tritoncp.kernels.launch import Launch, Launches, Recipe, prepare_launch
 from tritoncp.kernels.operands import (
     Mods,
     Tiling,
@@ -57,8 +57,8 @@ class TritonEngine:
     options:  torch-style kernel options, see :func:`tritoncp.kernels.options.choose`
     arch:     architecture whose tile shapes to use; by default that of the tensors' device
     first_row: the index in the full batch of row 0 of the tensors, for masks and mods
-    kept:     cache of launches for calls whose tensors always have the same layouts, so that a lookup need
-              not inspect the tensors; None: launches are cached with the tables, by layouts
+    launch_cache: launches of calls whose tensors always have the same layouts, so that a lookup need not
+              inspect the tensors; None: launches are cached with the tables, by layouts
     """
 
     mods: Mods
@@ -66,12 +66,14 @@ class TritonEngine:
     options: dict[str, Any] = field(default_factory=dict)
     arch: str | None = None
     first_row: int = 0
-    kept: dict[Any, Any] | None = None
+    launch_cache: dict[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         check_options(self.options, self.arch)
 
-    def around(self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()) -> "TritonEngine":
+    def with_captures(
+        self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()
+    ) -> "TritonEngine":
         """Copy the engine with other captured tensors of the same layouts."""
         copy, mods = object.__new__(TritonEngine), self.mods
         values = *mods[:5], score_caps, mods.score_loads, score_dcaps
@@ -89,7 +91,7 @@ class TritonEngine:
 
     @property
     def fused(self) -> bool:
-        """Whether dQ comes from the loop of dK/dV: only if requested, and not where runs must be
+        """Whether the loop of dK/dV also computes dQ: only if requested, and not where results must be
         deterministic."""
         exactly = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
         return bool(self.options.get("FUSED_BACKWARD")) and not exactly
@@ -162,7 +164,7 @@ class TritonEngine:
             "SPECIALISE": kind == "specialised",
         }
         launch = self.launch(forward_kernel, kind, tensors, tables, h_offset, flags)
-        return launch if launch.values[_SPLITS] is None else _shared(launch, q, v, tables)
+        return launch if launch.values[_SPLITS] is None else _share_keys(launch, q, v, tables)
 
     def streams(self, k: Tensor, v: Tensor, tables: Any) -> bool:
         """Whether descriptors may copy tiles of these keys and values."""
@@ -184,7 +186,7 @@ class TritonEngine:
             return Recipe((-(-s // 64), h, b), args, Config(64, 0, 4, 1))
 
         tensors = {"out": out, "dout": dout, "dlse": dlse, "delta": delta}
-        return prepared(_DELTA_LAUNCHES, (out.device,), delta_kernel, tensors, {}, recipe)
+        return prepare_launch(_DELTA_LAUNCHES, (out.device,), delta_kernel, tensors, {}, recipe)
 
     def dq(
         self,
@@ -284,7 +286,7 @@ class TritonEngine:
 
     def _splits(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tiling: Tiling) -> int:
         """Choose the number of programs that share the keys of a tile: more than one only where rows are too
-        few to fill the device with programs, and the states they leave stay small."""
+        few to fill the device with programs, and the states of the programs stay small."""
         if q.device.type == "cpu" or not 0 < q.shape[2] < FULL_TILE_ROWS:
             return 1
         programs = tiling.count_tiles(tables) * tiling.count_heads(q, k) * q.shape[0]
@@ -305,11 +307,11 @@ class TritonEngine:
         launch that depend only on layouts and ``flags`` are cached."""
         caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
         recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
-        if self.kept is not None:
+        if self.launch_cache is not None:
             key = kind, h_offset, tables, *flags.values()
-            return prepared(self.kept, key, kernel, tensors, caps, recipe, settled=True)
+            return prepare_launch(self.launch_cache, key, kernel, tensors, caps, recipe, layouts_fixed=True)
         key = kind, h_offset, self.first_row, self.kernel_set, *flags.values()
-        return prepared(tables.launches, key, kernel, tensors, caps, recipe)
+        return prepare_launch(tables.launches, key, kernel, tensors, caps, recipe)
 
     def _recipe(
         self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, flags: dict[str, Any]
@@ -357,12 +359,12 @@ def route_of(name: str) -> Any:
 
 
 class KernelSetId:
-    """A key that engines with the same kernels share, to look up launches."""
+    """A key that engines with the same kernels share, to look up launches; compared by identity."""
 
 
 _KERNEL_SETS: weakref.WeakValueDictionary[Any, KernelSetId] = (
     weakref.WeakValueDictionary()
-)  # as long as they are named
+)  # an entry lives as long as an engine refers to it
 _DELTA_LAUNCHES: dict[Any, Any] = {}  # cached here, since delta has no tables
 
 
@@ -378,9 +380,9 @@ _COMBINE = Config(1, 16, 4, 1)
 _SPLITS = forward_kernel.arg_names.index("splits")
 
 
-def _shared(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
-    """Split ``launch``, in which several programs share the keys of a tile, into two: each program leaves a
-    state, in heads of its own, and a second kernel combines the states."""
+def _share_keys(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
+    """Make the two launches of a step in which several programs share the keys of a tile: in the first each
+    program stores a state, under its own head index, and the second combines the states."""
     args, (b, h, s, _) = launch.args, q.shape
     splits, dtype = args["splits"], torch.promote_types(q.dtype, torch.float32)
     m, l = torch.empty(2, b, h * splits, s, dtype=dtype, device=q.device).unbind()
@@ -398,6 +400,6 @@ def _shared(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
     written = ("out", "acc", "lse", "max_scores", "stat_m", "stat_l")
     tensors = {name: args[name].ptr for name in written} | {"parts_acc": acc, "parts_m": m, "parts_l": l}
     key = "combine", q.dtype, *(args[name] for name in same)
-    combine = prepared(tables.launches, key, combine_kernel, tensors, {}, recipe)
-    left = {"acc": strided(acc), "stat_m": stat(m), "stat_l": stat(l)}
-    return Launches((launch.instead(**left, LOAD_STATE=False, STORE_STATE=True), combine))
+    combine = prepare_launch(tables.launches, key, combine_kernel, tensors, {}, recipe)
+    states = {"acc": strided(acc), "stat_m": stat(m), "stat_l": stat(l)}
+    return Launches((launch.with_args(**states, LOAD_STATE=False, STORE_STATE=True), combine))

@@ -1,4 +1,4 @@
-"""Kernel options: their names, the checks of their values, and the config of a launch that they lead to."""
+"""Kernel options: names, valid values, checks, and the choice of a launch's config from them."""
 
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -15,14 +15,14 @@ _ALLOWED: dict[str, Any] = {
     "num_stages": range(1, 9),
     "maxnreg": (None, *range(32, 257, 8)),
 }
-_SWITCH = (False, True)  # values of all other fields of Config
+_SWITCH = (False, True)  # valid values of all other fields of Config
 # Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here)
 OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
 PRECISIONS = ("ieee", "tf32", "tf32x3")
-WRONG_ROUTE = "its results are not those of 'loops'"  # of a route that is compared before its first use
+WRONG_ROUTE = "its results are not those of 'loops'"  # result of `route_check.verify_route`
 ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first is the default
-# torch's names that say how its own kernels should go about it: known, and without effect here. As is
-# "deterministic", which chooses the score_mod's gradient before there is a launch.
+# Options of torch's own kernels: accepted, without effect here. "deterministic" chooses the score_mod's
+# gradient before a launch is made.
 HINTS = (
     "BACKEND",
     "BLOCKS_ARE_CONTIGUOUS",
@@ -41,7 +41,7 @@ HINTS = (
 
 @cache
 def option_names(kind: str) -> dict[str, tuple[str, str]]:
-    """Field of Config -> the options that set it in pass ``kind``, the stronger one last.
+    """Map fields of Config to the two options that set them in pass ``kind``; the second takes precedence.
 
     >>> option_names("dkdv")["BLOCK_M"]
     ('BLOCK_M1', 'bwd_BLOCK_M1')
@@ -67,9 +67,11 @@ def check_options(options: dict[str, Any], arch: str | None = None) -> None:
                     check_options(dict(config))
                     continue
                 if kind not in KINDS:
-                    raise ValueError(f"tiles of {kind!r}; there are those of {', '.join(KINDS)}")
+                    raise ValueError(
+                        f"option CONFIGS has tiles of {kind!r}; one of {', '.join(KINDS)} is needed"
+                    )
                 names = {name: both[0] for name, both in option_names(kind).items()}
-                check_options({names[name]: one for name, one in config})
+                check_options({names[name]: setting for name, setting in config})
             continue
         if (name := fields.get(option)) is None:
             if option not in OWN and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS:
@@ -175,7 +177,7 @@ def _chosen(
 
 
 def does_not_fit(kind: str, config: Config, what: str, needed: int, available: int) -> str:
-    """The error message for a config that needs more resources than the GPU has."""
+    """Return the error message for a config that needs more resources than the GPU has."""
     settings = ", ".join(f"{both[1]}={getattr(config, name)}" for name, both in option_names(kind).items())
     return (
         f"the {kind} kernel with {settings} needs {needed} bytes of {what} and this GPU has {available}; "

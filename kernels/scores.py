@@ -10,7 +10,7 @@ from tritoncp.kernels.tiles import INTERPRETED
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
-FAR: tl.constexpr = tl.constexpr(2**31 - 1)  # a position past every row interval
+FAR: tl.constexpr = tl.constexpr(2**31 - 1)  # a position past all row intervals
 
 
 class Interval(NamedTuple):
@@ -23,17 +23,17 @@ class Interval(NamedTuple):
 
 
 @triton.constexpr_function
-def beside(element):
-    """Whether products of tiles of this type run beside other instructions of the same warps, with which the
-    assembler fills the time: wgmma, which only sm_90 has."""
+def has_async_products(element):
+    """Whether products of this element type are asynchronous (wgmma, sm_90 only), so that other instructions
+    of the same warps overlap them."""
     target = current_target()
-    here = target is not None and target.backend == "cuda" and 90 <= target.arch < 100
-    return here and element.primitive_bitwidth == 16
+    is_hopper = target is not None and target.backend == "cuda" and 90 <= target.arch < 100
+    return is_hopper and element.primitive_bitwidth == 16
 
 
 @triton.jit
 def zeros_pair(N: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, ACC: tl.constexpr):
-    """Accumulators for two pieces of channels."""
+    """Zero accumulators for two pieces of channels, [N, W0] and [N, W1] (0.0 where W1 is 0)."""
     if W1 > 0:
         return tl.zeros([N, W0], ACC), tl.zeros([N, W1], ACC)
     else:
@@ -53,7 +53,7 @@ def dot(b_a, b_b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def inner(b_a0, b_a1, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr, FLIP: tl.constexpr = False):
+def dot_nt(b_a0, b_a1, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr, FLIP: tl.constexpr = False):
     """a @ b^T over both pieces of channels; FLIP multiplies (b @ a^T)^T."""
     if FLIP:
         b_s = dot(b_b0, tl.trans(b_a0), PRECISION)
@@ -68,7 +68,7 @@ def inner(b_a0, b_a1, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr, FLI
 
 
 @triton.jit
-def outer(b_c0, b_c1, b_a, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr):
+def add_dot(b_c0, b_c1, b_a, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr):
     """c + a @ b for both pieces of channels, a rounded to b's dtype first."""
     b_c0 += dot(b_a.to(b_b0.dtype), b_b0, PRECISION)
     if W1 > 0:
@@ -77,14 +77,14 @@ def outer(b_c0, b_c1, b_a, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr
 
 
 @triton.jit
-def within(o_s, n_s, CHECK: tl.constexpr):
-    """Which rows of a tile are its own: all of them, unless CHECK."""
+def row_mask(o_s, n_s, CHECK: tl.constexpr):
+    """Mask of a tile's first ``n_s`` rows; all rows without CHECK."""
     return o_s < n_s if CHECK else o_s >= 0
 
 
 @triton.jit
-def in_window(o_far, o_near, left, right, end):
-    """near - left <= far <= near + right, and far < end; None is unbounded."""
+def window_mask(o_far, o_near, left, right, end):
+    """Mask of near - left <= far <= near + right and far < end; None is unbounded."""
     if right is not None:
         b_hi = o_near + right + 1
         if end is not None:
@@ -111,7 +111,7 @@ def row_intervals(interval, i_b, i_h, row, o_m, m_m, MASK: tl.constexpr):
 
 
 @triton.jit
-def visible(
+def visibility_mask(
     i_b,
     i_h,
     o_q,
@@ -128,11 +128,12 @@ def visible(
     MASK_MOD: tl.constexpr,
     BOUNDED: tl.constexpr,
 ):
-    """What a masked block lets through, by row interval or by mask_mod.
+    """Mask of the pairs that a masked block admits, by row interval or by mask_mod.
 
-    Intervals of queries are lo <= at < hi in whatever frame keys have in ``o_at``.  Queries that are not in
-    ``m_q`` have empty ones, keys out of range start at ``end`` (None: there are none).  A mask_mod decides
-    within ``m_in``.  A BOUNDED block (kind 2) was listed as full and is cut only by the ends of the sequence.
+    MASK "interval": a query sees the keys lo <= o_at < hi, all counted from the same position; its interval
+    is empty outside ``m_q``. Keys from ``end`` on are out of range (None: no key is).
+    MASK "mod": mask_mod decides within ``m_in``.
+    A BOUNDED block (kind 2) is full except for pairs past the ends of the sequence.
     """
     if MASK == "interval":
         if BOUNDED:
@@ -152,7 +153,7 @@ def visible(
 
 @triton.jit
 def to_log2(b_s, i_b, i_h, o_q, o_kv, score_caps, SCALE: tl.constexpr, SCORE_MOD: tl.constexpr):
-    """Raw dot products -> (what score_mod was given, final scores in log2 units)."""
+    """Convert raw dot products to (scores before score_mod, final scores in log2 units)."""
     if SCORE_MOD is None:
         return b_s, b_s * (SCALE * LOG2E)
     else:
@@ -162,22 +163,22 @@ def to_log2(b_s, i_b, i_h, o_q, o_kv, score_caps, SCALE: tl.constexpr, SCORE_MOD
 
 
 @triton.jit
-def inverse(b_l):
-    """1 / l, and 0 for rows that have seen nothing; a NaN is passed on."""
-    m_seen = b_l != 0
-    return tl.where(m_seen, 1.0 / tl.where(m_seen, b_l, 1.0), 0.0)
+def inverse_sum(b_l):
+    """1 / l, 0 for rows without a visible key; propagates NaN."""
+    m_nonzero = b_l != 0
+    return tl.where(m_nonzero, 1.0 / tl.where(m_nonzero, b_l, 1.0), 0.0)
 
 
 @triton.jit
-def largest(b_m, b_l):
-    """The largest score in natural units.  A running maximum on a GPU drops NaN scores, the sum keeps them;
-    a sum that a score of +inf made NaN says nothing about others."""
+def row_max(b_m, b_l):
+    """The largest score of each row in natural units, NaN if a score is NaN: the running maximum on a GPU
+    drops NaN, the sum keeps it.  With a score of +inf the sum is NaN in any case, and the maximum decides."""
     m_nan = (b_l != b_l) & (b_m < float("inf"))
     return tl.where(m_nan, b_l, b_m * LN2)
 
 
 @triton.jit
-def log_sum(b_m, b_l):
-    """lse in natural log."""
-    m_seen = b_l != 0
-    return tl.where(m_seen, b_m + tl.log2(tl.where(m_seen, b_l, 1.0)), -float("inf")) * LN2
+def row_lse(b_m, b_l):
+    """Logsumexp of each row in natural units, -inf for rows without a visible key."""
+    m_nonzero = b_l != 0
+    return tl.where(m_nonzero, b_m + tl.log2(tl.where(m_nonzero, b_l, 1.0)), -float("inf")) * LN2

@@ -1,7 +1,7 @@
-"""Tile shapes: the (BLOCK_M, BLOCK_N, warps, stages) of each kernel launch.
+"""Default tile shapes: BLOCK_M, BLOCK_N, warps and stages of each kernel by architecture and head dim.
 
-A rule per architecture, checked offline: every default compiles without a spilled byte and within shared
-memory (``tests/kernels/test_offline.py``).  No code here measures times.
+Every default compiles without a spilled byte and within shared memory (``tests/kernels/test_offline.py``).
+Measured tiles and the user's options go before the defaults, see :mod:`tritoncp.kernels.options`.
 """
 
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Config:
     """Tile shape of one launch: BLOCK_M query rows by BLOCK_N key rows.
 
     HOIST keeps values that all tiles share, mainly offsets inside a tile, in registers throughout a loop: up
-    to a tenth fewer instructions, where there are registers to spare.  USE_TMA copies tiles by tensor
+    to a tenth fewer instructions if registers are free.  USE_TMA copies tiles by tensor
     descriptor, where strides allow: fewer instructions and no addresses in registers.  FLIP computes the
     scores of a backward pass transposed: wgmma takes 64 rows a group of four warps, so that eight warps need
     128 rows, of queries in dK/dV.  maxnreg is Triton's limit of registers a thread: with it two programs fit
@@ -52,7 +52,7 @@ class Config:
 
 @cache
 def pieces(dim: int) -> tuple[int, int]:
-    """Cut a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
+    """Split a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
 
     Two pieces of 128 need fewer registers than one of 256, whose loads are all in flight at once.
 
@@ -67,7 +67,7 @@ def pieces(dim: int) -> tuple[int, int]:
 
 
 def fit(tile: int, block: int) -> int:
-    """The tile to use with a mask block: the largest power of two that divides the block and is at most
+    """Fit a tile size to a mask block: the largest power of two that divides the block and is at most
     ``tile``; a block with none >= 16 (say 100 or 8) is covered with ragged tiles instead.
 
     >>> fit(128, 128), fit(128, 64), fit(64, 96), fit(128, 100), fit(64, 8)
@@ -103,48 +103,50 @@ def num_kv_splits(programs: int, tiles: int, processors: int) -> int:
 
 
 def _dims(*tiles: tuple[Any, ...], dims: tuple[int, ...] = (64, 128, 256)) -> dict[int, Config]:
-    """tiles: for each of ``dims`` (BLOCK_M, BLOCK_N, warps, stages) and then dicts of other fields."""
+    """Make the configs of a kernel by largest head dim. tiles: for each of ``dims`` (BLOCK_M, BLOCK_N, warps,
+    stages), then dicts of other fields."""
     sizes = (
         Config(*tile[:4], **{name: x for more in tile[4:] for name, x in more.items()}) for tile in tiles
     )
     return dict(zip(dims, sizes, strict=True))
 
 
-LEAN = {"HOIST": False}
+NO_HOIST = {"HOIST": False}
 COPY = {"USE_TMA": True}
-TMA = COPY | LEAN  # there are no addresses to hoist
+TMA = COPY | NO_HOIST  # there are no addresses to hoist
 FLIP = {"FLIP": True}
-TWO = {"maxnreg": 128}  # registers a thread, for two programs of eight warps
-ONE = {"maxnreg": 256}  # where the compiler would sooner spill than take more than 128, or 168
-FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larger tile empty
-# Family -> pass -> largest head dim -> tiles of 16-bit inputs: those with the highest bound that keep
-# everything in registers and shared memory and waste no product, with window, interval and full masks, with
-# and without state.  sm_86 stands for all with 99 KiB of shared memory, gfx942 for all AMD: 64 KiB.
-# "pointers": where strides rule out descriptors; addresses take registers.
-# Small tiles where two programs then share a multiprocessor: one multiplies while the other waits for its
-# softmax.  What four warps do on sm_90 is what torch's flex_attention launches there for the same head dims.
-# "heavy": where a score_mod loads something for each score, for dQ one that adds to its gradient as well, and
-# the other tiles would spill in their loops. "learns": for dQ, where it adds to less. "scored": any other,
-# whose instructions want a second program beside them.
-_SCORED = _dims((128, 32, 8, 2, TMA, TWO), (128, 64, 8, 2, TMA), (64, 64, 4, 2, TMA), dims=(128, 192, 256))
+R128 = {"maxnreg": 128}  # registers a thread: two programs of eight warps fit a multiprocessor
+R256 = {"maxnreg": 256}  # without it the compiler spills sooner than it takes more than 128, or 168
+FEW = 64  # rows of all heads in a tile, up to which the tiles "few" are used
+# Family -> pass -> largest head dim -> tiles of 16-bit inputs. Criterion: the highest predicted throughput
+# without spills or wasted products, with window, interval and full masks, with and without state.
+# sm_86 covers all GPUs with 99 KiB of shared memory, gfx942 all AMD GPUs (64 KiB).
+# "pointers": tensors whose strides rule out descriptors; addresses take registers.
+# Small tiles let two programs share a multiprocessor: one multiplies while the other computes its softmax.
+# Tiles of four warps on sm_90 are those of torch's flex_attention for the same head dims.
+# "heavy", "learns", "scored": classes of score_mod, see `weight`. Tiles of "heavy" avoid spills in the loops,
+# those of "scored" let a second program fill the time of the score_mod's instructions.
+_SCORED = _dims((128, 32, 8, 2, TMA, R128), (128, 64, 8, 2, TMA), (64, 64, 4, 2, TMA), dims=(128, 192, 256))
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": {
         "forward": _dims(
-            (64, 64, 4, 2, LEAN),
+            (64, 64, 4, 2, NO_HOIST),
             (64, 64, 4, 2),
-            (64, 32, 4, 1, LEAN),
-            (64, 32, 4, 2, LEAN),
+            (64, 32, 4, 1, NO_HOIST),
+            (64, 32, 4, 2, NO_HOIST),
             dims=(64, 128, 192, 256),
         ),
         "few": _dims((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
-        "dq": _dims((64, 64, 4, 2, LEAN, ONE), (32, 32, 4, 2, LEAN, ONE), dims=(128, 256)),
-        "dq, heavy": _dims((64, 64, 4, 2, LEAN, ONE), (64, 32, 4, 2, LEAN, ONE), (32, 32, 4, 2, LEAN, ONE)),
+        "dq": _dims((64, 64, 4, 2, NO_HOIST, R256), (32, 32, 4, 2, NO_HOIST, R256), dims=(128, 256)),
+        "dq, heavy": _dims(
+            (64, 64, 4, 2, NO_HOIST, R256), (64, 32, 4, 2, NO_HOIST, R256), (32, 32, 4, 2, NO_HOIST, R256)
+        ),
         "dkdv": _dims(
-            (64, 64, 4, 2, LEAN),
-            (32, 128, 8, 2, LEAN),
+            (64, 64, 4, 2, NO_HOIST),
+            (32, 128, 8, 2, NO_HOIST),
             (64, 64, 8, 2),
             (32, 32, 4, 2),
-            (64, 64, 8, 1, LEAN, FLIP),
+            (64, 64, 8, 1, NO_HOIST, FLIP),
             dims=(64, 96, 128, 192, 256),
         ),
     },
@@ -159,7 +161,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "forward, heavy": _dims((128, 64, 4, 2, TMA), (128, 128, 8, 2, COPY), (128, 32, 8, 2, TMA)),
         "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 4, 2, TMA)),
         "dq": _dims(
-            (128, 32, 8, 2, TMA, TWO),
+            (128, 32, 8, 2, TMA, R128),
             (128, 128, 8, 2, TMA),
             (128, 64, 8, 2, TMA),
             (64, 64, 4, 2, TMA),
@@ -183,56 +185,56 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "forward": _dims((128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
         "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 2)),
         "dq": _dims(
-            (128, 32, 8, 2, TWO),
-            (128, 32, 8, 2, LEAN, TWO),
+            (128, 32, 8, 2, R128),
+            (128, 32, 8, 2, NO_HOIST, R128),
             (128, 64, 8, 2),
-            (64, 64, 4, 2, LEAN),
+            (64, 64, 4, 2, NO_HOIST),
             dims=(64, 96, 128, 256),
         ),
-        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 1, LEAN, FLIP)),
-        "fused": _dims((64, 128, 8, 2), (64, 128, 8, 1, LEAN), (64, 64, 8, 1, LEAN)),
+        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 1, NO_HOIST, FLIP)),
+        "fused": _dims((64, 128, 8, 2), (64, 128, 8, 1, NO_HOIST), (64, 64, 8, 1, NO_HOIST)),
     },
     "sm_100": {
         "forward": _dims(
-            (128, 64, 4, 2, TMA), (128, 64, 4, 1, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
+            (128, 64, 4, 2, TMA), (128, 64, 4, 1, TMA), (64, 128, 4, 1, TMA, R256), dims=(96, 128, 256)
         ),
-        "dq": _dims((128, 64, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA, ONE), dims=(128, 256)),
+        "dq": _dims((128, 64, 4, 2, TMA, R256), (64, 64, 4, 1, TMA, R256), dims=(128, 256)),
         "forward, heavy": _dims(
-            (128, 64, 4, 2, TMA), (128, 32, 4, 2, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
+            (128, 64, 4, 2, TMA), (128, 32, 4, 2, TMA), (64, 128, 4, 1, TMA, R256), dims=(96, 128, 256)
         ),
-        "dq, heavy": _dims((128, 32, 4, 2, TMA, ONE), (64, 32, 4, 1, TMA, ONE), dims=(128, 256)),
-        "dq, learns": _dims((128, 32, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA, ONE), dims=(128, 256)),
-        "dkdv, heavy": _dims((64, 64, 4, 1, TMA), (64, 64, 8, 1, LEAN, ONE), dims=(96, 256)),
+        "dq, heavy": _dims((128, 32, 4, 2, TMA, R256), (64, 32, 4, 1, TMA, R256), dims=(128, 256)),
+        "dq, learns": _dims((128, 32, 4, 2, TMA, R256), (64, 64, 4, 1, TMA, R256), dims=(128, 256)),
+        "dkdv, heavy": _dims((64, 64, 4, 1, TMA), (64, 64, 8, 1, NO_HOIST, R256), dims=(96, 256)),
         "dkdv": _dims(
             (64, 64, 4, 1, TMA),
-            (64, 64, 8, 1, LEAN),
-            (64, 64, 8, 1, TMA, ONE),
-            (64, 64, 8, 1, LEAN),
+            (64, 64, 8, 1, NO_HOIST),
+            (64, 64, 8, 1, TMA, R256),
+            (64, 64, 8, 1, NO_HOIST),
             dims=(96, 128, 192, 256),
         ),
         "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 8, 2, TMA)),
         "specialised": _dims((128, 128, 4, 4, COPY), (128, 128, 4, 3, TMA), dims=(64, 128)),
     },
     "sm_100, pointers": {
-        "forward": _dims((128, 64, 4, 3), (128, 64, 4, 1, LEAN), (64, 64, 4, 1, LEAN)),
+        "forward": _dims((128, 64, 4, 3), (128, 64, 4, 1, NO_HOIST), (64, 64, 4, 1, NO_HOIST)),
         "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 1)),
-        "dq": _dims((128, 64, 4, 2, LEAN), (128, 64, 8, 1), (64, 64, 8, 1)),
-        "dkdv": _dims((64, 64, 4, 1, LEAN), (64, 64, 8, 1, LEAN), (64, 64, 8, 1, LEAN)),
+        "dq": _dims((128, 64, 4, 2, NO_HOIST), (128, 64, 8, 1), (64, 64, 8, 1)),
+        "dkdv": _dims((64, 64, 4, 1, NO_HOIST), (64, 64, 8, 1, NO_HOIST), (64, 64, 8, 1, NO_HOIST)),
     },
     "gfx942": {
-        "forward": _dims((128, 64, 4, 2), (128, 32, 4, 1), (128, 32, 4, 1, LEAN)),
+        "forward": _dims((128, 64, 4, 2), (128, 32, 4, 1), (128, 32, 4, 1, NO_HOIST)),
         "few": _dims((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)),
         "dq": _dims((128, 32, 4, 1), (64, 16, 4, 1), (64, 16, 4, 1), dims=(96, 128, 256)),
         "dkdv": _dims((16, 128, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1), dims=(96, 128, 256)),
         "fused": _dims((16, 128, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1)),
     },
 }
-# float32 multiplies on the FMA units, whose operands all lie in registers.
+# Tiles of float32 and float64 inputs, which the FMA units multiply: all operands lie in registers.
 _WIDE: dict[str, dict[int, Config]] = {
     "forward": _dims((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     "few": _dims((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-    "dq": _dims((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1, LEAN)),
-    "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1, LEAN)),
+    "dq": _dims((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1, NO_HOIST)),
+    "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1, NO_HOIST)),
 }
 
 
@@ -247,7 +249,7 @@ def family(arch: str) -> str:
     if arch.startswith("gfx"):
         return "gfx942"
     if not arch.removeprefix("sm_").isdecimal():
-        raise ValueError(f"architecture {arch!r} is none like sm_90 or gfx942")
+        raise ValueError(f"architecture {arch!r}; a name like sm_90 or gfx942 is needed")
     return "sm_100" if 100 <= int(arch.removeprefix("sm_")) < 120 else "sm_86"
 
 
@@ -261,7 +263,8 @@ def copies(arch: str) -> bool:
 
 
 def fuses(arch: str) -> bool:
-    """Whether there are tiles for the fused backward pass on ``arch``, and not only those of dK/dV.
+    """Whether the table has tiles of the fused backward pass for ``arch``; other architectures use those of
+    dK/dV.
 
     >>> fuses("sm_90"), fuses("sm_80")
     (True, False)
@@ -270,7 +273,7 @@ def fuses(arch: str) -> bool:
 
 
 def specialises(arch: str, kind: str = "specialised") -> int:
-    """The largest head dim whose forward pass may have specialised warps on ``arch``, 0 for none: see
+    """The largest head dim of a forward route with specialised warps on ``arch``, 0 if there is none: see
     :mod:`tritoncp.kernels.forward_specialised`, or for "gluon" :mod:`tritoncp.kernels.forward_gluon`.
 
     >>> specialises("sm_90"), specialises("sm_90", "gluon"), specialises("sm_100"), specialises("sm_80")
@@ -280,8 +283,8 @@ def specialises(arch: str, kind: str = "specialised") -> int:
 
 
 def merges(arch: str) -> bool:
-    """Whether the compiler specialises the warps of a loop that masks some of its tiles, on ``arch``: one
-    launch then takes masked and full blocks.
+    """Whether the compiler specialises the warps of a loop that masks some of its tiles, on ``arch``. One
+    launch then computes masked and full blocks.
 
     >>> merges("sm_100"), merges("sm_90"), merges("interpreter")
     (True, False, False)
@@ -289,9 +292,9 @@ def merges(arch: str) -> bool:
     return arch != "interpreter" and family(arch) == "sm_100"
 
 
-def unfit(config: Config) -> Iterator[str]:
-    """Why tiles are not those of a route whose warps are specialised: for two groups of four warps, with 64
-    rows each (sm_100: for one that does the softmax and one that rescales), and for copies ahead of them."""
+def tile_obstacles(config: Config) -> Iterator[str]:
+    """Reasons why a config does not suit a route with specialised warps. Such a route has two groups of four
+    warps with 64 rows each (sm_100: one for the softmax, one that rescales), and copies tiles ahead."""
     if (config.BLOCK_M, config.num_warps) != (128, 4) or config.num_stages < 2:
         yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
 
@@ -312,9 +315,11 @@ def weight(kind: str, loads: int, learns: bool) -> str:
 def default(
     kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True, score: str = ""
 ) -> Config:
-    """The config of pass ``kind`` ("forward", "dq", "dkdv", or "fused" for the last two in one; "few" for a
-    forward pass of at most FEW rows) on ``arch``: "interpreter", "sm_90", "gfx942".
+    """Return the default config of pass ``kind`` on ``arch``.
 
+
+    kind:  "forward", "dq", "dkdv", "fused" (dQ and dK/dV in one), "few" (forward of at most FEW rows)
+    arch:  "interpreter", "sm_90", "gfx942"
     tma:   whether the tensors can be copied by descriptor
     score: see :func:`weight`
     """
@@ -326,12 +331,12 @@ def default(
     rules = kinds.get(f"{kind}, {score}", rules)
     config = next(config for dim, config in rules.items() if head_dim <= dim)
     if config.FLIP and not multiplies_transposed(arch):
-        return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # half as much again of products
+        return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # 1.5 times the products
     return config
 
 
 def architecture(device: torch.device) -> str:
-    """The name of a device's architecture in the tables above."""
+    """Return the name of a device's architecture: "sm_90", "gfx942", or "interpreter" for the CPU."""
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip:

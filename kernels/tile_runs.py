@@ -30,17 +30,17 @@ class Rows(NamedTuple):
 
 
 @triton.jit
-def locate(
+def locate_tile(
     slots,
     i_b,
     i_tile,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     DENSE: tl.constexpr,
-    AGAIN: tl.constexpr = False,
+    VOLATILE: tl.constexpr = False,
 ):
-    """Row in the buffer, global position and number of tokens of tile ``i_tile``.  AGAIN reads them anew,
-    whoever has read them before."""
+    """Row in the buffer, global position and number of tokens of tile ``i_tile``.  VOLATILE repeats the loads
+    where the compiler would keep earlier ones in registers."""
     if DENSE:
         row = i_tile * TILE
         return row, slots.first + row, slots.count - row
@@ -48,9 +48,9 @@ def locate(
         TILES: tl.constexpr = (BLOCK + TILE - 1) // TILE
         shift = (i_tile % TILES) * TILE
         p_slot = slots.ptr + i_b * slots.stride_b + (i_tile // TILES) * 3
-        row = tl.load(p_slot, volatile=AGAIN) + shift
-        pos = tl.load(p_slot + 1, volatile=AGAIN) + shift
-        return row, pos, tl.load(p_slot + 2, volatile=AGAIN) - shift
+        row = tl.load(p_slot, volatile=VOLATILE) + shift
+        pos = tl.load(p_slot + 1, volatile=VOLATILE) + shift
+        return row, pos, tl.load(p_slot + 2, volatile=VOLATILE) - shift
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def tile_rows(i_y, n_m, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, PACK: tl.con
     """KV head, query head and row within the slot of each row of a tile, which has ``n_m`` rows of a head.
 
     PACK query heads of a KV head lie in one tile, all heads of a row side by side.  ``i_y`` counts the tiles
-    of heads.  What is left over in the tile is past the last row.
+    of heads.  The remaining rows of the tile lie past the last row.
     """
     o_m = tl.arange(0, BLOCK_M)
     if PACK == 1:
@@ -98,10 +98,12 @@ def run_tiles(
     WINDOW: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Tiles of a run and its kind, as (begin, end, kind, cut, skip): from ``cut`` on, ``skip`` tiles further.
+    """Tiles of a run and its kind, as (begin, end, kind, cut, skip); tile i stands for i + ``skip`` from
+    ``cut`` on.
 
-    With a table the run is three loads.  A closed-form window needs none: positions [lo, hi) of this side
-    see x - left <= y <= x + right of the other: one masked run, both edges, and one full run in between.
+    With a table the run is three loads.  A closed-form window needs none: a position x in [lo, hi) of this
+    side sees x - left <= y <= x + right of the other side, which is one masked run of both edges around one
+    full run.
     """
     if WINDOW:
         see_lo = 0
@@ -128,7 +130,7 @@ def run_tiles(
 
 
 @triton.jit
-def row_tiles(
+def count_row_tiles(
     rows,
     begin,
     end,
@@ -141,7 +143,7 @@ def row_tiles(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """How many tiles the runs [begin, end) of a row have; arguments as in :func:`run_tiles`."""
+    """Count the tiles of the runs [begin, end) of a row; arguments as in :func:`run_tiles`."""
     n_tiles = 0
     if WINDOW:
         for FULL in tl.static_range(2):

@@ -45,12 +45,12 @@ class Stat(NamedTuple):
 
 
 def strided(x: torch.Tensor | None) -> Strided:
-    """``x`` [B, H, S, D] as a kernel argument."""
-    return _NO_TENSOR if x is None else Strided(x, *layout(x))
+    """Make the kernel argument of ``x`` [B, H, S, D], or of an absent tensor."""
+    return _NO_TENSOR if x is None else Strided(x, *strided_fields(x))
 
 
-def layout(x: torch.Tensor) -> tuple[Any, ...]:
-    """What Strided says of x besides its address."""
+def strided_fields(x: torch.Tensor) -> tuple[Any, ...]:
+    """Return the fields of Strided after ``ptr``: strides, and the flag ``wide``."""
     return *x.stride(), 1 if max(x.stride()[2:]) >= WIDE_STRIDE else None
 
 
@@ -58,35 +58,35 @@ _NO_TENSOR = Strided(None, 0, 0, 0, 0, None)
 
 
 def copyable(x: torch.Tensor) -> bool:
-    """Whether tiles of x [B, H, S, D] can be copied by tensor descriptor (TMA): channels side by side,
-    address and strides multiples of 16 bytes, batch rows and heads apart."""
+    """Whether tiles of x [B, H, S, D] can be copied by tensor descriptor (TMA): contiguous
+    channels, address and strides multiples of 16 bytes, no overlap of batch rows or heads."""
     unit = 16 // x.element_size()
-    steps = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
+    strides = [stride for size, stride in zip(x.shape[:3], x.stride()) if size > 1]
     return (
         x.stride(3) == 1
         and x.data_ptr() % 16 == 0
-        and all(step > 0 and step % unit == 0 for step in steps)
+        and all(stride > 0 and stride % unit == 0 for stride in strides)
         and x.numel() > 0
     )
 
 
 def descriptors(x: torch.Tensor, rows: int, widths: tuple[int, int]) -> list[TensorDescriptor | None]:
-    """Descriptors of x [B, H, S, D] for tiles of ``rows`` rows by each piece of channels."""
+    """Make the descriptors of x [B, H, S, D] for tiles of ``rows`` rows by each piece of channels."""
     unit = 16 // x.element_size()
     strides = [stride if size > 1 else unit for size, stride in zip(x.shape[:3], x.stride())]
     shape, strides = list(x.shape), [*strides, 1]
     return [TensorDescriptor(x, shape, strides, [1, 1, rows, width]) if width else None for width in widths]
 
 
-def with_base(fields: dict[str, Any], x: torch.Tensor) -> TensorDescriptor:
-    """The descriptor of ``x`` whose other fields are these, as one had that was checked when it was made."""
-    made = object.__new__(TensorDescriptor)
-    made.__dict__ = fields | {"base": x}
-    return made
+def descriptor_at(fields: dict[str, Any], x: torch.Tensor) -> TensorDescriptor:
+    """Make a descriptor of ``x`` from the ``fields`` of one for an equal layout, without its checks."""
+    copy = object.__new__(TensorDescriptor)
+    copy.__dict__ = fields | {"base": x}
+    return copy
 
 
 def stat(x: torch.Tensor | None) -> Stat:
-    """``x`` [B, H, S], contiguous in its last dimension, as a kernel argument."""
+    """Make the kernel argument of ``x`` [B, H, S], whose rows are contiguous, or of an absent tensor."""
     return _NO_STAT if x is None else Stat(x, *x.stride()[:2])
 
 
@@ -94,27 +94,27 @@ _NO_STAT = Stat(None, 0, 0)
 
 
 @triton.jit
-def head(x, i_b, i_h):
+def head_pointer(x, i_b, i_h):
     """Pointer to the first row of one head."""
     return x.ptr + i_b.to(tl.int64) * x.stride_b + i_h.to(tl.int64) * x.stride_h
 
 
 @triton.jit
-def stat_rows(x, i_b, i_h, row):
+def stat_pointers(x, i_b, i_h, row):
     """Pointer to the statistics of the tile that starts at ``row``."""
-    return head(x, i_b, i_h) + row
+    return head_pointer(x, i_b, i_h) + row
 
 
 @triton.jit
-def one_row(x, i_b, i_h, row, o_d):
+def row_pointers(x, i_b, i_h, row, o_d):
     """Pointers to channels of one row."""
-    return head(x, i_b, i_h) + row.to(tl.int64) * x.stride_s + o_d.to(tl.int64) * x.stride_d
+    return head_pointer(x, i_b, i_h) + row.to(tl.int64) * x.stride_s + o_d.to(tl.int64) * x.stride_d
 
 
 @triton.jit
 def load_stat(x, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr):
     """Statistics of rows ``row + o_m``, 0 where ``m_m`` is false."""
-    p = stat_rows(x, i_b, i_h, row) + o_m
+    p = stat_pointers(x, i_b, i_h, row) + o_m
     if CHECK:
         return tl.load(p, mask=m_m, other=0.0)
     else:
@@ -125,8 +125,8 @@ def load_stat(x, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr):
 def tile_pointers(x, p_x, row, o_s, o_d, HOIST: tl.constexpr):
     """Pointers to x[row + o_s, o_d].
 
-    HOIST leaves offsets inside the tile in registers throughout a loop, one a row; otherwise they are a
-    wide multiply a row, every time, which also is right for any stride.
+    HOIST keeps 32-bit offsets inside the tile in registers throughout a loop, one a row. Without it, or with
+    wide strides, each tile computes 64-bit offsets, a multiplication a row.
     """
     if HOIST and x.wide is None:
         return p_x + row.to(tl.int64) * x.stride_s + (o_s[:, None] * x.stride_s + o_d[None, :] * x.stride_d)
@@ -135,7 +135,7 @@ def tile_pointers(x, p_x, row, o_s, o_d, HOIST: tl.constexpr):
 
 
 @triton.jit
-def inside(o_s, n_s, o_d, DIM: tl.constexpr, PAD: tl.constexpr):
+def tile_mask(o_s, n_s, o_d, DIM: tl.constexpr, PAD: tl.constexpr):
     """Mask of a tile's first ``n_s`` rows and, where its channels are padded, first DIM channels."""
     if PAD:
         return (o_s[:, None] < n_s) & (o_d[None, :] < DIM)
@@ -159,7 +159,7 @@ def load_rows(
     """x[row + o_s, START : START + WIDTH] as [len(o_s), WIDTH]; zero past ``n_s`` rows or DIM channels."""
     o_d = START + tl.arange(0, WIDTH)
     p = tile_pointers(x, p_x, row, o_s, o_d, HOIST and not CHECK)
-    m = inside(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
+    m = tile_mask(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
     if CHECK:
         return tl.load(p, mask=m, other=0.0)
     elif START + WIDTH > DIM:
@@ -175,8 +175,8 @@ def store_rows(
     """x[row + o_s, START : START + WIDTH] = b_x (or += b_x), within ``n_s`` rows and DIM channels."""
     o_d = START + tl.arange(0, WIDTH)
     p = tile_pointers(x, p_x, row, o_s, o_d, True)
-    m = inside(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
-    if ADD:  # where nobody else adds to these elements, a plain sum without the registers of a load
+    m = tile_mask(o_s, n_s, o_d, DIM, START + WIDTH > DIM)
+    if ADD:  # also without contention: needs no registers for a load
         tl.atomic_add(p, b_x.to(x.ptr.dtype.element_ty), mask=m, sem="relaxed")
     else:
         tl.store(p, b_x.to(x.ptr.dtype.element_ty), mask=m)
@@ -185,7 +185,7 @@ def store_rows(
 @triton.jit
 def load_pair(x, i_b, i_h, row, o_s, n_s, W0: tl.constexpr, W1: tl.constexpr, DIM: tl.constexpr):
     """Rows of one head in two pieces of channels, [len(o_s), W0] and [len(o_s), W1] (0.0 where W1 is 0)."""
-    p_x = head(x, i_b, i_h)
+    p_x = head_pointer(x, i_b, i_h)
     b_0 = load_rows(x, p_x, row, o_s, n_s, 0, W0, DIM, True)
     if W1 > 0:
         return b_0, load_rows(x, p_x, row, o_s, n_s, W0, W1, DIM, True)
@@ -208,9 +208,10 @@ def stream_rows(
     CHECK: tl.constexpr,
     HOIST: tl.constexpr,
 ):
-    """load_rows, by tensor descriptor where there is one: it finds zeros behind the tensor's last row."""
+    """load_rows by tensor descriptor, or by pointers if ``desc`` is None. A descriptor loads zeros past the
+    tensor's last row."""
     if desc is None:
-        return load_rows(x, head(x, i_b, i_h), row, o_s, n_s, START, WIDTH, DIM, CHECK, HOIST)
+        return load_rows(x, head_pointer(x, i_b, i_h), row, o_s, n_s, START, WIDTH, DIM, CHECK, HOIST)
     else:
         return desc.load([i_b, i_h, row, START]).reshape([o_s.shape[0], WIDTH])
 
@@ -231,7 +232,7 @@ def stream_pair(
     CHECK: tl.constexpr,
     HOIST: tl.constexpr,
 ):
-    """load_pair inside a loop, from a descriptor for each piece or None; ``n_s`` matters only where CHECK."""
+    """load_pair inside a loop, by a descriptor for each piece or None; ``n_s`` counts only with CHECK."""
     b_0 = stream_rows(x, desc0, i_b, i_h, row, o_s, n_s, 0, W0, DIM, CHECK, HOIST)
     if W1 > 0:
         return b_0, stream_rows(x, desc1, i_b, i_h, row, o_s, n_s, W0, W1, DIM, CHECK, HOIST)
@@ -243,7 +244,7 @@ def stream_pair(
 def store_pair(
     x, p_x, row, o_s, n_s, b_0, b_1, W0: tl.constexpr, W1: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr
 ):
-    """The counterpart of load_pair."""
+    """Store (or add) rows of one head in two pieces of channels, the counterpart of load_pair."""
     store_rows(x, p_x, row, o_s, n_s, b_0, 0, W0, DIM, ADD)
     if W1 > 0:
         store_rows(x, p_x, row, o_s, n_s, b_1, W0, W1, DIM, ADD)
@@ -253,9 +254,9 @@ def store_pair(
 def add_rows(
     x, desc, i_b, i_h, row, o_s, n_s, b_x, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr
 ):
-    """x[row + o_s, START : START + WIDTH] += b_x of one head, whoever else adds there.  A descriptor adds the
-    rows from ``n_s`` on too, where b_x is 0."""
+    """x[row + o_s, START : START + WIDTH] += b_x of one head, atomically.  A descriptor also adds the rows
+    from ``n_s`` on, where b_x is 0."""
     if desc is None:
-        store_rows(x, head(x, i_b, i_h), row, o_s, n_s, b_x, START, WIDTH, DIM, True)
+        store_rows(x, head_pointer(x, i_b, i_h), row, o_s, n_s, b_x, START, WIDTH, DIM, True)
     else:
         desc.atomic_add([i_b, i_h, row, START], b_x.reshape([1, 1, o_s.shape[0], WIDTH]))

@@ -22,7 +22,7 @@ from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as
-from tritoncp.kernels.launch import facts, layout_of
+from tritoncp.kernels.launch import layout_of, specialisation_of
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods, engine_factory, signatures, tile_tables, tune_on_first_call
 from tritoncp.ops.engine_factory import Spec
@@ -46,7 +46,7 @@ def _engine(
     key = reusable and (
         spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
         *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
-        *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
+        *[(layout_of(x), x.device) for x in captures], *map(specialisation_of, ints), *map(layout_of, grads),
     )  # fmt: skip
     if reusable and (entry := cache.get(key)) is not None:
         engine, mask = entry
@@ -70,7 +70,7 @@ def _engine(
         plan.first_row,
     )
     if reusable:
-        _store(cache, key, (engine.around(), mask))
+        _store(cache, key, (engine.with_captures(), mask))
     return engine
 
 

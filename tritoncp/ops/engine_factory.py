@@ -107,7 +107,7 @@ def make(
         if spec.options:  # options of a compiled call are not checked before
             check_options(dict(spec.options), architecture(q.device))
         mods = launched(mask, score, q.device, grads)
-        return TritonEngine(mods, scale, options, first_row=first_row, kept=cache)
+        return TritonEngine(mods, scale, options, first_row=first_row, launch_cache=cache)
     _warn_eager()
     if score is None:
         return EagerEngine(scale, _bind_mask(mask), first_row=first_row)
@@ -147,7 +147,7 @@ def rebind(
     if not (captures or ints or floats):
         return engine
     caps = arguments(upload(captures, device), _numbers(spec, ints, floats))
-    return engine.around(caps, _bind_score(spec, captures, ints, floats).dcaps(grads) if grads else ())
+    return engine.with_captures(caps, _bind_score(spec, captures, ints, floats).dcaps(grads) if grads else ())
 
 
 def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
