@@ -93,8 +93,8 @@ class TritonEngine:
     def fused(self) -> bool:
         """Whether the loop of dK/dV also computes dQ: only if requested, and not where results must be
         deterministic."""
-        exactly = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
-        return bool(self.options.get("FUSED_BACKWARD")) and not exactly
+        deterministic = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
+        return bool(self.options.get("FUSED_BACKWARD")) and not deterministic
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch | Launches:
         """Prepare one step of attention by the requested route, else by the route that was measured to be the

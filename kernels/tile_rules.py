@@ -317,7 +317,6 @@ def default(
 ) -> Config:
     """Return the default config of pass ``kind`` on ``arch``.
 
-
     kind:  "forward", "dq", "dkdv", "fused" (dQ and dK/dV in one), "few" (forward of at most FEW rows)
     arch:  "interpreter", "sm_90", "gfx942"
     tma:   whether the tensors can be copied by descriptor

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tests.kernels.harness import (
+from tests.kernels.support.harness import (
     F32,
     F64,
     QKV,

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime import _allocation
 
 import tritoncp
-from tests.kernels.harness import (
+from tests.kernels.support.harness import (
     F32,
     F64,
     QKV,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.kernels.harness import qkv
+from tests.kernels.support.harness import qkv
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods

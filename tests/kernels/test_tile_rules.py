@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import FlexKernelOptions
 from triton.runtime.errors import OutOfResources
 
 import tritoncp
-from tests.kernels.harness import cotangents, qkv, run, same
+from tests.kernels.support.harness import cotangents, qkv, run, same
 from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
