@@ -354,7 +354,7 @@ def test_the_users_allocator_is_left_alone() -> None:
 
     def launch(where: str) -> None:
         look(where)
-        forward_specialised.allocating(look, where=where)
+        forward_specialised.launch_with_allocator(look, where=where)
         look(where)
 
     triton.set_allocator(user_allocator)
