@@ -10,29 +10,29 @@ import triton
 import triton.language as tl
 from triton.language.target_info import current_target
 
-from tritoncp.kernels.tiles import (
+from tritoncp.kernels.scores import (
     LOG2E,
-    add_rows,
-    beside,
+    add_dot,
     dot,
-    head,
-    in_window,
-    inner,
+    dot_nt,
+    has_async_products,
+    row_intervals,
+    row_mask,
+    to_log2,
+    visibility_mask,
+    window_mask,
+    zeros_pair,
+)
+from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles
+from tritoncp.kernels.tiles import (
+    add_rows,
+    head_pointer,
     load_pair,
     load_rows,
     load_stat,
-    locate,
-    outer,
-    row_intervals,
-    row_runs,
-    run_tiles,
-    stat_rows,
+    stat_pointers,
     store_pair,
     stream_pair,
-    to_log2,
-    visible,
-    within,
-    zeros_pair,
 )
 
 
@@ -54,18 +54,20 @@ def delta_kernel(
     i_h = tl.program_id(1)
     i_b = tl.program_id(2)
     o_m = tl.arange(0, BLOCK_M)
-    b_o = load_rows(out, head(out, i_b, i_h), row, o_m, n_s - row, 0, BLOCK_E, E, True)  # [M, BLOCK_E]
-    b_do = load_rows(dout, head(dout, i_b, i_h), row, o_m, n_s - row, 0, BLOCK_E, E, True)
+    b_o = load_rows(
+        out, head_pointer(out, i_b, i_h), row, o_m, n_s - row, 0, BLOCK_E, E, True
+    )  # [M, BLOCK_E]
+    b_do = load_rows(dout, head_pointer(dout, i_b, i_h), row, o_m, n_s - row, 0, BLOCK_E, E, True)
     b_delta = tl.sum(b_o.to(ACC) * b_do.to(ACC), 1)  # [M]
     if HAS_DLSE:
         b_delta -= load_stat(dlse, i_b, i_h, row, o_m, row + o_m < n_s, True)
-    tl.store(stat_rows(delta, i_b, i_h, row) + o_m, b_delta, mask=row + o_m < n_s)
+    tl.store(stat_pointers(delta, i_b, i_h, row) + o_m, b_delta, mask=row + o_m < n_s)
 
 
 @triton.jit
 def load_lse(lse, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr, SCORE_MOD: tl.constexpr):
-    """lse in log2 units.  A row that saw nothing (-inf) is masked everywhere, or all its scores are -inf,
-    which only a score_mod can do: then 0 keeps exp2 of the difference 0."""
+    """lse in log2 units.  In place of -inf (a score_mod made all scores of a row -inf, or the row is
+    masked everywhere) 0 keeps the probabilities 0."""
     b_lse = load_stat(lse, i_b, i_h, row, o_m, m_m, CHECK)
     if SCORE_MOD is not None:
         b_lse = tl.where(b_lse == -float("inf"), 0.0, b_lse)
@@ -73,8 +75,9 @@ def load_lse(lse, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr, SCORE_MOD: tl.co
 
 
 @triton.constexpr_function
-def drops_nan():
-    """Whether a minimum that keeps NaN takes several instructions: AMD's one keeps it where both are."""
+def minimum_drops_nan():
+    """Whether a minimum that propagates NaN takes several instructions: on AMD, whose instruction returns NaN
+    only if both operands are NaN."""
     target = current_target()
     return target is not None and target.backend == "hip"
 
@@ -83,7 +86,7 @@ def drops_nan():
 def probabilities(b_s, b_lse):
     """exp2(s - lse), at most 1: where scores are so large that lse has no fractional digits left, the
     difference may come out positive.  A row whose lse is NaN stays NaN."""
-    if drops_nan():
+    if minimum_drops_nan():
         return tl.exp2(tl.minimum(b_s - b_lse, b_lse * 0.0))
     else:
         return tl.exp2(tl.minimum(b_s - b_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
@@ -148,11 +151,11 @@ def dq_kernel(
     i_bm = i_b + i_b0
     Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
-    # dP is begun before the softmax, which then runs beside it, where there are registers for both.
-    EARLY: tl.constexpr = SCORE_MOD is None and beside(k.ptr.dtype.element_ty)
-    LEAN: tl.constexpr = not HOIST and (MASK == "mod" or SCORE_MOD is not None)  # between runs too
+    # dP is issued before the softmax, which then overlaps it, if registers suffice for both.
+    EARLY_DP: tl.constexpr = SCORE_MOD is None and has_async_products(k.ptr.dtype.element_ty)
+    NO_LICM: tl.constexpr = not HOIST and (MASK == "mod" or SCORE_MOD is not None)  # also between runs
 
-    row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
+    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_q = (pos + o_m)[:, None]
@@ -169,38 +172,38 @@ def dq_kernel(
     begin, mid, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
     for FULL in tl.static_range(2):  # masked blocks, then full ones
         if HAS_MASKED or FULL:
-            for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=LEAN):
+            for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=NO_LICM):
                 pos_end = pos + tl.minimum(n_m, BLOCK_M)
                 t_lo, t_hi, kind, cut, skip = run_tiles(
                     rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
                 )
                 for i_t in tl.range(t_lo, t_hi, disable_licm=not HOIST):
                     i_kv = i_t + tl.where(i_t >= cut, skip, 0)
-                    kv_row, kv_pos, n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+                    kv_row, kv_pos, n_n = locate_tile(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
                     o_kv = (kv_pos + o_n)[None, :]
                     CHECK: tl.constexpr = not EVEN if FULL else RAGGED
-                    m_n = within(o_n, n_n, CHECK)[None, :]
+                    m_n = row_mask(o_n, n_n, CHECK)[None, :]
                     b_k0, b_k1 = stream_pair(
                         k, k_desc0, k_desc1, i_b, i_hkv, kv_row, o_n, n_n, D0, D1, D, CHECK, HOIST
                     )  # [N, D]
-                    b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION, FLIP)  # [M, N]
+                    b_s = dot_nt(b_q0, b_q1, b_k0, b_k1, D1, PRECISION, FLIP)  # [M, N]
                     b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
-                    if EARLY:
+                    if EARLY_DP:
                         b_v0, b_v1 = stream_pair(
                             v, v_desc0, v_desc1, i_b, i_hkv, kv_row, o_n, n_n, E0, E1, E, CHECK, HOIST
                         )  # [N, E]
-                        b_dp = inner(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
+                        b_dp = dot_nt(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
                     m_in = m_n
                     if not FULL:
-                        # Counted from the tile's first, keys are the same in each tile and stay in registers;
-                        # a score_mod has none to spare, and their positions at hand.
+                        # Positions relative to the tile's first key are the same in each tile and stay in
+                        # registers; a score_mod leaves none, and has computed global positions already.
                         first = kv_pos if SCORE_MOD is None else 0
                         o_at = o_n[None, :] if SCORE_MOD is None else o_kv
                         n_at = n_n + (kv_pos - first) if RAGGED else None
                         if WINDOW:
-                            m_in = in_window(o_at, o_q - first, left, right, n_at)
+                            m_in = window_mask(o_at, o_q - first, left, right, n_at)
                         else:
-                            m_in = visible(
+                            m_in = visibility_mask(
                                 i_bm,
                                 i_hm,
                                 o_q,
@@ -220,24 +223,24 @@ def dq_kernel(
                     b_p = probabilities(b_s, b_lse)  # [M, N]
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)
-                    if not EARLY:
+                    if not EARLY_DP:
                         b_v0, b_v1 = stream_pair(
                             v, v_desc0, v_desc1, i_b, i_hkv, kv_row, o_n, n_n, E0, E1, E, CHECK, HOIST
                         )  # [N, E]
-                        b_dp = inner(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
+                        b_dp = dot_nt(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
                     b_ds = b_p * (b_dp - b_delta)  # [M, N]
                     if SCORE_GRAD is not None:
-                        if len(score_dcaps) > 0:  # elsewhere, rows of nobody only make rows of nobody
+                        if len(score_dcaps) > 0:  # dQ of rows past the slot is not stored
                             m_in = m_in & m_m[:, None]
-                        # Always; but what stands behind a branch is not computed before the product.
+                        # Always true; a branch keeps the compiler from computing this before the product.
                         if (n_n > 0) | (len(score_dcaps) > 0) | (k_desc0 is None):
                             b_ds = SCORE_GRAD(
                                 b_ds, b_pre, i_bm, i_hm, o_q, o_kv, m_in, score_caps, score_dcaps
                             ).to(b_p.dtype)
                         b_ds = tl.where(m_in, b_ds, 0.0)
-                    b_dq0, b_dq1 = outer(b_dq0, b_dq1, b_ds, b_k0, b_k1, D1, PRECISION)
+                    b_dq0, b_dq1 = add_dot(b_dq0, b_dq1, b_ds, b_k0, b_k1, D1, PRECISION)
 
-    store_pair(dq, head(dq, i_b, i_h), row, o_m, n_m, b_dq0 * SCALE, b_dq1 * SCALE, D0, D1, D, ADD)
+    store_pair(dq, head_pointer(dq, i_b, i_h), row, o_m, n_m, b_dq0 * SCALE, b_dq1 * SCALE, D0, D1, D, ADD)
 
 
 @triton.jit
@@ -254,7 +257,7 @@ def dkdv_kernel(
     delta,  # Stat
     dk,  # Strided [B, Hkv * SPLIT, rows, D]
     dv,  # Strided [B, Hkv * SPLIT, rows, E]
-    dq,  # Strided [B, Hq, S, D], float32 that every program adds to, or None: dq_kernel's business
+    dq,  # Strided [B, Hq, S, D], float32 that every program adds to, or None: dq_kernel computes it
     dq_desc0,
     dq_desc1,
     q_slots,  # Slots
@@ -304,13 +307,13 @@ def dkdv_kernel(
     KV_TILES: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     HEADS: tl.constexpr = GROUP // SPLIT
     EVEN: tl.constexpr = Q_BLOCK % BLOCK_M == 0
-    BESIDE: tl.constexpr = (
-        SCORE_MOD is None and beside(k.ptr.dtype.element_ty) and (dq.ptr is None or not FLIP)
+    ASYNC: tl.constexpr = (
+        SCORE_MOD is None and has_async_products(k.ptr.dtype.element_ty) and (dq.ptr is None or not FLIP)
     )
-    # A score_mod takes the registers that offsets would; addresses are dearer to compute.
-    LEAN: tl.constexpr = not HOIST or (SCORE_MOD is not None and q_desc0 is not None)
+    # A score_mod takes the registers of hoisted offsets; addresses cost more to compute.
+    NO_LICM: tl.constexpr = not HOIST or (SCORE_MOD is not None and q_desc0 is not None)
 
-    row, pos, n_n = locate(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV)
+    row, pos, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV)
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
     o_kv = (pos + o_n)[:, None]
@@ -328,28 +331,30 @@ def dkdv_kernel(
             for i_g in range(1 if WINDOW else HEADS):
                 i_h = i_part * HEADS + i_g
                 begin, mid, end = row_runs(cols, i_b, i_h + i_h0, i_tile // KV_TILES, WINDOW)
-                for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=LEAN):
+                for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=NO_LICM):
                     pos_end = pos + tl.minimum(n_n, BLOCK_N)
                     t_lo, t_hi, kind, cut, skip = run_tiles(
                         cols, i_run, pos, pos_end, left, right, q_slots, Q_BLOCK, BLOCK_M, WINDOW, FULL
                     )
                     i_t = t_lo
                     n_t = t_hi - t_lo
-                    for _ in tl.range(0, n_t * HEADS if WINDOW else n_t, disable_licm=LEAN):
+                    for _ in tl.range(0, n_t * HEADS if WINDOW else n_t, disable_licm=NO_LICM):
                         i_q = i_t + tl.where(i_t >= cut, skip, 0)
                         i_hm = i_h + i_h0
-                        q_row, q_pos, n_m = locate(q_slots, i_b, i_q, Q_BLOCK, BLOCK_M, DENSE_Q)
+                        q_row, q_pos, n_m = locate_tile(q_slots, i_b, i_q, Q_BLOCK, BLOCK_M, DENSE_Q)
                         o_q = (q_pos + o_m)[None, :]
                         CHECK: tl.constexpr = not EVEN if FULL else RAGGED
-                        EARLY: tl.constexpr = BESIDE and (FULL or MASK != "mod")  # asking takes registers
-                        m_m = within(o_m, n_m, CHECK)
+                        EARLY_DP: tl.constexpr = ASYNC and (
+                            FULL or MASK != "mod"
+                        )  # a mask_mod takes registers
+                        m_m = row_mask(o_m, n_m, CHECK)
                         b_q0, b_q1 = stream_pair(
                             q, q_desc0, q_desc1, i_b, i_h, q_row, o_m, n_m, D0, D1, D, CHECK, HOIST
                         )  # [M, D]
-                        b_s = inner(b_k0, b_k1, b_q0, b_q1, D1, PRECISION, FLIP)  # [N, M]
+                        b_s = dot_nt(b_k0, b_k1, b_q0, b_q1, D1, PRECISION, FLIP)  # [N, M]
                         b_lse = load_lse(lse, i_b, i_h, q_row, o_m, m_m, CHECK, SCORE_MOD)[None, :]
                         b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
-                        if EARLY:
+                        if EARLY_DP:
                             b_do0, b_do1 = stream_pair(
                                 dout,
                                 dout_desc0,
@@ -365,17 +370,17 @@ def dkdv_kernel(
                                 CHECK,
                                 HOIST,
                             )  # [M, E]
-                            b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
+                            b_dp = dot_nt(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
                         b_p = probabilities(b_s, b_lse)  # [N, M]
                         m_in = m_m[None, :]
                         if not FULL:
                             if WINDOW:
-                                m_in = in_window(
+                                m_in = window_mask(
                                     o_m[None, :], o_kv - q_pos, left, right, n_m if RAGGED else None
                                 )
                             else:
                                 b_lo, b_hi = row_intervals(interval, i_b, i_hm, q_row, o_m, m_m, MASK)
-                                m_in = visible(
+                                m_in = visibility_mask(
                                     i_bm,
                                     i_hm,
                                     o_q,
@@ -394,7 +399,7 @@ def dkdv_kernel(
                                 )
                         if not FULL or not EVEN:
                             b_p = tl.where(m_in, b_p, 0.0)
-                        if not EARLY:
+                        if not EARLY_DP:
                             b_do0, b_do1 = stream_pair(
                                 dout,
                                 dout_desc0,
@@ -410,21 +415,21 @@ def dkdv_kernel(
                                 CHECK,
                                 HOIST,
                             )  # [M, E]
-                        b_dv0, b_dv1 = outer(b_dv0, b_dv1, b_p, b_do0, b_do1, E1, PRECISION)
-                        if not EARLY:
-                            b_dp = inner(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
+                        b_dv0, b_dv1 = add_dot(b_dv0, b_dv1, b_p, b_do0, b_do1, E1, PRECISION)
+                        if not EARLY_DP:
+                            b_dp = dot_nt(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
                         b_delta = load_stat(delta, i_b, i_h, q_row, o_m, m_m, CHECK)[None, :]
                         b_ds = b_p * (b_dp - b_delta)  # [N, M]
                         if SCORE_GRAD is not None:
-                            if len(score_dcaps) > 0:  # elsewhere, keys of nobody only make rows of nobody
+                            if len(score_dcaps) > 0:  # dK of keys past the slot is not stored
                                 m_in = m_in & m_n
                             b_ds = SCORE_GRAD(
                                 b_ds, b_pre, i_bm, i_hm, o_q, o_kv, m_in, score_caps, score_dcaps
                             )
                             b_ds = tl.where(m_in, b_ds, 0.0)
-                        b_dk0, b_dk1 = outer(b_dk0, b_dk1, b_ds, b_q0, b_q1, D1, PRECISION)
+                        b_dk0, b_dk1 = add_dot(b_dk0, b_dk1, b_ds, b_q0, b_q1, D1, PRECISION)
                         if dq.ptr is not None:
-                            if not FULL or KV_BLOCK % BLOCK_N != 0:  # keys of nobody count here
+                            if not FULL or KV_BLOCK % BLOCK_N != 0:  # keys past the slot would add to dQ
                                 b_ds = tl.where(m_n, b_ds, 0.0)
                             b_dst = tl.trans(b_ds).to(k.ptr.dtype.element_ty)  # [M, N]
                             b_dq = dot(b_dst, b_k0, PRECISION) * SCALE  # [M, D0]
@@ -437,7 +442,7 @@ def dkdv_kernel(
                             i_h += tl.where(i_t == t_hi, 1, 0)
                             i_t = tl.where(i_t == t_hi, t_lo, i_t)
 
-    if FLIP or SCORE_MOD is not None:  # again: they would take registers in the loops
-        row, _, n_n = locate(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
-    store_pair(dk, head(dk, i_b, i_part), row, o_n, n_n, b_dk0 * SCALE, b_dk1 * SCALE, D0, D1, D, ADD)
-    store_pair(dv, head(dv, i_b, i_part), row, o_n, n_n, b_dv0, b_dv1, E0, E1, E, ADD)
+    if FLIP or SCORE_MOD is not None:  # load again: kept values would take registers in the loops
+        row, _, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
+    store_pair(dk, head_pointer(dk, i_b, i_part), row, o_n, n_n, b_dk0 * SCALE, b_dk1 * SCALE, D0, D1, D, ADD)
+    store_pair(dv, head_pointer(dv, i_b, i_part), row, o_n, n_n, b_dv0, b_dv1, E0, E1, E, ADD)

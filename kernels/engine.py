@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,34 +17,30 @@ from torch import Tensor
 
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
-from tritoncp.kernels.launch import Launch, Launches, Recipe, prepared
+from tritoncp.kernels.launch import Launch, Launches, Recipe, prepare_launch
+from tritoncp.kernels.operands import (
+    Mods,
+    Tiling,
+    accumulator_dtype,
+    count_tiles,
+    descriptor_entries,
+    shape_args,
+    streamed_tensors,
+    table_args,
+)
+from tritoncp.kernels.options import ROUTES, check_options, choose, option_names
 from tritoncp.kernels.route_check import verify_route
 from tritoncp.kernels.tile_rules import (
     FEW,
-    ROUTES,
     Config,
     architecture,
-    check_options,
-    choose,
     copies,
     gqa_pack_factor,
     num_kv_splits,
-    option_names,
-    pieces,
     weight,
 )
-from tritoncp.kernels.tiles import (
-    INTERPRETED,
-    Interval,
-    Rows,
-    Slots,
-    copyable,
-    descriptors,
-    stat,
-    strided,
-)
+from tritoncp.kernels.tiles import INTERPRETED, copyable, stat, strided
 
-UNBOUNDED = 1 << 30  # a window edge at least this far is none
 MAX_PARTIAL_BYTES = 256 << 20  # of partial sums: dK/dV of a GQA group, states of a row's keys
 FULL_TILE_ROWS = 128  # rows that fill a tile on every architecture
 
@@ -53,80 +49,16 @@ class RequestedRouteWarning(UserWarning):
     """A step goes by another route than the one that its kernel options request."""
 
 
-class Mods(NamedTuple):
-    """User functions as the kernels take them: jit functions, captured values, gradient buffers."""
-
-    mask: Any = None
-    mask_caps: tuple = ()
-    score: Any = None
-    score_grad: Any = None  # also scatters into score_dcaps
-    score_back: Any = None  # the same without the scatter
-    score_caps: tuple = ()
-    score_loads: int = 2  # tile dimensions (0 to 2) that its loads from captures depend on; 2 if unknown
-    score_dcaps: tuple = ()
-
-
-class ForwardTiling(NamedTuple):
-    """Assignment of query rows and keys to the programs of a forward launch.
-
-    block:  rows of the longest possible slot
-    pack:   query heads that share a KV head and a tile
-    splits: programs that share the keys of a tile
-    """
-
-    config: Config
-    block: int
-    pack: int = 1
-    splits: int = 1
-
-    def tiles(self, tables: Any) -> int:
-        return _tiles(tables, "q", self.config.BLOCK_M // self.pack, self.block)
-
-    def heads(self, q: Tensor, k: Tensor) -> int:
-        return k.shape[1] * triton.cdiv(q.shape[1] // k.shape[1], self.pack)
-
-
-class Streamed(NamedTuple):
-    """The tensors whose tiles a kernel loops over, and where their slots end: "block", "buffer" or "anywhere"
-    (the values of the tables' ``q_ends`` and ``kv_ends``)."""
-
-    tensors: dict[str, Tensor]
-    block: int
-    rows: int
-    ends: str
-
-    def copyable(self) -> bool:
-        """Whether descriptors may copy the tiles. A descriptor cannot mask rows, so a slot that ends inside a
-        tile has to end with the tensor."""
-        ends_here = all(x.shape[2] == self.rows for x in self.tensors.values())
-        ends = self.ends == "block" or (self.ends == "buffer" and ends_here)
-        return ends and all(copyable(x) for x in self.tensors.values())
-
-    def ragged(self, tile: int, window: bool) -> bool:
-        """Whether tiles of masked blocks may hold fewer tokens than rows."""
-        return bool(self.rows % tile if window else self.ends != "block" or self.block % tile)
-
-    def descriptors(self, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
-        """The descriptors of all tensors, in the form of Recipe.descriptors."""
-        return [one for name, x in self.tensors.items() for one in _descriptors(name, x, tile)]
-
-
-def _descriptors(name: str, x: Tensor, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
-    """The descriptors of tiles of x [B, H, S, D], in the form of Recipe.descriptors."""
-    numbered = enumerate(descriptors(x, tile, pieces(x.shape[3])))
-    return [(f"{name}_desc{piece}", name, vars(one) | {"base": None}) for piece, one in numbered if one]
-
-
 @dataclass(frozen=True)
 class TritonEngine:
     """The Triton engine: launches the kernels of one attention call.
 
     scale:    multiplies q k^T before score_mod
-    options:  torch-style kernel options, see :func:`tritoncp.kernels.tile_rules.choose`
+    options:  torch-style kernel options, see :func:`tritoncp.kernels.options.choose`
     arch:     architecture whose tile shapes to use; by default that of the tensors' device
     first_row: the index in the full batch of row 0 of the tensors, for masks and mods
-    kept:     cache of launches for calls whose tensors always have the same layouts, so that a lookup need
-              not inspect the tensors; None: launches are cached with the tables, by layouts
+    launch_cache: launches of calls whose tensors always have the same layouts, so that a lookup need not
+              inspect the tensors; None: launches are cached with the tables, by layouts
     """
 
     mods: Mods
@@ -134,12 +66,14 @@ class TritonEngine:
     options: dict[str, Any] = field(default_factory=dict)
     arch: str | None = None
     first_row: int = 0
-    kept: dict[Any, Any] | None = None
+    launch_cache: dict[Any, Any] | None = None
 
     def __post_init__(self) -> None:
         check_options(self.options, self.arch)
 
-    def around(self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()) -> "TritonEngine":
+    def with_captures(
+        self, score_caps: tuple[Any, ...] = (), score_dcaps: tuple[Any, ...] = ()
+    ) -> "TritonEngine":
         """Copy the engine with other captured tensors of the same layouts."""
         copy, mods = object.__new__(TritonEngine), self.mods
         values = *mods[:5], score_caps, mods.score_loads, score_dcaps
@@ -157,10 +91,10 @@ class TritonEngine:
 
     @property
     def fused(self) -> bool:
-        """Whether dQ comes from the loop of dK/dV: only if requested, and not where runs must be
+        """Whether the loop of dK/dV also computes dQ: only if requested, and not where results must be
         deterministic."""
-        exactly = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
-        return bool(self.options.get("FUSED_BACKWARD")) and not exactly
+        deterministic = self.options.get("deterministic", torch.are_deterministic_algorithms_enabled())
+        return bool(self.options.get("FUSED_BACKWARD")) and not deterministic
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch | Launches:
         """Prepare one step of attention by the requested route, else by the route that was measured to be the
@@ -230,11 +164,11 @@ class TritonEngine:
             "SPECIALISE": kind == "specialised",
         }
         launch = self.launch(forward_kernel, kind, tensors, tables, h_offset, flags)
-        return launch if launch.values[_SPLITS] is None else _shared(launch, q, v, tables)
+        return launch if launch.values[_SPLITS] is None else _share_keys(launch, q, v, tables)
 
     def streams(self, k: Tensor, v: Tensor, tables: Any) -> bool:
         """Whether descriptors may copy tiles of these keys and values."""
-        return _streamed(tables, {"k": k, "v": v}, by_keys=False).copyable()
+        return streamed_tensors(tables, {"k": k, "v": v}, by_keys=False).copyable()
 
     def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
         """Prepare delta [B, H, S] = rowsum(out * dout) - dlse."""
@@ -247,12 +181,12 @@ class TritonEngine:
                 "BLOCK_M": 64,
                 "BLOCK_E": 1 << (e - 1).bit_length(),
                 "HAS_DLSE": dlse is not None,
-                "ACC": _acc(out),
+                "ACC": accumulator_dtype(out),
             }
             return Recipe((-(-s // 64), h, b), args, Config(64, 0, 4, 1))
 
         tensors = {"out": out, "dout": dout, "dlse": dlse, "delta": delta}
-        return prepared(_DELTA_LAUNCHES, (out.device,), delta_kernel, tensors, {}, recipe)
+        return prepare_launch(_DELTA_LAUNCHES, (out.device,), delta_kernel, tensors, {}, recipe)
 
     def dq(
         self,
@@ -310,7 +244,7 @@ class TritonEngine:
         if q.device.type == "cpu" or group == 1:
             return 1
         config = self.config("dkdv", q, k, tables)
-        programs = _tiles(tables, "kv", config.BLOCK_N) * k.shape[1] * q.shape[0]
+        programs = count_tiles(tables, "kv", config.BLOCK_N) * k.shape[1] * q.shape[0]
         partials = 2 * group * k.shape[0] * k.shape[1] * k.shape[2] * k.shape[3] * 4
         crowded = programs >= 2 * torch.cuda.get_device_properties(q.device).multi_processor_count
         return 1 if crowded or partials > MAX_PARTIAL_BYTES else group
@@ -325,7 +259,7 @@ class TritonEngine:
         score = weight(kind, self.mods.score_loads, bool(self.mods.score_dcaps)) if self.mods.score else ""
         return choose(kind, arch, dim, q.dtype, block, tables.kv_block, self.options, tma, score)
 
-    def _forward_tiling(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> ForwardTiling:
+    def _forward_tiling(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tma: bool) -> Tiling:
         """Choose tiles that few rows fill, and enough programs to fill the device, or follow PACK_GQA and
         SPLIT_KV.  Interpreted kernels only follow the options."""
         rows, options = min(q.shape[2], tables.q_block), self.options
@@ -333,7 +267,7 @@ class TritonEngine:
         arch, group = self.arch or architecture(q.device), q.shape[1] // k.shape[1]
         few = rows < FULL_TILE_ROWS and arch != "interpreter"
         if not few and not is_explicit:
-            return ForwardTiling(self.config("forward", q, v, tables, tma), tables.q_block)
+            return Tiling(self.config("forward", q, v, tables, tma), tables.q_block)
         config = partial(self.config, q=q, v=v, tables=tables, tma=tma)
         same_tables = all(t is None or t.shape[1] == 1 for t in (tables.row_ptr, tables.lo))  # for all heads
         widest = config("forward", q_block=1 << 16).BLOCK_M
@@ -347,15 +281,15 @@ class TritonEngine:
             block = triton.next_power_of_2(max(least, rows * pack))
         tile = config("few" if alone else "forward", q_block=block)
         longest = min(tables.q_block, triton.next_power_of_2(max(1, q.shape[2])))
-        tiling = ForwardTiling(tile, longest, min(pack, tile.BLOCK_M))
+        tiling = Tiling(tile, longest, min(pack, tile.BLOCK_M))
         return tiling._replace(splits=options.get("SPLIT_KV") or self._splits(q, k, v, tables, tiling))
 
-    def _splits(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tiling: ForwardTiling) -> int:
+    def _splits(self, q: Tensor, k: Tensor, v: Tensor, tables: Any, tiling: Tiling) -> int:
         """Choose the number of programs that share the keys of a tile: more than one only where rows are too
-        few to fill the device with programs, and the states they leave stay small."""
+        few to fill the device with programs, and the states of the programs stay small."""
         if q.device.type == "cpu" or not 0 < q.shape[2] < FULL_TILE_ROWS:
             return 1
-        programs = tiling.tiles(tables) * tiling.heads(q, k) * q.shape[0]
+        programs = tiling.count_tiles(tables) * tiling.count_heads(q, k) * q.shape[0]
         first, end = tables.kv_first, tables.kv_first + tables.kv_rows
         if tables.window:
             left, right = tables.window
@@ -373,82 +307,48 @@ class TritonEngine:
         launch that depend only on layouts and ``flags`` are cached."""
         caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
         recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
-        if self.kept is not None:
+        if self.launch_cache is not None:
             key = kind, h_offset, tables, *flags.values()
-            return prepared(self.kept, key, kernel, tensors, caps, recipe, settled=True)
+            return prepare_launch(self.launch_cache, key, kernel, tensors, caps, recipe, layouts_fixed=True)
         key = kind, h_offset, self.first_row, self.kernel_set, *flags.values()
-        return prepared(tables.launches, key, kernel, tensors, caps, recipe)
+        return prepare_launch(tables.launches, key, kernel, tensors, caps, recipe)
 
     def _recipe(
-        self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, values: dict[str, Any]
+        self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, flags: dict[str, Any]
     ) -> Recipe:
+        """Build the parts of a launch that depend only on layouts and ``flags``."""
         q, k, v = (tensors[name] for name in "qkv")
         by_keys = kind in ("dkdv", "fused")  # programs are tiles of keys, and queries are streamed
-        streamed = _streamed(tables, tensors, by_keys)
+        streamed = streamed_tensors(tables, tensors, by_keys)
         if "from_acc" in tensors:  # makes descriptors of its own, and reads whole slots only
             streamed = streamed._replace(tensors={}, ends="block")
         if kind == "forward":
             tiling = self._forward_tiling(q, k, v, tables, streamed.copyable())
         else:
-            tiling = ForwardTiling(self.config(kind, q, v, tables, streamed.copyable()), tables.q_block)
-        values = values | {"PACK": tiling.pack, "splits": tiling.splits if tiling.splits > 1 else None}
+            tiling = Tiling(self.config(kind, q, v, tables, streamed.copyable()), tables.q_block)
         config = tiling.config
         tile = config.BLOCK_M if by_keys else config.BLOCK_N
-        (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
-        left, right = (None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0))
-        even_q = tiling.block % (config.BLOCK_M // tiling.pack) == 0
-        even_kv = tables.kv_block % config.BLOCK_N == 0
-        interval = Interval(None, None, 0, 0)
-        if tables.lo is not None:
-            interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
-        copied = (*streamed.tensors, "dq") if by_keys else streamed.tensors
-        args = dict.fromkeys(f"{name}_desc{piece}" for name in copied for piece in (0, 1)) | values
+        names = (*streamed.tensors, "dq") if by_keys else streamed.tensors
+        args = dict.fromkeys(f"{name}_desc{piece}" for name in names for piece in (0, 1)) | flags
+        args |= table_args(tables, by_keys) | tiling.args(tables) | shape_args(q, k, v)
         args |= {
-            "q_slots": Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
-            "kv_slots": Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
-            "interval": interval,
-            "left": right if by_keys else left,
-            "right": left if by_keys else right,
             "i_b0": self.first_row,
             "i_h0": h_offset,
             "MASK_MOD": self.mods.mask,
             "SCORE_MOD": self.mods.score,
             "SCORE_GRAD": self.mods.score_back if kind == "dkdv" else self.mods.score_grad,
             "SCALE": self.scale,
-            "GROUP": q.shape[1] // k.shape[1],
-            "D": q.shape[3],
-            "D0": d0,
-            "D1": d1,
-            "E": v.shape[3],
-            "E0": e0,
-            "E1": e1,
-            "Q_BLOCK": tiling.block,
-            "KV_BLOCK": tables.kv_block,
-            "BLOCK_M": config.BLOCK_M,
-            "BLOCK_N": config.BLOCK_N,
-            "HOIST": config.HOIST,
-            "DENSE_Q": bool(tables.window) or (tables.dense_q and even_q),
-            "DENSE_KV": bool(tables.window) or (tables.dense_kv and even_kv),
-            "WINDOW": bool(tables.window),
-            "MASK": tables.mask,
-            "HAS_MASKED": tables.has_masked,
             "RAGGED": streamed.ragged(tile, bool(tables.window)),
-            "BOUNDED": tables.bounded,
             "PRECISION": self.options.get("PRECISION", "ieee"),
-            "ACC": _acc(q),
         }
-        if kind in ("dq", "dkdv", "fused"):
-            args["FLIP"] = config.FLIP
         if by_keys:
-            args["cols"] = _rows(tables.col_ptr, tables.col_runs)
-            grid = (_tiles(tables, "kv", config.BLOCK_N), k.shape[1] * values["SPLIT"], q.shape[0])
+            grid = (count_tiles(tables, "kv", config.BLOCK_N), k.shape[1] * flags["SPLIT"], q.shape[0])
         else:
-            args["rows"] = _rows(tables.row_ptr, tables.row_runs)
-            grid = (tiling.tiles(tables) * tiling.splits, tiling.heads(q, k), q.shape[0])
-        copies = streamed.descriptors(tile) if config.USE_TMA else []
+            grid = (tiling.count_tiles(tables) * tiling.splits, tiling.count_heads(q, k), q.shape[0])
+        entries = streamed.descriptors(tile) if config.USE_TMA else []
         if kind == "fused" and config.USE_TMA and not INTERPRETED and copyable(tensors["dq"]):
-            copies += _descriptors("dq", tensors["dq"], tile)
-        return Recipe(grid, args, config, copies)
+            entries += descriptor_entries("dq", tensors["dq"], tile)
+        return Recipe(grid, args, config, entries)
 
 
 def route_of(name: str) -> Any:
@@ -459,12 +359,12 @@ def route_of(name: str) -> Any:
 
 
 class KernelSetId:
-    """A key that engines with the same kernels share, to look up launches."""
+    """A key that engines with the same kernels share, to look up launches; compared by identity."""
 
 
 _KERNEL_SETS: weakref.WeakValueDictionary[Any, KernelSetId] = (
     weakref.WeakValueDictionary()
-)  # as long as they are named
+)  # an entry lives as long as an engine refers to it
 _DELTA_LAUNCHES: dict[Any, Any] = {}  # cached here, since delta has no tables
 
 
@@ -476,50 +376,13 @@ def _clear(x: Tensor) -> None:
     x.zero_()
 
 
-def _acc(x: Tensor) -> Any:
-    return triton.language.float64 if x.dtype == torch.float64 else triton.language.float32
-
-
-def _stride(x: Tensor, dim: int) -> int:
-    """The stride of a dimension, 0 where all indices share its one entry."""
-    return 0 if x.shape[dim] == 1 else x.stride(dim)
-
-
-def _rows(ptr: Tensor, runs: Tensor) -> Rows:
-    return Rows(ptr, _stride(ptr, 0), _stride(ptr, 1), runs)
-
-
-def _streamed(tables: Any, tensors: dict[str, Tensor], by_keys: bool) -> Streamed:
-    block, rows, ends = (
-        (tables.q_block, tables.q_rows, tables.q_ends)
-        if by_keys
-        else (tables.kv_block, tables.kv_rows, tables.kv_ends)
-    )
-    if block & -block < 16:  # no tile divides it
-        ends = "anywhere"
-    elif tables.window:  # tiles are counted from the first row, slots are not read
-        ends = "buffer" if rows % block else "block"
-    names = ("q", "dout") if by_keys else ("k", "v")
-    return Streamed({name: tensors[name] for name in names}, block, rows, ends)
-
-
-def _tiles(tables: Any, side: str, tile: int, block: int | None = None) -> int:
-    """Count the tiles of ``tile`` rows in the slots of one side, where no slot is longer than ``block``."""
-    block = block or (tables.q_block if side == "q" else tables.kv_block)
-    slots = tables.q_slots if side == "q" else tables.kv_slots
-    dense = tables.dense_q if side == "q" else tables.dense_kv
-    if tables.window or (dense and block % tile == 0):
-        return triton.cdiv(tables.q_rows if side == "q" else tables.kv_rows, tile)
-    return slots.shape[1] * triton.cdiv(block, tile)
-
-
 _COMBINE = Config(1, 16, 4, 1)
 _SPLITS = forward_kernel.arg_names.index("splits")
 
 
-def _shared(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
-    """Split ``launch``, in which several programs share the keys of a tile, into two: each program leaves a
-    state, in heads of its own, and a second kernel combines the states."""
+def _share_keys(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
+    """Make the two launches of a step in which several programs share the keys of a tile: in the first each
+    program stores a state, under its own head index, and the second combines the states."""
     args, (b, h, s, _) = launch.args, q.shape
     splits, dtype = args["splits"], torch.promote_types(q.dtype, torch.float32)
     m, l = torch.empty(2, b, h * splits, s, dtype=dtype, device=q.device).unbind()
@@ -532,11 +395,11 @@ def _shared(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
             "PARTS": 16,
             "DENSE_Q": bool(tables.window) or tables.dense_q,  # tiles of one row are always even
         }
-        return Recipe((_tiles(tables, "q", 1, args["Q_BLOCK"]), h, b), combined, _COMBINE)
+        return Recipe((count_tiles(tables, "q", 1, args["Q_BLOCK"]), h, b), combined, _COMBINE)
 
     written = ("out", "acc", "lse", "max_scores", "stat_m", "stat_l")
     tensors = {name: args[name].ptr for name in written} | {"parts_acc": acc, "parts_m": m, "parts_l": l}
     key = "combine", q.dtype, *(args[name] for name in same)
-    combine = prepared(tables.launches, key, combine_kernel, tensors, {}, recipe)
-    left = {"acc": strided(acc), "stat_m": stat(m), "stat_l": stat(l)}
-    return Launches((launch.instead(**left, LOAD_STATE=False, STORE_STATE=True), combine))
+    combine = prepare_launch(tables.launches, key, combine_kernel, tensors, {}, recipe)
+    states = {"acc": strided(acc), "stat_m": stat(m), "stat_l": stat(l)}
+    return Launches((launch.with_args(**states, LOAD_STATE=False, STORE_STATE=True), combine))

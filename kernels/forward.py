@@ -3,35 +3,33 @@
 import triton
 import triton.language as tl
 
-from tritoncp.kernels.tiles import (
+from tritoncp.kernels.scores import (
     LOG2E,
-    head,
-    in_window,
-    inner,
-    inverse,
-    largest,
-    load_pair,
-    locate,
-    log_sum,
-    one_row,
-    outer,
+    add_dot,
+    dot_nt,
+    inverse_sum,
     row_intervals,
-    row_runs,
-    row_tiles,
-    run_tiles,
-    stat_rows,
+    row_lse,
+    row_mask,
+    row_max,
+    to_log2,
+    visibility_mask,
+    window_mask,
+    zeros_pair,
+)
+from tritoncp.kernels.tile_runs import count_row_tiles, locate_tile, row_runs, run_tiles, tile_rows
+from tritoncp.kernels.tiles import (
+    head_pointer,
+    load_pair,
+    row_pointers,
+    stat_pointers,
     store_pair,
     stream_pair,
-    tile_rows,
-    to_log2,
-    visible,
-    within,
-    zeros_pair,
 )
 
 
 @triton.jit
-def leave(
+def store_results(
     out,
     acc,
     stat_m,
@@ -54,24 +52,26 @@ def leave(
     STORE_STATE: tl.constexpr,
     STORE_MAX: tl.constexpr,
 ):
-    """What a step leaves of a tile's rows: its state, or out, lse and the largest scores."""
+    """Store the results of a tile's rows: the state, or out, lse and the largest scores."""
     m_m = o_m < n_m
     if STORE_STATE:
-        tl.store(stat_rows(stat_m, i_b, i_h, row) + o_m, b_m, mask=m_m)
-        tl.store(stat_rows(stat_l, i_b, i_h, row) + o_m, b_l, mask=m_m)
-        store_pair(acc, head(acc, i_b, i_hc), row, o_m, n_m, b_acc0, b_acc1, E0, E1, E, False)
+        tl.store(stat_pointers(stat_m, i_b, i_h, row) + o_m, b_m, mask=m_m)
+        tl.store(stat_pointers(stat_l, i_b, i_h, row) + o_m, b_l, mask=m_m)
+        store_pair(acc, head_pointer(acc, i_b, i_hc), row, o_m, n_m, b_acc0, b_acc1, E0, E1, E, False)
     else:
-        b_inv = inverse(b_l)[:, None]
-        store_pair(out, head(out, i_b, i_hc), row, o_m, n_m, b_acc0 * b_inv, b_acc1 * b_inv, E0, E1, E, False)
-        tl.store(stat_rows(lse, i_b, i_h, row) + o_m, log_sum(b_m, b_l), mask=m_m)
+        b_inv = inverse_sum(b_l)[:, None]
+        store_pair(
+            out, head_pointer(out, i_b, i_hc), row, o_m, n_m, b_acc0 * b_inv, b_acc1 * b_inv, E0, E1, E, False
+        )
+        tl.store(stat_pointers(lse, i_b, i_h, row) + o_m, row_lse(b_m, b_l), mask=m_m)
         if STORE_MAX:
-            tl.store(stat_rows(max_scores, i_b, i_h, row) + o_m, largest(b_m, b_l), mask=m_m)
+            tl.store(stat_pointers(max_scores, i_b, i_h, row) + o_m, row_max(b_m, b_l), mask=m_m)
 
 
 @triton.jit
-def rescaled(b_acc, b_r, HALVES: tl.constexpr):
-    """b_acc * b_r[:, None].  HALVES: one half of the channels after the other, since the compiler gives warps
-    that do nothing else, those of sm_100 where they are specialised, 88 registers."""
+def rescale(b_acc, b_r, HALVES: tl.constexpr):
+    """b_acc * b_r[:, None].  HALVES: one half of the channels after the other, since on sm_100 the compiler
+    gives specialised warps that only rescale 88 registers."""
     if HALVES:
         M: tl.constexpr = b_acc.shape[0]
         N: tl.constexpr = b_acc.shape[1]
@@ -130,7 +130,7 @@ def forward_kernel(
     MASK_MOD: tl.constexpr,
     SCORE_MOD: tl.constexpr,
     HAS_MASKED: tl.constexpr,
-    HAS_FULL: tl.constexpr,  # False: full runs are another launch's
+    HAS_FULL: tl.constexpr,  # False: another launch computes full runs
     RAGGED: tl.constexpr,  # masked blocks may have fewer keys in a tile than BLOCK_N
     BOUNDED: tl.constexpr,
     LOAD_STATE: tl.constexpr,
@@ -155,11 +155,13 @@ def forward_kernel(
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
-    # A score_mod takes the registers that what is the same for every tile would; specialised warps with a
-    # mask_mod spilled 184 bytes for it.
-    TAKEN: tl.constexpr = (SCORE_MOD is not None and k_desc0 is not None) or (SPECIALISE and MASK == "mod")
+    # Without loop-invariant code motion a score_mod has registers; with it, specialised warps with a mask_mod
+    # spilled 184 bytes.
+    FEW_REGISTERS: tl.constexpr = (SCORE_MOD is not None and k_desc0 is not None) or (
+        SPECIALISE and MASK == "mod"
+    )
 
-    row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q)
+    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, ROWS, DENSE_Q)
     i_hkv, i_h, o_m = tile_rows(i_y, n_m, BLOCK_M, GROUP, PACK)
     if PACK == 1:
         i_hc = i_h
@@ -175,8 +177,8 @@ def forward_kernel(
     b_q0, b_q1 = load_pair(q, i_b, i_hc, row, o_m, n_m, D0, D1, D)  # [M, D0], [M, D1]
     b_lo, b_hi = row_intervals(interval, i_b, i_ht, row, o_m, m_m, MASK)
     if LOAD_STATE:
-        b_m = tl.load(stat_rows(stat_m, i_b, i_h, row) + o_m, mask=m_m, other=-float("inf"))
-        b_l = tl.load(stat_rows(stat_l, i_b, i_h, row) + o_m, mask=m_m, other=0.0)
+        b_m = tl.load(stat_pointers(stat_m, i_b, i_h, row) + o_m, mask=m_m, other=-float("inf"))
+        b_l = tl.load(stat_pointers(stat_l, i_b, i_h, row) + o_m, mask=m_m, other=0.0)
         b_acc0, b_acc1 = load_pair(acc, i_b, i_hc, row, o_m, n_m, E0, E1, E)
     else:
         b_m = tl.full([BLOCK_M], -float("inf"), ACC)
@@ -184,10 +186,12 @@ def forward_kernel(
         b_acc0, b_acc1 = zeros_pair(BLOCK_M, E0, E1, ACC)  # [M, E0], [M, E1]
 
     begin, mid, end = row_runs(rows, i_b, i_ht, i_tile // Q_TILES, WINDOW)
-    if splits is not None:  # this program skips so many of the row's tiles, then takes so many
+    if splits is not None:  # this program skips n_skip of the row's tiles, then computes n_take
         pos_hi = pos + tl.minimum(n_m, ROWS)
         last = end if HAS_FULL else mid
-        n_tiles = row_tiles(rows, begin, last, pos, pos_hi, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW)
+        n_tiles = count_row_tiles(
+            rows, begin, last, pos, pos_hi, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW
+        )
         n_take = tl.cdiv(n_tiles, splits)
         n_skip = i_split * n_take
     for FULL in tl.static_range(1 if SPECIALISE else 2):  # masked blocks, then full ones
@@ -205,7 +209,9 @@ def forward_kernel(
                     n_take -= t_hi - t_lo
                 if SPECIALISE and WINDOW:
                     t_hi += skip
-                for i_t in tl.range(t_lo, t_hi, disable_licm=not HOIST or TAKEN, warp_specialize=SPECIALISE):
+                for i_t in tl.range(
+                    t_lo, t_hi, disable_licm=not HOIST or FEW_REGISTERS, warp_specialize=SPECIALISE
+                ):
                     if not SPECIALISE:
                         masked = not FULL
                     elif WINDOW:
@@ -213,9 +219,9 @@ def forward_kernel(
                     else:
                         masked = i_run < mid
                     i_kv = i_t + (0 if SPECIALISE else tl.where(i_t >= cut, skip, 0))
-                    kv_row, kv_pos, n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+                    kv_row, kv_pos, n_n = locate_tile(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
                     o_kv = (kv_pos + o_n)[None, :]
-                    m_n = within(o_n, n_n, not EVEN if FULL else RAGGED)[None, :]
+                    m_n = row_mask(o_n, n_n, not EVEN if FULL else RAGGED)[None, :]
                     b_k0, b_k1 = stream_pair(
                         k,
                         k_desc0,
@@ -231,21 +237,23 @@ def forward_kernel(
                         not EVEN if FULL else RAGGED,
                         HOIST,
                     )  # [N, D]
-                    b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)  # [M, N]
+                    b_s = dot_nt(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)  # [M, N]
                     if not FOLD:
                         _, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
                     if masked:
                         if WINDOW:
-                            m_in = in_window(o_n[None, :], o_q - kv_pos, left, right, n_n if RAGGED else None)
+                            m_in = window_mask(
+                                o_n[None, :], o_q - kv_pos, left, right, n_n if RAGGED else None
+                            )
                         elif MASK == "mod" and k_desc0 is not None:
-                            # Asked behind a branch: else the compiler asks before the product, and answers
-                            # take a register each until that is done.
+                            # A branch keeps the compiler from evaluating the mask_mod before the product:
+                            # each result would take a register until the product is done.
                             m_in = m_n
                             if kind != 2:
                                 m_keep = MASK_MOD(i_bm, i_hm, o_q, o_kv, mask_caps)
                                 b_s = tl.where(m_keep, b_s, -float("inf"))
                         else:
-                            m_in = visible(
+                            m_in = visibility_mask(
                                 i_bm,
                                 i_hm,
                                 o_q,
@@ -266,7 +274,7 @@ def forward_kernel(
                     elif not EVEN:
                         b_s = tl.where(m_n, b_s, -float("inf"))
                     b_max = tl.maximum(b_m, tl.max(b_s, 1) * C)
-                    if not FULL or SCORE_MOD is not None:  # a row may have seen only -inf
+                    if not FULL or SCORE_MOD is not None:  # all scores of a row may be -inf
                         b_safe = tl.where(b_max == -float("inf"), 0.0, b_max)
                     else:
                         b_safe = b_max
@@ -289,15 +297,15 @@ def forward_kernel(
                         not EVEN if FULL else RAGGED,
                         False,
                     )  # [N, E]
-                    b_acc0 = rescaled(b_acc0, b_r, SPECIALISE)
+                    b_acc0 = rescale(b_acc0, b_r, SPECIALISE)
                     if E1 > 0:
-                        b_acc1 = rescaled(b_acc1, b_r, SPECIALISE)
-                    b_acc0, b_acc1 = outer(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
+                        b_acc1 = rescale(b_acc1, b_r, SPECIALISE)
+                    b_acc0, b_acc1 = add_dot(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
 
     if splits is not None:
         i_h = i_h * splits + i_split
         i_hc = i_hc * splits + i_split
-    leave(
+    store_results(
         out,
         acc,
         stat_m,
@@ -324,7 +332,7 @@ def forward_kernel(
 
 @triton.jit
 def combine_kernel(
-    parts_acc,  # Strided [B, Hq * splits, S, E]: what each program that shared a row's keys saw
+    parts_acc,  # Strided [B, Hq * splits, S, E]: states of the programs that share a row's keys
     parts_m,  # Stat
     parts_l,
     splits,
@@ -345,19 +353,19 @@ def combine_kernel(
     STORE_MAX: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """One row of one head: partial states, and the one from before this step, into out or a state; always
-    in the same order."""
+    """Combine the partial states of one row of one head, and the state before this step, into out or a state;
+    always in the same order."""
     i_h = tl.program_id(1)
     i_b = tl.program_id(2)
-    row, _, n_m = locate(q_slots, i_b, tl.program_id(0), Q_BLOCK, 1, DENSE_Q)
+    row, _, n_m = locate_tile(q_slots, i_b, tl.program_id(0), Q_BLOCK, 1, DENSE_Q)
     if n_m <= 0:  # no slot covers this row
         return
     o_e = tl.arange(0, BLOCK_E)
     m_e = o_e < E
     if LOAD_STATE:
-        b_m = tl.load(stat_rows(stat_m, i_b, i_h, row))
-        b_l = tl.load(stat_rows(stat_l, i_b, i_h, row))
-        b_acc = tl.load(one_row(acc, i_b, i_h, row, o_e), mask=m_e, other=0.0)  # [E]
+        b_m = tl.load(stat_pointers(stat_m, i_b, i_h, row))
+        b_l = tl.load(stat_pointers(stat_l, i_b, i_h, row))
+        b_acc = tl.load(row_pointers(acc, i_b, i_h, row, o_e), mask=m_e, other=0.0)  # [E]
     else:
         b_m = tl.full([], -float("inf"), ACC)
         b_l = tl.zeros([], ACC)
@@ -366,9 +374,9 @@ def combine_kernel(
         o_p = i_part + tl.arange(0, PARTS)
         m_p = o_p < splits
         i_hp = i_h * splits + o_p
-        b_mp = tl.load(stat_rows(parts_m, i_b, i_hp, row), mask=m_p, other=-float("inf"))  # [P]
-        b_lp = tl.load(stat_rows(parts_l, i_b, i_hp, row), mask=m_p, other=0.0)
-        p_ap = one_row(parts_acc, i_b, i_hp[:, None], row, o_e[None, :])
+        b_mp = tl.load(stat_pointers(parts_m, i_b, i_hp, row), mask=m_p, other=-float("inf"))  # [P]
+        b_lp = tl.load(stat_pointers(parts_l, i_b, i_hp, row), mask=m_p, other=0.0)
+        p_ap = row_pointers(parts_acc, i_b, i_hp[:, None], row, o_e[None, :])
         b_ap = tl.load(p_ap, mask=m_p[:, None] & m_e[None, :], other=0.0)  # [P, E]
         b_max = tl.maximum(b_m, tl.max(b_mp, 0))
         b_safe = tl.where(b_max == -float("inf"), 0.0, b_max)
@@ -378,12 +386,12 @@ def combine_kernel(
         b_acc = b_acc * b_r + tl.sum(b_ap * b_w[:, None], 0)
         b_m = b_max
     if STORE_STATE:
-        tl.store(stat_rows(stat_m, i_b, i_h, row), b_m)
-        tl.store(stat_rows(stat_l, i_b, i_h, row), b_l)
-        tl.store(one_row(acc, i_b, i_h, row, o_e), b_acc, mask=m_e)
+        tl.store(stat_pointers(stat_m, i_b, i_h, row), b_m)
+        tl.store(stat_pointers(stat_l, i_b, i_h, row), b_l)
+        tl.store(row_pointers(acc, i_b, i_h, row, o_e), b_acc, mask=m_e)
     else:
-        b_out = (b_acc * inverse(b_l)).to(out.ptr.dtype.element_ty)
-        tl.store(one_row(out, i_b, i_h, row, o_e), b_out, mask=m_e)
-        tl.store(stat_rows(lse, i_b, i_h, row), log_sum(b_m, b_l))
+        b_out = (b_acc * inverse_sum(b_l)).to(out.ptr.dtype.element_ty)
+        tl.store(row_pointers(out, i_b, i_h, row, o_e), b_out, mask=m_e)
+        tl.store(stat_pointers(lse, i_b, i_h, row), row_lse(b_m, b_l))
         if STORE_MAX:
-            tl.store(stat_rows(max_scores, i_b, i_h, row), largest(b_m, b_l))
+            tl.store(stat_pointers(max_scores, i_b, i_h, row), row_max(b_m, b_l))

@@ -1,16 +1,16 @@
-"""Forward for Hopper in Gluon, ROUTE "gluon": softmax of one tile while tensor cores multiply another.
+"""Forward route "gluon" for Hopper, in Gluon: softmax of one tile while tensor cores multiply another.
 
-What FlashAttention-3 does (arXiv 2407.08608), over the tables of :mod:`tritoncp.kernels.forward`.  Three
-partitions of one program, which is a tile of 128 query rows: a *producer*, one warp that copies Q and then
+The pipeline of FlashAttention-3 (arXiv 2407.08608), over the tables of :mod:`tritoncp.kernels.forward`.  A
+program computes a tile of 128 query rows in three partitions: a *producer*, one warp that copies Q and then
 tile after tile of K and V into rings of shared memory; two *groups* of four warps, with 64 rows each.
 
 In a loop over full tiles a group issues S(j) = Q K(j)^T and then acc += P(j-1) V(j-1), waits for the former
-only, and turns S(j) into P(j) while the latter is under way.  The groups take turns in issuing: what one
-issues is multiplied while the other is in its softmax.
+only, and computes P(j) from S(j) during the latter.  The groups take turns in issuing: the products of one
+run during the softmax of the other.
 
-Nobody has run this on a GPU yet, and Gluon has no interpreter.  ``tests/kernels/test_forward_gluon.py`` runs
-the protocol of the barriers as a model, and reads the order of instructions in what is compiled;
-``tests/gpu/test_gluon.py`` is for the first GPU.  Names as in :mod:`tritoncp.kernels.tiles`.
+Unverified on GPUs, and Gluon has no interpreter.  ``tests/kernels/test_forward_gluon.py`` runs
+the protocol of the barriers as a model, and reads the order of instructions in the compiled kernel;
+``tests/gpu/test_gluon.py`` needs a GPU.  Names as in :mod:`tritoncp.kernels.tiles`.
 """
 
 from collections.abc import Iterator
@@ -23,27 +23,21 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritoncp.kernels.launch import Launch
-from tritoncp.kernels.tile_rules import architecture, unfit
-from tritoncp.kernels.tiles import (
+from tritoncp.kernels.scores import (
     LN2,
     LOG2E,
-    copyable,
-    descriptors,
-    head,
-    in_window,
-    locate,
     row_intervals,
-    row_runs,
-    run_tiles,
-    stat_rows,
-    tile_pointers,
-    visible,
-    within,
+    row_mask,
+    visibility_mask,
+    window_mask,
 )
+from tritoncp.kernels.tile_rules import architecture, tile_obstacles
+from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles
+from tritoncp.kernels.tiles import copyable, descriptors, head_pointer, stat_pointers, tile_pointers
 
 GROUP_ROWS: gl.constexpr = gl.constexpr(64)  # of one warp group, as wgmma has it
-# 65536 registers for three groups of 128 threads: 168 each when the program starts, then few for the producer
-# and the three idle warps beside it, and the rest for those who multiply.
+# 65536 registers for three groups of 128 threads: 168 a thread when the program starts, then few for the
+# producer and the three idle warps of its group, and the rest for the two groups that multiply.
 REGISTERS = 168
 PRODUCER_REGISTERS: gl.constexpr = gl.constexpr(24)
 GROUP_REGISTERS: gl.constexpr = gl.constexpr(240)
@@ -61,7 +55,7 @@ class Ring(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Which program this is and which tiles it visits; h and b as the masks see them are i_hm, i_bm."""
+    """Indices of a program and tables of the tiles that it visits. i_hm, i_bm: global head and batch row."""
 
     i_b: Any
     i_h: Any
@@ -80,11 +74,11 @@ class Walk(NamedTuple):
 
 @gluon.jit
 def barriers(N: gl.constexpr, COUNT: gl.constexpr):
-    """N barriers, whose phases end when COUNT have arrived, or one and all bytes that it announced."""
-    made = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    """Allocate N barriers. A phase ends after COUNT arrivals and all bytes that they announced."""
+    buffer = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
-        mbarrier.init(made.index(i), COUNT)
-    return made
+        mbarrier.init(buffer.index(i), COUNT)
+    return buffer
 
 
 @gluon.jit
@@ -95,8 +89,8 @@ def place(i, STAGES: gl.constexpr):
 
 @gluon.jit
 def fill(ring, desc, i_b, i_h, row, i, STAGES: gl.constexpr):
-    """Copy rows ``row`` and on as tile ``i``, once its stage is free: which all are at first, since a fresh
-    barrier lets those pass who wait for parity 1."""
+    """Copy rows ``row`` and on as tile ``i`` once its stage is free. All stages are free at first: a wait for
+    parity 1 passes a fresh barrier."""
     stage, parity = place(i, STAGES)
     mbarrier.wait(ring.free.index(stage), parity ^ 1)
     mbarrier.expect(ring.full.index(stage), desc.block_type.nbytes)
@@ -105,24 +99,26 @@ def fill(ring, desc, i_b, i_h, row, i, STAGES: gl.constexpr):
 
 @gluon.jit
 def ready(ring, i, STAGES: gl.constexpr):
-    """Wait until tile ``i`` is there."""
+    """Wait until tile ``i`` is copied."""
     stage, parity = place(i, STAGES)
     mbarrier.wait(ring.full.index(stage), parity)
 
 
 @gluon.jit
 def release(ring, i, STAGES: gl.constexpr):
-    """This group has read tile ``i``."""
+    """Signal that this group has read tile ``i``."""
     mbarrier.arrive(ring.free.index(i % STAGES))
 
 
 @gluon.jit
 def tile(ring, i, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr):
+    """Tile ``i`` in shared memory, [BLOCK_N, WIDTH]."""
     return ring.tiles.index(i % STAGES).reshape([BLOCK_N, WIDTH])
 
 
 @gluon.jit
 def runs_of(walk, WINDOW: gl.constexpr):
+    """Bounds of the runs of the program's row, see row_runs."""
     return row_runs(walk.rows, walk.i_bm, walk.i_hm, walk.i_slot, WINDOW)
 
 
@@ -136,6 +132,7 @@ def tiles_of(
     WINDOW: gl.constexpr,
     FULL: gl.constexpr,
 ):
+    """Tiles of a run, see run_tiles."""
     pos_end = walk.pos + gl.minimum(walk.n_m, BLOCK_M)
     return run_tiles(
         walk.rows,
@@ -183,7 +180,7 @@ def produce(
                 t_lo, t_hi, _, cut, skip = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, FULL)
                 for i_t in range(t_lo, t_hi):
                     i_kv = i_t + gl.where(i_t >= cut, skip, 0)
-                    kv_row, _, _ = locate(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+                    kv_row, _, _ = locate_tile(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
                     fill(keys, k_desc, walk.i_b, walk.i_hkv, kv_row, i, STAGES)
                     fill(values, v_desc, walk.i_b, walk.i_hkv, kv_row, i, STAGES)
                     i += 1
@@ -191,8 +188,8 @@ def produce(
 
 @gluon.jit
 def softmax(b_s, b_m, b_l, C: gl.constexpr, GUARD: gl.constexpr):
-    """One step of the online softmax over raw scores [64, N]: p, by what the past shrinks, and the new
-    maximum and sum.  GUARD: a row may have seen nothing but -inf."""
+    """One step of the online softmax over raw scores [64, N]: probabilities, the factor that rescales earlier
+    sums, and the new maximum and sum.  GUARD: all scores of a row may be -inf."""
     b_max = gl.maximum(b_m, gl.max(b_s, 1) * C)
     if GUARD:
         b_safe = gl.where(b_max == -float("inf"), 0.0, b_max)
@@ -205,14 +202,14 @@ def softmax(b_s, b_m, b_l, C: gl.constexpr, GUARD: gl.constexpr):
 
 @gluon.jit
 def shrink(b_acc, b_r):
-    """acc [64, E] times what its rows shrink by, which are laid out as those of S."""
+    """Rescale acc [64, E] by a factor for each row, which has the layout of rows of S."""
     ROWS: gl.constexpr = gl.SliceLayout(1, b_acc.type.layout)
     return b_acc * gl.convert_layout(b_r, ROWS)[:, None]
 
 
 @gluon.jit
 def operand(b_p, b_acc, DTYPE: gl.constexpr):
-    """p as the left side of a product that adds to acc."""
+    """Probabilities as the left operand of a product that adds to acc."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, b_acc.type.layout, 2)
     return gl.convert_layout(b_p.to(DTYPE), LAYOUT)
 
@@ -242,7 +239,8 @@ def attend_masked(
     BOUNDED: gl.constexpr,
     S_LAYOUT: gl.constexpr,
 ):
-    """Tiles of masked runs, one after the other: only the other group's work hides a softmax here."""
+    """Attention to the tiles of masked runs, one after the other: only the other group's products overlap the
+    softmax."""
     o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
     o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     row = walk.row + I_GROUP * GROUP_ROWS
@@ -256,7 +254,7 @@ def attend_masked(
         t_lo, t_hi, kind, cut, skip = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, False)
         for i_t in range(t_lo, t_hi):
             i_kv = i_t + gl.where(i_t >= cut, skip, 0)
-            _, kv_pos, n_n = locate(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+            _, kv_pos, n_n = locate_tile(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
             ready(keys, i, STAGES)
             b_k = tile(keys, i, BLOCK_N, D, STAGES).permute((1, 0))
             b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
@@ -264,15 +262,15 @@ def attend_masked(
             release(keys, i, STAGES)
             if WINDOW:
                 near = o_q - kv_pos
-                m_in = in_window(o_n[None, :], near, walk.left, walk.right, n_n if RAGGED else None)
+                m_in = window_mask(o_n[None, :], near, walk.left, walk.right, n_n if RAGGED else None)
             else:
-                m_in = visible(
+                m_in = visibility_mask(
                     walk.i_bm,
                     walk.i_hm,
                     o_q,
                     (kv_pos + o_n)[None, :],
                     m_m[:, None],
-                    within(o_n, n_n, RAGGED)[None, :],
+                    row_mask(o_n, n_n, RAGGED)[None, :],
                     o_n[None, :],
                     (b_lo - kv_pos)[:, None],
                     (b_hi - kv_pos)[:, None],
@@ -318,7 +316,8 @@ def attend_full(
     WINDOW: gl.constexpr,
     S_LAYOUT: gl.constexpr,
 ):
-    """Tiles of full runs, from tile ``i`` of the rings on: scores of one while those before meet values."""
+    """Attention to the tiles of full runs, from tile ``i`` of the rings on: scores of a tile are
+    computed while the probabilities of the tile before are multiplied with values."""
     b_zero = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     _, mid, end = runs_of(walk, WINDOW)
     last = i - 1
@@ -335,9 +334,9 @@ def attend_full(
         b_acc = shrink(b_acc, b_r)
         b_p = operand(b_e, b_acc, q_tile.dtype)
         ready(values, i, STAGES)
-        for j in range(i + 1, last + 1):  # P and V of tile j - 1 are there
+        for j in range(i + 1, last + 1):  # P and V of tile j - 1 are ready
             ready(keys, j, STAGES)
-            # Group 0 goes first; later each waits for the other to have issued what is before this.
+            # Group 0 issues first; then each group waits until the other has issued its products.
             mbarrier.wait(turn.index(I_GROUP), ((j - i) & 1) ^ I_GROUP)
             b_k = tile(keys, j, BLOCK_N, D, STAGES).permute((1, 0))
             b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
@@ -347,8 +346,8 @@ def attend_full(
             b_s = warpgroup_mma_wait(1, deps=(b_s,))
             release(keys, j, STAGES)
             b_e, b_r, b_m, b_l = softmax(b_s, b_m, b_l, C, False)
-            # Not before it is needed, but here: a barrier is what ptxas moves no softmax over. Without
-            # it, the wait for the product comes first and nothing overlaps.
+            # Waits here, earlier than V(j) is needed: ptxas moves no softmax across a barrier. Without it,
+            # the wait for the product comes before the softmax and nothing overlaps.
             ready(values, j, STAGES)
             b_acc = warpgroup_mma_wait(0, deps=(b_acc, b_p))[0]
             release(values, j - 1, STAGES)
@@ -363,28 +362,28 @@ def attend_full(
 def load_state(
     acc, stat_m, stat_l, walk, row, n_m, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, E: gl.constexpr
 ):
-    """acc [64, E], m and l [64] of a step before."""
+    """Load the state of the step before: acc [64, E], m and l [64]."""
     o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
-    b_m = gl.load(stat_rows(stat_m, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=-float("inf"))
-    b_l = gl.load(stat_rows(stat_l, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=0.0)
+    b_m = gl.load(stat_pointers(stat_m, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=-float("inf"))
+    b_l = gl.load(stat_pointers(stat_l, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=0.0)
     p, m = pointers(acc, walk, row, n_m, O_LAYOUT, E)
     return gl.load(p, mask=m, other=0.0), b_m, b_l
 
 
 @gluon.jit
 def pointers(x, walk, row, n_m, LAYOUT: gl.constexpr, E: gl.constexpr):
-    """Of rows ``row`` and on [64, E], and which of them are this tile's.
+    """Pointers to rows ``row`` and on [64, E], and the mask of this tile's rows.
 
-    Not hoisted: as offsets that loads and stores share they would stay in registers throughout the loops.
+    Not hoisted: offsets that loads and stores share would stay in registers throughout the loops.
     """
     o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
     o_e = gl.arange(0, E, gl.SliceLayout(0, LAYOUT))
     m = (o_m < n_m)[:, None] & (o_e >= 0)[None, :]
-    return tile_pointers(x, head(x, walk.i_b, walk.i_h), row, o_m, o_e, False), m
+    return tile_pointers(x, head_pointer(x, walk.i_b, walk.i_h), row, o_m, o_e, False), m
 
 
 @gluon.jit
-def leave(
+def store_results(
     out,
     acc,
     stat_m,
@@ -401,27 +400,27 @@ def leave(
     STORE_STATE: gl.constexpr,
     STORE_MAX: gl.constexpr,
 ):
-    """The state, or out, lse and the largest scores."""
+    """Store the results of a group's rows: the state, or out, lse and the largest scores."""
     O_LAYOUT: gl.constexpr = b_acc.type.layout
     o_m = gl.arange(0, GROUP_ROWS, b_m.type.layout)
     m_m = o_m < n_m
     if STORE_STATE:
         p, m = pointers(acc, walk, row, n_m, O_LAYOUT, E)
         gl.store(p, b_acc, mask=m)
-        gl.store(stat_rows(stat_m, walk.i_b, walk.i_h, row) + o_m, b_m, mask=m_m)
-        gl.store(stat_rows(stat_l, walk.i_b, walk.i_h, row) + o_m, b_l, mask=m_m)
+        gl.store(stat_pointers(stat_m, walk.i_b, walk.i_h, row) + o_m, b_m, mask=m_m)
+        gl.store(stat_pointers(stat_l, walk.i_b, walk.i_h, row) + o_m, b_l, mask=m_m)
     else:
-        m_seen = b_l != 0  # a NaN is passed on
-        b_sum = gl.where(m_seen, b_l, 1.0)
-        b_acc = shrink(b_acc, gl.where(m_seen, 1.0 / b_sum, 0.0))
+        m_nonzero = b_l != 0  # propagates NaN
+        b_sum = gl.where(m_nonzero, b_l, 1.0)
+        b_acc = shrink(b_acc, gl.where(m_nonzero, 1.0 / b_sum, 0.0))
         p, m = pointers(out, walk, row, n_m, O_LAYOUT, E)
         gl.store(p, b_acc.to(out.ptr.dtype.element_ty), mask=m)
-        b_lse = gl.where(m_seen, b_m + gl.log2(b_sum), -float("inf"))
-        gl.store(stat_rows(lse, walk.i_b, walk.i_h, row) + o_m, b_lse * LN2, mask=m_m)
+        b_lse = gl.where(m_nonzero, b_m + gl.log2(b_sum), -float("inf"))
+        gl.store(stat_pointers(lse, walk.i_b, walk.i_h, row) + o_m, b_lse * LN2, mask=m_m)
         if STORE_MAX:
-            m_nan = (b_l != b_l) & (b_m < float("inf"))  # see tiles.largest
+            m_nan = (b_l != b_l) & (b_m < float("inf"))  # see scores.row_max
             b_top = gl.where(m_nan, b_l, b_m * LN2)
-            gl.store(stat_rows(max_scores, walk.i_b, walk.i_h, row) + o_m, b_top, mask=m_m)
+            gl.store(stat_pointers(max_scores, walk.i_b, walk.i_h, row) + o_m, b_top, mask=m_m)
 
 
 @gluon.jit
@@ -457,7 +456,7 @@ def attend(
     STORE_STATE: gl.constexpr,
     STORE_MAX: gl.constexpr,
 ):
-    """What a group does: rows ``64 * I_GROUP`` and on of the program's tile."""
+    """Attention of group I_GROUP: rows ``64 * I_GROUP`` and on of the program's tile."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     row = walk.row + I_GROUP * GROUP_ROWS
@@ -468,7 +467,7 @@ def attend(
         b_acc = gl.full([GROUP_ROWS, E], 0.0, gl.float32, O_LAYOUT)
         b_m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         b_l = gl.full([GROUP_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
-    mbarrier.wait(q_full, 0)  # also by those who have no tile: nothing may be on its way when a program ends
+    mbarrier.wait(q_full, 0)  # also without a tile to compute: no copy may be in flight when a program ends
     q_tile = q_tiles.index(I_GROUP).reshape([GROUP_ROWS, D])
     i = 0
     if HAS_MASKED:
@@ -517,7 +516,7 @@ def attend(
         WINDOW,
         S_LAYOUT,
     )
-    leave(
+    store_results(
         out,
         acc,
         stat_m,
@@ -541,7 +540,7 @@ def gluon_forward_kernel(
     q_desc,  # tensor descriptors: tiles of [64, D]
     k_desc,  # [BLOCK_N, D]
     v_desc,  # [BLOCK_N, E]
-    out,  # what follows: see forward_kernel
+    out,  # from here on as in forward_kernel
     acc,
     stat_m,
     stat_l,
@@ -583,7 +582,7 @@ def gluon_forward_kernel(
     i_h = gl.program_id(1)
     i_b = gl.program_id(2)
     Q_TILES: gl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
-    row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
+    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
     walk = Walk(
         i_b,
         i_h,
@@ -706,7 +705,7 @@ def gluon_forward_kernel(
 
 
 def launch(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: Any) -> Launch:
-    """As ``engine.loops``, whose kernel has the same arguments and more."""
+    """Prepare a step by this route, from the arguments of ``engine.loops``."""
     loops = engine.loops(q, k, v, tables, **step, kind="gluon")
     q_desc, _ = descriptors(q, GROUP_ROWS.value, (q.shape[3], 0))
     args = loops.args
@@ -717,12 +716,12 @@ def launch(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any, **step: An
         "STAGES": loops.config.num_stages,
     }
     values = [args[name] for name in gluon_forward_kernel.arg_names]
-    made = loops.compiled  # of launches like this one, as that of the loops is never called
-    return Launch(gluon_forward_kernel, loops.grid, values, loops.config, made, {"maxnreg": REGISTERS})
+    compiled = loops.compiled  # holds this kernel: the launch of the loops is never called
+    return Launch(gluon_forward_kernel, loops.grid, values, loops.config, compiled, {"maxnreg": REGISTERS})
 
 
 def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
-    """Why a step cannot go by the route in Gluon."""
+    """Reasons why a step cannot take the route in Gluon."""
     arch, dims = engine.arch or architecture(q.device), {q.shape[3], v.shape[3]}
     if arch == "interpreter" and "ROUTE" in engine.options:
         raise ValueError("ROUTE='gluon' is for GPUs and cannot be interpreted; leave it out on a CPU")
@@ -735,7 +734,7 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
         yield f"it takes head dims of 64 and 128, and has {', '.join(map(str, sorted(dims)))}"
     else:
         config = engine.config("gluon", q, v, tables)
-        yield from unfit(config)
+        yield from tile_obstacles(config)
         if tables.kv_block % config.BLOCK_N or not 64 <= config.BLOCK_N <= 128:
             yield f"it takes tiles of 64 or 128 keys that divide blocks of {tables.kv_block}"
     if engine.mods.score or tables.mask == "mod":
@@ -747,6 +746,6 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
 
 
 def laid_out(desc: Any) -> TensorDescriptor:
-    """A descriptor of tiles that lie in shared memory as wgmma reads them."""
+    """Copy a descriptor with the shared memory layout that wgmma reads."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(desc.base, desc.shape, desc.strides, desc.block_shape, layout)

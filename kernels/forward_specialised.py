@@ -1,15 +1,14 @@
-"""Forward with specialised warps: some copy tiles, others compute.  The compiler cuts a loop in parts by
-itself (``tl.range(warp_specialize=True)``), with Triton 3.7 in one way on each architecture.
+"""Forward route "specialised": warp specialisation by the compiler (``tl.range(warp_specialize=True)``).
 
-sm_90: one group of warps copies, two of four compute, within narrow limits: four warps, 128 query rows,
-descriptors that are made on the device for everything that is loaded as a tile, one counted loop without a
-branch.  So masked blocks are a launch of their own, which leaves its state; the kernel here takes full ones
-from there, and a row may have two runs of them.
-sm_100: two warps copy, one multiplies, four do the softmax and four rescale the accumulator. That takes the
-loop of ``forward_kernel`` with its masks, so there is one launch and nothing of what is here but
-:func:`obstacles`.
-Nothing of this has run on a GPU: wrong results are known of specialised loops (triton#8311) and of four warps
-(fla#988), so nobody gets it who does not ask.
+sm_90: one group of warps copies tiles, two groups of four warps compute.  Triton 3.7 specialises only kernels
+of four warps and 128 query rows, whose tiles are all loaded by descriptors made on the device, in one counted
+loop without a branch.  So masked blocks are a separate launch, which stores its state; ``specialised_kernel``
+starts from that state and computes full blocks, at most two runs of them a row.
+sm_100: two warps copy, one multiplies, four compute the softmax and four rescale the accumulator.  The
+compiler specialises the loop of ``forward_kernel`` with its masks, so one launch suffices and only
+:func:`launch` and :func:`obstacles` of this module are used.
+Unverified on GPUs. Triton has miscompiled specialised loops (triton#8311) and kernels of four warps
+(fla#988), so the route runs only on request or by a measured entry.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,29 +22,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritoncp.kernels.forward import leave
+from tritoncp.kernels.forward import store_results
 from tritoncp.kernels.launch import Launch, Launches, State
-from tritoncp.kernels.tile_rules import architecture, merges, pieces, specialises, unfit
-from tritoncp.kernels.tiles import (
-    LOG2E,
-    copyable,
-    head,
-    inner,
-    locate,
-    outer,
-    row_runs,
-    run_tiles,
-    to_log2,
-    zeros_pair,
-)
+from tritoncp.kernels.scores import LOG2E, add_dot, dot_nt, to_log2, zeros_pair
+from tritoncp.kernels.tile_rules import architecture, merges, pieces, specialises, tile_obstacles
+from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles
+from tritoncp.kernels.tiles import copyable, head_pointer
 
-STATE_SHARE = 0.03  # of a step's time, what a state between two launches may take
-COPY = 4.3e12  # bytes a second, copied: an H200
-COMPUTE = 520e12  # FLOPs a second that the loop over full blocks is predicted to reach there
+STATE_SHARE = 0.03  # largest share of a step's time that a state between two launches may take
+COPY = 4.3e12  # bytes a second that an H200 copies
+COMPUTE = 520e12  # predicted FLOPs a second of the loop over full blocks on an H200
 
 
 def state_share(keys: float, d: int, e: int) -> float:
-    """Time to write and read a float32 accumulator [S, e] over the time to attend to ``keys`` keys a row.
+    """Return the time to write and read a float32 accumulator [S, e], relative to the time of attention to
+    ``keys`` keys a row.
 
     >>> f"{state_share(8192, 128, 128):.3f}"  # 16K causal
     '0.030'
@@ -58,11 +49,11 @@ def device_copyable(x: Tensor) -> bool:
     return copyable(x) and x.stride(2) * x.element_size() % 16 == 0
 
 
-def allocating(kernel: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """Launch a kernel that makes descriptors: they lie in memory that Triton asks its allocator for.
+def launch_with_allocator(kernel: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """Launch a kernel that makes descriptors, for which Triton's allocator provides memory.
 
-    The allocator is a context variable, so each thread has its own (autograd's has none), and the user's is
-    left alone: it is set in a copy of the context.
+    The allocator is a context variable, which autograd's threads lack. It is set in a copy of the context, so
+    that an allocator of the user stays in place.
     """
 
     def launch() -> Any:
@@ -73,22 +64,24 @@ def allocating(kernel: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
-    """(torch's memory is aligned to 512 bytes, and free again for what is queued later on this stream.)"""
+    """Allocate memory by torch: aligned to 512 bytes, and reused only by later work on this stream."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 @triton.jit
-def copier(x, i_b, i_h, n_s, ROWS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """A descriptor of one head's channels from START on, tiles of [ROWS, WIDTH]; None where WIDTH is 0."""
+def tile_descriptor(
+    x, i_b, i_h, n_s, ROWS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr
+):
+    """Make a descriptor of one head's channels from START on, tiles of [ROWS, WIDTH]; None if WIDTH is 0."""
     if WIDTH > 0:
         return tl.make_tensor_descriptor(
-            head(x, i_b, i_h) + START, [n_s, DIM - START], [x.stride_s, 1], [ROWS, WIDTH]
+            head_pointer(x, i_b, i_h) + START, [n_s, DIM - START], [x.stride_s, 1], [ROWS, WIDTH]
         )
 
 
 @triton.jit
 def load_tile(desc, row):
-    """A tile, 0.0 where there is no descriptor."""
+    """Load a tile; 0.0 if there is no descriptor."""
     if desc is None:
         return 0.0
     else:
@@ -97,8 +90,9 @@ def load_tile(desc, row):
 
 @triton.jit
 def load_stat_tile(x, i_b, i_h, n_s, row, ROWS: tl.constexpr):
-    """Statistics of a tile's rows; by pointer, the compiler does not take them."""
-    return tl.make_tensor_descriptor(head(x, i_b, i_h), [n_s], [1], [ROWS]).load([row])
+    """Load the statistics of a tile's rows by descriptor; the compiler specialises no loop whose state comes
+    by pointers."""
+    return tl.make_tensor_descriptor(head_pointer(x, i_b, i_h), [n_s], [1], [ROWS]).load([row])
 
 
 @triton.jit
@@ -190,21 +184,21 @@ def specialised_kernel(
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
 
-    row, pos, n_m = locate(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
+    row, pos, n_m = locate_tile(q_slots, i_b, i_tile, Q_BLOCK, BLOCK_M, DENSE_Q)
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
 
-    k_desc0 = copier(k, i_b, i_hkv, n_kv, BLOCK_N, 0, D0, D)
-    k_desc1 = copier(k, i_b, i_hkv, n_kv, BLOCK_N, D0, D1, D)
-    v_desc0 = copier(v, i_b, i_hkv, n_kv, BLOCK_N, 0, E0, E)
-    v_desc1 = copier(v, i_b, i_hkv, n_kv, BLOCK_N, E0, E1, E)
-    b_q0 = load_tile(copier(q, i_b, i_h, n_q, BLOCK_M, 0, D0, D), row)
-    b_q1 = load_tile(copier(q, i_b, i_h, n_q, BLOCK_M, D0, D1, D), row)
+    k_desc0 = tile_descriptor(k, i_b, i_hkv, n_kv, BLOCK_N, 0, D0, D)
+    k_desc1 = tile_descriptor(k, i_b, i_hkv, n_kv, BLOCK_N, D0, D1, D)
+    v_desc0 = tile_descriptor(v, i_b, i_hkv, n_kv, BLOCK_N, 0, E0, E)
+    v_desc1 = tile_descriptor(v, i_b, i_hkv, n_kv, BLOCK_N, E0, E1, E)
+    b_q0 = load_tile(tile_descriptor(q, i_b, i_h, n_q, BLOCK_M, 0, D0, D), row)
+    b_q1 = load_tile(tile_descriptor(q, i_b, i_h, n_q, BLOCK_M, D0, D1, D), row)
     if LOAD_STATE:
         b_m = load_stat_tile(from_m, i_b, i_h, n_q, row, BLOCK_M)
         b_l = load_stat_tile(from_l, i_b, i_h, n_q, row, BLOCK_M)
-        b_acc0 = load_tile(copier(from_acc, i_b, i_h, n_q, BLOCK_M, 0, E0, E), row)
-        b_acc1 = load_tile(copier(from_acc, i_b, i_h, n_q, BLOCK_M, E0, E1, E), row)
+        b_acc0 = load_tile(tile_descriptor(from_acc, i_b, i_h, n_q, BLOCK_M, 0, E0, E), row)
+        b_acc1 = load_tile(tile_descriptor(from_acc, i_b, i_h, n_q, BLOCK_M, E0, E1, E), row)
     else:
         b_m = tl.full([BLOCK_M], -float("inf"), ACC)
         b_l = tl.zeros([BLOCK_M], ACC)
@@ -226,10 +220,10 @@ def specialised_kernel(
     )
     for i_t in tl.range(t_lo, t_hi, warp_specialize=True):
         i_kv = i_t + tl.where(i_t >= cut, skip, 0)
-        kv_row, kv_pos, _n_n = locate(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+        kv_row, kv_pos, _n_n = locate_tile(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
         b_k0 = load_tile(k_desc0, kv_row)
         b_k1 = load_tile(k_desc1, kv_row)
-        b_s = inner(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)
+        b_s = dot_nt(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)
         if not FOLD:
             b_s = to_log2(
                 b_s, i_bm, i_hm, (pos + o_m)[:, None], (kv_pos + o_n)[None, :], score_caps, SCALE, SCORE_MOD
@@ -248,9 +242,9 @@ def specialised_kernel(
         b_acc0 *= b_r[:, None]
         if E1 > 0:
             b_acc1 *= b_r[:, None]
-        b_acc0, b_acc1 = outer(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
+        b_acc0, b_acc1 = add_dot(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
 
-    leave(
+    store_results(
         out,
         acc,
         stat_m,
@@ -293,29 +287,29 @@ def launch(
     store_state: bool = False,
     h_offset: int = 0,
 ) -> Launch | Launches:
-    """As ``engine.loops``, in two launches: masked blocks, which leave a state, then full ones from there,
-    with specialised warps. Without masked blocks the second is enough. ``state`` is also room to work in.
-    In one launch where the compiler takes both.
+    """Prepare a step by this route; arguments are those of ``engine.loops``.
 
-    What this cannot do is not asked here, see :func:`obstacles`.
+    sm_90: a launch for masked blocks, which stores a state (in ``state`` if descriptors can copy it), then
+    one for full blocks, with specialised warps; without masked blocks only the second. sm_100: one launch.
+    The caller has checked :func:`obstacles`.
     """
     if merges(engine.arch or architecture(q.device)):
-        made = {"out": out, "lse": lse, "max_scores": max_scores, "state": state}
+        outputs = {"out": out, "lse": lse, "max_scores": max_scores, "state": state}
         step: dict[str, Any] = {"load_state": load_state, "store_state": store_state, "h_offset": h_offset}
-        return engine.loops(q, k, v, tables, **made, **step, kind="specialised")
+        return engine.loops(q, k, v, tables, **outputs, **step, kind="specialised")
     parts: list[Launch | Callable[[], None]] = []
-    kept = State(*state) if state else None
-    start = kept if load_state else None
+    stored = State(*state) if state else None
+    start = stored if load_state else None
     if tables.has_masked or not (start is None or _copyable_state(start)):
-        room = kept if kept and _copyable_state(kept) else _room(q, v)
-        if start is not None and room is not start:
-            parts.append(partial(_copy, start, room))
-        keep: dict[str, Any] = {"state": room, "load_state": load_state, "store_state": True}
-        first = _cut_alike(engine, q, v, tables) if tables.window else engine
-        parts += first.loops(q, k, v, tables, **keep, h_offset=h_offset, full=False).parts
-        start = room
+        work = stored if stored and _copyable_state(stored) else _allocate_state(q, v)
+        if start is not None and work is not start:
+            parts.append(partial(_copy_state, start, work))
+        step = {"state": work, "load_state": load_state, "store_state": True}
+        first = _match_tiles(engine, q, v, tables) if tables.window else engine
+        parts += first.loops(q, k, v, tables, **step, h_offset=h_offset, full=False).parts
+        start = work
     from_acc, from_m, from_l = start or (None, None, None)
-    acc, m, l = kept or (None, None, None)
+    acc, m, l = stored or (None, None, None)
     tensors = {"q": q, "k": k, "v": v, "out": out, "acc": acc, "from_acc": from_acc}
     tensors |= {"lse": lse, "max_scores": max_scores, "stat_m": m, "stat_l": l}
     tensors |= {"from_m": from_m, "from_l": from_l}
@@ -327,25 +321,26 @@ def launch(
         "STORE_MAX": max_scores is not None,
     }
     last = engine.launch(specialised_kernel, "specialised", tensors, tables, h_offset, flags)
-    return Launches((*parts, last._replace(how=allocating)))
+    return Launches((*parts, last._replace(runner=launch_with_allocator)))
 
 
-def _cut_alike(engine: Any, q: Tensor, v: Tensor, tables: Any) -> Any:
-    """For masked blocks in front of the specialised launch.  A window has no table that says which they
-    are: each launch counts in tiles of its own, and tiles of other sizes would leave keys to neither."""
+def _match_tiles(engine: Any, q: Tensor, v: Tensor, tables: Any) -> Any:
+    """Copy the engine with the tile shape of the specialised launch, for the launch of masked blocks.  A
+    window has no table of masked blocks: each launch counts them in its own tiles, and with different tiles
+    neither launch would compute some keys."""
     config = engine.config("specialised", q, v, tables)
     tiles = {"fwd_BLOCK_M": config.BLOCK_M, "fwd_BLOCK_N": config.BLOCK_N, "fwd_num_warps": 8}
     other = {"fwd_num_stages": 2, "fwd_maxnreg": None, "PACK_GQA": False, "SPLIT_KV": 1}
-    return replace(engine, options={**engine.options, **tiles, **other}, kept=None)
+    return replace(engine, options={**engine.options, **tiles, **other}, launch_cache=None)
 
 
-def _copy(start: State, into: State) -> None:
+def _copy_state(start: State, into: State) -> None:
     for a, b in zip(start, into):
         b.copy_(a)
 
 
-def _room(q: Tensor, v: Tensor) -> State:
-    """Memory for a state, rows padded so that descriptors may copy it."""
+def _allocate_state(q: Tensor, v: Tensor) -> State:
+    """Allocate a state, its rows padded so that descriptors may copy it."""
     (b, h, s, _), e = q.shape, v.shape[3]
     make = partial(torch.empty, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     m, l = make((2, b, h, triton.cdiv(s, 4) * 4))[..., :s]
@@ -357,9 +352,9 @@ def _copyable_state(state: State) -> bool:
 
 
 def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iterator[str]:
-    """Why a step cannot go, or should not go, by the specialised route."""
+    """Reasons why a step cannot, or should not, take the specialised route."""
     arch = engine.arch or architecture(q.device)
-    if arch == "interpreter":  # which knows nothing of warps
+    if arch == "interpreter":  # it has no warps
         pass
     elif max(q.shape[3], v.shape[3]) > specialises(arch):
         yield f"on {arch} there are tiles up to a head dim of {specialises(arch)}"
@@ -370,7 +365,7 @@ def obstacles(engine: Any, q: Tensor, k: Tensor, v: Tensor, tables: Any) -> Iter
     elif merges(arch) and not engine.config("specialised", q, v, tables).USE_TMA:
         yield "it copies tiles by descriptor, which USE_TMA=False forbids"
     else:
-        yield from unfit(engine.config("specialised", q, v, tables))
+        yield from tile_obstacles(engine.config("specialised", q, v, tables))
     if tables.kv_block & -tables.kv_block < 16:
         yield f"no tile divides KV blocks of {tables.kv_block}"
     if engine.mods.score and engine.mods.score_loads:

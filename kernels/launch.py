@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from tritoncp.kernels.tile_rules import Config, does_not_fit
-from tritoncp.kernels.tiles import INTERPRETED, stat, strided, with_base
+from tritoncp.kernels.options import does_not_fit
+from tritoncp.kernels.tile_rules import Config
+from tritoncp.kernels.tiles import INTERPRETED, descriptor_at, stat, strided
 
 MAX_CACHED_LAUNCHES = 1024  # in one cache
 CHECKED = bool(INTERPRETED)  # compare the layouts of launches that share a cache entry
@@ -34,7 +35,7 @@ STATS = frozenset(
 class State(NamedTuple):
     """Attention state between steps: acc [B, H, S, E], m and l [B, H, S], float32 (float64 for float64).
 
-    m is the running maximum in log2 units (-inf: nothing seen yet); l and acc are relative to it.
+    m is the running maximum in log2 units (-inf: no key so far); l and acc are relative to it.
     """
 
     acc: Tensor
@@ -48,7 +49,7 @@ class Launch(NamedTuple):
     values:   the kernel's arguments, in its order
     compiled: a list with Triton's compiled kernel, empty before the first launch of these layouts
     options:  compiler options besides the config
-    how:      the callable that runs it
+    runner:   calls the kernel with its arguments
     """
 
     kernel: Any
@@ -57,7 +58,7 @@ class Launch(NamedTuple):
     config: Config
     compiled: list[Any]
     options: Mapping[str, Any] = {}
-    how: Callable[..., Any] = operator.call
+    runner: Callable[..., Any] = operator.call
 
     @property
     def args(self) -> dict[str, Any]:
@@ -66,10 +67,10 @@ class Launch(NamedTuple):
 
     @property
     def parts(self) -> tuple[Launch, ...]:
-        """The launches: this one alone. The same interface as Launches.parts."""
+        """A tuple of this launch alone, as the counterpart of Launches.parts."""
         return (self,)
 
-    def instead(self, **args: Any) -> Launch:
+    def with_args(self, **args: Any) -> Launch:
         """Copy the launch with some arguments replaced."""
         values = [args.get(name, value) for name, value in zip(self.kernel.arg_names, self.values)]
         return self._replace(values=values)
@@ -78,12 +79,12 @@ class Launch(NamedTuple):
         if min(self.grid) == 0:
             return
         if self.compiled:
-            self.how(self.compiled[0][self.grid], *self.values)
+            self.runner(self.compiled[0][self.grid], *self.values)
             return
         options = self.config.compiler() | dict(self.options)
         try:
             with _INTERPRETER_LOCK:
-                launched = self.how(self.kernel[self.grid], *self.values, **options)
+                launched = self.runner(self.kernel[self.grid], *self.values, **options)
         except OutOfResources as error:
             kind = self.kernel.__name__.removesuffix("_kernel")
             message = does_not_fit(kind, self.config, error.name, error.required, error.limit)
@@ -93,7 +94,7 @@ class Launch(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """Launches of one step, in order; other callables may stand between them."""
+    """Launches of one step and callables between them, in order."""
 
     parts: tuple[Launch | Callable[[], None], ...]
 
@@ -103,7 +104,7 @@ class Launches(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """The parts of a launch that do not change while the tensors' layouts stay the same.
+    """Parts of a launch that depend only on the layouts of its tensors.
 
     args:        arguments by name, except those that change from launch to launch
     descriptors: (argument, tensor, fields) of the tiles that are copied by descriptor
@@ -115,8 +116,8 @@ class Recipe(NamedTuple):
     descriptors: Sequence[tuple[str, str, dict[str, Any]]] = ()
 
 
-class Prepared(NamedTuple):
-    """A launch to copy, and the places in the kernel's list of arguments that change at every launch.
+class LaunchTemplate(NamedTuple):
+    """A cached launch, and the places in the kernel's list of arguments that change at every launch.
 
     tensors:     (place, name, type of the argument, its fields besides the tensor)
     descriptors: (place, name of the tensor, fields)
@@ -131,62 +132,70 @@ class Prepared(NamedTuple):
     layouts: tuple[Any, ...]
 
     @classmethod
-    def of(cls, kernel: Any, tensors: Tensors, scalars: Any, recipe: Recipe) -> Prepared:
+    def build(cls, kernel: Any, tensors: Tensors, scalars: Any, recipe: Recipe) -> LaunchTemplate:
         place = {name: at for at, name in enumerate(kernel.arg_names)}
         structs: dict[str, Any] = {
             name: stat(x) if name in STATS else strided(x) for name, x in tensors.items()
         }
-        moving = [
+        tensor_places = [
             (place[name], name, type(value), value[1:])
             for name, value in structs.items()
             if value.ptr is not None and name in place
         ]
-        copied = [(place[argument], name, fields) for argument, name, fields in recipe.descriptors]
-        presence = [(place[name], name) for name, value in scalars.items() if value and name in place]
+        descriptor_places = [(place[argument], name, fields) for argument, name, fields in recipe.descriptors]
+        scalar_places = [(place[name], name) for name, value in scalars.items() if value and name in place]
         args = structs | dict(scalars) | dict(recipe.args)
         values = [args[name] for name in kernel.arg_names]
-        places = *(at for at, *_ in moving), *(at for at, *_ in copied), *(at for at, _ in presence)
+        places = (
+            *(at for at, *_ in tensor_places),
+            *(at for at, *_ in descriptor_places),
+            *(at for at, _ in scalar_places),
+        )
         for at in places:
             values[at] = None  # set at every launch
         launch = Launch(kernel, recipe.grid, values, recipe.config, [])
         layouts = _layouts(tensors, scalars) if CHECKED else ()
-        return cls(launch, moving, copied, presence, layouts)
+        return cls(launch, tensor_places, descriptor_places, scalar_places, layouts)
 
 
-def prepared(
-    cache: dict[Any, Prepared],
+def prepare_launch(
+    cache: dict[Any, LaunchTemplate],
     identity: tuple[Any, ...],
     kernel: Any,
     tensors: Tensors,
     scalars: Mapping[str, Any],
     recipe: Callable[[], Recipe],
-    settled: bool = False,
+    layouts_fixed: bool = False,
 ) -> Launch:
     """Prepare a launch of ``kernel`` on tensors, with other arguments (``scalars``) that also change.
 
     cache:   earlier launches, by ``identity`` and layouts
-    settled: ``identity`` determines the layouts, so that they are not part of the key; interpreted kernels
-             verify this
+    layouts_fixed: ``identity`` determines the layouts, so that they are not part of the key; interpreted
+             kernels verify this
     """
-    key = identity if settled else (identity, _layouts(tensors, scalars))
+    key = identity if layouts_fixed else (identity, _layouts(tensors, scalars))
     if (entry := cache.get(key)) is None:
-        if len(cache) >= MAX_CACHED_LAUNCHES and not settled:
+        if len(cache) >= MAX_CACHED_LAUNCHES and not layouts_fixed:
             cache.clear()
-        entry = cache[key] = Prepared.of(kernel, tensors, scalars, recipe())
+        entry = cache[key] = LaunchTemplate.build(kernel, tensors, scalars, recipe())
     elif CHECKED and entry.layouts != _layouts(tensors, scalars):
         raise AssertionError(f"launches of {kernel.__name__} with one cache key differ in their layouts")
-    like, values = entry.launch, entry.launch.values.copy()
+    template, values = entry.launch, entry.launch.values.copy()
     for at, name, kind, fields in entry.tensors:
         values[at] = tuple.__new__(kind, (tensors[name], *fields))  # as kind(...), in half the time
-    for at, name, kept_fields in entry.descriptors:
-        values[at] = with_base(kept_fields, tensors[name])
+    for at, name, descriptor_fields in entry.descriptors:
+        values[at] = descriptor_at(descriptor_fields, tensors[name])
     for at, name in entry.scalars:
         values[at] = scalars[name]
-    return Launch(kernel, like.grid, values, like.config, like.compiled)
+    return Launch(kernel, template.grid, values, template.config, template.compiled)
 
 
 def _layouts(tensors: Tensors, scalars: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*map(layout_of, tensors.values()), *[value and facts(value) for value in scalars.values()])
+    """The layouts of all tensors, and the specialisation of all other arguments that change."""
+    return (
+        *map(layout_of, tensors.values()),
+        *[value and specialisation_of(value) for value in scalars.values()],
+    )
 
 
 def layout_of(x: Tensor | None) -> Any:
@@ -204,11 +213,11 @@ def layout_of(x: Tensor | None) -> Any:
     return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
 
 
-def facts(value: Any) -> Any:
-    """The properties of an argument for which Triton specialises a kernel. For a tensor without its shape and
-    strides, which are arguments of their own."""
+def specialisation_of(value: Any) -> Any:
+    """The properties of an argument for which Triton specialises a kernel; of a tensor, dtype and alignment
+    without shape and strides, which are separate arguments."""
     if isinstance(value, tuple):
-        return tuple(map(facts, value))
+        return tuple(map(specialisation_of, value))
     if isinstance(value, Tensor):
         dtype, _, _, *address = layout_of(value)
         return dtype, *address

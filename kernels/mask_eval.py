@@ -1,4 +1,4 @@
-"""A mask_mod asked about pairs, tile by tile: how masks are built where their tensors live on a GPU."""
+"""Evaluation of a mask_mod on pairs of tokens on a GPU, to classify the blocks of a mask."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @triton.jit
 def pairs_kernel(
-    seen,  # uint8 [N, I, J]
+    visible,  # uint8 [N, I, J]
     b,  # int64 [N]
     h,
     q,  # int64 [N, I]
@@ -23,6 +23,7 @@ def pairs_kernel(
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
+    """Evaluate the mask_mod on a tile of pairs; pairs with a negative index are not visible."""
     i_n = tl.program_id(0).to(tl.int64)
     o_i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     o_j = tl.program_id(2) * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -30,25 +31,27 @@ def pairs_kernel(
     i_h = tl.load(h + i_n).to(tl.int32)
     o_q = tl.load(q + i_n * I + o_i, mask=o_i < I, other=0).to(tl.int32)[:, None]
     o_kv = tl.load(kv + i_n * J + o_j, mask=o_j < J, other=0).to(tl.int32)[None, :]
-    m_seen = MASK_MOD(i_b, i_h, o_q, o_kv, caps) & (o_q >= 0) & (o_kv >= 0)  # the comparisons make it a tile
-    p_seen = seen + i_n * I * J + o_i[:, None] * J + o_j[None, :]
-    tl.store(p_seen, m_seen.to(tl.uint8), mask=(o_i < I)[:, None] & (o_j < J)[None, :])
+    m_visible = MASK_MOD(i_b, i_h, o_q, o_kv, caps) & (o_q >= 0) & (o_kv >= 0)
+    # the comparisons broadcast a scalar result of MASK_MOD to a tile
+    p_visible = visible + i_n * I * J + o_i[:, None] * J + o_j[None, :]
+    tl.store(p_visible, m_visible.to(tl.uint8), mask=(o_i < I)[:, None] & (o_j < J)[None, :])
 
 
-def asker(mask_mod: Any, caps: tuple[Any, ...], device: torch.device) -> Callable[..., Tensor]:
-    """ask(b [n], h [n], q [n, i], kv [n, j]) -> bool [n, i, j], int64 in and out on the CPU.
+def make_evaluator(mask_mod: Any, caps: tuple[Any, ...], device: torch.device) -> Callable[..., Tensor]:
+    """Make evaluate(b [n], h [n], q [n, i], kv [n, j]) -> bool [n, i, j]: int64 indices and the result on the
+    CPU.
 
     mask_mod: the jit function; caps: its captures, on `device`.
     """
 
-    def ask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def evaluate(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         n, i, j = *q.shape, kv.shape[1]
-        seen = torch.empty(n, i, j, dtype=torch.uint8, device=device)
+        visible = torch.empty(n, i, j, dtype=torch.uint8, device=device)
         index = (t.contiguous().to(device) for t in (b, h, q, kv))
         block_i, block_j = (min(64, triton.next_power_of_2(size)) for size in (i, j))
         grid = n, triton.cdiv(i, block_i), triton.cdiv(j, block_j)
-        if seen.numel():
-            pairs_kernel[grid](seen, *index, caps, i, j, mask_mod, block_i, block_j)
-        return seen.cpu().bool()
+        if visible.numel():
+            pairs_kernel[grid](visible, *index, caps, i, j, mask_mod, block_i, block_j)
+        return visible.cpu().bool()
 
-    return ask
+    return evaluate

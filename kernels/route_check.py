@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from tritoncp.kernels.launch import State
-from tritoncp.kernels.tile_rules import WRONG_ROUTE
+from tritoncp.kernels.options import WRONG_ROUTE
 from tritoncp.kernels.tiles import INTERPRETED
 
 COMPILED = not INTERPRETED  # the interpreter has no compiler that could be wrong
@@ -43,7 +43,9 @@ def verify_route(
     if kind not in _VERDICTS:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return "its first call of a kind is compared with 'loops', which a graph cannot capture"
-        uncached = replace(engine, kept=None)  # the results below have layouts that no cached launch has
+        uncached = replace(
+            engine, launch_cache=None
+        )  # the results below have layouts that no cached launch has
         _VERDICTS[kind] = _compare_with_loops(
             partial(launch, uncached), uncached.loops, (q, k, v, tables), step
         )
@@ -59,23 +61,23 @@ def _compare_with_loops(
         first: BaseException = error
         while first.__cause__:
             first = first.__cause__
-        said = str(first).strip().splitlines() or ["no message"]
-        return f"it fails: {type(first).__name__}: {said[-1]}"
+        message = str(first).strip().splitlines() or ["no message"]
+        return f"it fails: {type(first).__name__}: {message[-1]}"
     return _describe_difference(actual, _run_step(partial(loops, *inputs), step), inputs[0].dtype)
 
 
-def _run_step(way: Callable[..., Any], step: dict[str, Any]) -> dict[str, Tensor]:
-    """Run a step into fresh memory and return its results by name: a stored state as the out and lse it
-    stands for."""
+def _run_step(route: Callable[..., Any], step: dict[str, Any]) -> dict[str, Tensor]:
+    """Run a step into fresh memory and return its results by name; a stored state is
+    converted to its out and lse."""
     written = {key: x for key, x in step.items() if isinstance(x, Tensor)}
-    room: dict[str, Any] = {key: torch.full_like(x, torch.nan) for key, x in written.items()}
+    buffers: dict[str, Any] = {key: torch.full_like(x, torch.nan) for key, x in written.items()}
     state = step.get("state")
     if state is not None:
-        room["state"] = State(*(x.clone() for x in state))
-    way(**step | room)()
+        buffers["state"] = State(*(x.clone() for x in state))
+    route(**step | buffers)()
     if state is None or not step.get("store_state"):
-        return {key: room[key] for key in written}
-    acc, m, l = room["state"]
+        return {key: buffers[key] for key in written}
+    acc, m, l = buffers["state"]
     return {"out": acc.div_(l[..., None]), "lse": l.log2_().add_(m)}
 
 
@@ -83,15 +85,17 @@ def _describe_difference(
     actual: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype
 ) -> str | None:
     """Describe the first result that differs by more than rounding; None if all agree."""
-    places = OUT_TOLERANCE * torch.finfo(dtype).eps
+    rounding = OUT_TOLERANCE * torch.finfo(dtype).eps
     for key, whole in actual.items():
         wrong: Any = 0
         for at in itertools.product(*map(range, whole.shape[:2])):  # one head at a time, to save memory
             a, b = whole[at].float(), expected[key][at].float()
             size = b.abs().nan_to_num(0, 0)
-            near = places * size.amax(-1, keepdim=True) if key == "out" else STATS_TOLERANCE * (size + 1)
-            right = ((a - b).abs() <= near) | (a == b) | (a.isnan() & b.isnan())
-            wrong += right.logical_not_().sum()
+            tolerance = (
+                rounding * size.amax(-1, keepdim=True) if key == "out" else STATS_TOLERANCE * (size + 1)
+            )
+            equal = ((a - b).abs() <= tolerance) | (a == b) | (a.isnan() & b.isnan())
+            wrong += equal.logical_not_().sum()
         if wrong:
             return (
                 f"{WRONG_ROUTE}: {key} differs in {int(wrong)} of {whole.numel()} "

@@ -1,17 +1,17 @@
-"""Tile shapes: the (BLOCK_M, BLOCK_N, warps, stages) of each kernel launch.
+"""Default tile shapes: BLOCK_M, BLOCK_N, warps and stages of each kernel by architecture and head dim.
 
-A rule per architecture, checked offline: every default compiles without a spilled byte and within shared
-memory (``tests/kernels/test_offline.py``).  No code here measures times.
+Every default compiles without a spilled byte and within shared memory (``tests/kernels/test_offline.py``).
+Measured tiles and the user's options go before the defaults, see :mod:`tritoncp.kernels.options`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
-from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed, transposed_fault
+from tritoncp.kernels.toolchain import multiplies_transposed
 
 PASSES = ("forward", "dq", "dkdv")
 KINDS = (*PASSES, "few", "fused", "specialised", "gluon")  # of tiles
@@ -22,7 +22,7 @@ class Config:
     """Tile shape of one launch: BLOCK_M query rows by BLOCK_N key rows.
 
     HOIST keeps values that all tiles share, mainly offsets inside a tile, in registers throughout a loop: up
-    to a tenth fewer instructions, where there are registers to spare.  USE_TMA copies tiles by tensor
+    to a tenth fewer instructions if registers are free.  USE_TMA copies tiles by tensor
     descriptor, where strides allow: fewer instructions and no addresses in registers.  FLIP computes the
     scores of a backward pass transposed: wgmma takes 64 rows a group of four warps, so that eight warps need
     128 rows, of queries in dK/dV.  maxnreg is Triton's limit of registers a thread: with it two programs fit
@@ -52,7 +52,7 @@ class Config:
 
 @cache
 def pieces(dim: int) -> tuple[int, int]:
-    """Cut a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
+    """Split a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
 
     Two pieces of 128 need fewer registers than one of 256, whose loads are all in flight at once.
 
@@ -67,7 +67,7 @@ def pieces(dim: int) -> tuple[int, int]:
 
 
 def fit(tile: int, block: int) -> int:
-    """The tile to use with a mask block: the largest power of two that divides the block and is at most
+    """Fit a tile size to a mask block: the largest power of two that divides the block and is at most
     ``tile``; a block with none >= 16 (say 100 or 8) is covered with ragged tiles instead.
 
     >>> fit(128, 128), fit(128, 64), fit(64, 96), fit(128, 100), fit(64, 8)
@@ -103,49 +103,50 @@ def num_kv_splits(programs: int, tiles: int, processors: int) -> int:
 
 
 def _dims(*tiles: tuple[Any, ...], dims: tuple[int, ...] = (64, 128, 256)) -> dict[int, Config]:
-    """tiles: for each of ``dims`` (BLOCK_M, BLOCK_N, warps, stages) and then dicts of other fields."""
+    """Make the configs of a kernel by largest head dim. tiles: for each of ``dims`` (BLOCK_M, BLOCK_N, warps,
+    stages), then dicts of other fields."""
     sizes = (
         Config(*tile[:4], **{name: x for more in tile[4:] for name, x in more.items()}) for tile in tiles
     )
     return dict(zip(dims, sizes, strict=True))
 
 
-LEAN = {"HOIST": False}
+NO_HOIST = {"HOIST": False}
 COPY = {"USE_TMA": True}
-TMA = COPY | LEAN  # there are no addresses to hoist
+TMA = COPY | NO_HOIST  # there are no addresses to hoist
 FLIP = {"FLIP": True}
-TWO = {"maxnreg": 128}  # registers a thread, for two programs of eight warps
-ONE = {"maxnreg": 256}  # where the compiler would sooner spill than take more than 128, or 168
-
-FEW = 64  # rows of all heads in a tile: that many or fewer leave most of a larger tile empty
-# Family -> pass -> largest head dim -> tiles of 16-bit inputs: those with the highest bound that keep
-# everything in registers and shared memory and waste no product, with window, interval and full masks, with
-# and without state.  sm_86 stands for all with 99 KiB of shared memory, gfx942 for all AMD: 64 KiB.
-# "pointers": where strides rule out descriptors; addresses take registers.
-# Small tiles where two programs then share a multiprocessor: one multiplies while the other waits for its
-# softmax.  What four warps do on sm_90 is what torch's flex_attention launches there for the same head dims.
-# "heavy": where a score_mod loads something for each score, for dQ one that adds to its gradient as well, and
-# the other tiles would spill in their loops. "learns": for dQ, where it adds to less. "scored": any other,
-# whose instructions want a second program beside them.
-_SCORED = _dims((128, 32, 8, 2, TMA, TWO), (128, 64, 8, 2, TMA), (64, 64, 4, 2, TMA), dims=(128, 192, 256))
+R128 = {"maxnreg": 128}  # registers a thread: two programs of eight warps fit a multiprocessor
+R256 = {"maxnreg": 256}  # without it the compiler spills sooner than it takes more than 128, or 168
+FEW = 64  # rows of all heads in a tile, up to which the tiles "few" are used
+# Family -> pass -> largest head dim -> tiles of 16-bit inputs. Criterion: the highest predicted throughput
+# without spills or wasted products, with window, interval and full masks, with and without state.
+# sm_86 covers all GPUs with 99 KiB of shared memory, gfx942 all AMD GPUs (64 KiB).
+# "pointers": tensors whose strides rule out descriptors; addresses take registers.
+# Small tiles let two programs share a multiprocessor: one multiplies while the other computes its softmax.
+# Tiles of four warps on sm_90 are those of torch's flex_attention for the same head dims.
+# "heavy", "learns", "scored": classes of score_mod, see `weight`. Tiles of "heavy" avoid spills in the loops,
+# those of "scored" let a second program fill the time of the score_mod's instructions.
+_SCORED = _dims((128, 32, 8, 2, TMA, R128), (128, 64, 8, 2, TMA), (64, 64, 4, 2, TMA), dims=(128, 192, 256))
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
     "sm_80": {
         "forward": _dims(
-            (64, 64, 4, 2, LEAN),
+            (64, 64, 4, 2, NO_HOIST),
             (64, 64, 4, 2),
-            (64, 32, 4, 1, LEAN),
-            (64, 32, 4, 2, LEAN),
+            (64, 32, 4, 1, NO_HOIST),
+            (64, 32, 4, 2, NO_HOIST),
             dims=(64, 128, 192, 256),
         ),
         "few": _dims((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
-        "dq": _dims((64, 64, 4, 2, LEAN, ONE), (32, 32, 4, 2, LEAN, ONE), dims=(128, 256)),
-        "dq, heavy": _dims((64, 64, 4, 2, LEAN, ONE), (64, 32, 4, 2, LEAN, ONE), (32, 32, 4, 2, LEAN, ONE)),
+        "dq": _dims((64, 64, 4, 2, NO_HOIST, R256), (32, 32, 4, 2, NO_HOIST, R256), dims=(128, 256)),
+        "dq, heavy": _dims(
+            (64, 64, 4, 2, NO_HOIST, R256), (64, 32, 4, 2, NO_HOIST, R256), (32, 32, 4, 2, NO_HOIST, R256)
+        ),
         "dkdv": _dims(
-            (64, 64, 4, 2, LEAN),
-            (32, 128, 8, 2, LEAN),
+            (64, 64, 4, 2, NO_HOIST),
+            (32, 128, 8, 2, NO_HOIST),
             (64, 64, 8, 2),
             (32, 32, 4, 2),
-            (64, 64, 8, 1, LEAN, FLIP),
+            (64, 64, 8, 1, NO_HOIST, FLIP),
             dims=(64, 96, 128, 192, 256),
         ),
     },
@@ -160,7 +161,7 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "forward, heavy": _dims((128, 64, 4, 2, TMA), (128, 128, 8, 2, COPY), (128, 32, 8, 2, TMA)),
         "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 4, 2, TMA)),
         "dq": _dims(
-            (128, 32, 8, 2, TMA, TWO),
+            (128, 32, 8, 2, TMA, R128),
             (128, 128, 8, 2, TMA),
             (128, 64, 8, 2, TMA),
             (64, 64, 4, 2, TMA),
@@ -184,86 +185,57 @@ _RULES: dict[str, dict[str, dict[int, Config]]] = {
         "forward": _dims((128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
         "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 2)),
         "dq": _dims(
-            (128, 32, 8, 2, TWO),
-            (128, 32, 8, 2, LEAN, TWO),
+            (128, 32, 8, 2, R128),
+            (128, 32, 8, 2, NO_HOIST, R128),
             (128, 64, 8, 2),
-            (64, 64, 4, 2, LEAN),
+            (64, 64, 4, 2, NO_HOIST),
             dims=(64, 96, 128, 256),
         ),
-        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 1, LEAN, FLIP)),
-        "fused": _dims((64, 128, 8, 2), (64, 128, 8, 1, LEAN), (64, 64, 8, 1, LEAN)),
+        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 1, NO_HOIST, FLIP)),
+        "fused": _dims((64, 128, 8, 2), (64, 128, 8, 1, NO_HOIST), (64, 64, 8, 1, NO_HOIST)),
     },
     "sm_100": {
         "forward": _dims(
-            (128, 64, 4, 2, TMA), (128, 64, 4, 1, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
+            (128, 64, 4, 2, TMA), (128, 64, 4, 1, TMA), (64, 128, 4, 1, TMA, R256), dims=(96, 128, 256)
         ),
-        "dq": _dims((128, 64, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA, ONE), dims=(128, 256)),
+        "dq": _dims((128, 64, 4, 2, TMA, R256), (64, 64, 4, 1, TMA, R256), dims=(128, 256)),
         "forward, heavy": _dims(
-            (128, 64, 4, 2, TMA), (128, 32, 4, 2, TMA), (64, 128, 4, 1, TMA, ONE), dims=(96, 128, 256)
+            (128, 64, 4, 2, TMA), (128, 32, 4, 2, TMA), (64, 128, 4, 1, TMA, R256), dims=(96, 128, 256)
         ),
-        "dq, heavy": _dims((128, 32, 4, 2, TMA, ONE), (64, 32, 4, 1, TMA, ONE), dims=(128, 256)),
-        "dq, learns": _dims((128, 32, 4, 2, TMA, ONE), (64, 64, 4, 1, TMA, ONE), dims=(128, 256)),
-        "dkdv, heavy": _dims((64, 64, 4, 1, TMA), (64, 64, 8, 1, LEAN, ONE), dims=(96, 256)),
+        "dq, heavy": _dims((128, 32, 4, 2, TMA, R256), (64, 32, 4, 1, TMA, R256), dims=(128, 256)),
+        "dq, learns": _dims((128, 32, 4, 2, TMA, R256), (64, 64, 4, 1, TMA, R256), dims=(128, 256)),
+        "dkdv, heavy": _dims((64, 64, 4, 1, TMA), (64, 64, 8, 1, NO_HOIST, R256), dims=(96, 256)),
         "dkdv": _dims(
             (64, 64, 4, 1, TMA),
-            (64, 64, 8, 1, LEAN),
-            (64, 64, 8, 1, TMA, ONE),
-            (64, 64, 8, 1, LEAN),
+            (64, 64, 8, 1, NO_HOIST),
+            (64, 64, 8, 1, TMA, R256),
+            (64, 64, 8, 1, NO_HOIST),
             dims=(96, 128, 192, 256),
         ),
         "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 8, 2, TMA)),
         "specialised": _dims((128, 128, 4, 4, COPY), (128, 128, 4, 3, TMA), dims=(64, 128)),
     },
     "sm_100, pointers": {
-        "forward": _dims((128, 64, 4, 3), (128, 64, 4, 1, LEAN), (64, 64, 4, 1, LEAN)),
+        "forward": _dims((128, 64, 4, 3), (128, 64, 4, 1, NO_HOIST), (64, 64, 4, 1, NO_HOIST)),
         "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 1)),
-        "dq": _dims((128, 64, 4, 2, LEAN), (128, 64, 8, 1), (64, 64, 8, 1)),
-        "dkdv": _dims((64, 64, 4, 1, LEAN), (64, 64, 8, 1, LEAN), (64, 64, 8, 1, LEAN)),
+        "dq": _dims((128, 64, 4, 2, NO_HOIST), (128, 64, 8, 1), (64, 64, 8, 1)),
+        "dkdv": _dims((64, 64, 4, 1, NO_HOIST), (64, 64, 8, 1, NO_HOIST), (64, 64, 8, 1, NO_HOIST)),
     },
     "gfx942": {
-        "forward": _dims((128, 64, 4, 2), (128, 32, 4, 1), (128, 32, 4, 1, LEAN)),
+        "forward": _dims((128, 64, 4, 2), (128, 32, 4, 1), (128, 32, 4, 1, NO_HOIST)),
         "few": _dims((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)),
         "dq": _dims((128, 32, 4, 1), (64, 16, 4, 1), (64, 16, 4, 1), dims=(96, 128, 256)),
         "dkdv": _dims((16, 128, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1), dims=(96, 128, 256)),
         "fused": _dims((16, 128, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1)),
     },
 }
-# float32 multiplies on the FMA units, whose operands all lie in registers.
+# Tiles of float32 and float64 inputs, which the FMA units multiply: all operands lie in registers.
 _WIDE: dict[str, dict[int, Config]] = {
     "forward": _dims((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
     "few": _dims((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-    "dq": _dims((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1, LEAN)),
-    "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1, LEAN)),
+    "dq": _dims((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1, NO_HOIST)),
+    "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1, NO_HOIST)),
 }
-
-_ALLOWED: dict[str, Any] = {
-    "BLOCK": (16, 32, 64, 128, 256),
-    "num_warps": (1, 2, 4, 8, 16),
-    "num_stages": range(1, 9),
-    "maxnreg": (None, *range(32, 257, 8)),
-}
-_SWITCH = (False, True)  # values of all other fields of Config
-# Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here)
-OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
-PRECISIONS = ("ieee", "tf32", "tf32x3")
-WRONG_ROUTE = "its results are not those of 'loops'"  # of a route that is compared before its first use
-ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first is the default
-# torch's names that say how its own kernels should go about it: known, and without effect here. As is
-# "deterministic", which chooses the score_mod's gradient before there is a launch.
-HINTS = (
-    "BACKEND",
-    "BLOCKS_ARE_CONTIGUOUS",
-    "FORCE_USE_FLEX_ATTENTION",
-    "OUTPUT_LOGSUMEXP",
-    "OUTPUT_MAX",
-    "PRESCALE_QK",
-    "ROWS_GUARANTEED_SAFE",
-    "WRITE_DQ",
-    "deterministic",
-    "kpack",
-    "matrix_instr_nonkdim",
-    "waves_per_eu",
-)
 
 
 def family(arch: str) -> str:
@@ -277,7 +249,7 @@ def family(arch: str) -> str:
     if arch.startswith("gfx"):
         return "gfx942"
     if not arch.removeprefix("sm_").isdecimal():
-        raise ValueError(f"architecture {arch!r} is none like sm_90 or gfx942")
+        raise ValueError(f"architecture {arch!r}; a name like sm_90 or gfx942 is needed")
     return "sm_100" if 100 <= int(arch.removeprefix("sm_")) < 120 else "sm_86"
 
 
@@ -291,7 +263,8 @@ def copies(arch: str) -> bool:
 
 
 def fuses(arch: str) -> bool:
-    """Whether there are tiles for the fused backward pass on ``arch``, and not only those of dK/dV.
+    """Whether the table has tiles of the fused backward pass for ``arch``; other architectures use those of
+    dK/dV.
 
     >>> fuses("sm_90"), fuses("sm_80")
     (True, False)
@@ -300,7 +273,7 @@ def fuses(arch: str) -> bool:
 
 
 def specialises(arch: str, kind: str = "specialised") -> int:
-    """The largest head dim whose forward pass may have specialised warps on ``arch``, 0 for none: see
+    """The largest head dim of a forward route with specialised warps on ``arch``, 0 if there is none: see
     :mod:`tritoncp.kernels.forward_specialised`, or for "gluon" :mod:`tritoncp.kernels.forward_gluon`.
 
     >>> specialises("sm_90"), specialises("sm_90", "gluon"), specialises("sm_100"), specialises("sm_80")
@@ -310,8 +283,8 @@ def specialises(arch: str, kind: str = "specialised") -> int:
 
 
 def merges(arch: str) -> bool:
-    """Whether the compiler specialises the warps of a loop that masks some of its tiles, on ``arch``: one
-    launch then takes masked and full blocks.
+    """Whether the compiler specialises the warps of a loop that masks some of its tiles, on ``arch``. One
+    launch then computes masked and full blocks.
 
     >>> merges("sm_100"), merges("sm_90"), merges("interpreter")
     (True, False, False)
@@ -319,9 +292,9 @@ def merges(arch: str) -> bool:
     return arch != "interpreter" and family(arch) == "sm_100"
 
 
-def unfit(config: Config) -> Iterator[str]:
-    """Why tiles are not those of a route whose warps are specialised: for two groups of four warps, with 64
-    rows each (sm_100: for one that does the softmax and one that rescales), and for copies ahead of them."""
+def tile_obstacles(config: Config) -> Iterator[str]:
+    """Reasons why a config does not suit a route with specialised warps. Such a route has two groups of four
+    warps with 64 rows each (sm_100: one for the softmax, one that rescales), and copies tiles ahead."""
     if (config.BLOCK_M, config.num_warps) != (128, 4) or config.num_stages < 2:
         yield f"it takes BLOCK_M=128, num_warps=4, num_stages of 2 or more; these are {config}"
 
@@ -342,9 +315,10 @@ def weight(kind: str, loads: int, learns: bool) -> str:
 def default(
     kind: str, arch: str, head_dim: int, dtype: torch.dtype, tma: bool = True, score: str = ""
 ) -> Config:
-    """The config of pass ``kind`` ("forward", "dq", "dkdv", or "fused" for the last two in one; "few" for a
-    forward pass of at most FEW rows) on ``arch``: "interpreter", "sm_90", "gfx942".
+    """Return the default config of pass ``kind`` on ``arch``.
 
+    kind:  "forward", "dq", "dkdv", "fused" (dQ and dK/dV in one), "few" (forward of at most FEW rows)
+    arch:  "interpreter", "sm_90", "gfx942"
     tma:   whether the tensors can be copied by descriptor
     score: see :func:`weight`
     """
@@ -356,156 +330,12 @@ def default(
     rules = kinds.get(f"{kind}, {score}", rules)
     config = next(config for dim, config in rules.items() if head_dim <= dim)
     if config.FLIP and not multiplies_transposed(arch):
-        return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # half as much again of products
+        return replace(config, BLOCK_M=64, BLOCK_N=64, FLIP=False)  # 1.5 times the products
     return config
 
 
-@cache
-def option_names(kind: str) -> dict[str, tuple[str, str]]:
-    """Field of Config -> the options that set it in pass ``kind``, the stronger one last.
-
-    >>> option_names("dkdv")["BLOCK_M"]
-    ('BLOCK_M1', 'bwd_BLOCK_M1')
-    """
-    ends = {"dq": ("bwd_", "2"), "dkdv": ("bwd_", "1"), "fused": ("bwd_", "1")}
-    prefix, suffix = ends.get(kind, ("fwd_", ""))
-    plain = {
-        name: name + suffix if name.startswith("BLOCK") else name for name in Config.__dataclass_fields__
-    }
-    return {name: (option, prefix + option) for name, option in plain.items()}
-
-
-def check_options(options: dict[str, Any], arch: str | None = None) -> None:
-    """Refuse unknown options and invalid values; with ``arch``, also options for kernels that this Triton
-    compiles wrong for it. Raises ValueError."""
-    if not options:
-        return
-    fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
-    for option, value in options.items():
-        if option == "CONFIGS":
-            for kind, config in value:
-                if kind == "route":
-                    check_options(dict(config))
-                    continue
-                if kind not in KINDS:
-                    raise ValueError(f"tiles of {kind!r}; there are those of {', '.join(KINDS)}")
-                names = {name: both[0] for name, both in option_names(kind).items()}
-                check_options({names[name]: one for name, one in config})
-            continue
-        if (name := fields.get(option)) is None:
-            if option not in OWN and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS:
-                accepted = ", ".join(sorted({*fields, *HINTS, *OWN}))
-                raise ValueError(f"unknown kernel option {option!r}; known: {accepted}")
-            continue
-        allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, _SWITCH)
-        is_whole = type(value) in ((bool,) if allowed is _SWITCH else (int, type(None)))
-        if not is_whole or value not in allowed:
-            raise ValueError(
-                f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
-            )
-    for option in ("FUSED_BACKWARD", "PACK_GQA"):
-        if not isinstance(flag := options.get(option, False), bool):
-            raise ValueError(f"kernel option {option}={flag!r}; True or False is needed")
-    splits = options.get("SPLIT_KV", 1)
-    if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1:
-        raise ValueError(f"kernel option SPLIT_KV={splits!r}; a number of programs, 1 or more, is needed")
-    if (precision := options.get("PRECISION", "ieee")) not in PRECISIONS:
-        raise ValueError(f"kernel option PRECISION={precision!r}; one of {', '.join(PRECISIONS)} is needed")
-    if (route := options.get("ROUTE", ROUTES[0])) not in ROUTES:
-        raise ValueError(f"kernel option ROUTE={route!r}; one of {', '.join(ROUTES)} is needed")
-    if arch is not None:
-        _check_transposed(options, arch)
-
-
-def _check_transposed(options: dict[str, Any], arch: str) -> None:
-    """Refuse options for kernels that this Triton compiles wrong for ``arch``."""
-    if options.get("FUSED_BACKWARD") and (why := fused_fault(arch)):
-        raise ValueError(
-            f"kernel option FUSED_BACKWARD=True: {why}, or leave the option out; {UNSAFE}=1 runs it"
-        )
-    flips = [option for option in option_names("dq")["FLIP"] if option in options]
-    if flips and options[flips[-1]] and (why := transposed_fault(arch)):
-        raise ValueError(f"kernel option {flips[-1]}=True: {why}, or leave the option out")
-
-
-def choose(
-    kind: str,
-    arch: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    q_block: int,
-    kv_block: int,
-    options: dict[str, Any],
-    tma: bool = True,
-    score: str = "",
-) -> Config:
-    """Choose the config of a launch: the default, overridden by measured tiles (the option CONFIGS), then by
-    the user's ``kernel_options``, fitted to the mask's blocks and the tensors.  CONFIGS has (pass, ((field of
-    Config, value), ...)) for some passes; measured tiles that need descriptors are dropped where tensors have
-    none, those with FLIP where Triton miscompiles it.  It may also have ("route", (("ROUTE", name),)), the
-    default route.
-
-    Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
-    prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
-    by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` no
-    tile is copied by descriptor, for all options.  ROUTE selects the forward kernels: "loops" (the default)
-    is one launch with a loop over masked and one over full blocks; "specialised" is two launches, the second
-    warp-specialised, or on sm_100 one launch that is warp-specialised throughout; "gluon" is one launch whose
-    groups of warps take turns.  Where a route is not available, a warning names the reason, and "loops" runs.
-    (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
-    """
-    transposes = multiplies_transposed(arch)
-    if not transposes:
-        _check_transposed(options | {"FUSED_BACKWARD": kind == "fused"}, arch)
-    call = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes
-    return _chosen(*call, tuple(options.items()))
-
-
-@lru_cache(1024)
-def _chosen(
-    kind: str,
-    arch: str,
-    head_dim: int,
-    dtype: torch.dtype,
-    q_block: int,
-    kv_block: int,
-    tma: bool,
-    score: str,
-    transposes: bool,
-    options: tuple[tuple[str, Any], ...],
-) -> Config:
-    """Choose a config as :func:`choose` does, cached. transposes: whether tiles of CONFIGS may have FLIP."""
-    by_option, names = dict(options), option_names(kind).items()
-    settings: dict[str, Any] = {
-        name: by_option[option] for name, both in names for option in both if option in by_option
-    }
-    tma = tma and settings.get("USE_TMA", True)
-    measured = dict(dict(by_option.get("CONFIGS", ())).get(kind, ()))
-    if (measured.get("USE_TMA") and not tma) or (measured.get("FLIP") and not transposes):
-        measured = {}
-    settings = measured | settings
-    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # these fit only the rule's tiles
-        settings = {"FLIP": False, "maxnreg": None} | settings
-    config = replace(default(kind, arch, head_dim, dtype, tma, score), **settings)
-    return replace(
-        config,
-        BLOCK_M=fit(config.BLOCK_M, q_block),
-        BLOCK_N=fit(config.BLOCK_N, kv_block),
-        USE_TMA=config.USE_TMA and tma,
-    )
-
-
-def does_not_fit(kind: str, config: Config, what: str, needed: int, available: int) -> str:
-    """The error message for a config that needs more resources than the GPU has."""
-    settings = ", ".join(f"{both[1]}={getattr(config, name)}" for name, both in option_names(kind).items())
-    return (
-        f"the {kind} kernel with {settings} needs {needed} bytes of {what} and this GPU has {available}; "
-        "pass smaller ones in kernel_options"
-    )
-
-
 def architecture(device: torch.device) -> str:
-    """The name of a device's architecture in the tables above."""
+    """Return the name of a device's architecture: "sm_90", "gfx942", or "interpreter" for the CPU."""
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip:

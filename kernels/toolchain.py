@@ -95,12 +95,12 @@ def multiplies_transposed(arch: str) -> bool:
 
     Kernels with such products:
 
-    - dQ, dK/dV and fused with FLIP: P and dS are the transposed result of ``tiles.inner``;
+    - dQ, dK/dV and fused with FLIP: P and dS are the transposed result of ``scores.dot_nt``;
     - fused, with or without FLIP: dS is transposed for dQ.
 
     All other transposed operands are loads, which wgmma reads from shared memory: the right operands of
-    ``tiles.inner``, and K in ``gluon``.  The forward kernels never use FLIP; ``forward.rescaled`` permutes an
-    accumulator, not an operand.
+    ``scores.dot_nt``, and K in ``gluon``.  The forward kernels never use FLIP; ``forward.rescale`` permutes
+    an accumulator, not an operand.
     """
     if arch != "sm_90":
         return True  # before the import, which fails where only the eager engine is installed

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tritoncp.kernels.tile_rules import ROUTES, WRONG_ROUTE
+from tritoncp.kernels.options import ROUTES, WRONG_ROUTE
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import Device

@@ -228,7 +228,7 @@ def _call_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
 @contextmanager
 def no_launches() -> Iterator[None]:
     """Prepare kernel launches without running them, to time the rest of a call."""
-    from tritoncp.kernels.engine import Launch
+    from tritoncp.kernels.launch import Launch
 
     with mock.patch.object(Launch, "__call__", return_value=None):
         yield

@@ -12,7 +12,18 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tests.kernels.harness import F32, F64, QKV, agree, close, cotangents, oracle, over_ranks, qkv, same
+from tests.kernels.support.harness import (
+    F32,
+    F64,
+    QKV,
+    agree,
+    close,
+    cotangents,
+    oracle,
+    over_ranks,
+    qkv,
+    same,
+)
 from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Wait

@@ -25,7 +25,8 @@ from tests.gpu.support import (
     peer,
     qkv,
 )
-from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.operands import Mods
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask, sliding_window
 
 KEYS = 8 * N if ON_GPU else N

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 import tritoncp
-from tests.kernels.harness import (
+from tests.kernels.support.harness import (
     F32,
     F64,
     QKV,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tritoncp
-from tests.kernels.harness import (
+from tests.kernels.support.harness import (
     F64,
     QKV,
     agree,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tests.kernels.harness import (
+from tests.kernels.support.harness import (
     F32,
     F64,
     QKV,
@@ -25,7 +25,8 @@ from tests.kernels.harness import (
     single,
 )
 from tritoncp.kernels import tiles
-from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.operands import Mods
 from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.mods import Mod
 from tritoncp.ops import engine_factory

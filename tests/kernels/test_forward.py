@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tests.kernels.harness import F64, agree, check, close, cotangents, qkv, run, same
+from tests.kernels.support.harness import F64, agree, check, close, cotangents, qkv, run, same
 from tritoncp.masks.mask import (
     Mask,
     Runs,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.kernels import gluon_model as model
-from tests.kernels.harness import QKV, close, engine_of, new_state, oracle, qkv, single
+from tests.kernels.support import gluon_model as model
+from tests.kernels.support.harness import QKV, close, engine_of, new_state, oracle, qkv, single
 from tritoncp.analysis import resource_table
 from tritoncp.analysis.jobs import Job
 from tritoncp.kernels import forward_gluon

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime import _allocation
 
 import tritoncp
-from tests.kernels.harness import (
+from tests.kernels.support.harness import (
     F32,
     F64,
     QKV,
@@ -33,7 +33,7 @@ from tests.kernels.harness import (
 )
 from tritoncp.analysis import resource_table
 from tritoncp.analysis.jobs import Job
-from tritoncp.kernels import engine, forward_specialised, tile_rules
+from tritoncp.kernels import engine, forward_specialised, options, tile_rules
 from tritoncp.kernels.launch import Launches
 from tritoncp.masks.mask import (
     Mask,
@@ -314,8 +314,8 @@ def test_keys_and_runs_of_a_step() -> None:
 
 
 def test_every_route_has_a_launcher_and_loops_are_the_default() -> None:
-    assert tile_rules.ROUTES[0] == "loops"
-    for route in tile_rules.ROUTES[1:]:
+    assert options.ROUTES[0] == "loops"
+    for route in options.ROUTES[1:]:
         assert callable(engine.route_of(route).launch) and callable(engine.route_of(route).obstacles)
     with pytest.raises(ValueError, match="kernel option ROUTE='fast'; one of loops, specialised, gluon"):
         tritoncp.flex_attention(*qkv(), kernel_options={"ROUTE": "fast"})
@@ -354,7 +354,7 @@ def test_the_users_allocator_is_left_alone() -> None:
 
     def launch(where: str) -> None:
         look(where)
-        forward_specialised.allocating(look, where=where)
+        forward_specialised.launch_with_allocator(look, where=where)
         look(where)
 
     triton.set_allocator(user_allocator)

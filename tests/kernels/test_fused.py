@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.kernels.harness import (
+from tests.kernels.support.harness import (
     F64,
     QKV,
     agree,

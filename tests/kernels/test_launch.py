@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.kernels.harness import qkv
+from tests.kernels.support.harness import qkv
 from tritoncp import causal, create_block_mask, make_plan
-from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.operands import Mods
 from tritoncp.ops import autograd
 from tritoncp.reference.dense import dense_attention
 
@@ -76,7 +77,7 @@ def test_layouts_that_are_promised_and_not_kept_are_found_where_kernels_are_inte
     x, plan = qkv(S, heads=2), make_plan(create_block_mask(causal(), 1, 1, S, S))
     tables = plan.tables(x.q.device, 1, 2)
     out, lse = torch.empty_like(x.q), torch.empty(1, 2, S)
-    engine = TritonEngine(Mods(), 0.25, kept={})
+    engine = TritonEngine(Mods(), 0.25, launch_cache={})
     engine.forward(*x, tables, out=out, lse=lse)()
     with pytest.raises(AssertionError, match=r"forward_kernel.*layouts"):
         engine.forward(x.q.transpose(1, 2), x.k, x.v, tables, out=out, lse=lse)

@@ -29,7 +29,7 @@ def test_the_kernel_answers_as_torch_does(mod, n: int, i: int, j: int) -> None:
         torch.randint(0, 300, (n, j)),
     )
     translated = mods.mask_mod(mod)
-    ask = mask_eval.asker(translated.fn, translated.caps(), torch.device("cpu"))
+    ask = mask_eval.make_evaluator(translated.fn, translated.caps(), torch.device("cpu"))
     visible = ask(*arguments)
     assert visible.shape == (n, i, j)
     if n:
@@ -39,6 +39,6 @@ def test_the_kernel_answers_as_torch_does(mod, n: int, i: int, j: int) -> None:
 def test_a_mask_built_by_the_kernel_is_the_one_built_by_torch() -> None:
     mod = lambda b, h, q, kv: (IDS[b, q] == IDS[b, kv]) & ((q + kv) % 9 < 8)  # noqa: E731
     translated = mods.mask_mod(mod)
-    ask = mask_eval.asker(translated.fn, translated.caps(), torch.device("cpu"))
+    ask = mask_eval.make_evaluator(translated.fn, translated.caps(), torch.device("cpu"))
     kernel_mask = create_block_mask(mod, 2, None, 300, 290, BLOCK_SIZE=32, ask=ask)
     assert kernel_mask.runs == create_block_mask(mod, 2, None, 300, 290, BLOCK_SIZE=32).runs

@@ -80,7 +80,7 @@ def test_tiles_are_copied_by_descriptor_where_that_is_meant() -> None:
 @pytest.mark.nightly
 def test_torchs_bounds_are_what_its_templates_compile_to() -> None:
     home, env = Path(__file__).parents[2], {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.kernels.flex", "sm_90"]
+    command = [sys.executable, "-m", "tests.kernels.support.flex", "sm_90"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=home, env=env)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     bounds_by_kernel = {(row["kernel"], row["head_dim"], row["tma"]): row["bound"] for row in rows}
@@ -112,7 +112,7 @@ def test_few_rows_fit_everywhere(arch: str) -> None:
 
 
 def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: str) -> list[dict[str, Any]]:
-    """Compile kernels with named score_mods; worker processes import tests/kernels/scores.py."""
+    """Compile kernels with named score_mods; worker processes import tests/kernels/support/scores.py."""
     kernels = [name for name in KERNELS if name != "delta"]
     jobs = [
         Job(
@@ -120,7 +120,7 @@ def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: st
             arch,
             dim,
             variant=mask,
-            score=score if score in ("alibi", "softcap") else f"{__package__}.scores:{score}",
+            score=score if score in ("alibi", "softcap") else f"{__package__}.support.scores:{score}",
         )
         for name, dim, mask, score in product(kernels, dims, masks, scores)
     ]

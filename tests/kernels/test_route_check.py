@@ -13,7 +13,7 @@ import torch
 from triton.compiler.errors import CompilationError
 
 import tritoncp
-from tests.kernels.harness import close, cotangents, over_ranks, qkv, run, same
+from tests.kernels.support.harness import close, cotangents, over_ranks, qkv, run, same
 from tests.kernels.test_forward_specialised import MASKS, N
 from tritoncp.kernels import engine, forward_specialised, route_check
 from tritoncp.kernels.launch import Launches

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.kernels.harness import F32, F64, QKV, check, cotangents, qkv, run, same
+from tests.kernels.support.harness import F32, F64, QKV, check, cotangents, qkv, run, same
 from tritoncp.kernels.tile_rules import pieces
 from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 

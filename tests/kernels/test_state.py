@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.kernels.harness import (
+from tests.kernels.support.harness import (
     F32,
     F64,
     QKV,

@@ -10,11 +10,13 @@ from torch.nn.attention.flex_attention import FlexKernelOptions
 from triton.runtime.errors import OutOfResources
 
 import tritoncp
-from tests.kernels.harness import cotangents, qkv, run, same
+from tests.kernels.support.harness import cotangents, qkv, run, same
 from tritoncp.kernels import tiles
-from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
-from tritoncp.kernels.tile_rules import PASSES, Config, choose, default, option_names
+from tritoncp.kernels.operands import Mods
+from tritoncp.kernels.options import choose, option_names
+from tritoncp.kernels.tile_rules import PASSES, Config, default
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "gfx942", "gfx950")
 TILES = {option for kind in PASSES for both in option_names(kind).values() for option in both}

@@ -13,8 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tritoncp
 from tritoncp.cli import main
-from tritoncp.kernels.engine import Mods, TritonEngine
-from tritoncp.kernels.tile_rules import Config, architecture, check_options, choose, default
+from tritoncp.kernels.engine import TritonEngine
+from tritoncp.kernels.operands import Mods
+from tritoncp.kernels.options import check_options, choose
+from tritoncp.kernels.tile_rules import Config, architecture, default
 from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, multiplies_transposed, ptxas_faults, ptxas_for
 from tritoncp.tuning.targets import Target, candidates
 

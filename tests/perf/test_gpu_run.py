@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.perf.synthetic_history import H200
-from tritoncp.kernels.tile_rules import check_options
+from tritoncp.kernels.options import check_options
 from tritoncp.ops import tile_tables
 from tritoncp.perf import gpu_parts, gpu_summary
 from tritoncp.perf.cli import perf

@@ -8,8 +8,19 @@ import torch
 from torch import Tensor
 
 import tritoncp
-from tests.kernels.harness import F32, F64, Results, agree, close, cotangents, oracle, over_ranks, qkv, run
-from tritoncp.kernels.engine import Launch
+from tests.kernels.support.harness import (
+    F32,
+    F64,
+    Results,
+    agree,
+    close,
+    cotangents,
+    oracle,
+    over_ranks,
+    qkv,
+    run,
+)
+from tritoncp.kernels.launch import Launch
 from tritoncp.masks.mask import (
     Mask,
     and_masks,

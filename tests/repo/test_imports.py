@@ -60,6 +60,7 @@ LAYERS = {
     ),
 }  # fmt: skip
 
+
 def modules() -> dict[str, Path]:
     """List every module of the package by the name after `tritoncp.`; "" is the package itself."""
     imports = {}
@@ -101,11 +102,7 @@ def reaches(name: str, prefixes: set[str] | frozenset[str]) -> bool:
 
 def forbidden(module: str, names: set[str], modules: set[str]) -> list[str]:
     layer = layer_of(module)
-    return sorted(
-        name
-        for name in names
-        if imports_root(name, modules) or not allowed(layer, name, modules)
-    )
+    return sorted(name for name in names if imports_root(name, modules) or not allowed(layer, name, modules))
 
 
 def imports_root(name: str, modules: set[str]) -> bool:

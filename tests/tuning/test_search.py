@@ -328,7 +328,7 @@ def test_without_a_comparison_a_usual_call_is_tuned():
 
 @pytest.mark.parametrize("score", ["", "softcap", "table_learns", "slopes_learn"])
 def test_the_first_candidate_is_the_config_of_calls_without_a_file(score):
-    name = f"tests.kernels.scores:{score}" if "learn" in score else score
+    name = f"tests.kernels.support.scores:{score}" if "learn" in score else score
     kernels, archs = ("forward", "dq", "dkdv"), ("sm_80", "sm_90", "sm_100")
     for kernel, arch, dim in itertools.product(kernels, archs, (128, 256)):
         target = Target(kernel, "causal", 8, 8, dim, 1024, score=name)

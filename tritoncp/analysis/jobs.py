@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from tritoncp.kernels.tile_rules import ROUTES, Config
+from tritoncp.kernels.options import ROUTES
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 

@@ -15,9 +15,11 @@ from tritoncp.analysis.jobs import HEADS, KV_HEADS, VARIANTS, Job, kernel_of, ma
 from tritoncp.api.simulate import simulate
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
-from tritoncp.kernels.engine import Mods, TritonEngine, route_of
+from tritoncp.kernels.engine import TritonEngine, route_of
 from tritoncp.kernels.launch import Launch, Launches, State
-from tritoncp.kernels.tile_rules import ROUTES, Config
+from tritoncp.kernels.operands import Mods
+from tritoncp.kernels.options import ROUTES
+from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.expressions import score_of
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.mods import Mod, mask_mod

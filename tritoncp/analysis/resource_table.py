@@ -30,7 +30,7 @@ VARIANT_OF_MASK = {kind: kind for kind in ("full", "causal", "window")} | {
 SPECIALISED = ("full", "causal", "documents", "state")  # the first without a state to start from
 REGRESSION_TOLERANCE = 0.03  # of a bound, before it counts as lost
 # Bounds of torch's own flex_attention, without a mask_mod in the loop: (kernel, head dim) -> with its default
-# options and with USE_TMA, on sm_90. ``python -m tests.kernels.flex`` compiles torch's templates and says so.
+# options and with USE_TMA, on sm_90. ``python -m tests.kernels.support.flex`` measures them.
 FLEX = {
     ("forward", 64): (0.876, 0.884),
     ("forward", 128): (0.628, 0.591),

@@ -13,7 +13,8 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from tritoncp.api.plans import MaskLike
 from tritoncp.distributed import collectives
 from tritoncp.frontend import dynamo, plan_cache, validate
-from tritoncp.kernels.tile_rules import architecture, check_options
+from tritoncp.kernels.options import check_options
+from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods, engine_factory, signatures
 from tritoncp.ops.autograd import forward

@@ -12,8 +12,8 @@ from tritoncp.distributed import collectives
 from tritoncp.frontend import plan_cache
 from tritoncp.masks.closed_forms import MaskMod
 from tritoncp.masks.mask import Mask
-from tritoncp.planning.work import Balancer
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.work import Balancer
 
 MaskLike = BlockMask | Mask | MaskMod | Plan
 

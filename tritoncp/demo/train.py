@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from tritoncp.api.attention import flex_attention, make_plan, positions, shard
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.plans import make_plan
+from tritoncp.api.shards import positions, shard
 from tritoncp.demo.corpus import IGNORE, window, windows
 from tritoncp.demo.model import Shape, Transformer, alibi
 from tritoncp.masks.closed_forms import and_masks, causal, document

@@ -62,13 +62,13 @@ def _home(mask_mod: MaskFn) -> torch.device:
 def _asker(mask_mod: MaskFn, device: torch.device) -> Ask | None:
     """The mask_mod in a Triton kernel; None where it cannot be translated and torch has to ask."""
     from tritoncp import mods
-    from tritoncp.kernels.mask_eval import asker
+    from tritoncp.kernels.mask_eval import make_evaluator
 
     try:
         mod = mods.mask_mod(mask_mod)
     except mods.Untranslatable:
         return None
-    return asker(mod.fn, mod.caps(upload(mod.tensors, device)), device)
+    return make_evaluator(mod.fn, mod.caps(upload(mod.tensors, device)), device)
 
 
 class _Bar:

@@ -43,12 +43,16 @@ def _engine(
     kernels, cache = engine_factory.uses_triton(device), plan.compute_once("engines", dict)
     reusable = kernels and call.carried is None
     if reusable:
-        from tritoncp.kernels.launch import facts, layout_of  # loads Triton, which plans do without
+        from tritoncp.kernels.launch import (  # loads Triton, which plans do without
+            layout_of,
+            specialisation_of,
+        )
 
         key = (
             spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
             *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
-            *[(layout_of(x), x.device) for x in captures], *map(facts, ints), *map(layout_of, grads),
+            *[(layout_of(x), x.device) for x in captures], *map(layout_of, grads),
+            *map(specialisation_of, ints),
         )  # fmt: skip
         if (entry := cache.get(key)) is not None:
             engine, mask = entry
@@ -72,7 +76,7 @@ def _engine(
         plan.first_row,
     )
     if reusable:
-        _store(cache, key, (engine.around(), mask))
+        _store(cache, key, (engine.with_captures(), mask))
     return engine
 
 

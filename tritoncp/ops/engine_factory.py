@@ -97,7 +97,8 @@ def make(
         )
     if uses_triton(q.device):
         from tritoncp.kernels.engine import TritonEngine
-        from tritoncp.kernels.tile_rules import architecture, check_options
+        from tritoncp.kernels.options import check_options
+        from tritoncp.kernels.tile_rules import architecture
 
         by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
         # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
@@ -106,7 +107,7 @@ def make(
         if spec.options:  # options of a compiled call are not checked before
             check_options(dict(spec.options), architecture(q.device))
         mods = launched(mask, score, q.device, grads)
-        return TritonEngine(mods, scale, options, first_row=first_row, kept=cache)
+        return TritonEngine(mods, scale, options, first_row=first_row, launch_cache=cache)
     _warn_eager()
     if score is None:
         return EagerEngine(scale, _bind_mask(mask), first_row=first_row)
@@ -146,7 +147,7 @@ def rebind(
     if not (captures or ints or floats):
         return engine
     caps = arguments(upload(captures, device), _numbers(spec, ints, floats))
-    return engine.around(caps, _bind_score(spec, captures, ints, floats).dcaps(grads) if grads else ())
+    return engine.with_captures(caps, _bind_score(spec, captures, ints, floats).dcaps(grads) if grads else ())
 
 
 def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
@@ -156,7 +157,7 @@ def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: S
     A score_mod may capture 0-d CPU tensors, which torch combines with tensors on any device. They may be
     edited between calls, so every call copies them.
     """
-    from tritoncp.kernels.engine import Mods
+    from tritoncp.kernels.operands import Mods
 
     return Mods(
         mask=mask and mask.fn,
@@ -263,10 +264,18 @@ def name_functions() -> None:
     global constants of its callees, but only of those that were hashed already (triton 3.7.1, in
     ``DependenciesFinder._update_hash``). Without this, one process misses the cached kernels of another.
     """
-    from tritoncp.kernels import backward, forward, forward_gluon, forward_specialised, tiles
+    from tritoncp.kernels import (
+        backward,
+        forward,
+        forward_gluon,
+        forward_specialised,
+        scores,
+        tile_runs,
+        tiles,
+    )
     from tritoncp.mods.translate import triton_helpers
 
-    modules = tiles, triton_helpers, forward, forward_specialised, backward
+    modules = tiles, tile_runs, scores, triton_helpers, forward, forward_specialised, backward
     for module in modules if tiles.INTERPRETED else (*modules, forward_gluon):  # Gluon cannot be interpreted
         for function in vars(module).values():
             if getattr(function, "__module__", "") == module.__name__:

@@ -33,7 +33,8 @@ import torch
 from tritoncp.core.checked_json import read_json
 from tritoncp.core.paths import architecture_name, path_inside, slug, triton_version
 from tritoncp.distributed import collectives
-from tritoncp.kernels.tile_rules import KINDS, PASSES, ROUTES, architecture, check_options
+from tritoncp.kernels.options import ROUTES, check_options
+from tritoncp.kernels.tile_rules import KINDS, PASSES, architecture
 from tritoncp.masks.mask import Mask
 
 PACKAGE = Path(__file__).parents[1]

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritoncp.api.attention import flex_attention, make_plan, shard
+from tritoncp.api.attention import flex_attention
+from tritoncp.api.plans import make_plan
+from tritoncp.api.shards import shard
 from tritoncp.api.simulate import simulate
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan import Plan

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple, Protocol
 
 from tritoncp.analysis.jobs import Job, Routed
 from tritoncp.analysis.throughput_bound import MACHINES
-from tritoncp.kernels.tile_rules import ROUTES, Config, family
+from tritoncp.kernels.options import ROUTES
+from tritoncp.kernels.tile_rules import Config, family
 from tritoncp.ops.tile_tables import WIN
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.targets import Target, candidates

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tritoncp.analysis.jobs import Call, Job, Routed, kernel_of
-from tritoncp.kernels.tile_rules import FEW, ROUTES, Config, copies, default, specialises, weight
+from tritoncp.kernels.options import ROUTES
+from tritoncp.kernels.tile_rules import FEW, Config, copies, default, specialises, weight
 from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed
 from tritoncp.masks.expressions import brief, score_of
 from tritoncp.mods import Untranslatable, hand_written, score_mod

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from tests.perf.synthetic_history import H100, H200
 from tritoncp.cli import main
-from tritoncp.kernels.engine import Launch
+from tritoncp.kernels.launch import Launch
 from tritoncp.perf.dashboard import compare
 from tritoncp.perf.records import from_pytest_benchmark
 from tritoncp.perf.records.history import TUNED, Point, Series, append, read

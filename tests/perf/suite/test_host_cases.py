@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tritoncp.kernels.engine import Launch
+from tritoncp.kernels.launch import Launch
 from tritoncp.perf.records.history import read
 from tritoncp.perf.suite import host_cases
 from tritoncp.perf.suite.host_cases import CASES, HostCase, measure, measure_growth, no_launches

@@ -13,8 +13,9 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tritoncp import mods
-from tritoncp.kernels.engine import Mods, TritonEngine
+from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import State
+from tritoncp.kernels.operands import Mods
 from tritoncp.masks.mask import Mask
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan

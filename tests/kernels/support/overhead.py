@@ -1,8 +1,8 @@
 """CPU time of Python in a call: plan cached, kernels compiled for an absent GPU and never launched.
 
-`python -m tests.kernels.overhead [--profile]` prints microseconds of CPU time a call, and their ratio to
-torch's compiled flex_attention, on tensors so small that computing takes next to nothing; both are timed in
-turns, since the speed of a shared machine varies from minute to minute.  For one rank of several it also
+`python -m tests.kernels.support.overhead [--profile]` prints microseconds of CPU time a call, and their ratio
+to torch's compiled flex_attention, on tensors so small that computing takes next to nothing; both are timed
+in turns, since the speed of a shared machine varies from minute to minute.  For one rank of several it also
 prints the time without messages (which otherwise are sent to no process).  The time of the GPU's driver is
 not included.
 """

@@ -1,9 +1,9 @@
 """torch's own FlexAttention kernels, compiled for GPUs that are not here and read as ours are.
 
-``python -m tests.kernels.flex`` prints ``tritoncp.analysis.resource_table.FLEX``.  The templates are those of
-the installed torch, without a score_mod, with a causal mask and torch's default tiles for each GPU, with and
-without USE_TMA.  torch launches dQ and dK/dV as one kernel: registers and shared memory are the whole
-kernel's, the loop is read from a copy that holds only that half.
+``python -m tests.kernels.support.flex`` prints ``tritoncp.analysis.resource_table.FLEX``.  The templates are
+those of the installed torch, without a score_mod, with a causal mask and torch's default tiles for each GPU,
+with and without USE_TMA.  torch launches dQ and dK/dV as one kernel: registers and shared memory are of the
+whole kernel, the loop is read from a copy that holds only that half.
 """
 
 import importlib.util

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.kernels import forward_gluon, tiles
+from tritoncp.kernels import forward_gluon, scores, tile_runs, tiles
 from tritoncp.kernels.launch import Launch
 
 
@@ -363,9 +363,10 @@ def _assert(true: bool) -> None:
 
 
 def source(names: dict[str, Any]) -> dict[str, Any]:
-    """The functions of both modules as plain Python, with the names of this model."""
+    """The functions of the kernel and its imports as plain Python, with the names of this model."""
     space: dict[str, Any] = {"__builtins__": __builtins__}
-    for name, value in {**vars(tiles), **vars(forward_gluon)}.items():
+    modules = tiles, tile_runs, scores, forward_gluon
+    for name, value in {name: x for module in modules for name, x in vars(module).items()}.items():
         if hasattr(value, "fn"):
             code = value.fn
             space[name] = types.FunctionType(code.__code__, space, name, code.__defaults__)

@@ -1,0 +1,172 @@
+"""Operands of one attention step: user functions, tensors, tables and tilings as kernel arguments."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from tritoncp.kernels.scores import Interval
+from tritoncp.kernels.tile_rules import Config, pieces
+from tritoncp.kernels.tile_runs import Rows, Slots
+from tritoncp.kernels.tiles import copyable, descriptors
+
+UNBOUNDED = 1 << 30  # a window edge at least this far is none
+
+
+class Mods(NamedTuple):
+    """User functions as the kernels take them: jit functions, captured values, gradient buffers."""
+
+    mask: Any = None
+    mask_caps: tuple = ()
+    score: Any = None
+    score_grad: Any = None  # also scatters into score_dcaps
+    score_back: Any = None  # the same without the scatter
+    score_caps: tuple = ()
+    score_loads: int = 2  # tile dimensions (0 to 2) that its loads from captures depend on; 2 if unknown
+    score_dcaps: tuple = ()
+
+
+class Tiling(NamedTuple):
+    """Assignment of query rows and keys to the programs of a launch.
+
+    block:  rows of the longest possible slot
+    pack:   query heads that share a KV head and a tile
+    splits: programs that share the keys of a tile
+    """
+
+    config: Config
+    block: int
+    pack: int = 1
+    splits: int = 1
+
+    def count_tiles(self, tables: Any) -> int:
+        """Count the tiles of query rows of one head, or of ``pack`` heads."""
+        return count_tiles(tables, "q", self.config.BLOCK_M // self.pack, self.block)
+
+    def count_heads(self, q: Tensor, k: Tensor) -> int:
+        """Count the programs that the query heads of a tile need."""
+        return k.shape[1] * triton.cdiv(q.shape[1] // k.shape[1], self.pack)
+
+    def args(self, tables: Any) -> dict[str, Any]:
+        """Kernel arguments that follow from the tiling."""
+        config, window = self.config, bool(tables.window)
+        even_q = self.block % (config.BLOCK_M // self.pack) == 0
+        even_kv = tables.kv_block % config.BLOCK_N == 0
+        return {
+            "Q_BLOCK": self.block,
+            "KV_BLOCK": tables.kv_block,
+            "BLOCK_M": config.BLOCK_M,
+            "BLOCK_N": config.BLOCK_N,
+            "HOIST": config.HOIST,
+            "FLIP": config.FLIP,
+            "DENSE_Q": window or (tables.dense_q and even_q),
+            "DENSE_KV": window or (tables.dense_kv and even_kv),
+            "PACK": self.pack,
+            "splits": self.splits if self.splits > 1 else None,
+        }
+
+
+class StreamedTensors(NamedTuple):
+    """The tensors whose tiles a kernel loops over.
+
+    ends: where their slots end: "block", "buffer" or "anywhere" (the values of the tables' ``q_ends`` and
+          ``kv_ends``)
+    """
+
+    tensors: dict[str, Tensor]
+    block: int
+    rows: int
+    ends: str
+
+    def copyable(self) -> bool:
+        """Whether descriptors may copy the tiles. A descriptor cannot mask rows, so a slot that ends inside a
+        tile has to end with the tensor."""
+        same_end = all(x.shape[2] == self.rows for x in self.tensors.values())
+        ends = self.ends == "block" or (self.ends == "buffer" and same_end)
+        return ends and all(copyable(x) for x in self.tensors.values())
+
+    def ragged(self, tile: int, window: bool) -> bool:
+        """Whether tiles of masked blocks may hold fewer tokens than rows."""
+        return bool(self.rows % tile if window else self.ends != "block" or self.block % tile)
+
+    def descriptors(self, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
+        """The descriptors of all tensors, in the form of Recipe.descriptors."""
+        return [entry for name, x in self.tensors.items() for entry in descriptor_entries(name, x, tile)]
+
+
+def streamed_tensors(tables: Any, tensors: dict[str, Tensor], by_keys: bool) -> StreamedTensors:
+    """Select the tensors whose tiles a kernel loops over: q and dout if its programs are tiles of keys,
+    else k and v."""
+    block, rows, ends = (
+        (tables.q_block, tables.q_rows, tables.q_ends)
+        if by_keys
+        else (tables.kv_block, tables.kv_rows, tables.kv_ends)
+    )
+    if block & -block < 16:  # no tile divides it
+        ends = "anywhere"
+    elif tables.window:  # tiles are counted from the first row, slots are not read
+        ends = "buffer" if rows % block else "block"
+    names = ("q", "dout") if by_keys else ("k", "v")
+    return StreamedTensors({name: tensors[name] for name in names}, block, rows, ends)
+
+
+def descriptor_entries(name: str, x: Tensor, tile: int) -> list[tuple[str, str, dict[str, Any]]]:
+    """The descriptors of tiles of x [B, H, S, D], in the form of Recipe.descriptors."""
+    numbered = enumerate(descriptors(x, tile, pieces(x.shape[3])))
+    return [(f"{name}_desc{piece}", name, vars(desc) | {"base": None}) for piece, desc in numbered if desc]
+
+
+def count_tiles(tables: Any, side: str, tile: int, block: int | None = None) -> int:
+    """Count the tiles of ``tile`` rows in the slots of one side, where no slot is longer than ``block``."""
+    block = block or (tables.q_block if side == "q" else tables.kv_block)
+    slots = tables.q_slots if side == "q" else tables.kv_slots
+    dense = tables.dense_q if side == "q" else tables.dense_kv
+    if tables.window or (dense and block % tile == 0):
+        return triton.cdiv(tables.q_rows if side == "q" else tables.kv_rows, tile)
+    return slots.shape[1] * triton.cdiv(block, tile)
+
+
+def accumulator_dtype(x: Tensor) -> Any:
+    """The dtype in which kernels sum products of ``x``: float64 for float64, else float32."""
+    return triton.language.float64 if x.dtype == torch.float64 else triton.language.float32
+
+
+def shape_args(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
+    """Kernel arguments that follow from the shapes of q [B, Hq, S, D] and k, v [B, Hkv, rows, D|E]."""
+    (d0, d1), (e0, e1) = pieces(q.shape[3]), pieces(v.shape[3])
+    dims = {"D": q.shape[3], "D0": d0, "D1": d1, "E": v.shape[3], "E0": e0, "E1": e1}
+    return {"GROUP": q.shape[1] // k.shape[1], "ACC": accumulator_dtype(q), **dims}
+
+
+def table_args(tables: Any, by_keys: bool) -> dict[str, Any]:
+    """Kernel arguments that follow from a step's tables. by_keys: programs are tiles of keys, which see the
+    window from the other side and read runs of Q slots."""
+    left, right = (None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0))
+    interval = Interval(None, None, 0, 0)
+    if tables.lo is not None:
+        interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))
+    return {
+        "q_slots": Slots(tables.q_slots, _stride(tables.q_slots, 0), tables.q_first, tables.q_rows),
+        "kv_slots": Slots(tables.kv_slots, _stride(tables.kv_slots, 0), tables.kv_first, tables.kv_rows),
+        "cols" if by_keys else "rows": (
+            _runs(tables.col_ptr, tables.col_runs) if by_keys else _runs(tables.row_ptr, tables.row_runs)
+        ),
+        "interval": interval,
+        "left": right if by_keys else left,
+        "right": left if by_keys else right,
+        "WINDOW": bool(tables.window),
+        "MASK": tables.mask,
+        "HAS_MASKED": tables.has_masked,
+        "BOUNDED": tables.bounded,
+    }
+
+
+def _runs(ptr: Tensor, runs: Tensor) -> Rows:
+    """The runs of a table as a kernel argument."""
+    return Rows(ptr, _stride(ptr, 0), _stride(ptr, 1), runs)
+
+
+def _stride(x: Tensor, dim: int) -> int:
+    """The stride of a dimension, 0 where all indices share its one entry."""
+    return 0 if x.shape[dim] == 1 else x.stride(dim)

@@ -1,0 +1,185 @@
+"""Kernel options: names, valid values, checks, and the choice of a launch's config from them."""
+
+from dataclasses import replace
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from tritoncp.kernels.tile_rules import KINDS, PASSES, Config, default, fit
+from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed, transposed_fault
+
+_ALLOWED: dict[str, Any] = {
+    "BLOCK": (16, 32, 64, 128, 256),
+    "num_warps": (1, 2, 4, 8, 16),
+    "num_stages": range(1, 9),
+    "maxnreg": (None, *range(32, 257, 8)),
+}
+_SWITCH = (False, True)  # valid values of all other fields of Config
+# Options that are neither torch's nor fields of Config (SPLIT_KV is torch's, but does something here)
+OWN = ("FUSED_BACKWARD", "PACK_GQA", "PRECISION", "ROUTE", "SPLIT_KV")
+PRECISIONS = ("ieee", "tf32", "tf32x3")
+WRONG_ROUTE = "its results are not those of 'loops'"  # result of `route_check.verify_route`
+ROUTES = ("loops", "specialised", "gluon")  # of the forward pass; the first is the default
+# Options of torch's own kernels: accepted, without effect here. "deterministic" chooses the score_mod's
+# gradient before a launch is made.
+HINTS = (
+    "BACKEND",
+    "BLOCKS_ARE_CONTIGUOUS",
+    "FORCE_USE_FLEX_ATTENTION",
+    "OUTPUT_LOGSUMEXP",
+    "OUTPUT_MAX",
+    "PRESCALE_QK",
+    "ROWS_GUARANTEED_SAFE",
+    "WRITE_DQ",
+    "deterministic",
+    "kpack",
+    "matrix_instr_nonkdim",
+    "waves_per_eu",
+)
+
+
+@cache
+def option_names(kind: str) -> dict[str, tuple[str, str]]:
+    """Map fields of Config to the two options that set them in pass ``kind``; the second takes precedence.
+
+    >>> option_names("dkdv")["BLOCK_M"]
+    ('BLOCK_M1', 'bwd_BLOCK_M1')
+    """
+    ends = {"dq": ("bwd_", "2"), "dkdv": ("bwd_", "1"), "fused": ("bwd_", "1")}
+    prefix, suffix = ends.get(kind, ("fwd_", ""))
+    plain = {
+        name: name + suffix if name.startswith("BLOCK") else name for name in Config.__dataclass_fields__
+    }
+    return {name: (option, prefix + option) for name, option in plain.items()}
+
+
+def check_options(options: dict[str, Any], arch: str | None = None) -> None:
+    """Refuse unknown options and invalid values; with ``arch``, also options for kernels that this Triton
+    compiles wrong for it. Raises ValueError."""
+    if not options:
+        return
+    fields = {option: name for kind in PASSES for name, both in option_names(kind).items() for option in both}
+    for option, value in options.items():
+        if option == "CONFIGS":
+            for kind, config in value:
+                if kind == "route":
+                    check_options(dict(config))
+                    continue
+                if kind not in KINDS:
+                    raise ValueError(
+                        f"option CONFIGS has tiles of {kind!r}; one of {', '.join(KINDS)} is needed"
+                    )
+                names = {name: both[0] for name, both in option_names(kind).items()}
+                check_options({names[name]: setting for name, setting in config})
+            continue
+        if (name := fields.get(option)) is None:
+            if option not in OWN and option.removeprefix("fwd_").removeprefix("bwd_") not in HINTS:
+                accepted = ", ".join(sorted({*fields, *HINTS, *OWN}))
+                raise ValueError(f"unknown kernel option {option!r}; known: {accepted}")
+            continue
+        allowed = _ALLOWED.get("BLOCK" if name.startswith("BLOCK") else name, _SWITCH)
+        is_whole = type(value) in ((bool,) if allowed is _SWITCH else (int, type(None)))
+        if not is_whole or value not in allowed:
+            raise ValueError(
+                f"kernel option {option}={value!r}; one of {', '.join(map(str, allowed))} is needed"
+            )
+    for option in ("FUSED_BACKWARD", "PACK_GQA"):
+        if not isinstance(flag := options.get(option, False), bool):
+            raise ValueError(f"kernel option {option}={flag!r}; True or False is needed")
+    splits = options.get("SPLIT_KV", 1)
+    if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1:
+        raise ValueError(f"kernel option SPLIT_KV={splits!r}; a number of programs, 1 or more, is needed")
+    if (precision := options.get("PRECISION", "ieee")) not in PRECISIONS:
+        raise ValueError(f"kernel option PRECISION={precision!r}; one of {', '.join(PRECISIONS)} is needed")
+    if (route := options.get("ROUTE", ROUTES[0])) not in ROUTES:
+        raise ValueError(f"kernel option ROUTE={route!r}; one of {', '.join(ROUTES)} is needed")
+    if arch is not None:
+        _check_transposed(options, arch)
+
+
+def _check_transposed(options: dict[str, Any], arch: str) -> None:
+    """Refuse options for kernels that this Triton compiles wrong for ``arch``."""
+    if options.get("FUSED_BACKWARD") and (why := fused_fault(arch)):
+        raise ValueError(
+            f"kernel option FUSED_BACKWARD=True: {why}, or leave the option out; {UNSAFE}=1 runs it"
+        )
+    flips = [option for option in option_names("dq")["FLIP"] if option in options]
+    if flips and options[flips[-1]] and (why := transposed_fault(arch)):
+        raise ValueError(f"kernel option {flips[-1]}=True: {why}, or leave the option out")
+
+
+def choose(
+    kind: str,
+    arch: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    q_block: int,
+    kv_block: int,
+    options: dict[str, Any],
+    tma: bool = True,
+    score: str = "",
+) -> Config:
+    """Choose the config of a launch: the default, overridden by measured tiles (the option CONFIGS), then by
+    the user's ``kernel_options``, fitted to the mask's blocks and the tensors.  CONFIGS has (pass, ((field of
+    Config, value), ...)) for some passes; measured tiles that need descriptors are dropped where tensors have
+    none, those with FLIP where Triton miscompiles it.  It may also have ("route", (("ROUTE", name),)), the
+    default route.
+
+    Options bear torch's names: BLOCK_M, BLOCK_N, num_warps, num_stages with optional ``fwd_``/``bwd_``
+    prefix; BLOCK_M1/BLOCK_N1 (dK/dV) and BLOCK_M2/BLOCK_N2 (dQ) for the backward pass; USE_TMA to copy tiles
+    by tensor descriptor or not.  A tile larger than the mask's block becomes the block; without ``tma`` no
+    tile is copied by descriptor, for all options.  ROUTE selects the forward kernels: "loops" (the default)
+    is one launch with a loop over masked and one over full blocks; "specialised" is two launches, the second
+    warp-specialised, or on sm_100 one launch that is warp-specialised throughout; "gluon" is one launch whose
+    groups of warps take turns.  Where a route is not available, a warning names the reason, and "loops" runs.
+    (PACK_GQA and SPLIT_KV: see ``TritonEngine.loops``.)
+    """
+    transposes = multiplies_transposed(arch)
+    if not transposes:
+        _check_transposed(options | {"FUSED_BACKWARD": kind == "fused"}, arch)
+    call = kind, arch, head_dim, dtype, q_block, kv_block, tma, score, transposes
+    return _chosen(*call, tuple(options.items()))
+
+
+@lru_cache(1024)
+def _chosen(
+    kind: str,
+    arch: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    q_block: int,
+    kv_block: int,
+    tma: bool,
+    score: str,
+    transposes: bool,
+    options: tuple[tuple[str, Any], ...],
+) -> Config:
+    """Choose a config as :func:`choose` does, cached. transposes: whether tiles of CONFIGS may have FLIP."""
+    by_option, names = dict(options), option_names(kind).items()
+    settings: dict[str, Any] = {
+        name: by_option[option] for name, both in names for option in both if option in by_option
+    }
+    tma = tma and settings.get("USE_TMA", True)
+    measured = dict(dict(by_option.get("CONFIGS", ())).get(kind, ()))
+    if (measured.get("USE_TMA") and not tma) or (measured.get("FLIP") and not transposes):
+        measured = {}
+    settings = measured | settings
+    if settings.keys() & {"BLOCK_M", "BLOCK_N", "num_warps"}:  # these fit only the rule's tiles
+        settings = {"FLIP": False, "maxnreg": None} | settings
+    config = replace(default(kind, arch, head_dim, dtype, tma, score), **settings)
+    return replace(
+        config,
+        BLOCK_M=fit(config.BLOCK_M, q_block),
+        BLOCK_N=fit(config.BLOCK_N, kv_block),
+        USE_TMA=config.USE_TMA and tma,
+    )
+
+
+def does_not_fit(kind: str, config: Config, what: str, needed: int, available: int) -> str:
+    """Return the error message for a config that needs more resources than the GPU has."""
+    settings = ", ".join(f"{both[1]}={getattr(config, name)}" for name, both in option_names(kind).items())
+    return (
+        f"the {kind} kernel with {settings} needs {needed} bytes of {what} and this GPU has {available}; "
+        "pass smaller ones in kernel_options"
+    )

@@ -1,0 +1,184 @@
+"""Scores of a tile: products, masks, units of the softmax, and the statistics of its rows."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.target_info import current_target
+
+from tritoncp.kernels.tiles import INTERPRETED
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+FAR: tl.constexpr = tl.constexpr(2**31 - 1)  # a position past all row intervals
+
+
+class Interval(NamedTuple):
+    """int32 [Bm, Hm, S_local]: inside masked blocks a row sees global positions lo <= kv < hi."""
+
+    lo: Any
+    hi: Any
+    stride_b: Any
+    stride_h: Any
+
+
+@triton.constexpr_function
+def has_async_products(element):
+    """Whether products of this element type are asynchronous (wgmma, sm_90 only), so that other instructions
+    of the same warps overlap them."""
+    target = current_target()
+    is_hopper = target is not None and target.backend == "cuda" and 90 <= target.arch < 100
+    return is_hopper and element.primitive_bitwidth == 16
+
+
+@triton.jit
+def zeros_pair(N: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, ACC: tl.constexpr):
+    """Zero accumulators for two pieces of channels, [N, W0] and [N, W1] (0.0 where W1 is 0)."""
+    if W1 > 0:
+        return tl.zeros([N, W0], ACC), tl.zeros([N, W1], ACC)
+    else:
+        return tl.zeros([N, W0], ACC), 0.0
+
+
+@triton.jit
+def dot(b_a, b_b, PRECISION: tl.constexpr):
+    """a @ b in float32 (float64 for float64 operands)."""
+    if INTERPRETED and b_a.dtype != tl.float64:
+        b_a = b_a.to(tl.float32)
+        b_b = b_b.to(tl.float32)
+    if b_a.dtype == tl.float64:
+        return tl.dot(b_a, b_b, out_dtype=tl.float64)
+    else:
+        return tl.dot(b_a, b_b, input_precision=PRECISION)
+
+
+@triton.jit
+def dot_nt(b_a0, b_a1, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr, FLIP: tl.constexpr = False):
+    """a @ b^T over both pieces of channels; FLIP multiplies (b @ a^T)^T."""
+    if FLIP:
+        b_s = dot(b_b0, tl.trans(b_a0), PRECISION)
+        if W1 > 0:
+            b_s += dot(b_b1, tl.trans(b_a1), PRECISION)
+        return tl.trans(b_s)
+    else:
+        b_s = dot(b_a0, tl.trans(b_b0), PRECISION)
+        if W1 > 0:
+            b_s += dot(b_a1, tl.trans(b_b1), PRECISION)
+        return b_s
+
+
+@triton.jit
+def add_dot(b_c0, b_c1, b_a, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr):
+    """c + a @ b for both pieces of channels, a rounded to b's dtype first."""
+    b_c0 += dot(b_a.to(b_b0.dtype), b_b0, PRECISION)
+    if W1 > 0:
+        b_c1 += dot(b_a.to(b_b1.dtype), b_b1, PRECISION)
+    return b_c0, b_c1
+
+
+@triton.jit
+def row_mask(o_s, n_s, CHECK: tl.constexpr):
+    """Mask of a tile's first ``n_s`` rows; all rows without CHECK."""
+    return o_s < n_s if CHECK else o_s >= 0
+
+
+@triton.jit
+def window_mask(o_far, o_near, left, right, end):
+    """Mask of near - left <= far <= near + right and far < end; None is unbounded."""
+    if right is not None:
+        b_hi = o_near + right + 1
+        if end is not None:
+            b_hi = tl.minimum(b_hi, end)
+        m = o_far < b_hi
+    elif end is not None:
+        m = o_far < end
+    else:
+        m = o_far >= 0
+    if left is not None:
+        m = m & (o_far >= o_near - left)
+    return m
+
+
+@triton.jit
+def row_intervals(interval, i_b, i_h, row, o_m, m_m, MASK: tl.constexpr):
+    """Positions [lo, hi) that queries ``row + o_m`` see inside masked blocks; hi = 0 where not ``m_m``."""
+    if MASK == "interval" and interval.lo is not None:
+        o = i_b.to(tl.int64) * interval.stride_b + i_h.to(tl.int64) * interval.stride_h + row
+        b_lo = tl.load(interval.lo + o + o_m, mask=m_m, other=0)
+        return b_lo, tl.load(interval.hi + o + o_m, mask=m_m, other=0)
+    else:
+        return o_m, o_m  # not read
+
+
+@triton.jit
+def visibility_mask(
+    i_b,
+    i_h,
+    o_q,
+    o_kv,
+    m_q,
+    m_in,
+    o_at,
+    b_lo,
+    b_hi,
+    end,
+    kind,
+    mask_caps,
+    MASK: tl.constexpr,
+    MASK_MOD: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """Mask of the pairs that a masked block admits, by row interval or by mask_mod.
+
+    MASK "interval": a query sees the keys lo <= o_at < hi, all counted from the same position; its interval
+    is empty outside ``m_q``. Keys from ``end`` on are out of range (None: no key is).
+    MASK "mod": mask_mod decides within ``m_in``.
+    A BOUNDED block (kind 2) is full except for pairs past the ends of the sequence.
+    """
+    if MASK == "interval":
+        if BOUNDED:
+            b_lo = tl.where(kind == 2, -FAR, b_lo)
+            b_hi = tl.where((kind == 2) & m_q, FAR, b_hi)
+        if end is not None:
+            b_hi = tl.minimum(b_hi, end)
+        return (o_at >= b_lo) & (o_at < b_hi)
+    elif MASK == "mod":
+        m_keep = MASK_MOD(i_b, i_h, o_q, o_kv, mask_caps)
+        if BOUNDED:
+            m_keep = m_keep | (kind == 2)
+        return m_keep & m_in
+    else:
+        return m_in
+
+
+@triton.jit
+def to_log2(b_s, i_b, i_h, o_q, o_kv, score_caps, SCALE: tl.constexpr, SCORE_MOD: tl.constexpr):
+    """Convert raw dot products to (scores before score_mod, final scores in log2 units)."""
+    if SCORE_MOD is None:
+        return b_s, b_s * (SCALE * LOG2E)
+    else:
+        b_s = b_s * SCALE
+        b_t = SCORE_MOD(b_s, i_b, i_h, o_q, o_kv, score_caps)
+        return b_s, b_t.to(b_s.dtype) * LOG2E
+
+
+@triton.jit
+def inverse_sum(b_l):
+    """1 / l, 0 for rows without a visible key; propagates NaN."""
+    m_nonzero = b_l != 0
+    return tl.where(m_nonzero, 1.0 / tl.where(m_nonzero, b_l, 1.0), 0.0)
+
+
+@triton.jit
+def row_max(b_m, b_l):
+    """The largest score of each row in natural units, NaN if a score is NaN: the running maximum on a GPU
+    drops NaN, the sum keeps it.  With a score of +inf the sum is NaN in any case, and the maximum decides."""
+    m_nan = (b_l != b_l) & (b_m < float("inf"))
+    return tl.where(m_nan, b_l, b_m * LN2)
+
+
+@triton.jit
+def row_lse(b_m, b_l):
+    """Logsumexp of each row in natural units, -inf for rows without a visible key."""
+    m_nonzero = b_l != 0
+    return tl.where(m_nonzero, b_m + tl.log2(tl.where(m_nonzero, b_l, 1.0)), -float("inf")) * LN2
