@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import tritoncp
 from tritoncp import causal, document
 from tritoncp.api.attention import flex_attention, make_plan, positions, shard, unshard
-from tritoncp.distributed import collectives
+from tritoncp.distributed import groups
 from tritoncp.frontend import validate
 from tritoncp.frontend.plan_cache import in_order
 from tritoncp.ops import engine_factory
@@ -255,7 +255,7 @@ MISTAKES = {
     "rank": (lambda: make_plan(whole(), world_size=2, rank=2), ValueError, "rank 2", "world of 2"),
     # mesh
     "mesh": (
-        lambda: collectives.group_of("cp"),
+        lambda: groups.group_of("cp"),
         TypeError,
         "got a str",
         "a DeviceMesh, a ProcessGroup or None",

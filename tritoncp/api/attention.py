@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 from tritoncp.core.handles import refuse_inside_a_graph
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, groups
 from tritoncp.frontend import dynamo, plan_cache, validate
 from tritoncp.kernels.tile_rules import architecture, check_options
 from tritoncp.masks.closed_forms import MaskMod
@@ -74,7 +74,7 @@ def flex_attention(
     torch.Size([1, 2, 256, 32])
     """
     score, mask, mesh = validate.arguments(score_mod, block_mask, mesh)
-    validate.check_mesh(mask, collectives.degree_of(mesh))
+    validate.check_mesh(mask, groups.degree_of(mesh))
     want_max = return_aux is not None and return_aux.max_scores
     want_lse = return_lse or (return_aux is not None and return_aux.lse)
     returns = ("lse",) * want_lse + ("max_scores",) * want_max + ("sinks",) * (sinks is not None)
@@ -103,7 +103,7 @@ def flex_attention(
             batch_offset,
         )
     else:
-        group = collectives.group_of(mesh)
+        group = groups.group_of(mesh)
         flags = bool(enable_gqa), bool(return_lse), return_aux is None
         call_key = validate.call_key(query, key, value, sinks, group, *flags, batch_offset)
         plan = plan_cache.plan_of_rows(mask, query, key, group, call_key, check, batch_offset)
@@ -220,11 +220,11 @@ def make_plan(
     True
     """
     refuse_inside_a_graph("make_plan")
-    group = collectives.group_of(mesh)
+    group = groups.group_of(mesh)
     if group is not None:
         world_size, rank = group.size(), group.rank()
     masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
-    degree = collectives.degree_of(mesh)
+    degree = groups.degree_of(mesh)
     plans = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule, degree)
     return plans if isinstance(block_mask, Mapping) else plans[""]
 
@@ -250,7 +250,7 @@ def shard(
     >>> shard(torch.arange(8), plan, dim=0)
     tensor([2, 3, 4, 5])
     """
-    placement, rank = _placement(x, plan_or_mask, collectives.group_of(mesh), dim, side)
+    placement, rank = _placement(x, plan_or_mask, groups.group_of(mesh), dim, side)
     validate.check_length(x, dim, placement.length, "a global tensor")
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
@@ -270,7 +270,7 @@ def unshard(
     ``grad``: how the backward pass combines gradients when x requires grad: "sum" (the loss is a sum over
     ranks: reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
     """
-    group = collectives.group_of(mesh)
+    group = groups.group_of(mesh)
     validate.check_gathered(plan_or_mask, 1 if group is None else group.size())
     placement, rank = _placement(x, plan_or_mask, group, dim, side)
     validate.check_length(x, dim, placement.lengths[rank], "this rank's shard")

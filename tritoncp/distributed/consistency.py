@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from tritoncp._version import __version__
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, groups
 
 T = TypeVar("T")
 NUMBERS = 2  # integers that ranks tell each other, and that may differ
@@ -70,7 +70,7 @@ def together(
         return result, [list(numbers)]
     try:
         result, facts, numbers = work()
-    except (Disagreement, collectives.PeerLost):
+    except (Disagreement, groups.PeerLost):
         raise  # of an exchange within: every rank knows
     except Exception as error:
         share_failure(group, purpose, error, moment)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.host_copy import on_host
-from tritoncp.distributed import collectives, consistency
+from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.frontend import validate
 from tritoncp.frontend.mask_source import RawMask, Sources
@@ -274,7 +274,7 @@ def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) 
     table = signatures.table_of(group)
     for one in plans:
         table.note_plan(one)
-    collectives.connect_data(group)
+    groups.connect_data(group)
 
 
 def in_order(mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:

@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tritoncp.core.handles import held_by
+from tritoncp.core.handles import object_of
 from tritoncp.core.host_copy import elsewhere
 from tritoncp.core.tracing import undisturbed
 from tritoncp.core.upload import DeviceCopy
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, groups
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.kernels.launch import facts, layout_of
@@ -103,7 +103,7 @@ def _store(cache: dict[Any, T], key: Any, value: T) -> T:
 
 def _plan(handle: Tensor) -> Plan:
     """Return the plan of a handle, after a check that its mask has not changed."""
-    plan: Plan = held_by(handle)
+    plan: Plan = object_of(handle)
     plan.check_sources()
     return plan
 
@@ -121,7 +121,7 @@ def _drive(
 
 def _group(call: Spec) -> Any:
     """Return the process group of a call, None if all ranks run in this process."""
-    return collectives.named(call.world) if call.world else None
+    return groups.group_by_name(call.world) if call.world else None
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:

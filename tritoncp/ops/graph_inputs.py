@@ -190,4 +190,4 @@ def _block_mask(
     )
 
 
-_LEAVES = {"t": lambda tensor: tensor, "f": Tensor.item, "h": handles.held_by}
+_LEAVES = {"t": lambda tensor: tensor, "f": Tensor.item, "h": handles.object_of}

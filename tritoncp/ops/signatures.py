@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.host_copy import is_remote, to_host
-from tritoncp.distributed import collectives, consistency
+from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import Facts, fact
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.closed_forms import MaskMod
@@ -115,7 +115,7 @@ def compare_call(
 
     consistency.together(group, purpose, facts, MOMENT)
     table.note(signature, scale, plan)
-    collectives.connect_data(group, q.device)  # for a plan made in another process, as a data loader's
+    groups.connect_data(group, q.device)  # for a plan made in another process, as a data loader's
 
 
 def share_failure(group: Any, plan: Plan, error: Exception) -> None:

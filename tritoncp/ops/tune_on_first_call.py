@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tritoncp.distributed import collectives
+from tritoncp.distributed import groups
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import Call
 
@@ -59,7 +59,7 @@ def tune_if_requested(device: torch.device, group: Any, call: Call, shape: tuple
 def _agreed_budget(group: Any) -> float:
     """Return the tuning seconds of a group: other ranks wait up to twice as long, within the group's
     timeout."""
-    return min(tile_tables.agreed_budget(group), collectives.timeout(group).total_seconds() / 4)
+    return min(tile_tables.agreed_budget(group), groups.timeout(group).total_seconds() / 4)
 
 
 def _tunable(device: torch.device) -> bool:
