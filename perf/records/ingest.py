@@ -164,7 +164,7 @@ class Evidence:
             right = {c: ms for c, ms in self.times[turn].items() if self.wrong.get(c, "unknown") is None}
             if self.rule in right and len(right) > 1:
                 fastest = min(right, key=right.__getitem__)
-                won = right[self.rule] / right[fastest] > tile_tables.WIN
+                won = right[self.rule] / right[fastest] > tile_tables.MIN_SPEEDUP
                 return fastest if won else self.rule, right[fastest], right[self.rule]
         return None
 

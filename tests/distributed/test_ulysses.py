@@ -131,9 +131,7 @@ def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
         world.flex_attention(shards, shards, shards, plan)
         world.flex_attention(shards, shards, shards, plan)
     (text,) = [str(w.message) for w in said if "cannot be divided" in str(w.message)]
-    assert re.match(
-        "3 heads cannot be divided among 8 ranks: rows of 2 ranks.*the 4 rows", text
-    )
+    assert re.match("3 heads cannot be divided among 8 ranks: rows of 2 ranks.*the 4 rows", text)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

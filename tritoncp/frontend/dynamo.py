@@ -14,7 +14,8 @@ from tritoncp.core.handles import handle_of
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache, validate
 from tritoncp.ops import engine_factory
-from tritoncp.ops.autograd import forward_op, register_op
+from tritoncp.ops.autograd import forward_op
+from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.graph_inputs import flatten_callable, rebuild
 
 

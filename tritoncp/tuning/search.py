@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 from tritoncp.analysis.disassembly import MACHINES
 from tritoncp.analysis.jobs import Job
 from tritoncp.kernels.tile_rules import ROUTES, Config, family
-from tritoncp.ops.tile_tables import WIN
+from tritoncp.ops.tile_tables import MIN_SPEEDUP
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.targets import Routed, Target, candidates
 
@@ -236,7 +236,7 @@ class Tuner:
     @staticmethod
     def _best(times: dict[Config, float], rule: Config) -> Choice:
         fastest = min(times, key=times.__getitem__)
-        winner = fastest if times[rule] / times[fastest] > WIN else rule
+        winner = fastest if times[rule] / times[fastest] > MIN_SPEEDUP else rule
         return Choice(winner, times[winner], times[rule])
 
     def run(self, requested: Sequence[Target], bench: Bench) -> dict[Target, Choice]:

@@ -70,8 +70,8 @@ def _head_gradients(
     inner: Any, exchange: HeadExchange, engine: Any, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
     lse: Tensor, delta: Tensor,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Compute (dq, dk, dv) of this rank's heads, for all tokens of the row. The received tensors are local and
-    freed before gradients are sent."""
+    """Compute (dq, dk, dv) of this rank's heads, for all tokens of the row. The received tensors are local
+    and freed before gradients are sent."""
     stats = [(x[..., None], exchange.q) for x in (lse, delta)]
     tensors = yield from exchange.to_heads(
         (q, exchange.q), (k, exchange.kv), (v, exchange.kv), (dout, exchange.q), *stats
