@@ -1,4 +1,4 @@
-"""Heads traded for sequence: cuts that do not divide, rows of ranks, and meshes of two dimensions."""
+"""The exchange of heads for sequence: cuts that do not divide, rows of ranks, and meshes of two dimensions."""
 
 from __future__ import annotations
 

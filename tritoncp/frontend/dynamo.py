@@ -61,7 +61,7 @@ def _spec(
 ) -> str:  # fmt: skip
     return engine_factory.Spec(
         score=None,
-        carried=score,
+        graph_score=score,
         wants=wants,
         numbers=(),
         want_max=want_max,

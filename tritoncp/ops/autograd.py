@@ -41,7 +41,7 @@ def _engine(
     of the tensors, unless a graph carries the score_mod, which may read globals."""
     call, device = Spec.decode(spec), q[0].device
     kernels, cache = engine_factory.uses_triton(device), plan._once("engines", dict)
-    reusable = kernels and call.carried is None
+    reusable = kernels and call.graph_score is None
     key = reusable and (
         spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
         *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
@@ -55,7 +55,7 @@ def _engine(
     group = _group(call)
     tiles = tile_lookup.table_text(device, group) if kernels else ""
     mask, measured = _measured_tiles(spec, plan, q, v[0], group, tiles)
-    engine = engine_factory.make(
+    engine = engine_factory.make_engine(
         call,
         scale,
         None if mask is None else mask.on_current_stream(),
@@ -88,7 +88,7 @@ def _measured_tiles(
     mask, tiles_by_kernel = call_mods.mask_of(plan, q, every_rank=every_rank), {}
     if tiles:
         kind = tile_lookup.kind_of(plan.mask, mask is not None)
-        properties = tile_lookup.Call.of(v.dtype, (d, e), kind, engine_factory.scored(call))
+        properties = tile_lookup.Call.of(v.dtype, (d, e), kind, engine_factory.score_kind(call))
         tune_on_first_call.tune_if_requested(v.device, group, properties, (heads, v.shape[1], rows))
         tiles_by_kernel = tile_lookup.measured_options(v.device, properties, group)
     return _store(cache, key, (mask, tiles_by_kernel))
@@ -200,11 +200,11 @@ def _differentiate(
         # The only rounding. dk and dv may be views of one buffer, and outputs of an op must not share memory.
         return tuple(_in_own_memory(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
 
-    plan_of_call, grads = _plan(plan), engine_factory.buffers(call, captures, lses[0])
+    plan_of_call, grads = _plan(plan), engine_factory.gradient_buffers(call, captures, lses[0])
     extra = *outs, *lses, *douts, *dlses
     engine = _engine(spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads)
     grads_by_rank = _drive(_group(call), plan_of_call, len(q), schedule, q[0].device)
-    sums = engine_factory.sums(call, captures, grads)
+    sums = engine_factory.sum_gradients(call, captures, grads)
     return [x for part in zip(*grads_by_rank, strict=True) for x in part] + sums
 
 

@@ -176,7 +176,7 @@ def choose_tiles(text: str, dtype: str, dims: tuple[int, int], mask: str, score:
                 tiles_by_kernel.setdefault(kernel, tuple(configs_by_key[key].items()))
     config = configs_by_key.get(("route", dtype, *dims, mask, score), {})
     if config.get("ROUTE", ROUTES[0]) != ROUTES[0]:
-        kernel, tiles = tile_tables.launched("route", config)
+        kernel, tiles = tile_tables.kernel_and_tiles("route", config)
         tiles_by_kernel |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}
     return tuple(tiles_by_kernel.items())
 

@@ -139,11 +139,13 @@ def entry_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     return *first, entry["mask"], max(1, entry.get("loads", 0)) if entry.get("score") else 0
 
 
-def launched(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def kernel_and_tiles(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the kernel that an entry's config is for, and its tiles.
 
-    >>> launched("route", {"ROUTE": "gluon", "num_stages": 3}), launched("dq", {"num_stages": 2})
-    (('gluon', {'num_stages': 3}), ('dq', {'num_stages': 2}))
+    >>> kernel_and_tiles("route", {"ROUTE": "gluon", "num_stages": 3})
+    ('gluon', {'num_stages': 3})
+    >>> kernel_and_tiles("dq", {"num_stages": 2})
+    ('dq', {'num_stages': 2})
     """
     if kernel != "route":
         return kernel, dict(config)
@@ -155,7 +157,7 @@ def check(entry: Mapping[str, Any]) -> None:
     """Raise ValueError, KeyError or TypeError for an entry that cannot be used."""
     if entry["kernel"] == "route":
         check_options({"ROUTE": entry["config"]["ROUTE"]})
-    kernel, tiles = launched(entry["kernel"], entry["config"])
+    kernel, tiles = kernel_and_tiles(entry["kernel"], entry["config"])
     check_options({"CONFIGS": ((kernel, tuple(tiles.items())),)})
     _, dtype, *dims, mask, _ = entry_key(entry)
     if not isinstance(getattr(torch, dtype), torch.dtype) or mask not in (*NEAREST_KIND, "window"):
