@@ -71,7 +71,7 @@ def tensors(layer: Layer) -> list[torch.Tensor]:
     return [torch.randn(layer.batch, *s, generator=g, dtype=torch.float64).requires_grad_() for s in shapes]
 
 
-@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers(), st.sampled_from([1, 2, 3, 4, 5, 8]), st.sampled_from(BALANCERS))

@@ -166,7 +166,7 @@ class Evidence:
             }
             if self.rule in right_times and len(right_times) > 1:
                 fastest = min(right_times, key=right_times.__getitem__)
-                won = right_times[self.rule] / right_times[fastest] > tile_tables.WIN
+                won = right_times[self.rule] / right_times[fastest] > tile_tables.MIN_SPEEDUP
                 return fastest if won else self.rule, right_times[fastest], right_times[self.rule]
         return None
 

@@ -2,8 +2,8 @@
 
 A line with times of ``ROUTE=loops`` and of another route sets the default for calls with its dtype, head dims
 and kind of mask, on its device with its version of Triton: the fastest right route, if it beats
-loops by more than `tile_tables.WIN`, else loops. Where lines for the same calls disagree, the longer sequence
-counts, then the newer line. The entry of a route that is no longer chosen is removed.
+loops by more than `tile_tables.MIN_SPEEDUP`, else loops. Where lines for the same calls disagree, the longer
+sequence counts, then the newer line. The entry of a route that is no longer chosen is removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from tritoncp.kernels.options import ROUTES, WRONG_ROUTE
 from tritoncp.masks.mask import create_block_mask, full_mask
-from tritoncp.ops import tile_tables
+from tritoncp.ops import tile_lookup, tile_tables
 from tritoncp.ops.tile_tables import Device
 from tritoncp.perf.records.history import variant
 from tritoncp.perf.suite.cases import CASES, MASKS, Case
@@ -82,7 +82,7 @@ def _choose_route(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
     best = min(right_times, key=right_times.__getitem__, default=None)
     base = {"kernel": "route", "dtype": case.dtype, "head_dim": case.dim, "mask": kind_of(case.mask)}
     base |= {"v_head_dim": case.v_dim} if case.v_dim != case.dim else {}
-    won = best is not None and loops / right_times[best] > tile_tables.WIN
+    won = best is not None and loops / right_times[best] > tile_tables.MIN_SPEEDUP
     shape = f"{case.heads}x{case.kv_heads},{case.dim}" + f"x{case.v_dim}" * (case.v_dim != case.dim)
     entry = {
         **base,
@@ -128,6 +128,6 @@ def kind_of(mask: str) -> str:
     ['causal', 'full', 'interval', 'window']
     """
     closed, length = MASKS[mask].closed(_LENGTH), (_LENGTH, _LENGTH)
-    return tile_tables.kind_of(
+    return tile_lookup.kind_of(
         full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length)
     )

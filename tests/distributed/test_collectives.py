@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.multiprocess.ranks import run as on_ranks
-from tritoncp.distributed import collectives
-from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, Swap, Wait, lockstep
+from tritoncp.distributed import collectives, groups
+from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, SendRecv, Wait, lockstep
 
 Program = list[
     tuple[str, int, int]
@@ -73,15 +73,15 @@ def test_a_process_group_answers_as_lockstep_does() -> None:
             "cpu", (1, 1, world_size), mesh_dim_names=("dp", "tp", "cp")
         )
         with pytest.raises(ValueError, match=r"3 dimensions \('dp', 'tp', 'cp'\).*mesh\['cp'\]"):
-            collectives.group_of(mesh)
+            groups.group_of(mesh)
         nameless = torch.distributed.device_mesh.init_device_mesh("cpu", (1, world_size))
         with pytest.raises(ValueError, match=r"two dimensions without names.*mesh_dim_names="):
-            collectives.group_of(nameless)
-        assert collectives.group_of(mesh["tp", "cp"]).size() == world_size
-        assert (collectives.degree_of(mesh["tp", "cp"]), collectives.degree_of(mesh["cp"])) == (world_size, 0)
-        assert collectives.group_of(group) is group
-        assert collectives.named(group.group_name) is group
-        inner = collectives.group_of(mesh["cp"])
+            groups.group_of(nameless)
+        assert groups.group_of(mesh["tp", "cp"]).size() == world_size
+        assert (groups.degree_of(mesh["tp", "cp"]), groups.degree_of(mesh["cp"])) == (world_size, 0)
+        assert groups.group_of(group) is group
+        assert groups.group_by_name(group.group_name) is group
+        inner = groups.group_of(mesh["cp"])
         return results, collectives.exchange([rank, 10 * rank], group), inner.size()
 
     answers = on_ranks(3, work)
@@ -141,13 +141,13 @@ DIFFERENT = {
         asks(AllToAll(EVERY_OTHER, [1, 1], [1, 1])),
     )
     * 2,
-    r"rank 0's Swap sends a tensor \[2\] with strides \[2\]": (
-        asks(Swap([(1, EVERY_OTHER)], [])),
-        asks(Swap([], [(0, torch.zeros(2))])),
+    r"rank 0's SendRecv sends a tensor \[2\] with strides \[2\]": (
+        asks(SendRecv([(1, EVERY_OTHER)], [])),
+        asks(SendRecv([], [(0, torch.zeros(2))])),
     ),
-    r"rank 1's Swap receives a tensor \[2\] with strides \[2\]": (
-        asks(Swap([(1, torch.zeros(2))], [])),
-        asks(Swap([], [(0, EVERY_OTHER)])),
+    r"rank 1's SendRecv receives a tensor \[2\] with strides \[2\]": (
+        asks(SendRecv([(1, torch.zeros(2))], [])),
+        asks(SendRecv([], [(0, EVERY_OTHER)])),
     ),
     "AllGather of tensors on cpu, meta": (asks(AllGather(ONE)), asks(AllGather(ONE.to("meta")))),
     "AllToAlls differ: float32, float64": (
@@ -156,8 +156,8 @@ DIFFERENT = {
     ),
     r"rank 0 sends \[1, 2\] rows of a tensor that has 2": (asks(AllToAll(ONE, [1, 2], [1, 2])),) * 2,
     r"rank 1 sends torch.float32 \[2, 1\], and rank 0 has room for torch.float32 \[4, 1\]": (
-        asks(Swap([(1, ONE)], [(1, TWO.clone())])),
-        asks(Swap([(0, ONE)], [(0, ONE.clone())])),
+        asks(SendRecv([(1, ONE)], [(1, TWO.clone())])),
+        asks(SendRecv([(0, ONE)], [(0, ONE.clone())])),
     ),
 }
 
@@ -179,6 +179,6 @@ def test_an_error_of_one_rank_comes_out() -> None:
 
 
 def test_a_mesh_is_a_mesh() -> None:
-    assert collectives.group_of(None) is None
+    assert groups.group_of(None) is None
     with pytest.raises(TypeError, match="a DeviceMesh, a ProcessGroup or None; got a int"):
-        collectives.group_of(2)
+        groups.group_of(2)

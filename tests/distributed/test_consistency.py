@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask as torch_block_m
 import tritoncp
 from tests.multiprocess.ranks import run
 from tritoncp import causal, document, flex_attention, make_plan, shard, unshard
-from tritoncp.distributed import collectives, consistency
+from tritoncp.distributed import collectives, consistency, groups
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
@@ -239,9 +239,9 @@ def test_a_mesh_is_a_group_and_must_have_one_dimension():
 
 def test_the_control_communicator_is_made_once_and_is_not_the_data_one():
     def work(group):
-        first = collectives.control(group)
+        first = groups.control_communicator(group)
         make_plan(mask(), group)
-        return first is collectives.control(group), first is group, first.size()
+        return first is groups.control_communicator(group), first is group, first.size()
 
     assert run(2, work) == [(True, False, 2)] * 2
 

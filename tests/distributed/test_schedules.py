@@ -210,7 +210,7 @@ def test_one_rank_sends_nothing(schedule: str) -> None:
 # -- results ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, F32, F64], ids=str)
 def test_results_may_be_edited(schedule: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +242,7 @@ def test_a_ring_makes_room_only_where_something_comes() -> None:
 ORDERS = {"BSHD": (0, 2, 1), "SBHD": (2, 0, 1), "HBSD": (1, 0, 2), "BHSD": (0, 1, 2)}
 
 
-@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", ["local", *SCHEDULES])
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize("v_dim", [4, 6])
@@ -273,7 +273,7 @@ def test_results_lie_in_memory_as_what_they_are_made_from(
         assert a.permute(*order, 3).is_contiguous() and b.is_contiguous()
 
 
-@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_in_inference_mode_share_no_memory(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In inference mode views are not marked as views."""
@@ -319,7 +319,7 @@ def test_one_row_a_rank_and_odd_channels(
 # -- tensors saved for backward -----------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, schedule: str) -> None:

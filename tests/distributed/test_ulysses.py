@@ -1,4 +1,4 @@
-"""Heads traded for sequence: cuts that do not divide, rows of ranks, and meshes of two dimensions."""
+"""The exchange of heads for sequence: cuts that do not divide, rows of ranks, and two-dimensional meshes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from tests.multiprocess import ranks
 from tests.zoo import MASKS, SCORES, Answer, agree, differentiate, oracle, simulated, tensors
 from tritoncp import make_plan, simulate
 from tritoncp.distributed.collectives import Wait, lockstep
-from tritoncp.distributed.schedules import SCHEDULES, ulysses
-from tritoncp.distributed.schedules.ulysses import HeadExchange, Side, stretches
+from tritoncp.distributed.schedules import SCHEDULES, head_exchange
+from tritoncp.distributed.schedules.head_exchange import HeadExchange, Side
+from tritoncp.distributed.schedules.ulysses import stretches
 from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
 
@@ -70,10 +71,10 @@ def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
     def rank(i: int) -> Any:
         exchange = HeadExchange(SimpleNamespace(rank=0), i, degree, degree, q, kv, heads // kv_heads)
         sides = [side for *_, side in specs]
-        whole = yield from exchange.heads(*((xs[i], side) for xs, side in zip(inputs, sides)))
-        yield from exchange.sequence(*((x, side, xs[i]) for x, side, xs in zip(whole, sides, back)))
-        flight = yield exchange.statistic(whole[0][..., 0].contiguous())
-        return whole, exchange.own(inputs[0][i], (yield Wait(flight)))
+        whole = yield from exchange.to_heads(*((xs[i], side) for xs, side in zip(inputs, sides)))
+        yield from exchange.to_sequence(*((x, side, xs[i]) for x, side, xs in zip(whole, sides, back)))
+        flight = yield exchange.statistic_request(whole[0][..., 0].contiguous())
+        return whole, exchange.join_statistic(inputs[0][i], (yield Wait(flight)))
 
     head_shards, statistics = zip(*lockstep([rank(i) for i in range(degree)]), strict=True)
     assert all(torch.equal(own_rows, x[..., 0]) for own_rows, x in zip(statistics, inputs[0], strict=True))
@@ -87,7 +88,7 @@ def test_what_goes_by_heads_comes_back_by_tokens(drawn: Any) -> None:
             torch.testing.assert_close(y, x * times)
 
 
-@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", BETWEEN)
 @pytest.mark.parametrize("world", [3, 4, 6])
 @pytest.mark.parametrize("heads", [(6, 2), (5, 1), (4, 4), (9, 3)])
@@ -121,7 +122,7 @@ def test_nothing_is_traded_too(batch: int, rows: int, schedule: str) -> None:
 
 
 def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
-    monkeypatch.setattr(ulysses, "_WARNED", set())
+    monkeypatch.setattr(head_exchange, "_WARNED", set())
     world, x = simulate(8), torch.randn(1, 3, 64, 16)
     plan = world.make_plan(tritoncp.full_mask(64, 64, block=8), schedule="ulysses")
     shards = world.shard(x, plan, dim=2)
@@ -129,8 +130,8 @@ def test_fewer_heads_than_ranks_is_said_once(monkeypatch: Any) -> None:
         warnings.simplefilter("always")
         world.flex_attention(shards, shards, shards, plan)
         world.flex_attention(shards, shards, shards, plan)
-    (text,) = [str(w.message) for w in said if "go round" in str(w.message)]
-    assert re.match("3 heads do not go round 8 ranks: rows of 2 trade heads.*the 4 rows", text)
+    (text,) = [str(w.message) for w in said if "cannot be divided" in str(w.message)]
+    assert re.match("3 heads cannot be divided among 8 ranks: rows of 2 ranks.*the 4 rows", text)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

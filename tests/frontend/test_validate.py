@@ -14,7 +14,7 @@ from tritoncp import causal, document
 from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard, unshard
-from tritoncp.distributed import collectives
+from tritoncp.distributed import groups
 from tritoncp.frontend import validate
 from tritoncp.frontend.plan_cache import in_order
 from tritoncp.ops import engine_factory
@@ -257,7 +257,7 @@ MISTAKES = {
     "rank": (lambda: make_plan(whole(), world_size=2, rank=2), ValueError, "rank 2", "world of 2"),
     # mesh
     "mesh": (
-        lambda: collectives.group_of("cp"),
+        lambda: groups.group_of("cp"),
         TypeError,
         "got a str",
         "a DeviceMesh, a ProcessGroup or None",

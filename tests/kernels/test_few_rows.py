@@ -275,7 +275,7 @@ def test_hand_written_mods_are_given_one_head() -> None:
     mod = Mod.from_triton(first_head)
     spec = engine_factory.Spec(mod.digest, None, (), (), False, "")
     q = torch.empty(1, 2, 4, 16)
-    assert engine_factory.make(spec, 1.0, None, q, (), (), ()).options == {"PACK_GQA": False}
+    assert engine_factory.make_engine(spec, 1.0, None, q, (), (), ()).options == {"PACK_GQA": False}
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_slices_of_unaligned_tensors_have_separate_launches() -> None:
 
 
 def test_kept_engines_are_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(autograd, "MOST", 3)
+    monkeypatch.setattr(autograd, "MAX_CACHED_CALLS", 3)
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S))
     for heads in range(1, 7):
         x = qkv(S, heads=heads)

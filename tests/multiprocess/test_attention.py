@@ -19,7 +19,7 @@ import tritoncp
 from tests.multiprocess import ranks
 from tests.zoo import HEADS, MASKS, SCORES, TOLERANCE, Answer, Score, agree, differentiate, oracle, tensors
 from tritoncp import Mask, and_masks, causal, create_block_mask, document
-from tritoncp.distributed import collectives
+from tritoncp.distributed import groups
 from tritoncp.distributed.schedules import SCHEDULES
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
@@ -137,7 +137,7 @@ def test_processes_answer_as_the_oracle(
         agree(answer, want, **TOLERANCE[torch.float64])
 
 
-@pytest.mark.filterwarnings("ignore:.*heads do not go round")
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("world", [2, 8])
 def test_processes_in_bfloat16(world: int, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def alone(group: Any, schedule: str) -> str:
     tritoncp.flex_attention(q, q, q, plan, few)
     if group.rank() == 1:
         return ""
-    with pytest.raises(collectives.PeerLost) as caught:
+    with pytest.raises(groups.PeerLost) as caught:
         tritoncp.flex_attention(q, q, q, plan, few)
     return str(caught.value)
 
@@ -169,7 +169,7 @@ def alone(group: Any, schedule: str) -> str:
     ("schedule", "message"),
     [
         ("allgather", r"AllGather with ranks \[1\], turn 2"),
-        ("ring", r"Swap to ranks \[1\] and from ranks \[1\], turn 2"),
+        ("ring", r"SendRecv to ranks \[1\] and from ranks \[1\], turn 2"),
         ("fetch", r"AllToAll to ranks \[1\] and from ranks \[1\], turn 2"),
     ],
 )

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tritoncp
 from tests.multiprocess.ranks import run
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, groups
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 
@@ -70,7 +70,7 @@ def test_all_tensors_travel_on_one_communicator(schedule: str) -> None:
         with pytest.MonkeyPatch.context() as monkeypatch:
             monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
             companion = dist.new_group()
-            monkeypatch.setattr(collectives, "data_communicator", lambda of, device: companion)
+            monkeypatch.setattr(groups, "data_communicator", lambda of, device: companion)
             mesh = (
                 group
                 if schedule != "ulysses+ring"
@@ -121,7 +121,7 @@ def pretend_nccl(monkeypatch: pytest.MonkeyPatch, high_priority: bool) -> list[d
 
     monkeypatch.setattr(torchs, "_new_process_group_helper", helper)
     monkeypatch.setattr(torchs, "ProcessGroupNCCL", StandIn, raising=False)
-    monkeypatch.setattr(collectives, "_nccl_of", lambda group: backend)
+    monkeypatch.setattr(groups, "_nccl_of", lambda group: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, **rest: zeros(*shape, **{**rest, "device": None}))
@@ -145,11 +145,11 @@ def test_nccl_gets_a_companion_with_a_high_priority_stream() -> None:
             creation, connected = events
             assert creation["backend"] == "nccl" and creation["ranks"] == [0, 2] and creation["bound"] is None
             assert creation["options"].is_high_priority_stream
-            channel = collectives.data_communicator(pair, CUDA)
+            channel = groups.data_communicator(pair, CUDA)
             assert connected == {"connected": channel} and channel is not pair
             assert dist.get_process_group_ranks(channel) == [0, 2]
-            assert creation["options"]._timeout == collectives.timeout(pair)
-            assert collectives.data_communicator(pair, torch.device("cpu")) is pair
+            assert creation["options"]._timeout == groups.timeout(pair)
+            assert groups.data_communicator(pair, torch.device("cpu")) is pair
             group.bound_device_id = None
 
     run(3, work)
@@ -167,7 +167,7 @@ def test_a_group_with_a_high_priority_stream_carries_its_tensors(way: str) -> No
             for _ in range(2):
                 tritoncp.make_plan(mask_of(), group, schedule="ring")
             assert events == [{"connected": group}]
-            assert collectives.data_communicator(group, CUDA) is group
+            assert groups.data_communicator(group, CUDA) is group
 
     run(2, work)
 
@@ -181,10 +181,10 @@ def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(backen
             events = pretend_nccl(monkeypatch, high_priority=True)
             monkeypatch.setattr(dist, "get_backend", lambda group=None: backend)
             monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-            monkeypatch.setattr(collectives, "_device", lambda *arguments: torch.device("cpu"))
+            monkeypatch.setattr(groups, "device_of", lambda *arguments: torch.device("cpu"))
             attend(tritoncp.make_plan(mask_of(), group, schedule="ring"), group)
             assert not events
-            collectives.connect_data(group, CUDA)  # as a call with tensors there does
+            groups.connect_data(group, CUDA)  # as a call with tensors there does
             assert events == [{"connected": group}]
 
     run(2, work)
@@ -192,11 +192,11 @@ def test_a_group_for_both_devices_connects_nccl_for_tensors_on_gpus_alone(backen
 
 def test_other_backends_and_single_ranks_need_no_companion() -> None:
     def work(group: Any) -> None:
-        assert collectives.data_communicator(group, CUDA) is group
+        assert groups.data_communicator(group, CUDA) is group
         with pytest.MonkeyPatch.context() as monkeypatch:
             alone = [dist.new_group([rank]) for rank in range(2)][group.rank()]
             events = pretend_nccl(monkeypatch, high_priority=False)
             tritoncp.make_plan(mask_of(), alone)
-            assert collectives.data_communicator(alone, CUDA) is alone and not events
+            assert groups.data_communicator(alone, CUDA) is alone and not events
 
     run(2, work)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import tritoncp
 from tests.multiprocess import ranks
-from tritoncp.distributed import collectives
+from tritoncp.distributed import groups
 from tritoncp.planning.build import SCHEDULES
 from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import dense_attention
@@ -102,7 +102,7 @@ def compiled(group: Any) -> tuple[bool, list[Tensor]]:
     (plan,) = list(plans_from_a_worker(Steps(2, group.rank(), "ring")))[:1]
     attend = torch.compile(tritoncp.flex_attention, backend="aot_eager", fullgraph=True)
     shards = [tritoncp.shard(x, plan, dim=2).requires_grad_() for x in qkv(0)]
-    with mock.patch.object(collectives, "connect_data") as connect:
+    with mock.patch.object(groups, "connect_data") as connect:
         out = attend(*shards, plan, group)
     connected = connect.call_args_list == [mock.call(group, torch.device("cpu"))]
     out.square().sum().backward()

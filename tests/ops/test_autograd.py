@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 import tritoncp
 from tests.zoo import S
 from tritoncp import causal, create_block_mask, make_plan, simulate
-from tritoncp.ops import autograd, engine_factory
+from tritoncp.ops import autograd, dispatch, engine_factory
 from tritoncp.reference.dense import dense_attention
 
 
@@ -48,7 +48,7 @@ def recorded(monkeypatch, name, call):
 
     with monkeypatch.context() as patch:
         patch.setattr(autograd, name, record)
-        patch.setattr(autograd, "needs_dispatcher", lambda tensors: True)
+        patch.setattr(dispatch, "needs_dispatcher", lambda tensors: True)
         call()
     return calls[0]
 
@@ -273,7 +273,7 @@ def test_a_refused_option_leaves_the_next_call_alone(bad, good):
 
 
 def test_new_scales_at_every_step_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(autograd, "MOST", 3)
+    monkeypatch.setattr(autograd, "MAX_CACHED_CALLS", 3)
     x, plan = torch.randn(1, 1, 32, 16), make_plan(create_block_mask(causal(), 1, 1, 32, 32))
     for step in range(1, 9):
         tritoncp.flex_attention(x, x, x, plan, scale=1 / step)

@@ -21,8 +21,9 @@ from tritoncp.kernels import forward_specialised, launch
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.masks.mask import full_mask
 from tritoncp.mods import score_mod
-from tritoncp.ops import engine_factory, tile_tables, tune_on_first_call
-from tritoncp.ops.tile_tables import Call, Device
+from tritoncp.ops import engine_factory, tile_lookup, tile_tables, tune_on_first_call
+from tritoncp.ops.tile_lookup import Call
+from tritoncp.ops.tile_tables import Device
 from tritoncp.perf.suite.cases import MASKS as CASES
 from tritoncp.reference.dense import dense_attention
 from tritoncp.tuning.targets import MASKS
@@ -41,7 +42,7 @@ def entry(block_m, kernel="forward", mask="causal", head_dim=16, dtype="float32"
 def places(monkeypatch, tmp_path):
     """Make the three folders of tile files, all empty."""
     tile_tables.forget()
-    tile_tables.WARNED_DEVICES.clear()
+    tile_lookup.WARNED_DEVICES.clear()
     tune_on_first_call._ATTEMPTS.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(tmp_path / "given"))
     monkeypatch.setattr(tile_tables, "user_folder", lambda: tmp_path / "user")
@@ -58,7 +59,7 @@ def put(folder, block_m, device=H200, triton=None, **fields):
 
 def configs(device, dtype, dims, mask, score=False):
     """Return the tile options of a call."""
-    return tile_tables.configs(device, Call.of(dtype, dims, mask, score))
+    return tile_lookup.measured_options(device, Call.of(dtype, dims, mask, score))
 
 
 def blocks(device=H200):
@@ -92,9 +93,9 @@ def test_a_missing_entry_is_looked_up_in_the_next_folder(places):
 
 def test_a_dash_looks_nowhere(places, monkeypatch):
     put(places / "user", 16, CPU)
-    assert tile_tables.local(torch.device("cpu")) != "[]"
+    assert tile_lookup.local_table(torch.device("cpu")) != "[]"
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
-    assert tile_tables.local(torch.device("cpu")) == "[]"
+    assert tile_lookup.local_table(torch.device("cpu")) == "[]"
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_a_score_mod_that_loads_for_each_score_uses_only_entries_of_its_kind(pla
     for score, mod in enumerate(kinds):
         translated = mod and score_mod(mod)
         digest = translated and translated.digest
-        assert engine_factory.scored(engine_factory.Spec(digest, None, (), (), False, None)) == score
+        assert engine_factory.score_kind(engine_factory.Spec(digest, None, (), (), False, None)) == score
 
 
 def test_entries_with_a_score_mod_and_a_value_dim_precede_the_nearest(places):
@@ -227,7 +228,7 @@ def test_an_untuned_gpu_causes_one_warning_with_the_command(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert configs(gpu, torch.bfloat16, (64, 64), "full") == {}
-    tile_tables.WARNED_DEVICES.clear()
+    tile_lookup.WARNED_DEVICES.clear()
     monkeypatch.setenv("TRITONCP_CONFIG_DIR", "-")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -395,7 +396,7 @@ def test_a_route_applies_only_to_calls_equal_to_the_measured_one(places):
         path.unlink()
     for device, triton in ((CPU, "3.6.0"), (Device("interpreter", "another"), None)):
         tile_tables.write(places / "user", device, [entry(16), entry(16) | ROUTED], {}, triton)
-        assert look_up() is None and tile_tables.local(torch.device("cpu")) != "[]"
+        assert look_up() is None and tile_lookup.local_table(torch.device("cpu")) != "[]"
 
 
 @pytest.fixture
@@ -440,7 +441,7 @@ def test_few_rows_use_their_entry_for_every_mask(places):
     for mask in ("full", "causal", "interval", "mod", "window"):
         options = configs(torch.device("cpu"), torch.float32, (16, 16), mask)
         assert dict(dict(options["CONFIGS"])["few"])["BLOCK_M"] == 64
-        assert not tile_tables.serves(options["CONFIGS"])
+        assert not tile_lookup.has_pass_tiles(options["CONFIGS"])
 
 
 def test_the_rule_serves_where_nothing_was_measured(launched):
@@ -460,10 +461,10 @@ def test_rank_0_chooses_for_all(places, launched, monkeypatch):
         plan = make_plan(mask, group)
         x = torch.randn(1, 1, plan.s_local, 16, requires_grad=True)
         flex_attention(x, x, x, plan, group).sum().backward()
-        own = tile_tables.local(torch.device("cpu"))
+        own = tile_lookup.local_table(torch.device("cpu"))
         return (
             own,
-            tile_tables.text_of(torch.device("cpu"), group),
+            tile_lookup.table_text(torch.device("cpu"), group),
             {m for kernel, m in launched if kernel == "forward"},
         )
 
@@ -482,9 +483,9 @@ def test_ranks_that_have_the_same_send_nothing(places, monkeypatch):
         if differ and group.rank():
             monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / "other"))
         count = []
-        original = tile_tables.collectives.exchange
+        original = tile_lookup.collectives.exchange
         monkeypatch.setattr(
-            tile_tables.collectives, "exchange", lambda *words: count.append(1) or original(*words)
+            tile_lookup.collectives, "exchange", lambda *words: count.append(1) or original(*words)
         )
         mask = create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16)
         return [make_plan(mask, group) and len(count) for _ in range(2)]
@@ -498,4 +499,4 @@ def test_written_kinds_equal_looked_up_kinds() -> None:
     for name, (kind, variant) in MASKS.items():
         closed = CASES[name].closed(512)
         mask = full_mask(512, 512) if closed is None else create_block_mask(closed, 1, 1, 512, 512)
-        assert tile_tables.kind_of(mask) == kind and variant in VARIANTS
+        assert tile_lookup.kind_of(mask) == kind and variant in VARIANTS

@@ -15,8 +15,8 @@ from tests.multiprocess.ranks import run as on_ranks
 from tests.ops.test_tile_tables import CPU, attend, launched, places, put
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, plan_cache_clear, sliding_window
 from tritoncp.cli import main
-from tritoncp.ops import tile_tables, tune_on_first_call
-from tritoncp.ops.tile_tables import Call
+from tritoncp.ops import tile_lookup, tile_tables, tune_on_first_call
+from tritoncp.ops.tile_lookup import Call
 from tritoncp.tuning.targets import MASKS
 
 __all__ = ["launched", "places"]  # fixtures
@@ -133,7 +133,7 @@ def test_rank_0_tunes_for_all_if_requested_there(places, stub, launched, monkeyp
             plan = make_plan(create_block_mask(mask, 1, 1, 64, 64, BLOCK_SIZE=32), group)
             x = torch.randn(1, 1, plan.s_local, 16, requires_grad=True)
             flex_attention(x, x, x, plan, group).sum().backward()
-        return {tile for kernel, tile in launched if kernel in ("forward", "dq")}, tile_tables.text_of(
+        return {tile for kernel, tile in launched if kernel in ("forward", "dq")}, tile_lookup.table_text(
             CPU, group
         )
 
@@ -172,7 +172,7 @@ def test_ranks_tune_together_though_only_one_has_masked_blocks(places, stub):
         x, kind = torch.empty(1, 1, 32, 16), ("mod", "interval")[group.rank()]
         call = Call.of(x.dtype, (16, 16), kind)
         tune_on_first_call.tune_if_requested(x.device, group, call, (1, 1, 32))
-        return tile_tables.configs(x.device, call, group) != {}
+        return tile_lookup.measured_options(x.device, call, group) != {}
 
     assert on_ranks(2, work) == [True] * 2 and len(stub()) == 1
 

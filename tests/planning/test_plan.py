@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritoncp
-from tritoncp.core.handles import held_by
+from tritoncp.core.handles import object_of
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import SCHEDULES
 from tritoncp.masks.mask import (
@@ -282,7 +282,7 @@ def test_every_plan_that_a_user_holds_is_known_to_compiled_graphs() -> None:
     plan = tritoncp.make_plan(full_mask(8, 8, block=4), world_size=2)
     for other in (plan.for_rank(1), copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
         assert other.handle is not plan.handle
-        assert str(held_by(other.handle)) == str(other)
+        assert str(object_of(other.handle)) == str(other)
 
 
 def test_tables_that_ranks_share_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_tables_that_ranks_share_are_computed_once(monkeypatch: pytest.MonkeyPat
 
 def sent(request: collectives.Collective, world_size: int, rank: int) -> int:
     """Return the bytes that a rank sends for a collective."""
-    if isinstance(request, collectives.Swap):
+    if isinstance(request, collectives.SendRecv):
         return sum(x.numel() * x.element_size() for _, x in request.sends)
     if isinstance(request, collectives.AllToAll):
         remote_rows = sum(request.sends) - request.sends[rank]

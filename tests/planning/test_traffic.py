@@ -116,11 +116,11 @@ def test_the_ring_brings_keys_to_every_reader_and_gradients_to_every_owner(table
     for turn in range(len(hops[0])):
         now = [hop[turn] for hop in hops]
         for rank, hop in enumerate(now):
-            assert hop.here == (location[rank] is not None)
+            assert hop.holds == (location[rank] is not None)
             assert location[rank] in (hop.owner, None)
             if hop.reads:
                 read[rank].add(hop.owner)
-            if turn and hop.here:
+            if turn and hop.holds:
                 gradient[rank] = (gradient[rank] or set()) | ({rank} if hop.reads else set())
         moved: list[int | None] = [None] * world
         followed: list[set[int] | None] = [None] * world

@@ -119,7 +119,7 @@ def mods_of(score: str, q: Tensor, mask: Mod | None = None) -> Mods:
     mod = call_mods.score_of(score_of(score, q.shape[1], q.device), q) if score else None
     learned = [mod.tensors[i] for i in mod.wants] if mod else []
     grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in learned]
-    return engine_factory.launched(mask, mod, q.device, grads)
+    return engine_factory.kernel_mods(mask, mod, q.device, grads)
 
 
 def launch_of(job: Job) -> Any:

@@ -100,7 +100,7 @@ def measured(archs: Iterable[str] = ARCHS, folder: Path = tile_tables.SHIPPED) -
     jobs = []
     for path in (path for arch in archs for path in sorted((folder / arch).glob("*.json"))):
         for entry in tile_tables.read(path):
-            kernel, tiles = tile_tables.launched(entry["kernel"], entry["config"])
+            kernel, tiles = tile_tables.kernel_and_tiles(entry["kernel"], entry["config"])
             lookup_key, dim, wide = tile_tables.entry_key(entry), entry["head_dim"], entry.get("v_head_dim")
             words = [path.stem, entry["kernel"], entry["mask"], f"{dim}x{wide}" if wide else ""]
             source, score = " ".join(filter(None, [*words, entry.get("score")])), entry.get("score") or ""

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.plans import MaskLike
-from tritoncp.distributed import collectives
+from tritoncp.distributed import groups
 from tritoncp.frontend import dynamo, plan_cache, validate
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
@@ -69,7 +69,7 @@ def flex_attention(
     torch.Size([1, 2, 256, 32])
     """
     score, mask, mesh = validate.arguments(score_mod, block_mask, mesh)
-    validate.check_mesh(mask, collectives.degree_of(mesh))
+    validate.check_mesh(mask, groups.degree_of(mesh))
     want_max = return_aux is not None and return_aux.max_scores
     want_lse = return_lse or (return_aux is not None and return_aux.lse)
     returns = ("lse",) * want_lse + ("max_scores",) * want_max + ("sinks",) * (sinks is not None)
@@ -88,7 +88,7 @@ def flex_attention(
             *qkv, score, mask, mesh, scale, kernel_options, want_max, positions, returns, batch_offset
         )
     else:
-        group = collectives.group_of(mesh)
+        group = groups.group_of(mesh)
         flags = bool(enable_gqa), bool(return_lse), return_aux is None
         call_key = validate.call_key(query, key, value, sinks, group, *flags, batch_offset)
         plan = plan_cache.plan_of_rows(mask, query, key, group, call_key, check, batch_offset)

@@ -8,7 +8,7 @@ from typing import Any, overload
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.handles import refuse_inside_a_graph
-from tritoncp.distributed import collectives
+from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache
 from tritoncp.masks.closed_forms import MaskMod
 from tritoncp.masks.mask import Mask
@@ -70,10 +70,10 @@ def make_plan(
     True
     """
     refuse_inside_a_graph("make_plan")
-    group = collectives.group_of(mesh)
+    group = groups.group_of(mesh)
     if group is not None:
         world_size, rank = group.size(), group.rank()
     masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
-    degree = collectives.degree_of(mesh)
+    degree = groups.degree_of(mesh)
     plans = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule, degree)
     return plans if isinstance(block_mask, Mapping) else plans[""]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api.plans import MaskLike
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, groups
 from tritoncp.frontend import validate
 from tritoncp.masks.closed_forms import Document, MaskMod, document
 from tritoncp.masks.mask import Mask
@@ -38,7 +38,7 @@ def shard(
     >>> shard(torch.arange(8), plan, dim=0)
     tensor([2, 3, 4, 5])
     """
-    placement, rank = _placement(x, plan_or_mask, collectives.group_of(mesh), dim, side)
+    placement, rank = _placement(x, plan_or_mask, groups.group_of(mesh), dim, side)
     validate.check_length(x, dim, placement.length, "a global tensor")
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
@@ -58,7 +58,7 @@ def unshard(
     ``grad``: how the backward pass combines gradients when x requires grad: "sum" (the loss is a sum over
     ranks: reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
     """
-    group = collectives.group_of(mesh)
+    group = groups.group_of(mesh)
     validate.check_gathered(plan_or_mask, 1 if group is None else group.size())
     placement, rank = _placement(x, plan_or_mask, group, dim, side)
     validate.check_length(x, dim, placement.lengths[rank], "this rank's shard")

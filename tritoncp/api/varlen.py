@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 from tritoncp.api.attention import flex_attention
 from tritoncp.core.host_copy import to_host
 from tritoncp.core.upload import DeviceCopy
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, groups
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.varlen import Varlen, dual_chunk_rows, varlen
 from tritoncp.planning.plan import Plan
@@ -164,7 +164,7 @@ def contiguous_to_dual_chunk(
 def _reorder(
     x: Tensor, cu_seqlens: Tensor, mesh: Any, world_size: int | None, dim: int, to_dual: bool
 ) -> Tensor:
-    group = collectives.group_of(mesh)
+    group = groups.group_of(mesh)
     if (group is None) == (world_size is None):
         raise ValueError(
             "give either mesh= (x is this rank's shard) or world_size= (x is all shards, one after the other)"

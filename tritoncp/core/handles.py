@@ -26,7 +26,7 @@ def handle_of(thing: Any) -> Tensor:
     does, and so must not ``thing`` itself.
 
     >>> plan = object()
-    >>> held_by(handle_of(plan)) is plan
+    >>> object_of(handle_of(plan)) is plan
     True
     """
     number = next(_NUMBERS)
@@ -38,8 +38,8 @@ def handle_of(thing: Any) -> Tensor:
     return handle
 
 
-def held_by(handle: Tensor) -> Any:
-    """The object that a handle names."""
+def object_of(handle: Tensor) -> Any:
+    """Return the object that a handle names."""
     return _HELD[int(handle)][0]
 
 

@@ -1,5 +1,4 @@
-"""Consistency checks between ranks: ranks compare facts before they go on, and all raise if facts differ or
-one rank failed.
+"""Consistency checks between ranks: ranks compare facts, and all raise if facts differ or one rank failed.
 
 Every rank makes its plan from its own mask; only a few integers are exchanged. A rank that fails still takes
 part, so that no rank waits for it. Texts are exchanged only after a difference or a failure.
@@ -16,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 
 from tritoncp._version import __version__
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, groups
 
 T = TypeVar("T")
-NUMBERS = 2  # integers that ranks tell each other, and that may differ
+NUMBERS = 2  # integers in a record that may differ between ranks
 TEXT = 1024  # bytes of a rank's text, exchanged once ranks differ or one failed
 CHECKED = os.environ.get("TRITONCP_CHECK", "0") == "1"  # every call
 REMEDIES = {  # the facts that ranks compare, in this order, and the remedy where they differ
@@ -70,17 +69,17 @@ def together(
         return result, [list(numbers)]
     try:
         result, facts, numbers = work()
-    except (Disagreement, collectives.PeerLost):
-        raise  # of an exchange within: every rank knows
+    except (Disagreement, groups.PeerLost):
+        raise  # from an exchange inside work(): all ranks raise it
     except Exception as error:
         share_failure(group, purpose, error, moment)
         raise
     rows = collectives.exchange(_record(False, facts, numbers), group, purpose)
     if any(row[0] for row in rows):
         failed = [rank for rank, row in enumerate(rows) if row[0]]
-        said = _exchange_texts("", group, purpose)[failed[0]]
+        text = _exchange_texts("", group, purpose)[failed[0]]
         raise Disagreement(
-            f"{_ranks(failed)} failed {moment} ({purpose}), so no rank goes on. Rank {failed[0]} says: {said}"
+            f"{_ranks(failed)} failed {moment} ({purpose}), so no rank goes on. Rank {failed[0]} says: {text}"
         )
     _check_facts(facts, rows, group, purpose)
     return result, [row[1 : 1 + len(numbers)] for row in rows]
@@ -103,6 +102,7 @@ def fact(text: Text, content: bytes | None = None) -> tuple[Text, bytes]:
 
 
 def versions() -> tuple[Text, bytes]:
+    """Return the fact about versions of this package, torch, triton and Python, and the GPU model."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -117,6 +117,7 @@ def versions() -> tuple[Text, bytes]:
 
 
 def _read(text: Text) -> str:
+    """Return a fact's text, computed now if it is a function."""
     return text if isinstance(text, str) else text()
 
 
@@ -128,11 +129,12 @@ def _record(failed: bool, facts: Facts, numbers: Sequence[int]) -> list[int]:
 
 
 def _word(content: bytes) -> int:
+    """Return the first 64 bits of the SHA-256 of some bytes, as a signed integer."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
 
 def _exchange_texts(text: str, group: Any, purpose: str) -> list[str]:
-    """The first TEXT bytes of every rank's text."""
+    """Gather the first TEXT bytes of every rank's text."""
     parts = collectives.exchange_bytes(text.encode(), TEXT, group, purpose)
     return [part.rstrip(b"\0").decode(errors="ignore") for part in parts]
 
@@ -144,28 +146,32 @@ def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) 
     if not differing:
         return
     name = differing[0]
-    camps: dict[int, list[int]] = {}
-    for rank, value in enumerate(columns[name]):
-        camps.setdefault(value, []).append(rank)
+    ranks_by_digest: dict[int, list[int]] = {}
+    for rank, digest in enumerate(columns[name]):
+        ranks_by_digest.setdefault(digest, []).append(rank)
     own = _read(facts[name][0]) if name in facts else "none"
     texts = _exchange_texts(own, group, purpose)
-    said = {ranks[0]: texts[ranks[0]] for ranks in camps.values()}
-    if len(set(said.values())) < len(said):  # alike in words
-        said = {ranks[0]: f"{texts[ranks[0]]} (digest {value & 0xFFFFFFFF:08x})"
-                for value, ranks in camps.items()}  # fmt: skip
-    values = ". ".join(f"{_owners(ranks)} {said[ranks[0]]}" for ranks in camps.values())
+    descriptions = {digest: texts[ranks[0]] for digest, ranks in ranks_by_digest.items()}
+    if len(set(descriptions.values())) < len(descriptions):  # different digests have the same text
+        descriptions = {digest: f"{text} (digest {digest & 0xFFFFFFFF:08x})"
+                        for digest, text in descriptions.items()}  # fmt: skip
+    values = ". ".join(
+        f"{_owners(ranks)} {descriptions[digest]}" for digest, ranks in ranks_by_digest.items()
+    )
     also = f" They differ in {', '.join(differing[1:])} too." if name != "call" and differing[1:] else ""
     raise Disagreement(
-        f"the ranks differ in {name}: {' against '.join(map(_ranks, camps.values()))} ({purpose}). "
+        f"the ranks differ in {name}: {' against '.join(map(_ranks, ranks_by_digest.values()))} ({purpose}). "
         f"{values}.{also} {REMEDIES[name]}"
     )
 
 
 def _owners(ranks: Sequence[int]) -> str:
+    """Begin a sentence about ranks: "Ranks 0, 2 have"."""
     return f"R{_ranks(ranks)[1:]} {'have' if len(ranks) > 1 else 'has'}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    every = list(ranks)
-    listed = ", ".join(map(str, every[:8])) + (", ..." if len(every) > 8 else "")
-    return f"rank{'s' * (len(every) > 1)} {listed}"
+    """Name ranks, at most eight of them: "ranks 0, 2"."""
+    numbers = list(ranks)
+    text = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"rank{'s' * (len(numbers) > 1)} {text}"

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.handles import handle_of
-from tritoncp.distributed import collectives
+from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache, validate
 from tritoncp.ops import engine_factory
-from tritoncp.ops.autograd import forward_op, register_op
+from tritoncp.ops.autograd import forward_op
+from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.graph_inputs import flatten_callable, rebuild
 
 
@@ -49,7 +50,7 @@ def attend(
 
 @torch.compiler.assume_constant_result
 def _world(mesh: Any) -> str:
-    group = collectives.group_of(mesh)
+    group = groups.group_of(mesh)
     return "" if group is None else group.group_name
 
 
@@ -60,7 +61,7 @@ def _spec(
 ) -> str:  # fmt: skip
     return engine_factory.Spec(
         score=None,
-        carried=score,
+        graph_score=score,
         wants=wants,
         numbers=(),
         want_max=want_max,
@@ -84,7 +85,7 @@ def _plan(
 
     shape: batch, query heads, rows of the query's shard, head dim, key heads, rows of the key's shard.
     """
-    group = collectives.named(world) if world else None
+    group = groups.group_by_name(world) if world else None
     mask = rebuild(structure, tensors, ints)
     batch, heads, rows, dim, kv_heads, kv_rows = shape
     q = torch.empty(batch, heads, rows, dim, device="meta")

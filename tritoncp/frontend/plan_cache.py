@@ -24,14 +24,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
-from tritoncp.distributed import collectives, consistency
+from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.frontend import validate
 from tritoncp.frontend.mask_source import RawMask, Sources
 from tritoncp.frontend.validate import check_lengths, check_plan, check_plannable
 from tritoncp.masks.mask import Mask
 from tritoncp.mods.captures import describe
-from tritoncp.ops import signatures, tile_tables
+from tritoncp.ops import signatures, tile_lookup
 from tritoncp.planning.balance import resolve_balancer
 from tritoncp.planning.build import build as build_plan
 from tritoncp.planning.plan import Plan
@@ -259,7 +259,8 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
         if not group:
             return result, {}, ()
         text = lambda: signatures.mask_text(result.mask)  # noqa: E731 - read only where ranks differ
-        return result, {"call": fact(call, b"building"), "mask": fact(text, digest)}, tile_tables.summary()
+        facts = {"call": fact(call, b"building"), "mask": fact(text, digest)}
+        return result, facts, tile_lookup.table_summary()
 
     result, tiles = consistency.together(group, call, build)
     _connect(group, [result], tiles)
@@ -271,11 +272,11 @@ def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) 
     communicator of the group's data: once for new plans, on every rank."""
     if group is None:
         return
-    tile_tables.agree(group, tiles)
+    tile_lookup.share_table(group, tiles)
     table = signatures.table_of(group)
     for one in plans:
         table.note_plan(one)
-    collectives.connect_data(group)
+    groups.connect_data(group)
 
 
 def in_order(mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:
@@ -364,7 +365,7 @@ def make(
             "mask": fact(text, b"".join(digests.values())),
             "placement": fact(f"balancer={chosen!r}", b"".join(one.digest for one in unpinned.values())),
         }
-        return plans, facts, tile_tables.summary()
+        return plans, facts, tile_lookup.table_summary()
 
     call = "make_plan"
     plans, tiles = consistency.together(group, call, build)

@@ -15,20 +15,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tritoncp.core.handles import held_by
-from tritoncp.core.host_copy import has_default_device
-from tritoncp.core.tracing import fresh_dispatch
+from tritoncp.core.handles import object_of
 from tritoncp.core.upload import DeviceCopy
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, groups
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as
 from tritoncp.mods import Mod
-from tritoncp.ops import call_mods, engine_factory, signatures, tile_tables, tune_on_first_call
+from tritoncp.ops import call_mods, engine_factory, signatures, tile_lookup, tile_tables, tune_on_first_call
+from tritoncp.ops.dispatch import register_op, run_below_autograd
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.planning.plan import Plan
 
 T = TypeVar("T")
-MOST = 256  # engines cached per plan
+MAX_CACHED_CALLS = 256  # entries of a plan's cache of engines, and of its cache of measured tiles
 _NO_CONTEXT = nullcontext()
 
 
@@ -41,7 +40,7 @@ def _engine(
     of the tensors, unless a graph carries the score_mod, which may read globals."""
     call, device = Spec.decode(spec), q[0].device
     kernels, cache = engine_factory.uses_triton(device), plan.compute_once("engines", dict)
-    reusable = kernels and call.carried is None
+    reusable = kernels and call.graph_score is None
     if reusable:
         from tritoncp.kernels.launch import (  # loads Triton, which plans do without
             layout_of,
@@ -60,9 +59,9 @@ def _engine(
                 mask.on_current_stream()  # the cached engine reads its tensors on this stream
             return engine_factory.rebind(engine, call, device, captures, ints, floats, grads)
     group = _group(call)
-    tiles = tile_tables.text_of(device, group) if kernels else ""
+    tiles = tile_lookup.table_text(device, group) if kernels else ""
     mask, measured = _measured_tiles(spec, plan, q, v[0], group, tiles)
-    engine = engine_factory.make(
+    engine = engine_factory.make_engine(
         call,
         scale,
         None if mask is None else mask.on_current_stream(),
@@ -90,18 +89,20 @@ def _measured_tiles(
     key = spec, tiles, q[0].device, q[0].dtype, q[0].shape, v.shape, plan.rank, plan.schedule, plan.degree
     if (cached := cache.get(key)) is not None:
         return cached
-    every = call.world == "" or plan.schedule.startswith("ulysses")  # this process computes rows of all ranks
-    mask, tiles_by_kernel = call_mods.mask_of(plan, q, every_rank=every), {}
+    # Whether this process computes rows of all ranks.
+    every_rank = call.world == "" or plan.schedule.startswith("ulysses")
+    mask, tiles_by_kernel = call_mods.mask_of(plan, q, every_rank=every_rank), {}
     if tiles:
-        kind = tile_tables.kind_of(plan.mask, mask is not None)
-        like = tile_tables.Call.of(v.dtype, (d, e), kind, engine_factory.scored(call))
-        tune_on_first_call.tune_if_requested(v.device, group, like, (heads, v.shape[1], rows))
-        tiles_by_kernel = tile_tables.configs(v.device, like, group)
+        kind = tile_lookup.kind_of(plan.mask, mask is not None)
+        properties = tile_lookup.Call.of(v.dtype, (d, e), kind, engine_factory.score_kind(call))
+        tune_on_first_call.tune_if_requested(v.device, group, properties, (heads, v.shape[1], rows))
+        tiles_by_kernel = tile_lookup.measured_options(v.device, properties, group)
     return _store(cache, key, (mask, tiles_by_kernel))
 
 
 def _store(cache: dict[Any, T], key: Any, value: T) -> T:
-    if len(cache) >= MOST:
+    """Store a value in a cache, which is emptied first if it is full, and return the value."""
+    if len(cache) >= MAX_CACHED_CALLS:
         cache.clear()
     cache[key] = value
     return value
@@ -109,7 +110,7 @@ def _store(cache: dict[Any, T], key: Any, value: T) -> T:
 
 def _plan(handle: Tensor) -> Plan:
     """Return the plan of a handle, after a check that its mask has not changed."""
-    plan: Plan = held_by(handle)
+    plan: Plan = object_of(handle)
     plan.check_sources()
     return plan
 
@@ -127,7 +128,7 @@ def _drive(
 
 def _group(call: Spec) -> Any:
     """Return the process group of a call, None if all ranks run in this process."""
-    return collectives.named(call.world) if call.world else None
+    return groups.group_by_name(call.world) if call.world else None
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -172,8 +173,9 @@ def _forward_fake(
     plan: Tensor,
     spec: str,
 ) -> list[Tensor]:
+    """Allocate the results of :func:`_attend`, for shapes only."""
     outs = [laid_out_as(x, y.shape[3]) for x, y in zip(q, v, strict=True)]
-    stats = [x.new_empty(x.shape[:3], dtype=_stats(x)) for x in q]
+    stats = [x.new_empty(x.shape[:3], dtype=_stats_dtype(x)) for x in q]
     tops = [torch.empty_like(x) for x in stats] if Spec.decode(spec).want_max else []
     return [*outs, *stats, *tops]
 
@@ -202,14 +204,14 @@ def _differentiate(
         dout = douts[i] if 0 not in douts[i].stride() else douts[i].contiguous()
         parts = yield from schedule_of(p).backward(p, engine, q[i], k[i], v[i], outs[i], lses[i], dout, dlse)
         # The only rounding. dk and dv may be views of one buffer, and outputs of an op must not share memory.
-        return tuple(_own(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
+        return tuple(_in_own_memory(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
 
-    plan_of_call, grads = _plan(plan), engine_factory.buffers(call, captures, lses[0])
+    plan_of_call, grads = _plan(plan), engine_factory.gradient_buffers(call, captures, lses[0])
     extra = *outs, *lses, *douts, *dlses
     engine = _engine(spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads)
-    done = _drive(_group(call), plan_of_call, len(q), schedule, q[0].device)
-    sums = engine_factory.sums(call, captures, grads)
-    return [x for part in zip(*done, strict=True) for x in part] + sums
+    grads_by_rank = _drive(_group(call), plan_of_call, len(q), schedule, q[0].device)
+    sums = engine_factory.sum_gradients(call, captures, grads)
+    return [x for part in zip(*grads_by_rank, strict=True) for x in part] + sums
 
 
 def _backward_fake(
@@ -227,15 +229,17 @@ def _backward_fake(
     plan: Tensor,
     spec: str,
 ) -> list[Tensor]:
+    """Allocate the results of :func:`_differentiate`, for shapes only."""
     sums = [x.new_empty(x.shape) for x in (captures[i] for i in Spec.decode(spec).wants)]
     return [laid_out_as(x, x.shape[3]) for x in (*q, *k, *v)] + sums
 
 
-def _stats(x: Tensor) -> torch.dtype:
+def _stats_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of lse and max_scores for queries ``x``."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _own(grad: Tensor, x: Tensor) -> Tensor:
+def _in_own_memory(grad: Tensor, x: Tensor) -> Tensor:
     """Convert a gradient of x to the dtype and memory order of x, in its own memory."""
     if grad.untyped_storage().nbytes() > grad.nbytes:
         return laid_out_as(x, x.shape[3]).copy_(grad)
@@ -243,81 +247,14 @@ def _own(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def _split(tensors: Sequence[Tensor], *lengths: int) -> list[list[Tensor]]:
+    """Cut a flat sequence of tensors into lists of these lengths."""
     rest = iter(tensors)
     return [list(itertools.islice(rest, length)) for length in lengths]
 
 
 def _or_zeros(grad: Tensor | None, like: Tensor) -> Tensor:
+    """Return a gradient of ``like``, zeros in place of None."""
     return torch.zeros_like(like) if grad is None else grad
-
-
-# -- the ops, and their derivatives ------------------------------------------------------------------------
-#
-# Registered directly: torch.library.custom_op and register_autograd search every list of tensors for nested
-# tensors, at each call and for each derivative, which takes longer than the rest of a call.
-
-_OPS = torch.library.Library("tritoncp", "FRAGMENT")
-
-
-def register_op(
-    name: str, body: Callable[..., Any], fake: Callable[..., Any], differentiated: Any = None
-) -> Any:
-    """Register the op ``tritoncp::name``: its body, its fake, and its Autograd kernel ``differentiated``."""
-
-    def run_body(*args: Any) -> Any:
-        with fresh_dispatch():
-            return body(*args)
-
-    schema = torch.library.infer_schema(body, mutates_args=())
-    _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _OPS.impl(name, run_body, "CompositeExplicitAutograd")
-    if differentiated is not None:
-        _OPS.impl(name, differentiated, "Autograd")
-    torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
-    return getattr(torch.ops.tritoncp, name).default
-
-
-def run_below_autograd(op: Any, body: Callable[..., Any], tensors: Iterable[Tensor], *args: Any) -> Any:
-    """Run the op below autograd: through the dispatcher if it is needed (:func:`needs_dispatcher`), else its
-    body directly, as dispatching takes a third of a call.
-
-    tensors: all tensors in args
-    """
-    if needs_dispatcher(tensors):
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*args)
-    if not torch.is_grad_enabled():
-        return body(*args)
-    torch._C._set_grad_enabled(False)  # as no_grad() does, in a fifth of the time
-    try:
-        return body(*args)
-    finally:
-        torch._C._set_grad_enabled(True)
-
-
-DISPATCH_MODES = (  # functions that return a true value while modes, functorch, autocast, ... are active
-    torch._C._len_torch_dispatch_stack,
-    has_default_device,
-    torch._C._functorch.peek_interpreter_stack,
-    torch._C._is_any_autocast_enabled,
-    torch._C._get_tracing_state,
-    torch.is_inference_mode_enabled,
-    torch.autograd._profiler_enabled,
-)
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def needs_dispatcher(tensors: Iterable[Tensor]) -> bool:
-    """Return whether the dispatcher has an effect on a call: under dispatch modes, functorch, autocast,
-    tracing, inference mode, profilers or another default device, and for subclasses and lazily negated or
-    zero tensors."""
-    for is_active in DISPATCH_MODES:
-        if is_active():
-            return True
-    for x in tensors:  # noqa: SIM110 - any() takes twice as long
-        if type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor():
-            return True
-    return False
 
 
 class Attention(torch.autograd.Function):
@@ -389,6 +326,7 @@ def forward(
 
 
 def _backward(*args: Any) -> list[Tensor]:
+    """Run ``backward_op``, with the same arguments, so that a second derivative raises."""
     tensors = list(itertools.chain.from_iterable(args[:8]))
     if not needs_autograd(tensors):
         return run_below_autograd(backward_op, _differentiate, tensors, *args)

@@ -56,6 +56,7 @@ def _has_masked(plan: Plan) -> bool:
 
 
 def _translate_mask(plan: Plan, ranks: Sequence[int], batch: int, heads: int) -> Mod:
+    """Translate a plan's mask_mod, or a bitmap of its values where it cannot be translated."""
     fn = plan.mask.mask_mod
     assert fn is not None
     if "mask_mod" not in plan._shared:
@@ -66,9 +67,9 @@ def _translate_mask(plan: Plan, ranks: Sequence[int], batch: int, heads: int) ->
     if plan._shared["mask_mod"] is not None:
         return plan._shared["mask_mod"]
     *evaluators, (last, device) = plan._shared.get("evaluators", [(fn, torch.device("cpu"))])
-    for evaluate, place in evaluators:
+    for evaluate, evaluator_device in evaluators:
         try:
-            return mods.mask_mod(bitmask(plan, ranks, batch, heads, evaluate, place).mask_mod())
+            return mods.mask_mod(bitmask(plan, ranks, batch, heads, evaluate, evaluator_device).mask_mod())
         except RuntimeError:
             continue  # the mask_mod runs only on another device
     return mods.mask_mod(bitmask(plan, ranks, batch, heads, last, device).mask_mod())

@@ -29,7 +29,7 @@ class Spec:
     """The constant part of a call. Captures of the score_mod are arguments; the plan has the mask_mod."""
 
     score: str | None  # digest of a Mod that the caller keeps alive
-    carried: str | None  # or structure of a score_mod in a compiled graph, see graph_inputs.py
+    graph_score: str | None  # or structure of a score_mod in a compiled graph, see graph_inputs.py
     wants: tuple[int, ...]  # indices of captured tensors that require gradients
     numbers: tuple[str, ...]  # kinds of the numbers that the score_mod captures, "i" or "f"
     want_max: bool
@@ -44,28 +44,30 @@ class Spec:
         return cls(*fields).encode()
 
     def encode(self) -> str:
+        """Write the spec as JSON text, which ops take as an argument."""
         return json.dumps(vars(self))
 
     @classmethod
     @lru_cache(256)
     def decode(cls, text: str) -> Spec:
+        """Read the spec of :meth:`encode`; cached, as every call needs it."""
         raw = json.loads(text)
         raw["options"] = tuple((name, value) for name, value in raw["options"])
         return cls(**raw | {name: tuple(raw[name]) for name in ("wants", "numbers", "returns")})
 
 
 def score_structure(spec: str) -> Mod | None:
-    """Return the score_mod that a call's spec names, without captures; it must live as long as the spec may
-    run."""
+    """Return the score_mod that a spec names, without captures. The caller keeps it alive as long as the spec
+    may run."""
     digest = Spec.decode(spec).score
     return None if digest is None else structure_of(digest)
 
 
-def scored(spec: Spec) -> int:
+def score_kind(spec: Spec) -> int:
     """Return the kind of score_mod by which tiles are looked up: 0 for none, 2 for one that loads a value for
-    each score, else 1. A score_mod in a compiled graph is not translated yet: 1."""
+    each score, else 1, as for every score_mod in a compiled graph, which is not translated yet."""
     if spec.score is None:
-        return int(spec.carried is not None)
+        return int(spec.graph_score is not None)
     return 2 if structure_of(spec.score).loads == 2 else 1
 
 
@@ -74,7 +76,7 @@ def uses_triton(device: torch.device) -> bool:
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def make(
+def make_engine(
     spec: Spec,
     scale: float,
     mask: Mod | None,
@@ -102,11 +104,11 @@ def make(
 
         by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
         # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
-        alone = {"PACK_GQA": False} if by_hand else {}
-        options = {**measured, **alone, **dict(spec.options)}
+        unpacked = {"PACK_GQA": False} if by_hand else {}
+        options = {**measured, **unpacked, **dict(spec.options)}
         if spec.options:  # options of a compiled call are not checked before
             check_options(dict(spec.options), architecture(q.device))
-        mods = launched(mask, score, q.device, grads)
+        mods = kernel_mods(mask, score, q.device, grads)
         return TritonEngine(mods, scale, options, first_row=first_row, launch_cache=cache)
     _warn_eager()
     if score is None:
@@ -127,8 +129,8 @@ def _differentiable(
 
     def bind(captures: Sequence[Tensor]) -> Any:
         inner = list(score.tensors)
-        for place, tensor in zip(score.wants, captures, strict=True):
-            inner[place] = tensor
+        for index, tensor in zip(score.wants, captures, strict=True):
+            inner[index] = tensor
         return _bind(call, inner, score.numbers)
 
     return EagerEngine(scale, _bind_mask(mask), bind, targets, grads)
@@ -150,7 +152,9 @@ def rebind(
     return engine.with_captures(caps, _bind_score(spec, captures, ints, floats).dcaps(grads) if grads else ())
 
 
-def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()) -> Any:
+def kernel_mods(
+    mask: Mod | None, score: Mod | None, device: torch.device, grads: Sequence[Tensor] = ()
+) -> Any:
     """Make the kernels' form of user functions. mask: a mod whose captures are on the device; ``grads``: a
     buffer for each capture that requires a gradient.
 
@@ -171,16 +175,16 @@ def launched(mask: Mod | None, score: Mod | None, device: torch.device, grads: S
     )
 
 
-def buffers(spec: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+def gradient_buffers(spec: Spec, captures: Sequence[Tensor], like: Tensor) -> list[Tensor]:
     """Allocate zeros for the gradients of captures: floats that kernels add to in any order, or, for
     deterministic results, integers, whose sum does not depend on the order."""
-    exactly = dict(spec.options).get("deterministic", torch.are_deterministic_algorithms_enabled())
-    if exactly and uses_triton(like.device):
+    deterministic = dict(spec.options).get("deterministic", torch.are_deterministic_algorithms_enabled())
+    if deterministic and uses_triton(like.device):
         return [deterministic_sum.buffer(captures[i], like.device) for i in spec.wants]
     return [torch.zeros(captures[i].shape, dtype=like.dtype, device=like.device) for i in spec.wants]
 
 
-def sums(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
+def sum_gradients(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
     """Convert the sums in the buffers to gradients of captures, in their own dtypes."""
     totals = [deterministic_sum.total(grad) if grad.dtype is torch.int64 else grad for grad in grads]
     return [total.to(captures[i].dtype) for total, i in zip(totals, spec.wants, strict=True)]
@@ -216,16 +220,17 @@ def _score(
     grads: Sequence[Tensor],
 ) -> tuple[Mod | None, Sequence[Tensor]]:
     """Return the score_mod with the captures of this call, and the buffers in the order of its ``wants``."""
-    if spec.carried is not None:
-        own = [tensor.detach().requires_grad_(i in spec.wants) for i, tensor in enumerate(captures)]
-        mod = call_mods.score_of(graph_inputs.rebuild(spec.carried, own, ints), q)
+    if spec.graph_score is not None:
+        leaves = [tensor.detach().requires_grad_(i in spec.wants) for i, tensor in enumerate(captures)]
+        mod = call_mods.score_of(graph_inputs.rebuild(spec.graph_score, leaves, ints), q)
         assert mod is not None
-        buffers = {id(own[place]): grad for place, grad in zip(spec.wants, grads)}
+        buffers = {id(leaves[i]): grad for i, grad in zip(spec.wants, grads)}
         return mod, [buffers[id(mod.tensors[i])] for i in mod.wants] if grads else ()
     return (_bind_score(spec, captures, ints, floats), grads) if spec.score is not None else (None, ())
 
 
 def _bind_score(spec: Spec, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]) -> Mod:
+    """Return the score_mod that the spec names, with the captures of this call."""
     assert spec.score is not None
     return structure_of(spec.score).with_captures(captures, _numbers(spec, ints, floats))
 
@@ -239,12 +244,14 @@ def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[
 
 
 def _bind_mask(mod: Mod | None) -> Any:
+    """Return a mask_mod for the eager engine: its torch graph with its captures."""
     if mod is None:
         return None
     return _bind(_graph_of(mod), mod.tensors, mod.numbers)
 
 
 def _graph_of(mod: Mod) -> GraphModule:
+    """Return the torch graph of a mod. Raises ValueError for a hand-written Triton function."""
     if mod.graph is None:
         raise ValueError(
             "a hand-written @triton.jit mod needs Triton: run on a GPU, or interpreted with "
@@ -254,11 +261,12 @@ def _graph_of(mod: Mod) -> GraphModule:
 
 
 def _bind(graph: Callable[..., Any], tensors: Sequence[Tensor], numbers: Sequence[int | float]) -> Any:
+    """Return a function of indices that calls a graph with these captures."""
     return lambda *indices: graph(*indices, *tensors, *numbers)
 
 
 def name_functions() -> None:
-    """Have Triton hash all functions that kernels call, in a fixed order. Call it before any of them is used.
+    """Have Triton hash all functions that kernels call, in a fixed order. Called before the first launch.
 
     The key of a compiled kernel depends on what the process has hashed before: a caller's hash holds the
     global constants of its callees, but only of those that were hashed already (triton 3.7.1, in

@@ -86,6 +86,7 @@ def _flatten_all(things: Any, tensors: list[Tensor], ints: list[int]) -> str:
 
 
 def _flatten_function(fn: types.FunctionType, tensors: list[Tensor], ints: list[int]) -> str:
+    """Flatten a Python function: the number of its code, its defaults and its closure."""
     try:
         cells = fn.__closure__ or ()
     except AttributeError:
@@ -95,6 +96,7 @@ def _flatten_function(fn: types.FunctionType, tensors: list[Tensor], ints: list[
 
 
 def _handle(thing: Plan | Mask) -> Tensor:
+    """Return the handle of a plan or mask. Raises TypeError for one made inside the compiled function."""
     if thing.handle is None:
         raise TypeError(f"this {type(thing).__name__} was {MADE_INSIDE}")
     return thing.handle
@@ -133,6 +135,7 @@ def _mod_id(digest: str) -> int:
 
 
 def _register_constant(key: Any, thing: Any) -> int:
+    """Return the number of an object in ``_CONSTANTS``, which keeps it; equal keys share a number."""
     if key not in _NUMBERS:
         _NUMBERS[key] = len(_CONSTANTS)
         _CONSTANTS.append(thing)
@@ -142,9 +145,9 @@ def _register_constant(key: Any, thing: Any) -> int:
 def rebuild(structure: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Any:
     """Rebuild the object of :func:`flatten_callable`, with the captures of this call.
 
-    >>> kept, numbers = [], []
-    >>> text = flatten_callable(lambda b, h, q_idx, kv_idx, w=3: q_idx - kv_idx < w, kept, numbers)
-    >>> rebuild(text, kept, [5])(0, 0, 9, 5)
+    >>> tensors, ints = [], []
+    >>> text = flatten_callable(lambda b, h, q_idx, kv_idx, w=3: q_idx - kv_idx < w, tensors, ints)
+    >>> rebuild(text, tensors, [5])(0, 0, 9, 5)
     True
     """
     return _rebuild(_parsed(structure), iter(tensors), iter(ints))
@@ -156,6 +159,7 @@ def _parsed(structure: str) -> Any:
 
 
 def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
+    """Rebuild one node of a structure; its captures are the next of ``tensors`` and ``ints``."""
     if isinstance(node, str):
         return next(ints) if node == "i" else _LEAVES[node](next(tensors))
     kind, *rest = node
@@ -190,4 +194,4 @@ def _block_mask(
     )
 
 
-_LEAVES = {"t": lambda tensor: tensor, "f": Tensor.item, "h": handles.held_by}
+_LEAVES = {"t": lambda tensor: tensor, "f": Tensor.item, "h": handles.object_of}

@@ -17,7 +17,7 @@ from tritoncp.planning.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class Bitmask:
-    """Values of a mask_mod in the blocks of a rank, eight to a byte.
+    """Values of a mask_mod in the masked blocks that some ranks need, eight values to a byte.
 
     rows:  int32 [q blocks], the row of ``ids`` for each block of queries
     ids:   int32 [B or 1, H or 1, n, kv blocks], index of the block in ``bits``; -1 for blocks that are not
@@ -34,17 +34,17 @@ class Bitmask:
     first_row: int = 0
 
     def mask_mod(self) -> Callable[..., Tensor]:
-        """Return a mask_mod of plain gathers with the same values; arbitrary in blocks that are not
-        needed."""
+        """Return a mask_mod that only indexes tensors, with the same values in the blocks of this bitmap;
+        its values in other blocks are arbitrary."""
         rows, ids, bits, q_block, kv_block = self.rows, self.ids, self.bits, self.q_block, self.kv_block
         each_batch, each_head, first_row = ids.shape[0] > 1, ids.shape[1] > 1, self.first_row
 
         def look_up(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
             batch, head = b - first_row if each_batch else 0, h if each_head else 0
             block = ids[batch, head, rows[q_idx // q_block], kv_idx // kv_block]
-            inside = kv_idx % kv_block
-            byte = bits[block, q_idx % q_block, inside // 8].to(torch.int32)
-            return (byte >> (inside % 8)) & 1 != 0
+            column = kv_idx % kv_block
+            byte = bits[block, q_idx % q_block, column // 8].to(torch.int32)
+            return (byte >> (column % 8)) & 1 != 0
 
         return look_up
 
@@ -79,8 +79,8 @@ def bitmask(
         return evaluate(b + first_row, h, q_idx, kv_idx)
 
     parts = [_pack_bits(visible) for _, visible in mask.evaluate(evaluate_shifted, blocks, device)]
-    nothing = torch.zeros(1, mask.q_block, -(-mask.kv_block // 8), dtype=torch.uint8)
-    bits = torch.cat(parts) if parts else nothing
+    no_blocks = torch.zeros(1, mask.q_block, -(-mask.kv_block // 8), dtype=torch.uint8)
+    bits = torch.cat(parts) if parts else no_blocks
     return Bitmask(rows.int(), ids, bits, mask.q_block, mask.kv_block, first_row)
 
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.host_copy import is_remote, to_host
-from tritoncp.distributed import collectives, consistency
+from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import Facts, fact
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.closed_forms import MaskMod
@@ -110,17 +110,17 @@ def compare_call(
     purpose = purpose_of(q, k, v)
 
     def facts() -> tuple[None, Facts, Sequence[int]]:
-        same = _facts(plan, Spec.decode(spec), scale, q, k, v, captures, ints, floats)
-        return None, {"call": fact(purpose, CALL.encode()), **same}, ()
+        common = _facts(plan, Spec.decode(spec), scale, q, k, v, captures, ints, floats)
+        return None, {"call": fact(purpose, CALL.encode()), **common}, ()
 
     consistency.together(group, purpose, facts, MOMENT)
     table.note(signature, scale, plan)
-    collectives.connect_data(group, q.device)  # for a plan made in another process, as a data loader's
+    groups.connect_data(group, q.device)  # for a plan made in another process, as a data loader's
 
 
 def share_failure(group: Any, plan: Plan, error: Exception) -> None:
-    """Tell the other ranks that this call failed, if they certainly compare it: if this plan or its structure
-    is new to the group. Otherwise they may run the call, and fail after the group's timeout."""
+    """Report to the other ranks that this call failed, if they certainly compare it: if this plan or its
+    structure is new to the group. Otherwise they may run the call, and fail after the group's timeout."""
     if group is None or group.size() == 1:
         return
     table = table_of(group)
@@ -147,6 +147,7 @@ def _facts(
     plan: Plan, spec: Spec, scale: float, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor],
     ints: Sequence[int], floats: Sequence[float],
 ) -> Facts:  # fmt: skip
+    """Return the facts of a call that all ranks must share."""
     score = engine_factory.score_of(spec, q, captures, ints, floats)
     mask, between = plan.mask, f"schedule {plan.schedule!r}, degree {plan.degree}"
     facts = {
@@ -239,6 +240,7 @@ def mod_text(mod: Any) -> str:
 
 
 def _tensors(mod: MaskMod) -> Iterator[Tensor]:
+    """Yield the tensors of a closed form and of those that it combines."""
     for part in _fields(mod):
         if isinstance(part, Tensor):
             yield part
@@ -247,6 +249,7 @@ def _tensors(mod: MaskMod) -> Iterator[Tensor]:
 
 
 def _fields(mod: MaskMod) -> Iterator[Any]:
+    """Yield the values of a closed form's fields, and the items of those that are sequences."""
     names: list[str] = (
         [field.name for field in dataclasses.fields(mod)] if dataclasses.is_dataclass(mod) else []
     )
@@ -256,6 +259,8 @@ def _fields(mod: MaskMod) -> Iterator[Any]:
 
 
 def _values(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each plain value that a function reads from its closure, globals, and their
+    attributes."""
     try:
         read = inspect.getclosurevars(fn)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Tables of the tile shapes that ``tritoncp autotune`` measured, and their look-up for a call.
+"""Files and tables of the tile shapes that ``tritoncp autotune`` measured.
 
 A file has the measurements of one device with one Triton version:
 ``<folder>/<arch>/<device>-triton-<version>.json``.  The first folder with an entry wins:
@@ -9,22 +9,19 @@ architecture or of other Triton versions; then the rule in ``kernels/tile_rules.
 An entry of kernel "route" names the fastest route of the forward pass for a call.  It applies only to calls
 with all its properties, on that device with that Triton: other routes were not verified.
 
-A call without an entry can tune first, if requested: ``tune_on_first_call.py``.
+``tile_lookup.py`` looks up tiles for a call. A call without an entry can tune first, if requested:
+``tune_on_first_call.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib.metadata
-import itertools
 import json
-import math
 import os
 import warnings
-import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,39 +29,19 @@ import torch
 
 from tritoncp.core.checked_json import read_json
 from tritoncp.core.paths import architecture_name, path_inside, slug, triton_version
-from tritoncp.distributed import collectives
 from tritoncp.kernels.options import ROUTES, check_options
-from tritoncp.kernels.tile_rules import KINDS, PASSES, architecture
-from tritoncp.masks.mask import Mask
+from tritoncp.kernels.tile_rules import architecture
 
 PACKAGE = Path(__file__).parents[1]
 SHIPPED = PACKAGE / "kernels/configs"
-# Nearest kind of mask if its own was not measured: both have long rows of full blocks.
-NEAREST = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}
-FEW = "full"  # the kind that few rows are measured with: nearly all their tiles are full
 LOCK_SECONDS = 60.0  # that a writer waits for the lock, which each writer holds for milliseconds
-WIN = 1.02  # time of the rule over that of tiles worth keeping
+# Nearest kind of mask if its own was not measured: both have long rows of full blocks.
+NEAREST_KIND = {"full": "causal", "causal": "full", "interval": "causal", "mod": "interval"}
+MIN_SPEEDUP = 1.02  # time of the rule over that of tiles worth keeping
 
 # Keys: kernel, dtype, head_dim, mask, config; v_head_dim if it differs; score, the name of a score_mod, and
 # loads = 2 if that loads a value for each score.
 Entries = list[dict[str, Any]]
-
-
-class Call(NamedTuple):
-    """The properties of a call by which tiles are looked up.
-
-    dims: of q and k, and of v; mask: see :func:`kind_of`; score: 1 for a score_mod, 2 for one that loads a
-    value for each score, 0 for none
-    """
-
-    dtype: str
-    dims: tuple[int, int]
-    mask: str
-    score: int
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, dims: tuple[int, int], mask: str, score: int = 0) -> Call:
-        return cls(str(dtype).removeprefix("torch."), dims, mask, score)
 
 
 class Device(NamedTuple):
@@ -83,23 +60,6 @@ def device_of(device: torch.device) -> Device:
     """
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return Device(architecture(device), name)
-
-
-def kind_of(mask: Mask, mod: bool = False) -> str:
-    """Classify a mask into the kinds that tile shapes are measured for.
-
-    mod: whether its mask_mod runs in the kernel
-
-    >>> from tritoncp import causal, create_block_mask, document, sliding_window
-    >>> masks = causal(), sliding_window(8), document(lengths=[40, 24])
-    >>> [kind_of(create_block_mask(mask, 1, 1, 64, 64)) for mask in masks]
-    ['causal', 'window', 'interval']
-    """
-    if mod:
-        return "mod"
-    if mask.window is not None:
-        return "causal" if min(mask.window) < 0 else "window"
-    return "full" if mask.mask_mod is None else "interval"
 
 
 def folders() -> list[Path]:
@@ -170,7 +130,7 @@ def entries_of(path: Path) -> Entries:
 
 
 def entry_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the key of an entry: kernel, dtype, head dims, mask, and score as in :class:`Call`.
+    """Return the key of an entry: kernel, dtype, head dims, mask, and score as in ``tile_lookup.Call``.
 
     >>> entry_key({"kernel": "dq", "dtype": "float16", "head_dim": 64, "mask": "causal", "score": "softcap"})
     ('dq', 'float16', 64, 64, 'causal', 1)
@@ -180,11 +140,13 @@ def entry_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
     return *first, entry["mask"], max(1, entry.get("loads", 0)) if entry.get("score") else 0
 
 
-def launched(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def kernel_and_tiles(kernel: str, config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the kernel that an entry's config is for, and its tiles.
 
-    >>> launched("route", {"ROUTE": "gluon", "num_stages": 3}), launched("dq", {"num_stages": 2})
-    (('gluon', {'num_stages': 3}), ('dq', {'num_stages': 2}))
+    >>> kernel_and_tiles("route", {"ROUTE": "gluon", "num_stages": 3})
+    ('gluon', {'num_stages': 3})
+    >>> kernel_and_tiles("dq", {"num_stages": 2})
+    ('dq', {'num_stages': 2})
     """
     if kernel != "route":
         return kernel, dict(config)
@@ -196,10 +158,10 @@ def check(entry: Mapping[str, Any]) -> None:
     """Raise ValueError, KeyError or TypeError for an entry that cannot be used."""
     if entry["kernel"] == "route":
         check_options({"ROUTE": entry["config"]["ROUTE"]})
-    kernel, tiles = launched(entry["kernel"], entry["config"])
+    kernel, tiles = kernel_and_tiles(entry["kernel"], entry["config"])
     check_options({"CONFIGS": ((kernel, tuple(tiles.items())),)})
     _, dtype, *dims, mask, _ = entry_key(entry)
-    if not isinstance(getattr(torch, dtype), torch.dtype) or mask not in (*NEAREST, "window"):
+    if not isinstance(getattr(torch, dtype), torch.dtype) or mask not in (*NEAREST_KIND, "window"):
         raise ValueError(f"no call has dtype {dtype!r} and a mask of kind {mask!r}")
     if not all(type(dim) is int and 0 < dim <= 256 for dim in dims):
         raise ValueError(f"head dims {dims} are not between 1 and 256")
@@ -227,159 +189,6 @@ def forget() -> None:
     global table_generation
     table_generation += 1
     table.cache_clear()
-
-
-def local(device: torch.device) -> str:
-    """Return the table of this process."""
-    return table(device_of(device), os.environ.get("TRITONCP_CONFIG_DIR"))
-
-
-BUDGET = "autotune"  # name of the table row with the tuning budget in seconds
-DEFAULT_BUDGET = 60.0  # seconds, if the variable has no number
-
-
-def seconds(text: str) -> float:
-    """Parse a time with unit s, m or h. Raises ValueError for other text.
-
-    >>> seconds("15m"), seconds("90s"), seconds("1.5h"), seconds("20")
-    (900.0, 90.0, 5400.0, 20.0)
-    """
-    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
-    try:
-        number = float(text[:-1]) * unit if unit else float(text)
-    except ValueError as error:
-        raise ValueError(f"budget {text!r} is no time: 90s, 15m, 1.5h") from error
-    if not 0 < number < math.inf:
-        raise ValueError(f"budget {text!r} is no time to work in")
-    return number
-
-
-def budget() -> float:
-    """Return the seconds that this process may spend tuning one kind of call: TRITONCP_AUTOTUNE, where 1
-    means a minute; 0 if it is not set."""
-    text = os.environ.get("TRITONCP_AUTOTUNE", "0")
-    if text in ("", "0") or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
-        return 0.0
-    try:
-        return DEFAULT_BUDGET if text == "1" else seconds(text)
-    except ValueError as error:
-        warnings.warn(f"nothing is tuned: TRITONCP_AUTOTUNE is 1 or a time, and {error}", stacklevel=2)
-        return 0.0
-
-
-# Rank 0's table when the group's first plan was made.
-_AGREED: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-
-
-def summary() -> tuple[int, int]:
-    """Return digest and length of this rank's table, which ranks compare while they make a plan together."""
-    content = _own_table().encode()
-    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True), len(content)
-
-
-def agree(group: Any, summaries: Sequence[Sequence[int]]) -> None:
-    """Distribute rank 0's table to every rank, once per group; all ranks call this together.
-
-    summaries: of all ranks' tables. If they are equal, nothing is sent.
-    """
-    if group in _AGREED:
-        return
-    own = _own_table()
-    if any(one != summaries[0] for one in summaries):
-        content = own.encode() if group.rank() == 0 else b""
-        own = collectives.exchange_bytes(content, summaries[0][1], group)[0].decode()
-    _AGREED[group] = own
-    forget()
-
-
-def renew(group: Any) -> None:
-    """Reread the files after they were written, and distribute rank 0's table again."""
-    forget()
-    if group is not None:
-        del _AGREED[group]
-        agree(group, collectives.exchange(summary(), group))
-
-
-def agreed_budget(group: Any) -> float:
-    """Return rank 0's :func:`budget` from the group's table; 0 if the group made no plan together."""
-    rows: list[list[Any]] = json.loads(_AGREED.get(group, "[]"))
-    return next((float(row[1]) for row in rows if row[0] == BUDGET), 0.0)
-
-
-def _own_table() -> str:
-    """Return the table for this process's GPU, with a row for its tuning budget if it has one."""
-    gpu = torch.cuda.is_available()
-    text = local(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
-    allowed = budget()
-    return json.dumps([*json.loads(text), [BUDGET, allowed]]) if allowed else text
-
-
-def text_of(device: torch.device, group: Any) -> str:
-    """Return the table that calls of a group use; each rank's own if the group made no plan together."""
-    agreed = _AGREED.get(group) if group is not None else None
-    return local(device) if agreed is None else agreed
-
-
-def digest_of(device: torch.device, group: Any) -> str:
-    """Return a short digest of the table that calls of a group use."""
-    return "tiles " + hashlib.sha256(text_of(device, group).encode()).hexdigest()[:12]
-
-
-@functools.lru_cache(maxsize=256)
-def chosen(text: str, dtype: str, dims: tuple[int, int], mask: str, score: int) -> tuple[Any, ...]:
-    """Choose the (kernel, items of its config) of each kernel for one call. Entries measured with a score_mod
-    are preferred (those that load a value for each score only match the same), then entries of these head
-    dims over those of the larger one, then the nearest mask.  Last the route, which needs an entry equal in
-    all of these."""
-    configs_by_key = {tuple(key): config for *key, config in json.loads(text)}
-    masks = list(dict.fromkeys([mask, (nearest := NEAREST.get(mask)), NEAREST.get(nearest or "")]))
-    widest = (max(dims),) * 2
-    tiles_by_kernel: dict[str, tuple[Any, ...]] = {}
-    for candidate in itertools.product(((0,), (1, 0), (2,))[score], (dims, widest), masks):
-        scored, widths, kind = candidate
-        for kernel in KINDS:
-            measured_kind = FEW if kernel == "few" else kind
-            if (config := configs_by_key.get((kernel, dtype, *widths, measured_kind, scored))) is not None:
-                tiles_by_kernel.setdefault(kernel, tuple(config.items()))
-    if (config := configs_by_key.get(("route", dtype, *dims, mask, score), {})).get(
-        "ROUTE", ROUTES[0]
-    ) != ROUTES[0]:
-        kernel, tiles = launched("route", config)
-        tiles_by_kernel |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}
-    return tuple(tiles_by_kernel.items())
-
-
-def configs(device: torch.device, call: Call, group: Any = None) -> dict[str, Any]:
-    """Return the engine's options for one call: CONFIGS, or none if no measured tiles apply."""
-    tiles = chosen(text_of(device, group), *call)
-    if not serves(tiles):
-        _warn_untuned(device, group)
-    return {"CONFIGS": tiles} if tiles else {}
-
-
-def serves(tiles: tuple[Any, ...]) -> bool:
-    """Return whether any tiles are for a pass over many rows."""
-    return any(kernel in PASSES for kernel, _ in tiles)
-
-
-WARNED_DEVICES: set[Device] = set()
-
-
-def _warn_untuned(device: torch.device, group: Any) -> None:
-    """Warn once per GPU, on one rank, that no tiles were measured for it, and how to measure them."""
-    if device.type == "cpu" or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
-        return
-    of = device_of(device)
-    if of in WARNED_DEVICES or (group is not None and group.rank()):
-        return
-    WARNED_DEVICES.add(of)
-    warnings.warn(
-        f"nothing like this call has been tuned for {of.name} ({of.arch}): tile shapes are those of a rule. "
-        "`tritoncp autotune --preset llama3-8b`, or with the --shapes of your model, run once, measures "
-        "better ones; TRITONCP_AUTOTUNE=1 does so for a minute at the first call of a kind, and "
-        "TRITONCP_CONFIG_DIR=- keeps the rule and says nothing",
-        stacklevel=2,
-    )
 
 
 def environment(without: str) -> dict[str, str]:

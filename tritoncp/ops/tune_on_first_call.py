@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from tritoncp.distributed import collectives
-from tritoncp.ops import tile_tables
-from tritoncp.ops.tile_tables import Call
+from tritoncp.distributed import groups
+from tritoncp.ops import tile_lookup, tile_tables
+from tritoncp.ops.tile_lookup import Call
 
 COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
 MEASURED = {"full": "full", "causal": "causal", "window": "window", "interval": "document"}
@@ -38,10 +38,10 @@ def tune_if_requested(device: torch.device, group: Any, call: Call, shape: tuple
     """
     if call.mask == "mod":  # ranks without masked blocks have kind "interval"
         call = call._replace(mask="interval")
-    if call.score == 2 or tile_tables.serves(tile_tables.chosen(tile_tables.text_of(device, group), *call)):
+    if call.score == 2 or _is_tuned(tile_lookup.table_text(device, group), call):
         return  # the measured stand-in for a score_mod loads no value for each score
     attempt = None if group is None else weakref.ref(group), call
-    allowed = tile_tables.budget() if group is None else _agreed_budget(group)
+    allowed = tile_lookup.tuning_budget() if group is None else _agreed_budget(group)
     if not allowed or attempt in _ATTEMPTS or not _tunable(device):
         return
     _ATTEMPTS.add(attempt)
@@ -52,14 +52,19 @@ def tune_if_requested(device: torch.device, group: Any, call: Call, shape: tuple
         outcome = "could not be measured, and are those of a rule"
         warnings.warn(f"tile shapes for calls like this one {outcome}: {error}", stacklevel=2)
     finally:  # warnings may be errors, and the other ranks wait
-        tile_tables.WARNED_DEVICES.add(tile_tables.device_of(device))
-        tile_tables.renew(group)
+        tile_lookup.WARNED_DEVICES.add(tile_tables.device_of(device))
+        tile_lookup.reread_tables(group)
 
 
 def _agreed_budget(group: Any) -> float:
     """Return the tuning seconds of a group: other ranks wait up to twice as long, within the group's
     timeout."""
-    return min(tile_tables.agreed_budget(group), collectives.timeout(group).total_seconds() / 4)
+    return min(tile_lookup.group_budget(group), groups.timeout(group).total_seconds() / 4)
+
+
+def _is_tuned(table: str, call: Call) -> bool:
+    """Return whether a table has tiles for a call's pass over many rows."""
+    return tile_lookup.has_pass_tiles(tile_lookup.choose_tiles(table, *call))
 
 
 def _tunable(device: torch.device) -> bool:
@@ -81,7 +86,7 @@ def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed
         tile_tables.path_in(folder, tile_tables.device_of(device)).with_suffix(".lock"), deadline
     ):
         tile_tables.forget()
-        if tile_tables.serves(tile_tables.chosen(tile_tables.local(device), *call)):
+        if _is_tuned(tile_lookup.local_table(device), call):
             return
         arguments = _command_arguments(call, shape, allowed)
         warnings.warn(
@@ -101,7 +106,7 @@ def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed
         except subprocess.TimeoutExpired:
             failure = f"the command had not ended after {remaining:.0f} s"
         tile_tables.forget()
-        if not tile_tables.serves(tile_tables.chosen(tile_tables.local(device), *call)):
+        if not _is_tuned(tile_lookup.local_table(device), call):
             raise RuntimeError(failure)
 
 

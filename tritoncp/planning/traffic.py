@@ -82,7 +82,7 @@ class Hop:
     """One rank's part in one turn of the ring; peers are ranks, None = no message.
 
     owner:     rank whose K and V this rank would hold in this turn
-    here:      whether this rank holds them: they travel only to the last rank that reads them
+    holds:     whether this rank holds them: they travel only to the last rank that reads them
     reads:     whether this rank's queries see any of them
     more:      whether this rank's queries see any of a later turn's K and V
     next:      rank that K and V are sent to, for the next turn
@@ -93,7 +93,7 @@ class Hop:
     """
 
     owner: int
-    here: bool
+    holds: bool
     reads: bool
     more: bool
     next: int | None
@@ -137,15 +137,15 @@ def ring(reads: Tensor, rank: int, route: tuple[int, Tensor] | None = None) -> t
     last, hops = max(turn for turn, is_read in enumerate(turn_reads) if is_read), []
     for turn, owner in enumerate(owners):
         after = (owner - step) % world
-        here, goes_on, comes = turn <= reach[owner], turn < reach[owner], turn < reach[after]
+        holds, goes_on, comes = turn <= reach[owner], turn < reach[owner], turn < reach[after]
         hop = Hop(
             owner=owner,
-            here=here,
+            holds=holds,
             reads=turn_reads[turn],
             more=turn < last,
             next=following if goes_on else None,
             previous=preceding if comes else None,
-            dkv_to=None if not here or turn == 0 else following if goes_on else owner,
+            dkv_to=None if not holds or turn == 0 else following if goes_on else owner,
             dkv_next=preceding if comes and turn > 0 else None,
             dkv_home=(rank + step * turn) % world if turn == reach[rank] and turn > 0 else None,
         )

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from tritoncp.distributed import collectives
+from tritoncp.distributed import groups
 from tritoncp.self_check.cases import PASSES, Case, Problem, Result, choose_sizes, make_problem
 from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
 
@@ -93,7 +93,7 @@ class Failure:
     @classmethod
     def of(cls, error: Exception, device: torch.device) -> Failure:
         """Make a failure from an exception."""
-        lost = isinstance(error, collectives.PeerLost | Stalled | dist.DistError)
+        lost = isinstance(error, groups.PeerLost | Stalled | dist.DistError)
         lines = str(error).strip().splitlines() or [""]
         return cls(f"{type(error).__name__}: {lines[0][:500]}", lost or not is_usable(device))
 
@@ -142,7 +142,7 @@ def run_schedule(
             own = take_outcome(steps, ranks.device)
             try:
                 records = gather((own, limits.reason()))
-            except collectives.PeerLost as error:
+            except groups.PeerLost as error:
                 rank = error.absent[0] if error.absent else None
                 yield from (Result(case, rank=rank, ranks=error.absent, why=str(error)) for case in unknown)
                 lost = ", ".join(map(str, error.absent)) or "unknown"

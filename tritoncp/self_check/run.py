@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from tritoncp.demo.ranks import stay_on_this_machine, torchrun_world_size
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, groups
 from tritoncp.self_check import facts
 from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
 from tritoncp.self_check.cases import Case, Result, choose_degree, choose_sizes, list_cases
@@ -200,7 +200,7 @@ def check_group(request: Request, limits: Limits, show: Show) -> Report:
             show(result)
         machine["all_gather"] = facts.time_all_gather(group.ranks)
         machine["ranks"] = group.gather(facts.describe_device(device))
-    except (Stopped, collectives.PeerLost) as error:
+    except (Stopped, groups.PeerLost) as error:
         results += mark_not_run(cases, results, str(error))
         return Report(machine, results, limits.seconds, str(error), error.absent)
     dist.destroy_process_group()

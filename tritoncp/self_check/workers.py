@@ -116,7 +116,7 @@ def set_up_process(device: torch.device) -> None:
     """Set up a process so that other processes find the kernels that it compiles in Triton's cache."""
     torch.set_num_threads(1)
     warnings.filterwarnings(
-        "ignore", message=".*heads do not go round"
+        "ignore", message=".*heads cannot be divided"
     )  # worlds with too few heads are cases
     if device.type == "cuda":
         from tritoncp.ops.engine_factory import name_functions

@@ -21,7 +21,7 @@ from tritoncp.analysis.jobs import Job, Routed
 from tritoncp.analysis.throughput_bound import MACHINES
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config, family
-from tritoncp.ops.tile_tables import WIN
+from tritoncp.ops.tile_tables import MIN_SPEEDUP
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.targets import Target, candidates
 
@@ -238,7 +238,7 @@ class Tuner:
     @staticmethod
     def _best(times: dict[Config, float], rule: Config) -> Choice:
         fastest = min(times, key=times.__getitem__)
-        winner = fastest if times[rule] / times[fastest] > WIN else rule
+        winner = fastest if times[rule] / times[fastest] > MIN_SPEEDUP else rule
         return Choice(winner, times[winner], times[rule])
 
     def run(self, requested: Sequence[Target], bench: Bench) -> dict[Target, Choice]:

@@ -14,7 +14,7 @@ from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.cross_compile import check_target
 from tritoncp.core.paths import path_inside
 from tritoncp.ops import tile_tables
-from tritoncp.ops.tile_tables import seconds
+from tritoncp.ops.tile_lookup import parse_seconds
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.search import Bench, Choice, Tally, Tuner
 from tritoncp.tuning.targets import Target, candidates
@@ -148,7 +148,7 @@ def request(
             "or in TRITONCP_CONFIG_DIR"
         )
     result = Request(
-        tuple(requested), device, static, seconds(budget), resume, target_folder, processes, timeout
+        tuple(requested), device, static, parse_seconds(budget), resume, target_folder, processes, timeout
     )
     _ = result.journal  # raises ValueError now for a folder that a link leads out of
     return result

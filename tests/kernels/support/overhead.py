@@ -28,7 +28,7 @@ from triton.runtime.driver import driver
 
 import tritoncp
 from tritoncp.analysis.cross_compile import DriverStub, target_of
-from tritoncp.distributed import collectives
+from tritoncp.distributed import collectives, groups
 from tritoncp.kernels import engine
 from tritoncp.ops import engine_factory
 
@@ -73,9 +73,9 @@ def unsent(request: Any, group: Any) -> collectives.Ticket:
             return collectives.Ticket(x.new_empty(x.shape[0] * world, *x.shape[1:]))
         case collectives.ReduceScatter(x):
             return collectives.Ticket(x.new_empty(x.shape[0] // world, *x.shape[1:]))
-        case collectives.AllToAll(x, _, takes):
-            return collectives.Ticket(x.new_empty(sum(takes), *x.shape[1:]))
-    return collectives.Ticket([x for _, x in request.takes])
+        case collectives.AllToAll(x, _, recvs):
+            return collectives.Ticket(x.new_empty(sum(recvs), *x.shape[1:]))
+    return collectives.Ticket([x for _, x in request.recvs])
 
 
 def without_collectives(call: Call, beside: Call) -> dict[str, float]:
@@ -166,7 +166,7 @@ def main() -> None:
     for name, call in calls().items():
         say(name, call, figures(call, torchs))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    collectives.timeout = lambda group: timedelta(minutes=1)
+    groups.timeout = lambda group: timedelta(minutes=1)
     for schedule in ("allgather", "fetch", "ring", "ulysses"):
         for way, call in zip(("forward", "forward and backward"), of_a_rank(schedule), strict=True):
             timings = figures(call, torchs) | {"without collectives": without_collectives(call, torchs)}

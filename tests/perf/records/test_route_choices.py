@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from tests.perf.synthetic_history import H200
 from tritoncp.kernels import route_check
-from tritoncp.ops import tile_tables
+from tritoncp.ops import tile_lookup, tile_tables
 from tritoncp.perf.cli import perf
 from tritoncp.perf.records.history import Point, Series, append, variant
 from tritoncp.perf.records.ingest import ingest
@@ -63,11 +63,11 @@ def test_the_fastest_right_route_becomes_the_default_of_calls_like_the_measured_
     monkeypatch.setattr(tile_tables, "_triton", lambda: "3.6.0")
     tile_tables.forget()
     text = tile_tables.table(DEVICE, None)
-    selected = dict(tile_tables.chosen(text, "bfloat16", (128, 128), "causal", 0))
+    selected = dict(tile_lookup.choose_tiles(text, "bfloat16", (128, 128), "causal", 0))
     assert selected["route"] == (("ROUTE", "gluon"),)
     for other in (("float16", (128, 128), "causal", 0), ("bfloat16", (64, 64), "causal", 0),
                   ("bfloat16", (128, 128), "window", 0), ("bfloat16", (128, 128), "causal", 1)):  # fmt: skip
-        assert "route" not in dict(tile_tables.chosen(text, *other))
+        assert "route" not in dict(tile_lookup.choose_tiles(text, *other))
     tile_tables.forget()
 
 

@@ -76,7 +76,7 @@ def test_each_rank_does_the_work_of_its_own_rows(name, world):
 @pytest.mark.parametrize("world", [1, 3])
 def test_wire_bytes_are_the_bytes_that_a_simulated_world_sends(world, monkeypatch):
     sent = {"forward": 0, "backward": 0}
-    direction, turn = "forward", collectives._turn
+    direction, turn = "forward", collectives._run_turn
 
     def spy(requests):
         for request in requests:
@@ -86,7 +86,7 @@ def test_wire_bytes_are_the_bytes_that_a_simulated_world_sends(world, monkeypatc
                 sent[direction] += request.x.nbytes * (world - 1) // world
         return turn(requests)
 
-    monkeypatch.setattr(collectives, "_turn", spy)
+    monkeypatch.setattr(collectives, "_run_turn", spy)
     simulated = tritoncp.simulate(world)
     plan = simulated.make_plan(create_block_mask(causal(), 1, 1, 96, 96, BLOCK_SIZE=16))
     shape = Shape(batch=1, heads=2, kv_heads=2, dim=16, v_dim=32, itemsize=4)

@@ -1,4 +1,4 @@
-"""How K and V reach the queries: each schedule is a forward/backward pair of generators."""
+"""Schedules: the messages and steps of a pass. Each is a pair of generators, ``forward`` and ``backward``."""
 
 from typing import Any
 

@@ -18,7 +18,7 @@ from tritoncp.planning.plan import Plan
 def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
-    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+    """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     out, lse, top = outputs(plan, q, v, want_max)
     kv, q_groups = _groups(plan, k, v, q, out, lse, top)
@@ -45,8 +45,8 @@ def backward(
     dout: Tensor,
     dlse: Tensor | None,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:
-    """dq, and dk and dv in lse's dtype, of this rank's shards; gradients of captures go to the engine's
-    buffers."""
+    """Compute dq, and dk and dv in lse's dtype, of this rank's shards; gradients of captures go to the
+    engine's buffers."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
@@ -71,7 +71,7 @@ def backward(
     return dq, *separate(torch.cat(parts, 2), k)
 
 
-Pieces = list[tuple[Any, ...]]
+Pieces = list[tuple[Any, ...]]  # each head group's part of every tensor
 
 
 def _groups(plan: Plan, k: Tensor, v: Tensor, q: Tensor, *rest: Tensor | None) -> tuple[Pieces, Pieces]:
@@ -88,6 +88,7 @@ def _groups(plan: Plan, k: Tensor, v: Tensor, q: Tensor, *rest: Tensor | None) -
 
 
 def _cut(sizes: list[int], *tensors: Tensor | None) -> Pieces:
+    """Split tensors [B, H, ...] into head groups of these sizes."""
     parts = [[None] * len(sizes) if x is None else x.split_with_sizes(sizes, 1) for x in tensors]
     return list(zip(*parts, strict=True))
 

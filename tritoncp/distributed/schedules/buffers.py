@@ -32,12 +32,12 @@ def empty_kv_buffer(k: Tensor, v: Tensor, rows: int) -> KVBuffer:
 
 def pack(k: Tensor, v: Tensor, rows: int) -> KVBuffer:
     """Copy k and v into a message, with zeros past their last row."""
-    room, s = empty_kv_buffer(k, v, rows), k.shape[2]
+    message, s = empty_kv_buffer(k, v, rows), k.shape[2]
     if s < rows:
-        room.packed[s:] = 0
-    for into, x in ((room.k, k), (room.v, v)):
-        (into if s == rows else into[:, :, :s]).copy_(x)
-    return room
+        message.packed[s:] = 0
+    for target, x in ((message.k, k), (message.v, v)):
+        (target if s == rows else target[:, :, :s]).copy_(x)
+    return message
 
 
 def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ def empty_dq(plan: Plan, engine: Any, q: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def new_state(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate (acc, m, l) between steps."""
+    """Allocate the state (acc, m, l) that is carried between steps, in lse's dtype."""
     return torch.empty_like(out, dtype=lse.dtype), torch.empty_like(lse), torch.empty_like(lse)
 
 
@@ -110,8 +110,8 @@ def dkdv(
         return
     parts = lse.new_zeros(b, h * split, rows, d + e)
     engine.dkdv(*args, dk=parts[..., :d], dv=parts[..., d:], dq=dq, h_offset=h_offset, split=split)()
-    for into, part in zip((dk, dv), parts.unflatten(1, (h, split)).sum(2).split([d, e], 3), strict=True):
-        into.copy_(into + part if add else part)
+    for grad, part in zip((dk, dv), parts.unflatten(1, (h, split)).sum(2).split([d, e], 3), strict=True):
+        grad.copy_(grad + part if add else part)
 
 
 def separate(dkv: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

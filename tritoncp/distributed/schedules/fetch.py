@@ -25,7 +25,7 @@ from tritoncp.planning.plan import Plan
 def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
-    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+    """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
@@ -42,7 +42,8 @@ def backward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     dlse: Tensor | None,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
+    """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
+    buffers."""
     near, far = (plan.tables(q.device, q.shape[0], q.shape[1], where) for where in (plan.rank, "fetched"))
     has_remote = sum(plan.fetch.takes) > 0
     local = pack(k, v, k.shape[2]).packed
@@ -67,6 +68,7 @@ def backward(
 
 
 def _request(plan: Plan, local: Tensor) -> AllToAll:
+    """Request the remote rows of K and V that this rank reads, in return for those that other ranks read."""
     rows = plan.fetch_rows(local.device)
     return AllToAll(_numbered(plan, local).index_select(0, rows), plan.fetch.sends, plan.fetch.takes)
 
@@ -76,10 +78,10 @@ def _numbered(plan: Plan, local: Tensor) -> Tensor:
     return local.transpose(0, 1).flatten(0, 1)[:, None] if plan.fetch.batched else local
 
 
-def _add_home(plan: Plan, home: Tensor, back: Tensor) -> None:
+def _add_home(plan: Plan, home: Tensor, grads: Tensor) -> None:
     """Add the returned gradients one rank after the other, so that the order of every sum is fixed."""
     sends = list(plan.fetch.sends)
-    for rows, part in zip(plan.fetch_rows(home.device).split(sends), back.split(sends)):
+    for rows, part in zip(plan.fetch_rows(home.device).split(sends), grads.split(sends)):
         if plan.fetch.batched:
             home[rows % len(home), rows // len(home)] += part[:, 0]
         else:

@@ -15,7 +15,7 @@ from tritoncp.planning.plan import Plan
 def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
-    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of all queries."""
+    """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of all queries."""
     out, lse, top = outputs(plan, q, v, want_max)
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     engine.forward(q, k, v, tables, out=out, lse=lse, max_scores=top)()
@@ -27,7 +27,7 @@ def backward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     dlse: Tensor | None,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """(dq, dk, dv) in the dtypes of q, k, v; gradients of captures go to engine's buffers."""
+    """Compute (dq, dk, dv) in the dtypes of q, k, v; gradients of captures go to the engine's buffers."""
     tables = plan.tables(q.device, q.shape[0], q.shape[1])
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.distributed.collectives import Schedule, Swap, Ticket, Wait
+from tritoncp.distributed.collectives import Schedule, SendRecv, Ticket, Wait
 from tritoncp.distributed.schedules.buffers import (
     KVBuffer,
     dkdv,
@@ -29,13 +29,13 @@ from tritoncp.planning.traffic import Hop
 def forward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, want_max: bool
 ) -> Schedule[tuple[Tensor, Tensor, Tensor | None]]:
-    """(out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
+    """Compute (out [B, Hq, S, E], lse [B, Hq, S], max_scores or None) of this rank's queries."""
     out, lse, top = outputs(plan, q, v, want_max)
     final = {"out": out, "lse": lse, "max_scores": top, "state": new_state(out, lse)}
     current, free = _kv_buffers(plan, k, v)
     where = q.device, q.shape[0], q.shape[1]
     for turn, hop in enumerate(plan.ring):
-        flight = yield _pass_on(hop, current, free)
+        flight = yield _send_kv(hop, current, free)
         if hop.reads:
             tables = plan.tables(*where, hop.owner)
             engine.forward(
@@ -50,7 +50,8 @@ def backward(
     plan: Plan, engine: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor,
     dlse: Tensor | None,
 ) -> Schedule[tuple[Tensor, Tensor, Tensor]]:  # fmt: skip
-    """(dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to engine's buffers."""
+    """Compute (dq, dk, dv) of this rank's shards, in lse's dtype; gradients of captures go to the engine's
+    buffers."""
     delta = torch.empty_like(lse)
     engine.delta(out, dout, dlse, delta)()
     dq = empty_dq(plan, engine, q, lse.dtype)
@@ -58,59 +59,59 @@ def backward(
     home = torch.zeros_like(current.packed, dtype=lse.dtype)  # gradient of the own K and V
     last = max((turn for turn, hop in enumerate(plan.ring) if hop.previous is not None), default=0)
     where = q.device, q.shape[0], q.shape[1]
-    following: Ticket | None = None  # the gradient in flight
-    came: list[Tensor] = []
+    grad_flight: Ticket | None = None
+    received: list[Tensor] = []
     for turn, hop in enumerate(plan.ring):
-        flight = yield _pass_on(hop, current, free)
+        flight = yield _send_kv(hop, current, free)
         args: tuple[Any, ...] = ()
         if hop.reads:
             tables = plan.tables(*where, hop.owner)
             args = (q, current.k, current.v, dout, lse, delta, tables)
             engine.dq(*args, dq=dq, add=turn > 0)()
-        if following is not None:
-            came = yield Wait(following)  # dQ was computed while it flew
-        grad = _arrived(plan.ring, turn, came, home)
+        if grad_flight is not None:
+            received = yield Wait(grad_flight)  # dQ is computed meanwhile
+        grad = _current_grad(plan.ring, turn, received, home)
         if hop.reads:
             dkdv(engine, args, *views(grad, k), dq, add=turn > 0)
-        following = yield _follow(hop, grad, home)
+        grad_flight = yield _send_grad(hop, grad, home)
         if (yield Wait(flight)):
             current, free = free, current
         if turn == last:
             free = current  # no hop receives after this one
-    assert following is not None
-    _arrived(plan.ring, len(plan.ring), (yield Wait(following)), home)
+    assert grad_flight is not None
+    _current_grad(plan.ring, len(plan.ring), (yield Wait(grad_flight)), home)
     return dq, *separate(home, k)
 
 
 def _kv_buffers(plan: Plan, k: Tensor, v: Tensor) -> tuple[KVBuffer, KVBuffer]:
-    """Pack this rank's K and V, and allocate a second buffer to receive into, if any hop receives; the two
-    swap."""
+    """Pack this rank's K and V, and allocate a second buffer to receive into, if any hop receives."""
     current = pack(k, v, plan.kv.s_max)
-    comes = any(hop.previous is not None for hop in plan.ring)
-    return current, empty_kv_buffer(k, v, plan.kv.s_max) if comes else current
+    receives = any(hop.previous is not None for hop in plan.ring)
+    return current, empty_kv_buffer(k, v, plan.kv.s_max) if receives else current
 
 
-def _pass_on(hop: Hop, current: KVBuffer, free: KVBuffer) -> Swap:
+def _send_kv(hop: Hop, current: KVBuffer, free: KVBuffer) -> SendRecv:
     """Send K and V to the next rank; receive the next K and V, of the same shape, from the previous one."""
     sends = [(hop.next, current.packed)] if hop.next is not None else []
-    return Swap(sends, [(hop.previous, free.packed)] if hop.previous is not None else [])
+    return SendRecv(sends, [(hop.previous, free.packed)] if hop.previous is not None else [])
 
 
-def _follow(hop: Hop, grad: Tensor, home: Tensor) -> Swap:
-    """Send the gradient of this turn's K and V onwards; receive the next turn's, and the own one if it
-    returns now."""
-    takes = [(peer, torch.empty_like(home)) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
-    return Swap([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], takes)
+def _send_grad(hop: Hop, grad: Tensor, home: Tensor) -> SendRecv:
+    """Send the gradient of this turn's K and V to their next reader; receive that of the next turn's K and V,
+    and that of this rank's own if it returns in this turn."""
+    recvs = [(peer, torch.empty_like(home)) for peer in (hop.dkv_next, hop.dkv_home) if peer is not None]
+    return SendRecv([(hop.dkv_to, grad)] if hop.dkv_to is not None else [], recvs)
 
 
-def _arrived(hops: tuple[Hop, ...], turn: int, came: list[Tensor], home: Tensor) -> Tensor:
-    """Select the gradient buffer of this turn's K and V; a returned own gradient is added to ``home``."""
+def _current_grad(hops: tuple[Hop, ...], turn: int, received: list[Tensor], home: Tensor) -> Tensor:
+    """Return the gradient buffer of this turn's K and V, and add a returned gradient of this rank's own K and
+    V to ``home``."""
     if turn == 0:
         return home
-    before, rest = hops[turn - 1], list(came)
-    travelling = rest.pop(0) if before.dkv_next is not None else None
-    if before.dkv_home is not None:
+    previous, rest = hops[turn - 1], list(received)
+    grad = rest.pop(0) if previous.dkv_next is not None else None
+    if previous.dkv_home is not None:
         home += rest.pop()
-    if travelling is None and turn < len(hops) and hops[turn].here:
-        return torch.zeros_like(home)  # the first stop of these K and V
-    return home if travelling is None else travelling
+    if grad is None and turn < len(hops) and hops[turn].holds:
+        return torch.zeros_like(home)  # no rank has added to the gradient yet
+    return home if grad is None else grad

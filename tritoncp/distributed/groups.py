@@ -1,0 +1,281 @@
+"""Process groups: the group of a mesh, and the communicators that accompany a group.
+
+A group has up to two companions of the same ranks: the control communicator carries integers, the data
+communicator carries the tensors of schedules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class PeerLost(RuntimeError):
+    """Raised where a message between ranks failed, or took longer than the group's timeout. absent: the
+    missing ranks of the group, where they are known."""
+
+    def __init__(self, message: str, absent: Sequence[int] = ()):
+        super().__init__(message)
+        self.absent = tuple(absent)
+
+
+def peer_lost(group: dist.ProcessGroup, purpose: str, absent: Sequence[int], error: object) -> PeerLost:
+    """Build the error for ranks that did not take part in the call ``purpose``; ``absent`` is empty where
+    they are unknown."""
+    numbers = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
+    ranks = f"rank{'s' * (len(absent) > 1)} {numbers}" if absent else "another rank"
+    waited = f"{timeout(group).total_seconds():g} s"
+    return PeerLost(
+        f"rank {group.rank()} of {group.size()} was at {purpose}, and {ranks} did not come within {waited} "
+        "or ended the connection: it died, stalled, failed before this call or made another call. Look at "
+        f"the output of those ranks first. ({error})",
+        absent,
+    )
+
+
+# Communicators that accompany a group. Registered ones are kept by name: torch alone owns them, so that
+# destroy_process_group() ends their threads.
+_CONTROLS: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+_COMPANIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
+_CONNECTED: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # with data communicators
+STORE_TIMEOUT = 2.0  # seconds to wait for a store's answer
+CONTROL_NAME, DATA_NAME = "tritoncp control", "tritoncp data"
+
+
+def control_communicator(group: dist.ProcessGroup, purpose: str = "a first call") -> Any:
+    """Return the control communicator of a group, which carries integers. It is made at its first use: a gloo
+    communicator on the host, which waits for no GPU, or a companion where torch has no gloo.
+
+    Integers sent over the group itself could meet another rank's keys and values in one collective and come
+    back as garbage, without an error.
+    """
+    if not dist.is_gloo_available():
+        return _companion(group, CONTROL_NAME, None, purpose)
+    if group not in _CONTROLS:
+        store = dist.PrefixStore(CONTROL_NAME, group.get_group_store())
+
+        def connect() -> Any:
+            return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout(group))
+
+        _CONTROLS[group] = _connect(group, store, purpose, connect)
+    return _CONTROLS[group]
+
+
+def data_communicator(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Return the communicator that carries the tensors of schedules on ``device``: all of them, so that every
+    rank starts them in the same order.
+
+    It is the group itself, except where NCCL would use a stream of normal priority: its blocks would start
+    only after the attention kernel that fills the GPU, so that nothing overlaps.  There it is a companion: a
+    communicator of the same ranks with a high-priority stream, which all ranks make in :func:`connect_data`.
+    """
+    if device.type != "cuda":
+        return group
+    name = _COMPANIONS.get(group, {}).get(DATA_NAME)
+    if name is not None:
+        return group_by_name(name)
+    if not _has_normal_priority(group):
+        return group
+    purpose = "making the communicator of keys and values"
+    return _companion(group, DATA_NAME, "nccl", purpose, high_priority=True)
+
+
+def connect_data(group: dist.ProcessGroup, device: torch.device | None = None) -> None:
+    """Connect the NCCL communicator of a group's CUDA tensors, by one collective of all ranks. NCCL connects
+    at the first message and waits for all ranks, but a schedule's first message may involve only some.
+
+    device: of the call's tensors; None while a plan is made. A group that also serves CPU tensors is
+        connected by a call with GPU tensors only: its ranks may share one GPU, which NCCL refuses.
+    """
+    if group.size() == 1 or group in _CONNECTED or _nccl_of(group) is None:
+        return
+    if device is None and not _serves_cpu(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device is None or device.type != "cuda":
+        return
+    dist.all_reduce(torch.zeros(1, device=device), group=data_communicator(group, device))
+    _CONNECTED.add(group)
+
+
+def _serves_cpu(group: dist.ProcessGroup) -> bool:
+    """Return whether a group carries tensors on the CPU besides those on GPUs, as init_process_group()'s
+    default group."""
+    backend = dist.get_backend(group)
+    return backend == "undefined" or "cpu:" in backend
+
+
+def _has_normal_priority(group: dist.ProcessGroup) -> bool:
+    """Return whether NCCL carries the CUDA tensors of a group on a stream of normal priority."""
+    backend = _nccl_of(group)
+    if backend is None or group.size() == 1:
+        return False
+    forced = os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0").upper() in ("1", "Y", "YES", "T", "TRUE")
+    return not (forced or backend.options.is_high_priority_stream)
+
+
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    """Return the NCCL backend that carries the CUDA tensors of a group, or None."""
+    try:
+        backend = group._get_backend(torch.device("cuda"))
+    except RuntimeError:  # the group has no backend for CUDA
+        return None
+    return backend if backend.name() == "nccl" else None
+
+
+def _companion(
+    group: dist.ProcessGroup, name: str, backend: str | None, purpose: str, high_priority: bool = False
+) -> dist.ProcessGroup:
+    """Return a group's companion communicator of this name, which all ranks of the group make at its first
+    use.
+
+    It is made as by torch's new_group, but under a fixed name: the name that new_group chooses without all of
+    the world's ranks depends on the number of groups of a rank, which may differ between the ranks.
+
+    high_priority: run NCCL on a high-priority stream, whose blocks start before those of other streams
+    """
+    companions = _COMPANIONS.setdefault(group, {})
+    if name not in companions:
+        store, ranks = group.get_group_store(), dist.get_process_group_ranks(group)
+        torchs: Any = dist.distributed_c10d
+
+        def connect() -> str:
+            options = None
+            if high_priority:
+                options = torchs.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                options._timeout = timeout(group)
+            with _without_split(torchs._get_default_group()):
+                companion, _ = torchs._new_process_group_helper(
+                    len(ranks), group.rank(), ranks, dist.Backend(backend or dist.get_backend(group)), store,
+                    f"{group.group_name} {name}", options, timeout(group), group_desc=name,
+                )  # fmt: skip
+            torchs._world.pg_group_ranks[companion] = {rank: index for index, rank in enumerate(ranks)}
+            return companion.group_name
+
+        companions[name] = _connect(group, dist.PrefixStore(name, store), purpose, connect)
+    return group_by_name(companions[name])
+
+
+@contextlib.contextmanager
+def _without_split(world: dist.ProcessGroup) -> Iterator[None]:
+    """Make new communicators without ncclCommSplit of the world's communicator, in a ``with`` block.
+
+    Where the world's group is bound to a device, torch splits new communicators from it, which waits for
+    every rank of the world, also for those outside the group, which do not take part.
+    """
+    device = world.bound_device_id
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def _connect(group: dist.ProcessGroup, store: dist.Store, purpose: str, connect: Callable[[], Any]) -> Any:
+    """Call connect(), which needs every rank. Raises PeerLost, which names the absent ranks."""
+    if is_dry_run(group):
+        return connect()
+    store.set(f"present {group.rank()}", "yes")
+    try:
+        return connect()
+    except RuntimeError as error:
+        keys = [f"present {rank}" for rank in range(group.size())]
+        raise peer_lost(group, purpose, _absent_keys(store, keys), error) from error
+
+
+def _absent_keys(store: dist.Store, keys: Sequence[str]) -> list[int]:
+    """List the indices of the keys that a store does not hold; empty where the store itself does not answer
+    in time, as its host may be the rank that stopped."""
+    absent: list[int] = []
+
+    def check_keys() -> None:
+        absent.extend([index for index, key in enumerate(keys) if not store.check([key])])
+
+    thread = threading.Thread(target=check_keys, daemon=True)  # Store.check has no timeout
+    thread.start()
+    thread.join(STORE_TIMEOUT)
+    return [] if thread.is_alive() else absent
+
+
+def timeout(group: dist.ProcessGroup) -> timedelta:
+    """Return the timeout of a group, which its companions share."""
+    return group._get_backend(device_of(group)).options._timeout
+
+
+def is_dry_run(group: dist.ProcessGroup) -> bool:
+    """Return whether a group uses torch's "fake" backend, under which the other ranks do not exist."""
+    return dist.get_backend(group) == "fake"
+
+
+def device_of(group: dist.ProcessGroup, channel: Any = None) -> torch.device:
+    """Return the device of a group's tensors, or of the integers on its control communicator ``channel``."""
+    nccl = "nccl" in dist.get_backend(group) and (channel is None or isinstance(channel, dist.ProcessGroup))
+    return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+
+
+def group_by_name(name: str) -> dist.ProcessGroup:
+    """Return the process group with this name. Raises ValueError for one that was destroyed."""
+    try:
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(_DESTROYED.format(name=name)) from error
+
+
+_DESTROYED = (
+    "the process group {name!r} was destroyed, or never made in this process; pass a group that exists: make "
+    "it, and all plans for it, again after destroy_process_group()"
+)
+_NOT_A_MEMBER = (
+    "this process is not a member of {which}: only its ranks call this. Make the call where "
+    "torch.distributed.get_rank(group) is not -1, or pass the group that this process belongs to"
+)
+
+
+def group_of(mesh: Any) -> dist.ProcessGroup | None:
+    """Return the process group of all ranks of a DeviceMesh of one or two dimensions; a ProcessGroup and None
+    are returned as they are. Raises ValueError for a group that was destroyed or does not hold this process,
+    before any message is sent."""
+    if mesh is None:
+        return None
+    group = mesh if isinstance(mesh, dist.ProcessGroup) else _group_of_mesh(mesh)
+    if group not in dist.distributed_c10d._world.pg_map:
+        raise ValueError(_DESTROYED.format(name=group.group_name))
+    return group
+
+
+def _group_of_mesh(mesh: Any) -> dist.ProcessGroup:
+    """Return the process group of a mesh, or raise an error that names the fault of the argument."""
+    not_a_member = dist.GroupMember.NON_GROUP_MEMBER
+    if type(mesh) is type(not_a_member) and mesh == not_a_member:
+        raise ValueError(_NOT_A_MEMBER.format(which="this process group"))
+    if not isinstance(mesh, dist.DeviceMesh):
+        raise TypeError(f"mesh is a DeviceMesh, a ProcessGroup or None; got a {type(mesh).__name__}")
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"this mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass its context-parallel one, for "
+            "example mesh['cp'], or two of them for ulysses and another schedule"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            "this mesh has two dimensions without names, and torch joins only named ones; pass "
+            "init_device_mesh(..., mesh_dim_names=('ring', 'ulysses')), or any two names"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(_NOT_A_MEMBER.format(which=f"the mesh {mesh}"))
+    try:
+        return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    except (LookupError, RuntimeError) as error:
+        raise ValueError(_DESTROYED.format(name=str(mesh))) from error
+
+
+def degree_of(mesh: Any) -> int:
+    """Return the number of ranks that exchange heads: the second dimension of a two-dimensional mesh, 0 for
+    any other mesh."""
+    return mesh.size(1) if isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2 else 0

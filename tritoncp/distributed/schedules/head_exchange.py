@@ -1,0 +1,332 @@
+"""The exchange of sequence for heads among the ranks of a row, and back.
+
+Each rank of a row sends its tokens' part of every head to the rank that computes this head, and receives its
+own heads of all of the row's tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from tritoncp.distributed.collectives import AllToAll, Schedule, SendRecv, Wait
+from tritoncp.planning import traffic
+from tritoncp.planning.plan import Plan
+
+T = TypeVar("T")
+
+_WARNED: set[tuple[int, int]] = set()
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The queries, or the keys and values, that the ranks of a row exchange.
+
+    heads: heads of each rank of the row
+    rows:  tokens of each rank, padding included
+    """
+
+    heads: list[range]
+    rows: int
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """Number of heads of each rank of the row."""
+        return list(map(len, self.heads))
+
+    @functools.cached_property
+    def shared(self) -> bool:
+        """Whether several ranks of the row have the same head."""
+        return traffic.share(self.heads)
+
+    @functools.cached_property
+    def readers(self) -> int:
+        """Number of neighbours that have the same heads, if it is equal for all heads; else 0."""
+        ranks, n = len(self.heads), len(self.heads[0])
+        readers = self.heads.count(self.heads[0])
+        groups = [range(i // readers * n, (i // readers + 1) * n) for i in range(ranks)]
+        return readers if self.heads == groups and ranks % readers == 0 else 0
+
+
+# A tensor by sequence is [B, H, S, D]: all heads of this rank's tokens. By heads it is [B, this rank's heads,
+# degree * rows, D]: all tokens of the row.
+Field = tuple[Tensor, Side]  # a tensor of either form
+Returned = tuple[Tensor, Side, Tensor]  # a tensor by heads, its side, and a buffer by sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """The layout of one message of an exchange. It carries tensors with equally many tokens and channels, as
+    [tokens, B, heads, channels] for each rank.
+
+    indices:     indices of its tensors in the exchange
+    sides:       the side of each tensor, which has its heads
+    own_counts:  number of this rank's heads of each tensor
+    degree:      ranks of the row
+    rows:        tokens of a rank, padding included; batch, channels: B and D of the tensors
+    token_sizes: elements of this rank's tokens, for each rank of the world: the heads of that rank
+    head_sizes:  elements of this rank's heads, for each rank of the world: the tokens of that rank
+    """
+
+    indices: list[int]
+    sides: list[Side]
+    own_counts: list[int]
+    degree: int
+    rows: int
+    batch: int
+    channels: int
+    token_sizes: list[int]
+    head_sizes: list[int]
+
+    @functools.cached_property
+    def readers(self) -> int:
+        """Largest :attr:`Side.readers` of its tensors; 0 if that of any tensor is 0."""
+        readers = [side.readers for side in self.sides]
+        return max(readers) if all(readers) else 0
+
+    def by_ranks(self, x: Tensor, index: int) -> Tensor:
+        """View the message's tensor with this index [B, H, S, D] in message order, [degree // readers,
+        readers, S, B, heads, D], in one operation."""
+        n, readers, shared = self.own_counts[index], self.readers, self.sides[index].shared
+        b, head, row, channel = x.stride()
+        ranks = (n * head, 0) if shared else (n * head * readers, n * head)
+        shape = (self.degree // readers, readers, x.shape[2], self.batch, n, self.channels)
+        return x.as_strided(shape, (*ranks, row, b, head, channel))
+
+    def parts(self, flat: Tensor) -> Sequence[Tensor]:
+        """Split a flat message by tensors: views, each in the order of :meth:`by_ranks`."""
+        ranks = self.degree // self.readers, self.readers
+        view = flat.view(*ranks, self.rows, self.batch, sum(self.own_counts), self.channels)
+        return _cut(view, self.own_counts, 4)
+
+    def by_tokens(self, flat: Tensor) -> Sequence[Tensor]:
+        """Split a flat message of this rank's heads by tensors: views [B, heads, degree * rows, D]."""
+        view = flat.view(self.degree * self.rows, self.batch, sum(self.own_counts), self.channels)
+        return _cut(view.permute(1, 2, 0, 3), self.own_counts, 1)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadExchange:
+    """The exchange of sequence for heads within a row, for one call.
+
+    Tokens come first in a message: the received parts of all ranks of a row are one tensor, in which kernels
+    find their tiles without another copy, and the output of kernels is a message without one.
+
+    plan:     the rows as ranks: each holds the tokens of its ranks, one after the other
+    rank, degree: this rank's place in its row, and the row's length
+    world:    number of all ranks
+    q, kv:    query heads of each rank of a row, and the KV heads that these read
+    group:    Hq // Hkv
+    """
+
+    plan: Plan
+    rank: int
+    degree: int
+    world: int
+    q: Side
+    kv: Side
+    group: int
+    _messages: dict[Any, list[Message]] = field(default_factory=dict)
+    _statistics: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)  # sends, recvs
+
+    @classmethod
+    def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
+        """Return the exchange of a call, kept with the plan for calls with equally many heads."""
+        heads = q.shape[1], k.shape[1]
+        return plan.compute_once(
+            ("head exchange", plan.rank, plan.degree, *heads), lambda: cls._build(plan, *heads)
+        )
+
+    @classmethod
+    def _build(cls, plan: Plan, heads: int, kv_heads: int) -> HeadExchange:
+        """Cut the heads of a layer among the ranks of this rank's row."""
+        degree = plan.degree_for(heads)
+        if degree < plan.world_size and not plan.degree:
+            _warn_uneven_heads(heads, plan.world_size, degree)
+        q_heads, kv_parts = traffic.trade(heads, kv_heads, degree)
+        sides = Side(q_heads, plan.q.s_max), Side(kv_parts, plan.kv.s_max)
+        rows = plan.rows(degree, heads)
+        return cls(rows, plan.rank % degree, degree, plan.world_size, *sides, heads // kv_heads)
+
+    def messages(self, fields: Sequence[Field | Returned]) -> list[Message]:
+        """Return the layouts of the messages that carry these tensors."""
+        batch, kinds = fields[0][0].shape[0], tuple([(side, x.shape[3], x.dtype) for x, side, *_ in fields])
+        if (batch, kinds) not in self._messages:
+            self._messages[batch, kinds] = self._build_messages(batch, kinds)
+        return self._messages[batch, kinds]
+
+    def _build_messages(self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]) -> list[Message]:
+        """Group tensors, each (side, channels, dtype), that can share a message."""
+        groups: dict[Any, list[int]] = {}
+        for index, (side, channels, dtype) in enumerate(kinds):
+            groups.setdefault((side.rows, channels, dtype), []).append(index)
+        messages = []
+        for (rows, channels, _), indices in groups.items():
+            sides = [kinds[index][0] for index in indices]
+            chunk_sizes = [
+                sum(counts) * rows * batch * channels for counts in zip(*(side.counts for side in sides))
+            ]
+            token_sizes = self._spread_row(chunk_sizes)
+            head_sizes = self._spread_row([chunk_sizes[self.rank]] * self.degree)
+            own_counts = [side.counts[self.rank] for side in sides]
+            messages.append(
+                Message(
+                    indices, sides, own_counts, self.degree, rows, batch, channels, token_sizes, head_sizes
+                )
+            )
+        return messages
+
+    def to_heads(self, *fields: Field) -> Schedule[list[Tensor]]:
+        """Exchange tensors by sequence [B, H, S, D] for tensors by heads [B, heads, degree * rows, D]."""
+        flights = []
+        tensors = [x for x, _ in fields]
+        for message in (messages := self.messages(fields)):
+            xs = [tensors[index] for index in message.indices]
+            flights.append((yield AllToAll(self._pack(message, xs), message.token_sizes, message.head_sizes)))
+        for message, flight in zip(messages, flights, strict=True):
+            for index, x in zip(message.indices, message.by_tokens((yield Wait(flight))), strict=True):
+                tensors[index] = x
+        return tensors
+
+    def _pack(self, message: Message, xs: list[Tensor]) -> Tensor:
+        """Copy tensors by sequence [B, H, S, D] into a flat message, one rank of the row after the other."""
+        full = all(x.shape[2] == message.rows for x in xs)
+        if message.readers and full:
+            return _flat(torch.cat([message.by_ranks(x, index) for index, x in enumerate(xs)], 4))
+        sent = xs[0].new_empty(sum(message.token_sizes))
+        if not full:
+            sent.zero_()
+        for target, source, _ in self._part_pairs(message, sent, xs, message.readers > 0):
+            target.copy_(source)
+        return sent
+
+    def to_sequence(self, *fields: Returned) -> Schedule[None]:
+        """Exchange tensors by heads for tensors by sequence, into the buffer of each field. Heads of several
+        ranks are summed in rank order."""
+        flights = []
+        for message in (messages := self.messages(fields)):
+            xs = [fields[index][0] for index in message.indices]
+            if len(xs) == 1:
+                sent = _flat(xs[0].permute(2, 0, 1, 3))
+            else:
+                sent = xs[0].new_empty(sum(message.head_sizes))
+                for target, source in zip(message.by_tokens(sent), xs, strict=True):
+                    target.copy_(source)
+            flights.append((yield AllToAll(sent, message.head_sizes, message.token_sizes)))
+        for message, flight in zip(messages, flights, strict=True):
+            self._unpack(message, (yield Wait(flight)), [fields[index][2] for index in message.indices])
+
+    def _unpack(self, message: Message, received: Tensor, xs: list[Tensor]) -> None:
+        """Copy a received message into tensors by sequence [B, H, S, D]; sum heads that ranks share."""
+        for x, side in zip(xs, message.sides, strict=True):
+            if side.shared:
+                x.zero_()
+        for source, target, side in self._part_pairs(message, received, xs, message.readers == 1):
+            target.add_(source) if side.shared else target.copy_(source)
+
+    def _part_pairs(
+        self, message: Message, flat: Tensor, xs: list[Tensor], whole_row: bool
+    ) -> Iterator[tuple[Tensor, Tensor, Side]]:
+        """Pair the parts of a flat message of this rank's tokens with their places in tensors [B, H, S, D].
+        Yields (view of the message, view of the tensor, side).
+
+        whole_row: yield one pair of views a tensor, for all ranks of the row, else one for each rank
+        """
+        if whole_row:
+            for index, (x, part) in enumerate(zip(xs, message.parts(flat), strict=True)):
+                part = part if x.shape[2] == message.rows else part[:, :, : x.shape[2]]
+                yield part, message.by_ranks(x, index), message.sides[index]
+            return
+        counts = message.token_sizes[self._first_rank : self._first_rank + self.degree]
+        for rank, chunk in enumerate(flat.split_with_sizes(counts)):
+            sizes = [side.counts[rank] for side in message.sides]
+            view = chunk.view(message.rows, message.batch, sum(sizes), message.channels)
+            parts = view.permute(1, 2, 0, 3).split(sizes, 1)
+            for x, side, part in zip(xs, message.sides, parts, strict=True):
+                heads = x[:, side.heads[rank].start : side.heads[rank].stop]
+                yield part[:, :, : x.shape[2]], heads, side
+
+    def statistic_request(self, x: Tensor) -> AllToAll:
+        """Make the request that returns a statistic by heads [B, this rank's heads, degree * rows], such as
+        lse, to the ranks that own its tokens."""
+        b, n, _ = x.shape
+        if b not in self._statistics:
+            chunk_sizes = [heads * b * self.q.rows for heads in self.q.counts]
+            sends = self._spread_row([chunk_sizes[self.rank]] * self.degree)
+            self._statistics[b] = sends, self._spread_row(chunk_sizes)
+        sent = _flat(x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3))
+        return AllToAll(sent, *self._statistics[b])
+
+    def join_statistic(self, q: Tensor, received: Tensor) -> Tensor:
+        """Join the received parts of a :meth:`statistic_request` to a statistic of q's rows [B, H, S]."""
+        b, heads, s, _ = q.shape
+        rows, counts = self.q.rows, self.q.counts
+        if b == 1:  # the message has the final memory order
+            joined = received.view(1, heads, rows)
+        else:
+            parts = received.split_with_sizes([n * b * rows for n in counts])
+            joined = torch.cat([part.view(b, n, rows) for n, part in zip(counts, parts, strict=True)], 1)
+        return joined if s == rows else joined[:, :, :s].contiguous()
+
+    @property
+    def _first_rank(self) -> int:
+        """World rank of the first rank of this rank's row."""
+        return self.plan.rank * self.degree
+
+    def _spread_row(self, counts: list[int]) -> list[int]:
+        """Extend counts of the row's ranks to all ranks of the world, with zeros."""
+        return [0] * self._first_rank + counts + [0] * (self.world - self._first_rank - self.degree)
+
+    def run_between_rows(self, schedule: Schedule[T]) -> Schedule[T]:
+        """Run a schedule of rows between the ranks at the same place in each row."""
+        answer: Any = None
+        while True:
+            try:
+                request = schedule.send(answer)
+            except StopIteration as stop:
+                return stop.value
+            match request:
+                case SendRecv(sends, recvs):
+                    sends, recvs = ([(self._peer(row), x) for row, x in part] for part in (sends, recvs))
+                    request = SendRecv(sends, recvs)
+                case AllToAll(x, sends, recvs):
+                    request = AllToAll(x, self._spread_column(sends), self._spread_column(recvs))
+            answer = yield request
+
+    def _peer(self, row: int) -> int:
+        """World rank at this rank's place in a row."""
+        return row * self.degree + self.rank
+
+    def _spread_column(self, counts: Sequence[int]) -> list[int]:
+        """Extend counts of rows to all ranks of the world: to those at this rank's place, with zeros."""
+        spread = [0] * self.world
+        spread[self.rank :: self.degree] = counts
+        return spread
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Flatten x into contiguous memory; ``reshape`` alone may return a view with gaps, which process groups
+    refuse."""
+    return x.reshape(-1).contiguous()
+
+
+def _cut(x: Tensor, sizes: list[int], dim: int) -> Sequence[Tensor]:
+    """Split x along ``dim`` into views of these sizes; one size is x itself, without an operation."""
+    return x.split_with_sizes(sizes, dim) if len(sizes) > 1 else (x,)
+
+
+def _warn_uneven_heads(heads: int, world: int, degree: int) -> None:
+    """Warn once that fewer ranks than the world's exchange heads."""
+    if (heads, world) not in _WARNED:
+        _WARNED.add((heads, world))
+        warnings.warn(
+            f"{heads} heads cannot be divided among {world} ranks: rows of {degree} ranks exchange heads, "
+            f"and another schedule brings keys to the {world // degree} rows",
+            stacklevel=2,
+        )

@@ -1,0 +1,215 @@
+"""The look-up of measured tiles for a call, and the agreement of a group's ranks on one table.
+
+A table is text: JSON rows of a key (:func:`tritoncp.ops.tile_tables.entry_key`) and a config, for one device.
+Rank 0's table serves the whole group, so that all ranks launch the same tiles.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tritoncp.distributed import collectives
+from tritoncp.kernels.options import ROUTES
+from tritoncp.kernels.tile_rules import KINDS, PASSES
+from tritoncp.masks.mask import Mask
+from tritoncp.ops import tile_tables
+from tritoncp.ops.tile_tables import Device
+
+FEW_ROWS_KIND = "full"  # few rows are measured with this kind only: nearly all their tiles are full
+
+
+class Call(NamedTuple):
+    """The properties of a call by which tiles are looked up.
+
+    dims: of q and k, and of v; mask: see :func:`kind_of`; score: 1 for a score_mod, 2 for one that loads a
+    value for each score, 0 for none
+    """
+
+    dtype: str
+    dims: tuple[int, int]
+    mask: str
+    score: int
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, dims: tuple[int, int], mask: str, score: int = 0) -> Call:
+        return cls(str(dtype).removeprefix("torch."), dims, mask, score)
+
+
+def kind_of(mask: Mask, mod: bool = False) -> str:
+    """Classify a mask into the kinds that tile shapes are measured for.
+
+    mod: whether its mask_mod runs in the kernel
+
+    >>> from tritoncp import causal, create_block_mask, document, sliding_window
+    >>> masks = causal(), sliding_window(8), document(lengths=[40, 24])
+    >>> [kind_of(create_block_mask(mask, 1, 1, 64, 64)) for mask in masks]
+    ['causal', 'window', 'interval']
+    """
+    if mod:
+        return "mod"
+    if mask.window is not None:
+        return "causal" if min(mask.window) < 0 else "window"
+    return "full" if mask.mask_mod is None else "interval"
+
+
+def local_table(device: torch.device) -> str:
+    """Return the table of a device from this process's files."""
+    return tile_tables.table(tile_tables.device_of(device), os.environ.get("TRITONCP_CONFIG_DIR"))
+
+
+BUDGET_KEY = "autotune"  # of the table row with the tuning budget in seconds
+DEFAULT_BUDGET = 60.0  # seconds, if the variable has no number
+
+
+def parse_seconds(text: str) -> float:
+    """Parse a time with unit s, m or h. Raises ValueError for other text.
+
+    >>> parse_seconds("15m"), parse_seconds("90s"), parse_seconds("1.5h"), parse_seconds("20")
+    (900.0, 90.0, 5400.0, 20.0)
+    """
+    unit = {"s": 1, "m": 60, "h": 3600}.get(text[-1:])
+    try:
+        number = float(text[:-1]) * unit if unit else float(text)
+    except ValueError as error:
+        raise ValueError(f"budget {text!r} is no time: 90s, 15m, 1.5h") from error
+    if not 0 < number < math.inf:
+        raise ValueError(f"budget {text!r} is no time to work in")
+    return number
+
+
+def tuning_budget() -> float:
+    """Return the seconds that this process may spend tuning one kind of call: TRITONCP_AUTOTUNE, where 1
+    means a minute; 0 if it is not set."""
+    text = os.environ.get("TRITONCP_AUTOTUNE", "0")
+    if text in ("", "0") or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
+        return 0.0
+    try:
+        return DEFAULT_BUDGET if text == "1" else parse_seconds(text)
+    except ValueError as error:
+        warnings.warn(f"nothing is tuned: TRITONCP_AUTOTUNE is 1 or a time, and {error}", stacklevel=2)
+        return 0.0
+
+
+_SHARED_TABLES: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # rank 0's, by group
+
+
+def table_summary() -> tuple[int, int]:
+    """Return digest and length in bytes of this rank's table, which ranks compare while they make a plan."""
+    content = _own_table().encode()
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True), len(content)
+
+
+def share_table(group: Any, summaries: Sequence[Sequence[int]]) -> None:
+    """Distribute rank 0's table to every rank, once per group; all ranks call this together.
+
+    summaries: of all ranks' tables. If they are equal, nothing is sent.
+    """
+    if group in _SHARED_TABLES:
+        return
+    text = _own_table()
+    if any(summary != summaries[0] for summary in summaries):
+        content = text.encode() if group.rank() == 0 else b""
+        text = collectives.exchange_bytes(content, summaries[0][1], group)[0].decode()
+    _SHARED_TABLES[group] = text
+    tile_tables.forget()
+
+
+def reread_tables(group: Any) -> None:
+    """Reread the files after they were written, and distribute rank 0's table again."""
+    tile_tables.forget()
+    if group is not None:
+        del _SHARED_TABLES[group]
+        share_table(group, collectives.exchange(table_summary(), group))
+
+
+def group_budget(group: Any) -> float:
+    """Return rank 0's :func:`tuning_budget` from the group's table; 0 if the group made no plan together."""
+    rows: list[list[Any]] = json.loads(_SHARED_TABLES.get(group, "[]"))
+    return next((float(row[1]) for row in rows if row[0] == BUDGET_KEY), 0.0)
+
+
+def _own_table() -> str:
+    """Return the table for this process's GPU, with a row for its tuning budget if it has one."""
+    gpu = torch.cuda.is_available()
+    text = local_table(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+    seconds = tuning_budget()
+    return json.dumps([*json.loads(text), [BUDGET_KEY, seconds]]) if seconds else text
+
+
+def table_text(device: torch.device, group: Any) -> str:
+    """Return the table that calls of a group use: rank 0's, or this rank's own if the group made no plan
+    together."""
+    shared = _SHARED_TABLES.get(group) if group is not None else None
+    return local_table(device) if shared is None else shared
+
+
+@functools.lru_cache(maxsize=256)
+def choose_tiles(text: str, dtype: str, dims: tuple[int, int], mask: str, score: int) -> tuple[Any, ...]:
+    """Choose measured tiles for one call from a table: (kernel, items of its config) of each kernel.
+
+    For a call with a score_mod, entries measured with one come before entries without (where it loads a value
+    for each score, only such entries count); then entries of the same head dims before those of the larger
+    one; then the same kind of mask before the nearest. A route is chosen only by an entry equal in all of
+    these.
+    """
+    configs_by_key = {tuple(key): config for *key, config in json.loads(text)}
+    nearest = tile_tables.NEAREST_KIND.get(mask, "")
+    masks = list(dict.fromkeys([mask, nearest, tile_tables.NEAREST_KIND.get(nearest)]))
+    widest = (max(dims),) * 2
+    tiles_by_kernel: dict[str, tuple[Any, ...]] = {}
+    for candidate in itertools.product(((0,), (1, 0), (2,))[score], (dims, widest), masks):
+        measured_score, widths, kind = candidate
+        for kernel in KINDS:
+            measured_kind = FEW_ROWS_KIND if kernel == "few" else kind
+            key = kernel, dtype, *widths, measured_kind, measured_score
+            if key in configs_by_key:
+                tiles_by_kernel.setdefault(kernel, tuple(configs_by_key[key].items()))
+    config = configs_by_key.get(("route", dtype, *dims, mask, score), {})
+    if config.get("ROUTE", ROUTES[0]) != ROUTES[0]:
+        kernel, tiles = tile_tables.kernel_and_tiles("route", config)
+        tiles_by_kernel |= {kernel: tuple(tiles.items()), "route": (("ROUTE", kernel),)}
+    return tuple(tiles_by_kernel.items())
+
+
+def measured_options(device: torch.device, call: Call, group: Any = None) -> dict[str, Any]:
+    """Return the engine's options for one call: CONFIGS, or none if no measured tiles apply."""
+    tiles = choose_tiles(table_text(device, group), *call)
+    if not has_pass_tiles(tiles):
+        _warn_untuned(device, group)
+    return {"CONFIGS": tiles} if tiles else {}
+
+
+def has_pass_tiles(tiles: tuple[Any, ...]) -> bool:
+    """Return whether any tiles are for a pass over many rows."""
+    return any(kernel in PASSES for kernel, _ in tiles)
+
+
+WARNED_DEVICES: set[Device] = set()
+
+
+def _warn_untuned(device: torch.device, group: Any) -> None:
+    """Warn once per GPU, on one rank, that no tiles were measured for it, and how to measure them."""
+    if device.type == "cpu" or os.environ.get("TRITONCP_CONFIG_DIR") == "-":
+        return
+    model = tile_tables.device_of(device)
+    if model in WARNED_DEVICES or (group is not None and group.rank()):
+        return
+    WARNED_DEVICES.add(model)
+    warnings.warn(
+        f"nothing like this call has been tuned for {model.name} ({model.arch}): tile shapes are those of a "
+        "rule. `tritoncp autotune --preset llama3-8b`, or with the --shapes of your model, run once, "
+        "measures better ones; TRITONCP_AUTOTUNE=1 does so for a minute at the first call of a kind, and "
+        "TRITONCP_CONFIG_DIR=- keeps the rule and says nothing",
+        stacklevel=2,
+    )
