@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask as torch_builder
 
 from tritoncp import causal, create_block_mask, document, prefix_lm, sliding_window
-from tritoncp.masks.closed_forms import MaskFn
+from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.perf.studies.balance import corpus_lengths
 
 SMALL, MIDDLE, LARGE = 16384, 1 << 16, 1 << 20

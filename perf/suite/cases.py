@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
+from tritoncp.masks.mask_mod import MaskMod, and_masks
 
 Mod = Callable[..., Tensor]
 TIERS = ("smoke", "core", "full")

@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as flex
 
 import tritoncp
 from tests.kernels.harness import F32, F64, QKV, agree, close, cotangents, oracle, qkv, run, same
-from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
+from tritoncp.masks import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
 from tritoncp.ops import engine_factory
 
 pytestmark = [

@@ -26,7 +26,7 @@ from tests.gpu.support import (
     qkv,
 )
 from tritoncp.kernels.engine import Mods, TritonEngine
-from tritoncp.masks.mask import Mask, create_block_mask, full_mask, sliding_window
+from tritoncp.masks import Mask, create_block_mask, full_mask, sliding_window
 
 KEYS = 8 * N if ON_GPU else N
 ROWS = 16 if ON_GPU else 5

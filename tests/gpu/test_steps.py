@@ -14,7 +14,7 @@ import tritoncp
 from tests.gpu.support import BF16, BLOCK, DEVICE, MASKS, ON_GPU, SCORES, N, check, normal, qkv, run, same
 from tritoncp.kernels.engine import Mods, TritonEngine
 from tritoncp.kernels.launch import State
-from tritoncp.masks.mask import causal, create_block_mask
+from tritoncp.masks import causal, create_block_mask
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
 

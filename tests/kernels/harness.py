@@ -15,7 +15,7 @@ import tritoncp
 from tritoncp import mods
 from tritoncp.kernels.engine import Mods, TritonEngine
 from tritoncp.kernels.launch import State
-from tritoncp.masks.mask import Mask
+from tritoncp.masks import Mask
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
 from tritoncp.reference.dense import dense_attention

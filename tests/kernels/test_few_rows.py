@@ -26,7 +26,7 @@ from tests.kernels.harness import (
 )
 from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import Mods, TritonEngine
-from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.mods import Mod
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
 from tests.kernels.harness import F64, agree, check, close, cotangents, qkv, run, same
-from tritoncp.masks.mask import (
+from tritoncp.masks import (
     Mask,
     Runs,
     and_masks,

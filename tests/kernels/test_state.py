@@ -26,15 +26,7 @@ from tests.kernels.harness import (
     same,
     single,
 )
-from tritoncp.masks.mask import (
-    Mask,
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    full_mask,
-    sliding_window,
-)
+from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.planning.plan import build
 
 

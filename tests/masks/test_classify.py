@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp.masks.mask import ABSENT, Kind, create_block_mask
+from tritoncp.masks import ABSENT, Kind, create_block_mask
 from tritoncp.masks.tile_bounds import Bounds
 
 B, H, LENGTH = 2, 3, 40  # tables have an element for every index

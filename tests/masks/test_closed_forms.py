@@ -12,8 +12,8 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp.masks.closed_forms import MaskMod
-from tritoncp.masks.mask import (
+from tritoncp.masks import (
+    MaskMod,
     and_masks,
     causal,
     create_block_mask,

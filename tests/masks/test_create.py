@@ -8,9 +8,9 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 import tritoncp
+from tritoncp import masks
 from tritoncp.masks import create
-from tritoncp.masks import mask as masks
-from tritoncp.masks.classify import PAIRS, Question, ask_torch
+from tritoncp.masks.classify import PAIRS, TileEvaluator, ask_torch
 
 S = 1 << 20
 IDS = torch.arange(300).repeat_interleave(S // 300 + 1)[:S]
@@ -62,7 +62,7 @@ def test_a_mask_that_cannot_be_traced_is_asked_pair_by_pair_in_bounded_pieces(mo
         return bool(torch._C._functorch.is_batchedtensor(q)) or q.item() < 0  # .item() cannot be traced
 
     monkeypatch.setattr("tritoncp.masks.classify.PAIRS", 1 << 12)
-    assert Question.about(opaque).bounds is None
+    assert TileEvaluator.of_mask_mod(opaque).bounds is None
     sizes = []
     ask = ask_torch(opaque, "cpu")
 
@@ -89,7 +89,7 @@ def test_a_bar_appears_only_past_two_seconds(monkeypatch, capsys) -> None:
     with create._Bar("mask") as bar:
         bar.show(0.2)
         assert bar.bar is None
-        now[0] = create._PATIENCE + 0.1
+        now[0] = create._BAR_DELAY + 0.1
         bar.show(0.5)
         assert bar.bar is not None and bar.bar.tasks[0].completed == 0.5
     assert bar.bar.finished or not bar.bar.live.is_started

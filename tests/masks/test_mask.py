@@ -11,21 +11,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp.masks import classify
-from tritoncp.masks import mask as masks
-from tritoncp.masks.mask import (
+from tritoncp.masks import (
     ABSENT,
     Kind,
     Mask,
     Runs,
+    and_masks,
+    block_lists,
     causal,
+    classify,
     create_block_mask,
     document,
     from_block_mask,
     full_mask,
     sliding_window,
-    with_intervals,
 )
+from tritoncp.masks.from_torch import with_intervals
 
 LAWS = settings(max_examples=60, deadline=None)
 FEW = settings(max_examples=25, deadline=None)
@@ -306,9 +307,10 @@ def test_an_interval_may_span_full_blocks_between_masked_ones() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 100])
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    for limit in ("PAIRS", "_TILES", "_BLOCKS", "_FIRST", "_LOOSE"):
+    for limit in ("PAIRS", "_TILES", "_BLOCKS", "_FIRST_BLOCKS", "_UNMERGED_RUNS"):
         monkeypatch.setattr(classify, limit, chunk)
-    monkeypatch.setattr(masks, "PAIRS", chunk)
+    monkeypatch.setattr("tritoncp.masks.mask.PAIRS", chunk)
+    monkeypatch.setattr(block_lists, "MAX_ENTRIES", chunk)
     for seed in range(5):
         mod = a_mask_mod(seed, 14, 17)
         mask = create_block_mask(mod, 2, 3, 14, 17, BLOCK_SIZE=(6, 5))
@@ -376,7 +378,7 @@ def test_full_mask_shows_everything(geometry) -> None:
         (lambda b, h, q, kv: (q >= kv) & (h < 1), (False, True)),
         (document(ids=torch.zeros(1, 64, dtype=torch.int64)), (True, False)),
         (document(ids=torch.zeros(64, dtype=torch.int64)), (False, False)),
-        (masks.and_masks(causal(), lambda b, h, q, kv: h >= 0), (False, True)),
+        (and_masks(causal(), lambda b, h, q, kv: h >= 0), (False, True)),
     ],
 )
 def test_an_interval_found_for_one_batch_row_does_not_serve_others_it_may_not_hold_for(mod, reads) -> None:
@@ -444,7 +446,7 @@ def test_empty_sequences() -> None:
 
 def test_a_million_tokens_fit_in_sixteen_mebibytes() -> None:
     n = 1 << 20
-    mask = create_block_mask(masks.and_masks(causal(), document(lengths=[n // 128] * 128)), None, None, n, n)
+    mask = create_block_mask(and_masks(causal(), document(lengths=[n // 128] * 128)), None, None, n, n)
     assert mask.interval is not None
     held = [mask.runs.ptr, mask.runs.runs, *mask.interval]
     assert sum(t.untyped_storage().nbytes() for t in held) <= 16 << 20

@@ -9,8 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
-from tritoncp.masks.mask import create_block_mask, full_mask
+from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 from tritoncp.planning import picture
 from tritoncp.planning.picture import FULL, HIDDEN, MASKED, PAPER, SIDE, SOME
 from tritoncp.planning.plan import Plan, build

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tritoncp
 from tests.multiprocess.ranks import run
-from tritoncp.masks.mask import Mask, Runs, and_masks, causal, create_block_mask, document, full_mask
+from tritoncp.masks import Mask, Runs, and_masks, causal, create_block_mask, document, full_mask
 from tritoncp.planning.placement import by_blocks, natural, row_positions, take
 from tritoncp.planning.plan import Plan, build
 

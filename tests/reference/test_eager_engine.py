@@ -10,7 +10,7 @@ from torch import Tensor
 import tritoncp
 from tests.kernels.harness import F32, F64, Results, agree, close, cotangents, oracle, over_ranks, qkv, run
 from tritoncp.kernels.engine import Launch
-from tritoncp.masks.mask import (
+from tritoncp.masks import (
     Mask,
     and_masks,
     causal,

@@ -14,8 +14,8 @@ from tritoncp.core.handles import refuse_inside_a_graph
 from tritoncp.distributed import collectives
 from tritoncp.frontend import dynamo, plan_cache, validate
 from tritoncp.kernels.tile_rules import architecture, check_options
-from tritoncp.masks.closed_forms import MaskMod
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods import Mod
 from tritoncp.ops import call_mods, engine_factory, signatures
 from tritoncp.ops.autograd import forward

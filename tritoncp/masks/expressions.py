@@ -21,16 +21,8 @@ from typing import Any
 import torch
 
 from tritoncp.core.checked_json import parse_json, read_bounded
-from tritoncp.masks.closed_forms import (
-    MaskFn,
-    and_masks,
-    causal,
-    document,
-    not_,
-    or_masks,
-    prefix_lm,
-    sliding_window,
-)
+from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
+from tritoncp.masks.mask_mod import MaskFn, and_masks, not_, or_masks
 from tritoncp.perf.suite.cases import CAP, Mod, alibi, softcap
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.masks.block_runs import ramps
-from tritoncp.masks.closed_forms import UNBOUNDED, Intervals, MaskMod
 from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.masks.mask_mod import UNBOUNDED, Intervals, MaskMod
 
 
 class Documents(NamedTuple):

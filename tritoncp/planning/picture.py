@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tritoncp.masks.mask import Kind, Mask
+from tritoncp.masks.block_runs import Kind
+from tritoncp.masks.mask import Mask
 from tritoncp.planning.report import Colour, Facts, choice, colours, title
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tritoncp.masks.mask import create_block_mask
+from tritoncp.masks import create_block_mask
 from tritoncp.perf.studies import scale
 from tritoncp.perf.studies.scale import (
     LAYER,
