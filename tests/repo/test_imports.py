@@ -48,8 +48,7 @@ LAYERS = {
         {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
     ),
     "edge": Layer(
-        {"", "__main__", "analysis", "cli", "demo", "doctor", "planning.command", "masks.expressions",
-         "self_check", "tuning"},
+        {"", "__main__", "analysis", "cli", "demo", "doctor", "planning.command", "self_check", "tuning"},
         SPINE | {"perf"},
         {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock"},
     ),

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import tritoncp
 from tritoncp.demo.corpus import IGNORE, window, windows
-from tritoncp.demo.model import Shape, Transformer, alibi
+from tritoncp.demo.model import Shape, Transformer
+from tritoncp.masks.named import alibi
 
 
 @dataclass(frozen=True)
