@@ -19,7 +19,7 @@ INTEGERS = (  # 0 * q makes a tensor of a number
     "(-{})", "torch.where({c}, {}, {})", "{t}[({} + 0 * q).clamp(0, 39)]", "({} // -3)", "({} << 2)",
     "({} + 0 * q).int()", "(({} + 0 * q) * 0.37).long()", "({} + {n})",
     "torch.stack([q, {} + 0 * q]).max(0)[0]",
-    "({} + 0 * q).to(torch.uint8)", "torch.sign({} + 0 * q)", "torch.isin({} + 0 * q, {t})",
+    "({} + 0 * q).to(torch.uint8)", "torch.sign({} + 0 * q)", "torch.isin({} + 0 * q, {t}).long()",
     "torch.div({} + 0 * q, 3, rounding_mode='trunc')",
 )  # fmt: skip
 REALS = (
