@@ -18,7 +18,7 @@ from rich.console import Console
 from tritoncp.cli import main
 from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, window, windows
-from tritoncp.demo.model import Shape, Transformer, alibi, angles, rotate
+from tritoncp.demo.model import Shape, Transformer, angles, rotate
 from tritoncp.demo.ranks import LocalRanks, RankFailed
 from tritoncp.demo.report import Display, difference
 from tritoncp.demo.train import Config, Step, train
@@ -64,13 +64,6 @@ def test_rotary_scores_depend_on_distance_only():
     turned_q, turned_k = (rotate(x.expand(1, 1, 4, 16), angles(at, 16)) for x in (q, k))
     near, far = (turned_q[0, 0, i] @ turned_k[0, 0, i + 1] for i in (0, 2))
     torch.testing.assert_close(near, far)
-
-
-def test_alibi_favours_near_keys_by_each_heads_slope():
-    bias = alibi(torch.tensor([0.5, 0.25]))
-    zero, at = torch.zeros(()), torch.tensor
-    assert bias(zero, at(0), at(1), at(9), at(5)) == -1.0
-    assert bias(zero, at(0), at(0), at(9), at(9)) == 0.0
 
 
 def test_logits_of_a_token_depend_on_its_own_position_not_its_row():

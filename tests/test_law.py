@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.zoo import Score, agree, differentiate, oracle, simulated
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan, simulate, sliding_window
 from tritoncp.distributed.schedules import SCHEDULES
-from tritoncp.masks.mask import Mask
+from tritoncp.masks import Mask
 from tritoncp.ops import engine_factory
 
 CLOSE = {"atol": 1e-8, "rtol": 1e-8, "grad_atol": 1e-8}

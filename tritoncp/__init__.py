@@ -28,17 +28,17 @@ if TYPE_CHECKING:
     from tritoncp.api.varlen import varlen_attention as varlen_attention
     from tritoncp.frontend.plan_cache import plan_cache_clear as plan_cache_clear
     from tritoncp.frontend.plan_cache import plan_cache_info as plan_cache_info
+    from tritoncp.masks.closed_forms import causal as causal
+    from tritoncp.masks.closed_forms import document as document
+    from tritoncp.masks.closed_forms import prefix_lm as prefix_lm
+    from tritoncp.masks.closed_forms import sliding_window as sliding_window
     from tritoncp.masks.create import create_block_mask as create_block_mask
+    from tritoncp.masks.from_torch import from_block_mask as from_block_mask
     from tritoncp.masks.mask import Mask as Mask
-    from tritoncp.masks.mask import and_masks as and_masks
-    from tritoncp.masks.mask import causal as causal
-    from tritoncp.masks.mask import document as document
-    from tritoncp.masks.mask import from_block_mask as from_block_mask
     from tritoncp.masks.mask import full_mask as full_mask
-    from tritoncp.masks.mask import not_ as not_
-    from tritoncp.masks.mask import or_masks as or_masks
-    from tritoncp.masks.mask import prefix_lm as prefix_lm
-    from tritoncp.masks.mask import sliding_window as sliding_window
+    from tritoncp.masks.mask_mod import and_masks as and_masks
+    from tritoncp.masks.mask_mod import not_ as not_
+    from tritoncp.masks.mask_mod import or_masks as or_masks
     from tritoncp.masks.varlen import varlen_mask as varlen_mask
     from tritoncp.planning.balance import balancers as balancers
     from tritoncp.planning.plan import Plan as Plan
@@ -50,18 +50,10 @@ _WHERE = {
     "api.shards": ("positions", "shard", "unshard"),
     "planning.balance": ("balancers",),
     "masks.create": ("create_block_mask",),
-    "masks.mask": (
-        "Mask",
-        "and_masks",
-        "causal",
-        "document",
-        "from_block_mask",
-        "full_mask",
-        "not_",
-        "or_masks",
-        "prefix_lm",
-        "sliding_window",
-    ),
+    "masks.mask": ("Mask", "full_mask"),
+    "masks.mask_mod": ("and_masks", "not_", "or_masks"),
+    "masks.closed_forms": ("causal", "document", "prefix_lm", "sliding_window"),
+    "masks.from_torch": ("from_block_mask",),
     "api.varlen": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "planning.plan": ("Plan",),

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 import click
 
-from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
 from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.masks.mask_mod import MaskMod, and_masks
 from tritoncp.perf.studies.balance import corpus_lengths
 from tritoncp.planning import cost
 from tritoncp.planning.balance import balancers

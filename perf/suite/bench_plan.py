@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from tritoncp.masks.closed_forms import and_masks, causal, document
+from tritoncp.masks.closed_forms import causal, document
 from tritoncp.masks.create import create_block_mask
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import and_masks
 from tritoncp.perf.studies.balance import corpus_lengths
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import SCHEDULES, build

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.masks.closed_forms import MaskMod, and_masks, causal, document, prefix_lm, sliding_window
+from tritoncp.core.tracing import Mod
+from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
+from tritoncp.masks.mask_mod import MaskMod, and_masks
+from tritoncp.masks.named import alibi, softcap
 
-Mod = Callable[..., Tensor]
 TIERS = ("smoke", "core", "full")
-CAP = 50.0
 
 
 @dataclass(frozen=True)
@@ -176,17 +177,6 @@ def _plain_left(left: int) -> Mod:
 def _plain_prefix(seq: int, device: torch.device) -> Mod:
     prefix = seq // 4
     return lambda b, h, q, kv: (q >= kv) | (kv < prefix)
-
-
-def softcap(cap: float = CAP) -> Mod:
-    """Return the score_mod that bounds scores by ``cap`` with tanh, as in Gemma 2."""
-    return lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
-
-
-def alibi(heads: int, device: torch.device) -> Mod:
-    """Return the score_mod of ALiBi (Press et al., arXiv 2108.12409); heads are a power of two."""
-    slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
-    return lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
 
 
 MASKS: dict[str, MaskCase] = {

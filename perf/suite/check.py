@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.core.tracing import vmapped
+from tritoncp.core.tracing import Mod, vmapped
 from tritoncp.perf.suite.baselines import Inputs
-from tritoncp.perf.suite.cases import MASKS, Case, Mod, sink_logits
+from tritoncp.perf.suite.cases import MASKS, Case, sink_logits
 
 # Allowed ‖actual − reference‖ / ‖reference‖: of a whole tensor, and of its worst 128 rows of a head.
 # A correct kernel is near the rounding of its inputs' dtype; one wrong tile is far outside.

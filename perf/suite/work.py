@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.tracing import Mod, vmapped
-from tritoncp.masks.mask import Kind, Mask
+from tritoncp.masks.block_runs import Kind
+from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan import Plan
 
 _CHUNK = 1 << 22  # pairs whose mask_mod is evaluated at a time

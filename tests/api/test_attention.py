@@ -12,7 +12,9 @@ from torch.nn.attention import flex_attention as flex
 
 import tritoncp
 from tests.kernels.support.harness import F32, F64, QKV, agree, close, cotangents, oracle, qkv, run, same
-from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
+from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
+from tritoncp.masks.mask import create_block_mask
+from tritoncp.masks.mask_mod import and_masks
 from tritoncp.ops import engine_factory
 
 pytestmark = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tritoncp
-from tritoncp.masks.mask import with_intervals
+from tritoncp.masks.from_torch import with_intervals
 
 S, W = 96, 3
 

@@ -28,7 +28,7 @@ from tests.multiprocess.ranks import run as on_ranks
 from tritoncp.distributed import collectives
 from tritoncp.distributed.collectives import AllGather, ReduceScatter, Wait
 from tritoncp.distributed.schedules import SCHEDULES, allgather, ring, schedule_of
-from tritoncp.masks.mask import Mask, and_masks, causal, create_block_mask, document
+from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document
 from tritoncp.ops import engine_factory
 from tritoncp.planning import traffic
 from tritoncp.planning.build import build

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest
 
 import tritoncp
-from tritoncp.masks.mask import (
+from tritoncp.masks import (
     Mask,
     and_masks,
     causal,

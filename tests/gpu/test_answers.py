@@ -22,7 +22,7 @@ from tests.gpu.support import (
     qkv,
     run,
 )
-from tritoncp.masks.mask import causal, create_block_mask, full_mask, sliding_window
+from tritoncp.masks import causal, create_block_mask, full_mask, sliding_window
 
 
 @pytest.mark.parametrize("mask", MASKS)

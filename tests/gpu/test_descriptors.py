@@ -9,7 +9,7 @@ from tests.gpu.support import BF16, BLOCK, FP16, MASKS, SCORES, N, block_mask, c
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.kernels.tiles import copyable
 from tritoncp.kernels.toolchain import fused_fault
-from tritoncp.masks.mask import causal
+from tritoncp.masks import causal
 
 TILES = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_M1": 64, "BLOCK_N1": 64, "BLOCK_M2": 64, "BLOCK_N2": 64}
 TILES |= {"num_warps": 8, "num_stages": 2}

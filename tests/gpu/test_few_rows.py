@@ -27,7 +27,8 @@ from tests.gpu.support import (
 )
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
-from tritoncp.masks.mask import Mask, create_block_mask, full_mask, sliding_window
+from tritoncp.masks.closed_forms import sliding_window
+from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 
 KEYS = 8 * N if ON_GPU else N
 ROWS = 16 if ON_GPU else 5

@@ -33,7 +33,7 @@ from tests.gpu.support import (
 )
 from tests.gpu.test_specialised import equal, forward
 from tritoncp.kernels.tile_rules import architecture, specialises
-from tritoncp.masks.mask import Mask, causal, full_mask, sliding_window
+from tritoncp.masks import Mask, causal, full_mask, sliding_window
 
 LONG = 4096 if ON_GPU else 2 * BLOCK
 ROUTE = {"ROUTE": "gluon"} if ON_GPU else {}

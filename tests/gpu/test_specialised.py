@@ -32,7 +32,7 @@ from tests.gpu.support import (
 from tests.gpu.support import check as whole
 from tritoncp.kernels import forward_specialised
 from tritoncp.kernels.tile_rules import architecture, merges, specialises
-from tritoncp.masks.mask import Mask, and_masks, causal, document, full_mask, sliding_window
+from tritoncp.masks import Mask, and_masks, causal, document, full_mask, sliding_window
 
 LONG = 4096 if ON_GPU else 3 * BLOCK
 SHORT = (4 if ON_GPU else 3) * BLOCK

@@ -15,7 +15,8 @@ from tests.gpu.support import BF16, BLOCK, DEVICE, MASKS, ON_GPU, SCORES, N, che
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import State
 from tritoncp.kernels.operands import Mods
-from tritoncp.masks.mask import causal, create_block_mask
+from tritoncp.masks.closed_forms import causal
+from tritoncp.masks.mask import create_block_mask
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.plan import Plan
 

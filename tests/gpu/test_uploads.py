@@ -15,7 +15,7 @@ from torch import Tensor
 import tritoncp
 from tests.gpu.support import BLOCK, DEVICE, ON_GPU, N, close, oracle, peer, qkv
 from tritoncp import Plan, create_block_mask, document, make_plan
-from tritoncp.masks.mask import Mask
+from tritoncp.masks import Mask
 
 DELAY = 1 << 30  # cycles: half a second
 

@@ -25,7 +25,7 @@ from tests.kernels.support.harness import (
     same,
     single,
 )
-from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask
+from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask
 
 CAUSAL = create_block_mask(causal(), None, None, 40, 40, BLOCK_SIZE=32)
 DOCUMENTS = create_block_mask(

@@ -21,15 +21,7 @@ from tests.kernels.support.harness import (
     single,
 )
 from tritoncp.kernels.tiles import copyable, descriptors
-from tritoncp.masks.mask import (
-    Mask,
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    full_mask,
-    sliding_window,
-)
+from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
 MASKS = {
     "full": lambda n: full_mask(n, n, block=32),

@@ -27,7 +27,9 @@ from tests.kernels.support.harness import (
 from tritoncp.kernels import tiles
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
-from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks.closed_forms import causal, document, sliding_window
+from tritoncp.masks.mask import create_block_mask, full_mask
+from tritoncp.masks.mask_mod import and_masks
 from tritoncp.mods import Mod
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention

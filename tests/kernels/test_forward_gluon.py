@@ -19,15 +19,7 @@ from tritoncp.analysis.jobs import Job
 from tritoncp.kernels import forward_gluon
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
-from tritoncp.masks.mask import (
-    Mask,
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    full_mask,
-    sliding_window,
-)
+from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
 BF16 = torch.bfloat16
 

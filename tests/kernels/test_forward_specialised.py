@@ -35,15 +35,7 @@ from tritoncp.analysis import resource_table
 from tritoncp.analysis.jobs import Job
 from tritoncp.kernels import engine, forward_specialised, options, tile_rules
 from tritoncp.kernels.launch import Launches
-from tritoncp.masks.mask import (
-    Mask,
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    full_mask,
-    sliding_window,
-)
+from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
 N = 48
 

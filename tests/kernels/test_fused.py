@@ -18,7 +18,7 @@ from tests.kernels.support.harness import (
     run,
     same,
 )
-from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
 MASKS = {
     "full": lambda n: full_mask(n, n, block=32),

@@ -10,7 +10,7 @@ from torch import Tensor
 import tritoncp
 from tests.kernels.support.harness import F32, F64, QKV, check, cotangents, qkv, run, same
 from tritoncp.kernels.tile_rules import pieces
-from tritoncp.masks.mask import and_masks, causal, create_block_mask, document, full_mask, sliding_window
+from tritoncp.masks import and_masks, causal, create_block_mask, document, full_mask, sliding_window
 
 DIMS = [16, 24, 40, 64, 80, 96, 128, 192, 256]
 

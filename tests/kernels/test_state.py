@@ -26,15 +26,9 @@ from tests.kernels.support.harness import (
     same,
     single,
 )
-from tritoncp.masks.mask import (
-    Mask,
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    full_mask,
-    sliding_window,
-)
+from tritoncp.masks.closed_forms import causal, document, sliding_window
+from tritoncp.masks.mask import Mask, create_block_mask, full_mask
+from tritoncp.masks.mask_mod import and_masks
 from tritoncp.planning.build import build
 
 

@@ -1,4 +1,4 @@
-"""Any mask_mod, however written, gives the blocks that torch's builder gives, asking few pairs about it."""
+"""Classification of random mask_mods: the blocks of torch's builder, and bounds that are never wrong."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp.masks.mask import ABSENT, Kind, create_block_mask
+from tritoncp.masks import ABSENT, Kind, create_block_mask
 from tritoncp.masks.tile_bounds import Bounds
 
 B, H, LENGTH = 2, 3, 40  # tables have an element for every index
@@ -19,7 +19,7 @@ INTEGERS = (  # 0 * q makes a tensor of a number
     "(-{})", "torch.where({c}, {}, {})", "{t}[({} + 0 * q).clamp(0, 39)]", "({} // -3)", "({} << 2)",
     "({} + 0 * q).int()", "(({} + 0 * q) * 0.37).long()", "({} + {n})",
     "torch.stack([q, {} + 0 * q]).max(0)[0]",
-    "({} + 0 * q).to(torch.uint8)", "torch.sign({} + 0 * q)", "torch.isin({} + 0 * q, {t})",
+    "({} + 0 * q).to(torch.uint8)", "torch.sign({} + 0 * q)", "torch.isin({} + 0 * q, {t}).long()",
     "torch.div({} + 0 * q, 3, rounding_mode='trunc')",
 )  # fmt: skip
 REALS = (
@@ -34,7 +34,7 @@ LAW = settings(max_examples=60, deadline=None)
 
 
 class Expression:
-    """A mask_mod that can say what it is."""
+    """A mask_mod with its source text and captured tensors, for messages of failures."""
 
     def __init__(self, text: str, captures: dict[str, Tensor]) -> None:
         self.text, self.captures = text, captures
@@ -75,12 +75,12 @@ def expressions(draw: st.DrawFn) -> Expression:
         if not depth:
             leaf = st.sampled_from(["q", "kv", "q", "kv", "b", "h", str(draw(st.integers(-9, 40)))])
             return draw(leaf) if draw(st.integers(0, 3)) else gathered(INTS)
-        one = integer(depth - 1)
+        operand = integer(depth - 1)
         form = draw(st.sampled_from(INTEGERS))
-        more = [integer(depth - 1) for _ in range(form.count("{}") - 1)]
+        operands = [integer(depth - 1) for _ in range(form.count("{}") - 1)]
         c = boolean(0) if "{c}" in form else ""
         t, n = (table(*shape) if mark in form else "" for mark, shape in (("{t}", (LENGTH,)), ("{n}", ())))
-        return form.format(one, *more, c=c, t=t, n=n)
+        return form.format(operand, *operands, c=c, t=t, n=n)
 
     def real(depth: int) -> str:
         if not depth:
@@ -104,12 +104,12 @@ def expressions(draw: st.DrawFn) -> Expression:
 
 def torch_kinds(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> Tensor:
     """uint8 [B, H, rows, cols], from torch's block lists."""
-    theirs = flex.create_block_mask(mod, B, H, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
+    block_mask = flex.create_block_mask(mod, B, H, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
     rows, cols = -(-q_len // block[0]), -(-kv_len // block[1])
     kinds = torch.full((B, H, rows, cols + 1), ABSENT, dtype=torch.uint8)
     for kind, num, indices in (
-        (Kind.MASKED, theirs.kv_num_blocks, theirs.kv_indices),
-        (Kind.FULL, theirs.full_kv_num_blocks, theirs.full_kv_indices),
+        (Kind.MASKED, block_mask.kv_num_blocks, block_mask.kv_indices),
+        (Kind.FULL, block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
     ):
         listed = torch.where(torch.arange(cols) < num[..., None], indices, cols)
         kinds.scatter_(3, listed.long(), int(kind))
@@ -125,10 +125,10 @@ def torch_kinds(mod, q_len: int, kv_len: int, block: tuple[int, int]) -> Tensor:
     st.sampled_from([(8, 8), (16, 4), (5, 7), (40, 33)]),
 )
 def test_any_expression_gives_torchs_blocks(expression: Expression, q_len: int, kv_len: int, block) -> None:
-    """full and partial told apart, whatever the tree and whatever it captures."""
+    """Full and partial blocks agree with torch's for any expression tree and any captured tensors."""
     want = torch_kinds(expression.mod, q_len, kv_len, block)
-    ours = create_block_mask(expression.mod, B, H, q_len, kv_len, BLOCK_SIZE=block)
-    assert torch.equal(ours.runs.to_kinds(), want)
+    mask = create_block_mask(expression.mod, B, H, q_len, kv_len, BLOCK_SIZE=block)
+    assert torch.equal(mask.runs.to_kinds(), want)
 
 
 ENDLESS = torch.rand(LENGTH).index_fill(0, torch.arange(0, LENGTH, 7), float("inf"))
@@ -148,7 +148,7 @@ def edits_through_a_view(b, h, q, kv):
         lambda b, h, q, kv: (ENDLESS[q] - ENDLESS[kv]).clamp(0, 1) >= 0,  # inf - inf
         lambda b, h, q, kv: ((q - 20) * ENDLESS[kv]).abs() >= 0,  # 0 * inf
         lambda b, h, q, kv: (q - kv).to(torch.uint16).to(torch.int64) >= 60000,  # wraps
-        lambda b, h, q, kv: WIDE[q] == WIDE[kv],  # a type of which nothing is known
+        lambda b, h, q, kv: WIDE[q] == WIDE[kv],  # a dtype without bounds
         lambda b, h, q, kv: -(NARROW[q] ^ 3) > 0,  # longer than either operand
         lambda b, h, q, kv: torch.stack([q, kv]).max(0).values >= 10,  # several results
         lambda b, h, q, kv: torch.sign(q >= kv),  # of a bool
@@ -156,17 +156,17 @@ def edits_through_a_view(b, h, q, kv):
         edits_through_a_view,
     ],
 )
-def test_what_intervals_could_get_wrong_gives_torchs_blocks(mod) -> None:
-    """Each was wrong once."""
-    ours = create_block_mask(mod, B, H, LENGTH, LENGTH, BLOCK_SIZE=8)
-    assert torch.equal(ours.runs.to_kinds(), torch_kinds(mod, LENGTH, LENGTH, (8, 8)))
+def test_expressions_that_broke_interval_arithmetic_give_torchs_blocks(mod) -> None:
+    """Each of these expressions was once classified wrongly."""
+    mask = create_block_mask(mod, B, H, LENGTH, LENGTH, BLOCK_SIZE=8)
+    assert torch.equal(mask.runs.to_kinds(), torch_kinds(mod, LENGTH, LENGTH, (8, 8)))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch.isin has no batching rule
 @LAW
 @given(expressions(), st.integers(0, 999))
 def test_no_decided_tile_is_decided_wrongly(expression: Expression, seed: int) -> None:
-    """Against every pair of the tile, for tiles of any size and place."""
+    """Compare with every pair of the tile, for tiles of any size and position."""
     g = torch.Generator().manual_seed(seed)
     edges = [torch.randint(0, LENGTH + 1, (64, 2), generator=g).sort(1).values for _ in range(2)]
     b, h = torch.randint(0, B, (64,), generator=g), torch.randint(0, H, (64,), generator=g)
@@ -177,6 +177,6 @@ def test_no_decided_tile_is_decided_wrongly(expression: Expression, seed: int) -
     dense = flex.create_mask(expression.mod, B, H, LENGTH, LENGTH, device="cpu")
     some, every = bounds(*tiles.unbind(1))
     for (b, h, q0, q1, k0, k1), may, must in zip(tiles.tolist(), some.tolist(), every.tolist(), strict=True):
-        seen = dense[b, h, q0:q1, k0:k1]
-        assert may or not seen.any()
-        assert seen.all() or not must
+        visible = dense[b, h, q0:q1, k0:k1]
+        assert may or not visible.any()
+        assert visible.all() or not must

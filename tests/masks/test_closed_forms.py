@@ -1,4 +1,4 @@
-"""Closed forms say the same thing three ways: as a mask_mod, as row intervals, and as a window."""
+"""Closed forms as mask_mods, row intervals and windows: all three are the same mask."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -12,8 +12,8 @@ from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp.masks.closed_forms import MaskMod
-from tritoncp.masks.mask import (
+from tritoncp.masks import (
+    MaskMod,
     and_masks,
     causal,
     create_block_mask,
@@ -69,9 +69,9 @@ def dense(mod: MaskMod, q_len: int, kv_len: int) -> Tensor:
 @LAWS
 @given(forms(), lengths, lengths)
 def test_intervals_are_the_mask(mod: MaskMod, q_len: int, kv_len: int) -> None:
-    found = mod.intervals(q_len, kv_len)
-    if found is not None:
-        lo, hi = found
+    intervals = mod.intervals(q_len, kv_len)
+    if intervals is not None:
+        lo, hi = intervals
         kv = torch.arange(kv_len)
         assert lo.dtype == hi.dtype == torch.int64
         assert lo.shape[1:] == hi.shape[1:] == (1, q_len)
@@ -86,8 +86,8 @@ def test_there_are_intervals_wherever_there_can_be(
     one: MaskMod, two: MaskMod, q_len: int, kv_len: int
 ) -> None:
     for mod in (one, and_masks(one, two), or_masks(one, two)):
-        seen = dense(mod, q_len, kv_len)
-        starts = seen[..., :1].sum(-1) + (seen[..., 1:] & ~seen[..., :-1]).sum(-1)
+        visible = dense(mod, q_len, kv_len)
+        starts = visible[..., :1].sum(-1) + (visible[..., 1:] & ~visible[..., :-1]).sum(-1)
         parts_have = all(m.intervals(q_len, kv_len) is not None for m in (one, two))
         if bool((starts <= 1).all()) and (parts_have or (mod is one and q_len == kv_len)):
             assert mod.intervals(q_len, kv_len) is not None
@@ -95,7 +95,7 @@ def test_there_are_intervals_wherever_there_can_be(
 
 @dataclass(frozen=True, eq=False)
 class Rows(MaskMod):
-    """Row q sees [lo[q], hi[q]), whatever these are."""
+    """A closed form of arbitrary intervals: query row q sees keys [lo[q], hi[q])."""
 
     lo: Tensor
     hi: Tensor
@@ -104,22 +104,23 @@ class Rows(MaskMod):
         return (self.lo[q_idx] <= kv_idx) & (kv_idx < self.hi[q_idx])
 
     def intervals(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor]:
-        some = self.lo < self.hi
-        return torch.where(some, self.lo, 0)[None, None], torch.where(some, self.hi, 0)[None, None]
+        nonempty = self.lo < self.hi
+        lo, hi = (torch.where(nonempty, bound, 0)[None, None] for bound in (self.lo, self.hi))
+        return lo, hi
 
 
 def test_unions_and_intersections_of_any_two_intervals() -> None:
-    """All pairs over five keys: nested, touching, apart on either side, empty."""
+    """All pairs of intervals of five keys: nested, adjacent, disjoint on either side, empty."""
     kv = torch.arange(5)
-    every = [(lo, hi) for lo in range(6) for hi in range(lo, 6)]
-    for one, two in product(every, every):
+    intervals = [(lo, hi) for lo in range(6) for hi in range(lo, 6)]
+    for one, two in product(intervals, intervals):
         parts = [Rows(*torch.tensor(bounds)[:, None]) for bounds in (one, two)]
         sets = [(lo <= kv) & (kv < hi) for lo, hi in (one, two)]
-        for mod, seen in ((and_masks(*parts), sets[0] & sets[1]), (or_masks(*parts), sets[0] | sets[1])):
-            found = mod.intervals(1, 5)
-            in_one_piece = int(seen[0]) + int((seen[1:] & ~seen[:-1]).sum()) <= 1
-            assert (found is not None) == in_one_piece, (mod, one, two)
-            assert found is None or torch.equal((found[0] <= kv) & (kv < found[1]), seen[None, None])
+        for mod, visible in ((and_masks(*parts), sets[0] & sets[1]), (or_masks(*parts), sets[0] | sets[1])):
+            union = mod.intervals(1, 5)
+            in_one_piece = int(visible[0]) + int((visible[1:] & ~visible[:-1]).sum()) <= 1
+            assert (union is not None) == in_one_piece, (mod, one, two)
+            assert union is None or torch.equal((union[0] <= kv) & (kv < union[1]), visible[None, None])
 
 
 @LAWS
@@ -142,12 +143,12 @@ def test_arithmetic_and_evaluation_build_the_same_mask(
 ) -> None:
     block = (q_block, kv_block)
     bm = flex.create_block_mask(mod, 2, 1, q_len, kv_len, device="cpu", BLOCK_SIZE=block)
-    ours = create_block_mask(mod, 2, 1, q_len, kv_len, BLOCK_SIZE=block)
+    mask = create_block_mask(mod, 2, 1, q_len, kv_len, BLOCK_SIZE=block)
     evaluated = create_block_mask(lambda *index: mod(*index), 2, 1, q_len, kv_len, BLOCK_SIZE=block)
-    assert ours.runs == evaluated.runs == from_block_mask(bm).runs
-    assert from_block_mask(bm).window == ours.window == mod.window
-    assert torch.equal(ours.to_dense(), dense(mod, q_len, kv_len))
-    assert (ours.interval is None) <= (evaluated.interval is None)
+    assert mask.runs == evaluated.runs == from_block_mask(bm).runs
+    assert from_block_mask(bm).window == mask.window == mod.window
+    assert torch.equal(mask.to_dense(), dense(mod, q_len, kv_len))
+    assert (mask.interval is None) <= (evaluated.interval is None)
 
 
 def test_the_window_is_dropped_where_the_lists_are_not_the_windows() -> None:
@@ -185,7 +186,7 @@ def test_edits_of_what_a_mask_captures_are_seen() -> None:
     ids=repr,
 )
 def test_torch_takes_them_as_they_are(mod: MaskMod) -> None:
-    """make_fx traces them, and torch's flex attention computes what the oracle computes."""
+    """make_fx traces closed forms, and torch's flex_attention with them agrees with dense attention."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 2, N, 8, generator=g, dtype=torch.float64) for _ in range(3))
     bm = flex.create_block_mask(mod, 2, 1, N, N, device="cpu", BLOCK_SIZE=16)
@@ -199,7 +200,7 @@ def test_torch_takes_them_as_they_are(mod: MaskMod) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda: sliding_window(-2), "give 0 or more, or -1 for all"),
         (lambda: document(), "give either lengths="),
@@ -213,8 +214,8 @@ def test_torch_takes_them_as_they_are(mod: MaskMod) -> None:
         (lambda: and_masks(), "needs at least one"),
     ],
 )
-def test_mistakes_say_what_to_do(call, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_mistakes_say_what_to_do(call, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         call()
 
 

@@ -1,4 +1,4 @@
-"""The public create_block_mask: torch's signature, few questions, little memory, a bar if it takes long."""
+"""The public create_block_mask: torch's signature, few evaluated pairs, little memory, a progress bar."""
 
 import inspect
 import random
@@ -8,21 +8,21 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 import tritoncp
+from tritoncp import masks
 from tritoncp.masks import create
-from tritoncp.masks import mask as masks
-from tritoncp.masks.classify import PAIRS, Question, ask_torch
+from tritoncp.masks.classify import PAIRS, TileEvaluator, ask_torch
 
 S = 1 << 20
 IDS = torch.arange(300).repeat_interleave(S // 300 + 1)[:S]
 
 
 def test_the_signature_is_torchs() -> None:
-    ours, theirs = (
+    public, torchs = (
         inspect.signature(f).parameters for f in (tritoncp.create_block_mask, flex.create_block_mask)
     )
-    shared = list(theirs)[: len(ours)]
-    assert list(ours) == shared
-    assert all(ours[name].default == theirs[name].default for name in shared)
+    shared = list(torchs)[: len(public)]
+    assert list(public) == shared
+    assert all(public[name].default == torchs[name].default for name in shared)
 
 
 @pytest.mark.parametrize(
@@ -38,49 +38,49 @@ def test_the_signature_is_torchs() -> None:
         ),
     ],
 )
-def test_a_million_tokens_take_few_questions_and_little_memory(mod, form, monkeypatch) -> None:
-    """Traced or in closed form: the same runs; of 2^40 pairs a few million are looked at."""
-    asked = []
+def test_a_million_tokens_take_few_evaluations_and_little_memory(mod, form, monkeypatch) -> None:
+    """Traced and closed forms have the same runs; of 2^40 pairs a few million are evaluated."""
+    evaluated = []
 
     def counting(mask_mod, device):
         ask = ask_torch(mask_mod, device)
-        return lambda b, h, q, kv: asked.append(q.shape[1] * kv.shape[1] * len(q)) or ask(b, h, q, kv)
+        return lambda b, h, q, kv: evaluated.append(q.shape[1] * kv.shape[1] * len(q)) or ask(b, h, q, kv)
 
     monkeypatch.setattr("tritoncp.masks.classify.ask_torch", counting)
     traced = tritoncp.create_block_mask(mod, None, None, S, S)
-    assert sum(asked) < 2 * S and max(asked) <= PAIRS
-    known = tritoncp.create_block_mask(form, None, None, S, S)
-    assert traced.runs == known.runs
-    assert traced.nbytes <= known.nbytes <= 16 << 20
+    assert sum(evaluated) < 2 * S and max(evaluated) <= PAIRS
+    closed = tritoncp.create_block_mask(form, None, None, S, S)
+    assert traced.runs == closed.runs
+    assert traced.nbytes <= closed.nbytes <= 16 << 20
 
 
-def test_a_mask_that_cannot_be_traced_is_asked_pair_by_pair_in_bounded_pieces(monkeypatch) -> None:
+def test_a_mask_that_cannot_be_traced_is_evaluated_in_bounded_chunks(monkeypatch) -> None:
     def opaque(b, h, q, kv):
-        return torch.ops.aten.ge.Tensor(q, kv) if random.random() >= 0 and not hopeless(q) else q >= kv
+        return torch.ops.aten.ge.Tensor(q, kv) if random.random() >= 0 and not reads_value(q) else q >= kv
 
-    def hopeless(q) -> bool:
+    def reads_value(q) -> bool:
         return bool(torch._C._functorch.is_batchedtensor(q)) or q.item() < 0  # .item() cannot be traced
 
     monkeypatch.setattr("tritoncp.masks.classify.PAIRS", 1 << 12)
-    assert Question.about(opaque).bounds is None
+    assert TileEvaluator.of_mask_mod(opaque).bounds is None
     sizes = []
     ask = ask_torch(opaque, "cpu")
 
-    def watched(b, h, q, kv):
+    def recording_ask(b, h, q, kv):
         sizes.append(len(q) * q.shape[1] * kv.shape[1])
         return ask(b, h, q, kv)
 
-    mask = masks.create_block_mask(opaque, None, None, 400, 300, BLOCK_SIZE=64, ask=watched)
+    mask = masks.create_block_mask(opaque, None, None, 400, 300, BLOCK_SIZE=64, ask=recording_ask)
     assert mask.runs == masks.create_block_mask(tritoncp.causal(), None, None, 400, 300, BLOCK_SIZE=64).runs
     assert max(sizes) <= 1 << 12
 
 
 def test_progress_rises_to_one() -> None:
-    told: list[float] = []
+    fractions: list[float] = []
     masks.create_block_mask(
-        lambda b, h, q, kv: (q * kv) % 7 < 3, 2, 1, 512, 384, BLOCK_SIZE=32, progress=told.append
+        lambda b, h, q, kv: (q * kv) % 7 < 3, 2, 1, 512, 384, BLOCK_SIZE=32, progress=fractions.append
     )
-    assert told == sorted(told) and told[0] >= 0 and told[-1] == 1.0
+    assert fractions == sorted(fractions) and fractions[0] >= 0 and fractions[-1] == 1.0
 
 
 def test_a_bar_appears_only_past_two_seconds(monkeypatch, capsys) -> None:
@@ -89,7 +89,7 @@ def test_a_bar_appears_only_past_two_seconds(monkeypatch, capsys) -> None:
     with create._Bar("mask") as bar:
         bar.show(0.2)
         assert bar.bar is None
-        now[0] = create._PATIENCE + 0.1
+        now[0] = create._BAR_DELAY + 0.1
         bar.show(0.5)
         assert bar.bar is not None and bar.bar.tasks[0].completed == 0.5
     assert bar.bar.finished or not bar.bar.live.is_started

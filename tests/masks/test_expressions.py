@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritoncp.masks.closed_forms import and_masks, causal, document, not_, or_masks, prefix_lm, sliding_window
+from tritoncp.masks import and_masks, causal, document, not_, or_masks, prefix_lm, sliding_window
 from tritoncp.masks.expressions import count, lengths, mask_of
 
 SIZE = 48

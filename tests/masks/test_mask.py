@@ -1,4 +1,4 @@
-"""Laws of runs and masks. A mask is compared with torch's builder, or pair by pair with its definition."""
+"""Runs and masks, compared with dense maps, with torch's builder and pair by pair with the definition."""
 
 import itertools
 import pickle
@@ -11,21 +11,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp.masks import classify
-from tritoncp.masks import mask as masks
-from tritoncp.masks.mask import (
+from tritoncp.masks import (
     ABSENT,
     Kind,
     Mask,
     Runs,
+    and_masks,
+    block_lists,
     causal,
+    classify,
     create_block_mask,
     document,
     from_block_mask,
     full_mask,
     sliding_window,
-    with_intervals,
 )
+from tritoncp.masks.from_torch import with_intervals
 
 LAWS = settings(max_examples=60, deadline=None)
 FEW = settings(max_examples=25, deadline=None)
@@ -49,8 +50,8 @@ def geometries(draw: st.DrawFn) -> tuple[int, int, int, int]:
     return tuple(draw(st.integers(*bounds)) for bounds in ((1, 40), (1, 40), (3, 9), (3, 9)))
 
 
-def a_mask_mod(seed: int, q_len: int, kv_len: int):
-    """One of many mask_mods, with tables exactly as long as the sequences: reading past them raises."""
+def make_mask_mod(seed: int, q_len: int, kv_len: int):
+    """Return a mask_mod by its seed. Its tables are as long as the sequences: an index past them raises."""
     g = torch.Generator().manual_seed(seed)
     lo = torch.randint(0, kv_len, (2, 3, q_len), generator=g)
     hi = lo + torch.randint(0, kv_len, (2, 3, q_len), generator=g)
@@ -66,18 +67,18 @@ def a_mask_mod(seed: int, q_len: int, kv_len: int):
 
 
 def visible_by_definition(mod, kinds: Tensor, mask: Mask) -> Tensor:
-    """bool [B, H, q_len, kv_len]: listed, and not hidden by the mask_mod inside a MASKED block."""
+    """Return the pairs that are listed and not hidden by the mask_mod in a MASKED block: bool, dense."""
     b, h = kinds.shape[:2]
     fine = kinds.repeat_interleave(mask.q_block, 2).repeat_interleave(mask.kv_block, 3)
     fine = fine[:, :, : mask.q_len, : mask.kv_len]
-    seen = flex.create_mask(mod, b, h, mask.q_len, mask.kv_len, device="cpu")
-    return (fine == Kind.FULL) | (fine == Kind.BOUNDED) | (fine == Kind.MASKED) & seen
+    visible = flex.create_mask(mod, b, h, mask.q_len, mask.kv_len, device="cpu")
+    return (fine == Kind.FULL) | (fine == Kind.BOUNDED) | (fine == Kind.MASKED) & visible
 
 
-def assert_same_lists(ours: flex.BlockMask, theirs: flex.BlockMask) -> None:
+def assert_same_lists(a: flex.BlockMask, b: flex.BlockMask) -> None:
     for side in ("kv", "full_kv", "q", "full_q"):
-        num, num2 = (getattr(m, f"{side}_num_blocks") for m in (ours, theirs))
-        indices, indices2 = (getattr(m, f"{side}_indices") for m in (ours, theirs))
+        num, num2 = (getattr(m, f"{side}_num_blocks") for m in (a, b))
+        indices, indices2 = (getattr(m, f"{side}_indices") for m in (a, b))
         assert torch.equal(num, num2), side
         listed = torch.arange(indices.shape[-1]) < num[..., None]
         assert torch.equal(indices[listed], indices2[listed]), side
@@ -168,21 +169,21 @@ def test_expand_repeats_batch_and_heads(kinds: Tensor) -> None:
 @LAWS
 @given(geometries(), st.integers(0, 999), st.sampled_from([1, 4, 40]))
 def test_intervals_list_the_blocks_they_touch(geometry, seed: int, longest: int) -> None:
-    """Rows in any order, with gaps between what they see; blocks counted pair by pair."""
+    """Intervals in any order and with gaps between them; blocks are counted pair by pair."""
     q_len, kv_len, q_block, kv_block = geometry
     g = torch.Generator().manual_seed(seed)
     lo = torch.randint(0, kv_len + 1, (2, 1, q_len), generator=g)
     hi = (lo + torch.randint(0, longest + 1, lo.shape, generator=g)).clamp(max=kv_len)
     kv = torch.arange(kv_len)
-    seen = (lo[..., None] <= kv) & (kv < hi[..., None])
+    visible = (lo[..., None] <= kv) & (kv < hi[..., None])
     pad = (0, -kv_len % kv_block, 0, -q_len % q_block)
-    tiles = torch.nn.functional.pad(seen, pad).unflatten(3, (-1, kv_block)).unflatten(2, (-1, q_block))
+    tiles = torch.nn.functional.pad(visible, pad).unflatten(3, (-1, kv_block)).unflatten(2, (-1, q_block))
     count = tiles.sum((3, 5))
     kinds = torch.where(count == 0, ABSENT, torch.where(count == q_block * kv_block, Kind.FULL, Kind.MASKED))
     assert Runs.from_intervals(lo, hi, q_block, kv_block, kv_len) == Runs.from_kinds(kinds.to(torch.uint8))
 
 
-def test_equal_runs_and_only_those_are_equal() -> None:
+def test_runs_are_equal_by_value() -> None:
     kinds = torch.tensor([[[[0, 1, 3]]]], dtype=torch.uint8)
     runs = Runs.from_kinds(kinds)
     assert runs == Runs.from_kinds(kinds.clone())
@@ -199,7 +200,7 @@ def test_transpose_of_half_a_million_rows_costs_what_its_runs_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda r: r.take(torch.tensor([[0, 2]])), r"rows must lie in \[-1, 2\)"),
         (lambda r: r.take(torch.tensor([0, 1])), "rows must be int64"),
@@ -211,9 +212,9 @@ def test_transpose_of_half_a_million_rows_costs_what_its_runs_cost() -> None:
         (lambda r: Runs(r.ptr, r.runs[:, :2], 3), "runs must be int32"),
     ],
 )
-def test_runs_refuse_what_they_cannot_mean(call, says: str) -> None:
+def test_runs_refuse_arguments_of_wrong_shape_or_range(call, message: str) -> None:
     runs = Runs.from_kinds(torch.zeros(2, 1, 2, 3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         call(runs)
 
 
@@ -224,17 +225,17 @@ def test_runs_refuse_what_they_cannot_mean(call, says: str) -> None:
 @given(geometries(), st.integers(0, 999), st.sampled_from([(None, None), (2, 1), (2, 3)]))
 def test_same_blocks_as_torch(geometry, seed: int, batch) -> None:
     q_len, kv_len, *block = geometry
-    mod = a_mask_mod(seed, q_len, kv_len)
-    theirs = flex.create_block_mask(mod, *batch, q_len, kv_len, device="cpu", BLOCK_SIZE=tuple(block))
-    ours = create_block_mask(mod, *batch, q_len, kv_len, BLOCK_SIZE=tuple(block))
-    assert_same_lists(ours.to_block_mask(), theirs)
-    assert ours.sparsity() == pytest.approx(theirs.sparsity())
-    assert torch.equal(ours.to_dense(), flex.create_mask(mod, *batch, q_len, kv_len, device="cpu"))
-    again = from_block_mask(theirs)
-    assert again.runs == ours.runs
-    ours = with_intervals(ours, mod)
-    assert (again.interval is None) == (ours.interval is None)
-    assert again.interval is None or all(map(torch.equal, again.interval, ours.interval))
+    mod = make_mask_mod(seed, q_len, kv_len)
+    torchs = flex.create_block_mask(mod, *batch, q_len, kv_len, device="cpu", BLOCK_SIZE=tuple(block))
+    mask = create_block_mask(mod, *batch, q_len, kv_len, BLOCK_SIZE=tuple(block))
+    assert_same_lists(mask.to_block_mask(), torchs)
+    assert mask.sparsity() == pytest.approx(torchs.sparsity())
+    assert torch.equal(mask.to_dense(), flex.create_mask(mod, *batch, q_len, kv_len, device="cpu"))
+    converted = from_block_mask(torchs)
+    assert converted.runs == mask.runs
+    mask = with_intervals(mask, mod)
+    assert (converted.interval is None) == (mask.interval is None)
+    assert converted.interval is None or all(map(torch.equal, converted.interval, mask.interval))
 
 
 @FEW
@@ -242,12 +243,12 @@ def test_same_blocks_as_torch(geometry, seed: int, batch) -> None:
 def test_block_lists_are_authoritative_and_intervals_exact(
     geometry, seed: int, heads: int, q_lists: bool
 ) -> None:
-    """Lists drawn independently of the mask_mod and unsorted, some left out, some ragged ones full."""
+    """Block lists are drawn independently of the mask_mod: unsorted, some blocks absent, ragged ones full."""
     q_len, kv_len, q_block, kv_block = geometry
     g = torch.Generator().manual_seed(seed)
     shape = (2, heads, -(-q_len // q_block), -(-kv_len // kv_block))
     kinds = torch.tensor([0, 1, ABSENT], dtype=torch.uint8)[torch.randint(0, 3, shape, generator=g)]
-    mod = a_mask_mod(seed, q_len, kv_len)
+    mod = make_mask_mod(seed, q_len, kv_len)
     order = torch.randperm(shape[-1], generator=g)
     lists = []
     for kind in (Kind.MASKED, Kind.FULL):
@@ -274,21 +275,21 @@ def test_block_lists_are_authoritative_and_intervals_exact(
 
 
 def assert_interval_exact(mask: Mask, masked: Tensor, visible: Tensor) -> None:
-    """There is an interval if and only if there can be one, and it shows exactly the visible pairs."""
+    """The mask has intervals if and only if it can have them, and they are exactly the visible pairs."""
     masked = masked.repeat_interleave(mask.q_block, 2).repeat_interleave(mask.kv_block, 3)
     masked = masked[:, :, : mask.q_len, : mask.kv_len]
-    seen = masked & visible
+    inside = masked & visible
     kv = torch.arange(mask.kv_len)
-    first = torch.where(seen, kv, mask.kv_len).amin(-1, keepdim=True)
-    last = torch.where(seen, kv, -1).amax(-1, keepdim=True)
-    possible = bool((seen == (masked & (first <= kv) & (kv <= last))).all())
+    first = torch.where(inside, kv, mask.kv_len).amin(-1, keepdim=True)
+    last = torch.where(inside, kv, -1).amax(-1, keepdim=True)
+    possible = bool((inside == (masked & (first <= kv) & (kv <= last))).all())
     assert (mask.interval is not None) == possible
     if mask.interval is not None:
         lo, hi = mask.interval
         assert lo.dtype == hi.dtype == torch.int32
         assert lo.shape == hi.shape == masked.shape[:3]
-        assert torch.equal(seen, masked & (lo[..., None] <= kv) & (kv < hi[..., None]))
-        assert bool(((lo == 0) & (hi == 0))[~seen.any(-1)].all())
+        assert torch.equal(inside, masked & (lo[..., None] <= kv) & (kv < hi[..., None]))
+        assert bool(((lo == 0) & (hi == 0))[~inside.any(-1)].all())
 
 
 def test_an_interval_may_span_full_blocks_between_masked_ones() -> None:
@@ -306,20 +307,23 @@ def test_an_interval_may_span_full_blocks_between_masked_ones() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 100])
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    for limit in ("PAIRS", "_TILES", "_BLOCKS", "_FIRST", "_LOOSE"):
+    for limit in ("PAIRS", "_TILES", "_BLOCKS", "_FIRST_BLOCKS", "_UNMERGED_RUNS"):
         monkeypatch.setattr(classify, limit, chunk)
-    monkeypatch.setattr(masks, "PAIRS", chunk)
+    monkeypatch.setattr("tritoncp.masks.mask.PAIRS", chunk)
+    monkeypatch.setattr(block_lists, "MAX_ENTRIES", chunk)
     for seed in range(5):
-        mod = a_mask_mod(seed, 14, 17)
+        mod = make_mask_mod(seed, 14, 17)
         mask = create_block_mask(mod, 2, 3, 14, 17, BLOCK_SIZE=(6, 5))
-        again = from_block_mask(flex.create_block_mask(mod, 2, 3, 14, 17, device="cpu", BLOCK_SIZE=(6, 5)))
+        converted = from_block_mask(
+            flex.create_block_mask(mod, 2, 3, 14, 17, device="cpu", BLOCK_SIZE=(6, 5))
+        )
         assert torch.equal(mask.to_dense(), flex.create_mask(mod, 2, 3, 14, 17, device="cpu"))
-        assert mask.runs == again.runs
+        assert mask.runs == converted.runs
         mask = with_intervals(mask, mod)
-        assert (mask.interval is None) == (again.interval is None)
+        assert (mask.interval is None) == (converted.interval is None)
 
 
-def test_the_mask_mod_is_asked_about_masked_blocks_in_range_only() -> None:
+def test_the_mask_mod_is_evaluated_in_masked_blocks_in_range_only() -> None:
     mod = causal()
     bm = flex.create_block_mask(mod, 1, 1, 37, 37, device="cpu", BLOCK_SIZE=8)
     table = torch.arange(37)
@@ -344,7 +348,7 @@ def test_without_a_mask_mod_partial_blocks_are_full() -> None:
 
 def test_full_blocks_of_a_mask_that_reads_nothing_are_not_evaluated() -> None:
     def never(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        raise AssertionError("no block is partial, so there is nothing to ask")
+        raise AssertionError("no block is partial, so there is nothing to evaluate")
 
     one, zero = torch.ones(1, 1, 1, dtype=torch.int32), torch.zeros(1, 1, 1, dtype=torch.int32)
     bm = flex.BlockMask.from_kv_blocks(
@@ -376,7 +380,7 @@ def test_full_mask_shows_everything(geometry) -> None:
         (lambda b, h, q, kv: (q >= kv) & (h < 1), (False, True)),
         (document(ids=torch.zeros(1, 64, dtype=torch.int64)), (True, False)),
         (document(ids=torch.zeros(64, dtype=torch.int64)), (False, False)),
-        (masks.and_masks(causal(), lambda b, h, q, kv: h >= 0), (False, True)),
+        (and_masks(causal(), lambda b, h, q, kv: h >= 0), (False, True)),
     ],
 )
 def test_an_interval_found_for_one_batch_row_does_not_serve_others_it_may_not_hold_for(mod, reads) -> None:
@@ -420,9 +424,9 @@ def test_costs_weigh_blocks_and_sum_over_heads() -> None:
 
 def test_pickle_and_pictures() -> None:
     mask = create_block_mask(sliding_window(20), 2, 1, 100, 100, BLOCK_SIZE=16)
-    again = pickle.loads(pickle.dumps(mask))
-    assert again.runs == mask.runs
-    assert str(again) == str(mask)
+    copy = pickle.loads(pickle.dumps(mask))
+    assert copy.runs == mask.runs
+    assert str(copy) == str(mask)
     assert "sparsity=" in repr(mask)
     assert "\n" not in repr(mask)
     assert "b=0, h=0 of 2 x 1" in str(mask)
@@ -444,10 +448,10 @@ def test_empty_sequences() -> None:
 
 def test_a_million_tokens_fit_in_sixteen_mebibytes() -> None:
     n = 1 << 20
-    mask = create_block_mask(masks.and_masks(causal(), document(lengths=[n // 128] * 128)), None, None, n, n)
+    mask = create_block_mask(and_masks(causal(), document(lengths=[n // 128] * 128)), None, None, n, n)
     assert mask.interval is not None
-    held = [mask.runs.ptr, mask.runs.runs, *mask.interval]
-    assert sum(t.untyped_storage().nbytes() for t in held) <= 16 << 20
+    tensors = [mask.runs.ptr, mask.runs.runs, *mask.interval]
+    assert sum(t.untyped_storage().nbytes() for t in tensors) <= 16 << 20
     assert mask.sparsity() > 99
 
 
@@ -484,7 +488,7 @@ def test_other_mistakes_say_what_to_do() -> None:
 
 
 def as_listed(mask: Mask) -> Mask:
-    """The same visible pairs as lists alone, all of them full: a mask whose mask_mod is None."""
+    """Return the mask's listed blocks as full blocks, without a mask_mod."""
     kinds = mask.runs.to_kinds()
     kinds[kinds == Kind.MASKED] = int(Kind.FULL)
     bm = replace(mask, runs=Runs.from_kinds(kinds), mask_mod=None, interval=None, window=None)
@@ -493,16 +497,16 @@ def as_listed(mask: Mask) -> Mask:
 
 @FEW
 @given(geometries(), st.integers(0, 999), st.data())
-def test_rows_of_a_mask_see_what_they_saw(geometry, seed: int, data: st.DataObject) -> None:
+def test_rows_of_a_mask_have_the_same_visible_pairs(geometry, seed: int, data: st.DataObject) -> None:
     q_len, kv_len, *block = geometry
-    mod = data.draw(st.sampled_from([a_mask_mod(seed, q_len, kv_len), causal(), sliding_window(3, 2)]))
+    mod = data.draw(st.sampled_from([make_mask_mod(seed, q_len, kv_len), causal(), sliding_window(3, 2)]))
     mask = create_block_mask(mod, 2, 1, q_len, kv_len, BLOCK_SIZE=tuple(block))
     start = data.draw(st.integers(0, (q_len - 1) // block[0])) * block[0]
     stop = data.draw(st.integers(start + 1, q_len))
     part = mask.rows(start, stop)
     assert torch.equal(part.to_dense(), mask.to_dense()[:, :, start:stop])
-    again = create_block_mask(part.mask_mod, 2, 1, stop - start, kv_len, BLOCK_SIZE=tuple(block))
-    assert part.runs == again.runs
+    rebuilt = create_block_mask(part.mask_mod, 2, 1, stop - start, kv_len, BLOCK_SIZE=tuple(block))
+    assert part.runs == rebuilt.runs
     if part.interval is not None:
         lo, hi = (t[..., None] for t in part.interval)
         inside = (lo <= torch.arange(kv_len)) & (torch.arange(kv_len) < hi)
@@ -520,7 +524,7 @@ def test_rows_start_at_a_block() -> None:
 @given(geometries(), st.integers(0, 999), st.booleans())
 def test_transposed_twice_is_the_same(geometry, seed: int, window: bool) -> None:
     q_len, kv_len, *block = geometry
-    mod = sliding_window(5, 1) if window else a_mask_mod(seed, q_len, kv_len)
+    mod = sliding_window(5, 1) if window else make_mask_mod(seed, q_len, kv_len)
     mask = create_block_mask(mod, 2, 3, q_len, kv_len, BLOCK_SIZE=tuple(block))
     flipped = mask.transpose()
     assert torch.equal(flipped.to_dense(), mask.to_dense().mT)
@@ -532,16 +536,16 @@ def test_transposed_twice_is_the_same(geometry, seed: int, window: bool) -> None
 @FEW
 @given(geometries(), st.integers(0, 999), st.lists(st.booleans(), min_size=2, max_size=2), st.booleans())
 def test_masks_combine_as_their_pairs_do(geometry, seed: int, listed: list[bool], both: bool) -> None:
-    """Also where a mask's lists say otherwise than its mask_mod, or there is none; blocks classified anew."""
+    """Masks combine by their visible pairs, also if block lists differ from the mask_mod, or without one."""
     q_len, kv_len, *block = geometry
-    mods = a_mask_mod(seed, q_len, kv_len), a_mask_mod(seed + 1, q_len, kv_len)
+    mods = make_mask_mod(seed, q_len, kv_len), make_mask_mod(seed + 1, q_len, kv_len)
     parts = [
         create_block_mask(mod, b, 1, q_len, kv_len, BLOCK_SIZE=tuple(block)) for mod, b in zip(mods, (1, 2))
     ]
     parts = [as_listed(mask) if only else mask for mask, only in zip(parts, listed)]
     one, other = (mask.to_dense(B=2) for mask in parts)
-    made, want = (parts[0] & parts[1], one & other) if both else (parts[0] | parts[1], one | other)
-    assert torch.equal(made.to_dense(), want)
+    combined, want = (parts[0] & parts[1], one & other) if both else (parts[0] | parts[1], one | other)
+    assert torch.equal(combined.to_dense(), want)
     pad = -q_len % block[0], -kv_len % block[1]
     tiles = (
         torch.nn.functional.pad(want, (0, pad[1], 0, pad[0]))
@@ -552,7 +556,7 @@ def test_masks_combine_as_their_pairs_do(geometry, seed: int, listed: list[bool]
     kinds = torch.where(
         count == 0, ABSENT, torch.where(count == block[0] * block[1], int(Kind.FULL), int(Kind.MASKED))
     )
-    assert torch.equal(made.runs.to_kinds().long(), kinds)
+    assert torch.equal(combined.runs.to_kinds().long(), kinds)
 
 
 def test_masks_of_other_geometry_do_not_combine() -> None:
@@ -570,7 +574,7 @@ def test_closed_forms_combine_with_operators() -> None:
     assert torch.equal(create_block_mask(near, None, None, 32, 32, BLOCK_SIZE=8).to_dense()[0, 0], want)
 
 
-def test_what_is_expanded_is_held_once() -> None:
+def test_expanded_tensors_count_once_in_nbytes() -> None:
     one, many = (create_block_mask(causal(), *size, 256, 256, BLOCK_SIZE=16) for size in ((1, 1), (8, 4)))
     intervals = 2 * 4 * 256
     assert one.nbytes == one.runs.ptr.nbytes + one.runs.runs.nbytes + intervals

@@ -15,7 +15,7 @@ from torch import Tensor
 import tritoncp
 from tests.multiprocess.ranks import run
 from tritoncp.distributed import collectives, consistency
-from tritoncp.masks.closed_forms import MaskMod
+from tritoncp.masks import MaskMod
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 

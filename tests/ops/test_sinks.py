@@ -11,7 +11,7 @@ import tritoncp
 from tests.zoo import HEADS, MASKS, Answer, S, agree, differentiate, tensors
 from tritoncp import simulate
 from tritoncp.distributed.schedules import SCHEDULES
-from tritoncp.masks.mask import Mask
+from tritoncp.masks import Mask
 from tritoncp.ops import engine_factory
 from tritoncp.reference.dense import dense_attention
 

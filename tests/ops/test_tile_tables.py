@@ -19,7 +19,7 @@ from tritoncp import causal, create_block_mask, flex_attention, make_plan
 from tritoncp.analysis.jobs import VARIANTS
 from tritoncp.kernels import forward_specialised, launch
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.masks.mask import full_mask
+from tritoncp.masks import full_mask
 from tritoncp.mods import score_mod
 from tritoncp.ops import engine_factory, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.tile_lookup import Call

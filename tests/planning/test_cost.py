@@ -10,7 +10,7 @@ import torch
 from tests.planning.test_traffic import CASES
 from tests.zoo import BALANCERS
 from tritoncp import causal, create_block_mask, document, full_mask, make_plan, sliding_window
-from tritoncp.masks.mask import Mask
+from tritoncp.masks import Mask
 from tritoncp.planning import cost, traffic
 
 S = 1 << 16

@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
+from tritoncp.masks.closed_forms import causal, document, sliding_window
 from tritoncp.masks.mask import create_block_mask, full_mask
+from tritoncp.masks.mask_mod import and_masks
 from tritoncp.planning import report
 from tritoncp.planning.build import build
 from tritoncp.planning.drawing import page as html_page

@@ -10,7 +10,10 @@ from torch import Tensor
 
 import tritoncp
 from tests.multiprocess.ranks import run
-from tritoncp.masks.mask import Mask, Runs, and_masks, causal, create_block_mask, document, full_mask
+from tritoncp.masks.block_runs import Runs
+from tritoncp.masks.closed_forms import causal, document
+from tritoncp.masks.mask import Mask, create_block_mask, full_mask
+from tritoncp.masks.mask_mod import and_masks
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import by_blocks, natural, row_positions, take
 from tritoncp.planning.plan import Plan

@@ -16,7 +16,7 @@ import tritoncp
 from tritoncp.core.handles import object_of
 from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import SCHEDULES
-from tritoncp.masks.mask import (
+from tritoncp.masks import (
     ABSENT,
     Kind,
     Mask,

@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tritoncp.masks.closed_forms import and_masks, causal, document
-from tritoncp.masks.mask import create_block_mask
+from tritoncp.masks import and_masks, causal, create_block_mask, document
 from tritoncp.planning import cost
 from tritoncp.planning.build import build
 from tritoncp.planning.cost import NVLINK

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.zoo import BALANCERS, MASKS
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan
-from tritoncp.masks.mask import Mask
+from tritoncp.masks import Mask
 from tritoncp.planning import traffic
 from tritoncp.planning.placement import row_positions
 from tritoncp.planning.plan import Plan

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from tritoncp.masks.mask import causal, create_block_mask, sliding_window
+from tritoncp.masks import causal, create_block_mask, sliding_window
 from tritoncp.reference.dense import dense_attention
 
 F64 = torch.float64

@@ -21,17 +21,9 @@ from tests.kernels.support.harness import (
     run,
 )
 from tritoncp.kernels.launch import Launch
-from tritoncp.masks.mask import (
-    Mask,
-    and_masks,
-    causal,
-    create_block_mask,
-    document,
-    full_mask,
-    not_,
-    prefix_lm,
-    sliding_window,
-)
+from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
+from tritoncp.masks.mask import Mask, create_block_mask, full_mask
+from tritoncp.masks.mask_mod import and_masks, not_
 from tritoncp.ops import engine_factory
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan

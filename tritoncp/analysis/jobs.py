@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
+from tritoncp.masks.closed_forms import causal, document, sliding_window
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
+from tritoncp.masks.mask_mod import and_masks
 
 S, HEADS, KV_HEADS = 1024, 8, 2
 

@@ -10,8 +10,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp.core.handles import refuse_inside_a_graph
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache
-from tritoncp.masks.closed_forms import MaskMod
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
 

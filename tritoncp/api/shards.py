@@ -11,8 +11,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp.api.plans import MaskLike
 from tritoncp.distributed import collectives, groups
 from tritoncp.frontend import validate
-from tritoncp.masks.closed_forms import Document, MaskMod, document
+from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.planning.placement import Placement, lengthen, take
 from tritoncp.planning.plan import Plan
 

@@ -80,12 +80,3 @@ def rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = turn
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
-def alibi(slopes: Tensor) -> Callable[..., Tensor]:
-    """A score_mod that favours near tokens. slopes: [Hq], captured whole; indices are global on any rank."""
-
-    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score - slopes[h] * (q_idx - kv_idx)
-
-    return score_mod

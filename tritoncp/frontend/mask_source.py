@@ -21,8 +21,10 @@ from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.frontend import validate
 from tritoncp.masks.block_runs import content
-from tritoncp.masks.closed_forms import MaskMod, is_settled
-from tritoncp.masks.mask import Mask, create_block_mask, from_block_mask, full_mask, with_intervals
+from tritoncp.masks.closed_forms import is_closed_form
+from tritoncp.masks.from_torch import from_block_mask, with_intervals
+from tritoncp.masks.mask import Mask, create_block_mask, full_mask
+from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods import Mod
 from tritoncp.mods.captures import describe
 from tritoncp.mods.fingerprint import Identity
@@ -70,7 +72,7 @@ class Sources:
         if any(t.is_inference() for t in (*lists, *captures)):
             key, reason = None, "a tensor made under torch.inference_mode(), which counts no edits"
         sources = cls(mask, lists, captures, None if key is None else (geometry, key), reason)
-        if isinstance(mask, (Mask, MaskMod)) and key is not None and is_settled(mod):
+        if isinstance(mask, (Mask, MaskMod)) and key is not None and is_closed_form(mod):
             _CONSTANT_SOURCES[mask] = lists, captures, sources.key, reason
         return sources
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.caller import warn_caller
-from tritoncp.masks.closed_forms import MaskMod, is_settled
+from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.planning.build import pieces
 from tritoncp.planning.placement import Placement, natural
 from tritoncp.planning.plan import Plan
@@ -186,7 +187,7 @@ def whole_batch(mask: Any, rows: int, batch_offset: int) -> int:
             f"{batch_offset + rows - 1} of a mask that has {batch}; batch_offset is the row of the mask's "
             "batch that the query begins with"
         )
-    without_lists = isinstance(mask, MaskMod) and not is_settled(mask)
+    without_lists = isinstance(mask, MaskMod) and not is_closed_form(mask)
     return batch if batch > 1 else batch_offset + rows if without_lists else rows
 
 

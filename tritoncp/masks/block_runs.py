@@ -1,7 +1,7 @@
-"""Runs: a block-sparse pattern as, for each row, a short list of column ranges.
+"""Runs: a block-sparse pattern stored as a short list of column ranges for each row of blocks.
 
 Index lists and dense block maps of a million-token mask take hundreds of MiB; its runs take a few
-hundred KiB, because a row of blocks nearly always sees a handful of ranges.
+hundred KiB, because the listed blocks of a row nearly always form a few ranges.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Runs:
 
     @classmethod
     def from_kinds(cls, kinds: Tensor) -> Runs:
-        """kinds: uint8 [B, H, R, C] of Kind or ABSENT."""
+        """Make Runs from a dense map of block kinds, uint8 [B, H, R, C] of Kind or ABSENT."""
         if kinds.ndim != 4 or kinds.dtype != torch.uint8:
             raise ValueError(f"kinds must be uint8 [B, H, R, C], got {kinds.dtype} {tuple(kinds.shape)}")
         b, h, r, c = kinds.shape
@@ -85,7 +85,7 @@ class Runs:
         return cls._pack((b, h, r), c, row, start, last + 1, flat[row, start])
 
     def to_kinds(self) -> Tensor:
-        """uint8 [B, H, R, C] of Kind or ABSENT."""
+        """Return the dense map of block kinds, uint8 [B, H, R, C] of Kind or ABSENT."""
         b, h, r, c = self.shape
         row, start, end, kind = self._flat()
         step = (kind - ABSENT).to(torch.uint8)  # modulo 256: sums of steps come out right
@@ -98,11 +98,11 @@ class Runs:
 
     @classmethod
     def from_intervals(cls, lo: Tensor, hi: Tensor, q_block: int, kv_block: int, kv_len: int) -> Runs:
-        """Blocks of the mask in which row q sees exactly lo <= kv < hi.
+        """Make the Runs of the mask in which query row q sees exactly lo <= kv < hi.
 
         lo, hi: integers [B, H, q_len], 0 <= lo <= hi <= kv_len. A block is listed if any of its
-        pairs is visible, FULL if all are and nothing cuts it, MASKED otherwise. Nothing of the size
-        of the dense mask or of the dense block map is made.
+        pairs is visible: FULL if all are and q_len and kv_len do not cut it, else MASKED. Neither the dense
+        mask nor the dense map of blocks is allocated.
         """
         b, h, q_len = lo.shape
         rows, cols = -(-q_len // q_block), -(-kv_len // kv_block)
@@ -171,7 +171,7 @@ class Runs:
         """Swap rows and columns, in time and memory of the two lists of runs, not of rows times columns."""
         b, h, r, c = self.shape
         row, start, end, kind = self._flat()
-        # Compare each row with the one before it. Row r's pattern enters twice: as `now` at r and as
+        # Compare each row with the row before it. The pattern of row r enters twice: as `now` at r and as
         # `before` at r + 1 (one row past the last, so that every column ends there).
         bh, r_in = row // max(r, 1), row % max(r, 1)
         now = bh * (r + 1) + r_in
@@ -202,7 +202,7 @@ class Runs:
         return mid - begin, end - mid
 
     def columns(self) -> Tensor:
-        """Which columns any row of any head lists: bool [B, C].
+        """Return the columns that at least one row of a head lists: bool [B, C].
 
         >>> Runs.from_kinds(torch.tensor([[[[3, 0, 1, 3]]]], dtype=torch.uint8)).columns().tolist()
         [[False, True, True, False]]
@@ -219,14 +219,14 @@ class Runs:
     # -- how runs are stored ----------------------------------------------------------------------
 
     def _flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(row, start, end, kind), each int64 [n]; rows are numbered over (B, H, R)."""
+        """Return every run as (row, start, end, kind), each int64 [n]; rows are numbered over (B, H, R)."""
         length = (self.ptr[..., 2] - self.ptr[..., 0]).flatten().long()
         row = torch.arange(len(length)).repeat_interleave(length)
         start, end, kind = self.runs.long().unbind(1)
         return row, start, end, kind
 
     def _gather(self, ptr: Tensor) -> Runs:
-        """The rows that ptr [B, H, R, 3] points at, copied out in order."""
+        """Return Runs with the rows that ptr [B, H, R, 3] refers to, copied in its order."""
         begin, mid, end = ptr.reshape(-1, 3).long().unbind(1)
         after = (end - begin).cumsum(0)
         first = after - (end - begin)
@@ -237,7 +237,7 @@ class Runs:
     def _pack(
         cls, shape: tuple[int, int, int], n_cols: int, row: Tensor, start: Tensor, end: Tensor, kind: Tensor
     ) -> Runs:
-        """Runs from a loose list: sorted, empty ones dropped, touching ones of a kind joined."""
+        """Make Runs from n runs in any order: sort them, drop empty ones, merge adjacent ones of a kind."""
         kind = kind.long()
         group = row * 2 + (kind == Kind.FULL)
         keep = (end > start).nonzero()[:, 0]
@@ -254,13 +254,16 @@ class Runs:
 
 
 def content(x: Tensor) -> bytes:
-    """The bytes of a tensor in the order of its elements, without NumPy."""
+    """Return the bytes of a CPU tensor in the order of its elements, without NumPy."""
     plain = x.detach().contiguous()
     return ctypes.string_at(plain.data_ptr(), plain.nbytes) if plain.numel() else b""
 
 
 def _interval_runs(lo: Tensor, hi: Tensor, kv_block: int, cols: int, row0: int) -> tuple[Tensor, ...]:
-    """Runs (row, start, end, kind) of q blocks whose token rows see [lo, hi). lo, hi: [rows, q_block]."""
+    """Return the runs (row, start, end, kind), int64 [n] each, of block rows whose token rows see [lo, hi).
+
+    lo, hi: [rows, q_block]. row0: number of the first row.
+    """
     empty = hi <= lo
     full_from = -(-lo.amax(1) // kv_block)
     full_to = torch.where(empty.any(1), 0, hi.amin(1) // kv_block)
@@ -277,9 +280,9 @@ def _interval_runs(lo: Tensor, hi: Tensor, kv_block: int, cols: int, row0: int) 
     j = opens[:, 1:].nonzero()[:, 1]
     start, end = begin[row, i].long(), reach[row, j].long()
     # Cut the full run out of it; where there is none, everything lies left of the cut.
-    some = full_to > full_from
-    cut_from, cut_to = torch.where(some, full_from, cols)[row], torch.where(some, full_to, cols)[row]
-    full = some.nonzero()[:, 0]
+    has_full = full_to > full_from
+    cut_from, cut_to = torch.where(has_full, full_from, cols)[row], torch.where(has_full, full_to, cols)[row]
+    full = has_full.nonzero()[:, 0]
     masked = torch.full_like(row, int(Kind.MASKED))
     return (
         torch.cat([row, row, full]) + row0,
@@ -299,7 +302,8 @@ def ramps(first: Tensor, length: Tensor) -> Tensor:
     return offset.repeat_interleave(length) + torch.arange(int(length.sum()))
 
 
-def _broadcast(name: str, given: int, batch: int) -> int:
-    if given != batch and 1 not in (given, batch):
-        raise ValueError(f"{name} has {given} batch rows, the mask has {batch}: give 1 or {batch}")
-    return max(given, batch)
+def _broadcast(name: str, rows: int, batch: int) -> int:
+    """Return the common number of batch rows; raise ValueError unless they are equal or one of them is 1."""
+    if rows != batch and 1 not in (rows, batch):
+        raise ValueError(f"{name} has {rows} batch rows, the mask has {batch}: give 1 or {batch}")
+    return max(rows, batch)

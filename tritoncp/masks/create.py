@@ -1,4 +1,4 @@
-"""The public `create_block_mask`: the device that evaluates its mask_mod, and the progress bar."""
+"""The public `create_block_mask`: the device that evaluates a mask_mod, and the progress bar."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from tritoncp.core.tracing import graph_of
 from tritoncp.core.upload import upload
 from tritoncp.masks import mask
 from tritoncp.masks.classify import Ask
-from tritoncp.masks.mask import Mask, MaskFn
+from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskFn
 
-_PATIENCE = 2.0  # seconds before a bar appears
+_BAR_DELAY = 2.0  # seconds before the progress bar appears
 
 
 def create_block_mask(
@@ -29,38 +30,39 @@ def create_block_mask(
 ) -> Mask:
     """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact :class:`Mask`.
 
-    mask_mod: (b, h, q_idx, kv_idx) -> bool; B, H: batch rows and heads it differs between, None = one for
-    all. A closed form (``causal()``, ``document(...)``, ...) takes arithmetic alone. Any other mask_mod is
-    traced and bounded over ever smaller tiles; only where that decides nothing is it evaluated, a few million
-    pairs at a time: in torch on the CPU, by a Triton kernel on a GPU. The result is on the CPU and goes
-    wherever a block_mask goes; ``.to_block_mask()`` is torch's.
+    mask_mod: (b, h, q_idx, kv_idx) -> bool. B, H: batch rows and heads with masks of their own; None: they
+    share one. device: of the tensors that mask_mod captures; None: it is read from them. ``_compile`` is
+    accepted for compatibility with torch and ignored.
 
-    device: of the tensors that mask_mod captures; by default they are looked at. Past two seconds a bar on
-    stderr shows how far it is. ``_compile`` is torch's and has nothing to do here.
+    A closed form (``causal()``, ``document(...)``, ...) takes arithmetic alone. Any other mask_mod is
+    traced and bounded over ever smaller tiles; only where that decides nothing is it evaluated, a few million
+    pairs at a time: in torch on the CPU, by a Triton kernel on a GPU. The result is on the CPU and can be
+    passed as block_mask; ``.to_block_mask()`` converts it to torch's. After two seconds a progress bar
+    appears on stderr.
 
     >>> mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 4096), None, None, 2**20, 2**20)
     >>> print(f"{mask.sparsity():.1f} % of {mask.runs.shape[2]} x {mask.runs.shape[3]} blocks are empty")
     99.6 % of 8192 x 8192 blocks are empty
     """
     refuse_inside_a_graph("create_block_mask")
-    place = torch.device(device) if device is not None else _home(mask_mod)
-    ask = None if place.type == "cpu" else _asker(mask_mod, place)
+    place = torch.device(device) if device is not None else _capture_device(mask_mod)
+    ask = None if place.type == "cpu" else _triton_ask(mask_mod, place)
     with _Bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as bar:
         return mask.create_block_mask(
             mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, ask=ask, progress=bar.show
         )
 
 
-def _home(mask_mod: MaskFn) -> torch.device:
-    """Where the tensors are that the mask_mod captures."""
+def _capture_device(mask_mod: MaskFn) -> torch.device:
+    """Return the accelerator of the tensors that the mask_mod captures; the CPU if there are none."""
     graph = graph_of(mask_mod) if torch.accelerator.is_available() else None
     nodes = graph.graph.nodes if graph is not None else ()
     devices = [getattr(graph, str(node.target)).device for node in nodes if node.op == "get_attr"]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))
 
 
-def _asker(mask_mod: MaskFn, device: torch.device) -> Ask | None:
-    """The mask_mod in a Triton kernel; None where it cannot be translated and torch has to ask."""
+def _triton_ask(mask_mod: MaskFn, device: torch.device) -> Ask | None:
+    """Return the mask_mod as a Triton kernel; None if it cannot be translated."""
     from tritoncp import mods
     from tritoncp.kernels.mask_eval import make_evaluator
 
@@ -72,26 +74,26 @@ def _asker(mask_mod: MaskFn, device: torch.device) -> Ask | None:
 
 
 class _Bar:
-    """A progress bar that appears only if it takes long."""
+    """A progress bar on stderr that appears after _BAR_DELAY seconds."""
 
-    def __init__(self, what: str) -> None:
-        self.what, self.since = what, time.monotonic()
+    def __init__(self, title: str) -> None:
+        self.title, self.start = title, time.monotonic()
         self.bar: Any = None
 
     def __enter__(self) -> _Bar:
         return self
 
-    def show(self, done: float) -> None:
-        """done: the share that is, from 0 to 1."""
-        if self.bar is None and time.monotonic() - self.since > _PATIENCE:
+    def show(self, fraction: float) -> None:
+        """Advance the bar to a fraction from 0 to 1."""
+        if self.bar is None and time.monotonic() - self.start > _BAR_DELAY:
             from rich.console import Console
             from rich.progress import Progress
 
             self.bar = Progress(console=Console(stderr=True), transient=True)
-            self.bar.add_task(self.what, total=1.0)
+            self.bar.add_task(self.title, total=1.0)
             self.bar.start()
         if self.bar is not None:
-            self.bar.update(self.bar.task_ids[0], completed=done)
+            self.bar.update(self.bar.task_ids[0], completed=fraction)
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:

@@ -1,8 +1,8 @@
-"""Packed sequences: documents one after the other in one buffer, told apart by cu_seqlens.
+"""Packed sequences: documents one after the other in one buffer, separated by cu_seqlens.
 
-``cu_seqlens``, integers [n + 1], says how many tokens come before each of n documents, and in all. Where a
-buffer has padding at the end of each document, ``cu_seqlens_padded`` says the same of its rows. All of it is
-arithmetic on whole tensors: no document is looked at by itself, and one copy at most comes from a device.
+``cu_seqlens``, integers [n + 1], are cumulative numbers of tokens: those before each of n documents, then the
+total. If the buffer has padding at the end of documents, ``cu_seqlens_padded`` are its cumulative rows. There
+is no loop over documents, and at most one copy from a device.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.masks.block_runs import ramps
-from tritoncp.masks.closed_forms import UNBOUNDED, Intervals, MaskMod
 from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.masks.mask_mod import UNBOUNDED, Intervals, MaskMod
 
 
 class Documents(NamedTuple):
@@ -26,7 +26,7 @@ class Documents(NamedTuple):
     rows: Tensor
 
     def of_rows(self) -> tuple[Tensor, Tensor]:
-        """The document of each row of the buffer, and the row's place in it: int64 [t].
+        """Return the document of each row of the buffer, and the row's position in it: int64 [t].
 
         >>> Documents.of("cu_seqlens", torch.tensor([0, 2, 2, 3]), torch.tensor([0, 3, 3, 4])).of_rows()
         (tensor([0, 0, 0, 2]), tensor([0, 1, 2, 0]))
@@ -35,21 +35,25 @@ class Documents(NamedTuple):
         return number, torch.arange(len(number)) - self.first[number]
 
     def is_token(self) -> Tensor:
-        """Which rows hold a token, not padding: bool [t]."""
-        number, place = self.of_rows()
-        return place < self.tokens[number]
+        """Which rows of the buffer are tokens, not padding: bool [t]."""
+        number, position = self.of_rows()
+        return position < self.tokens[number]
 
     @classmethod
     def of(cls, name: str, cu_seqlens: Tensor, padded: Tensor, length: int | None = None) -> Documents:
-        """From cumulative lengths, on the CPU; checked. length: of the buffer, where it is known."""
+        """Make Documents on the CPU from cumulative tokens and cumulative rows.
+
+        name: of the argument, for messages. length: rows of the buffer; None: not checked. Raises ValueError
+        for lengths that do not start at 0, decrease, or do not fit the buffer.
+        """
         cu_seqlens, padded = (x.detach().cpu().long() for x in (cu_seqlens, padded))
         _check_cumulative(name, cu_seqlens)
         _check_cumulative(f"{name}_padded", padded)
         tokens, rows = cu_seqlens.diff(), padded.diff()
         if bool((tokens > rows).any()):
-            at = int((tokens > rows).nonzero()[0])
+            i = int((tokens > rows).nonzero()[0])
             raise ValueError(
-                f"document {at} has {int(tokens[at])} tokens by {name} and {int(rows[at])} rows by "
+                f"document {i} has {int(tokens[i])} tokens by {name} and {int(rows[i])} rows by "
                 f"{name}_padded, which counts tokens and the padding behind them: give it no fewer"
             )
         if length is not None and int(padded[-1]) != length:
@@ -62,26 +66,27 @@ class Documents(NamedTuple):
 
 
 def _check_cumulative(name: str, x: Tensor) -> None:
+    """Raise ValueError unless x, int64 [n + 1], starts at 0 and never decreases."""
     if int(x[0]) != 0:
         raise ValueError(
             f"{name} starts at {int(x[0])}; it says how many tokens come before each document, so it "
             "starts at 0: put a 0 in front"
         )
-    falls = x.diff() < 0
-    if bool(falls.any()):
-        at = int(falls.nonzero()[0])
+    decreases = x.diff() < 0
+    if bool(decreases.any()):
+        i = int(decreases.nonzero()[0])
         raise ValueError(
-            f"{name} falls from {int(x[at])} to {int(x[at + 1])} after document {at}; it adds up lengths, "
+            f"{name} falls from {int(x[i])} to {int(x[i + 1])} after document {i}; it adds up lengths, "
             "so it never falls: take lengths.cumsum(0) with a 0 in front"
         )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Varlen(MaskMod):
-    """Documents of a packed buffer: a query sees keys of its own document only.
+    """The mask_mod of a packed buffer: a query sees keys of its own document only.
 
     q, kv:               cumulative tokens [n + 1]; q_padded, kv_padded: cumulative rows of the buffer
-    left, right:         where the last query and the last key of a document are level, query i sees key j for
+    left, right:         with the last query of a document aligned to its last key, query i sees key j for
                          -right <= i - j <= left; -1 = unbounded
     """
 
@@ -96,24 +101,25 @@ class Varlen(MaskMod):
         q, kv, q_padded, kv_padded = (
             x.to(q_idx.device) for x in (self.q, self.kv, self.q_padded, self.kv_padded)
         )
-        number, other = _number(q_padded, q_idx), _number(kv_padded, kv_idx)
-        i, j = q_idx - q_padded[number], kv_idx - kv_padded[other]
-        queries, keys = q[number + 1] - q[number], kv[other + 1] - kv[other]
-        gap = i - queries + keys - j
-        seen = (number == other) & (i < queries) & (j < keys)
+        q_number, kv_number = _document_of(q_padded, q_idx), _document_of(kv_padded, kv_idx)
+        i, j = q_idx - q_padded[q_number], kv_idx - kv_padded[kv_number]
+        queries, keys = q[q_number + 1] - q[q_number], kv[kv_number + 1] - kv[kv_number]
+        distance = i - queries + keys - j
+        visible = (q_number == kv_number) & (i < queries) & (j < keys)
         if self.left != UNBOUNDED:
-            seen = seen & (gap <= self.left)
-        return seen if self.right == UNBOUNDED else seen & (gap >= -self.right)
+            visible = visible & (distance <= self.left)
+        return visible if self.right == UNBOUNDED else visible & (distance >= -self.right)
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals:
         queries, keys = self._sides(q_len, kv_len)
-        number, place = queries.of_rows()
+        number, position = queries.of_rows()
         first, count = keys.first[number], keys.tokens[number]
-        level = place + (keys.tokens - queries.tokens)[number]
-        lo = torch.zeros_like(level) if self.left == UNBOUNDED else (level - self.left).clamp(min=0)
-        hi = count if self.right == UNBOUNDED else torch.minimum(count, level + self.right + 1)
-        some = (place < queries.tokens[number]) & (hi > lo)
-        return torch.where(some, first + lo, 0)[None, None], torch.where(some, first + hi, 0)[None, None]
+        diagonal = position + (keys.tokens - queries.tokens)[number]
+        lo = torch.zeros_like(diagonal) if self.left == UNBOUNDED else (diagonal - self.left).clamp(min=0)
+        hi = count if self.right == UNBOUNDED else torch.minimum(count, diagonal + self.right + 1)
+        nonempty = (position < queries.tokens[number]) & (hi > lo)
+        lo, hi = (torch.where(nonempty, first + bound, 0) for bound in (lo, hi))
+        return lo[None, None], hi[None, None]
 
     def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
         queries, keys = (side.is_token() for side in self._sides(q_len, kv_len))
@@ -127,9 +133,9 @@ class Varlen(MaskMod):
         return f"varlen(documents={len(self.q) - 1}, left={self.left}, right={self.right})"
 
 
-def _number(padded: Tensor, at: Tensor) -> Tensor:
-    """The document that holds row ``at``: as many as end before it."""
-    return (padded[1:] <= at[..., None]).sum(-1)
+def _document_of(padded: Tensor, row: Tensor) -> Tensor:
+    """Return the number of the document that contains a row: how many documents end at or before it."""
+    return (padded[1:] <= row[..., None]).sum(-1)
 
 
 def varlen(
@@ -141,7 +147,7 @@ def varlen(
     cu_seqlens_q_padded: Tensor | None = None,
     cu_seqlens_kv_padded: Tensor | None = None,
 ) -> Varlen:
-    """The arguments of :func:`varlen_mask` as a mask_mod. Nothing is read from a device here."""
+    """Return the mask_mod of the arguments of :func:`varlen_mask`, without reading a device."""
     if cu_seqlens_kv is None:
         if cu_seqlens_kv_padded is not None:
             raise ValueError("cu_seqlens_kv_padded is given without cu_seqlens_kv: pass both, or neither")
@@ -154,33 +160,35 @@ def varlen(
         cu_seqlens_q_padded=q_padded,
         cu_seqlens_kv_padded=kv_padded,
     )
-    left, right = _checked_window(window)
+    left, right = _check_window(window)
     return Varlen(cu_seqlens_q, cu_seqlens_kv, q_padded, kv_padded, left, 0 if causal else right)
 
 
-def _check_types(**given: Tensor) -> None:
-    for name, x in given.items():
+def _check_types(**arguments: Tensor) -> None:
+    """Raise unless all arguments are integer tensors [documents + 1] for one number of documents."""
+    for name, x in arguments.items():
         if (
             not isinstance(x, Tensor)
             or x.dtype not in (torch.int32, torch.int64)
             or x.ndim != 1
             or not len(x)
         ):
-            got = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            description = f"{x.dtype} {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise TypeError(
-                f"{name} is {got}; an int32 or int64 tensor [documents + 1] is needed: "
+                f"{name} is {description}; an int32 or int64 tensor [documents + 1] is needed: "
                 "lengths.cumsum(0) with a 0 in front"
             )
-    counts = {name: len(x) - 1 for name, x in given.items()}
+    counts = {name: len(x) - 1 for name, x in arguments.items()}
     if len(set(counts.values())) > 1:
-        said = ", ".join(f"{name} {count}" for name, count in counts.items())
+        listing = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise ValueError(
-            f"numbers of documents differ: {said}; queries and keys of a document go together, so give a "
+            f"numbers of documents differ: {listing}; queries and keys of a document go together, so give a "
             "document without one of them length 0 there"
         )
 
 
-def _checked_window(window: tuple[int, int]) -> tuple[int, int]:
+def _check_window(window: tuple[int, int]) -> tuple[int, int]:
+    """Return (left, right) of a window argument; raise ValueError unless both are at least -1."""
     sides = tuple(window) if isinstance(window, tuple | list) else ()
     if len(sides) != 2 or not all(isinstance(side, int) and side >= UNBOUNDED for side in sides):
         raise ValueError(
@@ -202,16 +210,16 @@ def varlen_mask(
 ) -> Mask:
     """Return the mask of a packed buffer [t, heads, head dim]: a query sees its own document only.
 
-    cu_seqlens_q, cu_seqlens_kv: int32 or int64 [n + 1], how many tokens come before each of n documents, and
-    in all; of queries and of keys (None: the same). Documents of length 0 are allowed.
-    cu_seqlens_q_padded, cu_seqlens_kv_padded: the same of the buffer's rows where padding follows each
-    document's tokens; the last entry is the whole buffer. None: no padding.
-    causal, window: the last query of a document is level with its last key (bottom-right alignment).
+    cu_seqlens_q, cu_seqlens_kv: int32 or int64 [n + 1], the number of tokens before each of n documents, then
+    the total; of queries and of keys (None: the same). Documents of length 0 are allowed.
+    cu_seqlens_q_padded, cu_seqlens_kv_padded: cumulative rows of the buffer, if padding follows each
+    document's tokens; the last entry is the length of the buffer. None: no padding.
+    causal, window: the last query of a document is aligned to its last key (bottom-right alignment).
     ``causal`` hides keys after a query, ``window=(left, right)`` keys that are further away on either
-    side, -1 = unbounded, which is FlashAttention's convention. Where both are given both hide.
+    side, -1 = unbounded, which is FlashAttention's convention. A pair is visible if neither hides it.
 
     A plan of this mask leaves padding out: it is never read, and out and gradients are 0 there.
-    The tensors are copied to the host at once. Raises TypeError and ValueError for cu_seqlens of another
+    The tensors are copied to the host in one copy. Raises TypeError and ValueError for cu_seqlens of another
     type, that do not start at 0, fall, or differ in their number of documents.
 
     >>> mask = varlen_mask(torch.tensor([0, 2, 3]), causal=True, cu_seqlens_q_padded=torch.tensor([0, 3, 4]))
@@ -236,8 +244,9 @@ def varlen_mask(
 
 
 def dual_chunk_rows(cu_seqlens: Tensor, world_size: int) -> Tensor:
-    """Where each row of each rank's shard lies in the buffer when every document is cut into 2 W chunks, of
-    which rank r holds chunks r and 2 W - 1 - r: int64 [W, t / W] on the CPU.
+    """Return the buffer row of each row of each rank's shard in dual-chunk order: int64 [W, t / W], on CPU.
+
+    Every document is cut into 2 W chunks; rank r holds chunks r and 2 W - 1 - r.
 
     >>> dual_chunk_rows(torch.tensor([0, 4, 12]), 2)
     tensor([[ 0,  3,  4,  5, 10, 11],
@@ -245,11 +254,11 @@ def dual_chunk_rows(cu_seqlens: Tensor, world_size: int) -> Tensor:
     """
     documents = Documents.of("cu_seqlens", cu_seqlens, cu_seqlens)
     chunks = 2 * world_size
-    odd = documents.rows % chunks != 0
-    if bool(odd.any()):
-        at = int(odd.nonzero()[0])
+    uneven = documents.rows % chunks != 0
+    if bool(uneven.any()):
+        i = int(uneven.nonzero()[0])
         raise ValueError(
-            f"document {at} has {int(documents.rows[at])} rows, which {chunks} chunks of equal length cannot "
+            f"document {i} has {int(documents.rows[i])} rows, which {chunks} chunks of equal length cannot "
             f"share; dual-chunk order on {world_size} ranks pads every document to a multiple of {chunks}"
         )
     rank = torch.arange(world_size)[:, None]

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core import handles
-from tritoncp.masks.closed_forms import MaskMod
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods import Mod
 from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.mods.mod import structure_of

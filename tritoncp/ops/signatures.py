@@ -26,7 +26,7 @@ from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import Facts, fact
 from tritoncp.masks.block_runs import content
-from tritoncp.masks.closed_forms import MaskMod
+from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods import Mod
 from tritoncp.mods.captures import describe, origin
 from tritoncp.ops import engine_factory

@@ -96,7 +96,7 @@ def reporting_mask_errors(text: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        if not expressions.named(text):
+        if not expressions.is_module_function(text):
             raise
         message = f"{type(error).__name__}: {error}"
         raise ValueError(f"--mask {text.strip()} is no mask_mod that can be asked ({message})") from error

@@ -19,8 +19,8 @@ from torch import Tensor
 from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import DeviceCopy
-from tritoncp.masks.block_runs import content
-from tritoncp.masks.mask import Mask, Runs
+from tritoncp.masks.block_runs import Runs, content
+from tritoncp.masks.mask import Mask
 from tritoncp.planning import traffic as key_traffic
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import Tables, slot_runs, tables_of

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.upload import DeviceCopy
-from tritoncp.masks.mask import Kind, Mask, Runs
+from tritoncp.masks.block_runs import Kind, Runs
+from tritoncp.masks.mask import Mask
 
 UNBOUNDED = 1 << 30  # a window edge that no position reaches
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.masks.closed_forms import and_masks, causal, document, sliding_window
+from tritoncp.masks.closed_forms import causal, document, sliding_window
 from tritoncp.masks.mask import Mask, create_block_mask
+from tritoncp.masks.mask_mod import and_masks
 from tritoncp.ops import engine_factory
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention

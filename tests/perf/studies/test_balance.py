@@ -5,7 +5,7 @@ import torch
 from click.testing import CliRunner
 
 from tritoncp import causal, create_block_mask
-from tritoncp.masks.mask import Kind
+from tritoncp.masks import Kind
 from tritoncp.perf.studies.balance import MASKS, corpus_lengths, fetched_rows, main, measure_quality
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build

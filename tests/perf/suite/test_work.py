@@ -8,7 +8,7 @@ import torch
 import tritoncp
 from tritoncp import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
 from tritoncp.distributed import collectives
-from tritoncp.masks.mask import full_mask
+from tritoncp.masks import full_mask
 from tritoncp.perf.suite.cases import CASES, MASKS
 from tritoncp.perf.suite.work import Shape, of_plan, visible
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tritoncp.masks.mask import Kind, Mask
+from tritoncp.masks.block_runs import Kind
+from tritoncp.masks.mask import Mask
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report import Colour, Facts, colours
 

@@ -1,0 +1,111 @@
+"""Dense block kinds, uint8 [B, H, rows, cols]: from and to the index lists of torch's BlockMask, and as a
+mask_mod."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tritoncp.core.tracing import reads_batch_or_head
+from tritoncp.masks.block_runs import ABSENT, Kind
+from tritoncp.masks.mask_mod import MaskFn, MaskMod
+
+MAX_ENTRIES = 1 << 22  # index list entries read at a time: their int64 positions are 32 MiB
+
+
+@dataclass(frozen=True, eq=False)
+class BlockListMod(MaskMod):
+    """The mask_mod of a mask whose block lists are authoritative: full blocks are
+    visible, absent ones hidden.
+
+    kinds: uint8 [B, H, rows, cols]. mask_mod: evaluated in MASKED blocks; None: they are hidden.
+    """
+
+    kinds: Tensor
+    mask_mod: MaskFn | None
+    q_block: int
+    kv_block: int
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        batch, head = b if self.kinds.shape[0] > 1 else 0, h if self.kinds.shape[1] > 1 else 0
+        kind = self.kinds[batch, head, q_idx // self.q_block, kv_idx // self.kv_block]
+        full = (kind == Kind.FULL) | (kind == Kind.BOUNDED)
+        if self.mask_mod is None:
+            return full
+        return full | ((kind == Kind.MASKED) & self.mask_mod(b, h, q_idx, kv_idx))
+
+    @property
+    def reads(self) -> tuple[bool, bool]:
+        return reads_batch_or_head(self.__call__)
+
+
+def bound_ragged_blocks(kinds: Tensor, q_cut: int, kv_cut: int) -> Tensor:
+    """Change full blocks that the end of the sequence cuts to BOUNDED, in place.
+
+    q_cut, kv_cut: tokens in the last row, in the last column of blocks; 0: it is not cut.
+    """
+    edges = [kinds[:, :, -1:]] * bool(q_cut) + [kinds[..., -1:]] * bool(kv_cut)
+    for edge in edges:
+        edge[edge == Kind.FULL] = int(Kind.BOUNDED)
+    return kinds
+
+
+def lists_from_blocks(listed: Tensor) -> tuple[Tensor, Tensor]:
+    """Return torch's num_blocks int32 [B, H, R] and indices int32 [B, H, R, C] of a bool [B, H, R, C]."""
+    b, h, r, c = listed.shape
+    num = listed.sum(-1, dtype=torch.int32)
+    row, col = listed.view(b * h * r, c).nonzero(as_tuple=True)
+    first = num.flatten().cumsum(0) - num.flatten()
+    indices = torch.zeros(b * h * r, c, dtype=torch.int32)
+    indices[row, torch.arange(len(row)) - first[row]] = col.int()
+    return num, indices.view(b, h, r, c)
+
+
+def kinds_from_lists(bm: BlockMask, rows: int, cols: int) -> Tensor:
+    """Return the block kinds of a BlockMask's lists, MASKED, FULL or ABSENT: uint8 [B, H, rows, cols].
+
+    Raises ValueError for the lists of a slice, an index past kv_len, or a block listed more than once.
+    """
+    parts = [bm.kv_num_blocks, bm.kv_indices]
+    if bm.full_kv_num_blocks is not None and bm.full_kv_indices is not None:
+        parts += [bm.full_kv_num_blocks, bm.full_kv_indices]
+    if any(t.device.type != "cpu" for t in parts):
+        sizes = [t.numel() for t in parts]
+        flat = torch.split(torch.cat([t.reshape(-1) for t in parts]).cpu(), sizes)  # one copy
+        parts = [new.view(old.shape) for new, old in zip(flat, parts, strict=True)]
+    if parts[0].shape[-1] != rows:
+        raise ValueError(
+            f"the BlockMask lists {parts[0].shape[-1]} rows of blocks, but its q_len={bm.seq_lengths[0]} has "
+            f"{rows} of {bm.BLOCK_SIZE[0]}: give the global mask, not a slice of it"
+        )
+    batch = (1,) * (3 - parts[0].ndim) + tuple(parts[0].shape[:-1])
+    marks = torch.zeros(batch[0] * batch[1] * rows, cols, dtype=torch.uint8)
+    for mark, num, indices in zip((1, 16)[: len(parts) // 2], parts[::2], parts[1::2], strict=True):
+        _add_marks(marks, mark, num.reshape(-1), indices.reshape(num.numel(), indices.shape[-1]))
+    twice = (marks != 0) & (marks != 1) & (marks != 16)
+    if bool(twice.any()):
+        row, col = (int(i) for i in twice.nonzero()[0])
+        raise ValueError(f"the BlockMask lists block (q block {row % rows}, kv block {col}) more than once")
+    kinds = torch.full_like(marks, ABSENT)
+    kinds[marks == 1] = int(Kind.MASKED)
+    kinds[marks == 16] = int(Kind.FULL)
+    return kinds.view(*batch, rows, cols)
+
+
+def _add_marks(marks: Tensor, mark: int, num: Tensor, indices: Tensor) -> None:
+    """Add ``mark`` to marks [R, C] at each row's first num[r] indices, MAX_ENTRIES at a time."""
+    entry = torch.arange(indices.shape[1])
+    step = max(1, MAX_ENTRIES // max(1, indices.shape[1]))
+    for i in range(0, len(num), step):
+        row, column = (entry < num[i : i + step, None]).nonzero(as_tuple=True)
+        col = indices[i : i + step][row, column].long()
+        if len(col) and not (int(col.min()) >= 0 and int(col.max()) < marks.shape[1]):
+            raise ValueError(
+                f"the BlockMask lists kv blocks {int(col.min())} to {int(col.max())}, but kv_len has only "
+                f"{marks.shape[1]} blocks"
+            )
+        flat = (row + i) * marks.shape[1] + col
+        marks.view(-1).scatter_add_(0, flat, torch.full_like(flat, mark, dtype=torch.uint8))

@@ -1,0 +1,240 @@
+"""MaskMod: a mask_mod with structure, and its combinations with and, or, not.
+
+A mask_mod is a function (b, h, q_idx, kv_idx) -> bool, as in torch's flex attention. A MaskMod also knows the
+interval of keys that each query row sees, where there is one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.tracing import reads_batch_or_head
+
+MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Intervals = tuple[Tensor, Tensor]  # (lo, hi), see MaskMod.intervals
+UNBOUNDED = -1  # a side of a window without a limit
+
+
+class MaskMod(ABC):
+    """A mask_mod that can also give row intervals. Call it as (b, h, q_idx, kv_idx) -> bool; combine it with
+    & | ~.
+
+    >>> from tritoncp.masks import causal, document
+    >>> causal() & document(lengths=[2, 6])
+    and_masks(causal(), document(ids=[8]))
+
+    Captured tensors are read again at every call, so tensors edited in place never go stale.
+    """
+
+    @abstractmethod
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor: ...
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        """Return (lo, hi), int64 [B or 1, 1, q_len] on the CPU: query row q sees exactly lo <= kv < hi.
+
+        An empty row has lo = hi = 0. None if the keys of some row are not one interval.
+        """
+        return None
+
+    def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
+        """Return which queries and which keys are tokens, not padding: bool [q_len] and [kv_len] on the CPU.
+
+        No row sees padding and no kernel reads it. None: there is no padding.
+        """
+        return None
+
+    @property
+    def batch(self) -> int:
+        """Batch rows for which the mask has intervals of their own; 1 if all batch rows share them."""
+        return 1
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """(left, right) where the mask is q - left <= kv <= q + right, -1 = unbounded; else None."""
+        return None
+
+    @property
+    def reads(self) -> tuple[bool, bool]:
+        """Whether the result can depend on b, and whether it can depend on h."""
+        return False, False
+
+    def __and__(self, other: MaskFn) -> MaskMod:
+        return and_masks(self, other)
+
+    def __or__(self, other: MaskFn) -> MaskMod:
+        return or_masks(self, other)
+
+    def __rand__(self, other: MaskFn) -> MaskMod:
+        return and_masks(other, self)
+
+    def __ror__(self, other: MaskFn) -> MaskMod:
+        return or_masks(other, self)
+
+    def __invert__(self) -> MaskMod:
+        return not_(self)
+
+
+@dataclass(frozen=True, repr=False)
+class _Combination(MaskMod):
+    """Base class of And, Or and Not: a mask_mod computed from other mask_mods."""
+
+    parts: tuple[MaskFn, ...]
+
+    @property
+    def batch(self) -> int:
+        return max(map(num_batch_rows, self.parts))
+
+    @property
+    def reads(self) -> tuple[bool, bool]:
+        dependences = [dependence_of(part) for part in self.parts]
+        return any(b for b, _ in dependences), any(h for _, h in dependences)
+
+    def _mask_mods(self) -> list[MaskMod]:
+        """The parts if all of them are MaskMods, else an empty list."""
+        parts = [part for part in self.parts if isinstance(part, MaskMod)]
+        return parts if len(parts) == len(self.parts) else []
+
+    def _part_intervals(self, q_len: int, kv_len: int) -> list[Intervals] | None:
+        """The intervals of every part; None unless all parts have them."""
+        intervals = []
+        for part in self._mask_mods():
+            interval = part.intervals(q_len, kv_len)
+            if interval is None:
+                return None
+            intervals.append(interval)
+        return intervals or None
+
+    def _part_windows(self) -> list[tuple[int, int]] | None:
+        """The windows of every part; None unless all parts have them."""
+        parts = self._mask_mods()
+        windows = [part.window for part in parts if part.window is not None]
+        return windows if windows and len(windows) == len(parts) else None
+
+    def __repr__(self) -> str:
+        name = {"And": "and_masks", "Or": "or_masks", "Not": "not_"}[type(self).__name__]
+        return f"{name}({', '.join(map(name_of, self.parts))})"
+
+
+class And(_Combination):
+    """Intersection: a pair is visible if every part shows it."""
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        visible = self.parts[0](b, h, q_idx, kv_idx)
+        for part in self.parts[1:]:
+            visible = visible & part(b, h, q_idx, kv_idx)
+        return visible
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        intervals = self._part_intervals(q_len, kv_len)
+        if intervals is None:
+            return None
+        lo, hi = intervals[0]
+        for lo2, hi2 in intervals[1:]:
+            lo, hi = torch.maximum(lo, lo2), torch.minimum(hi, hi2)
+        return clip_intervals(lo, hi, kv_len)
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        windows = self._part_windows()
+        if windows is None:
+            return None
+        left, right = zip(*windows, strict=True)
+        return _intersect_bounds(left), _intersect_bounds(right)
+
+
+class Or(_Combination):
+    """Union: a pair is visible if any part shows it."""
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        visible = self.parts[0](b, h, q_idx, kv_idx)
+        for part in self.parts[1:]:
+            visible = visible | part(b, h, q_idx, kv_idx)
+        return visible
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        intervals = self._part_intervals(q_len, kv_len)
+        if intervals is None:
+            return None
+        lo, hi = intervals[0]
+        for lo2, hi2 in intervals[1:]:
+            empty, empty2 = lo == hi, lo2 == hi2
+            if bool((~empty & ~empty2 & ((lo > hi2) | (lo2 > hi))).any()):  # a gap between the two
+                return None
+            lo, hi = (
+                torch.where(empty, x2, torch.where(empty2, x, pick(x, x2)))
+                for x, x2, pick in ((lo, lo2, torch.minimum), (hi, hi2, torch.maximum))
+            )
+        return lo, hi
+
+
+class Not(_Combination):
+    """Complement: a pair is visible if the part hides it."""
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return ~self.parts[0](b, h, q_idx, kv_idx)
+
+
+def and_masks(*masks: MaskFn) -> MaskMod:
+    """Return the mask_mod of the pairs that every one of ``masks`` shows. Of closed forms: a closed form.
+
+    >>> from tritoncp.masks import causal, sliding_window
+    >>> and_masks(causal(), sliding_window(4, 4)).window
+    (4, 0)
+    """
+    return And(_check_callable("and_masks", masks))
+
+
+def or_masks(*masks: MaskFn) -> MaskMod:
+    """Return the mask_mod of the pairs that any of ``masks`` shows.
+
+    Of closed forms it is a closed form if the union of every row's intervals is one interval.
+    """
+    return Or(_check_callable("or_masks", masks))
+
+
+def not_(mask: MaskFn) -> MaskMod:
+    """Return the mask_mod of the pairs that ``mask`` hides."""
+    return Not(_check_callable("not_", (mask,)))
+
+
+def _check_callable(name: str, masks: tuple[MaskFn, ...]) -> tuple[MaskFn, ...]:
+    """Return ``masks``; raise unless they are one or more callables. name: of the caller, for messages."""
+    if not masks:
+        raise ValueError(f"{name} needs at least one mask_mod")
+    for mask in masks:
+        if not callable(mask):
+            message = f"{name} takes mask_mods (b, h, q_idx, kv_idx) -> bool, got {type(mask).__name__}"
+            raise TypeError(message)
+    return masks
+
+
+def num_batch_rows(part: MaskFn) -> int:
+    """MaskMod.batch of a MaskMod; 1 of any other function."""
+    return part.batch if isinstance(part, MaskMod) else 1
+
+
+def dependence_of(part: MaskFn) -> tuple[bool, bool]:
+    """Whether a mask_mod's result can depend on b, and on h; any other function than a MaskMod is traced."""
+    return part.reads if isinstance(part, MaskMod) else reads_batch_or_head(part)
+
+
+def name_of(part: MaskFn) -> str:
+    """The name of a function, the repr of a MaskMod."""
+    return getattr(part, "__name__", repr(part))
+
+
+def _intersect_bounds(bounds: tuple[int, ...]) -> int:
+    """The smallest of several window bounds, -1 counting as unbounded."""
+    return min((bound for bound in bounds if bound != UNBOUNDED), default=UNBOUNDED)
+
+
+def clip_intervals(lo: Tensor, hi: Tensor, kv_len: int) -> Intervals:
+    """Clip intervals to [0, kv_len); empty rows become (0, 0)."""
+    lo, hi = lo.clamp(min=0), hi.clamp(max=kv_len)
+    nonempty = hi > lo
+    return torch.where(nonempty, lo, 0), torch.where(nonempty, hi, 0)
