@@ -54,7 +54,7 @@ LAYERS = {
     ),
     "edge": Layer(
         {"", "__main__", "analysis", "cli", "command_base", "demo", "doctor", "planning.command",
-         "masks.expressions", "self_check", "tuning"},
+         "self_check", "tuning"},
         SPINE | {"perf"},
         {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock"},
     ),
