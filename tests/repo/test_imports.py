@@ -277,10 +277,10 @@ def bound_names(path: Path, package: str) -> set[str]:
 def test_no_package_attribute_shares_a_submodules_name():
     """Else `tritoncp.x` is a function or a module, depending on which import ran first."""
     import tritoncp
-    from tritoncp.masks import mask
+    from tritoncp import masks, mods
 
     present = modules()
-    lazy = {"": set(tritoncp.__all__), "masks": set(mask.__all__), "mods": set(tritoncp.mods.__all__)}
+    lazy = {"": set(tritoncp.__all__), "masks": set(masks.__all__), "mods": set(mods.__all__)}
     for package, path in present.items():
         if path.name == "__init__.py":
             prefix = f"{package}." if package else ""
