@@ -33,9 +33,14 @@ _NAMES = {
     "mask_mod": ("MaskMod", "and_masks", "not_", "or_masks"),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'tritoncp.masks' has no attribute {name!r}")
     return getattr(importlib.import_module(f"tritoncp.masks.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
