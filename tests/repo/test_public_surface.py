@@ -19,12 +19,12 @@ import torch
 from click.testing import CliRunner
 
 import tritoncp
+from tritoncp import masks
 from tritoncp.analysis import resource_table
 from tritoncp.cli import main
 from tritoncp.demo.report import Report as DemoReport
 from tritoncp.frontend import dynamo
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.masks import mask as masks
 from tritoncp.ops import autograd, tile_tables
 from tritoncp.perf import exit_codes
 from tritoncp.perf.records.history import Point, Series
@@ -107,7 +107,7 @@ def python_names() -> Iterator[str]:
 
 def mask_names() -> Iterator[str]:
     for name in masks.__all__:
-        value = getattr(tritoncp.masks, name)
+        value = getattr(masks, name)
         is_listed = value is getattr(tritoncp, name, None) or isinstance(value, type)
         yield from [name] if is_listed else describe(name, value)
 
