@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import time
 import traceback
@@ -18,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+from tritoncp.core.process_environment import use_loopback_interface
 
 
 class RankFailed(AssertionError):
@@ -104,7 +105,7 @@ def _end(rank: int, world_size: int, folder: Path, fn: Callable[[Any], Any], tim
     signal.alarm(120)  # an orphan ends by itself
     status, start = 0, time.monotonic()
     try:
-        stay_on_this_machine()
+        use_loopback_interface()
         torch.set_num_threads(1)
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group(
@@ -154,7 +155,7 @@ def _child(
     """Run one rank; never returns."""
     signal.alarm(int(timeout) + 10)  # an orphan ends by itself
     try:
-        stay_on_this_machine()
+        use_loopback_interface()
         torch.set_num_threads(1)  # a forked process cannot use the threads of its parent
         dist.init_process_group(
             "gloo",
@@ -177,10 +178,3 @@ def _packed(good: bool, said: Any, trace: str) -> bytes:
         return message
     except Exception as error:
         return pickle.dumps((False, RankFailed(f"{type(said).__name__} cannot be pickled: {error!r}"), trace))
-
-
-def stay_on_this_machine() -> None:
-    """Gloo looks for this host by name, which containers often cannot resolve; the ranks are all here."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.multiprocess.ranks import stay_on_this_machine
+from tritoncp.core.process_environment import use_loopback_interface
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def test_rank_0_generates_beside_training(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
     (tmp_path / "recipe.py").write_text(program)
-    stay_on_this_machine()
+    use_loopback_interface()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}
     launch = [
         sys.executable,

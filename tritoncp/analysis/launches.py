@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tritoncp.analysis.jobs import HEADS, KV_HEADS, VARIANTS, Job, kernel_of, mask_of, options_of
-from tritoncp.api.simulate import simulate
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.kernels.engine import TritonEngine, route_of
@@ -26,6 +25,7 @@ from tritoncp.mods import Mod, mask_mod
 from tritoncp.ops import call_mods, engine_factory
 from tritoncp.perf.suite.cases import MASKS
 from tritoncp.planning.build import build
+from tritoncp.planning.placement import lengthen, take
 
 
 class Problem:
@@ -94,15 +94,17 @@ class Problem:
     def in_steps(self, kernel: str, config: Config | None) -> Tensor:
         """out, computed as by the two ranks of a ring, whose steps go on from states."""
         engine = self._engine(*kernel_of(kernel, config), None)
-        plan, world = build(self._mask, 2, schedule="ring"), simulate(2)
-        shards = zip(*(world.shard(x, plan, dim=2) for x in (self.q, self.k, self.v)))
+        plan = build(self._mask, 2, schedule="ring")
+        sides = (self.q, plan.q), (self.k, plan.kv), (self.v, plan.kv)
+        shards = [[take(x, side.positions(rank), 2, 0, 0) for x, side in sides] for rank in range(2)]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "ROUTE=")  # a step that cannot have it goes by loops
             ranks = [
                 schedule_of(p).forward(p, engine, *x, False)
                 for p, x in ((plan.seen_by(rank), x) for rank, x in enumerate(shards))
             ]
-            return world.unshard([result[0] for result in lockstep(ranks)], plan, dim=2)
+            outs = [lengthen(result[0], 2, plan.q.s_max) for result in lockstep(ranks)]
+        return take(torch.cat(outs, 2), plan.q.inverse, 2, 0, 0)
 
     def _engine(self, kernel: str, config: Config | None, arch: str | None) -> TritonEngine:
         options = options_of(kernel, config) | {"deterministic": False, "FUSED_BACKWARD": kernel == "fused"}

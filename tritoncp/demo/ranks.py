@@ -5,7 +5,6 @@ One GPU a process and NCCL where there are enough of them; gloo otherwise.
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -18,6 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tritoncp.core.process_environment import (
+    interpret_without_gpu,
+    torchrun_world_size,
+    use_loopback_interface,
+)
 from tritoncp.demo.train import Config, Step, train
 
 TIMEOUT = timedelta(minutes=5)  # far more than one step takes
@@ -26,12 +30,6 @@ TIMEOUT = timedelta(minutes=5)  # far more than one step takes
 class RankFailed(RuntimeError):
     """Raised where a rank raised or died. The message holds that rank's error; all other ranks were
     stopped."""
-
-
-def interpret_without_gpu() -> None:
-    """Off the GPU the Triton kernels run interpreted. Triton reads this when it is first imported."""
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def device_of(rank: int) -> torch.device:
@@ -72,11 +70,6 @@ def leave_together(store: dist.Store, world_size: int) -> None:
     store.wait(["tritoncp/left"], TIMEOUT)
 
 
-def torchrun_world_size() -> int | None:
-    """The number of ranks that torchrun started, None if it did not start this process."""
-    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
 def is_first() -> bool:
     return os.environ["RANK"] == "0"
 
@@ -106,7 +99,7 @@ class LocalRanks:
         self.failure: RankFailed | None = None
 
     def __enter__(self) -> "LocalRanks":
-        stay_on_this_machine()
+        use_loopback_interface()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = mp.get_context("spawn")  # CUDA cannot follow a fork
         self.workers: dict[int, Any] = {}
@@ -186,10 +179,3 @@ def work(rank: int, world_size: int, port: int, config: Config, report: Connecti
     except Exception:
         report.send(("error", traceback.format_exc()))
         sys.exit(1)
-
-
-def stay_on_this_machine() -> None:
-    """Gloo looks for this host by name, which containers often cannot resolve; the ranks are all here."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

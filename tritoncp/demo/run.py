@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
 from tritoncp.demo import ranks
 from tritoncp.demo.report import TOLERANCE, Display, Report, bytes_of, difference, plans_of, show
 from tritoncp.demo.train import Config, Step, train
@@ -27,10 +28,10 @@ def run(config: Config, world_size: int | None, out: Path, console: Console) -> 
             f"--seq-len {config.seq_len} and --steps {config.steps}: the demo trains on {MAX_BYTES} bytes "
             "of text at most, in all steps together"
         )
-    ranks.interpret_without_gpu()
+    interpret_without_gpu()
     torch.set_num_threads(1)
     began = time.perf_counter()
-    started = ranks.torchrun_world_size()
+    started = torchrun_world_size()
     if started and world_size not in (None, started):
         raise ValueError(f"--world-size {world_size}, but torchrun started {started} ranks: leave it out")
     if not started and (world_size or 0) > MAX_RANKS:

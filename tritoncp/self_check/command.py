@@ -49,7 +49,7 @@ def check(
     place. Exits with 1 if a case is wrong, failed or did not run. Without a GPU the kernels run interpreted,
     on small shapes.
     """
-    from tritoncp.demo.ranks import interpret_without_gpu, torchrun_world_size
+    from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
 
     started = torchrun_world_size() or 1
     if started > 1 and world_size not in (None, started):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from tritoncp.demo.ranks import stay_on_this_machine, torchrun_world_size
+from tritoncp.core.process_environment import torchrun_world_size, use_loopback_interface
 from tritoncp.distributed import collectives, groups
 from tritoncp.self_check import facts
 from tritoncp.self_check.attempts import Limits, Request, Stopped, run_cases
@@ -131,7 +131,7 @@ def join_groups(
     """Make the process groups. NCCL's timeout is longer than this process waits for the GPU, because NCCL
     kills a process whose messages time out."""
     if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
-        stay_on_this_machine()
+        use_loopback_interface()
     seconds, backend = request.timeout, "gloo"
     if device.type == "cuda":
         seconds, backend = 3 * (request.timeout + GRACE) + 30, "nccl"

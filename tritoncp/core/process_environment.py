@@ -1,0 +1,25 @@
+"""Environment of a process: interpreted kernels, ranks of torchrun, the network interface of gloo."""
+
+import os
+import socket
+
+import torch
+
+
+def interpret_without_gpu() -> None:
+    """Have Triton interpret kernels where there is no GPU. Call it before Triton is imported."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def torchrun_world_size() -> int | None:
+    """Return the number of ranks that torchrun started, None if it did not start this process."""
+    return int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+def use_loopback_interface() -> None:
+    """Have gloo connect the ranks of this machine by the loopback interface. By default it resolves the
+    host's name, which fails in many containers."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
