@@ -71,7 +71,9 @@ def answer(out: Tensor, lse: Tensor, wanted: Sequence[Tensor], start: Sequence[T
     seeds = [start[0].to(out.dtype), start[1].to(lse.dtype)]
     grads = torch.autograd.grad([out, lse], wanted, seeds, allow_unused=True)
     return Answer(
-        out.detach(), lse.detach(), tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted))
+        out.detach(),
+        lse.detach(),
+        tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted)),
     )
 
 
@@ -84,5 +86,7 @@ def agree(got: Answer, want: Answer, dtype: torch.dtype, factor: float = 1) -> N
         a, infinite = a.to(F64), b.isinf()
         assert torch.equal(a[infinite], b[infinite]), f"infinities of {name}"
         error = (a - b)[~infinite].abs()
-        allowed = factor * TOLERANCE[dtype] * max(1.0, float(b[~infinite].abs().max()) if error.numel() else 1.0)
+        allowed = (
+            factor * TOLERANCE[dtype] * max(1.0, float(b[~infinite].abs().max()) if error.numel() else 1.0)
+        )
         assert not error.numel() or float(error.max()) <= allowed, f"{name} is {float(error.max()):.3g} off"

@@ -30,7 +30,10 @@ def inputs(case: Case) -> tuple[list[Tensor], list[Tensor], list[Tensor] | None]
     captured = [x.to(wide) if x.is_floating_point() else x for x in captured]
     if case.passes == "inference":
         return [q, k, v], captured, None
-    start = torch.randn(*q.shape[:3], v.shape[3], dtype=F64).to(case.dtype), torch.randn(q.shape[:3], dtype=F64)
+    start = (
+        torch.randn(*q.shape[:3], v.shape[3], dtype=F64).to(case.dtype),
+        torch.randn(q.shape[:3], dtype=F64),
+    )
     return [q, k, v], captured, [start[0], start[1].to(F32 if case.dtype != F64 else F64)]
 
 

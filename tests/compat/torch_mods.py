@@ -257,7 +257,10 @@ SCORES = {**BUILTIN, **CAPTURING, **LEARNED}
 
 
 def by_batch(dims: Dims) -> Mod:
-    bits = torch.rand(dims.batch, dims.heads, dims.q, dims.keys, generator=torch.Generator().manual_seed(3)) < 0.4
+    bits = (
+        torch.rand(dims.batch, dims.heads, dims.q, dims.keys, generator=torch.Generator().manual_seed(3))
+        < 0.4
+    )
     return lambda b, h, q, kv: bits[b, h, q, kv]
 
 
