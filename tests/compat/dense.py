@@ -83,7 +83,7 @@ def agree(got: Answer, want: Answer, dtype: torch.dtype, factor: float = 1) -> N
     assert len(got.grads) == len(want.grads)
     for name, a, b in zip(names, (*got[:2], *got.grads), (*want[:2], *want.grads)):
         assert a.shape == b.shape, name
-        a, infinite = a.to(F64), b.isinf()
+        a, infinite = a.detach().to(F64), b.isinf()
         assert torch.equal(a[infinite], b[infinite]), f"infinities of {name}"
         error = (a - b)[~infinite].abs()
         allowed = (
