@@ -24,9 +24,13 @@ class Answer(NamedTuple):
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None = None, mask_mod: Mod | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(out [B, Hq, Q, Dv], lse [B, Hq, Q]) in the dtype of q: a row that sees nothing gives 0 and -inf.
 
     Every pair is passed to the mods, one at a time under vmap, as torch defines them.
@@ -48,9 +52,13 @@ def attend(
 
 
 def exact(
-    tensors: Sequence[Tensor], bind: Callable[..., Mod] | None, captured: Sequence[Tensor], mask_mod: Mod | None,
-    start: Sequence[Tensor] | None, scale: float | None = None,
-) -> Answer:  # fmt: skip
+    tensors: Sequence[Tensor],
+    bind: Callable[..., Mod] | None,
+    captured: Sequence[Tensor],
+    mask_mod: Mod | None,
+    start: Sequence[Tensor] | None,
+    scale: float | None = None,
+) -> Answer:
     """The float64 answer, with gradients of q, k, v and the captured tensors that require them.
 
     start: the gradients of out and lse, None for no backward pass.

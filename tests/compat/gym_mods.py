@@ -1,4 +1,4 @@
-"""The mask_mods and score_mods of attention-gym's kinds, each made by a function of plain parameters and tensors."""
+"""The mask_mods and score_mods of attention-gym's kinds, each made from plain parameters and tensors."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def sandwich(heads: int, length: int, width: int = 16) -> Mod:
 
 
 def distances(edges: Tensor, most: int) -> Tensor:
-    """int32 [B, N, N]: shortest paths of graphs, bool [B, N, N]; ``most + 1`` where there is no shorter one."""
+    """int32 [B, N, N]: shortest paths in graphs, bool [B, N, N]; ``most + 1`` stands for longer ones."""
     count = edges.shape[1]
     far = torch.where(edges, 1, max(count, most + 1))
     far.diagonal(dim1=1, dim2=2).zero_()

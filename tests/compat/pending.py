@@ -67,7 +67,7 @@ def test_scores(name: str, dtype: torch.dtype, learned: bool, engine: str) -> No
 def test_a_long_reduction_names_its_remedy() -> None:
     """cant_lower_error_message."""
     means = torch.randn(64, 256)
-    with pytest.raises(Exception, match="unroll|fold"):
+    with pytest.raises(Exception, match=r"unroll|fold"):
         tritoncp.flex_attention(
             *tensors(Dims(1, 2, 64)), lambda s, b, h, q, kv: s * (means[q] - means[kv]).pow(2).sum(-1)
         )
@@ -80,7 +80,7 @@ def test_a_mod_made_in_the_graph_around_tensors_is_refused_with_a_remedy() -> No
         bias = q.sum(3)
         return tritoncp.flex_attention(q, k, v, lambda s, b, h, i, j: s + bias[b, h, i])
 
-    with pytest.raises(Exception, match="outside|break|fullgraph"):
+    with pytest.raises(Exception, match="outside the compiled function"):
         torch.compile(layer, fullgraph=True, backend="eager")(*tensors(Dims(1, 2, 32)))
 
 
@@ -221,7 +221,7 @@ def test_masks_have_shape_and_numel() -> None:
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_compiling_create_block_mask(fullgraph: bool) -> None:
-    """compiling_create_block_mask, _no_recompile, make_block_mask, inspect_bug, dynamic_shapes_bug_dynamic_batch."""
+    """compiling_create_block_mask, make_block_mask, inspect_bug, dynamic_shapes_bug_dynamic_batch."""
     numbers = torch.arange(512) // 127
 
     def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -263,8 +263,11 @@ class Tanh(torch.autograd.Function):
         return grad * (1 - y * y)
 
 
-@pytest.mark.parametrize("wrap", [lambda call: call, lambda call: torch.compile(call, fullgraph=True, backend="eager")],
-                         ids=["plain", "compiled"])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda call: call, lambda call: torch.compile(call, fullgraph=True, backend="eager")],
+    ids=["plain", "compiled"],
+)
 def test_softcap_by_an_autograd_function(wrap: Callable[[Any], Any]) -> None:
     score = gym.softcap(3.0, Tanh.apply)
     call = wrap(functools.partial(tritoncp.flex_attention, score_mod=score, return_lse=True))

@@ -15,8 +15,16 @@ from tests.compat.dense import F32, agree, answer, exact
 from tests.compat.test_torch_refusals import documented
 from tests.compat.torch_mods import MASKS, Dims
 
-LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_num_blocks", "q_indices",
-         "full_q_num_blocks", "full_q_indices")  # fmt: skip
+LISTS = (
+    "kv_num_blocks",
+    "kv_indices",
+    "full_kv_num_blocks",
+    "full_kv_indices",
+    "q_num_blocks",
+    "q_indices",
+    "full_q_num_blocks",
+    "full_q_indices",
+)
 
 
 def both(
@@ -126,8 +134,10 @@ def test_custom_block_mask_generator() -> None:
 def test_from_kv_blocks(full: bool, q_lists: bool, engine: str) -> None:
     def lists(*numbers: int) -> tuple[Tensor, Tensor]:
         padded = [*numbers, *[-1] * (2 - len(numbers))] if full else [*numbers]
-        return (torch.tensor([[[len(numbers)]]], dtype=torch.int32),
-                torch.tensor([[[padded]]], dtype=torch.int32))  # fmt: skip
+        return (
+            torch.tensor([[[len(numbers)]]], dtype=torch.int32),
+            torch.tensor([[[padded]]], dtype=torch.int32),
+        )
 
     def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q + kv) % 3 != 0

@@ -1,7 +1,7 @@
 """Each case of torch's flex attention tests on both engines, against dense float64 attention.
 
-The plain-torch engine runs every case; interpreted kernels run the first of each test, score_mod and mask_mod,
-and nightly the others.
+The plain-torch engine runs every case; interpreted kernels run the first of each test, score_mod and
+mask_mod, and nightly the others.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
 from tests.compat.dense import F32, F64, Answer, agree, answer, exact
+from tests.compat.test_torch_refusals import documented
 from tests.compat.torch_cases import CASES, Case, first_of_each
 from tests.compat.torch_mods import MASKS, SCORES
 
@@ -53,9 +54,12 @@ def run(case: Case) -> tuple[Answer, Answer]:
     want = exact(tensors, form and form.bind, bound, mask_mod, start)
     leaves = [x.requires_grad_(start is not None) for x in tensors]
     out, lse = tritoncp.flex_attention(
-        *leaves, form and form.bind(*bound), block_mask(case), enable_gqa=leaves[0].shape[1] != leaves[1].shape[1],
+        *leaves,
+        form and form.bind(*bound),
+        block_mask(case),
+        enable_gqa=leaves[0].shape[1] != leaves[1].shape[1],
         return_lse=True,
-    )  # fmt: skip
+    )
     assert (out.dtype, lse.dtype) == (case.dtype, F64 if case.dtype == F64 else F32)
     return answer(out, lse, [*leaves, *(x for x in bound if x.requires_grad)], start), want
 
@@ -80,6 +84,11 @@ def test_kernels(case: Case, engine: str) -> None:
     agree(*run(case), case.dtype)
 
 
+def test_a_bias_that_is_read_twice_gets_both_gradients() -> None:
+    documented("one bias read at two places, with gradients")
+    assert {case.learned for case in CASES if case.score == "one bias read twice"} == {True}
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 @pytest.mark.parametrize("case", REST, ids=names(REST))
@@ -96,7 +105,10 @@ def test_torch_gives_the_float64_answer_too(case: Case, monkeypatch: pytest.Monk
     mask_mod = MASKS[case.mask](case.dims) if case.mask else None
     want = exact(tensors, form and form.bind, captured, mask_mod, None)
     out, aux = torch_flex.flex_attention(
-        *tensors, form and form.bind(*captured), block_mask(case, torch_flex.create_block_mask), enable_gqa=True,
+        *tensors,
+        form and form.bind(*captured),
+        block_mask(case, torch_flex.create_block_mask),
+        enable_gqa=True,
         return_aux=torch_flex.AuxRequest(lse=True),
-    )  # fmt: skip
+    )
     agree(Answer(out, aux.lse), want, F64)

@@ -62,23 +62,36 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "mixed_device_error_message": (mixed_devices, ValueError, "on meta; one dtype and one device"),
     "return_aux_deprecation_warnings": (
         lambda: tritoncp.flex_attention(*qkv(), return_lse=True, return_aux=AuxRequest(lse=True)),
-        ValueError, "return_lse and return_aux are both given",
+        ValueError,
+        "return_lse and return_aux are both given",
     ),
     "block_mask_vs_sequence_lengths, longer": (
-        lambda: tritoncp.flex_attention(*qkv(64), blocks(32)), ValueError, "the mask is for 32",
+        lambda: tritoncp.flex_attention(*qkv(64), blocks(32)),
+        ValueError,
+        "the mask is for 32",
     ),
     "block_mask_vs_sequence_lengths, by one": (
-        lambda: tritoncp.flex_attention(*qkv(32), blocks(31)), ValueError, "the mask is for 31",
+        lambda: tritoncp.flex_attention(*qkv(32), blocks(31)),
+        ValueError,
+        "the mask is for 31",
     ),
     "block_mask_vs_sequence_lengths, shorter": (
-        lambda: tritoncp.flex_attention(*qkv(16), blocks(32)), ValueError, "the mask is for 32",
+        lambda: tritoncp.flex_attention(*qkv(16), blocks(32)),
+        ValueError,
+        "the mask is for 32",
     ),
     "getitem, used in a call": (
-        lambda: tritoncp.flex_attention(*qkv(32), blocks(32)[0]), ValueError, "torch drops a slice's mask_mod",
+        lambda: tritoncp.flex_attention(*qkv(32), blocks(32)[0]),
+        ValueError,
+        "torch drops a slice's mask_mod",
     ),
     "GQA, without enable_gqa": (heads_without_gqa, ValueError, "pass enable_gqa=True"),
-    "GQA, heads that do not divide": (heads_that_do_not_divide, ValueError, "must be a multiple of key heads"),
-}  # fmt: skip
+    "GQA, heads that do not divide": (
+        heads_that_do_not_divide,
+        ValueError,
+        "must be a multiple of key heads",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -103,19 +116,36 @@ def test_lengths_are_compared_in_a_graph_too(compiled: bool) -> None:
 # -- differences: docs/compatibility.md names each ------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", [{"num_consumer_groups": 2}, {"num_buffers_warp_spec": 3},
-                                    {"FLOAT32_PRECISION": "'ieee'"}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [{"num_consumer_groups": 2}, {"num_buffers_warp_spec": 3}, {"FLOAT32_PRECISION": "'ieee'"}],
+    ids=str,
+)
 def test_kernel_options_of_torch_that_name_its_template_are_refused(option: dict[str, Any]) -> None:
     documented("`kernel_options` of torch's own template")
     with pytest.raises(ValueError, match="unknown kernel option"):
         tritoncp.flex_attention(*qkv(), kernel_options=option)
 
 
-@pytest.mark.parametrize("option", [{"BLOCK_M": 16}, {"BLOCK_M": 32, "BLOCK_N": 32}, {"FORCE_USE_FLEX_ATTENTION": True},
-                                    {"FORCE_USE_FLEX_ATTENTION": False}, {"USE_TMA": True}, {"USE_TMA": False},
-                                    {"PRESCALE_QK": True}, {"ROWS_GUARANTEED_SAFE": True}, {"WRITE_DQ": True},
-                                    {"BLOCKS_ARE_CONTIGUOUS": True}, {"num_warps": 4, "num_stages": 2},
-                                    {"fwd_BLOCK_M": 16, "bwd_BLOCK_N1": 16}, {"OUTPUT_LOGSUMEXP": True}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"BLOCK_M": 16},
+        {"BLOCK_M": 32, "BLOCK_N": 32},
+        {"FORCE_USE_FLEX_ATTENTION": True},
+        {"FORCE_USE_FLEX_ATTENTION": False},
+        {"USE_TMA": True},
+        {"USE_TMA": False},
+        {"PRESCALE_QK": True},
+        {"ROWS_GUARANTEED_SAFE": True},
+        {"WRITE_DQ": True},
+        {"BLOCKS_ARE_CONTIGUOUS": True},
+        {"num_warps": 4, "num_stages": 2},
+        {"fwd_BLOCK_M": 16, "bwd_BLOCK_N1": 16},
+        {"OUTPUT_LOGSUMEXP": True},
+    ],
+    ids=str,
+)
 def test_other_kernel_options_of_torch_are_taken(option: dict[str, Any], engine: str) -> None:
     x = qkv(24)
     out, lse = tritoncp.flex_attention(*x, kernel_options=option, return_lse=True)
@@ -160,12 +190,15 @@ NO_Q_LISTS = {
     "no_q_info": lambda: (without_q_lists(blocks(64, BLOCK_SIZE=16)), causal, 64),
     "backward_error_with_none_q_indices": lambda: (
         BlockMask.from_kv_blocks(
-            torch.tensor([[[2]]], dtype=torch.int32), torch.tensor([[[[0, 2, 0]]]], dtype=torch.int32),
-            BLOCK_SIZE=16, compute_q_blocks=False,
+            torch.tensor([[[2]]], dtype=torch.int32),
+            torch.tensor([[[[0, 2, 0]]]], dtype=torch.int32),
+            BLOCK_SIZE=16,
+            compute_q_blocks=False,
         ),
-        lambda b, h, q, kv: (kv // 16) != 1, 16,
+        lambda b, h, q, kv: (kv // 16) != 1,
+        16,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", NO_Q_LISTS)

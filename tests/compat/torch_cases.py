@@ -15,7 +15,7 @@ from tests.compat.torch_mods import BUILTIN, LEARNED, Dims
 
 
 class Case(NamedTuple):
-    """One call. ``block`` and ``lists``: BLOCK_SIZE, and B and H, of the block mask; no mask: no block mask."""
+    """One call. ``block``, ``lists``: BLOCK_SIZE, and B and H, of the block mask; no mask: none is passed."""
 
     test: str
     score: str | None = None
@@ -46,7 +46,10 @@ def _scores_of_torch() -> list[Case]:
     """The score_mods that most tests of torch are repeated over."""
     return [
         *(Case("builtin_score_mods", s, dims=TWO, dtype=t) for s in BUILTIN for t in DTYPES),
-        *(Case("builtin_score_mods_seqlen_lt_default_sparse_block_size", s, dims=Dims(q=48)) for s in BUILTIN),
+        *(
+            Case("builtin_score_mods_seqlen_lt_default_sparse_block_size", s, dims=Dims(q=48))
+            for s in BUILTIN
+        ),
         *(
             Case("builtin_score_mods_seqlen_lt_custom_sparse_block_size", s, "causal", Dims(q=48), block=256)
             for s in BUILTIN
@@ -58,13 +61,24 @@ def _scores_of_torch() -> list[Case]:
             for b in (16, 32, (16, 32), (32, 16))
         ),
         *(
-            Case("kv_batch_broadcast", s, "noop", Dims(rows, hq, kv_heads=hkv, kv_batch=1, q=32), lists=(rows, 1))
+            Case(
+                "kv_batch_broadcast",
+                s,
+                "noop",
+                Dims(rows, hq, kv_heads=hkv, kv_batch=1, q=32),
+                lists=(rows, 1),
+            )
             for s in BUILTIN
             for rows, (hq, hkv) in zip(BATCHES, [*GROUPS, GROUPS[0]])
         ),
         *(
-            Case("kv_batch_broadcast_causal_mask", None, "causal", Dims(rows, hq, kv_heads=hkv, kv_batch=1, q=32),
-                 lists=(rows, 1))
+            Case(
+                "kv_batch_broadcast_causal_mask",
+                None,
+                "causal",
+                Dims(rows, hq, kv_heads=hkv, kv_batch=1, q=32),
+                lists=(rows, 1),
+            )
             for rows in BATCHES
             for hq, hkv in GROUPS
         ),
@@ -75,9 +89,12 @@ def _scores_of_torch() -> list[Case]:
             for d, e in ((32, 16), (16, 32))
             for t in (F32, F16)
         ),
-        *(Case("non_pow_2_headdim", "relative", dims=Dims(dim=d, v_dim=d), dtype=F16) for d in (17, 24, 94, 121)),
+        *(
+            Case("non_pow_2_headdim", "relative", dims=Dims(dim=d, v_dim=d), dtype=F16)
+            for d in (17, 24, 94, 121)
+        ),
         *(Case("return_max", s, dims=Dims(q=53), dtype=F16) for s in BUILTIN),
-    ]  # fmt: skip
+    ]
 
 
 def _captured_tensors() -> list[Case]:
@@ -119,14 +136,29 @@ def _captured_tensors() -> list[Case]:
         Case("flex_attention_poisoned_rel_logits", "rows of NaN beyond the batch", "causal", Dims(q=65)),
         Case("flex_attention_poison_mod_fwd", "reciprocal", "causal", Dims(q=49), F64),
         Case("flex_attention_poison_mod_bwd", "log where positive", "causal", Dims(q=49), F64),
-        *(Case("captured_score_mod_aot_eager_gradcheck", "head factor", dims=Dims(2, 2, 11, 4), dtype=t)
-          for t in (F32, F64)),
-        *(Case("aot_eager_gradcheck", s, dims=Dims(2, 2, 11, 4), dtype=F64)
-          for s in ("identity", "causal", "times two", "squared")),
-        *(Case("non_divisible_with_captured_buffer", "query factor", dims=Dims(q=67), dtype=t) for t in DTYPES),
-        *(Case("causal_block_non_divisible_with_captured_buffer", "query and key bias", "causal", Dims(q=61), t)
-          for t in DTYPES),
-    ]  # fmt: skip
+        *(
+            Case("captured_score_mod_aot_eager_gradcheck", "head factor", dims=Dims(2, 2, 11, 4), dtype=t)
+            for t in (F32, F64)
+        ),
+        *(
+            Case("aot_eager_gradcheck", s, dims=Dims(2, 2, 11, 4), dtype=F64)
+            for s in ("identity", "causal", "times two", "squared")
+        ),
+        *(
+            Case("non_divisible_with_captured_buffer", "query factor", dims=Dims(q=67), dtype=t)
+            for t in DTYPES
+        ),
+        *(
+            Case(
+                "causal_block_non_divisible_with_captured_buffer",
+                "query and key bias",
+                "causal",
+                Dims(q=61),
+                t,
+            )
+            for t in DTYPES
+        ),
+    ]
 
 
 def _masks() -> list[Case]:
@@ -149,38 +181,54 @@ def _masks() -> list[Case]:
     }
     return [
         *(row._replace(test=test, dtype=t) for test, row in mask.items() for t in (F32, F16)),
-        *(Case("lse_masked_output", None, m, Dims(2, q=49)) for m in ("causal and window", "causal beyond a window")),
+        *(
+            Case("lse_masked_output", None, m, Dims(2, q=49))
+            for m in ("causal and window", "causal beyond a window")
+        ),
         *(Case("fw_bw_graph_correctness", "squared", "causal", Dims(2, 2, 64, 4), t) for t in (F32, F64)),
-        *(Case("comparison_vs_sdpa", s, m, TWO, F16)
-          for s, m in (("causal", None), ("causal", "causal"), (None, "causal"))),
+        *(
+            Case("comparison_vs_sdpa", s, m, TWO, F16)
+            for s, m in (("causal", None), ("causal", "causal"), (None, "causal"))
+        ),
         *(Case("mask_mod_combiners", None, m) for m in ("nothing", "noop")),
         *(Case("free_symbol_dynamic", None, m, Dims(3, q=32), lists=(3, None)) for m in ("even batch rows",)),
         *(Case("block_size_changes", None, "causal", block=b) for b in (16, 32, 64, 128, (16, 32), (32, 16))),
         Case("invalid_block_size", None, "noop", block=48),
         *(Case("getitem", None, "head of its own", Dims(1, 4), lists=(1, 4), block=b) for b in (16, 64)),
-    ]  # fmt: skip
+    ]
 
 
 def _results_and_shapes() -> list[Case]:
     """Log-sum-exp, and sizes at the limits."""
     return [
-        *(Case("logsumexp_correctness", s, dims=TWO, dtype=t) for s in ("identity", "causal") for t in DTYPES),
-        *(Case(test, dims=dims, dtype=t)
-          for test, dims, t in (("differentiable_logsumexp_gradcheck", Dims(2, 2, 11, 4), F64),
-                                ("differentiable_logsumexp_compiled", Dims(2, 2, 32), F32),
-                                ("logsumexp_only_return", TWO, F32),
-                                ("force_write_lse", TWO, F32))),
+        *(
+            Case("logsumexp_correctness", s, dims=TWO, dtype=t)
+            for s in ("identity", "causal")
+            for t in DTYPES
+        ),
+        *(
+            Case(test, dims=dims, dtype=t)
+            for test, dims, t in (
+                ("differentiable_logsumexp_gradcheck", Dims(2, 2, 11, 4), F64),
+                ("differentiable_logsumexp_compiled", Dims(2, 2, 32), F32),
+                ("logsumexp_only_return", TWO, F32),
+                ("force_write_lse", TWO, F32),
+            )
+        ),
         *(Case("small_q_kv_len", dims=Dims(heads=1, q=n)) for n in (1, 2, 17)),
         Case("num_warps_8_error", "identity", dims=Dims(q=32, dim=128, v_dim=128), dtype=F16),
         Case("validate_small_embedding_size_error_message", dims=Dims(dim=8)),
-        *(Case("eager_tracing_correctness", dims=Dims(1, 4, kv_heads=2, v_dim=32), dtype=t) for t in (F16, F32)),
+        *(
+            Case("eager_tracing_correctness", dims=Dims(1, 4, kv_heads=2, v_dim=32), dtype=t)
+            for t in (F16, F32)
+        ),
         Case("validate_cpu_dtype_error_message", dims=TWO, dtype=F16),
         Case("cpu_error_message_return_lse", dims=TWO),
         Case("float32_matmul_precision", "times two", dims=TWO),
         Case("eager_backward_strides", dims=Dims(1, 4)),
         Case("large_batch_heads_grid_dimension", dims=Dims(33, 3, 4), passes="inference"),
         *(Case("dynamic_divisibility_guards", "causal", "noop", Dims(q=n)) for n in (32, 31, 47, 48)),
-    ]  # fmt: skip
+    ]
 
 
 def _learned_biases() -> list[Case]:
@@ -203,16 +251,28 @@ def _learned_biases() -> list[Case]:
     sdpa = ["bias[q + kv]", "bias[q, kv]", "bias[q][kv]", "bias[kv, q]", "bias[h, kv, q]"]
     grid = [(37, F32), (64, F32), (69, F32), (37, F16), (64, BF16)]
     return [
-        *(Case(test, s, dims=Dims(2, q=n), dtype=t, learned=True) for test, s in tests.items() for n, t in grid),
-        *(Case("comparison_vs_sdpa_with_learnable_bias", s, dtype=t, learned=True) for s in sdpa for t in (F16, F32)),
+        *(
+            Case(test, s, dims=Dims(2, q=n), dtype=t, learned=True)
+            for test, s in tests.items()
+            for n, t in grid
+        ),
+        *(
+            Case("comparison_vs_sdpa_with_learnable_bias", s, dtype=t, learned=True)
+            for s in sdpa
+            for t in (F16, F32)
+        ),
         *(Case("head_bias_req_grad", "bias[h]", dims=Dims(1, 4), dtype=t, learned=True) for t in (F16, F32)),
         Case("learnable_bias_global_compiled", "bias[b, h, q, kv]", dims=Dims(1, 1), learned=True),
-    ]  # fmt: skip
+    ]
 
 
 CASES = [
-    *_scores_of_torch(), *_captured_tensors(), *_masks(), *_results_and_shapes(), *_learned_biases(),
-]  # fmt: skip
+    *_scores_of_torch(),
+    *_captured_tensors(),
+    *_masks(),
+    *_results_and_shapes(),
+    *_learned_biases(),
+]
 
 
 def first_of_each(cases: list[Case]) -> list[Case]:

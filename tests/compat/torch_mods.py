@@ -1,7 +1,7 @@
 """Score_mods and mask_mods of the forms that torch's flex attention is tested with, by name.
 
-A form is written as a function of its captured tensors, so that one call can bind them in the case's dtype and
-the other in float64.
+A form is a function of its captured tensors, so that one call can bind them in the dtype of the case and
+another in float64.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Dims(NamedTuple):
 
 
 class Form(NamedTuple):
-    """``bind``: captured tensors -> score_mod; ``captured``: sizes -> those tensors, random ones in float64."""
+    """``bind``: captured tensors -> score_mod; ``captured``: sizes -> these tensors, random in float64."""
 
     bind: Callable[..., Mod]
     captured: Callable[[Dims], list[Tensor]] = lambda dims: []
@@ -171,7 +171,8 @@ CAPTURING: dict[str, Form] = {
         lambda d: [normal(d.batch, d.heads, d.q, -(-d.keys // 8))],
     ),
     "bias[q - kv]": Form(
-        lambda t: lambda s, b, h, q, kv: s + t[(q - kv) + len(t) // 2], lambda d: [normal(2 * max(d.q, d.keys))]
+        lambda t: lambda s, b, h, q, kv: s + t[(q - kv) + len(t) // 2],
+        lambda d: [normal(2 * max(d.q, d.keys))],
     ),
     "bidirectional start": Form(
         lambda t: lambda s, b, h, q, kv: torch.where((q >= kv) | ((q <= t[b]) & (kv <= t[b])), s, -math.inf),
@@ -184,7 +185,9 @@ CAPTURING: dict[str, Form] = {
     "scores below a length": Form(
         lambda t: below_length(causal_score, t), lambda d: [torch.arange(d.batch, dtype=torch.int32) + 1]
     ),
-    "int scalar": Form(lambda t: lambda s, b, h, q, kv: s + t, lambda d: [torch.tensor(1, dtype=torch.int32)]),
+    "int scalar": Form(
+        lambda t: lambda s, b, h, q, kv: s + t, lambda d: [torch.tensor(1, dtype=torch.int32)]
+    ),
     "branch taken": Form(lambda t: either(True, t), lambda d: [torch.tensor(2, dtype=torch.int32)]),
     "branch not taken": Form(lambda t: either(False, t), lambda d: [torch.tensor(2, dtype=torch.int32)]),
     "bool bias": Form(
@@ -196,30 +199,34 @@ CAPTURING: dict[str, Form] = {
         lambda t, u: lambda s, b, h, q, kv: s + t[q] + u[kv], lambda d: [normal(d.q), normal(d.keys)]
     ),
     "log of an element": Form(
-        lambda t: lambda s, b, h, q, kv: s + torch.log(t[0]), lambda d: [torch.full((1,), 3.0, dtype=torch.float64)]
+        lambda t: lambda s, b, h, q, kv: s + torch.log(t[0]),
+        lambda d: [torch.full((1,), 3.0, dtype=torch.float64)],
     ),
     "reciprocal": plain(lambda s, b, h, q, kv: 1 / s),
     "log where positive": plain(lambda s, b, h, q, kv: torch.where(s > 0, torch.log(s), s)),
     "rows of NaN beyond the batch": Form(
         lambda t: lambda s, b, h, q, kv: s + t[b, h, q, kv],
-        lambda d: [torch.cat([normal(d.batch, d.heads, d.q, d.keys), normal(1, d.heads, d.q, d.keys) / 0 * 0])],
+        lambda d: [
+            torch.cat([normal(d.batch, d.heads, d.q, d.keys), normal(1, d.heads, d.q, d.keys) / 0 * 0])
+        ],
     ),
     "gated table": Form(
         lambda row, *rest: gated_bias(2, row, *rest),
         lambda d: [
-            torch.randint(0, 31, (d.q, d.keys)), normal(31, d.heads), normal(d.heads),
-            normal(d.batch, d.heads, d.q), normal(d.batch, d.heads, d.keys),
+            torch.randint(0, 31, (d.q, d.keys)),
+            normal(31, d.heads),
+            normal(d.heads),
+            normal(d.batch, d.heads, d.q),
+            normal(d.batch, d.heads, d.keys),
         ],
     ),
-}  # fmt: skip
+}
 
 LEARNED: dict[str, Form] = {
     "bias[|q - kv|]": Form(
         lambda t: lambda s, b, h, q, kv: s + t[torch.abs(q - kv)], lambda d: [normal(2 * max(d.q, d.keys))]
     ),
-    "bias[q + kv]": Form(
-        lambda t: lambda s, b, h, q, kv: s + t[q + kv], lambda d: [normal(d.q + d.keys)]
-    ),
+    "bias[q + kv]": Form(lambda t: lambda s, b, h, q, kv: s + t[q + kv], lambda d: [normal(d.q + d.keys)]),
     "bias[q, kv]": CAPTURING["bias[q, kv]"],
     "bias[q][kv]": Form(lambda t: lambda s, b, h, q, kv: s + t[q][kv], lambda d: [normal(d.q, d.keys)]),
     "bias[kv, q]": Form(lambda t: lambda s, b, h, q, kv: s + t[kv, q], lambda d: [normal(d.keys, d.q)]),
@@ -249,9 +256,10 @@ LEARNED: dict[str, Form] = {
     ),
     "query and key bias": CAPTURING["query and key bias"],
     "head gate": Form(
-        lambda t: lambda s, b, h, q, kv: s * torch.sigmoid(t[h].to(torch.float32)), lambda d: [normal(d.heads)]
+        lambda t: lambda s, b, h, q, kv: s * torch.sigmoid(t[h].to(torch.float32)),
+        lambda d: [normal(d.heads)],
     ),
-}  # fmt: skip
+}
 
 SCORES = {**BUILTIN, **CAPTURING, **LEARNED}
 
