@@ -1,7 +1,7 @@
 """Each case of torch's flex attention tests on both engines, against dense float64 attention.
 
-The plain-torch engine runs every case; interpreted kernels run the first of each test, score_mod and
-mask_mod, and nightly the others.
+The plain-torch engine runs every case; interpreted kernels run the first of each score_mod,
+mask_mod, dtype, block size and layout of heads, and nightly the others.
 """
 
 from __future__ import annotations

@@ -276,11 +276,22 @@ CASES = [
 
 
 def first_of_each(cases: list[Case]) -> list[Case]:
-    """The first case of each test and of each score_mod and mask_mod: what kernels run by default."""
+    """The first case of each score_mod, mask_mod, dtype, block size and head layout."""
     seen: set[object] = set()
     first = []
     for case in cases:
-        features = {("test", case.test), ("score", case.score), ("mask", case.mask)}
+        heads = (
+            case.dims.heads // (case.dims.kv_heads or case.dims.heads),
+            case.dims.v_dim,
+            case.dims.kv_batch,
+        )
+        features = {
+            ("score", case.score, case.learned),
+            ("mask", case.mask),
+            ("dtype", case.dtype),
+            ("block", case.block),
+            ("heads", heads),
+        }
         if not features <= seen:
             first.append(case)
         seen |= features
