@@ -1,0 +1,100 @@
+"""Dense attention in float64 and the comparison of a call with it, independent of tritoncp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Mod = Callable[..., Tensor]
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+# Largest error over the largest value: a few units of the dtype's precision.
+TOLERANCE = {F16: 4e-3, BF16: 3e-2, F32: 2e-5, F64: 1e-11}
+
+
+class Answer(NamedTuple):
+    """Results of a call; ``grads``: of q, k, v, then of the captured tensors."""
+
+    out: Tensor
+    lse: Tensor
+    grads: tuple[Tensor, ...] = ()
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Mod | None = None,
+    mask_mod: Mod | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out [B, Hq, Q, Dv], lse [B, Hq, Q]) in the dtype of q: a row that sees nothing gives 0 and -inf.
+
+    Every pair is passed to the mods, one at a time under vmap, as torch defines them.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1).expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    scores = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    index = [i.flatten() for i in torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")]
+    visible = torch.ones_like(scores, dtype=torch.bool)
+    if mask_mod is not None:
+        visible = torch.vmap(mask_mod)(*index).view(scores.shape)
+    if score_mod is not None:
+        pairs = visible.flatten().nonzero()[:, 0]
+        seen = torch.vmap(score_mod)(scores.flatten()[pairs], *(i[pairs] for i in index)).to(scores.dtype)
+        scores = torch.full_like(scores, -math.inf).flatten().index_put((pairs,), seen).view(scores.shape)
+    scores = scores.masked_fill(~visible, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0)[..., None])
+    return weights @ v, lse
+
+
+def exact(
+    tensors: Sequence[Tensor],
+    bind: Callable[..., Mod] | None,
+    captured: Sequence[Tensor],
+    mask_mod: Mod | None,
+    start: Sequence[Tensor] | None,
+    scale: float | None = None,
+) -> Answer:
+    """The float64 answer, with gradients of q, k, v and the captured tensors that require them.
+
+    start: the gradients of out and lse, None for no backward pass.
+    """
+    q, k, v = leaves = [x.detach().to(F64).requires_grad_() for x in tensors]
+    bound = [
+        x.detach().to(F64).requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in captured
+    ]
+    out, lse = attend(q, k, v, bind and bind(*bound), mask_mod, scale)
+    wanted = [*leaves, *(x for x in bound if x.requires_grad)]
+    return answer(out, lse, wanted, start)
+
+
+def answer(out: Tensor, lse: Tensor, wanted: Sequence[Tensor], start: Sequence[Tensor] | None) -> Answer:
+    """Results with the gradients of ``wanted``, zeros for a tensor that the results do not depend on."""
+    if start is None:
+        return Answer(out.detach(), lse.detach())
+    seeds = [start[0].to(out.dtype), start[1].to(lse.dtype)]
+    grads = torch.autograd.grad([out, lse], wanted, seeds, allow_unused=True)
+    return Answer(
+        out.detach(),
+        lse.detach(),
+        tuple(torch.zeros_like(x) if g is None else g for g, x in zip(grads, wanted)),
+    )
+
+
+def agree(got: Answer, want: Answer, dtype: torch.dtype, factor: float = 1) -> None:
+    """Assert that each result has the precision of the call's dtype, infinities and shapes included."""
+    names = "out", "lse", "dq", "dk", "dv", *(f"captured {i}" for i in range(9))
+    assert len(got.grads) == len(want.grads)
+    for name, a, b in zip(names, (*got[:2], *got.grads), (*want[:2], *want.grads)):
+        assert a.shape == b.shape, name
+        a, infinite = a.detach().to(F64), b.isinf()
+        assert torch.equal(a[infinite], b[infinite]), f"infinities of {name}"
+        error = (a - b)[~infinite].abs()
+        allowed = (
+            factor * TOLERANCE[dtype] * max(1.0, float(b[~infinite].abs().max()) if error.numel() else 1.0)
+        )
+        assert not error.numel() or float(error.max()) <= allowed, f"{name} is {float(error.max()):.3g} off"
