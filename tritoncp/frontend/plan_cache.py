@@ -24,13 +24,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.user_code import describe
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.frontend import validate
 from tritoncp.frontend.mask_source import RawMask, Sources
 from tritoncp.frontend.validate import check_lengths, check_plan, check_plannable
 from tritoncp.masks.mask import Mask
-from tritoncp.mods.captures import describe
 from tritoncp.ops import signatures, tile_lookup
 from tritoncp.planning.balance import resolve_balancer
 from tritoncp.planning.build import build as build_plan

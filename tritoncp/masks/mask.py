@@ -16,12 +16,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.handles import handle_of, refuse_inside_a_graph
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import BlockListMod, bound_ragged_blocks, lists_from_blocks
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classify import PAIRS, Ask, Grid, TileEvaluator, ask_torch, find_runs
 from tritoncp.masks.closed_forms import QuerySlice, Transpose, is_closed_form
 from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod, and_masks, or_masks
-from tritoncp.mods.captures import describe
 from tritoncp.mods.recording import State
 from tritoncp.mods.snapshot import Snapshot
 
