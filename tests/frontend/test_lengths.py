@@ -1,4 +1,4 @@
-"""Errors about lengths: tensors [B, S, H, D] where [B, H, S, D] is needed, and plans of masks without lengths."""
+"""Errors about lengths: tensors [B, S, H, D] for [B, H, S, D], and plans of masks without lengths."""
 
 import pytest
 import torch
