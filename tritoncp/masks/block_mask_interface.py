@@ -14,9 +14,9 @@ DIMENSIONS = ("batch rows", "heads", "rows of blocks", "keys")
 class BlockMaskInterface:
     """Base class of Mask and Plan: members that do not depend on the blocks.
 
-    Transformers (4 and 5) reads ``ndim`` and ``shape`` of the ``attention_mask`` that a model is given, to tell
-    padding [B, KV_LEN] from a mask of pairs and to learn KV_LEN, before it calls the mask function of the
-    attention in use, which may return this object unchanged. Before generation it calls ``contiguous``;
+    Transformers (4 and 5) reads ``ndim`` and ``shape`` of the ``attention_mask`` that a model is given, to
+    tell padding [B, KV_LEN] from a mask of pairs and to learn KV_LEN, before it calls the mask function of
+    the attention in use, which may return this object unchanged. Before generation it calls ``contiguous``;
     pipelines and wrappers that place a model call ``to``.
     """
 
