@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from tritoncp.masks.mask_mod import and_masks as and_masks
     from tritoncp.masks.mask_mod import not_ as not_
     from tritoncp.masks.mask_mod import or_masks as or_masks
+    from tritoncp.masks.named import alibi as alibi
+    from tritoncp.masks.named import softcap as softcap
     from tritoncp.masks.varlen import varlen_mask as varlen_mask
     from tritoncp.planning.balance import balancers as balancers
     from tritoncp.planning.plan import Plan as Plan
@@ -54,6 +56,7 @@ _WHERE = {
     "masks.mask_mod": ("and_masks", "not_", "or_masks"),
     "masks.closed_forms": ("causal", "document", "prefix_lm", "sliding_window"),
     "masks.from_torch": ("from_block_mask",),
+    "masks.named": ("alibi", "softcap"),
     "api.varlen": ("contiguous_to_dual_chunk", "dual_chunk_to_contiguous", "varlen_attention"),
     "api.parallel": ("SAVE_OPS", "ContextParallel", "checkpoint_policy"),
     "planning.plan": ("Plan",),

@@ -60,7 +60,7 @@ class Tokens(click.ParamType):
 
 
 DTYPES = ("bfloat16", "float16", "float32")
-BALANCERS = ("contiguous", "head_tail", "locality", "natural", "per_document", "ptrr")
+BALANCERS = ("contiguous", "head_tail", "locality", "natural", "per_document", "ptrr", "ptrr_unweighted")
 SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 
 

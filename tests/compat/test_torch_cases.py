@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 import tritoncp
 from tests.compat.dense import F32, F64, Answer, agree, answer, exact
-from tests.compat.test_torch_refusals import documented
+from tests.compat.differences import documented
 from tests.compat.torch_cases import CASES, Case, first_of_each
 from tests.compat.torch_mods import MASKS, SCORES
 

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +15,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 import tritoncp
 from tests.compat.dense import F16, F32, F64, Answer, agree, answer, attend, exact
-
-DIFFERENCES = (Path(__file__).parents[2] / "docs/compatibility.md").read_text()
-
-
-def documented(row: str) -> None:
-    """Assert that the table of differences has this row."""
-    assert f"| **{row}** |" in DIFFERENCES
+from tests.compat.differences import documented
 
 
 def qkv(length: int = 32, dim: int = 16, heads: int = 2, dtype: torch.dtype = F32) -> list[Tensor]:

@@ -471,7 +471,7 @@ def test_a_slice_is_refused_and_so_are_broken_lists() -> None:
 
 
 def test_other_mistakes_say_what_to_do() -> None:
-    with pytest.raises(TypeError, match=r"must return bool, got torch.int64: compare, or call .bool\(\)"):
+    with pytest.raises(TypeError, match=r"returns torch.int64; a mask_mod must return bool: compare"):
         create_block_mask(lambda b, h, q, kv: q - kv, None, None, 8, 8)
     with pytest.raises(ValueError, match="differs between 2 batch rows, but the mask has B=1: give B=2"):
         create_block_mask(document(lengths=[[4, 4], [2, 6]]), None, None, 8, 8)

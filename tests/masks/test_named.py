@@ -6,8 +6,12 @@ import sys
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_block_mask as torchs_mask
+from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import flex_attention as torchs_attention
 
-from tritoncp.masks.named import alibi, softcap
+import tritoncp
+from tritoncp import alibi, softcap
 
 ZERO = torch.zeros(())
 
@@ -61,7 +65,25 @@ def test_alibi_refuses_heads_and_slopes_without_a_meaning(heads):
 
 
 def test_score_mods_are_made_without_triton():
-    calls = "from tritoncp.masks.named import alibi, softcap; softcap(), alibi(4)"
+    calls = "from tritoncp import alibi, softcap; softcap(), alibi(4)"
     code = f"import sys; {calls}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "triton" not in run.stdout.split()
+
+
+@pytest.mark.parametrize("mod", [softcap(2.0), alibi(3)], ids=["softcap", "alibi"])
+def test_attention_is_that_of_torchs_flex_attention(mod):
+    q, k, v = (torch.randn(1, 3, 64, 16, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    out = tritoncp.flex_attention(q, k, v, mod, tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64))
+    mask = torchs_mask(tritoncp.causal(), 1, 1, 64, 64, device="cpu")
+    torch.testing.assert_close(out, torchs_attention(q, k, v, mod, mask), atol=1e-4, rtol=1e-4)
+
+
+def test_hugging_faces_sliding_window_counts_the_query():
+    window = 3  # transformers: kv_idx > q_idx - sliding_window, and causal
+    mask = tritoncp.create_block_mask(tritoncp.sliding_window(left=window - 1), 1, 1, 16, 16, BLOCK_SIZE=4)
+    theirs = torchs_mask(
+        lambda b, h, q, kv: (kv > q - window) & (kv <= q), 1, 1, 16, 16, device="cpu", BLOCK_SIZE=4
+    )
+    assert torch.equal(mask.to_dense(), create_mask(theirs.mask_mod, 1, 1, 16, 16, device="cpu"))
+    assert mask.to_dense()[0, 0].sum(1).max() == window

@@ -184,7 +184,7 @@ PROGRAM = """
     os.environ["TRITON_INTERPRET"] = "1"
     from tritoncp.cli import main
     from tritoncp.kernels.engine import TritonEngine
-from tritoncp.self_check import comparison
+    from tritoncp.self_check import comparison
 
     forward, steps = TritonEngine.forward, iter(range(1, 1000))
 

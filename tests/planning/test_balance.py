@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.tensor.experimental._context_parallel import _load_balancer as theirs
 
+from tests.compat.differences import documented
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.perf.studies.balance import MASKS, fetched_rows
 from tritoncp.planning.balance import balancers, contiguous, deal, head_tail, locality, per_document, ptrr
@@ -90,6 +91,55 @@ def test_ptrr_is_torchs(costs: list[int], world_size: int) -> None:
     work = torch.tensor(costs)
     want = theirs._PTRRLoadBalancer.ptrr_scheduling(work, world_size).tolist()
     assert ptrr(Work(work, world_size)) == want
+
+
+WINDOW = and_masks(causal(), sliding_window(100))
+TORCHS_MASKS = {
+    "causal": causal(),
+    "documents": and_masks(causal(), document(lengths=[100, 28, 300, 84])),
+    "long and short documents": document(lengths=[7] * 32 + [288]),
+    "windows": sliding_window(60, 20),
+    "window and documents": and_masks(WINDOW, document(lengths=[200, 56, 256])),
+    "full": lambda b, h, q, kv: q >= 0,
+    "strips": lambda b, h, q, kv: (q // 16 % 3 == 0) | (kv > q),
+    "batch rows": and_masks(causal(), document(lengths=[[100, 412], [300, 212]])),
+}
+
+
+@pytest.mark.parametrize("name", TORCHS_MASKS)
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_unweighted_ptrr_places_every_token_as_torch(name: str, world_size: int) -> None:
+    documented("PTRR placement")
+    batch = 2 if name == "batch rows" else 1
+    mask = create_block_mask(TORCHS_MASKS[name], batch, 1, 512, 512, BLOCK_SIZE=16)
+    want = theirs._PTRRLoadBalancer(mask.to_block_mask(), world_size)._generate_indices()
+    plan = make_plan(mask, world_size=world_size, balancer="ptrr_unweighted" if world_size > 1 else "ptrr")
+    positions = torch.cat([plan.for_rank(rank).positions for rank in range(world_size)], 1)
+    if world_size > 1:
+        assert torch.equal(positions, want)
+    else:  # one rank keeps natural order, and so does torch's deal
+        assert torch.equal(positions.expand_as(want), want)
+
+
+def test_the_weight_of_masked_blocks_places_work_where_kinds_mix() -> None:
+    """By the cost of blocks, plans of long documents and of windows are more even with the weight."""
+    for name in ("long documents", "documents, window 1K"):
+        for world_size in (8, 16):
+            weighted, unweighted = (
+                zoo_plan(name, balancer, world_size=world_size).imbalance
+                for balancer in ("ptrr", "ptrr_unweighted")
+            )
+            assert weighted < 1.01 and (unweighted - 1) > 1.9 * (weighted - 1)
+
+
+@given(masks(), st.integers(2, 6))
+def test_unweighted_ptrr_deals_listed_blocks(mask: Mask, world_size: int) -> None:
+    """Of several heads their sum; the counts of any two ranks differ by at most the largest."""
+    for row, work in enumerate(work_of_rows([mask], world_size)):
+        listed = (mask.runs.to_kinds() != 3).sum((1, 3))[row]
+        assert torch.equal(work.listed, listed.double())
+        sums = [int(listed[rank].sum()) for rank in balancers["ptrr_unweighted"](work)]
+        assert max(sums) - min(sums) <= int(listed.max())
 
 
 @given(st.integers(1, 6), st.integers(1, 6))

@@ -38,12 +38,14 @@ from tritoncp.tuning.targets import Target
 # calling them.
 FOR_USERS = {
     "Mask": {
-        *("B", "H", "draw", "kv_len", "nbytes", "q_len"),
-        *("sparsity", "to_block_mask", "to_dense", "transpose"),
+        *("B", "BLOCK_SIZE", "H", "as_tuple", "contiguous", "dim", "draw", "kv_len", "nbytes", "ndim"),
+        *("numel", "q_len", "seq_lengths", "shape", "sparsity", "to", "to_block_mask", "to_dense"),
+        "transpose",
     },
     "Plan": {
-        *("balancer", "batch_rows", "bytes_sent", "explain", "for_rank", "imbalance", "owners", "plot"),
-        *("positions", "rank", "reason", "s_local", "schedule", "valid", "work", "world_size"),
+        *("BLOCK_SIZE", "balancer", "batch_rows", "bytes_sent", "contiguous", "dim", "explain", "for_rank"),
+        *("imbalance", "ndim", "numel", "owners", "plot", "positions", "rank", "reason", "s_local"),
+        *("schedule", "seq_lengths", "shape", "sparsity", "to", "valid", "work", "world_size"),
     },
 }  # fmt: skip
 ROOT = Path(__file__).parents[2]

@@ -76,7 +76,7 @@ def flex_attention(
 
     def check() -> None:
         validate.check_aux(return_lse, return_aux)
-        validate.check_tensors(query, key, value, enable_gqa)
+        validate.check_tensors(query, key, value, enable_gqa, mask)
         validate.check_sinks(query, sinks)
 
     if torch.compiler.is_dynamo_compiling():

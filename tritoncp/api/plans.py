@@ -52,10 +52,10 @@ def make_plan(
     block_mask: a mask, or a dict of masks of one model's layers: their work is summed, so that one placement
     serves all, and a dict of plans comes back. mesh: 1-D DeviceMesh or ProcessGroup, whose ranks all call
     this (2-D for "ulysses" and "ulysses+ring": the second dimension trades heads); or ``world_size`` and
-    ``rank`` without one. balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch),
-    a function of your own from a ``tritoncp.planning.work.Work`` to each rank's blocks, or None for
-    natural order.
-    Raises TypeError for a closed form, which has no lengths; raises on every rank where one rank fails, or
+    ``rank`` without one. balancer: a name in ``tritoncp.balancers`` ("locality": few keys to fetch;
+    "ptrr_unweighted": torch's placement), a function of your own from a ``tritoncp.planning.work.Work`` to
+    each rank's blocks, or None for natural order.
+    Raises TypeError for a mask_mod, which has no lengths; raises on every rank where one rank fails, or
     ranks differ in mask, options or versions.
 
     >>> import torch

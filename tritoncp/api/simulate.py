@@ -80,7 +80,7 @@ class World:
         for xs in (queries, keys, values):
             self._count(xs)
         for q, k, v in zip(queries, keys, values):
-            validate.check_tensors(q, k, v, enable_gqa)
+            validate.check_tensors(q, k, v, enable_gqa, mask)
             validate.check_sinks(q, sinks)
         plan = self._plan_of(mask, queries, keys, batch_offset)
         validate.check_order(plan)
@@ -108,7 +108,8 @@ class World:
         plan = mask
         if not isinstance(mask, Plan):
             lengths, kv_lengths = ([x.shape[2] for x in xs] for xs in (queries, keys))
-            plan = plan_cache.in_order(mask, batch, lengths, kv_lengths, 0)
+            heads = queries[0].shape[1], keys[0].shape[1]
+            plan = plan_cache.in_order(mask, batch, lengths, kv_lengths, 0, heads)
         self._check(plan)
         plan = plan if batch_offset is None else plan.batch_rows(batch_offset, rows)
         for rank, (q, k) in enumerate(zip(queries, keys)):

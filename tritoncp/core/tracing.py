@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tritoncp.core.host_copy import host
+from tritoncp.core.user_code import check_result, explained_errors
 
 Mod = Callable[..., Tensor]
 InDims = tuple[int | None, ...]
@@ -51,18 +52,28 @@ def _getitem_to_index() -> AbstractContextManager[object]:
 
 
 def vmapped(mod: Mod, *levels: InDims) -> Mod:
-    """Apply torch.vmap to mod once for each of `levels` (in_dims), the innermost first.
+    """Apply torch.vmap to mod once for each of `levels` (in_dims), the innermost first. A function of four
+    arguments is a mask_mod, of five a score_mod.
+
+    Calls raise TypeError, with the line of mod and the remedy, for results that are not 0-d tensors, of a
+    mask_mod bools, and for what vmap refuses: branches on tensors, `.item()`, random numbers.
 
     >>> f = vmapped(lambda q, kv: q >= kv, (None, 0), (0, None))
     >>> f(torch.arange(2), torch.arange(3)).tolist()
     [[True, False, False], [True, True, False]]
     """
+    kind = {4: "mask_mod", 5: "score_mod"}.get(len(levels[0]), "function")
+
+    def element(*args: Tensor) -> Tensor:
+        return check_result(mod(*args), mod, kind)
+
+    batched = element
     for in_dims in levels:
-        mod = torch.vmap(mod, in_dims=in_dims)
+        batched = torch.vmap(batched, in_dims=in_dims)
 
     def call(*args: Tensor) -> Tensor:
-        with _getitem_to_index():
-            return mod(*args)
+        with _getitem_to_index(), explained_errors(mod, kind):
+            return batched(*args)
 
     return call
 

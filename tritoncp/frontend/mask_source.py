@@ -19,6 +19,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from tritoncp import mods
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import is_remote, to_host
+from tritoncp.core.user_code import describe
 from tritoncp.frontend import validate
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.closed_forms import is_closed_form
@@ -26,7 +27,6 @@ from tritoncp.masks.from_torch import from_block_mask, with_intervals
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods import Mod
-from tritoncp.mods.captures import describe
 from tritoncp.mods.fingerprint import Identity
 from tritoncp.mods.recording import State, read_state
 from tritoncp.planning.plan import Plan

@@ -24,13 +24,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.user_code import describe
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.frontend import validate
 from tritoncp.frontend.mask_source import RawMask, Sources
 from tritoncp.frontend.validate import check_lengths, check_plan, check_plannable
 from tritoncp.masks.mask import Mask
-from tritoncp.mods.captures import describe
 from tritoncp.ops import signatures, tile_lookup
 from tritoncp.planning.balance import resolve_balancer
 from tritoncp.planning.build import build as build_plan
@@ -255,7 +255,8 @@ def _make(sources: Sources, q: Tensor, k: Tensor, group: Any) -> Plan:
 
     def build() -> tuple[Plan, consistency.Facts, Sequence[int]]:
         digest = sources.digest() if group else b""
-        result = _build_natural(sources, q.shape[0], lengths, kv_lengths, rank, digest)
+        heads = q.shape[1], k.shape[1]
+        result = _build_natural(sources, q.shape[0], lengths, kv_lengths, rank, digest, heads)
         if not group:
             return result, {}, ()
         text = lambda: signatures.mask_text(result.mask)  # noqa: E731 - read only where ranks differ
@@ -279,17 +280,21 @@ def _connect(group: Any, plans: Iterable[Plan], tiles: Sequence[Sequence[int]]) 
     groups.connect_data(group)
 
 
-def in_order(mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int) -> Plan:
-    """Make the plan of a raw mask whose ranks hold pieces of these lengths, in order."""
-    return _build_natural(Sources.of(mask), batch, lengths, kv_lengths, rank)
+def in_order(
+    mask: RawMask, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
+    heads: tuple[int, int] = (0, 0),
+) -> Plan:  # fmt: skip
+    """Make the plan of a raw mask whose ranks hold pieces of these lengths, in order. heads: of query and
+    key, for messages."""
+    return _build_natural(Sources.of(mask), batch, lengths, kv_lengths, rank, heads=heads)
 
 
 def _build_natural(
     sources: Sources, batch: int, lengths: Sequence[int], kv_lengths: Sequence[int], rank: int,
-    digest: bytes = b"",
+    digest: bytes = b"", heads: tuple[int, int] = (0, 0),
 ) -> Plan:  # fmt: skip
     mask = sources.compact(batch, sum(lengths), sum(kv_lengths))
-    check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len)
+    check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
     natural_plan = build_plan(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     _warn_uneven(sources, natural_plan)
     return replace(sources.attach_evaluators(natural_plan), mask_digest=digest).pinned()

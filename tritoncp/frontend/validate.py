@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.caller import warn_caller
-from tritoncp.masks.closed_forms import is_closed_form
+from tritoncp.masks.closed_forms import is_closed_form, num_document_tokens
 from tritoncp.masks.mask import Mask
-from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.mask_mod import MaskMod, name_of
 from tritoncp.planning.build import pieces
 from tritoncp.planning.placement import Placement, natural
 from tritoncp.planning.plan import Plan
@@ -100,8 +100,9 @@ def _is_plain(x: Any) -> bool:
     return type(x) is Tensor and not x.is_nested and x.ndim == 4
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
-    """Check one rank's shards independently of the mask."""
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any = None) -> None:
+    """Check one rank's shards independently of the mask. mask: of the call, whose lengths may explain an
+    error."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         _check_tensor(name, x, q)
     other = any(x.shape[0] not in (1, q.shape[0]) for x in (k, v))
@@ -110,11 +111,37 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> None:
             f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit together: "
             "[B, Hq, Sq, D], [B or 1, Hkv, Skv, D] and [B or 1, Hkv, Skv, E] are needed"
         )
+    if q.shape[1] == k.shape[1]:
+        return
+    sides = [(name, x, _rows_of(mask, side)) for name, x, side in (("query", q, "q"), ("key", k, "kv"))]
+    if all(rows in x.shape[1:3] for _, x, rows in sides):
+        for name, x, rows in sides:
+            if x.shape[2] != rows:
+                raise ValueError(_exchanged(name, x.shape[2], x.shape[1]))
     heads = f"{q.shape[1]} query heads and {k.shape[1]} key heads"
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{heads}: query heads must be a multiple of key heads; repeat or drop some of them")
-    if q.shape[1] != k.shape[1] and not enable_gqa:
+    if not enable_gqa:
         raise ValueError(f"{heads} without enable_gqa: pass enable_gqa=True if groups of heads share a key")
+
+
+def _rows_of(mask: Any, side: str) -> int | None:
+    """Return the rows of queries or keys that a mask is for, of a Plan those of its rank; None if it has no
+    lengths."""
+    if isinstance(mask, Plan):
+        return side_of(mask, side).lengths[mask.rank]
+    if isinstance(mask, BlockMask | Mask):
+        return int(mask.shape[-2 if side == "q" else -1])
+    return None
+
+
+def _exchanged(name: str, rows: int, heads: int) -> str:
+    """Format the error of a tensor that has as many heads as the mask has rows."""
+    return (
+        f"{name} has {heads} heads and {rows} rows, and the mask is for {heads} rows: [batch, heads, "
+        "sequence, head dim] is needed, and this looks like [batch, sequence, heads, head dim]; pass "
+        f"{name}.transpose(1, 2)"
+    )
 
 
 def _check_tensor(name: str, x: Tensor, q: Tensor) -> None:
@@ -221,6 +248,8 @@ def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:
     """Check a call's shards against the plan: their lengths, batch and heads."""
     for name, x, placement, side in (("query", q, plan.q, "q"), ("key", k, plan.kv, "kv")):
         if x.shape[2] != placement.lengths[plan.rank]:
+            if x.shape[1] == placement.lengths[plan.rank] and x.shape[2] != placement.length:
+                raise ValueError(_exchanged(name, x.shape[2], x.shape[1]))
             whole = " (that is all of them: it was not sharded)" if x.shape[2] == placement.length else ""
             raise ValueError(
                 f"{name} has {x.shape[2]} rows{whole}; rank {plan.rank}'s shard has "
@@ -241,12 +270,24 @@ def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:
         )
 
 
-def check_lengths(lengths: Sequence[int], kv_lengths: Sequence[int], q_len: int, kv_len: int) -> None:
-    """Check that the shards of all ranks, in natural order, add up to a raw mask's lengths."""
-    for what, rows, whole in (("query", lengths, q_len), ("key", kv_lengths, kv_len)):
+def check_lengths(
+    lengths: Sequence[int],
+    kv_lengths: Sequence[int],
+    q_len: int,
+    kv_len: int,
+    heads: tuple[int, int] = (0, 0),
+) -> None:
+    """Check that the shards of all ranks, in natural order, add up to a raw mask's lengths.
+
+    heads: of this rank's query and key, which may explain an error
+    """
+    sides = (("query", lengths, q_len, heads[0]), ("key", kv_lengths, kv_len, heads[1]))
+    for what, rows, whole, num_heads in sides:
         total = sum(rows)
         if total == whole:
             continue
+        if num_heads * len(rows) == whole and set(rows) != {whole}:
+            raise ValueError(_exchanged(what, rows[0], num_heads))
         if len(rows) == 1:
             raise ValueError(
                 f"{what} has {total} rows, the mask is for {whole}; make the mask for this length, or pass "
@@ -372,13 +413,21 @@ def check_gathered(plan_or_mask: Any, world_size: int) -> None:
 def check_plannable(masks: Mapping[Any, Any]) -> None:
     """Check that the masks passed to make_plan have lengths."""
     for mask in masks.values():
-        if isinstance(mask, MaskMod) or mask is None:
-            make = (
-                "full_mask(q_len, kv_len)"
-                if mask is None
-                else f"create_block_mask({mask!r}, B, H, Q_LEN, KV_LEN)"
+        if mask is None:
+            raise TypeError(
+                "None has no lengths, and a plan needs them: make_plan(full_mask(Q_LEN, KV_LEN), mesh)"
             )
-            raise TypeError(f"{mask!r} has no lengths, and a plan needs them: make_plan({make}, mesh)")
+        is_plain = callable(mask) and not isinstance(mask, BlockMask | Mask | Plan)
+        if isinstance(mask, MaskMod) or is_plain:
+            name = name_of(mask) if name_of(mask) != "<lambda>" else "mask_mod"
+            tokens = num_document_tokens(mask)
+            lengths = f"; its document mask is for {tokens} tokens: Q_LEN = KV_LEN = {tokens}" * (tokens > 0)
+            raise TypeError(
+                f"{name} has no lengths, and a plan needs Q_LEN and KV_LEN, the numbers of queries and keys "
+                f"of the whole sequence{lengths}. Make the mask with create_block_mask(mask_mod, B, H, "
+                f"Q_LEN, KV_LEN): make_plan(create_block_mask({name}, None, None, {tokens or 'Q_LEN'}, "
+                f"{tokens or 'KV_LEN'}), mesh)"
+            )
 
 
 def side_of(plan: Plan, side: str) -> Placement:

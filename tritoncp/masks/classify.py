@@ -72,12 +72,7 @@ def ask_torch(mask_mod: MaskFn, device: str | torch.device) -> Ask:
 
     def ask(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         with torch.no_grad():
-            visible = vmap(*upload((b, h, q, kv), torch.device(device))).cpu()
-        if visible.ndim != 3:
-            raise TypeError(f"a mask_mod must return one bool, got a tensor of {visible.ndim - 3} dimensions")
-        if visible.dtype != torch.bool:
-            raise TypeError(f"a mask_mod must return bool, got {visible.dtype}: compare, or call .bool()")
-        return visible
+            return vmap(*upload((b, h, q, kv), torch.device(device))).cpu()
 
     return ask
 
@@ -98,6 +93,11 @@ class TileEvaluator:
     ) -> TileEvaluator:
         """Trace a mask_mod. device: of its tensors. ask: evaluates pairs; None: torch does, on ``device``."""
         return cls(ask or ask_torch(mask_mod, device), Bounds.of(mask_mod, device))
+
+    def check(self) -> None:
+        """Evaluate the first pair of a mask, which raises the errors of its mask_mod at once."""
+        zero = torch.zeros(1, dtype=torch.int64)
+        self.ask(zero, zero, zero[:, None], zero[:, None])
 
     @property
     def reads(self) -> tuple[bool, bool]:
@@ -175,8 +175,7 @@ def find_runs(
         return undecided
 
     if total:
-        zero = torch.zeros(1, dtype=torch.int64)
-        evaluator.ask(zero, zero, zero[:, None], zero[:, None])  # raises errors of the mask_mod at once
+        evaluator.check()
         batch, head = torch.arange(b).repeat_interleave(h), torch.arange(h).repeat(b)
         edges = torch.tensor([0, grid.rows, 0, grid.cols]).expand(b * h, 4)
         _descend(torch.cat([batch[:, None], head[:, None], edges], 1), visit)
@@ -194,6 +193,8 @@ def find_intervals(evaluator: TileEvaluator, runs: Runs, grid: Grid) -> tuple[Te
         runs = runs.part(b, h)
     extents = _Extents(runs, grid)
     masked = masked_blocks(runs)
+    if len(masked):
+        evaluator.check()
     for blocks in (masked[:_FIRST_BLOCKS], *masked[_FIRST_BLOCKS:].split(_BLOCKS)):
         tiles = torch.stack([*blocks[:, :3].unbind(1), blocks[:, 2] + 1, blocks[:, 3], blocks[:, 3] + 1], 1)
         if not extents.add(evaluator, tiles):

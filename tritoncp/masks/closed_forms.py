@@ -194,6 +194,60 @@ class Transpose(MaskMod):
         return f"{name_of(self.part)} transposed"
 
 
+@dataclass(frozen=True, repr=False)
+class Selection(MaskMod):
+    """The mask_mod of some batch rows and heads of a mask: b and h count the selected ones.
+
+    rows, heads: the selected ones in the numbers of ``part``; None: all. A single one serves every b or h.
+    """
+
+    part: MaskFn
+    rows: tuple[int, ...] | None
+    heads: tuple[int, ...] | None
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.part(_look_up(self.rows, b), _look_up(self.heads, h), q_idx, kv_idx)
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        whole = self.part.intervals(q_len, kv_len) if isinstance(self.part, MaskMod) else None
+        if whole is None or self.rows is None or len(whole[0]) == 1:
+            return whole
+        return whole[0][list(self.rows)], whole[1][list(self.rows)]
+
+    def tokens(self, q_len: int, kv_len: int) -> tuple[Tensor, Tensor] | None:
+        return self.part.tokens(q_len, kv_len) if isinstance(self.part, MaskMod) else None
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        return self.part.window if isinstance(self.part, MaskMod) else None
+
+    @property
+    def batch(self) -> int:
+        whole = num_batch_rows(self.part)
+        return whole if self.rows is None or whole == 1 else len(self.rows)
+
+    @property
+    def reads(self) -> tuple[bool, bool]:
+        b, h = dependence_of(self.part)
+        selections = self.rows, self.heads
+        several_rows, several_heads = (part is None or len(part) > 1 for part in selections)
+        return b and several_rows, h and several_heads
+
+    def __repr__(self) -> str:
+        places = [":" if part is None else str(list(part)) for part in (self.rows, self.heads)]
+        return f"{name_of(self.part)}[{', '.join(places)}]"
+
+
+def _look_up(numbers: tuple[int, ...] | None, index: Tensor) -> Tensor:
+    """Return ``numbers[index]``, by arithmetic where the numbers have one distance."""
+    if numbers is None:
+        return index
+    step = 0 if len(numbers) == 1 else numbers[1] - numbers[0]
+    if all(number == numbers[0] + step * i for i, number in enumerate(numbers)):
+        return index * step + numbers[0]
+    return torch.tensor(numbers, device=index.device)[index]
+
+
 def causal() -> MaskMod:
     """Return the causal mask_mod, kv <= q. It is aligned top-left, as torch's ``is_causal``.
 
@@ -265,8 +319,20 @@ def is_closed_form(mask: Any) -> bool:
     """
     if type(mask) in (SlidingWindow, Document, PrefixLM):
         return True
-    combination = type(mask) in (And, Or, Not, QuerySlice, Transpose)
+    combination = type(mask) in (And, Or, Not, QuerySlice, Selection, Transpose)
     return combination and all(map(is_closed_form, getattr(mask, "parts", None) or (mask.part,)))
+
+
+def num_document_tokens(mask: Any) -> int:
+    """Return the number of tokens that the document masks inside a mask_mod are for; 0 if there are none.
+
+    >>> num_document_tokens(causal() & document(lengths=[2, 6]))
+    8
+    """
+    if isinstance(mask, Document):
+        return mask.ids.shape[-1]
+    parts = getattr(mask, "parts", ()) if isinstance(mask, MaskMod) else ()
+    return max(map(num_document_tokens, parts), default=0)
 
 
 def _ids_from_lengths(lengths: Tensor) -> Tensor:

@@ -16,12 +16,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.handles import handle_of, refuse_inside_a_graph
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import BlockListMod, bound_ragged_blocks, lists_from_blocks
+from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
 from tritoncp.masks.classify import PAIRS, Ask, Grid, TileEvaluator, ask_torch, find_runs
-from tritoncp.masks.closed_forms import QuerySlice, Transpose, is_closed_form
+from tritoncp.masks.closed_forms import QuerySlice, Selection, Transpose, is_closed_form
 from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod, and_masks, or_masks
-from tritoncp.mods.captures import describe
 from tritoncp.mods.recording import State
 from tritoncp.mods.snapshot import Snapshot
 
@@ -30,7 +31,7 @@ MAX_TOKENS = 1 << 30  # tokens: kernels count in 32 bits, sums and differences o
 
 
 @dataclass(frozen=True, eq=False)
-class Mask:
+class Mask(BlockMaskInterface):
     """A block-sparse mask of any size in little memory; every tensor on the CPU.
 
     >>> from tritoncp.masks import causal
@@ -103,6 +104,16 @@ class Mask:
     def H(self) -> int:
         return self.runs.shape[1]
 
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, Q_LEN, KV_LEN), in tokens, as torch's BlockMask."""
+        return self.B, self.H, self.q_len, self.kv_len
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """(queries, keys) of a block, in tokens."""
+        return self.q_block, self.kv_block
+
     def interval_for(self, B: int, H: int) -> tuple[Tensor, Tensor] | None:
         """The row intervals if they are valid for a call with B batch rows and H heads, else None.
 
@@ -130,7 +141,8 @@ class Mask:
 
     @on_host
     def to_dense(self, B: int | None = None, H: int | None = None, device: Device = "cpu") -> Tensor:
-        """Return the visible pairs, bool [B, H, q_len, kv_len]. For tests and small masks.
+        """Return the visible pairs, bool [B, H, q_len, kv_len]. For tests and small masks. (torch's
+        ``BlockMask.to_dense`` shows listed blocks: ``mask.to_block_mask().to_dense()``.)
 
         B, H: batch rows and heads of the result if the mask has 1. device: of the mask_mod's tensors.
         """
@@ -185,6 +197,45 @@ class Mask:
         return replace(self, runs=self.runs.batch_rows(first, count), interval=interval)
 
     @on_host
+    def __getitem__(self, index: Any) -> Mask:
+        """Return the mask of selected batch rows, heads and rows of blocks: ``mask[b, h, rows]``.
+
+        Ints, slices and tensors [n]; an int keeps its dimension, with size 1, as in torch's BlockMask. Unlike
+        torch's, the result has a mask_mod, whose b, h and q_idx count what is selected, and the length of the
+        selected rows, which have to be adjacent. Raises IndexError for what the mask does not have.
+
+        >>> from tritoncp.masks import document
+        >>> mask = create_block_mask(document(lengths=[[256, 128], [128, 256]]), 2, None, 384, 384)
+        >>> print(mask[1].draw(), mask[1, :, 1:].shape)
+        █··
+        ·██
+        ·██ (1, 1, 256, 384)
+        """
+        self.check_state()
+        batch, heads, blocks = selected_numbers(index, self.runs.shape[:3])
+        mask = self._select(batch, heads)
+        if blocks is None:
+            return mask
+        if blocks != tuple(range(blocks[0], blocks[-1] + 1)):
+            raise IndexError(f"rows of blocks {list(blocks)} are not adjacent: select them one at a time")
+        return mask.rows(blocks[0] * self.q_block, min(self.q_len, (blocks[-1] + 1) * self.q_block))
+
+    def _select(self, batch: tuple[int, ...] | None, heads: tuple[int, ...] | None) -> Mask:
+        """Return the mask of these batch rows and heads; None: of all."""
+        if batch is None and heads is None:
+            return self
+        numbers = batch or tuple(range(self.B)), heads or tuple(range(self.H))
+        interval = self.interval
+        if interval is not None:
+            lo, hi = (t.expand(self.B, self.H, -1)[list(numbers[0])][:, list(numbers[1])] for t in interval)
+            interval = lo, hi
+        mod = None if self.mask_mod is None else Selection(self.mask_mod, batch, heads)
+        selections = (batch, heads)
+        b, h = (r and (s is None or len(s) > 1) for r, s in zip(self.reads, selections, strict=True))
+        runs = self.runs.select(*numbers)
+        return replace(self, runs=runs, mask_mod=mod, interval=interval, reads=(b, h))
+
+    @on_host
     def transpose(self) -> Mask:
         """Return the mask with queries and keys exchanged.
 
@@ -230,27 +281,19 @@ class Mask:
             seq_lengths=(self.q_len, self.kv_len),
         )  # fmt: skip
 
+    def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
+        """Return what torch's ``BlockMask.as_tuple`` returns for :meth:`to_block_mask`: lengths, index lists,
+        block sizes and the mask_mod."""
+        bm = self.to_block_mask()
+        return bm.as_tuple(True) if flatten else bm.as_tuple(False)
+
     @on_host
     def draw(self, width: int = 64) -> str:
         """Draw the first batch row and head as text: █ only full blocks, ▒ some listed blocks, · none.
 
         width: the most characters a line and the most lines; a character can stand for several blocks.
         """
-        _, _, rows, cols = self.runs.shape
-        scale = max(1, -(-max(rows, cols) // width))
-        start, end, kind = self.runs.runs[: int(self.runs.ptr[0, 0, -1, 2]) if rows else 0].long().unbind(1)
-        length = (self.runs.ptr[0, 0, :, 2] - self.runs.ptr[0, 0, :, 0]).long()
-        row = torch.arange(rows).repeat_interleave(length) // scale
-        left = torch.arange(0, cols, scale)
-        inside = (end[:, None].clamp(max=left + scale) - start[:, None].clamp(min=left)).clamp(min=0)
-        shape = (-(-rows // scale), len(left))
-        listed = torch.zeros(shape, dtype=torch.int64).index_add_(0, row, inside)
-        inside_full = inside * (kind != Kind.MASKED)[:, None]
-        full = torch.zeros(shape, dtype=torch.int64).index_add_(0, row, inside_full)
-        height = (rows - torch.arange(0, rows, scale)).clamp(max=scale)
-        area = height[:, None] * (cols - left).clamp(max=scale)
-        cell = torch.where(full == area, 2, (listed > 0).long())
-        return "\n".join("".join("·▒█"[c] for c in line) for line in cell.tolist())
+        return self.runs.draw(width)
 
     def __repr__(self) -> str:
         contents = "nothing masked inside blocks" if self.mask_mod is None else "rows see a mask_mod"

@@ -9,11 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritoncp.core.tracing import reads_batch_or_head
+from tritoncp.core.user_code import check_result
 
 MaskFn = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Intervals = tuple[Tensor, Tensor]  # (lo, hi), see MaskMod.intervals
@@ -94,6 +96,15 @@ class _Combination(MaskMod):
         dependences = [dependence_of(part) for part in self.parts]
         return any(b for b, _ in dependences), any(h for _, h in dependences)
 
+    def _part_visible(self, index: int, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        """Evaluate a part, which may return a Python bool, as in torch's and_masks. Raises TypeError for a
+        result of another type."""
+        visible: Any = self.parts[index](b, h, q_idx, kv_idx)
+        if isinstance(visible, bool):
+            return torch.full_like(q_idx, visible, dtype=torch.bool)
+        ndim = max(x.ndim if isinstance(x, Tensor) else 0 for x in (b, h, q_idx, kv_idx))
+        return check_result(visible, self.parts[index], ndim=ndim)
+
     def _mask_mods(self) -> list[MaskMod]:
         """The parts if all of them are MaskMods, else an empty list."""
         parts = [part for part in self.parts if isinstance(part, MaskMod)]
@@ -124,9 +135,9 @@ class And(_Combination):
     """Intersection: a pair is visible if every part shows it."""
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        visible = self.parts[0](b, h, q_idx, kv_idx)
-        for part in self.parts[1:]:
-            visible = visible & part(b, h, q_idx, kv_idx)
+        visible = self._part_visible(0, b, h, q_idx, kv_idx)
+        for index in range(1, len(self.parts)):
+            visible = visible & self._part_visible(index, b, h, q_idx, kv_idx)
         return visible
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
@@ -151,9 +162,9 @@ class Or(_Combination):
     """Union: a pair is visible if any part shows it."""
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        visible = self.parts[0](b, h, q_idx, kv_idx)
-        for part in self.parts[1:]:
-            visible = visible | part(b, h, q_idx, kv_idx)
+        visible = self._part_visible(0, b, h, q_idx, kv_idx)
+        for index in range(1, len(self.parts)):
+            visible = visible | self._part_visible(index, b, h, q_idx, kv_idx)
         return visible
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
@@ -176,7 +187,7 @@ class Not(_Combination):
     """Complement: a pair is visible if the part hides it."""
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return ~self.parts[0](b, h, q_idx, kv_idx)
+        return ~self._part_visible(0, b, h, q_idx, kv_idx)
 
 
 def and_masks(*masks: MaskFn) -> MaskMod:

@@ -1,4 +1,4 @@
-"""Numbers in a function's closure, copies of the function with other numbers, and names for messages."""
+"""Numbers in a function's closure, and copies of the function with other numbers."""
 
 from __future__ import annotations
 
@@ -62,23 +62,3 @@ def captured_numbers(fn: Any) -> list[int | float]:
 
     rebuild(fn, collect)
     return numbers
-
-
-def origin(fn: Any) -> str:
-    """Return file:line of a function's definition, or a description of another callable."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    code = getattr(fn, "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else describe(fn)
-
-
-def describe(fn: Any) -> str:
-    """Return a name for messages and comments: letters, digits, dots and underscores of `__qualname__`."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    name = (
-        getattr(fn, "__qualname__", type(fn).__qualname__)
-        .replace("<locals>.", "")
-        .replace("<lambda>", "lambda")
-    )
-    return "".join(c if c.isascii() and (c.isalnum() or c in "_.") else "_" for c in str(name))[:80] or "mod"

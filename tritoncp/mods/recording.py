@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tritoncp.mods.captures import describe, origin
+from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint
 
 

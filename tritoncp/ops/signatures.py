@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 
 from tritoncp.core.host_copy import is_remote, to_host
+from tritoncp.core.user_code import describe, origin
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import Facts, fact
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods import Mod
-from tritoncp.mods.captures import describe, origin
 from tritoncp.ops import engine_factory
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.planning.plan import Plan

@@ -48,15 +48,45 @@ def head_tail(work: Work) -> list[list[int]]:
 
 
 def ptrr(work: Work) -> list[list[int]]:
-    """Deal blocks in zig-zag order, the costliest first: processing-time round-robin, as in torch.
+    """Deal blocks in zig-zag order, the costliest first: processing-time round-robin.
 
-    If the number of ranks does not divide that of the blocks, the last round has fewer, the cheapest.
+    The order and the ties are those of torch's ``_PTRRLoadBalancer``, but a masked block costs
+    ``work.MASKED_BLOCK_COST`` (1.25) full ones, as its kernels take longer. Where rows of blocks mix both
+    kinds in different shares, the placement differs from torch's, which counts blocks; see
+    :func:`ptrr_unweighted`. If the number of ranks does not divide that of the blocks, the last round has
+    fewer, the cheapest; torch refuses that.
 
     >>> ptrr(Work(torch.tensor([1, 2, 3, 4, 5]), 2))
     [[0, 1, 4], [2, 3]]
     """
-    n, world_size = _check_work(work), work.world_size
-    order = work.costs.cpu().sort(descending=True, stable=True).indices
+    _check_work(work)
+    return _zig_zag(work.costs, work.world_size)
+
+
+def ptrr_unweighted(work: Work) -> list[list[int]]:
+    """Deal blocks as :func:`ptrr`, with masked and full blocks counted alike: the placement of torch's
+    ``_PTRRLoadBalancer``, for plans that have to agree with torch's.
+
+    With :func:`ptrr`, the works of two ranks, as plans count them, differ by one block row's at most. Without
+    the weight they may differ by more. Here 8 rows list 4 blocks each, in rows 0, 3, 4 and 7 masked ones:
+
+    >>> kinds = torch.ones(1, 1, 8, 4, dtype=torch.uint8)  # Kind.FULL
+    >>> kinds[0, 0, [0, 3, 4, 7]] = 0  # Kind.MASKED
+    >>> from tritoncp.masks import Runs
+    >>> from tritoncp.planning.work import block_costs
+    >>> runs = Runs.from_kinds(kinds)
+    >>> work = Work(block_costs(runs)[0], 2, (runs,))
+    >>> [[work.costs[rank].sum().item() for rank in balance(work)] for balance in (ptrr, ptrr_unweighted)]
+    [[18.0, 18.0], [20.0, 16.0]]
+    """
+    _check_work(work)
+    return _zig_zag(work.listed, work.world_size)
+
+
+def _zig_zag(costs: torch.Tensor, world_size: int) -> list[list[int]]:
+    """Deal blocks in zig-zag order, the costliest first, equal ones in their order."""
+    n = len(costs)
+    order = costs.cpu().sort(descending=True, stable=True).indices
     rounds = -(-n // world_size)
     dealt = torch.cat([order, torch.arange(n, rounds * world_size)]).view(rounds, world_size)
     dealt[1::2] = dealt[1::2].flip(1)
@@ -112,6 +142,7 @@ balancers: dict[str, Balancer] = {
     "head_tail": head_tail,
     "per_document": per_document,
     "ptrr": ptrr,
+    "ptrr_unweighted": ptrr_unweighted,
     "locality": locality,
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tritoncp.core.host_copy import on_host
+from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.planning.cost import Hardware
 from tritoncp.planning.drawing.page import html
 from tritoncp.planning.drawing.picture import paint
@@ -18,10 +19,35 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan(PlanData):
+class Plan(PlanData, BlockMaskInterface):
     """One rank's part of one attention layer, made by :func:`tritoncp.make_plan`: who owns which block, the
     order of the steps and the reads of each step. Its fields are those of
     :class:`tritoncp.planning.plan_data.PlanData`."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, Q_LEN, KV_LEN) of the global mask, in tokens: of all ranks together."""
+        return self.mask.shape
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """(queries, keys) of a block, in tokens."""
+        return self.mask.BLOCK_SIZE
+
+    def sparsity(self) -> float:
+        """Return the percentage of the global mask outside of listed blocks."""
+        return self.mask.sparsity()
+
+    def __getitem__(self, index: int | slice) -> Plan:
+        """Return the plan of one batch row or of adjacent ones, as :meth:`batch_rows`. Raises IndexError for
+        other indices: heads and rows are selected of a mask, before its plan is made."""
+        rows = selected_numbers(index, (self.batch, 1, 1))[0] or tuple(range(self.batch))
+        if isinstance(index, tuple) or rows != tuple(range(rows[0], rows[-1] + 1)):
+            raise IndexError(
+                f"plan[{index!r}]: a plan is indexed by one batch row or a slice of adjacent ones; select of "
+                "the mask, and make a plan of that: make_plan(mask[...], mesh)"
+            )
+        return self.batch_rows(rows[0], len(rows))
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:

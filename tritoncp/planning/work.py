@@ -15,7 +15,7 @@ from tritoncp.masks.mask import Mask
 MASKED_BLOCK_COST = 1.25
 """Cost of a masked block in units of a full block. The products are the same; the loop that also compares
 positions has 1.65 times the instructions of the one that does not (compiled for sm_90), and about two fifths
-of a block's time are instructions beside the products."""
+of a block's time are instructions beside the products. torch's load balancer counts both alike."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +43,16 @@ class Work:
         """For each mask, the blocks of keys that each block's queries see in any head: int64 [n, 3] rows
         (block, first key block, end), sorted and disjoint."""
         return tuple(_visible_columns(runs, self.columns, *self.column) for runs in self.runs)
+
+    @cached_property
+    def listed(self) -> Tensor:
+        """Listed blocks of each block, masked or full, summed over heads and masks as ``costs`` [blocks];
+        ``costs`` if there are no runs."""
+        if not self.runs:
+            return self.costs
+        parts = [torch.stack(runs.counts()).sum(0)[0].double() for runs in self.runs]  # [H, blocks] each
+        heads = [len(part) if len(parts) > 1 else 1 for part in parts]
+        return torch.stack([part.sum(0) / count for part, count in zip(parts, heads, strict=True)]).sum(0)
 
     @property
     def columns(self) -> int:

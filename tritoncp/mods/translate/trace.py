@@ -8,7 +8,6 @@ tensor a gather.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from tritoncp.mods.captures import captured_numbers, describe, origin
+from tritoncp.core.user_code import (
+    HAS_DATA_DEPENDENT_SHAPE,
+    IS_RANDOM,
+    READS_VALUE,
+    describe,
+    last_user_line,
+    origin,
+    user_line,
+)
+from tritoncp.mods.captures import captured_numbers
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.recording import State, read_state
 from tritoncp.mods.translate.graph_passes import (
@@ -160,7 +168,7 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
         with torch.inference_mode(False), saved_tensors_hooks(lambda x: x, lambda x: x):
             graph = tracer(*scores, *indices) if is_score else tracer(*indices)
     except (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException) as error:
-        line = _last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
+        line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
         raise Untranslatable(
             _operation(error), line, "its result depends on data known only in the kernel"
         ) from error
@@ -209,7 +217,7 @@ class _OperationChecks(TorchDispatchMode):
         if func is not aten.lift_fresh.default:
             for tensor in tensors:
                 self._collect(tensor, func)
-        fx.traceback.set_stack_trace([_user_line()])
+        fx.traceback.set_stack_trace([user_line()])
         out = func(*args, **kwargs)
         if _is_view(func):
             self._views += [*tensors, *(t for t in tree_leaves(out) if isinstance(t, Tensor))]
@@ -218,19 +226,17 @@ class _OperationChecks(TorchDispatchMode):
     def _refuse(self, func: Any, args: Any) -> None:
         if func is aten._local_scalar_dense.default:
             raise Untranslatable(
-                "Tensor.item(), bool(), int() or float() of a tensor", _user_line(),
-                "a Python value or branch cannot depend on a tensor, which differs at every element "
-                "(use torch.where, & | ~, or capture a Python number)",
-            )  # fmt: skip
+                "Tensor.item(), bool(), int() or float() of a tensor", user_line(), READS_VALUE
+            )
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            raise Untranslatable(str(func), _user_line(), "random numbers differ at every evaluation")
+            raise Untranslatable(str(func), user_line(), IS_RANDOM)
         if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()) and _has_dynamic_shape(func, args):
-            raise Untranslatable(str(func), _user_line(), "the shape of its result depends on data")
+            raise Untranslatable(str(func), user_line(), HAS_DATA_DEPENDENT_SHAPE)
         if getattr(func, "_schema", None) is not None and func._schema.is_mutable and args:
             target = args[0]
             if not isinstance(target, FakeTensor) or target.ndim or any(t is target for t in self._views):
                 raise Untranslatable(
-                    str(func), _user_line(), "an edit in place of a captured tensor or a view"
+                    str(func), user_line(), "an edit in place of a captured tensor or a view"
                 )
 
     def _collect(self, tensor: Tensor, func: Any) -> None:
@@ -240,7 +246,7 @@ class _OperationChecks(TorchDispatchMode):
         if not dense or is_traceable_wrapper_subclass(tensor) or tensor.dtype not in CAPTURED_DTYPES:
             kind = f"{type(tensor).__name__} ({tensor.dtype}, {tensor.layout})"
             raise Untranslatable(
-                str(func), _user_line(), f"it reads a captured {kind}; plain dense tensors are needed"
+                str(func), user_line(), f"it reads a captured {kind}; plain dense tensors are needed"
             )
         self.captures.append(tensor)
 
@@ -251,7 +257,7 @@ class _ValueChecks(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
             raise Untranslatable(
-                f"Tensor.{func.__name__}()", _user_line(), "its values are read while the function runs"
+                f"Tensor.{func.__name__}()", user_line(), "its values are read while the function runs"
             )
         return func(*args, **(kwargs or {}))
 
@@ -268,33 +274,3 @@ def _has_dynamic_shape(func: Any, args: Any) -> bool:
     if func.overloadpacket not in (aten.index, aten.index_put, aten._unsafe_index):
         return True
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in args[1])
-
-
-_LIBRARY_PATHS = (
-    torch.__file__.rsplit("/", 1)[0],
-    __file__.rsplit("/", 2)[0],  # tritoncp/mods
-    "<string>",
-    "<eval_with_key>",
-    "<frozen",
-)
-
-
-def _is_user_file(filename: str) -> bool:
-    """Whether a file holds neither torch, nor this package's translation, nor generated code."""
-    return not filename.startswith(_LIBRARY_PATHS) and "/contextlib.py" not in filename
-
-
-def _user_line() -> str:
-    """file:line of the innermost frame of the stack that is in a user's file."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _is_user_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "an unknown line"
-
-
-def _last_user_line(stack: Sequence[traceback.FrameSummary], default: str) -> str:
-    """file:line of the innermost frame of a traceback that is in a user's file."""
-    lines = [f"{frame.filename}:{frame.lineno}" for frame in stack if _is_user_file(frame.filename)]
-    return lines[-1] if lines else default

@@ -1,0 +1,119 @@
+"""Members of torch's BlockMask, and of tensors, that model code reads of any mask, and its indices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+DIMENSIONS = ("batch rows", "heads", "rows of blocks", "keys")
+
+
+class BlockMaskInterface:
+    """Base class of Mask and Plan: members that do not depend on the blocks.
+
+    Transformers (4 and 5) reads ``ndim`` and ``shape`` of the ``attention_mask`` that a model is given, to
+    tell padding [B, KV_LEN] from a mask of pairs and to learn KV_LEN, before it calls the mask function of
+    the attention in use, which may return this object unchanged. Before generation it calls ``contiguous``;
+    pipelines and wrappers that place a model call ``to``.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, Q_LEN, KV_LEN) of the whole mask, in tokens; B and H are 1 where all rows or heads share
+        one."""
+        raise NotImplementedError
+
+    @property
+    def BLOCK_SIZE(self) -> tuple[int, int]:
+        """(queries, keys) of a block, in tokens."""
+        raise NotImplementedError
+
+    @property
+    def seq_lengths(self) -> tuple[int, int]:
+        """(Q_LEN, KV_LEN), in tokens."""
+        return self.shape[2:]
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions, 4."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Return the number of dimensions, 4."""
+        return self.ndim
+
+    def numel(self) -> int:
+        """Return B * H * Q_LEN * KV_LEN, the number of pairs, whether visible or not."""
+        return math.prod(self.shape)
+
+    def contiguous(self) -> Self:
+        """Return the object itself: its tensors are contiguous."""
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the object itself, whatever device or dtype is asked for.
+
+        Its tensors stay on the CPU; a call copies what it needs to the device of its query, once. Tensors
+        that a mask_mod captures stay where they are, as with torch's ``BlockMask.to``. It has no dtype.
+        Arguments are those of ``torch.Tensor.to``; raises TypeError or RuntimeError for others.
+        """
+        torch._C._nn._parse_to(*args, **kwargs)
+        return self
+
+
+def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the batch rows, heads and rows of blocks that an index selects, None where it selects all.
+
+    index: an int, slice, integer or bool tensor [n], or a tuple of up to three of them; a fourth, for keys,
+    must be a full slice. An int keeps its dimension, of size 1, as in torch's BlockMask. sizes: of the
+    dimensions. Raises IndexError for numbers outside of the mask, and TypeError for an index of another type.
+
+    >>> selected_numbers((-1, slice(None), slice(2, 4)), (3, 2, 8))
+    ((2,), None, (2, 3))
+    """
+    parts = _expand_ellipsis(index if isinstance(index, tuple) else (index,))
+    if len(parts) > 4 or (len(parts) == 4 and not _is_full(parts[3])):
+        raise IndexError(
+            f"a mask has dimensions [{', '.join(DIMENSIONS)}], of which the first three can be selected; "
+            "make the mask of fewer keys with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
+        )
+    padded = (*parts[:3], *[slice(None)] * (3 - len(parts)))
+    return tuple(_numbers(*argument) for argument in zip(padded, sizes, DIMENSIONS, strict=False))
+
+
+def _expand_ellipsis(parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replace `...` by the full slices that it stands for."""
+    places = [i for i, part in enumerate(parts) if part is Ellipsis]
+    if not places:
+        return parts
+    missing = max(0, 4 - (len(parts) - 1))
+    return (*parts[: places[0]], *[slice(None)] * missing, *parts[places[0] + 1 :])
+
+
+def _is_full(part: Any) -> bool:
+    return isinstance(part, slice) and part in (slice(None), slice(0, None))
+
+
+def _numbers(part: Any, size: int, dimension: str) -> tuple[int, ...] | None:
+    """Return the numbers below ``size`` that one part of an index selects, None for all in order."""
+    if isinstance(part, Tensor) and part.ndim == 0:
+        part = part.item()
+    if isinstance(part, bool) or not isinstance(part, int | slice | Tensor | list):
+        raise TypeError(
+            f"{dimension} are selected by an int, a slice or a tensor [n]; got a {type(part).__name__}"
+        )
+    try:
+        if isinstance(part, int):
+            numbers = [range(size)[part]]
+        elif isinstance(part, slice):
+            numbers = list(range(size)[part])
+        else:
+            numbers = torch.arange(size)[torch.as_tensor(part).cpu()].tolist()
+    except IndexError:
+        raise IndexError(f"index {part!r} is outside of the mask's {size} {dimension}") from None
+    if not numbers:
+        raise IndexError(f"index {part!r} selects none of the mask's {size} {dimension}")
+    return None if numbers == list(range(size)) else tuple(numbers)
