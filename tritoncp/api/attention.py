@@ -16,9 +16,10 @@ from tritoncp.frontend import dynamo, plan_cache, validate
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod
-from tritoncp.ops import call_mods, engine_factory, signatures
+from tritoncp.ops import call_modes, call_mods, engine_factory, signatures
 from tritoncp.ops.autograd import forward
 from tritoncp.ops.sinks import with_sinks
+from tritoncp.ops.transforms import refuse_transforms
 from tritoncp.planning.plan import Plan
 
 
@@ -68,6 +69,9 @@ def flex_attention(
     >>> flex_attention(q, k, v, causal()).shape
     torch.Size([1, 2, 256, 32])
     """
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = call_modes.cast_for_autocast(query, key, value)
+    refuse_transforms()
     score, mask, mesh = validate.arguments(score_mod, block_mask, mesh)
     validate.check_mesh(mask, groups.degree_of(mesh))
     want_max = return_aux is not None and return_aux.max_scores
@@ -79,7 +83,7 @@ def flex_attention(
         validate.check_tensors(query, key, value, enable_gqa)
         validate.check_sinks(query, sinks)
 
-    if torch.compiler.is_dynamo_compiling():
+    if call_modes.is_traced(query, key, value):
         check()
         key, value = validate.shared_batch(query, key), validate.shared_batch(query, value)
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache, validate
-from tritoncp.ops import engine_factory
+from tritoncp.ops import call_modes, engine_factory
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.graph_inputs import flatten_callable, rebuild
@@ -39,12 +39,14 @@ def attend(
     ints: list[int] = []
     structure = flatten_callable(mask, tensors, ints)
     shape = [*q.shape, k.shape[1], k.shape[2]]
-    plan = plan_op(tensors, ints, shape, structure, world, positions, batch_offset)
+    options_of_plan = shape, structure, world, positions, batch_offset
+    plan = call_modes.run_on_values(plan_op, tensors, ints, *options_of_plan)
     captures: list[Tensor] = []
     numbers: list[int] = []
     score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
     spec = _spec(score, wants, want_max, world, options or {}, returns)
+    captures = call_modes.as_inputs(captures)
     return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
 
 

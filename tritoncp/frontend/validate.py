@@ -25,7 +25,7 @@ from tritoncp.planning.plan import Plan
 MASKS = (BlockMask, Mask, MaskMod, Plan)
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-DEVICES = ("cuda", "cpu")
+DEVICES = ("cuda", "cpu", "meta")  # meta: shapes only
 
 
 def arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:

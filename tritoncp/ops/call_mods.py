@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritoncp import mods
+from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.masks.block_runs import Kind
 from tritoncp.mods import Mod, Untranslatable
@@ -16,6 +17,7 @@ from tritoncp.ops.mask_bitmap import bitmask
 from tritoncp.planning.plan import Plan
 
 
+@on_host
 def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
     """Translate the score_mod. Its tensors have to be on the queries' device: they may be edited between
     calls and may require gradients, so that a cached copy would be wrong."""
