@@ -46,8 +46,10 @@ def flex_attention(
     natural order for a mask, in the plan's order for a Plan. bf16, fp16, fp32, or fp64 interpreted.
     Called as ``(q, k, v, block_mask, mesh)`` or with torch's own arguments plus ``mesh``, which have torch's
     meaning; masks and mods see global indices. Returns out [B, Hq, S_local, E]; with ``return_lse`` or
-    ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out lies in memory as
-    the query does, each gradient as its tensor: [B, S, H, D] seen through ``transpose(1, 2)`` comes back so.
+    ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out has the query's
+    stride order, each gradient its tensor's, the last dimension innermost: [B, S, H, D] seen through
+    ``transpose(1, 2)`` comes back so. Under autocast q, k, v are cast to its dtype first, and out has it.
+    Fake and meta tensors: shapes only. ``torch.func``'s transforms raise RuntimeError.
 
     A tensor does not show the order of its rows. ``positions``: the global positions [S_local] or [B,
     S_local] that the caller assumes for its rows, compared with the plan's (this waits for the device).
@@ -133,7 +135,9 @@ def attend(
 ) -> list[Tensor]:
     """Run one layer for the ranks whose tensors are passed; return outs, lses, max_scores."""
     mod = call_mods.score_of(score_mod, q[0])  # lives as long as the call that names it
-    return forward(q, k, v, *_arguments(q[0], mod, plan, world, scale, options, want_max, ()))
+    captures, *rest, handle, spec = _arguments(q[0], mod, plan, world, scale, options, want_max, ())
+    (handle,), captures = call_modes.as_inputs([handle]), call_modes.as_inputs(captures)
+    return forward(q, k, v, captures, *rest, handle, spec)
 
 
 def _arguments(

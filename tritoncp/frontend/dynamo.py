@@ -19,6 +19,7 @@ from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.graph_inputs import flatten_callable, rebuild
 
 
+@call_modes.in_fake_mode
 def attend(
     q: Tensor,
     k: Tensor,

@@ -6,9 +6,9 @@ made by an op, which has a fake, so that nothing reads values before they exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.ops.dispatch import PLAIN_TYPES
 
+T = TypeVar("T")
 _Key = torch._C._TorchDispatchModeKey
 
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
@@ -57,10 +58,20 @@ def is_traced(*tensors: Any) -> bool:
 _TRACING = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)
 
 
-def fake_mode_of(q: Tensor) -> AbstractContextManager[Any]:
-    """Return the fake tensor mode of a query, for a call outside of it; no context for other tensors."""
-    is_outside = isinstance(q, FakeTensor) and torch._C._get_dispatch_mode(_Key.FAKE) is None
-    return q.fake_mode if is_outside else nullcontext()
+def in_fake_mode(call: Callable[..., T]) -> Callable[..., T]:
+    """Decorate a function of a query and more to run in the fake tensor mode of a fake query, also after the
+    program has left that mode."""
+
+    @functools.wraps(call)
+    def wrapped(q: Tensor, *args: Any) -> T:
+        if torch.compiler.is_dynamo_compiling() or not isinstance(q, FakeTensor):
+            return call(q, *args)
+        if torch._C._get_dispatch_mode(_Key.FAKE) is not None:
+            return call(q, *args)
+        with q.fake_mode:
+            return call(q, *args)
+
+    return wrapped
 
 
 def as_inputs(tensors: Iterable[Tensor]) -> list[Tensor]:

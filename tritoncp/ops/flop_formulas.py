@@ -75,6 +75,7 @@ def _backward_flops(
     return _flops(q, k, v, plan, forward=False)
 
 
+@on_host
 def _flops(q: list[Tensor], k: list[Tensor], v: list[Tensor], handle: Tensor, forward: bool) -> int:
     """Count the operations of this process's ranks; all pairs of their shards if a fake handle names no
     plan."""
