@@ -11,6 +11,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch._C import _is_any_autocast_enabled
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils._python_dispatch import _disable_current_modes
 
 P = ParamSpec("P")
@@ -38,8 +39,13 @@ def host() -> AbstractContextManager[object]:
 @contextlib.contextmanager
 def _without_modes() -> Iterator[None]:
     device = torch.device("cpu") if has_default_device() else contextlib.nullcontext()
-    with _disable_current_modes(), torch._C._DisableAutocast(), device:
-        yield
+    # Dynamo leaves frames under dispatch modes alone, and would compile them once there are none.
+    callback = set_eval_frame(None)
+    try:
+        with _disable_current_modes(), torch._C._DisableAutocast(), device:
+            yield
+    finally:
+        set_eval_frame(callback)
 
 
 def on_host(call: Callable[P, T]) -> Callable[P, T]:

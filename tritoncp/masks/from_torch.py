@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from tritoncp.masks.mask_mod import MaskFn, MaskMod
 ANY_LENGTH = 1 << 30  # tokens of a block; torch's _LARGE_SPARSE_BLOCK_SIZE
 
 
-def has_no_lengths(mask: object) -> bool:
+def has_no_lengths(mask: object) -> TypeGuard[BlockMask]:
     """Return whether a mask is a BlockMask for any lengths, one block of the size by which torch knows these:
     the mask that torch's attention makes in place of None.
 
@@ -34,7 +35,7 @@ def with_lengths(mask: BlockMask, q_len: int, kv_len: int, block: int = 128) -> 
     """Return a BlockMask for any lengths as one for these, with CPU lists."""
     rows, cols = -(-q_len // block), -(-kv_len // block)
 
-    def lists(count: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def lists(count: Tensor | None) -> tuple[Any, Any]:
         if count is None:
             return None, None
         shape = *count.shape[:2], rows

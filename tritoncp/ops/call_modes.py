@@ -40,8 +40,8 @@ def _cast(x: Tensor) -> Tensor:
 
 
 def is_traced(*tensors: Any) -> bool:
-    """Return whether a call is recorded in a graph, or its tensors have no values: inside torch.compile, under
-    tracing and fake tensor modes, on fake and on meta tensors."""
+    """Return whether a call is recorded in a graph, or its tensors have no values: inside torch.compile,
+    under tracing and fake tensor modes, on fake and on meta tensors."""
     if torch.compiler.is_dynamo_compiling():
         return True
     if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):

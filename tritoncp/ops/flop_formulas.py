@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tritoncp.core.handles import object_of
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.masks.visible_keys import count_visible_keys
 from tritoncp.planning.plan import Plan
 
@@ -75,14 +76,15 @@ def _backward_flops(
     return _flops(q, k, v, plan, forward=False)
 
 
-@on_host
 def _flops(q: list[Tensor], k: list[Tensor], v: list[Tensor], handle: Tensor, forward: bool) -> int:
     """Count the operations of this process's ranks; all pairs of their shards if a fake handle names no
     plan."""
+    if isinstance(handle, FakeTensor):
+        handle = handle.constant
     pairs = [x.shape[0] * x.shape[1] * x.shape[2] * y.shape[2] for x, y in zip(q, k, strict=True)]
-    named = handle.constant if isinstance(handle, FakeTensor) else handle
-    if named is not None:
-        plan: Plan = object_of(named)
-        ranks = [plan] if len(q) == 1 else [plan.seen_by(rank) for rank in range(len(q))]
-        pairs = [count_pairs(one, *x.shape[:2]) for one, x in zip(ranks, q, strict=True)]
+    if handle is not None:
+        with fresh_dispatch():  # the counter's mode runs below functorch, which evaluates masks
+            plan: Plan = object_of(handle)
+            ranks = [plan] if len(q) == 1 else [plan.seen_by(rank) for rank in range(len(q))]
+            pairs = [count_pairs(one, *x.shape[:2]) for one, x in zip(ranks, q, strict=True)]
     return count_flops(sum(pairs), q[0].shape[3], v[0].shape[3], forward)

@@ -1,5 +1,5 @@
-"""Refusal of torch.func's transforms: the ops have no batching rule, no forward derivative, and a backward pass
-that only autograd's own engine runs."""
+"""Refusal of torch.func's transforms: the ops have no batching rule and no forward derivative, and only
+autograd's own engine runs their backward pass."""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate dense [B, H, S, channels] with the stride order of x [B, H, S, D], channels innermost always, so
-    that a model that transposed its inputs transposes the result back without a copy. This is the layout of
-    torch's own attention, also for expanded dimensions, which come next to the channels.
+    """Allocate dense [B, H, S, channels] with the stride order of x [B, H, S, D], channels innermost always,
+    so that a model that transposed its inputs transposes the result back without a copy. This is the layout
+    of torch's own attention, also for expanded dimensions, which come next to the channels.
 
     >>> x = torch.empty(2, 7, 3, 8).transpose(1, 2)  # [B, S, H, D], as a projection leaves it
     >>> laid_out_as(x, 4).transpose(1, 2).is_contiguous()
