@@ -84,9 +84,7 @@ def test_captured_tensors_keep_their_dtype_and_get_gradients_in_it(dtype, monkey
     assert grad.dtype == dtype
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with autocast():
-        reference = torch_flex.flex_attention(
-            *[t.detach() for t in x], score_mod=products(bias.detach())
-        )
+        reference = torch_flex.flex_attention(*[t.detach() for t in x], score_mod=products(bias.detach()))
     assert reference.dtype == out.dtype
     torch.testing.assert_close(out, reference, rtol=0.02, atol=0.02)
 

@@ -85,7 +85,7 @@ def flex_attention(
         validate.check_tensors(query, key, value, enable_gqa)
         validate.check_sinks(query, sinks)
 
-    if call_modes.is_traced(query, key, value):
+    if call_modes.is_traced(query):
         check()
         key, value = validate.shared_batch(query, key), validate.shared_batch(query, value)
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)

@@ -78,11 +78,11 @@ class World:
         >>> [out.shape for out in world.flex_attention(x, x, x, plan)]
         [torch.Size([1, 2, 256, 16]), torch.Size([1, 2, 256, 16])]
         """
+        refuse_transforms()
         score, mask, _ = validate.arguments(score_mod, block_mask, None)
         for xs in (queries, keys, values):
             self._count(xs)
         queries, keys, values = (list(cast_for_autocast(*xs)) for xs in (queries, keys, values))
-        refuse_transforms()
         for q, k, v in zip(queries, keys, values):
             validate.check_tensors(q, k, v, enable_gqa)
             validate.check_sinks(q, sinks)

@@ -108,7 +108,7 @@ def _plan_fake(
     positions: Tensor | None,
     batch_offset: int | None = None,
 ) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
+    return torch.full((), -1, dtype=torch.int64, device="cpu")  # names no plan
 
 
 plan_op = register_op("plan", _plan, _plan_fake)

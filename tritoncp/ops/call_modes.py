@@ -21,6 +21,7 @@ from tritoncp.ops.dispatch import PLAIN_TYPES
 T = TypeVar("T")
 _Key = torch._C._TorchDispatchModeKey
 
+
 def cast_for_autocast(*tensors: Any) -> tuple[Any, ...]:
     """Cast floating-point tensors to the autocast dtype of their device, if autocast is on for it; float64
     stays, as in torch's own attention.
@@ -39,20 +40,16 @@ def _cast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
-def is_traced(*tensors: Any) -> bool:
-    """Return whether a call is recorded in a graph, or its tensors have no values: inside torch.compile,
-    under tracing and fake tensor modes, on fake and on meta tensors."""
+def is_traced(q: Any) -> bool:
+    """Return whether a call is recorded in a graph, or its query has no values: inside torch.compile, under
+    tracing and fake tensor modes, on fake and on meta tensors."""
     if torch.compiler.is_dynamo_compiling():
         return True
     if torch._C._len_torch_dispatch_stack() and any(map(torch._C._get_dispatch_mode, _TRACING)):
         return True
-    for x in tensors:
-        if type(x) in PLAIN_TYPES:
-            if x.is_meta:
-                return True
-        elif isinstance(x, FakeTensor | FunctionalTensor):
-            return True
-    return False
+    if type(q) in PLAIN_TYPES:
+        return q.is_meta
+    return isinstance(q, FakeTensor | FunctionalTensor)
 
 
 _TRACING = (_Key.FAKE, _Key.PROXY, _Key.FUNCTIONAL)

@@ -79,12 +79,12 @@ def _backward_flops(
 def _flops(q: list[Tensor], k: list[Tensor], v: list[Tensor], handle: Tensor, forward: bool) -> int:
     """Count the operations of this process's ranks; all pairs of their shards if a fake handle names no
     plan."""
-    if isinstance(handle, FakeTensor):
-        handle = handle.constant
+    # A call on meta tensors with a mask on meta has a handle without a plan.
+    named: Tensor | None = handle.constant if isinstance(handle, FakeTensor) else handle
     pairs = [x.shape[0] * x.shape[1] * x.shape[2] * y.shape[2] for x, y in zip(q, k, strict=True)]
-    if handle is not None:
-        with fresh_dispatch():  # the counter's mode runs below functorch, which evaluates masks
-            plan: Plan = object_of(handle)
+    with fresh_dispatch():  # evaluating a mask needs functorch
+        if named is not None and named.item() >= 0:
+            plan: Plan = object_of(named)
             ranks = [plan] if len(q) == 1 else [plan.seen_by(rank) for rank in range(len(q))]
             pairs = [count_pairs(one, *x.shape[:2]) for one, x in zip(ranks, q, strict=True)]
     return count_flops(sum(pairs), q[0].shape[3], v[0].shape[3], forward)

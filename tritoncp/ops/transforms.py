@@ -11,7 +11,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack, peek_inter
 _CALLERS = {
     TransformType.Grad: "torch.func.grad, vjp, jacrev or hessian",
     TransformType.Vmap: "torch.vmap, jacrev or jacfwd",
-    TransformType.Jvp: "torch.func.jvp, jacfwd or linearize",
+    TransformType.Jvp: "forward-mode AD, as torch.func.jvp, jacfwd or linearize",
 }
 _REMEDIES = {
     TransformType.Grad: "call torch.autograd.grad or backward(), which it supports once",
