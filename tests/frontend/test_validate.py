@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxRequest
 from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
 
@@ -25,6 +26,12 @@ S = 32
 
 def x(*shape, **options):
     return torch.zeros(shape or (1, 2, S, 16), **options)
+
+
+def elsewhere():
+    """Make a tensor on a device without kernels; it has no values."""
+    with FakeTensorMode():
+        return torch.empty(1, 2, S, 16, device="mps")
 
 
 def whole(mod=None, batch=1, heads=1, length=S):
@@ -74,9 +81,9 @@ MISTAKES = {
         r"value\.to\(query\)",
     ),
     "nowhere to run": (
-        lambda: call(x(device="meta")),
+        lambda: call(elsewhere()),
         ValueError,
-        "query is on meta",
+        "query is on mps",
         "move it to one of these",
     ),
     "nested": (

@@ -236,15 +236,6 @@ def test_tensors_that_are_negative_only_in_name(wrong, engine):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_autocast_does_not_reach_into_the_ops(monkeypatch):
-    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
-    tensors = inputs()
-    want = plain(*tensors)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = plain(*tensors)
-    assert torch.equal(out, want)
-
-
 def test_a_traced_module_calls_the_op():
     tensors = inputs()
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=32))

@@ -16,9 +16,10 @@ from tritoncp.frontend import dynamo, plan_cache, validate
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod
-from tritoncp.ops import call_mods, engine_factory, signatures
+from tritoncp.ops import call_modes, call_mods, engine_factory, signatures
 from tritoncp.ops.autograd import forward
 from tritoncp.ops.sinks import with_sinks
+from tritoncp.ops.transforms import refuse_transforms
 from tritoncp.planning.plan import Plan
 
 
@@ -45,8 +46,10 @@ def flex_attention(
     natural order for a mask, in the plan's order for a Plan. bf16, fp16, fp32, or fp64 interpreted.
     Called as ``(q, k, v, block_mask, mesh)`` or with torch's own arguments plus ``mesh``, which have torch's
     meaning; masks and mods see global indices. Returns out [B, Hq, S_local, E]; with ``return_lse`` or
-    ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out lies in memory as
-    the query does, each gradient as its tensor: [B, S, H, D] seen through ``transpose(1, 2)`` comes back so.
+    ``return_aux`` also lse (natural log) and max_scores, float32 [B, Hq, S_local]. Out has the query's
+    stride order, each gradient its tensor's, the last dimension innermost: [B, S, H, D] seen through
+    ``transpose(1, 2)`` comes back so. Under autocast q, k, v are cast to its dtype first, and out has it.
+    Fake and meta tensors: shapes only. ``torch.func``'s transforms raise RuntimeError.
 
     A tensor does not show the order of its rows. ``positions``: the global positions [S_local] or [B,
     S_local] that the caller assumes for its rows, compared with the plan's (this waits for the device).
@@ -68,6 +71,9 @@ def flex_attention(
     >>> flex_attention(q, k, v, causal()).shape
     torch.Size([1, 2, 256, 32])
     """
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = call_modes.cast_for_autocast(query, key, value)
+    refuse_transforms()
     score, mask, mesh = validate.arguments(score_mod, block_mask, mesh)
     validate.check_mesh(mask, groups.degree_of(mesh))
     want_max = return_aux is not None and return_aux.max_scores
@@ -79,7 +85,7 @@ def flex_attention(
         validate.check_tensors(query, key, value, enable_gqa, mask)
         validate.check_sinks(query, sinks)
 
-    if torch.compiler.is_dynamo_compiling():
+    if call_modes.is_traced(query):
         check()
         key, value = validate.shared_batch(query, key), validate.shared_batch(query, value)
         scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
@@ -129,7 +135,9 @@ def attend(
 ) -> list[Tensor]:
     """Run one layer for the ranks whose tensors are passed; return outs, lses, max_scores."""
     mod = call_mods.score_of(score_mod, q[0])  # lives as long as the call that names it
-    return forward(q, k, v, *_arguments(q[0], mod, plan, world, scale, options, want_max, ()))
+    captures, *rest, handle, spec = _arguments(q[0], mod, plan, world, scale, options, want_max, ())
+    (handle,), captures = call_modes.as_inputs([handle]), call_modes.as_inputs(captures)
+    return forward(q, k, v, captures, *rest, handle, spec)
 
 
 def _arguments(

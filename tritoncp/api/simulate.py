@@ -16,7 +16,9 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api import attention, plans, shards
 from tritoncp.frontend import plan_cache, validate
+from tritoncp.ops.call_modes import cast_for_autocast
 from tritoncp.ops.sinks import with_sinks
+from tritoncp.ops.transforms import refuse_transforms
 from tritoncp.planning.placement import lengthen, take
 from tritoncp.planning.plan import Plan
 
@@ -76,9 +78,11 @@ class World:
         >>> [out.shape for out in world.flex_attention(x, x, x, plan)]
         [torch.Size([1, 2, 256, 16]), torch.Size([1, 2, 256, 16])]
         """
+        refuse_transforms()
         score, mask, _ = validate.arguments(score_mod, block_mask, None)
         for xs in (queries, keys, values):
             self._count(xs)
+        queries, keys, values = (list(cast_for_autocast(*xs)) for xs in (queries, keys, values))
         for q, k, v in zip(queries, keys, values):
             validate.check_tensors(q, k, v, enable_gqa, mask)
             validate.check_sinks(q, sinks)

@@ -1,15 +1,18 @@
-"""Work on the host: default device, and copies of tensors from a device to the CPU."""
+"""Work on the host, apart from the caller's modes, and copies of tensors from a device to the CPU."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.utils._python_dispatch import _disable_current_modes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,10 +23,29 @@ def has_default_device() -> bool:
     return torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
 
 
+def has_modes() -> bool:
+    """Return whether a mode of the caller changes what operations do: another default device, autocast, or a
+    dispatch mode, as for fake tensors, tracing and counting."""
+    return torch._C._len_torch_dispatch_stack() > 0 or has_default_device() or _is_any_autocast_enabled()
+
+
 def host() -> AbstractContextManager[object]:
-    """Return a context in which tensors made without a device are on the CPU."""
+    """Return a context in which operations run as written, whatever modes the caller is in, and tensors made
+    without a device are on the CPU."""
     # A mode would cost every operation in it.
-    return torch.device("cpu") if has_default_device() else contextlib.nullcontext()
+    return _without_modes() if has_modes() else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    device = torch.device("cpu") if has_default_device() else contextlib.nullcontext()
+    # Dynamo leaves frames under dispatch modes alone, and would compile them once there are none.
+    callback = set_eval_frame(None)
+    try:
+        with _disable_current_modes(), torch._C._DisableAutocast(), device:
+            yield
+    finally:
+        set_eval_frame(callback)
 
 
 def on_host(call: Callable[P, T]) -> Callable[P, T]:
@@ -36,9 +58,9 @@ def on_host(call: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(call)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not has_default_device():
+        if not has_modes():
             return call(*args, **kwargs)
-        with torch.device("cpu"):
+        with _without_modes():
             return call(*args, **kwargs)
 
     return wrapped

@@ -13,12 +13,13 @@ from torch import Tensor
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache, validate
-from tritoncp.ops import engine_factory
+from tritoncp.ops import call_modes, engine_factory
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.dispatch import register_op
 from tritoncp.ops.graph_inputs import flatten_callable, rebuild
 
 
+@call_modes.in_fake_mode
 def attend(
     q: Tensor,
     k: Tensor,
@@ -39,12 +40,14 @@ def attend(
     ints: list[int] = []
     structure = flatten_callable(mask, tensors, ints)
     shape = [*q.shape, k.shape[1], k.shape[2]]
-    plan = plan_op(tensors, ints, shape, structure, world, positions, batch_offset)
+    options_of_plan = shape, structure, world, positions, batch_offset
+    plan = call_modes.run_on_values(plan_op, tensors, ints, *options_of_plan)
     captures: list[Tensor] = []
     numbers: list[int] = []
     score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
     spec = _spec(score, wants, want_max, world, options or {}, returns)
+    captures = call_modes.as_inputs(captures)
     return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
 
 
@@ -105,7 +108,7 @@ def _plan_fake(
     positions: Tensor | None,
     batch_offset: int | None = None,
 ) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
+    return torch.full((), -1, dtype=torch.int64, device="cpu")  # names no plan
 
 
 plan_op = register_op("plan", _plan, _plan_fake)

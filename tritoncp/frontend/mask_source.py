@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tritoncp import mods
 from tritoncp.core.caller import warn_caller
@@ -23,7 +23,7 @@ from tritoncp.core.user_code import describe
 from tritoncp.frontend import validate
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.closed_forms import is_closed_form
-from tritoncp.masks.from_torch import from_block_mask, with_intervals
+from tritoncp.masks.from_torch import from_block_mask, has_no_lengths, with_intervals, with_lengths
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods import Mod
@@ -63,6 +63,8 @@ class Sources:
                 f"a BlockMask or a tritoncp Mask is needed; got a {type(mask).__name__}. "
                 "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) makes one"
             )
+        if has_no_lengths(mask) and mask.mask_mod is noop_mask:
+            mask = None
         mod = mask.mask_mod if isinstance(mask, BlockMask | Mask) else mask
         state = _captured_state(mod)
         if isinstance(mask, Mask):
@@ -113,6 +115,8 @@ class Sources:
         if isinstance(mask, Mask):
             return mask if opaque or self._is_constant() else self._with_intervals(mask)
         listed = replace_lists(mask, self.on_host(self.lists))
+        if has_no_lengths(mask):
+            listed = with_lengths(listed, q_len, kv_len)
         compacted = from_block_mask(listed, search=False)
         return compacted if opaque or compacted.mask_mod is None else self._with_intervals(compacted)
 

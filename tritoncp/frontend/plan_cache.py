@@ -30,6 +30,7 @@ from tritoncp.distributed.consistency import fact
 from tritoncp.frontend import validate
 from tritoncp.frontend.mask_source import RawMask, Sources
 from tritoncp.frontend.validate import check_lengths, check_plan, check_plannable
+from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.ops import signatures, tile_lookup
 from tritoncp.planning.balance import resolve_balancer
@@ -348,7 +349,7 @@ def make(
     """Make one placement for all these masks, and a plan for each."""
 
     def build() -> tuple[dict[str, Plan], consistency.Facts, Sequence[int]]:
-        check_plannable(masks)
+        check_plannable({name: None if has_no_lengths(mask) else mask for name, mask in masks.items()})
         sources = {name: Sources.of(mask) for name, mask in masks.items()}
         compact = {name: source.compact(1, 0, 0) for name, source in sources.items()}
         unpinned = _build_balanced(compact, world_size, rank, balancer, schedule, degree)

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core.caller import warn_caller
 from tritoncp.masks.closed_forms import is_closed_form, num_document_tokens
+from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod, name_of
 from tritoncp.planning.build import pieces
@@ -25,7 +26,7 @@ from tritoncp.planning.plan import Plan
 MASKS = (BlockMask, Mask, MaskMod, Plan)
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-DEVICES = ("cuda", "cpu")
+DEVICES = ("cuda", "cpu", "meta")  # meta: shapes only
 
 
 def arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:
@@ -105,7 +106,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool, mask: Any =
     error."""
     for name, x in (("query", q), ("key", k), ("value", v)):
         _check_tensor(name, x, q)
-    other = any(x.shape[0] not in (1, q.shape[0]) for x in (k, v))
+    # Equal symbols first: whether an unbacked size is 1 cannot be read.
+    other = any(x.shape[0] != q.shape[0] and x.shape[0] != 1 for x in (k, v))
     if other or k.shape[1:3] != v.shape[1:3] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"query {tuple(q.shape)}, key {tuple(k.shape)} and value {tuple(v.shape)} do not fit together: "
@@ -384,11 +386,11 @@ def placement_of(
     if isinstance(plan_or_mask, Plan):
         return side_of(plan_or_mask, side), plan_or_mask.rank
     _check_side(side)
-    if isinstance(plan_or_mask, BlockMask):
+    if isinstance(plan_or_mask, BlockMask) and not has_no_lengths(plan_or_mask):
         length = plan_or_mask.seq_lengths[side == "kv"]
     elif isinstance(plan_or_mask, Mask):
         length = plan_or_mask.q_len if side == "q" else plan_or_mask.kv_len
-    elif plan_or_mask is not None and not isinstance(plan_or_mask, MaskMod):
+    elif plan_or_mask is not None and not isinstance(plan_or_mask, BlockMask | MaskMod):
         raise TypeError(
             f"a Plan or a mask is needed; got a {type(plan_or_mask).__name__}. make_plan(block_mask, mesh) "
             "makes a plan, create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) a mask"
@@ -398,7 +400,7 @@ def placement_of(
 
 def check_gathered(plan_or_mask: Any, world_size: int) -> None:
     """Check the plan or mask argument of unshard."""
-    if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None:
+    if isinstance(plan_or_mask, MaskMod) or plan_or_mask is None or has_no_lengths(plan_or_mask):
         raise TypeError(
             f"{plan_or_mask!r} does not say how long the whole sequence is; pass the Plan or "
             "create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from tritoncp.core.host_copy import on_host
@@ -13,6 +15,37 @@ from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.masks.classify import TileEvaluator, find_intervals
 from tritoncp.masks.mask import Mask, expand_intervals
 from tritoncp.masks.mask_mod import MaskFn, MaskMod
+
+ANY_LENGTH = 1 << 30  # tokens of a block; torch's _LARGE_SPARSE_BLOCK_SIZE
+
+
+def has_no_lengths(mask: object) -> TypeGuard[BlockMask]:
+    """Return whether a mask is a BlockMask for any lengths, one block of the size by which torch knows these:
+    the mask that torch's attention makes in place of None.
+
+    >>> from torch.nn.attention.flex_attention import _create_empty_block_mask
+    >>> q = torch.empty(1, 1, 300, 16)
+    >>> has_no_lengths(_create_empty_block_mask(q, q))
+    True
+    """
+    return isinstance(mask, BlockMask) and tuple(mask.BLOCK_SIZE) == (ANY_LENGTH, ANY_LENGTH)
+
+
+def with_lengths(mask: BlockMask, q_len: int, kv_len: int, block: int = 128) -> BlockMask:
+    """Return a BlockMask for any lengths as one for these, with CPU lists."""
+    rows, cols = -(-q_len // block), -(-kv_len // block)
+
+    def lists(count: Tensor | None) -> tuple[Any, Any]:
+        if count is None:
+            return None, None
+        shape = *count.shape[:2], rows
+        index = torch.arange(cols, dtype=torch.int32).expand(*shape, cols)
+        return (count > 0).to(torch.int32).mul(cols).expand(shape), index
+
+    return BlockMask.from_kv_blocks(
+        *lists(mask.kv_num_blocks), *lists(mask.full_kv_num_blocks), BLOCK_SIZE=block, mask_mod=mask.mask_mod,
+        seq_lengths=(q_len, kv_len), compute_q_blocks=False,
+    )  # fmt: skip
 
 
 @on_host

@@ -166,8 +166,10 @@ class Fingerprint:
         if place is None:
             place = self._tensor_places[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-            if tensor.__dict__:
-                self._entries.append((path, self._value(f"an attribute of {path}", tensor.__dict__)))
+            # Compiled calls leave notes on tensors, which no mod reads.
+            read = {name: value for name, value in tensor.__dict__.items() if not name.startswith("_dynamo_")}
+            if read:
+                self._entries.append((path, self._value(f"an attribute of {path}", read)))
         return "tensor", place, type(tensor), tensor.dtype, tensor.shape, tensor.requires_grad, tensor.device
 
     def _compound(self, path: str, obj: Any, kind: type) -> Any:

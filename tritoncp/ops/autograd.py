@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 
 from tritoncp.core.handles import object_of
 from tritoncp.core.upload import DeviceCopy
@@ -24,6 +25,7 @@ from tritoncp.mods import Mod
 from tritoncp.ops import call_mods, engine_factory, signatures, tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.dispatch import register_op, run_below_autograd
 from tritoncp.ops.engine_factory import Spec
+from tritoncp.ops.transforms import refuse_transform, refuse_transforms
 from tritoncp.planning.plan import Plan
 
 T = TypeVar("T")
@@ -290,6 +292,10 @@ class Attention(torch.autograd.Function):
             rest[place] = grad
         return None, None, *all_grads[: 3 * n], *rest
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> None:
+        refuse_transform(TransformType.Jvp)
+
 
 class Final(torch.autograd.Function):
     """The autograd node of the backward pass under ``create_graph``, which raises for a second derivative."""
@@ -318,6 +324,7 @@ def forward(
     q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: list[Tensor], *rest: Any
 ) -> list[Tensor]:
     """Run ``forward_op`` differentiably, with the same arguments."""
+    refuse_transforms()
     tensors = *q, *k, *v, *captures
     if not needs_autograd(tensors):
         return run_below_autograd(forward_op, _attend, tensors, q, k, v, captures, *rest)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritoncp import mods
+from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.masks.block_runs import Kind
 from tritoncp.mods import Mod, Untranslatable
@@ -21,7 +22,7 @@ def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
     calls and may require gradients, so that a cached copy would be wrong."""
     if score_mod is None:
         return None
-    mod = mods.score_mod(score_mod, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    mod = _translate_score(score_mod, torch.float64 if q.dtype == torch.float64 else torch.float32)
     for tensor in mod.tensors:
         if tensor.ndim and tensor.device != q.device:
             raise ValueError(
@@ -29,6 +30,9 @@ def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
                 f"{q.device}; move it there once, before the call: tensor.to({str(q.device)!r})"
             )
     return mod
+
+
+_translate_score = on_host(mods.score_mod)
 
 
 def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> DeviceCopy[Mod] | None:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tritoncp.core.host_copy import has_default_device
 from tritoncp.core.tracing import fresh_dispatch
+from tritoncp.ops import flop_formulas
+from tritoncp.ops.transforms import refuse_vmap
 
 _OPS = torch.library.Library("tritoncp", "FRAGMENT")
 
@@ -30,6 +32,7 @@ def register_op(
     schema = torch.library.infer_schema(body, mutates_args=())
     _OPS.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _OPS.impl(name, run_body, "CompositeExplicitAutograd")
+    _OPS.impl(name, refuse_vmap, "FuncTorchBatched")
     if autograd_kernel is not None:
         _OPS.impl(name, autograd_kernel, "Autograd")
     torch.library.register_fake(f"tritoncp::{name}", fake, lib=_OPS)
@@ -43,6 +46,7 @@ def run_below_autograd(op: Any, body: Callable[..., Any], tensors: Iterable[Tens
     tensors: all tensors in args
     """
     if needs_dispatcher(tensors):
+        flop_formulas.register_formulas()
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
     if not torch.is_grad_enabled():
@@ -68,12 +72,12 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 def needs_dispatcher(tensors: Iterable[Tensor]) -> bool:
     """Return whether the dispatcher has an effect on a call: under dispatch modes, functorch, autocast,
-    tracing, inference mode, profilers or another default device, and for subclasses and lazily negated or
-    zero tensors."""
+    tracing, inference mode, profilers or another default device, and for subclasses, meta tensors and lazily
+    negated or zero tensors."""
     for is_active in DISPATCH_MODES:
         if is_active():
             return True
     for x in tensors:  # noqa: SIM110 - any() takes twice as long
-        if type(x) not in PLAIN_TYPES or x.is_neg() or x._is_zerotensor():
+        if type(x) not in PLAIN_TYPES or x.is_neg() or x._is_zerotensor() or x.is_meta:
             return True
     return False

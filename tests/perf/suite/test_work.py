@@ -9,8 +9,9 @@ import tritoncp
 from tritoncp import and_masks, causal, create_block_mask, document, prefix_lm, sliding_window
 from tritoncp.distributed import collectives
 from tritoncp.masks import full_mask
+from tritoncp.masks.visible_keys import count_visible_keys
 from tritoncp.perf.suite.cases import CASES, MASKS
-from tritoncp.perf.suite.work import Shape, of_plan, visible
+from tritoncp.perf.suite.work import Shape, of_plan
 
 N = 200  # not a multiple of any block
 MODS = {
@@ -35,12 +36,12 @@ def mask_of(name: str):
 @pytest.mark.parametrize("name", [*MODS, "full"])
 def test_visible_keys_are_those_of_the_dense_mask(name):
     mask = mask_of(name)
-    assert torch.equal(visible(mask, 2, 4).expand(2, 4, -1), mask.to_dense(2, 4).sum(-1))
+    assert torch.equal(count_visible_keys(mask, 2, 4).expand(2, 4, -1), mask.to_dense(2, 4).sum(-1))
 
 
 def test_a_mask_listed_for_one_head_is_evaluated_for_every_head():
     mask = create_block_mask(lambda b, h, q, kv: q + h >= kv, 1, 1, N, N, BLOCK_SIZE=64)
-    assert torch.equal(visible(mask, 2, 4), mask.to_dense(2, 4).sum(-1))
+    assert torch.equal(count_visible_keys(mask, 2, 4), mask.to_dense(2, 4).sum(-1))
 
 
 @pytest.mark.parametrize("world", [1, 3])

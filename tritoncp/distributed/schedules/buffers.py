@@ -49,17 +49,16 @@ def views(packed: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def laid_out_as(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate [B, H, S, channels] with the memory order of x [B, H, S, D], so that a model that transposed
-    its inputs transposes the result back without a copy, as with torch's own attention.
+    """Allocate dense [B, H, S, channels] with the stride order of x [B, H, S, D], channels innermost always,
+    so that a model that transposed its inputs transposes the result back without a copy. This is the layout
+    of torch's own attention, also for expanded dimensions, which come next to the channels.
 
     >>> x = torch.empty(2, 7, 3, 8).transpose(1, 2)  # [B, S, H, D], as a projection leaves it
     >>> laid_out_as(x, 4).transpose(1, 2).is_contiguous()
     True
     """
     b, h, s, inner = x.stride()
-    if 0 in (b, h, s):  # expanded dimensions have no place
-        return torch.empty((*x.shape[:3], channels), dtype=dtype or x.dtype, device=x.device)
-    if inner == 1 and channels == x.shape[3]:
+    if inner == 1 and channels == x.shape[3] and 0 not in (b, h, s):
         return torch.empty_like(x, dtype=dtype)
     order = *sorted(range(3), key=x.stride, reverse=True), 3
     return torch.empty_permuted((*x.shape[:3], channels), order, dtype=dtype or x.dtype, device=x.device)

@@ -1,0 +1,60 @@
+"""Tests of the memory layout of results: torch's, for every order of the query's dimensions."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+import tritoncp
+from tritoncp.ops import engine_factory
+
+SHAPE = 2, 3, 5, 8
+
+
+def permuted(order, make=torch.randn):
+    """Make a tensor of SHAPE whose memory runs through dimensions in this order, the last one innermost."""
+    return make([SHAPE[i] for i in order]).permute([order.index(i) for i in range(4)])
+
+
+FORMS = {
+    "dense": lambda order: permuted(order),
+    "sliced": lambda order: permuted(order, lambda shape: torch.randn(*shape, 2)[..., 1]),
+    "expanded batch": lambda order: permuted(order)[:1].expand(SHAPE),
+    "expanded heads": lambda order: permuted(order)[:, :1].expand(SHAPE),
+    "expanded rows": lambda order: permuted(order)[:, :, :1].expand(SHAPE),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("v_dim", [8, 6])
+def test_out_has_the_layout_of_torchs(form, v_dim, compiled, monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    torch._dynamo.reset()
+    call = tritoncp.flex_attention
+    orders = list(permutations(range(4)))
+    if compiled:  # compilation takes longer: a few orders
+        call, orders = torch.compile(call, backend="aot_eager", fullgraph=True), orders[::9]
+    for order in orders:
+        q, v = FORMS[form](order), torch.randn(2, 3, 5, v_dim)
+        out = call(q, q, v)
+        want = torch_flex.flex_attention(q, q, v)
+        assert out.stride() == want.stride(), order
+        assert out.stride(3) == 1
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", permutations(range(4)))
+def test_gradients_have_the_stride_order_of_their_tensors(order, monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    x = [permuted(order).requires_grad_() for _ in range(3)]
+    out = tritoncp.flex_attention(*x)
+    inner = [i for i in order if i < 3]
+    for result in (out, *torch.autograd.grad(out.sum(), x)):
+        strides = [result.stride(i) for i in (*inner, 3)]
+        assert strides == sorted(strides, reverse=True)
+        assert result.stride(3) == 1

@@ -1,0 +1,140 @@
+"""Tests of the operations that torch's FlopCounterMode counts: the products of visible pairs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch._higher_order_ops.flex_attention import flex_attention as torch_forward
+from torch._higher_order_ops.flex_attention import flex_attention_backward as torch_backward
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+import tritoncp
+from tritoncp import causal, create_block_mask, simulate
+from tritoncp.ops import engine_factory
+
+S, D, E, BATCH, HEADS = 96, 16, 8, 2, 4
+
+
+@pytest.fixture(autouse=True)
+def eager_engine(monkeypatch):
+    """Use the eager engine: the counter sees ops, not kernels."""
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+def qkv(kv_heads: int = 2):
+    shapes = (HEADS if kv_heads > 1 else 1, D), (kv_heads, D), (kv_heads, E)
+    return [torch.randn(BATCH, heads, S, width, requires_grad=True) for heads, width in shapes]
+
+
+def count(call):
+    """Return the operations of a call's forward and backward pass."""
+    with FlopCounterMode(display=False) as forward:
+        outs = call()
+    loss = sum(out.sum() for out in (outs if isinstance(outs, list) else [outs]))
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+def expected(pairs: int):
+    return 2 * pairs * (D + E), 2 * pairs * (3 * D + 2 * E)
+
+
+def attend(q, k, v, mask=None, **options):
+    return tritoncp.flex_attention(q, k, v, block_mask=mask, enable_gqa=True, **options)
+
+
+def test_without_a_mask_the_counts_are_torchs():
+    """The formulas that torch registers for its own attention, which has as many key heads as query heads."""
+    q, k, v = (t.expand(-1, HEADS, -1, -1) for t in qkv(kv_heads=1))
+    out = torch.empty(BATCH, HEADS, S, E)
+    wants = (
+        flop_registry[torch_forward](q, k, v),
+        flop_registry[torch_backward](q, k, v, out, out[..., 0], out),
+    )
+    assert count(lambda: attend(*qkv())) == wants
+
+
+MODS = {
+    "causal": causal(),
+    "code": lambda b, h, q, kv: (q - kv) % 3 == h,
+    "batch": lambda b, h, q, kv: q + b >= kv,
+    "empty": lambda b, h, q, kv: q < 0,
+}
+
+
+@pytest.mark.parametrize("name", MODS)
+@pytest.mark.parametrize("fake", [False, True])
+def test_visible_pairs_count(name, fake):
+    mask = create_block_mask(MODS[name], BATCH, HEADS, S, S, BLOCK_SIZE=32)
+    pairs = int(mask.to_dense(BATCH, HEADS).sum())
+    if not fake:
+        assert count(lambda: attend(*qkv(), mask)) == expected(pairs)
+        return
+    with FakeTensorMode():
+        x = [torch.empty_like(t, requires_grad=True) for t in map(torch.empty, [t.shape for t in qkv()])]
+        assert count(lambda: attend(*x, mask)) == expected(pairs)
+
+
+def test_a_closed_form_counts_at_the_calls_lengths():
+    pairs = BATCH * HEADS * S * (S + 1) // 2
+    assert count(lambda: attend(*qkv(), causal())) == expected(pairs)
+    x = [t.detach().to("meta").requires_grad_() for t in qkv()]
+    assert count(lambda: attend(*x, causal())) == expected(pairs)
+
+
+def test_every_pair_counts_where_a_mask_has_no_values():
+    lists = torch_block_mask(MODS["causal"], 1, 1, S, S, "cpu").to("meta")
+    x = [t.detach().to("meta").requires_grad_() for t in qkv()]
+    assert count(lambda: attend(*x, lists)) == expected(BATCH * HEADS * S * S)
+
+
+def test_micro_batches_count_their_own_rows():
+    mask = create_block_mask(MODS["batch"], 4, 1, S, S, BLOCK_SIZE=32)
+    dense = mask.to_dense(4, HEADS)
+    for first in (0, 2):
+        call = partial(attend, *qkv(), mask, batch_offset=first)
+        assert count(call) == expected(int(dense[first : first + 2].sum()))
+
+
+@pytest.mark.parametrize("schedule", ["ring", "allgather", "fetch", "ulysses"])
+def test_ranks_count_the_pairs_of_their_own_queries(schedule):
+    """A world of ranks in one process counts all pairs; a plan's view counts those of its rank."""
+    world = simulate(2)
+    mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16)
+    plan = world.make_plan(mask, schedule=schedule, balancer=None)
+    xs = [[t.detach().requires_grad_() for t in world.shard(x, plan, dim=2)] for x in qkv()]
+    total = BATCH * HEADS * S * (S + 1) // 2
+    counts = count(lambda: list(world.flex_attention(*xs, plan, enable_gqa=True)))
+    assert counts == expected(total)
+
+
+def test_compiled_calls_are_counted():
+    torch._dynamo.reset()
+    fast = torch.compile(attend, backend="aot_eager")  # fullgraph=True is an error under any such mode
+    x = qkv()
+    fast(*x, causal())
+    assert count(lambda: fast(*x, causal())) == expected(BATCH * HEADS * S * (S + 1) // 2)
+
+
+def test_formulas_register_after_either_import():
+    """The counter's module loads Triton, which importing tritoncp must not; its formulas register later."""
+    code = """
+import sys, torch, tritoncp
+from tritoncp import flex_attention
+assert "torch.utils.flop_counter" not in sys.modules
+from torch.nn.attention.flex_attention import create_block_mask as torch_block_mask
+from torch.utils.flop_counter import FlopCounterMode
+x = torch.randn(1, 2, 32, 16)
+with FlopCounterMode(display=False) as counter:
+    flex_attention(x, x, x)
+assert counter.get_total_flops() == 4 * 2 * 32 * 32 * 16
+"""
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr

@@ -1,0 +1,90 @@
+"""Floating-point operations of the ops, counted exactly: the products of visible pairs alone.
+
+FlopCounterMode reads the formulas from torch's registry. For a full mask they give torch's own counts.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from tritoncp.core.handles import object_of
+from tritoncp.core.host_copy import on_host
+from tritoncp.core.tracing import fresh_dispatch
+from tritoncp.masks.visible_keys import count_visible_keys
+from tritoncp.planning.plan import Plan
+
+
+def count_flops(pairs: int, dim: int, v_dim: int, forward: bool) -> int:
+    """Count the multiplications and additions of one pass: two matrix products forward, five backward, which
+    compute the scores again.
+
+    >>> count_flops(10, 64, 64, forward=True), count_flops(10, 64, 64, forward=False)
+    (2560, 6400)
+    """
+    return 2 * pairs * (dim + v_dim if forward else 3 * dim + 2 * v_dim)
+
+
+@on_host
+def count_pairs(plan: Plan, batch: int, heads: int) -> int:
+    """Count the visible pairs of this rank's queries, over a call's batch rows and query heads."""
+
+    def count() -> int:
+        evaluators = plan._shared.get("evaluators")
+        evaluate = evaluators[0][0] if evaluators else None
+        keys = count_visible_keys(plan.mask, batch, heads, plan.first_row, evaluate)
+        positions = plan.positions  # [Bp, S_local]
+        per_row = keys.expand(max(len(keys), len(positions)), -1, -1)
+        at = positions.clamp(min=0)[:, None].expand(len(per_row), per_row.shape[1], -1)
+        local = per_row.gather(2, at) * plan.valid[:, None]
+        return int(local.sum()) * (batch // local.shape[0]) * (heads // local.shape[1])
+
+    return plan.compute_once(("visible pairs", plan.rank, batch, heads), count)
+
+
+def register_formulas() -> None:
+    """Register the formulas with torch, if the program has loaded its counter, and with the counters that run
+    now. The counter's module takes too long to load for programs that do not count."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    if counter is None:
+        return
+    formulas = {torch.ops.tritoncp.forward: _forward_flops, torch.ops.tritoncp.backward: _backward_flops}
+    for op, formula in formulas.items():
+        if op not in counter.flop_registry:
+            counter.register_flop_formula(op, get_raw=True)(formula)
+    for mode in torch.utils._python_dispatch._get_current_dispatch_mode_stack():
+        if isinstance(mode, counter._FlopCounterMode):
+            for op in formulas:
+                mode.counter.flop_registry.setdefault(op, counter.flop_registry[op])
+
+
+def _forward_flops(
+    q: list[Tensor], k: list[Tensor], v: list[Tensor], captures: Any, ints: Any, floats: Any, scale: float,
+    plan: Tensor, spec: str, *, out_val: Any = None,
+) -> int:  # fmt: skip
+    return _flops(q, k, v, plan, forward=True)
+
+
+def _backward_flops(
+    douts: Any, dlses: Any, q: list[Tensor], k: list[Tensor], v: list[Tensor], outs: Any, lses: Any,
+    captures: Any, ints: Any, floats: Any, scale: float, plan: Tensor, spec: str, *, out_val: Any = None,
+) -> int:  # fmt: skip
+    return _flops(q, k, v, plan, forward=False)
+
+
+def _flops(q: list[Tensor], k: list[Tensor], v: list[Tensor], handle: Tensor, forward: bool) -> int:
+    """Count the operations of this process's ranks; all pairs of their shards if a fake handle names no
+    plan."""
+    # A call on meta tensors with a mask on meta has a handle without a plan.
+    named: Tensor | None = handle.constant if isinstance(handle, FakeTensor) else handle
+    pairs = [x.shape[0] * x.shape[1] * x.shape[2] * y.shape[2] for x, y in zip(q, k, strict=True)]
+    with fresh_dispatch():  # evaluating a mask needs functorch
+        if named is not None and named.item() >= 0:
+            plan: Plan = object_of(named)
+            ranks = [plan] if len(q) == 1 else [plan.seen_by(rank) for rank in range(len(q))]
+            pairs = [count_pairs(one, *x.shape[:2]) for one, x in zip(ranks, q, strict=True)]
+    return count_flops(sum(pairs), q[0].shape[3], v[0].shape[3], forward)
