@@ -11,6 +11,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from tritoncp.core.dynamo_boundary import untraced
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -27,7 +29,7 @@ def host() -> AbstractContextManager[object]:
 
 
 def on_host(call: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to run within `host()`.
+    """Decorate a function to run within `host()`, of which Dynamo compiles no frame.
 
     >>> with torch.device("meta"):
     ...     torch.zeros(1).device.type, on_host(lambda: torch.zeros(1).device.type)()
@@ -41,7 +43,7 @@ def on_host(call: Callable[P, T]) -> Callable[P, T]:
         with torch.device("cpu"):
             return call(*args, **kwargs)
 
-    return wrapped
+    return untraced(wrapped)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
