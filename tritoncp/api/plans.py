@@ -7,11 +7,12 @@ from typing import Any, overload
 
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.core.handles import refuse_inside_a_graph
+from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
 
@@ -38,6 +39,7 @@ def make_plan(
     world_size: int | None = ...,
     rank: int | None = ...,
 ) -> dict[str, Plan]: ...
+@host_only
 def make_plan(
     block_mask: Any,
     mesh: Any = None,
@@ -69,11 +71,11 @@ def make_plan(
     >>> torch.equal(plans["full"].owners, plans["window"].owners)
     True
     """
-    refuse_inside_a_graph("make_plan")
     group = groups.group_of(mesh)
     if group is not None:
         world_size, rank = group.size(), group.rank()
     masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
+    masks = {name: plain_mask(mask) for name, mask in masks.items()}
     degree = groups.degree_of(mesh)
     plans = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule, degree)
     return plans if isinstance(block_mask, Mapping) else plans[""]

@@ -9,15 +9,18 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.api.plans import MaskLike
+from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.distributed import collectives, groups
 from tritoncp.frontend import validate
 from tritoncp.masks.closed_forms import Document, document
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.planning.placement import Placement, lengthen, take
 from tritoncp.planning.plan import Plan
 
 
+@graph_entry
 def shard(
     x: Tensor,
     plan_or_mask: MaskLike | None,
@@ -44,6 +47,7 @@ def shard(
     return take(x, placement.positions(rank), dim, batch_dim, pad)
 
 
+@host_only
 def unshard(
     x: Tensor,
     plan_or_mask: BlockMask | Mask | Plan,
@@ -60,6 +64,7 @@ def unshard(
     ranks: reduce-scatter) or "slice" (every rank computes the same loss: own part, no communication).
     """
     group = groups.group_of(mesh)
+    plan_or_mask = plain_mask(plan_or_mask)
     validate.check_gathered(plan_or_mask, 1 if group is None else group.size())
     placement, rank = _placement(x, plan_or_mask, group, dim, side)
     validate.check_length(x, dim, placement.lengths[rank], "this rank's shard")
@@ -76,7 +81,7 @@ def unshard(
 def _placement(x: Tensor, plan_or_mask: Any, group: Any, dim: int, side: str) -> tuple[Placement, int]:
     world_size, rank = (1, 0) if group is None else (group.size(), group.rank())
     validate.check_dim(x, dim)
-    return validate.placement_of(plan_or_mask, world_size, rank, side, x.shape[dim])
+    return validate.placement_of(plain_mask(plan_or_mask), world_size, rank, side, x.shape[dim])
 
 
 class Gather(torch.autograd.Function):
@@ -88,6 +93,7 @@ class Gather(torch.autograd.Function):
         return _collect(collectives.AllGather(x), group)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         if ctx.group is None:
             return dx, None, None
@@ -103,6 +109,7 @@ def _collect(collective: collectives.Collective, group: Any) -> Tensor:
     return collectives.lockstep([schedule()])[0] if group is None else collectives.run(schedule(), group)
 
 
+@graph_entry
 def positions(plan: Plan, documents: Tensor | MaskMod | None = None) -> Tensor:
     """Return the global position of each local token, -1 at padding: int64 [B or 1, S_local].
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api import attention, plans, shards
+from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.frontend import plan_cache, validate
+from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.call_modes import cast_for_autocast
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.ops.transforms import refuse_transforms
@@ -29,15 +31,18 @@ class World:
 
     world_size: int
 
+    @host_only
     def make_plan(self, block_mask: Any, **options: Any) -> Plan:
         """Make rank 0's plan, as :func:`tritoncp.make_plan` does; ``plan.for_rank(r)`` is rank r's view."""
         return plans.make_plan(block_mask, world_size=self.world_size, rank=0, **options)
 
+    @host_only
     def shard(self, x: Tensor, plan: Plan, **options: Any) -> list[Tensor]:
         """Return each rank's part of the global tensor ``x``, see :func:`tritoncp.shard`."""
         self._check(plan)
         return [shards.shard(x, plan.for_rank(rank), **options) for rank in range(self.world_size)]
 
+    @host_only
     def unshard(
         self, xs: Sequence[Tensor], plan: Plan, *, dim: int, side: str = "q", batch_dim: int | None = 0
     ) -> Tensor:
@@ -50,6 +55,7 @@ class World:
         whole = torch.cat([lengthen(x, dim, placement.s_max) for x in xs], dim)
         return take(whole, placement.inverse, dim, batch_dim, 0)
 
+    @host_only
     def flex_attention(
         self,
         queries: Sequence[Tensor],
@@ -80,6 +86,7 @@ class World:
         """
         refuse_transforms()
         score, mask, _ = validate.arguments(score_mod, block_mask, None)
+        mask = plain_mask(mask)
         for xs in (queries, keys, values):
             self._count(xs)
         queries, keys, values = (list(cast_for_autocast(*xs)) for xs in (queries, keys, values))

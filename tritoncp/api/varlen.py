@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.attention import flex_attention
+from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.host_copy import to_host
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives, groups
@@ -23,6 +24,7 @@ from tritoncp.planning.plan import Plan
 EVERYTHING = (-1, -1)
 
 
+@graph_entry
 def varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -129,6 +131,7 @@ def _rows(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1).contiguous()
 
 
+@host_only
 def dual_chunk_to_contiguous(
     x: Tensor, cu_seqlens: Tensor, mesh: Any = None, *, world_size: int | None = None, dim: int = 0
 ) -> Tensor:
@@ -150,6 +153,7 @@ def dual_chunk_to_contiguous(
     return _reorder(x, cu_seqlens, mesh, world_size, dim, to_dual=False)
 
 
+@host_only
 def contiguous_to_dual_chunk(
     x: Tensor, cu_seqlens: Tensor, mesh: Any = None, *, world_size: int | None = None, dim: int = 0
 ) -> Tensor:
@@ -271,6 +275,7 @@ class Move(torch.autograd.Function):
         return collectives.run(_travel(x, route_copy.on_current_stream()), group)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
         return collectives.run(_travel(dx, ctx.route_copy.on_current_stream().back()), ctx.group), None, None
 

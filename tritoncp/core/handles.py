@@ -18,8 +18,6 @@ _HELD: dict[int, tuple[Any, StorageWeakRef]] = {}
 _NUMBERS = itertools.count()
 _LOCK = threading.Lock()  # of _HELD
 
-MOVE = "call it outside the compiled function and pass its result in"
-
 
 def handle_of(thing: Any) -> Tensor:
     """A new handle. ``thing`` lives as long as anyone holds the handle's memory: a graph saved for backward
@@ -41,9 +39,3 @@ def handle_of(thing: Any) -> Tensor:
 def object_of(handle: Tensor) -> Any:
     """Return the object that a handle names."""
     return _HELD[int(handle)][0]
-
-
-def refuse_inside_a_graph(call: str) -> None:
-    """Raise inside torch.compile: this call decides on the host, and has to move out of the graph."""
-    if torch.compiler.is_dynamo_compiling():
-        raise RuntimeError(f"{call} was called inside torch.compile; {MOVE}")

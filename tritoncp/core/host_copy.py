@@ -14,6 +14,8 @@ from torch._C import _is_any_autocast_enabled
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.utils._python_dispatch import _disable_current_modes
 
+from tritoncp.core.dynamo_boundary import untraced
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -49,7 +51,7 @@ def _without_modes() -> Iterator[None]:
 
 
 def on_host(call: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function to run within `host()`.
+    """Decorate a function to run within `host()`, of which Dynamo compiles no frame.
 
     >>> with torch.device("meta"):
     ...     torch.zeros(1).device.type, on_host(lambda: torch.zeros(1).device.type)()
@@ -63,7 +65,7 @@ def on_host(call: Callable[P, T]) -> Callable[P, T]:
         with _without_modes():
             return call(*args, **kwargs)
 
-    return wrapped
+    return untraced(wrapped)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -66,7 +66,7 @@ class Sources:
         if has_no_lengths(mask) and mask.mask_mod is noop_mask:
             mask = None
         mod = mask.mask_mod if isinstance(mask, BlockMask | Mask) else mask
-        state = _captured_state(mod)
+        state = captured_state(mod)
         if isinstance(mask, Mask):
             mask.check_state(state)
         key, captures, reason = state.key, tuple(state.tensors), state.incomparable
@@ -168,7 +168,8 @@ class Sources:
 _WARNED: set[str] = set()
 
 
-def _captured_state(mod: Any) -> State:
+def captured_state(mod: Any) -> State:
+    """Return the state of a mask_mod, also of a translated one or None."""
     if isinstance(mod, Mod):
         facts = [(t.dtype, tuple(t.shape), t.device) for t in mod.tensors]
         return State((mod.digest, tuple(map(repr, mod.numbers)), tuple(facts)), mod.tensors, ())

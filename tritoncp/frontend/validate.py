@@ -19,11 +19,12 @@ from tritoncp.masks.closed_forms import is_closed_form, num_document_tokens
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod, name_of
+from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.planning.build import pieces
 from tritoncp.planning.placement import Placement, natural
 from tritoncp.planning.plan import Plan
 
-MASKS = (BlockMask, Mask, MaskMod, Plan)
+MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DEVICES = ("cuda", "cpu", "meta")  # meta: shapes only

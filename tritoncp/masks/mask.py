@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.core.handles import handle_of, refuse_inside_a_graph
+from tritoncp.core.dynamo_boundary import host_only
+from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import BlockListMod, bound_ragged_blocks, lists_from_blocks
@@ -355,6 +356,7 @@ def _classify_mod(mod: MaskFn, grid: Grid, B: int, H: int) -> Mask:
     return create_block_mask(mod, B, H, *grid[:2], BLOCK_SIZE=grid[2:])
 
 
+@host_only
 @on_host
 def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tuple[int, int] = 128) -> Mask:
     """Return the mask in which all queries see all keys, the meaning of ``block_mask=None``.
@@ -369,6 +371,7 @@ def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tupl
     return Mask(q_len, kv_len, q_block, kv_block, runs, None, None, None)
 
 
+@host_only
 @on_host
 def create_block_mask(
     mask_mod: MaskFn,
@@ -393,7 +396,6 @@ def create_block_mask(
     >>> create_block_mask(lambda b, h, q, kv: q >= kv, 1, 1, 300, 300).runs.counts()[0].tolist()
     [[[1, 1, 3]]]
     """
-    refuse_inside_a_graph("create_block_mask")
     B, H, device = 1 if B is None else B, 1 if H is None else H, device or "cpu"
     if min(B, H) < 1 or min(Q_LEN, KV_LEN) < 0:
         raise ValueError(f"create_block_mask of B={B}, H={H}, {Q_LEN} x {KV_LEN}: B and H are at least 1")

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.mods import source_cache
 from tritoncp.mods.recording import read_state
 from tritoncp.mods.translate.emit import count_load_axes, emit_source
@@ -226,6 +227,7 @@ _TRANSLATIONS: dict[Any, _Translation] = {}  # oldest first
 _MAX_TRANSLATIONS = 256
 
 
+@host_only
 def mask_mod(fn: Callable[..., Any] | JITFunction | Mod) -> Mod:
     """Translate `fn(b, h, q_idx, kv_idx) -> bool`, a torch mask_mod, to Triton.
 
@@ -237,6 +239,7 @@ def mask_mod(fn: Callable[..., Any] | JITFunction | Mod) -> Mod:
     return _translate(fn, 4, torch.float32)
 
 
+@host_only
 def score_mod(fn: Callable[..., Any] | JITFunction | Mod, dtype: torch.dtype = torch.float32) -> Mod:
     """Translate `fn(score, b, h, q_idx, kv_idx) -> score`, a torch score_mod, and its gradient to Triton.
 
@@ -255,11 +258,6 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         return fn
     if not callable(fn):
         raise TypeError(f"a mod is a function or a @triton.jit function; got a {type(fn).__name__}")
-    if torch.compiler.is_dynamo_compiling():
-        raise RuntimeError(
-            "a mod is being translated inside torch.compile; do that outside the compiled function, or pass "
-            "the plain function to flex_attention"
-        )
     state = read_state(fn, arguments == 5, dtype)
     key = None if state.key is None else (state.key, arguments, dtype, torch.get_default_dtype())
     if key is not None and (entry := _TRANSLATIONS.get(key)) is not None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
 
+from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.core.handles import object_of
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.distributed import collectives, groups
@@ -279,6 +280,7 @@ class Attention(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         n, num_captures, *constants, spec = ctx.call
         plan, *saved = ctx.saved_tensors
@@ -305,6 +307,7 @@ class Final(torch.autograd.Function):
         return tuple(run_below_autograd(backward_op, _differentiate, tensors, *args))
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: Any) -> None:
         raise RuntimeError(
             "tritoncp.flex_attention can be differentiated once: its backward pass has no derivative. "

@@ -1,9 +1,8 @@
 """User functions as inputs of a compiled graph: structure as text, captures as arguments.
 
-Dynamo traces :func:`flatten_callable`. It reads a function's closure there, so that captured tensors become
-inputs of the graph and captured numbers become symbols once they have changed. Inside an op, where real
-values arrive, :func:`rebuild` makes the function again. Code and classes stay in this process and are named
-by number.
+Dynamo traces :func:`flatten_callable`. It reads a function's closure and objects there, by the layout of
+:mod:`.graph_layout`, so that captured tensors become inputs of the graph and captured numbers become symbols
+once they have changed. Inside an op, where real values arrive, :func:`rebuild` makes the function again.
 """
 
 from __future__ import annotations
@@ -21,25 +20,28 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tritoncp.core import handles
+from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
-from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.mods.mod import structure_of
+from tritoncp.ops import graph_layout, graph_variables
+from tritoncp.ops.graph_layout import CONSTANTS, MADE_INSIDE, Layout, Uncapturable, register_constant
 from tritoncp.planning.plan import Plan
-
-_CONSTANTS: list[Any] = []  # objects that graphs name by number, for the life of the process
-_NUMBERS: dict[Any, int] = {}
-
-MADE_INSIDE = "made inside torch.compile; make it outside the compiled function and pass it in"
 
 
 def flatten_callable(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
     """Return the structure of a mod or mask, as text that depends on no captured number or tensor contents.
     Captures are appended to ``tensors`` and ``ints``, floats to ``tensors`` as 0-d float64.
 
-    Raises TypeError for objects that a graph cannot carry or that were made inside the compiled function.
+    Raises Uncapturable for what a graph cannot carry.
     """
+    return _flatten(thing, tensors, ints, is_called=True)
+
+
+def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool = False) -> str:
+    """Flatten an object by its type. is_called: whether the object is the mod, of which only a call reads."""
     if isinstance(thing, Tensor):
         tensors.append(thing)
         return '"t"'
@@ -51,16 +53,20 @@ def flatten_callable(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
     if isinstance(thing, float):
         tensors.append(torch.ones((), dtype=torch.float64, device="cpu") * thing)
         return '"f"'
-    if isinstance(thing, Plan | Mask):
+    if isinstance(thing, Plan | Mask | TracedMask):
         tensors.append(_handle(thing))
         return '"h"'
+    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
+        return f'["named",{_constant_id(type(thing))},{_flatten_all(thing, tensors, ints)}]'
     if isinstance(thing, tuple | list):
         return f'["{"tuple" if isinstance(thing, tuple) else "list"}",{_flatten_all(thing, tensors, ints)}]'
+    if type(thing) is dict:
+        return f'["dict",{_constant_id(tuple(thing))},{_flatten_all(thing.values(), tensors, ints)}]'
     if isinstance(thing, functools.partial):
-        parts_text = _flatten_all((thing.func, *thing.args, *thing.keywords.values()), tensors, ints)
-        return f'["partial",{_constant_id(tuple(thing.keywords))},{parts_text}]'
-    if isinstance(thing, types.FunctionType):
-        return _flatten_function(thing, tensors, ints)
+        values = [*thing.args, *thing.keywords.values()]
+        texts = [_flatten(thing.func, tensors, ints, is_called=True)]
+        texts += [_flatten(value, tensors, ints) for value in values]
+        return f'["partial",{_constant_id(tuple(thing.keywords))},[{",".join(texts)}]]'
     if isinstance(thing, Mod):
         parts = [*thing.tensors, *thing.numbers]
         return f'["mod",{_mod_id(thing.digest)},{len(thing.tensors)},{_flatten_all(parts, tensors, ints)}]'
@@ -71,75 +77,106 @@ def flatten_callable(thing: Any, tensors: list[Tensor], ints: list[int]) -> str:
         parts = [getattr(thing, name) for name in _INDEX]
         fields = (thing.seq_lengths, thing.BLOCK_SIZE, *parts, thing.mask_mod)
         return f'["blocks",{_flatten_all(fields, tensors, ints)}]'
-    raise TypeError(
-        "inside torch.compile, a mask_mod or score_mod may capture tensors, numbers, functions, and tuples "
-        f"and lists of these; this one captures a {type(thing).__name__}. Capture what it needs of that; for "
-        "a mask, you can also make a Plan outside the compiled function: tritoncp.make_plan(mask, mesh)"
-    )
+    return _flatten_parts(thing, _layout_of(thing, is_called), tensors, ints)
 
 
 _INDEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 
 
 def _flatten_all(things: Any, tensors: list[Tensor], ints: list[int]) -> str:
-    return "[" + ",".join([flatten_callable(thing, tensors, ints) for thing in things]) + "]"
+    return "[" + ",".join([_flatten(thing, tensors, ints) for thing in things]) + "]"
 
 
-def _flatten_function(fn: types.FunctionType, tensors: list[Tensor], ints: list[int]) -> str:
+def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list[int]) -> str:
+    """Flatten an object by its layout."""
+    kind = layout[0]
+    if kind == "refuse":
+        raise Uncapturable(layout[1])
+    if kind == "value":
+        return _flatten(thing, tensors, ints)
+    if kind == "unset":
+        return '["unset",[]]'
+    if kind == "is":
+        _guard_identity(thing)
+        return f'["is",{layout[1]}]'
+    if kind == "function":
+        return _flatten_function(thing, layout, tensors, ints)
+    if kind == "method":
+        function = _flatten_parts(thing.__func__, layout[1], tensors, ints)
+        owner = _flatten_parts(thing.__self__, layout[2], tensors, ints)
+        return f'["method",[{function},{owner}]]'
+    texts = []
+    for place, name, part in layout[2]:
+        if place == "item":
+            texts.append(_flatten_parts(thing[name], part, tensors, ints))
+        elif place == "attribute":
+            texts.append(_flatten_parts(getattr(thing, name), part, tensors, ints))
+        else:
+            if hasattr(thing, name):
+                raise Uncapturable(f"this mask_mod or score_mod reads {name!r}, which was {MADE_INSIDE}")
+            texts.append('["unset",[]]')
+    return f'["object",{layout[1]},[{",".join(texts)}]]'
+
+
+def _flatten_function(fn: Any, layout: Layout, tensors: list[Tensor], ints: list[int]) -> str:
     """Flatten a Python function: the number of its code, its defaults and its closure."""
-    try:
-        cells = fn.__closure__ or ()
-    except AttributeError:
-        raise TypeError(f"this mask_mod or score_mod was {MADE_INSIDE}") from None
-    parts = (*(fn.__defaults__ or ()), *[cell.cell_contents for cell in cells])
-    return f'["fn",{_code_id(fn, fn.__code__)},{_flatten_all(parts, tensors, ints)}]'
+    _, number, defaults, keywords, cells = layout
+    texts = []
+    if defaults:
+        texts += [_flatten(value, tensors, ints) for value in fn.__defaults__]
+    if keywords:
+        texts += [_flatten(fn.__kwdefaults__[name], tensors, ints) for name in keywords]
+    if cells:
+        for cell, part in zip(fn.__closure__, cells):
+            contents = None if part[0] == "unset" else cell.cell_contents
+            texts.append(_flatten_parts(contents, part, tensors, ints))
+    return f'["fn",{number},[{",".join(texts)}]]'
 
 
-def _handle(thing: Plan | Mask) -> Tensor:
-    """Return the handle of a plan or mask. Raises TypeError for one made inside the compiled function."""
+def _handle(thing: Plan | Mask | TracedMask) -> Tensor:
+    """Return the handle of a plan or mask. Raises Uncapturable for one made inside the compiled function."""
     if thing.handle is None:
-        raise TypeError(f"this {type(thing).__name__} was {MADE_INSIDE}")
+        raise Uncapturable(f"this {type(thing).__name__} was {MADE_INSIDE}")
     return thing.handle
 
 
-@torch.compiler.assume_constant_result
+def _layout_of(thing: Any, is_called: bool) -> Layout:
+    if not torch.compiler.is_dynamo_compiling():
+        return graph_layout.layout_of(thing, is_called)
+    from torch._dynamo.comptime import comptime
+
+    comptime(_keep_layout)
+    return _kept_layout()
+
+
+def _guard_identity(thing: Any) -> None:
+    """Have the graph serve only calls with this very object."""
+    if torch.compiler.is_dynamo_compiling():
+        from torch._dynamo.comptime import comptime
+
+        comptime(graph_variables.guard_identity)
+
+
+_LAYOUTS: list[Layout] = []  # the one that was made last; Dynamo traces one frame at a time
+
+
+def _keep_layout(context: Any) -> None:
+    _LAYOUTS[:] = [graph_variables.layout_of_variable(context)]
+
+
+@constant_result
+def _kept_layout() -> Layout:
+    return _LAYOUTS[0]
+
+
+@constant_result
 def _constant_id(thing: Any) -> int:
-    return _register_constant((type(thing), thing), thing)
+    return register_constant((type(thing), thing), thing)
 
 
-@torch.compiler.assume_constant_result
-def _code_id(fn: types.FunctionType, code: types.CodeType) -> int:
-    """Return the number of a function's code. Called once for each graph, with the real function; the graph
-    guards that the code is the same."""
-    flattened: list[Tensor] = []
-    for cell in (*(fn.__defaults__ or ()), *(cell.cell_contents for cell in fn.__closure__ or ())):
-        flatten_callable(cell, flattened, [])
-    for tensor in Fingerprint(fn).tensors:
-        if tensor.requires_grad and not any(tensor is captured for captured in flattened):
-            raise TypeError(
-                f"{fn.__qualname__} reads a tensor {tuple(tensor.shape)} that requires grad from a global or "
-                "an object; inside torch.compile it would get no gradient. Capture it: make the function "
-                "inside another one that has the tensor as a local variable"
-            )
-    if not fn.__defaults__ and not fn.__closure__:
-        return _register_constant((code, id(fn.__globals__)), fn)
-    defaults = len(fn.__defaults__ or ())
-    return _register_constant(
-        (code, id(fn.__globals__), defaults), (code, fn.__globals__, fn.__name__, defaults)
-    )
-
-
-@torch.compiler.assume_constant_result
+@constant_result
 def _mod_id(digest: str) -> int:
-    return _register_constant(digest, structure_of(digest))
-
-
-def _register_constant(key: Any, thing: Any) -> int:
-    """Return the number of an object in ``_CONSTANTS``, which keeps it; equal keys share a number."""
-    if key not in _NUMBERS:
-        _NUMBERS[key] = len(_CONSTANTS)
-        _CONSTANTS.append(thing)
-    return _NUMBERS[key]
+    return register_constant(digest, structure_of(digest))
 
 
 def rebuild(structure: str, tensors: Sequence[Tensor], ints: Sequence[int]) -> Any:
@@ -164,26 +201,45 @@ def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
         return next(ints) if node == "i" else _LEAVES[node](next(tensors))
     kind, *rest = node
     if kind == "is":
-        return _CONSTANTS[rest[0]]
+        return CONSTANTS[rest[0]]
     parts = [_rebuild(part, tensors, ints) for part in rest[-1]]
     if kind in ("tuple", "list"):
         return tuple(parts) if kind == "tuple" else parts
+    if kind == "named":
+        return CONSTANTS[rest[0]](*parts)
+    if kind == "dict":
+        return dict(zip(CONSTANTS[rest[0]], parts, strict=True))
+    if kind == "unset":
+        return _UNSET
+    if kind == "object":
+        return graph_layout.stand_in(rest[0], parts)
+    if kind == "method":
+        return types.MethodType(*parts)
     if kind == "partial":
-        names = _CONSTANTS[rest[0]]
+        names = CONSTANTS[rest[0]]
         fn, *arguments = parts
         split = len(arguments) - len(names)
         return functools.partial(fn, *arguments[:split], **dict(zip(names, arguments[split:], strict=True)))
     if kind == "mask":
-        return _CONSTANTS[rest[0]](*parts)
+        return CONSTANTS[rest[0]](*parts)
     if kind == "blocks":
         return _block_mask(*parts)
     if kind == "mod":
-        return replace(_CONSTANTS[rest[0]], tensors=tuple(parts[: rest[1]]), numbers=tuple(parts[rest[1] :]))
-    if not parts:
-        return _CONSTANTS[rest[0]]
-    code, names, name, defaults = _CONSTANTS[rest[0]]
-    cells = tuple(types.CellType(part) for part in parts[defaults:])
-    return types.FunctionType(code, names, name, tuple(parts[:defaults]), cells)
+        return replace(CONSTANTS[rest[0]], tensors=tuple(parts[: rest[1]]), numbers=tuple(parts[rest[1] :]))
+    return _rebuild_function(CONSTANTS[rest[0]], parts)
+
+
+def _rebuild_function(constant: tuple[Any, ...], parts: list[Any]) -> types.FunctionType:
+    """Make a function from its code and its defaults and cells, which are ``parts``."""
+    code, scope, name, defaults, keywords = constant
+    contents = parts[defaults + len(keywords) :]
+    cells = [types.CellType() if part is _UNSET else types.CellType(part) for part in contents]
+    fn = types.FunctionType(code, scope, name, tuple(parts[:defaults]) or None, tuple(cells))
+    fn.__kwdefaults__ = dict(zip(keywords, parts[defaults:])) or None
+    return fn
+
+
+_UNSET = object()  # in the place of a variable that has no value yet
 
 
 def _block_mask(

@@ -1,0 +1,271 @@
+"""Tests of masks, plans and shards that are made inside functions compiled by torch.compile."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import tritoncp
+from tritoncp import causal, create_block_mask, document, flex_attention, make_plan, shard, simulate, unshard
+from tritoncp.ops import engine_factory
+
+S = 64
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch):
+    """Use the eager engine: the compiled code is outside the kernels."""
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Compiled:
+    """A compiled function, compared with the plain function at each call."""
+
+    def __init__(self, fn, fullgraph=True, dynamic=None, backend="aot_eager"):
+        self.fn, self.counter = fn, CompileCounterWithBackend(backend)
+        self.fast = torch.compile(fn, backend=self.counter, fullgraph=fullgraph, dynamic=dynamic)
+
+    def check(self, *args):
+        want, got = self.fn(*args), self.fast(*args)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        return got
+
+
+def documents(*lengths):
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+
+
+def in_documents(ids):
+    return lambda b, h, q, kv: (ids[q] == ids[kv]) & (q >= kv)
+
+
+def model(x, mask_mod):
+    mask = create_block_mask(mask_mod, None, None, x.shape[2], x.shape[2], BLOCK_SIZE=16)
+    return flex_attention(x.sin(), x, x, block_mask=mask).cos()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_new_documents_do_not_compile_again(dynamic):
+    case = Compiled(model, dynamic=dynamic)
+    x = torch.randn(1, 2, S, 8, requires_grad=True)
+    outs = [case.check(x, in_documents(documents(n, S - n))) for n in (10, 30, 50)]
+    assert not torch.equal(outs[0], outs[1])
+    assert case.counter.frame_count == 1
+    grads = [
+        torch.autograd.grad(out.sum(), x)[0] for out in (outs[1], model(x, in_documents(documents(30, 34))))
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_lengths_are_inputs():
+    case = Compiled(model, dynamic=True)
+    for length in (64, 48, 32):
+        case.check(torch.randn(1, 2, length, 8), in_documents(documents(10, length - 10)))
+    assert case.counter.frame_count == 1
+
+
+@pytest.mark.parametrize("mod", [causal(), document(lengths=[20, 44])], ids=["causal", "document"])
+def test_closed_forms(mod):
+    case = Compiled(model)
+    case.check(torch.randn(1, 2, S, 8), mod)
+    assert case.counter.frame_count == 1
+
+
+def test_mask_mods_made_inside():
+    def window(x, left):
+        return model(x, lambda b, h, q, kv: (q >= kv) & (q - kv <= left))
+
+    case, x = Compiled(window), torch.randn(1, 2, S, 8)
+    answers = [case.check(x, left) for left in (3, 7, 3)]
+    assert torch.equal(answers[0], answers[2])
+    assert not torch.equal(answers[0], answers[1])
+
+
+def test_one_mask_for_layers_batches_and_heads():
+    """All arguments of `create_block_mask`, and two layers that take its mask."""
+
+    def layers(x, lens):
+        mask = create_block_mask(
+            lambda b, h, q, kv: (kv < 20 + 10 * b) & (q >= kv - 2 * h), 2, 2, S, S, "cpu", BLOCK_SIZE=(16, 32)
+        )
+        return flex_attention(flex_attention(x, x, x, block_mask=mask), x, x, lens, mask)
+
+    bias = torch.tensor([0.5, 0.25])
+    Compiled(layers).check(torch.randn(2, 2, S, 8), lambda s, b, h, q, kv: s + bias[h] * (q - kv))
+
+
+def test_a_mask_is_made_once_for_the_same_documents(monkeypatch):
+    from tritoncp.frontend import dynamo
+
+    made, make = [], dynamo.create_block_mask
+    monkeypatch.setattr(dynamo, "create_block_mask", lambda *args: made.append(args) or make(*args))
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x, ids = torch.randn(1, 2, S, 8), documents(10, 54)
+    for _ in range(3):
+        fast(x, in_documents(ids))
+    assert len(made) == 1
+    ids.copy_(documents(20, 44))
+    torch.testing.assert_close(fast(x, in_documents(ids)), model(x, in_documents(ids)))
+    fast(x, in_documents(documents(20, 44)))
+    assert len(made) == 3
+
+
+def test_a_mask_that_leaves_the_graph():
+    x, mod = torch.randn(1, 2, S, 8), in_documents(documents(10, 54))
+    fast = torch.compile(
+        lambda x: (x + 1, create_block_mask(mod, None, None, S, S, BLOCK_SIZE=16)),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    mask = fast(x)[1]
+    want = create_block_mask(mod, None, None, S, S, BLOCK_SIZE=16)
+    assert (mask.q_len, mask.sparsity(), mask.draw()) == (S, want.sparsity(), want.draw())
+    out = flex_attention(x, x, x, want)
+    assert torch.equal(flex_attention(x, x, x, block_mask=mask), out)
+    assert torch.equal(flex_attention(x, x, x, mask), out)
+    assert torch.equal(flex_attention(x, x, x, make_plan(mask)), out)
+    again = torch.compile(flex_attention, fullgraph=True, backend="aot_eager")
+    assert torch.equal(again(x, x, x, block_mask=mask), out)
+    world = simulate(2)
+    xs = list(x.chunk(2, 2))
+    torch.testing.assert_close(torch.cat(world.flex_attention(xs, xs, xs, mask), 2), out)
+
+
+def padded(x, padding):
+    """A mask_mod around a tensor of the graph, as transformers makes them."""
+    visible = padding > 0
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & visible[kv]
+
+    return model(x, mask_mod)
+
+
+def test_a_mask_mod_made_inside_around_tensors():
+    x, padding = torch.randn(1, 2, S, 8), torch.arange(S) - 3
+    Compiled(padded, fullgraph=False).check(x, padding)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)make it outside .*captures a Tensor"):
+        Compiled(padded).fast(x, padding)
+
+
+def test_host_calls_break_the_graph_in_two():
+    """Dynamo traces none of tritoncp's own code at a break."""
+    mask = create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16)
+    plan, world = make_plan(mask), simulate(2)
+    spread = world.make_plan(mask)
+
+    def planned(x):
+        return flex_attention(x * 2, x, x, make_plan(mask)) + 1
+
+    def gathered(x):
+        return unshard(x * 2, plan, dim=2) + 1
+
+    def simulated(x):
+        xs = world.shard(x * 2, spread, dim=2)
+        return world.unshard(world.flex_attention(xs, xs, xs, spread), spread, dim=2) + 1
+
+    def reordered(x):
+        return tritoncp.dual_chunk_to_contiguous(x * 2, torch.tensor([0, S]), world_size=2, dim=2) + 1
+
+    def combined(x):
+        return flex_attention(x * 2, x, x, mask & mask) + 1
+
+    for fn in (planned, gathered, simulated, reordered, combined):
+        case = Compiled(fn, fullgraph=False)
+        case.check(torch.randn(1, 2, S, 8))
+        assert case.counter.frame_count <= 3, fn.__name__
+        torch._dynamo.reset()
+        if fn is combined:  # an operator of the user's mask
+            continue
+        with pytest.raises(Exception, match=r"(?s)inside torch.compile.* outside the compiled function"):
+            Compiled(fn).fast(torch.randn(1, 2, S, 8))
+
+
+def test_shards_inside_a_graph():
+    plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16), world_size=2, rank=1)
+
+    def local(x):
+        return shard(x, plan, dim=2) + tritoncp.positions(plan)[0][:, None]
+
+    local(torch.randn(1, 2, S, 8))
+    case = Compiled(local)
+    case.check(torch.randn(1, 2, S, 8))
+    assert case.counter.frame_count == 1
+
+
+def test_a_backward_pass_inside_is_not_traced():
+    plan = make_plan(create_block_mask(causal(), 1, 1, S, S, BLOCK_SIZE=16))
+
+    class Counting:
+        calls = 0
+
+        def __call__(self, s, b, h, q, kv):
+            self.calls += 1  # no graph can carry this
+            return s * 2
+
+    mod = Counting()
+
+    def step(x, weight):
+        flex_attention(x * weight, x, x, mod, plan).sum().backward()
+        return weight.grad * 2
+
+    counter, x = CompileCounterWithBackend("aot_eager"), torch.randn(1, 2, S, 8)
+    weights = [torch.ones(8, requires_grad=True) for _ in range(2)]
+    got = torch.compile(step, backend=counter)(x, weights[0])
+    torch.testing.assert_close(got, step(x, weights[1]))
+    assert counter.frame_count <= 3
+
+
+def test_masks_and_methods_under_checkpointing():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.slopes = torch.nn.Parameter(torch.ones(2))
+
+        def score_mod(self, s, b, h, q, kv):
+            return s * self.slopes[h]
+
+        def attend(self, x):
+            mask = create_block_mask(causal(), None, None, x.shape[2], x.shape[2])
+            return flex_attention(x.sin(), x, x, self.score_mod, mask)
+
+        def forward(self, x):
+            return checkpoint(self.attend, x, use_reentrant=False) * 2
+
+    layer, x = Layer(), torch.randn(1, 2, S, 8, requires_grad=True)
+    out = Compiled(layer).check(x)
+    got = torch.autograd.grad(out.square().sum(), layer.slopes)
+    torch.testing.assert_close(got, torch.autograd.grad(layer(x).square().sum(), layer.slopes))
+
+
+FIRST_CALL = """
+import sys, torch, tritoncp
+tritoncp.create_block_mask
+assert "torch._dynamo" not in sys.modules
+def model(x):
+    mask = tritoncp.create_block_mask(tritoncp.causal(), 1, 1, 64, 64)
+    return tritoncp.flex_attention(x, x, x, mask)
+x = torch.randn(1, 1, 64, 8)
+out = torch.compile(model, backend="eager", fullgraph=True)(x)
+assert torch.equal(out, model(x))
+"""
+
+
+def test_the_first_call_of_a_process():
+    """Marks on entry points do not import Dynamo, and a mask may be traced before any other call."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FIRST_CALL], check=True, timeout=300)
+
+
+@pytest.mark.nightly
+def test_inductor():
+    case = Compiled(model, backend="inductor")
+    for n in (10, 30):
+        case.check(torch.randn(1, 2, S, 8), in_documents(documents(n, S - n)))
+    assert case.counter.frame_count == 1

@@ -1,0 +1,38 @@
+"""TracedMask: a mask that is made inside a compiled graph, which carries its handle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tritoncp.core.handles import object_of
+
+
+class TracedMask:
+    """The result of `create_block_mask` inside torch.compile. Pass it as block_mask; outside of the graph it
+    has the attributes and methods of the Mask that it stands for.
+
+    handle: 0-d int64, see :mod:`tritoncp.core.handles`
+    """
+
+    def __init__(self, handle: Tensor) -> None:
+        self.handle = handle
+
+    @property
+    def mask(self) -> Any:
+        """The :class:`tritoncp.Mask`."""
+        return object_of(self.handle)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("handle", "mask"):
+            raise AttributeError(f"a TracedMask has no attribute {name!r}")
+        return getattr(self.mask, name)
+
+    def __repr__(self) -> str:
+        return repr(self.mask)
+
+
+def plain_mask(mask: Any) -> Any:
+    """Return the Mask of a TracedMask; any other object as it is."""
+    return mask.mask if type(mask) is TracedMask else mask

@@ -1,0 +1,369 @@
+"""Layouts: which state of a Python function a compiled graph has to read, as nested tuples of text and ints.
+
+Made once for each graph, on the real objects, from the reads in the function's bytecode
+(:mod:`tritoncp.mods.bytecode`). :mod:`.graph_inputs` follows a layout where Dynamo traces it, so that
+tensors become inputs of the graph and plain values are guarded. Code and classes stay in this process and are
+named by number. Globals are in no layout: a rebuilt function reads them when it runs.
+
+The forms of a layout:
+
+    ("value",)                     flatten it by its type
+    ("is", number)                 a constant object, the same in every call of the graph
+    ("unset",)                     a variable of a closure that has no value yet
+    ("function", number, defaults, keywords, (layout of each cell, ...))
+    ("method", layout of the function, layout of the object)
+    ("object", number, ((kind, name, layout), ...))     an object or dict, by the parts that are read
+    ("refuse", reason)             no graph can carry it
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskMod
+from tritoncp.masks.traced_mask import TracedMask
+from tritoncp.mods import Mod
+from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
+from tritoncp.mods.bytecode import ARGUMENT, CELL, ITEM, Step, code_reads
+from tritoncp.mods.fingerprint import Fingerprint
+from tritoncp.planning.plan import Plan
+
+Layout = tuple[Any, ...]
+
+MADE_INSIDE = "made inside torch.compile; make it outside the compiled function and pass it in"
+MAX_PARTS = 512  # objects and attributes in one layout
+
+VALUE: Layout = ("value",)
+CONSTANTS: list[Any] = []  # objects that graphs name by number, for the life of the process
+_NUMBERS: dict[Any, int] = {}
+
+
+class Uncapturable(TypeError):
+    """A mod or mask that no graph can carry; the message says why, and the remedy."""
+
+
+def register_constant(key: Any, thing: Any) -> int:
+    """Return the number of an object in ``CONSTANTS``, which keeps it; equal keys share a number."""
+    if key not in _NUMBERS:
+        _NUMBERS[key] = len(CONSTANTS)
+        CONSTANTS.append(thing)
+    return _NUMBERS[key]
+
+
+def layout_of(thing: Any, is_called: bool = True) -> Layout:
+    """Return the layout of a function, method or object that was made outside of the graph.
+
+    is_called: whether an object is the mod, of which only its call reads; else all its attributes may be read
+
+    >>> class Cap:
+    ...     value, other = 2.0, None
+    ...     def mod(self, score, b, h, q_idx, kv_idx):
+    ...         return score * self.value
+    >>> kind, function, instance = layout_of(Cap().mod)
+    >>> kind, instance[2]
+    ('method', (('attribute', 'value', ('value',)),))
+    """
+    try:
+        layout, reads = _layout(thing, is_called)
+        if isinstance(thing, types.FunctionType | types.MethodType):
+            check_gradients(thing, reads.captured)
+        return layout
+    except (Incomparable, Uncapturable) as error:
+        return ("refuse", f"{_name(thing)}: {error}. {REMEDY}")
+    except RecursionError:
+        return ("refuse", f"{_name(thing)} is nested too deep. {REMEDY}")
+
+
+REMEDY = (
+    "Capture the tensors and numbers themselves, in local variables of a function around this one; for a "
+    "mask, you can also make a Plan outside the compiled function: tritoncp.make_plan(mask, mesh)"
+)
+
+
+def _layout(thing: Any, is_called: bool = True) -> tuple[Layout, _Reads]:
+    reads = _Reads()
+    if isinstance(thing, types.MethodType) and not is_fixed(thing):
+        if not isinstance(thing.__func__, types.FunctionType):
+            raise Uncapturable("this is a method of a builtin class")
+        owner = _Node(thing.__self__)
+        if is_fixed(thing.__func__):
+            owner.whole = True
+            function = reads.layout(_Node(thing.__func__))
+        else:
+            function = reads.function(thing.__func__, owner)
+        return ("method", function, reads.layout(owner)), reads
+    if isinstance(thing, types.FunctionType) and not is_fixed(thing):
+        return reads.function(thing, None), reads
+    node = _Node(thing)
+    if is_called and not is_fixed(thing):
+        reads.call(node)
+    else:
+        node.whole = True
+    return reads.layout(node), reads
+
+
+def is_fixed(thing: Any) -> bool:
+    """Whether an object is a constant of a graph: it has no state, or state that is read when it runs."""
+    if isinstance(thing, types.MethodType):  # as Function.apply of an autograd function
+        return is_fixed(thing.__self__) and is_fixed(thing.__func__)
+    if isinstance(thing, types.FunctionType):
+        is_torch = str(thing.__globals__.get("__name__")).split(".")[0] == "torch"
+        return is_torch and set(thing.__code__.co_freevars) <= {"__class__"}  # no captures
+    kinds = bool | int | float | complex | str | bytes | type(None) | type(Ellipsis) | range | slice
+    if isinstance(thing, kinds | torch.dtype | torch.device | torch.layout | type | types.ModuleType):
+        return True
+    if isinstance(thing, types.BuiltinFunctionType):
+        return thing.__self__ is None or isinstance(thing.__self__, types.ModuleType | type)
+    kind = type(thing)
+    torch_op = kind.__module__ == "torch._ops" or kind.__module__.split(".")[0] in ("torch", "triton")
+    if torch_op and callable(thing) and not isinstance(thing, torch.nn.Module | Tensor):
+        return True
+    return in_class(kind, "_member_map_") is not ABSENT  # of enumerations
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_FLAT = (Tensor, tuple, list, *_FUNCTIONS, Plan, Mask, TracedMask, Mod, MaskMod, BlockMask)
+
+
+def _is_flat(thing: Any) -> bool:
+    """Whether `graph_inputs.flatten_callable` flattens an object by its type."""
+    return isinstance(thing, _FLAT)
+
+
+class _Node:
+    """An object on the way of a function's reads.
+
+    parts: its parts that are read, by (kind, name). whole: whether the function reads the object itself
+    """
+
+    def __init__(self, thing: Any) -> None:
+        self.thing, self.whole = thing, False
+        self.parts: dict[tuple[str, Any], _Node] = {}
+
+    def part(self, kind: str, name: Any, value: Any) -> _Node:
+        return self.parts.setdefault((kind, name), _Node(value))
+
+
+class _Reads:
+    """Collects the reads of a function, and of the methods and properties that it calls on its objects."""
+
+    def __init__(self) -> None:
+        self.captured: set[int] = set()  # ids of tensors that become inputs of the graph
+        self._functions: set[tuple[int, int]] = set()
+        self._open: set[int] = set()  # ids of the objects whose layout is being made
+        self._count = 0
+
+    def function(self, fn: types.FunctionType, owner: _Node | None) -> Layout:
+        """Follow the reads of a function and return its layout. owner: the object its first argument is
+        bound to."""
+        cells: dict[str, _Node | None] = {}
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                cells[name] = _Node(cell.cell_contents)
+            except ValueError:
+                cells[name] = None
+        self._follow_function(fn, owner, cells)
+        defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
+        for value in (*defaults, *keywords.values()):
+            self._note(value)
+        layouts = tuple([("unset",) if node is None else self.layout(node) for node in cells.values()])
+        names = tuple(keywords)
+        key = fn.__code__, id(fn.__globals__), len(defaults), names
+        number = register_constant(key, (fn.__code__, fn.__globals__, fn.__name__, len(defaults), names))
+        return "function", number, len(defaults), names, layouts
+
+    def _follow_function(
+        self, fn: types.FunctionType, owner: _Node | None, cells: dict[str, _Node | None]
+    ) -> None:
+        name = id(fn), 0 if owner is None else id(owner)
+        if name in self._functions:
+            return
+        self._functions.add(name)
+        reads = code_reads(fn.__code__)
+        if reads.obstacle or (owner is not None and "__class__" in fn.__code__.co_freevars):
+            raise Uncapturable(f"{fn.__qualname__} {reads.obstacle or 'calls super()'}")
+        for chain in reads.chains:
+            if chain.kind == CELL and (node := cells[chain.name]) is not None:
+                self._follow(node, chain.steps)
+            elif chain.kind == ARGUMENT and owner is not None:
+                self._follow(owner, chain.steps)
+
+    def _follow(self, node: _Node, steps: tuple[Step, ...]) -> None:
+        """Follow attributes and items that are read from an object."""
+        for step, name in steps:
+            obj = node.thing
+            if is_fixed(obj) or _is_flat(obj):
+                break
+            value = item_of(obj, name) if step == ITEM else attribute_of(obj, name)
+            if isinstance(obj, torch.nn.Module) and step == ITEM:
+                break
+            if type(value) is Getter:
+                return self._method(value.fn, node)
+            if isinstance(value, types.MethodType) and isinstance(value.__func__, types.FunctionType):
+                if value.__self__ is obj and not is_fixed(value.__func__):
+                    return self._method(value.__func__, node)
+                break
+            if isinstance(value, types.BuiltinMethodType) and value.__self__ is obj:
+                break
+            kind = "absent" if value is ABSENT else "item" if step == ITEM else "attribute"
+            node = node.part(kind, name, value)
+        node.whole = True
+        return None
+
+    def _method(self, fn: types.FunctionType, owner: _Node) -> None:
+        """Follow the reads of a method that is called on an object; the object's class has its cells."""
+        cells = dict.fromkeys(fn.__code__.co_freevars)
+        self._follow_function(fn, owner, cells)
+
+    def call(self, node: _Node) -> None:
+        """Follow the reads of the call of an object."""
+        kind = type(node.thing)
+        name = "forward" if isinstance(node.thing, torch.nn.Module) else "__call__"
+        call = in_class(kind, name)
+        if name == "forward":
+            _check_hooks(node.thing)
+        if isinstance(call, types.FunctionType) and not is_fixed(call):
+            self._method(call, node)
+            if name == "forward":
+                node.part("attribute", "training", node.thing.training)
+        else:
+            node.whole = True
+
+    def layout(self, node: _Node) -> Layout:
+        """Return the layout of an object, by the parts of it that are read."""
+        thing = node.thing
+        if _is_flat(thing) and not is_fixed(thing):
+            self._note(thing)
+            return VALUE
+        if is_fixed(thing):
+            number = isinstance(thing, int | float)
+            return VALUE if number else ("is", register_constant((type(thing), _hashable(thing)), thing))
+        if type(thing) is dict and node.whole:
+            self._note(thing)
+            return VALUE
+        if id(thing) in self._open:
+            raise Uncapturable(f"a {type(thing).__qualname__} refers to itself")
+        self._open.add(id(thing))
+        if node.whole:
+            _add_all_parts(node)
+        kinds = _parts_of_class(thing, tuple(node.parts))
+        parts = []
+        for (kind, name), part in node.parts.items():
+            self._count += 1
+            if self._count > MAX_PARTS:
+                raise Uncapturable(f"it reads more than {MAX_PARTS} attributes")
+            parts.append((kind, name, ("unset",) if kind == "absent" else self.layout(part)))
+        self._open.discard(id(thing))
+        return "object", register_constant((type(thing), kinds), (type(thing), kinds)), tuple(parts)
+
+    def _note(self, value: Any) -> None:
+        """Note the tensors of a value that is flattened by its type."""
+        if isinstance(value, Tensor):
+            self.captured.add(id(value))
+        elif isinstance(value, dict):
+            self._note(tuple(value.values()))
+        elif isinstance(value, tuple | list):
+            for item in value:
+                self._note(item)
+        elif isinstance(value, functools.partial):
+            self._note((value.func, *value.args, *value.keywords.values()))
+        elif isinstance(value, types.FunctionType | types.MethodType) and not is_fixed(value):
+            self.captured |= _layout(value)[1].captured
+        elif isinstance(value, MaskMod | Mod):
+            self._note(tuple(vars(value).values()))
+
+
+def _hashable(thing: Any) -> Any:
+    return (thing.start, thing.stop, thing.step) if isinstance(thing, slice) else thing
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}
+
+
+def _add_all_parts(node: _Node) -> None:
+    """Add all attributes of an object to its parts."""
+    thing, kind = node.thing, type(node.thing)
+    if kind is OrderedDict:
+        for key, value in thing.items():
+            node.part("item", key, value)
+        return
+    fields = {**{name: getattr(thing, name) for name in _slots(kind)}, **getattr(thing, "__dict__", {})}
+    if isinstance(thing, torch.nn.Module):
+        _check_hooks(thing)
+        tables = {name: value for table in _TABLES for name, value in fields[table].items()}
+        fields = {name: value for name, value in fields.items() if name not in _MODULE_FIELDS} | tables
+    for name in fields:
+        value = attribute_of(thing, name)
+        node.part("absent" if value is ABSENT else "attribute", name, value)
+
+
+def _check_hooks(module: torch.nn.Module) -> None:
+    if any(name.endswith("_hooks") and vars(module).get(name) for name in _MODULE_FIELDS):
+        raise Uncapturable(f"it calls a {type(module).__qualname__} that has hooks")
+
+
+def _slots(kind: type) -> list[str]:
+    slots = [in_class(base, "__slots__") for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [name for names in slots for name in ((names,) if isinstance(names, str) else names)
+            if name not in ("__dict__", "__weakref__")]  # fmt: skip
+
+
+def _parts_of_class(thing: Any, parts: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
+    """Return (place, name) of each part of a stand-in: an attribute, an item, or a table of an nn.Module."""
+    kind = type(thing)
+    builtin = [base for base in kind.__mro__ if base is not object and not base.__flags__ & _HEAP_TYPE]
+    if builtin and kind not in (dict, OrderedDict):
+        raise Uncapturable(f"it reads a {kind.__qualname__}, whose state Python cannot list")
+    if kind.__module__.split(".")[0] == "torch" and not isinstance(thing, torch.nn.Module):
+        raise Uncapturable(f"it reads a {kind.__module__}.{kind.__qualname__}")
+    if not isinstance(thing, torch.nn.Module):
+        return parts
+    fields = vars(thing)
+    place = {name: table for table in _TABLES for name in fields[table]}
+    return tuple([(place.get(name, part), name) for part, name in parts])
+
+
+_HEAP_TYPE = 1 << 9  # of a type's flags; not set for types written in C
+
+
+def stand_in(number: int, values: list[Any]) -> Any:
+    """Make an object of a class with these parts, in the place of one that a function reads."""
+    kind, parts = CONSTANTS[number]
+    copy = kind() if kind in (dict, OrderedDict) else object.__new__(kind)
+    if isinstance(copy, torch.nn.Module):
+        torch.nn.Module.__init__(copy)
+    for (place, name), value in zip(parts, values, strict=True):
+        if place == "item":
+            copy[name] = value
+        elif place in _TABLES:
+            vars(copy)[place][name] = value
+        elif place == "attribute":
+            object.__setattr__(copy, name, value)
+    return copy
+
+
+def check_gradients(fn: Any, captured: AbstractSet[int]) -> None:
+    """Raise Uncapturable if a function reads a tensor that requires grad and is no input of the graph.
+
+    captured: ids of the tensors that are inputs
+    """
+    for tensor in Fingerprint(fn).tensors:
+        if tensor.requires_grad and id(tensor) not in captured:
+            raise Uncapturable(
+                f"it reads a tensor {tuple(tensor.shape)} that requires grad from a global or a class; "
+                "inside torch.compile it would get no gradient"
+            )
+
+
+def _name(thing: Any) -> str:
+    return getattr(thing, "__qualname__", None) or f"a {type(thing).__qualname__}"
