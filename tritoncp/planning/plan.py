@@ -25,17 +25,20 @@ class Plan(PlanData):
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:
-        """Format the costs of each schedule for this placement as a table.
+        """Format the costs of each schedule for this placement as a table, and the reason of the plan's order
+        and schedule.
 
         shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer; see
         :class:`tritoncp.planning.cost.Shape` for the defaults.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
-        >>> len(plan.explain(heads=16, kv_heads=16).splitlines())
-        7
+        >>> print(plan.explain(heads=16, kv_heads=16).splitlines()[-1])  # doctest: +ELLIPSIS
+        order ptrr, schedule ... (predicted ms a layer on H100/H200, NVLink: ...)
         """
-        return "\n".join(format_costs(Facts.of(self, hardware, **shape)))
+        reason = f" ({self.reason})" if self.reason else ""
+        choice = f"order {self.balancer}, schedule {self.schedule}{reason}"
+        return "\n".join([*format_costs(Facts.of(self, hardware, **shape)), choice])
 
     @on_host
     def plot(
