@@ -10,8 +10,10 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.planning.cost import Hardware
 from tritoncp.planning.drawing.page import html
 from tritoncp.planning.drawing.picture import paint
+from tritoncp.planning.metrics import Metrics
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report import Facts, format_costs, format_text
+from tritoncp.planning.shape import Shape
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -39,6 +41,21 @@ class Plan(PlanData):
         reason = f" ({self.reason})" if self.reason else ""
         choice = f"order {self.balancer}, schedule {self.schedule}{reason}"
         return "\n".join([*format_costs(Facts.of(self, hardware, **shape)), choice])
+
+    @on_host
+    def metrics(self, **shape: int) -> Metrics:
+        """Predict evenness, bytes sent and memory of a layer: a NamedTuple, ``_asdict()`` is a plain dict.
+
+        shape: as for :meth:`explain`. "Does it fit?" is ``backward_peak_bytes`` plus what the model's other
+        layers keep, at least their ``shard_bytes``.
+
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> mask = create_block_mask(causal(), 1, 1, 65536, 65536)
+        >>> metrics = make_plan(mask, world_size=4, rank=0, schedule="ring").metrics(heads=16, kv_heads=16)
+        >>> metrics.forward_extra_bytes >> 20, metrics.backward_peak_bytes >> 20
+        (386, 1730)
+        """
+        return Metrics.of(self, Shape(**shape))
 
     @on_host
     def plot(
