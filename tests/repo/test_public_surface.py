@@ -42,8 +42,9 @@ FOR_USERS = {
         *("sparsity", "to_block_mask", "to_dense", "transpose"),
     },
     "Plan": {
-        *("balancer", "batch_rows", "bytes_sent", "explain", "for_rank", "imbalance", "owners", "plot"),
-        *("positions", "rank", "reason", "s_local", "schedule", "valid", "work", "world_size"),
+        *("balancer", "batch_rows", "bytes_sent", "explain", "for_rank", "imbalance"),
+        *("metrics", "owners", "plot", "positions", "rank", "reason", "s_local", "schedule"),
+        *("valid", "work", "world_size"),
     },
 }  # fmt: skip
 ROOT = Path(__file__).parents[2]
