@@ -14,9 +14,8 @@ from tests.planning.memory_meter import measure
 from tritoncp import Plan, and_masks, causal, create_block_mask, document, make_plan, sliding_window
 from tritoncp.cli import main
 from tritoncp.masks import Mask
-from tritoncp.planning.memory import peak
+from tritoncp.planning.memory import Shape, peak
 from tritoncp.planning.metrics import Metrics
-from tritoncp.planning.shape import Shape
 
 N = 1 << 15
 TOLERANCE = 0.02  # of the measured peak, or of a MiB: index tensors are not predicted

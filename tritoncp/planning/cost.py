@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning import traffic
-from tritoncp.planning.memory import peak_under
+from tritoncp.planning.memory import Shape, peak_under
 from tritoncp.planning.plan_data import PlanData
-from tritoncp.planning.shape import Shape
 
 BACKWARD_RATIO = 2.5  # time of the backward pass in units of the forward pass: five matrix products for two
 DKDV_SHARE = 0.6  # share of dK and dV in the backward pass's time; the rest is dQ

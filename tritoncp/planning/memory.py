@@ -8,12 +8,28 @@ captured tensors and the kernels' own partial sums, tens of MiB, are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tritoncp.planning import traffic
 from tritoncp.planning.plan_data import PlanData, between_rows
-from tritoncp.planning.shape import Shape
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of one attention layer. The ranking of schedules depends mainly on heads / kv_heads."""
+
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int = 128
+    itemsize: int = 2
+
+    @property
+    def row(self) -> int:
+        """Elements of one token's K and V, over the batch."""
+        return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
 
 
 class Peak(NamedTuple):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tritoncp.planning import cost
-from tritoncp.planning.memory import peak_under
+from tritoncp.planning.memory import Shape, peak_under
 from tritoncp.planning.plan_data import PlanData
-from tritoncp.planning.shape import Shape
 
 
 class Metrics(NamedTuple):

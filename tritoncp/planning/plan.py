@@ -10,10 +10,10 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.planning.cost import Hardware
 from tritoncp.planning.drawing.page import html
 from tritoncp.planning.drawing.picture import paint
+from tritoncp.planning.memory import Shape
 from tritoncp.planning.metrics import Metrics
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report import Facts, format_costs, format_text
-from tritoncp.planning.shape import Shape
 
 if TYPE_CHECKING:
     from PIL import Image
