@@ -8,7 +8,7 @@ ARGS ?=
 bin := $(VENV)/bin
 py := $(bin)/python
 pip := $(py) -m pip install --disable-pip-version-check --constraint constraints.txt
-sources := tritoncp kernels perf tests
+sources := tritoncp kernels perf tests examples
 
 .PHONY: help demo test verify gpu format lint types check clean
 .DEFAULT_GOAL := help

@@ -60,7 +60,16 @@ class Tokens(click.ParamType):
 
 
 DTYPES = ("bfloat16", "float16", "float32")
-BALANCERS = ("contiguous", "head_tail", "locality", "natural", "per_document", "ptrr", "ptrr_unweighted")
+BALANCERS = (
+    "auto",
+    "contiguous",
+    "head_tail",
+    "locality",
+    "natural",
+    "per_document",
+    "ptrr",
+    "ptrr_unweighted",
+)
 SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 
 
@@ -87,7 +96,7 @@ SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 )
 @click.option("--dtype", type=click.Choice(DTYPES), default="bfloat16", show_default=True)
 @click.option(
-    "--balancer", type=click.Choice(BALANCERS), default="ptrr", show_default=True, help="Who gets what."
+    "--balancer", type=click.Choice(BALANCERS), default="auto", show_default=True, help="Who gets what."
 )
 @click.option(
     "--schedule", type=click.Choice(SCHEDULES), default="auto", show_default=True, help="What travels."

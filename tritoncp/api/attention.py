@@ -93,7 +93,7 @@ def _call_in_graph(
     enable_gqa: bool, return_lse: bool, kernel_options: dict[str, Any] | None, return_aux: AuxRequest | None,
     mesh: Any, positions: Tensor | None, sinks: Tensor | None, batch_offset: int | None,
 ) -> Any:  # fmt: skip
-    """Run :func:`flex_attention` in a graph: traced by Dynamo or another tracer, or on tensors without values.
+    """Run :func:`flex_attention` in a graph: traced, or on tensors without values.
 
     Raises Uncapturable for a mod or mask that the graph cannot carry.
     """
@@ -126,8 +126,8 @@ def _call(
     """Run :func:`flex_attention` outside of a graph that Dynamo traces."""
     if call_modes.is_traced(query):
         return _call_in_graph(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
-            mesh, positions, sinks, batch_offset,
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+            return_aux, mesh, positions, sinks, batch_offset,
         )  # fmt: skip
     if torch._C._is_any_autocast_enabled():
         query, key, value = call_modes.cast_for_autocast(query, key, value)

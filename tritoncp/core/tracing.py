@@ -1,23 +1,27 @@
 """How torch calls a user's mask_mod or score_mod: on index scalars, vmapped.
 
-`table[q_idx]` with a vmapped q_idx works only under torch's getitem-to-index transform, a private
-API; in the rooms that import torch alone it is used here and nowhere else.
+`table[q_idx]` with a vmapped q_idx works only if the index stays a tensor, which :class:`TensorIndexing` sees
+to.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tritoncp.core.host_copy import host
 from tritoncp.core.user_code import check_result, explained_errors
 
+aten = torch.ops.aten
 Mod = Callable[..., Tensor]
 InDims = tuple[int | None, ...]
 
@@ -45,10 +49,28 @@ def fresh_dispatch() -> Iterator[None]:
         yield
 
 
-def _getitem_to_index() -> AbstractContextManager[object]:
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # a second to import
+class TensorIndexing(TorchFunctionMode):
+    """Function mode in which indexing by 0-d tensors and ints is a gather.
 
-    return TransformGetItemToIndex()
+    Without it torch reads the value of a 0-d index, which vmap and tracing refuse. The results are those of
+    torch's private `TransformGetItemToIndex`; importing that one loads Dynamo, which takes a second.
+
+    >>> table = torch.arange(6).view(2, 3)
+    >>> with TensorIndexing():
+    ...     torch.vmap(lambda q, kv: table[q, kv])(torch.tensor([0, 1]), torch.tensor([2, 0]))
+    tensor([2, 3])
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            table, indices = args[0], tree_leaves(args[1])
+            if all(isinstance(index, Tensor | int) for index in indices):
+                gathers = [
+                    index if isinstance(index, Tensor) else torch.tensor(index, device=table.device)
+                    for index in indices
+                ]
+                return aten.index(table, gathers)
+        return func(*args, **(kwargs or {}))
 
 
 def vmapped(mod: Mod, *levels: InDims) -> Mod:
@@ -72,7 +94,7 @@ def vmapped(mod: Mod, *levels: InDims) -> Mod:
         batched = torch.vmap(batched, in_dims=in_dims)
 
     def call(*args: Tensor) -> Tensor:
-        with _getitem_to_index(), explained_errors(mod, kind):
+        with TensorIndexing(), explained_errors(mod, kind):
             return batched(*args)
 
     return call
@@ -134,14 +156,93 @@ class WideGradients(torch.fx.Interpreter):
         return dtype.is_floating_point and dtype.itemsize < self.dtype.itemsize
 
 
+class HostDispatchMode(TorchDispatchMode):
+    """Base of dispatch modes that run on the host only. For others torch loads Dynamo, which takes a second,
+    to exclude their `__torch_dispatch__` from compilation."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class GraphRecorder(HostDispatchMode):
+    """Dispatch mode that records the operations of a function as a torch.fx graph of aten operations.
+
+    `node.meta["val"]` is the result without data, on the device "meta"; tensors that are neither arguments
+    nor results are attributes of the graph's module. The graph is that of torch's `make_fx`, which loads
+    Dynamo and Inductor and takes a second for that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph, self.root = torch.fx.Graph(), torch.nn.Module()
+        self._nodes: dict[int, torch.fx.Node] = {}  # by id of the tensor
+        self._tensors: list[Tensor] = []  # keeps the ids in use
+        self._constants: set[torch.fx.Node] = set()  # made of Python numbers and captures
+
+    def record(self, fn: Mod, arguments: tuple[Tensor, ...]) -> torch.fx.GraphModule:
+        """Run ``fn`` and return its graph. Raises what ``fn`` raises, and RuntimeError where a Python value
+        depends on a tensor of the graph."""
+        for index, argument in enumerate(arguments):
+            self._note(argument, self.graph.placeholder(f"arg{index}_1"))
+        with self:
+            out = fn(*arguments)
+        self.graph.output(tree_map_only(Tensor, self._node, out))
+        return torch.fx.GraphModule(self.root, self.graph)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            parts = func.decompose(*args, **kwargs)
+        if parts is not NotImplemented:
+            return parts
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = [node for leaf in leaves if (node := self._nodes.get(id(leaf))) is not None]
+        inputs = [node for node in inputs if node.op != "get_attr"]
+        is_constant = self._constants.issuperset(inputs)
+        if torch.Tag.data_dependent_output in func.tags and not is_constant:
+            raise RuntimeError(f"{func} reads a value of the graph")
+        out = func(*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags:
+            return out
+        if func is aten.detach.default:
+            self._note(out, self._node(args[0]))
+            return out
+        node_args, node_kwargs = tree_map_only(Tensor, self._node, (args, kwargs))
+        target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        node = self.graph.call_function(target, node_args, node_kwargs)
+        self._note(out, node)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if func is aten.lift_fresh.default or (inputs and is_constant and not random):
+            self._constants.add(node)
+        return out
+
+    def _node(self, tensor: Tensor) -> torch.fx.Node:
+        """Return the node of a tensor, that of a new attribute if it is neither argument nor result."""
+        if id(tensor) not in self._nodes:
+            name = f"_tensor_constant{len(self._tensors)}"
+            self.root.register_buffer(name, tensor)
+            self._note(tensor, self.graph.get_attr(name))
+        return self._nodes[id(tensor)]
+
+    def _note(self, out: Any, node: torch.fx.Node) -> None:
+        """Note that ``node`` computes ``out``: a tensor, or a sequence of which each item gets a node."""
+        if isinstance(out, Tensor):
+            self._nodes[id(out)] = node
+            self._tensors.append(out)
+            node.meta["val"] = torch.empty(out.shape, dtype=out.dtype, device="meta")
+        elif isinstance(out, tuple | list):
+            node.meta["val"] = out
+            for index, item in enumerate(out):
+                self._note(item, self.graph.call_function(operator.getitem, (node, index)))
+
+
 def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.GraphModule | None:
     """Trace the mask_mod to a graph of int64 scalars (b, h, q_idx, kv_idx); None if it cannot be traced."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     scalars = tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
     try:
-        with torch.no_grad(), _getitem_to_index():
-            graph = make_fx(mask_mod)(*scalars)
+        with torch.no_grad(), TensorIndexing():
+            graph = GraphRecorder().record(mask_mod, scalars)
     except Exception:  # any error of the user's code: the mask_mod can still be evaluated pair by pair
         return None
     graph.graph.eliminate_dead_code()

@@ -35,6 +35,7 @@ from tritoncp.masks.mask import Mask
 from tritoncp.ops import signatures, tile_lookup
 from tritoncp.planning.balance import resolve_balancer
 from tritoncp.planning.build import build as build_plan
+from tritoncp.planning.build import build_all
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer
 
@@ -326,14 +327,10 @@ def _build_balanced(
     degree: int,
 ) -> dict[str, Plan]:
     """Build a plan for each mask, on one placement that balances the sum of their work."""
-    options: dict[str, Any] = {"balancer": balancer, "schedule": schedule, "degree": degree}
-    weighed = list(masks.values())
-    plans = {
-        name: build_plan(mask, world_size, rank, weighed=weighed, **options) for name, mask in masks.items()
-    }
-    # All share one object, so that sharding by one plan counts for all.
-    first = next(iter(plans.values()))
-    return {name: replace(one, q=first.q, kv=first.kv) for name, one in plans.items()}
+    plans = build_all(
+        list(masks.values()), world_size, rank, balancer=balancer, schedule=schedule, degree=degree
+    )
+    return dict(zip(masks, plans))
 
 
 @on_host

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -17,9 +17,10 @@ from torch import Tensor, fx
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.mods import source_cache
 from tritoncp.mods.recording import read_state
-from tritoncp.mods.translate.emit import count_load_axes, emit_source
 from tritoncp.mods.translate.graph_passes import release_source
-from tritoncp.mods.translate.trace import ModTrace, trace_mod
+
+if TYPE_CHECKING:
+    from tritoncp.mods.translate.trace import ModTrace
 
 JITFunction: TypeAlias = Any  # the result of @triton.jit; its class differs in the interpreter
 
@@ -264,6 +265,8 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         entry.reused, mod = True, entry.mod
         tensors = tuple([state.tensors[t] if isinstance(t, int) else t for t in entry.tensors])
         return mod.with_captures(tensors, mod.numbers) if tensors else mod
+    from tritoncp.mods.translate.trace import trace_mod  # loads Dynamo, which plans do without
+
     with _LOCK:  # tracing changes state of the whole process
         trace = trace_mod(fn, arguments == 5, dtype, state)
         mod = _build(trace)
@@ -284,6 +287,8 @@ def _check_kind(mod: Mod, arguments: int) -> None:
 
 
 def _build(trace: ModTrace) -> Mod:
+    from tritoncp.mods.translate.emit import count_load_axes, emit_source  # loads Dynamo
+
     source = emit_source(trace)
     module = source_cache.load(source)
     fn = module.score_mod if trace.is_score else module.mask_mod

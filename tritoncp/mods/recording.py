@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tritoncp.core.tracing import HostDispatchMode, TensorIndexing
 from tritoncp.core.user_code import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint
 
@@ -101,11 +101,9 @@ def _indices(index: int, device: torch.device) -> list[Tensor]:
 
 
 def _run(fn: Callable[..., Any], arguments: list[Tensor], recorder: _Recorder) -> None:
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # a second to import
-
     recorder.number(arguments)
     scores = [x for x in arguments if x.requires_grad]
-    with recorder, TransformGetItemToIndex():
+    with recorder, TensorIndexing():
         # A copy of the score: the function may edit it in place.
         out = fn(*[x.clone() if x.requires_grad else x for x in arguments])
     recorder.operations.append(("result", *map(recorder.describe, tree_leaves(out))))
@@ -115,7 +113,7 @@ def _run(fn: Callable[..., Any], arguments: list[Tensor], recorder: _Recorder) -
             torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(HostDispatchMode):
     """Dispatch mode that records each operation with its constants and the origins of its tensors."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from tritoncp.core.upload import upload
 from tritoncp.mods import Mod
 from tritoncp.mods.mod import arguments, structure_of
 from tritoncp.mods.translate import deterministic_sum
-from tritoncp.ops import call_mods, graph_inputs
+from tritoncp.ops import call_mods
 from tritoncp.reference.eager_engine import EagerEngine
 
 
@@ -222,6 +222,8 @@ def _score(
     """Return the score_mod with the captures of this call, and the buffers in the order of its ``wants``."""
     if spec.graph_score is not None:
         leaves = [tensor.detach().requires_grad_(i in spec.wants) for i, tensor in enumerate(captures)]
+        from tritoncp.ops import graph_inputs  # loads Dynamo, which plans do without
+
         mod = call_mods.score_of(graph_inputs.rebuild(spec.graph_score, leaves, ints), q)
         assert mod is not None
         buffers = {id(leaves[i]): grad for i, grad in zip(spec.wants, grads)}

@@ -9,7 +9,15 @@ the name of a balancer of this module, or a function of your own:
 [[0, 2, 4], [1, 3]]
 
 The balancers of this module give ranks equal numbers of blocks to within one, also where there are fewer
-blocks than ranks. A function of your own need not: shards are padded to the longest.
+blocks than ranks. A function of your own need not: shards are padded to the longest. ``tritoncp.balancers``
+maps the names to the functions:
+
+- "contiguous": even pieces in natural order: the fewest remote keys of windows, uneven work of causal masks
+- "head_tail": a piece from the front and one from the back: even for causal masks
+- "per_document": small documents whole, large ones in pairs of pieces
+- "ptrr": blocks by descending work in zig-zag, as torch deals them: even work, most keys travel
+- "locality": even work with the fewest remote keys; the slowest to compute
+- "auto" is no entry: `make_plan` then weighs all entries, and natural order, by predicted time
 """
 
 from __future__ import annotations
@@ -153,7 +161,8 @@ def resolve_balancer(balancer: str | Balancer) -> tuple[str, Balancer]:
         return getattr(balancer, "__name__", type(balancer).__name__), balancer
     if balancer not in balancers:
         raise ValueError(
-            f"unknown balancer {balancer!r}; known: {', '.join(sorted(balancers))}, or a function of your own"
+            f"unknown balancer {balancer!r}; known: auto, {', '.join(sorted(balancers))}, or a function of "
+            "your own"
         )
     return balancer, balancers[balancer]
 

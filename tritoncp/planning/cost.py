@@ -1,4 +1,4 @@
-"""The cost model of schedules: time and memory of a pass, from a plan's work and bytes.
+"""The cost model of schedules: time of a pass, from a plan's work and bytes.
 
 It ranks schedules; it does not predict a step to the microsecond.  All hardware figures are arguments and
 name their source.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tritoncp.planning import traffic
+from tritoncp.planning.memory import Shape, peak_under
 from tritoncp.planning.plan_data import PlanData
 
 BACKWARD_RATIO = 2.5  # time of the backward pass in units of the forward pass: five matrix products for two
@@ -41,38 +42,14 @@ NETWORK = Hardware("H100/H200, 400 Gb/s", 5.0e14, 4.5e10, 2.0e-5, 0.7, "datashee
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The shape of one attention layer. The ranking of schedules depends mainly on heads / kv_heads."""
-
-    batch: int = 1
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    v_head_dim: int = 128
-    itemsize: int = 2
-
-    @property
-    def row(self) -> int:
-        """Elements of one token's K and V, over the batch."""
-        return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
-
-    def state_bytes(self, rows: int) -> int:
-        """Bytes of the float32 state (acc, m, l) that ``rows`` query rows carry between traffic."""
-        return rows * self.batch * self.heads * (self.v_head_dim + 2) * 4
-
-    def seconds(self, pairs: Tensor, hardware: Hardware) -> Tensor:
-        """Forward time of ``pairs`` visible pairs per head, 2 (D + E) FLOPs each."""
-        return pairs * (2 * self.batch * self.heads * (self.head_dim + self.v_head_dim) / hardware.flops)
-
-
-@dataclass(frozen=True)
 class Cost:
-    """Seconds of the slowest rank's forward and backward pass, and bytes of memory beyond the shard."""
+    """Seconds of the slowest rank's forward and backward pass, and the most bytes of a rank in either beyond
+    its shards and results (:mod:`tritoncp.planning.memory`)."""
 
     schedule: str
     forward: float
     backward: float
-    memory: int
+    memory: int = 0
 
     @property
     def total(self) -> float:
@@ -86,7 +63,7 @@ def hardware_of(world_size: int) -> Hardware:
 
 def costs(plan: PlanData, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
     """Estimate the cost of every schedule for this plan's placement, cheapest first."""
-    ranks = _sample(plan.world_size)
+    ranks = sample(plan.world_size)
     pairs = _pairs(plan, ranks)
     views = [plan.for_rank(rank) for rank in ranks]
     estimates = (
@@ -95,10 +72,14 @@ def costs(plan: PlanData, shape: Shape, hardware: Hardware) -> tuple[Cost, ...]:
         _fetch(views, pairs, shape, hardware),
         _ulysses(plan, shape, hardware),
     )
-    return tuple(sorted(estimates, key=lambda cost: cost.total))
+    with_memory = (
+        replace(one, memory=max(peak_under(plan, one.schedule, ranks, shape)[:2])) for one in estimates
+    )
+    return tuple(sorted(with_memory, key=lambda cost: cost.total))
 
 
-def _sample(world_size: int) -> list[int]:
+def sample(world_size: int) -> list[int]:
+    """Return up to MAX_SAMPLED_RANKS ranks, evenly spaced: those whose cost is computed."""
     return (
         torch.linspace(0, world_size - 1, min(world_size, MAX_SAMPLED_RANKS)).round().int().unique().tolist()
     )
@@ -113,8 +94,14 @@ def _pairs(plan: PlanData, ranks: Sequence[int]) -> Tensor:
     )
 
 
+def _seconds(shape: Shape, pairs: Tensor, hardware: Hardware) -> Tensor:
+    """Forward time of ``pairs`` visible pairs per head, 2 (D + E) FLOPs each."""
+    flops = 2 * shape.batch * shape.heads * (shape.head_dim + shape.v_head_dim)
+    return pairs * (flops / hardware.flops)
+
+
 def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
-    compute = float(shape.seconds(pairs.sum(1).max(), hardware))
+    compute = float(_seconds(shape, pairs.sum(1).max(), hardware))
     own = plan.kv.s_max * shape.row
     rows, groups = (plan.world_size - 1) * own, len(traffic.head_groups(shape.kv_heads, own * shape.itemsize))
     gather = rows * shape.itemsize / hardware.bandwidth + groups * hardware.latency
@@ -122,15 +109,14 @@ def _allgather(plan: PlanData, pairs: Tensor, shape: Shape, hardware: Hardware) 
     exposed, hidden = gather / groups, gather * (groups - 1) / groups
     forward = exposed + max(compute, hidden)
     backward = exposed + max(BACKWARD_RATIO * compute, hidden + back * (groups - 1) / groups) + back / groups
-    memory = plan.world_size * plan.kv.s_max * shape.row * (shape.itemsize + 4) // groups * min(2, groups)
-    return Cost("allgather", forward, backward, memory)
+    return Cost("allgather", forward, backward)
 
 
 def _ring(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     size = views[0].kv.s_max * shape.row
     hop = size * shape.itemsize / hardware.bandwidth + hardware.latency
     follow = size * 4 / hardware.bandwidth + hardware.latency
-    times = shape.seconds(pairs, hardware)
+    times = _seconds(shape, pairs, hardware)
     forward = backward = 0.0
     for hops in zip(*(view.ring for view in views)):
         compute = max(float(times[i, h.owner]) if h.reads else 0.0 for i, h in enumerate(hops))
@@ -138,17 +124,15 @@ def _ring(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Hard
         follows = any(h.dkv_to is not None for h in hops)
         forward += max(compute, moves * hop)
         backward += max(BACKWARD_RATIO * compute, moves * hop + follows * follow)
-    memory = size * (2 * shape.itemsize + 8) + shape.state_bytes(views[0].s_local)
-    return Cost("ring", forward, backward, memory)
+    return Cost("ring", forward, backward)
 
 
 def _fetch(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Hardware) -> Cost:
     forward = backward = 0.0
-    most_received = 0
     remote_rows = views[0].traffic.clone().fill_diagonal_(0)
     for view, row in zip(views, pairs):
-        near = float(shape.seconds(row[view.rank], hardware))
-        far = float(shape.seconds(row.sum() - row[view.rank], hardware))
+        near = float(_seconds(shape, row[view.rank], hardware))
+        far = float(_seconds(shape, row.sum() - row[view.rank], hardware))
         share = shape.row // (shape.batch if view.batched else 1)
         received, sent_rows = remote_rows[view.rank], remote_rows[:, view.rank]
         receive_elements, send_elements, peers = (
@@ -164,8 +148,7 @@ def _fetch(views: Sequence[PlanData], pairs: Tensor, shape: Shape, hardware: Har
         forward = max(forward, max(near, receive_time) + far)
         tail = BACKWARD_RATIO * far * DKDV_SHARE + max(return_time, BACKWARD_RATIO * far * (1 - DKDV_SHARE))
         backward = max(backward, max(BACKWARD_RATIO * near, receive_time) + tail)
-        most_received = max(most_received, receive_elements * (shape.itemsize + 4))
-    return Cost("fetch", forward, backward, most_received + shape.state_bytes(views[0].s_local))
+    return Cost("fetch", forward, backward)
 
 
 def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
@@ -173,7 +156,7 @@ def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
     ranks if there are several."""
     degree = plan.degree_for(shape.heads)
     rows = plan.rows(degree, shape.heads)
-    ranks = _sample(rows.world_size)
+    ranks = sample(rows.world_size)
     views = [rows.for_rank(rank) for rank in ranks]
     pairs = _pairs(rows, ranks)
     q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
@@ -189,14 +172,8 @@ def _ulysses(plan: PlanData, shape: Shape, hardware: Hardware) -> Cost:
     forward_exchange = (out + keys * item) / rate + 3 * hardware.latency
     # Sends queries, gradients of outputs, lse and delta; receives gradients of queries.
     backward_exchange = (tokens * largest.heads * ((2 * d + e) * item + 8) + keys * (item + grad)) / rate
-    buffers = (
-        degree
-        * plan.s_local
-        * (largest.heads * (d + 2 * e) * item + largest.kv_heads * (d + e) * (item + grad))
-    )
-    memory = shape.batch * buffers + (inner.memory if rows.world_size > 1 else 0)
     backward = inner.backward + backward_exchange + (3 + summed) * hardware.latency
-    return Cost("ulysses", inner.forward + forward_exchange, backward, memory)
+    return Cost("ulysses", inner.forward + forward_exchange, backward)
 
 
 def format_reason(estimates: Sequence[Cost], hardware: Hardware) -> str:

@@ -11,6 +11,8 @@ from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_num
 from tritoncp.planning.cost import Hardware
 from tritoncp.planning.drawing.page import html
 from tritoncp.planning.drawing.picture import paint
+from tritoncp.planning.memory import Shape
+from tritoncp.planning.metrics import Metrics
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report import Facts, format_costs, format_text
 
@@ -51,17 +53,35 @@ class Plan(PlanData, BlockMaskInterface):
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:
-        """Format the costs of each schedule for this placement as a table.
+        """Format the costs of each schedule for this placement as a table, and the reason of the plan's order
+        and schedule.
 
         shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer; see
         :class:`tritoncp.planning.cost.Shape` for the defaults.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
-        >>> len(plan.explain(heads=16, kv_heads=16).splitlines())
-        7
+        >>> print(plan.explain(heads=16, kv_heads=16).splitlines()[-1])  # doctest: +ELLIPSIS
+        order ptrr, schedule ... (predicted ms a layer on H100/H200, NVLink: ...)
         """
-        return "\n".join(format_costs(Facts.of(self, hardware, **shape)))
+        reason = f" ({self.reason})" if self.reason else ""
+        choice = f"order {self.balancer}, schedule {self.schedule}{reason}"
+        return "\n".join([*format_costs(Facts.of(self, hardware, **shape)), choice])
+
+    @on_host
+    def metrics(self, **shape: int) -> Metrics:
+        """Predict evenness, bytes sent and memory of a layer: a NamedTuple, ``_asdict()`` is a plain dict.
+
+        shape: as for :meth:`explain`. "Does it fit?" is ``backward_peak_bytes`` plus what the model's other
+        layers keep, at least their ``shard_bytes``.
+
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> mask = create_block_mask(causal(), 1, 1, 65536, 65536)
+        >>> metrics = make_plan(mask, world_size=4, rank=0, schedule="ring").metrics(heads=16, kv_heads=16)
+        >>> metrics.forward_extra_bytes >> 20, metrics.backward_peak_bytes >> 20
+        (386, 1730)
+        """
+        return Metrics.of(self, Shape(**shape))
 
     @on_host
     def plot(

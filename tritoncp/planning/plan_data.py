@@ -188,7 +188,7 @@ class PlanData:
             summed = degree < self.world_size or key_traffic.share(kv_parts)  # of several ranks' parts
             row_bytes = stats if summed else itemsize
             sent += kv_rows * width * (keys * itemsize + len(kv_parts[at]) * (degree - 1) * row_bytes)
-        between = replace(self.rows(degree, heads), schedule=_between(self.schedule))
+        between = replace(self.rows(degree, heads), schedule=between_rows(self.schedule))
         rows, grad_rows = between._rows_sent(batch)
         return sent + len(kv_parts[at]) * width * (passes * rows * itemsize + backward * grad_rows * stats)
 
@@ -385,6 +385,6 @@ class PlanData:
         object.__setattr__(self, "handle", replace(self).pinned().handle)
 
 
-def _between(schedule: str) -> str:
+def between_rows(schedule: str) -> str:
     """Return the schedule between the rows of the mesh under "ulysses"."""
     return schedule.partition("+")[2] or "fetch"

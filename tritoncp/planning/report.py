@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tritoncp.masks.mask import Mask
 from tritoncp.planning import cost
+from tritoncp.planning.metrics import Metrics
 from tritoncp.planning.plan_data import PlanData
 
 WIDTH = 64  # characters across the mask
@@ -75,6 +76,11 @@ class Facts:
         estimates = self.costs if standard == self.shape else cost.costs(self.plan, standard, self.hardware)
         return estimates[0].schedule if estimates else self.plan.schedule
 
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Figures of the plan's own schedule."""
+        return Metrics.of(self.plan, self.shape)
+
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's queries, keys, values, outputs and lse."""
@@ -110,6 +116,7 @@ class Facts:
             "work": plan.work,
             "imbalance": plan.imbalance,
             "shard_bytes": self.shard_bytes,
+            "metrics": self.metrics._asdict(),
             "schedules": {
                 estimate.schedule: {
                     "forward_ms": estimate.forward * 1e3,
@@ -134,7 +141,16 @@ def format_lines(facts: Facts) -> list[Line]:
     plan, gap = facts.plan, Line("")
     parts = [Line(format_title(plan)), gap, *format_blocks(plan), gap, *format_work(plan)]
     parts += [gap, *map(Line, format_costs(facts))]
-    return [*parts, Line(f"shard of a rank (q, k, v, out, lse): {_mib(facts.shard_bytes)} MiB")]
+    parts.append(Line(f"shard of a rank (q, k, v, out, lse): {_mib(facts.shard_bytes)} MiB"))
+    return [*parts, Line(format_metrics(facts.metrics))]
+
+
+def format_metrics(metrics: Metrics) -> str:
+    """Format the memory of a layer and its remote keys as one line."""
+    return (
+        f"memory of a rank, most: forward {_mib(metrics.forward_peak_bytes)} MiB, backward with gradients "
+        f"{_mib(metrics.backward_peak_bytes)} MiB; {100 * metrics.remote_share:.3g} % of keys read are remote"
+    )
 
 
 def format_title(plan: PlanData) -> str:

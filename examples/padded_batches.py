@@ -1,0 +1,74 @@
+"""Train on padded batches: texts of several lengths, one in each batch row, padded on the right.
+
+    torchrun --nproc-per-node 4 examples/padded_batches.py
+
+The mask hides the padding as keys, labels of -100 hide it from the loss. Rows differ, so does their work: the
+plan deals the blocks of each row apart, and `shard` cuts every tensor accordingly.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import tritoncp
+
+SIZE, HEADS, DIM, VOCABULARY = 256, 2, 16, 64
+IGNORED = -100  # the label that cross_entropy leaves out
+LENGTHS = [256, 100, 31]  # tokens of each text
+
+
+def padded_batch(lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Tokens and labels [B, SIZE]; the label of a token is the next one of its text."""
+    texts = [
+        torch.randint(VOCABULARY, (n,), generator=torch.Generator().manual_seed(i))
+        for i, n in enumerate(lengths)
+    ]
+    tokens, labels = torch.zeros(len(texts), SIZE).long(), torch.full((len(texts), SIZE), IGNORED)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+        labels[row, : len(text) - 1] = text[1:]
+    return tokens, labels
+
+
+def mask_of(lengths: list[int]) -> tritoncp.Mask:
+    """Causal, without the padding as keys. Padding rows see the text, so that no row is without a key."""
+    ends = torch.tensor(lengths)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (kv < ends[b])
+
+    return tritoncp.create_block_mask(visible, len(lengths), None, SIZE, SIZE, BLOCK_SIZE=16)
+
+
+def loss_of(model: nn.ModuleDict, lengths: list[int], mesh: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's part of the mean loss of all labels; the parts of all ranks add up to it."""
+    tokens, labels = padded_batch(lengths)
+    count = (labels != IGNORED).sum()  # of the whole batch, not of a shard
+    plan = tritoncp.make_plan(mask_of(lengths), mesh)  # lengths differ in every batch, and so do plans
+    tokens, labels = tritoncp.shard(tokens, plan, dim=1), tritoncp.shard(labels, plan, dim=1, pad=IGNORED)
+    x = model["embed"](tokens).unflatten(2, (HEADS, DIM)).transpose(1, 2)
+    out = tritoncp.flex_attention(x, x, x, plan, mesh)
+    scores = model["head"](out.transpose(1, 2).flatten(2))
+    loss = nn.functional.cross_entropy(
+        scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return loss / count
+
+
+def train_step(mesh: dist.ProcessGroup | None = None) -> tuple[float, list[Tensor]]:
+    """Return the loss of the batch and the gradients of the weights, equal on all ranks."""
+    torch.manual_seed(0)
+    embed, head = nn.Embedding(VOCABULARY, HEADS * DIM), nn.Linear(HEADS * DIM, VOCABULARY)
+    model = nn.ModuleDict({"embed": embed, "head": head})
+    loss = loss_of(model, LENGTHS, mesh)
+    loss.backward()
+    results = [loss.detach(), *(weight.grad for weight in model.parameters())]
+    for total in results if mesh is not None else ():
+        dist.all_reduce(total, group=mesh)
+    return results[0].item(), results[1:]
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    print(f"rank {dist.get_rank()}: loss", train_step(dist.group.WORLD)[0])
+    dist.destroy_process_group()

@@ -1,0 +1,122 @@
+"""Measurement of the memory that one rank's schedule allocates, without kernels and without other ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tritoncp import Plan
+from tritoncp.distributed.collectives import AllGather, AllToAll, ReduceScatter, SendRecv, Ticket, Wait
+from tritoncp.distributed.schedules import schedule_of
+from tritoncp.planning.cost import Shape
+
+META = torch.device("meta")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Dispatch mode that counts the bytes of storages made in it that are alive, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live, self.peak = 0, 0
+        self._known: set[int] = set()
+
+    def ignore(self, tensors: list[Tensor]) -> None:
+        """Leave these tensors' memory out of the count."""
+        self._known |= {x.untyped_storage()._cdata for x in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if (
+                isinstance(x, Tensor)
+                and x.device == META
+                and (key := x.untyped_storage()._cdata) not in self._known
+            ):
+                self._known.add(key)
+                self.live += x.untyped_storage().nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(x.untyped_storage(), self._release, key, x.untyped_storage().nbytes())
+        return out
+
+    def _release(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.live -= nbytes
+
+
+class NoEngine:
+    """An engine that computes nothing."""
+
+    fused = False
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> Callable[[], None]:
+        return lambda: None
+
+    forward = delta = dq = dkdv = _nothing
+
+    def split(self, *args: Any) -> int:
+        return 1
+
+
+def drive(schedule: Any, world_size: int) -> Any:
+    """Run one rank's schedule; messages from other ranks arrive as uninitialised memory."""
+    answer: Any = None
+    while True:
+        try:
+            request = schedule.send(answer)
+        except StopIteration as stop:
+            return stop.value
+        if isinstance(request, Wait):
+            answer = request.ticket.result
+        else:
+            answer = Ticket(receive(request, world_size), (), request)
+
+
+def receive(request: Any, world_size: int) -> Any:
+    """Allocate the result of a collective as a process group does."""
+    match request:
+        case AllGather(x):
+            return x.new_empty(x.shape[0] * world_size, *x.shape[1:])
+        case ReduceScatter(x):
+            return x.new_empty(x.shape[0] // world_size, *x.shape[1:])
+        case AllToAll(x, _, takes):
+            return x.new_empty(sum(takes), *x.shape[1:])
+        case SendRecv(_, recvs):
+            return [x for _, x in recvs]
+
+
+def own_memory(grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a gradient as the op does, which copies views of larger memory."""
+    return grad.to(dtype, copy=grad.untyped_storage().nbytes() > grad.nbytes)
+
+
+def measure(plan: Plan, shape: Shape) -> tuple[int, int]:
+    """Return the bytes that the plan's rank allocates at most in a forward and in a backward pass, less those
+    of the results: out and lse, and dq, dk and dv."""
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shape.itemsize]
+    q, k, v, dout = (
+        torch.empty(shape.batch, heads, rows, dim, dtype=dtype, device=META)
+        for heads, rows, dim in (
+            (shape.heads, plan.s_local, shape.head_dim),
+            (shape.kv_heads, plan.kv.lengths[plan.rank], shape.head_dim),
+            (shape.kv_heads, plan.kv.lengths[plan.rank], shape.v_head_dim),
+            (shape.heads, plan.s_local, shape.v_head_dim),
+        )
+    )
+    schedule, extra = schedule_of(plan), []
+    with LiveBytes() as meter:
+        meter.ignore([q, k, v, dout])
+        out, lse, _ = drive(schedule.forward(plan, NoEngine(), q, k, v, False), plan.world_size)
+        extra.append(meter.peak - sum(x.untyped_storage().nbytes() for x in (out, lse)))
+    with LiveBytes() as meter:
+        meter.ignore([q, k, v, dout, out, lse])
+        parts = drive(schedule.backward(plan, NoEngine(), q, k, v, out, lse, dout, None), plan.world_size)
+        grads = [own_memory(part, dtype) for part in parts]
+        extra.append(meter.peak - sum(x.nbytes for x in grads))
+    return extra[0], extra[1]

@@ -1,0 +1,121 @@
+"""Tests of `balancer="auto"`: the cheapest order with its cheapest schedule, equal on all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tritoncp
+from tests.planning.test_traffic import CASES
+from tests.zoo import BALANCERS
+from tritoncp import and_masks, balancers, causal, create_block_mask, document, make_plan, sliding_window
+from tritoncp.cli import main
+from tritoncp.masks import Mask
+from tritoncp.planning import build, cost
+
+ORDERS = [*balancers, None]
+LENGTHS = [300, 4000, 900, 1500, 28, 1024, 440]
+MASKS: dict[str, Callable[[], Mask]] = {
+    "long causal": lambda: create_block_mask(causal(), 1, 1, 8192, 8192),
+    "long window": lambda: create_block_mask(and_masks(causal(), sliding_window(512)), 1, 1, 8192, 8192),
+    "long documents": lambda: create_block_mask(
+        and_masks(causal(), document(lengths=LENGTHS)), 1, 1, 8192, 8192
+    ),
+    **CASES,
+}
+
+
+def seconds(plan: tritoncp.Plan) -> float:
+    """Predicted time of the plan's schedule for the usual layer."""
+    estimates = cost.costs(plan, cost.Shape(), cost.hardware_of(plan.world_size))
+    return {one.schedule: one.total for one in estimates}[plan.schedule]
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 13])
+@pytest.mark.parametrize("name", MASKS)
+def test_auto_is_no_costlier_than_any_pair(name: str, world_size: int) -> None:
+    mask = MASKS[name]()
+    chosen = make_plan(mask, world_size=world_size, rank=0, balancer="auto")
+    for balancer in ORDERS:
+        plan = make_plan(mask, world_size=world_size, rank=0, balancer=balancer)
+        for estimate in cost.costs(plan, cost.Shape(), cost.hardware_of(world_size)):
+            assert seconds(chosen) <= estimate.total * (1 + 1e-8), (balancer, estimate.schedule)
+    assert chosen.balancer in {*balancers, "natural"}
+    assert f"{chosen.balancer} + {chosen.schedule}" in chosen.reason
+    assert all(f"{balancer or 'natural'} + " in chosen.reason for balancer in ORDERS)
+    assert chosen.reason in chosen.explain() and chosen.reason in str(chosen)
+
+
+@pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch", "ulysses", "ulysses+ring"])
+def test_an_explicit_schedule_leaves_the_balancers_to_weigh(schedule: str) -> None:
+    mask, key = MASKS["long documents"](), schedule.partition("+")[0]
+    chosen = make_plan(mask, world_size=8, rank=0, balancer="auto", schedule=schedule)
+    assert chosen.schedule == schedule
+    times = {}
+    for balancer in ORDERS:
+        plan = make_plan(mask, world_size=8, rank=0, balancer=balancer, schedule=schedule)
+        estimates = cost.costs(plan, cost.Shape(), cost.hardware_of(8))
+        times[plan.balancer] = next(one.total for one in estimates if one.schedule == key)
+    assert times[chosen.balancer] <= min(times.values()) * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_an_explicit_balancer_leaves_the_schedules_to_weigh(balancer: str | None) -> None:
+    plan = make_plan(MASKS["long documents"](), world_size=8, rank=0, balancer=balancer)
+    assert plan.balancer == (balancer or "natural") and "auto" not in plan.reason
+    estimates = cost.costs(plan, cost.Shape(), cost.hardware_of(8))
+    assert plan.schedule == estimates[0].schedule
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_rank_makes_the_same_choice(name: str) -> None:
+    plans = [make_plan(MASKS[name](), world_size=5, rank=rank, balancer="auto") for rank in range(5)]
+    assert len({(p.balancer, p.schedule, p.reason, p.digest) for p in plans}) == 1
+    assert [p.rank for p in plans] == list(range(5))
+
+
+def test_several_masks_share_the_order_of_least_total_time() -> None:
+    masks = {name: MASKS[name]() for name in ("long causal", "long window", "long documents")}
+    plans = make_plan(masks, world_size=8, rank=3, balancer="auto")
+    total = sum(map(seconds, plans.values()))
+    for balancer in ORDERS:
+        other = make_plan(masks, world_size=8, rank=3, balancer=balancer)
+        assert total <= sum(map(seconds, other.values())) * (1 + 1e-8)
+    assert len({plan.balancer for plan in plans.values()}) == 1
+    assert all(torch.equal(plan.positions, plans["long causal"].positions) for plan in plans.values())
+    assert {plan.rank for plan in plans.values()} == {3}
+
+
+def test_a_simulated_world_computes_with_the_chosen_plan() -> None:
+    world, mask = tritoncp.simulate(3), create_block_mask(causal(), 1, 1, 96, 96, BLOCK_SIZE=16)
+    plan = world.make_plan(mask, balancer="auto")
+    x = torch.randn(1, 2, 96, 16)
+    shards = world.shard(x, plan, dim=2)
+    out = world.unshard(world.flex_attention(shards, shards, shards, plan), plan, dim=2)
+    torch.testing.assert_close(out, tritoncp.flex_attention(x, x, x, mask))
+
+
+def test_a_slow_balancer_is_left_out_of_large_plans_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "SLOW_BALANCERS", {"locality": 100})
+    plan = make_plan(MASKS["long window"](), world_size=8, rank=0, balancer="auto")
+    assert plan.balancer == "contiguous" and "not weighed for its planning time: locality" in plan.reason
+    assert "locality + " not in plan.reason
+
+
+def test_one_rank_is_in_natural_order() -> None:
+    plan = make_plan(MASKS["long causal"](), world_size=1, rank=0, balancer="auto")
+    assert (plan.balancer, plan.reason) == ("natural", "")
+
+
+def test_the_command_recommends_the_cheapest_pair_for_a_window() -> None:
+    options = ["plan", "--mask", "causal & window(4K)", "--seq-len", "1M", "--world-size", "64", "--json"]
+    facts = json.loads(CliRunner().invoke(main, options, catch_exceptions=False).stdout)
+    times = {name: one["forward_ms"] + one["backward_ms"] for name, one in facts["schedules"].items()}
+    assert facts["balancer"] in ("contiguous", "locality") and facts["schedule"] == "fetch"
+    assert times["fetch"] < 9 and "ptrr + ulysses 72.5" in facts["reason"]
+    old = CliRunner().invoke(main, [*options, "--balancer", "ptrr"], catch_exceptions=False)
+    assert json.loads(old.stdout)["balancer"] == "ptrr"

@@ -1,0 +1,122 @@
+"""Tests of `plan.metrics()`: the predicted memory is that of the schedules' buffers, the bytes those sent."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import tritoncp
+from tests.planning.memory_meter import measure
+from tritoncp import Plan, and_masks, causal, create_block_mask, document, make_plan, sliding_window
+from tritoncp.cli import main
+from tritoncp.masks import Mask
+from tritoncp.planning.memory import Shape, peak
+from tritoncp.planning.metrics import Metrics
+
+N = 1 << 15
+TOLERANCE = 0.02  # of the measured peak, or of a MiB: index tensors are not predicted
+SHAPES = {
+    "usual": Shape(),
+    "one KV head": Shape(heads=4, kv_heads=1),
+    "wide keys, float32": Shape(head_dim=192, itemsize=4),
+    "two batch rows": Shape(batch=2, heads=8, kv_heads=4),
+}
+SCHEDULES = ["allgather", "ring", "fetch", "ulysses", "ulysses+ring"]
+
+
+def masks() -> dict[str, Mask]:
+    half = [[N // 2, N // 2], [N // 4, 3 * N // 4]]
+    return {
+        "causal": create_block_mask(causal(), 1, 1, N, N),
+        "window": create_block_mask(and_masks(causal(), sliding_window(2048)), 1, 1, N, N),
+        "uneven": create_block_mask(causal(), 1, 1, N - 5000, N - 5000),
+        "documents": create_block_mask(and_masks(causal(), document(lengths=half)), 2, 1, N, N),
+    }
+
+
+MASKS = masks()
+
+
+@pytest.mark.filterwarnings("ignore:.*heads cannot be divided")
+@pytest.mark.parametrize("balancer", ["ptrr", "contiguous"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", MASKS)
+def test_predicted_memory_is_that_of_the_schedules_buffers(
+    name: str, schedule: str, balancer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Plan, "tables", lambda *_: None)  # their bytes are not predicted
+    monkeypatch.setattr(Plan, "fetch_rows", lambda plan, device: plan.fetch.rows.to(device))
+    shapes = [SHAPES["two batch rows"]] if MASKS[name].B > 1 else SHAPES.values()
+    for world_size in (1, 4, 6):
+        plan = make_plan(MASKS[name], world_size=world_size, rank=0, balancer=balancer, schedule=schedule)
+        for view in {rank: plan.for_rank(rank) for rank in (0, world_size // 2, world_size - 1)}.values():
+            for shape in shapes:
+                for got, want in zip(peak(view, shape), measure(view, shape)):
+                    assert got == pytest.approx(want, rel=TOLERANCE, abs=TOLERANCE * 2**20), (
+                        view.rank,
+                        shape,
+                    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_figures_are_those_of_the_rank_that_has_the_most(schedule: str) -> None:
+    plan = make_plan(MASKS["window"], world_size=4, rank=2, balancer="contiguous", schedule=schedule)
+    layer = asdict(SHAPES["one KV head"])
+    metrics = plan.metrics(**layer)
+    views = [plan.for_rank(rank) for rank in range(4)]
+    peaks = [peak(view, SHAPES["one KV head"]) for view in views]
+    assert metrics == plan.for_rank(0).metrics(**layer)
+    assert metrics.forward_extra_bytes == max(one.forward for one in peaks)
+    assert metrics.backward_extra_bytes == max(one.backward for one in peaks)
+    forward = [view.bytes_sent(**layer, backward=False) for view in views]
+    assert metrics.forward_sent_bytes == max(forward)
+    assert metrics.backward_sent_bytes == max(v.bytes_sent(**layer) - f for v, f in zip(views, forward))
+    assert metrics.imbalance == plan.imbalance
+    remote = 1 - int(plan.traffic.trace()) / int(plan.traffic.sum())
+    assert metrics.remote_share == pytest.approx(remote) and 0 < remote < 0.5
+    rows = N // 4
+    assert metrics.gradient_bytes == rows * (4 * 128 * 2 + 2 * 128) * 2
+    assert metrics.shard_bytes == metrics.gradient_bytes + rows * 4 * 4
+    assert metrics.backward_peak_bytes == (
+        metrics.shard_bytes + metrics.gradient_bytes + metrics.backward_extra_bytes
+    )
+
+
+def test_one_rank_sends_nothing_and_needs_delta_alone() -> None:
+    metrics = make_plan(MASKS["causal"]).metrics(heads=4, kv_heads=4)
+    assert metrics.forward_sent_bytes == metrics.backward_sent_bytes == metrics.forward_extra_bytes == 0
+    assert metrics.backward_extra_bytes == N * 4 * 4 and metrics.remote_share == 0
+
+
+def test_a_gather_of_everything_needs_more_than_the_keys_that_are_seen() -> None:
+    extra = {
+        schedule: make_plan(
+            MASKS["window"], world_size=8, rank=0, balancer="contiguous", schedule=schedule
+        ).metrics(kv_heads=32)
+        for schedule in ("allgather", "fetch")
+    }
+    assert extra["fetch"].backward_peak_bytes < extra["allgather"].backward_peak_bytes / 2
+
+
+def test_the_command_shows_the_figures() -> None:
+    options = ["plan", "--mask", "causal", "--seq-len", "32K", "--world-size", "4", "--heads", "8"]
+    facts = json.loads(CliRunner().invoke(main, [*options, "--json"], catch_exceptions=False).stdout)
+    plan = make_plan(MASKS["causal"], world_size=4, rank=0, balancer="auto")
+    assert Metrics(**facts["metrics"]) == plan.metrics(heads=8)
+    own = facts["schedules"][plan.schedule]["extra_bytes"]
+    assert own == max(facts["metrics"]["forward_extra_bytes"], facts["metrics"]["backward_extra_bytes"])
+    text = CliRunner().invoke(main, options, catch_exceptions=False).stdout
+    assert f"{plan.metrics(heads=8).backward_peak_bytes / 2**20:.1f} MiB" in text.splitlines()[-1]
+
+
+def test_metrics_of_a_real_layer_bound_its_tensors() -> None:
+    world = tritoncp.simulate(2)
+    plan = world.make_plan(create_block_mask(causal(), 1, 1, 512, 512), schedule="ring")
+    shards = world.shard(torch.randn(1, 2, 512, 16, dtype=torch.bfloat16), plan, dim=2)
+    (out, _), (lse, _) = world.flex_attention(shards, shards, shards, plan, return_lse=True)
+    nbytes = 3 * shards[0].nbytes + out.nbytes + lse.nbytes
+    assert nbytes == plan.metrics(heads=2, kv_heads=2, head_dim=16, v_head_dim=16).shard_bytes

@@ -1,0 +1,227 @@
+"""Memory of one rank's pass beyond its shards: the buffers of each schedule at their largest.
+
+Each function follows the allocations of the schedule of its name in `tritoncp.distributed.schedules`, where
+messages live until the next one has started. Results (out, lse, dq, dk, dv) are no part of the sums; tables,
+captured tensors and the kernels' own partial sums, tens of MiB, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from tritoncp.planning import traffic
+from tritoncp.planning.plan_data import PlanData, between_rows
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of one attention layer. The ranking of schedules depends mainly on heads / kv_heads."""
+
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    v_head_dim: int = 128
+    itemsize: int = 2
+
+    @property
+    def row(self) -> int:
+        """Elements of one token's K and V, over the batch."""
+        return self.batch * self.kv_heads * (self.head_dim + self.v_head_dim)
+
+
+class Peak(NamedTuple):
+    """Bytes that a pass allocates at most, less those of its results; ``start``: forward, before its first
+    message."""
+
+    forward: int
+    backward: int
+    start: int = 0
+
+
+class Sizes(NamedTuple):
+    """Bytes of a rank's tensors. "Wide" is float32, or float64 for float64 tensors.
+
+    kv, wide_kv: K and V of this rank's rows; padded: of the longest shard's rows
+    q, wide_q: queries and their gradient; o: out; stat: a number for each row and query head, as lse
+    """
+
+    kv: int
+    wide_kv: int
+    padded: int
+    wide_padded: int
+    q: int
+    wide_q: int
+    o: int
+    wide_o: int
+    stat: int
+
+    @classmethod
+    def of(cls, plan: PlanData, shape: Shape) -> Sizes:
+        return cls._of(shape, plan.s_local, plan.kv.lengths[plan.rank], plan.kv.s_max)
+
+    @classmethod
+    def padded_rows(cls, plan: PlanData, shape: Shape) -> Sizes:
+        """Bytes of a shard of the longest one's rows."""
+        return cls._of(shape, plan.q.s_max, plan.kv.s_max, plan.kv.s_max)
+
+    @classmethod
+    def _of(cls, shape: Shape, q_rows: int, kv_rows: int, most_kv_rows: int) -> Sizes:
+        item, wide = shape.itemsize, max(4, shape.itemsize)
+        keys, longest = kv_rows * shape.row, most_kv_rows * shape.row
+        rows = q_rows * shape.batch * shape.heads
+        q, o = rows * shape.head_dim, rows * shape.v_head_dim
+        return cls(
+            keys * item, keys * wide, longest * item, longest * wide, q * item, q * wide, o * item, o * wide,
+            rows * wide,
+        )  # fmt: skip
+
+    @property
+    def state(self) -> int:
+        """(acc, m, l), carried between steps."""
+        return self.wide_o + 2 * self.stat
+
+    @property
+    def results(self) -> int:
+        """dq, dk and dv."""
+        return self.q + self.kv
+
+    def backward(self, *moments: int) -> int:
+        """Peak of a backward pass that holds these bytes beside delta and wide dQ while it runs, and at its
+        end wide gradients beside the results."""
+        rounding = self.wide_padded + (self.wide_q if self.wide_q > self.q else 0)
+        return max(max(moments) + self.stat + self.wide_q - self.results, rounding)
+
+
+def peak(plan: PlanData, shape: Shape) -> Peak:
+    """Predict the peak of this rank under the plan's schedule."""
+    if plan.world_size == 1:
+        return Peak(0, Sizes.of(plan, shape).stat)
+    schedule = plan.schedule.partition("+")[0]
+    return {"allgather": _allgather, "ring": _ring, "fetch": _fetch, "ulysses": _ulysses}[schedule](
+        plan, shape
+    )
+
+
+def peak_under(plan: PlanData, schedule: str, ranks: Sequence[int], shape: Shape) -> Peak:
+    """Predict the largest peaks of these ranks under a schedule that need not be the plan's."""
+    other = replace(plan, schedule=schedule, handle=None)
+    peaks = [peak(other.seen_by(rank), shape) for rank in ranks]
+    return Peak(*map(max, zip(*peaks, strict=True)))
+
+
+def _allgather(plan: PlanData, shape: Shape) -> Peak:
+    size, world = Sizes.of(plan, shape), plan.world_size
+    groups = traffic.head_groups(shape.kv_heads, size.padded)
+    last = size.padded * groups[-1] // shape.kv_heads
+    both = size.padded * (world + 1)  # messages and gathered buffers of two head groups
+    grads = size.wide_padded * (world + 1)  # gradients for all ranks, and this rank's sums
+    # At the end: the last group's keys, all gradients, and the joined sums.
+    end = last * (world + 1) + grads + size.wide_padded
+    dq = size.q + size.stat
+    first = both - size.padded * groups[0] // shape.kv_heads + grads * groups[0] // shape.kv_heads
+    first = first if len(groups) > 1 else 0
+    return Peak(both, max(end, first) + dq - size.q - size.kv)
+
+
+def _ring(plan: PlanData, shape: Shape) -> Peak:
+    size, hops = Sizes.of(plan, shape), plan.ring
+    last = max((turn for turn, hop in enumerate(hops) if hop.previous is not None), default=-1)
+    buffers = size.padded * (1 if last < 0 else 2)
+    moments, kept = [], 0  # gradients that the last message keeps: what it sent, and what it received
+    for turn, hop in enumerate(hops):
+        is_new = turn > 0 and hop.holds and hops[turn - 1].dkv_next is None
+        received = (hop.dkv_next is not None) + (hop.dkv_home is not None)
+        gradients = 1 + kept + is_new + received
+        moments.append((buffers if turn <= last else size.padded) + size.wide_padded * gradients)
+        kept = (turn > 0 and hop.dkv_to is not None) + received
+    return Peak(buffers + size.state, size.backward(*moments), buffers + size.state)
+
+
+def _fetch(plan: PlanData, shape: Shape) -> Peak:
+    size = Sizes.of(plan, shape)
+    width = shape.row // (shape.batch if plan.batched else 1)
+    remote = plan.traffic.clone().fill_diagonal_(0)
+    sends, takes = remote[:, plan.rank], remote[plan.rank]
+    sent, fetched = int(sends.sum()) * width, int(takes.sum()) * width
+    item, wide = shape.itemsize, max(4, shape.itemsize)
+    copies = 2 if plan.batched and shape.batch > 1 else 1  # rows of each batch row, one after the other
+    request = sent * item + max(copies * size.kv, fetched * item)
+    local = size.kv + size.wide_kv  # K and V, and their gradient
+    part = int(sends.max()) * width * wide  # of one rank, added to the gradient
+    returning = local + fetched * (item + wide) + sent * wide + max(sent * item, part)
+    start = copies * size.kv + sent * item
+    return Peak(size.state + request, size.backward(start, returning), size.state + start)
+
+
+class Exchange(NamedTuple):
+    """Bytes of the exchange of sequence for heads.
+
+    size, sends: of this rank's rows, and of what it sends of them: the rows of the longest shard, each KV
+    head for each of its readers; whole: this rank's heads, of all tokens of its row of ranks
+    one_rows, one_dim: whether queries and keys have equally many rows, and keys and values equally many
+    channels; such tensors travel in one message
+    summed: whether dK and dV are sums over several ranks, and wide
+    inner: peak of the schedule between rows of ranks
+    """
+
+    size: Sizes
+    sends: Sizes
+    whole: Sizes
+    one_rows: bool
+    one_dim: bool
+    summed: bool
+    inner: Peak
+
+    @classmethod
+    def of(cls, plan: PlanData, shape: Shape) -> Exchange:
+        degree = plan.degree_for(shape.heads)
+        rows, at = plan.rows(degree, shape.heads), plan.rank % degree
+        q_heads, kv_heads = traffic.trade(shape.heads, shape.kv_heads, degree)
+        own = replace(shape, heads=len(q_heads[at]), kv_heads=len(kv_heads[at]))
+        sent_shape = replace(shape, kv_heads=sum(map(len, kv_heads)))
+        between = replace(rows, schedule=between_rows(plan.schedule), handle=None)
+        return cls(
+            Sizes.of(plan, shape),
+            Sizes.padded_rows(plan, sent_shape),
+            Sizes.of(rows, own),
+            plan.q.s_max == plan.kv.s_max,
+            shape.head_dim == shape.v_head_dim,
+            rows.world_size > 1 or traffic.share(kv_heads),
+            peak(between, own),
+        )
+
+
+def _ulysses(plan: PlanData, shape: Shape) -> Peak:
+    """Peak of the exchange of sequence for heads, the pass over this rank's heads, and the exchange back."""
+    x = Exchange.of(plan, shape)
+    values = shape.v_head_dim / (shape.head_dim + shape.v_head_dim)  # share of V in K and V
+    sent, received = x.sends.q + x.sends.kv, x.whole.q + x.whole.kv
+    last = (sent if x.one_rows else x.sends.kv) if x.one_dim else int(x.sends.kv * values)
+    results = x.whole.o + x.whole.stat
+    running = received + results + max(last + x.inner.start, x.inner.forward)
+    leaving = received + results + x.whole.stat + x.sends.stat + x.sends.o + x.size.o
+    forward = max(sent + received, running, leaving) - x.size.o - x.size.stat
+
+    sent += x.sends.o + 2 * x.sends.stat
+    received += x.whole.o + 2 * x.whole.stat
+    running = received + 2 * (x.whole.stat + x.sends.stat) + _heads_backward(x)
+    grads, own, back = (one.q + (one.wide_kv if x.summed else one.kv) for one in (x.whole, x.size, x.sends))
+    # Gradients that share a message are copied into it, and so are views of a joint buffer of dK and dV.
+    copied = x.whole.wide_kv if x.summed else x.whole.kv if x.one_dim else 0
+    if x.one_rows and (not x.summed or x.size.wide_q == x.size.q):
+        copied = grads - (0 if x.one_dim or x.summed else int(x.whole.kv * values))
+    returning = grads + own + back + copied
+    return Peak(forward, x.size.stat + max(sent + received, running, returning) - x.size.results)
+
+
+def _heads_backward(x: Exchange) -> int:
+    """Peak of the backward pass over this rank's heads, results included."""
+    whole = x.whole
+    if x.inner.start:  # several rows of ranks
+        return whole.results + x.inner.backward
+    if x.summed:  # a ring of one rank, then dQ is rounded
+        return whole.stat + whole.wide_q + whole.wide_kv + max(whole.kv, whole.q)
+    return whole.stat + whole.results
