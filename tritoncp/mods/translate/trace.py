@@ -228,7 +228,7 @@ class _OperationChecks(TorchDispatchMode):
             raise Untranslatable(str(func), _user_line(), "the shape of its result depends on data")
         if getattr(func, "_schema", None) is not None and func._schema.is_mutable and args:
             target = args[0]
-            if not isinstance(target, FakeTensor) or target.ndim or any(t is target for t in self._views):
+            if not isinstance(target, FakeTensor) or any(t is target for t in self._views):
                 raise Untranslatable(
                     str(func), _user_line(), "an edit in place of a captured tensor or a view"
                 )

@@ -23,8 +23,13 @@ from tritoncp.mods.translate.symbolic import Block, Index, Lazy, Scalar, Value, 
 
 
 def op_name(node: fx.Node) -> str:
-    """The name of a node's aten operation without its overload; edits in place lose their last underscore."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", str(node.target))
+    """`op_base_name` of a node's operation."""
+    return op_base_name(node.target)
+
+
+def op_base_name(op: Any) -> str:
+    """The name of an aten operation without its overload; edits in place lose their last underscore."""
+    name = getattr(getattr(op, "overloadpacket", None), "__name__", str(op))
     return name if name.startswith("__") else name.removesuffix("_")
 
 
