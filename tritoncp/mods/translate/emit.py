@@ -52,7 +52,7 @@ _IDENTITIES = frozenset(
     ["clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous", "positive", "view_as"]
 )
 _FILL_VALUES = {
-    **dict.fromkeys(("zeros", "new_zeros", "zeros_like"), 0),
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like", "_efficientzerotensor"), 0),
     **dict.fromkeys(("empty", "new_empty", "empty_like", "empty_permuted", "empty_strided"), 0),
     **dict.fromkeys(("ones", "new_ones", "ones_like"), 1),
 }
@@ -314,7 +314,7 @@ class Writer:
                 return self._value(step.args[0])
             else:
                 assert step.op == "call_function", "a decomposition with constants"
-                self.values[step] = self._call(step)
+                self.values[step] = self._operation(step)
         raise AssertionError("a graph ends in its output")
 
     def _fill(self, node: fx.Node, name: str, result: Tensor) -> Scalar | Lazy:

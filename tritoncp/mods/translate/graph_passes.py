@@ -252,9 +252,9 @@ def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:
 
 def _hypot(a: Tensor, b: Tensor) -> Tensor:
     high, low = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
-    plain = (high == 0) | torch.isinf(high)
-    ratio = low / torch.where(plain, 1, high)
-    return torch.where(plain, high, high * torch.sqrt(ratio * ratio + 1))
+    ratio = low / torch.where(high == 0, 1, high)
+    infinite = torch.isinf(a) | torch.isinf(b)
+    return torch.where(infinite, float("inf"), high * torch.sqrt(ratio * ratio + 1))
 
 
 def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:

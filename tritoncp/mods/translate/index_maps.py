@@ -28,7 +28,7 @@ from tritoncp.mods.translate.symbolic import (
     fixed_dim,
 )
 
-MAX_UNROLLED = 128  # elements of one reduction, or of the gradient of one short tensor
+MAX_UNROLLED = 64  # elements of one reduction, or of a short gradient; 128 take minutes to compile for sm_90
 ZERO = Index(constant(0, torch.int64), None)
 _ANY = Interval(0, 2**63 - 1)
 
@@ -37,9 +37,9 @@ class TooLong(NotImplementedError):
     """A tensor of which every element would be computed for each pair has more than MAX_UNROLLED elements."""
 
     remedy = (
-        "A sum over a head dimension, as q_rope[i] * k_rope[j]: concatenate these rows to q and k along the "
-        "head dimension (pass scale=), which is the same sum and much faster, or unroll it by hand, in parts. "
-        "A reduction that depends on no index: compute it once outside, and capture the result."
+        "A product of rows, as q_rope[i] @ k_rope[j]: fold it into q and k, that is, concatenate q_rope / scale "
+        "to q and k_rope to k along the head dimension, which gives the same scores and is much faster; or "
+        "unroll it into parts. A reduction that depends on no index: compute it once outside, and capture it."
     )
 
     def __init__(self, size: int) -> None:

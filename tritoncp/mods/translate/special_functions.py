@@ -135,13 +135,13 @@ def atanh(x):
 @triton.jit
 def fmax(a, b):
     """The larger operand; the other one where one is NaN."""
-    return tl.where(a != a, b, tl.where(b != b, a, tl.where(a > b, a, b)))
+    return tl.where(a != a, b, tl.where(b != b, a, tl.where(a >= b, a, b)))
 
 
 @triton.jit
 def fmin(a, b):
     """The smaller operand; the other one where one is NaN."""
-    return tl.where(a != a, b, tl.where(b != b, a, tl.where(a < b, a, b)))
+    return tl.where(a != a, b, tl.where(b != b, a, tl.where(a <= b, a, b)))
 
 
 @triton.jit
