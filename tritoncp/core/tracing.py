@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from tritoncp.core.host_copy import host
@@ -50,6 +51,59 @@ def _getitem_to_index() -> AbstractContextManager[object]:
     return TransformGetItemToIndex()
 
 
+class IndexByTensors(TorchFunctionMode):
+    """Function mode that makes x[i, :, j] with 0-d tensors i, j a gather, which may be vmapped.
+
+    Without it, torch reads the value of a 0-d index. torch's own mode takes no slices beside tensors, and its
+    gradients are wrong under vmap where x is vmapped, or a row: it sums them over the vmapped dimension.
+
+    gather: (x, indices of its first dimensions) -> the element or row
+
+    >>> table = torch.arange(6).view(2, 3)
+    >>> with IndexByTensors():
+    ...     torch.vmap(lambda i: table[:, i].sum())(torch.arange(3))
+    tensor([3, 5, 7])
+    """
+
+    def __init__(self, gather: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None) -> None:
+        super().__init__()
+        self.gather = gather or _gather
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            items = args[1] if isinstance(args[1], tuple) else (args[1],)
+            parts = _tensors_first(args[0], items)
+            if parts is not None:
+                return self.gather(*parts)
+        return func(*args, **(kwargs or {}))
+
+
+def _gather(x: Tensor, indices: tuple[Any, ...]) -> Tensor:
+    tensors = [
+        i if isinstance(i, Tensor) else torch.tensor(i, dtype=torch.int64, device=x.device) for i in indices
+    ]
+    return torch.ops.aten.index(x, tensors)
+
+
+def _tensors_first(x: Any, items: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]] | None:
+    """A view of x, and the indices of its first dimensions, that make x[items]; None if it is no gather."""
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    if not isinstance(x, Tensor) or not tensors:
+        return None
+    plain = [isinstance(item, Tensor | int) and not isinstance(item, bool) for item in items]
+    if all(plain):
+        return x, items
+    sliced = all(p or isinstance(i, slice) or i is Ellipsis for p, i in zip(plain, items))
+    if not sliced or any(t.ndim or t.dtype in (torch.bool, torch.uint8) for t in tensors):
+        return None
+    if Ellipsis in [i for i in items if not isinstance(i, Tensor)]:
+        at = next(n for n, item in enumerate(items) if item is Ellipsis)
+        items = (*items[:at], *[slice(None)] * (x.ndim - len(items) + 1), *items[at + 1 :])
+    view = x[tuple(item if isinstance(item, slice) else slice(None) for item in items)]
+    dims = [n for n, item in enumerate(items) if not isinstance(item, slice)]
+    return view.movedim(dims, list(range(len(dims)))), tuple(items[d] for d in dims)
+
+
 def vmapped(mod: Mod, *levels: InDims) -> Mod:
     """Apply torch.vmap to mod once for each of `levels` (in_dims), the innermost first.
 
@@ -61,7 +115,7 @@ def vmapped(mod: Mod, *levels: InDims) -> Mod:
         mod = torch.vmap(mod, in_dims=in_dims)
 
     def call(*args: Tensor) -> Tensor:
-        with _getitem_to_index():
+        with IndexByTensors():
             return mod(*args)
 
     return call
@@ -129,7 +183,7 @@ def graph_of(mask_mod: Mod, device: str | torch.device = "cpu") -> torch.fx.Grap
 
     scalars = tuple(torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
     try:
-        with torch.no_grad(), _getitem_to_index():
+        with torch.no_grad(), _getitem_to_index(), IndexByTensors(lambda x, i: x[i]):
             graph = make_fx(mask_mod)(*scalars)
     except Exception:  # any error of the user's code: the mask_mod can still be evaluated pair by pair
         return None

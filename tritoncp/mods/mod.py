@@ -319,9 +319,7 @@ def _build(trace: ModTrace) -> Mod:
         names = _ARGUMENTS[6 if trace.is_score else 5].split(", ")
         refusal = Refusal(tuple(names), error)
         numbers, digest = trace.numbers, source_cache.digest_of(source)
-        return Mod(
-            digest, source, refusal, None, trace.tensors, numbers, trace.wants, trace.forward, None
-        )
+        return Mod(digest, source, refusal, None, trace.tensors, numbers, trace.wants, trace.forward, None)
 
 
 def _build_kernels(trace: ModTrace) -> Mod:

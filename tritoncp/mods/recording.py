@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tritoncp.core.tracing import IndexByTensors
 from tritoncp.mods.captures import describe, origin
 from tritoncp.mods.fingerprint import Fingerprint
 
@@ -105,7 +106,7 @@ def _run(fn: Callable[..., Any], arguments: list[Tensor], recorder: _Recorder) -
 
     recorder.number(arguments)
     scores = [x for x in arguments if x.requires_grad]
-    with recorder, TransformGetItemToIndex():
+    with recorder, TransformGetItemToIndex(), IndexByTensors(lambda x, indices: x[indices]):
         # A copy of the score: the function may edit it in place.
         out = fn(*[x.clone() if x.requires_grad else x for x in arguments])
     recorder.operations.append(("result", *map(recorder.describe, tree_leaves(out))))

@@ -1,4 +1,4 @@
-"""Functions of scores in both engines against float64 dense attention, and their accuracy and special values."""
+"""Functions of scores in both engines against float64 dense attention; their accuracy and special values."""
 
 from __future__ import annotations
 
@@ -70,11 +70,16 @@ def check_attention(
 ) -> None:
     """Compare out and gradients of a float64 call with dense attention."""
     g = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, 2, length, 16, dtype=torch.float64, generator=g).requires_grad_() for _ in "qkv")
+    q, k, v = (
+        torch.randn(1, 2, length, 16, dtype=torch.float64, generator=g).requires_grad_() for _ in "qkv"
+    )
     upstream = torch.randn(q.shape, dtype=torch.float64, generator=g)
     leaves = [q, k, v, *(c for c in captures if c.requires_grad)]
     results = []
-    for run in (lambda: tritoncp.flex_attention(q, k, v, score_mod=score), lambda: dense_attention(q, k, v, None, score).out):
+    for run in (
+        lambda: tritoncp.flex_attention(q, k, v, score_mod=score),
+        lambda: dense_attention(q, k, v, None, score).out,
+    ):
         out = run()
         results.append([out, *torch.autograd.grad(out, leaves, upstream, materialize_grads=True)])
     for actual, expected in zip(*results, strict=True):
@@ -142,7 +147,23 @@ UNARY = [
     "nan_to_num", "signbit", "sgn", "logit",
 ]  # fmt: skip
 BINARY = ["atan2", "copysign", "fmax", "fmin", "hypot"]
-SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, math.inf, -math.inf, math.nan, 1e30, -1e30, 1e-30, -1e-30]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    2.0,
+    -2.0,
+    0.5,
+    -0.5,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1e30,
+    -1e30,
+    1e-30,
+    -1e-30,
+]
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
@@ -182,7 +203,10 @@ def test_special_pairs(name: str, dtype: torch.dtype) -> None:
 
 
 @hypothesis.settings(max_examples=25, deadline=None)
-@hypothesis.given(st.lists(st.floats(width=32), min_size=1, max_size=12), st.sampled_from([n for n in UNARY + BINARY if n != "nan_to_num"]))
+@hypothesis.given(
+    st.lists(st.floats(width=32), min_size=1, max_size=12),
+    st.sampled_from([n for n in UNARY + BINARY if n != "nan_to_num"]),
+)
 def test_any_float(numbers: list[float], name: str) -> None:
     """The value of any float, also subnormal, is torch's value in float64."""
     fn = getattr(torch, name)

@@ -230,7 +230,7 @@ def branch(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def data_dependent_index(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return IDS[:, q][b] > k
+    return IDS[0, q:][0] > k
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {

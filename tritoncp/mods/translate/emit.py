@@ -30,7 +30,6 @@ from tritoncp.mods.translate.symbolic import (
     Indices,
     Lazy,
     Scalar,
-    Sparse,
     Value,
     as_rep,
     fixed_dim,
@@ -57,7 +56,18 @@ _FILL_VALUES = {
     **dict.fromkeys(("ones", "new_ones", "ones_like"), 1),
 }
 _RULED = frozenset(
-    ["full", "full_like", "new_full", "scalar_tensor", "arange", "where", "masked_fill", "clamp", "copy", "to"]
+    [
+        "full",
+        "full_like",
+        "new_full",
+        "scalar_tensor",
+        "arange",
+        "where",
+        "masked_fill",
+        "clamp",
+        "copy",
+        "to",
+    ]
 ).union(_IDENTITIES, _FILL_VALUES, UNARY, BINARY, COMPARE, VIEWS, SHORT_TENSORS, gradient.RULES)
 
 
@@ -94,7 +104,10 @@ def _emit_function(name: str, arguments: str, lines: list[str]) -> str:
 
 
 def _emit_header(trace: ModTrace, body: str) -> str:
-    from tritoncp.mods.translate import special_functions, triton_helpers  # load Triton, which plans do without
+    from tritoncp.mods.translate import (
+        special_functions,
+        triton_helpers,
+    )  # load Triton, which plans do without
 
     kind = f"score_mod ({TRITON_NAME[trace.dtype]} scores)" if trace.is_score else "mask_mod"
     lines = [f'"""The {kind} `{trace.name}`, translated from Python by tritoncp.', ""]

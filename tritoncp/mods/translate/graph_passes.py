@@ -196,13 +196,6 @@ def release_source(module: fx.GraphModule) -> None:
 
 # -- decompositions --------------------------------------------------------------------------------------
 
-# Their decompositions end in operations of torch.prims that have no rule and no derivative.
-_TO_PRIMS = frozenset(
-    ["i0", "igamma", "igammac", "nextafter", "gcd", "lcm", "frexp", "native_layer_norm", "native_group_norm"]
-    + ["special_i0e", "special_i1", "special_i1e", "special_erfcx", "special_log_ndtr", "special_ndtri"]
-    + ["special_bessel_j0", "special_bessel_j1", "special_spherical_bessel_j0", "special_zeta", "cumprod"]
-)
-
 
 @functools.lru_cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -210,7 +203,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table = {
         op: decomposition
         for op, decomposition in global_decomposition_table["post_autograd"].items()
-        if isinstance(op, torch._ops.OpOverload) and op._schema.name.split("::")[1] not in _TO_PRIMS
+        if isinstance(op, torch._ops.OpOverload)
     }
     products = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
     return table | dict.fromkeys(products, _sum_of_products) | {

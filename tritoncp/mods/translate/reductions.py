@@ -122,7 +122,9 @@ def reduce(
             elements.append(source.at(tuple(next(numbers) if i is None else i for i in template)))
         return fold(block, dtype, elements)
 
-    result = tuple(fixed_dim(1) if i in reduced else d for i, d in enumerate(shape) if keep or i not in reduced)
+    result = tuple(
+        fixed_dim(1) if i in reduced else d for i, d in enumerate(shape) if keep or i not in reduced
+    )
     return Lazy(result, dtype, functools.cache(at)) if result else at(())
 
 
@@ -284,10 +286,12 @@ def _split(block: Block, node: fx.Node, inputs: list[Any], results: Sequence[Ten
 
 
 def _scatter(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
-    """A tensor with other values at an index of one element along a dimension, as in backward of torch.max."""
+    """A tensor with another value at one index along a dimension, as in the gradient of torch.max."""
     base, _, index, value = inputs[:4]
     if isinstance(base, Scalar):
-        return block.convert(value if isinstance(value, Scalar) else value.at((constant_index(0),)), base.dtype)
+        return block.convert(
+            value if isinstance(value, Scalar) else value.at((constant_index(0),)), base.dtype
+        )
     dim, sizes = int(node.args[1]) % result.ndim, dim_sizes(base.shape)  # type: ignore[arg-type]
     index_sizes = dim_sizes(index.shape) if isinstance(index, Lazy) else [1] * result.ndim
     if index_sizes != [1 if i == dim else size for i, size in enumerate(sizes)]:

@@ -30,6 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from tritoncp.core import tracing
+from tritoncp.core.tracing import IndexByTensors
 from tritoncp.mods.captures import captured_numbers, describe, origin
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.recording import State, read_state
@@ -131,7 +133,8 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
     leaves: list[Tensor] = []
 
     def call(*args: Tensor) -> Tensor:
-        with checks, _ValueChecks(), TransformGetItemToIndex(), fx.traceback.preserve_node_meta():
+        gather = IndexByTensors(lambda x, indices: x[indices])
+        with checks, _ValueChecks(), TransformGetItemToIndex(), gather, fx.traceback.preserve_node_meta():
             return _as_tensor(fn(*args), fn, args[0])
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -273,6 +276,7 @@ def _has_dynamic_shape(func: Any, args: Any) -> bool:
 _LIBRARY_PATHS = (
     torch.__file__.rsplit("/", 1)[0],
     __file__.rsplit("/", 2)[0],  # tritoncp/mods
+    tracing.__file__,
     "<string>",
     "<eval_with_key>",
     "<frozen",
