@@ -40,9 +40,9 @@ class TooLong(NotImplementedError):
 
     remedy = (
         "A product of rows, as q_rope[i] @ k_rope[j]: fold it into q and k, that is, concatenate "
-        "q_rope / scale to q and k_rope to k along the head dimension, which gives the same scores and is much "
-        "faster; or unroll it into parts, or pass a @triton.jit function: see Mod.from_triton. A reduction that "
-        "depends on no index: compute it once outside, and capture it."
+        "q_rope / scale to q and k_rope to k along the head dimension, which gives the same scores and is "
+        "much faster; or unroll it into parts, or pass a @triton.jit function: see Mod.from_triton. "
+        "A reduction that depends on no index: compute it once outside, and capture it."
     )
 
     def __init__(self, size: int) -> None:
