@@ -32,6 +32,7 @@ from tritoncp.mods.translate.symbolic import (
     fixed_dim,
     weak_scalar,
 )
+from tritoncp.mods.translate.view_ops import op_name
 
 Fold = Callable[[Block, torch.dtype, list[Scalar]], Scalar]
 
@@ -161,7 +162,7 @@ def _extreme_rule(name: str) -> Callable[..., Any]:
 
 
 def _prefix_rule(name: str) -> Callable[..., Value]:
-    """The rule of cumsum or cumprod."""
+    """The rule of cumsum or cumprod, of which an element at an index unknown here would need all sums."""
 
     def rule(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Value:
         source = inputs[0]
@@ -170,17 +171,14 @@ def _prefix_rule(name: str) -> Callable[..., Value]:
         dim = _dim(node, result.ndim)
 
         def at(indices: Indices) -> Scalar:
-            def prefix(size: int) -> Scalar:
-                places = (constant_index(i) for i in range(size))
-                elements = [source.at((*indices[:dim], i, *indices[dim + 1 :])) for i in places]
-                return _FOLDS[name](block, result.dtype, elements)
-
-            index, size = indices[dim].at, result.shape[dim]
-            if size > MAX_UNROLLED:
-                raise TooLong(size)
-            if index.const is not None:
-                return prefix(int(index.const) + 1)
-            return pick(block, result.dtype, index, [prefix(i + 1) for i in range(size)])
+            index = indices[dim].at
+            if index.const is None:
+                raise NotImplementedError(f"a {op_name(node)} at an index; compute it once outside")
+            if index.const >= MAX_UNROLLED:
+                raise TooLong(int(index.const) + 1)
+            places = [constant_index(i) for i in range(int(index.const) + 1)]
+            elements = [source.at((*indices[:dim], i, *indices[dim + 1 :])) for i in places]
+            return _FOLDS[name](block, result.dtype, elements)
 
         return Lazy(source.shape, result.dtype, functools.cache(at))
 
