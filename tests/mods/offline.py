@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from tests.mods.harness import grad_kernel, mask_kernel, score_kernel
 from tests.mods.translate.test_emit import MASKS, SCORES
+from tests.mods.translate.test_functions import FUNCTIONS
 from tests.mods.translate.test_gradient import MODS
 from tritoncp.mods import Mod, mask_mod, score_mod
 
@@ -58,12 +59,29 @@ def atomics(ptx: str) -> list[str]:
     return sorted(set(re.findall(r"(?:atom|red)\.[\w.:]*add[\w.]*?\.([a-z]\d+)", ptx)))
 
 
+def formulas(dtype: torch.dtype) -> dict[str, Mod]:
+    """Functions that Triton lacks, several in one mod, and a product of learned rows."""
+    functions = [fn for fn, _, _ in FUNCTIONS.values()][:18]
+    table = torch.zeros(40, 16, requires_grad=True)
+    mods = {
+        f"functions {i}": lambda s, b, h, q, k, i=i: sum(fn(s) for fn in functions[i : i + 6])
+        for i in range(0, len(functions), 6)
+    }
+    mods["rows"] = lambda s, b, h, q, k: s + table[q] @ table[k]
+    return {name: score_mod(fn, dtype) for name, fn in mods.items()}
+
+
 def main() -> None:
     window = 300
     masks = {name: compile_mask(mask_mod(fn)) for name, fn in MASKS.items()}
     sliding = compile_mask(mask_mod(lambda b, h, q, k: (q - k <= window) & (q >= k)))
     scores = {name: compile_score(score_mod(fn)) for name, fn in SCORES.items()}
     grads = {name: compile_grad(score_mod(fn)) for name, fn in MODS.items()}
+    for dtype, pointer in ((torch.float32, "*fp32"), (torch.float64, "*fp64")):
+        for name, mod in formulas(dtype).items():
+            scores[f"{name} {dtype}"] = compile_score(mod, pointer)
+            if dtype is torch.float32:
+                grads[name] = compile_grad(mod)
     shapes = "0-d scale", "per head", "relative bias"
     exact = {name: compile_grad(score_mod(MODS[name]), sums="*i64") for name in shapes}
     double = compile_score(score_mod(lambda s, b, h, q, k: s * 0.1, torch.float64), "*fp64")

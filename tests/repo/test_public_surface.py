@@ -44,8 +44,8 @@ FOR_USERS = {
     },
     "Plan": {
         *("BLOCK_SIZE", "balancer", "batch_rows", "bytes_sent", "contiguous", "dim", "explain", "for_rank"),
-        *("imbalance", "metrics", "ndim", "numel", "owners", "plot", "positions", "rank", "reason", "s_local"),
-        *("schedule", "seq_lengths", "shape", "sparsity", "to", "valid", "work", "world_size"),
+        *("imbalance", "metrics", "ndim", "numel", "owners", "plot", "positions", "rank", "reason"),
+        *("s_local", "schedule", "seq_lengths", "shape", "sparsity", "to", "valid", "work", "world_size"),
     },
 }  # fmt: skip
 ROOT = Path(__file__).parents[2]

@@ -50,27 +50,56 @@ def fresh_dispatch() -> Iterator[None]:
 
 
 class TensorIndexing(TorchFunctionMode):
-    """Function mode in which indexing by 0-d tensors and ints is a gather.
+    """Function mode that makes x[i, :, j] with 0-d tensors i, j a gather, which may be vmapped.
 
-    Without it torch reads the value of a 0-d index, which vmap and tracing refuse. The results are those of
-    torch's private `TransformGetItemToIndex`; importing that one loads Dynamo, which takes a second.
+    Without it, torch reads the value of a 0-d index. torch's own mode takes no slices beside tensors, and its
+    gradients are wrong under vmap where x is vmapped, or a row: it sums them over the vmapped dimension.
+
+    gather: (x, indices of its first dimensions) -> the element or row
 
     >>> table = torch.arange(6).view(2, 3)
     >>> with TensorIndexing():
-    ...     torch.vmap(lambda q, kv: table[q, kv])(torch.tensor([0, 1]), torch.tensor([2, 0]))
-    tensor([2, 3])
+    ...     torch.vmap(lambda i: table[:, i].sum())(torch.arange(3))
+    tensor([3, 5, 7])
     """
+
+    def __init__(self, gather: Callable[[Tensor, tuple[Any, ...]], Tensor] | None = None) -> None:
+        super().__init__()
+        self.gather = gather or _gather
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
-            table, indices = args[0], tree_leaves(args[1])
-            if all(isinstance(index, Tensor | int) for index in indices):
-                gathers = [
-                    index if isinstance(index, Tensor) else torch.tensor(index, device=table.device)
-                    for index in indices
-                ]
-                return aten.index(table, gathers)
+            items = args[1] if isinstance(args[1], tuple) else (args[1],)
+            parts = _tensors_first(args[0], items)
+            if parts is not None:
+                return self.gather(*parts)
         return func(*args, **(kwargs or {}))
+
+
+def _gather(x: Tensor, indices: tuple[Any, ...]) -> Tensor:
+    tensors = [
+        i if isinstance(i, Tensor) else torch.tensor(i, dtype=torch.int64, device=x.device) for i in indices
+    ]
+    return torch.ops.aten.index(x, tensors)
+
+
+def _tensors_first(x: Any, items: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]] | None:
+    """A view of x, and the indices of its first dimensions, that make x[items]; None if it is no gather."""
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    if not isinstance(x, Tensor) or not tensors:
+        return None
+    plain = [isinstance(item, Tensor | int) and not isinstance(item, bool) for item in items]
+    if all(plain):
+        return x, items
+    sliced = all(p or isinstance(i, slice) or i is Ellipsis for p, i in zip(plain, items))
+    if not sliced or any(t.ndim or t.dtype in (torch.bool, torch.uint8) for t in tensors):
+        return None
+    if Ellipsis in [i for i in items if not isinstance(i, Tensor)]:
+        at = next(n for n, item in enumerate(items) if item is Ellipsis)
+        items = (*items[:at], *[slice(None)] * (x.ndim - len(items) + 1), *items[at + 1 :])
+    view = x[tuple(item if isinstance(item, slice) else slice(None) for item in items)]
+    dims = [n for n, item in enumerate(items) if not isinstance(item, slice)]
+    return view.movedim(dims, list(range(len(dims)))), tuple(items[d] for d in dims)
 
 
 def vmapped(mod: Mod, *levels: InDims) -> Mod:

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.mods import source_cache
+from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.recording import read_state
 from tritoncp.mods.translate.graph_passes import release_source
 
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from tritoncp.mods.translate.trace import ModTrace
 
 JITFunction: TypeAlias = Any  # the result of @triton.jit; its class differs in the interpreter
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """In place of the @triton.jit functions of a mod that only torch can run: the reason."""
+
+    arg_names: tuple[str, ...]
+    error: Untranslatable
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +48,7 @@ class Mod:
     Indices are global and lie in [0, 2^30).
 
     digest: of `source` for translations; Mods of one digest differ in captures alone
+    fn: a Refusal where there is no translation, but a torch form
     wants: positions of the tensors that `grad` adds gradients for, in the order of `dcaps`
     graph: the torch form of `fn`; None for hand-written Triton
     back: `grad` for callers that only want dscore: adds nothing to dcaps
@@ -82,6 +92,12 @@ class Mod:
     def is_score(self) -> bool:
         """Whether `fn` takes a score."""
         return len(self.fn.arg_names) == 6
+
+    def check_kernels(self) -> Mod:
+        """Return the mod. Raises Untranslatable if only torch can run it."""
+        if isinstance(self.fn, Refusal):
+            raise self.fn.error.with_traceback(None)
+        return self
 
     def caps(self, tensors: Sequence[Tensor] | None = None) -> tuple[Any, ...]:
         """The `caps` argument of a kernel: (pointer, sizes, strides) of each tensor, then the numbers.
@@ -237,18 +253,27 @@ def mask_mod(fn: Callable[..., Any] | JITFunction | Mod) -> Mod:
     >>> print(mask_mod(lambda b, h, q, kv: q >= kv).source.splitlines()[-1].strip())
     return at_least
     """
-    return _translate(fn, 4, torch.float32)
+    return _translate(fn, 4, torch.float32).check_kernels()
 
 
 @host_only
-def score_mod(fn: Callable[..., Any] | JITFunction | Mod, dtype: torch.dtype = torch.float32) -> Mod:
+def score_mod(
+    fn: Callable[..., Any] | JITFunction | Mod, dtype: torch.dtype = torch.float32, kernels: bool = True
+) -> Mod:
     """Translate `fn(score, b, h, q_idx, kv_idx) -> score`, a torch score_mod, and its gradient to Triton.
 
     dtype: the kernel's scores, float32 or float64. Captured float tensors that require grad get gradients.
+    kernels: whether an operation without a translation raises Untranslatable; else the Mod runs in torch
+        alone, and `Mod.check_kernels` raises it. Operations that cannot be traced raise it in any case.
+
+    >>> mod = score_mod(lambda s, b, h, q, kv: s + (q * torch.ones(999)).median(), kernels=False)
+    >>> float(mod(torch.tensor(1.0), *torch.tensor([0, 0, 5, 0])))
+    6.0
     """
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"scores are float32 or float64 inside kernels; score_mod() was given dtype={dtype}")
-    return _translate(fn, 5, dtype)
+    mod = _translate(fn, 5, dtype)
+    return mod.check_kernels() if kernels else mod
 
 
 def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype: torch.dtype) -> Mod:
@@ -287,6 +312,18 @@ def _check_kind(mod: Mod, arguments: int) -> None:
 
 
 def _build(trace: ModTrace) -> Mod:
+    try:
+        return _build_kernels(trace)
+    except Untranslatable as error:
+        captures = [(tensor.dtype, tensor.ndim) for tensor in trace.tensors], trace.wants, trace.dtype
+        source = f"# {error.operation} is not translated\n{trace.forward.code}\n# {captures}"
+        names = _ARGUMENTS[6 if trace.is_score else 5].split(", ")
+        refusal = Refusal(tuple(names), error)
+        numbers, digest = trace.numbers, source_cache.digest_of(source)
+        return Mod(digest, source, refusal, None, trace.tensors, numbers, trace.wants, trace.forward, None)
+
+
+def _build_kernels(trace: ModTrace) -> Mod:
     from tritoncp.mods.translate.emit import count_load_axes, emit_source  # loads Dynamo
 
     source = emit_source(trace)

@@ -18,11 +18,13 @@ from tritoncp.planning.plan import Plan
 
 
 def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
-    """Translate the score_mod. Its tensors have to be on the queries' device: they may be edited between
-    calls and may require gradients, so that a cached copy would be wrong."""
+    """Translate the score_mod, for the eager engine alone if there is no translation to Triton. Its tensors
+    have to be on the queries' device: they may be edited between calls and may require gradients, so that a
+    cached copy would be wrong."""
     if score_mod is None:
         return None
-    mod = _translate_score(score_mod, torch.float64 if q.dtype == torch.float64 else torch.float32)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    mod = _translate_score(score_mod, dtype, kernels=False)
     for tensor in mod.tensors:
         if tensor.ndim and tensor.device != q.device:
             raise ValueError(

@@ -163,6 +163,8 @@ def kernel_mods(
     """
     from tritoncp.kernels.operands import Mods
 
+    if score is not None:
+        score.check_kernels()
     return Mods(
         mask=mask and mask.fn,
         mask_caps=mask.caps() if mask else (),

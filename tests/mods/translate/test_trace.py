@@ -230,7 +230,7 @@ def branch(b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def data_dependent_index(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return IDS[:, q][b] > k
+    return IDS[0, q:][0] > k
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
@@ -242,7 +242,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "dropout": (lambda b, h, q, k: torch.nn.functional.dropout(q.float(), 0.5) > 1, "random"),
     "edit": (lambda b, h, q, k: IDS.add_(1)[b, q] > k, "aten.add_"),
     "edit of a view": (lambda b, h, q, k: IDS[0:1].mul_(2)[b, q] > k, "aten.mul_"),
-    "reduction": (lambda b, h, q, k: IDS.sum() > k, "aten.sum"),
+    "reduction": (lambda b, h, q, k: (IDS[b] * torch.ones(5, 30)).sum() > k, "aten.sum"),
     "nonzero": (lambda b, h, q, k: IDS.nonzero()[q, 0] > k, "nonzero"),
     "bool index": (lambda b, h, q, k: IDS[0][q > k] > 0, "aten.index"),
     "shape": (lambda b, h, q, k: IDS[b] > q, "return"),

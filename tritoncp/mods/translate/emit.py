@@ -7,6 +7,7 @@ the function's name reduced to letters, digits and dots.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +17,11 @@ from torch import Tensor, fx
 
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate import gradient
-from tritoncp.mods.translate.graph_passes import node_line
-from tritoncp.mods.translate.index_maps import as_sparse, broadcast, element_address, element_at
+from tritoncp.mods.translate.graph_passes import decompose, node_line
+from tritoncp.mods.translate.index_maps import TooLong, as_sparse, broadcast, element_address, element_at
 from tritoncp.mods.translate.integer_ranges import INDEX, Interval, dtype_interval
 from tritoncp.mods.translate.pointwise_ops import BINARY, COMPARE, UNARY, where
+from tritoncp.mods.translate.reductions import SHORT_TENSORS
 from tritoncp.mods.translate.symbolic import (
     NO_AXES,
     TRITON_NAME,
@@ -28,7 +30,6 @@ from tritoncp.mods.translate.symbolic import (
     Indices,
     Lazy,
     Scalar,
-    Sparse,
     Value,
     as_rep,
     fixed_dim,
@@ -49,7 +50,25 @@ _INPUTS = {
 _IDENTITIES = frozenset(
     ["clone", "detach", "alias", "lift_fresh_copy", "lift_fresh", "contiguous", "positive", "view_as"]
 )
-_FILL_VALUES = {"zeros": 0, "new_zeros": 0, "zeros_like": 0, "ones": 1, "new_ones": 1, "ones_like": 1}
+_FILL_VALUES = {
+    **dict.fromkeys(("zeros", "new_zeros", "zeros_like", "_efficientzerotensor"), 0),
+    **dict.fromkeys(("empty", "new_empty", "empty_like", "empty_permuted", "empty_strided"), 0),
+    **dict.fromkeys(("ones", "new_ones", "ones_like"), 1),
+}
+_RULED = frozenset(
+    [
+        "full",
+        "full_like",
+        "new_full",
+        "scalar_tensor",
+        "arange",
+        "where",
+        "masked_fill",
+        "clamp",
+        "copy",
+        "to",
+    ]
+).union(_IDENTITIES, _FILL_VALUES, UNARY, BINARY, COMPARE, VIEWS, SHORT_TENSORS, gradient.RULES)
 
 
 def emit_source(trace: ModTrace) -> str:
@@ -85,7 +104,10 @@ def _emit_function(name: str, arguments: str, lines: list[str]) -> str:
 
 
 def _emit_header(trace: ModTrace, body: str) -> str:
-    from tritoncp.mods.translate import triton_helpers  # loads Triton, which plans do without
+    from tritoncp.mods.translate import (
+        special_functions,
+        triton_helpers,
+    )  # load Triton, which plans do without
 
     kind = f"score_mod ({TRITON_NAME[trace.dtype]} scores)" if trace.is_score else "mask_mod"
     lines = [f'"""The {kind} `{trace.name}`, translated from Python by tritoncp.', ""]
@@ -96,21 +118,24 @@ def _emit_header(trace: ModTrace, body: str) -> str:
         lines.append(f"caps[{i}]  n{i - len(trace.tensors)}: captured {type(number).__name__}")
     if not trace.tensors and not trace.numbers:
         lines.append("It captures nothing: caps is empty.")
-    helpers = sorted(
-        name
-        for name, function in vars(triton_helpers).items()
-        if f"{name}(" in body and _calls_helper(function, name, body)
-    )
-    imports = ["import triton", "import triton.language as tl"]
-    if helpers:
-        imports += ["", f"from tritoncp.mods.translate.triton_helpers import {', '.join(helpers)}"]
-    return "\n".join([*lines, '"""', "", *imports, "", "", ""])
+    imports = []
+    for module in (special_functions, triton_helpers):
+        helpers = sorted(
+            name
+            for name, function in vars(module).items()
+            if f"{name}(" in body and _calls_helper(function, name, module.__name__, body)
+        )
+        if helpers:
+            imports.append(f"from {module.__name__} import {', '.join(helpers)}")
+    triton = ["import triton", "import triton.language as tl", *([""] if imports else [])]
+    return "\n".join([*lines, '"""', "", *triton, *imports, "", "", ""])
 
 
-def _calls_helper(function: Any, name: str, body: str) -> bool:
-    """Whether `function` is a @triton.jit function that the source calls as `name`."""
+def _calls_helper(function: Any, name: str, module: str, body: str) -> bool:
+    """Whether `function` is a @triton.jit function of the module that the source calls as `name`."""
     places = [i for i in range(len(body)) if body.startswith(f"{name}(", i)]
-    return hasattr(function, "fn") and any(not (body[i - 1].isalnum() or body[i - 1] in "_.") for i in places)
+    own = getattr(getattr(function, "fn", None), "__module__", None) == module
+    return own and any(not (body[i - 1].isalnum() or body[i - 1] in "_.") for i in places)
 
 
 def _emit_forward(trace: ModTrace) -> list[str]:
@@ -249,7 +274,9 @@ class Writer:
             return self._operation(node)
         except (NotImplementedError, KeyError, AssertionError) as error:
             reason = str(error) if isinstance(error, NotImplementedError) else "there is no rule for it"
-            raise Untranslatable(str(node.target), node_line(node, self.trace.origin), reason) from error
+            line = node_line(node, self.trace.origin)
+            remedy = (error.remedy,) if isinstance(error, TooLong) else ()
+            raise Untranslatable(str(node.target), line, reason, *remedy) from error
 
     def _value(self, argument: Any) -> Any:
         if isinstance(argument, fx.Node):
@@ -262,17 +289,23 @@ class Writer:
 
     def _operation(self, node: fx.Node) -> Value | None:
         name = op_name(node)
-        args = list(node.args)
         result = node.meta.get("val")
-        assert isinstance(result, Tensor), "an operation that gives several results"
-        inputs = [self._value(a) for a in args]
-        if (
-            any(isinstance(i, Sparse) for i in inputs)
-            or name in ("zeros_and_scatter", "select_backward")
-            or (name in ("slice_backward", "index_put", "sum"))
-        ):
+        inputs = [self._value(a) for a in node.args]
+        if node.target is operator.getitem:
+            return inputs[0][node.args[1]]
+        if name not in _RULED and (part := decompose(node, _RULED)) is not None:
+            return self._decomposed(node, part)
+        if gradient.has_sparse(inputs) or name in gradient.MAKERS:
             scope = gradient.GradientScope(self.block, tuple(map(self._shape, self.trace.wants)))
-            return gradient.emit_operation(scope, node, name, inputs)
+            try:
+                return gradient.emit_operation(scope, node, name, inputs)
+            except NotImplementedError:
+                if name in gradient.MAKERS or not gradient.is_short(inputs):
+                    raise
+                inputs = gradient.make_dense(self.block, inputs)
+        if name in SHORT_TENSORS:
+            return SHORT_TENSORS[name](self.block, node, inputs, result)
+        assert isinstance(result, Tensor), "an operation that gives several results"
         if name in _IDENTITIES:
             return inputs[0]
         if name in _FILL_VALUES or name in ("full", "full_like", "new_full", "scalar_tensor"):
@@ -283,6 +316,19 @@ class Writer:
         if view is not None:
             return view(self.block, node, inputs, result)
         return self.pointwise(node, name, inputs, result)
+
+    def _decomposed(self, node: fx.Node, part: fx.Graph) -> Any:
+        """Write the operations of a node's decomposition."""
+        inputs = iter(node.all_input_nodes)
+        for step in part.nodes:
+            if step.op == "placeholder":
+                self.values[step] = self.values[next(inputs)]
+            elif step.op == "output":
+                return self._value(step.args[0])
+            else:
+                assert step.op == "call_function", "a decomposition with constants"
+                self.values[step] = self._operation(step)
+        raise AssertionError("a graph ends in its output")
 
     def _fill(self, node: fx.Node, name: str, result: Tensor) -> Scalar | Lazy:
         position = {"scalar_tensor": 0, "full": 1, "full_like": 1, "new_full": 2}.get(name)
@@ -334,6 +380,8 @@ class Writer:
             return (lambda c, a, b: where(block, dtype, c, a, b)), inputs
         if name == "masked_fill":
             return (lambda a, m, v: where(block, dtype, m, v, a)), inputs
+        if name == "copy":
+            return (lambda a, b: block.convert(b, dtype)), inputs[:2]
         if name in ("_to_copy", "to", "convert_element_type"):
             return (lambda a: block.convert(a, dtype)), inputs[:1]
         if name == "clamp":

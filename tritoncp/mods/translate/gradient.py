@@ -6,13 +6,16 @@ factors, sums and reshapes map its entries. An operation whose result would be d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from tritoncp.mods.translate.index_maps import (
+    MAX_UNROLLED,
     ZERO,
+    as_dense,
     as_sparse,
     broadcast,
     collapse,
@@ -39,12 +42,43 @@ class GradientScope(NamedTuple):
     captures: tuple[tuple[Dim, ...], ...]
 
 
+MAKERS = frozenset(["zeros_and_scatter", "select_backward", "slice_backward", "index_put"])  # of a Sparse
+
+
+def has_sparse(inputs: Sequence[Any]) -> bool:
+    """Whether an operand, or an item of a list of operands, is the gradient of a tensor with dimensions."""
+    return any(isinstance(i, Sparse) for i in _flatten(inputs))
+
+
+def is_short(inputs: Sequence[Any]) -> bool:
+    """Whether every Sparse among the operands may be written out element by element."""
+    shapes = [dim_sizes(i.shape) for i in _flatten(inputs) if isinstance(i, Sparse)]
+    return all(math.prod(shape) <= MAX_UNROLLED for shape in shapes)
+
+
+def _flatten(inputs: Sequence[Any]) -> list[Any]:
+    """Operands and items of lists of operands; a Scalar, which is a tuple too, is an operand."""
+    lists = [i if type(i) in (list, tuple) else [i] for i in inputs]
+    return [item for items in lists for item in items]
+
+
+def make_dense(block: Block, inputs: Sequence[Any]) -> list[Any]:
+    """The operands with each Sparse as a Lazy."""
+
+    def convert(value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return make_dense(block, value)
+        return as_dense(block, value, BINARY["add"], where) if isinstance(value, Sparse) else value
+
+    return [convert(value) for value in inputs]
+
+
 def emit_operation(scope: GradientScope, node: fx.Node, name: str, inputs: list[Any]) -> Value:
     """Emit the operation `name` on gradients of captured tensors.
 
     Raises NotImplementedError where its result would be dense.
     """
-    rule = _RULES.get(name)
+    rule = RULES.get(name)
     if rule is None:
         raise NotImplementedError("it would make a dense gradient of a whole captured tensor")
     value = rule(scope, node, inputs)
@@ -204,11 +238,6 @@ def _to_copy(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
 
 def _sum(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     value = inputs[0]
-    if not isinstance(value, Sparse):
-        raise NotImplementedError(
-            "a reduction over a whole captured tensor would run at every element; "
-            "compute it once outside and capture the result"
-        )
     rank = len(value.shape)
     dims = node.args[1] if len(node.args) > 1 and node.args[1] else range(rank)
     sum_dims = {int(d) % rank for d in dims}  # type: ignore
@@ -244,7 +273,7 @@ def _identity(scope: GradientScope, node: fx.Node, inputs: list[Any]) -> Sparse:
     return inputs[0]
 
 
-_RULES: dict[str, Callable[..., Any]] = {
+RULES: dict[str, Callable[..., Any]] = {
     "zeros_and_scatter": _zeros_and_scatter,
     "index_put": _index_put,
     "select_backward": _select_backward,

@@ -1,17 +1,25 @@
-"""Passes over the aten graph of a mod: removal of side effects, lifting of captures, splitting of outputs."""
+"""Passes over the aten graph of a mod: removal of side effects, lifting of captures, splitting of outputs,
+and torch's decompositions of operations that have no rule."""
 
 from __future__ import annotations
 
+import functools
 import linecache
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._decomp import global_decomposition_table
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import graph_module
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tritoncp.mods.errors import Untranslatable
 from tritoncp.mods.translate.number_captures import Path
+from tritoncp.mods.translate.view_ops import op_base_name
 
 aten = torch.ops.aten
 
@@ -184,3 +192,87 @@ def release_source(module: fx.GraphModule) -> None:
     name = type(module).forward.__code__.co_filename
     linecache.cache.pop(name, None)
     graph_module._loader.eval_cache.pop(name, None)
+
+
+# -- decompositions --------------------------------------------------------------------------------------
+
+
+@functools.lru_cache
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """torch's decompositions of operations, and those here."""
+    table = {
+        op: decomposition
+        for op, decomposition in global_decomposition_table["post_autograd"].items()
+        if isinstance(op, torch._ops.OpOverload)
+    }
+    products = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
+    return table | dict.fromkeys(products, _sum_of_products) | {
+        aten.var.correction: _variance,
+        aten.std.correction: lambda *args, **kwargs: _variance(*args, **kwargs).sqrt(),
+        aten.var_mean.correction: lambda x, dim=None, *, correction=1, keepdim=False: (
+            _variance(x, dim, correction=correction, keepdim=keepdim), _mean(x, dim, keepdim)
+        ),
+        aten.softshrink_backward.default: _shrink_backward,
+        aten.hardshrink_backward.default: _shrink_backward,
+        aten.hypot.default: _hypot,
+    }  # fmt: skip
+
+
+def _sum_of_products(a: Tensor, b: Tensor) -> Tensor:
+    """The matrix product a @ b as products and a sum, in float32 for half precisions."""
+    wide = torch.float32 if a.is_floating_point() and a.itemsize == 2 else a.dtype
+    x, y = a.to(wide), b.to(wide)
+    if b.ndim == 1:
+        return (x * y).sum(-1).to(a.dtype)
+    return (x.unsqueeze(-1) * y.unsqueeze(-3)).sum(-2).to(a.dtype)
+
+
+def _mean(x: Tensor, dim: Any, keepdim: bool) -> Tensor:
+    return x.mean(dim if dim else list(range(x.ndim)), keepdim)
+
+
+def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
+    center = _mean(x, dim, True)
+    dims = list(dim) if dim else list(range(x.ndim))
+    count = functools.reduce(lambda n, d: n * x.shape[d], dims, 1)
+    correction = 1 if correction is None else correction
+    return (x - center).square().sum(dims, keepdim) / max(count - correction, 0)
+
+
+def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:
+    return torch.where((x >= -bound) & (x <= bound), 0, grad)
+
+
+def _hypot(a: Tensor, b: Tensor) -> Tensor:
+    high, low = torch.maximum(a.abs(), b.abs()), torch.minimum(a.abs(), b.abs())
+    ratio = low / torch.where(high == 0, 1, high)
+    infinite = torch.isinf(a) | torch.isinf(b)
+    return torch.where(infinite, float("inf"), high * torch.sqrt(ratio * ratio + 1))
+
+
+def decompose(node: fx.Node, ruled: Container[str]) -> fx.Graph | None:
+    """The graph of an operation's decomposition into operations named in `ruled`, or None if it has none.
+
+    Its inputs are those of the node, in the order of `node.all_input_nodes`.
+    """
+    if node.target not in decompositions():
+        return None
+    if "decomposition" not in node.meta:
+        table = {op: f for op, f in decompositions().items() if op_base_name(op) not in ruled}
+        inputs = node.all_input_nodes
+
+        def call(*values: Tensor) -> Any:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), dict(zip(inputs, values)).__getitem__)
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        values = [n.meta["val"] for n in inputs]
+        mode = detect_fake_mode(values)
+        values = [mode.from_tensor(v) if mode and not isinstance(v, FakeTensor) else v for v in values]
+        with _disable_current_modes(), torch.no_grad(), torch.inference_mode(False):
+            module = make_fx(call, table, "fake", _allow_non_fake_inputs=True)(*values)
+        make_pure(module, node_line(node, ""))
+        release_source(module)
+        for part in module.graph.nodes:
+            part.stack_trace = node.stack_trace
+        node.meta["decomposition"] = module.graph
+    return node.meta["decomposition"]

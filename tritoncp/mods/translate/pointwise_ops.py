@@ -216,6 +216,23 @@ def _shift_rule(left: bool) -> Rule:
     return rule
 
 
+def _call_rule(name: str, hint: str) -> Rule:
+    """The rule of a function of two floats."""
+
+    def rule(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
+        a, b = _convert_all(block, dtype, (a, b))
+        rep = opmath(dtype)
+        return block.float_scalar(f"{name}({as_rep(a, rep)}, {as_rep(b, rep)})", hint, dtype, a, b)
+
+    return rule
+
+
+def _float_extreme_rule(name: str, integer: Rule) -> Rule:
+    """The rule of fmax or fmin, which take the other operand where one is NaN."""
+    call = _call_rule(name, name[1:])
+    return lambda block, dtype, a, b: (call if dtype.is_floating_point else integer)(block, dtype, a, b)
+
+
 def _reverse_sub(block: Block, dtype: torch.dtype, a: Scalar, b: Scalar) -> Scalar:
     return BINARY["sub"](block, dtype, b, a)
 
@@ -237,6 +254,10 @@ BINARY: dict[str, Rule] = {
     "minimum": _extreme_rule("minimum", integer_ranges.minimum),
     "clamp_min": _extreme_rule("maximum", integer_ranges.maximum),
     "clamp_max": _extreme_rule("minimum", integer_ranges.minimum),
+    "fmax": _float_extreme_rule("fmax", _extreme_rule("maximum", integer_ranges.maximum)),
+    "fmin": _float_extreme_rule("fmin", _extreme_rule("minimum", integer_ranges.minimum)),
+    "copysign": _call_rule("copysign", "signed"),
+    "atan2": _call_rule("atan2", "angle"),
     "pow": _power,
     "bitwise_and": _bitwise_rule("&", "both"),
     "bitwise_or": _bitwise_rule("|", "either"),
@@ -324,6 +345,12 @@ def _float_test_rule(template: str, hint: str, of_integers: bool) -> Rule:
     return rule
 
 
+def _signbit(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
+    if a.dtype.is_floating_point:
+        return block.comparison(f"signbit({as_rep(a, opmath(a.dtype))})", "is_negative", a)
+    return COMPARE["lt"](block, a.dtype, a, constant(0, a.dtype))
+
+
 def _logical_not(block: Block, dtype: torch.dtype, a: Scalar) -> Scalar:
     return _invert(block, torch.bool, truth(block, a))
 
@@ -351,12 +378,26 @@ UNARY: dict[str, Rule] = {
     "cos": _function_rule("tl.cos({})", "cosine"),
     "erf": _function_rule("tl.erf({})", "erf"),
     "tanh": _function_rule("tanh({})", "tanh_of"),
+    "tan": _function_rule("tan({})", "tangent"),
+    "asin": _function_rule("asin({})", "arcsine"),
+    "acos": _function_rule("acos({})", "arccosine"),
+    "atan": _function_rule("atan({})", "arctangent"),
+    "sinh": _function_rule("sinh({})", "sinh_of"),
+    "cosh": _function_rule("cosh({})", "cosh_of"),
+    "asinh": _function_rule("asinh({})", "asinh_of"),
+    "acosh": _function_rule("acosh({})", "acosh_of"),
+    "atanh": _function_rule("atanh({})", "atanh_of"),
+    "erfc": _function_rule("erfc({})", "erfc_of"),
+    "erfinv": _function_rule("erfinv({})", "erfinv_of"),
+    "lgamma": _function_rule("lgamma({})", "lgamma_of"),
+    "digamma": _function_rule("digamma({})", "digamma_of"),
     "sigmoid": _function_rule("sigmoid({})", "sigmoid_of"),
     "floor": _rounding_rule("tl.floor({})", "floor"),
     "ceil": _rounding_rule("tl.ceil({})", "ceil"),
     "trunc": _rounding_rule("trunc({})", "whole"),
     "fix": _rounding_rule("trunc({})", "whole"),
     "round": _rounding_rule("round_even({})", "nearest"),
+    "signbit": _signbit,
     "isnan": _float_test_rule("{0} != {0}", "is_nan", False),
     "isinf": _float_test_rule('tl.abs({}) == float("inf")', "is_inf", False),
     "isfinite": _float_test_rule('tl.abs({}) < float("inf")', "is_finite", True),

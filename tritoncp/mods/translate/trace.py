@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from tritoncp.core.tracing import TensorIndexing
 from tritoncp.core.user_code import (
     HAS_DATA_DEPENDENT_SHAPE,
     IS_RANDOM,
@@ -139,7 +140,8 @@ def _run(fn: Callable[..., Any], is_score: bool, dtype: torch.dtype, device: tor
     leaves: list[Tensor] = []
 
     def call(*args: Tensor) -> Tensor:
-        with checks, _ValueChecks(), TransformGetItemToIndex(), fx.traceback.preserve_node_meta():
+        gather = TensorIndexing(lambda x, indices: x[indices])
+        with checks, _ValueChecks(), TransformGetItemToIndex(), gather, fx.traceback.preserve_node_meta():
             return _as_tensor(fn(*args), fn, args[0])
 
     def mask(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -234,7 +236,7 @@ class _OperationChecks(TorchDispatchMode):
             raise Untranslatable(str(func), user_line(), HAS_DATA_DEPENDENT_SHAPE)
         if getattr(func, "_schema", None) is not None and func._schema.is_mutable and args:
             target = args[0]
-            if not isinstance(target, FakeTensor) or target.ndim or any(t is target for t in self._views):
+            if not isinstance(target, FakeTensor) or any(t is target for t in self._views):
                 raise Untranslatable(
                     str(func), user_line(), "an edit in place of a captured tensor or a view"
                 )

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from tritoncp.mods.translate.index_maps import (
     broadcast,
+    constant_index,
     dim_sizes,
     element_at,
     gather,
@@ -23,8 +24,13 @@ from tritoncp.mods.translate.symbolic import Block, Index, Lazy, Scalar, Value, 
 
 
 def op_name(node: fx.Node) -> str:
-    """The name of a node's aten operation without its overload; edits in place lose their last underscore."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", str(node.target))
+    """`op_base_name` of a node's operation."""
+    return op_base_name(node.target)
+
+
+def op_base_name(op: Any) -> str:
+    """The name of an aten operation without its overload; edits in place lose their last underscore."""
+    name = getattr(getattr(op, "overloadpacket", None), "__name__", str(op))
     return name if name.startswith("__") else name.removesuffix("_")
 
 
@@ -103,6 +109,8 @@ def _flip(block: Block, node: fx.Node, inputs: list[Any], result: Tensor) -> Val
     dims = {int(d) % result.ndim for d in node.args[1]}  # type: ignore
 
     def flip_index(i: int, index: Index) -> Index:
+        if index.at.const is not None and source.shape[i].text.isdigit():
+            return constant_index(source.shape[i].size - 1 - int(index.at.const))
         text = block.name(f"{source.shape[i].text} - 1 - {as_rep(index.at, 'int64')}", "flipped")
         return Index(Scalar(text, torch.int64, "int64", Interval(0, 2**62), None, index.at.axes), index.valid)
 

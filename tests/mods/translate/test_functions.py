@@ -1,0 +1,244 @@
+"""Functions of scores in both engines against float64 dense attention; their accuracy and special values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tritoncp
+from tests.mods.harness import N, eager_mask, run_grad, run_mask, run_score
+from tritoncp.mods import mask_mod, score_mod
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
+
+F = torch.nn.functional
+Function = Callable[[Tensor], Tensor]
+
+# (function, lowest, highest score that it is applied to)
+FUNCTIONS: dict[str, tuple[Function, float, float]] = {
+    "tan": (torch.tan, -1.4, 1.4),
+    "asin": (torch.asin, -0.99, 0.99),
+    "acos": (torch.acos, -0.99, 0.99),
+    "atan": (torch.atan, -9, 9),
+    "sinh": (torch.sinh, -4, 4),
+    "cosh": (torch.cosh, -4, 4),
+    "asinh": (torch.asinh, -9, 9),
+    "acosh": (torch.acosh, 1.01, 9),
+    "atanh": (torch.atanh, -0.99, 0.99),
+    "erfc": (torch.erfc, -4, 4),
+    "erfinv": (torch.erfinv, -0.99, 0.99),
+    "lgamma": (torch.lgamma, 0.01, 20),
+    "lgamma of negative numbers": (torch.lgamma, -2.9, -2.1),
+    "atan2": (lambda s: torch.atan2(s, s * s - 1.5) + torch.atan2(s, torch.full_like(s, -0.5)), 0.1, 3),
+    "copysign": (lambda s: torch.copysign(s * s, s - 0.3) + torch.copysign(s, -1.0), -2, 2),
+    "signbit": (lambda s: torch.where(torch.signbit(s), s, 2 * s), -2, 2),
+    "fmax, fmin": (lambda s: torch.fmax(s, 1 - s) * torch.fmin(s * s, s), -2, 2),
+    "nan_to_num": (lambda s: torch.nan_to_num(torch.sqrt(s), nan=0.25), 0.1, 4),
+    "sgn": (lambda s: torch.sgn(s) * s, -2, 2),
+    "mish": (F.mish, -4, 4),
+    "hardswish": (F.hardswish, -4, 4),
+    "hardsigmoid": (F.hardsigmoid, -4, 4),
+    "logit": (lambda s: torch.logit(s, eps=0.1), 0.01, 0.99),
+    "celu": (F.celu, -4, 4),
+    "hardshrink, softshrink": (lambda s: F.hardshrink(s) + F.softshrink(s, 0.25), -2, 2),
+    "hypot": (lambda s: torch.hypot(s, 1 - s), -2, 2),
+    "rad2deg": (torch.rad2deg, -2, 2),
+    "logaddexp2": (lambda s: torch.logaddexp2(s, -s), -4, 4),
+    "ldexp": (lambda s: torch.ldexp(s, torch.tensor(2)), -2, 2),
+    "xlog1py": (lambda s: torch.special.xlog1py(s, s * s), -2, 2),
+    "entr": (torch.special.entr, 0.1, 3),
+    "edit in place": (lambda s: F.mish((s * 2).sinc_(), inplace=True), -2, 2),
+}
+
+
+@pytest.fixture(params=["interpreted kernels", "plain torch"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain torch":
+        monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    return request.param
+
+
+def check_attention(
+    score: Callable[..., Any], captures: tuple[Tensor, ...] = (), tolerance: float = 1e-9, length: int = 12
+) -> None:
+    """Compare out and gradients of a float64 call with dense attention."""
+    g = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(1, 2, length, 16, dtype=torch.float64, generator=g).requires_grad_() for _ in "qkv"
+    )
+    upstream = torch.randn(q.shape, dtype=torch.float64, generator=g)
+    leaves = [q, k, v, *(c for c in captures if c.requires_grad)]
+    results = []
+    for run in (
+        lambda: tritoncp.flex_attention(q, k, v, score_mod=score),
+        lambda: dense_attention(q, k, v, None, score).out,
+    ):
+        out = run()
+        results.append([out, *torch.autograd.grad(out, leaves, upstream, materialize_grads=True)])
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# A few in one score_mod: most of the time goes to kernels, which are interpreted.
+GROUPS = [list(FUNCTIONS)[i : i + 3] for i in range(0, len(FUNCTIONS), 3)]
+
+
+@pytest.mark.parametrize("names", GROUPS, ids="; ".join)
+def test_functions_of_scores_equal_dense_attention(names: list[str], engine: str) -> None:
+    def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        terms = [(weight, *FUNCTIONS[name]) for weight, name in enumerate(names, start=1)]
+        unit = torch.sigmoid(s)
+        return sum(weight * fn(low + (high - low) * unit) for weight, fn, low, high in terms)
+
+    tolerance = 1e-7 if "hardsigmoid" in names else 1e-9  # torch multiplies by 1 / 6 as rounded to float32
+    check_attention(score, tolerance=tolerance)
+
+
+def test_the_gradient_of_lgamma_is_digamma() -> None:
+    x = torch.cat([spread(-6, 6)[:8], torch.linspace(-9.9, 12, 8 * N, dtype=torch.float64).view(8, N)])
+    for dtype, bound in ((torch.float32, 1e-6), (torch.float64, 1e-12)):
+        inputs = x.to(dtype)
+        ones = torch.ones_like(inputs)
+        out, _ = run_grad(score_mod(lambda s, b, h, q, k: torch.lgamma(s), dtype), ones, inputs, ones > 0)
+        exact = torch.digamma(inputs.double())
+        usable = ~((inputs < 0) & (inputs.double() - inputs.double().round() == 0))  # torch gives inf or NaN
+        torch.testing.assert_close(out.double()[usable], exact[usable], rtol=bound, atol=bound)
+
+
+# Scores over the whole range of each function, and the error in units of eps that `special_functions` states.
+RANGES: dict[str, tuple[Callable[[], Tensor], float, float]] = {
+    "tan": (lambda: spread(-12, 0.5), 3, 3),
+    "asin": (lambda: spread(-12, 0), 4, 4),
+    "acos": (lambda: spread(-12, 0), 4, 4),
+    "atan": (lambda: spread(-12, 12), 3, 3),
+    "sinh": (lambda: spread(-12, 1.9), 5, 5),
+    "cosh": (lambda: spread(-12, 1.9), 5, 5),
+    "asinh": (lambda: spread(-12, 18), 5, 5),
+    "acosh": (lambda: 1 + spread(-6, 18).abs(), 5, 5),
+    "atanh": (lambda: spread(-12, 0), 5, 5),
+    "erfc": (lambda: spread(-12, 0.9), 1, 12),
+    "erfinv": (lambda: spread(-12, 0), 6, 25),
+    "lgamma": (lambda: 2.1 + spread(-3, 18).abs(), 1, 25),
+}
+
+
+def spread(low: float, high: float) -> Tensor:
+    """Numbers of both signs from 10^low to 10^high."""
+    size = 10.0 ** torch.linspace(low, high, N * N - 1, dtype=torch.float64)
+    return torch.cat([size * (1 - 2 * (torch.arange(N * N - 1) % 2)), torch.zeros(1)])[:, None].view(N, N)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", RANGES)
+def test_relative_errors(name: str, dtype: torch.dtype) -> None:
+    inputs, *bounds = RANGES[name]
+    fn, x = getattr(torch, name), inputs().to(dtype)
+    exact = fn(x.double())
+    out = run_score(score_mod(lambda s, b, h, q, k: fn(s), dtype), x).double()
+    normal = (exact.abs() >= torch.finfo(dtype).tiny) & exact.isfinite()
+    assert torch.equal(out.isfinite(), exact.isfinite())
+    error = ((out - exact) / exact).abs()[normal] / torch.finfo(dtype).eps
+    bound = bounds[dtype is torch.float64] + (3 if dtype is torch.float64 else 0)  # torch's own error
+    assert error.max() <= bound, (name, x[normal][error.argmax()])
+    assert (out[exact.abs() < torch.finfo(dtype).tiny].abs() <= torch.finfo(dtype).tiny).all()
+
+
+UNARY = [
+    "tan", "asin", "acos", "atan", "sinh", "cosh", "asinh", "acosh", "atanh", "erfc", "erfinv", "lgamma",
+    "nan_to_num", "signbit", "sgn", "logit",
+]  # fmt: skip
+BINARY = ["atan2", "copysign", "fmax", "fmin", "hypot"]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    -1.0,
+    2.0,
+    -2.0,
+    0.5,
+    -0.5,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1e30,
+    -1e30,
+    1e-30,
+    -1e-30,
+]
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are close, with equal signs of zeros."""
+    close = torch.isclose(actual, expected, rtol=2e-5, atol=1e-37, equal_nan=True)
+    return bool((close & ((expected != 0) | (actual.signbit() == expected.signbit()))).all())
+
+
+def values_of(fn: Callable[..., Tensor], pairs: list[tuple[float, float]], dtype: torch.dtype) -> Tensor:
+    """fn(a, b) of up to N * N pairs inside a kernel."""
+    padded = torch.tensor(pairs + [(1.0, 1.0)] * (N * N - len(pairs)), dtype=dtype)
+    first, second = padded.T.contiguous()
+    mod = score_mod(lambda s, b, h, q, k: fn(s, second[q * N + k]).to(dtype), dtype)
+    return run_score(mod, first.view(N, N)).flatten()[: len(pairs)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", UNARY)
+def test_special_values(name: str, dtype: torch.dtype) -> None:
+    fn = getattr(torch, name)
+    x = torch.tensor(SPECIAL, dtype=dtype)
+    expected = fn(x).to(dtype)
+    actual = values_of(lambda a, b: fn(a), [(v, v) for v in SPECIAL], dtype)
+    assert same(actual, expected), list(zip(SPECIAL, actual.tolist(), expected.tolist()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", BINARY)
+def test_special_pairs(name: str, dtype: torch.dtype) -> None:
+    fn = getattr(torch, name)
+    pairs = [(a, b) for a in SPECIAL for b in SPECIAL]
+    expected = fn(*torch.tensor(pairs, dtype=dtype).T)
+    actual = values_of(fn, pairs, dtype)
+    assert same(actual, expected), [
+        z for z in zip(pairs, actual.tolist(), expected.tolist()) if not same(*torch.tensor(z[1:])[:, None])
+    ]
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(
+    st.lists(st.floats(width=32), min_size=1, max_size=12),
+    st.sampled_from([n for n in UNARY + BINARY if n != "nan_to_num"]),
+)
+def test_any_float(numbers: list[float], name: str) -> None:
+    """The value of any float, also subnormal, is torch's value in float64."""
+    fn = getattr(torch, name)
+    pairs = [(a, b) for a in numbers for b in numbers]
+    columns = torch.tensor(pairs, dtype=torch.float32).double().T
+    expected = (fn(*columns) if name in BINARY else fn(columns[0])).float()
+    actual = values_of(fn if name in BINARY else lambda a, b: fn(a), pairs, torch.float32)
+    assert torch.allclose(actual, expected, rtol=2e-5, atol=2e-5, equal_nan=True)
+
+
+MASKS: dict[str, Callable[..., Any]] = {
+    "angle": lambda b, h, q, k: torch.atan2(q - 7.3, k - 4.1) > 0.4,
+    "bounds of a function": lambda b, h, q, k: torch.lgamma(q + 1.0) - torch.lgamma(k + 1.5) > 0,
+    "sign": lambda b, h, q, k: torch.signbit(q - k) | (torch.fmax(q, 2 * k) < 9),
+    "stack": lambda b, h, q, k: torch.stack([q, 2 * k, q - k + 3]).amax() > 12,
+    "any": lambda b, h, q, k: torch.stack([q > 12, k > 9, q == k]).any(),
+    "isin": lambda b, h, q, k: torch.isin(q, torch.tensor([1, 5, 9])) | (k < 3),
+    "rows": lambda b, h, q, k: (POINTS[q] - POINTS[k]).norm() < 1.7,
+    "argmax": lambda b, h, q, k: POINTS[q].argmax() == POINTS[k].argmax(),
+}
+POINTS = torch.randn(N, 3, generator=torch.Generator().manual_seed(8))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_take_the_same_functions(name: str) -> None:
+    fn = MASKS[name]
+    assert torch.equal(run_mask(mask_mod(fn)), eager_mask(fn))

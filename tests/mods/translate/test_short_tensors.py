@@ -1,0 +1,177 @@
+"""Concatenations, splits and reductions of short tensors in both engines against float64 dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritoncp
+from tests.compat.differences import documented
+from tests.mods.harness import N, eager_score, run_score
+from tests.mods.translate.test_functions import check_attention
+from tests.mods.translate.test_functions import engine as engine
+from tritoncp.core.tracing import vmapped
+from tritoncp.mods import Untranslatable, score_mod
+from tritoncp.ops import engine_factory
+from tritoncp.reference.dense import dense_attention
+
+G = torch.Generator().manual_seed(4)
+
+
+def learn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=G).requires_grad_()
+
+
+A, B = learn(12, 8), learn(12, 8)
+HEADS, W, TABLE = learn(2, 12, 8), learn(8), learn(2, 12)
+CAPTURES = A, B, HEADS, W, TABLE
+F = torch.nn.functional
+
+OF_SCORES: dict[str, Callable[..., Any]] = {
+    "sum of a stack": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).sum(),
+    "largest of a stack": lambda s, b, h, q, k: torch.stack([s, 0.2 - s, TABLE[h, q]]).max(),
+    "smallest by values": lambda s, b, h, q, k: torch.stack([s, TABLE[h, q]]).min(0).values,
+    "element of a stack": lambda s, b, h, q, k: torch.stack([s, s * s, s * TABLE[h, k]])[1:][-1],
+    "element by an index": lambda s, b, h, q, k: torch.stack([s, s * s, s * TABLE[h, k]])[(q + k) % 3],
+    "product of a cat": lambda s, b, h, q, k: torch.cat([s.view(1), TABLE[h, q].view(1), s[None]]).prod(),
+    "softmax": lambda s, b, h, q, k: torch.softmax(torch.stack([s, TABLE[h, q], -s]), 0)[0],
+    "logsumexp": lambda s, b, h, q, k: torch.logsumexp(torch.stack([s, TABLE[h, k]]), 0),
+    "cat of rows by an index": lambda s, b, h, q, k: (
+        s * torch.cat([A.detach()[q], B.detach()[k]])[(q + k) % 16]
+    ),
+    "cumulated": lambda s, b, h, q, k: torch.stack([s, s * s, TABLE[h, q]]).cumsum(0)[1],
+    "arguments": lambda s, b, h, q, k: s * torch.stack([s, 0.1 - s, -s]).argmax(),
+}
+ROWS: dict[str, Callable[..., Any]] = {
+    "dot": lambda s, b, h, q, k: s + torch.dot(A[q], B[k]),
+    "sum of products": lambda s, b, h, q, k: s + (A[q] * B[k]).sum(-1),
+    "einsum": lambda s, b, h, q, k: s + torch.einsum("d,d->", A[q], B[k]),
+    "matmul": lambda s, b, h, q, k: s * (A[q] @ B[k]),
+    "rows of heads": lambda s, b, h, q, k: s + (HEADS[h, q] * HEADS[h, k]).sum(),
+    "norm": lambda s, b, h, q, k: s + A[q].norm() + (A[q] - B[k]).norm(),
+    "norms of other orders": lambda s, b, h, q, k: s * A[q].norm(p=1) + B[k].norm(p=torch.inf),
+    "mean": lambda s, b, h, q, k: s * A[q].mean(),
+    "amax": lambda s, b, h, q, k: s + A[q].amax() - B[k].amin(-1),
+    "max and index": lambda s, b, h, q, k: s + A[q].max(0).values * A[q].argmin(),
+    "weights": lambda s, b, h, q, k: s + (W * A[q] * B[k]).sum() * W.mean(),
+    "cosine": lambda s, b, h, q, k: s * F.cosine_similarity(A[q], B[k], dim=0),
+    "halves": lambda s, b, h, q, k: s + (A[q].chunk(2)[0] * B[k].split(4)[1]).sum(),
+    "rotated": lambda s, b, h, q, k: s + (torch.cat([-A[q][4:], A[q][:4]]) * B[k]).sum(),
+    "unbound": lambda s, b, h, q, k: s * A[q].unbind()[3] + torch.stack(B[k].unbind()[2:4]).prod(),
+    "variance": lambda s, b, h, q, k: s * A[q].var() + B[k].std(unbiased=False),
+    "attention of rows": lambda s, b, h, q, k: s + (torch.softmax(A[q], -1) * B[k]).sum(),
+    "nested": lambda s, b, h, q, k: s + A[q].view(2, 4).sum(0).exp().mean(),
+    "a small matrix": lambda s, b, h, q, k: s + (A[q].view(2, 4) @ B[k].view(4, 2))[0].sum(),
+    "rows with slices": lambda s, b, h, q, k: (
+        s + (HEADS[h, q, :] * HEADS[h, k, 2:6].repeat(2)).sum() + HEADS[0, ..., 3][k]
+    ),
+    "columns": lambda s, b, h, q, k: s + HEADS[:, k, h].sum() * A[:4, h].mean(),
+    "a whole small capture": lambda s, b, h, q, k: s * W.sum() + W.square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", OF_SCORES)
+def test_short_tensors_of_scores(name: str, engine: str) -> None:
+    check_attention(OF_SCORES[name], CAPTURES)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_of_captures(name: str, engine: str) -> None:
+    documented("`table[h, q_idx, :]`")
+    check_attention(ROWS[name], CAPTURES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_products_of_rows_in_other_dtypes(dtype: torch.dtype) -> None:
+    a, b = (torch.randn(N, 64, generator=G).to(dtype) / 8 for _ in "ab")
+    out = run_score(score_mod(lambda s, b_, h, q, k: s + a[q] @ b[k]), torch.zeros(N, N))
+    exact = a.double() @ b.double().T
+    assert (out - exact).abs().max() <= (1e-5 if dtype is torch.float32 else 2e-2)
+
+
+def rope_term(q_rope: Tensor, k_rope: Tensor) -> Callable[..., Any]:
+    return lambda s, b, h, i, j: s + (q_rope[b, h, i] * k_rope[b, j]).sum(-1)
+
+
+def test_the_rope_term_equals_folding_it_into_q_and_k(engine: str) -> None:
+    """The remedy that the error names: concatenate q_rope / scale to q and k_rope to k."""
+    q, k, v = (torch.randn(1, 2, 12, 16, dtype=torch.float64, generator=G) for _ in "qkv")
+    q_rope, k_rope = learn(1, 2, 12, 16), learn(1, 12, 16)
+    out = tritoncp.flex_attention(q, k, v, score_mod=rope_term(q_rope, k_rope), scale=0.25)
+    wide_k = torch.cat([k, k_rope[:, None].expand(1, 2, 12, 16)], -1)
+    folded = dense_attention(torch.cat([q, q_rope / 0.25], -1), wide_k, v, scale=0.25).out
+    torch.testing.assert_close(out, folded, rtol=1e-10, atol=1e-10)
+    upstream = torch.randn(out.shape, dtype=torch.float64, generator=G)
+    for actual, expected in zip(
+        torch.autograd.grad(out, (q_rope, k_rope), upstream),
+        torch.autograd.grad(folded, (q_rope, k_rope), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_a_long_row_is_refused_with_the_remedy() -> None:
+    documented("reductions of more than 64 elements in a mod")
+    a, b = torch.randn(2, 12, 200)
+    for fn in (
+        lambda s, b_, h, q, k: s + a[q] @ b[k],
+        lambda s, b_, h, q, k: s + (a[q] * b[k]).sum(-1),
+        lambda s, b_, h, q, k: s + a[q].norm(),
+    ):
+        with pytest.raises(
+            Untranslatable, match=r"(?s)test_short_tensors.py.*200 elements[^$]*fold it into q and k"
+        ):
+            score_mod(fn)
+
+
+def test_a_long_learned_row_is_refused() -> None:
+    a = torch.randn(12, 99, requires_grad=True)
+    with pytest.raises(Untranslatable, match="99 elements"):
+        score_mod(lambda s, b, h, q, k: s + torch.relu(a[q]).max())
+
+
+def test_plain_torch_takes_operations_without_translation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows, sorting, and functions without a formula; interpreted kernels refuse them."""
+    documented("`median`, `sort`, `layer_norm`, Bessel functions and a few more in a mod")
+    a, b = learn(12, 99), learn(12, 99)
+    mods = [
+        lambda s, b_, h, q, k: s + torch.dot(a[q], b[k]),
+        lambda s, b_, h, q, k: s + a[q].median() + torch.special.i0(s),
+        lambda s, b_, h, q, k: s * F.layer_norm(a[q], (99,))[3],
+    ]
+    q, k, v = (torch.randn(1, 1, 12, 16, dtype=torch.float64) for _ in "qkv")
+    for mod in mods:
+        with pytest.raises(Untranslatable):
+            tritoncp.flex_attention(q, k, v, score_mod=mod)
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    for mod in mods:
+        check_attention(mod, (a,))
+
+
+def test_a_value_out_of_range_of_a_stack_is_not_read() -> None:
+    """Kernels also evaluate masked positions."""
+    table = torch.randn(4)
+    fn = lambda s, b, h, q, k: torch.stack([s, table[0] * s, s + 1])[(q - k).clamp(0, 9)]  # noqa: E731
+    scores = torch.randn(N, N)
+    inside = (torch.arange(N)[:, None] - torch.arange(N)).clamp(0, 9) < 3
+    safe = lambda s, b, h, q, k: torch.stack([s, table[0] * s, s + 1])[(q - k).clamp(0, 2)]  # noqa: E731
+    out, expected = run_score(score_mod(fn), scores), eager_score(safe, scores.clone())
+    torch.testing.assert_close(out[inside], expected[inside])
+    assert out.isfinite().all()
+
+
+def test_gradients_of_rows_and_stacks_under_vmap() -> None:
+    """torch's own transform of an index by a tensor adds them up over the vmapped dimension, or fails."""
+    documented("gradients through `torch.stack([...])[i]`")
+    s = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    i = torch.arange(6)
+    out = vmapped(lambda x, n: torch.stack([x, x * x, 3 * x])[n % 3] * A[n].sum(), (0, 0))(s, i)
+    expected = torch.where(i % 3 == 0, s, torch.where(i % 3 == 1, s * s, 3 * s)) * A[:6].sum(1)
+    for actual, right in zip(
+        torch.autograd.grad(out.sum(), (s, A)), torch.autograd.grad(expected.sum(), (s, A)), strict=True
+    ):
+        torch.testing.assert_close(actual, right)
