@@ -14,6 +14,11 @@ REFUSALS, MASKS = "test_torch_refusals", "test_torch_block_masks"
 
 # test of torch -> tests here beside the rows of the table: module and function
 ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "captured_reduction": ("test_drop_in.test_scores",),
+    "reduction_unrolled": ("test_drop_in.test_scores",),
+    "cant_lower_error_message": ("test_drop_in.test_a_long_reduction_names_its_remedy",),
+    "compiling_create_block_mask": ("test_drop_in.test_compiling_create_block_mask",),
+    "compiling_create_block_mask_no_recompile": ("test_drop_in.test_compiling_create_block_mask",),
     "builtin_score_mods_dynamic": (f"{COMPILED}.test_one_graph_for_all_lengths",),
     "builtin_score_mods_automatic_dynamic": (f"{COMPILED}.test_one_graph_for_all_lengths",),
     "builtin_score_mods": (f"{COMPILED}.test_compiled_whole", f"{CALLS}.test_paged_builtin_score_mods"),
@@ -114,29 +119,20 @@ NOT_HERE: dict[str, str] = {
     "update": "the page table itself, which is torch's",
 }
 
-# test of torch -> function of pending.py
-PENDING: dict[str, str] = {
-    "captured_reduction": "test_scores",
-    "reduction_unrolled": "test_scores",
-    "cant_lower_error_message": "test_a_long_reduction_names_its_remedy",
-    "compiling_create_block_mask": "test_compiling_create_block_mask",
-    "compiling_create_block_mask_no_recompile": "test_compiling_create_block_mask",
-}
-
 
 def count() -> str:
     """A line for each test of torch, and the sum."""
     rows = Counter(case.test for case in CASES)
-    names = sorted({*rows, *ELSEWHERE, *NOT_HERE, *PENDING})
-    states, lines = {"pending": PENDING, "not here": NOT_HERE}, []
+    names = sorted({*rows, *ELSEWHERE, *NOT_HERE})
+    lines = []
     for name in names:
         where = [f"{rows[name]} rows"] * bool(rows[name]) + list(ELSEWHERE.get(name, ()))
-        where += [f"{state}: {table[name]}" for state, table in states.items() if name in table]
+        where += [f"not here: {NOT_HERE[name]}"] if name in NOT_HERE else []
         lines.append(f"{name}: {'; '.join(where)}")
-    tested = len({*rows, *ELSEWHERE} - {*PENDING})
+    tested = len({*rows, *ELSEWHERE})
     lines.append(
         f"{len(names)} tests of torch: {tested} tested here by {len(CASES)} rows and the tests above, "
-        f"{len(PENDING)} pending, {len(NOT_HERE)} not here"
+        f"{len(NOT_HERE)} not here"
     )
     return "\n".join(lines)
 

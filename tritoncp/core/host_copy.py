@@ -27,7 +27,10 @@ def has_default_device() -> bool:
 
 def has_modes() -> bool:
     """Return whether a mode of the caller changes what operations do: another default device, autocast, or a
-    dispatch mode, as for fake tensors, tracing and counting."""
+    dispatch mode, as for fake tensors, tracing and counting. While Dynamo traces, only the first is asked:
+    the others act on the graph when it runs."""
+    if torch.compiler.is_dynamo_compiling():
+        return has_default_device()
     return torch._C._len_torch_dispatch_stack() > 0 or has_default_device() or _is_any_autocast_enabled()
 
 
@@ -41,6 +44,10 @@ def host() -> AbstractContextManager[object]:
 @contextlib.contextmanager
 def _without_modes() -> Iterator[None]:
     device = torch.device("cpu") if has_default_device() else contextlib.nullcontext()
+    if torch.compiler.is_dynamo_compiling():
+        with device:
+            yield
+        return
     # Dynamo leaves frames under dispatch modes alone, and would compile them once there are none.
     callback = set_eval_frame(None)
     try:

@@ -85,12 +85,14 @@ def _gather(x: Tensor, indices: tuple[Any, ...]) -> Tensor:
 
 def _tensors_first(x: Any, items: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]] | None:
     """A view of x, and the indices of its first dimensions, that make x[items]; None if it is no gather."""
-    tensors = [item for item in items if isinstance(item, Tensor)]
-    if not isinstance(x, Tensor) or not tensors:
+    if not isinstance(x, Tensor) or not items:
         return None
     plain = [isinstance(item, Tensor | int) and not isinstance(item, bool) for item in items]
     if all(plain):
         return x, items
+    tensors = [item for item in items if isinstance(item, Tensor)]
+    if not tensors:
+        return None
     sliced = all(p or isinstance(i, slice) or i is Ellipsis for p, i in zip(plain, items))
     if not sliced or any(t.ndim or t.dtype in (torch.bool, torch.uint8) for t in tensors):
         return None

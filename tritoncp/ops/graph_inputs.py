@@ -77,7 +77,10 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
         parts = [getattr(thing, name) for name in _INDEX]
         fields = (thing.seq_lengths, thing.BLOCK_SIZE, *parts, thing.mask_mod)
         return f'["blocks",{_flatten_all(fields, tensors, ints)}]'
-    return _flatten_parts(thing, _layout_of(thing, is_called), tensors, ints)
+    layout, symbols = _layout_of(thing, is_called)
+    if layout[0] == "inside":
+        return f'["inside",{layout[1]},{_flatten_all(symbols, tensors, ints)}]'
+    return _flatten_parts(thing, layout, tensors, ints)
 
 
 _INDEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
@@ -140,13 +143,15 @@ def _handle(thing: Plan | Mask | TracedMask) -> Tensor:
     return thing.handle
 
 
-def _layout_of(thing: Any, is_called: bool) -> Layout:
+def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[int, ...]]:
+    """Return the layout of an object, and the symbolic integers captured by a function made in the graph."""
+    symbols: tuple[int, ...] = ()
     if not torch.compiler.is_dynamo_compiling():
-        return graph_layout.layout_of(thing, is_called)
+        return graph_layout.layout_of(thing, is_called), symbols
     from torch._dynamo.comptime import comptime
 
-    comptime(_keep_layout)
-    return _kept_layout()
+    comptime(_keep_layout)  # sets symbols
+    return _kept_layout(), symbols
 
 
 def _guard_identity(thing: Any) -> None:
@@ -211,6 +216,9 @@ def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
         return dict(zip(CONSTANTS[rest[0]], parts, strict=True))
     if kind == "unset":
         return _UNSET
+    if kind == "inside":
+        fn, places = CONSTANTS[rest[0]]
+        return _with_cells(fn, dict(zip(places, parts, strict=True))) if places else fn
     if kind == "object":
         return graph_layout.stand_in(rest[0], parts)
     if kind == "method":
@@ -237,6 +245,14 @@ def _rebuild_function(constant: tuple[Any, ...], parts: list[Any]) -> types.Func
     fn = types.FunctionType(code, scope, name, tuple(parts[:defaults]) or None, tuple(cells))
     fn.__kwdefaults__ = dict(zip(keywords, parts[defaults:])) or None
     return fn
+
+
+def _with_cells(fn: types.FunctionType, contents: dict[int, Any]) -> types.FunctionType:
+    """Return a function with other contents of some cells. contents: by the index of the cell"""
+    cells = [types.CellType(contents[i]) if i in contents else c for i, c in enumerate(fn.__closure__ or ())]
+    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells))
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
 
 
 _UNSET = object()  # in the place of a variable that has no value yet

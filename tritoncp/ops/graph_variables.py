@@ -24,20 +24,43 @@ AROUND = f"{MADE_INSIDE}, or have it capture numbers and functions only, not ten
 
 def layout_of_variable(context: Any) -> Layout:
     """Return the layout of the local variable ``thing`` of a frame that Dynamo traces, see `layout_of`.
-    context: the ComptimeContext of that frame."""
+    context: the ComptimeContext of that frame, whose local variable ``symbols`` becomes the tuple of the
+    symbolic integers that ``thing`` captures, if the graph makes it."""
     from torch._dynamo.variables.functions import NestedUserFunctionVariable
+    from torch._dynamo.variables.lists import TupleVariable
 
     variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
     try:
         if isinstance(variable, NestedUserFunctionVariable):
-            fn, key = _constant_of(variable)
+            places, symbols = _symbols_of(variable)
+            fn, key = _constant_of(variable, places)
             check_gradients(fn, frozenset())
-            return ("is", register_constant(key, fn))
+            context._ComptimeContext__tx.symbolic_locals["symbols"] = TupleVariable(symbols)
+            return ("inside", register_constant((key, places), (fn, places)))
         return layout_of(_object_of(variable), context.get_local("is_called").as_python_constant())
     except Uncapturable as error:
         return ("refuse", f"this mask_mod or score_mod was {AROUND}: {error}")
     except RecursionError:
         return ("refuse", f"this mask_mod or score_mod was {AROUND}: it is nested too deep")
+
+
+def _symbols_of(variable: Any) -> tuple[tuple[int, ...], list[Any]]:
+    """Return the places of cells with symbolic integers in a function that the graph makes, and the integers'
+    variables."""
+    from torch._dynamo.variables.tensor import SymNodeVariable
+
+    contents = [cell.realize() for cell in _cells_of(variable)]
+    places = [i for i, x in enumerate(contents) if isinstance(x, SymNodeVariable) and x.python_type() is int]
+    return tuple(places), [contents[i] for i in places]
+
+
+def _cells_of(variable: Any) -> list[Any]:
+    """Return the variables of the cells of a function that the graph makes."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    load: Callable[[Any], Any] = InstructionTranslator.current_tx().output.side_effects.load_cell
+    closure: Any = variable.closure
+    return [load(cell) for cell in (closure.items if closure else ())]
 
 
 def guard_identity(context: Any) -> None:
@@ -82,10 +105,12 @@ def _kind_of(variable: Any) -> str:
         return type(variable).__name__.removesuffix("Variable")
 
 
-def _constant_of(variable: Any) -> tuple[Any, Any]:
+def _constant_of(variable: Any, empty: tuple[int, ...] = ()) -> tuple[Any, Any]:
     """Return the constant of a Dynamo variable and a hashable key of it: a number, a function without
-    captures, or a function that the graph makes, around constants. Raises Uncapturable for others."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
+    captures, or a function that the graph makes, around constants. Raises Uncapturable for others.
+
+    empty: places of cells to leave out of a function that the graph makes
+    """
     from torch._dynamo.variables.functions import NestedUserFunctionVariable
 
     variable = variable.realize()
@@ -94,9 +119,8 @@ def _constant_of(variable: Any) -> tuple[Any, Any]:
         key = _key_of(constant)
         _guard(variable)
         return constant, key
-    load: Callable[[Any], Any] = InstructionTranslator.current_tx().output.side_effects.load_cell
-    closure: Any = variable.closure
-    pairs = [_constant_of(load(cell)) for cell in (closure.items if closure else ())]
+    contents = enumerate(_cells_of(variable))
+    pairs = [(None, None) if place in empty else _constant_of(cell) for place, cell in contents]
     defaults, keywords = (
         None if x is None else _object_of(x) for x in (variable.defaults, variable.kwdefaults)
     )

@@ -132,7 +132,9 @@ def test_an_edited_attribute_is_seen() -> None:
 
 def test_an_unchanged_closure_is_not_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = []
-    monkeypatch.setattr("tritoncp.mods.mod.trace_mod", lambda *a: traces.append(a) or trace_mod(*a))
+    monkeypatch.setattr(
+        "tritoncp.mods.translate.trace.trace_mod", lambda *a: traces.append(a) or trace_mod(*a)
+    )
 
     def make(ids: torch.Tensor) -> Callable[..., Any]:
         return lambda b, h, q, k: ids[b, q] == ids[b, k]
@@ -160,7 +162,7 @@ def test_a_mod_of_every_step_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("tritoncp.mods.mod._TRANSLATIONS", {})
     monkeypatch.setattr("tritoncp.mods.mod._MAX_TRANSLATIONS", 3)
     monkeypatch.setattr(
-        "tritoncp.mods.mod.trace_mod", lambda fn, *a: traces.append(fn.kind) or trace_mod(fn, *a)
+        "tritoncp.mods.translate.trace.trace_mod", lambda fn, *a: traces.append(fn.kind) or trace_mod(fn, *a)
     )
 
     def constant(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:

@@ -1,7 +1,4 @@
-"""Cases of the two lists that shall agree and do not yet; pytest collects this file only by its name.
-
-Each function belongs into the file that its section names.
-"""
+"""Cases of torch's tests and attention-gym's mods that compile, trace or cast, and rows that mods reduce."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ import tritoncp
 from tests.compat import gym_mods as gym
 from tests.compat.dense import BF16, F32, F64, agree, answer, exact
 from tests.compat.test_mods_as_laws import COMPILED, LAWS, verify
-from tests.compat.test_torch_calls import SHAPES, causal, check, stride_order, tensors
+from tests.compat.test_torch_calls import causal, check, tensors
 from tests.compat.torch_mods import Dims, Form, normal, plain
 
-# -- rows of torch_cases.py and torch_mods.py -----------------------------------------------------------
+# -- operations and reductions --------------------------------------------------------------------------
 
 DISTANCE = Form(
     lambda t, scale: (
@@ -61,7 +58,7 @@ def test_scores(name: str, dtype: torch.dtype, learned: bool, engine: str) -> No
     agree(answer(out, lse, [*x, *(t for t in bound if t.requires_grad)], start), want, dtype)
 
 
-# -- test_torch_refusals.py -----------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------------
 
 
 def test_a_long_reduction_names_its_remedy() -> None:
@@ -84,17 +81,7 @@ def test_a_mod_made_in_the_graph_around_tensors_is_refused_with_a_remedy() -> No
         torch.compile(layer, fullgraph=True, backend="eager")(*tensors(Dims(1, 2, 32)))
 
 
-# -- test_torch_calls.py --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("engine", "shape"), SHAPES, indirect=["engine"], ids=str)
-def test_results_lie_in_memory_as_their_tensors_do(engine: str, shape: tuple[int, ...]) -> None:
-    """flex_attention_stride_ordering and its backward: ORDERS gets (0, 1, 3, 2)."""
-    x = [torch.randn(shape).permute(0, 1, 3, 2).requires_grad_() for _ in range(3)]
-    out = tritoncp.flex_attention(*x)
-    assert stride_order(out) == stride_order(x[0])
-    for grad, tensor in zip(torch.autograd.grad(out, x, torch.randn_like(out)), x):
-        assert stride_order(grad) == stride_order(tensor)
+# -- calls ----------------------------------------------------------------------------------------------
 
 
 def test_the_empty_block_mask_masks_nothing(engine: str) -> None:
@@ -209,7 +196,7 @@ def test_autocast_takes_mixed_dtypes() -> None:
     assert out.dtype == BF16
 
 
-# -- test_torch_block_masks.py --------------------------------------------------------------------------
+# -- masks ----------------------------------------------------------------------------------------------
 
 
 def test_masks_have_shape_and_numel() -> None:
@@ -235,7 +222,7 @@ def test_compiling_create_block_mask(fullgraph: bool) -> None:
     check(call, tensors(Dims(1, 2, 32)), None, mod)
 
 
-# -- test_mods_as_laws.py: COMPILED becomes LAWS, and two laws more -------------------------------------
+# -- mods that capture functions ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("engine", ["eager"], indirect=True)
