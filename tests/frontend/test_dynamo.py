@@ -14,7 +14,7 @@ from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
 from tritoncp.frontend import dynamo, plan_cache
 from tritoncp.ops import engine_factory
-from tritoncp.ops.graph_inputs import flatten_callable, rebuild
+from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 from tritoncp.reference.dense import dense_attention
 
 S, BLOCK = 64, 16

@@ -6,7 +6,7 @@ import torch
 from tritoncp import mods
 from tritoncp.kernels import mask_eval
 from tritoncp.masks import create_block_mask
-from tritoncp.masks.classify import ask_torch
+from tritoncp.masks.classification.classify import ask_torch
 
 IDS = torch.randint(0, 4, (2, 300)).sort(1).values.int()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
 from tritoncp.masks import ABSENT, Kind, create_block_mask
-from tritoncp.masks.tile_bounds import Bounds
+from tritoncp.masks.classification.tile_bounds import Bounds
 
 B, H, LENGTH = 2, 3, 40  # tables have an element for every index
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention as flex
 import tritoncp
 from tritoncp import masks
 from tritoncp.masks import create
-from tritoncp.masks.classify import PAIRS, TileEvaluator, ask_torch
+from tritoncp.masks.classification.classify import PAIRS, TileEvaluator, ask_torch
 
 S = 1 << 20
 IDS = torch.arange(300).repeat_interleave(S // 300 + 1)[:S]
@@ -46,7 +46,7 @@ def test_a_million_tokens_take_few_evaluations_and_little_memory(mod, form, monk
         ask = ask_torch(mask_mod, device)
         return lambda b, h, q, kv: evaluated.append(q.shape[1] * kv.shape[1] * len(q)) or ask(b, h, q, kv)
 
-    monkeypatch.setattr("tritoncp.masks.classify.ask_torch", counting)
+    monkeypatch.setattr("tritoncp.masks.classification.classify.ask_torch", counting)
     traced = tritoncp.create_block_mask(mod, None, None, S, S)
     assert sum(evaluated) < 2 * S and max(evaluated) <= PAIRS
     closed = tritoncp.create_block_mask(form, None, None, S, S)
@@ -61,7 +61,7 @@ def test_a_mask_that_cannot_be_traced_is_evaluated_in_bounded_chunks(monkeypatch
     def reads_value(q) -> bool:
         return bool(torch._C._functorch.is_batchedtensor(q)) or q.item() < 0  # .item() cannot be traced
 
-    monkeypatch.setattr("tritoncp.masks.classify.PAIRS", 1 << 12)
+    monkeypatch.setattr("tritoncp.masks.classification.classify.PAIRS", 1 << 12)
     assert TileEvaluator.of_mask_mod(opaque).bounds is None
     sizes = []
     ask = ask_torch(opaque, "cpu")

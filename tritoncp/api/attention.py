@@ -20,7 +20,7 @@ from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.mods import Mod
 from tritoncp.ops import call_modes, call_mods, engine_factory, signatures
 from tritoncp.ops.autograd import forward
-from tritoncp.ops.graph_layout import Uncapturable
+from tritoncp.ops.graph.layouts import Uncapturable
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.ops.transforms import refuse_transforms
 from tritoncp.planning.plan import Plan

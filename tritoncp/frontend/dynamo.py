@@ -23,7 +23,7 @@ from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.ops import call_modes, engine_factory
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.dispatch import register_op
-from tritoncp.ops.graph_inputs import flatten_callable, rebuild
+from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 
 
 @call_modes.in_fake_mode

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from tritoncp.masks.block_runs import ABSENT as ABSENT
     from tritoncp.masks.block_runs import Kind as Kind
     from tritoncp.masks.block_runs import Runs as Runs
-    from tritoncp.masks.classify import masked_blocks as masked_blocks
+    from tritoncp.masks.classification.classify import masked_blocks as masked_blocks
     from tritoncp.masks.closed_forms import causal as causal
     from tritoncp.masks.closed_forms import document as document
     from tritoncp.masks.closed_forms import prefix_lm as prefix_lm
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "block_runs": ("ABSENT", "Kind", "Runs"),
-    "classify": ("masked_blocks",),
+    "classification.classify": ("masked_blocks",),
     "closed_forms": ("causal", "document", "prefix_lm", "sliding_window"),
     "from_torch": ("from_block_mask",),
     "mask": ("Mask", "create_block_mask", "full_mask"),

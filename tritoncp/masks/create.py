@@ -11,7 +11,7 @@ from tritoncp.core.dynamo_boundary import GRAPH_FORMS, graph_entry, host_only, l
 from tritoncp.core.tracing import graph_of
 from tritoncp.core.upload import upload
 from tritoncp.masks import mask
-from tritoncp.masks.classify import Ask
+from tritoncp.masks.classification.classify import Ask
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskFn
 

@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.block_lists import bound_ragged_blocks, kinds_from_lists
 from tritoncp.masks.block_runs import Kind, Runs
-from tritoncp.masks.classify import TileEvaluator, find_intervals
+from tritoncp.masks.classification.classify import TileEvaluator, find_intervals
 from tritoncp.masks.mask import Mask, expand_intervals
 from tritoncp.masks.mask_mod import MaskFn, MaskMod
 

@@ -21,7 +21,7 @@ from tritoncp.core.user_code import describe
 from tritoncp.masks.block_lists import BlockListMod, bound_ragged_blocks, lists_from_blocks
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs
-from tritoncp.masks.classify import PAIRS, Ask, Grid, TileEvaluator, ask_torch, find_runs
+from tritoncp.masks.classification.classify import PAIRS, Ask, Grid, TileEvaluator, ask_torch, find_runs
 from tritoncp.masks.closed_forms import QuerySlice, Selection, Transpose, is_closed_form
 from tritoncp.masks.mask_mod import Intervals, MaskFn, MaskMod, and_masks, or_masks
 from tritoncp.mods.recording import State

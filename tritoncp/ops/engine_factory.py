@@ -29,7 +29,7 @@ class Spec:
     """The constant part of a call. Captures of the score_mod are arguments; the plan has the mask_mod."""
 
     score: str | None  # digest of a Mod that the caller keeps alive
-    graph_score: str | None  # or structure of a score_mod in a compiled graph, see graph_inputs.py
+    graph_score: str | None  # or structure of a score_mod in a compiled graph, see ops/graph/inputs.py
     wants: tuple[int, ...]  # indices of captured tensors that require gradients
     numbers: tuple[str, ...]  # kinds of the numbers that the score_mod captures, "i" or "f"
     want_max: bool
@@ -224,9 +224,9 @@ def _score(
     """Return the score_mod with the captures of this call, and the buffers in the order of its ``wants``."""
     if spec.graph_score is not None:
         leaves = [tensor.detach().requires_grad_(i in spec.wants) for i, tensor in enumerate(captures)]
-        from tritoncp.ops import graph_inputs  # loads Dynamo, which plans do without
+        from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
 
-        mod = call_mods.score_of(graph_inputs.rebuild(spec.graph_score, leaves, ints), q)
+        mod = call_mods.score_of(inputs.rebuild(spec.graph_score, leaves, ints), q)
         assert mod is not None
         buffers = {id(leaves[i]): grad for i, grad in zip(spec.wants, grads)}
         return mod, [buffers[id(mod.tensors[i])] for i in mod.wants] if grads else ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritoncp.masks.classify import masked_blocks
+from tritoncp.masks.classification.classify import masked_blocks
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.planning.plan import Plan

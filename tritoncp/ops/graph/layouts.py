@@ -1,7 +1,7 @@
 """Layouts: which state of a Python function a compiled graph has to read, as nested tuples of text and ints.
 
 Made once for each graph, on the real objects, from the reads in the function's bytecode
-(:mod:`tritoncp.mods.bytecode`). :mod:`.graph_inputs` follows a layout where Dynamo traces it, so that
+(:mod:`tritoncp.mods.bytecode`). :mod:`.inputs` follows a layout where Dynamo traces it, so that
 tensors become inputs of the graph and plain values are guarded. Code and classes stay in this process and are
 named by number. Globals are in no layout: a rebuilt function reads them when it runs.
 
@@ -135,7 +135,7 @@ _FLAT = (Tensor, tuple, list, *_FUNCTIONS, Plan, Mask, TracedMask, Mod, MaskMod,
 
 
 def _is_flat(thing: Any) -> bool:
-    """Whether `graph_inputs.flatten_callable` flattens an object by its type."""
+    """Whether `inputs.flatten_callable` flattens an object by its type."""
     return isinstance(thing, _FLAT)
 
 

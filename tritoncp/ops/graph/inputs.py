@@ -1,7 +1,7 @@
 """User functions as inputs of a compiled graph: structure as text, captures as arguments.
 
 Dynamo traces :func:`flatten_callable`. It reads a function's closure and objects there, by the layout of
-:mod:`.graph_layout`, so that captured tensors become inputs of the graph and captured numbers become symbols
+:mod:`.layouts`, so that captured tensors become inputs of the graph and captured numbers become symbols
 once they have changed. Inside an op, where real values arrive, :func:`rebuild` makes the function again.
 """
 
@@ -26,8 +26,8 @@ from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
 from tritoncp.mods.mod import structure_of
-from tritoncp.ops import graph_layout, graph_variables
-from tritoncp.ops.graph_layout import CONSTANTS, MADE_INSIDE, Layout, Uncapturable, register_constant
+from tritoncp.ops.graph import layouts, variables
+from tritoncp.ops.graph.layouts import CONSTANTS, MADE_INSIDE, Layout, Uncapturable, register_constant
 from tritoncp.planning.plan import Plan
 
 
@@ -147,7 +147,7 @@ def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[int, ...]]:
     """Return the layout of an object, and the symbolic integers captured by a function made in the graph."""
     symbols: tuple[int, ...] = ()
     if not torch.compiler.is_dynamo_compiling():
-        return graph_layout.layout_of(thing, is_called), symbols
+        return layouts.layout_of(thing, is_called), symbols
     from torch._dynamo.comptime import comptime
 
     comptime(_keep_layout)  # sets symbols
@@ -159,14 +159,14 @@ def _guard_identity(thing: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
-        comptime(graph_variables.guard_identity)
+        comptime(variables.guard_identity)
 
 
 _LAYOUTS: list[Layout] = []  # the one that was made last; Dynamo traces one frame at a time
 
 
 def _keep_layout(context: Any) -> None:
-    _LAYOUTS[:] = [graph_variables.layout_of_variable(context)]
+    _LAYOUTS[:] = [variables.layout_of_variable(context)]
 
 
 @constant_result
@@ -220,7 +220,7 @@ def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
         fn, places = CONSTANTS[rest[0]]
         return _with_cells(fn, dict(zip(places, parts, strict=True))) if places else fn
     if kind == "object":
-        return graph_layout.stand_in(rest[0], parts)
+        return layouts.stand_in(rest[0], parts)
     if kind == "method":
         return types.MethodType(*parts)
     if kind == "partial":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from tritoncp.core.tracing import SHAPE_ONLY, Mod, graph_of, is_read
-from tritoncp.masks.interval_arithmetic import (
+from tritoncp.masks.classification.interval_arithmetic import (
     BOOL_RULES,
     COPIES,
     MAX_EXACT,

@@ -18,8 +18,8 @@ from torch import Tensor
 from tritoncp.core.tracing import vmapped
 from tritoncp.core.upload import upload
 from tritoncp.masks.block_runs import ABSENT, Kind, Runs, ramps
+from tritoncp.masks.classification.tile_bounds import Bounds
 from tritoncp.masks.mask_mod import MaskFn
-from tritoncp.masks.tile_bounds import Bounds
 
 Ask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 # (b [n], h [n], q [n, i], kv [n, j]) -> bool [n, i, j]: a mask_mod's values. int64, all on the CPU

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from tritoncp.ops.graph_layout import (
+from tritoncp.ops.graph.layouts import (
     MADE_INSIDE,
     Layout,
     Uncapturable,

@@ -1,0 +1,1 @@
+"""Mods and masks in compiled graphs: their layout, and their captures as inputs of the graph."""
