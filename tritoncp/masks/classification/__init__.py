@@ -1,1 +1,1 @@
-"""Classification of blocks as empty, full or masked, by bounds of a mask_mod over tiles, then pair by pair."""
+"""Classification of blocks as empty, full or masked: by bounds of a mask_mod over tiles, then by pairs."""
