@@ -380,6 +380,14 @@ def test_masks_of_other_geometry_do_not_combine() -> None:
         one & other
 
 
+@pytest.mark.parametrize("other", [causal(), lambda b, h, q, kv: q >= kv, None])
+def test_a_mask_combines_with_masks_alone(other) -> None:
+    mask = create_block_mask(causal(), 1, 1, 64, 32, BLOCK_SIZE=16)
+    for combine in (lambda: mask & other, lambda: mask | other):
+        with pytest.raises(TypeError, match=r"make it one with create_block_mask\(mask_mod, B, H, 64, 32"):
+            combine()
+
+
 def test_closed_forms_combine_with_operators() -> None:
     ids = torch.tensor([0] * 10 + [1] * 22)
     near = (causal() & sliding_window(4, 4)) | ~document(ids=ids)
