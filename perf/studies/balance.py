@@ -94,9 +94,10 @@ equal numbers of blocks, so contiguous pieces cannot be made even by making them
 put other layers, which cost the same for every token, out of balance.
 
 Which to take: `ptrr`, the default, where all keys travel anyway (`schedule="allgather"`, dense masks);
-`locality` where the mask is sparse and `schedule="fetch"` or `"ring"` moves only what is seen; `per_document`
-where planning time counts and a few per cent of work do not. A function of your own goes in the same place:
-`make_plan(mask, mesh, balancer=mine)`, see `tritoncp.planning.work.Work`."""
+`ptrr_unweighted` where placements have to agree with torch's; `locality` where the mask is sparse and
+`schedule="fetch"` or `"ring"` moves only what is seen; `per_document` where planning time counts and a few
+per cent of work do not. `balancer="auto"` weighs them all by predicted time. A function of your own goes in
+the same place: `make_plan(mask, mesh, balancer=mine)`, see `tritoncp.planning.work.Work`."""
 
 
 class Numbers(click.ParamType):

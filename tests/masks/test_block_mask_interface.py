@@ -1,5 +1,6 @@
 """Members that Mask and Plan share with torch's BlockMask: the same values, blocks and answers."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import flex_attention as flex
@@ -146,15 +147,31 @@ def test_a_selected_row_serves_every_batch() -> None:
         (slice(3, 3), IndexError, "selects none of the mask's 3 batch rows"),
         ((0, 0, 0, slice(0, 8)), IndexError, "make the mask of fewer keys with create_block_mask"),
         ((0, 0, slice(0, 4, 2)), IndexError, r"rows of blocks \[0, 2\] are not adjacent"),
-        ("b", TypeError, "selected by an int, a slice or a tensor"),
-        (None, TypeError, "got a NoneType"),
-        (True, TypeError, "got a bool"),
+        ("b", TypeError, "selected by an int, a slice of ints, or an integer"),
+        (None, TypeError, "got None, a NoneType"),
+        (True, TypeError, "got True, a bool"),
+        (torch.tensor([[0, 1]]), TypeError, r"a torch.int64 \[1, 2\]"),
+        (torch.tensor([0.5]), TypeError, r"a torch.float32 \[1\]"),
+        (["b"], TypeError, "a list"),
+        (slice("b"), TypeError, "a slice"),
+        ([], IndexError, "selects none of the mask's 3 batch rows"),
     ],
 )
 def test_other_indices_are_refused(index, error, message) -> None:
     mask, _ = pair("causal")
     with pytest.raises(error, match=message):
         mask[index]
+
+
+@pytest.mark.parametrize("row", [np.int64(1), np.uint8(1), torch.tensor(1, dtype=torch.uint8)])
+def test_integers_of_other_libraries_select_a_row(row) -> None:
+    mask, _ = pair("documents")
+    assert torch.equal(mask[row].to_dense(), mask[1].to_dense())
+
+
+def test_a_tensor_of_uint8_selects_by_number() -> None:
+    mask, _ = pair("documents")
+    assert torch.equal(mask[torch.tensor([2, 1], dtype=torch.uint8)].to_dense(), mask[[2, 1]].to_dense())
 
 
 def test_iteration_yields_the_batch_rows_and_ends() -> None:

@@ -1,16 +1,23 @@
-"""Runs and masks, compared with dense maps, with torch's builder and pair by pair with the definition."""
+"""Tests of masks, compared with torch's builder and pair by pair with the definition."""
 
-import itertools
 import pickle
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from tests.masks.random_masks import (
+    FEW,
+    LAWS,
+    assert_same_lists,
+    geometries,
+    make_mask_mod,
+    visible_by_definition,
+)
 from tritoncp.masks import (
     ABSENT,
     Kind,
@@ -27,198 +34,6 @@ from tritoncp.masks import (
     sliding_window,
 )
 from tritoncp.masks.from_torch import with_intervals
-
-LAWS = settings(max_examples=60, deadline=None)
-FEW = settings(max_examples=25, deadline=None)
-
-
-@st.composite
-def kinds_maps(draw: st.DrawFn) -> Tensor:
-    """Dense kinds uint8 [B, H, R, C]: noise, or long runs, from nearly empty to full."""
-    b, h, r, c = (draw(st.integers(1, n)) for n in (2, 3, 9, 9))
-    g = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
-    kinds = torch.randint(0, 4, (b, h, r, c), generator=g, dtype=torch.uint8)
-    if draw(st.booleans()):
-        kinds = kinds.sort(dim=draw(st.sampled_from([2, 3]))).values
-    kinds[torch.rand(b, h, r, c, generator=g) < draw(st.sampled_from([0.0, 0.3, 0.9]))] = ABSENT
-    return kinds
-
-
-@st.composite
-def geometries(draw: st.DrawFn) -> tuple[int, int, int, int]:
-    """(q_len, kv_len, q_block, kv_block), ragged more often than not."""
-    return tuple(draw(st.integers(*bounds)) for bounds in ((1, 40), (1, 40), (3, 9), (3, 9)))
-
-
-def make_mask_mod(seed: int, q_len: int, kv_len: int):
-    """Return a mask_mod by its seed. Its tables are as long as the sequences: an index past them raises."""
-    g = torch.Generator().manual_seed(seed)
-    lo = torch.randint(0, kv_len, (2, 3, q_len), generator=g)
-    hi = lo + torch.randint(0, kv_len, (2, 3, q_len), generator=g)
-    keys = torch.rand(kv_len, generator=g) < 0.7
-    rows = torch.rand(q_len, generator=g) < 0.7
-    return [
-        lambda b, h, q, kv: (lo[b, h, q] <= kv) & (kv < hi[b, h, q]),
-        lambda b, h, q, kv: q + h >= kv + b,
-        lambda b, h, q, kv: keys[kv] & rows[q],
-        lambda b, h, q, kv: (kv <= q) & rows[q],
-        lambda b, h, q, kv: (q - kv).abs() % 5 < 2,
-    ][seed % 5]
-
-
-def visible_by_definition(mod, kinds: Tensor, mask: Mask) -> Tensor:
-    """Return the pairs that are listed and not hidden by the mask_mod in a MASKED block: bool, dense."""
-    b, h = kinds.shape[:2]
-    fine = kinds.repeat_interleave(mask.q_block, 2).repeat_interleave(mask.kv_block, 3)
-    fine = fine[:, :, : mask.q_len, : mask.kv_len]
-    visible = flex.create_mask(mod, b, h, mask.q_len, mask.kv_len, device="cpu")
-    return (fine == Kind.FULL) | (fine == Kind.BOUNDED) | (fine == Kind.MASKED) & visible
-
-
-def assert_same_lists(a: flex.BlockMask, b: flex.BlockMask) -> None:
-    for side in ("kv", "full_kv", "q", "full_q"):
-        num, num2 = (getattr(m, f"{side}_num_blocks") for m in (a, b))
-        indices, indices2 = (getattr(m, f"{side}_indices") for m in (a, b))
-        assert torch.equal(num, num2), side
-        listed = torch.arange(indices.shape[-1]) < num[..., None]
-        assert torch.equal(indices[listed], indices2[listed]), side
-
-
-# -- runs ---------------------------------------------------------------------------------------------
-
-
-@LAWS
-@given(kinds_maps())
-def test_runs_keep_every_block(kinds: Tensor) -> None:
-    runs = Runs.from_kinds(kinds)
-    assert torch.equal(runs.to_kinds(), kinds)
-    masked, full = runs.counts()
-    assert torch.equal(full, (kinds == Kind.FULL).sum(-1))
-    assert torch.equal(masked, ((kinds == Kind.MASKED) | (kinds == Kind.BOUNDED)).sum(-1))
-
-
-@LAWS
-@given(kinds_maps())
-def test_runs_are_maximal_and_in_order(kinds: Tensor) -> None:
-    runs = Runs.from_kinds(kinds)
-    follows = 0
-    for begin, mid, end in runs.ptr.view(-1, 3).tolist():
-        assert begin == follows <= mid <= end
-        follows = end
-        for group, allowed in ((runs.runs[begin:mid], {0, 2}), (runs.runs[mid:end], {1})):
-            triples = group.tolist()
-            assert {kind for _, _, kind in triples} <= allowed
-            assert all(s < e for s, e, _ in triples)
-            for (_, end1, kind1), (start2, _, kind2) in itertools.pairwise(triples):
-                assert end1 < start2 or (end1 == start2 and kind1 != kind2)
-    assert follows == len(runs.runs)
-
-
-@LAWS
-@given(kinds_maps())
-def test_transpose_swaps_rows_and_columns(kinds: Tensor) -> None:
-    runs = Runs.from_kinds(kinds)
-    assert runs.transpose() == Runs.from_kinds(kinds.transpose(2, 3))
-    assert runs.transpose().transpose() == runs
-
-
-@LAWS
-@given(kinds_maps(), st.data())
-def test_take_selects_reorders_and_repeats_rows(kinds: Tensor, data: st.DataObject) -> None:
-    runs = Runs.from_kinds(kinds)
-    b, h, r, c = kinds.shape
-    assert runs.take(torch.arange(r)[None]) == runs
-    batch = data.draw(st.sampled_from([1, b] if b > 1 else [1, 3]))
-    rows = data.draw(
-        st.lists(st.lists(st.integers(-1, r - 1), min_size=4, max_size=4), min_size=batch, max_size=batch)
-    )
-    padded = torch.cat([kinds, torch.full((b, h, 1, c), ABSENT, dtype=torch.uint8)], 2)  # -1 = the last row
-    want = torch.stack([padded[min(i, b - 1), :, rows[min(i, batch - 1)]] for i in range(max(b, batch))])
-    assert runs.take(torch.tensor(rows)) == Runs.from_kinds(want)
-
-
-@LAWS
-@given(kinds_maps(), st.data())
-def test_remap_drops_and_repeats_columns(kinds: Tensor, data: st.DataObject) -> None:
-    runs = Runs.from_kinds(kinds)
-    b, _, _, c = kinds.shape
-    assert runs.remap(torch.arange(c + 1)[None]) == runs
-    batch = data.draw(st.sampled_from([1, b] if b > 1 else [1, 3]))
-    copies = data.draw(st.lists(st.permutations([i % 3 for i in range(c)]), min_size=batch, max_size=batch))
-    times = torch.tensor(copies)
-    first = torch.nn.functional.pad(times.cumsum(1), (1, 0))
-    want = torch.stack(
-        [kinds[min(i, b - 1)].repeat_interleave(times[min(i, batch - 1)], 2) for i in range(max(b, batch))]
-    )
-    assert runs.remap(first) == Runs.from_kinds(want)
-    keep = times[0] > 0
-    subset = torch.nn.functional.pad(keep.long().cumsum(0), (1, 0))[None]
-    assert torch.equal(runs.remap(subset).to_kinds(), kinds[..., keep])
-
-
-@LAWS
-@given(kinds_maps())
-def test_expand_repeats_batch_and_heads(kinds: Tensor) -> None:
-    one = Runs.from_kinds(kinds[:1, :1])
-    assert one.expand(3, 2) == Runs.from_kinds(kinds[:1, :1].repeat(3, 2, 1, 1))
-    assert Runs.from_kinds(kinds[:, :1]).expand(kinds.shape[0], 2) == Runs.from_kinds(
-        kinds[:, :1].repeat(1, 2, 1, 1)
-    )
-
-
-@LAWS
-@given(geometries(), st.integers(0, 999), st.sampled_from([1, 4, 40]))
-def test_intervals_list_the_blocks_they_touch(geometry, seed: int, longest: int) -> None:
-    """Intervals in any order and with gaps between them; blocks are counted pair by pair."""
-    q_len, kv_len, q_block, kv_block = geometry
-    g = torch.Generator().manual_seed(seed)
-    lo = torch.randint(0, kv_len + 1, (2, 1, q_len), generator=g)
-    hi = (lo + torch.randint(0, longest + 1, lo.shape, generator=g)).clamp(max=kv_len)
-    kv = torch.arange(kv_len)
-    visible = (lo[..., None] <= kv) & (kv < hi[..., None])
-    pad = (0, -kv_len % kv_block, 0, -q_len % q_block)
-    tiles = torch.nn.functional.pad(visible, pad).unflatten(3, (-1, kv_block)).unflatten(2, (-1, q_block))
-    count = tiles.sum((3, 5))
-    kinds = torch.where(count == 0, ABSENT, torch.where(count == q_block * kv_block, Kind.FULL, Kind.MASKED))
-    assert Runs.from_intervals(lo, hi, q_block, kv_block, kv_len) == Runs.from_kinds(kinds.to(torch.uint8))
-
-
-def test_runs_are_equal_by_value() -> None:
-    kinds = torch.tensor([[[[0, 1, 3]]]], dtype=torch.uint8)
-    runs = Runs.from_kinds(kinds)
-    assert runs == Runs.from_kinds(kinds.clone())
-    assert runs != Runs.from_kinds(torch.tensor([[[[2, 1, 3]]]], dtype=torch.uint8))
-    assert runs != Runs.from_kinds(torch.tensor([[[[0, 1]]]], dtype=torch.uint8))
-    assert runs != Runs.from_kinds(torch.tensor([[[[0, 1, 3]], [[3, 3, 3]]]], dtype=torch.uint8))
-
-
-def test_transpose_of_half_a_million_rows_costs_what_its_runs_cost() -> None:
-    n = 1 << 19  # a dense map of this would take 256 GiB
-    lo, hi = torch.arange(n)[None, None], torch.arange(1, n + 1)[None, None]
-    diagonal = Runs.from_intervals(lo, hi, 1, 1, n)
-    assert diagonal.transpose() == diagonal
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda r: r.take(torch.tensor([[0, 2]])), r"rows must lie in \[-1, 2\)"),
-        (lambda r: r.take(torch.tensor([0, 1])), "rows must be int64"),
-        (lambda r: r.take(torch.zeros(3, 1, dtype=torch.int64)), "3 batch rows, the mask has 2"),
-        (lambda r: r.remap(torch.tensor([[0, 1]])), r"first must be int64 \[B, 4\]"),
-        (lambda r: r.remap(torch.tensor([[0, 2, 1, 3]])), "non-decreasing"),
-        (lambda r: Runs.from_kinds(r.to_kinds().int()), "must be uint8"),
-        (lambda r: Runs(r.ptr.long(), r.runs, 3), "ptr must be int32"),
-        (lambda r: Runs(r.ptr, r.runs[:, :2], 3), "runs must be int32"),
-    ],
-)
-def test_runs_refuse_arguments_of_wrong_shape_or_range(call, message: str) -> None:
-    runs = Runs.from_kinds(torch.zeros(2, 1, 2, 3, dtype=torch.uint8))
-    with pytest.raises(ValueError, match=message):
-        call(runs)
-
-
-# -- masks --------------------------------------------------------------------------------------------
 
 
 @FEW
@@ -563,6 +378,14 @@ def test_masks_of_other_geometry_do_not_combine() -> None:
     one, other = (create_block_mask(causal(), None, None, 16, 16, BLOCK_SIZE=b) for b in (8, 4))
     with pytest.raises(ValueError, match="same lengths and BLOCK_SIZE"):
         one & other
+
+
+@pytest.mark.parametrize("other", [causal(), lambda b, h, q, kv: q >= kv, None])
+def test_a_mask_combines_with_masks_alone(other) -> None:
+    mask = create_block_mask(causal(), 1, 1, 64, 32, BLOCK_SIZE=16)
+    for combine in (lambda: mask & other, lambda: mask | other):
+        with pytest.raises(TypeError, match=r"make it one with create_block_mask\(mask_mod, B, H, 64, 32"):
+            combine()
 
 
 def test_closed_forms_combine_with_operators() -> None:

@@ -64,6 +64,13 @@ def test_alibi_refuses_heads_and_slopes_without_a_meaning(heads):
         alibi(heads)
 
 
+@pytest.mark.parametrize("argument", ["8", None, [0.5, 0.25], 2.5j])
+@pytest.mark.parametrize("make", [alibi, softcap])
+def test_arguments_of_another_type_are_named(make, argument):
+    with pytest.raises(TypeError, match=f"{make.__name__}: .*got a {type(argument).__name__}"):
+        make(argument)
+
+
 def test_score_mods_are_made_without_triton():
     calls = "from tritoncp import alibi, softcap; softcap(), alibi(4)"
     code = f"import sys; {calls}; print(*sys.modules)"

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from tests.multiprocess.ranks import run as on_ranks
-from tests.ops.test_tile_tables import CPU, attend, launched, places, put
+from tests.ops.measured_tiles import CPU, attend, launched, places, put
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, plan_cache_clear, sliding_window
 from tritoncp.cli import main
 from tritoncp.ops import tile_lookup, tile_tables, tune_on_first_call

@@ -31,7 +31,7 @@ MASKS: dict[str, Callable[[], Mask]] = {
 
 def seconds(plan: tritoncp.Plan) -> float:
     """Predicted time of the plan's schedule for the usual layer."""
-    estimates = cost.costs(plan, cost.Shape(), cost.hardware_of(plan.world_size))
+    estimates = cost.costs(plan, cost.Shape(batch=plan.batch), cost.hardware_of(plan.world_size))
     return {one.schedule: one.total for one in estimates}[plan.schedule]
 
 
@@ -42,7 +42,7 @@ def test_auto_is_no_costlier_than_any_pair(name: str, world_size: int) -> None:
     chosen = make_plan(mask, world_size=world_size, rank=0, balancer="auto")
     for balancer in ORDERS:
         plan = make_plan(mask, world_size=world_size, rank=0, balancer=balancer)
-        for estimate in cost.costs(plan, cost.Shape(), cost.hardware_of(world_size)):
+        for estimate in cost.costs(plan, cost.Shape(batch=plan.batch), cost.hardware_of(world_size)):
             assert seconds(chosen) <= estimate.total * (1 + 1e-8), (balancer, estimate.schedule)
     assert chosen.balancer in {*balancers, "natural"}
     assert f"{chosen.balancer} + {chosen.schedule}" in chosen.reason
@@ -88,6 +88,28 @@ def test_several_masks_share_the_order_of_least_total_time() -> None:
     assert len({plan.balancer for plan in plans.values()}) == 1
     assert all(torch.equal(plan.positions, plans["long causal"].positions) for plan in plans.values())
     assert {plan.rank for plan in plans.values()} == {3}
+
+
+@pytest.mark.parametrize("balancer", ["contiguous", "auto"])
+def test_rows_that_differ_a_little_take_the_schedule_of_equal_rows(balancer: str) -> None:
+    one = create_block_mask(sliding_window(2000), 1, 1, 65536, 65536)
+    many = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv <= 2000 - b), 8, 1, 65536, 65536)
+    plans = [make_plan(mask, world_size=16, rank=0, balancer=balancer) for mask in (one, many)]
+    assert [plan.schedule for plan in plans] == ["fetch", "fetch"]
+    assert seconds(plans[1]) == pytest.approx(8 * seconds(plans[0]), rel=0.05)
+
+
+@pytest.mark.parametrize("balancer", ["auto", "ptrr", None])
+def test_an_empty_dict_or_world_is_refused(balancer: str | None) -> None:
+    with pytest.raises(ValueError, match="empty dict: pass a mask"):
+        make_plan({}, world_size=2, rank=0, balancer=balancer)
+    with pytest.raises(ValueError, match="outside a world of 0"):
+        make_plan(MASKS["long causal"](), world_size=0, balancer=balancer)
+
+
+def test_a_balancer_that_is_no_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unknown balancer \['ptrr'\]; known: auto"):
+        make_plan(MASKS["long causal"](), world_size=2, rank=0, balancer=["ptrr"])
 
 
 def test_a_simulated_world_computes_with_the_chosen_plan() -> None:

@@ -120,3 +120,31 @@ def test_metrics_of_a_real_layer_bound_its_tensors() -> None:
     (out, _), (lse, _) = world.flex_attention(shards, shards, shards, plan, return_lse=True)
     nbytes = 3 * shards[0].nbytes + out.nbytes + lse.nbytes
     assert nbytes == plan.metrics(heads=2, kv_heads=2, head_dim=16, v_head_dim=16).shard_bytes
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"heads": 7, "kv_heads": 3}, ValueError, "7 query heads and 3 key heads: .* multiple of key heads"),
+        ({"heads": 4}, ValueError, "4 query heads and 8 key heads"),
+        ({"kv_heads": 0}, ValueError, "kv_heads=0: the sizes of a layer are at least 1"),
+        ({"head_dim": -1}, ValueError, "head_dim=-1"),
+        ({"heads": 2.5}, TypeError, "heads of a layer is a float"),
+        ({"head": 8}, TypeError, "no 'head'; it has batch, heads, kv_heads"),
+    ],
+)
+@pytest.mark.parametrize("call", ["metrics", "explain"])
+def test_shapes_that_no_layer_has_are_refused(call: str, sizes, error, message: str) -> None:
+    plan = make_plan(MASKS["causal"], world_size=4, rank=0)
+    with pytest.raises(error, match=message):
+        getattr(plan, call)(**sizes)
+
+
+def test_the_batch_of_a_layer_is_that_of_the_plan() -> None:
+    ends = torch.tensor([N, N // 2, N // 4])
+    mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (kv < ends[b]), 3, 1, N, N)
+    plan = make_plan(mask, world_size=4, rank=0)
+    assert plan.metrics() == plan.metrics(batch=3)
+    assert plan.explain().splitlines()[0].startswith("batch 3")
+    with pytest.raises(ValueError, match="batch=1, but the plan is for 3 batch rows"):
+        plan.metrics(batch=1)

@@ -81,5 +81,7 @@ def make_plan(
     masks = block_mask if isinstance(block_mask, Mapping) else {"": block_mask}
     masks = {name: plain_mask(mask) for name, mask in masks.items()}
     degree = groups.degree_of(mesh)
-    plans = plan_cache.make(masks, group, world_size or 1, rank or 0, balancer, schedule, degree)
+    plans = plan_cache.make(
+        masks, group, 1 if world_size is None else world_size, rank or 0, balancer, schedule, degree
+    )
     return plans if isinstance(block_mask, Mapping) else plans[""]

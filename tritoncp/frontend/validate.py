@@ -414,7 +414,11 @@ def check_gathered(plan_or_mask: Any, world_size: int) -> None:
 
 
 def check_plannable(masks: Mapping[Any, Any]) -> None:
-    """Check that the masks passed to make_plan have lengths."""
+    """Check that there are masks to plan for, and that they have lengths."""
+    if not masks:
+        raise ValueError(
+            "make_plan of an empty dict: pass a mask, or a dict of the masks of a model's layers"
+        )
     for mask in masks.values():
         if mask is None:
             raise TypeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any, Self
 
 import torch
@@ -58,7 +59,7 @@ class BlockMaskInterface:
 
         Its tensors stay on the CPU; a call copies what it needs to the device of its query, once. Tensors
         that a mask_mod captures stay where they are, as with torch's ``BlockMask.to``. It has no dtype.
-        Arguments are those of ``torch.Tensor.to``; raises TypeError or RuntimeError for others.
+        Arguments are those of ``torch.nn.Module.to``; raises TypeError or RuntimeError for others.
         """
         torch._C._nn._parse_to(*args, **kwargs)
         return self
@@ -67,8 +68,8 @@ class BlockMaskInterface:
 def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int, ...] | None, ...]:
     """Return the batch rows, heads and rows of blocks that an index selects, None where it selects all.
 
-    index: an int, slice, integer or bool tensor [n], or a tuple of up to three of them; a fourth, for keys,
-    must be a full slice. An int keeps its dimension, of size 1, as in torch's BlockMask. sizes: of the
+    index: an int, slice, integer or bool tensor or list [n], or a tuple of up to three of them; a fourth, for
+    keys, must be a full slice. An int keeps its dimension, of size 1, as in torch's BlockMask. sizes: of the
     dimensions. Raises IndexError for numbers outside of the mask, and TypeError for an index of another type.
 
     >>> selected_numbers((-1, slice(None), slice(2, 4)), (3, 2, 8))
@@ -99,21 +100,38 @@ def _is_full(part: Any) -> bool:
 
 def _numbers(part: Any, size: int, dimension: str) -> tuple[int, ...] | None:
     """Return the numbers below ``size`` that one part of an index selects, None for all in order."""
-    if isinstance(part, Tensor) and part.ndim == 0:
-        part = part.item()
-    if isinstance(part, bool) or not isinstance(part, int | slice | Tensor | list):
-        raise TypeError(
-            f"{dimension} are selected by an int, a slice or a tensor [n]; got a {type(part).__name__}"
-        )
+    everything = range(size)
     try:
-        if isinstance(part, int):
-            numbers = [range(size)[part]]
-        elif isinstance(part, slice):
-            numbers = list(range(size)[part])
+        if isinstance(part, slice):
+            numbers = list(everything[part])
+        elif isinstance(part, list) or (isinstance(part, Tensor) and part.ndim > 0):
+            numbers = _listed_numbers(part, size)
+        elif isinstance(part, bool) or (isinstance(part, Tensor) and part.dtype == torch.bool):
+            raise TypeError
         else:
-            numbers = torch.arange(size)[torch.as_tensor(part).cpu()].tolist()
+            numbers = [everything[operator.index(part)]]
+    except TypeError:
+        kind = f"{part.dtype} {list(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+        raise TypeError(
+            f"{dimension} are selected by an int, a slice of ints, or an integer or bool tensor or list [n]; "
+            f"got {part!r}, a {kind}"
+        ) from None
     except IndexError:
         raise IndexError(f"index {part!r} is outside of the mask's {size} {dimension}") from None
     if not numbers:
         raise IndexError(f"index {part!r} selects none of the mask's {size} {dimension}")
-    return None if numbers == list(range(size)) else tuple(numbers)
+    return None if numbers == list(everything) else tuple(numbers)
+
+
+def _listed_numbers(part: list[Any] | Tensor, size: int) -> list[int]:
+    """Return the numbers that a list or tensor selects. Raises TypeError if it is none of ints or bools."""
+    if isinstance(part, list) and not part:
+        return []
+    try:
+        index = torch.as_tensor(part).cpu()
+    except ValueError:  # no numbers, or nested lists of several lengths
+        raise TypeError from None
+    if index.ndim != 1 or index.is_floating_point() or index.is_complex():
+        raise TypeError
+    index = index if index.dtype == torch.bool else index.long()  # torch takes uint8 for a bool mask
+    return torch.arange(size)[index].tolist()

@@ -339,6 +339,11 @@ def _mod_with_lists(mask: Mask, B: int, H: int) -> MaskFn:
 
 def _combine(operator: Callable[..., MaskMod], left: Mask, right: Mask) -> Mask:
     """Return and_masks or or_masks of two masks' pairs, its blocks classified again."""
+    if not isinstance(right, Mask):
+        raise TypeError(
+            f"a Mask combines with a Mask; got {right!r}: make it one with create_block_mask(mask_mod, B, H, "
+            f"{left.q_len}, {left.kv_len}, BLOCK_SIZE={left.BLOCK_SIZE})"
+        )
     left.check_state()
     right.check_state()
     sizes = [(mask.B, mask.H) for mask in (left, right)]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -15,11 +17,14 @@ def softcap(cap: float = 50.0) -> Mod:
 
     cap: greater than 0. Gemma 2 uses 50 in attention (Gemma Team 2024, arXiv 2408.00118, section 2); the form
     is that of FlexAttention's examples ("attention-gym", soft-capping), without their approximation of tanh.
-    score: the scaled product of a query and a key, a tensor of any shape. Raises ValueError for another cap.
+    score: the scaled product of a query and a key, a tensor of any shape. Raises ValueError for another cap,
+    and TypeError for one that is no number.
 
     >>> softcap(30.0)(torch.tensor([1.0, 1e9]), 0, 0, 0, 0)
     tensor([ 0.9996, 30.0000])
     """
+    if not isinstance(cap, Real) and not (isinstance(cap, Tensor) and cap.ndim == 0):
+        raise TypeError(f"softcap: the cap is a number greater than 0; got a {type(cap).__name__}")
     if not 0 < cap < math.inf:
         raise ValueError(f"softcap({cap}): the cap bounds scores, so it is a finite number greater than 0")
     return lambda score, b, h, q, kv: cap * torch.tanh(score / cap)
@@ -36,7 +41,7 @@ def alibi(heads: int | Tensor, device: torch.device | str | None = None) -> Mod:
     For a power of two the slopes are 2^(-8 i / H), i = 1 .. H (Press et al. 2021, arXiv 2108.12409, section
     3). Any other H takes the slopes of the power of two below it, then every other slope of the power of two
     above it, as the authors' code does. Raises ValueError for fewer than one head, and for slopes of another
-    shape or dtype.
+    shape or dtype; TypeError for other types.
 
     >>> alibi(8)(torch.tensor(0.0), 0, 0, 5, torch.tensor([5, 4, 3]))
     tensor([ 0.0000, -0.5000, -1.0000])
@@ -49,7 +54,12 @@ def alibi(heads: int | Tensor, device: torch.device | str | None = None) -> Mod:
             raise ValueError(f"alibi: slopes must be a floating-point tensor [heads], got {shape}")
         slopes = heads
     else:
-        slopes = _alibi_slopes(heads, device)
+        try:
+            slopes = _alibi_slopes(operator.index(heads), device)
+        except TypeError:
+            raise TypeError(
+                f"alibi: give the number of query heads, or a tensor of slopes; got a {type(heads).__name__}"
+            ) from None
     return lambda score, b, h, q, kv: score + slopes[h] * (kv - q)
 
 

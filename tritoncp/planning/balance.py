@@ -159,7 +159,7 @@ def resolve_balancer(balancer: str | Balancer) -> tuple[str, Balancer]:
     """Return the name and the function of a balancer that is passed by name or as a function."""
     if callable(balancer):
         return getattr(balancer, "__name__", type(balancer).__name__), balancer
-    if balancer not in balancers:
+    if not isinstance(balancer, str) or balancer not in balancers:
         raise ValueError(
             f"unknown balancer {balancer!r}; known: auto, {', '.join(sorted(balancers))}, or a function of "
             "your own"

@@ -100,8 +100,9 @@ def _schedule(masks: Sequence[Mask], placed: Placed, rank: int, schedule: str, d
         return plans
     hardware = cost.hardware_of(world_size)
     result = []
+    layer = _layer_of(plans)
     for plan in plans:
-        estimates = cost.costs(plan, cost.Shape(), hardware)
+        estimates = cost.costs(plan, layer, hardware)
         reason = cost.format_reason(estimates, hardware)
         result.append(replace(plan, schedule=estimates[0].schedule, reason=reason))
     return result
@@ -120,7 +121,8 @@ def _cheapest(masks: Sequence[Mask], world_size: int, rank: int, schedule: str, 
     for name in names:
         placed = _place(masks, world_size, name) if name else _place_natural(masks[0], world_size)
         plans = _unscheduled(masks, placed, rank, schedule, degree)
-        best = [_cost_of(plan, schedule, hardware) for plan in plans]
+        layer = _layer_of(plans)
+        best = [_cost_of(plan, schedule, layer, hardware) for plan in plans]
         seconds = sum(one.total for one in best)
         candidates.append(Candidate(placed, [one.schedule for one in best], seconds))
     # Of equal ones the first, also where the last digits differ between the CPUs of the ranks.
@@ -140,9 +142,15 @@ def _candidate_names(masks: Sequence[Mask], world_size: int) -> tuple[list[str |
     return [*(name for name in balancers if name not in skipped), None], skipped
 
 
-def _cost_of(plan: Plan, schedule: str, hardware: cost.Hardware) -> cost.Cost:
+def _layer_of(plans: Sequence[Plan]) -> cost.Shape:
+    """Return the shape of a standard layer with the batch rows of these plans. The bytes of a plan whose rows
+    differ are summed over them, so that a layer of fewer rows would be charged for all."""
+    return cost.Shape(batch=max(plan.batch for plan in plans))
+
+
+def _cost_of(plan: Plan, schedule: str, layer: cost.Shape, hardware: cost.Hardware) -> cost.Cost:
     """Estimate the cost of a plan under a schedule, under the cheapest for "auto"."""
-    estimates = cost.costs(plan, cost.Shape(), hardware)
+    estimates = cost.costs(plan, layer, hardware)
     names = [estimate.schedule for estimate in estimates]
     return estimates[0 if schedule == "auto" else names.index(schedule.partition("+")[0])]
 

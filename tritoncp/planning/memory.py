@@ -8,7 +8,7 @@ captured tensors and the kernels' own partial sums, tens of MiB, are left out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from tritoncp.planning import traffic
@@ -25,6 +25,34 @@ class Shape:
     head_dim: int = 128
     v_head_dim: int = 128
     itemsize: int = 2
+
+    @classmethod
+    def of_layer(cls, plan: PlanData, **sizes: int) -> Shape:
+        """Return the shape of a layer that attends by ``plan``; its batch is the plan's if none is passed.
+
+        sizes: fields of this class. Raises TypeError for other names and for sizes that are no ints, and
+        ValueError for sizes that a call under this plan would refuse.
+        """
+        names = [item.name for item in fields(cls)]
+        for name, size in sizes.items():
+            if name not in names:
+                raise TypeError(f"a layer's shape has no {name!r}; it has {', '.join(names)}")
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{name} of a layer is a {type(size).__name__}; a whole number is needed")
+            if size < 1:
+                raise ValueError(f"{name}={size}: the sizes of a layer are at least 1")
+        shape = cls(**{"batch": plan.batch, **sizes})
+        if plan.batch not in (1, shape.batch):
+            raise ValueError(
+                f"batch={shape.batch}, but the plan is for {plan.batch} batch rows: leave batch out, or take "
+                "plan.batch_rows(first, count)"
+            )
+        if shape.heads % shape.kv_heads:
+            raise ValueError(
+                f"{shape.heads} query heads and {shape.kv_heads} key heads: query heads must be a multiple "
+                "of key heads; give heads= and kv_heads="
+            )
+        return shape
 
     @property
     def row(self) -> int:

@@ -57,7 +57,7 @@ class Plan(PlanData, BlockMaskInterface):
         and schedule.
 
         shape: batch, heads, kv_heads, head_dim, v_head_dim, itemsize of a layer; see
-        :class:`tritoncp.planning.cost.Shape` for the defaults.
+        :class:`tritoncp.planning.memory.Shape` for the defaults, but batch is the plan's.
 
         >>> from tritoncp import causal, create_block_mask, make_plan
         >>> plan = make_plan(create_block_mask(causal(), 1, 1, 65536, 65536), world_size=4, rank=0)
@@ -81,7 +81,7 @@ class Plan(PlanData, BlockMaskInterface):
         >>> metrics.forward_extra_bytes >> 20, metrics.backward_peak_bytes >> 20
         (386, 1730)
         """
-        return Metrics.of(self, Shape(**shape))
+        return Metrics.of(self, Shape.of_layer(self, **shape))
 
     @on_host
     def plot(

@@ -53,7 +53,7 @@ class Facts:
     @classmethod
     def of(cls, plan: PlanData, hardware: cost.Hardware | None = None, **shape: int) -> Facts:
         """Return the facts for a layer of this ``shape``, on the assumed hardware if none is passed."""
-        return cls(plan, cost.Shape(**shape), hardware or cost.hardware_of(plan.world_size))
+        return cls(plan, cost.Shape.of_layer(plan, **shape), hardware or cost.hardware_of(plan.world_size))
 
     @cached_property
     def costs(self) -> tuple[cost.Cost, ...]:
@@ -72,7 +72,7 @@ class Facts:
     def auto(self) -> str:
         """The schedule that `schedule="auto"` chooses, by the costs of a standard layer, not of this
         layer."""
-        standard = cost.Shape()
+        standard = cost.Shape(batch=self.plan.batch)
         estimates = self.costs if standard == self.shape else cost.costs(self.plan, standard, self.hardware)
         return estimates[0].schedule if estimates else self.plan.schedule
 

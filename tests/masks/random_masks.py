@@ -1,0 +1,68 @@
+"""Random maps of blocks, lengths and mask_mods, and the visible pairs by definition, for tests of masks."""
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from tritoncp.masks import (
+    ABSENT,
+    Kind,
+    Mask,
+)
+
+LAWS = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=25, deadline=None)
+
+
+@st.composite
+def kinds_maps(draw: st.DrawFn) -> Tensor:
+    """Dense kinds uint8 [B, H, R, C]: noise, or long runs, from nearly empty to full."""
+    b, h, r, c = (draw(st.integers(1, n)) for n in (2, 3, 9, 9))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 1 << 16)))
+    kinds = torch.randint(0, 4, (b, h, r, c), generator=g, dtype=torch.uint8)
+    if draw(st.booleans()):
+        kinds = kinds.sort(dim=draw(st.sampled_from([2, 3]))).values
+    kinds[torch.rand(b, h, r, c, generator=g) < draw(st.sampled_from([0.0, 0.3, 0.9]))] = ABSENT
+    return kinds
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    """(q_len, kv_len, q_block, kv_block), ragged more often than not."""
+    return tuple(draw(st.integers(*bounds)) for bounds in ((1, 40), (1, 40), (3, 9), (3, 9)))
+
+
+def make_mask_mod(seed: int, q_len: int, kv_len: int):
+    """Return a mask_mod by its seed. Its tables are as long as the sequences: an index past them raises."""
+    g = torch.Generator().manual_seed(seed)
+    lo = torch.randint(0, kv_len, (2, 3, q_len), generator=g)
+    hi = lo + torch.randint(0, kv_len, (2, 3, q_len), generator=g)
+    keys = torch.rand(kv_len, generator=g) < 0.7
+    rows = torch.rand(q_len, generator=g) < 0.7
+    return [
+        lambda b, h, q, kv: (lo[b, h, q] <= kv) & (kv < hi[b, h, q]),
+        lambda b, h, q, kv: q + h >= kv + b,
+        lambda b, h, q, kv: keys[kv] & rows[q],
+        lambda b, h, q, kv: (kv <= q) & rows[q],
+        lambda b, h, q, kv: (q - kv).abs() % 5 < 2,
+    ][seed % 5]
+
+
+def visible_by_definition(mod, kinds: Tensor, mask: Mask) -> Tensor:
+    """Return the pairs that are listed and not hidden by the mask_mod in a MASKED block: bool, dense."""
+    b, h = kinds.shape[:2]
+    fine = kinds.repeat_interleave(mask.q_block, 2).repeat_interleave(mask.kv_block, 3)
+    fine = fine[:, :, : mask.q_len, : mask.kv_len]
+    visible = flex.create_mask(mod, b, h, mask.q_len, mask.kv_len, device="cpu")
+    return (fine == Kind.FULL) | (fine == Kind.BOUNDED) | (fine == Kind.MASKED) & visible
+
+
+def assert_same_lists(a: flex.BlockMask, b: flex.BlockMask) -> None:
+    for side in ("kv", "full_kv", "q", "full_q"):
+        num, num2 = (getattr(m, f"{side}_num_blocks") for m in (a, b))
+        indices, indices2 = (getattr(m, f"{side}_indices") for m in (a, b))
+        assert torch.equal(num, num2), side
+        listed = torch.arange(indices.shape[-1]) < num[..., None]
+        assert torch.equal(indices[listed], indices2[listed]), side

@@ -1,0 +1,179 @@
+"""Tests of calls that use measured tile shapes and routes, and of ranks that agree on rank 0's table."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from tests.multiprocess.ranks import run as on_ranks
+from tests.ops.measured_tiles import CPU, attend, configs, entry, launched, places, put
+from tritoncp import causal, create_block_mask, flex_attention, make_plan
+from tritoncp.analysis.jobs import VARIANTS
+from tritoncp.kernels import forward_specialised
+from tritoncp.kernels.tile_rules import Config
+from tritoncp.masks import full_mask
+from tritoncp.ops import tile_lookup, tile_tables
+from tritoncp.ops.tile_tables import Device
+from tritoncp.perf.suite.cases import MASKS as CASES
+from tritoncp.reference.dense import dense_attention
+from tritoncp.tuning.targets import MASKS
+
+__all__ = ["launched", "places"]  # fixtures
+
+
+def test_calls_use_measured_tiles_and_options_override_them(places, launched):
+    put(places / "user", 16, CPU)
+    attend(causal())
+    assert dict(launched)["forward"] == 16 and dict(launched)["dq"] == 128
+    launched.clear()
+    attend(causal(), fwd_BLOCK_M=64)
+    assert dict(launched)["forward"] == 64
+
+
+def test_calls_with_a_score_mod_and_fused_ones_take_their_own(places, launched):
+    measured = [entry(16), entry(64, score="softcap"), entry(32, "fused", score="alibi")]
+    tile_tables.write(places / "user", CPU, measured, {})
+
+    def doubled(score, b, h, q, kv):
+        return score * 2
+
+    attend(causal())
+    assert dict(launched)["forward"] == 16
+    attend(causal(), doubled)
+    assert dict(launched)["forward"] == 64 and dict(launched)["dkdv"] == 128
+    compiled = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    launched.clear()
+    attend(causal(), doubled, compiled, FUSED_BACKWARD=True)
+    assert dict(launched) == {"forward": 64, "delta": 64, "dkdv": 32}
+
+
+ROUTED = {"kernel": "route", "config": {"ROUTE": "specialised", **asdict(Config(64, 32))}}
+
+
+def test_a_route_applies_only_to_calls_equal_to_the_measured_one(places):
+    """A route was verified only for its call, device and Triton version."""
+
+    def look_up(**changes):
+        call = {"dtype": torch.float32, "dims": (16, 16), "mask": "causal"} | changes
+        options = configs(torch.device("cpu"), **call)
+        return dict(options.get("CONFIGS", ())).get("route")
+
+    tile_tables.write(places / "user", CPU, [entry(16), entry(16, head_dim=32), entry(16) | ROUTED], {})
+    assert look_up() == (("ROUTE", "specialised"),)
+    other_calls = [{"mask": "full"}, {"mask": "interval"}, {"dims": (16, 8)}, {"score": True}]
+    assert not any(look_up(**other) for other in [*other_calls, {"dims": (32, 32)}, {"dtype": torch.float16}])
+    won = {"kernel": "route", "config": {"ROUTE": "loops", **asdict(Config(64, 32))}}
+    tile_tables.write(places / "given", CPU, [entry(16) | won], {})
+    assert look_up() is None and configs(torch.device("cpu"), torch.float32, (16, 16), "causal")
+    for path in places.glob("*/*/*.json"):
+        path.unlink()
+    for device, triton in ((CPU, "3.6.0"), (Device("interpreter", "another"), None)):
+        tile_tables.write(places / "user", device, [entry(16), entry(16) | ROUTED], {}, triton)
+        assert look_up() is None and tile_lookup.local_table(torch.device("cpu")) != "[]"
+
+
+@pytest.fixture
+def kernels(launched):
+    """Return the kernels of one forward pass."""
+
+    def run(rows=128, **options):
+        launched.clear()
+        q, k, v = torch.randn(1, 1, rows, 16), *torch.randn(2, 1, 1, 128, 16).unbind()
+        mask = create_block_mask(lambda b, h, q, kv: q + 128 - rows >= kv, 1, 1, rows, 128, BLOCK_SIZE=64)
+        out = flex_attention(q, k, v, mask, kernel_options=options or None)
+        torch.testing.assert_close(out, dense_attention(q, k, v, mask).out, atol=2e-6, rtol=1e-5)
+        return [kernel for kernel, _ in launched]
+
+    return run
+
+
+def test_calls_use_the_measured_route_if_it_is_available(places, kernels, monkeypatch):
+    """Only calls that request a route warn about it."""
+    loops, both = ["forward"], ["forward", "specialised"]
+    tile_tables.write(places / "user", CPU, [entry(64) | ROUTED | {"mask": "interval"}], {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels() == loops, "the state between its launches would take too long"
+        monkeypatch.setattr(forward_specialised, "STATE_SHARE", math.inf)
+        assert kernels() == both
+        for options in ({"ROUTE": "loops"}, {"PACK_GQA": True}, {"BLOCK_N": 32}, {"rows": 64}):
+            assert kernels(**options) == loops, options
+        assert kernels(SPLIT_KV=2) == [*loops, "combine"]
+        gluon = ROUTED["config"] | {"ROUTE": "gluon"}
+        tile_tables.write(
+            places / "user", CPU, [entry(64) | ROUTED | {"mask": "interval", "config": gluon}], {}
+        )
+        assert kernels() == loops and kernels(ROUTE="specialised") == both
+    with pytest.raises(ValueError, match="cannot be interpreted"):
+        kernels(ROUTE="gluon")
+
+
+def test_few_rows_use_their_entry_for_every_mask(places):
+    """A process with no other entries is warned to tune."""
+    tile_tables.write(places / "user", CPU, [entry(64, "few", mask="full")], {})
+    for mask in ("full", "causal", "interval", "mod", "window"):
+        options = configs(torch.device("cpu"), torch.float32, (16, 16), mask)
+        assert dict(dict(options["CONFIGS"])["few"])["BLOCK_M"] == 64
+        assert not tile_lookup.has_pass_tiles(options["CONFIGS"])
+
+
+def test_the_rule_serves_where_nothing_was_measured(launched):
+    attend(causal())
+    assert dict(launched)["forward"] == 128
+
+
+def test_rank_0_chooses_for_all(places, launched, monkeypatch):
+    """Ranks have different files, rank 2 none; every rank launches rank 0's tiles."""
+    for rank, block in enumerate((16, 64)):
+        put(places / str(rank), block, CPU)
+        put(places / str(rank), 32, CPU, triton="0.0", kernel="dq")
+
+    def work(group):
+        monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / str(group.rank())))
+        mask = create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16)
+        plan = make_plan(mask, group)
+        x = torch.randn(1, 1, plan.s_local, 16, requires_grad=True)
+        flex_attention(x, x, x, plan, group).sum().backward()
+        own = tile_lookup.local_table(torch.device("cpu"))
+        return (
+            own,
+            tile_lookup.table_text(torch.device("cpu"), group),
+            {m for kernel, m in launched if kernel == "forward"},
+        )
+
+    results = on_ranks(3, work)
+    own, used, forward = zip(*results)
+    assert len(set(own)) == 3 and set(used) == {own[0]}
+    assert set().union(*forward) == {16}
+
+
+def test_ranks_that_have_the_same_send_nothing(places, monkeypatch):
+    """Digests are part of an exchange that happens anyway; only different tables cost another exchange."""
+    put(places / "given", 16, CPU)
+    put(places / "other", 32, CPU)
+
+    def work(group, differ):
+        if differ and group.rank():
+            monkeypatch.setenv("TRITONCP_CONFIG_DIR", str(places / "other"))
+        count = []
+        original = tile_lookup.collectives.exchange
+        monkeypatch.setattr(
+            tile_lookup.collectives, "exchange", lambda *words: count.append(1) or original(*words)
+        )
+        mask = create_block_mask(causal(), 1, 1, 48, 48, BLOCK_SIZE=16)
+        return [make_plan(mask, group) and len(count) for _ in range(2)]
+
+    assert on_ranks(2, work, False) == [[1, 2]] * 2
+    assert on_ranks(2, work, True) == [[2, 3]] * 2
+
+
+def test_written_kinds_equal_looked_up_kinds() -> None:
+    """The kind of a written target equals the kind of its mask at look-up."""
+    for name, (kind, variant) in MASKS.items():
+        closed = CASES[name].closed(512)
+        mask = full_mask(512, 512) if closed is None else create_block_mask(closed, 1, 1, 512, 512)
+        assert tile_lookup.kind_of(mask) == kind and variant in VARIANTS
