@@ -69,9 +69,8 @@ def _structure_of(variable: Any, symbols: list[Any]) -> tuple[str, Any]:
     if (make := _constructor_of(variable)) is not None:
         items = variable.unpack_var_sequence(InstructionTranslator.current_tx())
         text, values = _structure_of_all(items, symbols)
-        return f'["named",{register_constant(make, make)},{text}]', values if make is _make_size else make(
-            *values
-        )
+        value = values if make is _make_size else make(*values)
+        return f'["named",{register_constant(make, make)},{text}]', value
     constant = _object_of(variable)
     number = register_constant(_key_of(constant), constant)
     _guard(variable)
