@@ -79,7 +79,8 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
         return f'["blocks",{_flatten_all(fields, tensors, ints)}]'
     layout, symbols = _layout_of(thing, is_called)
     if layout[0] == "inside":
-        return f'["inside",{layout[1]},{_flatten_all(symbols, tensors, ints)}]'
+        _flatten_all(symbols, tensors, ints)
+        return layout[1]
     return _flatten_parts(thing, layout, tensors, ints)
 
 
@@ -143,9 +144,9 @@ def _handle(thing: Plan | Mask | TracedMask) -> Tensor:
     return thing.handle
 
 
-def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[int, ...]]:
-    """Return the layout of an object, and the symbolic integers captured by a function made in the graph."""
-    symbols: tuple[int, ...] = ()
+def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[int | float, ...]]:
+    """Return the layout of an object, and the symbolic numbers captured by a function made in the graph."""
+    symbols: tuple[int | float, ...] = ()
     if not torch.compiler.is_dynamo_compiling():
         return layouts.layout_of(thing, is_called), symbols
     from torch._dynamo.comptime import comptime
@@ -215,10 +216,7 @@ def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
     if kind == "dict":
         return dict(zip(CONSTANTS[rest[0]], parts, strict=True))
     if kind == "unset":
-        return _UNSET
-    if kind == "inside":
-        fn, places = CONSTANTS[rest[0]]
-        return _with_cells(fn, dict(zip(places, parts, strict=True))) if places else fn
+        return layouts.UNSET
     if kind == "object":
         return layouts.stand_in(rest[0], parts)
     if kind == "method":
@@ -234,28 +232,7 @@ def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
         return _block_mask(*parts)
     if kind == "mod":
         return replace(CONSTANTS[rest[0]], tensors=tuple(parts[: rest[1]]), numbers=tuple(parts[rest[1] :]))
-    return _rebuild_function(CONSTANTS[rest[0]], parts)
-
-
-def _rebuild_function(constant: tuple[Any, ...], parts: list[Any]) -> types.FunctionType:
-    """Make a function from its code and its defaults and cells, which are ``parts``."""
-    code, scope, name, defaults, keywords = constant
-    contents = parts[defaults + len(keywords) :]
-    cells = [types.CellType() if part is _UNSET else types.CellType(part) for part in contents]
-    fn = types.FunctionType(code, scope, name, tuple(parts[:defaults]) or None, tuple(cells))
-    fn.__kwdefaults__ = dict(zip(keywords, parts[defaults:])) or None
-    return fn
-
-
-def _with_cells(fn: types.FunctionType, contents: dict[int, Any]) -> types.FunctionType:
-    """Return a function with other contents of some cells. contents: by the index of the cell"""
-    cells = [types.CellType(contents[i]) if i in contents else c for i, c in enumerate(fn.__closure__ or ())]
-    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, tuple(cells))
-    copy.__kwdefaults__ = fn.__kwdefaults__
-    return copy
-
-
-_UNSET = object()  # in the place of a variable that has no value yet
+    return layouts.make_function(CONSTANTS[rest[0]], parts)
 
 
 def _block_mask(

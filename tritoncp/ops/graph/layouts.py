@@ -13,6 +13,7 @@ The forms of a layout:
     ("function", number, defaults, keywords, (layout of each cell, ...))
     ("method", layout of the function, layout of the object)
     ("object", number, ((kind, name, layout), ...))     an object or dict, by the parts that are read
+    ("inside", structure)          a function that the graph makes, see :mod:`.variables`
     ("refuse", reason)             no graph can carry it
 """
 
@@ -57,6 +58,31 @@ def register_constant(key: Any, thing: Any) -> int:
         _NUMBERS[key] = len(CONSTANTS)
         CONSTANTS.append(thing)
     return _NUMBERS[key]
+
+
+def register_function(
+    code: types.CodeType, scope: dict[str, Any], name: str, defaults: int, keywords: tuple[str, ...]
+) -> int:
+    """Return the number of the constants of a function: all but its defaults and the contents of its cells.
+
+    defaults: the number of positional defaults. keywords: the names of the others
+    """
+    key = code, id(scope), defaults, keywords
+    return register_constant(key, (code, scope, name, defaults, keywords))
+
+
+def make_function(constant: tuple[Any, ...], parts: list[Any]) -> types.FunctionType:
+    """Make a function from the constants of `register_function` and its defaults and cells, which are
+    ``parts``."""
+    code, scope, name, defaults, keywords = constant
+    contents = parts[defaults + len(keywords) :]
+    cells = [types.CellType() if part is UNSET else types.CellType(part) for part in contents]
+    fn = types.FunctionType(code, scope, name, tuple(parts[:defaults]) or None, tuple(cells))
+    fn.__kwdefaults__ = dict(zip(keywords, parts[defaults:])) or None
+    return fn
+
+
+UNSET = object()  # in the place of a variable that has no value yet
 
 
 def layout_of(thing: Any, is_called: bool = True) -> Layout:
@@ -177,8 +203,7 @@ class _Reads:
             self._note(value)
         layouts = tuple([("unset",) if node is None else self.layout(node) for node in cells.values()])
         names = tuple(keywords)
-        key = fn.__code__, id(fn.__globals__), len(defaults), names
-        number = register_constant(key, (fn.__code__, fn.__globals__, fn.__name__, len(defaults), names))
+        number = register_function(fn.__code__, fn.__globals__, fn.__name__, len(defaults), names)
         return "function", number, len(defaults), names, layouts
 
     def _follow_function(

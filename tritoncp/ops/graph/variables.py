@@ -6,17 +6,22 @@ This reads private parts of Dynamo (torch 2.11 to 2.13), and nothing else of the
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from tritoncp.ops.graph.layouts import (
+    CONSTANTS,
     MADE_INSIDE,
     Layout,
     Uncapturable,
     check_gradients,
     is_fixed,
     layout_of,
+    make_function,
     register_constant,
+    register_function,
 )
 
 AROUND = f"{MADE_INSIDE}, or have it capture numbers and functions only, not tensors and objects"
@@ -25,18 +30,18 @@ AROUND = f"{MADE_INSIDE}, or have it capture numbers and functions only, not ten
 def layout_of_variable(context: Any) -> Layout:
     """Return the layout of the local variable ``thing`` of a frame that Dynamo traces, see `layout_of`.
     context: the ComptimeContext of that frame, whose local variable ``symbols`` becomes the tuple of the
-    symbolic integers that ``thing`` captures, if the graph makes it."""
+    symbolic numbers that ``thing`` captures, if the graph makes it."""
     from torch._dynamo.variables.functions import NestedUserFunctionVariable
     from torch._dynamo.variables.lists import TupleVariable
 
     variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+    symbols: list[Any] = []
     try:
         if isinstance(variable, NestedUserFunctionVariable):
-            places, symbols = _symbols_of(variable)
-            fn, key = _constant_of(variable, places)
+            structure, fn = _structure_of(variable, symbols)
             check_gradients(fn, frozenset())
             context._ComptimeContext__tx.symbolic_locals["symbols"] = TupleVariable(symbols)
-            return ("inside", register_constant((key, places), (fn, places)))
+            return ("inside", structure)
         return layout_of(_object_of(variable), context.get_local("is_called").as_python_constant())
     except Uncapturable as error:
         return ("refuse", f"this mask_mod or score_mod was {AROUND}: {error}")
@@ -44,14 +49,71 @@ def layout_of_variable(context: Any) -> Layout:
         return ("refuse", f"this mask_mod or score_mod was {AROUND}: it is nested too deep")
 
 
-def _symbols_of(variable: Any) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the places of cells with symbolic integers in a function that the graph makes, and the integers'
-    variables."""
+def _structure_of(variable: Any, symbols: list[Any]) -> tuple[str, Any]:
+    """Return the structure of a Dynamo variable, as `inputs.rebuild` reads it, and its value: a number,
+    a function without captures, a sequence of such, or a function that the graph makes around such. Raises
+    Uncapturable for others.
+
+    symbols: the variables of symbolic numbers are appended to it; their value is None
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+    from torch._dynamo.variables.functions import NestedUserFunctionVariable
     from torch._dynamo.variables.tensor import SymNodeVariable
 
-    contents = [cell.realize() for cell in _cells_of(variable)]
-    places = [i for i, x in enumerate(contents) if isinstance(x, SymNodeVariable) and x.python_type() is int]
-    return tuple(places), [contents[i] for i in places]
+    variable = variable.realize()
+    if isinstance(variable, NestedUserFunctionVariable):
+        return _structure_of_function(variable, symbols)
+    if isinstance(variable, SymNodeVariable) and variable.python_type() in (int, float):
+        symbols.append(variable)
+        return ('"i"' if variable.python_type() is int else '"f"'), None
+    if (make := _constructor_of(variable)) is not None:
+        items = variable.unpack_var_sequence(InstructionTranslator.current_tx())
+        text, values = _structure_of_all(items, symbols)
+        value = values if make is _make_size else make(*values)
+        return f'["named",{register_constant(make, make)},{text}]', value
+    constant = _object_of(variable)
+    number = register_constant(_key_of(constant), constant)
+    _guard(variable)
+    return f'["is",{number}]', constant
+
+
+def _constructor_of(variable: Any) -> Callable[..., Any] | None:
+    """Return the function that makes a sequence of its items, None for a variable of another kind."""
+    kind = _type_of(variable)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind]
+    return kind if kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields") else None
+
+
+def _make_tuple(*items: Any) -> tuple[Any, ...]:
+    return items
+
+
+def _make_list(*items: Any) -> list[Any]:
+    return [*items]
+
+
+def _make_size(*items: Any) -> torch.Size:
+    return torch.Size(items)
+
+
+_SEQUENCES: dict[Any, Callable[..., Any]] = {tuple: _make_tuple, list: _make_list, torch.Size: _make_size}
+
+
+def _structure_of_all(variables: Iterable[Any], symbols: list[Any]) -> tuple[str, list[Any]]:
+    pairs = [_structure_of(variable, symbols) for variable in variables]
+    return "[" + ",".join([text for text, _ in pairs]) + "]", [value for _, value in pairs]
+
+
+def _structure_of_function(variable: Any, symbols: list[Any]) -> tuple[str, types.FunctionType]:
+    """Return the structure and the value of a function that the graph makes."""
+    defaults = variable.defaults.items if variable.defaults else ()
+    keywords = variable.kwdefaults.items if variable.kwdefaults else {}
+    names = tuple([name.vt.as_python_constant() for name in keywords])
+    text, parts = _structure_of_all([*defaults, *keywords.values(), *_cells_of(variable)], symbols)
+    name = variable.fn_name.as_python_constant()
+    number = register_function(variable.get_code(), variable.f_globals, name, len(defaults), names)
+    return f'["fn",{number},{text}]', make_function(CONSTANTS[number], parts)
 
 
 def _cells_of(variable: Any) -> list[Any]:
@@ -89,9 +151,9 @@ def _object_of(variable: Any) -> Any:
         return variable.evaluate_expr()  # a guard makes it constant
     if isinstance(variable, UserMethodVariable):
         return types.MethodType(variable.fn, _object_of(variable.obj))
-    if variable.source is not None and hasattr(variable, "value"):
-        return variable.value
     try:
+        if variable.source is not None and hasattr(variable, "value"):
+            return variable.value
         constant = variable.as_python_constant()
     except Exception:
         raise Uncapturable(f"it captures a {_kind_of(variable)}") from None
@@ -99,45 +161,22 @@ def _object_of(variable: Any) -> Any:
 
 
 def _kind_of(variable: Any) -> str:
+    kind = _type_of(variable)
+    return type(variable).__name__.removesuffix("Variable") if kind is None else kind.__name__
+
+
+def _type_of(variable: Any) -> type | None:
+    """Return the type of a Dynamo variable's object, None where Dynamo does not name it."""
     try:
-        return str(variable.python_type().__name__)
+        kind: type = variable.python_type()
     except Exception:
-        return type(variable).__name__.removesuffix("Variable")
-
-
-def _constant_of(variable: Any, empty: tuple[int, ...] = ()) -> tuple[Any, Any]:
-    """Return the constant of a Dynamo variable and a hashable key of it: a number, a function without
-    captures, or a function that the graph makes, around constants. Raises Uncapturable for others.
-
-    empty: places of cells to leave out of a function that the graph makes
-    """
-    from torch._dynamo.variables.functions import NestedUserFunctionVariable
-
-    variable = variable.realize()
-    if not isinstance(variable, NestedUserFunctionVariable):
-        constant = _object_of(variable)
-        key = _key_of(constant)
-        _guard(variable)
-        return constant, key
-    contents = enumerate(_cells_of(variable))
-    pairs = [(None, None) if place in empty else _constant_of(cell) for place, cell in contents]
-    defaults, keywords = (
-        None if x is None else _object_of(x) for x in (variable.defaults, variable.kwdefaults)
-    )
-    code, cells = variable.get_code(), tuple([types.CellType(contents) for contents, _ in pairs])
-    name = variable.fn_name.as_python_constant()
-    fn = types.FunctionType(code, variable.f_globals, name, defaults, cells)
-    fn.__kwdefaults__ = keywords
-    cell_keys = tuple([key for _, key in pairs])
-    rest = _key_of((defaults or (), *(keywords or {}).items()))
-    return fn, (code, id(variable.f_globals), rest, cell_keys)
+        return None
+    return kind
 
 
 def _key_of(constant: Any) -> Any:
     """Return a hashable key of a constant. Raises Uncapturable for objects with state, whose edits no guard
     sees."""
-    if isinstance(constant, tuple | list):
-        return type(constant), tuple([_key_of(item) for item in constant])
     if isinstance(constant, float | complex):
         return type(constant), repr(constant)
     if isinstance(constant, types.FunctionType) and not is_fixed(constant):
