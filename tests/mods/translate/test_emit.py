@@ -127,7 +127,10 @@ def test_scores_equal_eager_scores(name: str, dtype: torch.dtype) -> None:
 def test_an_argument_without_a_rule_is_refused() -> None:
     with pytest.raises(Untranslatable, match="decimals=1 has no rule"):
         score_mod(lambda s, b, h, q, k: torch.round(s, decimals=1))
-    assert run_score(score_mod(lambda s, b, h, q, k: torch.round(s, decimals=0)), torch.full((N, N), 1.7))[0, 0] == 2
+    assert (
+        run_score(score_mod(lambda s, b, h, q, k: torch.round(s, decimals=0)), torch.full((N, N), 1.7))[0, 0]
+        == 2
+    )
 
 
 def test_fp64_constants_keep_their_digits() -> None:
