@@ -26,6 +26,7 @@ MISTAKES = {
     "random": (lambda b, h, q, kv: torch.rand(()) > 0.5, "random numbers differ at every evaluation"),
     "equal": (lambda b, h, q, kv: torch.equal(q, kv), "== for torch.equal"),
     "allclose": (lambda b, h, q, kv: torch.allclose(q, kv), "== for torch.equal"),
+    "edit in place": (lambda b, h, q, kv: q.clone().add_(kv) > 3, r"write x = x \+ y for x \+= y"),
     "None": (lambda b, h, q, kv: None, "returns None; a bool tensor is needed: return"),
     "int result": (lambda b, h, q, kv: 1, "returns 1, of type int; a bool tensor is needed"),
     "tuple": (lambda b, h, q, kv: (q >= kv,), "of type tuple; a bool tensor is needed"),

@@ -25,7 +25,14 @@ IS_RANDOM = "random numbers differ at every evaluation"
 HAS_DATA_DEPENDENT_SHAPE = "the shape of its result depends on data"
 
 # For each text in a message of torch.vmap: what the user's function does, and why that cannot be.
+_EDIT = "an edit in place by a value that differs at more pairs than the edited tensor"
 _REFUSALS = (
+    ("inplace arithmetic", _EDIT, "it has no room for the results; write x = x + y for x += y"),
+    (
+        "doesn't match the broadcast shape",
+        _EDIT,
+        "it has no room for the results; write x = x + y for x += y",
+    ),
     (
         "data-dependent control flow",
         "`if`, `and`, `or`, `not`, `in`, max(), min() or bool() of a tensor, or a chained comparison",

@@ -47,7 +47,7 @@ class Mod:
     `grad` also adds to `dcaps`, atomically, wherever `keep` (a bool tile of the score's shape) is set.
     Indices are global and lie in [0, 2^30).
 
-    digest: of `source` for translations; Mods of one digest differ in captures alone
+    digest: of `source`, and of the code of `graph`; Mods of one digest differ in captures alone
     fn: a Refusal where there is no translation, but a torch form
     wants: positions of the tensors that `grad` adds gradients for, in the order of `dcaps`
     graph: the torch form of `fn`; None for hand-written Triton
@@ -332,7 +332,7 @@ def _build_kernels(trace: ModTrace) -> Mod:
     grad = module.score_grad if trace.is_score else None
     back = source_cache.load(emit_source(_score_only(trace))).score_grad if trace.wants else grad
     return Mod(
-        source_cache.digest_of(source),
+        source_cache.digest_of(f"{source}\n{trace.forward.code}"),  # one source may have several torch forms
         source,
         fn,
         grad,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
 from tests.mods.harness import N, eager_mask, eager_score, run_mask, run_score
-from tritoncp.mods import mask_mod, score_mod
+from tritoncp.mods import Untranslatable, mask_mod, score_mod
 
 G = torch.Generator().manual_seed(1)
 TABLE = torch.randn(4, 30, generator=G)
@@ -20,6 +20,7 @@ IDS = torch.randint(0, 3, (2, 100), generator=G)
 INTS = torch.randint(-9, 9, (100,), generator=G, dtype=torch.int32)
 BYTES = torch.randint(0, 255, (100,), generator=G, dtype=torch.uint8)
 FLAGS = torch.rand(2, 100, generator=G) > 0.5
+POWERS = torch.tensor([0.25, -2.0, 0.5, 1.0]).repeat(8).bfloat16()  # products with indices are exact
 HALF = torch.randn(100, generator=G).bfloat16()
 WIDE = torch.randn(100, generator=G, dtype=torch.float64)
 SLOPES = torch.tensor([0.5, 0.25, -0.125, 2.0])
@@ -100,6 +101,9 @@ SCORES: dict[str, Callable[..., Any]] = {
     "bfloat16 bias": lambda s, b, h, q, k: (
         s * HALF[q] + HALF[k] * 0.125
     ),  # vmap itself rounds 0.1 to bfloat16
+    "bfloat16 times an index": lambda s, b, h, q, k: s + POWERS[h] * (q - k) + (q > k) * POWERS[q],
+    "bfloat16 constants": lambda s, b, h, q, k: s + torch.where(q > k, POWERS[q], 0.5) + k.bfloat16(),
+    "scaled differences": lambda s, b, h, q, k: torch.rsub(s, 2.0, alpha=3) + torch.rsub(s, k, alpha=2),
     "literals": lambda s, b, h, q, k: s * 0.1 + 0.3,
     "edit in place": lambda s, b, h, q, k: s.mul_(2).add_(k - q),
     "edit in place by a wider type": lambda s, b, h, q, k: s.add_(WIDE[q]).sub_(WIDE[k]),
@@ -118,6 +122,15 @@ def test_scores_equal_eager_scores(name: str, dtype: torch.dtype) -> None:
     rounding = 1e-12 if dtype is torch.float64 and not mod.tensors else 4e-6
     out = run_score(mod, scores, 1, 2, 3, 0)
     torch.testing.assert_close(out, expected.expand(N, N), rtol=rounding, atol=rounding)
+
+
+def test_an_argument_without_a_rule_is_refused() -> None:
+    with pytest.raises(Untranslatable, match="decimals=1 has no rule"):
+        score_mod(lambda s, b, h, q, k: torch.round(s, decimals=1))
+    assert (
+        run_score(score_mod(lambda s, b, h, q, k: torch.round(s, decimals=0)), torch.full((N, N), 1.7))[0, 0]
+        == 2
+    )
 
 
 def test_fp64_constants_keep_their_digits() -> None:

@@ -93,6 +93,12 @@ def test_products_of_rows_in_other_dtypes(dtype: torch.dtype) -> None:
     assert (out - exact).abs().max() <= (1e-5 if dtype is torch.float32 else 2e-2)
 
 
+def test_the_variance_of_half_precisions_is_computed_in_float32() -> None:
+    rows = (100 + torch.arange(N)[:, None] * torch.arange(8.0) / 8).bfloat16()
+    out = run_score(score_mod(lambda s, b, h, q, k: s + rows[q].var()), torch.zeros(N, N))
+    torch.testing.assert_close(out[:, 0], rows.float().var(-1), rtol=2**-7, atol=0)
+
+
 def rope_term(q_rope: Tensor, k_rope: Tensor) -> Callable[..., Any]:
     return lambda s, b, h, i, j: s + (q_rope[b, h, i] * k_rope[b, j]).sum(-1)
 

@@ -386,15 +386,22 @@ class Writer:
             return (lambda a: block.convert(a, dtype)), inputs[:1]
         if name == "clamp":
             return self._clamp(dtype, inputs)
-        if name == "div" and node.kwargs.get("rounding_mode"):
-            name = f"div_{node.kwargs['rounding_mode']}"
-        if name in BINARY:
-            alpha = node.kwargs.get("alpha", 1)
+        if name not in UNARY and name not in BINARY:
+            raise NotImplementedError("there is no rule for it")
+        options = _options(node, 2 if name in BINARY else 1)
+        if name == "div" and "rounding_mode" in options:
+            name = f"div_{options.pop('rounding_mode')}"
+        alpha = options.pop("alpha", 1) if name in BINARY else 1
+        if name == "round" and options.get("decimals") == 0:
+            del options["decimals"]
+        for option, value in options.items():
+            raise NotImplementedError(f"its argument {option}={value} has no rule")
+        if name in UNARY:
+            return (lambda a: UNARY[name](block, dtype, a)), inputs[:1]
+        if alpha != 1:
             position = 0 if name == "rsub" else 1
-            if alpha != 1 and len(inputs) == 2:
-                return self._scale_operand(name, dtype, weak_scalar(alpha), position), inputs  # type: ignore[arg-type]
-            return (lambda a, b: BINARY[name](block, dtype, a, b)), inputs[:2]
-        return (lambda a: UNARY[name](block, dtype, a)), [_unary_operand(name, inputs)]
+            return self._scale_operand(name, dtype, weak_scalar(alpha), position), inputs[:2]
+        return (lambda a, b: BINARY[name](block, dtype, a, b)), inputs[:2]
 
     def _scale_operand(
         self, name: str, dtype: torch.dtype, alpha: Scalar, position: int
@@ -421,12 +428,12 @@ class Writer:
         return rule, [i for i in (inputs[0], low, high) if i is not None]
 
 
-def _unary_operand(name: str, inputs: list[Any]) -> Any:
-    if name not in UNARY:
-        raise NotImplementedError("there is no rule for it")
-    if name == "round" and len(inputs) > 1:
-        raise NotImplementedError("rounding to decimals has no rule")
-    return inputs[0]
+def _options(node: fx.Node, num_operands: int) -> dict[str, Any]:
+    """The arguments after the operands of an aten operation that differ from their defaults."""
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    values = dict(zip((argument.name for argument in schema), node.args)) | node.kwargs
+    options = schema[num_operands:]
+    return {a.name: values[a.name] for a in options if values.get(a.name, a.default_value) != a.default_value}
 
 
 def _example(argument: Any) -> Any:

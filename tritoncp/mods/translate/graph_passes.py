@@ -232,11 +232,13 @@ def _mean(x: Tensor, dim: Any, keepdim: bool) -> Tensor:
 
 
 def _variance(x: Tensor, dim: Any = None, *, correction: Any = 1, keepdim: bool = False) -> Tensor:
-    center = _mean(x, dim, True)
+    """The variance of x, computed in float32 for half precisions."""
+    wide = x.float() if x.itemsize == 2 else x
     dims = list(dim) if dim else list(range(x.ndim))
     count = functools.reduce(lambda n, d: n * x.shape[d], dims, 1)
     correction = 1 if correction is None else correction
-    return (x - center).square().sum(dims, keepdim) / max(count - correction, 0)
+    squares = (wide - _mean(wide, dims, True)).square()
+    return (squares.sum(dims, keepdim) / max(count - correction, 0)).to(x.dtype)
 
 
 def _shrink_backward(grad: Tensor, x: Tensor, bound: float) -> Tensor:

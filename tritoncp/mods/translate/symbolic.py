@@ -116,7 +116,9 @@ def _float32(value: float) -> float:
 
 
 def literal(value: Number, rep: str) -> str:
-    """The source of a constant of a Triton type."""
+    """The source of a constant of a Triton type. Triton's interpreter fills no bfloat16."""
+    if rep == "bfloat16":
+        return f"tl.cast({literal(value, 'float32')}, tl.bfloat16)"
     return f"tl.full((), {spell(value, rep)}, tl.{rep})"
 
 
@@ -227,7 +229,10 @@ class Block:
             if interval.fits(32) and dtype is torch.int64:
                 rep = "int32"
             return self.scalar(f"tl.cast({value.text}, tl.{rep})", "cast", dtype, rep, interval, value)
-        if value.dtype.is_floating_point and not dtype.is_floating_point and dtype is not torch.int64:
+        if dtype is torch.bfloat16 and value.rep != "float32":
+            # as torch does; Triton's interpreter converts other types to the bits of a uint16
+            expression = f"tl.cast(tl.cast({value.text}, tl.float32), tl.bfloat16)"
+        elif value.dtype.is_floating_point and not dtype.is_floating_point and dtype is not torch.int64:
             expression = f"tl.cast(tl.cast({value.text}, tl.int64), tl.{rep})"
         else:
             expression = f"tl.cast({value.text}, tl.{rep})"
