@@ -125,6 +125,7 @@ def _call(
 ) -> Any:  # fmt: skip
     """Run :func:`flex_attention` outside of a graph that Dynamo traces."""
     if call_modes.is_traced(query):
+        check_options(kernel_options or {}, _local_architecture(query))
         return _call_in_graph(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             return_aux, mesh, positions, sinks, batch_offset,
@@ -159,6 +160,17 @@ def _call(
     if sinks is not None:
         outs = [*with_sinks(outs[0], outs[1], sinks), *outs[2:]]
     return _select_results(outs, return_lse, return_aux)
+
+
+def _local_architecture(x: Tensor) -> str | None:
+    """Return the architecture of a tensor's device; None if this machine does not have it, as a fake or meta
+    tensor's."""
+    if x.device.type not in ("cpu", "cuda"):
+        return None
+    try:
+        return architecture(x.device)
+    except (AssertionError, RuntimeError):  # of torch without CUDA, or without a GPU
+        return None
 
 
 def _results(return_lse: bool, return_aux: AuxRequest | None, sinks: Any) -> tuple[bool, tuple[str, ...]]:
