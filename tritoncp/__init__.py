@@ -15,6 +15,7 @@ from tritoncp._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tritoncp.api.attention import flex_attention as flex_attention
+    from tritoncp.api.masks import create_block_mask as create_block_mask
     from tritoncp.api.parallel import SAVE_OPS as SAVE_OPS
     from tritoncp.api.parallel import ContextParallel as ContextParallel
     from tritoncp.api.parallel import checkpoint_policy as checkpoint_policy
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from tritoncp.masks.closed_forms import document as document
     from tritoncp.masks.closed_forms import prefix_lm as prefix_lm
     from tritoncp.masks.closed_forms import sliding_window as sliding_window
-    from tritoncp.masks.create import create_block_mask as create_block_mask
     from tritoncp.masks.from_torch import from_block_mask as from_block_mask
     from tritoncp.masks.mask import Mask as Mask
     from tritoncp.masks.mask import full_mask as full_mask
@@ -51,7 +51,7 @@ _WHERE = {
     "api.plans": ("make_plan",),
     "api.shards": ("positions", "shard", "unshard"),
     "planning.balance": ("balancers",),
-    "masks.create": ("create_block_mask",),
+    "api.masks": ("create_block_mask",),
     "masks.mask": ("Mask", "full_mask"),
     "masks.mask_mod": ("and_masks", "not_", "or_masks"),
     "masks.closed_forms": ("causal", "document", "prefix_lm", "sliding_window"),

@@ -7,7 +7,6 @@ setting them does not import torch._dynamo.
 
 from __future__ import annotations
 
-import importlib
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,10 +16,6 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 MOVE = "call it outside the compiled function and pass its result in"
-
-# What a graph traces in place of a public function of a lower layer, by the function's name. A higher layer
-# registers it, in the module that `load_graph_forms` imports.
-GRAPH_FORMS: dict[str, Callable[..., Any]] = {}
 
 
 def host_only(fn: Function) -> Function:
@@ -65,10 +60,3 @@ def constant_result(fn: Function) -> Function:
     function: Any = fn
     function._dynamo_marked_constant = True
     return fn
-
-
-@constant_result
-def load_graph_forms() -> int:
-    """Fill ``GRAPH_FORMS``. Called where Dynamo traces, since an import of every layer takes long."""
-    importlib.import_module("tritoncp.frontend.dynamo")
-    return len(GRAPH_FORMS)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.core.dynamo_boundary import GRAPH_FORMS, constant_result
+from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import groups
 from tritoncp.frontend import mask_source, plan_cache, validate
@@ -143,9 +143,6 @@ def trace_block_mask(
     blocks = [BLOCK_SIZE, BLOCK_SIZE] if isinstance(BLOCK_SIZE, int) else [*BLOCK_SIZE]
     sizes = [1 if B is None else B, 1 if H is None else H, Q_LEN, KV_LEN, *blocks]
     return TracedMask(block_mask_op(tensors, ints, sizes, structure, "" if device is None else str(device)))
-
-
-GRAPH_FORMS["create_block_mask"] = trace_block_mask
 
 
 def _block_mask(

@@ -1,4 +1,4 @@
-"""The public `create_block_mask`: the device that evaluates a mask_mod, and the progress bar."""
+"""Creation of masks on the host: the device that evaluates a mask_mod, and the progress bar."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tritoncp.core.dynamo_boundary import GRAPH_FORMS, graph_entry, host_only, load_graph_forms
+from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.tracing import graph_of
 from tritoncp.core.upload import upload
 from tritoncp.masks import mask
@@ -18,7 +18,7 @@ from tritoncp.masks.mask_mod import MaskFn
 _BAR_DELAY = 2.0  # seconds before the progress bar appears
 
 
-@graph_entry
+@host_only
 def create_block_mask(
     mask_mod: MaskFn,
     B: int | None,
@@ -27,45 +27,8 @@ def create_block_mask(
     KV_LEN: int,
     device: str | torch.device | None = None,
     BLOCK_SIZE: int | tuple[int, int] = 128,
-    _compile: bool = False,
 ) -> Mask:
-    """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact :class:`Mask`.
-
-    mask_mod: (b, h, q_idx, kv_idx) -> bool. B, H: batch rows and heads with masks of their own; None: they
-    share one. device: of the tensors that mask_mod captures; None: it is read from them. ``_compile`` is
-    accepted for compatibility with torch and ignored.
-
-    A closed form (``causal()``, ``document(...)``, ...) takes arithmetic alone. Any other mask_mod is
-    traced and bounded over ever smaller tiles; only where that decides nothing is it evaluated, a few million
-    pairs at a time: in torch on the CPU, by a Triton kernel on a GPU. The result is on the CPU and can be
-    passed as block_mask; ``.to_block_mask()`` converts it to torch's. After two seconds a progress bar
-    appears on stderr.
-
-    Inside torch.compile the mask is made when the graph runs, from the tensors and lengths of that run; the
-    result is its handle, which flex_attention takes. There a mask_mod comes from outside, or captures no
-    tensors; others break the graph, and are an error under ``fullgraph=True``.
-
-    >>> mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 4096), None, None, 2**20, 2**20)
-    >>> print(f"{mask.sparsity():.1f} % of {mask.runs.shape[2]} x {mask.runs.shape[3]} blocks are empty")
-    99.6 % of 8192 x 8192 blocks are empty
-    """
-    arguments: Any = (mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
-    if torch.compiler.is_dynamo_compiling():
-        load_graph_forms()
-        try:
-            return GRAPH_FORMS["create_block_mask"](*arguments)
-        except TypeError as error:  # of a mask_mod that the graph cannot carry
-            reason = error.args[0]
-        torch._dynamo.graph_break(msg=reason)
-    return _create_block_mask(*arguments)
-
-
-@host_only
-def _create_block_mask(
-    mask_mod: MaskFn, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int,
-    device: str | torch.device | None, BLOCK_SIZE: int | tuple[int, int],
-) -> Mask:  # fmt: skip
-    """Run :func:`create_block_mask` outside of a graph."""
+    """Make a mask on the host, see :func:`tritoncp.create_block_mask`."""
     place = torch.device(device) if device is not None else _capture_device(mask_mod)
     ask = None if place.type == "cpu" else _triton_ask(mask_mod, place)
     with _Bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as bar:

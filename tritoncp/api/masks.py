@@ -1,0 +1,52 @@
+"""The public `create_block_mask`, on the host and in compiled graphs."""
+
+from __future__ import annotations
+
+import torch
+
+from tritoncp.core.dynamo_boundary import graph_entry
+from tritoncp.masks import create
+from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskFn
+
+
+@graph_entry
+def create_block_mask(
+    mask_mod: MaskFn,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: str | torch.device | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+) -> Mask:
+    """torch's create_block_mask without the Q x KV memory: the same blocks, as a compact :class:`Mask`.
+
+    mask_mod: (b, h, q_idx, kv_idx) -> bool. B, H: batch rows and heads with masks of their own; None: they
+    share one. device: of the tensors that mask_mod captures; None: it is read from them. ``_compile`` is
+    accepted for compatibility with torch and ignored.
+
+    A closed form (``causal()``, ``document(...)``, ...) takes arithmetic alone. Any other mask_mod is
+    traced and bounded over ever smaller tiles; only where that decides nothing is it evaluated, a few million
+    pairs at a time: in torch on the CPU, by a Triton kernel on a GPU. The result is on the CPU and can be
+    passed as block_mask; ``.to_block_mask()`` converts it to torch's. After two seconds a progress bar
+    appears on stderr.
+
+    Inside torch.compile the mask is made when the graph runs, from the tensors and lengths of that run; the
+    result is its handle, which flex_attention takes. There a mask_mod comes from outside, or captures no
+    tensors; others break the graph, and are an error under ``fullgraph=True``.
+
+    >>> mask = create_block_mask(lambda b, h, q, kv: (q >= kv) & (q - kv < 4096), None, None, 2**20, 2**20)
+    >>> print(f"{mask.sparsity():.1f} % of {mask.runs.shape[2]} x {mask.runs.shape[3]} blocks are empty")
+    99.6 % of 8192 x 8192 blocks are empty
+    """
+    if torch.compiler.is_dynamo_compiling():
+        from tritoncp.frontend import dynamo  # loads every layer, which masks do without
+
+        try:
+            return dynamo.trace_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)  # type: ignore
+        except TypeError as error:  # of a mask_mod that the graph cannot carry
+            reason = error.args[0]
+        torch._dynamo.graph_break(msg=reason)
+    return create.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
