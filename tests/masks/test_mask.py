@@ -26,13 +26,13 @@ from tritoncp.masks import (
     and_masks,
     block_lists,
     causal,
-    classify,
     create_block_mask,
     document,
     from_block_mask,
     full_mask,
     sliding_window,
 )
+from tritoncp.masks.classification import classify
 from tritoncp.masks.from_torch import with_intervals
 
 

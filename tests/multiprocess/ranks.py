@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # before a fork: each rank would load it anew, for seconds
 import torch.distributed as dist
 
 from tritoncp.core.process_environment import use_loopback_interface
