@@ -14,6 +14,7 @@ import torch
 import torch._dynamo  # AdamW imports it: once here, not in each forked rank
 
 from tests.multiprocess import ranks
+from tritoncp.core.process_environment import use_loopback_interface
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -70,7 +71,7 @@ def test_a_padded_batch_has_the_loss_and_gradients_of_its_texts() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_as_its_docstring_says(example: Path, tmp_path: Path) -> None:
-    ranks.stay_on_this_machine()
+    use_loopback_interface()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     launch = [
         sys.executable,
