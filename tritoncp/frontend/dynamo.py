@@ -4,15 +4,14 @@ structure of mods and masks; tensors, numbers and the handles of plans and masks
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import groups
@@ -157,18 +156,14 @@ def _block_mask(
     key = None if state.key is None else (state.key, tuple(sizes), device)
     if any(tensor.is_inference() for tensor in state.tensors):
         key = None
-    with _MASKS_LOCK:
-        entry = _MASKS.pop(key, None)
+    entry = _MASKS.get(key)
     if entry is None or not entry.serves(state.tensors):
         B, H, q_len, kv_len, *blocks = sizes
         mask = create_block_mask(mask_mod, B, H, q_len, kv_len, device or None, (blocks[0], blocks[1]))
         versions = [(weakref.ref(tensor), tensor._version) for tensor in state.tensors] if key else []
         entry = MaskEntry(mask, versions)
-    with _MASKS_LOCK:
         if key is not None:
-            _MASKS[key] = entry
-        while len(_MASKS) > MAX_MASKS:
-            _MASKS.popitem(last=False)
+            _MASKS.put(key, entry)
     return entry.mask.handle
 
 
@@ -184,9 +179,7 @@ class MaskEntry(NamedTuple):
         return all(ref() is tensor and version == tensor._version for (ref, version), tensor in pairs)
 
 
-MAX_MASKS = 8  # each keeps the tensors that its mask_mod captures
-_MASKS: OrderedDict[Any, MaskEntry] = OrderedDict()  # in order of their last use
-_MASKS_LOCK = threading.Lock()
+_MASKS = BoundedCache(16)  # each keeps the tensors that its mask_mod captures
 
 
 def _block_mask_fake(

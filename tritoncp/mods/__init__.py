@@ -12,13 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tritoncp.mods.captures import with_tensors
     from tritoncp.mods.errors import Untranslatable
     from tritoncp.mods.mod import Mod, hand_written, mask_mod, score_mod
-    from tritoncp.mods.replace_captures import with_tensors
 
 __all__ = ["Mod", "Untranslatable", "hand_written", "mask_mod", "score_mod", "with_tensors"]
 
-_HOMES = {"Untranslatable": "errors", "with_tensors": "replace_captures"}
+_HOMES = {"Untranslatable": "errors", "with_tensors": "captures"}
 
 
 def __getattr__(name: str) -> Any:

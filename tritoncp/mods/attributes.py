@@ -53,6 +53,17 @@ def in_class(cls: type, name: str) -> Any:
     return ABSENT
 
 
+def fields_of(obj: Any) -> dict[str, Any]:
+    """The attributes that an object holds, in slots and in its dictionary."""
+    slots = [base.__dict__.get("__slots__", ()) for base in type(obj).__mro__]
+    names = [name for group in slots for name in ((group,) if isinstance(group, str) else group)]
+    held = {name: getattr(obj, name) for name in names if name not in _OWN_SLOTS and hasattr(obj, name)}
+    return {**held, **getattr(obj, "__dict__", {})}
+
+
+_OWN_SLOTS = ("__dict__", "__weakref__")
+
+
 # `__getattribute__` of types that look attributes up by Python's rules; that of a proxy does not.
 _STANDARD_LOOKUPS = {
     in_class(kind, "__getattribute__")

@@ -13,6 +13,8 @@ import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tritoncp.core.bounded_cache import BoundedCache
+
 GLOBAL, CELL, ARGUMENT, IMPORT = "global", "closure variable", "argument", "module"
 ATTRIBUTE, ITEM, OPTIONAL = "attribute", "item", "optional attribute"
 
@@ -54,8 +56,7 @@ _GAPS = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
 _DYNAMIC = ("getattr", "hasattr")
 
 
-MAX_CACHED_CODES = 4096
-_READS: dict[types.CodeType, Reads] = {}  # not an lru_cache, of which Dynamo warns
+_READS = BoundedCache(4096)  # by code; not an lru_cache, of which Dynamo warns
 
 
 def code_reads(code: types.CodeType) -> Reads:
@@ -65,17 +66,13 @@ def code_reads(code: types.CodeType) -> Reads:
     >>> [chain.path for chain in code_reads(code).chains]
     ["argument self.config['cap']", 'global math.pi']
     """
-    if (reads := _READS.get(code)) is None:
-        if len(_READS) >= MAX_CACHED_CODES:
-            _READS.clear()
-        reads = _READS[code] = _read(code)
+    reads: Reads | None = _READS.get(code)
+    if reads is None:
+        reader = _Reader()
+        reader.read(code, dict.fromkeys(code.co_freevars, CELL) | _first_argument(code))
+        reads = Reads(tuple(reader.chains), frozenset(reader.attributes), reader.obstacle)
+        _READS.put(code, reads)
     return reads
-
-
-def _read(code: types.CodeType) -> Reads:
-    reader = _Reader()
-    reader.read(code, dict.fromkeys(code.co_freevars, CELL) | _first_argument(code))
-    return Reads(tuple(reader.chains), frozenset(reader.attributes), reader.obstacle)
 
 
 def _first_argument(code: types.CodeType) -> dict[str, str]:

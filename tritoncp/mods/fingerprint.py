@@ -30,6 +30,7 @@ import torch
 
 from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
 from tritoncp.mods.bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Chain, code_reads
+from tritoncp.mods.captures import cell_value
 
 MAX_VALUES = 1024  # in one fingerprint: a recording of the function takes less time than comparing more
 
@@ -307,10 +308,7 @@ def _root(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
     if chain.kind == ARGUMENT:
         return _COMPUTED if owner is None else owner
     if chain.kind == CELL:
-        try:
-            return (fn.__closure__ or ())[fn.__code__.co_freevars.index(chain.name)].cell_contents
-        except ValueError:  # not bound yet
-            return ABSENT
+        return cell_value((fn.__closure__ or ())[fn.__code__.co_freevars.index(chain.name)], ABSENT)
     try:
         package = fn.__globals__.get("__package__") or ""
         return sys.modules.get(importlib.util.resolve_name(chain.name, package), ABSENT)

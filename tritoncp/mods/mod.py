@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.mods import source_cache
 from tritoncp.mods.errors import Untranslatable
@@ -231,17 +232,14 @@ class _Translation:
 
     mod: without captured tensors
     tensors: for each captured tensor its position in `State.tensors`, or the tensor if the function makes it
-    reused: whether a lookup hit it since it was last the oldest; such an entry is kept once more
     """
 
     mod: Mod
     tensors: tuple[int | Tensor, ...]
-    reused: bool = False
 
 
 _LOCK = threading.RLock()
-_TRANSLATIONS: dict[Any, _Translation] = {}  # oldest first
-_MAX_TRANSLATIONS = 256
+_TRANSLATIONS = BoundedCache(256)
 
 
 @host_only
@@ -287,7 +285,7 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
     state = read_state(fn, arguments == 5, dtype)
     key = None if state.key is None else (state.key, arguments, dtype, torch.get_default_dtype())
     if key is not None and (entry := _TRANSLATIONS.get(key)) is not None:
-        entry.reused, mod = True, entry.mod
+        mod = entry.mod
         tensors = tuple([state.tensors[t] if isinstance(t, int) else t for t in entry.tensors])
         return mod.with_captures(tensors, mod.numbers) if tensors else mod
     from tritoncp.mods.translate.trace import trace_mod  # loads Dynamo, which plans do without
@@ -297,11 +295,7 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         mod = _build(trace)
         sources = _tensor_sources(trace, state.tensors)
         if key is not None and sources is not None:
-            _TRANSLATIONS[key] = _Translation(mod.with_captures(numbers=mod.numbers), sources)
-            while len(_TRANSLATIONS) > _MAX_TRANSLATIONS:
-                entry = _TRANSLATIONS.pop(oldest := next(iter(_TRANSLATIONS)))
-                if entry.reused:
-                    entry.reused, _TRANSLATIONS[oldest] = False, entry
+            _TRANSLATIONS.put(key, _Translation(mod.with_captures(numbers=mod.numbers), sources))
     return mod
 
 

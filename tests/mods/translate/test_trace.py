@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from tests.mods.harness import N, eager_mask, run_mask, run_score
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.mods import Mod, Untranslatable, mask_mod, score_mod
 from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.mods.translate.trace import trace_mod
@@ -159,8 +160,7 @@ def test_tensors_made_inside_are_made_once() -> None:
 def test_a_mod_of_every_step_stays_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second mod, with another number at each step, adds an entry to the cache each time."""
     traces: list[str] = []
-    monkeypatch.setattr("tritoncp.mods.mod._TRANSLATIONS", {})
-    monkeypatch.setattr("tritoncp.mods.mod._MAX_TRANSLATIONS", 3)
+    monkeypatch.setattr("tritoncp.mods.mod._TRANSLATIONS", BoundedCache(4))
     monkeypatch.setattr(
         "tritoncp.mods.translate.trace.trace_mod", lambda fn, *a: traces.append(fn.kind) or trace_mod(fn, *a)
     )

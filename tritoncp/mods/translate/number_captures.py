@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tritoncp.mods.captures import rebuild
+from tritoncp.mods.captures import with_numbers
 
 # Where a Python number may be a runtime argument: operands of these, never shapes, dims or exponents.
 _NUMBER_OPS = frozenset(
@@ -57,7 +57,7 @@ def _places(
     new_values = [_perturb(v, i) if i in group else v for i, v in enumerate(values)]
     replacements = iter(new_values)
     try:
-        second = run(rebuild(fn, lambda _: next(replacements)))
+        second = run(with_numbers(fn, lambda _: next(replacements)))
     except Exception:  # the changed number broke the user's function: it is no free parameter
         return None
     return _differences(first, second, values, new_values)

@@ -12,7 +12,6 @@ import functools
 import json
 import types
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +24,18 @@ from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
+from tritoncp.mods.captures import MAKERS, UNSET, take_apart
 from tritoncp.mods.mod import structure_of
 from tritoncp.ops.graph import layouts, variables
-from tritoncp.ops.graph.layouts import CONSTANTS, MADE_INSIDE, Layout, Uncapturable, register_constant
+from tritoncp.ops.graph.layouts import (
+    MADE_INSIDE,
+    Layout,
+    Uncapturable,
+    constant_of,
+    make_function,
+    register_constant,
+    stand_in,
+)
 from tritoncp.planning.plan import Plan
 
 
@@ -56,27 +64,20 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
     if isinstance(thing, Plan | Mask | TracedMask):
         tensors.append(_handle(thing))
         return '"h"'
-    if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return f'["named",{_constant_id(type(thing))},{_flatten_all(thing, tensors, ints)}]'
-    if isinstance(thing, tuple | list):
-        return f'["{"tuple" if isinstance(thing, tuple) else "list"}",{_flatten_all(thing, tensors, ints)}]'
-    if type(thing) is dict:
-        return f'["dict",{_constant_id(tuple(thing))},{_flatten_all(thing.values(), tensors, ints)}]'
-    if isinstance(thing, functools.partial):
-        values = [*thing.args, *thing.keywords.values()]
-        texts = [_flatten(thing.func, tensors, ints, is_called=True)]
-        texts += [_flatten(value, tensors, ints) for value in values]
-        return f'["partial",{_constant_id(tuple(thing.keywords))},[{",".join(texts)}]]'
+    if (container := take_apart(thing)) is not None:
+        kind, constant, values = container
+        is_partial = kind == "partial"
+        texts = [_flatten(x, tensors, ints, is_partial and i == 0) for i, x in enumerate(values)]
+        return f'["{kind}",{_constant_id(constant)},[{",".join(texts)}]]'
     if isinstance(thing, Mod):
         parts = [*thing.tensors, *thing.numbers]
-        return f'["mod",{_mod_id(thing.digest)},{len(thing.tensors)},{_flatten_all(parts, tensors, ints)}]'
+        return f'["mod",{_mod_id(thing.digest)},{_flatten_all(parts, tensors, ints)}]'
     if isinstance(thing, MaskMod):
         values = [getattr(thing, field.name) for field in dataclasses.fields(thing)]  # type: ignore[arg-type]
-        return f'["mask",{_constant_id(type(thing))},{_flatten_all(values, tensors, ints)}]'
+        return f'["call",{_constant_id(type(thing))},{_flatten_all(values, tensors, ints)}]'
     if isinstance(thing, BlockMask):
-        parts = [getattr(thing, name) for name in _INDEX]
-        fields = (thing.seq_lengths, thing.BLOCK_SIZE, *parts, thing.mask_mod)
-        return f'["blocks",{_flatten_all(fields, tensors, ints)}]'
+        values = [getattr(thing, name) for name in _BLOCK_MASK_FIELDS]
+        return f'["blocks",{_constant_id(BlockMask)},{_flatten_all(values, tensors, ints)}]'
     layout, symbols = _layout_of(thing, is_called)
     if layout[0] == "inside":
         _flatten_all(symbols, tensors, ints)
@@ -84,7 +85,10 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
     return _flatten_parts(thing, layout, tensors, ints)
 
 
-_INDEX = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_BLOCK_MASK_FIELDS = (  # as BlockMask.from_kv_blocks takes them
+    "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "BLOCK_SIZE", "mask_mod",
+    "seq_lengths",
+)  # fmt: skip
 
 
 def _flatten_all(things: Any, tensors: list[Tensor], ints: list[int]) -> str:
@@ -99,7 +103,7 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
     if kind == "value":
         return _flatten(thing, tensors, ints)
     if kind == "unset":
-        return '["unset",[]]'
+        return f'["is",{_UNSET}]'
     if kind == "is":
         _guard_identity(thing)
         return f'["is",{layout[1]}]'
@@ -108,7 +112,7 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
     if kind == "method":
         function = _flatten_parts(thing.__func__, layout[1], tensors, ints)
         owner = _flatten_parts(thing.__self__, layout[2], tensors, ints)
-        return f'["method",[{function},{owner}]]'
+        return f'["call",{_constant_id(types.MethodType)},[{function},{owner}]]'
     texts = []
     for place, name, part in layout[2]:
         if place == "item":
@@ -118,23 +122,21 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
         else:
             if hasattr(thing, name):
                 raise Uncapturable(f"this mask_mod or score_mod reads {name!r}, which was {MADE_INSIDE}")
-            texts.append('["unset",[]]')
+            texts.append(f'["is",{_UNSET}]')
     return f'["object",{layout[1]},[{",".join(texts)}]]'
 
 
 def _flatten_function(fn: Any, layout: Layout, tensors: list[Tensor], ints: list[int]) -> str:
-    """Flatten a Python function: the number of its code, its defaults and its closure."""
-    _, number, defaults, keywords, cells = layout
+    """Flatten a Python function: the number of its code, and its `function_parts`, which Dynamo cannot list:
+    it does not trace the read of a cell without a value."""
+    _, number, keywords, cells = layout
     texts = []
-    if defaults:
-        texts += [_flatten(value, tensors, ints) for value in fn.__defaults__]
-    if keywords:
-        texts += [_flatten(fn.__kwdefaults__[name], tensors, ints) for name in keywords]
-    if cells:
-        for cell, part in zip(fn.__closure__, cells):
-            contents = None if part[0] == "unset" else cell.cell_contents
-            texts.append(_flatten_parts(contents, part, tensors, ints))
-    return f'["fn",{number},[{",".join(texts)}]]'
+    for cell, part in zip(fn.__closure__ or (), cells):
+        contents = None if part[0] == "unset" else cell.cell_contents
+        texts.append(_flatten_parts(contents, part, tensors, ints))
+    texts += [_flatten(value, tensors, ints) for value in fn.__defaults__ or ()]
+    texts += [_flatten(fn.__kwdefaults__[name], tensors, ints) for name in keywords]
+    return f'["function",{number},[{",".join(texts)}]]'
 
 
 def _handle(thing: Plan | Mask | TracedMask) -> Tensor:
@@ -163,6 +165,7 @@ def _guard_identity(thing: Any) -> None:
         comptime(variables.guard_identity)
 
 
+_UNSET = register_constant(UNSET, UNSET)
 _LAYOUTS: list[Layout] = []  # the one that was made last; Dynamo traces one frame at a time
 
 
@@ -205,42 +208,22 @@ def _rebuild(node: Any, tensors: Iterator[Tensor], ints: Iterator[int]) -> Any:
     """Rebuild one node of a structure; its captures are the next of ``tensors`` and ``ints``."""
     if isinstance(node, str):
         return next(ints) if node == "i" else _LEAVES[node](next(tensors))
-    kind, *rest = node
+    kind, number, *parts = node
     if kind == "is":
-        return CONSTANTS[rest[0]]
-    parts = [_rebuild(part, tensors, ints) for part in rest[-1]]
-    if kind in ("tuple", "list"):
-        return tuple(parts) if kind == "tuple" else parts
-    if kind == "named":
-        return CONSTANTS[rest[0]](*parts)
-    if kind == "dict":
-        return dict(zip(CONSTANTS[rest[0]], parts, strict=True))
-    if kind == "unset":
-        return layouts.UNSET
-    if kind == "object":
-        return layouts.stand_in(rest[0], parts)
-    if kind == "method":
-        return types.MethodType(*parts)
-    if kind == "partial":
-        names = CONSTANTS[rest[0]]
-        fn, *arguments = parts
-        split = len(arguments) - len(names)
-        return functools.partial(fn, *arguments[:split], **dict(zip(names, arguments[split:], strict=True)))
-    if kind == "mask":
-        return CONSTANTS[rest[0]](*parts)
-    if kind == "blocks":
-        return _block_mask(*parts)
-    if kind == "mod":
-        return replace(CONSTANTS[rest[0]], tensors=tuple(parts[: rest[1]]), numbers=tuple(parts[rest[1] :]))
-    return layouts.make_function(CONSTANTS[rest[0]], parts)
+        return constant_of(number)
+    return _MAKERS[kind](constant_of(number), [_rebuild(part, tensors, ints) for part in parts[0]])
 
 
-def _block_mask(
-    lengths: Any, block: Any, count: Tensor, index: Tensor, full: Any, full_index: Any, mod: Any
-) -> Any:
-    return BlockMask.from_kv_blocks(
-        count, index, full, full_index, block, mod, seq_lengths=lengths, compute_q_blocks=False
-    )
+def _make_mod(structure: Mod, parts: list[Any]) -> Mod:
+    count = sum(isinstance(part, Tensor) for part in parts)
+    return structure.with_captures(parts[:count], parts[count:])
 
 
 _LEAVES = {"t": lambda tensor: tensor, "f": Tensor.item, "h": handles.object_of}
+_MAKERS = {
+    **MAKERS,
+    "function": make_function,
+    "object": stand_in,
+    "mod": _make_mod,
+    "blocks": lambda kind, parts: kind.from_kv_blocks(*parts, compute_q_blocks=False),
+}

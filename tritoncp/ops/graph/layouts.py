@@ -10,7 +10,7 @@ The forms of a layout:
     ("value",)                     flatten it by its type
     ("is", number)                 a constant object, the same in every call of the graph
     ("unset",)                     a variable of a closure that has no value yet
-    ("function", number, defaults, keywords, (layout of each cell, ...))
+    ("function", number, keywords, (layout of each cell, ...))
     ("method", layout of the function, layout of the object)
     ("object", number, ((kind, name, layout), ...))     an object or dict, by the parts that are read
     ("inside", structure)          a function that the graph makes, see :mod:`.variables`
@@ -20,6 +20,7 @@ The forms of a layout:
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 from collections import OrderedDict
 from collections.abc import Set as AbstractSet
@@ -29,12 +30,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
-from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
+from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, fields_of, in_class, item_of
 from tritoncp.mods.bytecode import ARGUMENT, CELL, ITEM, Step, code_reads
+from tritoncp.mods.captures import UNSET, cell_value, empty_function, fill_function
 from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.planning.plan import Plan
 
@@ -44,8 +47,10 @@ MADE_INSIDE = "made inside torch.compile; make it outside the compiled function 
 MAX_PARTS = 512  # objects and attributes in one layout
 
 VALUE: Layout = ("value",)
-CONSTANTS: list[Any] = []  # objects that graphs name by number, for the life of the process
-_NUMBERS: dict[Any, int] = {}
+# Objects that graphs name by number, each in a tuple. A graph that runs keeps its own in use.
+_CONSTANTS = BoundedCache(1 << 16)
+_NUMBERS = BoundedCache(1 << 16)  # by the constant's key
+_COUNT = itertools.count()
 
 
 class Uncapturable(TypeError):
@@ -53,36 +58,38 @@ class Uncapturable(TypeError):
 
 
 def register_constant(key: Any, thing: Any) -> int:
-    """Return the number of an object in ``CONSTANTS``, which keeps it; equal keys share a number."""
-    if key not in _NUMBERS:
-        _NUMBERS[key] = len(CONSTANTS)
-        CONSTANTS.append(thing)
-    return _NUMBERS[key]
+    """Return the number of a constant object, by which graphs name it; equal keys share a number."""
+    number: int | None = _NUMBERS.get(key)
+    if number is None or _CONSTANTS.get(number) is None:
+        number = next(_COUNT)
+        _CONSTANTS.put(number, (thing,))
+        _NUMBERS.put(key, number)
+    return number
+
+
+def constant_of(number: int) -> Any:
+    """Return the object of `register_constant`. Raises RuntimeError if too many others were used since."""
+    if (entry := _CONSTANTS.get(number)) is None:
+        raise RuntimeError(
+            "a compiled graph names an object that is no longer in the table of constants: more than "
+            f"{_CONSTANTS.size // 2} others were used since its last run. Compile it again, after "
+            "torch._dynamo.reset()"
+        )
+    return entry[0]
 
 
 def register_function(
-    code: types.CodeType, scope: dict[str, Any], name: str, defaults: int, keywords: tuple[str, ...]
+    code: types.CodeType, scope: dict[str, Any], name: str, keywords: tuple[str, ...]
 ) -> int:
-    """Return the number of the constants of a function: all but its defaults and the contents of its cells.
-
-    defaults: the number of positional defaults. keywords: the names of the others
-    """
-    key = code, id(scope), defaults, keywords
-    return register_constant(key, (code, scope, name, defaults, keywords))
+    """Return the number of the constants of a function: all but its `function_parts`. keywords: the names of
+    the last of these"""
+    return register_constant((code, id(scope), keywords), (code, scope, name, keywords))
 
 
 def make_function(constant: tuple[Any, ...], parts: list[Any]) -> types.FunctionType:
-    """Make a function from the constants of `register_function` and its defaults and cells, which are
-    ``parts``."""
-    code, scope, name, defaults, keywords = constant
-    contents = parts[defaults + len(keywords) :]
-    cells = [types.CellType() if part is UNSET else types.CellType(part) for part in contents]
-    fn = types.FunctionType(code, scope, name, tuple(parts[:defaults]) or None, tuple(cells))
-    fn.__kwdefaults__ = dict(zip(keywords, parts[defaults:])) or None
-    return fn
-
-
-UNSET = object()  # in the place of a variable that has no value yet
+    """Make a function from the constants of `register_function` and its parts."""
+    *start, keywords = constant
+    return fill_function(empty_function(*start), keywords, parts)
 
 
 def layout_of(thing: Any, is_called: bool = True) -> Layout:
@@ -191,20 +198,15 @@ class _Reads:
     def function(self, fn: types.FunctionType, owner: _Node | None) -> Layout:
         """Follow the reads of a function and return its layout. owner: the object its first argument is
         bound to."""
-        cells: dict[str, _Node | None] = {}
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            try:
-                cells[name] = _Node(cell.cell_contents)
-            except ValueError:
-                cells[name] = None
+        values = zip(fn.__code__.co_freevars, map(cell_value, fn.__closure__ or ()), strict=True)
+        cells = {name: None if value is UNSET else _Node(value) for name, value in values}
         self._follow_function(fn, owner, cells)
         defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
         for value in (*defaults, *keywords.values()):
             self._note(value)
         layouts = tuple([("unset",) if node is None else self.layout(node) for node in cells.values()])
         names = tuple(keywords)
-        number = register_function(fn.__code__, fn.__globals__, fn.__name__, len(defaults), names)
-        return "function", number, len(defaults), names, layouts
+        return "function", register_function(fn.__code__, fn.__globals__, fn.__name__, names), names, layouts
 
     def _follow_function(
         self, fn: types.FunctionType, owner: _Node | None, cells: dict[str, _Node | None]
@@ -322,7 +324,7 @@ def _add_all_parts(node: _Node) -> None:
         for key, value in thing.items():
             node.part("item", key, value)
         return
-    fields = {**{name: getattr(thing, name) for name in _slots(kind)}, **getattr(thing, "__dict__", {})}
+    fields = fields_of(thing)
     if isinstance(thing, torch.nn.Module):
         _check_hooks(thing)
         tables = {name: value for table in _TABLES for name, value in fields[table].items()}
@@ -335,12 +337,6 @@ def _add_all_parts(node: _Node) -> None:
 def _check_hooks(module: torch.nn.Module) -> None:
     if any(name.endswith("_hooks") and vars(module).get(name) for name in _MODULE_FIELDS):
         raise Uncapturable(f"it calls a {type(module).__qualname__} that has hooks")
-
-
-def _slots(kind: type) -> list[str]:
-    slots = [in_class(base, "__slots__") for base in kind.__mro__ if "__slots__" in vars(base)]
-    return [name for names in slots for name in ((names,) if isinstance(names, str) else names)
-            if name not in ("__dict__", "__weakref__")]  # fmt: skip
 
 
 def _parts_of_class(thing: Any, parts: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
@@ -361,9 +357,9 @@ def _parts_of_class(thing: Any, parts: tuple[tuple[str, Any], ...]) -> tuple[tup
 _HEAP_TYPE = 1 << 9  # of a type's flags; not set for types written in C
 
 
-def stand_in(number: int, values: list[Any]) -> Any:
+def stand_in(constant: tuple[type, tuple[tuple[str, Any], ...]], values: list[Any]) -> Any:
     """Make an object of a class with these parts, in the place of one that a function reads."""
-    kind, parts = CONSTANTS[number]
+    kind, parts = constant
     copy = kind() if kind in (dict, OrderedDict) else object.__new__(kind)
     if isinstance(copy, torch.nn.Module):
         torch.nn.Module.__init__(copy)

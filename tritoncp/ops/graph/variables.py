@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from tritoncp.mods.captures import MAKERS
 from tritoncp.ops.graph.layouts import (
-    CONSTANTS,
     MADE_INSIDE,
     Layout,
     Uncapturable,
     check_gradients,
+    constant_of,
     is_fixed,
     layout_of,
     make_function,
@@ -66,38 +67,19 @@ def _structure_of(variable: Any, symbols: list[Any]) -> tuple[str, Any]:
     if isinstance(variable, SymNodeVariable) and variable.python_type() in (int, float):
         symbols.append(variable)
         return ('"i"' if variable.python_type() is int else '"f"'), None
-    if (make := _constructor_of(variable)) is not None:
+    sequence = _type_of(variable)
+    is_named = sequence is not None and issubclass(sequence, tuple) and hasattr(sequence, "_fields")
+    if sequence in (tuple, list, torch.Size) or is_named:
         items = variable.unpack_var_sequence(InstructionTranslator.current_tx())
         text, values = _structure_of_all(items, symbols)
-        value = values if make is _make_size else make(*values)
-        return f'["named",{register_constant(make, make)},{text}]', value
+        kind, number = "call" if is_named else "sequence", register_constant(sequence, sequence)
+        # A torch.Size holds no None, which stands for a symbol.
+        value = values if sequence is torch.Size else MAKERS[kind](sequence, values)
+        return f'["{kind}",{number},{text}]', value
     constant = _object_of(variable)
     number = register_constant(_key_of(constant), constant)
     _guard(variable)
     return f'["is",{number}]', constant
-
-
-def _constructor_of(variable: Any) -> Callable[..., Any] | None:
-    """Return the function that makes a sequence of its items, None for a variable of another kind."""
-    kind = _type_of(variable)
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind]
-    return kind if kind is not None and issubclass(kind, tuple) and hasattr(kind, "_fields") else None
-
-
-def _make_tuple(*items: Any) -> tuple[Any, ...]:
-    return items
-
-
-def _make_list(*items: Any) -> list[Any]:
-    return [*items]
-
-
-def _make_size(*items: Any) -> torch.Size:
-    return torch.Size(items)
-
-
-_SEQUENCES: dict[Any, Callable[..., Any]] = {tuple: _make_tuple, list: _make_list, torch.Size: _make_size}
 
 
 def _structure_of_all(variables: Iterable[Any], symbols: list[Any]) -> tuple[str, list[Any]]:
@@ -110,10 +92,10 @@ def _structure_of_function(variable: Any, symbols: list[Any]) -> tuple[str, type
     defaults = variable.defaults.items if variable.defaults else ()
     keywords = variable.kwdefaults.items if variable.kwdefaults else {}
     names = tuple([name.vt.as_python_constant() for name in keywords])
-    text, parts = _structure_of_all([*defaults, *keywords.values(), *_cells_of(variable)], symbols)
+    text, parts = _structure_of_all([*_cells_of(variable), *defaults, *keywords.values()], symbols)
     name = variable.fn_name.as_python_constant()
-    number = register_function(variable.get_code(), variable.f_globals, name, len(defaults), names)
-    return f'["fn",{number},{text}]', make_function(CONSTANTS[number], parts)
+    number = register_function(variable.get_code(), variable.f_globals, name, names)
+    return f'["function",{number},{text}]', make_function(constant_of(number), parts)
 
 
 def _cells_of(variable: Any) -> list[Any]:
