@@ -15,11 +15,10 @@ class BoundedCache:
     >>> cache = BoundedCache(4)
     >>> for number in range(4):
     ...     cache.put(number, str(number))
-    >>> cache.get(0)
-    '0'
-    >>> cache.put(4, "4")
-    >>> [cache.get(number) for number in range(5)]
-    ['0', None, '2', '3', '4']
+    >>> cache.get(0), len(cache)
+    ('0', 3)
+    >>> print(cache.get(1))
+    None
     """
 
     def __init__(self, size: int) -> None:

@@ -195,19 +195,8 @@ def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
     """Return the BlockMask over these index tensors."""
     if all(a is b for a, b in zip(_lists(mask)[0], lists)):
         return mask
-    count, index, full, full_index = (*lists, None, None)[:4]
-    assert count is not None
-    assert index is not None
-    return BlockMask.from_kv_blocks(
-        count,
-        index,
-        full_kv_num_blocks=full,
-        full_kv_indices=full_index,
-        BLOCK_SIZE=mask.BLOCK_SIZE,
-        mask_mod=mask.mask_mod,
-        seq_lengths=mask.seq_lengths,
-        compute_q_blocks=False,
-    )
+    rest = mask.BLOCK_SIZE, mask.mask_mod, mask.seq_lengths
+    return BlockMask.from_kv_blocks(*(*lists, None, None)[:4], *rest, compute_q_blocks=False)
 
 
 def _stable(key: Any) -> Any:

@@ -89,8 +89,8 @@ def fill_function(fn: types.FunctionType, keywords: tuple[str, ...], parts: list
 
 
 def take_apart(obj: Any) -> tuple[str, Any, list[Any]] | None:
-    """Return the kind of a container, the constant and the parts of it from which ``MAKERS[kind]`` makes it
-    again; None for any other object. Dynamo traces this."""
+    """Return the kind of a container, partial or method, and the constant and the parts from which
+    ``MAKERS[kind]`` makes it again; None for any other object. Dynamo traces this."""
     if isinstance(obj, tuple) and hasattr(obj, "_fields"):
         return "call", type(obj), [*obj]
     if isinstance(obj, tuple | list):
@@ -99,6 +99,8 @@ def take_apart(obj: Any) -> tuple[str, Any, list[Any]] | None:
         return "dict", tuple(obj), [*obj.values()]
     if isinstance(obj, functools.partial):
         return "partial", tuple(obj.keywords), [obj.func, *obj.args, *obj.keywords.values()]
+    if isinstance(obj, types.MethodType):
+        return "call", types.MethodType, [obj.__func__, obj.__self__]
     return None
 
 
@@ -136,15 +138,11 @@ class _Copier:
             return obj
         if isinstance(obj, types.FunctionType):
             return self._copy_function(obj)
-        if isinstance(obj, types.MethodType):
-            clone: Any = types.MethodType(self.copy(obj.__func__), self.copy(obj.__self__))
-        elif (container := take_apart(obj)) is not None:
-            kind, constant, parts = container
-            clone = MAKERS[kind](constant, [self.copy(part) for part in parts])
-        else:
+        if (container := take_apart(obj)) is None:
             return self._copy_object(obj)
-        self.copies[id(obj)] = obj, clone
-        return clone
+        kind, constant, parts = container
+        self.copies[id(obj)] = obj, MAKERS[kind](constant, [self.copy(part) for part in parts])
+        return self.copies[id(obj)][1]
 
     def _copy_object(self, obj: Any) -> Any:
         clone = copy.copy(obj)
@@ -196,9 +194,7 @@ class _Copier:
                 yield from (vars(value).get(name) for name in _names(obj)) if is_module else (value,)
             yield from function_parts(obj)
         elif self.is_deep or type(obj) in (tuple, list, functools.partial):
-            if isinstance(obj, types.MethodType):
-                yield from (obj.__func__, obj.__self__)
-            elif (container := take_apart(obj)) is not None:
+            if (container := take_apart(obj)) is not None:
                 yield from container[2]
             elif isinstance(obj, dict | set | frozenset):
                 yield from obj.values() if isinstance(obj, dict) else obj

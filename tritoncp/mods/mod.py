@@ -226,20 +226,9 @@ def hand_written(fn: Any) -> bool:
 # -- translation -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Translation:
-    """A translation in the cache.
-
-    mod: without captured tensors
-    tensors: for each captured tensor its position in `State.tensors`, or the tensor if the function makes it
-    """
-
-    mod: Mod
-    tensors: tuple[int | Tensor, ...]
-
-
 _LOCK = threading.RLock()
-_TRANSLATIONS = BoundedCache(256)
+# By state, arguments and dtypes: a Mod without captured tensors, and the `_tensor_sources` of these.
+_TRANSLATIONS = BoundedCache(512)
 
 
 @host_only
@@ -285,8 +274,8 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
     state = read_state(fn, arguments == 5, dtype)
     key = None if state.key is None else (state.key, arguments, dtype, torch.get_default_dtype())
     if key is not None and (entry := _TRANSLATIONS.get(key)) is not None:
-        mod = entry.mod
-        tensors = tuple([state.tensors[t] if isinstance(t, int) else t for t in entry.tensors])
+        mod, sources = entry
+        tensors = tuple([state.tensors[t] if isinstance(t, int) else t for t in sources])
         return mod.with_captures(tensors, mod.numbers) if tensors else mod
     from tritoncp.mods.translate.trace import trace_mod  # loads Dynamo, which plans do without
 
@@ -295,7 +284,7 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         mod = _build(trace)
         sources = _tensor_sources(trace, state.tensors)
         if key is not None and sources is not None:
-            _TRANSLATIONS.put(key, _Translation(mod.with_captures(numbers=mod.numbers), sources))
+            _TRANSLATIONS.put(key, (mod.with_captures(numbers=mod.numbers), sources))
     return mod
 
 
@@ -352,7 +341,8 @@ def _score_only(trace: ModTrace) -> ModTrace:
 
 
 def _tensor_sources(trace: ModTrace, state_tensors: Sequence[Tensor]) -> tuple[int | Tensor, ...] | None:
-    """Make `_Translation.tensors`; None if the trace captured a tensor that the state does not list."""
+    """Return for each captured tensor its position in `State.tensors`, or the tensor if the function makes
+    it; None if the trace captured another tensor."""
     sources: list[int | Tensor] = []
     for i, tensor in enumerate(trace.tensors):
         position = next((p for p, candidate in enumerate(state_tensors) if candidate is tensor), None)

@@ -64,7 +64,8 @@ def _flatten(thing: Any, tensors: list[Tensor], ints: list[int], is_called: bool
     if isinstance(thing, Plan | Mask | TracedMask):
         tensors.append(_handle(thing))
         return '"h"'
-    if (container := take_apart(thing)) is not None:
+    container = None if isinstance(thing, types.MethodType) else take_apart(thing)
+    if container is not None:
         kind, constant, values = container
         is_partial = kind == "partial"
         texts = [_flatten(x, tensors, ints, is_partial and i == 0) for i, x in enumerate(values)]

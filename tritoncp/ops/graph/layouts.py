@@ -37,7 +37,7 @@ from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
 from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, fields_of, in_class, item_of
 from tritoncp.mods.bytecode import ARGUMENT, CELL, ITEM, Step, code_reads
-from tritoncp.mods.captures import UNSET, cell_value, empty_function, fill_function
+from tritoncp.mods.captures import UNSET, cell_value, empty_function, fill_function, take_apart
 from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.planning.plan import Plan
 
@@ -296,17 +296,13 @@ class _Reads:
         """Note the tensors of a value that is flattened by its type."""
         if isinstance(value, Tensor):
             self.captured.add(id(value))
-        elif isinstance(value, dict):
-            self._note(tuple(value.values()))
-        elif isinstance(value, tuple | list):
-            for item in value:
-                self._note(item)
-        elif isinstance(value, functools.partial):
-            self._note((value.func, *value.args, *value.keywords.values()))
-        elif isinstance(value, types.FunctionType | types.MethodType) and not is_fixed(value):
-            self.captured |= _layout(value)[1].captured
+        elif isinstance(value, types.FunctionType | types.MethodType):
+            self.captured |= set() if is_fixed(value) else _layout(value)[1].captured
         elif isinstance(value, MaskMod | Mod):
-            self._note(tuple(vars(value).values()))
+            self._note([*vars(value).values()])
+        elif (container := take_apart(value)) is not None:
+            for part in container[2]:
+                self._note(part)
 
 
 def _hashable(thing: Any) -> Any:
