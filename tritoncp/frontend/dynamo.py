@@ -15,10 +15,11 @@ from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import groups
-from tritoncp.frontend import mask_source, plan_cache, validate
+from tritoncp.frontend import plan_cache, validate
 from tritoncp.masks.create import create_block_mask
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.traced_mask import TracedMask
+from tritoncp.mods.snapshot import captured_state
 from tritoncp.ops import call_modes, engine_factory
 from tritoncp.ops.autograd import forward_op
 from tritoncp.ops.dispatch import register_op
@@ -152,7 +153,7 @@ def _block_mask(
     sizes: B, H, Q_LEN, KV_LEN and the two block sizes. device: "" for that of the captured tensors.
     """
     mask_mod = rebuild(structure, tensors, ints)
-    state = mask_source.captured_state(mask_mod)
+    state = captured_state(mask_mod)
     key = None if state.key is None else (state.key, tuple(sizes), device)
     if any(tensor.is_inference() for tensor in state.tensors):
         key = None

@@ -26,9 +26,8 @@ from tritoncp.masks.closed_forms import is_closed_form
 from tritoncp.masks.from_torch import from_block_mask, has_no_lengths, with_intervals, with_lengths
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import MaskMod
-from tritoncp.mods import Mod
 from tritoncp.mods.fingerprint import Identity
-from tritoncp.mods.recording import State, read_state
+from tritoncp.mods.snapshot import captured_state
 from tritoncp.planning.plan import Plan
 
 RawMask = BlockMask | Mask | MaskMod | None
@@ -168,16 +167,6 @@ class Sources:
 _WARNED: set[str] = set()
 
 
-def captured_state(mod: Any) -> State:
-    """Return the state of a mask_mod, also of a translated one or None."""
-    if isinstance(mod, Mod):
-        facts = [(t.dtype, tuple(t.shape), t.device) for t in mod.tensors]
-        return State((mod.digest, tuple(map(repr, mod.numbers)), tuple(facts)), mod.tensors, ())
-    if mods.hand_written(mod):
-        return State(Identity(mod), (), ())
-    return State((), (), ()) if mod is None else read_state(mod, is_score=False)
-
-
 # (lists, captures, key, reason) of masks in which only the contents of these tensors can change.
 _CONSTANT_SOURCES: weakref.WeakKeyDictionary[Mask | MaskMod, tuple[Any, ...]] = weakref.WeakKeyDictionary()
 
@@ -195,8 +184,9 @@ def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
     """Return the BlockMask over these index tensors."""
     if all(a is b for a, b in zip(_lists(mask)[0], lists)):
         return mask
-    rest = mask.BLOCK_SIZE, mask.mask_mod, mask.seq_lengths
-    return BlockMask.from_kv_blocks(*(*lists, None, None)[:4], *rest, compute_q_blocks=False)
+    fields: list[Any] = [*lists, None, None][:4]
+    fields += [mask.BLOCK_SIZE, mask.mask_mod, mask.seq_lengths]
+    return BlockMask.from_kv_blocks(*fields, False)  # without the lists of queries
 
 
 def _stable(key: Any) -> Any:

@@ -104,9 +104,10 @@ def take_apart(obj: Any) -> tuple[str, Any, list[Any]] | None:
     return None
 
 
-def _make_partial(names: tuple[str, ...], parts: list[Any]) -> functools.partial[Any]:
+def _make_partial(names: tuple[str, ...], parts: list[Any]) -> Any:
     split = len(parts) - len(names)
-    return functools.partial(*parts[:split], **dict(zip(names, parts[split:], strict=True)))
+    fn, *arguments = parts[:split]
+    return functools.partial(fn, *arguments, **dict(zip(names, parts[split:], strict=True)))
 
 
 MAKERS: dict[str, Callable[[Any, list[Any]], Any]] = {
@@ -141,8 +142,7 @@ class _Copier:
         if (container := take_apart(obj)) is None:
             return self._copy_object(obj)
         kind, constant, parts = container
-        self.copies[id(obj)] = obj, MAKERS[kind](constant, [self.copy(part) for part in parts])
-        return self.copies[id(obj)][1]
+        return MAKERS[kind](constant, [self.copy(part) for part in parts])
 
     def _copy_object(self, obj: Any) -> Any:
         clone = copy.copy(obj)

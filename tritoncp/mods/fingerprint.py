@@ -266,7 +266,7 @@ class Fingerprint:
 
     def _follow(self, chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
         """The value at the end of a chain; _COMPUTED where a property or a tensor computes it."""
-        value = _root(chain, fn, owner)
+        value = root_of(chain, fn, owner)
         for position, (step, name) in enumerate(chain.steps):
             if value is ABSENT:
                 return value
@@ -300,8 +300,8 @@ _CONSTRUCTORS = ("__init__", "__new__")  # of an enumeration
 _HEAP_TYPE = 1 << 9  # of a type's flags; not set for static types, which are written in C
 
 
-def _root(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
-    """The value of the variable that a chain begins at."""
+def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
+    """Return the value of the variable that a chain begins at, or ABSENT."""
     if chain.kind == GLOBAL:
         value = fn.__globals__.get(chain.name, ABSENT)
         return getattr(builtins, chain.name, ABSENT) if value is ABSENT else value

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tritoncp.mods.fingerprint import Identity
 from tritoncp.mods.recording import State, read_state
 
 
@@ -29,7 +30,7 @@ class Snapshot:
 
     def __init__(self, mask_mod: Callable[..., Any], fixed: bool = False) -> None:
         """Read the state. fixed: whether only the contents of its tensors can change, as in closed forms."""
-        state = _state_of(mask_mod)
+        state = captured_state(mask_mod)
         self._fixed = fixed or _is_translated(mask_mod)
         self._key = state.key
         self._tensors = [weakref.ref(tensor) for tensor in state.tensors]
@@ -40,7 +41,7 @@ class Snapshot:
 
         state: the current one; read if it is not passed.
         """
-        if not self._fixed and (text := self._key_difference(state or _state_of(mask_mod))):
+        if not self._fixed and (text := self._key_difference(state or captured_state(mask_mod))):
             return text
         for ref, version in zip(self._tensors, self._versions):
             tensor = ref()
@@ -78,10 +79,16 @@ def _text(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _state_of(mask_mod: Callable[..., Any]) -> State:
-    if _is_translated(mask_mod):
-        return State((), getattr(mask_mod, "tensors", ()), ())
-    return read_state(mask_mod, is_score=False)
+def captured_state(mask_mod: Any) -> State:
+    """Return the state of a mask_mod, also of a translated one or None."""
+    if mask_mod is None:
+        return State((), (), ())
+    if not _is_translated(mask_mod):
+        return read_state(mask_mod, is_score=False)
+    if not hasattr(mask_mod, "digest"):  # @triton.jit code
+        return State(Identity(mask_mod), (), ())
+    facts = [(t.dtype, tuple(t.shape), t.device) for t in mask_mod.tensors]
+    return State((mask_mod.digest, tuple(map(repr, mask_mod.numbers)), tuple(facts)), mask_mod.tensors, ())
 
 
 def _is_translated(mask_mod: Any) -> bool:

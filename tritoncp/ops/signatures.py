@@ -29,6 +29,9 @@ from tritoncp.distributed.consistency import Facts, fact
 from tritoncp.masks.block_runs import content
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.mods import Mod
+from tritoncp.mods.attributes import ABSENT
+from tritoncp.mods.bytecode import code_reads
+from tritoncp.mods.fingerprint import root_of
 from tritoncp.ops import engine_factory
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.planning.plan import Plan
@@ -235,7 +238,7 @@ def mod_text(mod: Any) -> str:
         mod = mod.func
     if not isinstance(mod, types.FunctionType):
         return describe(mod)
-    values = [f"{name} = {text}" for name, text in _values(mod)]
+    values = [f"{name} = {text}" for name, text in dict(_values(mod)).items()]
     return f"{describe(mod)} ({origin(mod)})" + (f" with {', '.join(values)}" if values else "")
 
 
@@ -261,18 +264,13 @@ def _fields(mod: MaskMod) -> Iterator[Any]:
 def _values(fn: types.FunctionType) -> Iterator[tuple[str, str]]:
     """Yield name and text of each plain value that a function reads from its closure, globals, and their
     attributes."""
-    try:
-        read = inspect.getclosurevars(fn)
-    except (TypeError, ValueError):
-        return
-    for name, value in {**read.nonlocals, **read.globals}.items():
+    for chain in code_reads(fn.__code__).chains:
+        name, value = chain.name, root_of(chain, fn, None)
+        if _value_text(value) is None and chain.steps:
+            attribute = str(chain.steps[0][1])
+            name, value = f"{name}.{attribute}", inspect.getattr_static(value, attribute, ABSENT)
         if (text := _value_text(value)) is not None:
             yield name, text
-            continue
-        for attribute in fn.__code__.co_names:
-            inner = inspect.getattr_static(value, attribute, None)
-            if (text := _value_text(inner)) is not None and inner is not None:
-                yield f"{name}.{attribute}", text
 
 
 def _value_text(value: Any) -> str | None:

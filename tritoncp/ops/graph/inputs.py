@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -221,7 +221,7 @@ def _make_mod(structure: Mod, parts: list[Any]) -> Mod:
 
 
 _LEAVES = {"t": lambda tensor: tensor, "f": Tensor.item, "h": handles.object_of}
-_MAKERS = {
+_MAKERS: dict[str, Callable[[Any, list[Any]], Any]] = {
     **MAKERS,
     "function": make_function,
     "object": stand_in,

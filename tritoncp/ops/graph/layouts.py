@@ -353,7 +353,7 @@ def _parts_of_class(thing: Any, parts: tuple[tuple[str, Any], ...]) -> tuple[tup
 _HEAP_TYPE = 1 << 9  # of a type's flags; not set for types written in C
 
 
-def stand_in(constant: tuple[type, tuple[tuple[str, Any], ...]], values: list[Any]) -> Any:
+def stand_in(constant: tuple[Any, tuple[tuple[str, Any], ...]], values: list[Any]) -> Any:
     """Make an object of a class with these parts, in the place of one that a function reads."""
     kind, parts = constant
     copy = kind() if kind in (dict, OrderedDict) else object.__new__(kind)
