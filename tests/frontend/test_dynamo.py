@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention as torch_flex
 import tritoncp
 from tritoncp import causal, create_block_mask, document, make_plan
 from tritoncp import mods as tritoncp_mods
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.frontend import dynamo, plan_cache
 from tritoncp.ops import engine_factory
 from tritoncp.ops.graph.inputs import flatten_callable, rebuild
@@ -352,3 +353,18 @@ def test_opcheck_of_the_op_that_plans():
 
 # A handle is a new name each time: the two runs of test_aot_dispatch_dynamic differ in its value.
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
+
+
+def test_objects_that_graphs_name_are_bounded(monkeypatch):
+    """A graph that runs keeps its own; one that did not run while many others did says what to do."""
+    monkeypatch.setattr("tritoncp.ops.graph.layouts._CONSTANTS", BoundedCache(16))
+    monkeypatch.setattr("tritoncp.ops.graph.layouts._NUMBERS", BoundedCache(16))
+    in_use, idle, *others = [eval(f"lambda b, h, q_idx, kv_idx: {n}") for n in range(32)]
+    first, second = flatten_callable(in_use, [], []), flatten_callable(idle, [], [])
+    for other in others:
+        assert rebuild(first, [], [])(0, 0, 0, 0) == 0
+        assert rebuild(flatten_callable(other, [], []), [], []).__code__ is other.__code__
+    with pytest.raises(RuntimeError, match=r"torch\._dynamo\.reset"):
+        rebuild(second, [], [])
+    assert flatten_callable(in_use, [], []) == first
+    assert rebuild(flatten_callable(idle, [], []), [], [])(0, 0, 0, 0) == 1

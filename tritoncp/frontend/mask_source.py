@@ -184,9 +184,18 @@ def replace_lists(mask: BlockMask, lists: Sequence[Tensor]) -> BlockMask:
     """Return the BlockMask over these index tensors."""
     if all(a is b for a, b in zip(_lists(mask)[0], lists)):
         return mask
-    fields: list[Any] = [*lists, None, None][:4]
-    fields += [mask.BLOCK_SIZE, mask.mask_mod, mask.seq_lengths]
-    return BlockMask.from_kv_blocks(*fields, False)  # without the lists of queries
+    count, index, *rest = lists
+    full, full_index = rest or (None, None)
+    return BlockMask.from_kv_blocks(
+        count,
+        index,
+        full,
+        full_index,
+        mask.BLOCK_SIZE,
+        mask.mask_mod,
+        mask.seq_lengths,
+        compute_q_blocks=False,
+    )
 
 
 def _stable(key: Any) -> Any:

@@ -37,7 +37,8 @@ class Getter(NamedTuple):
     owner: Any
 
 
-_MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+MODULE_TABLES = ("_parameters", "_buffers", "_modules")
+HEAP_TYPE = 1 << 9  # of a class's __flags__; not set for static types, which are written in C
 _NAMED_TUPLE_FIELD = type(collections.namedtuple("Pair", "field").__dict__["field"])
 _C_DESCRIPTORS = (
     types.GetSetDescriptorType, types.MemberDescriptorType, types.MethodDescriptorType,
@@ -147,7 +148,7 @@ def _instance_attribute(obj: Any, name: str) -> Any:
     if fields is None:
         return ABSENT
     if name not in fields and isinstance(obj, torch.nn.Module):
-        fields = next((f for s in _MODULE_TABLES if name in (f := fields.get(s, ()))), fields)
+        fields = next((f for s in MODULE_TABLES if name in (f := fields.get(s, ()))), fields)
     return fields.get(name, ABSENT)
 
 

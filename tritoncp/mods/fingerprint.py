@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
+from tritoncp.mods.attributes import ABSENT, HEAP_TYPE, Getter, Incomparable, attribute_of, in_class, item_of
 from tritoncp.mods.bytecode import ARGUMENT, CELL, GLOBAL, ITEM, Chain, code_reads
 from tritoncp.mods.captures import cell_value
 
@@ -205,7 +205,7 @@ class Fingerprint:
     def _class(self, path: str, cls: type) -> Any:
         """The key of a class that is called or compared with; only classes of Python and torch have one."""
         is_library = cls.__module__.split(".")[0] == "torch" or cls.__module__ == "builtins"
-        if not is_library or cls is super or (cls.__flags__ & _HEAP_TYPE and cls.__module__ == "builtins"):
+        if not is_library or cls is super or (cls.__flags__ & HEAP_TYPE and cls.__module__ == "builtins"):
             raise Incomparable(f"{path} is the class {cls.__qualname__}, of which any state may be read")
         return Identity(cls)
 
@@ -297,7 +297,6 @@ class Fingerprint:
 
 
 _CONSTRUCTORS = ("__init__", "__new__")  # of an enumeration
-_HEAP_TYPE = 1 << 9  # of a type's flags; not set for static types, which are written in C
 
 
 def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:

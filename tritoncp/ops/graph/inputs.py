@@ -104,7 +104,7 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
     if kind == "value":
         return _flatten(thing, tensors, ints)
     if kind == "unset":
-        return f'["is",{_UNSET}]'
+        return f'["is",{_unset_id()}]'
     if kind == "is":
         _guard_identity(thing)
         return f'["is",{layout[1]}]'
@@ -123,7 +123,7 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
         else:
             if hasattr(thing, name):
                 raise Uncapturable(f"this mask_mod or score_mod reads {name!r}, which was {MADE_INSIDE}")
-            texts.append(f'["is",{_UNSET}]')
+            texts.append(f'["is",{_unset_id()}]')
     return f'["object",{layout[1]},[{",".join(texts)}]]'
 
 
@@ -166,7 +166,6 @@ def _guard_identity(thing: Any) -> None:
         comptime(variables.guard_identity)
 
 
-_UNSET = register_constant(UNSET, UNSET)
 _LAYOUTS: list[Layout] = []  # the one that was made last; Dynamo traces one frame at a time
 
 
@@ -182,6 +181,11 @@ def _kept_layout() -> Layout:
 @constant_result
 def _constant_id(thing: Any) -> int:
     return register_constant((type(thing), thing), thing)
+
+
+@constant_result
+def _unset_id() -> int:
+    return register_constant(UNSET, UNSET)
 
 
 @constant_result
