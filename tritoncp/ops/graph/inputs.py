@@ -27,15 +27,7 @@ from tritoncp.mods import Mod
 from tritoncp.mods.captures import MAKERS, UNSET, take_apart
 from tritoncp.mods.mod import structure_of
 from tritoncp.ops.graph import layouts, variables
-from tritoncp.ops.graph.layouts import (
-    MADE_INSIDE,
-    Layout,
-    Uncapturable,
-    constant_of,
-    make_function,
-    register_constant,
-    stand_in,
-)
+from tritoncp.ops.graph.layouts import MADE_INSIDE, Layout, Uncapturable, constant_of, register_constant
 from tritoncp.planning.plan import Plan
 
 
@@ -227,8 +219,8 @@ def _make_mod(structure: Mod, parts: list[Any]) -> Mod:
 _LEAVES = {"t": lambda tensor: tensor, "f": Tensor.item, "h": handles.object_of}
 _MAKERS: dict[str, Callable[[Any, list[Any]], Any]] = {
     **MAKERS,
-    "function": make_function,
-    "object": stand_in,
+    "function": layouts.make_function,
+    "object": layouts.stand_in,
     "mod": _make_mod,
     "blocks": lambda kind, parts: kind.from_kv_blocks(*parts, compute_q_blocks=False),
 }

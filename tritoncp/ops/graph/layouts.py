@@ -34,18 +34,8 @@ from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
-from tritoncp.mods import Mod
-from tritoncp.mods.attributes import (
-    ABSENT,
-    HEAP_TYPE,
-    MODULE_TABLES,
-    Getter,
-    Incomparable,
-    attribute_of,
-    fields_of,
-    in_class,
-    item_of,
-)
+from tritoncp.mods import Mod, attributes
+from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
 from tritoncp.mods.bytecode import ARGUMENT, CELL, ITEM, Step, code_reads
 from tritoncp.mods.captures import UNSET, cell_value, empty_function, fill_function, take_apart
 from tritoncp.mods.fingerprint import Fingerprint
@@ -329,10 +319,10 @@ def _add_all_parts(node: _Node) -> None:
         for key, value in thing.items():
             node.part("item", key, value)
         return
-    fields = fields_of(thing)
+    fields = attributes.fields_of(thing)
     if isinstance(thing, torch.nn.Module):
         _check_hooks(thing)
-        tables = {name: value for table in MODULE_TABLES for name, value in fields[table].items()}
+        tables = {name: value for table in attributes.MODULE_TABLES for name, value in fields[table].items()}
         fields = {name: value for name, value in fields.items() if name not in _MODULE_FIELDS} | tables
     for name in fields:
         value = attribute_of(thing, name)
@@ -347,7 +337,9 @@ def _check_hooks(module: torch.nn.Module) -> None:
 def _parts_of_class(thing: Any, parts: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
     """Return (place, name) of each part of a stand-in: an attribute, an item, or a table of an nn.Module."""
     kind = type(thing)
-    builtin = [base for base in kind.__mro__ if base is not object and not base.__flags__ & HEAP_TYPE]
+    builtin = [
+        base for base in kind.__mro__ if base is not object and not base.__flags__ & attributes.HEAP_TYPE
+    ]
     if builtin and kind not in (dict, OrderedDict):
         raise Uncapturable(f"it reads a {kind.__qualname__}, whose state Python cannot list")
     if kind.__module__.split(".")[0] == "torch" and not isinstance(thing, torch.nn.Module):
@@ -355,7 +347,7 @@ def _parts_of_class(thing: Any, parts: tuple[tuple[str, Any], ...]) -> tuple[tup
     if not isinstance(thing, torch.nn.Module):
         return parts
     fields = vars(thing)
-    place = {name: table for table in MODULE_TABLES for name in fields[table]}
+    place = {name: table for table in attributes.MODULE_TABLES for name in fields[table]}
     return tuple([(place.get(name, part), name) for part, name in parts])
 
 
@@ -368,7 +360,7 @@ def stand_in(constant: tuple[Any, tuple[tuple[str, Any], ...]], values: list[Any
     for (place, name), value in zip(parts, values, strict=True):
         if place == "item":
             copy[name] = value
-        elif place in MODULE_TABLES:
+        elif place in attributes.MODULE_TABLES:
             vars(copy)[place][name] = value
         elif place == "attribute":
             object.__setattr__(copy, name, value)
