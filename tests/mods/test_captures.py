@@ -44,7 +44,7 @@ def reader(read: Any, value: Any) -> Any:
 def recursive() -> Any:
     table = TABLE
 
-    def odd(n: int = 3) -> Tensor:
+    def odd(n: int = 2) -> Tensor:
         return table if n == 0 else even(n - 1)
 
     def even(n: int) -> Tensor:
