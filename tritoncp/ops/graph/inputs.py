@@ -120,8 +120,9 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
 
 
 def _flatten_function(fn: Any, layout: Layout, tensors: list[Tensor], ints: list[int]) -> str:
-    """Flatten a Python function: the number of its code, and its `function_parts`, which Dynamo cannot list:
-    it does not trace the read of a cell without a value."""
+    """Flatten a Python function: the number of its code, and its parts."""
+    # Not by `function_parts`: Dynamo fails with "Cell is empty" where that catches the ValueError of a cell
+    # without a value. By the layout, no such cell is read, and objects in cells are flattened by their reads.
     _, number, keywords, cells = layout
     texts = []
     for cell, part in zip(fn.__closure__ or (), cells):
