@@ -17,7 +17,7 @@ from tritoncp import causal, create_block_mask, flex_attention, make_plan, plan_
 from tritoncp.cli import main
 from tritoncp.ops import tile_lookup, tile_tables, tune_on_first_call
 from tritoncp.ops.tile_lookup import Call
-from tritoncp.tuning.targets import MASKS
+from tritoncp.planning.problem import MEASURED_KINDS
 
 __all__ = ["launched", "places"]  # fixtures
 
@@ -235,4 +235,4 @@ def test_the_command_accepts_the_arguments_of_a_call_and_writes_its_entries(mask
     done = CliRunner().invoke(main, ["autotune", "--target", "sm_90", "--dry-run", "--json", *words])
     assert done.exit_code == 0, done.output
     names = [row["kernel"].split()[0] for row in json.loads(done.output)]
-    assert names == ["forward", "dq", "dkdv"] and MASKS[tune_on_first_call.MEASURED[mask]][0] == mask
+    assert names == ["forward", "dq", "dkdv"] and MEASURED_KINDS[tune_on_first_call.MEASURED[mask]] == mask
