@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tritoncp.kernels.options import ROUTES, WRONG_ROUTE
@@ -18,7 +19,7 @@ from tritoncp.ops import tile_lookup, tile_tables
 from tritoncp.ops.tile_tables import Device
 from tritoncp.perf.records.history import variant
 from tritoncp.perf.suite.cases import CASES, Case
-from tritoncp.planning.problem import MASKS, Problem
+from tritoncp.planning.problem import MASKS
 
 DAY = 86400.0  # seconds by which the clocks of two machines may differ
 LOOPS, *OTHERS = ({"ROUTE": route} for route in ROUTES)
@@ -79,7 +80,8 @@ def _choose_route(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
     right_times = {route: ms for route, ms in times.items() if ms is not None}
     best = min(right_times, key=right_times.__getitem__, default=None)
     problem = case.problem
-    base = {"kernel": "route", **problem.tile_key, "mask": kind_of(problem.mask)}
+    kind = tile_lookup.kind_of(replace(problem, seq=_LENGTH).block_mask())
+    base = {"kernel": "route", **problem.tile_key, "mask": kind}
     won = best is not None and loops / right_times[best] > tile_tables.MIN_SPEEDUP
     entry = {
         **base,
@@ -116,12 +118,3 @@ def _parse_utc(text: str) -> str:
         return when.astimezone(datetime.UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError):
         return ""
-
-
-def kind_of(mask: str) -> str:
-    """Return the kind of a mask of `problem.MASKS`, by which calls look up tiles.
-
-    >>> [kind_of(mask) for mask in ("causal", "full", "document", "window")]
-    ['causal', 'full', 'interval', 'window']
-    """
-    return tile_lookup.kind_of(Problem(mask, _LENGTH).block_mask())

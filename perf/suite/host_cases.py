@@ -25,6 +25,7 @@ from tritoncp.perf.suite.cases import PASS_SUFFIXES, TIERS, position
 from tritoncp.perf.suite.machine import PeakMemory
 from tritoncp.perf.suite.measure import prepare_pass
 from tritoncp.perf.suite.timing import Run, WallClock, time_interleaved
+from tritoncp.planning import SCHEDULES
 from tritoncp.planning.build import build
 from tritoncp.planning.problem import Problem
 
@@ -92,7 +93,8 @@ CASES: tuple[HostCase, ...] = (
     *_calls("core", "full", "document", "alibi"),
     *(
         case
-        for schedule in ("allgather", "ring", "fetch", "ulysses")
+        for schedule in SCHEDULES
+        if schedule != "ulysses+ring"
         for case in _calls("core", "causal", world=2, schedule=schedule, together=True)
     ),
     HostCase("mask", Problem("document", 8 << 20), "full"),

@@ -99,12 +99,12 @@ class Problem:
         """Return the mask as a mask_mod that PyTorch compiles, its tensors on a device."""
         return MASKS[self.mask].plain(self.seq, device)
 
-    def block_mask(self) -> Mask:
-        """Classify the mask for its query rows and keys."""
+    def block_mask(self, device: str = "cpu", block: int = 128) -> Mask:
+        """Classify the mask for its query rows and keys, in blocks of this size; the Mask is on the CPU."""
         closed = self.closed_form()
         if closed is None:
-            return full_mask(self.rows, self.seq)
-        return create_block_mask(closed, 1, 1, self.rows, self.seq)
+            return full_mask(self.rows, self.seq, block=block)
+        return create_block_mask(closed, 1, 1, self.rows, self.seq, device, block)
 
     def score_mod(self, device: torch.device) -> Mod | None:
         name = self.score or MASKS[self.mask].score
@@ -113,10 +113,6 @@ class Problem:
     def sinks(self, device: torch.device) -> Tensor | None:
         """Return a sink logit for each head, float32, from -2 to 2; None for a mask without sinks."""
         return torch.linspace(-2, 2, self.heads, device=device) if MASKS[self.mask].sinks else None
-
-
-def _no_mod(seq: int, device: torch.device) -> Mod | None:
-    return None
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ class MaskEntry:
     """
 
     closed: Callable[[int], MaskFn | None]
-    plain: Callable[[int, torch.device], Mod | None] = _no_mod
+    plain: Callable[[int, torch.device], Mod | None] = lambda seq, device: None
     kind: str = ""
     score: str = ""
     dense: str | None = None
