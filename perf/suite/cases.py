@@ -44,16 +44,11 @@ class Case:
     def shrunk(self) -> Case:
         """Return the same case, small enough for interpreted kernels."""
         heads, kv_heads = (4, 2) if self.problem.world > 1 else (2, 1)
-        small: dict[str, Any] = {
-            "seq": 256,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "dim": 16,
-            "v_dim": 16,
-            "batch": 1,
-            "queries": min(self.problem.queries, 16),
-        }
-        return replace(self, problem=replace(self.problem, **small, dtype="float32"))
+        problem = replace(
+            self.problem, seq=256, heads=heads, kv_heads=kv_heads, dim=16, v_dim=16, batch=1,
+            queries=min(self.problem.queries, 16), dtype="float32",
+        )  # fmt: skip
+        return replace(self, problem=problem)
 
     @property
     def tags(self) -> dict[str, str]:
