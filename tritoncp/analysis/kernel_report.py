@@ -178,7 +178,6 @@ def tile_flops(job: Job, config: Config) -> int:
     >>> from tritoncp.analysis.jobs import step_job
     >>> tile_flops(step_job("forward", "sm_90", 96), Config(128, 64)) == 2 * 2 * 128 * 64 * 96
     True
-    >>> from tritoncp.analysis.jobs import step_job
     >>> job = step_job("dq", "sm_90", 192, v_head_dim=128)
     >>> tile_flops(job, Config(64, 64)) == 2 * 64 * 64 * (2 * 192 + 128)
     True
@@ -194,9 +193,11 @@ def descriptor_bytes(job: Job, config: Config, code: Iterable[Instruction]) -> i
     show sizes.
 
     >>> load, add = (Instruction(op, "") for op in ("UTMALDG.4D", "UTMAREDG.4D.ADD"))
-    >>> descriptor_bytes(Job("dq", "sm_90", 128), Config(128, 32), [load]) == 32 * 256 * 2
+    >>> from tritoncp.analysis.jobs import step_job
+    >>> descriptor_bytes(step_job("dq", "sm_90", 128), Config(128, 32), [load]) == 32 * 256 * 2
     True
-    >>> descriptor_bytes(Job("fused", "sm_90", 128), Config(64, 128), [load, add]) == 64 * (256 * 2 + 128 * 4)
+    >>> fused = step_job("fused", "sm_90", 128)
+    >>> descriptor_bytes(fused, Config(64, 128), [load, add]) == 64 * (256 * 2 + 128 * 4)
     True
     """
     names = {x.op.split(".")[0] for x in code}
