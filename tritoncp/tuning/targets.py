@@ -214,12 +214,13 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
     descriptor and by pointer, where the rule of an architecture has both.  For "route": loops with these
     tiles (None: the rule's), then the other routes, where an architecture has any.
 
-    >>> configs = candidates(Target("forward", Problem("causal", 16384)), "sm_90")
-    >>> configs[0] == default("forward", "sm_90", 128, torch.bfloat16), len(configs) == len(set(configs)) > 30
+    >>> problem = Problem("causal", 16384)
+    >>> configs = candidates(Target("forward", problem), "sm_90")
+    >>> configs[0] == default("forward", "sm_90", 128, problem.torch_dtype), len(set(configs)) > 30
     (True, True)
     >>> {config.USE_TMA for config in configs}
     {False, True}
-    >>> route = Target("route", Problem("causal", 16384))
+    >>> route = Target("route", problem)
     >>> [list(dict.fromkeys(c.ROUTE for c in candidates(route, arch))) for arch in ("sm_90", "sm_80")]
     [['loops', 'specialised', 'gluon'], ['loops']]
     """
