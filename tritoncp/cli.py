@@ -18,6 +18,7 @@ from tritoncp.command_base import Command, errors_as_messages
 from tritoncp.demo.command import demo
 from tritoncp.doctor import doctor
 from tritoncp.perf.cli import perf
+from tritoncp.planning import SCHEDULES
 from tritoncp.self_check.command import check
 from tritoncp.tuning.command import autotune
 
@@ -70,7 +71,6 @@ BALANCERS = (
     "ptrr",
     "ptrr_unweighted",
 )
-SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
 
 
 @main.command()
@@ -99,7 +99,11 @@ SCHEDULES = ("auto", "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
     "--balancer", type=click.Choice(BALANCERS), default="auto", show_default=True, help="Who gets what."
 )
 @click.option(
-    "--schedule", type=click.Choice(SCHEDULES), default="auto", show_default=True, help="What travels."
+    "--schedule",
+    type=click.Choice(("auto", *SCHEDULES)),
+    default="auto",
+    show_default=True,
+    help="What travels.",
 )
 @click.option(
     "--block-size", type=click.IntRange(1, 1 << 20), default=128, show_default=True, help="Tokens of a block."

@@ -49,8 +49,9 @@ def _format_table(device: str, points: Sequence[Point]) -> str:
     of_case: dict[str, list[Point]] = {}
     for point in points:
         of_case.setdefault(point.case, []).append(point)
-    long = [case.name for case in CASES if case.seq == LENGTH and case.world == 1 and case.name in of_case]
-    names = long or [case.name for case in CASES if case.name in of_case]
+    shown = {case.name: case.problem for case in CASES if case.name in of_case}
+    long = [name for name, problem in shown.items() if problem.seq == LENGTH and problem.world == 1]
+    names = long or list(shown)
     last = max((of_case[name][-1] for name in names), key=lambda point: point.time)
     env = ", ".join(
         f"{name} {_strip_markup(last.env[name])}"

@@ -11,16 +11,15 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
-
 from tritoncp.kernels.options import ROUTES, WRONG_ROUTE
-from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.ops import tile_lookup, tile_tables
 from tritoncp.ops.tile_tables import Device
 from tritoncp.perf.records.history import variant
-from tritoncp.perf.suite.cases import CASES, MASKS, Case
+from tritoncp.perf.suite.cases import CASES, Case
+from tritoncp.planning.problem import MASKS
 
 DAY = 86400.0  # seconds by which the clocks of two machines may differ
 LOOPS, *OTHERS = ({"ROUTE": route} for route in ROUTES)
@@ -50,7 +49,7 @@ def choices_of(lines: Iterable[Mapping[str, Any]]) -> list[RouteChoice]:
         choice = _choose_route(line, case) if case is not None else None
         if case is None or choice is None:
             continue
-        key, rank = (choice.device, choice.triton, choice.key), (case.seq, choice.time)
+        key, rank = (choice.device, choice.triton, choice.key), (case.problem.seq, choice.time)
         if key not in settled or settled[key][0] <= rank:
             settled[key] = rank, choice
     return [choice for _, choice in settled.values()]
@@ -58,9 +57,9 @@ def choices_of(lines: Iterable[Mapping[str, Any]]) -> list[RouteChoice]:
 
 def _is_plain(case: Case) -> bool:
     """Whether a case is a forward pass on one device, without sinks, score_mod or few queries."""
-    mask = MASKS[case.mask]
-    scored = mask.sinks or mask.score(case.heads, torch.device("cpu")) is not None
-    return case.which == "forward" and case.world == case.batch == 1 and not case.queries and not scored
+    problem = case.problem
+    scored = MASKS[problem.mask].sinks or MASKS[problem.mask].score
+    return case.which == "forward" and problem.world == problem.batch == 1 and not (problem.queries or scored)
 
 
 def _choose_route(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
@@ -80,13 +79,13 @@ def _choose_route(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
     arch, triton, sources = names
     right_times = {route: ms for route, ms in times.items() if ms is not None}
     best = min(right_times, key=right_times.__getitem__, default=None)
-    base = {"kernel": "route", "dtype": case.dtype, "head_dim": case.dim, "mask": kind_of(case.mask)}
-    base |= {"v_head_dim": case.v_dim} if case.v_dim != case.dim else {}
+    problem = case.problem
+    kind = tile_lookup.kind_of(replace(problem, seq=_LENGTH).block_mask())
+    base = {"kernel": "route", **problem.tile_key, "mask": kind}
     won = best is not None and loops / right_times[best] > tile_tables.MIN_SPEEDUP
-    shape = f"{case.heads}x{case.kv_heads},{case.dim}" + f"x{case.v_dim}" * (case.v_dim != case.dim)
     entry = {
         **base,
-        "shape": f"{shape},{case.seq}",
+        "shape": problem.shape,
         "config": {"ROUTE": best},
         "ms": right_times[best],
         "rule_ms": loops,
@@ -119,15 +118,3 @@ def _parse_utc(text: str) -> str:
         return when.astimezone(datetime.UTC).isoformat(timespec="seconds")
     except (ValueError, OverflowError):
         return ""
-
-
-def kind_of(mask: str) -> str:
-    """Return the kind of a mask of `cases.MASKS`, by which calls look up tiles.
-
-    >>> [kind_of(mask) for mask in ("causal", "full", "document", "window")]
-    ['causal', 'full', 'interval', 'window']
-    """
-    closed, length = MASKS[mask].closed(_LENGTH), (_LENGTH, _LENGTH)
-    return tile_lookup.kind_of(
-        full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length)
-    )

@@ -6,79 +6,41 @@ No attention runs: work and traffic are read from the plan, counted in blocks an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 import torch
 
-from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
-from tritoncp.masks.mask import Mask, create_block_mask
-from tritoncp.masks.mask_mod import MaskMod, and_masks
-from tritoncp.perf.suite.cases import document_lengths
+from tritoncp.masks.mask import Mask
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.problem import Problem
 from tritoncp.planning.work import MASKED_BLOCK_COST
 
 SIZES = (64, 128, 256, 512, 1024)
 WORLDS = (8, 16, 64)
 
 
-def corpus_lengths(seq: int, seed: int = 0) -> list[int]:
-    """Draw the lengths of a packed corpus: log-normal lengths, median 1400 tokens, one in a hundred above
-    18000; none longer than a quarter of the sequence.
-
-    >>> len(corpus_lengths(65536)), max(corpus_lengths(65536)), sum(corpus_lengths(65536))
-    (34, 12883, 65536)
-    """
-    generator = torch.Generator().manual_seed(seed)
-    samples = 1400 * torch.exp(1.1 * torch.randn(seq // 64 + 64, generator=generator, dtype=torch.float64))
-    lengths = samples.long().clamp(1, max(1, seq // 4))
-    complete = lengths[lengths.cumsum(0) < seq].tolist()
-    return [*complete, seq - sum(complete)]
-
-
-def _shared_question_mask(seq: int) -> MaskMod:
-    """Build a causal mask over several answers to one question, the first quarter of the sequence. Answers do
-    not see each other."""
-    answers = [length for length in document_lengths(seq - seq // 4) if length]
-    ids = torch.arange(len(answers)).repeat_interleave(torch.tensor(answers))
-    ids = torch.cat([torch.full((seq // 4,), -1), ids])
-
-    def question(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        return kv < seq // 4
-
-    return and_masks(causal(), lambda b, h, q, kv: (ids[q] == ids[kv]) | question(b, h, q, kv))
-
-
-def _packed_mask(lengths: Sequence[int]) -> MaskMod:
-    return and_masks(causal(), document(lengths=lengths))
-
-
-MASKS: dict[str, Callable[[int], MaskMod]] = {
-    "causal": lambda seq: causal(),
-    "window 1K": lambda seq: sliding_window(1023),
-    "window 4K": lambda seq: sliding_window(4095),
-    "documents": lambda seq: _packed_mask(corpus_lengths(seq)),
-    "long documents": lambda seq: _packed_mask(document_lengths(seq)),
-    "documents, window 1K": lambda seq: and_masks(_packed_mask(corpus_lengths(seq)), sliding_window(1023)),
-    "prefix-LM": lambda seq: prefix_lm(seq // 4),
-    "shared question": _shared_question_mask,
-}
-
-
-NOTES = {
-    "causal": "Every block sees all before it: any even placement moves most of the keys.",
-    "window 1K": "Natural order is even already, and sends a window to each neighbour.",
-    "window 4K": "In natural order the first rank has less to do: short windows at the start.",
-    "documents": "As a corpus packs: many short documents, a few long ones.",
-    "long documents": "Fifteen documents of fixed shares of the sequence, the longest a quarter of it.",
-    "documents, window 1K": "The documents of the corpus, each in a sliding window.",
-    "prefix-LM": "Causal, and all see the first quarter.",
-    "shared question": "All see the first quarter, and behind it only their own answer; causal. No closed "
-    "form: the mask is asked about every pair, so only the short lengths are here.",
+# The name of each mask in the page: a key of planning.problem.MASKS, and a note.
+STUDIED = {
+    "causal": ("causal", "Every block sees all before it: any even placement moves most of the keys."),
+    "window 1K": ("window", "Natural order is even already, and sends a window to each neighbour."),
+    "window 4K": ("window4k", "In natural order the first rank has less to do: short windows at the start."),
+    "documents": ("corpus", "As a corpus packs: many short documents, a few long ones."),
+    "long documents": (
+        "document",
+        "Fifteen documents of fixed shares of the sequence, the longest a quarter of it.",
+    ),
+    "documents, window 1K": ("corpus-window", "The documents of the corpus, each in a sliding window."),
+    "prefix-LM": ("prefix", "Causal, and all see the first quarter."),
+    "shared question": (
+        "shared-question",
+        "All see the first quarter, and behind it only their own answer; causal. No closed "
+        "form: the mask is asked about every pair, so only the short lengths are here.",
+    ),
 }
 MAX_TRACED_SIZE = {"shared question": 64}  # thousands of tokens, by mask without a closed form
 EVEN = 1.02
@@ -153,19 +115,18 @@ def main(sizes: Sequence[int], worlds: Sequence[int], out: Path | None) -> None:
     """Measure every balancer over the mask zoo, on one CPU core, and write the page of docs/balance.md."""
     torch.set_num_threads(1)
     parts = [ABOUT.format(masked=MASKED_BLOCK_COST)]
-    for name, make in MASKS.items():
+    for name, (mask_name, note) in STUDIED.items():
         rows = []
         for size in sizes:
-            seq = size * 1024
             if name in MAX_TRACED_SIZE and size > MAX_TRACED_SIZE[name]:
                 continue
-            mask = create_block_mask(make(seq), None, None, seq, seq)
+            mask = Problem(mask_name, size * 1024).block_mask()
             for world_size in worlds:
                 qualities = [measure_quality(mask, world_size, balancer) for balancer in balancers]
                 rows.append(f"| {size}K | {world_size} | " + " | ".join(map(_format_cell, qualities)) + " |")
                 click.echo(f"{name}, {size}K tokens, {world_size} ranks", err=True)
         head = f"| tokens | ranks | {' | '.join(balancers)} |\n|{'---|' * (len(balancers) + 2)}"
-        parts.append("\n".join([f"## {name[:1].upper()}{name[1:]}\n", f"{NOTES[name]}\n", head, *rows]))
+        parts.append("\n".join([f"## {name[:1].upper()}{name[1:]}\n", f"{note}\n", head, *rows]))
     text = "\n\n".join(parts) + "\n"
     if out is None:
         click.echo(text, nl=False)

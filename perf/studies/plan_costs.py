@@ -6,39 +6,36 @@ file already has are not built again.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
-from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
-from tritoncp.masks.mask import Mask, create_block_mask
-from tritoncp.masks.mask_mod import MaskMod, and_masks
-from tritoncp.perf.studies.balance import corpus_lengths
+from tritoncp import planning
+from tritoncp.masks.mask import Mask
+from tritoncp.perf.suite.machine import PeakMemory
 from tritoncp.planning import cost
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.problem import Problem
 from tritoncp.planning.traffic import Hop
 
-SCHEDULES = ("allgather", "ring", "fetch", "ulysses")
+SCHEDULES = tuple(name for name in planning.SCHEDULES if name != "ulysses+ring")
 LIMITS = {"s": 1.0, "mib": 64.0}  # limits of the whole plan of 1M tokens on 64 ranks
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 LAYER = cost.Shape()
-
-MASKS: dict[str, Callable[[int], MaskMod]] = {
-    "causal": lambda seq: causal(),
-    "documents": lambda seq: and_masks(causal(), document(lengths=corpus_lengths(seq))),
-    "window": lambda seq: sliding_window(4095),
-    "prefix-LM": lambda seq: prefix_lm(seq // 4),
-    "documents, window": lambda seq: and_masks(
-        causal(), document(lengths=corpus_lengths(seq)), sliding_window(4095)
-    ),
+# The name of each mask in the page -> a key of planning.problem.MASKS.
+MASKS = {
+    "causal": "causal",
+    "documents": "corpus",
+    "window": "window4k",
+    "prefix-LM": "prefix",
+    "documents, window": "corpus-window4k",
 }
 
 
@@ -49,33 +46,6 @@ class Point(NamedTuple):
     tokens: int  # in thousands (1024)
     world: int
     balancer: str
-
-
-class PeakMemory:
-    """Peak memory of this process above its memory at the start, in MiB.
-
-    Python's tracemalloc does not count allocations of torch; the high-water mark of resident memory counts
-    all, once the allocator has returned its free memory.
-    """
-
-    def __init__(self) -> None:
-        _release_free_memory()
-        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        self.initial = _read_status("VmRSS")
-
-    def peak_mib(self) -> float:
-        return max(0.0, _read_status("VmHWM") - self.initial)
-
-
-def _release_free_memory() -> None:
-    ctypes.CDLL(None).malloc_trim(0)
-
-
-def _read_status(name: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {name}: memory is measured on Linux only")
 
 
 def measure(mask: Mask, point: Point) -> dict[str, Any]:
@@ -122,7 +92,7 @@ def measure_schedule(plan: Plan, schedule: str) -> dict[str, float]:
 
 
 def _measure_cost(begin: float, memory: PeakMemory) -> dict[str, float]:
-    return {"s": time.process_time() - begin, "mib": memory.peak_mib()}
+    return {"s": time.process_time() - begin, "mib": memory.growth() / MIB}
 
 
 def list_points(sizes: Iterable[int], worlds: Iterable[int]) -> list[Point]:
@@ -149,7 +119,7 @@ def measure_points(sizes: Sequence[int], worlds: Sequence[int], results: Path) -
     for number, point in enumerate(missing, 1):
         if cached_mask is None or cached_mask[0] != (point.mask, point.tokens):
             begin, seq = time.process_time(), point.tokens * 1024
-            mask = create_block_mask(MASKS[point.mask](seq), None, None, seq, seq)
+            mask = Problem(MASKS[point.mask], seq).block_mask()
             cached_mask = (point.mask, point.tokens), mask, time.process_time() - begin
         line = measure(cached_mask[1], point) | {
             "mask_s": cached_mask[2],

@@ -24,10 +24,9 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import shard, unshard
 from tritoncp.api.simulate import simulate
-from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf.records.history import variant
-from tritoncp.perf.suite.cases import MASKS, Case, document_lengths, sink_logits
+from tritoncp.planning.problem import MASKS, Problem, document_lengths
 
 # torch.compile mode and kernel options of each flex variant. The first one is the default.
 FLEX: dict[str, tuple[str | None, dict[str, Any]]] = {
@@ -58,7 +57,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Contender:
-    """An implementation of attention, ready to run one case.
+    """An implementation of attention, ready to run one problem.
 
     call:   one forward pass over ``leaves``; a list of outputs where several ranks are on one device
     leaves: q, k, v in the contender's own layout, requiring grad; of several ranks all q, then all k, all v
@@ -95,7 +94,7 @@ class Contender:
             return self.to_bhsd(out).detach()
 
     def backward(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dq, dk, dv in the layout of the case's q, k, v."""
+        """Return dq, dk, dv in the layout of the problem's q, k, v."""
         grads = self.run(lambda: torch.autograd.grad(self.call(), self.leaves, self.dout))
         ranks = len(grads) // 3
         with torch.no_grad():
@@ -110,27 +109,26 @@ class Unsupported(Exception):
     """Raised where this PyTorch, device or baseline cannot run a case; the message says why."""
 
 
-def inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
-    """Draw unit-normal tensors for a case."""
-    if case.queries and (case.mask != "full" or case.world > 1):
-        raise ValueError(f"{case.name}: a case with few queries needs the full mask and one rank")
+def inputs(problem: Problem, device: torch.device, seed: int = 0) -> Inputs:
+    """Draw unit-normal tensors for a problem."""
+    if problem.queries and (problem.mask != "full" or problem.world > 1):
+        raise ValueError(f"{problem.name}: a case with few queries needs the full mask and one rank")
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(heads: int, width: int, rows: int = case.seq) -> Tensor:
-        shape = (case.batch, heads, rows, width)
-        return torch.randn(shape, generator=generator, device=device).to(case.torch_dtype)
+    def normal(heads: int, width: int, rows: int = problem.seq) -> Tensor:
+        shape = (problem.batch, heads, rows, width)
+        return torch.randn(shape, generator=generator, device=device).to(problem.torch_dtype)
 
-    q, k = normal(case.heads, case.dim, case.rows), normal(case.kv_heads, case.dim)
-    v, dout = normal(case.kv_heads, case.v_dim), normal(case.heads, case.v_dim, case.rows)
+    q, k = normal(problem.heads, problem.dim, problem.rows), normal(problem.kv_heads, problem.dim)
+    v, dout = normal(problem.kv_heads, problem.v_dim), normal(problem.heads, problem.v_dim, problem.rows)
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
 
 
-def one_device(case: Case, tensors: Inputs, options: dict[str, Any] | None = None) -> Contender:
+def one_device(problem: Problem, tensors: Inputs, options: dict[str, Any] | None = None) -> Contender:
     """Prepare tritoncp on one device, with the mask in closed form. The fused backward pass may run where it
     is refused as unsafe, because answers are compared with the reference before they are timed."""
-    mask = MASKS[case.mask].closed(case.seq)
-    score = MASKS[case.mask].score(case.heads, tensors.q.device)
-    sinks = _sinks(case, tensors)
+    mask, device = problem.closed_form(), tensors.q.device
+    score, sinks = problem.score_mod(device), problem.sinks(device)
     leaves = tensors.q, tensors.k, tensors.v
 
     def call() -> Tensor:
@@ -156,25 +154,23 @@ def _contender_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def split(
-    case: Case, tensors: Inputs, group: Any = None, kernel_options: dict[str, Any] | None = None
+    problem: Problem, tensors: Inputs, group: Any = None, kernel_options: dict[str, Any] | None = None
 ) -> Contender:
-    """Prepare tritoncp with the case's schedule: this rank of a process group, or, without a group, all ranks
-    simulated on this device."""
-    closed = MASKS[case.mask].closed(case.seq)
-    score = MASKS[case.mask].score(case.heads, tensors.q.device)
-    options: dict[str, Any] = {"enable_gqa": True, "sinks": _sinks(case, tensors)}
+    """Prepare tritoncp with the problem's schedule: this rank of a process group, or, without a group, all
+    ranks simulated on this device."""
+    mask, score = problem.block_mask(), problem.score_mod(tensors.q.device)
+    options: dict[str, Any] = {"enable_gqa": True, "sinks": problem.sinks(tensors.q.device)}
     options["kernel_options"] = kernel_options
-    mask = create_block_mask(closed, 1, 1, case.seq, case.seq) if closed else full_mask(case.seq, case.seq)
     unsharded = (tensors.q, tensors.k, tensors.v, tensors.dout)
     if group is not None:
-        plan = make_plan(mask, group, schedule=case.schedule)
+        plan = make_plan(mask, group, schedule=problem.schedule)
         q, k, v, dout = (shard(x.detach(), plan, dim=2).requires_grad_() for x in unsharded)
         call = partial(flex_attention, q, k, v, score, plan, mesh=group, **options)
         return Contender(
             call, (q, k, v), dout.detach(), lambda x: unshard(x.detach(), plan, mesh=group, dim=2)
         )
-    world = simulate(case.world)
-    plan = world.make_plan(mask, schedule=case.schedule)
+    world = simulate(problem.world)
+    plan = world.make_plan(mask, schedule=problem.schedule)
     qs, ks, vs, douts = (
         [x.requires_grad_() for x in world.shard(x.detach(), plan, dim=2)] for x in unsharded
     )
@@ -184,15 +180,15 @@ def split(
     return Contender(attend, leaves, douts, to_bhsd, **_contender_options(kernel_options))
 
 
-def torch_split(case: Case, tensors: Inputs, group: Any) -> Contender:
+def torch_split(problem: Problem, tensors: Inputs, group: Any) -> Contender:
     """Prepare PyTorch's context parallel flex attention: gathered keys, blocks placed by PTRR."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.experimental import _attention
 
     api: Any = _attention  # private: PyTorch has no public API for this
     device = tensors.q.device
-    mod, length = MASKS[case.mask].plain(case.seq, device), (case.seq, case.seq)
-    if mod is None or MASKS[case.mask].score(case.heads, device) is not None or MASKS[case.mask].sinks:
+    mod, length = problem.plain_mod(device), (problem.seq, problem.seq)
+    if mod is None or problem.score_mod(device) is not None or MASKS[problem.mask].sinks:
         raise Unsupported("PyTorch's context parallelism is measured with a mask, no score_mod and no sinks")
     mesh = DeviceMesh.from_group(group, device.type)
     mask = torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
@@ -214,21 +210,15 @@ def torch_split(case: Case, tensors: Inputs, group: Any) -> Contender:
     return Contender(lambda: run(q, k, v), (q, k, v), dout.detach(), to_bhsd)
 
 
-def _sinks(case: Case, tensors: Inputs) -> Tensor | None:
-    return sink_logits(case.heads, tensors.q.device) if MASKS[case.mask].sinks else None
-
-
-def flex(case: Case, tensors: Inputs, variant: str = "flex") -> Contender:
+def flex(problem: Problem, tensors: Inputs, variant: str = "flex") -> Contender:
     """Prepare torch's flex attention: compiled on a GPU, eager on a CPU, where only the answer matters."""
     device = tensors.q.device
     mode, options = FLEX[variant]
     if options.get("BACKEND") == "FLASH":
         _check_flash_backend()
-    mod = MASKS[case.mask].plain(case.seq, device)
-    score = MASKS[case.mask].score(case.heads, device)
-    length = (case.seq, case.seq)
+    mod, score, sinks = problem.plain_mod(device), problem.score_mod(device), problem.sinks(device)
+    length = (problem.seq, problem.seq)
     mask = None if mod is None else torch_flex.create_block_mask(mod, None, None, *length, device=device.type)
-    sinks = _sinks(case, tensors)
     leaves = tensors.q, tensors.k, tensors.v
 
     attention: Any = torch_flex.flex_attention
@@ -254,15 +244,15 @@ def _check_flash_backend() -> None:
         raise Unsupported('BACKEND="FLASH" needs flash_attn.cute, which is not installed')
 
 
-def dense(case: Case, tensors: Inputs, backend: SDPBackend) -> Contender:
+def dense(problem: Problem, tensors: Inputs, backend: SDPBackend) -> Contender:
     """Prepare one backend of scaled_dot_product_attention, for the masks that it supports without a tensor.
 
     A backend that refuses grouped heads gets K and V repeated for each query head, which is not timed.
     """
-    supported = MASKS[case.mask].dense
+    supported = MASKS[problem.mask].dense
     if supported is None:
-        raise Unsupported(f"scaled_dot_product_attention has no name for the mask {case.mask!r}")
-    group = case.heads // case.kv_heads
+        raise Unsupported(f"scaled_dot_product_attention has no name for the mask {problem.mask!r}")
+    group = problem.heads // problem.kv_heads
 
     def contender(repeat: int) -> Contender:
         k, v = tensors.k, tensors.v
@@ -291,26 +281,28 @@ def _accepts_grouped_heads(contender: Contender) -> bool:
     return True
 
 
-def packed(case: Case, tensors: Inputs) -> Contender:
+def packed(problem: Problem, tensors: Inputs) -> Contender:
     """Prepare FlashAttention-2 by varlen_attn: packed documents or causal windows, tensors
     [tokens, heads, dim]."""
-    mask = MASKS[case.mask]
+    mask = MASKS[problem.mask]
     if not mask.documents and mask.window is None:
-        raise Unsupported(f"varlen_attn has no name for the mask {case.mask!r}")
+        raise Unsupported(f"varlen_attn has no name for the mask {problem.mask!r}")
     from torch.nn.attention import varlen
 
     varlen_attn: Any = varlen.varlen_attn
-    lengths = document_lengths(case.seq) if mask.documents else [case.seq]
-    lengths *= case.batch
+    lengths = document_lengths(problem.seq) if mask.documents else [problem.seq]
+    lengths *= problem.batch
     edges = torch.tensor([0, *lengths]).cumsum(0).to(tensors.q.device, torch.int32)
-    left = mask.window(case.seq) if mask.window else -1
-    options = _varlen_options(inspect.signature(varlen_attn).parameters, left, case.heads != case.kv_heads)
+    left = mask.window(problem.seq) if mask.window else -1
+    options = _varlen_options(
+        inspect.signature(varlen_attn).parameters, left, problem.heads != problem.kv_heads
+    )
 
     def rows(x: Tensor) -> Tensor:
         return x.detach().transpose(1, 2).flatten(0, 1).contiguous()
 
     def to_bhsd(x: Tensor) -> Tensor:
-        return x.unflatten(0, (case.batch, -1)).transpose(1, 2)
+        return x.unflatten(0, (problem.batch, -1)).transpose(1, 2)
 
     q, k, v = (rows(x).requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
     call = partial(varlen_attn, q, k, v, edges, edges, max(lengths), max(lengths), **options)
@@ -329,35 +321,35 @@ def _varlen_options(parameters: Any, left: int, grouped: bool) -> dict[str, Any]
 
 
 def contenders(
-    case: Case,
+    problem: Problem,
     tensors: Inputs,
     variants: Sequence[str],
     options: Sequence[dict[str, Any]] = (),
     group: Any = None,
 ) -> dict[str, Callable[[], Contender]]:
-    """Return functions that prepare the contenders of a case, by name; a name's first word is its family.
+    """Return functions that prepare the contenders of a problem, by name; a name's first word is its family.
 
     variants: keys of FLEX; options: kernel options to try tritoncp with, besides its defaults; group: the
-    process group of a case of several ranks. A case that simulates ranks on one device has the contender
-    "whole": tritoncp without splitting.
+    process group of a problem of several ranks. A problem whose ranks are simulated on one device has the
+    contender "whole": tritoncp without splitting.
     """
     if group is not None:
         return {
-            "tritoncp": partial(split, case, tensors, group),
-            "torch": partial(torch_split, case, tensors, group),
+            "tritoncp": partial(split, problem, tensors, group),
+            "torch": partial(torch_split, problem, tensors, group),
         }
     attend: Callable[..., Contender] = (
-        partial(split, case, tensors, None) if case.together else partial(one_device, case, tensors)
+        partial(split, problem, tensors, None) if problem.together else partial(one_device, problem, tensors)
     )
     makers: dict[str, Callable[[], Contender]] = {"tritoncp": attend}
     makers |= {variant(option_set): partial(attend, option_set) for option_set in options}
-    if case.together:
-        makers["whole"] = partial(one_device, case, tensors)
-    makers |= {name: partial(flex, case, tensors, name) for name in variants}
-    if MASKS[case.mask].dense is not None:
-        makers["flash"] = partial(dense, case, tensors, SDPBackend.FLASH_ATTENTION)
-        makers["cudnn"] = partial(dense, case, tensors, SDPBackend.CUDNN_ATTENTION)
-        makers["efficient"] = partial(dense, case, tensors, SDPBackend.EFFICIENT_ATTENTION)
-    elif MASKS[case.mask].documents or MASKS[case.mask].window:
-        makers["flash"] = partial(packed, case, tensors)
+    if problem.together:
+        makers["whole"] = partial(one_device, problem, tensors)
+    makers |= {name: partial(flex, problem, tensors, name) for name in variants}
+    if MASKS[problem.mask].dense is not None:
+        makers["flash"] = partial(dense, problem, tensors, SDPBackend.FLASH_ATTENTION)
+        makers["cudnn"] = partial(dense, problem, tensors, SDPBackend.CUDNN_ATTENTION)
+        makers["efficient"] = partial(dense, problem, tensors, SDPBackend.EFFICIENT_ATTENTION)
+    elif MASKS[problem.mask].documents or MASKS[problem.mask].window:
+        makers["flash"] = partial(packed, problem, tensors)
     return makers

@@ -43,10 +43,10 @@ def on_host(case: host_cases.HostCase, benchmark: Any) -> None:
 
 
 def attention(case: Case, benchmark: Any) -> None:
-    tensors = baselines.inputs(case, torch.device("cuda"))
-    contender, expected = baselines.one_device(case, tensors), check.reference(case, tensors)
+    tensors = baselines.inputs(case.problem, torch.device("cuda"))
+    contender, expected = baselines.one_device(case.problem, tensors), check.reference(case.problem, tensors)
     errors = check.errors(contender.forward(), expected.out)
-    assert check.acceptable(errors, case.torch_dtype)
+    assert check.acceptable(errors, case.problem.torch_dtype)
 
     def run(timed_run: Any) -> None:
         timed_run()

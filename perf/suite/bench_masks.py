@@ -6,72 +6,45 @@ run: against torch where its Q x KV table fits in memory, and of 1M tokens to 64
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask as torch_builder
 
-from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
 from tritoncp.masks.create import create_block_mask
-from tritoncp.masks.mask_mod import MaskFn
-from tritoncp.perf.studies.balance import corpus_lengths
+from tritoncp.perf.suite.timing import shortest_seconds
+from tritoncp.planning.problem import Problem
 
 SMALL, MIDDLE, LARGE = 16384, 1 << 16, 1 << 20
-WINDOW, PREFIX = 1023, 5000
 
 
 pytestmark = pytest.mark.usefixtures("one_core")
 
 
+# Keys of planning.problem.MASKS.
+NAMES = {
+    "causal": "causal",
+    "documents": "corpus",
+    "window": "window",
+    "prefix-lm": "prefix",
+    "documents-window": "corpus-window",
+}
+
+
 @cache
-def ids(tokens: int) -> Tensor:
-    """Return the document number of each token of a packed corpus."""
-    lengths = corpus_lengths(tokens)
-    return torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.as_tensor(lengths))
-
-
-def forms(tokens: int) -> dict[str, tuple[MaskFn, MaskFn]]:
-    """Return each mask as a closed form and as a plain mask_mod."""
-    document_ids = ids(tokens)
-    same_document = document(ids=document_ids)
-    return {
-        "causal": (causal(), lambda b, h, q, kv: q >= kv),
-        "documents": (
-            causal() & same_document,
-            lambda b, h, q, kv: (q >= kv) & (document_ids[q] == document_ids[kv]),
-        ),
-        "window": (sliding_window(WINDOW), lambda b, h, q, kv: (q >= kv) & (q - kv <= WINDOW)),
-        "prefix-lm": (prefix_lm(PREFIX), lambda b, h, q, kv: (q >= kv) | (kv < PREFIX)),
-        "documents-window": (
-            same_document & sliding_window(WINDOW),
-            lambda b, h, q, kv: (q >= kv) & (document_ids[q] == document_ids[kv]) & (q - kv <= WINDOW),
-        ),
-    }
-
-
-NAMES = list(forms(SMALL))
-
-
-def seconds(call: Callable[[], Any], times: int = 3) -> float:
-    """Return the shortest of several times of a call, in seconds."""
-    durations = []
-    for _ in range(times):
-        begin = time.process_time()
-        call()
-        durations.append(time.process_time() - begin)
-    return min(durations)
+def forms(name: str, tokens: int) -> tuple[Any, Any]:
+    """Return a mask as a closed form and as a plain mask_mod."""
+    problem = Problem(NAMES[name], tokens)
+    return problem.closed_form(), problem.plain_mod(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("form", ["closed form", "traced", "torch"])
 @pytest.mark.parametrize("name", NAMES)
 def test_small(benchmark: Any, name: str, form: str) -> None:
     benchmark.group = f"{SMALL} tokens, {name}"
-    closed, plain = forms(SMALL)[name]
+    closed, plain = forms(name, SMALL)
     if form == "torch":
         benchmark.pedantic(lambda: torch_builder(plain, 1, 1, SMALL, SMALL, device="cpu"), rounds=2)
     else:
@@ -83,7 +56,7 @@ def test_small(benchmark: Any, name: str, form: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_large(benchmark: Any, name: str, form: str) -> None:
     benchmark.group = f"{LARGE} tokens, {form}"
-    mod = forms(LARGE)[name][form == "traced"]
+    mod = forms(name, LARGE)[form == "traced"]
     mask = benchmark.pedantic(lambda: create_block_mask(mod, 1, 1, LARGE, LARGE), rounds=3, warmup_rounds=1)
     benchmark.extra_info["MiB"] = mask.nbytes / 2**20
     assert mask.nbytes <= 16 << 20
@@ -91,12 +64,12 @@ def test_large(benchmark: Any, name: str, form: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_many_times_quicker_than_torchs_eager_builder_with_the_same_blocks(name: str) -> None:
-    closed, plain = forms(SMALL)[name]
-    torch_seconds = seconds(lambda: torch_builder(plain, 1, 1, SMALL, SMALL, device="cpu"), 2)
+    closed, plain = forms(name, SMALL)
+    torch_seconds = shortest_seconds(lambda: torch_builder(plain, 1, 1, SMALL, SMALL, device="cpu"), 2)
     for mod, times in ((closed, 100), (plain, 20)):
         mask = create_block_mask(mod, 1, 1, SMALL, SMALL)
         assert mask.runs == create_block_mask(plain, 1, 1, SMALL, SMALL).runs
-        duration = seconds(partial(create_block_mask, mod, 1, 1, SMALL, SMALL))
+        duration = shortest_seconds(partial(create_block_mask, mod, 1, 1, SMALL, SMALL))
         assert torch_seconds > times * duration, (
             f"{name}: {duration * 1e3:.2f} ms, torch {torch_seconds * 1e3:.0f} ms"
         )
@@ -107,9 +80,9 @@ def test_many_times_quicker_than_torchs_eager_builder_with_the_same_blocks(name:
 def test_sixteen_times_the_tokens_take_about_sixteen_times_as_long(name: str, form: str) -> None:
     durations = []
     for tokens in (MIDDLE, LARGE):
-        mod = forms(tokens)[name][form == "traced"]
+        mod = forms(name, tokens)[form == "traced"]
         create_block_mask(mod, 1, 1, tokens, tokens)
-        durations.append(seconds(partial(create_block_mask, mod, 1, 1, tokens, tokens)))
+        durations.append(shortest_seconds(partial(create_block_mask, mod, 1, 1, tokens, tokens)))
     assert durations[1] < 32 * durations[0], (
         f"{name}, {form}: {durations[0] * 1e3:.1f} ms for 64K, {durations[1] * 1e3:.1f} for 1M"
     )

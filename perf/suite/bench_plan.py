@@ -6,21 +6,18 @@ a slow machine fails nothing: four times the tokens against the time of 1M.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import pytest
 
-from tritoncp.masks.closed_forms import causal, document
-from tritoncp.masks.create import create_block_mask
 from tritoncp.masks.mask import Mask
-from tritoncp.masks.mask_mod import and_masks
-from tritoncp.perf.studies.balance import corpus_lengths
+from tritoncp.perf.suite.timing import shortest_seconds
+from tritoncp.planning import SCHEDULES
 from tritoncp.planning.balance import balancers
-from tritoncp.planning.build import SCHEDULES, build
+from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.problem import Problem
 
 TOKENS, WORLD = 1 << 20, 64
 
@@ -29,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_core")
 
 
 def make_mask(tokens: int) -> Mask:
-    packed = and_masks(causal(), document(lengths=corpus_lengths(tokens)))
-    return create_block_mask(packed, 1, 1, tokens, tokens)
+    return Problem("corpus", tokens).block_mask()
 
 
 mask_of = cache(make_mask)
@@ -43,16 +39,6 @@ def build_plan(mask: Mask, balancer: str, schedule: str = "auto") -> Plan:
         buffer="fetched" if plan.schedule == "fetch" else 5 if plan.schedule == "ring" else "gathered"
     )
     return plan
-
-
-def seconds(call: Callable[[], Any]) -> float:
-    """Return the shortest of three times of a call, in seconds."""
-    durations = []
-    for _ in range(3):
-        begin = time.process_time()
-        call()
-        durations.append(time.process_time() - begin)
-    return min(durations)
 
 
 @pytest.mark.benchmark(group="1M tokens of packed documents on 64 ranks: the mask, and the whole plan")
@@ -74,5 +60,7 @@ def test_schedules(benchmark: Any, schedule: str) -> None:
 
 @pytest.mark.parametrize("balancer", balancers)
 def test_four_times_the_tokens_take_about_four_times_as_long(balancer: str) -> None:
-    small, large = (seconds(partial(build_plan, mask_of(size), balancer)) for size in (TOKENS, 4 * TOKENS))
+    small, large = (
+        shortest_seconds(partial(build_plan, mask_of(size), balancer)) for size in (TOKENS, 4 * TOKENS)
+    )
     assert large < 8 * small, f"{balancer}: {small:.3f} s for 1M tokens, {large:.3f} s for 4M"

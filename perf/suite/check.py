@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritoncp.core.tracing import Mod, vmapped
 from tritoncp.perf.suite.baselines import Inputs
-from tritoncp.perf.suite.cases import MASKS, Case, sink_logits
+from tritoncp.planning.problem import Problem
 
 # Allowed ‖actual − reference‖ / ‖reference‖: of a whole tensor, and of its worst 128 rows of a head.
 # A correct kernel is near the rounding of its inputs' dtype; one wrong tile is far outside.
@@ -39,28 +39,26 @@ class Errors(NamedTuple):
     worst: float
 
 
-def reference(case: Case, tensors: Inputs, score: Mod | None = None) -> Answer:
-    """Compute dense attention in float32 (float64 on a CPU), a few rows of one key head at a time; a
-    ``score`` replaces the case's score_mod.
+def reference(problem: Problem, tensors: Inputs) -> Answer:
+    """Compute dense attention in float32 (float64 on a CPU), a few rows of one key head at a time.
 
     Every row must see a key, as in every mask of the table.
     """
-    wide_dtype = torch.float64 if tensors.q.device.type == "cpu" else torch.float32
-    mod = MASKS[case.mask].plain(case.seq, tensors.q.device)
-    score = score or MASKS[case.mask].score(case.heads, tensors.q.device)
-    sinks = sink_logits(case.heads, tensors.q.device).to(wide_dtype) if MASKS[case.mask].sinks else None
+    device = tensors.q.device
+    wide_dtype = torch.float64 if device.type == "cpu" else torch.float32
+    mod, score, sinks = problem.plain_mod(device), problem.score_mod(device), problem.sinks(device)
     q, k, v, dout = (x.detach().to(wide_dtype) for x in (tensors.q, tensors.k, tensors.v, tensors.dout))
     answer = Answer(torch.empty_like(dout), *(torch.zeros_like(x) for x in (q, k, v)))
-    group = case.heads // case.kv_heads
-    rows = max(1, min(case.seq, _CHUNK // (group * case.seq)))
-    for b in range(case.batch):
-        for head in range(case.kv_heads):
+    group = problem.heads // problem.kv_heads
+    rows = max(1, min(problem.seq, _CHUNK // (group * problem.seq)))
+    for b in range(problem.batch):
+        for head in range(problem.kv_heads):
             group_heads = slice(head * group, (head + 1) * group)
             key, value = (x[b, head].clone().requires_grad_() for x in (k, v))
-            for start in range(0, case.rows, rows):
-                at = slice(start, min(start + rows, case.rows))
+            for start in range(0, problem.rows, rows):
+                at = slice(start, min(start + rows, problem.rows))
                 query = q[b, group_heads, at].clone().requires_grad_()
-                logits = None if sinks is None else sinks[group_heads]
+                logits = None if sinks is None else sinks[group_heads].to(wide_dtype)
                 out = _attend(query, key, value, mod, score, b, group_heads.start, start, logits)
                 grads = torch.autograd.grad(out, (query, key, value), dout[b, group_heads, at])
                 answer.out[b, group_heads, at], answer.dq[b, group_heads, at] = out.detach(), grads[0]

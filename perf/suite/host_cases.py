@@ -5,32 +5,31 @@ Cases are written, compared and shown in the format of attention cases. The devi
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from tritoncp.api.attention import flex_attention
-from tritoncp.api.simulate import simulate
-from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.ops.tile_tables import SHIPPED
 from tritoncp.perf.records.history import OURS, Journal, Point, kernel_name, read
-from tritoncp.perf.suite.cases import MASKS, TIERS, position
+from tritoncp.perf.suite import baselines
+from tritoncp.perf.suite.cases import PASS_SUFFIXES, TIERS, position
+from tritoncp.perf.suite.machine import PeakMemory
+from tritoncp.perf.suite.measure import prepare_pass
 from tritoncp.perf.suite.timing import Run, WallClock, time_interleaved
+from tritoncp.planning import SCHEDULES
 from tritoncp.planning.build import build
+from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
-# The layer whose bytes a plan's figures count
-LAYER = {"batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128}
 Makers = dict[str, Callable[[], Run]]
 
 
@@ -39,63 +38,67 @@ class HostCase:
     """A case on the CPU.
 
     operation: "mask" (build it), "plan" (balance it and list a rank's steps), "forward" or "backward" (a call
-               whose launches do nothing)
-    seq:       tokens
-    world:     ranks, in lockstep in this process for calls
+               whose launches do nothing, of all ranks in lockstep in this process)
     """
 
     operation: str
-    mask: str
-    seq: int
-    world: int = 1
-    schedule: str = ""
+    problem: Problem
     tier: str = "core"
 
     @property
     def name(self) -> str:
         """
-        >>> HostCase("plan", "document", 1 << 20, 64, "fetch").name, HostCase("forward", "causal", 1024).name
+        >>> plan = Problem("document", 1 << 20, world=64, schedule="fetch")
+        >>> HostCase("plan", plan).name, HostCase("forward", Problem("causal", 1024)).name
         ('plan-document-w64-fetch-1m', 'call-causal-1k-fwd')
         """
-        whole = f"{self.seq >> 20}m" if self.seq % (1 << 20) == 0 else f"{self.seq >> 10}k"
-        parts = ["call" if self.operation in ("forward", "backward") else self.operation, self.mask]
-        parts += [f"w{self.world}", self.schedule] * (self.world > 1)
-        return "-".join([*parts, whole, *{"forward": ["fwd"], "backward": ["bwd"]}.get(self.operation, [])])
+        problem = self.problem
+        whole = f"{problem.seq >> 20}m" if problem.seq % (1 << 20) == 0 else f"{problem.seq >> 10}k"
+        parts = ["call" if self.operation in PASS_SUFFIXES else self.operation, problem.mask]
+        parts += [f"w{problem.world}", problem.schedule] * (problem.world > 1)
+        parts += [whole, PASS_SUFFIXES.get(self.operation, "")]
+        return "-".join(filter(None, parts))
 
     @property
     def tags(self) -> dict[str, str]:
-        ranks = {"ranks": f"{self.world} ranks, {self.schedule}"} if self.world > 1 else {}
-        kind = {"mask": "mask", "plan": "plan"}.get(self.operation, f"call {self.operation}")
-        return {"mask": self.mask, "pass": kind, "dtype": "", "shape": f"{self.seq} tokens"} | ranks
+        problem = self.problem
+        ranks = {"ranks": f"{problem.world} ranks, {problem.schedule}"} if problem.world > 1 else {}
+        kind = f"call {self.operation}" if self.operation in PASS_SUFFIXES else self.operation
+        return {"mask": problem.mask, "pass": kind, "dtype": "", "shape": f"{problem.seq} tokens"} | ranks
 
 
-def _calls(tier: str, world: int = 1, schedule: str = "", *masks: str) -> list[HostCase]:
-    passes = ("forward", "backward")
-    return [HostCase(operation, mask, 1024, world, schedule, tier) for mask in masks for operation in passes]
+def _calls(tier: str, *masks: str, **ranks: Any) -> list[HostCase]:
+    problems = [Problem(mask, 1024, 4, 2, 64, 64, dtype="float32", **ranks) for mask in masks]
+    return [HostCase(operation, problem, tier) for problem in problems for operation in PASS_SUFFIXES]
+
+
+def _plan(mask: str, seq: int, world: int, schedule: str, tier: str = "core") -> HostCase:
+    return HostCase("plan", Problem(mask, seq, world=world, schedule=schedule), tier)
 
 
 CASES: tuple[HostCase, ...] = (
-    HostCase("mask", "document", 4096, tier="smoke"),
-    HostCase("plan", "document", 65536, 8, "fetch", tier="smoke"),
-    *_calls("smoke", 1, "", "causal"),
-    *(HostCase("mask", mask, 1 << 20) for mask in ("causal", "document", "window", "prefix")),
-    *(HostCase("mask", mask, 4096) for mask in ("causal", "window")),
+    HostCase("mask", Problem("document", 4096), "smoke"),
+    _plan("document", 65536, 8, "fetch", "smoke"),
+    *_calls("smoke", "causal"),
+    *(HostCase("mask", Problem(mask, 1 << 20)) for mask in ("causal", "document", "window", "prefix")),
+    *(HostCase("mask", Problem(mask, 4096)) for mask in ("causal", "window")),
     *(
-        HostCase("plan", mask, size, world, schedule)
+        _plan(mask, size, world, schedule)
         for size, world in ((131072, 8), (1 << 20, 64))
         for mask, schedule in (
             ("causal", "ring"), ("causal", "allgather"), ("causal", "ulysses"),
             ("document", "fetch"), ("document", "ring"), ("window", "fetch"),
         )
     ),
-    *_calls("core", 1, "", "full", "document", "alibi"),
+    *_calls("core", "full", "document", "alibi"),
     *(
         case
-        for schedule in ("allgather", "ring", "fetch", "ulysses")
-        for case in _calls("core", 2, schedule, "causal")
+        for schedule in SCHEDULES
+        if schedule != "ulysses+ring"
+        for case in _calls("core", "causal", world=2, schedule=schedule, together=True)
     ),
-    HostCase("mask", "document", 8 << 20, tier="full"),
-    HostCase("plan", "document", 8 << 20, 1024, "fetch", tier="full"),
+    HostCase("mask", Problem("document", 8 << 20), "full"),
+    _plan("document", 8 << 20, 1024, "fetch", "full"),
 )  # fmt: skip
 
 
@@ -166,63 +169,39 @@ def make_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
 
 
 def _mask_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
-    plain: Any = MASKS[case.mask].plain(case.seq, CPU)
-    length = (case.seq, case.seq)
-    functions: Makers = {OURS: lambda: lambda: _make_mask(case)}
-    if case.seq <= 4096:  # torch's builder takes memory quadratic in the length
+    problem = case.problem
+    plain: Any = problem.plain_mod(CPU)
+    length = (problem.seq, problem.seq)
+    functions: Makers = {OURS: lambda: problem.block_mask}
+    if problem.seq <= 4096:  # torch's builder takes memory quadratic in the length
         functions["torch"] = lambda: (
             lambda: torch_flex.create_block_mask(plain, None, None, *length, device="cpu")
         )
     return functions, {}
 
 
-def _make_mask(case: HostCase) -> Mask:
-    closed: Any = MASKS[case.mask].closed(case.seq)
-    return create_block_mask(closed, 1, 1, case.seq, case.seq)
-
-
 def _plan_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
-    mask = _make_mask(case)
+    problem, mask = case.problem, case.problem.block_mask()
 
     def plan() -> None:
-        result = build(mask, case.world, schedule=case.schedule)
-        first: Any = {"ring": 0, "fetch": "fetched"}.get(case.schedule, "gathered")
-        assert case.schedule != "ring" or result.ring
+        result = build(mask, problem.world, schedule=problem.schedule)
+        first: Any = {"ring": 0, "fetch": "fetched"}.get(problem.schedule, "gathered")
+        assert problem.schedule != "ring" or result.ring
         result.tables(buffer=first)
 
-    result = build(mask, case.world, schedule=case.schedule)
-    rank_bytes = [result.for_rank(rank).bytes_sent(**LAYER, backward=False) for rank in range(case.world)]
+    result = build(mask, problem.world, schedule=problem.schedule)
+    layer = {"batch": 1, "heads": problem.heads, "kv_heads": problem.kv_heads, "head_dim": problem.dim}
+    rank_bytes = [result.for_rank(rank).bytes_sent(**layer, backward=False) for rank in range(problem.world)]
     work: dict[str, Any] = {"imbalance": round(result.imbalance, 5), "wire_bytes": max(rank_bytes)}
-    if case.world <= 64:
+    if problem.world <= 64:
         work |= {"rank_work": [round(x) for x in result.work], "rank_bytes": rank_bytes}
     return {OURS: lambda: plan}, work
 
 
 def _call_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
-    world: Any = simulate(case.world)
-    score = MASKS[case.mask].score(4, CPU)
-    heads, dim = (4, 2, 2), 64
-    unsharded = [torch.randn(1, n, case.seq, dim) for n in heads]
-    closed = MASKS[case.mask].closed(case.seq)
-    if case.world == 1:
-        q, k, v = leaves = [x.requires_grad_() for x in unsharded]
-
-        def forward() -> Any:
-            return flex_attention(q, k, v, score, closed, enable_gqa=True)
-    else:
-        plan = world.make_plan(_make_mask(case), schedule=case.schedule)
-        shards = [[x.requires_grad_() for x in world.shard(x, plan, dim=2)] for x in unsharded]
-        leaves = [x for shard in shards for x in shard]
-
-        def forward() -> Any:
-            return world.flex_attention(*shards, score, plan, enable_gqa=True)
-
-    def backward() -> Run:
-        outs = forward()
-        douts = [torch.ones_like(x) for x in outs] if isinstance(outs, list) else torch.ones_like(outs)
-        return lambda: torch.autograd.grad(outs, leaves, douts)
-
-    return {OURS: (lambda: forward) if case.operation == "forward" else backward}, {}
+    prepare = baselines.split if case.problem.together else baselines.one_device
+    contender = prepare(case.problem, baselines.inputs(case.problem, CPU))
+    return {OURS: partial(prepare_pass, contender, case.operation)}, {}
 
 
 @contextmanager
@@ -236,18 +215,11 @@ def no_launches() -> Iterator[None]:
 
 def measure_growth(run: Run) -> int | None:
     """Measure the peak growth of this process, in bytes, while ``run`` runs; None except on Linux."""
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not reset.exists():
+    if not PeakMemory.is_available():
         return None
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # so that allocations do not reuse free memory of the process
-    reset.write_text("5")
-    initial = _read_kilobytes(status, "VmRSS")
+    memory = PeakMemory()
     result = run()
-    peak = _read_kilobytes(status, "VmHWM")
+    growth = memory.growth()
     del result
-    return max(0, peak - initial) * 1024
-
-
-def _read_kilobytes(status: Path, name: str) -> int:
-    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith(name))
+    return growth

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from tritoncp.kernels.engine import RequestedRouteWarning
-from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.perf.records.history import OURS, Journal, Point
 from tritoncp.perf.suite import baselines, check, machine
 from tritoncp.perf.suite.baselines import FLEX, Contender
-from tritoncp.perf.suite.cases import GOALS, MASKS, SEARCHED, Case, position
+from tritoncp.perf.suite.cases import GOALS, SEARCHED, Case, position
 from tritoncp.perf.suite.timing import (
     Clock,
     DeviceClock,
@@ -28,7 +27,7 @@ from tritoncp.perf.suite.timing import (
     WallClock,
     time_interleaved,
 )
-from tritoncp.perf.suite.work import Shape, Work, of_plan
+from tritoncp.perf.suite.work import Work, of_plan
 from tritoncp.planning.build import build
 
 QUICK = ["flex", "flex prescale", "flex tma", "flex flash"]
@@ -81,8 +80,8 @@ class Bench:
             slowest = max(slowest, self._measure_in_budget(group, self._select_variants(group[0]), slowest))
         first: dict[str, list[Case]] = {}
         for group in groups:
-            if group[0].tier == "core" and group[0].mask in self.best:
-                first.setdefault(group[0].mask, group)
+            if group[0].tier == "core" and group[0].problem.mask in self.best:
+                first.setdefault(group[0].problem.mask, group)
         thorough = self.device.type == "cuda" and any(self._takes_part(name) for name in THOROUGH)
         for mask, group in first.items() if thorough else ():
             slowest = max(slowest, self._measure_in_budget(group, [*self.best[mask], *THOROUGH], slowest))
@@ -91,7 +90,7 @@ class Bench:
         """Run the selected contenders once, so that their kernels are in the compilers' caches."""
         for group in self._group_problems(cases):
             case, passes = group[0], [case.which for case in group]
-            tensors = baselines.inputs(case, self.device)
+            tensors = baselines.inputs(case.problem, self.device)
             for name, make in self._contenders(case, tensors, self._select_variants(case)).items():
                 if position(name, self.patterns) is not None and time.monotonic() < self.deadline:
                     self._report_check(case, name, self._check_contender(case, make, None, passes)[1])
@@ -107,7 +106,7 @@ class Bench:
     def _contenders(
         self, case: Case, tensors: baselines.Inputs, variants: Sequence[str]
     ) -> dict[str, Callable[[], Contender]]:
-        makers = baselines.contenders(case, tensors, variants, self.options, self.group)
+        makers = baselines.contenders(case.problem, tensors, variants, self.options, self.group)
         return {name: make for name, make in makers.items() if self._takes_part(name)}
 
     def _select_unmeasured(self, cases: Sequence[Case]) -> list[Case]:
@@ -120,8 +119,8 @@ class Bench:
                 for name, row in (point.contenders.items() if point else ())
                 if name in FLEX and "ms" in row
             }
-            if flex and case.tier != "smoke" and case.mask in SEARCHED:
-                self.best.setdefault(case.mask, [min(flex, key=flex.__getitem__)])
+            if flex and case.tier != "smoke" and case.problem.mask in SEARCHED:
+                self.best.setdefault(case.problem.mask, [min(flex, key=flex.__getitem__)])
         return [case for case in cases if case.name not in points_by_case]
 
     def _select_variants(self, case: Case) -> list[str]:
@@ -129,7 +128,7 @@ class Bench:
         variants compile once. Masks that are not searched use the winners of the causal mask."""
         if case.tier == "smoke":
             return QUICK[:1]
-        return self.best.get(case.mask if case.mask in SEARCHED else "causal", QUICK)
+        return self.best.get(case.problem.mask if case.problem.mask in SEARCHED else "causal", QUICK)
 
     def _measure_in_budget(self, cases: list[Case], variants: Sequence[str], slowest: float) -> float:
         """Measure one problem if there is time. Returns the seconds that it took."""
@@ -149,9 +148,9 @@ class Bench:
     def _measure_problem(self, cases: list[Case], variants: Sequence[str]) -> None:
         case = cases[0]
         torch.compiler.reset()
-        tensors = baselines.inputs(case, self.device)
+        tensors = baselines.inputs(case.problem, self.device)
         passes = [case.which for case in cases]
-        expected = check.reference(case, tensors)
+        expected = check.reference(case.problem, tensors)
         working, checks = {}, {}
         for name, make in self._contenders(case, tensors, variants).items():
             contender, checks[name] = self._check_contender(case, make, expected, passes)
@@ -167,8 +166,8 @@ class Bench:
             figures = self._time_pass(case, working, checks)
             flex = {name: figure.ms for name, figure in figures.items() if name.startswith("flex")}
             winners += [min(flex, key=flex.__getitem__)] if flex else []
-        if case.tier != "smoke" and case.mask in SEARCHED and winners:
-            self.best.setdefault(case.mask, list(dict.fromkeys(winners)))
+        if case.tier != "smoke" and case.problem.mask in SEARCHED and winners:
+            self.best.setdefault(case.problem.mask, list(dict.fromkeys(winners)))
 
     def _give_up(self, cases: list[Case], checks: dict[str, dict[str, Any]]) -> None:
         """Write the cases without times after an error on the device, and raise DeviceLost. A resumed run
@@ -178,14 +177,13 @@ class Bench:
         for case in cases:
             self._write(case, contenders, {})
         raise DeviceLost(
-            f"the device runs nothing in this process any more, since {cases[0].problem.name}; the "
+            f"the device runs nothing in this process any more, since {cases[0].problem.name}-fwd; the "
             "remaining cases are not measured: continue with --resume"
         )
 
     def _report_check(self, case: Case, name: str, row: dict[str, Any]) -> None:
         """Show a contender's check; the line of the case comes after all contenders are timed."""
-        problem = case.problem.name.removesuffix("-fwd")
-        self.journal.tell({"kind": "check", "case": problem, "contender": name, **row})
+        self.journal.tell({"kind": "check", "case": case.problem.name, "contender": name, **row})
 
     def _check_contender(
         self, case: Case, make: Callable[[], Contender], expected: check.Answer | None, passes: list[str]
@@ -206,7 +204,7 @@ class Bench:
             checked_tensors = actual if expected is not None else {}
             errors = {key: check.errors(x, getattr(expected, key)) for key, x in checked_tensors.items()}
             row["errors"] = {key: list(map(_round_error, pair)) for key, pair in errors.items()}
-            if not all(check.acceptable(pair, case.torch_dtype) for pair in errors.values()):
+            if not all(check.acceptable(pair, case.problem.torch_dtype) for pair in errors.values()):
                 row["why"] = "wrong: relative error of the whole or of the worst rows is out of tolerance"
         except Exception as error:  # raised by a compiler or a backend; the run continues
             row["why"] = _summarize_error(error)
@@ -246,14 +244,14 @@ class Bench:
             if name in figures:
                 contenders[name] |= figures[name].rounded(samples=name == OURS)
                 contenders[name]["tflops"] = round(work.flops / figures[name].ms / 1e9, 1)
-                if case.together and name.split()[0] == OURS:
-                    contenders[name]["rank_ms"] = round(figures[name].ms / case.world, 5)
+                if case.problem.together and name.split()[0] == OURS:
+                    contenders[name]["rank_ms"] = round(figures[name].ms / case.problem.world, 5)
         self._write(case, contenders, {"flops": work.flops, "hbm_bytes": work.hbm, "wire_bytes": work.wire})
         return figures
 
     def _write(self, case: Case, contenders: dict[str, Any], work: dict[str, int]) -> None:
         gpu = machine.state(self.device) if self.device.type == "cuda" else {}
-        goal = GOALS.get((case.mask, case.which), {}) if case.tier == "core" else {}
+        goal = GOALS.get((case.problem.mask, case.which), {}) if case.tier == "core" else {}
         self.journal.point(case.name, contenders, tags=case.tags, work=work, state=gpu, goal=goal)
 
 
@@ -281,14 +279,11 @@ def prepare_pass(contender: Contender, direction: str) -> Run:
 
 def work_of(case: Case) -> Work:
     """Compute the useful work of a case on its busiest rank; of all ranks, if one device simulates them."""
-    closed = MASKS[case.mask].closed(case.seq)
-    length = (case.rows, case.seq)
-    mask = full_mask(*length) if closed is None else create_block_mask(closed, 1, 1, *length)
-    shape = Shape(case.batch, case.heads, case.kv_heads, case.dim, case.v_dim, case.torch_dtype.itemsize)
-    if case.world == 1 or case.together:
-        return of_plan(build(mask), shape, case.which)
-    plan = build(mask, case.world, schedule=case.schedule)
-    per_rank = [of_plan(plan.for_rank(rank), shape, case.which) for rank in range(case.world)]
+    problem, mask = case.problem, case.problem.block_mask()
+    if problem.world == 1 or problem.together:
+        return of_plan(build(mask), problem, case.which)
+    plan = build(mask, problem.world, schedule=problem.schedule)
+    per_rank = [of_plan(plan.for_rank(rank), problem, case.which) for rank in range(problem.world)]
     return Work(*map(max, zip(*((work.flops, work.hbm, work.wire) for work in per_rank))))
 
 

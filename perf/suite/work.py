@@ -12,18 +12,7 @@ import torch
 
 from tritoncp.ops.flop_formulas import count_flops, count_pairs
 from tritoncp.planning.plan import Plan
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a call: batch rows, query and key heads, head dims of keys and values, bytes per element."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    dim: int
-    v_dim: int
-    itemsize: int = 2
+from tritoncp.planning.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -44,35 +33,34 @@ class Work:
         return 1e3 * max(self.flops / flops_per_s, self.hbm / bytes_per_s)
 
 
-def of_plan(plan: Plan, shape: Shape, direction: str) -> Work:
+def of_plan(plan: Plan, problem: Problem, direction: str) -> Work:
     """Compute one rank's work in one pass, "forward" or "backward" (counted as five matrix products)."""
     forward = direction == "forward"
-    d, e = shape.dim, shape.v_dim
-    flops = count_flops(count_pairs(plan, shape.batch, shape.heads), d, e, forward)
-    send = {"batch": shape.batch, "kv_heads": shape.kv_heads, "head_dim": d, "v_head_dim": e}
-    forward_bytes = plan.bytes_sent(**send, itemsize=shape.itemsize, backward=False)
-    total_bytes = plan.bytes_sent(**send, itemsize=shape.itemsize, backward=True)
-    return Work(
-        flops, _hbm_bytes(plan, shape, forward), forward_bytes if forward else total_bytes - forward_bytes
-    )
+    d, e = problem.dim, problem.v_dim
+    flops = count_flops(count_pairs(plan, problem.batch, problem.heads), d, e, forward)
+    send = {"batch": problem.batch, "kv_heads": problem.kv_heads, "head_dim": d, "v_head_dim": e}
+    send["itemsize"] = problem.torch_dtype.itemsize
+    forward_bytes, total_bytes = (plan.bytes_sent(**send, backward=backward) for backward in (False, True))
+    wire = forward_bytes if forward else total_bytes - forward_bytes
+    return Work(flops, _hbm_bytes(plan, problem, forward), wire)
 
 
-def _hbm_bytes(plan: Plan, shape: Shape, forward: bool) -> int:
+def _hbm_bytes(plan: Plan, problem: Problem, forward: bool) -> int:
     """Count the bytes of every tensor once; of K and V the blocks that some local query sees."""
-    d, e, size = shape.dim, shape.v_dim, shape.itemsize
-    valid = int(plan.valid.sum()) * (shape.batch // plan.valid.shape[0])
-    q_rows, kv_rows = valid * shape.heads, _count_kv_rows(plan, shape)
+    d, e, size = problem.dim, problem.v_dim, problem.torch_dtype.itemsize
+    valid = int(plan.valid.sum()) * (problem.batch // plan.valid.shape[0])
+    q_rows, kv_rows = valid * problem.heads, _count_kv_rows(plan, problem)
     if forward:
         return q_rows * ((d + e) * size + 4) + kv_rows * (d + e) * size
     grad = size if plan.world_size == 1 else 4
     return q_rows * (2 * (d + e) * size + 4) + kv_rows * (d + e) * (size + grad)
 
 
-def _count_kv_rows(plan: Plan, shape: Shape) -> int:
+def _count_kv_rows(plan: Plan, problem: Problem) -> int:
     """Count the key rows, over batch and key heads, in blocks that some query of this rank sees."""
-    tables = plan.tables("cpu", shape.batch, shape.heads)
+    tables = plan.tables("cpu", problem.batch, problem.heads)
     touched = tables.col_ptr[..., 2] > tables.col_ptr[..., 0]  # [Bm, Hm, KV slots]
     if touched.shape[1] > 1:
-        touched = touched.unflatten(1, (shape.kv_heads, -1)).any(2)
+        touched = touched.unflatten(1, (problem.kv_heads, -1)).any(2)
     rows = touched * tables.kv_slots[:, None, :, 2].to(torch.int64)
-    return int(rows.sum()) * (shape.batch // rows.shape[0]) * (shape.kv_heads // rows.shape[1])
+    return int(rows.sum()) * (problem.batch // rows.shape[0]) * (problem.kv_heads // rows.shape[1])

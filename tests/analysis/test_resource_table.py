@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from tritoncp.analysis import disassembly, kernel_digest, resource_table, throughput_bound
-from tritoncp.analysis.jobs import Job
+from tritoncp.analysis.jobs import step_job
 from tritoncp.analysis.kernel_digest import read_syntax
 from tritoncp.analysis.launches import launch_of
 from tritoncp.analysis.throughput_bound import MACHINES
@@ -24,7 +24,7 @@ LISTED = [*resource_table.shipped(), *resource_table.measured()]
 
 
 def test_the_table_has_a_row_for_all_that_is_shipped_and_no_other() -> None:
-    assert [resource_table.key(row) for row in TABLE] == [resource_table.key(vars(job)) for job in LISTED]
+    assert [resource_table.key(row) for row in TABLE] == [resource_table.key(job.identity) for job in LISTED]
 
 
 def test_the_table_was_made_from_the_kernels_and_tiles_that_are_here(monkeypatch, tmp_path) -> None:
@@ -63,7 +63,7 @@ def test_a_digest_ignores_comments_and_docstrings() -> None:
 
 @pytest.mark.parametrize("module", [disassembly, throughput_bound])
 def test_a_digest_covers_the_modules_that_read_and_bound_machine_code(monkeypatch, module) -> None:
-    launch = launch_of(Job("delta", "sm_90", 64))
+    launch = launch_of(step_job("delta", "sm_90", 64))
     digest = kernel_digest.hash_launch(launch)
     assert kernel_digest.hash_launch(launch) == digest
     monkeypatch.setattr(
@@ -194,7 +194,7 @@ def test_measured_tiles_are_listed_checked_and_kept(monkeypatch, tmp_path) -> No
     named = ("forward", "documents"), ("forward", "state"), ("dkdv", "documents"), ("dkdv", "state")
     named += ("few", "few"), ("few", "decode"), ("gluon", "documents"), ("gluon", "state")
     assert [(job.kernel, job.variant) for job in jobs] == list(named)
-    assert len({resource_table.key(vars(job)) for job in [*LISTED, *jobs]}) == len(LISTED) + len(jobs)
+    assert len({resource_table.key(job.identity) for job in [*LISTED, *jobs]}) == len(LISTED) + len(jobs)
     monkeypatch.setattr(resource_table.measured, "__defaults__", (resource_table.ARCHS, folder))
     compiled = [job for job in jobs if job.variant == "state" and job.kernel in ("dkdv", "gluon")]
     rows = {row["kernel"]: row for row in resource_table.inspect_jobs(compiled, 1, 300)}

@@ -15,7 +15,7 @@ import tritoncp
 from tests.kernels.support import gluon_model as model
 from tests.kernels.support.harness import QKV, close, engine_of, new_state, oracle, qkv, single
 from tritoncp.analysis import resource_table
-from tritoncp.analysis.jobs import Job
+from tritoncp.analysis.jobs import step_job
 from tritoncp.kernels import forward_gluon
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.launch import Launch
@@ -183,7 +183,7 @@ def test_softmax_runs_beside_products() -> None:
     """By the order of instructions: scores are issued, then P V, and exponentials come before the latter is
     waited for.  No spill, no product too many, nothing touches a register of a product under way."""
     before = resource_table.read_table()
-    jobs = [Job("gluon", "sm_90", 64), Job("gluon", "sm_90", 128)]
+    jobs = [step_job("gluon", "sm_90", 64), step_job("gluon", "sm_90", 128)]
     for row in resource_table.inspect_jobs(jobs, 1, 300):
         assert resource_table.find_regressions(row, before[resource_table.key(row)]) == []
         assert row["hidden"] == 1 and row["touched"] == 0 and row["warps"] == 12

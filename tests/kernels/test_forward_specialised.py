@@ -32,7 +32,7 @@ from tests.kernels.support.harness import (
     single,
 )
 from tritoncp.analysis import resource_table
-from tritoncp.analysis.jobs import Job
+from tritoncp.analysis.jobs import step_job
 from tritoncp.kernels import engine, forward_specialised, options, tile_rules
 from tritoncp.kernels.launch import Launches
 from tritoncp.masks import Mask, and_masks, causal, create_block_mask, document, full_mask, sliding_window
@@ -381,9 +381,11 @@ def test_launches_of_a_fresh_thread_give_the_same_bits() -> None:
 def test_warps_are_specialised_and_nothing_got_worse() -> None:
     """One group copies, two compute, or on sm_100 one for each part of the work: 12 warps for 4, no spill, no
     product too many, as the table says."""
-    jobs = [Job("specialised", "sm_90", dim) for dim in (64, 128)] + [Job("specialised", "sm_100", 128)]
+    jobs = [step_job("specialised", "sm_90", dim) for dim in (64, 128)] + [
+        step_job("specialised", "sm_100", 128)
+    ]
     before = resource_table.read_table()
-    for row in resource_table.inspect_jobs([*jobs, Job("masked", "sm_90", 128)], 1, 300):
+    for row in resource_table.inspect_jobs([*jobs, step_job("masked", "sm_90", 128)], 1, 300):
         if row["arch"] == "sm_100":  # products run ahead of all softmax; no masks in the full loop
             assert row["hidden"] == 1 and row["loop"] < 0.6 * row["masked_loop"]
         assert resource_table.find_regressions(row, before[resource_table.key(row)]) == []
@@ -394,5 +396,5 @@ def test_warps_are_specialised_and_nothing_got_worse() -> None:
 def test_specialisation_that_is_lost_is_named() -> None:
     """With eight warps the compiler silently does not specialise."""
     config = replace(tile_rules.default("specialised", "sm_90", 128, torch.bfloat16), num_warps=8)
-    (row,) = resource_table.inspect_jobs([Job("specialised", "sm_90", 128, config=config)], 1, 300)
+    (row,) = resource_table.inspect_jobs([step_job("specialised", "sm_90", 128, config=config)], 1, 300)
     assert "the compiler has not specialised its warps" in resource_table.find_regressions(row, row)

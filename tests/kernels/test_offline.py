@@ -13,7 +13,7 @@ import pytest
 
 from tritoncp.analysis import resource_table
 from tritoncp.analysis.compile_pool import compile_all
-from tritoncp.analysis.jobs import KERNELS, Job
+from tritoncp.analysis.jobs import KERNELS, step_job
 from tritoncp.analysis.throughput_bound import MACHINES
 from tritoncp.kernels.tile_rules import Config, family
 
@@ -30,7 +30,7 @@ AGAIN = {"sm_80": (128,), "sm_90": (64, 128, 256), "sm_100": (128,), "gfx942": (
 
 
 def reports(arch: str, dtype: str, dims: tuple[int, ...], *variants: str) -> list[dict[str, Any]]:
-    jobs = [Job(name, arch, dim, dtype, mask) for mask in variants for dim in dims for name in KERNELS]
+    jobs = [step_job(name, arch, dim, dtype, mask) for mask in variants for dim in dims for name in KERNELS]
     return list(resource_table.inspect_jobs(jobs, 1, 300))  # the suite runs in two processes already
 
 
@@ -92,8 +92,8 @@ def test_torchs_bounds_are_what_its_templates_compile_to() -> None:
 
 
 def few_rows(arch: str, *dims: int) -> list[dict[str, Any]]:
-    jobs = [Job(name, arch, dim, variant="few") for dim in dims for name in ("forward", "combine")]
-    jobs += [Job("forward", arch, dim, variant=mask) for dim in dims for mask in ("decode", "short")]
+    jobs = [step_job(name, arch, dim, variant="few") for dim in dims for name in ("forward", "combine")]
+    jobs += [step_job("forward", arch, dim, variant=mask) for dim in dims for mask in ("decode", "short")]
     return list(resource_table.inspect_jobs(jobs, 1, 300))
 
 
@@ -115,7 +115,7 @@ def scored(arch: str, dims: tuple[int, ...], masks: tuple[str, ...], *scores: st
     """Compile kernels with named score_mods; worker processes import tests/kernels/support/scores.py."""
     kernels = [name for name in KERNELS if name != "delta"]
     jobs = [
-        Job(
+        step_job(
             name,
             arch,
             dim,
@@ -181,8 +181,8 @@ def test_float32_fits_without_matrix_instructions(arch: str) -> None:
 
 
 def test_a_compiler_that_fails_or_hangs_is_reported_and_replaced() -> None:
-    good, bad = Job("delta", "sm_90", 64), Job("forward", "sm_90", 100_000)
-    odd = Job("forward", "sm_90", 20, config=Config(64, 64, USE_TMA=True))  # 40 bytes of channels
+    good, bad = step_job("delta", "sm_90", 64), step_job("forward", "sm_90", 100_000)
+    odd = step_job("forward", "sm_90", 20, config=Config(64, 64, USE_TMA=True))  # 40 bytes of channels
     reports = dict(compile_all([bad, odd, good], 1))
     assert (
         "failed" in reports[bad]

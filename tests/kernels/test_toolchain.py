@@ -18,6 +18,7 @@ from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import check_options, choose
 from tritoncp.kernels.tile_rules import Config, architecture, default
 from tritoncp.kernels.toolchain import BUNDLED, bundled_ptxas, multiplies_transposed, ptxas_faults, ptxas_for
+from tritoncp.planning.problem import Problem
 from tritoncp.tuning.targets import Target, candidates
 
 VERSIONS = {"3.6.0": False, "3.7.0": False, "3.7.0+git5": False, "3.7.1": True, "3.7.1+git12": True}
@@ -185,7 +186,7 @@ def test_the_tuner_leaves_out_the_fused_kernel_with_a_message(arch, version, pre
 def test_the_tuner_proposes_no_flip_where_it_is_compiled_wrong(arch, version, pretend):
     affected = pretend(arch, version)
     for kernel, dim in itertools.product(BACKWARD, (64, 256)):
-        configs = candidates(Target(kernel, "causal", 8, 2, dim, 4096), arch)
+        configs = candidates(Target(kernel, Problem("causal", 4096, 8, 2, dim, dim)), arch)
         assert any(config.FLIP for config in configs) is not affected
 
 

@@ -12,7 +12,7 @@ from tritoncp import create_block_mask, flex_attention
 from tritoncp.kernels import launch
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_lookup, tile_tables, tune_on_first_call
-from tritoncp.ops.tile_lookup import Call
+from tritoncp.ops.tile_lookup import TileKey
 from tritoncp.ops.tile_tables import Device
 from tritoncp.reference.dense import dense_attention
 
@@ -47,7 +47,7 @@ def put(folder, block_m, device=H200, triton=None, **fields):
 
 def configs(device, dtype, dims, mask, score=False):
     """Return the tile options of a call."""
-    return tile_lookup.measured_options(device, Call.of(dtype, dims, mask, score))
+    return tile_lookup.measured_options(device, TileKey.of(dtype, dims, mask, score))
 
 
 @pytest.fixture

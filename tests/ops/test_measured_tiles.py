@@ -12,15 +12,13 @@ import torch
 from tests.multiprocess.ranks import run as on_ranks
 from tests.ops.measured_tiles import CPU, attend, configs, entry, launched, places, put
 from tritoncp import causal, create_block_mask, flex_attention, make_plan
-from tritoncp.analysis.jobs import VARIANTS
+from tritoncp.analysis.jobs import VARIANT_OF_KIND, VARIANTS
 from tritoncp.kernels import forward_specialised
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.masks import full_mask
 from tritoncp.ops import tile_lookup, tile_tables
 from tritoncp.ops.tile_tables import Device
-from tritoncp.perf.suite.cases import MASKS as CASES
+from tritoncp.planning.problem import MEASURED_KINDS, Problem
 from tritoncp.reference.dense import dense_attention
-from tritoncp.tuning.targets import MASKS
 
 __all__ = ["launched", "places"]  # fixtures
 
@@ -173,7 +171,7 @@ def test_ranks_that_have_the_same_send_nothing(places, monkeypatch):
 
 def test_written_kinds_equal_looked_up_kinds() -> None:
     """The kind of a written target equals the kind of its mask at look-up."""
-    for name, (kind, variant) in MASKS.items():
-        closed = CASES[name].closed(512)
-        mask = full_mask(512, 512) if closed is None else create_block_mask(closed, 1, 1, 512, 512)
-        assert tile_lookup.kind_of(mask) == kind and variant in VARIANTS
+    for name, kind in MEASURED_KINDS.items():
+        assert (
+            tile_lookup.kind_of(Problem(name, 512).block_mask()) == kind and VARIANT_OF_KIND[kind] in VARIANTS
+        )

@@ -16,8 +16,8 @@ from tests.ops.measured_tiles import CPU, attend, launched, places, put
 from tritoncp import causal, create_block_mask, flex_attention, make_plan, plan_cache_clear, sliding_window
 from tritoncp.cli import main
 from tritoncp.ops import tile_lookup, tile_tables, tune_on_first_call
-from tritoncp.ops.tile_lookup import Call
-from tritoncp.tuning.targets import MASKS
+from tritoncp.ops.tile_lookup import TileKey
+from tritoncp.planning.problem import MEASURED_KINDS
 
 __all__ = ["launched", "places"]  # fixtures
 
@@ -153,7 +153,7 @@ def test_a_warning_that_is_an_error_is_one_on_rank_0_alone(stub, monkeypatch):
         x = torch.randn(1, 1, plan.s_local, 16)
         try:
             tune_on_first_call.tune_if_requested(
-                x.device, group, Call.of(x.dtype, (16, 16), "causal"), (1, 1, 32)
+                x.device, group, TileKey.of(x.dtype, (16, 16), "causal"), (1, 1, 32)
             )
         except UserWarning as error:
             return str(error)
@@ -170,7 +170,7 @@ def test_ranks_tune_together_though_only_one_has_masked_blocks(places, stub):
     def work(group):
         make_plan(create_block_mask(causal(), 1, 1, 64, 64, BLOCK_SIZE=16), group)
         x, kind = torch.empty(1, 1, 32, 16), ("mod", "interval")[group.rank()]
-        call = Call.of(x.dtype, (16, 16), kind)
+        call = TileKey.of(x.dtype, (16, 16), kind)
         tune_on_first_call.tune_if_requested(x.device, group, call, (1, 1, 32))
         return tile_lookup.measured_options(x.device, call, group) != {}
 
@@ -230,9 +230,9 @@ def test_the_command_measures_where_the_call_is(monkeypatch):
 
 @pytest.mark.parametrize("mask", tune_on_first_call.MEASURED)
 def test_the_command_accepts_the_arguments_of_a_call_and_writes_its_entries(mask):
-    call = Call("bfloat16", (192, 128), mask, score=True)
+    call = TileKey("bfloat16", (192, 128), mask, score=True)
     words = tune_on_first_call._command_arguments(call, (16, 8, 3000), 60.0)
     done = CliRunner().invoke(main, ["autotune", "--target", "sm_90", "--dry-run", "--json", *words])
     assert done.exit_code == 0, done.output
     names = [row["kernel"].split()[0] for row in json.loads(done.output)]
-    assert names == ["forward", "dq", "dkdv"] and MASKS[tune_on_first_call.MEASURED[mask]][0] == mask
+    assert names == ["forward", "dq", "dkdv"] and MEASURED_KINDS[tune_on_first_call.MEASURED[mask]] == mask

@@ -8,14 +8,15 @@ import torch
 from tests.tuning.stand_ins import Compiler, Formula
 from tritoncp.kernels.tile_rules import default
 from tritoncp.ops import tile_tables
+from tritoncp.planning.problem import Problem
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.search import Tuner
 from tritoncp.tuning.targets import Target
 
 H200 = tile_tables.Device("sm_90", "NVIDIA H200")
-TARGET = Target("forward", "causal", 32, 8, 128, 4096)
-SCORED = Target("dq", "causal", 128, 128, 192, 4096, v_head_dim=128, score="softcap")
-RULES = {t: default(t.kernel, "sm_90", max(t.head_dim, t.v_dim), torch.bfloat16) for t in (TARGET, SCORED)}
+TARGET = Target("forward", Problem("causal", 4096, 32, 8))
+SCORED = Target("dq", Problem("causal", 4096, 128, 128, 192, score="softcap"))
+RULES = {t: default(t.kernel, "sm_90", t.problem.dim, torch.bfloat16) for t in (TARGET, SCORED)}
 ABOUT = {"device": H200.name, "arch": H200.arch, "triton": "3.6.0", "code": "abc"}
 
 

@@ -9,17 +9,18 @@ from tests.multiprocess import ranks
 from tritoncp.perf.records import history
 from tritoncp.perf.suite import baselines, check, measure, timing
 from tritoncp.perf.suite.cases import CASES, Case, select
+from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
 
 
 def case_of(schedule: str, mask: str = "document", **more) -> Case:
-    return Case(mask, "forward", 16384, world=2, schedule=schedule, **more).shrunk()
+    return Case(Problem(mask, 16384, world=2, schedule=schedule, **more), "forward").shrunk()
 
 
 @pytest.mark.parametrize("schedule", ["allgather", "ring", "fetch", "ulysses"])
 def test_all_ranks_on_one_device_give_the_answer(schedule):
-    case = case_of(schedule, together=True)
+    case = case_of(schedule, together=True).problem
     tensors = baselines.inputs(case, CPU)
     contender = baselines.contenders(case, tensors, [])["tritoncp"]()
     for actual, expected in zip((contender.forward(), *contender.backward()), check.reference(case, tensors)):
@@ -44,7 +45,7 @@ def test_a_group_measures_together_and_writes_one_line(tmp_path):
 
 def test_pytorchs_context_parallelism_computes_the_same_case():
     """Forward only: torch refuses to differentiate flex attention on a CPU."""
-    case = case_of("allgather")
+    case = case_of("allgather").problem
 
     def work(group):
         tensors = baselines.inputs(case, CPU)
@@ -66,10 +67,11 @@ def test_a_rank_that_fails_stops_the_contender_everywhere():
         def make():
             if group.rank() == 1:
                 raise MemoryError("no room here")
-            return baselines.one_device(case, tensors)
+            return baselines.one_device(case.problem, tensors)
 
-        tensors = baselines.inputs(case, CPU)
-        contender, result = bench._check_contender(case, make, check.reference(case, tensors), ["forward"])
+        tensors = baselines.inputs(case.problem, CPU)
+        expected = check.reference(case.problem, tensors)
+        contender, result = bench._check_contender(case, make, expected, ["forward"])
         return contender is None, result["why"]
 
     assert ranks.run(2, work) == [(True, "failed on another rank"), (True, "MemoryError: no room here")]
@@ -86,6 +88,6 @@ def test_a_group_clock_agrees_on_the_slowest():
 
 
 def test_processes_measure_the_cases_of_their_number():
-    assert all(case.world == 4 and not case.together for case in select("full", world=4))
-    assert {case.world for case in select("full")} == {1, 2, 8} and len(select("full", world=4)) == 8
-    assert all(case.seq % (128 * case.world) == 0 for case in CASES), "as PyTorch's needs it"
+    assert all(case.problem.world == 4 and not case.problem.together for case in select("full", world=4))
+    assert {case.problem.world for case in select("full")} == {1, 2, 8} and len(select("full", world=4)) == 8
+    assert all(case.problem.seq % (128 * case.problem.world) == 0 for case in CASES), "as PyTorch's needs it"

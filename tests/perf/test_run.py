@@ -14,6 +14,7 @@ from tritoncp.perf.records import history
 from tritoncp.perf.run import format_line, main, show
 from tritoncp.perf.suite import baselines, measure, timing
 from tritoncp.perf.suite.cases import GOALS, Case, select
+from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--seconds", "0.01"]
@@ -74,9 +75,9 @@ def test_nothing_is_started_after_the_budget(tmp_path):
 
 
 def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
-    case = Case("causal", "forward", 16384).shrunk()
-    tensors = baselines.inputs(case, CPU)
-    right = baselines.one_device(case, tensors)
+    case = Case(Problem("causal", 16384), "forward").shrunk()
+    tensors = baselines.inputs(case.problem, CPU)
+    right = baselines.one_device(case.problem, tensors)
     wrong = baselines.Contender(lambda: right.call() * 1.01, right.leaves, right.dout)
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", tritoncp=lambda: wrong, flash=lambda: 1 / 0)
     runner.run([case])
@@ -87,7 +88,7 @@ def test_a_wrong_contender_is_named_and_not_timed(monkeypatch, tmp_path):
 
 
 def test_a_route_that_is_not_taken_is_not_timed_as_that_route(monkeypatch, tmp_path):
-    case = Case("causal", "forward", 16384).shrunk()
+    case = Case(Problem("causal", 16384), "forward").shrunk()
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     runner.options = [{"ROUTE": "specialised"}, {"SPLIT_KV": 2}]
     runner.run([case])
@@ -98,7 +99,7 @@ def test_a_route_that_is_not_taken_is_not_timed_as_that_route(monkeypatch, tmp_p
 
 
 def test_kernel_options_are_measured_only_in_the_pass_that_they_change(monkeypatch, tmp_path):
-    cases = [Case("causal", direction, 16384).shrunk() for direction in ("forward", "backward")]
+    cases = [Case(Problem("causal", 16384), direction).shrunk() for direction in ("forward", "backward")]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     runner.options = [{"fwd_BLOCK_N": 32}, {"bwd_BLOCK_M2": 32}, {"num_stages": 2}]
     runner.patterns = ["tritoncp*"]
@@ -122,7 +123,7 @@ def test_the_unsafe_backward_pass_is_allowed_for_its_contender_alone(monkeypatch
     monkeypatch.delenv("TRITONCP_UNSAFE_FUSED", raising=False)
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     runner.options, runner.patterns = [{"FUSED_BACKWARD": True}], ["tritoncp*"]
-    runner.run([Case("causal", "backward", 16384).shrunk()])
+    runner.run([Case(Problem("causal", 16384), "backward").shrunk()])
     assert values == {("None", None), ("{'FUSED_BACKWARD': True}", "1")}
     assert "TRITONCP_UNSAFE_FUSED" not in os.environ
     (point,) = journal.points
@@ -131,8 +132,8 @@ def test_the_unsafe_backward_pass_is_allowed_for_its_contender_alone(monkeypatch
 
 
 def test_a_wrong_backward_pass_is_recorded_as_wrong(monkeypatch, tmp_path):
-    case = Case("causal", "backward", 16384).shrunk()
-    right = baselines.one_device(case, baselines.inputs(case, CPU))
+    case = Case(Problem("causal", 16384), "backward").shrunk()
+    right = baselines.one_device(case.problem, baselines.inputs(case.problem, CPU))
     wrong = replace(right, dout=right.dout * 1.1, passes=("backward",))
     name = "tritoncp FUSED_BACKWARD=True"
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", **{name: lambda: wrong})
@@ -196,7 +197,10 @@ def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(mon
     def lost():
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
-    cases = [Case("causal", "forward", 16384).shrunk(), Case("full", "forward", 16384).shrunk()]
+    cases = [
+        Case(Problem("causal", 16384), "forward").shrunk(),
+        Case(Problem("full", 16384), "forward").shrunk(),
+    ]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl", flash=lost)
     with pytest.raises(RuntimeError, match=r"since causal-.*: .*continue with --resume"):
         runner.run(cases)
@@ -208,7 +212,11 @@ def test_a_run_that_lost_the_device_ends_and_is_resumed_with_the_other_cases(mon
 
 
 def test_a_resumed_run_measures_the_remaining_cases_with_the_winning_variants(monkeypatch, tmp_path):
-    cases = [Case("causal", direction, seq) for seq in (16384, 8192) for direction in ("forward", "backward")]
+    cases = [
+        Case(Problem("causal", seq), direction)
+        for seq in (16384, 8192)
+        for direction in ("forward", "backward")
+    ]
     runner, journal = bench(monkeypatch, tmp_path / "a.jsonl")
     times = {"tritoncp": {"ms": 1.0}, "flex": {"ms": 3.0}, "flex tma": {"ms": 2.0}}
     journal.point(cases[0].name, times)
@@ -222,13 +230,13 @@ def test_later_sizes_take_the_flex_variants_that_won_the_first(monkeypatch, tmp_
     requested = []
 
     def problem(cases, variants):
-        requested.append((cases[0].mask, cases[0].seq, list(variants)))
-        if cases[0].mask == "causal":
+        requested.append((cases[0].problem.mask, cases[0].problem.seq, list(variants)))
+        if cases[0].problem.mask == "causal":
             runner.best.setdefault("causal", ["flex tma"])
 
     monkeypatch.setattr(runner, "_measure_problem", problem)
     monkeypatch.setattr(Case, "shrunk", lambda self: self)
-    cases = [Case(mask, "forward", seq) for mask, seq in
+    cases = [Case(Problem(mask, seq), "forward") for mask, seq in
              [("causal", 16384), ("window", 16384), ("alibi", 16384), ("causal", 8192)]]  # fmt: skip
     runner.run(cases)
     everything = measure.QUICK
@@ -268,7 +276,7 @@ def test_each_contender_runs_once_a_round_and_the_first_round_is_dropped():
 
 
 def test_every_core_case_has_a_goal():
-    assert {(case.mask, case.which) for case in select("core")} == set(GOALS)
+    assert {(case.problem.mask, case.which) for case in select("core")} == set(GOALS)
 
 
 def test_mistakes_are_explained(tmp_path):

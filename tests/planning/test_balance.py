@@ -12,16 +12,17 @@ from torch.distributed.tensor.experimental._context_parallel import _load_balanc
 
 from tests.compat.differences import documented
 from tritoncp import Mask, and_masks, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.perf.studies.balance import MASKS, fetched_rows
+from tritoncp.perf.studies.balance import STUDIED, fetched_rows
 from tritoncp.planning.balance import balancers, contiguous, deal, head_tail, locality, per_document, ptrr
 from tritoncp.planning.build import build
 from tritoncp.planning.plan import Plan
+from tritoncp.planning.problem import Problem
 from tritoncp.planning.work import MASKED_BLOCK_COST, Work, work_of_rows
 
 EVEN_COUNTS = sorted(balancers)
 costs_lists = st.lists(st.integers(0, 20), max_size=60)
 NO_CLOSED_FORM = "shared question"  # a mask_mod is asked about every pair: for perf's table only
-ZOO = {name: make for name, make in MASKS.items() if name != NO_CLOSED_FORM}
+ZOO = {name: mask for name, (mask, _) in STUDIED.items() if name != NO_CLOSED_FORM}
 
 
 @st.composite
@@ -43,7 +44,7 @@ def masks(draw: Callable) -> Mask:
 
 
 def zoo_plan(name: str, balancer: str, size: int = 65536, world_size: int = 8) -> Plan:
-    mask = create_block_mask(ZOO[name](size), None, None, size, size)
+    mask = Problem(ZOO[name], size).block_mask()
     return build(mask, world_size, balancer=balancer, schedule="fetch")
 
 

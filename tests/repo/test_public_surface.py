@@ -28,6 +28,7 @@ from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import autograd, tile_tables
 from tritoncp.perf import exit_codes
 from tritoncp.perf.records.history import Point, Series
+from tritoncp.planning.problem import Problem
 from tritoncp.self_check.cases import Case, Result
 from tritoncp.self_check.report import Report as CheckReport
 from tritoncp.tuning import search_run
@@ -202,7 +203,7 @@ def file_fields(folder: Path) -> Iterator[str]:
     yield f"line of a history, series: {fields(point.as_line()['series'])}"
 
     device = tile_tables.Device("sm_90", "device")
-    target = Target("forward", "full", 8, 8, 192, 4096, v_head_dim=128, score="softcap")
+    target = Target("forward", Problem("full", 4096, 8, 8, 192, score="softcap"))
     entry = search_run.entry_of(target, Choice(Config(16, 32), 1.0, 1.1))
     table = json.loads(tile_tables.write(folder, device, [entry], {}, "3.7").read_text())
     yield f"tile table: {fields(table)}"

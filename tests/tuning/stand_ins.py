@@ -5,11 +5,12 @@ from dataclasses import replace
 import torch
 
 from tritoncp.kernels.tile_rules import default
+from tritoncp.planning.problem import Problem
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.search import Tuner
 from tritoncp.tuning.targets import Target
 
-TARGET = Target("forward", "causal", 32, 8, 128, 4096)
+TARGET = Target("forward", Problem("causal", 4096, 32, 8))
 RULE = default("forward", "sm_90", 128, torch.bfloat16)
 BEST = replace(RULE, num_stages=3)
 CONDITIONS = {"device": "formula"}
@@ -46,7 +47,7 @@ class Compiler:
 
     def __call__(self, jobs):
         for job in jobs:
-            (self.asked if job.call else self.steps).append(job.config)
+            (self.steps if job.variant else self.asked).append(job.config)
             row = {"registers": 128, "spill_bytes": 0, "shared_bytes": 1000, "flops": 1.0, "bound": 0.6}
             yield job, row | {"limit": "issue"} | self.by_stages.get(f"s{job.config.num_stages}", {})
 

@@ -66,7 +66,7 @@ def kill_run(path, stage):
     class Dies(Compiler):
         def __call__(self, jobs):
             for job, report in super().__call__(jobs):
-                die("compile" if job.call else "steps")
+                die("steps" if job.variant else "compile")
                 yield job, report
 
     class Device(Formula):

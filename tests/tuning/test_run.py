@@ -19,19 +19,20 @@ from click.testing import CliRunner
 
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.jobs import Job, Routed
-from tritoncp.analysis.launches import Problem, launch_of
+from tritoncp.analysis.launches import CallTensors, launch_of
 from tritoncp.cli import main
 from tritoncp.kernels import forward_specialised
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops import tile_tables
 from tritoncp.perf.records.history import Point, Series, append
 from tritoncp.perf.suite import check
+from tritoncp.planning.problem import Problem
 from tritoncp.tuning import search, search_run, targets
 from tritoncp.tuning.device_bench import DeviceBench
 from tritoncp.tuning.targets import Target, candidates
 
 ROOT = Path(__file__).parents[2]
-SMALL = Target("forward", "causal", 2, 1, 16, 64, "float32")
+SMALL = Target("forward", Problem("causal", 64, 2, 1, 16, 16, dtype="float32"))
 CPU = torch.device("cpu")
 
 
@@ -110,7 +111,8 @@ def test_the_static_stage_compiles_routes(monkeypatch):
     done = invoke(*words)
     routes = [row["config"].get("ROUTE") for row in json.loads(done.stdout)]
     assert done.exit_code == 0 and routes == [None, "loops", "gluon"]
-    scored = replace(ROUTE, head_dim=64, dtype="float16", score="softcap")
+    sizes = {"dim": 64, "v_dim": 64, "dtype": "float16"}
+    scored = Target("route", replace(ROUTE.problem, **sizes, score="softcap"))
     with pytest.raises(ValueError, match="a score_mod or mask_mod says nothing of layouts"):
         launch_of(scored.job("sm_90", candidates(scored, "sm_90")[-1]))
 
@@ -272,19 +274,16 @@ def test_a_tuned_rule_is_an_answer_too(compile_nothing, home):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "v_head_dim", "score"),
+    ("kernel", "v_dim", "score"),
     [
         ("forward", 32, "tests.tuning.test_run:biased"),
-        ("dq", None, "softcap(2)"),
+        ("dq", 16, "softcap(2)"),
         ("dkdv", 24, "alibi"),
         ("fused", 24, "tests.tuning.test_run:biased"),
     ],
 )
-def test_single_launches_are_checked_against_float32_and_timed(kernel, v_head_dim, score):
-    bench, target = (
-        DeviceBench(CPU),
-        replace(SMALL, kernel=kernel, v_head_dim=v_head_dim, score=score),
-    )
+def test_single_launches_are_checked_against_float32_and_timed(kernel, v_dim, score):
+    bench, target = DeviceBench(CPU), Target(kernel, replace(SMALL.problem, v_dim=v_dim, score=score))
     for config in (Config(32, 16), Config(16, 64)):
         assert bench.wrong(target, config) is None
         assert bench.milliseconds(target, config) > 0
@@ -294,7 +293,7 @@ def test_single_launches_are_checked_against_float32_and_timed(kernel, v_head_di
     assert problem_text is not None and problem_text.startswith(f"{name} is off by")
 
 
-ROUTE = replace(SMALL, kernel="route", seq=256)
+ROUTE = Target("route", replace(SMALL.problem, seq=256))
 SPECIALISED = Routed(32, 32, ROUTE="specialised")
 
 
@@ -304,11 +303,11 @@ def test_routes_are_checked_against_float32_as_steps_too_and_their_lse_against_t
     assert "of the time, over 3%" in (bench.wrong(ROUTE, SPECIALISED) or ""), "what is in its way"
     monkeypatch.setattr(forward_specialised, "STATE_SHARE", math.inf)
     assert bench.wrong(ROUTE, SPECIALISED) is None and bench.milliseconds(ROUTE, SPECIALISED) > 0
-    checked, ring = bench._problem_for(ROUTE), Problem.in_steps
+    checked, ring = bench._problem_for(ROUTE), CallTensors.in_steps
     checked._lse[0, 0, 5] += 0.01
     assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("lse is off by")
     checked._lse[0, 0, 5] -= 0.01
-    monkeypatch.setattr(Problem, "in_steps", lambda *arguments: ring(*arguments) * 1.001)
+    monkeypatch.setattr(CallTensors, "in_steps", lambda *arguments: ring(*arguments) * 1.001)
     assert (bench.wrong(ROUTE, SPECIALISED) or "").startswith("out in steps is off by")
 
 
@@ -319,7 +318,7 @@ def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeyp
         raise torch.AcceleratorError("an illegal memory access was encountered")
 
     bench, target = DeviceBench(CPU), replace(SMALL, kernel="forward")
-    monkeypatch.setattr(Problem, "launch", lost)
+    monkeypatch.setattr(CallTensors, "launch", lost)
     assert "AcceleratorError: an illegal memory access" in (bench.wrong(target, Config(32, 16)) or "")
     monkeypatch.undo()
     for ask in (bench.wrong, bench.milliseconds):
@@ -329,10 +328,11 @@ def test_after_an_error_on_the_device_no_other_candidate_is_called_wrong(monkeyp
 
 def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share():
     """By the tiles of another GPU: an interpreter has no use for those of few rows."""
-    target, config = replace(SMALL, kernel="few", mask="full", heads=4, seq=256), Config(64, 32, 4, 1)
+    problem = replace(SMALL.problem, mask="full", heads=4, seq=256, queries=1)
+    target, config = Target("few", problem), Config(64, 32, 4, 1)
     checked = DeviceBench(CPU)._problem_for(target)
-    out = checked.problem.results("few")["out"].fill_(float("nan"))
-    launch = checked.problem.launch("few", config, "sm_80")
+    out = checked.call.results("few")["out"].fill_(float("nan"))
+    launch = checked.call.launch("few", config, "sm_80")
     launch()
     first = launch.parts[0]
     assert (first.args["PACK"], first.args["splits"], first.config.BLOCK_N, out.shape[2]) == (4, 4, 32, 1)
@@ -343,19 +343,20 @@ def test_a_decoding_step_is_one_query_of_packed_heads_whose_keys_programs_share(
 def test_offline_launches_equal_those_of_calls(kernel):
     """Every argument has the same type and the same divisibility by 16, so that Triton's cache has the kernel
     that another process compiled."""
-    target = Target(kernel, "document", 4, 2, 32, 512, "float16", 16, "tests.tuning.test_run:biased")
+    target = Target(
+        kernel,
+        Problem("document", 512, 4, 2, 32, 16, dtype="float16", score="tests.tuning.test_run:biased"),
+    )
     config = Config(64, 64, 4, 1)
     if kernel == "few":
-        target = replace(target, mask="full")
+        target = replace(target, problem=replace(target.problem, mask="full", queries=1))
     if kernel == "gluon":
-        target = Target("route", "document", 4, 2, 64, 512)
+        target = Target("route", Problem("document", 512, 4, 2, 64, 64))
         config = candidates(target, "sm_90")[-1]
     job = target.job("sm_90", config)
     assert job.kernel == kernel
     compiled = launch_of(Job.of(json.loads(json.dumps(asdict(job)))))
-    launched_part = (
-        DeviceBench(CPU)._problem_for(target).problem.launch(target.kernel, config, "sm_90").parts[0]
-    )
+    launched_part = DeviceBench(CPU)._problem_for(target).call.launch(target.kernel, config, "sm_90").parts[0]
     assert (compiled.grid, compiled.config, compiled.kernel) == (
         launched_part.grid,
         launched_part.config,
@@ -372,17 +373,19 @@ from tritoncp.kernels.tile_rules import Config
 from tritoncp.ops.engine_factory import name_functions
 from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.cross_compile import compile_launch
-from tritoncp.analysis.launches import Problem
+from tritoncp.analysis.launches import CallTensors
+from tritoncp.planning.problem import Problem
 from tritoncp.tuning.targets import Target
 
-target, config = Target("dq", "causal", 4, 2, 32, 512, "float16", 16, "softcap"), Config(64, 64, 4, 1)
+problem = Problem("causal", 512, 4, 2, 32, 16, dtype="float16", score="softcap")
+target, config = Target("dq", problem), Config(64, 64, 4, 1)
 job, folder = target.job("sm_80", config), os.environ["TRITON_CACHE_DIR"]
 name_functions()
 compilers = Compilers(1)
 ((_, report),) = compilers.compile_jobs([job])
 compilers.end()
 files = set(os.listdir(folder))
-compile_launch(Problem(job, torch.device("cpu")).launch("dq", config, "sm_80"), "sm_80")
+compile_launch(CallTensors(problem, torch.device("cpu")).launch("dq", config, "sm_80"), "sm_80")
 print(report.get("failed"), len(files) > 0, set(os.listdir(folder)) - files)
 """
 

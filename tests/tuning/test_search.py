@@ -14,8 +14,9 @@ from tests.tuning.stand_ins import BEST, RULE, TARGET, Compiler, Formula, Ticks,
 from tritoncp.analysis.launches import launch_of
 from tritoncp.kernels.tile_rules import default
 from tritoncp.perf.records.history import TUNED, Point, Series
+from tritoncp.planning.problem import Problem
 from tritoncp.tuning.search import MAX_TIMED, ROUNDS, Tally
-from tritoncp.tuning.targets import MASKS, OPS, Target, candidates, select_worst_case, targets
+from tritoncp.tuning.targets import MEASURED_KINDS, OPS, Target, candidates, select_worst_case, targets
 
 
 def test_the_fastest_right_config_is_chosen_in_few_samples(tmp_path):
@@ -169,7 +170,7 @@ def test_a_kernel_that_never_ends_is_passed_over_by_the_next_run(tmp_path):
 
 
 def test_few_rows_are_not_dropped_by_a_bound_of_products(tmp_path):
-    target = replace(TARGET, kernel="few", mask="full")
+    target = Target("few", replace(TARGET.problem, mask="full", queries=1))
     listed = candidates(target, "sm_90")
     assert {config.BLOCK_M for config in listed} == {64} and len(listed) == len(set(listed)) > 30
     search = tuner(tmp_path, Compiler(s3={"bound": 0.01}))
@@ -186,7 +187,7 @@ def test_time_that_runs_out_leaves_the_last_finished_halving(tmp_path):
 
 
 def test_each_target_gets_its_share_of_the_time(tmp_path):
-    requested = targets(["32x8,128,4096"], list(MASKS), list(OPS), "bfloat16")
+    requested = targets(["32x8,128,4096"], list(MEASURED_KINDS), list(OPS), "bfloat16")
     assert len(requested) == 21
     search = tuner(tmp_path, deadline=21 * 400.0, now=Ticks(1.0))
     assert len(search.run(requested, Formula(cost))) == 21
@@ -222,7 +223,7 @@ def test_a_config_that_does_not_fit_a_step_is_dropped(tmp_path):
     class Steps(Compiler):
         def __call__(self, jobs):
             for job, report in super().__call__(jobs):
-                odd = job.call is None and job.config == BEST
+                odd = job.variant and job.config == BEST
                 yield job, report | ({"shared_bytes": 1 << 20} if odd else {})
 
     bench = Formula(cost)
@@ -238,7 +239,7 @@ def test_both_ways_to_copy_a_tile_are_tried_where_there_are_both(kernel):
         configs = candidates(target, arch)
         assert {config.USE_TMA for config in configs} == ways
         assert {default(kernel, arch, 128, torch.bfloat16, tma) for tma in ways} <= set(configs)
-    odd = candidates(replace(target, head_dim=100), "sm_90")
+    odd = candidates(Target(kernel, Problem("causal", 4096, dim=100, v_dim=100)), "sm_90")
     assert odd[0] == default(kernel, "sm_90", 100, torch.bfloat16, tma=False)
     assert {config.USE_TMA for config in odd} == {False}
 
@@ -317,7 +318,7 @@ def test_where_no_case_has_a_goal_the_one_farthest_behind_is_tuned():
         for mask, ms in (("full", 2), ("causal", 3))
     ]
     why, (target, _) = select_worst_case(points, None)
-    assert why == "full-16k-fwd, 2.00 of the fastest baseline" and target.mask == "full"
+    assert why == "full-16k-fwd, 2.00 of the fastest baseline" and target.problem.mask == "full"
 
 
 def test_without_a_comparison_a_usual_call_is_tuned():
@@ -331,6 +332,6 @@ def test_the_first_candidate_is_the_config_of_calls_without_a_file(score):
     name = f"tests.kernels.support.scores:{score}" if "learn" in score else score
     kernels, archs = ("forward", "dq", "dkdv"), ("sm_80", "sm_90", "sm_100")
     for kernel, arch, dim in itertools.product(kernels, archs, (128, 256)):
-        target = Target(kernel, "causal", 8, 8, dim, 1024, score=name)
+        target = Target(kernel, Problem("causal", 1024, 8, 8, dim, dim, score=name))
         assert launch_of(target.job(arch, None)).config == candidates(target, arch)[0], (kernel, arch, dim)
         assert ("loads" in target.entry) == ("table" in score)

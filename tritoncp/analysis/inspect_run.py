@@ -65,7 +65,7 @@ def run(
         jobs = stale(jobs, processes)
     log = Console(stderr=True)
     rows = compile_rows(jobs, processes, timeout, log)
-    order = {key(vars(job)): i for i, job in enumerate(jobs)}
+    order = {key(job.identity): i for i, job in enumerate(jobs)}
     rows.sort(key=lambda row: order[key(row)])
     before = read_table()
     worse = [(row, why) for row in rows for why in find_regressions(row, before.get(key(row)))]

@@ -2,106 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.masks.closed_forms import causal, document, sliding_window
-from tritoncp.masks.mask import Mask, create_block_mask, full_mask
-from tritoncp.masks.mask_mod import and_masks
+from tritoncp.planning.problem import Problem
 
 S, HEADS, KV_HEADS = 1024, 8, 2
 
 
 class Variant(NamedTuple):
-    """A mask, whether a launch goes on from a state (adds to gradients) and leaves one; kernel options; how
-    many queries there are at most."""
+    """A launch in a schedule: a problem, of which a job sets head dims, dtype and score_mod; whether the
+    launch goes on from a state (adds to gradients) and leaves one; kernel options."""
 
-    mask: str
-    world_size: int = 1
+    problem: Problem
     load: bool = False
     store: bool = False
     options: tuple[tuple[str, Any], ...] = ()
-    queries: int = S
 
 
+_FULL, _CAUSAL, _DOCUMENTS, _DILATED = (
+    Problem(mask, S, HEADS, KV_HEADS) for mask in ("full", "causal", "three-documents", "dilated")
+)
+_GATHERED = replace(_DOCUMENTS, world=4)
+_SPLIT = (("SPLIT_KV", 4),)
 VARIANTS = {
-    "full": Variant("full"),
-    "causal": Variant("causal"),  # closed form: positions alone
-    "window": Variant("window", load=True),
-    "documents": Variant("documents"),  # tables and row intervals
-    "state": Variant("documents", 4, load=True, store=True),  # the same over gathered keys, step by step
-    "mask_mod": Variant("dilated", 4),
-    "mask_mod_local": Variant("dilated"),  # one buffer of keys, as torch's templates have it
-    "pointers": Variant("documents", 4, load=True, store=True, options=(("USE_TMA", False),)),
-    "few": Variant("documents", load=True, options=(("SPLIT_KV", 4),), queries=16),  # a tile of 4 heads
-    "short": Variant("documents", load=True, options=(("SPLIT_KV", 4),), queries=64),  # two such tiles
-    "decode": Variant("causal", options=(("SPLIT_KV", 4),), queries=1),
-    "single": Variant("single"),  # everything that can be 1 is: Triton makes constants of those
-    "pair": Variant("pair"),  # the same, without a window
+    "full": Variant(_FULL),
+    "causal": Variant(_CAUSAL),  # closed form: positions alone
+    "window": Variant(replace(_FULL, mask="two-sided-window"), load=True),
+    "documents": Variant(_DOCUMENTS),  # tables and row intervals
+    "state": Variant(_GATHERED, load=True, store=True),  # the same over gathered keys, step by step
+    "mask_mod": Variant(replace(_DILATED, world=4)),
+    "mask_mod_local": Variant(_DILATED),  # one buffer of keys, as torch's templates have it
+    "pointers": Variant(_GATHERED, load=True, store=True, options=(("USE_TMA", False),)),
+    "few": Variant(replace(_DOCUMENTS, queries=16), load=True, options=_SPLIT),  # a tile of 4 heads
+    "short": Variant(replace(_DOCUMENTS, queries=64), load=True, options=_SPLIT),  # two such tiles
+    "decode": Variant(replace(_CAUSAL, queries=1), options=_SPLIT),
+    # everything that can be 1 is: Triton makes constants of those
+    "single": Variant(replace(_FULL, mask="neighbours", seq=1)),
+    "pair": Variant(replace(_CAUSAL, seq=1)),  # the same, without a window
+}
+VARIANT_OF_KIND = {kind: kind for kind in ("full", "causal", "window")} | {
+    "interval": "documents",
+    "mod": "mask_mod",
 }
 KERNELS = ("forward", "delta", "dq", "dkdv")
 
 
-class Call(NamedTuple):
-    """A call on one device, without ranks: a mask of perf/suite/cases.py, query and key heads, tokens;
-    queries, if their number differs, which only the mask "full" allows."""
-
-    mask: str
-    heads: int
-    kv_heads: int
-    length: int
-    queries: int = 0
-
-
 @dataclass(frozen=True)
 class Job:
-    """One kernel to compile: a variant of VARIANTS with heads of ``head_dim`` channels.
+    """One kernel to compile, in the launch of a problem.
 
     kernel: one of KERNELS; "fused": dK/dV that adds up dQ too; "masked" and "specialised": the two launches
         of the specialised route, where the second starts from a state if there are masked blocks (on sm_100
         there is only the second, which handles masked blocks too); "few": forward with tiles for few rows
         (variant "few" or "decode"); "combine": the launch after it, where several programs share its keys;
         "gluon": the launch of that route
+    variant: a key of VARIANTS, whose state and options the launch has; "": the launch of a call on one device
     config: the tiles; None = those of the rule
-    v_head_dim: channels of values; None = head_dim
-    score:  a score_mod, as tritoncp/masks/expressions.py reads it
-    call:   replaces the variant: the exact launch that this call makes
     source: origin of the config, unless it is the rule
     """
 
     kernel: str
     arch: str
-    head_dim: int
-    dtype: str = "bfloat16"
-    variant: str = "state"
+    problem: Problem
+    variant: str = ""
     config: Config | None = None
-    v_head_dim: int | None = None
-    score: str = ""
-    call: Call | None = None
     source: str = ""
 
     @property
-    def dims(self) -> tuple[int, int]:
-        """Channels of queries and keys, and of values."""
-        return self.head_dim, self.v_head_dim or self.head_dim
+    def head_dim(self) -> int:
+        return self.problem.dim
+
+    @property
+    def dtype(self) -> str:
+        return self.problem.dtype
 
     @property
     def name(self) -> str:
         """The job in words.
 
-        >>> Job("dq", "sm_90", 128).name
+        >>> step_job("dq", "sm_90", 128).name
         'dq sm_90 d128 bfloat16 state'
         """
         return f"{self.kernel} {self.arch} d{self.head_dim} {self.dtype} {self.variant}"
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The key of the job's row in the table of resources; ``source`` only if the config has one."""
+        key = {"kernel": self.kernel, "arch": self.arch, "head_dim": self.head_dim}
+        key |= {"source": self.source} if self.source else {}
+        return key | {"dtype": self.dtype, "variant": self.variant}
+
     @classmethod
     def of(cls, raw: dict[str, Any]) -> Job:
         """The job of a dict from ``asdict``."""
-        config, call = raw["config"], raw["call"]
-        return cls(**raw | {"config": config and Config(**config), "call": call and Call(*call)})
+        config = raw["config"] and Config(**raw["config"])
+        return cls(**raw | {"config": config, "problem": Problem(**raw["problem"])})
+
+
+def step_job(
+    kernel: str, arch: str, head_dim: int, dtype: str = "bfloat16", variant: str = "state",
+    config: Config | None = None, v_head_dim: int | None = None, score: str = "", source: str = "",
+) -> Job:  # fmt: skip
+    """Make the job of a variant with heads of ``head_dim`` channels, values of ``v_head_dim`` (None: the
+    same)."""
+    problem = VARIANTS[variant].problem
+    problem = replace(problem, dim=head_dim, v_dim=v_head_dim or head_dim, dtype=dtype, score=score)
+    return Job(kernel, arch, problem, variant, config, source)
 
 
 @dataclass(frozen=True)
@@ -128,23 +137,3 @@ def options_of(kernel: str, config: Config | None) -> dict[str, Any]:
     """The engine options that select this config for a kernel; empty for None, the rule's config."""
     kind = "forward" if kernel == "masked" else kernel
     return {"CONFIGS": ((kind, tuple(asdict(config).items())),)} if config else {}
-
-
-def mask_of(name: str, queries: int = S) -> Mask:
-    if name == "full":
-        return full_mask(queries, S)
-    documents = document(lengths=[300, 424, 300])
-    forms: dict[str, tuple[Callable[..., Any], int]] = {
-        "causal": (causal(), S),
-        "window": (sliding_window(200, 10), S),
-        "single": (sliding_window(1, 1), 1),
-        "pair": (causal(), 1),
-        "documents": (and_masks(causal(), documents), S),
-        "dilated": (_dilated, S),
-    }
-    mod, length = forms[name]
-    return create_block_mask(mod, 1, 1, min(queries, length), length)
-
-
-def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
-    return (q - kv) % 3 == 0

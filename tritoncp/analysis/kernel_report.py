@@ -175,13 +175,15 @@ def tile_flops(job: Job, config: Config) -> int:
     """Count the FLOPs of one tile: two products in forward, three in dQ, four in dK/dV, five in the fused
     kernel, over the pieces that the head dims are cut into.
 
-    >>> tile_flops(Job("forward", "sm_90", 96), Config(128, 64)) == 2 * 2 * 128 * 64 * 96
+    >>> from tritoncp.analysis.jobs import step_job
+    >>> tile_flops(step_job("forward", "sm_90", 96), Config(128, 64)) == 2 * 2 * 128 * 64 * 96
     True
-    >>> tile_flops(Job("dq", "sm_90", 192, v_head_dim=128), Config(64, 64)) == 2 * 64 * 64 * (2 * 192 + 128)
+    >>> job = step_job("dq", "sm_90", 192, v_head_dim=128)
+    >>> tile_flops(job, Config(64, 64)) == 2 * 64 * 64 * (2 * 192 + 128)
     True
     """
     of_keys, of_values = {"dq": (2, 1), "dkdv": (2, 2), "fused": (3, 2)}.get(job.kernel, (1, 1))
-    d, e = (sum(pieces(dim)) for dim in job.dims)
+    d, e = (sum(pieces(dim)) for dim in (job.problem.dim, job.problem.v_dim))
     return 2 * config.BLOCK_M * config.BLOCK_N * (of_keys * d + of_values * e)
 
 
@@ -191,13 +193,15 @@ def descriptor_bytes(job: Job, config: Config, code: Iterable[Instruction]) -> i
     show sizes.
 
     >>> load, add = (Instruction(op, "") for op in ("UTMALDG.4D", "UTMAREDG.4D.ADD"))
-    >>> descriptor_bytes(Job("dq", "sm_90", 128), Config(128, 32), [load]) == 32 * 256 * 2
+    >>> from tritoncp.analysis.jobs import step_job
+    >>> descriptor_bytes(step_job("dq", "sm_90", 128), Config(128, 32), [load]) == 32 * 256 * 2
     True
-    >>> descriptor_bytes(Job("fused", "sm_90", 128), Config(64, 128), [load, add]) == 64 * (256 * 2 + 128 * 4)
+    >>> fused = step_job("fused", "sm_90", 128)
+    >>> descriptor_bytes(fused, Config(64, 128), [load, add]) == 64 * (256 * 2 + 128 * 4)
     True
     """
     names = {x.op.split(".")[0] for x in code}
-    d, e = (sum(pieces(dim)) for dim in job.dims)
+    d, e = (sum(pieces(dim)) for dim in (job.problem.dim, job.problem.v_dim))
     rows = config.BLOCK_M if job.kernel in ("dkdv", "fused") else config.BLOCK_N
     return 2 * rows * (d + e) * ("UTMALDG" in names) + 4 * config.BLOCK_M * d * ("UTMAREDG" in names)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.analysis.jobs import HEADS, KV_HEADS, VARIANTS, Job, kernel_of, mask_of, options_of
+from tritoncp.analysis.jobs import VARIANTS, Job, kernel_of, options_of
 from tritoncp.distributed.collectives import lockstep
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.kernels.engine import TritonEngine, route_of
@@ -19,37 +19,30 @@ from tritoncp.kernels.launch import Launch, Launches, State
 from tritoncp.kernels.operands import Mods
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.masks.expressions import score_of
-from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.mods import Mod, mask_mod
 from tritoncp.ops import call_mods, engine_factory
-from tritoncp.perf.suite.cases import MASKS
 from tritoncp.planning.build import build
 from tritoncp.planning.placement import lengthen, take
+from tritoncp.planning.problem import Problem
 
 
-class Problem:
-    """The tensors of a call, laid out as in the schedule of one rank.
+class CallTensors:
+    """The tensors of a problem's call on one device, laid out as in the schedule of one rank.
 
-    job:     shapes, mask and score_mod
     tensors: q [1, Hq, Q, D], k [1, Hkv, S, D], v [1, Hkv, S, E], dout [1, Hq, Q, E]; default: uninitialised
         memory
     """
 
-    def __init__(self, job: Job, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
-        assert job.call is not None
-        mask, heads, kv_heads, seq, queries = job.call
-        (d, e), dtype = job.dims, getattr(torch, job.dtype)
+    def __init__(self, problem: Problem, device: torch.device, tensors: Sequence[Tensor] = ()) -> None:
+        heads, kv_heads, d, e = problem.heads, problem.kv_heads, problem.dim, problem.v_dim
         if not tensors:
-            rows = queries or seq
+            rows, seq = problem.rows, problem.seq
             shapes = (heads, rows, d), (kv_heads, seq, d), (kv_heads, seq, e), (heads, rows, e)
-            tensors = [torch.empty(1, *shape, dtype=dtype, device=device) for shape in shapes]
+            tensors = [torch.empty(1, *shape, dtype=problem.torch_dtype, device=device) for shape in shapes]
         self.q, self.k, self.v, self.dout = tensors
-        closed = MASKS[mask].closed(seq)
-        full = full_mask(queries or seq, seq)
-        self._mask = full if closed is None else create_block_mask(closed, 1, 1, seq, seq)
+        self._mask = problem.block_mask()
         self._tables = build(self._mask).tables(str(device), 1, heads)
-        self._mods = mods_of(job.score, self.q)
+        self._mods = mods_of(problem, self.q)
         self._out = torch.empty_like(self.dout)
         self._lse, self._delta = torch.empty(2, *self.q.shape[:3], device=device).unbind()
         self._dq, self._dk, self._dv = map(torch.empty_like, (self.q, self.k, self.v))
@@ -115,10 +108,11 @@ class Problem:
         return TritonEngine(self._mods, self.q.shape[3] ** -0.5, options, arch)
 
 
-def mods_of(score: str, q: Tensor, mask: Mod | None = None) -> Mods:
-    """Prepare a named score_mod for kernels, for these queries, and a mask_mod. Gradients of the score_mod's
-    captures go to buffers that are discarded."""
-    mod = call_mods.score_of(score_of(score, q.shape[1], q.device), q) if score else None
+def mods_of(problem: Problem, q: Tensor, mask: Mod | None = None) -> Mods:
+    """Prepare a problem's score_mod for kernels, for these queries, and a mask_mod. Gradients of the
+    score_mod's captures go to buffers that are discarded."""
+    score = problem.score_mod(q.device)
+    mod = call_mods.score_of(score, q) if score else None
     learned = [mod.tensors[i] for i in mod.wants] if mod else []
     grads = [torch.zeros(x.shape, dtype=torch.float32, device=q.device) for x in learned]
     return engine_factory.kernel_mods(mask, mod, q.device, grads)
@@ -126,23 +120,25 @@ def mods_of(score: str, q: Tensor, mask: Mod | None = None) -> Mods:
 
 def launch_of(job: Job) -> Any:
     """The engine's launch of one job, on uninitialised memory of the CPU."""
-    if job.call is not None:
-        launch: Any = Problem(job, torch.device("cpu")).launch(job.kernel, job.config, job.arch)
+    problem = job.problem
+    if not job.variant:
+        tensors = CallTensors(problem, torch.device("cpu"))
+        launch: Any = tensors.launch(job.kernel, job.config, job.arch)
         return launch.parts[-1 if job.kernel == "specialised" else 0]
-    variant, (d, e), dtype = VARIANTS[job.variant], job.dims, getattr(torch, job.dtype)
-    mask = mask_of(variant.mask, variant.queries)
-    tables = build(mask, variant.world_size).tables(batch=1, heads=HEADS)
+    variant, dtype, d, e = VARIANTS[job.variant], problem.torch_dtype, problem.dim, problem.v_dim
+    mask, heads, kv_heads = problem.block_mask(), problem.heads, problem.kv_heads
+    tables = build(mask, problem.world).tables(batch=1, heads=heads)
     mod = mask_mod(mask.mask_mod) if tables.mask == "mod" and mask.mask_mod else None
     options = options_of(job.kernel, job.config) | dict(variant.options)
     options["FUSED_BACKWARD"] = job.kernel == "fused"
     rows, keys = tables.q_rows, tables.kv_rows
-    q, dq = (torch.empty(1, rows, HEADS, d, dtype=dtype).transpose(1, 2) for _ in range(2))
-    out, dout = (torch.empty(1, rows, HEADS, e, dtype=dtype).transpose(1, 2) for _ in range(2))
-    k, v = torch.empty(keys, 1, KV_HEADS, d + e, dtype=dtype).permute(1, 2, 0, 3).split([d, e], dim=3)
-    lse, delta, m, l = torch.empty(4, 1, HEADS, rows).unbind()
-    acc, dq_sum = torch.empty(1, HEADS, rows, e), torch.empty(1, HEADS, rows, d)
-    dk, dv = torch.empty(keys, 1, KV_HEADS, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
-    engine = TritonEngine(mods_of(job.score, q, mod), d**-0.5, options, arch=job.arch)
+    q, dq = (torch.empty(1, rows, heads, d, dtype=dtype).transpose(1, 2) for _ in range(2))
+    out, dout = (torch.empty(1, rows, heads, e, dtype=dtype).transpose(1, 2) for _ in range(2))
+    k, v = torch.empty(keys, 1, kv_heads, d + e, dtype=dtype).permute(1, 2, 0, 3).split([d, e], dim=3)
+    lse, delta, m, l = torch.empty(4, 1, heads, rows).unbind()
+    acc, dq_sum = torch.empty(1, heads, rows, e), torch.empty(1, heads, rows, d)
+    dk, dv = torch.empty(keys, 1, kv_heads, d + e).permute(1, 2, 0, 3).split([d, e], dim=3)
+    engine = TritonEngine(mods_of(problem, q, mod), d**-0.5, options, arch=job.arch)
     if job.kernel in ("forward", "few", "combine", "masked", "specialised", "gluon"):
         state = State(acc, m, l) if variant.load or variant.store else None
         steps: dict[str, Any] = {"state": state, "load_state": variant.load, "store_state": variant.store}
@@ -157,5 +153,5 @@ def launch_of(job: Job) -> Any:
     step_inputs = (q, k, v, dout, lse, delta, tables)
     if job.kernel == "dq":
         return engine.dq(*step_inputs, dq=dq_sum if variant.load else dq, add=variant.load)
-    into = torch.empty(1, rows, HEADS, d).transpose(1, 2) if job.kernel == "fused" else None
+    into = torch.empty(1, rows, heads, d).transpose(1, 2) if job.kernel == "fused" else None
     return engine.dkdv(*step_inputs, dk=dk, dv=dv, dq=into, add=variant.load)

@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tritoncp.analysis.compile_pool import compile_all
-from tritoncp.analysis.jobs import KERNELS, Job
+from tritoncp.analysis.jobs import KERNELS, VARIANT_OF_KIND, Job, step_job
 from tritoncp.analysis.throughput_bound import MACHINES, TENSOR_COLUMNS
 from tritoncp.core.checked_json import read_json
 from tritoncp.kernels.tile_rules import Config, copies, family, fuses, merges, specialises
@@ -22,11 +21,6 @@ Row = dict[str, Any]
 ARCHS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TABLE = tile_tables.PACKAGE / "kernels/configs/resources.json"
 MASKS = ("full", "causal", "window", "documents", "state", "mask_mod")
-# Variant of a kind of mask that tiles are measured for.
-VARIANT_OF_MASK = {kind: kind for kind in ("full", "causal", "window")} | {
-    "interval": "documents",
-    "mod": "mask_mod",
-}
 SPECIALISED = ("full", "causal", "documents", "state")  # the first without a state to start from
 REGRESSION_TOLERANCE = 0.03  # of a bound, before it counts as lost
 # Bounds of torch's own flex_attention, without a mask_mod in the loop: (kernel, head dim) -> with its default
@@ -72,25 +66,25 @@ def shipped(archs: Iterable[str] = ARCHS) -> list[Job]:
     for arch in archs:
         passes = [name for name in KERNELS if name != "delta"]
         for dim in (64, 128, 256):
-            jobs.append(Job("delta", arch, dim))
-            jobs += [Job(name, arch, dim, variant=mask) for mask in MASKS for name in passes]
-            jobs += [Job(name, arch, dim, variant="pointers") for name in passes if copies(arch)]
-            jobs += [Job(name, arch, dim, variant="mask_mod_local") for name in passes]
-            jobs += [Job("forward", arch, dim, variant=mask) for mask in ("few", "decode")]
-            jobs.append(Job("combine", arch, dim, variant="few"))
-            jobs += [Job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]
+            jobs.append(step_job("delta", arch, dim))
+            jobs += [step_job(name, arch, dim, variant=mask) for mask in MASKS for name in passes]
+            jobs += [step_job(name, arch, dim, variant="pointers") for name in passes if copies(arch)]
+            jobs += [step_job(name, arch, dim, variant="mask_mod_local") for name in passes]
+            jobs += [step_job("forward", arch, dim, variant=mask) for mask in ("few", "decode")]
+            jobs.append(step_job("combine", arch, dim, variant="few"))
+            jobs += [step_job("fused", arch, dim, variant=mask) for mask in ("full", "state") if fuses(arch)]
             if dim <= specialises(arch):
                 masks = MASKS if merges(arch) else SPECIALISED
-                jobs += [Job("specialised", arch, dim, variant=mask) for mask in masks]
-                jobs += [] if merges(arch) else [Job("masked", arch, dim)]
+                jobs += [step_job("specialised", arch, dim, variant=mask) for mask in masks]
+                jobs += [] if merges(arch) else [step_job("masked", arch, dim)]
             if dim <= specialises(arch, "gluon"):
-                jobs += [Job("gluon", arch, dim, variant=mask) for mask in MASKS if mask != "mask_mod"]
-        jobs += [Job(name, arch, dim) for dim in (96, 192) for name in passes]
+                jobs += [step_job("gluon", arch, dim, variant=mask) for mask in MASKS if mask != "mask_mod"]
+        jobs += [step_job(name, arch, dim) for dim in (96, 192) for name in passes]
         two = [dim for dim in (96, 192) if dim <= specialises(arch) and not merges(arch)]
-        jobs += [Job("specialised", arch, dim) for dim in two]
-        jobs += [Job(name, arch, 128, "float16") for name in passes]
-        jobs += [Job("gluon", arch, 128, "float16")] if specialises(arch, "gluon") else []
-        jobs += [Job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
+        jobs += [step_job("specialised", arch, dim) for dim in two]
+        jobs += [step_job(name, arch, 128, "float16") for name in passes]
+        jobs += [step_job("gluon", arch, 128, "float16")] if specialises(arch, "gluon") else []
+        jobs += [step_job(name, arch, dim, "float32") for dim in (64, 128, 256) for name in passes]
     return jobs
 
 
@@ -104,11 +98,9 @@ def measured(archs: Iterable[str] = ARCHS, folder: Path = tile_tables.SHIPPED) -
             lookup_key, dim, wide = tile_tables.entry_key(entry), entry["head_dim"], entry.get("v_head_dim")
             words = [path.stem, entry["kernel"], entry["mask"], f"{dim}x{wide}" if wide else ""]
             source, score = " ".join(filter(None, [*words, entry.get("score")])), entry.get("score") or ""
-            job = Job(
-                kernel, path.parent.name, dim, entry["dtype"], "", Config(**tiles), wide, score, source=source
-            )
-            variants = ("few", "decode") if kernel == "few" else (VARIANT_OF_MASK[lookup_key[4]], "state")
-            jobs += [replace(job, variant=variant) for variant in variants]
+            variants = ("few", "decode") if kernel == "few" else (VARIANT_OF_KIND[lookup_key[4]], "state")
+            sizes, config = (path.parent.name, dim, entry["dtype"]), Config(**tiles)
+            jobs += [step_job(kernel, *sizes, variant, config, wide, score, source) for variant in variants]
     return jobs
 
 
@@ -142,9 +134,7 @@ def inspect_jobs(jobs: Sequence[Job], processes: int | None, timeout: float) -> 
     compilation."""
     with closing(compile_all(jobs, processes, timeout)) as done:
         for job, row in done:
-            identity = {"kernel": job.kernel, "arch": job.arch, "head_dim": job.head_dim}
-            identity |= {"source": job.source} if job.source else {}
-            yield identity | {"dtype": job.dtype, "variant": job.variant} | row
+            yield job.identity | row
 
 
 def read_table(path: Path = TABLE) -> dict[tuple[Any, ...], Row]:
@@ -158,7 +148,7 @@ def stale(jobs: Sequence[Job], processes: int | None = None) -> list[Job]:
     before = read_table()
     with closing(compile_all(jobs, processes, 60.0, "digest")) as done:
         current = {job: row.get("digest") for job, row in done}
-    recorded = {job: before.get(key(vars(job)), {}).get("digest") for job in jobs}
+    recorded = {job: before.get(key(job.identity), {}).get("digest") for job in jobs}
     return [job for job in jobs if current[job] is None or current[job] != recorded[job]]
 
 
@@ -171,7 +161,7 @@ def write(rows: Iterable[Row], path: Path = TABLE) -> None:
     fresh = {key(row): {name: row.get(name) for name in RECORDED_FIELDS} for row in rows}
     names = ("kernel", "arch", "head_dim", "dtype", "variant", "source")
     merged = old | {identity: dict(zip(names, identity)) | row for identity, row in fresh.items()}
-    order = {key(vars(job)): i for i, job in enumerate([*shipped(), *measured()])}
+    order = {key(job.identity): i for i, job in enumerate([*shipped(), *measured()])}
     remaining = [row for identity, row in merged.items() if identity in order or "source" not in row]
     remaining.sort(key=lambda row: order.get(key(row), len(order)))
     lines = ",\n".join(json.dumps(row) for row in remaining)

@@ -97,7 +97,7 @@ def _measured_tiles(
     mask, tiles_by_kernel = call_mods.mask_of(plan, q, every_rank=every_rank), {}
     if tiles:
         kind = tile_lookup.kind_of(plan.mask, mask is not None)
-        properties = tile_lookup.Call.of(v.dtype, (d, e), kind, engine_factory.score_kind(call))
+        properties = tile_lookup.TileKey.of(v.dtype, (d, e), kind, engine_factory.score_kind(call))
         tune_on_first_call.tune_if_requested(v.device, group, properties, (heads, v.shape[1], rows))
         tiles_by_kernel = tile_lookup.measured_options(v.device, properties, group)
     return _store(cache, key, (mask, tiles_by_kernel))

@@ -29,8 +29,9 @@ from tritoncp.ops.tile_tables import Device
 FEW_ROWS_KIND = "full"  # few rows are measured with this kind only: nearly all their tiles are full
 
 
-class Call(NamedTuple):
-    """The properties of a call by which tiles are looked up.
+class TileKey(NamedTuple):
+    """The properties of a call by which tiles are looked up: of all problems of a kind of mask and of any
+    length, where a :class:`~tritoncp.planning.problem.Problem` is one of them.
 
     dims: of q and k, and of v; mask: see :func:`kind_of`; score: 1 for a score_mod, 2 for one that loads a
     value for each score, 0 for none
@@ -42,7 +43,7 @@ class Call(NamedTuple):
     score: int
 
     @classmethod
-    def of(cls, dtype: torch.dtype, dims: tuple[int, int], mask: str, score: int = 0) -> Call:
+    def of(cls, dtype: torch.dtype, dims: tuple[int, int], mask: str, score: int = 0) -> TileKey:
         return cls(str(dtype).removeprefix("torch."), dims, mask, score)
 
 
@@ -182,7 +183,7 @@ def choose_tiles(text: str, dtype: str, dims: tuple[int, int], mask: str, score:
     return tuple(tiles_by_kernel.items())
 
 
-def measured_options(device: torch.device, call: Call, group: Any = None) -> dict[str, Any]:
+def measured_options(device: torch.device, call: TileKey, group: Any = None) -> dict[str, Any]:
     """Return the engine's options for one call: CONFIGS, or none if no measured tiles apply."""
     tiles = choose_tiles(table_text(device, group), *call)
     if not has_pass_tiles(tiles):

@@ -130,7 +130,7 @@ def entries_of(path: Path) -> Entries:
 
 
 def entry_key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the key of an entry: kernel, dtype, head dims, mask, and score as in ``tile_lookup.Call``.
+    """Return the key of an entry: kernel, dtype, head dims, mask, and score as in ``tile_lookup.TileKey``.
 
     >>> entry_key({"kernel": "dq", "dtype": "float16", "head_dim": 64, "mask": "causal", "score": "softcap"})
     ('dq', 'float16', 64, 64, 'causal', 1)

@@ -20,16 +20,17 @@ import torch
 
 from tritoncp.distributed import groups
 from tritoncp.ops import tile_lookup, tile_tables
-from tritoncp.ops.tile_lookup import Call
+from tritoncp.ops.tile_lookup import TileKey
+from tritoncp.planning.problem import MEASURED_KINDS, Problem
 
 COMMAND = (sys.executable, "-m", "tritoncp", "autotune")
-MEASURED = {"full": "full", "causal": "causal", "window": "window", "interval": "document"}
+MEASURED = {kind: mask for mask, kind in MEASURED_KINDS.items()}
 # Shortest and longest sequence that is measured; the call's length is clamped to them.
 LENGTHS = (1024, 16384)
-_ATTEMPTS: set[tuple[weakref.ref[Any] | None, Call]] = set()  # (group, call) pairs that were tuned or failed
+_ATTEMPTS: set[tuple[weakref.ref[Any] | None, TileKey]] = set()  # groups and calls: tuned, or it failed
 
 
-def tune_if_requested(device: torch.device, group: Any, call: Call, shape: tuple[int, int, int]) -> None:
+def tune_if_requested(device: torch.device, group: Any, call: TileKey, shape: tuple[int, int, int]) -> None:
     """Tune once for a kind of call without measured tiles, if TRITONCP_AUTOTUNE is set; shape: query heads,
     key heads and rows of the call.
 
@@ -62,7 +63,7 @@ def _agreed_budget(group: Any) -> float:
     return min(tile_lookup.group_budget(group), groups.timeout(group).total_seconds() / 4)
 
 
-def _is_tuned(table: str, call: Call) -> bool:
+def _is_tuned(table: str, call: TileKey) -> bool:
     """Return whether a table has tiles for a call's pass over many rows."""
     return tile_lookup.has_pass_tiles(tile_lookup.choose_tiles(table, *call))
 
@@ -72,7 +73,7 @@ def _tunable(device: torch.device) -> bool:
     return device.type != "cpu" and not torch.cuda.is_current_stream_capturing()
 
 
-def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed: float) -> None:
+def _tune(device: torch.device, call: TileKey, shape: tuple[int, int, int], allowed: float) -> None:
     """Run the command, for at most twice the time ``allowed``, as it compiles first.  One process of a
     machine runs it at a time: the next process uses its results. Raises RuntimeError if no tiles were
     measured."""
@@ -110,19 +111,18 @@ def _tune(device: torch.device, call: Call, shape: tuple[int, int, int], allowed
             raise RuntimeError(failure)
 
 
-def _command_arguments(call: Call, shape: tuple[int, int, int], allowed: float) -> list[str]:
+def _command_arguments(call: TileKey, shape: tuple[int, int, int], allowed: float) -> list[str]:
     """Return the command's arguments for a call: its shape, a mask of its kind, and softcap for any
     score_mod.
 
-    >>> " ".join(_command_arguments(Call("bfloat16", (192, 128), "interval", False), (16, 16, 5000), 60))
+    >>> " ".join(_command_arguments(TileKey("bfloat16", (192, 128), "interval", False), (16, 16, 5000), 60))
     '--shapes 16x16,192x128,4992 --mask document --ops fwd,bwd --dtype bfloat16 --budget 60s'
     """
-    heads, kv_heads, rows = shape
-    least, most = LENGTHS
-    width = "x".join(map(str, dict.fromkeys(call.dims)))
-    arguments = ["--shapes", f"{heads}x{kv_heads},{width},{min(most, max(least, rows // 128 * 128))}"]
-    arguments += ["--mask", MEASURED[call.mask], "--ops", "fwd,bwd", "--dtype", call.dtype]
-    arguments += ["--budget", f"{max(1.0, allowed):.0f}s"]
+    (heads, kv_heads, rows), (least, most) = shape, LENGTHS
+    length = min(most, max(least, rows // 128 * 128))
+    problem = Problem(MEASURED[call.mask], length, heads, kv_heads, *call.dims, dtype=call.dtype)
+    arguments = ["--shapes", problem.shape, "--mask", problem.mask, "--ops", "fwd,bwd"]
+    arguments += ["--dtype", problem.dtype, "--budget", f"{max(1.0, allowed):.0f}s"]
     return [*arguments, "--score-mod", "softcap"] if call.score else arguments
 
 

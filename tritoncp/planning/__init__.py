@@ -2,3 +2,5 @@
 
 May import: masks, mods, core.
 """
+
+SCHEDULES = ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")

@@ -11,14 +11,11 @@ import torch
 
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.mask import Mask
-from tritoncp.planning import cost
+from tritoncp.planning import SCHEDULES, cost
 from tritoncp.planning.balance import balancers, deal, resolve_balancer
 from tritoncp.planning.placement import Placement, by_blocks, natural, without_padding
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer, work_of_rows
-
-SCHEDULES = ("allgather", "ring", "fetch", "ulysses", "ulysses+ring")
-
 
 # Balancers whose time grows with blocks x ranks, and the largest product for which "auto" weighs them: 3 s.
 SLOW_BALANCERS = {"locality": 1 << 20}

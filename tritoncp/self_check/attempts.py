@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tritoncp.distributed import groups
-from tritoncp.self_check.cases import PASSES, Case, Problem, Result, choose_sizes, make_problem
+from tritoncp.self_check.cases import PASSES, Answers, Case, Result, make_problem
 from tritoncp.self_check.comparison import Errors, Ranks, judge_case, run_passes
 
 
@@ -114,21 +114,20 @@ Gather = Callable[[Any], list[Any]]  # this process's value -> the values of all
 def run_cases(cases: Sequence[Case], ranks: Ranks, gather: Gather, limits: Limits) -> Iterator[Result]:
     """Run cases one after the other. Raises Stopped where the rest cannot run."""
     for _, group in groupby(cases, lambda case: (case.mask, case.dtype)):
-        problem: list[Problem] = []  # filled by the first run, so that an exception there fails its case
+        problem: list[Answers] = []  # filled by the first run, so that an exception there fails its case
         for _, same_schedule in groupby(group, lambda case: case.schedule):
             yield from run_schedule(list(same_schedule), problem, ranks, gather, limits)
 
 
-def run_both_passes(case: Case, problem: list[Problem], ranks: Ranks, limits: Limits) -> Iterator[Errors]:
+def run_both_passes(case: Case, problem: list[Answers], ranks: Ranks, limits: Limits) -> Iterator[Errors]:
     """Run both passes of a case's schedule; ``problem`` is filled by the first run that needs it."""
     if not problem:
-        dtype, size = getattr(torch, case.dtype), choose_sizes(ranks.device, ranks.world_size)
-        problem.append(make_problem(case.mask, dtype, size, ranks.device))
+        problem.append(make_problem(case, ranks.device, ranks.world_size))
     yield from run_passes(ranks, problem[0], case.schedule, lambda: wait_for_device(ranks.device, limits))
 
 
 def run_schedule(
-    cases: Sequence[Case], problem: list[Problem], ranks: Ranks, gather: Gather, limits: Limits
+    cases: Sequence[Case], problem: list[Answers], ranks: Ranks, gather: Gather, limits: Limits
 ) -> Iterator[Result]:
     """Run the passes of one schedule and yield a result for each case. On a GPU they run twice, since the
     first run compiles; the last run is timed."""

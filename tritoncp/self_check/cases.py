@@ -11,16 +11,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritoncp.masks.closed_forms import causal, document, sliding_window
-from tritoncp.masks.mask import Mask, create_block_mask
-from tritoncp.masks.mask_mod import and_masks
+from tritoncp.masks.mask import Mask
 from tritoncp.ops import engine_factory
 from tritoncp.ops.sinks import with_sinks
+from tritoncp.planning import SCHEDULES
+from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import allowed_error, dense_attention, eager_attention
 
 ONE_DEVICE = "one-device"
-SCHEDULES = (ONE_DEVICE, "allgather", "ring", "fetch", "ulysses", "ulysses+ring")
-MASKS = ("causal", "documents", "window", "score_mod", "sinks")
+# The names of masks in a report -> keys of planning.problem.MASKS.
+MASKS = {
+    "causal": "causal",
+    "documents": "few-documents",
+    "window": "third-window",
+    "score_mod": "causal",
+    "sinks": "causal",
+}
 PASSES = ("forward", "backward")
 TENSORS = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv", "dbias", "dsinks")}
 REPLICATED = ("dbias", "dsinks")  # gradients of replicated parameters: the sum over ranks is compared
@@ -29,7 +35,8 @@ DRAWS = 4  # random inputs per problem: the largest error of eager attention on 
 
 
 class Case(NamedTuple):
-    """One pass of a schedule over a mask, in one dtype."""
+    """The name of one pass of a schedule over a mask, in one dtype. A case holds no
+    :class:`~tritoncp.planning.problem.Problem`, whose sizes depend on the device and the number of ranks."""
 
     schedule: str
     mask: str
@@ -82,23 +89,14 @@ class Result:
         return {**case, **fields, "ranks": list(self.ranks)}
 
 
-class Sizes(NamedTuple):
-    """Sizes of the tensors. ``length``: tokens, not a multiple of ``block``."""
-
-    length: int
-    block: int
-    head_dim: int
-    heads: int
-    kv_heads: int
-
-
-def choose_sizes(device: torch.device, world_size: int) -> Sizes:
-    """Choose the sizes for a device. On a GPU: the default block size, and shards of a multiple of 16 tokens,
-    because other lengths need more kernels. Interpreted: the smallest length with several blocks."""
+def choose_sizes(device: torch.device, world_size: int) -> Problem:
+    """Choose the sizes for a device, of a length that is not a multiple of its blocks. On a GPU: shards of a
+    multiple of 16 tokens, because other lengths need more kernels. Interpreted: the smallest length with
+    several blocks."""
     if device.type == "cuda":
-        return Sizes(1424, 128, 128, 8, 2)
+        return Problem("causal", 1424, 8, 2)
     heads, kv_heads = (4, 2) if world_size % 2 and world_size > 1 else (2, 1)
-    return Sizes(100, 64, 16, heads, kv_heads)
+    return Problem("causal", 100, heads, kv_heads, 16, 16)
 
 
 def choose_dtypes(device: torch.device) -> tuple[torch.dtype, torch.dtype]:
@@ -123,7 +121,7 @@ def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[C
     """List the cases that fit the world and match ``only``; cases that share kernels are adjacent."""
     fitting = [ONE_DEVICE]
     if world_size > 1:
-        fitting += [name for name in SCHEDULES[1:] if name != "ulysses+ring"]
+        fitting += [name for name in SCHEDULES if name != "ulysses+ring"]
     if choose_degree(world_size, choose_sizes(device, world_size).heads):
         fitting.append("ulysses+ring")
     names = (str(dtype).removeprefix("torch.") for dtype in choose_dtypes(device))
@@ -141,8 +139,8 @@ def list_cases(world_size: int, device: torch.device, only: str = "*") -> list[C
 
 
 @dataclass(frozen=True)
-class Problem:
-    """Unsharded tensors of one mask and dtype with their exact results, identical on every rank.
+class Answers:
+    """Unsharded tensors of one problem with their exact results, identical on every rank.
 
     bias:    [H, PERIOD], captured by the score_mod, or None
     sinks:   [H], or None
@@ -162,16 +160,6 @@ class Problem:
     allowed: dict[str, float]
 
 
-def make_mask(name: str, size: Sizes, device: torch.device) -> Mask:
-    n, block = size.length, size.block
-    lengths = [n // 3 + 1, 2, n // 5]
-    forms = {
-        "documents": and_masks(causal(), document(lengths=[*lengths, n - sum(lengths)])),
-        "window": sliding_window(n // 3, 3),
-    }
-    return create_block_mask(forms.get(name, causal()), 1, 1, n, n, str(device), block)
-
-
 def make_score_mod(bias: Tensor) -> Callable[..., Tensor]:
     """Make a score_mod that adds a learned bias for each head and for the distance modulo PERIOD."""
 
@@ -181,27 +169,29 @@ def make_score_mod(bias: Tensor) -> Callable[..., Tensor]:
     return score_mod
 
 
-def make_problem(name: str, dtype: torch.dtype, size: Sizes, device: torch.device) -> Problem:
-    """Draw a problem; its allowed errors are the largest over DRAWS random inputs."""
-    problem, *redraws = (draw_problem(name, dtype, size, device, seed) for seed in range(DRAWS))
+def make_problem(case: Case, device: torch.device, world_size: int) -> Answers:
+    """Draw the problem of a case; its allowed errors are the largest over DRAWS random inputs."""
+    sizes = replace(choose_sizes(device, world_size), mask=MASKS[case.mask], dtype=case.dtype)
+    problem, *redraws = (draw_problem(case.mask, sizes, device, seed) for seed in range(DRAWS))
     allowed = {key: max(draw.allowed[key] for draw in (problem, *redraws)) for key in problem.exact}
     return replace(problem, allowed=allowed)
 
 
-def draw_problem(name: str, dtype: torch.dtype, size: Sizes, device: torch.device, seed: int) -> Problem:
+def draw_problem(name: str, sizes: Problem, device: torch.device, seed: int) -> Answers:
     """Draw unit-normal inputs, and compute their exact results and allowed errors."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+    def normal(*shape: int, dtype: torch.dtype = sizes.torch_dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    n, d, heads, kv_heads = size.length, size.head_dim, size.heads, size.kv_heads
+    block = 128 if device.type == "cuda" else 64
+    n, d, heads, kv_heads = sizes.seq, sizes.dim, sizes.heads, sizes.kv_heads
     q, dout, k, v = (normal(1, count, n, d) for count in (heads, heads, kv_heads, kv_heads))
     dlse, bias, sinks = (
         normal(*shape, dtype=torch.float32) for shape in ((1, heads, n), (heads, PERIOD), (heads,))
     )
-    problem = Problem(
-        make_mask(name, size, device), q, k, v, dout, dlse, bias if name == "score_mod" else None,
+    problem = Answers(
+        sizes.block_mask(str(device), block), q, k, v, dout, dlse, bias if name == "score_mod" else None,
         sinks if name == "sinks" else None, {}, {},
     )  # fmt: skip
     problem.exact.update(compute_exact(problem))
@@ -212,7 +202,7 @@ def draw_problem(name: str, dtype: torch.dtype, size: Sizes, device: torch.devic
     return problem
 
 
-def compute_exact(problem: Problem) -> dict[str, Tensor]:
+def compute_exact(problem: Answers) -> dict[str, Tensor]:
     """Compute dense attention and its gradients in float64. A sink adds one term to the denominator of the
     softmax."""
     p = problem
@@ -226,7 +216,7 @@ def compute_exact(problem: Problem) -> dict[str, Tensor]:
     return differentiate(out, lse, p.dout.double(), p.dlse.double(), wide)
 
 
-def compute_eager(problem: Problem) -> dict[str, Tensor]:
+def compute_eager(problem: Answers) -> dict[str, Tensor]:
     """Compute attention and its gradients as torch's eager flex attention does, in the problem's dtype; sinks
     rescale its output, as users of flex attention apply them."""
     p = problem

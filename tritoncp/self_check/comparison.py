@@ -22,8 +22,8 @@ from tritoncp.reference.dense import largest_error
 from tritoncp.self_check.cases import (
     ONE_DEVICE,
     REPLICATED,
+    Answers,
     Case,
-    Problem,
     Result,
     choose_degree,
     make_score_mod,
@@ -63,7 +63,7 @@ class Ranks:
         """The ranks whose shards this process holds under a plan."""
         return list(range(self.world_size)) if plan is not None and self.group is None else [self.own]
 
-    def attend(self, plan: Plan | None, problem: Problem, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
+    def attend(self, plan: Plan | None, problem: Answers, parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward pass: out and lse of each member."""
         score = None if parts.bias is None else make_score_mod(parts.bias)
         options: dict[str, Any] = {"enable_gqa": True, "return_lse": True, "sinks": parts.sinks}
@@ -107,7 +107,7 @@ def shard_tensor(x: Tensor, name: str, plan: Plan | None, ranks: Sequence[int]) 
     return [shard(x, plan.for_rank(rank), dim=2, side=side, pad=pad) for rank in ranks]
 
 
-def run_passes(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[], None]) -> Iterator[Errors]:
+def run_passes(ranks: Ranks, problem: Answers, schedule: str, wait: Callable[[], None]) -> Iterator[Errors]:
     """Run the forward pass, then the backward pass, and yield the errors of each. ``wait`` blocks until the
     device has finished its work."""
     p = problem
@@ -145,7 +145,7 @@ def run_passes(ranks: Ranks, problem: Problem, schedule: str, wait: Callable[[],
 
 
 def compare_results(
-    problem: Problem, results: dict[str, list[Tensor]], plan: Plan | None, members: Sequence[int]
+    problem: Answers, results: dict[str, list[Tensor]], plan: Plan | None, members: Sequence[int]
 ) -> dict[tuple[int, str], float]:
     """Compare each member's results with its shards of the exact tensors: errors by member and tensor."""
     errors = {}
@@ -157,7 +157,7 @@ def compare_results(
     return errors
 
 
-def judge_case(case: Case, problem: Problem, repetitions: Sequence[Sequence[Errors]]) -> Result:
+def judge_case(case: Case, problem: Answers, repetitions: Sequence[Sequence[Errors]]) -> Result:
     """Judge a case by the errors of every process in each repetition. The time is the last repetition's."""
     errors: dict[tuple[int | None, str], float] = {}  # by rank, None for sums, and tensor
     for processes in repetitions:

@@ -95,7 +95,9 @@ def autotune(
         selection = select_worst_case(history, None if arch else device.name)
     else:
         named_shapes = named_shapes or [*targets.preset("llama3-8b")]
-        selection = targets.targets(named_shapes, masks or tuple(targets.MASKS), ops.split(","), dtype, score)
+        selection = targets.targets(
+            named_shapes, masks or tuple(targets.MEASURED_KINDS), ops.split(","), dtype, score
+        )
     selection, faults = targets.without_faults(selection, device.arch)
     for line in faults:
         click.echo(line, err=True)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from tritoncp.analysis.launches import Problem
+from tritoncp.analysis.launches import CallTensors
 from tritoncp.kernels.tile_rules import Config
-from tritoncp.masks.expressions import score_of
 from tritoncp.ops.engine_factory import name_functions
 from tritoncp.perf.suite import baselines, check
-from tritoncp.perf.suite.cases import Case
 from tritoncp.perf.suite.timing import Clock, DeviceClock, WallClock
+from tritoncp.planning.problem import Problem
 from tritoncp.tuning.targets import Target
 
 
@@ -24,14 +21,13 @@ class DeviceBench:
         name_functions()  # as in the compiler processes, so that cache keys agree
         self._device = device
         self._clock: Clock = DeviceClock(device) if device.type == "cuda" else WallClock()
-        self._problem: tuple[Target, ReferenceProblem] | None = None
+        self._problem: tuple[Problem, ReferenceProblem] | None = None
         self._device_error = ""
 
     def _problem_for(self, target: Target) -> ReferenceProblem:
-        shape = replace(target, kernel="few" if target.queries else "")
-        if self._problem is None or self._problem[0] != shape:
-            self._problem = None  # frees the tensors of the last shape
-            self._problem = shape, ReferenceProblem(target, self._device)
+        if self._problem is None or self._problem[0] != target.problem:
+            self._problem = None  # frees the tensors of the last problem
+            self._problem = target.problem, ReferenceProblem(target.problem, self._device)
         return self._problem[1]
 
     def wrong(self, target: Target, config: Config) -> str | None:
@@ -54,42 +50,30 @@ class DeviceBench:
 
     def milliseconds(self, target: Target, config: Config) -> float:
         self._check_device()
-        launch = self._problem_for(target).problem.launch(target.kernel, config)
+        launch = self._problem_for(target).call.launch(target.kernel, config)
         return self._clock.sample(lambda: launch()).device
 
 
 class ReferenceProblem:
     """A problem on random tensors, and its reference results in float32."""
 
-    def __init__(self, target: Target, device: torch.device) -> None:
-        case = Case(
-            target.mask,
-            "backward",
-            target.seq,
-            heads=target.heads,
-            kv_heads=target.kv_heads,
-            dim=target.head_dim,
-            v_dim=target.v_dim,
-            dtype=target.dtype,
-            queries=target.queries,
-        )
-        inputs = baselines.inputs(case, device)
-        score = score_of(target.score, target.heads, device) if target.score else None
-        self.expected = check.reference(case, inputs, score)
-        self._dtype = case.torch_dtype
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        inputs = baselines.inputs(problem, device)
+        self.expected = check.reference(problem, inputs)
+        self._dtype = problem.torch_dtype
         tensors = [x.detach() for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
-        self.problem = Problem(target.job("", None), device, tensors)
+        self.call = CallTensors(problem, device, tensors)
         for kernel in ("forward", "delta"):  # the inputs of the backward pass
-            self.problem.launch(kernel, None)()
-        self._lse = self.problem.results("route")["lse"].clone()
+            self.call.launch(kernel, None)()
+        self._lse = self.call.results("route")["lse"].clone()
 
     def wrong(self, kernel: str, config: Config) -> str | None:
-        results = self.problem.results(kernel)
+        results = self.call.results(kernel)
         for name, tensor in results.items():
             tensor.fill_(0.0 if (kernel, name) == ("fused", "dq") else float("nan"))  # it adds to dq
-        self.problem.launch(kernel, config)()
+        self.call.launch(kernel, config)()
         if kernel == "route":
-            results["out in steps"] = self.problem.in_steps(kernel, config)
+            results["out in steps"] = self.call.in_steps(kernel, config)
         for name, tensor in results.items():
             errors, dtype = self._errors(name, tensor)
             if not check.acceptable(errors, dtype):

@@ -8,9 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
-from tritoncp.analysis.jobs import Call, Job, Routed, kernel_of
+from tritoncp.analysis.jobs import Job, Routed, kernel_of, step_job
 from tritoncp.kernels.options import ROUTES
 from tritoncp.kernels.tile_rules import FEW, Config, copies, default, specialises, weight
 from tritoncp.kernels.toolchain import UNSAFE, fused_fault, multiplies_transposed
@@ -18,6 +16,7 @@ from tritoncp.masks.expressions import brief, score_of
 from tritoncp.mods import Untranslatable, hand_written, score_mod
 from tritoncp.perf.records.history import Point
 from tritoncp.perf.suite.cases import CASES, Case
+from tritoncp.planning.problem import MASKS, MEASURED_KINDS, MODELS, Problem
 
 # "fused" is tuned only for calls that request it, and is not part of "bwd": it adds up dQ in a varying order,
 # and a file of tiles must not make a deterministic call nondeterministic.  "few" is a decoding step.
@@ -29,100 +28,70 @@ OPS = {
     "few": ("few",),
     "routes": ("forward", "route"),
 }
-# Query heads, key heads, head dim and length of known models.
+# A model of planning.problem.MODELS and a length, by the name that the command takes.
 PRESETS = {
-    "llama3-8b": ("32x8,128,16384",),
-    "llama3-70b": ("64x8,128,16384",),
-    "qwen2.5-7b": ("28x4,128,16384",),
-    "gpt-oss-20b": ("64x8,64,16384",),
-    "gemma2-9b": ("16x8,256,8192",),
-    "deepseek-v3": ("128x128,192x128,8192",),
-}
-# Mask of perf/suite/cases.py -> the kind that a call looks up, and its variant in offline compilation.
-MASKS = {
-    "causal": ("causal", "causal"),
-    "full": ("full", "full"),
-    "document": ("interval", "documents"),
-    "window": ("window", "window"),
+    "llama3-8b": ("Llama-3 8B", 16384),
+    "llama3-70b": ("Llama-3 70B", 16384),
+    "qwen2.5-7b": ("Qwen2.5 7B", 16384),
+    "gpt-oss-20b": ("gpt-oss", 16384),
+    "gemma2-9b": ("Gemma 2 9B", 8192),
+    "deepseek-v3": ("DeepSeek-V3", 8192),
 }
 MAX_ELEMENTS = 1 << 34  # elements of a shape's queries
-# Mask name of perf/suite/cases.py -> mask and score_mod, for cases with a score_mod.
-SCORED = {"softcap": ("causal", "softcap"), "alibi": ("causal", "alibi")}
 
 
 @dataclass(frozen=True)
 class Target:
-    """A kernel of one shape, whose tiles are tuned.
+    """A kernel of one problem, whose tiles are tuned.
 
     kernel: forward, dq, dkdv, fused; "few": forward of a single query; "route": routes of the forward pass
-    v_head_dim: channels of values; None = those of queries and keys. score: a score_mod by its name
     """
 
     kernel: str
-    mask: str
-    heads: int
-    kv_heads: int
-    head_dim: int
-    seq: int
-    dtype: str = "bfloat16"
-    v_head_dim: int | None = None
-    score: str = ""
-
-    @property
-    def v_dim(self) -> int:
-        return self.v_head_dim or self.head_dim
-
-    @property
-    def queries(self) -> int:
-        """The number of queries if it differs from that of keys; else 0."""
-        return 1 if self.kernel == "few" else 0
-
-    @property
-    def shape(self) -> str:
-        """The shape in the format that :func:`targets` parses."""
-        width = f"{self.head_dim}x{self.v_dim}" if self.v_dim != self.head_dim else f"{self.head_dim}"
-        return f"{self.heads}x{self.kv_heads},{width},{self.seq}"
+    problem: Problem
 
     @property
     def name(self) -> str:
         """The target in words.
 
-        >>> Target("dq", "causal", 32, 8, 128, 16384).name
+        >>> Target("dq", Problem("causal", 16384)).name
         'dq causal 32x8 d128 16384 bfloat16'
-        >>> Target("forward", "full", 8, 8, 192, 4096, v_head_dim=128, score="softcap").name
+        >>> Target("forward", Problem("full", 4096, 8, 8, 192, score="softcap")).name
         'forward full softcap 8x8 d192x128 4096 bfloat16'
         """
-        heads, width, seq = self.shape.split(",")
-        return " ".join(
-            filter(None, (self.kernel, self.mask, self.score, heads, f"d{width}", seq, self.dtype))
-        )
+        problem = self.problem
+        heads, width, seq = problem.shape.split(",")
+        words = (self.kernel, problem.mask, problem.score, heads, f"d{width}", seq, problem.dtype)
+        return " ".join(filter(None, words))
 
     def job(self, arch: str, config: Config | None) -> Job:
         """The launch to time."""
-        call = Call(self.mask, self.heads, self.kv_heads, self.seq, self.queries)
-        return replace(self.step(arch, config), variant=MASKS[self.mask][1], call=call)
+        kernel, tiles = kernel_of(self.kernel, config)
+        return Job(kernel, arch, self.problem, config=tiles)
 
     def step(self, arch: str, config: Config | None) -> Job:
         """The same kernel as a step of a schedule, which needs the most registers."""
-        kernel, tiles = kernel_of(self.kernel, config)
+        (kernel, tiles), problem = kernel_of(self.kernel, config), self.problem
         variant = "few" if kernel == "few" else "state"
-        return Job(kernel, arch, self.head_dim, self.dtype, variant, tiles, self.v_head_dim, self.score)
+        sizes = (problem.dim, problem.dtype, variant, tiles, problem.v_dim)
+        return step_job(kernel, arch, *sizes, problem.score)
 
     @property
     def entry(self) -> dict[str, Any]:
         """The key of an entry as files store it, and the shape that was measured."""
-        key = {"kernel": self.kernel, "dtype": self.dtype, "head_dim": self.head_dim}
-        key |= {"v_head_dim": self.v_dim} if self.v_dim != self.head_dim else {}
-        key |= {"score": self.score} if self.score else {}
-        key |= {"loads": 2} if _loads(self.score)[0] == 2 else {}
-        return {**key, "mask": MASKS[self.mask][0], "shape": self.shape}
+        problem = self.problem
+        key = {"kernel": self.kernel, **problem.tile_key}
+        key |= {"score": problem.score} if problem.score else {}
+        key |= {"loads": 2} if _loads(problem.score)[0] == 2 else {}
+        return {**key, "mask": MEASURED_KINDS[problem.mask], "shape": problem.shape}
 
 
 def preset(name: str) -> tuple[str, ...]:
     """The shapes of a preset."""
     if name not in PRESETS:
         raise ValueError(f"unknown preset {name!r}; known: {', '.join(PRESETS)}")
-    return PRESETS[name]
+    model, seq = PRESETS[name]
+    return (Problem("causal", seq, **MODELS[model]).shape,)
 
 
 def targets(
@@ -136,37 +105,40 @@ def targets(
     ['dq full 32x8 d128 4096 float16', 'dkdv full 32x8 d128 4096 float16']
     """
     targets_by_key: dict[tuple[Any, ...], Target] = {}
-    for names, choices, what in ((masks, MASKS, "mask"), (ops, OPS, "op")):
+    for names, choices, what in ((masks, MEASURED_KINDS, "mask"), (ops, OPS, "op")):
         if unknown := [name for name in names if name not in choices]:
             raise ValueError(f"unknown {what} {unknown[0]!r}; known: {', '.join(choices)}")
     for shape, mask, op in itertools.product(shapes, masks, ops):
-        try:
-            heads, width, length = shape.split(",")
-            q_heads, kv_heads = map(int, heads.split("x"))
-            dim, *rest = map(int, width.split("x"))
-            (v_dim,) = rest or [dim]
-            seq = int(length)
-        except ValueError as error:
-            raise ValueError(
-                f"shape {brief(shape)} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 32x8,128,16384, or with "
-                "another head dim of values: 128x128,192x128,8192"
-            ) from error
-        if min(q_heads, kv_heads, dim, v_dim, seq) < 1 or q_heads % kv_heads or max(dim, v_dim) > 256:
-            raise ValueError(f"shape {shape!r}: key heads have to divide heads, head dims end at 256")
-        if q_heads * seq * max(dim, v_dim) > MAX_ELEMENTS:
-            raise ValueError(
-                f"shape {shape!r}: queries of more than {MAX_ELEMENTS >> 30}G numbers fit no GPU"
-            )
+        problem = replace(_parse_shape(shape), mask=mask, dtype=dtype, score=score)
         if score:
-            _check(score, q_heads)
-        other = v_dim if v_dim != dim else None
-        if op == "few" and q_heads // kv_heads > FEW:
+            _check(score, problem.heads)
+        if op == "few" and problem.heads // problem.kv_heads > FEW:
             raise ValueError(f"shape {shape!r}: up to {FEW} query heads of a key head are few rows")
         for kernel in OPS[op]:
-            mask_name = "full" if kernel == "few" else mask
-            target = Target(kernel, mask_name, q_heads, kv_heads, dim, seq, dtype, other, score)
-            targets_by_key.setdefault((kernel, dim, v_dim, MASKS[mask_name][0]), target)
+            measured = replace(problem, mask="full", queries=1) if kernel == "few" else problem
+            key = kernel, problem.dim, problem.v_dim, MEASURED_KINDS[measured.mask]
+            targets_by_key.setdefault(key, Target(kernel, measured))
     return list(targets_by_key.values())
+
+
+def _parse_shape(shape: str) -> Problem:
+    """Parse a shape as the command takes it, and check that a GPU can hold it. Raises ValueError."""
+    try:
+        heads, width, length = shape.split(",")
+        q_heads, kv_heads = map(int, heads.split("x"))
+        dim, *rest = map(int, width.split("x"))
+        (v_dim,) = rest or [dim]
+        seq = int(length)
+    except ValueError as error:
+        raise ValueError(
+            f"shape {brief(shape)} is not HEADSxKV_HEADS,HEAD_DIM,LENGTH: 32x8,128,16384, or with "
+            "another head dim of values: 128x128,192x128,8192"
+        ) from error
+    if min(q_heads, kv_heads, dim, v_dim, seq) < 1 or q_heads % kv_heads or max(dim, v_dim) > 256:
+        raise ValueError(f"shape {shape!r}: key heads have to divide heads, head dims end at 256")
+    if q_heads * seq * max(dim, v_dim) > MAX_ELEMENTS:
+        raise ValueError(f"shape {shape!r}: queries of more than {MAX_ELEMENTS >> 30}G numbers fit no GPU")
+    return Problem("full", seq, q_heads, kv_heads, dim, v_dim)
 
 
 def without_faults(requested: Sequence[Target], arch: str) -> tuple[list[Target], list[str]]:
@@ -217,12 +189,12 @@ def select_worst_case(points: Iterable[Point], device: str | None) -> tuple[str,
         return why, targets(preset("llama3-8b"), ["causal"], ["fwd"], "bfloat16")
     aimless, worst, name = min(rated)
     case = cases[name]
-    mask, score = SCORED.get(case.mask, (case.mask, ""))
-    shape = f"{case.heads}x{case.kv_heads},{case.dim}x{case.v_dim},{case.seq}"
-    forward = "few" if case.queries else "fwd" if score else "routes"
+    problem, score = case.problem, MASKS[case.problem.mask].score
+    mask = "causal" if score else problem.mask  # the mask of every score_mod in MASKS
+    forward = "few" if problem.queries else "fwd" if score else "routes"
     op = {"forward": forward, "backward": "bwd"}[case.which]
     of = "the fastest baseline" if aimless else "its goal"
-    return f"{name}, {worst:.2f} of {of}", targets([shape], [mask], [op], case.dtype, score)
+    return f"{name}, {worst:.2f} of {of}", targets([problem.shape], [mask], [op], problem.dtype, score)
 
 
 def _is_current(point: Point, newest: Point) -> bool:
@@ -232,7 +204,9 @@ def _is_current(point: Point, newest: Point) -> bool:
 
 
 def _tunable(case: Case | None) -> bool:
-    return case is not None and case.world == case.batch == 1 and case.mask in (*MASKS, *SCORED)
+    if case is None or case.problem.world != 1 or case.problem.batch != 1:
+        return False
+    return case.problem.mask in MEASURED_KINDS or bool(MASKS[case.problem.mask].score)
 
 
 def candidates(target: Target, arch: str, loops: Config | None = None) -> list[Config]:
@@ -240,12 +214,13 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
     descriptor and by pointer, where the rule of an architecture has both.  For "route": loops with these
     tiles (None: the rule's), then the other routes, where an architecture has any.
 
-    >>> configs = candidates(Target("forward", "causal", 32, 8, 128, 16384), "sm_90")
-    >>> configs[0] == default("forward", "sm_90", 128, torch.bfloat16), len(configs) == len(set(configs)) > 30
+    >>> problem = Problem("causal", 16384)
+    >>> configs = candidates(Target("forward", problem), "sm_90")
+    >>> configs[0] == default("forward", "sm_90", 128, problem.torch_dtype), len(set(configs)) > 30
     (True, True)
     >>> {config.USE_TMA for config in configs}
     {False, True}
-    >>> route = Target("route", "causal", 32, 8, 128, 16384)
+    >>> route = Target("route", problem)
     >>> [list(dict.fromkeys(c.ROUTE for c in candidates(route, arch))) for arch in ("sm_90", "sm_80")]
     [['loops', 'specialised', 'gluon'], ['loops']]
     """
@@ -281,14 +256,15 @@ def candidates(target: Target, arch: str, loops: Config | None = None) -> list[C
 
 def _aligned(target: Target) -> bool:
     """Whether strides allow copies by tensor descriptor."""
-    size = getattr(torch, target.dtype).itemsize
-    return all(width * size % 16 == 0 for width in (target.head_dim, target.v_dim))
+    problem = target.problem
+    return all(width * problem.torch_dtype.itemsize % 16 == 0 for width in (problem.dim, problem.v_dim))
 
 
 def _rule(target: Target, arch: str, tma: bool = True) -> Config:
-    widest, dtype = max(target.head_dim, target.v_dim), getattr(torch, target.dtype)
-    score = weight(target.kernel, *_loads(target.score)) if target.score else ""
-    return default(target.kernel, arch, widest, dtype, tma and _aligned(target), score)
+    problem = target.problem
+    score = weight(target.kernel, *_loads(problem.score)) if problem.score else ""
+    widest, tma = max(problem.dim, problem.v_dim), tma and _aligned(target)
+    return default(target.kernel, arch, widest, problem.torch_dtype, tma, score)
 
 
 @functools.lru_cache
@@ -303,7 +279,7 @@ def _routes(target: Target, arch: str, loops: Config) -> Iterator[Routed]:
     """List the routes that an architecture has; other obstacles, such as a score_mod, appear at
     compilation."""
     yield Routed(**asdict(loops))
-    widest, dtype = max(target.head_dim, target.v_dim), getattr(torch, target.dtype)
+    widest, dtype = max(target.problem.dim, target.problem.v_dim), target.problem.torch_dtype
     for route in ROUTES[1:]:
         if widest > specialises(arch, route) or dtype.itemsize > 2 or not _aligned(target):
             continue

@@ -136,7 +136,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
     """Figures of one torch kernel, in the format of a row of `tritoncp inspect`."""
-    from tritoncp.analysis.jobs import Job
+    from tritoncp.analysis.jobs import step_job
     from tritoncp.analysis.kernel_report import inner_loop, read_amd, read_nvidia
     from tritoncp.kernels.tile_rules import Config
 
@@ -164,7 +164,7 @@ def row(kernel: str, arch: str, dim: int, tma: bool) -> dict[str, Any]:
     row = {"kernel": kernel, "arch": arch, "head_dim": dim, "tma": tma}
     row["tiles"] = f"{config.BLOCK_M}x{config.BLOCK_N} {warps}/{stages}"
     row |= {name: own[name] for name in ("registers", "spill_bytes", "shared_bytes")}
-    return row | inner_loop(Job(kernel, arch, dim), config, code, ptx, own)
+    return row | inner_loop(step_job(kernel, arch, dim), config, code, ptx, own)
 
 
 def main() -> None:

@@ -6,15 +6,16 @@ from click.testing import CliRunner
 
 from tritoncp import causal, create_block_mask
 from tritoncp.masks import Kind
-from tritoncp.perf.studies.balance import MASKS, corpus_lengths, fetched_rows, main, measure_quality
+from tritoncp.perf.studies.balance import STUDIED, fetched_rows, main, measure_quality
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
+from tritoncp.planning.problem import MASKS, corpus_lengths
 
 
 @pytest.mark.parametrize("balancer", sorted(balancers))
 def test_traffic_is_the_remote_blocks_that_ranks_see(balancer: str) -> None:
     size, block, world_size = 4096, 128, 4
-    mask = create_block_mask(MASKS["documents"](size), None, None, size, size, BLOCK_SIZE=block)
+    mask = create_block_mask(MASKS["corpus"].closed(size), None, None, size, size, BLOCK_SIZE=block)
     plan = build(mask, world_size, balancer=balancer, schedule="fetch")
     listed = mask.runs.to_kinds()[0, 0] <= int(Kind.BOUNDED)
     owner = plan.owners[0]
@@ -44,7 +45,7 @@ def test_one_command_makes_the_page(tmp_path) -> None:
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     text = page.read_text()
-    assert text.count("| 2K | 2 |") == text.count("| 2K | 4 |") == len(MASKS) == text.count("\n## ")
+    assert text.count("| 2K | 2 |") == text.count("| 2K | 4 |") == len(STUDIED) == text.count("\n## ")
     assert all(f" {name} |" in text for name in balancers)
     wrong = CliRunner().invoke(main, ["--worlds", "2,many"])
     assert wrong.exit_code == 2 and "comma-separated list of whole numbers" in wrong.output

@@ -10,15 +10,23 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from tritoncp.ops.sinks import with_sinks
 from tritoncp.perf.suite import baselines, check
-from tritoncp.perf.suite.cases import MASKS, Case, sink_logits
+from tritoncp.perf.suite.cases import CASES, Case
 from tritoncp.perf.suite.measure import work_of
+from tritoncp.planning.problem import Problem
 from tritoncp.reference.dense import dense_attention
 
 CPU = torch.device("cpu")
 
 
+MASKS = dict.fromkeys(case.problem.mask for case in CASES)
+
+
+def small(mask: str, queries: int = 0) -> Problem:
+    return Case(Problem(mask, 16384, queries=queries), "forward").shrunk().problem
+
+
 def problem(mask: str):
-    case = Case(mask, "forward", 16384).shrunk()
+    case = small(mask)
     return case, baselines.inputs(case, CPU)
 
 
@@ -27,12 +35,12 @@ def test_the_reference_is_the_oracle_and_tritoncp_agrees(mask):
     case, tensors = problem(mask)
     expected = check.reference(case, tensors)
     q, k, v = (x.detach().double().requires_grad_() for x in (tensors.q, tensors.k, tensors.v))
-    closed = MASKS[mask].closed(case.seq)
+    closed = case.closed_form()
     rows = torch.arange(case.seq)
     visible = None if closed is None else closed(None, None, rows[:, None], rows)[None, None]
-    dense = dense_attention(q, k, v, visible, MASKS[mask].score(case.heads, CPU))
-    sinks = sink_logits(case.heads, CPU)
-    oracle = with_sinks(dense.out, dense.lse, sinks)[0] if MASKS[mask].sinks else dense.out
+    dense = dense_attention(q, k, v, visible, case.score_mod(CPU))
+    sinks = case.sinks(CPU)
+    oracle = dense.out if sinks is None else with_sinks(dense.out, dense.lse, sinks)[0]
     grads = torch.autograd.grad(oracle, (q, k, v), tensors.dout.double())
     for actual, expected_tensor in zip(expected, (oracle.detach(), *grads)):
         assert check.errors(actual, expected_tensor).worst < 1e-12
@@ -52,16 +60,17 @@ def test_torch_flex_attention_computes_the_same_case(mask):
 
 
 def test_few_queries_are_measured_as_all_are() -> None:
-    case = Case("full", "forward", 16384, queries=3).shrunk()
+    case = small("full", queries=3)
     tensors = baselines.inputs(case, CPU)
     expected_tensor = check.reference(case, tensors)
-    assert tensors.q.shape[2] == 3 and work_of(case).flops == 3 * work_of(replace(case, queries=1)).flops
+    three, one = (work_of(Case(size, "forward")).flops for size in (case, replace(case, queries=1)))
+    assert tensors.q.shape[2] == 3 and three == 3 * one
     frozen = baselines.Inputs(*(x.detach() for x in (tensors.q, tensors.k, tensors.v, tensors.dout)))
     dense = baselines.dense(case, tensors, SDPBackend.MATH)
     for contender in (baselines.one_device(case, frozen), baselines.flex(case, frozen), dense):
         assert check.acceptable(check.errors(contender.forward(), expected_tensor.out), torch.float32)
-    with pytest.raises(ValueError, match="causal-q3-16k-fwd: a case with few queries"):
-        baselines.inputs(Case("causal", "forward", 16384, queries=3), CPU)
+    with pytest.raises(ValueError, match="causal-q3-16k: a case with few queries"):
+        baselines.inputs(Problem("causal", 16384, queries=3), CPU)
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])

@@ -15,6 +15,7 @@ from tritoncp.kernels.launch import Launch
 from tritoncp.perf.records.history import read
 from tritoncp.perf.suite import host_cases
 from tritoncp.perf.suite.host_cases import CASES, HostCase, measure, measure_growth, no_launches
+from tritoncp.planning.problem import Problem
 
 ROOT = Path(__file__).parents[3]
 RUN = [sys.executable, "-m", "tritoncp", "perf", "run", "--device", "host", "--tier", "core", "--filter"]
@@ -31,16 +32,16 @@ def test_every_kind_of_case_gives_times_and_facts_about_its_work(case):
     if case.operation == "mask":
         assert contenders["torch"]["ms"] > contenders["tritoncp"]["ms"]
     if case.operation == "plan":
-        assert len(work["rank_work"]) == len(work["rank_bytes"]) == case.world
+        assert len(work["rank_work"]) == len(work["rank_bytes"]) == case.problem.world
         assert work["imbalance"] == pytest.approx(max(work["rank_work"]) / (sum(work["rank_work"]) / 8), 1e-3)
         assert work["wire_bytes"] == max(work["rank_bytes"]) > 0
 
 
 @pytest.mark.parametrize("schedule", ["", "ring"])
 def test_a_call_makes_every_launch_and_runs_none(schedule, monkeypatch):
-    makers, _ = host_cases._call_contenders(
-        HostCase("backward", "causal", 256, 2 if schedule else 1, schedule)
-    )
+    ranks = {"world": 2, "schedule": schedule, "together": True} if schedule else {}
+    problem = Problem("causal", 256, 4, 2, 64, 64, dtype="float32", **ranks)
+    makers, _ = host_cases._call_contenders(HostCase("backward", problem))
     launches = []
     init = Launch.__new__
     monkeypatch.setattr(Launch, "__new__", lambda *a, **k: launches.append(a) or init(*a, **k))

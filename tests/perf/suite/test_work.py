@@ -10,8 +10,9 @@ from tritoncp import and_masks, causal, create_block_mask, document, prefix_lm, 
 from tritoncp.distributed import collectives
 from tritoncp.masks import full_mask
 from tritoncp.masks.visible_keys import count_visible_keys
-from tritoncp.perf.suite.cases import CASES, MASKS
-from tritoncp.perf.suite.work import Shape, of_plan
+from tritoncp.perf.suite.cases import CASES
+from tritoncp.perf.suite.work import of_plan
+from tritoncp.planning.problem import Problem
 
 N = 200  # not a multiple of any block
 MODS = {
@@ -23,7 +24,7 @@ MODS = {
     "code": lambda b, h, q, kv: (q - kv) % 3 == h,
     "nothing": lambda b, h, q, kv: q < 0,
 }
-SHAPE = Shape(batch=2, heads=4, kv_heads=2, dim=16, v_dim=32, itemsize=2)
+SHAPE = Problem("causal", N, 4, 2, 16, 32, batch=2)
 
 
 def mask_of(name: str):
@@ -90,7 +91,7 @@ def test_wire_bytes_are_the_bytes_that_a_simulated_world_sends(world, monkeypatc
     monkeypatch.setattr(collectives, "_run_turn", spy)
     simulated = tritoncp.simulate(world)
     plan = simulated.make_plan(create_block_mask(causal(), 1, 1, 96, 96, BLOCK_SIZE=16))
-    shape = Shape(batch=1, heads=2, kv_heads=2, dim=16, v_dim=32, itemsize=4)
+    problem = Problem("causal", 96, 2, 2, 16, 32, dtype="float32")
     q, k, v = (
         simulated.shard(torch.randn(1, 2, 96, width, requires_grad=True), plan, dim=2)
         for width in (16, 16, 32)
@@ -100,15 +101,15 @@ def test_wire_bytes_are_the_bytes_that_a_simulated_world_sends(world, monkeypatc
     torch.autograd.grad(sum(out.sum() for out in outs), (*q, *k, *v))
     for direction in sent:
         assert (
-            sum(of_plan(plan.for_rank(r), shape, direction).wire for r in range(world)) == sent[direction]
+            sum(of_plan(plan.for_rank(r), problem, direction).wire for r in range(world)) == sent[direction]
         ), direction
 
 
 def test_cases_have_masks_and_unique_names_and_both_forms_of_a_mask_agree():
     assert len({case.name for case in CASES}) == len(CASES)
-    assert {case.mask for case in CASES} == set(MASKS)
-    for name, mask in MASKS.items():
-        closed, plain = mask.closed(N), mask.plain(N, torch.device("cpu"))
+    for name in {case.problem.mask for case in CASES}:
+        problem = Problem(name, N)
+        closed, plain = problem.closed_form(), problem.plain_mod(torch.device("cpu"))
         assert (closed is None) == (plain is None), name
         if closed is not None:
             q, kv = torch.arange(N)[:, None], torch.arange(N)[None, :]
@@ -122,6 +123,7 @@ def test_a_name_never_changes_its_meaning():
     assert len(frozen) == len(CASES), "add the new cases' lines"
     for line in frozen:
         name, *fields = line.split(" ")
+        case = case_by_name[name]
         for field in fields:
             key, value = field.split("=")
-            assert str(getattr(case_by_name[name], key)) == value, (name, key)
+            assert str(getattr(case if key == "which" else case.problem, key)) == value, (name, key)

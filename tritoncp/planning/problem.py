@@ -1,0 +1,276 @@
+"""One attention problem as data, and the registries of masks and model shapes that problems name.
+
+The benchmark, the autotuner, compilation for absent GPUs, the studies of plans and the self-check take their
+masks from here. A name in ``MASKS`` never changes meaning: histories are compared by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.tracing import Mod
+from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
+from tritoncp.masks.expressions import score_of
+from tritoncp.masks.mask import Mask, create_block_mask, full_mask
+from tritoncp.masks.mask_mod import MaskFn, and_masks
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention problem: q [batch, heads, rows, dim], k [batch, kv_heads, seq, dim], v [.., seq, v_dim].
+
+    mask:     a key of MASKS
+    queries:  the number of query rows, 0 for as many as keys
+    score:    a score_mod, as tritoncp/masks/expressions.py reads it; "": that of the mask, if it has one
+    world:    ranks that share the sequence; more than one: by ``schedule``
+    together: all ranks run in lockstep on one device
+    """
+
+    mask: str
+    seq: int
+    heads: int = 32
+    kv_heads: int = 8
+    dim: int = 128
+    v_dim: int = 128
+    batch: int = 1
+    dtype: str = "bfloat16"
+    queries: int = 0
+    score: str = ""
+    world: int = 1
+    schedule: str = ""
+    together: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name: mask, differences from the default shape, length.
+
+        >>> Problem("causal", 16384).name, Problem("full", 300, heads=8, dim=64).name
+        ('causal-16k', 'full-h8x8-d64x128-300')
+        >>> Problem("causal", 65536, world=8, schedule="ring").name, Problem("full", 32768, queries=1).name
+        ('causal-w8-ring-64k', 'full-q1-32k')
+        """
+        parts = [self.mask]
+        parts += [f"b{self.batch}"] * (self.batch != 1)
+        parts += [f"h{self.heads}x{self.kv_heads}"] * ((self.heads, self.kv_heads) != (32, 8))
+        parts += [f"d{self.dim}x{self.v_dim}"] * ((self.dim, self.v_dim) != (128, 128))
+        parts += [self.dtype] * (self.dtype != "bfloat16")
+        parts += [f"q{self.queries}"] * bool(self.queries)
+        parts += [f"{'s' if self.together else 'w'}{self.world}", self.schedule] * (self.world > 1)
+        return "-".join([*parts, f"{self.seq // 1024}k" if self.seq % 1024 == 0 else str(self.seq)])
+
+    @property
+    def shape(self) -> str:
+        """Heads, head dims and length, as `tritoncp autotune --shapes` takes them.
+
+        >>> Problem("causal", 16384).shape, Problem("full", 4096, 8, 8, dim=192).shape
+        ('32x8,128,16384', '8x8,192x128,4096')
+        """
+        return f"{self.heads}x{self.kv_heads},{self.width},{self.seq}"
+
+    @property
+    def width(self) -> str:
+        """The head dims as text: one number if both are equal."""
+        return "x".join(map(str, dict.fromkeys((self.dim, self.v_dim))))
+
+    @property
+    def tile_key(self) -> dict[str, Any]:
+        """The dtype and head dims, as an entry of a file of tile shapes stores them."""
+        key = {"dtype": self.dtype, "head_dim": self.dim}
+        return key | ({"v_head_dim": self.v_dim} if self.v_dim != self.dim else {})
+
+    @property
+    def rows(self) -> int:
+        return self.queries or self.seq
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    def closed_form(self) -> MaskFn | None:
+        """Return the mask_mod of the mask in closed form; None for the full mask."""
+        return MASKS[self.mask].closed(self.seq)
+
+    def plain_mod(self, device: torch.device) -> Mod | None:
+        """Return the mask as a mask_mod that PyTorch compiles, its tensors on a device."""
+        return MASKS[self.mask].plain(self.seq, device)
+
+    def block_mask(self, device: str = "cpu", block: int = 128) -> Mask:
+        """Classify the mask for its query rows and keys, in blocks of this size; the Mask is on the CPU."""
+        closed = self.closed_form()
+        if closed is None:
+            return full_mask(self.rows, self.seq, block=block)
+        return create_block_mask(closed, 1, 1, self.rows, self.seq, device, block)
+
+    def score_mod(self, device: torch.device) -> Mod | None:
+        name = self.score or MASKS[self.mask].score
+        return score_of(name, self.heads, device) if name else None
+
+    def sinks(self, device: torch.device) -> Tensor | None:
+        """Return a sink logit for each head, float32, from -2 to 2; None for a mask without sinks."""
+        return torch.linspace(-2, 2, self.heads, device=device) if MASKS[self.mask].sinks else None
+
+
+@dataclass(frozen=True)
+class MaskEntry:
+    """A mask with a name, for tritoncp and for PyTorch.
+
+    closed: tritoncp's closed form for a length (None for the full mask), or a mask_mod without one
+    plain:  the same mask as a mask_mod that PyTorch compiles, its tensors on a device, where baselines run it
+    kind:   the kind of mask that tile shapes measured with this mask serve; "" where none are measured
+    score:  the score_mod that goes with the mask, as tritoncp/masks/expressions.py reads it
+    dense:  the name of the mask for scaled_dot_product_attention, "full" or "causal"
+    window, documents: arguments of varlen_attn for the mask, besides causal
+    sinks:  whether every head has a learned logit that takes probability (gpt-oss)
+    """
+
+    closed: Callable[[int], MaskFn | None]
+    plain: Callable[[int, torch.device], Mod | None] = lambda seq, device: None
+    kind: str = ""
+    score: str = ""
+    dense: str | None = None
+    window: Callable[[int], int] | None = None
+    documents: bool = False
+    sinks: bool = False
+
+
+def document_lengths(seq: int) -> list[int]:
+    """Return fixed, uneven document lengths: from an eighth of a per cent to a quarter of the sequence.
+
+    >>> document_lengths(16384)[:4], sum(document_lengths(16384)), len(document_lengths(16384))
+    ([4096, 20, 2560, 655], 16384, 15)
+    """
+    parts = [250, 1.25, 156.25, 40, 10, 125, 5, 80, 20, 2.5, 60, 100, 15, 85]
+    lengths = [int(seq * part / 1000) for part in parts]
+    return [*lengths, seq - sum(lengths)]
+
+
+def corpus_lengths(seq: int, seed: int = 0) -> list[int]:
+    """Draw the lengths of a packed corpus: log-normal lengths, median 1400 tokens, one in a hundred above
+    18000; none longer than a quarter of the sequence.
+
+    >>> len(corpus_lengths(65536)), max(corpus_lengths(65536)), sum(corpus_lengths(65536))
+    (34, 12883, 65536)
+    """
+    generator = torch.Generator().manual_seed(seed)
+    samples = 1400 * torch.exp(1.1 * torch.randn(seq // 64 + 64, generator=generator, dtype=torch.float64))
+    lengths = samples.long().clamp(1, max(1, seq // 4))
+    complete = lengths[lengths.cumsum(0) < seq].tolist()
+    return [*complete, seq - sum(complete)]
+
+
+def window_of(seq: int) -> int:
+    """Return the number of earlier keys in a sliding window: 1023, or fewer for a short sequence."""
+    return min(1024, seq // 4) - 1
+
+
+def _packed(lengths: Sequence[int], *masks: MaskFn) -> MaskFn:
+    return and_masks(causal(), document(lengths=lengths), *masks)
+
+
+def _few_documents(seq: int) -> MaskFn:
+    """Build the causal mask of four documents, one of them of two tokens."""
+    lengths = [seq // 3 + 1, 2, seq // 5]
+    return _packed([*lengths, seq - sum(lengths)])
+
+
+def _shared_question(seq: int) -> MaskFn:
+    """Build a causal mask over several answers to one question, the first quarter of the sequence. Answers do
+    not see each other."""
+    answers = [length for length in document_lengths(seq - seq // 4) if length]
+    ids = torch.arange(len(answers)).repeat_interleave(torch.tensor(answers))
+    ids = torch.cat([torch.full((seq // 4,), -1), ids])
+
+    def question(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return kv < seq // 4
+
+    return and_masks(causal(), lambda b, h, q, kv: (ids[q] == ids[kv]) | question(b, h, q, kv))
+
+
+def _dilated(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q - kv) % 3 == 0
+
+
+def _plain_causal(seq: int, device: torch.device) -> Mod:
+    return lambda b, h, q, kv: q >= kv
+
+
+def _plain_window(left: Callable[[int], int]) -> Callable[[int, torch.device], Mod]:
+    def plain(seq: int, device: torch.device) -> Mod:
+        keys = left(seq)
+        return lambda b, h, q, kv: (q >= kv) & (q - kv <= keys)
+
+    return plain
+
+
+def _plain_packed(lengths_of: Callable[[int], list[int]]) -> Callable[[int, torch.device], Mod]:
+    def plain(seq: int, device: torch.device) -> Mod:
+        lengths = torch.tensor(lengths_of(seq), device=device)
+        ids = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+        return lambda b, h, q, kv: (q >= kv) & (ids[q] == ids[kv])
+
+    return plain
+
+
+def _plain_corpus_window(seq: int, device: torch.device) -> Mod:
+    packed, left = _plain_packed(corpus_lengths)(seq, device), window_of(seq)
+    return lambda b, h, q, kv: packed(b, h, q, kv) & (q - kv <= left)
+
+
+def _plain_prefix(seq: int, device: torch.device) -> Mod:
+    prefix = seq // 4
+    return lambda b, h, q, kv: (q >= kv) | (kv < prefix)
+
+
+MASKS: dict[str, MaskEntry] = {
+    "causal": MaskEntry(lambda seq: causal(), _plain_causal, "causal", dense="causal"),
+    "full": MaskEntry(lambda seq: None, kind="full", dense="full"),
+    "document": MaskEntry(
+        lambda seq: _packed(document_lengths(seq)),
+        _plain_packed(document_lengths),
+        "interval",
+        documents=True,
+    ),
+    "window": MaskEntry(
+        lambda seq: sliding_window(window_of(seq)), _plain_window(window_of), "window", window=window_of
+    ),
+    "prefix": MaskEntry(lambda seq: prefix_lm(seq // 4), _plain_prefix),
+    "softcap": MaskEntry(lambda seq: causal(), _plain_causal, score="softcap"),
+    "alibi": MaskEntry(lambda seq: causal(), _plain_causal, score="alibi"),
+    # gpt-oss: sinks in every layer, a window of 128 in every other one
+    "sinks": MaskEntry(lambda seq: causal(), _plain_causal, sinks=True),
+    "window128-sinks": MaskEntry(lambda seq: sliding_window(127), _plain_window(lambda seq: 127), sinks=True),
+    # Plans
+    "window4k": MaskEntry(lambda seq: sliding_window(4095)),
+    "corpus": MaskEntry(lambda seq: _packed(corpus_lengths(seq)), _plain_packed(corpus_lengths)),
+    "corpus-window": MaskEntry(
+        lambda seq: _packed(corpus_lengths(seq), sliding_window(window_of(seq))), _plain_corpus_window
+    ),
+    "corpus-window4k": MaskEntry(lambda seq: _packed(corpus_lengths(seq), sliding_window(4095))),
+    "shared-question": MaskEntry(_shared_question),
+    # Compilation and self-check
+    "two-sided-window": MaskEntry(lambda seq: sliding_window(200, 10)),
+    "third-window": MaskEntry(lambda seq: sliding_window(seq // 3, 3)),
+    "neighbours": MaskEntry(lambda seq: sliding_window(1, 1)),
+    "three-documents": MaskEntry(lambda seq: _packed([300, 424, 300])),
+    "few-documents": MaskEntry(_few_documents),
+    "dilated": MaskEntry(lambda seq: _dilated),
+}
+# The masks that tile shapes are measured with: the kind of mask that their tiles serve, by name.
+MEASURED_KINDS = {name: entry.kind for name, entry in MASKS.items() if entry.kind}
+
+# Sizes of an attention layer, by model.
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-3 8B": {},  # with Qwen3 8B and Mistral 7B the defaults of Problem: 32 query and 8 key heads of 128
+    "Llama-3 70B": {"heads": 64, "kv_heads": 8},
+    "Qwen2.5 7B": {"heads": 28, "kv_heads": 4},
+    "Qwen3 30B-A3B": {"heads": 32, "kv_heads": 4},
+    "Qwen3 235B-A22B": {"heads": 64, "kv_heads": 4},
+    "gpt-oss": {"heads": 64, "kv_heads": 8, "dim": 64, "v_dim": 64},
+    "Gemma 2 9B": {"heads": 16, "kv_heads": 8, "dim": 256, "v_dim": 256},
+    "DeepSeek-V3": {"heads": 128, "kv_heads": 128, "dim": 192, "v_dim": 128},
+}
