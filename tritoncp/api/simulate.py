@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from tritoncp.api import attention, plans, shards
+from tritoncp.api import plans, shards
 from tritoncp.core.dynamo_boundary import host_only
-from tritoncp.frontend import plan_cache, validate
+from tritoncp.frontend import call, plan_cache, validate
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.call_modes import cast_for_autocast
 from tritoncp.ops.sinks import with_sinks
@@ -85,7 +85,7 @@ class World:
         [torch.Size([1, 2, 256, 16]), torch.Size([1, 2, 256, 16])]
         """
         refuse_transforms()
-        score, mask, _ = validate.arguments(score_mod, block_mask, None)
+        score, mask, _ = call.sort_arguments(score_mod, block_mask, None)
         mask = plain_mask(mask)
         for xs in (queries, keys, values):
             self._count(xs)
@@ -97,7 +97,7 @@ class World:
         validate.check_order(plan)
         want_max = bool(return_aux and return_aux.max_scores)
         keys, values = (list(map(validate.shared_batch, queries, xs)) for xs in (keys, values))
-        results = attention.attend(
+        results = call.attend_ranks(
             list(queries), keys, values, score, plan.pinned(), "", scale, kernel_options, want_max
         )
         n = self.world_size
