@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
-from tritoncp.frontend.call import Call, attend
+from tritoncp.frontend.call import Request, attend, sort_arguments
 
 
 @graph_entry
@@ -62,8 +62,9 @@ def flex_attention(
     >>> flex_attention(q, k, v, causal()).shape
     torch.Size([1, 2, 256, 32])
     """
-    call = Call.of(
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
-        mesh, positions, sinks, batch_offset,
+    score, mask, mesh = sort_arguments(score_mod, block_mask, mesh)
+    request = Request(
+        score, mask, mesh, scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks,
+        batch_offset,
     )  # fmt: skip
-    return attend(call)
+    return request.results(attend(query, key, value, request))

@@ -1,4 +1,4 @@
-"""One call of `flex_attention`: its arguments sorted, checked, and made those of the forward op."""
+"""One call of `flex_attention`: sorts and checks its arguments, finds its plan, and runs the forward op."""
 
 from __future__ import annotations
 
@@ -31,67 +31,43 @@ from tritoncp.planning.plan import Plan
 MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
 
 
-class Call(NamedTuple):
-    """The arguments of one call, sorted from either call shape; q, k and v cast for autocast."""
+class Request(NamedTuple):
+    """The arguments of one call besides query, key and value, sorted from either call shape."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
     score_mod: Any
     mask: Any
     mesh: Any
     scale: float | None
     enable_gqa: bool
     return_lse: bool
-    return_aux: AuxRequest | None
     options: dict[str, Any] | None
+    return_aux: AuxRequest | None
     positions: Tensor | None
     sinks: Tensor | None
     batch_offset: int | None
 
-    @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None,
-        enable_gqa: bool, return_lse: bool, kernel_options: dict[str, Any] | None,
-        return_aux: AuxRequest | None, mesh: Any, positions: Tensor | None, sinks: Tensor | None,
-        batch_offset: int | None,
-    ) -> Call:  # fmt: skip
-        """Sort the arguments of :func:`tritoncp.flex_attention`."""
-        if torch._C._is_any_autocast_enabled():
-            query, key, value = call_modes.cast_for_autocast(query, key, value)
-        refuse_transforms()
-        score, mask, mesh = sort_arguments(score_mod, block_mask, mesh)
-        validate.check_mesh(mask, groups.degree_of(mesh))
-        return cls(
-            query, key, value, score, mask, mesh, scale, enable_gqa, return_lse, return_aux, kernel_options,
-            positions, sinks, batch_offset,
-        )  # fmt: skip
+    @property
+    def want_max(self) -> bool:
+        """Whether max_scores is requested."""
+        return self.return_aux is not None and self.return_aux.max_scores
 
-    def check(self) -> None:
+    @property
+    def returns(self) -> tuple[str, ...]:
+        """All requested results besides out."""
+        want_lse = self.return_lse or (self.return_aux is not None and self.return_aux.lse)
+        sinks = self.sinks is not None
+        return ("lse",) * want_lse + ("max_scores",) * self.want_max + ("sinks",) * sinks
+
+    def check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Check all that does not depend on the plan."""
         validate.check_aux(self.return_lse, self.return_aux)
-        validate.check_tensors(self.query, self.key, self.value, self.enable_gqa, self.mask)
-        validate.check_sinks(self.query, self.sinks)
+        validate.check_tensors(query, key, value, self.enable_gqa, self.mask)
+        validate.check_sinks(query, self.sinks)
 
-    def check_key(self, group: Any) -> Any:
+    def check_key(self, query: Tensor, key: Tensor, value: Tensor, group: Any) -> Any:
         """Return the key of the checks: calls of equal keys under one plan pass or fail the same ones."""
         flags = bool(self.enable_gqa), bool(self.return_lse), self.return_aux is None
-        return validate.call_key(
-            self.query, self.key, self.value, self.sinks, group, *flags, self.batch_offset
-        )
-
-    def shared_batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return query, key and value of one batch size."""
-        query = self.query
-        return query, validate.shared_batch(query, self.key), validate.shared_batch(query, self.value)
-
-    def returns(self) -> tuple[bool, tuple[str, ...]]:
-        """Return whether max_scores is requested, and all requested results besides out."""
-        aux = self.return_aux
-        want_max = aux is not None and aux.max_scores
-        want_lse = self.return_lse or (aux is not None and aux.lse)
-        sinks = self.sinks is not None
-        return want_max, ("lse",) * want_lse + ("max_scores",) * want_max + ("sinks",) * sinks
+        return validate.call_key(query, key, value, self.sinks, group, *flags, self.batch_offset)
 
     def results(self, outs: Sequence[Tensor]) -> Any:
         """Return what was requested of out, lse and max_scores, sinks included: out, (out, lse) or (out,
@@ -105,55 +81,60 @@ class Call(NamedTuple):
 
 
 @untraced
-def attend(call: Call) -> Any:
-    """Run a call, in the graph that Dynamo traces or on the host, and return its results."""
+def attend(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[Tensor]:
+    """Run one call, in the graph that Dynamo traces or on the host; return out, lse, max_scores."""
+    if torch._C._is_any_autocast_enabled():
+        query, key, value = call_modes.cast_for_autocast(query, key, value)
+    refuse_transforms()
+    validate.check_mesh(request.mask, groups.degree_of(request.mesh))
     if torch.compiler.is_dynamo_compiling():
         try:
-            return _attend_in_graph(call)
+            return _attend_in_graph(query, key, value, request)
         except Uncapturable as error:
             reason = error.args[0]
         torch._dynamo.graph_break(msg=reason)
-    return _attend_on_host(call)
+    return _attend_on_host(query, key, value, request)
 
 
-def _attend_in_graph(call: Call) -> Any:
+def _attend_in_graph(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[Tensor]:
     """Run a call in a graph: traced, or on tensors without values.
 
     Raises Uncapturable for a mod or mask that the graph cannot carry.
     """
-    call.check()
-    query, key, value = call.shared_batch()
-    scale = 1 / math.sqrt(query.shape[3]) if call.scale is None else float(call.scale)
-    want_max, returns = call.returns()
-    outs = dynamo.attend(
-        query, key, value, call.score_mod, call.mask, call.mesh, scale, call.options, want_max,
-        call.positions, returns, call.batch_offset,
+    request.check(query, key, value)
+    key, value = validate.shared_batch(query, key), validate.shared_batch(query, value)
+    return dynamo.attend(
+        query, key, value, request.score_mod, request.mask, request.mesh, _scale(request.scale, query),
+        request.options, request.want_max, request.positions, request.returns, request.batch_offset,
     )  # fmt: skip
-    return call.results(outs)
 
 
 @host_only
-def _attend_on_host(call: Call) -> Any:
+def _attend_on_host(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[Tensor]:
     """Run a call outside of a graph that Dynamo traces."""
-    if call_modes.is_traced(call.query):
-        check_options(call.options or {}, _local_architecture(call.query))
-        return _attend_in_graph(call)
-    if isinstance(call.mask, TracedMask):
-        call = call._replace(mask=call.mask.mask)
-    group = groups.group_of(call.mesh)
+    if call_modes.is_traced(query):
+        check_options(request.options or {}, _local_architecture(query))
+        return _attend_in_graph(query, key, value, request)
+    if isinstance(request.mask, TracedMask):
+        request = request._replace(mask=request.mask.mask)
+    group = groups.group_of(request.mesh)
     plan = plan_cache.plan_of_rows(
-        call.mask, call.query, call.key, group, call.check_key(group), call.check, call.batch_offset
-    )
+        request.mask, query, key, group, request.check_key(query, key, value, group),
+        lambda: request.check(query, key, value), request.batch_offset,
+    )  # fmt: skip
     world = None if group is None else group.group_name
-    query, key, value = call.shared_batch()
+    keys, values = validate.shared_batch(query, key), validate.shared_batch(query, value)
     try:
-        validate.check_order(plan, call.positions)
-        mod = call_mods.score_of(call.score_mod, query)  # lives as long as the call that names it
-        rest = _op_arguments(query, mod, plan.pinned(), world, call.scale, call.options, *call.returns())
+        validate.check_order(plan, request.positions)
+        mod = call_mods.score_of(request.score_mod, query)  # lives as long as the call that names it
+        rest = _op_arguments(
+            query, mod, plan.pinned(), world, request.scale, request.options, request.want_max,
+            request.returns,
+        )  # fmt: skip
     except Exception as error:
         signatures.share_failure(group, plan, error)
         raise
-    return call.results(forward([query], [key], [value], *rest))
+    return forward([query], [keys], [values], *rest)
 
 
 def _local_architecture(x: Tensor) -> str | None:
@@ -207,9 +188,12 @@ def _op_arguments(
     spec = engine_factory.Spec.encoded(
         score and score.digest, None, wants, kinds, want_max, world, named_options, returns
     )  # fmt: skip
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     assert plan.handle is not None
-    return list(captures), ints, floats, scale, plan.handle, spec
+    return list(captures), ints, floats, _scale(scale, q), plan.handle, spec
+
+
+def _scale(scale: float | None, query: Tensor) -> float:
+    return 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
 
 
 def sort_arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:
