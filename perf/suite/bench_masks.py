@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask as torch_builder
 
+from tritoncp.api.masks import create_block_mask
 from tritoncp.masks.closed_forms import causal, document, prefix_lm, sliding_window
-from tritoncp.masks.create import create_block_mask
 from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.perf.studies.balance import corpus_lengths
 

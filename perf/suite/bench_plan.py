@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tritoncp.api.masks import create_block_mask
 from tritoncp.masks.closed_forms import causal, document
-from tritoncp.masks.create import create_block_mask
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import and_masks
 from tritoncp.perf.studies.balance import corpus_lengths

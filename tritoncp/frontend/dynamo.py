@@ -17,7 +17,7 @@ from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import groups
 from tritoncp.frontend import mask_source, plan_cache, validate
-from tritoncp.masks.create import create_block_mask
+from tritoncp.masks.create import create_on_device
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.ops import call_modes, engine_factory
@@ -161,7 +161,7 @@ def _block_mask(
         entry = _MASKS.pop(key, None)
     if entry is None or not entry.serves(state.tensors):
         B, H, q_len, kv_len, *blocks = sizes
-        mask = create_block_mask(mask_mod, B, H, q_len, kv_len, device or None, (blocks[0], blocks[1]))
+        mask = create_on_device(mask_mod, B, H, q_len, kv_len, device or None, (blocks[0], blocks[1]))
         versions = [(weakref.ref(tensor), tensor._version) for tensor in state.tensors] if key else []
         entry = MaskEntry(mask, versions)
     with _MASKS_LOCK:

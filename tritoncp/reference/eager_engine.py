@@ -202,7 +202,9 @@ class EagerEngine:
         rows, cols = at[0].clamp(min=0), at[1].clamp(min=0)
         if tables.window is not None:
             gap = rows[:, None, :, None] - cols[:, None, None, :]
-            return (gap <= tables.window[0]) & (-gap <= tables.window[1])
+            left, right = tables.window
+            visible = torch.ones_like(gap, dtype=torch.bool) if left is None else gap <= left
+            return visible if right is None else visible & (-gap <= right)
         if tables.mask == "interval":
             assert tables.lo is not None and tables.hi is not None
             lo, hi = (
