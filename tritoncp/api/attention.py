@@ -10,7 +10,8 @@ from torch.nn.attention.flex_attention import AuxRequest
 
 from tritoncp.api.plans import MaskLike
 from tritoncp.core.dynamo_boundary import graph_entry
-from tritoncp.frontend.call import Request, attend, sort_arguments
+from tritoncp.frontend.call import attend
+from tritoncp.frontend.request import Request, sort_arguments
 
 
 @graph_entry
