@@ -8,6 +8,7 @@ plan deals the blocks of each row apart, and `shard` cuts every tensor according
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor, nn
 
 import tritoncp
@@ -46,9 +47,9 @@ def loss_of(model: nn.ModuleDict, lengths: list[int], mesh: dist.ProcessGroup | 
     count = (labels != IGNORED).sum()  # of the whole batch, not of a shard
     plan = tritoncp.make_plan(mask_of(lengths), mesh)  # lengths differ in every batch, and so do plans
     tokens, labels = tritoncp.shard(tokens, plan, dim=1), tritoncp.shard(labels, plan, dim=1, pad=IGNORED)
-    x = model["embed"](tokens).unflatten(2, (HEADS, DIM)).transpose(1, 2)
+    x = rearrange(model["embed"](tokens), "b s (h d) -> b h s d", h=HEADS)
     out = tritoncp.flex_attention(x, x, x, plan, mesh)
-    scores = model["head"](out.transpose(1, 2).flatten(2))
+    scores = model["head"](rearrange(out, "b h s d -> b s (h d)"))
     loss = nn.functional.cross_entropy(
         scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
@@ -70,5 +71,6 @@ def train_step(mesh: dist.ProcessGroup | None = None) -> tuple[float, list[Tenso
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: loss", train_step(dist.group.WORLD)[0])
+    loss = train_step(dist.group.WORLD)[0]
+    print(f"rank {dist.get_rank()}: loss {loss}\n", end="")  # one write: lines of ranks stay whole
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor, nn
 
 import tritoncp
@@ -26,9 +27,9 @@ class Model(nn.Module):
         self.head = nn.Linear(HEADS * DIM, VOCABULARY)
 
     def forward(self, tokens: Tensor, plan: tritoncp.Plan, mesh: dist.ProcessGroup) -> Tensor:
-        x = self.embed(tokens).unflatten(2, (HEADS, DIM)).transpose(1, 2)
+        x = rearrange(self.embed(tokens), "b s (h d) -> b h s d", h=HEADS)
         out = tritoncp.flex_attention(x, x, x, plan, mesh)
-        return self.head(out.transpose(1, 2).flatten(2))
+        return self.head(rearrange(out, "b h s d -> b s (h d)"))
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
@@ -70,7 +71,7 @@ def train(mesh: dist.ProcessGroup, checkpoint: Path, steps: int) -> list[float]:
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    print(
-        f"rank {dist.get_rank()} of {dist.get_world_size()}:", train(dist.group.WORLD, Path(sys.argv[1]), 3)
-    )
+    losses = train(dist.group.WORLD, Path(sys.argv[1]), 3)
+    # One write: lines of ranks stay whole.
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {losses}\n", end="")
     dist.destroy_process_group()

@@ -293,7 +293,8 @@ class TritonEngine:
         first, end = tables.kv_first, tables.kv_first + tables.kv_rows
         if tables.window:
             left, right = tables.window
-            first, end = max(first, tables.q_first - left), min(end, tables.q_first + tables.q_rows + right)
+            first = first if left is None else max(first, tables.q_first - left)
+            end = end if right is None else min(end, tables.q_first + tables.q_rows + right)
         tiles = triton.cdiv(max(0, end - first), tiling.config.BLOCK_N)
         state = 4 * (v.shape[3] + 2) * q.numel() // q.shape[3]
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count

@@ -11,8 +11,6 @@ from tritoncp.kernels.tile_rules import Config, pieces
 from tritoncp.kernels.tile_runs import Rows, Slots
 from tritoncp.kernels.tiles import copyable, descriptors
 
-UNBOUNDED = 1 << 30  # a window edge at least this far is none
-
 
 class Mods(NamedTuple):
     """User functions as the kernels take them: jit functions, captured values, gradient buffers."""
@@ -142,7 +140,7 @@ def shape_args(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Any]:
 def table_args(tables: Any, by_keys: bool) -> dict[str, Any]:
     """Kernel arguments that follow from a step's tables. by_keys: programs are tiles of keys, which see the
     window from the other side and read runs of Q slots."""
-    left, right = (None if edge >= UNBOUNDED else edge for edge in tables.window or (0, 0))
+    left, right = tables.window or (0, 0)
     interval = Interval(None, None, 0, 0)
     if tables.lo is not None:
         interval = Interval(tables.lo, tables.hi, _stride(tables.lo, 0), _stride(tables.lo, 1))

@@ -43,7 +43,7 @@ def examine() -> dict[str, Any]:
     >>> sorted(facts)[:5]
     ['advice', 'cache', 'cpu', 'devices', 'distributed']
     """
-    versions = {name: version(name) for name in ("torch", "triton", "numpy", "pillow")}
+    versions = {name: version(name) for name in ("torch", "triton", "einops", "numpy", "pillow")}
     versions = {"tritoncp": __version__, "python": platform.python_version(), **versions}
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     cache = look_at_cache()

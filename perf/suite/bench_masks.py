@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask as torch_builder
 
-from tritoncp.masks.create import create_block_mask
+from tritoncp.api.masks import create_block_mask
 from tritoncp.perf.suite.timing import shortest_seconds
 from tritoncp.planning.problem import Problem
 

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from einops import rearrange
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -59,9 +60,9 @@ class Block(nn.Module):
         self.inner = FlexAttention()
 
     def forward(self, x, score_mod, block_mask):
-        heads = self.qkv(x).unflatten(-1, (3 * HEADS, DIM)).transpose(1, 2)
-        out = self.inner(*heads.chunk(3, 1), score_mod=score_mod, block_mask=block_mask)
-        return x + out.transpose(1, 2).flatten(2)
+        heads = rearrange(self.qkv(x), "b s (qkv h d) -> qkv b h s d", qkv=3, h=HEADS)
+        out = self.inner(*heads, score_mod=score_mod, block_mask=block_mask)
+        return x + rearrange(out, "b h s d -> b s (h d)")
 
 
 def whole_input():

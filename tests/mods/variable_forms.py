@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.nn.attention.flex_attention import or_masks
 
 from tests.mods.form_registry import Form, form, recorded
 
@@ -207,3 +208,17 @@ def submodule_by_number() -> Form:
     layers: Any = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
     layers[1].slope = 0.5
     return lambda x: x * layers[1].slope, lambda: setattr(layers[1], "slope", 2.0)
+
+
+@form
+def combined_by_torch() -> Form:
+    box = types.SimpleNamespace(slope=0.5)
+    index = [torch.zeros(())] * 4
+    slope_is_half = or_masks(lambda b, h, q, kv: box.slope == 0.5)
+    return lambda x: x * torch.where(slope_is_half(*index), 0.5, 2.0), lambda: setattr(box, "slope", 2.0)
+
+
+@form
+def decorated_by_torch() -> Form:
+    box = types.SimpleNamespace(slope=0.5)
+    return torch.no_grad()(lambda x: x * box.slope), lambda: setattr(box, "slope", 2.0)

@@ -296,7 +296,7 @@ def test_make_gpu_needs_only_the_documented_packages(tmp_path):
     results, with a line of a GPU beside them, become history, the default route and figures of the README."""
     packages = "torch", "triton", "pytest", "pytest-benchmark", "click", "rich", "numpy"
     installed = linked(tmp_path / "site", packages)
-    assert not installed & {"hypothesis", "platformdirs", "execnet", "bokeh", "PIL"}
+    assert not installed & {"hypothesis", "platformdirs", "execnet", "bokeh", "PIL", "einops"}
     site = str(tmp_path / "site")
     status, output = make_gpu(tmp_path, REAL, "ARGS=-k test_masks", BARE=sys.executable, SITE=site)
     assert status == 0, output

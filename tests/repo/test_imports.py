@@ -7,6 +7,7 @@ import causal` are forbidden, `from tritoncp import mods` imports the module `tr
 """
 
 import ast
+import os
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -43,7 +44,7 @@ LAYERS = {
     "masks": Layer({"masks"}, {"core", "mods", "kernels"}, {"torch", "rich"}, NO_RANKS),
     "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "PIL"}, NO_RANKS),
     "distributed": Layer({"distributed"}, {"core", "mods", "masks", "planning", "kernels"}, {"torch"}),
-    "reference": Layer({"reference"}, {"core", "masks", "planning"}, {"torch"}, NO_RANKS),
+    "reference": Layer({"reference"}, {"core", "masks", "planning"}, {"torch", "einops"}, NO_RANKS),
     "ops": Layer({"ops"}, SPINE - {"frontend", "api"}, {"torch", "filelock", "platformdirs", "rich"}),
     "frontend": Layer({"frontend"}, SPINE - {"api"}, {"torch", "rich"}),
     "api": Layer({"api"}, SPINE, {"torch"}),
@@ -56,7 +57,7 @@ LAYERS = {
         {"", "__main__", "analysis", "cli", "command_base", "demo", "doctor", "planning.command",
          "self_check", "tuning"},
         SPINE | {"perf"},
-        {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock"},
+        {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops"},
     ),
 }  # fmt: skip
 
@@ -252,6 +253,23 @@ def test_plans_and_shards_are_made_where_triton_is_not_installed(code, tmp_path)
     (tmp_path / "mask_of_a_user.py").write_text("def near(b, h, q, kv):\n    return abs(q - kv) < 1000\n")
     code = f"import sys; sys.modules['triton'] = None; sys.path.insert(0, {str(ROOT)!r})\n{code}"
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+BARE = """
+import torch, tritoncp, tests.conftest, tests.gpu.support, tritoncp.perf.run, tritoncp.perf.gpu_run
+import tritoncp.self_check.comparison, tritoncp.self_check.run, tritoncp.self_check.workers
+from tritoncp.cli import main
+x = torch.randn(1, 1, 32, 16, requires_grad=True)
+tritoncp.flex_attention(x, x, x, tritoncp.causal()).sum().backward()
+main(["check", "--help"])
+"""
+
+
+def test_kernels_checks_and_measurements_run_where_einops_is_not_installed():
+    code = f"import sys; sys.modules['einops'] = None; sys.path.insert(0, {str(ROOT)!r})\n{BARE}"
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 

@@ -28,8 +28,8 @@ whole = [type(part)(*shape) for part, shape in zip(whole, ((256, 64), (64, 192),
 for part, trained in zip(whole, (embed, project, unembed)):
     part.load_state_dict(trained.state_dict())
     part.double()
-x = whole[1](whole[0](text[:, :-1])).unflatten(2, (12, -1)).transpose(1, 2).chunk(3, dim=1)
-logits = whole[2](reference.dense_attention(*x, mask, alibi).out.transpose(1, 2).flatten(2))
+x = rearrange(whole[1](whole[0](text[:, :-1])), "b s (qkv h d) -> qkv b h s d", qkv=3, h=4)
+logits = whole[2](rearrange(reference.dense_attention(*x, mask, alibi).out, "b h s d -> b s (h d)"))
 F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten()).backward()
 for part, trained in zip(whole, (embed, project, unembed)):
     for expected, got in zip(part.parameters(), trained.parameters()):

@@ -1,29 +1,17 @@
-"""`flex_attention`: checks a call, finds its plan and runs the forward op."""
+"""The public `flex_attention`."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+from torch.nn.attention.flex_attention import AuxRequest
 
 from tritoncp.api.plans import MaskLike
-from tritoncp.core.dynamo_boundary import graph_entry, host_only
-from tritoncp.distributed import groups
-from tritoncp.frontend import dynamo, plan_cache, validate
-from tritoncp.kernels.options import check_options
-from tritoncp.kernels.tile_rules import architecture
-from tritoncp.masks.traced_mask import plain_mask
-from tritoncp.mods import Mod
-from tritoncp.ops import call_modes, call_mods, engine_factory, signatures
-from tritoncp.ops.autograd import forward
-from tritoncp.ops.graph.layouts import Uncapturable
-from tritoncp.ops.sinks import with_sinks
-from tritoncp.ops.transforms import refuse_transforms
-from tritoncp.planning.plan import Plan
+from tritoncp.core.dynamo_boundary import graph_entry
+from tritoncp.frontend.call import attend
+from tritoncp.frontend.request import Request, sort_arguments
 
 
 @graph_entry
@@ -75,161 +63,9 @@ def flex_attention(
     >>> flex_attention(q, k, v, causal()).shape
     torch.Size([1, 2, 256, 32])
     """
-    arguments: Any = (
-        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
-        mesh, positions, sinks, batch_offset,
+    score, mask, mesh = sort_arguments(score_mod, block_mask, mesh)
+    request = Request(
+        score, mask, mesh, scale, enable_gqa, return_lse, kernel_options, return_aux, positions, sinks,
+        batch_offset,
     )  # fmt: skip
-    if torch.compiler.is_dynamo_compiling():
-        try:
-            return _call_in_graph(*arguments)
-        except Uncapturable as error:
-            reason = error.args[0]
-        torch._dynamo.graph_break(msg=reason)
-    return _call(*arguments)
-
-
-def _call_in_graph(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None,
-    enable_gqa: bool, return_lse: bool, kernel_options: dict[str, Any] | None, return_aux: AuxRequest | None,
-    mesh: Any, positions: Tensor | None, sinks: Tensor | None, batch_offset: int | None,
-) -> Any:  # fmt: skip
-    """Run :func:`flex_attention` in a graph: traced, or on tensors without values.
-
-    Raises Uncapturable for a mod or mask that the graph cannot carry.
-    """
-    if torch._C._is_any_autocast_enabled():
-        query, key, value = call_modes.cast_for_autocast(query, key, value)
-    refuse_transforms()
-    score, mask, mesh = validate.arguments(score_mod, block_mask, mesh)
-    validate.check_mesh(mask, groups.degree_of(mesh))
-    want_max, returns = _results(return_lse, return_aux, sinks)
-    validate.check_aux(return_lse, return_aux)
-    validate.check_tensors(query, key, value, enable_gqa, mask)
-    validate.check_sinks(query, sinks)
-    key, value = validate.shared_batch(query, key), validate.shared_batch(query, value)
-    scale = 1 / math.sqrt(query.shape[3]) if scale is None else float(scale)
-    qkv = query, key, value
-    outs = dynamo.attend(
-        *qkv, score, mask, mesh, scale, kernel_options, want_max, positions, returns, batch_offset
-    )
-    if sinks is not None:
-        outs = [*with_sinks(outs[0], outs[1], sinks), *outs[2:]]
-    return _select_results(outs, return_lse, return_aux)
-
-
-@host_only
-def _call(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, scale: float | None,
-    enable_gqa: bool, return_lse: bool, kernel_options: dict[str, Any] | None, return_aux: AuxRequest | None,
-    mesh: Any, positions: Tensor | None, sinks: Tensor | None, batch_offset: int | None,
-) -> Any:  # fmt: skip
-    """Run :func:`flex_attention` outside of a graph that Dynamo traces."""
-    if call_modes.is_traced(query):
-        check_options(kernel_options or {}, _local_architecture(query))
-        return _call_in_graph(
-            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
-            return_aux, mesh, positions, sinks, batch_offset,
-        )  # fmt: skip
-    if torch._C._is_any_autocast_enabled():
-        query, key, value = call_modes.cast_for_autocast(query, key, value)
-    refuse_transforms()
-    score, mask, mesh = validate.arguments(score_mod, block_mask, mesh)
-    mask = plain_mask(mask)
-    validate.check_mesh(mask, groups.degree_of(mesh))
-    want_max, returns = _results(return_lse, return_aux, sinks)
-
-    def check() -> None:
-        validate.check_aux(return_lse, return_aux)
-        validate.check_tensors(query, key, value, enable_gqa, mask)
-        validate.check_sinks(query, sinks)
-
-    group = groups.group_of(mesh)
-    flags = bool(enable_gqa), bool(return_lse), return_aux is None
-    call_key = validate.call_key(query, key, value, sinks, group, *flags, batch_offset)
-    plan = plan_cache.plan_of_rows(mask, query, key, group, call_key, check, batch_offset)
-    world = None if group is None else group.group_name
-    key, value = validate.shared_batch(query, key), validate.shared_batch(query, value)
-    try:
-        validate.check_order(plan, positions)
-        mod = call_mods.score_of(score, query)  # lives as long as the call that names it
-        rest = _arguments(query, mod, plan.pinned(), world, scale, kernel_options, want_max, returns)
-    except Exception as error:
-        signatures.share_failure(group, plan, error)
-        raise
-    outs = forward([query], [key], [value], *rest)
-    if sinks is not None:
-        outs = [*with_sinks(outs[0], outs[1], sinks), *outs[2:]]
-    return _select_results(outs, return_lse, return_aux)
-
-
-def _local_architecture(x: Tensor) -> str | None:
-    """Return the architecture of a tensor's device; None if this machine does not have it, as a fake or meta
-    tensor's."""
-    if x.device.type not in ("cpu", "cuda"):
-        return None
-    try:
-        return architecture(x.device)
-    except (AssertionError, RuntimeError):  # of torch without CUDA, or without a GPU
-        return None
-
-
-def _results(return_lse: bool, return_aux: AuxRequest | None, sinks: Any) -> tuple[bool, tuple[str, ...]]:
-    """Return whether max_scores is requested, and all requested results besides out."""
-    want_max = return_aux is not None and return_aux.max_scores
-    want_lse = return_lse or (return_aux is not None and return_aux.lse)
-    returns = ("lse",) * want_lse + ("max_scores",) * want_max + ("sinks",) * (sinks is not None)
-    return want_max, returns
-
-
-def _select_results(outs: Sequence[Tensor], return_lse: bool, return_aux: AuxRequest | None) -> Any:
-    """Return the requested ones of out, lse and max_scores: out, (out, lse) or (out, AuxOutput)."""
-    if return_aux is not None:
-        return outs[0], AuxOutput(
-            lse=outs[1] if return_aux.lse else None, max_scores=outs[2] if return_aux.max_scores else None
-        )
-    return (outs[0], outs[1]) if return_lse else outs[0]
-
-
-def attend(
-    q: list[Tensor],
-    k: list[Tensor],
-    v: list[Tensor],
-    score_mod: Any,
-    plan: Plan,
-    world: str | None,
-    scale: float | None,
-    options: dict[str, Any] | None,
-    want_max: bool,
-) -> list[Tensor]:
-    """Run one layer for the ranks whose tensors are passed; return outs, lses, max_scores."""
-    mod = call_mods.score_of(score_mod, q[0])  # lives as long as the call that names it
-    captures, *rest, handle, spec = _arguments(q[0], mod, plan, world, scale, options, want_max, ())
-    (handle,), captures = call_modes.as_inputs([handle]), call_modes.as_inputs(captures)
-    return forward(q, k, v, captures, *rest, handle, spec)
-
-
-def _arguments(
-    q: Tensor,
-    score: Mod | None,
-    plan: Plan,
-    world: str | None,
-    scale: float | None,
-    options: dict[str, Any] | None,
-    want_max: bool,
-    returns: tuple[str, ...],
-) -> tuple[Any, ...]:
-    """Check score_mod, scale and options, and return the arguments of the forward op after q, k and v."""
-    named_options: tuple[tuple[str, Any], ...] = ()
-    if options:
-        check_options(options, architecture(q.device))
-        named_options = tuple(sorted(options.items()))
-    numbers, captures, wants = (score.numbers, score.tensors, score.wants) if score else ((), (), ())
-    ints = [n for n in numbers if isinstance(n, int)]
-    floats = [n for n in numbers if not isinstance(n, int)]
-    kinds = tuple(["i" if isinstance(n, int) else "f" for n in numbers])
-    spec = engine_factory.Spec.encoded(
-        score and score.digest, None, wants, kinds, want_max, world, named_options, returns
-    )  # fmt: skip
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else float(scale)
-    assert plan.handle is not None
-    return list(captures), ints, floats, scale, plan.handle, spec
+    return request.results(attend(query, key, value, request))

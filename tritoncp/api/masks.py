@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritoncp.core.dynamo_boundary import graph_entry
-from tritoncp.masks import create
+from tritoncp.masks.create import create_on_device
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskFn
 
@@ -49,4 +49,4 @@ def create_block_mask(
         except TypeError as error:  # of a mask_mod that the graph cannot carry
             reason = error.args[0]
         torch._dynamo.graph_break(msg=reason)
-    return create.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
+    return create_on_device(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
-from tritoncp.api import attention, plans, shards
+from tritoncp.api import plans, shards
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.frontend import plan_cache, validate
+from tritoncp.frontend.call import attend_ranks
+from tritoncp.frontend.request import Request, sort_arguments
 from tritoncp.masks.traced_mask import plain_mask
 from tritoncp.ops.call_modes import cast_for_autocast
 from tritoncp.ops.sinks import with_sinks
@@ -85,7 +87,7 @@ class World:
         [torch.Size([1, 2, 256, 16]), torch.Size([1, 2, 256, 16])]
         """
         refuse_transforms()
-        score, mask, _ = validate.arguments(score_mod, block_mask, None)
+        score, mask, _ = sort_arguments(score_mod, block_mask, None)
         mask = plain_mask(mask)
         for xs in (queries, keys, values):
             self._count(xs)
@@ -95,11 +97,21 @@ class World:
             validate.check_sinks(q, sinks)
         plan = self._plan_of(mask, queries, keys, batch_offset)
         validate.check_order(plan)
-        want_max = bool(return_aux and return_aux.max_scores)
         keys, values = (list(map(validate.shared_batch, queries, xs)) for xs in (keys, values))
-        results = attention.attend(
-            list(queries), keys, values, score, plan.pinned(), "", scale, kernel_options, want_max
+        request = Request(
+            score,
+            mask,
+            None,
+            scale,
+            enable_gqa,
+            return_lse,
+            kernel_options,
+            return_aux,
+            None,
+            sinks,
+            batch_offset,
         )
+        results = attend_ranks(list(queries), keys, values, plan.pinned(), request)
         n = self.world_size
         outs, lses, tops = list(results[:n]), list(results[n : 2 * n]), list(results[2 * n :])
         if sinks is not None:
@@ -107,7 +119,7 @@ class World:
             outs, lses = ([pair[i] for pair in pairs] for i in (0, 1))
         if return_aux is not None:
             aux: Any = AuxOutput  # its fields hold lists here
-            return outs, aux(lse=lses if return_aux.lse else None, max_scores=tops if want_max else None)
+            return outs, aux(lse=lses if return_aux.lse else None, max_scores=tops or None)
         return (outs, lses) if return_lse else outs
 
     def _plan_of(

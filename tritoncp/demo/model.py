@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -42,10 +43,10 @@ class Layer(nn.Module):
 
     def attention(self, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attention) -> Tensor:
         s = self.shape
-        heads = self.qkv(x).unflatten(-1, (-1, s.head_dim)).transpose(1, 2)  # [B, Hq + 2 Hkv, S_local, D]
+        heads = rearrange(self.qkv(x), "b s (h d) -> b h s d", d=s.head_dim)  # h: of queries, keys and values
         q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], 1)
         out = attend(rotate(q, turn), rotate(k, turn), v)  # [B, Hq, S_local, D]
-        return self.out(out.transpose(1, 2).flatten(2))
+        return self.out(rearrange(out, "b h s d -> b s (h d)"))
 
 
 class Transformer(nn.Module):

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tritoncp.api.attention import flex_attention
+from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.api.shards import positions, shard
 from tritoncp.demo.corpus import IGNORE, window, windows
 from tritoncp.demo.model import Shape, Transformer
 from tritoncp.masks.closed_forms import causal, document
-from tritoncp.masks.create import create_block_mask
 from tritoncp.masks.mask_mod import and_masks
 from tritoncp.masks.named import alibi
 

@@ -16,7 +16,8 @@ from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache, validate
-from tritoncp.masks.create import create_block_mask
+from tritoncp.frontend.request import Request
+from tritoncp.masks.create import create_on_device
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods.snapshot import captured_state
@@ -27,38 +28,27 @@ from tritoncp.ops.graph.inputs import flatten_callable, rebuild
 
 
 @call_modes.in_fake_mode
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score_mod: Callable[..., Tensor] | None,
-    mask: Any,
-    mesh: Any,
-    scale: float,
-    options: dict[str, Any] | None,
-    want_max: bool,
-    positions: Tensor | None,
-    returns: tuple[str, ...],
-    batch_offset: int | None = None,
-) -> list[Tensor]:
-    """Run one layer for this rank, traced by Dynamo; return out, lse, max_scores.
+def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> list[Tensor]:
+    """Run one layer for this rank, traced or on tensors without values; return out, lse, max_scores.
 
     Raises Uncapturable for a mod or mask that a graph cannot carry.
     """
-    world = _world(mesh)
+    request.check(q, k, v)
+    k, v = validate.shared_batch(q, k), validate.shared_batch(q, v)
+    world = _world(request.mesh)
     captures: list[Tensor] = []
     numbers: list[int] = []
-    score = None if score_mod is None else flatten_callable(score_mod, captures, numbers)
+    score = None if request.score_mod is None else flatten_callable(request.score_mod, captures, numbers)
     tensors: list[Tensor] = []
     ints: list[int] = []
-    structure = flatten_callable(mask, tensors, ints)
+    structure = flatten_callable(request.mask, tensors, ints)
     shape = [*q.shape, k.shape[1], k.shape[2]]
-    options_of_plan = shape, structure, world, positions, batch_offset
+    options_of_plan = shape, structure, world, request.positions, request.batch_offset
     plan = call_modes.run_on_values(plan_op, tensors, ints, *options_of_plan)
     wants = tuple([i for i, x in enumerate(captures) if x.requires_grad and x.is_floating_point()])
-    spec = _spec(score, wants, want_max, world, options or {}, returns)
+    spec = _spec(score, wants, request.want_max, world, request.options or {}, request.returns)
     captures = call_modes.as_inputs(captures)
-    return forward_op([q], [k], [v], captures, numbers, [], scale, plan, spec)
+    return forward_op([q], [k], [v], captures, numbers, [], request.scale_for(q), plan, spec)
 
 
 @constant_result
@@ -160,7 +150,7 @@ def _block_mask(
     entry = _MASKS.get(key)
     if entry is None or not entry.serves(state.tensors):
         B, H, q_len, kv_len, *blocks = sizes
-        mask = create_block_mask(mask_mod, B, H, q_len, kv_len, device or None, (blocks[0], blocks[1]))
+        mask = create_on_device(mask_mod, B, H, q_len, kv_len, device or None, (blocks[0], blocks[1]))
         versions = [(weakref.ref(tensor), tensor._version) for tensor in state.tensors] if key else []
         entry = MaskEntry(mask, versions)
         if key is not None:

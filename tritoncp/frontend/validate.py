@@ -5,9 +5,7 @@ Each message names the argument that was passed, the requirement and the remedy.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,73 +17,13 @@ from tritoncp.masks.closed_forms import is_closed_form, num_document_tokens
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod, name_of
-from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.planning.build import pieces
 from tritoncp.planning.placement import Placement, natural
 from tritoncp.planning.plan import Plan
 
-MASKS = (BlockMask, Mask, MaskMod, Plan, TracedMask)
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 DEVICES = ("cuda", "cpu", "meta")  # meta: shapes only
-
-
-def arguments(fourth: Any, fifth: Any, mesh: Any) -> tuple[Any, Any, Any]:
-    """Return (score_mod, mask, mesh) from either call shape."""
-    if type(fourth) is not FunctionType and isinstance(fourth, MASKS):
-        if fifth is not None and mesh is not None:
-            raise TypeError(
-                "two meshes: the fifth argument and mesh=; with a mask in fourth place give one of them"
-            )
-        if isinstance(fifth, MASKS):
-            raise TypeError("two masks: the fourth and the fifth argument; a score_mod goes in fourth place")
-        return None, fourth, mesh if fifth is None else fifth
-    if callable(fourth):
-        _check_score_mod(fourth)
-    elif fourth is not None:
-        raise TypeError(
-            "the fourth argument is a score_mod, a mask or a Plan; got a "
-            f"{type(fourth).__name__}{_dense_mask_hint(fourth)}"
-        )
-    if fifth is None or isinstance(fifth, MASKS):
-        return fourth, fifth, mesh
-    if callable(fifth):
-        raise TypeError(
-            "block_mask is a mask, not a function; make it with create_block_mask(mask_mod, B, H, Q_LEN, "
-            "KV_LEN)"
-        )
-    if isinstance(fifth, Tensor):
-        raise TypeError(f"block_mask is a mask or a Plan; got a Tensor{_dense_mask_hint(fifth)}")
-    if fourth is not None:
-        raise TypeError(
-            f"after a score_mod comes a mask or a Plan; got a {type(fifth).__name__}; pass mesh= by name"
-        )
-    return None, None, fifth
-
-
-def _dense_mask_hint(argument: Any) -> str:
-    if not isinstance(argument, Tensor):
-        return ""
-    return "; a dense mask becomes one by create_block_mask(lambda b, h, q, kv: mask[q, kv], ...)"
-
-
-def _check_score_mod(fn: Any) -> None:
-    if torch.compiler.is_dynamo_compiling():
-        return  # inspecting the signature would recompile for every function; translation checks it too
-    plain = type(fn) is FunctionType and not fn.__dict__  # else it may wrap another function
-    if plain and fn.__code__.co_argcount - len(fn.__defaults__ or ()) != 4:
-        return  # inspect.signature takes longer than a kernel launch
-    try:
-        parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return  # a jit function or a builtin: its own translation checks it
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters if p.kind in places and p.default is inspect.Parameter.empty]
-    if len(needed) == 4 and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        raise TypeError(
-            "this is a mask_mod (four arguments), and a callable in fourth place is a score_mod; make the "
-            "mask with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN) and pass that"
-        )
 
 
 def call_key(q: Any, k: Any, v: Any, sinks: Any, group: Any, *flags: Any) -> Any:

@@ -140,18 +140,10 @@ class PrefixLM(MaskMod):
 
 
 @dataclass(frozen=True, repr=False)
-class QuerySlice(MaskMod):
-    """The mask_mod of a mask without its first ``start`` queries: q_idx is shifted by ``start``."""
+class _View(MaskMod):
+    """Base class: the mask_mod of a part, or of another order, of a mask."""
 
     part: MaskFn
-    start: int
-
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return self.part(b, h, q_idx + self.start, kv_idx)
-
-    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        whole = self.part.intervals(self.start + q_len, kv_len) if isinstance(self.part, MaskMod) else None
-        return whole and (whole[0][..., self.start :], whole[1][..., self.start :])
 
     @property
     def batch(self) -> int:
@@ -161,15 +153,27 @@ class QuerySlice(MaskMod):
     def reads(self) -> tuple[bool, bool]:
         return dependence_of(self.part)
 
+
+@dataclass(frozen=True, repr=False)
+class QuerySlice(_View):
+    """The mask_mod of a mask without its first ``start`` queries: q_idx is shifted by ``start``."""
+
+    start: int
+
+    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return self.part(b, h, q_idx + self.start, kv_idx)
+
+    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
+        whole = self.part.intervals(self.start + q_len, kv_len) if isinstance(self.part, MaskMod) else None
+        return whole and (whole[0][..., self.start :], whole[1][..., self.start :])
+
     def __repr__(self) -> str:
         return f"{name_of(self.part)} from query {self.start}"
 
 
 @dataclass(frozen=True, repr=False)
-class Transpose(MaskMod):
+class Transpose(_View):
     """The mask_mod of a transposed mask: queries and keys exchanged."""
-
-    part: MaskFn
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return self.part(b, h, kv_idx, q_idx)
@@ -181,14 +185,6 @@ class Transpose(MaskMod):
     def window(self) -> tuple[int, int] | None:
         window = self.part.window if isinstance(self.part, MaskMod) else None
         return window and (window[1], window[0])
-
-    @property
-    def batch(self) -> int:
-        return num_batch_rows(self.part)
-
-    @property
-    def reads(self) -> tuple[bool, bool]:
-        return dependence_of(self.part)
 
     def __repr__(self) -> str:
         return f"{name_of(self.part)} transposed"

@@ -10,31 +10,23 @@ import torch
 from tritoncp.core.dynamo_boundary import host_only
 from tritoncp.core.tracing import graph_of
 from tritoncp.core.upload import upload
-from tritoncp.masks import mask
 from tritoncp.masks.classification.classify import Ask
-from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask import Device, Mask, create_block_mask
 from tritoncp.masks.mask_mod import MaskFn
 
 _BAR_DELAY = 2.0  # seconds before the progress bar appears
 
 
 @host_only
-def create_block_mask(
-    mask_mod: MaskFn,
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
-    device: str | torch.device | None = None,
-    BLOCK_SIZE: int | tuple[int, int] = 128,
-) -> Mask:
-    """Make a mask on the host, see :func:`tritoncp.create_block_mask`."""
+def create_on_device(
+    mask_mod: MaskFn, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, device: Device | None,
+    BLOCK_SIZE: int | tuple[int, int],
+) -> Mask:  # fmt: skip
+    """Make a mask, evaluated on ``device`` (None: that of the captured tensors), with a progress bar."""
     place = torch.device(device) if device is not None else _capture_device(mask_mod)
     ask = None if place.type == "cpu" else _triton_ask(mask_mod, place)
     with _Bar(f"create_block_mask {Q_LEN} x {KV_LEN}") as bar:
-        return mask.create_block_mask(
-            mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, ask=ask, progress=bar.show
-        )
+        return create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, place, BLOCK_SIZE, ask=ask, progress=bar.show)
 
 
 def _capture_device(mask_mod: MaskFn) -> torch.device:

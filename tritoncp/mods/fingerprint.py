@@ -234,7 +234,7 @@ class Fingerprint:
             if owner is not None:
                 raise Incomparable(f"{path} is a method of a {type(owner).__qualname__}")
             _refuse_impure(path, [fn.__name__])
-            return Identity(fn)
+            return self._torch_function(path, fn)
         place = self._remember(name, (fn, owner))
         code = fn.__code__
         reads = code_reads(code)
@@ -255,6 +255,16 @@ class Fingerprint:
                 self.numbers.append(value)
             self._entries.append((chain.path, self._end(chain, value)))
         return "function", place
+
+    def _torch_function(self, path: str, fn: types.FunctionType) -> Any:
+        """The key of a function of torch: its identity, and the values in its closure that are not torch's:
+        mask_mods that `and_masks` combines, the function that `torch.no_grad` decorates."""
+        self._remember((id(fn), id(None)), (fn, None))
+        for cell in fn.__closure__ or ():
+            value = cell_value(cell, ABSENT)
+            if not _is_of_torch(getattr(value, "__self__", value)):
+                self._entries.append((path, self._value(path, value)))
+        return Identity(fn)
 
     def _end(self, chain: Chain, value: Any) -> Any:
         """The key of the value at the end of a chain."""
@@ -330,6 +340,12 @@ def _is_torch_function(obj: Any) -> bool:
         place = kind.__module__ if callable(obj) and not hasattr(obj, "_modules") else None
         place = None if hasattr(obj, "__dict__") and place != "torch._ops" else place
     return isinstance(place, str) and place.split(".")[0] == "torch"
+
+
+def _is_of_torch(obj: Any) -> bool:
+    """Whether a value is a class of torch or an instance of one, but a tensor."""
+    cls = obj if isinstance(obj, type) else type(obj)
+    return cls.__module__.split(".")[0] == "torch" and not issubclass(cls, torch.Tensor)
 
 
 def _is_closed_form(obj: Any) -> bool:

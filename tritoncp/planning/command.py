@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from tritoncp.api.masks import create_block_mask
 from tritoncp.api.plans import make_plan
 from tritoncp.masks import expressions
-from tritoncp.masks.create import create_block_mask
 from tritoncp.planning.drawing.page import html
 from tritoncp.planning.drawing.picture import paint
 from tritoncp.planning.report import Facts, colours, format_lines

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -184,7 +183,5 @@ def format_reason(estimates: Sequence[Cost], hardware: Hardware) -> str:
 
 def bytes_sent(plan: PlanData, schedule: str, shape: Shape) -> list[int]:
     """Return the bytes that each rank would send in a forward and a backward pass of one layer."""
-    layer: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads}
-    layer |= {"head_dim": shape.head_dim, "v_head_dim": shape.v_head_dim, "itemsize": shape.itemsize}
     other = replace(plan, schedule=schedule, handle=None)
-    return [other.for_rank(rank).bytes_sent(**layer) for rank in range(plan.world_size)]
+    return [other.for_rank(rank).bytes_sent(**vars(shape)) for rank in range(plan.world_size)]

@@ -112,6 +112,11 @@ class Sizes(NamedTuple):
         return self.wide_o + 2 * self.stat
 
     @property
+    def shards(self) -> int:
+        """Queries, keys, values, out and lse."""
+        return self.q + self.o + self.kv + self.stat
+
+    @property
     def results(self) -> int:
         """dq, dk and dv."""
         return self.q + self.kv

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tritoncp.planning import cost
-from tritoncp.planning.memory import Shape, peak_under
+from tritoncp.planning.memory import Shape, Sizes, peak_under
 from tritoncp.planning.plan_data import PlanData
 
 
@@ -44,23 +44,19 @@ class Metrics(NamedTuple):
 
     @classmethod
     def of(cls, plan: PlanData, shape: Shape) -> Metrics:
-        layer: dict[str, Any] = {"batch": shape.batch, "heads": shape.heads, "kv_heads": shape.kv_heads}
-        layer |= {"head_dim": shape.head_dim, "v_head_dim": shape.v_head_dim, "itemsize": shape.itemsize}
         views = [plan.seen_by(rank) for rank in range(plan.world_size)]
-        forward = [view.bytes_sent(**layer, backward=False) for view in views]
-        backward = [view.bytes_sent(**layer) - sent for view, sent in zip(views, forward)]
+        forward = [view.bytes_sent(**vars(shape), backward=False) for view in views]
+        backward = [view.bytes_sent(**vars(shape)) - sent for view, sent in zip(views, forward)]
         read, stays = int(plan.traffic.sum()), int(plan.traffic.trace())
-        q_rows, kv_rows = shape.batch * max(plan.q.lengths), shape.batch * max(plan.kv.lengths)
-        q, out = (q_rows * shape.heads * dim * shape.itemsize for dim in (shape.head_dim, shape.v_head_dim))
-        kv = kv_rows * (shape.row // shape.batch) * shape.itemsize
+        size = Sizes.padded_rows(plan, shape)
         extra = peak_under(plan, plan.schedule, cost.sample(plan.world_size), shape)
         return cls(
             imbalance=plan.imbalance,
             remote_share=(read - stays) / read if read else 0.0,
             forward_sent_bytes=max(forward),
             backward_sent_bytes=max(backward),
-            shard_bytes=q + out + kv + q_rows * shape.heads * max(4, shape.itemsize),
-            gradient_bytes=q + out + kv,
+            shard_bytes=size.shards,
+            gradient_bytes=size.q + size.o + size.kv,
             forward_extra_bytes=extra.forward,
             backward_extra_bytes=extra.backward,
         )

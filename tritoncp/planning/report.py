@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tritoncp.masks.mask import Mask
 from tritoncp.planning import cost
+from tritoncp.planning.memory import Sizes
 from tritoncp.planning.metrics import Metrics
 from tritoncp.planning.plan_data import PlanData
 
@@ -84,11 +85,7 @@ class Facts:
     @property
     def shard_bytes(self) -> int:
         """Bytes of this rank's queries, keys, values, outputs and lse."""
-        plan, s = self.plan, self.shape
-        q = plan.s_local * s.heads * (s.head_dim * s.itemsize + s.v_head_dim * s.itemsize + 4)
-        return s.batch * (
-            q + plan.kv.lengths[plan.rank] * s.kv_heads * (s.head_dim + s.v_head_dim) * s.itemsize
-        )
+        return Sizes.of(self.plan, self.shape).shards
 
     @property
     def reads(self) -> Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.masks.block_runs import Kind, Runs
 from tritoncp.masks.mask import Mask
-
-UNBOUNDED = 1 << 30  # a window edge that no position reaches
+from tritoncp.masks.mask_mod import UNBOUNDED
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +23,8 @@ class Tables:
     col_ptr, col_runs: runs of Q slots for each KV slot (dK/dV)
     lo, hi:            int32 [Bm, Hm, S_local], the keys that a row sees inside masked blocks, or None
     mask:              "none" | "interval" | "mod": how masked blocks are decided
-    window:            (left, right) if positions alone determine runs and intervals: kernels read no table
+    window:            (left, right) if positions alone determine runs and intervals: kernels read no table;
+                       a side without a limit is None
     dense_q, dense_kv: row r of the buffer is position first + r, and slots but the last are whole blocks
     q_ends, kv_ends:   ends of slots: "block" (all hold whole blocks), else "buffer" (or end with the
                        buffer's tokens), else "anywhere"
@@ -52,7 +52,7 @@ class Tables:
     q_ends: str
     kv_ends: str
     mask: str
-    window: tuple[int, int] | None
+    window: tuple[int | None, ...] | None
     has_masked: bool
     bounded: bool
     full_runs: int
@@ -112,16 +112,12 @@ def tables_of(
         q_ends=_ends(q_slots, mask.q_block),
         kv_ends=_ends(kv_slots, mask.kv_block),
         mask="interval" if window else decided,
-        window=window and (_edge(window[0]), _edge(window[1])),
+        window=window and tuple([None if side == UNBOUNDED else side for side in window]),
         has_masked=bool((kinds != Kind.FULL).any()) or window is not None,
         bounded=bool((kinds == Kind.BOUNDED).any()) and window is None,
         full_runs=int(runs.ptr[..., 1:].diff().amax()) if runs.ptr.numel() else 0,
         keys=int(sum(x.sum() for x in runs.counts())) * mask.kv_block / max(1, runs.ptr[..., 0].numel()),
     )
-
-
-def _edge(width: int) -> int:
-    return UNBOUNDED if width < 0 else width
 
 
 def slot_runs(mask: Mask, q_slots: Tensor, kv_slots: Tensor) -> Runs:

@@ -118,10 +118,11 @@ class EagerEngine:
     ) -> Step:  # fmt: skip
         @fresh_dispatch()
         def step() -> None:
+            from einops import reduce  # a GPU machine without it imports this module
+
             p, ds, wide = self._backward(q, k, v, dout, lse, delta, tables, h_offset, ())
-            heads = (k.shape[1], q.shape[1] // k.shape[1])
-            _store(dk, (ds.mT @ wide[0] * self.scale).unflatten(1, heads).sum(2), add)
-            _store(dv, (p.mT @ wide[2]).unflatten(1, heads).sum(2), add)
+            for into, x in ((dk, ds.mT @ wide[0] * self.scale), (dv, p.mT @ wide[2])):
+                _store(into, reduce(x, "b (h group) s d -> b h s d", "sum", h=k.shape[1]), add)
 
         return step
 
@@ -202,7 +203,9 @@ class EagerEngine:
         rows, cols = at[0].clamp(min=0), at[1].clamp(min=0)
         if tables.window is not None:
             gap = rows[:, None, :, None] - cols[:, None, None, :]
-            return (gap <= tables.window[0]) & (-gap <= tables.window[1])
+            left, right = tables.window
+            visible = torch.ones_like(gap, dtype=torch.bool) if left is None else gap <= left
+            return visible if right is None else visible & (-gap <= right)
         if tables.mask == "interval":
             assert tables.lo is not None and tables.hi is not None
             lo, hi = (
@@ -235,7 +238,12 @@ def _wide(
     q: Tensor, k: Tensor, v: Tensor, tables: Tables, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Convert q, k and v to the accumulating dtype, and repeat k and v for every query head."""
-    k, v = (_zero_padding(x, tables.kv_slots).repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    from einops import repeat  # a GPU machine without it imports this module
+
+    group = q.shape[1] // k.shape[1]
+    k, v = (
+        repeat(_zero_padding(x, tables.kv_slots), "b h s d -> b (h group) s d", group=group) for x in (k, v)
+    )
     return _zero_padding(q, tables.q_slots).to(dtype), k.to(dtype), v.to(dtype)
 
 
