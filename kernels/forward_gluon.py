@@ -26,13 +26,13 @@ from tritoncp.kernels.launch import Launch
 from tritoncp.kernels.scores import (
     LN2,
     LOG2E,
+    Queries,
+    online_softmax,
     row_intervals,
-    row_mask,
-    visibility_mask,
-    window_mask,
+    visible_keys,
 )
 from tritoncp.kernels.tile_rules import architecture, tile_obstacles
-from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles
+from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles, skip_cut
 from tritoncp.kernels.tiles import copyable, descriptors, head_pointer, stat_pointers, tile_pointers
 
 GROUP_ROWS: gl.constexpr = gl.constexpr(64)  # of one warp group, as wgmma has it
@@ -177,27 +177,13 @@ def produce(
     for FULL in gl.static_range(2):
         if HAS_MASKED or FULL:
             for i_run in range(mid if FULL else begin, end if FULL else mid):
-                t_lo, t_hi, _, cut, skip = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, FULL)
-                for i_t in range(t_lo, t_hi):
-                    i_kv = i_t + gl.where(i_t >= cut, skip, 0)
-                    kv_row, _, _ = locate_tile(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
-                    fill(keys, k_desc, walk.i_b, walk.i_hkv, kv_row, i, STAGES)
-                    fill(values, v_desc, walk.i_b, walk.i_hkv, kv_row, i, STAGES)
+                tiles = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, FULL)
+                for i_t in range(tiles.begin, tiles.end):
+                    i_kv = skip_cut(tiles, i_t)
+                    kv = locate_tile(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+                    fill(keys, k_desc, walk.i_b, walk.i_hkv, kv.row, i, STAGES)
+                    fill(values, v_desc, walk.i_b, walk.i_hkv, kv.row, i, STAGES)
                     i += 1
-
-
-@gluon.jit
-def softmax(b_s, b_m, b_l, C: gl.constexpr, GUARD: gl.constexpr):
-    """One step of the online softmax over raw scores [64, N]: probabilities, the factor that rescales earlier
-    sums, and the new maximum and sum.  GUARD: all scores of a row may be -inf."""
-    b_max = gl.maximum(b_m, gl.max(b_s, 1) * C)
-    if GUARD:
-        b_safe = gl.where(b_max == -float("inf"), 0.0, b_max)
-    else:
-        b_safe = b_max
-    b_p = gl.exp2(b_s * C - b_safe[:, None])
-    b_r = gl.exp2(b_m - b_safe)
-    return b_p, b_r, b_max, b_l * b_r + gl.sum(b_p, 1)
 
 
 @gluon.jit
@@ -247,42 +233,38 @@ def attend_masked(
     o_q = (walk.pos + I_GROUP * GROUP_ROWS + o_m)[:, None]
     m_m = o_m < walk.n_m - I_GROUP * GROUP_ROWS
     b_lo, b_hi = row_intervals(interval, walk.i_bm, walk.i_hm, row, o_m, m_m, MASK)
+    queries = Queries(o_q, m_m, b_lo, b_hi)
     b_zero = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     begin, mid, _ = runs_of(walk, WINDOW)
     i = 0
     for i_run in range(begin, mid):
-        t_lo, t_hi, kind, cut, skip = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, False)
-        for i_t in range(t_lo, t_hi):
-            i_kv = i_t + gl.where(i_t >= cut, skip, 0)
-            _, kv_pos, n_n = locate_tile(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+        tiles = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, False)
+        for i_t in range(tiles.begin, tiles.end):
+            i_kv = skip_cut(tiles, i_t)
+            kv = locate_tile(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
             ready(keys, i, STAGES)
             b_k = tile(keys, i, BLOCK_N, D, STAGES).permute((1, 0))
             b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))  # [64, N]
             release(keys, i, STAGES)
-            if WINDOW:
-                near = o_q - kv_pos
-                m_in = window_mask(o_n[None, :], near, walk.left, walk.right, n_n if RAGGED else None)
-            else:
-                m_in = visibility_mask(
-                    walk.i_bm,
-                    walk.i_hm,
-                    o_q,
-                    (kv_pos + o_n)[None, :],
-                    m_m[:, None],
-                    row_mask(o_n, n_n, RAGGED)[None, :],
-                    o_n[None, :],
-                    (b_lo - kv_pos)[:, None],
-                    (b_hi - kv_pos)[:, None],
-                    n_n if RAGGED else None,
-                    kind,
-                    None,
-                    MASK,
-                    None,
-                    BOUNDED,
-                )
+            m_in = visible_keys(
+                walk.i_bm,
+                walk.i_hm,
+                queries,
+                kv,
+                o_n,
+                walk.left,
+                walk.right,
+                tiles.kind,
+                None,
+                WINDOW,
+                MASK,
+                None,
+                BOUNDED,
+                RAGGED,
+            )
             b_s = gl.where(m_in, b_s, -float("inf"))
-            b_p, b_r, b_m, b_l = softmax(b_s, b_m, b_l, C, True)
+            b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, True)
             b_p = operand(b_p, b_acc, q_tile.dtype)
             b_acc = shrink(b_acc, b_r)
             ready(values, i, STAGES)
@@ -322,15 +304,15 @@ def attend_full(
     _, mid, end = runs_of(walk, WINDOW)
     last = i - 1
     for i_run in range(mid, end):
-        t_lo, t_hi, _, _, _ = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, True)
-        last += gl.maximum(t_hi - t_lo, 0)
+        tiles = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, True)
+        last += gl.maximum(tiles.end - tiles.begin, 0)
     if last >= i:
         ready(keys, i, STAGES)
         b_k = tile(keys, i, BLOCK_N, D, STAGES).permute((1, 0))
         b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))  # [64, N]
         release(keys, i, STAGES)
-        b_e, b_r, b_m, b_l = softmax(b_s, b_m, b_l, C, False)
+        b_e, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, False)
         b_acc = shrink(b_acc, b_r)
         b_p = operand(b_e, b_acc, q_tile.dtype)
         ready(values, i, STAGES)
@@ -345,7 +327,7 @@ def attend_full(
             mbarrier.arrive(turn.index(1 - I_GROUP))
             b_s = warpgroup_mma_wait(1, deps=(b_s,))
             release(keys, j, STAGES)
-            b_e, b_r, b_m, b_l = softmax(b_s, b_m, b_l, C, False)
+            b_e, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, False)
             # Waits here, earlier than V(j) is needed: ptxas moves no softmax across a barrier. Without it,
             # the wait for the product comes before the softmax and nothing overlaps.
             ready(values, j, STAGES)

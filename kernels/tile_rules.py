@@ -6,10 +6,10 @@ Measured tiles and the user's options go before the defaults, see :mod:`tritoncp
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
+import triton
 
 from tritoncp.kernels.toolchain import multiplies_transposed
 
@@ -50,7 +50,7 @@ class Config:
         return options | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
 
 
-@cache
+@triton.constexpr_function
 def pieces(dim: int) -> tuple[int, int]:
     """Split a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
 
