@@ -8,15 +8,16 @@ dS' = P * (dP - delta), dS = dS' * dS'/dS, dQ = scale * dS K, dK = scale * dS^T 
 
 import triton
 import triton.language as tl
-from triton.language.target_info import current_target
 
 from tritoncp.kernels.scores import (
     LOG2E,
+    MaskRule,
     Queries,
     add_dot,
     dot,
     dot_nt,
     has_async_products,
+    probabilities,
     row_intervals,
     row_mask,
     scale_pieces,
@@ -80,57 +81,20 @@ def load_lse(lse, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr, SCORE_MOD: tl.co
     return b_lse * LOG2E
 
 
-@triton.constexpr_function
-def minimum_drops_nan():
-    """Whether a minimum that propagates NaN takes several instructions: on AMD, whose instruction returns NaN
-    only if both operands are NaN."""
-    target = current_target()
-    return target is not None and target.backend == "hip"
-
-
-@triton.jit
-def probabilities(b_s, b_lse):
-    """exp2(s - lse), at most 1: where scores are so large that lse has no fractional digits left, the
-    difference may come out positive.  A row whose lse is NaN stays NaN."""
-    if minimum_drops_nan():
-        return tl.exp2(tl.minimum(b_s - b_lse, b_lse * 0.0))
-    else:
-        return tl.exp2(tl.minimum(b_s - b_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
-
-
 @triton.jit
 def visible_queries(
-    i_b,
-    i_bm,
-    i_hm,
-    o_kv,
-    queries,
-    o_m,
-    m_m,
-    interval,
-    left,
-    right,
-    kind,
-    mask_caps,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_MOD: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    RAGGED: tl.constexpr,
+    i_b, i_bm, i_hm, o_kv, queries, o_m, m_m, interval, left, right, kind, caps, RULE: tl.constexpr
 ):
-    """Mask [N, M] of the pairs that a tile ``queries`` of a masked block admits, by window, interval or
-    mask_mod."""
-    if WINDOW:
-        return window_mask(o_m[None, :], o_kv - queries.pos, left, right, queries.n if RAGGED else None)
+    """Mask [N, M] of the pairs that a tile ``queries`` of a masked block admits."""
+    if RULE.WINDOW:
+        return window_mask(o_m[None, :], o_kv - queries.pos, left, right, queries.n if RULE.RAGGED else None)
     else:
-        b_lo, b_hi = row_intervals(interval, i_b, i_hm, queries.row, o_m, m_m, MASK)
+        b_lo, b_hi = row_intervals(interval, i_b, i_hm, queries.row, o_m, m_m, RULE.MASK)
         m_q = m_m[None, :]
         o_q = (queries.pos + o_m)[None, :]
         b_lo = b_lo[None, :]
         b_hi = b_hi[None, :]
-        return visibility_mask(
-            i_bm, i_hm, o_q, o_kv, m_q, m_q, o_kv, b_lo, b_hi, None, kind, mask_caps, MASK, MASK_MOD, BOUNDED
-        )
+        return visibility_mask(i_bm, i_hm, o_q, o_kv, m_q, m_q, o_kv, b_lo, b_hi, None, kind, caps, RULE)
 
 
 @triton.jit
@@ -245,6 +209,7 @@ def dq_kernel(
     i_bm = i_b + i_b0
     Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
+    RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     # dP is issued before the softmax, which then overlaps it, if registers suffice for both.
     EARLY_DP: tl.constexpr = SCORE_MOD is None and has_async_products(k.ptr.dtype.element_ty)
     NO_LICM: tl.constexpr = not HOIST and (MASK == "mod" or SCORE_MOD is not None)  # also between runs
@@ -297,11 +262,7 @@ def dq_kernel(
                         right,
                         tiles.kind,
                         mask_caps,
-                        WINDOW,
-                        MASK,
-                        MASK_MOD,
-                        BOUNDED,
-                        RAGGED,
+                        RULE,
                         SCORE_MOD is None,
                     )
                 b_p = probabilities(b_s, b_lse)  # [M, N]
@@ -390,6 +351,7 @@ def dkdv_kernel(
     KV_TILES: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     HEADS: tl.constexpr = GROUP // SPLIT
     EVEN: tl.constexpr = Q_BLOCK % BLOCK_M == 0
+    RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     ASYNC: tl.constexpr = (
         SCORE_MOD is None and has_async_products(k.ptr.dtype.element_ty) and (dq.ptr is None or not FLIP)
     )
@@ -454,11 +416,7 @@ def dkdv_kernel(
                             right,
                             tiles.kind,
                             mask_caps,
-                            WINDOW,
-                            MASK,
-                            MASK_MOD,
-                            BOUNDED,
-                            RAGGED,
+                            RULE,
                         )
                     if not FULL or not EVEN:
                         b_p = tl.where(m_in, b_p, 0.0)

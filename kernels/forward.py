@@ -8,6 +8,7 @@ import triton.language as tl
 from tritoncp.kernels.launch import State
 from tritoncp.kernels.scores import (
     LOG2E,
+    MaskRule,
     Queries,
     add_dot,
     inverse_sum,
@@ -108,35 +109,18 @@ def store_results(
 
 @triton.jit
 def hide_keys(
-    b_s,
-    i_b,
-    i_h,
-    queries,
-    kv,
-    o_n,
-    left,
-    right,
-    kind,
-    mask_caps,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_MOD: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    RAGGED: tl.constexpr,
-    BRANCH: tl.constexpr,
+    b_s, i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE: tl.constexpr, BRANCH: tl.constexpr
 ):
     """Scores of a tile of a masked block, -inf where the pair is hidden.  BRANCH keeps the compiler from
     evaluating the mask_mod before the product: each result would take a register until the product is done.
     """
-    if MASK == "mod" and BRANCH and not WINDOW:
-        m_in = row_mask(o_n, kv.n, RAGGED)[None, :]
+    if RULE.MASK == "mod" and BRANCH and not RULE.WINDOW:
+        m_in = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
         if kind != BOUNDED_KIND:
-            m_keep = MASK_MOD(i_b, i_h, queries.o, (kv.pos + o_n)[None, :], mask_caps)
+            m_keep = RULE.MASK_MOD(i_b, i_h, queries.o, (kv.pos + o_n)[None, :], caps)
             b_s = tl.where(m_keep, b_s, -float("inf"))
     else:
-        m_in = visible_keys(
-            i_b, i_h, queries, kv, o_n, left, right, kind, mask_caps, WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED
-        )
+        m_in = visible_keys(i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE)
     return tl.where(m_in, b_s, -float("inf"))
 
 
@@ -238,6 +222,7 @@ def forward_kernel(
     ROWS: tl.constexpr = BLOCK_M // PACK  # of one head
     Q_TILES: tl.constexpr = (Q_BLOCK + ROWS - 1) // ROWS
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
+    RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
@@ -314,11 +299,7 @@ def forward_kernel(
                         right,
                         tiles.kind,
                         mask_caps,
-                        WINDOW,
-                        MASK,
-                        MASK_MOD,
-                        BOUNDED,
-                        RAGGED,
+                        RULE,
                         k_desc0 is not None,
                     )
                 elif not EVEN:

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import current_target
 
+from tritoncp.kernels.tile_runs import BOUNDED_KIND
 from tritoncp.kernels.tiles import INTERPRETED, piece, stream_pieces
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -20,6 +21,16 @@ class Interval(NamedTuple):
     hi: Any
     stride_b: Any
     stride_h: Any
+
+
+class MaskRule(NamedTuple):
+    """How a launch decides which pairs of a masked block are visible: constants of the kernel."""
+
+    WINDOW: Any  # positions left and right of a query; no table of blocks
+    MASK: Any  # "none" | "interval" | "mod"
+    MASK_MOD: Any
+    BOUNDED: Any  # some blocks are of BOUNDED_KIND
+    RAGGED: Any  # tiles of masked blocks may have fewer tokens than rows
 
 
 class Queries(NamedTuple):
@@ -149,40 +160,26 @@ def row_intervals(interval, i_b, i_h, row, o_m, m_m, MASK: tl.constexpr):
 
 @triton.jit
 def visibility_mask(
-    i_b,
-    i_h,
-    o_q,
-    o_kv,
-    m_q,
-    m_in,
-    o_at,
-    b_lo,
-    b_hi,
-    end,
-    kind,
-    mask_caps,
-    MASK: tl.constexpr,
-    MASK_MOD: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    i_b, i_h, o_q, o_kv, m_q, m_in, o_at, b_lo, b_hi, end, kind, mask_caps, RULE: tl.constexpr
 ):
     """Mask of the pairs that a masked block admits, by row interval or by mask_mod.
 
     MASK "interval": a query sees the keys lo <= o_at < hi, all counted from the same position; its interval
     is empty outside ``m_q``. Keys from ``end`` on are out of range (None: no key is).
     MASK "mod": mask_mod decides within ``m_in``.
-    A BOUNDED block (kind 2) is full except for pairs past the ends of the sequence.
+    A block of BOUNDED_KIND is full except for pairs past the ends of the sequence.
     """
-    if MASK == "interval":
-        if BOUNDED:
-            b_lo = tl.where(kind == 2, -FAR, b_lo)
-            b_hi = tl.where((kind == 2) & m_q, FAR, b_hi)
+    if RULE.MASK == "interval":
+        if RULE.BOUNDED:
+            b_lo = tl.where(kind == BOUNDED_KIND, -FAR, b_lo)
+            b_hi = tl.where((kind == BOUNDED_KIND) & m_q, FAR, b_hi)
         if end is not None:
             b_hi = tl.minimum(b_hi, end)
         return (o_at >= b_lo) & (o_at < b_hi)
-    elif MASK == "mod":
-        m_keep = MASK_MOD(i_b, i_h, o_q, o_kv, mask_caps)
-        if BOUNDED:
-            m_keep = m_keep | (kind == 2)
+    elif RULE.MASK == "mod":
+        m_keep = RULE.MASK_MOD(i_b, i_h, o_q, o_kv, mask_caps)
+        if RULE.BOUNDED:
+            m_keep = m_keep | (kind == BOUNDED_KIND)
         return m_keep & m_in
     else:
         return m_in
@@ -190,50 +187,24 @@ def visibility_mask(
 
 @triton.jit
 def visible_keys(
-    i_b,
-    i_h,
-    queries,
-    kv,
-    o_n,
-    left,
-    right,
-    kind,
-    mask_caps,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
-    MASK_MOD: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    RAGGED: tl.constexpr,
-    RELATIVE: tl.constexpr = True,
+    i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE: tl.constexpr, RELATIVE: tl.constexpr = True
 ):
-    """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits, by window, interval or mask_mod.
+    """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits.
 
     RELATIVE counts positions from the tile's first key: they are the same in each tile and stay in registers.
     """
     o_kv = (kv.pos + o_n)[None, :]
     first = kv.pos if RELATIVE else 0
     o_at = o_n[None, :] if RELATIVE else o_kv
-    end = kv.n + (kv.pos - first) if RAGGED else None
-    if WINDOW:
+    end = kv.n + (kv.pos - first) if RULE.RAGGED else None
+    if RULE.WINDOW:
         return window_mask(o_at, queries.o - first, left, right, end)
     else:
-        return visibility_mask(
-            i_b,
-            i_h,
-            queries.o,
-            o_kv,
-            queries.m[:, None],
-            row_mask(o_n, kv.n, RAGGED)[None, :],
-            o_at,
-            (queries.lo - first)[:, None],
-            (queries.hi - first)[:, None],
-            end,
-            kind,
-            mask_caps,
-            MASK,
-            MASK_MOD,
-            BOUNDED,
-        )
+        m_q = queries.m[:, None]
+        m_kv = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
+        b_lo = (queries.lo - first)[:, None]
+        b_hi = (queries.hi - first)[:, None]
+        return visibility_mask(i_b, i_h, queries.o, o_kv, m_q, m_kv, o_at, b_lo, b_hi, end, kind, caps, RULE)
 
 
 @triton.jit
@@ -246,6 +217,24 @@ def online_softmax(b_s, b_m, b_l, C: tl.constexpr, GUARD: tl.constexpr):
     b_p = tl.exp2(b_s * C - b_safe[:, None])
     b_r = tl.exp2(b_m - b_safe)
     return b_p, b_r, b_max, b_l * b_r + tl.sum(b_p, 1)
+
+
+@triton.constexpr_function
+def minimum_drops_nan():
+    """Whether a minimum that propagates NaN takes several instructions: on AMD, whose instruction returns NaN
+    only if both operands are NaN."""
+    target = current_target()
+    return target is not None and target.backend == "hip"
+
+
+@triton.jit
+def probabilities(b_s, b_lse):
+    """exp2(s - lse), at most 1: where scores are so large that lse has no fractional digits left, the
+    difference may come out positive.  A row whose lse is NaN stays NaN."""
+    if minimum_drops_nan():
+        return tl.exp2(tl.minimum(b_s - b_lse, b_lse * 0.0))
+    else:
+        return tl.exp2(tl.minimum(b_s - b_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# The kind of a run whose blocks are full except for pairs past the ends of the sequence, as
+# `tritoncp.masks.Kind.BOUNDED` has it.  A row lists masked and bounded runs before full ones.
 BOUNDED_KIND: tl.constexpr = tl.constexpr(2)
 
 
