@@ -23,9 +23,8 @@ from tritoncp.kernels.scores import (
     scale_pieces,
     stream_product,
     to_log2,
-    visibility_mask,
     visible_keys,
-    window_mask,
+    visible_queries,
     zeros_pieces,
 )
 from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles, skip_cut
@@ -79,22 +78,6 @@ def load_lse(lse, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr, SCORE_MOD: tl.co
     if SCORE_MOD is not None:
         b_lse = tl.where(b_lse == -float("inf"), 0.0, b_lse)
     return b_lse * LOG2E
-
-
-@triton.jit
-def visible_queries(
-    i_b, i_bm, i_hm, o_kv, queries, o_m, m_m, interval, left, right, kind, caps, RULE: tl.constexpr
-):
-    """Mask [N, M] of the pairs that a tile ``queries`` of a masked block admits."""
-    if RULE.WINDOW:
-        return window_mask(o_m[None, :], o_kv - queries.pos, left, right, queries.n if RULE.RAGGED else None)
-    else:
-        b_lo, b_hi = row_intervals(interval, i_b, i_hm, queries.row, o_m, m_m, RULE.MASK)
-        m_q = m_m[None, :]
-        o_q = (queries.pos + o_m)[None, :]
-        b_lo = b_lo[None, :]
-        b_hi = b_hi[None, :]
-        return visibility_mask(i_bm, i_hm, o_q, o_kv, m_q, m_q, o_kv, b_lo, b_hi, None, kind, caps, RULE)
 
 
 @triton.jit

@@ -208,6 +208,22 @@ def visible_keys(
 
 
 @triton.jit
+def visible_queries(
+    i_b, i_bm, i_hm, o_kv, queries, o_m, m_m, interval, left, right, kind, caps, RULE: tl.constexpr
+):
+    """Mask [N, M] of the pairs that a tile ``queries`` of a masked block admits."""
+    if RULE.WINDOW:
+        return window_mask(o_m[None, :], o_kv - queries.pos, left, right, queries.n if RULE.RAGGED else None)
+    else:
+        b_lo, b_hi = row_intervals(interval, i_b, i_hm, queries.row, o_m, m_m, RULE.MASK)
+        m_q = m_m[None, :]
+        o_q = (queries.pos + o_m)[None, :]
+        b_lo = b_lo[None, :]
+        b_hi = b_hi[None, :]
+        return visibility_mask(i_bm, i_hm, o_q, o_kv, m_q, m_q, o_kv, b_lo, b_hi, None, kind, caps, RULE)
+
+
+@triton.jit
 def online_softmax(b_s, b_m, b_l, C: tl.constexpr, GUARD: tl.constexpr):
     """One step of the online softmax over scores of a tile: probabilities, the factor that rescales earlier
     sums, and the new maximum and sum of each row.  C scales the scores to log2 units; GUARD: all scores of a
