@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import triton
 
 from tritoncp.kernels.toolchain import multiplies_transposed
 
@@ -50,7 +49,6 @@ class Config:
         return options | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
 
 
-@triton.constexpr_function
 def pieces(dim: int) -> tuple[int, int]:
     """Split a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
 

@@ -105,10 +105,13 @@ def stat(x: torch.Tensor | None) -> Stat:
 _NO_STAT = Stat(None, 0, 0)
 
 
+split_channels = triton.constexpr_function(pieces)
+
+
 @triton.constexpr_function
 def piece(dim, i):
     """Width of piece ``i`` of ``dim`` channels, 0 if there is none."""
-    return pieces(dim)[i]
+    return split_channels(dim)[i]
 
 
 @triton.jit
