@@ -125,25 +125,28 @@ def hide_keys(
 
 
 @triton.jit
-def halve_rescale(b_acc, b_r):
-    """b_acc * b_r[:, None], one half of the channels after the other: on sm_100 the compiler gives
+def rescale(b_x, b_r, HALVES: tl.constexpr):
+    """x * r[:, None].  HALVES: one half of the channels after the other, since on sm_100 the compiler gives
     specialised warps that only rescale 88 registers."""
-    M: tl.constexpr = b_acc.shape[0]
-    N: tl.constexpr = b_acc.shape[1]
-    b_0, b_1 = b_acc.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
-    b_0 *= b_r[:, None]
-    b_1 *= b_r[:, None]
-    return tl.join(b_0, b_1).permute(0, 2, 1).reshape([M, N])
+    if HALVES:
+        M: tl.constexpr = b_x.shape[0]
+        N: tl.constexpr = b_x.shape[1]
+        b_0, b_1 = b_x.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
+        b_0 *= b_r[:, None]
+        b_1 *= b_r[:, None]
+        return tl.join(b_0, b_1).permute(0, 2, 1).reshape([M, N])
+    else:
+        return b_x * b_r[:, None]
 
 
 @triton.jit
 def add_values(b_acc, b_p, b_r, b_v, PRECISION: tl.constexpr, HALVES: tl.constexpr = False):
-    """acc * r + P V.  HALVES: see halve_rescale; values are one piece then."""
-    if HALVES:
-        b_acc = (halve_rescale(b_acc[0], b_r),)
+    """acc * r[:, None] + P V for each piece of channels.  HALVES: see rescale."""
+    b_0 = rescale(b_acc[0], b_r, HALVES)
+    if len(b_acc) > 1:
+        return add_dot((b_0, rescale(b_acc[1], b_r, HALVES)), b_p, b_v, PRECISION)
     else:
-        b_acc = scale_pieces(b_acc, b_r[:, None])
-    return add_dot(b_acc, b_p, b_v, PRECISION)
+        return add_dot((b_0,), b_p, b_v, PRECISION)
 
 
 @triton.jit
