@@ -8,31 +8,37 @@ dS' = P * (dP - delta), dS = dS' * dS'/dS, dQ = scale * dS K, dK = scale * dS^T 
 
 import triton
 import triton.language as tl
-from triton.language.target_info import current_target
 
 from tritoncp.kernels.scores import (
     LOG2E,
+    MaskRule,
+    Queries,
     add_dot,
     dot,
     dot_nt,
     has_async_products,
+    probabilities,
     row_intervals,
     row_mask,
+    scale_pieces,
+    stream_product,
     to_log2,
-    visibility_mask,
-    window_mask,
-    zeros_pair,
+    visible_keys,
+    visible_queries,
+    zeros_pieces,
 )
-from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles
+from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles, skip_cut
 from tritoncp.kernels.tiles import (
+    Stream,
     add_rows,
     head_pointer,
-    load_pair,
+    load_pieces,
     load_rows,
     load_stat,
+    piece,
     stat_pointers,
-    store_pair,
-    stream_pair,
+    store_pieces,
+    stream_pieces,
 )
 
 
@@ -74,22 +80,61 @@ def load_lse(lse, i_b, i_h, row, o_m, m_m, CHECK: tl.constexpr, SCORE_MOD: tl.co
     return b_lse * LOG2E
 
 
-@triton.constexpr_function
-def minimum_drops_nan():
-    """Whether a minimum that propagates NaN takes several instructions: on AMD, whose instruction returns NaN
-    only if both operands are NaN."""
-    target = current_target()
-    return target is not None and target.backend == "hip"
+@triton.jit
+def score_gradients(
+    b_ds,
+    b_pre,
+    i_b,
+    i_h,
+    o_q,
+    o_kv,
+    m_in,
+    m_stored,
+    has_tokens,
+    score_caps,
+    score_dcaps,
+    SCORE_GRAD: tl.constexpr,
+):
+    """Gradients of the scores before score_mod, from those after it; adds those of its captures.
+
+    m_stored: the rows within the slot; the results of other rows are not stored
+    has_tokens: always true; if the compiler cannot know, a branch keeps it from computing this before the
+        product
+    """
+    if SCORE_GRAD is None:
+        return b_ds
+    else:
+        if len(score_dcaps) > 0:
+            m_in = m_in & m_stored
+        if has_tokens:
+            b_ds = SCORE_GRAD(b_ds, b_pre, i_b, i_h, o_q, o_kv, m_in, score_caps, score_dcaps).to(b_ds.dtype)
+        return tl.where(m_in, b_ds, 0.0)
 
 
 @triton.jit
-def probabilities(b_s, b_lse):
-    """exp2(s - lse), at most 1: where scores are so large that lse has no fractional digits left, the
-    difference may come out positive.  A row whose lse is NaN stays NaN."""
-    if minimum_drops_nan():
-        return tl.exp2(tl.minimum(b_s - b_lse, b_lse * 0.0))
-    else:
-        return tl.exp2(tl.minimum(b_s - b_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
+def add_query_gradients(
+    dq,
+    desc0,
+    desc1,
+    i_b,
+    i_h,
+    queries,
+    o_m,
+    b_ds,
+    b_k,
+    SCALE: tl.constexpr,
+    D: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """dQ += scale * dS^T K in memory, for the tile ``queries`` of one head."""
+    W0: tl.constexpr = piece(D, 0)
+    W1: tl.constexpr = piece(D, 1)
+    b_dst = tl.trans(b_ds).to(b_k[0].dtype)  # [M, N]
+    b_dq = dot(b_dst, b_k[0], PRECISION) * SCALE
+    add_rows(dq, desc0, i_b, i_h, queries.row, o_m, queries.n, b_dq, 0, W0, D)
+    if W1 > 0:
+        b_dq = dot(b_dst, b_k[1], PRECISION) * SCALE
+        add_rows(dq, desc1, i_b, i_h, queries.row, o_m, queries.n, b_dq, W0, W1, D)
 
 
 @triton.jit
@@ -119,11 +164,7 @@ def dq_kernel(
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
     E: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -151,6 +192,7 @@ def dq_kernel(
     i_bm = i_b + i_b0
     Q_TILES: tl.constexpr = (Q_BLOCK + BLOCK_M - 1) // BLOCK_M
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
+    RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     # dP is issued before the softmax, which then overlaps it, if registers suffice for both.
     EARLY_DP: tl.constexpr = SCORE_MOD is None and has_async_products(k.ptr.dtype.element_ty)
     NO_LICM: tl.constexpr = not HOIST and (MASK == "mod" or SCORE_MOD is not None)  # also between runs
@@ -162,85 +204,74 @@ def dq_kernel(
     m_m = o_m < n_m
 
     i_hkv = i_h // GROUP
-    b_q0, b_q1 = load_pair(q, i_b, i_h, row, o_m, n_m, D0, D1, D)  # [M, D0], [M, D1]
-    b_do0, b_do1 = load_pair(dout, i_b, i_h, row, o_m, n_m, E0, E1, E)  # [M, E0], [M, E1]
-    b_dq0, b_dq1 = zeros_pair(BLOCK_M, D0, D1, ACC)  # [M, D0], [M, D1]
+    keys = Stream(k, k_desc0, k_desc1)
+    values = Stream(v, v_desc0, v_desc1)
+    b_q = load_pieces(q, i_b, i_h, row, o_m, n_m, D)  # [M, D]
+    b_do = load_pieces(dout, i_b, i_h, row, o_m, n_m, E)  # [M, E]
+    b_dq = zeros_pieces(BLOCK_M, D, ACC)  # [M, D]
     b_lse = load_lse(lse, i_b, i_h, row, o_m, m_m, True, SCORE_MOD)[:, None]
     b_delta = load_stat(delta, i_b, i_h, row, o_m, m_m, True)[:, None]
     b_lo, b_hi = row_intervals(interval, i_b, i_hm, row, o_m, m_m, MASK)
+    queries = Queries(o_q, m_m, b_lo, b_hi)
 
     begin, mid, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
-    for FULL in tl.static_range(2):  # masked blocks, then full ones
-        if HAS_MASKED or FULL:
-            for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=NO_LICM):
-                pos_end = pos + tl.minimum(n_m, BLOCK_M)
-                t_lo, t_hi, kind, cut, skip = run_tiles(
-                    rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
-                )
-                for i_t in tl.range(t_lo, t_hi, disable_licm=not HOIST):
-                    i_kv = i_t + tl.where(i_t >= cut, skip, 0)
-                    kv_row, kv_pos, n_n = locate_tile(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
-                    o_kv = (kv_pos + o_n)[None, :]
-                    CHECK: tl.constexpr = not EVEN if FULL else RAGGED
-                    m_n = row_mask(o_n, n_n, CHECK)[None, :]
-                    b_k0, b_k1 = stream_pair(
-                        k, k_desc0, k_desc1, i_b, i_hkv, kv_row, o_n, n_n, D0, D1, D, CHECK, HOIST
-                    )  # [N, D]
-                    b_s = dot_nt(b_q0, b_q1, b_k0, b_k1, D1, PRECISION, FLIP)  # [M, N]
-                    b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
-                    if EARLY_DP:
-                        b_v0, b_v1 = stream_pair(
-                            v, v_desc0, v_desc1, i_b, i_hkv, kv_row, o_n, n_n, E0, E1, E, CHECK, HOIST
-                        )  # [N, E]
-                        b_dp = dot_nt(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
-                    m_in = m_n
-                    if not FULL:
-                        # Positions relative to the tile's first key are the same in each tile and stay in
-                        # registers; a score_mod leaves none, and has computed global positions already.
-                        first = kv_pos if SCORE_MOD is None else 0
-                        o_at = o_n[None, :] if SCORE_MOD is None else o_kv
-                        n_at = n_n + (kv_pos - first) if RAGGED else None
-                        if WINDOW:
-                            m_in = window_mask(o_at, o_q - first, left, right, n_at)
-                        else:
-                            m_in = visibility_mask(
-                                i_bm,
-                                i_hm,
-                                o_q,
-                                o_kv,
-                                m_m[:, None],
-                                m_n,
-                                o_at,
-                                (b_lo - first)[:, None],
-                                (b_hi - first)[:, None],
-                                n_at,
-                                kind,
-                                mask_caps,
-                                MASK,
-                                MASK_MOD,
-                                BOUNDED,
-                            )
-                    b_p = probabilities(b_s, b_lse)  # [M, N]
-                    if not FULL or not EVEN:
-                        b_p = tl.where(m_in, b_p, 0.0)
-                    if not EARLY_DP:
-                        b_v0, b_v1 = stream_pair(
-                            v, v_desc0, v_desc1, i_b, i_hkv, kv_row, o_n, n_n, E0, E1, E, CHECK, HOIST
-                        )  # [N, E]
-                        b_dp = dot_nt(b_do0, b_do1, b_v0, b_v1, E1, PRECISION, FLIP)  # [M, N]
-                    b_ds = b_p * (b_dp - b_delta)  # [M, N]
-                    if SCORE_GRAD is not None:
-                        if len(score_dcaps) > 0:  # dQ of rows past the slot is not stored
-                            m_in = m_in & m_m[:, None]
-                        # Always true; a branch keeps the compiler from computing this before the product.
-                        if (n_n > 0) | (len(score_dcaps) > 0) | (k_desc0 is None):
-                            b_ds = SCORE_GRAD(
-                                b_ds, b_pre, i_bm, i_hm, o_q, o_kv, m_in, score_caps, score_dcaps
-                            ).to(b_p.dtype)
-                        b_ds = tl.where(m_in, b_ds, 0.0)
-                    b_dq0, b_dq1 = add_dot(b_dq0, b_dq1, b_ds, b_k0, b_k1, D1, PRECISION)
+    for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
+        for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=NO_LICM):
+            pos_end = pos + tl.minimum(n_m, BLOCK_M)
+            tiles = run_tiles(
+                rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
+            )
+            for i_t in tl.range(tiles.begin, tiles.end, disable_licm=not HOIST):
+                CHECK: tl.constexpr = not EVEN if FULL else RAGGED
+                kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_BLOCK, BLOCK_N, DENSE_KV)
+                o_kv = (kv.pos + o_n)[None, :]
+                m_in = row_mask(o_n, kv.n, CHECK)[None, :]
+                b_k, b_s = stream_product(
+                    b_q, keys, i_b, i_hkv, kv, o_n, D, CHECK, HOIST, PRECISION, FLIP
+                )  # [N, D], [M, N]
+                b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
+                if EARLY_DP:
+                    _, b_dp = stream_product(
+                        b_do, values, i_b, i_hkv, kv, o_n, E, CHECK, HOIST, PRECISION, FLIP
+                    )
+                if not FULL:  # a score_mod leaves no registers, and has computed global positions already
+                    m_in = visible_keys(
+                        i_bm,
+                        i_hm,
+                        queries,
+                        kv,
+                        o_n,
+                        left,
+                        right,
+                        tiles.kind,
+                        mask_caps,
+                        RULE,
+                        SCORE_MOD is None,
+                    )
+                b_p = probabilities(b_s, b_lse)  # [M, N]
+                if not FULL or not EVEN:
+                    b_p = tl.where(m_in, b_p, 0.0)
+                if not EARLY_DP:
+                    _, b_dp = stream_product(
+                        b_do, values, i_b, i_hkv, kv, o_n, E, CHECK, HOIST, PRECISION, FLIP
+                    )
+                b_ds = score_gradients(
+                    b_p * (b_dp - b_delta),
+                    b_pre,
+                    i_bm,
+                    i_hm,
+                    o_q,
+                    o_kv,
+                    m_in,
+                    m_m[:, None],
+                    (kv.n > 0) | (len(score_dcaps) > 0) | (k_desc0 is None),
+                    score_caps,
+                    score_dcaps,
+                    SCORE_GRAD,
+                )  # [M, N]
+                b_dq = add_dot(b_dq, b_ds, b_k, PRECISION)
 
-    store_pair(dq, head_pointer(dq, i_b, i_h), row, o_m, n_m, b_dq0 * SCALE, b_dq1 * SCALE, D0, D1, D, ADD)
+    store_pieces(dq, i_b, i_h, row, o_m, n_m, scale_pieces(b_dq, SCALE), D, ADD)
 
 
 @triton.jit
@@ -275,11 +306,7 @@ def dkdv_kernel(
     GROUP: tl.constexpr,
     SPLIT: tl.constexpr,  # programs that share the query heads of a KV head
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
     E: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -307,6 +334,7 @@ def dkdv_kernel(
     KV_TILES: tl.constexpr = (KV_BLOCK + BLOCK_N - 1) // BLOCK_N
     HEADS: tl.constexpr = GROUP // SPLIT
     EVEN: tl.constexpr = Q_BLOCK % BLOCK_M == 0
+    RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     ASYNC: tl.constexpr = (
         SCORE_MOD is None and has_async_products(k.ptr.dtype.element_ty) and (dq.ptr is None or not FLIP)
     )
@@ -320,129 +348,95 @@ def dkdv_kernel(
     m_n = (o_n < n_n)[:, None]
 
     i_hkv = i_part // SPLIT
-    b_k0, b_k1 = load_pair(k, i_b, i_hkv, row, o_n, n_n, D0, D1, D)  # [N, D0], [N, D1]
-    b_v0, b_v1 = load_pair(v, i_b, i_hkv, row, o_n, n_n, E0, E1, E)  # [N, E0], [N, E1]
-    b_dk0, b_dk1 = zeros_pair(BLOCK_N, D0, D1, ACC)  # [N, D0], [N, D1]
-    b_dv0, b_dv1 = zeros_pair(BLOCK_N, E0, E1, ACC)  # [N, E0], [N, E1]
+    query_rows = Stream(q, q_desc0, q_desc1)
+    output_grads = Stream(dout, dout_desc0, dout_desc1)
+    b_k = load_pieces(k, i_b, i_hkv, row, o_n, n_n, D)  # [N, D]
+    b_v = load_pieces(v, i_b, i_hkv, row, o_n, n_n, E)  # [N, E]
+    b_dk = zeros_pieces(BLOCK_N, D, ACC)  # [N, D]
+    b_dv = zeros_pieces(BLOCK_N, E, ACC)  # [N, E]
 
-    for FULL in tl.static_range(2):  # masked blocks, then full ones
-        if HAS_MASKED or FULL:
-            # A window's tiles are the same for every head: one loop over heads and tiles.
-            for i_g in range(1 if WINDOW else HEADS):
-                i_h = i_part * HEADS + i_g
-                begin, mid, end = row_runs(cols, i_b, i_h + i_h0, i_tile // KV_TILES, WINDOW)
-                for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=NO_LICM):
-                    pos_end = pos + tl.minimum(n_n, BLOCK_N)
-                    t_lo, t_hi, kind, cut, skip = run_tiles(
-                        cols, i_run, pos, pos_end, left, right, q_slots, Q_BLOCK, BLOCK_M, WINDOW, FULL
-                    )
-                    i_t = t_lo
-                    n_t = t_hi - t_lo
-                    for _ in tl.range(0, n_t * HEADS if WINDOW else n_t, disable_licm=NO_LICM):
-                        i_q = i_t + tl.where(i_t >= cut, skip, 0)
-                        i_hm = i_h + i_h0
-                        q_row, q_pos, n_m = locate_tile(q_slots, i_b, i_q, Q_BLOCK, BLOCK_M, DENSE_Q)
-                        o_q = (q_pos + o_m)[None, :]
-                        CHECK: tl.constexpr = not EVEN if FULL else RAGGED
-                        EARLY_DP: tl.constexpr = ASYNC and (
-                            FULL or MASK != "mod"
-                        )  # a mask_mod takes registers
-                        m_m = row_mask(o_m, n_m, CHECK)
-                        b_q0, b_q1 = stream_pair(
-                            q, q_desc0, q_desc1, i_b, i_h, q_row, o_m, n_m, D0, D1, D, CHECK, HOIST
-                        )  # [M, D]
-                        b_s = dot_nt(b_k0, b_k1, b_q0, b_q1, D1, PRECISION, FLIP)  # [N, M]
-                        b_lse = load_lse(lse, i_b, i_h, q_row, o_m, m_m, CHECK, SCORE_MOD)[None, :]
-                        b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
-                        if EARLY_DP:
-                            b_do0, b_do1 = stream_pair(
-                                dout,
-                                dout_desc0,
-                                dout_desc1,
-                                i_b,
-                                i_h,
-                                q_row,
-                                o_m,
-                                n_m,
-                                E0,
-                                E1,
-                                E,
-                                CHECK,
-                                HOIST,
-                            )  # [M, E]
-                            b_dp = dot_nt(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
-                        b_p = probabilities(b_s, b_lse)  # [N, M]
-                        m_in = m_m[None, :]
-                        if not FULL:
-                            if WINDOW:
-                                m_in = window_mask(
-                                    o_m[None, :], o_kv - q_pos, left, right, n_m if RAGGED else None
-                                )
-                            else:
-                                b_lo, b_hi = row_intervals(interval, i_b, i_hm, q_row, o_m, m_m, MASK)
-                                m_in = visibility_mask(
-                                    i_bm,
-                                    i_hm,
-                                    o_q,
-                                    o_kv,
-                                    m_m[None, :],
-                                    m_m[None, :],
-                                    o_kv,
-                                    b_lo[None, :],
-                                    b_hi[None, :],
-                                    None,
-                                    kind,
-                                    mask_caps,
-                                    MASK,
-                                    MASK_MOD,
-                                    BOUNDED,
-                                )
-                        if not FULL or not EVEN:
-                            b_p = tl.where(m_in, b_p, 0.0)
-                        if not EARLY_DP:
-                            b_do0, b_do1 = stream_pair(
-                                dout,
-                                dout_desc0,
-                                dout_desc1,
-                                i_b,
-                                i_h,
-                                q_row,
-                                o_m,
-                                n_m,
-                                E0,
-                                E1,
-                                E,
-                                CHECK,
-                                HOIST,
-                            )  # [M, E]
-                        b_dv0, b_dv1 = add_dot(b_dv0, b_dv1, b_p, b_do0, b_do1, E1, PRECISION)
-                        if not EARLY_DP:
-                            b_dp = dot_nt(b_v0, b_v1, b_do0, b_do1, E1, PRECISION, FLIP)  # [N, M]
-                        b_delta = load_stat(delta, i_b, i_h, q_row, o_m, m_m, CHECK)[None, :]
-                        b_ds = b_p * (b_dp - b_delta)  # [N, M]
-                        if SCORE_GRAD is not None:
-                            if len(score_dcaps) > 0:  # dK of keys past the slot is not stored
-                                m_in = m_in & m_n
-                            b_ds = SCORE_GRAD(
-                                b_ds, b_pre, i_bm, i_hm, o_q, o_kv, m_in, score_caps, score_dcaps
-                            )
-                            b_ds = tl.where(m_in, b_ds, 0.0)
-                        b_dk0, b_dk1 = add_dot(b_dk0, b_dk1, b_ds, b_q0, b_q1, D1, PRECISION)
-                        if dq.ptr is not None:
-                            if not FULL or KV_BLOCK % BLOCK_N != 0:  # keys past the slot would add to dQ
-                                b_ds = tl.where(m_n, b_ds, 0.0)
-                            b_dst = tl.trans(b_ds).to(k.ptr.dtype.element_ty)  # [M, N]
-                            b_dq = dot(b_dst, b_k0, PRECISION) * SCALE  # [M, D0]
-                            add_rows(dq, dq_desc0, i_b, i_h, q_row, o_m, n_m, b_dq, 0, D0, D)
-                            if D1 > 0:
-                                b_dq = dot(b_dst, b_k1, PRECISION) * SCALE  # [M, D1]
-                                add_rows(dq, dq_desc1, i_b, i_h, q_row, o_m, n_m, b_dq, D0, D1, D)
-                        i_t += 1
-                        if WINDOW:
-                            i_h += tl.where(i_t == t_hi, 1, 0)
-                            i_t = tl.where(i_t == t_hi, t_lo, i_t)
+    for FULL in tl.static_range(0 if HAS_MASKED else 1, 2):  # masked blocks, then full ones
+        # A window's tiles are the same for every head: one loop over heads and tiles.
+        for i_g in range(1 if WINDOW else HEADS):
+            i_h = i_part * HEADS + i_g
+            begin, mid, end = row_runs(cols, i_b, i_h + i_h0, i_tile // KV_TILES, WINDOW)
+            for i_run in tl.range(mid if FULL else begin, end if FULL else mid, disable_licm=NO_LICM):
+                pos_end = pos + tl.minimum(n_n, BLOCK_N)
+                tiles = run_tiles(
+                    cols, i_run, pos, pos_end, left, right, q_slots, Q_BLOCK, BLOCK_M, WINDOW, FULL
+                )
+                i_t = tiles.begin
+                n_t = tiles.end - tiles.begin
+                for _ in tl.range(0, n_t * HEADS if WINDOW else n_t, disable_licm=NO_LICM):
+                    CHECK: tl.constexpr = not EVEN if FULL else RAGGED
+                    EARLY_DP: tl.constexpr = ASYNC and (FULL or MASK != "mod")  # a mask_mod takes registers
+                    i_hm = i_h + i_h0
+                    queries = locate_tile(q_slots, i_b, skip_cut(tiles, i_t), Q_BLOCK, BLOCK_M, DENSE_Q)
+                    o_q = (queries.pos + o_m)[None, :]
+                    m_m = row_mask(o_m, queries.n, CHECK)
+                    b_q, b_s = stream_product(
+                        b_k, query_rows, i_b, i_h, queries, o_m, D, CHECK, HOIST, PRECISION, FLIP
+                    )  # [M, D], [N, M]
+                    b_lse = load_lse(lse, i_b, i_h, queries.row, o_m, m_m, CHECK, SCORE_MOD)[None, :]
+                    b_pre, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
+                    if EARLY_DP:
+                        b_do, b_dp = stream_product(
+                            b_v, output_grads, i_b, i_h, queries, o_m, E, CHECK, HOIST, PRECISION, FLIP
+                        )  # [M, E], [N, M]
+                    b_p = probabilities(b_s, b_lse)  # [N, M]
+                    m_in = m_m[None, :]
+                    if not FULL:
+                        m_in = visible_queries(
+                            i_b,
+                            i_bm,
+                            i_hm,
+                            o_kv,
+                            queries,
+                            o_m,
+                            m_m,
+                            interval,
+                            left,
+                            right,
+                            tiles.kind,
+                            mask_caps,
+                            RULE,
+                        )
+                    if not FULL or not EVEN:
+                        b_p = tl.where(m_in, b_p, 0.0)
+                    if not EARLY_DP:
+                        b_do = stream_pieces(output_grads, i_b, i_h, queries, o_m, E, CHECK, HOIST)  # [M, E]
+                    b_dv = add_dot(b_dv, b_p, b_do, PRECISION)
+                    if not EARLY_DP:
+                        b_dp = dot_nt(b_v, b_do, PRECISION, FLIP)  # [N, M]
+                    b_delta = load_stat(delta, i_b, i_h, queries.row, o_m, m_m, CHECK)[None, :]
+                    b_ds = b_p * (b_dp - b_delta)
+                    b_ds = score_gradients(
+                        b_ds,
+                        b_pre,
+                        i_bm,
+                        i_hm,
+                        o_q,
+                        o_kv,
+                        m_in,
+                        m_n,
+                        True,
+                        score_caps,
+                        score_dcaps,
+                        SCORE_GRAD,
+                    )  # [N, M]
+                    b_dk = add_dot(b_dk, b_ds, b_q, PRECISION)
+                    if dq.ptr is not None:
+                        if not FULL or KV_BLOCK % BLOCK_N != 0:  # keys past the slot would add to dQ
+                            b_ds = tl.where(m_n, b_ds, 0.0)
+                        add_query_gradients(
+                            dq, dq_desc0, dq_desc1, i_b, i_h, queries, o_m, b_ds, b_k, SCALE, D, PRECISION
+                        )
+                    i_t += 1
+                    if WINDOW:
+                        i_h += tl.where(i_t == tiles.end, 1, 0)
+                        i_t = tl.where(i_t == tiles.end, tiles.begin, i_t)
 
     if FLIP or SCORE_MOD is not None:  # load again: kept values would take registers in the loops
         row, _, n_n = locate_tile(kv_slots, i_b, i_tile, KV_BLOCK, BLOCK_N, DENSE_KV, True)
-    store_pair(dk, head_pointer(dk, i_b, i_part), row, o_n, n_n, b_dk0 * SCALE, b_dk1 * SCALE, D0, D1, D, ADD)
-    store_pair(dv, head_pointer(dv, i_b, i_part), row, o_n, n_n, b_dv0, b_dv1, E0, E1, E, ADD)
+    store_pieces(dk, i_b, i_part, row, o_n, n_n, scale_pieces(b_dk, SCALE), D, ADD)
+    store_pieces(dv, i_b, i_part, row, o_n, n_n, b_dv, E, ADD)

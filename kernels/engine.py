@@ -5,7 +5,7 @@ It handles tensors, tables and jit functions; masks, meshes and ranks belong to 
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
@@ -201,10 +201,10 @@ class TritonEngine:
         dq: Tensor,
         add: bool = False,
         h_offset: int = 0,
-    ) -> Launch | Callable[[], None]:
+    ) -> Launch | Launches:
         """Prepare dQ of one step, and the gradients of score_mod's captures; ``add`` accumulates into dq."""
         if self.fused:
-            return _do_nothing if add else partial(_clear, dq)
+            return Launches(() if add else (partial(_clear, dq),))
         tensors = {"q": q, "k": k, "v": v, "dout": dout, "dq": dq, "lse": lse, "delta": delta}
         return self.launch(dq_kernel, "dq", tensors, tables, h_offset, {"ADD": add}, self.mods.score_dcaps)
 
@@ -363,14 +363,9 @@ class KernelSetId:
     """A key that engines with the same kernels share, to look up launches; compared by identity."""
 
 
-_KERNEL_SETS: weakref.WeakValueDictionary[Any, KernelSetId] = (
-    weakref.WeakValueDictionary()
-)  # an entry lives as long as an engine refers to it
+# An entry lives as long as an engine refers to it.
+_KERNEL_SETS: weakref.WeakValueDictionary[Any, KernelSetId] = weakref.WeakValueDictionary()
 _DELTA_LAUNCHES: dict[Any, Any] = {}  # cached here, since delta has no tables
-
-
-def _do_nothing() -> None:
-    pass
 
 
 def _clear(x: Tensor) -> None:

@@ -1,53 +1,94 @@
 """Forward: one step of attention, local Q slots against the slots of one KV buffer."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from tritoncp.kernels.launch import State
 from tritoncp.kernels.scores import (
     LOG2E,
+    MaskRule,
+    Queries,
     add_dot,
-    dot_nt,
     inverse_sum,
+    online_softmax,
     row_intervals,
     row_lse,
     row_mask,
     row_max,
+    scale_pieces,
+    stream_product,
     to_log2,
-    visibility_mask,
-    window_mask,
-    zeros_pair,
+    visible_keys,
+    zeros_pieces,
 )
-from tritoncp.kernels.tile_runs import count_row_tiles, locate_tile, row_runs, run_tiles, tile_rows
+from tritoncp.kernels.tile_runs import (
+    BOUNDED_KIND,
+    count_row_tiles,
+    locate_tile,
+    row_runs,
+    run_tiles,
+    share_run,
+    skip_cut,
+    tile_rows,
+)
 from tritoncp.kernels.tiles import (
-    head_pointer,
-    load_pair,
+    Stream,
+    load_pieces,
     row_pointers,
     stat_pointers,
-    store_pair,
-    stream_pair,
+    store_pieces,
+    stream_pieces,
 )
+
+
+class Results(NamedTuple):
+    """The tensors that a step writes: its state, or out, lse and the largest scores."""
+
+    out: Any
+    state: Any
+    lse: Any
+    max_scores: Any
 
 
 @triton.jit
-def store_results(
-    out,
-    acc,
-    stat_m,
-    stat_l,
-    lse,
-    max_scores,
+def start_state(
+    state,
     i_b,
     i_h,  # one, or one for each row
     i_hc,  # the same as a column
     row,
     o_m,
     n_m,
-    b_acc0,
-    b_acc1,
+    E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    LOAD: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """State of a tile's rows before the first key, or as stored by the step before."""
+    if LOAD:
+        m_m = o_m < n_m
+        b_m = tl.load(stat_pointers(state.m, i_b, i_h, row) + o_m, mask=m_m, other=-float("inf"))
+        b_l = tl.load(stat_pointers(state.l, i_b, i_h, row) + o_m, mask=m_m, other=0.0)
+        return b_m, b_l, load_pieces(state.acc, i_b, i_hc, row, o_m, n_m, E)
+    else:
+        b_m = tl.full([BLOCK_M], -float("inf"), ACC)
+        return b_m, tl.zeros([BLOCK_M], ACC), zeros_pieces(BLOCK_M, E, ACC)
+
+
+@triton.jit
+def store_results(
+    results,
+    i_b,
+    i_h,  # one, or one for each row
+    i_hc,  # the same as a column
+    row,
+    o_m,
+    n_m,
+    b_acc,
     b_m,
     b_l,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
     E: tl.constexpr,
     STORE_STATE: tl.constexpr,
     STORE_MAX: tl.constexpr,
@@ -55,32 +96,68 @@ def store_results(
     """Store the results of a tile's rows: the state, or out, lse and the largest scores."""
     m_m = o_m < n_m
     if STORE_STATE:
-        tl.store(stat_pointers(stat_m, i_b, i_h, row) + o_m, b_m, mask=m_m)
-        tl.store(stat_pointers(stat_l, i_b, i_h, row) + o_m, b_l, mask=m_m)
-        store_pair(acc, head_pointer(acc, i_b, i_hc), row, o_m, n_m, b_acc0, b_acc1, E0, E1, E, False)
+        tl.store(stat_pointers(results.state.m, i_b, i_h, row) + o_m, b_m, mask=m_m)
+        tl.store(stat_pointers(results.state.l, i_b, i_h, row) + o_m, b_l, mask=m_m)
+        store_pieces(results.state.acc, i_b, i_hc, row, o_m, n_m, b_acc, E)
     else:
-        b_inv = inverse_sum(b_l)[:, None]
-        store_pair(
-            out, head_pointer(out, i_b, i_hc), row, o_m, n_m, b_acc0 * b_inv, b_acc1 * b_inv, E0, E1, E, False
-        )
-        tl.store(stat_pointers(lse, i_b, i_h, row) + o_m, row_lse(b_m, b_l), mask=m_m)
+        b_out = scale_pieces(b_acc, inverse_sum(b_l)[:, None])
+        store_pieces(results.out, i_b, i_hc, row, o_m, n_m, b_out, E)
+        tl.store(stat_pointers(results.lse, i_b, i_h, row) + o_m, row_lse(b_m, b_l), mask=m_m)
         if STORE_MAX:
-            tl.store(stat_pointers(max_scores, i_b, i_h, row) + o_m, row_max(b_m, b_l), mask=m_m)
+            tl.store(stat_pointers(results.max_scores, i_b, i_h, row) + o_m, row_max(b_m, b_l), mask=m_m)
 
 
 @triton.jit
-def rescale(b_acc, b_r, HALVES: tl.constexpr):
-    """b_acc * b_r[:, None].  HALVES: one half of the channels after the other, since on sm_100 the compiler
-    gives specialised warps that only rescale 88 registers."""
+def hide_keys(
+    b_s, i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE: tl.constexpr, BRANCH: tl.constexpr
+):
+    """Scores of a tile of a masked block, -inf where the pair is hidden.  BRANCH keeps the compiler from
+    evaluating the mask_mod before the product: each result would take a register until the product is done.
+    """
+    if RULE.MASK == "mod" and BRANCH and not RULE.WINDOW:
+        m_in = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
+        if kind != BOUNDED_KIND:
+            m_keep = RULE.MASK_MOD(i_b, i_h, queries.o, (kv.pos + o_n)[None, :], caps)
+            b_s = tl.where(m_keep, b_s, -float("inf"))
+    else:
+        m_in = visible_keys(i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE)
+    return tl.where(m_in, b_s, -float("inf"))
+
+
+@triton.jit
+def rescale(b_x, b_r, HALVES: tl.constexpr):
+    """x * r[:, None].  HALVES: one half of the channels after the other, since on sm_100 the compiler gives
+    specialised warps that only rescale 88 registers."""
     if HALVES:
-        M: tl.constexpr = b_acc.shape[0]
-        N: tl.constexpr = b_acc.shape[1]
-        b_0, b_1 = b_acc.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
+        M: tl.constexpr = b_x.shape[0]
+        N: tl.constexpr = b_x.shape[1]
+        b_0, b_1 = b_x.reshape([M, 2, N // 2]).permute(0, 2, 1).split()
         b_0 *= b_r[:, None]
         b_1 *= b_r[:, None]
         return tl.join(b_0, b_1).permute(0, 2, 1).reshape([M, N])
     else:
-        return b_acc * b_r[:, None]
+        return b_x * b_r[:, None]
+
+
+@triton.jit
+def add_values(b_acc, b_p, b_r, b_v, PRECISION: tl.constexpr, HALVES: tl.constexpr = False):
+    """acc * r[:, None] + P V for each piece of channels.  HALVES: see rescale."""
+    b_0 = rescale(b_acc[0], b_r, HALVES)
+    if len(b_acc) > 1:
+        return add_dot((b_0, rescale(b_acc[1], b_r, HALVES)), b_p, b_v, PRECISION)
+    else:
+        return add_dot((b_0,), b_p, b_v, PRECISION)
+
+
+@triton.jit
+def needs_mask(tiles, i_t, i_run, mid, FULL: tl.constexpr, WINDOW: tl.constexpr, SPECIALISE: tl.constexpr):
+    """Whether tile ``i_t`` is of a masked block: a constant of the loop, unless one loop takes all blocks."""
+    if not SPECIALISE:
+        return not FULL
+    elif WINDOW:
+        return (i_t < tiles.cut) | (i_t >= tiles.cut + tiles.skip)
+    else:
+        return i_run < mid
 
 
 @triton.jit
@@ -113,11 +190,7 @@ def forward_kernel(
     GROUP: tl.constexpr,  # query heads per KV head
     PACK: tl.constexpr,  # query heads in a tile
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
     E: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -152,6 +225,7 @@ def forward_kernel(
     ROWS: tl.constexpr = BLOCK_M // PACK  # of one head
     Q_TILES: tl.constexpr = (Q_BLOCK + ROWS - 1) // ROWS
     EVEN: tl.constexpr = KV_BLOCK % BLOCK_N == 0
+    RULE: tl.constexpr = MaskRule(WINDOW, MASK, MASK_MOD, BOUNDED, RAGGED)
     # Without a score_mod, a positive scale folds into the exponent: exp2(s * c - m).
     FOLD: tl.constexpr = (SCORE_MOD is None) and (SCALE > 0)
     C: tl.constexpr = SCALE * LOG2E if FOLD else 1.0
@@ -174,16 +248,14 @@ def forward_kernel(
     o_q = (pos + o_m)[:, None]
     m_m = o_m < n_m
 
-    b_q0, b_q1 = load_pair(q, i_b, i_hc, row, o_m, n_m, D0, D1, D)  # [M, D0], [M, D1]
+    keys = Stream(k, k_desc0, k_desc1)
+    values = Stream(v, v_desc0, v_desc1)
+    b_q = load_pieces(q, i_b, i_hc, row, o_m, n_m, D)  # [M, D]
     b_lo, b_hi = row_intervals(interval, i_b, i_ht, row, o_m, m_m, MASK)
-    if LOAD_STATE:
-        b_m = tl.load(stat_pointers(stat_m, i_b, i_h, row) + o_m, mask=m_m, other=-float("inf"))
-        b_l = tl.load(stat_pointers(stat_l, i_b, i_h, row) + o_m, mask=m_m, other=0.0)
-        b_acc0, b_acc1 = load_pair(acc, i_b, i_hc, row, o_m, n_m, E0, E1, E)
-    else:
-        b_m = tl.full([BLOCK_M], -float("inf"), ACC)
-        b_l = tl.zeros([BLOCK_M], ACC)
-        b_acc0, b_acc1 = zeros_pair(BLOCK_M, E0, E1, ACC)  # [M, E0], [M, E1]
+    queries = Queries(o_q, m_m, b_lo, b_hi)
+    b_m, b_l, b_acc = start_state(
+        State(acc, stat_m, stat_l), i_b, i_h, i_hc, row, o_m, n_m, E, BLOCK_M, LOAD_STATE, ACC
+    )
 
     begin, mid, end = row_runs(rows, i_b, i_ht, i_tile // Q_TILES, WINDOW)
     if splits is not None:  # this program skips n_skip of the row's tiles, then computes n_take
@@ -194,140 +266,56 @@ def forward_kernel(
         )
         n_take = tl.cdiv(n_tiles, splits)
         n_skip = i_split * n_take
-    for FULL in tl.static_range(1 if SPECIALISE else 2):  # masked blocks, then full ones
-        if SPECIALISE or (HAS_FULL if FULL else HAS_MASKED):
-            for i_run in range(mid if FULL else begin, end if FULL or (SPECIALISE and not WINDOW) else mid):
-                pos_end = pos + tl.minimum(n_m, ROWS)
-                t_lo, t_hi, kind, cut, skip = run_tiles(
-                    rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
-                )
-                if splits is not None:
-                    n_passed = tl.minimum(n_skip, t_hi - t_lo)
-                    t_lo += n_passed
-                    n_skip -= n_passed
-                    t_hi = tl.minimum(t_hi, t_lo + n_take)
-                    n_take -= t_hi - t_lo
-                if SPECIALISE and WINDOW:
-                    t_hi += skip
-                for i_t in tl.range(
-                    t_lo, t_hi, disable_licm=not HOIST or FEW_REGISTERS, warp_specialize=SPECIALISE
-                ):
-                    if not SPECIALISE:
-                        masked = not FULL
-                    elif WINDOW:
-                        masked = (i_t < cut) | (i_t >= cut + skip)
-                    else:
-                        masked = i_run < mid
-                    i_kv = i_t + (0 if SPECIALISE else tl.where(i_t >= cut, skip, 0))
-                    kv_row, kv_pos, n_n = locate_tile(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
-                    o_kv = (kv_pos + o_n)[None, :]
-                    m_n = row_mask(o_n, n_n, not EVEN if FULL else RAGGED)[None, :]
-                    b_k0, b_k1 = stream_pair(
-                        k,
-                        k_desc0,
-                        k_desc1,
-                        i_b,
-                        i_hkv,
-                        kv_row,
+    FIRST: tl.constexpr = 0 if SPECIALISE or HAS_MASKED else 1
+    for FULL in tl.static_range(FIRST, 2 if HAS_FULL and not SPECIALISE else 1):  # masked blocks, then full
+        for i_run in range(mid if FULL else begin, end if FULL or (SPECIALISE and not WINDOW) else mid):
+            CHECK: tl.constexpr = not EVEN if FULL else RAGGED
+            pos_end = pos + tl.minimum(n_m, ROWS)
+            tiles = run_tiles(
+                rows, i_run, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW, FULL
+            )
+            t_lo = tiles.begin
+            t_hi = tiles.end
+            if splits is not None:
+                t_lo, t_hi, n_skip, n_take = share_run(t_lo, t_hi, n_skip, n_take)
+            if SPECIALISE and WINDOW:
+                t_hi += tiles.skip
+            for i_t in tl.range(
+                t_lo, t_hi, disable_licm=not HOIST or FEW_REGISTERS, warp_specialize=SPECIALISE
+            ):
+                masked = needs_mask(tiles, i_t, i_run, mid, FULL, WINDOW, SPECIALISE)
+                i_kv = i_t if SPECIALISE else skip_cut(tiles, i_t)
+                kv = locate_tile(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
+                o_kv = (kv.pos + o_n)[None, :]
+                _, b_s = stream_product(b_q, keys, i_b, i_hkv, kv, o_n, D, CHECK, HOIST, PRECISION)  # [M, N]
+                if not FOLD:
+                    _, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
+                if masked:
+                    b_s = hide_keys(
+                        b_s,
+                        i_bm,
+                        i_hm,
+                        queries,
+                        kv,
                         o_n,
-                        n_n,
-                        D0,
-                        D1,
-                        D,
-                        not EVEN if FULL else RAGGED,
-                        HOIST,
-                    )  # [N, D]
-                    b_s = dot_nt(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)  # [M, N]
-                    if not FOLD:
-                        _, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
-                    if masked:
-                        if WINDOW:
-                            m_in = window_mask(
-                                o_n[None, :], o_q - kv_pos, left, right, n_n if RAGGED else None
-                            )
-                        elif MASK == "mod" and k_desc0 is not None:
-                            # A branch keeps the compiler from evaluating the mask_mod before the product:
-                            # each result would take a register until the product is done.
-                            m_in = m_n
-                            if kind != 2:
-                                m_keep = MASK_MOD(i_bm, i_hm, o_q, o_kv, mask_caps)
-                                b_s = tl.where(m_keep, b_s, -float("inf"))
-                        else:
-                            m_in = visibility_mask(
-                                i_bm,
-                                i_hm,
-                                o_q,
-                                o_kv,
-                                m_m[:, None],
-                                m_n,
-                                o_n[None, :],
-                                (b_lo - kv_pos)[:, None],
-                                (b_hi - kv_pos)[:, None],
-                                n_n if RAGGED else None,
-                                kind,
-                                mask_caps,
-                                MASK,
-                                MASK_MOD,
-                                BOUNDED,
-                            )
-                        b_s = tl.where(m_in, b_s, -float("inf"))
-                    elif not EVEN:
-                        b_s = tl.where(m_n, b_s, -float("inf"))
-                    b_max = tl.maximum(b_m, tl.max(b_s, 1) * C)
-                    if not FULL or SCORE_MOD is not None:  # all scores of a row may be -inf
-                        b_safe = tl.where(b_max == -float("inf"), 0.0, b_max)
-                    else:
-                        b_safe = b_max
-                    b_p = tl.exp2(b_s * C - b_safe[:, None])  # [M, N]
-                    b_r = tl.exp2(b_m - b_safe)
-                    b_l = b_l * b_r + tl.sum(b_p, 1)
-                    b_m = b_max
-                    b_v0, b_v1 = stream_pair(
-                        v,
-                        v_desc0,
-                        v_desc1,
-                        i_b,
-                        i_hkv,
-                        kv_row,
-                        o_n,
-                        n_n,
-                        E0,
-                        E1,
-                        E,
-                        not EVEN if FULL else RAGGED,
-                        False,
-                    )  # [N, E]
-                    b_acc0 = rescale(b_acc0, b_r, SPECIALISE)
-                    if E1 > 0:
-                        b_acc1 = rescale(b_acc1, b_r, SPECIALISE)
-                    b_acc0, b_acc1 = add_dot(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
+                        left,
+                        right,
+                        tiles.kind,
+                        mask_caps,
+                        RULE,
+                        k_desc0 is not None,
+                    )
+                elif not EVEN:
+                    b_s = tl.where(row_mask(o_n, kv.n, CHECK)[None, :], b_s, -float("inf"))
+                b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, not FULL or SCORE_MOD is not None)
+                b_v = stream_pieces(values, i_b, i_hkv, kv, o_n, E, CHECK, False)  # [N, E]
+                b_acc = add_values(b_acc, b_p, b_r, b_v, PRECISION, SPECIALISE)
 
     if splits is not None:
         i_h = i_h * splits + i_split
         i_hc = i_hc * splits + i_split
-    store_results(
-        out,
-        acc,
-        stat_m,
-        stat_l,
-        lse,
-        max_scores,
-        i_b,
-        i_h,
-        i_hc,
-        row,
-        o_m,
-        n_m,
-        b_acc0,
-        b_acc1,
-        b_m,
-        b_l,
-        E0,
-        E1,
-        E,
-        STORE_STATE,
-        STORE_MAX,
-    )
+    results = Results(out, State(acc, stat_m, stat_l), lse, max_scores)
+    store_results(results, i_b, i_h, i_hc, row, o_m, n_m, b_acc, b_m, b_l, E, STORE_STATE, STORE_MAX)
 
 
 @triton.jit

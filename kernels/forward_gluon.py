@@ -22,17 +22,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tritoncp.kernels.launch import Launch
+from tritoncp.kernels.forward import Results
+from tritoncp.kernels.launch import Launch, State
 from tritoncp.kernels.scores import (
-    LN2,
     LOG2E,
+    MaskRule,
+    Queries,
+    inverse_sum,
+    online_softmax,
     row_intervals,
-    row_mask,
-    visibility_mask,
-    window_mask,
+    row_lse,
+    row_max,
+    visible_keys,
 )
 from tritoncp.kernels.tile_rules import architecture, tile_obstacles
-from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles
+from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles, skip_cut
 from tritoncp.kernels.tiles import copyable, descriptors, head_pointer, stat_pointers, tile_pointers
 
 GROUP_ROWS: gl.constexpr = gl.constexpr(64)  # of one warp group, as wgmma has it
@@ -70,6 +74,24 @@ class Walk(NamedTuple):
     right: Any
     rows: Any  # Rows over Q slots
     kv_slots: Any  # Slots
+    interval: Any  # Interval
+
+
+class Spec(NamedTuple):
+    """Constants of the kernel; D, E: channels of keys and values."""
+
+    C: Any  # scale of scores in log2 units
+    D: Any
+    E: Any
+    BLOCK_N: Any
+    STAGES: Any  # of the rings
+    KV_BLOCK: Any
+    DENSE_KV: Any
+    HAS_MASKED: Any
+    RULE: Any  # MaskRule
+    LOAD_STATE: Any
+    STORE_STATE: Any
+    STORE_MAX: Any
 
 
 @gluon.jit
@@ -117,23 +139,15 @@ def tile(ring, i, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constex
 
 
 @gluon.jit
-def runs_of(walk, WINDOW: gl.constexpr):
+def runs_of(walk, SPEC: gl.constexpr):
     """Bounds of the runs of the program's row, see row_runs."""
-    return row_runs(walk.rows, walk.i_bm, walk.i_hm, walk.i_slot, WINDOW)
+    return row_runs(walk.rows, walk.i_bm, walk.i_hm, walk.i_slot, SPEC.RULE.WINDOW)
 
 
 @gluon.jit
-def tiles_of(
-    walk,
-    i_run,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    KV_BLOCK: gl.constexpr,
-    WINDOW: gl.constexpr,
-    FULL: gl.constexpr,
-):
+def tiles_of(walk, i_run, FULL: gl.constexpr, SPEC: gl.constexpr):
     """Tiles of a run, see run_tiles."""
-    pos_end = walk.pos + gl.minimum(walk.n_m, BLOCK_M)
+    pos_end = walk.pos + gl.minimum(walk.n_m, 2 * GROUP_ROWS)
     return run_tiles(
         walk.rows,
         i_run,
@@ -142,62 +156,34 @@ def tiles_of(
         walk.left,
         walk.right,
         walk.kv_slots,
-        KV_BLOCK,
-        BLOCK_N,
-        WINDOW,
+        SPEC.KV_BLOCK,
+        SPEC.BLOCK_N,
+        SPEC.RULE.WINDOW,
         FULL,
     )
 
 
 @gluon.jit
-def produce(
-    q_desc,
-    k_desc,
-    v_desc,
-    q_tiles,
-    q_full,
-    keys,
-    values,
-    walk,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    KV_BLOCK: gl.constexpr,
-    DENSE_KV: gl.constexpr,
-    WINDOW: gl.constexpr,
-    HAS_MASKED: gl.constexpr,
-):
+def produce(q_desc, k_desc, v_desc, q_tiles, q_full, keys, values, walk, SPEC: gl.constexpr):
     """Copy Q, then K and V of every tile: those of masked runs, then those of full ones."""
     mbarrier.expect(q_full, 2 * q_desc.block_type.nbytes)
     for i_group in gl.static_range(2):
         at = [walk.i_b, walk.i_h, walk.row + i_group * GROUP_ROWS, 0]
         copy_tile(q_desc, at, q_full, q_tiles.index(i_group))
-    begin, mid, end = runs_of(walk, WINDOW)
+    begin, mid, end = runs_of(walk, SPEC)
     i = 0
     for FULL in gl.static_range(2):
-        if HAS_MASKED or FULL:
+        if SPEC.HAS_MASKED or FULL:
             for i_run in range(mid if FULL else begin, end if FULL else mid):
-                t_lo, t_hi, _, cut, skip = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, FULL)
-                for i_t in range(t_lo, t_hi):
-                    i_kv = i_t + gl.where(i_t >= cut, skip, 0)
-                    kv_row, _, _ = locate_tile(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
-                    fill(keys, k_desc, walk.i_b, walk.i_hkv, kv_row, i, STAGES)
-                    fill(values, v_desc, walk.i_b, walk.i_hkv, kv_row, i, STAGES)
+                tiles = tiles_of(walk, i_run, FULL, SPEC)
+                for i_t in range(tiles.begin, tiles.end):
+                    i_kv = skip_cut(tiles, i_t)
+                    kv = locate_tile(
+                        walk.kv_slots, walk.i_b, i_kv, SPEC.KV_BLOCK, SPEC.BLOCK_N, SPEC.DENSE_KV
+                    )
+                    fill(keys, k_desc, walk.i_b, walk.i_hkv, kv.row, i, SPEC.STAGES)
+                    fill(values, v_desc, walk.i_b, walk.i_hkv, kv.row, i, SPEC.STAGES)
                     i += 1
-
-
-@gluon.jit
-def softmax(b_s, b_m, b_l, C: gl.constexpr, GUARD: gl.constexpr):
-    """One step of the online softmax over raw scores [64, N]: probabilities, the factor that rescales earlier
-    sums, and the new maximum and sum.  GUARD: all scores of a row may be -inf."""
-    b_max = gl.maximum(b_m, gl.max(b_s, 1) * C)
-    if GUARD:
-        b_safe = gl.where(b_max == -float("inf"), 0.0, b_max)
-    else:
-        b_safe = b_max
-    b_p = gl.exp2(b_s * C - b_safe[:, None])
-    b_r = gl.exp2(b_m - b_safe)
-    return b_p, b_r, b_max, b_l * b_r + gl.sum(b_p, 1)
 
 
 @gluon.jit
@@ -220,76 +206,47 @@ def attend_masked(
     keys,
     values,
     walk,
-    interval,
     b_acc,
     b_m,
     b_l,
     I_GROUP: gl.constexpr,
-    C: gl.constexpr,
-    D: gl.constexpr,
-    E: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    KV_BLOCK: gl.constexpr,
-    DENSE_KV: gl.constexpr,
-    WINDOW: gl.constexpr,
-    MASK: gl.constexpr,
-    RAGGED: gl.constexpr,
-    BOUNDED: gl.constexpr,
     S_LAYOUT: gl.constexpr,
+    SPEC: gl.constexpr,
 ):
     """Attention to the tiles of masked runs, one after the other: only the other group's products overlap the
     softmax."""
     o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
-    o_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+    o_n = gl.arange(0, SPEC.BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
     row = walk.row + I_GROUP * GROUP_ROWS
     o_q = (walk.pos + I_GROUP * GROUP_ROWS + o_m)[:, None]
     m_m = o_m < walk.n_m - I_GROUP * GROUP_ROWS
-    b_lo, b_hi = row_intervals(interval, walk.i_bm, walk.i_hm, row, o_m, m_m, MASK)
-    b_zero = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    begin, mid, _ = runs_of(walk, WINDOW)
+    b_lo, b_hi = row_intervals(walk.interval, walk.i_bm, walk.i_hm, row, o_m, m_m, SPEC.RULE.MASK)
+    queries = Queries(o_q, m_m, b_lo, b_hi)
+    b_zero = gl.full([GROUP_ROWS, SPEC.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    begin, mid, _ = runs_of(walk, SPEC)
     i = 0
     for i_run in range(begin, mid):
-        t_lo, t_hi, kind, cut, skip = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, False)
-        for i_t in range(t_lo, t_hi):
-            i_kv = i_t + gl.where(i_t >= cut, skip, 0)
-            _, kv_pos, n_n = locate_tile(walk.kv_slots, walk.i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
-            ready(keys, i, STAGES)
-            b_k = tile(keys, i, BLOCK_N, D, STAGES).permute((1, 0))
+        tiles = tiles_of(walk, i_run, False, SPEC)
+        for i_t in range(tiles.begin, tiles.end):
+            i_kv = skip_cut(tiles, i_t)
+            kv = locate_tile(walk.kv_slots, walk.i_b, i_kv, SPEC.KV_BLOCK, SPEC.BLOCK_N, SPEC.DENSE_KV)
+            ready(keys, i, SPEC.STAGES)
+            b_k = tile(keys, i, SPEC.BLOCK_N, SPEC.D, SPEC.STAGES).permute((1, 0))
             b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
             b_s = warpgroup_mma_wait(0, deps=(b_s,))  # [64, N]
-            release(keys, i, STAGES)
-            if WINDOW:
-                near = o_q - kv_pos
-                m_in = window_mask(o_n[None, :], near, walk.left, walk.right, n_n if RAGGED else None)
-            else:
-                m_in = visibility_mask(
-                    walk.i_bm,
-                    walk.i_hm,
-                    o_q,
-                    (kv_pos + o_n)[None, :],
-                    m_m[:, None],
-                    row_mask(o_n, n_n, RAGGED)[None, :],
-                    o_n[None, :],
-                    (b_lo - kv_pos)[:, None],
-                    (b_hi - kv_pos)[:, None],
-                    n_n if RAGGED else None,
-                    kind,
-                    None,
-                    MASK,
-                    None,
-                    BOUNDED,
-                )
+            release(keys, i, SPEC.STAGES)
+            m_in = visible_keys(
+                walk.i_bm, walk.i_hm, queries, kv, o_n, walk.left, walk.right, tiles.kind, None, SPEC.RULE
+            )
             b_s = gl.where(m_in, b_s, -float("inf"))
-            b_p, b_r, b_m, b_l = softmax(b_s, b_m, b_l, C, True)
+            b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, SPEC.C, True)
             b_p = operand(b_p, b_acc, q_tile.dtype)
             b_acc = shrink(b_acc, b_r)
-            ready(values, i, STAGES)
-            b_v = tile(values, i, BLOCK_N, E, STAGES)
+            ready(values, i, SPEC.STAGES)
+            b_v = tile(values, i, SPEC.BLOCK_N, SPEC.E, SPEC.STAGES)
             b_acc = warpgroup_mma(b_p, b_v, b_acc, is_async=True)
             b_acc = warpgroup_mma_wait(0, deps=(b_acc, b_p))[0]
-            release(values, i, STAGES)
+            release(values, i, SPEC.STAGES)
             i += 1
     return b_acc, b_m, b_l, i
 
@@ -306,233 +263,120 @@ def attend_full(
     b_m,
     b_l,
     I_GROUP: gl.constexpr,
-    C: gl.constexpr,
-    D: gl.constexpr,
-    E: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    KV_BLOCK: gl.constexpr,
-    WINDOW: gl.constexpr,
     S_LAYOUT: gl.constexpr,
+    SPEC: gl.constexpr,
 ):
     """Attention to the tiles of full runs, from tile ``i`` of the rings on: scores of a tile are
     computed while the probabilities of the tile before are multiplied with values."""
-    b_zero = gl.full([GROUP_ROWS, BLOCK_N], 0.0, gl.float32, S_LAYOUT)
-    _, mid, end = runs_of(walk, WINDOW)
+    b_zero = gl.full([GROUP_ROWS, SPEC.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
+    _, mid, end = runs_of(walk, SPEC)
     last = i - 1
     for i_run in range(mid, end):
-        t_lo, t_hi, _, _, _ = tiles_of(walk, i_run, BLOCK_M, BLOCK_N, KV_BLOCK, WINDOW, True)
-        last += gl.maximum(t_hi - t_lo, 0)
+        tiles = tiles_of(walk, i_run, True, SPEC)
+        last += gl.maximum(tiles.end - tiles.begin, 0)
     if last >= i:
-        ready(keys, i, STAGES)
-        b_k = tile(keys, i, BLOCK_N, D, STAGES).permute((1, 0))
+        ready(keys, i, SPEC.STAGES)
+        b_k = tile(keys, i, SPEC.BLOCK_N, SPEC.D, SPEC.STAGES).permute((1, 0))
         b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
         b_s = warpgroup_mma_wait(0, deps=(b_s,))  # [64, N]
-        release(keys, i, STAGES)
-        b_e, b_r, b_m, b_l = softmax(b_s, b_m, b_l, C, False)
+        release(keys, i, SPEC.STAGES)
+        b_e, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, SPEC.C, False)
         b_acc = shrink(b_acc, b_r)
         b_p = operand(b_e, b_acc, q_tile.dtype)
-        ready(values, i, STAGES)
+        ready(values, i, SPEC.STAGES)
         for j in range(i + 1, last + 1):  # P and V of tile j - 1 are ready
-            ready(keys, j, STAGES)
+            ready(keys, j, SPEC.STAGES)
             # Group 0 issues first; then each group waits until the other has issued its products.
             mbarrier.wait(turn.index(I_GROUP), ((j - i) & 1) ^ I_GROUP)
-            b_k = tile(keys, j, BLOCK_N, D, STAGES).permute((1, 0))
+            b_k = tile(keys, j, SPEC.BLOCK_N, SPEC.D, SPEC.STAGES).permute((1, 0))
             b_s = warpgroup_mma(q_tile, b_k, b_zero, use_acc=False, is_async=True)
-            b_v = tile(values, j - 1, BLOCK_N, E, STAGES)
+            b_v = tile(values, j - 1, SPEC.BLOCK_N, SPEC.E, SPEC.STAGES)
             b_acc = warpgroup_mma(b_p, b_v, b_acc, is_async=True)
             mbarrier.arrive(turn.index(1 - I_GROUP))
             b_s = warpgroup_mma_wait(1, deps=(b_s,))
-            release(keys, j, STAGES)
-            b_e, b_r, b_m, b_l = softmax(b_s, b_m, b_l, C, False)
+            release(keys, j, SPEC.STAGES)
+            b_e, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, SPEC.C, False)
             # Waits here, earlier than V(j) is needed: ptxas moves no softmax across a barrier. Without it,
             # the wait for the product comes before the softmax and nothing overlaps.
-            ready(values, j, STAGES)
+            ready(values, j, SPEC.STAGES)
             b_acc = warpgroup_mma_wait(0, deps=(b_acc, b_p))[0]
-            release(values, j - 1, STAGES)
+            release(values, j - 1, SPEC.STAGES)
             b_p = operand(b_e, b_acc, q_tile.dtype)
             b_acc = shrink(b_acc, b_r)
-        b_acc = warpgroup_mma(b_p, tile(values, last, BLOCK_N, E, STAGES), b_acc, is_async=True)
+        b_acc = warpgroup_mma(
+            b_p, tile(values, last, SPEC.BLOCK_N, SPEC.E, SPEC.STAGES), b_acc, is_async=True
+        )
         b_acc = warpgroup_mma_wait(0, deps=(b_acc, b_p))[0]
     return b_acc, b_m, b_l
 
 
 @gluon.jit
-def load_state(
-    acc, stat_m, stat_l, walk, row, n_m, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, E: gl.constexpr
-):
+def load_state(state, walk, row, n_m, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, SPEC: gl.constexpr):
     """Load the state of the step before: acc [64, E], m and l [64]."""
     o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, S_LAYOUT))
-    b_m = gl.load(stat_pointers(stat_m, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=-float("inf"))
-    b_l = gl.load(stat_pointers(stat_l, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=0.0)
-    p, m = pointers(acc, walk, row, n_m, O_LAYOUT, E)
+    b_m = gl.load(stat_pointers(state.m, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=-float("inf"))
+    b_l = gl.load(stat_pointers(state.l, walk.i_b, walk.i_h, row) + o_m, mask=o_m < n_m, other=0.0)
+    p, m = pointers(state.acc, walk, row, n_m, O_LAYOUT, SPEC)
     return gl.load(p, mask=m, other=0.0), b_m, b_l
 
 
 @gluon.jit
-def pointers(x, walk, row, n_m, LAYOUT: gl.constexpr, E: gl.constexpr):
+def pointers(x, walk, row, n_m, LAYOUT: gl.constexpr, SPEC: gl.constexpr):
     """Pointers to rows ``row`` and on [64, E], and the mask of this tile's rows.
 
     Not hoisted: offsets that loads and stores share would stay in registers throughout the loops.
     """
     o_m = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LAYOUT))
-    o_e = gl.arange(0, E, gl.SliceLayout(0, LAYOUT))
+    o_e = gl.arange(0, SPEC.E, gl.SliceLayout(0, LAYOUT))
     m = (o_m < n_m)[:, None] & (o_e >= 0)[None, :]
     return tile_pointers(x, head_pointer(x, walk.i_b, walk.i_h), row, o_m, o_e, False), m
 
 
 @gluon.jit
-def store_results(
-    out,
-    acc,
-    stat_m,
-    stat_l,
-    lse,
-    max_scores,
-    walk,
-    row,
-    n_m,
-    b_acc,
-    b_m,
-    b_l,
-    E: gl.constexpr,
-    STORE_STATE: gl.constexpr,
-    STORE_MAX: gl.constexpr,
-):
+def store_results(results, walk, row, n_m, b_acc, b_m, b_l, SPEC: gl.constexpr):
     """Store the results of a group's rows: the state, or out, lse and the largest scores."""
     O_LAYOUT: gl.constexpr = b_acc.type.layout
     o_m = gl.arange(0, GROUP_ROWS, b_m.type.layout)
     m_m = o_m < n_m
-    if STORE_STATE:
-        p, m = pointers(acc, walk, row, n_m, O_LAYOUT, E)
+    if SPEC.STORE_STATE:
+        p, m = pointers(results.state.acc, walk, row, n_m, O_LAYOUT, SPEC)
         gl.store(p, b_acc, mask=m)
-        gl.store(stat_pointers(stat_m, walk.i_b, walk.i_h, row) + o_m, b_m, mask=m_m)
-        gl.store(stat_pointers(stat_l, walk.i_b, walk.i_h, row) + o_m, b_l, mask=m_m)
+        gl.store(stat_pointers(results.state.m, walk.i_b, walk.i_h, row) + o_m, b_m, mask=m_m)
+        gl.store(stat_pointers(results.state.l, walk.i_b, walk.i_h, row) + o_m, b_l, mask=m_m)
     else:
-        m_nonzero = b_l != 0  # propagates NaN
-        b_sum = gl.where(m_nonzero, b_l, 1.0)
-        b_acc = shrink(b_acc, gl.where(m_nonzero, 1.0 / b_sum, 0.0))
-        p, m = pointers(out, walk, row, n_m, O_LAYOUT, E)
-        gl.store(p, b_acc.to(out.ptr.dtype.element_ty), mask=m)
-        b_lse = gl.where(m_nonzero, b_m + gl.log2(b_sum), -float("inf"))
-        gl.store(stat_pointers(lse, walk.i_b, walk.i_h, row) + o_m, b_lse * LN2, mask=m_m)
-        if STORE_MAX:
-            m_nan = (b_l != b_l) & (b_m < float("inf"))  # see scores.row_max
-            b_top = gl.where(m_nan, b_l, b_m * LN2)
-            gl.store(stat_pointers(max_scores, walk.i_b, walk.i_h, row) + o_m, b_top, mask=m_m)
+        b_acc = shrink(b_acc, inverse_sum(b_l))
+        p, m = pointers(results.out, walk, row, n_m, O_LAYOUT, SPEC)
+        gl.store(p, b_acc.to(results.out.ptr.dtype.element_ty), mask=m)
+        gl.store(stat_pointers(results.lse, walk.i_b, walk.i_h, row) + o_m, row_lse(b_m, b_l), mask=m_m)
+        if SPEC.STORE_MAX:
+            p_max = stat_pointers(results.max_scores, walk.i_b, walk.i_h, row)
+            gl.store(p_max + o_m, row_max(b_m, b_l), mask=m_m)
 
 
 @gluon.jit
-def attend(
-    I_GROUP: gl.constexpr,
-    q_tiles,
-    q_full,
-    keys,
-    values,
-    turn,
-    walk,
-    out,
-    acc,
-    stat_m,
-    stat_l,
-    lse,
-    max_scores,
-    interval,
-    C: gl.constexpr,
-    D: gl.constexpr,
-    E: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr,
-    KV_BLOCK: gl.constexpr,
-    DENSE_KV: gl.constexpr,
-    WINDOW: gl.constexpr,
-    MASK: gl.constexpr,
-    HAS_MASKED: gl.constexpr,
-    RAGGED: gl.constexpr,
-    BOUNDED: gl.constexpr,
-    LOAD_STATE: gl.constexpr,
-    STORE_STATE: gl.constexpr,
-    STORE_MAX: gl.constexpr,
-):
+def attend(I_GROUP: gl.constexpr, q_tiles, q_full, keys, values, turn, walk, results, SPEC: gl.constexpr):
     """Attention of group I_GROUP: rows ``64 * I_GROUP`` and on of the program's tile."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPEC.BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SPEC.E, 16])
     row = walk.row + I_GROUP * GROUP_ROWS
     n_m = walk.n_m - I_GROUP * GROUP_ROWS
-    if LOAD_STATE:
-        b_acc, b_m, b_l = load_state(acc, stat_m, stat_l, walk, row, n_m, S_LAYOUT, O_LAYOUT, E)
+    if SPEC.LOAD_STATE:
+        b_acc, b_m, b_l = load_state(results.state, walk, row, n_m, S_LAYOUT, O_LAYOUT, SPEC)
     else:
-        b_acc = gl.full([GROUP_ROWS, E], 0.0, gl.float32, O_LAYOUT)
+        b_acc = gl.full([GROUP_ROWS, SPEC.E], 0.0, gl.float32, O_LAYOUT)
         b_m = gl.full([GROUP_ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S_LAYOUT))
         b_l = gl.full([GROUP_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     mbarrier.wait(q_full, 0)  # also without a tile to compute: no copy may be in flight when a program ends
-    q_tile = q_tiles.index(I_GROUP).reshape([GROUP_ROWS, D])
+    q_tile = q_tiles.index(I_GROUP).reshape([GROUP_ROWS, SPEC.D])
     i = 0
-    if HAS_MASKED:
+    if SPEC.HAS_MASKED:
         b_acc, b_m, b_l, i = attend_masked(
-            q_tile,
-            keys,
-            values,
-            walk,
-            interval,
-            b_acc,
-            b_m,
-            b_l,
-            I_GROUP,
-            C,
-            D,
-            E,
-            BLOCK_M,
-            BLOCK_N,
-            STAGES,
-            KV_BLOCK,
-            DENSE_KV,
-            WINDOW,
-            MASK,
-            RAGGED,
-            BOUNDED,
-            S_LAYOUT,
+            q_tile, keys, values, walk, b_acc, b_m, b_l, I_GROUP, S_LAYOUT, SPEC
         )
     b_acc, b_m, b_l = attend_full(
-        q_tile,
-        keys,
-        values,
-        turn,
-        walk,
-        i,
-        b_acc,
-        b_m,
-        b_l,
-        I_GROUP,
-        C,
-        D,
-        E,
-        BLOCK_M,
-        BLOCK_N,
-        STAGES,
-        KV_BLOCK,
-        WINDOW,
-        S_LAYOUT,
+        q_tile, keys, values, turn, walk, i, b_acc, b_m, b_l, I_GROUP, S_LAYOUT, SPEC
     )
-    store_results(
-        out,
-        acc,
-        stat_m,
-        stat_l,
-        lse,
-        max_scores,
-        walk,
-        row,
-        n_m,
-        b_acc,
-        b_m,
-        b_l,
-        E,
-        STORE_STATE,
-        STORE_MAX,
-    )
+    store_results(results, walk, row, n_m, b_acc, b_m, b_l, SPEC)
 
 
 @gluon.jit
@@ -576,7 +420,21 @@ def gluon_forward_kernel(
 ):
     gl.static_assert(BLOCK_M == 2 * GROUP_ROWS and KV_BLOCK % BLOCK_N == 0 and SCALE > 0)
     gl.static_assert(STAGES >= 2)  # V(j) is waited for before V(j - 1) is released
-    C: gl.constexpr = SCALE * LOG2E
+    RULE: gl.constexpr = MaskRule(WINDOW, MASK, None, BOUNDED, RAGGED)
+    SPEC: gl.constexpr = Spec(
+        SCALE * LOG2E,
+        D,
+        E,
+        BLOCK_N,
+        STAGES,
+        KV_BLOCK,
+        DENSE_KV,
+        HAS_MASKED,
+        RULE,
+        LOAD_STATE,
+        STORE_STATE,
+        STORE_MAX,
+    )
     # Later rows of a causal mask are the heaviest: start with them.
     i_tile = gl.num_programs(0) - 1 - gl.program_id(0)
     i_h = gl.program_id(1)
@@ -597,7 +455,9 @@ def gluon_forward_kernel(
         right,
         rows,
         kv_slots,
+        interval,
     )
+    results = Results(out, State(acc, stat_m, stat_l), lse, max_scores)
 
     q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, GROUP_ROWS, D], q_desc.layout)
     k_tiles = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
@@ -608,96 +468,9 @@ def gluon_forward_kernel(
     values = Ring(v_tiles, barriers(STAGES, 1), barriers(STAGES, 2))
     gl.warp_specialize(
         [
-            (
-                attend,
-                (
-                    0,
-                    q_tiles,
-                    q_full,
-                    keys,
-                    values,
-                    turn,
-                    walk,
-                    out,
-                    acc,
-                    stat_m,
-                    stat_l,
-                    lse,
-                    max_scores,
-                    interval,
-                    C,
-                    D,
-                    E,
-                    BLOCK_M,
-                    BLOCK_N,
-                    STAGES,
-                    KV_BLOCK,
-                    DENSE_KV,
-                    WINDOW,
-                    MASK,
-                    HAS_MASKED,
-                    RAGGED,
-                    BOUNDED,
-                    LOAD_STATE,
-                    STORE_STATE,
-                    STORE_MAX,
-                ),
-            ),
-            (
-                attend,
-                (
-                    1,
-                    q_tiles,
-                    q_full,
-                    keys,
-                    values,
-                    turn,
-                    walk,
-                    out,
-                    acc,
-                    stat_m,
-                    stat_l,
-                    lse,
-                    max_scores,
-                    interval,
-                    C,
-                    D,
-                    E,
-                    BLOCK_M,
-                    BLOCK_N,
-                    STAGES,
-                    KV_BLOCK,
-                    DENSE_KV,
-                    WINDOW,
-                    MASK,
-                    HAS_MASKED,
-                    RAGGED,
-                    BOUNDED,
-                    LOAD_STATE,
-                    STORE_STATE,
-                    STORE_MAX,
-                ),
-            ),
-            (
-                produce,
-                (
-                    q_desc,
-                    k_desc,
-                    v_desc,
-                    q_tiles,
-                    q_full,
-                    keys,
-                    values,
-                    walk,
-                    BLOCK_M,
-                    BLOCK_N,
-                    STAGES,
-                    KV_BLOCK,
-                    DENSE_KV,
-                    WINDOW,
-                    HAS_MASKED,
-                ),
-            ),
+            (attend, (0, q_tiles, q_full, keys, values, turn, walk, results, SPEC)),
+            (attend, (1, q_tiles, q_full, keys, values, turn, walk, results, SPEC)),
+            (produce, (q_desc, k_desc, v_desc, q_tiles, q_full, keys, values, walk, SPEC)),
         ],
         [4, 1],
         [GROUP_REGISTERS, PRODUCER_REGISTERS],

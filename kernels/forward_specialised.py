@@ -22,12 +22,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritoncp.kernels.forward import store_results
+from tritoncp.kernels.forward import Results, add_values, start_state, store_results
 from tritoncp.kernels.launch import Launch, Launches, State
-from tritoncp.kernels.scores import LOG2E, add_dot, dot_nt, to_log2, zeros_pair
+from tritoncp.kernels.scores import LOG2E, dot_nt, online_softmax, to_log2
 from tritoncp.kernels.tile_rules import architecture, merges, pieces, specialises, tile_obstacles
-from tritoncp.kernels.tile_runs import locate_tile, row_runs, run_tiles
-from tritoncp.kernels.tiles import copyable, head_pointer
+from tritoncp.kernels.tile_runs import RunTiles, locate_tile, row_runs, run_tiles, skip_cut
+from tritoncp.kernels.tiles import copyable, head_pointer, piece
 
 STATE_SHARE = 0.03  # largest share of a step's time that a state between two launches may take
 COPY = 4.3e12  # bytes a second that an H200 copies
@@ -69,23 +69,26 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 @triton.jit
-def tile_descriptor(
-    x, i_b, i_h, n_s, ROWS: tl.constexpr, START: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr
-):
-    """Make a descriptor of one head's channels from START on, tiles of [ROWS, WIDTH]; None if WIDTH is 0."""
-    if WIDTH > 0:
-        return tl.make_tensor_descriptor(
-            head_pointer(x, i_b, i_h) + START, [n_s, DIM - START], [x.stride_s, 1], [ROWS, WIDTH]
-        )
+def tile_descriptors(x, i_b, i_h, n_s, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Make descriptors of one head's tiles of ROWS rows, one for each piece of channels."""
+    W0: tl.constexpr = piece(DIM, 0)
+    W1: tl.constexpr = piece(DIM, 1)
+    p_x = head_pointer(x, i_b, i_h)
+    desc0 = tl.make_tensor_descriptor(p_x, [n_s, DIM], [x.stride_s, 1], [ROWS, W0])
+    if W1 > 0:
+        shape = [n_s, DIM - W0]
+        return desc0, tl.make_tensor_descriptor(p_x + W0, shape, [x.stride_s, 1], [ROWS, W1])
+    else:
+        return (desc0,)
 
 
 @triton.jit
-def load_tile(desc, row):
-    """Load a tile; 0.0 if there is no descriptor."""
-    if desc is None:
-        return 0.0
+def load_tile(descs, row):
+    """Load the tile that starts at ``row``, a block for each piece of channels."""
+    if len(descs) > 1:
+        return descs[0].load([row, 0]), descs[1].load([row, 0])
     else:
-        return desc.load([row, 0])
+        return (descs[0].load([row, 0]),)
 
 
 @triton.jit
@@ -109,12 +112,9 @@ def full_tiles(
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Tiles of a row's full runs, two at most, as (begin, end, cut, skip) of run_tiles."""
+    """Tiles of a row's full runs, two at most, as one run."""
     if WINDOW:
-        t_lo, t_hi, _, cut, skip = run_tiles(
-            rows, begin, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, True
-        )
-        return t_lo, t_hi, cut, skip
+        return run_tiles(rows, begin, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, True)
     else:
         TILES: tl.constexpr = (BLOCK + TILE - 1) // TILE
         p_run = rows.runs + begin * 3
@@ -124,7 +124,7 @@ def full_tiles(
         a_hi = tl.load(p_run + 1, mask=one, other=0) * TILES
         b_lo = tl.load(p_run + 3, mask=two, other=0) * TILES
         b_hi = tl.load(p_run + 4, mask=two, other=0) * TILES
-        return a_lo, a_hi + (b_hi - b_lo), a_hi, b_lo - a_hi
+        return RunTiles(a_lo, a_hi + (b_hi - b_lo), 0, a_hi, b_lo - a_hi)
 
 
 @triton.jit
@@ -154,11 +154,7 @@ def specialised_kernel(
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
-    D0: tl.constexpr,
-    D1: tl.constexpr,
     E: tl.constexpr,
-    E0: tl.constexpr,
-    E1: tl.constexpr,
     Q_BLOCK: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -188,85 +184,31 @@ def specialised_kernel(
     o_m = tl.arange(0, BLOCK_M)
     o_n = tl.arange(0, BLOCK_N)
 
-    k_desc0 = tile_descriptor(k, i_b, i_hkv, n_kv, BLOCK_N, 0, D0, D)
-    k_desc1 = tile_descriptor(k, i_b, i_hkv, n_kv, BLOCK_N, D0, D1, D)
-    v_desc0 = tile_descriptor(v, i_b, i_hkv, n_kv, BLOCK_N, 0, E0, E)
-    v_desc1 = tile_descriptor(v, i_b, i_hkv, n_kv, BLOCK_N, E0, E1, E)
-    b_q0 = load_tile(tile_descriptor(q, i_b, i_h, n_q, BLOCK_M, 0, D0, D), row)
-    b_q1 = load_tile(tile_descriptor(q, i_b, i_h, n_q, BLOCK_M, D0, D1, D), row)
+    keys = tile_descriptors(k, i_b, i_hkv, n_kv, BLOCK_N, D)
+    values = tile_descriptors(v, i_b, i_hkv, n_kv, BLOCK_N, E)
+    b_q = load_tile(tile_descriptors(q, i_b, i_h, n_q, BLOCK_M, D), row)
     if LOAD_STATE:
         b_m = load_stat_tile(from_m, i_b, i_h, n_q, row, BLOCK_M)
         b_l = load_stat_tile(from_l, i_b, i_h, n_q, row, BLOCK_M)
-        b_acc0 = load_tile(tile_descriptor(from_acc, i_b, i_h, n_q, BLOCK_M, 0, E0, E), row)
-        b_acc1 = load_tile(tile_descriptor(from_acc, i_b, i_h, n_q, BLOCK_M, E0, E1, E), row)
+        b_acc = load_tile(tile_descriptors(from_acc, i_b, i_h, n_q, BLOCK_M, E), row)
     else:
-        b_m = tl.full([BLOCK_M], -float("inf"), ACC)
-        b_l = tl.zeros([BLOCK_M], ACC)
-        b_acc0, b_acc1 = zeros_pair(BLOCK_M, E0, E1, ACC)
+        b_m, b_l, b_acc = start_state(None, i_b, i_h, i_h, row, o_m, n_m, E, BLOCK_M, False, ACC)
 
     _, begin, end = row_runs(rows, i_b, i_hm, i_tile // Q_TILES, WINDOW)
-    t_lo, t_hi, cut, skip = full_tiles(
-        rows,
-        begin,
-        end,
-        pos,
-        pos + tl.minimum(n_m, BLOCK_M),
-        left,
-        right,
-        kv_slots,
-        KV_BLOCK,
-        BLOCK_N,
-        WINDOW,
-    )
-    for i_t in tl.range(t_lo, t_hi, warp_specialize=True):
-        i_kv = i_t + tl.where(i_t >= cut, skip, 0)
-        kv_row, kv_pos, _n_n = locate_tile(kv_slots, i_b, i_kv, KV_BLOCK, BLOCK_N, DENSE_KV)
-        b_k0 = load_tile(k_desc0, kv_row)
-        b_k1 = load_tile(k_desc1, kv_row)
-        b_s = dot_nt(b_q0, b_q1, b_k0, b_k1, D1, PRECISION)
+    pos_end = pos + tl.minimum(n_m, BLOCK_M)
+    tiles = full_tiles(rows, begin, end, pos, pos_end, left, right, kv_slots, KV_BLOCK, BLOCK_N, WINDOW)
+    for i_t in tl.range(tiles.begin, tiles.end, warp_specialize=True):
+        kv = locate_tile(kv_slots, i_b, skip_cut(tiles, i_t), KV_BLOCK, BLOCK_N, DENSE_KV)
+        b_s = dot_nt(b_q, load_tile(keys, kv.row), PRECISION)
         if not FOLD:
-            b_s = to_log2(
-                b_s, i_bm, i_hm, (pos + o_m)[:, None], (kv_pos + o_n)[None, :], score_caps, SCALE, SCORE_MOD
-            )[1]
-        b_max = tl.maximum(b_m, tl.max(b_s, 1) * C)
-        if SCORE_MOD is not None:
-            b_safe = tl.where(b_max == -float("inf"), 0.0, b_max)
-        else:
-            b_safe = b_max
-        b_p = tl.exp2(b_s * C - b_safe[:, None])
-        b_r = tl.exp2(b_m - b_safe)
-        b_l = b_l * b_r + tl.sum(b_p, 1)
-        b_m = b_max
-        b_v0 = load_tile(v_desc0, kv_row)
-        b_v1 = load_tile(v_desc1, kv_row)
-        b_acc0 *= b_r[:, None]
-        if E1 > 0:
-            b_acc1 *= b_r[:, None]
-        b_acc0, b_acc1 = add_dot(b_acc0, b_acc1, b_p, b_v0, b_v1, E1, PRECISION)
+            o_q = (pos + o_m)[:, None]
+            o_kv = (kv.pos + o_n)[None, :]
+            _, b_s = to_log2(b_s, i_bm, i_hm, o_q, o_kv, score_caps, SCALE, SCORE_MOD)
+        b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, C, SCORE_MOD is not None)
+        b_acc = add_values(b_acc, b_p, b_r, load_tile(values, kv.row), PRECISION)
 
-    store_results(
-        out,
-        acc,
-        stat_m,
-        stat_l,
-        lse,
-        max_scores,
-        i_b,
-        i_h,
-        i_h,
-        row,
-        o_m,
-        n_m,
-        b_acc0,
-        b_acc1,
-        b_m,
-        b_l,
-        E0,
-        E1,
-        E,
-        STORE_STATE,
-        STORE_MAX,
-    )
+    results = Results(out, State(acc, stat_m, stat_l), lse, max_scores)
+    store_results(results, i_b, i_h, i_h, row, o_m, n_m, b_acc, b_m, b_l, E, STORE_STATE, STORE_MAX)
 
 
 # -- on the host -------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from triton.language.target_info import current_target
 
-from tritoncp.kernels.tiles import INTERPRETED
+from tritoncp.kernels.tile_runs import BOUNDED_KIND
+from tritoncp.kernels.tiles import INTERPRETED, piece, stream_pieces
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
@@ -22,6 +23,25 @@ class Interval(NamedTuple):
     stride_h: Any
 
 
+class MaskRule(NamedTuple):
+    """How a launch decides which pairs of a masked block are visible: constants of the kernel."""
+
+    WINDOW: Any  # positions left and right of a query; no table of blocks
+    MASK: Any  # "none" | "interval" | "mod"
+    MASK_MOD: Any
+    BOUNDED: Any  # some blocks are of BOUNDED_KIND
+    RAGGED: Any  # tiles of masked blocks may have fewer tokens than rows
+
+
+class Queries(NamedTuple):
+    """Queries of a tile: global positions [M, 1], whether they lie in the slot, and their row intervals."""
+
+    o: Any
+    m: Any
+    lo: Any
+    hi: Any
+
+
 @triton.constexpr_function
 def has_async_products(element):
     """Whether products of this element type are asynchronous (wgmma, sm_90 only), so that other instructions
@@ -32,12 +52,23 @@ def has_async_products(element):
 
 
 @triton.jit
-def zeros_pair(N: tl.constexpr, W0: tl.constexpr, W1: tl.constexpr, ACC: tl.constexpr):
-    """Zero accumulators for two pieces of channels, [N, W0] and [N, W1] (0.0 where W1 is 0)."""
+def zeros_pieces(N: tl.constexpr, DIM: tl.constexpr, ACC: tl.constexpr):
+    """Zero accumulators [N, width] for each piece of DIM channels."""
+    W0: tl.constexpr = piece(DIM, 0)
+    W1: tl.constexpr = piece(DIM, 1)
     if W1 > 0:
         return tl.zeros([N, W0], ACC), tl.zeros([N, W1], ACC)
     else:
-        return tl.zeros([N, W0], ACC), 0.0
+        return (tl.zeros([N, W0], ACC),)
+
+
+@triton.jit
+def scale_pieces(b_x, factor):
+    """x * factor for each piece of channels."""
+    if len(b_x) > 1:
+        return b_x[0] * factor, b_x[1] * factor
+    else:
+        return (b_x[0] * factor,)
 
 
 @triton.jit
@@ -53,27 +84,44 @@ def dot(b_a, b_b, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dot_nt(b_a0, b_a1, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr, FLIP: tl.constexpr = False):
-    """a @ b^T over both pieces of channels; FLIP multiplies (b @ a^T)^T."""
+def dot_nt(b_a, b_b, PRECISION: tl.constexpr, FLIP: tl.constexpr = False):
+    """a @ b^T over all pieces of channels; FLIP multiplies (b @ a^T)^T."""
     if FLIP:
-        b_s = dot(b_b0, tl.trans(b_a0), PRECISION)
-        if W1 > 0:
-            b_s += dot(b_b1, tl.trans(b_a1), PRECISION)
-        return tl.trans(b_s)
+        return tl.trans(dot_nt(b_b, b_a, PRECISION))
     else:
-        b_s = dot(b_a0, tl.trans(b_b0), PRECISION)
-        if W1 > 0:
-            b_s += dot(b_a1, tl.trans(b_b1), PRECISION)
+        b_s = dot(b_a[0], tl.trans(b_b[0]), PRECISION)
+        if len(b_a) > 1:
+            b_s += dot(b_a[1], tl.trans(b_b[1]), PRECISION)
         return b_s
 
 
 @triton.jit
-def add_dot(b_c0, b_c1, b_a, b_b0, b_b1, W1: tl.constexpr, PRECISION: tl.constexpr):
-    """c + a @ b for both pieces of channels, a rounded to b's dtype first."""
-    b_c0 += dot(b_a.to(b_b0.dtype), b_b0, PRECISION)
-    if W1 > 0:
-        b_c1 += dot(b_a.to(b_b1.dtype), b_b1, PRECISION)
-    return b_c0, b_c1
+def add_dot(b_c, b_a, b_b, PRECISION: tl.constexpr):
+    """c + a @ b for each piece of channels, a rounded to b's dtype first."""
+    b_0 = b_c[0] + dot(b_a.to(b_b[0].dtype), b_b[0], PRECISION)
+    if len(b_c) > 1:
+        return b_0, b_c[1] + dot(b_a.to(b_b[1].dtype), b_b[1], PRECISION)
+    else:
+        return (b_0,)
+
+
+@triton.jit
+def stream_product(
+    b_a,
+    stream,
+    i_b,
+    i_h,
+    tile,
+    o_s,
+    DIM: tl.constexpr,
+    CHECK: tl.constexpr,
+    HOIST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FLIP: tl.constexpr = False,
+):
+    """The tile of a stream, and a @ tile^T."""
+    b_x = stream_pieces(stream, i_b, i_h, tile, o_s, DIM, CHECK, HOIST)
+    return b_x, dot_nt(b_a, b_x, PRECISION, FLIP)
 
 
 @triton.jit
@@ -112,43 +160,97 @@ def row_intervals(interval, i_b, i_h, row, o_m, m_m, MASK: tl.constexpr):
 
 @triton.jit
 def visibility_mask(
-    i_b,
-    i_h,
-    o_q,
-    o_kv,
-    m_q,
-    m_in,
-    o_at,
-    b_lo,
-    b_hi,
-    end,
-    kind,
-    mask_caps,
-    MASK: tl.constexpr,
-    MASK_MOD: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    i_b, i_h, o_q, o_kv, m_q, m_in, o_at, b_lo, b_hi, end, kind, mask_caps, RULE: tl.constexpr
 ):
     """Mask of the pairs that a masked block admits, by row interval or by mask_mod.
 
     MASK "interval": a query sees the keys lo <= o_at < hi, all counted from the same position; its interval
     is empty outside ``m_q``. Keys from ``end`` on are out of range (None: no key is).
     MASK "mod": mask_mod decides within ``m_in``.
-    A BOUNDED block (kind 2) is full except for pairs past the ends of the sequence.
+    A block of BOUNDED_KIND is full except for pairs past the ends of the sequence.
     """
-    if MASK == "interval":
-        if BOUNDED:
-            b_lo = tl.where(kind == 2, -FAR, b_lo)
-            b_hi = tl.where((kind == 2) & m_q, FAR, b_hi)
+    if RULE.MASK == "interval":
+        if RULE.BOUNDED:
+            b_lo = tl.where(kind == BOUNDED_KIND, -FAR, b_lo)
+            b_hi = tl.where((kind == BOUNDED_KIND) & m_q, FAR, b_hi)
         if end is not None:
             b_hi = tl.minimum(b_hi, end)
         return (o_at >= b_lo) & (o_at < b_hi)
-    elif MASK == "mod":
-        m_keep = MASK_MOD(i_b, i_h, o_q, o_kv, mask_caps)
-        if BOUNDED:
-            m_keep = m_keep | (kind == 2)
+    elif RULE.MASK == "mod":
+        m_keep = RULE.MASK_MOD(i_b, i_h, o_q, o_kv, mask_caps)
+        if RULE.BOUNDED:
+            m_keep = m_keep | (kind == BOUNDED_KIND)
         return m_keep & m_in
     else:
         return m_in
+
+
+@triton.jit
+def visible_keys(
+    i_b, i_h, queries, kv, o_n, left, right, kind, caps, RULE: tl.constexpr, RELATIVE: tl.constexpr = True
+):
+    """Mask [M, N] of the pairs that a tile ``kv`` of a masked block admits.
+
+    RELATIVE counts positions from the tile's first key: they are the same in each tile and stay in registers.
+    """
+    o_kv = (kv.pos + o_n)[None, :]
+    first = kv.pos if RELATIVE else 0
+    o_at = o_n[None, :] if RELATIVE else o_kv
+    end = kv.n + (kv.pos - first) if RULE.RAGGED else None
+    if RULE.WINDOW:
+        return window_mask(o_at, queries.o - first, left, right, end)
+    else:
+        m_q = queries.m[:, None]
+        m_kv = row_mask(o_n, kv.n, RULE.RAGGED)[None, :]
+        b_lo = (queries.lo - first)[:, None]
+        b_hi = (queries.hi - first)[:, None]
+        return visibility_mask(i_b, i_h, queries.o, o_kv, m_q, m_kv, o_at, b_lo, b_hi, end, kind, caps, RULE)
+
+
+@triton.jit
+def visible_queries(
+    i_b, i_bm, i_hm, o_kv, queries, o_m, m_m, interval, left, right, kind, caps, RULE: tl.constexpr
+):
+    """Mask [N, M] of the pairs that a tile ``queries`` of a masked block admits."""
+    if RULE.WINDOW:
+        return window_mask(o_m[None, :], o_kv - queries.pos, left, right, queries.n if RULE.RAGGED else None)
+    else:
+        b_lo, b_hi = row_intervals(interval, i_b, i_hm, queries.row, o_m, m_m, RULE.MASK)
+        m_q = m_m[None, :]
+        o_q = (queries.pos + o_m)[None, :]
+        b_lo = b_lo[None, :]
+        b_hi = b_hi[None, :]
+        return visibility_mask(i_bm, i_hm, o_q, o_kv, m_q, m_q, o_kv, b_lo, b_hi, None, kind, caps, RULE)
+
+
+@triton.jit
+def online_softmax(b_s, b_m, b_l, C: tl.constexpr, GUARD: tl.constexpr):
+    """One step of the online softmax over scores of a tile: probabilities, the factor that rescales earlier
+    sums, and the new maximum and sum of each row.  C scales the scores to log2 units; GUARD: all scores of a
+    row may be -inf."""
+    b_max = tl.maximum(b_m, tl.max(b_s, 1) * C)
+    b_safe = tl.where(b_max == -float("inf"), 0.0, b_max) if GUARD else b_max
+    b_p = tl.exp2(b_s * C - b_safe[:, None])
+    b_r = tl.exp2(b_m - b_safe)
+    return b_p, b_r, b_max, b_l * b_r + tl.sum(b_p, 1)
+
+
+@triton.constexpr_function
+def minimum_drops_nan():
+    """Whether a minimum that propagates NaN takes several instructions: on AMD, whose instruction returns NaN
+    only if both operands are NaN."""
+    target = current_target()
+    return target is not None and target.backend == "hip"
+
+
+@triton.jit
+def probabilities(b_s, b_lse):
+    """exp2(s - lse), at most 1: where scores are so large that lse has no fractional digits left, the
+    difference may come out positive.  A row whose lse is NaN stays NaN."""
+    if minimum_drops_nan():
+        return tl.exp2(tl.minimum(b_s - b_lse, b_lse * 0.0))
+    else:
+        return tl.exp2(tl.minimum(b_s - b_lse, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit

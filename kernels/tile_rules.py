@@ -6,7 +6,6 @@ Measured tiles and the user's options go before the defaults, see :mod:`tritoncp
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ class Config:
         return options | ({"maxnreg": self.maxnreg} if self.maxnreg else {})
 
 
-@cache
 def pieces(dim: int) -> tuple[int, int]:
     """Split a head dim into at most two powers of two, 16 to 128, that sum to at least ``dim``.
 
@@ -102,140 +100,198 @@ def num_kv_splits(programs: int, tiles: int, processors: int) -> int:
     return max(1, min(2 * processors // max(1, programs), tiles // 2))
 
 
-def _dims(*tiles: tuple[Any, ...], dims: tuple[int, ...] = (64, 128, 256)) -> dict[int, Config]:
-    """Make the configs of a kernel by largest head dim. tiles: for each of ``dims`` (BLOCK_M, BLOCK_N, warps,
-    stages), then dicts of other fields."""
-    sizes = (
-        Config(*tile[:4], **{name: x for more in tile[4:] for name, x in more.items()}) for tile in tiles
-    )
-    return dict(zip(dims, sizes, strict=True))
+_Fields = dict[str, Any]  # of Config
+_Rule = tuple[str, int, Config]  # kernel, largest head dim, tiles
 
 
-NO_HOIST = {"HOIST": False}
-COPY = {"USE_TMA": True}
-TMA = COPY | NO_HOIST  # there are no addresses to hoist
-FLIP = {"FLIP": True}
-R128 = {"maxnreg": 128}  # registers a thread: two programs of eight warps fit a multiprocessor
-R256 = {"maxnreg": 256}  # without it the compiler spills sooner than it takes more than 128, or 168
+def _tile(kernel: str, dim: int, m: int, n: int, warps: int, stages: int, **fields: Any) -> _Rule:
+    """Make a rule: tiles of m queries by n keys, up to head dim ``dim``; ``fields``: the others of Config."""
+    return kernel, dim, Config(m, n, warps, stages, **fields)
+
+
+def _by_kernel(*rules: _Rule) -> dict[str, dict[int, Config]]:
+    """Sort rules by kernel, then by largest head dim."""
+    kernels = dict.fromkeys(kernel for kernel, _, _ in rules)
+    return {name: {dim: config for kernel, dim, config in rules if kernel == name} for name in kernels}
+
+
+NO_HOIST: _Fields = {"HOIST": False}
+COPY: _Fields = {"USE_TMA": True}
+TMA: _Fields = COPY | NO_HOIST  # there are no addresses to hoist
+FLIP: _Fields = {"FLIP": True}
+R128: _Fields = {"maxnreg": 128}  # registers a thread: two programs of eight warps fit a multiprocessor
+R256: _Fields = {"maxnreg": 256}  # without it the compiler spills sooner than it takes more than 128, or 168
 FEW = 64  # rows of all heads in a tile, up to which the tiles "few" are used
 # Family -> pass -> largest head dim -> tiles of 16-bit inputs. Criterion: the highest predicted throughput
 # without spills or wasted products, with window, interval and full masks, with and without state.
+# Behind a rule: how many programs share a multiprocessor, and what limits them, by configs/resources.json
+# (with a state); rules of "heavy", "learns" and "scored" and of other families have no rows there.
 # sm_86 covers all GPUs with 99 KiB of shared memory, gfx942 all AMD GPUs (64 KiB).
 # "pointers": tensors whose strides rule out descriptors; addresses take registers.
 # Small tiles let two programs share a multiprocessor: one multiplies while the other computes its softmax.
 # Tiles of four warps on sm_90 are those of torch's flex_attention for the same head dims.
 # "heavy", "learns", "scored": classes of score_mod, see `weight`. Tiles of "heavy" avoid spills in the loops,
 # those of "scored" let a second program fill the time of the score_mod's instructions.
-_SCORED = _dims((128, 32, 8, 2, TMA, R128), (128, 64, 8, 2, TMA), (64, 64, 4, 2, TMA), dims=(128, 192, 256))
 _RULES: dict[str, dict[str, dict[int, Config]]] = {
-    "sm_80": {
-        "forward": _dims(
-            (64, 64, 4, 2, NO_HOIST),
-            (64, 64, 4, 2),
-            (64, 32, 4, 1, NO_HOIST),
-            (64, 32, 4, 2, NO_HOIST),
-            dims=(64, 128, 192, 256),
-        ),
-        "few": _dims((64, 64, 4, 3), (64, 64, 4, 2), (64, 64, 8, 2)),
-        "dq": _dims((64, 64, 4, 2, NO_HOIST, R256), (32, 32, 4, 2, NO_HOIST, R256), dims=(128, 256)),
-        "dq, heavy": _dims(
-            (64, 64, 4, 2, NO_HOIST, R256), (64, 32, 4, 2, NO_HOIST, R256), (32, 32, 4, 2, NO_HOIST, R256)
-        ),
-        "dkdv": _dims(
-            (64, 64, 4, 2, NO_HOIST),
-            (32, 128, 8, 2, NO_HOIST),
-            (64, 64, 8, 2),
-            (32, 32, 4, 2),
-            (64, 64, 8, 1, NO_HOIST, FLIP),
-            dims=(64, 96, 128, 192, 256),
-        ),
-    },
-    "sm_86": {
-        "forward": _dims((128, 64, 8, 3), (128, 32, 8, 2), (64, 32, 8, 1)),
-        "few": _dims((64, 64, 4, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
-        "dq": _dims((128, 64, 8, 2), (64, 32, 8, 2), (32, 32, 8, 1)),
-        "dkdv": _dims((64, 128, 8, 2), (32, 64, 8, 1), (32, 32, 8, 1)),
-    },
-    "sm_90": {
-        "forward": _dims((128, 64, 4, 2, TMA), (128, 128, 8, 2, COPY), (128, 64, 8, 2, TMA)),
-        "forward, heavy": _dims((128, 64, 4, 2, TMA), (128, 128, 8, 2, COPY), (128, 32, 8, 2, TMA)),
-        "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 4, 2, TMA)),
-        "dq": _dims(
-            (128, 32, 8, 2, TMA, R128),
-            (128, 128, 8, 2, TMA),
-            (128, 64, 8, 2, TMA),
-            (64, 64, 4, 2, TMA),
-            dims=(64, 128, 192, 256),
-        ),
-        "dq, heavy": _dims((128, 32, 8, 2, TMA), dims=(256,)),
-        "dq, learns": _SCORED,
-        "dq, scored": _SCORED,
-        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2, TMA), (128, 64, 8, 1, TMA, FLIP), dims=(96, 128, 256)),
-        "dkdv, heavy": _dims((64, 128, 8, 2), (64, 128, 8, 2, TMA), (64, 64, 8, 1, TMA), dims=(96, 128, 256)),
-        "fused": _dims((64, 128, 8, 2, COPY), (64, 128, 8, 1, TMA), (128, 64, 8, 1, TMA, FLIP)),
-        "specialised": _dims(
-            (128, 128, 4, 4, TMA),
-            (128, 128, 4, 2, TMA),
-            (128, 64, 4, 2, TMA),
-            dims=(64, 128, 192),
-        ),
-        "gluon": _dims((128, 128, 4, 4, TMA), (128, 128, 4, 3, TMA), dims=(64, 128)),  # warps of a group
-    },
-    "sm_90, pointers": {
-        "forward": _dims((128, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2)),
-        "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 2)),
-        "dq": _dims(
-            (128, 32, 8, 2, R128),
-            (128, 32, 8, 2, NO_HOIST, R128),
-            (128, 64, 8, 2),
-            (64, 64, 4, 2, NO_HOIST),
-            dims=(64, 96, 128, 256),
-        ),
-        "dkdv": _dims((64, 128, 8, 2), (64, 128, 8, 2), (128, 64, 8, 1, NO_HOIST, FLIP)),
-        "fused": _dims((64, 128, 8, 2), (64, 128, 8, 1, NO_HOIST), (64, 64, 8, 1, NO_HOIST)),
-    },
-    "sm_100": {
-        "forward": _dims(
-            (128, 64, 4, 2, TMA), (128, 64, 4, 1, TMA), (64, 128, 4, 1, TMA, R256), dims=(96, 128, 256)
-        ),
-        "dq": _dims((128, 64, 4, 2, TMA, R256), (64, 64, 4, 1, TMA, R256), dims=(128, 256)),
-        "forward, heavy": _dims(
-            (128, 64, 4, 2, TMA), (128, 32, 4, 2, TMA), (64, 128, 4, 1, TMA, R256), dims=(96, 128, 256)
-        ),
-        "dq, heavy": _dims((128, 32, 4, 2, TMA, R256), (64, 32, 4, 1, TMA, R256), dims=(128, 256)),
-        "dq, learns": _dims((128, 32, 4, 2, TMA, R256), (64, 64, 4, 1, TMA, R256), dims=(128, 256)),
-        "dkdv, heavy": _dims((64, 64, 4, 1, TMA), (64, 64, 8, 1, NO_HOIST, R256), dims=(96, 256)),
-        "dkdv": _dims(
-            (64, 64, 4, 1, TMA),
-            (64, 64, 8, 1, NO_HOIST),
-            (64, 64, 8, 1, TMA, R256),
-            (64, 64, 8, 1, NO_HOIST),
-            dims=(96, 128, 192, 256),
-        ),
-        "few": _dims((64, 64, 4, 4, TMA), (64, 64, 4, 3, TMA), (64, 64, 8, 2, TMA)),
-        "specialised": _dims((128, 128, 4, 4, COPY), (128, 128, 4, 3, TMA), dims=(64, 128)),
-    },
-    "sm_100, pointers": {
-        "forward": _dims((128, 64, 4, 3), (128, 64, 4, 1, NO_HOIST), (64, 64, 4, 1, NO_HOIST)),
-        "few": _dims((64, 64, 4, 4), (64, 64, 4, 3), (64, 64, 8, 1)),
-        "dq": _dims((128, 64, 4, 2, NO_HOIST), (128, 64, 8, 1), (64, 64, 8, 1)),
-        "dkdv": _dims((64, 64, 4, 1, NO_HOIST), (64, 64, 8, 1, NO_HOIST), (64, 64, 8, 1, NO_HOIST)),
-    },
-    "gfx942": {
-        "forward": _dims((128, 64, 4, 2), (128, 32, 4, 1), (128, 32, 4, 1, NO_HOIST)),
-        "few": _dims((64, 64, 4, 2), (64, 64, 4, 1), (64, 32, 4, 1)),
-        "dq": _dims((128, 32, 4, 1), (64, 16, 4, 1), (64, 16, 4, 1), dims=(96, 128, 256)),
-        "dkdv": _dims((16, 128, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1), dims=(96, 128, 256)),
-        "fused": _dims((16, 128, 4, 1), (16, 64, 4, 1), (16, 64, 4, 1)),
-    },
+    "sm_80": _by_kernel(
+        _tile("forward", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
+        _tile("forward", dim=128, m=64, n=64, warps=4, stages=2),  # 2 programs: shared memory
+        _tile("forward", dim=192, m=64, n=32, warps=4, stages=1, **NO_HOIST),  # 2 programs: shared memory
+        _tile("forward", dim=256, m=64, n=32, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=3),  # 2 programs: shared memory
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=2),  # 2 programs: shared memory
+        _tile("few", dim=256, m=64, n=64, warps=8, stages=2),  # 1 program: shared memory
+        _tile("dq", dim=128, m=64, n=64, warps=4, stages=2, **NO_HOIST, **R256),  # 2 programs: shared memory
+        _tile("dq", dim=256, m=32, n=32, warps=4, stages=2, **NO_HOIST, **R256),  # 2 programs: shared memory
+        _tile("dq, heavy", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST, **R256),
+        _tile("dq, heavy", dim=128, m=64, n=32, warps=4, stages=2, **NO_HOIST, **R256),
+        _tile("dq, heavy", dim=256, m=32, n=32, warps=4, stages=2, **NO_HOIST, **R256),
+        _tile("dkdv", dim=64, m=64, n=64, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
+        _tile("dkdv", dim=96, m=32, n=128, warps=8, stages=2, **NO_HOIST),  # 1 program: registers
+        _tile("dkdv", dim=128, m=64, n=64, warps=8, stages=2),  # 1 program: shared memory
+        _tile("dkdv", dim=192, m=32, n=32, warps=4, stages=2),  # 2 programs: shared memory
+        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST, **FLIP),  # 1 program: shared memory
+    ),
+    "sm_86": _by_kernel(
+        _tile("forward", dim=64, m=128, n=64, warps=8, stages=3),
+        _tile("forward", dim=128, m=128, n=32, warps=8, stages=2),
+        _tile("forward", dim=256, m=64, n=32, warps=8, stages=1),
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=2),
+        _tile("few", dim=128, m=64, n=32, warps=8, stages=2),
+        _tile("few", dim=256, m=64, n=32, warps=8, stages=1),
+        _tile("dq", dim=64, m=128, n=64, warps=8, stages=2),
+        _tile("dq", dim=128, m=64, n=32, warps=8, stages=2),
+        _tile("dq", dim=256, m=32, n=32, warps=8, stages=1),
+        _tile("dkdv", dim=64, m=64, n=128, warps=8, stages=2),
+        _tile("dkdv", dim=128, m=32, n=64, warps=8, stages=1),
+        _tile("dkdv", dim=256, m=32, n=32, warps=8, stages=1),
+    ),
+    "sm_90": _by_kernel(
+        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2, **TMA),  # 2 programs: issue
+        _tile("forward", dim=128, m=128, n=128, warps=8, stages=2, **COPY),  # 1 program: registers
+        _tile("forward", dim=256, m=128, n=64, warps=8, stages=2, **TMA),  # 1 program: registers
+        _tile("forward, heavy", dim=64, m=128, n=64, warps=4, stages=2, **TMA),
+        _tile("forward, heavy", dim=128, m=128, n=128, warps=8, stages=2, **COPY),
+        _tile("forward, heavy", dim=256, m=128, n=32, warps=8, stages=2, **TMA),
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=4, **TMA),  # 3 programs: shared memory
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=3, **TMA),  # 2 programs: shared memory
+        _tile("few", dim=256, m=64, n=64, warps=4, stages=2, **TMA),  # 1 program: shared memory
+        _tile("dq", dim=64, m=128, n=32, warps=8, stages=2, **TMA, **R128),  # 2 programs: shared memory
+        _tile("dq", dim=128, m=128, n=128, warps=8, stages=2, **TMA),  # 1 program: registers
+        _tile("dq", dim=192, m=128, n=64, warps=8, stages=2, **TMA),  # 1 program: registers
+        _tile("dq", dim=256, m=64, n=64, warps=4, stages=2, **TMA),  # 1 program: shared memory
+        _tile("dq, heavy", dim=256, m=128, n=32, warps=8, stages=2, **TMA),
+        _tile("dq, learns", dim=128, m=128, n=32, warps=8, stages=2, **TMA, **R128),
+        _tile("dq, learns", dim=192, m=128, n=64, warps=8, stages=2, **TMA),
+        _tile("dq, learns", dim=256, m=64, n=64, warps=4, stages=2, **TMA),
+        _tile("dq, scored", dim=128, m=128, n=32, warps=8, stages=2, **TMA, **R128),
+        _tile("dq, scored", dim=192, m=128, n=64, warps=8, stages=2, **TMA),
+        _tile("dq, scored", dim=256, m=64, n=64, warps=4, stages=2, **TMA),
+        _tile("dkdv", dim=96, m=64, n=128, warps=8, stages=2),  # 1 program: registers
+        _tile("dkdv", dim=128, m=64, n=128, warps=8, stages=2, **TMA),  # 1 program: registers
+        _tile("dkdv", dim=256, m=128, n=64, warps=8, stages=1, **TMA, **FLIP),  # 1 program: shared memory
+        _tile("dkdv, heavy", dim=96, m=64, n=128, warps=8, stages=2),
+        _tile("dkdv, heavy", dim=128, m=64, n=128, warps=8, stages=2, **TMA),
+        _tile("dkdv, heavy", dim=256, m=64, n=64, warps=8, stages=1, **TMA),
+        _tile("fused", dim=64, m=64, n=128, warps=8, stages=2, **COPY),  # 1 program: shared memory
+        _tile("fused", dim=128, m=64, n=128, warps=8, stages=1, **TMA),  # 1 program: registers
+        _tile("fused", dim=256, m=128, n=64, warps=8, stages=1, **TMA, **FLIP),  # 1 program: shared memory
+        _tile("specialised", dim=64, m=128, n=128, warps=4, stages=4, **TMA),  # 1 program: registers
+        _tile("specialised", dim=128, m=128, n=128, warps=4, stages=2, **TMA),  # 1 program: registers
+        _tile("specialised", dim=192, m=128, n=64, warps=4, stages=2, **TMA),  # 1 program: registers
+        _tile("gluon", dim=64, m=128, n=128, warps=4, stages=4, **TMA),  # 1 program: exponentials
+        _tile("gluon", dim=128, m=128, n=128, warps=4, stages=3, **TMA),  # 1 program: tensor cores
+    ),
+    "sm_90, pointers": _by_kernel(
+        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),  # 2 programs: exponentials
+        _tile("forward", dim=128, m=128, n=64, warps=8, stages=2),  # 1 program: registers
+        _tile("forward", dim=256, m=128, n=64, warps=8, stages=2),  # 1 program: registers
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=4),  # 3 programs: shared memory
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=3),  # 2 programs: shared memory
+        _tile("few", dim=256, m=64, n=64, warps=8, stages=2),  # 1 program: shared memory
+        _tile("dq", dim=64, m=128, n=32, warps=8, stages=2, **R128),  # 2 programs: shared memory
+        _tile("dq", dim=96, m=128, n=32, warps=8, stages=2, **NO_HOIST, **R128),
+        _tile("dq", dim=128, m=128, n=64, warps=8, stages=2),  # 1 program: registers
+        _tile("dq", dim=256, m=64, n=64, warps=4, stages=2, **NO_HOIST),  # 1 program: shared memory
+        _tile("dkdv", dim=64, m=64, n=128, warps=8, stages=2),  # 1 program: shared memory
+        _tile("dkdv", dim=128, m=64, n=128, warps=8, stages=2),  # 1 program: shared memory
+        _tile("dkdv", dim=256, m=128, n=64, warps=8, stages=1, **NO_HOIST, **FLIP),
+        _tile("fused", dim=64, m=64, n=128, warps=8, stages=2),
+        _tile("fused", dim=128, m=64, n=128, warps=8, stages=1, **NO_HOIST),
+        _tile("fused", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),
+    ),
+    "sm_100": _by_kernel(
+        _tile("forward", dim=96, m=128, n=64, warps=4, stages=2, **TMA),  # 2 programs: issue
+        _tile("forward", dim=128, m=128, n=64, warps=4, stages=1, **TMA),  # 2 programs: shared memory
+        _tile("forward", dim=256, m=64, n=128, warps=4, stages=1, **TMA, **R256),  # 1 program: shared memory
+        _tile("dq", dim=128, m=128, n=64, warps=4, stages=2, **TMA, **R256),  # 1 program: shared memory
+        _tile("dq", dim=256, m=64, n=64, warps=4, stages=1, **TMA, **R256),  # 1 program: shared memory
+        _tile("forward, heavy", dim=96, m=128, n=64, warps=4, stages=2, **TMA),
+        _tile("forward, heavy", dim=128, m=128, n=32, warps=4, stages=2, **TMA),
+        _tile("forward, heavy", dim=256, m=64, n=128, warps=4, stages=1, **TMA, **R256),
+        _tile("dq, heavy", dim=128, m=128, n=32, warps=4, stages=2, **TMA, **R256),
+        _tile("dq, heavy", dim=256, m=64, n=32, warps=4, stages=1, **TMA, **R256),
+        _tile("dq, learns", dim=128, m=128, n=32, warps=4, stages=2, **TMA, **R256),
+        _tile("dq, learns", dim=256, m=64, n=64, warps=4, stages=1, **TMA, **R256),
+        _tile("dkdv, heavy", dim=96, m=64, n=64, warps=4, stages=1, **TMA),
+        _tile("dkdv, heavy", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST, **R256),
+        _tile("dkdv", dim=96, m=64, n=64, warps=4, stages=1, **TMA),  # 2 programs: issue
+        _tile("dkdv", dim=128, m=64, n=64, warps=8, stages=1, **NO_HOIST),  # 2 programs: shared memory
+        _tile("dkdv", dim=192, m=64, n=64, warps=8, stages=1, **TMA, **R256),  # 1 program: registers
+        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),  # 1 program: registers
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=4, **TMA),  # 3 programs: issue
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=3, **TMA),  # 2 programs: shared memory
+        _tile("few", dim=256, m=64, n=64, warps=8, stages=2, **TMA),  # 1 program: registers
+        _tile("specialised", dim=64, m=128, n=128, warps=4, stages=4, **COPY),  # 1 program: exponentials
+        _tile("specialised", dim=128, m=128, n=128, warps=4, stages=3, **TMA),  # 1 program: shared memory
+    ),
+    "sm_100, pointers": _by_kernel(
+        _tile("forward", dim=64, m=128, n=64, warps=4, stages=3),  # 2 programs: issue
+        _tile("forward", dim=128, m=128, n=64, warps=4, stages=1, **NO_HOIST),  # 2 programs: shared memory
+        _tile("forward", dim=256, m=64, n=64, warps=4, stages=1, **NO_HOIST),  # 1 program: shared memory
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=4),  # 3 programs: issue
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=3),  # 2 programs: shared memory
+        _tile("few", dim=256, m=64, n=64, warps=8, stages=1),  # 1 program: registers
+        _tile("dq", dim=64, m=128, n=64, warps=4, stages=2, **NO_HOIST),  # 2 programs: shared memory
+        _tile("dq", dim=128, m=128, n=64, warps=8, stages=1),  # 1 program: registers
+        _tile("dq", dim=256, m=64, n=64, warps=8, stages=1),  # 1 program: registers
+        _tile("dkdv", dim=64, m=64, n=64, warps=4, stages=1, **NO_HOIST),  # 2 programs: issue
+        _tile("dkdv", dim=128, m=64, n=64, warps=8, stages=1, **NO_HOIST),  # 2 programs: shared memory
+        _tile("dkdv", dim=256, m=64, n=64, warps=8, stages=1, **NO_HOIST),  # 1 program: registers
+    ),
+    "gfx942": _by_kernel(
+        _tile("forward", dim=64, m=128, n=64, warps=4, stages=2),  # 2 programs: issue
+        _tile("forward", dim=128, m=128, n=32, warps=4, stages=1),  # 1 program: shared memory
+        _tile("forward", dim=256, m=128, n=32, warps=4, stages=1, **NO_HOIST),  # 1 program: registers
+        _tile("few", dim=64, m=64, n=64, warps=4, stages=2),  # 2 programs: issue
+        _tile("few", dim=128, m=64, n=64, warps=4, stages=1),  # 1 program: registers
+        _tile("few", dim=256, m=64, n=32, warps=4, stages=1),  # 1 program: registers
+        _tile("dq", dim=96, m=128, n=32, warps=4, stages=1),  # 2 programs: tensor cores
+        _tile("dq", dim=128, m=64, n=16, warps=4, stages=1),  # 2 programs: tensor cores
+        _tile("dq", dim=256, m=64, n=16, warps=4, stages=1),  # 2 programs: tensor cores
+        _tile("dkdv", dim=96, m=16, n=128, warps=4, stages=1),  # 2 programs: issue
+        _tile("dkdv", dim=128, m=16, n=64, warps=4, stages=1),  # 2 programs: tensor cores
+        _tile("dkdv", dim=256, m=16, n=64, warps=4, stages=1),  # 1 program: registers
+        _tile("fused", dim=64, m=16, n=128, warps=4, stages=1),  # 2 programs: issue
+        _tile("fused", dim=128, m=16, n=64, warps=4, stages=1),  # 2 programs: tensor cores
+        _tile("fused", dim=256, m=16, n=64, warps=4, stages=1),  # 1 program: registers
+    ),
 }
 # Tiles of float32 and float64 inputs, which the FMA units multiply: all operands lie in registers.
-_WIDE: dict[str, dict[int, Config]] = {
-    "forward": _dims((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1)),
-    "few": _dims((16, 32, 4, 1), (16, 16, 4, 1), (16, 16, 8, 1)),
-    "dq": _dims((32, 32, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1, NO_HOIST)),
-    "dkdv": _dims((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 4, 1, NO_HOIST)),
-}
+_WIDE = _by_kernel(
+    _tile("forward", dim=64, m=32, n=16, warps=8, stages=1),
+    _tile("forward", dim=128, m=16, n=16, warps=8, stages=1),
+    _tile("forward", dim=256, m=16, n=16, warps=8, stages=1),
+    _tile("few", dim=64, m=16, n=32, warps=4, stages=1),
+    _tile("few", dim=128, m=16, n=16, warps=4, stages=1),
+    _tile("few", dim=256, m=16, n=16, warps=8, stages=1),
+    _tile("dq", dim=64, m=32, n=32, warps=8, stages=1),
+    _tile("dq", dim=128, m=16, n=16, warps=8, stages=1),
+    _tile("dq", dim=256, m=16, n=16, warps=8, stages=1, **NO_HOIST),
+    _tile("dkdv", dim=64, m=32, n=32, warps=8, stages=1),
+    _tile("dkdv", dim=128, m=16, n=32, warps=8, stages=1),
+    _tile("dkdv", dim=256, m=16, n=16, warps=4, stages=1, **NO_HOIST),
+)
 
 
 def family(arch: str) -> str:

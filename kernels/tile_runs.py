@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# The kind of a run whose blocks are full except for pairs past the ends of the sequence, as
+# `tritoncp.masks.Kind.BOUNDED` has it.  A row lists masked and bounded runs before full ones.
+BOUNDED_KIND: tl.constexpr = tl.constexpr(2)
+
 
 class Slots(NamedTuple):
     """int32 [Bp, slots, 3] = (first row in the buffer, its global position, tokens), and the buffer's
@@ -29,6 +33,24 @@ class Rows(NamedTuple):
     runs: Any
 
 
+class Tile(NamedTuple):
+    """A tile: its first row in the buffer, the global position of that row, and its number of tokens."""
+
+    row: Any
+    pos: Any
+    n: Any
+
+
+class RunTiles(NamedTuple):
+    """The tiles [begin, end) of a run, and its kind; tile i stands for i + ``skip`` from ``cut`` on."""
+
+    begin: Any
+    end: Any
+    kind: Any
+    cut: Any
+    skip: Any
+
+
 @triton.jit
 def locate_tile(
     slots,
@@ -39,18 +61,18 @@ def locate_tile(
     DENSE: tl.constexpr,
     VOLATILE: tl.constexpr = False,
 ):
-    """Row in the buffer, global position and number of tokens of tile ``i_tile``.  VOLATILE repeats the loads
-    where the compiler would keep earlier ones in registers."""
+    """Tile ``i_tile`` of the buffer.  VOLATILE repeats the loads where the compiler would keep the first
+    ones in registers."""
     if DENSE:
         row = i_tile * TILE
-        return row, slots.first + row, slots.count - row
+        return Tile(row, slots.first + row, slots.count - row)
     else:
         TILES: tl.constexpr = (BLOCK + TILE - 1) // TILE
         shift = (i_tile % TILES) * TILE
         p_slot = slots.ptr + i_b * slots.stride_b + (i_tile // TILES) * 3
         row = tl.load(p_slot, volatile=VOLATILE) + shift
         pos = tl.load(p_slot + 1, volatile=VOLATILE) + shift
-        return row, pos, tl.load(p_slot + 2, volatile=VOLATILE) - shift
+        return Tile(row, pos, tl.load(p_slot + 2, volatile=VOLATILE) - shift)
 
 
 @triton.jit
@@ -98,8 +120,7 @@ def run_tiles(
     WINDOW: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """Tiles of a run and its kind, as (begin, end, kind, cut, skip); tile i stands for i + ``skip`` from
-    ``cut`` on.
+    """The tiles of a run, and its kind.
 
     With a table the run is three loads.  A closed-form window needs none: a position x in [lo, hi) of this
     side sees x - left <= y <= x + right of the other side, which is one masked run of both edges around one
@@ -120,13 +141,19 @@ def run_tiles(
         all_lo = tl.minimum(tl.maximum(all_lo, see_lo), see_hi)
         all_hi = tl.minimum(tl.maximum(all_hi, all_lo), see_hi)
         if FULL:
-            return all_lo, all_hi, 0, all_lo, 0
+            return RunTiles(all_lo, all_hi, 0, all_lo, 0)
         else:
-            return see_lo, see_hi - (all_hi - all_lo), 0, all_lo, all_hi - all_lo
+            return RunTiles(see_lo, see_hi - (all_hi - all_lo), 0, all_lo, all_hi - all_lo)
     else:
         TILES: tl.constexpr = (BLOCK + TILE - 1) // TILE
         p_run = rows.runs + i_run * 3
-        return tl.load(p_run) * TILES, tl.load(p_run + 1) * TILES, tl.load(p_run + 2), 0, 0
+        return RunTiles(tl.load(p_run) * TILES, tl.load(p_run + 1) * TILES, tl.load(p_run + 2), 0, 0)
+
+
+@triton.jit
+def skip_cut(tiles, i_t):
+    """Index in the buffer of tile ``i_t`` of a run."""
+    return i_t + tl.where(i_t >= tiles.cut, tiles.skip, 0)
 
 
 @triton.jit
@@ -147,12 +174,20 @@ def count_row_tiles(
     n_tiles = 0
     if WINDOW:
         for FULL in tl.static_range(2):
-            t_lo, t_hi, _, _, _ = run_tiles(rows, 0, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, FULL)
-            n_tiles += t_hi - t_lo
+            tiles = run_tiles(rows, 0, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, FULL)
+            n_tiles += tiles.end - tiles.begin
     else:
         for i_run in range(begin, end):
-            t_lo, t_hi, _, _, _ = run_tiles(
-                rows, i_run, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, False
-            )
-            n_tiles += t_hi - t_lo
+            tiles = run_tiles(rows, i_run, lo, hi, left, right, slots, BLOCK, TILE, WINDOW, False)
+            n_tiles += tiles.end - tiles.begin
     return n_tiles
+
+
+@triton.jit
+def share_run(begin, end, n_skip, n_take):
+    """The tiles of a run that a program computes, which skips ``n_skip`` tiles of the row and computes
+    ``n_take``, and what remains of both numbers for the next run."""
+    n_passed = tl.minimum(n_skip, end - begin)
+    begin += n_passed
+    end = tl.minimum(end, begin + n_take)
+    return begin, end, n_skip - n_passed, n_take - (end - begin)

@@ -5,7 +5,8 @@ Naming grammar of kernel locals
     n_*  scalar count                                    b_*  block of values in registers
     p_*  pointer                                         m_*  boolean mask
     UPPER_CASE is a ``tl.constexpr``.  A shape comment stands behind each block: M query rows, N key
-    rows, D head dim of q and k, E head dim of v, each cut in pieces 0 and 1.
+    rows, D head dim of q and k, E head dim of v.  Channels are cut in at most two pieces, each a power of
+    two (:func:`tritoncp.kernels.tile_rules.pieces`): a block with channels is a tuple of one or two blocks.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tritoncp.kernels.tile_rules import pieces
 
 # The interpreter's tl.dot reads bf16 as raw uint16, so operands are widened there; products of two
 # bf16 or fp16 values are exact in float32, which is what the tensor cores accumulate too.
@@ -42,6 +45,15 @@ class Stat(NamedTuple):
     ptr: Any
     stride_b: Any
     stride_h: Any
+
+
+class Stream(NamedTuple):
+    """A tensor whose tiles a loop reads: by the descriptors of its pieces of channels, or by pointers where
+    these are None."""
+
+    x: Any  # Strided
+    desc0: Any
+    desc1: Any
 
 
 def strided(x: torch.Tensor | None) -> Strided:
@@ -91,6 +103,15 @@ def stat(x: torch.Tensor | None) -> Stat:
 
 
 _NO_STAT = Stat(None, 0, 0)
+
+
+split_channels = triton.constexpr_function(pieces)
+
+
+@triton.constexpr_function
+def piece(dim, i):
+    """Width of piece ``i`` of ``dim`` channels, 0 if there is none."""
+    return split_channels(dim)[i]
 
 
 @triton.jit
@@ -183,14 +204,16 @@ def store_rows(
 
 
 @triton.jit
-def load_pair(x, i_b, i_h, row, o_s, n_s, W0: tl.constexpr, W1: tl.constexpr, DIM: tl.constexpr):
-    """Rows of one head in two pieces of channels, [len(o_s), W0] and [len(o_s), W1] (0.0 where W1 is 0)."""
+def load_pieces(x, i_b, i_h, row, o_s, n_s, DIM: tl.constexpr):
+    """Rows of one head: a block [len(o_s), width] for each piece of the DIM channels."""
+    W0: tl.constexpr = piece(DIM, 0)
+    W1: tl.constexpr = piece(DIM, 1)
     p_x = head_pointer(x, i_b, i_h)
     b_0 = load_rows(x, p_x, row, o_s, n_s, 0, W0, DIM, True)
     if W1 > 0:
         return b_0, load_rows(x, p_x, row, o_s, n_s, W0, W1, DIM, True)
     else:
-        return b_0, 0.0
+        return (b_0,)
 
 
 @triton.jit
@@ -217,37 +240,28 @@ def stream_rows(
 
 
 @triton.jit
-def stream_pair(
-    x,
-    desc0,
-    desc1,
-    i_b,
-    i_h,
-    row,
-    o_s,
-    n_s,
-    W0: tl.constexpr,
-    W1: tl.constexpr,
-    DIM: tl.constexpr,
-    CHECK: tl.constexpr,
-    HOIST: tl.constexpr,
-):
-    """load_pair inside a loop, by a descriptor for each piece or None; ``n_s`` counts only with CHECK."""
-    b_0 = stream_rows(x, desc0, i_b, i_h, row, o_s, n_s, 0, W0, DIM, CHECK, HOIST)
+def stream_pieces(stream, i_b, i_h, tile, o_s, DIM: tl.constexpr, CHECK: tl.constexpr, HOIST: tl.constexpr):
+    """load_pieces of a tile inside a loop; its number of tokens counts only with CHECK."""
+    W0: tl.constexpr = piece(DIM, 0)
+    W1: tl.constexpr = piece(DIM, 1)
+    b_0 = stream_rows(stream.x, stream.desc0, i_b, i_h, tile.row, o_s, tile.n, 0, W0, DIM, CHECK, HOIST)
     if W1 > 0:
-        return b_0, stream_rows(x, desc1, i_b, i_h, row, o_s, n_s, W0, W1, DIM, CHECK, HOIST)
+        return b_0, stream_rows(
+            stream.x, stream.desc1, i_b, i_h, tile.row, o_s, tile.n, W0, W1, DIM, CHECK, HOIST
+        )
     else:
-        return b_0, 0.0
+        return (b_0,)
 
 
 @triton.jit
-def store_pair(
-    x, p_x, row, o_s, n_s, b_0, b_1, W0: tl.constexpr, W1: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr
-):
-    """Store (or add) rows of one head in two pieces of channels, the counterpart of load_pair."""
-    store_rows(x, p_x, row, o_s, n_s, b_0, 0, W0, DIM, ADD)
+def store_pieces(x, i_b, i_h, row, o_s, n_s, b_x, DIM: tl.constexpr, ADD: tl.constexpr = False):
+    """Store (or add) rows of one head, the counterpart of load_pieces."""
+    W0: tl.constexpr = piece(DIM, 0)
+    W1: tl.constexpr = piece(DIM, 1)
+    p_x = head_pointer(x, i_b, i_h)
+    store_rows(x, p_x, row, o_s, n_s, b_x[0], 0, W0, DIM, ADD)
     if W1 > 0:
-        store_rows(x, p_x, row, o_s, n_s, b_1, W0, W1, DIM, ADD)
+        store_rows(x, p_x, row, o_s, n_s, b_x[1], W0, W1, DIM, ADD)
 
 
 @triton.jit

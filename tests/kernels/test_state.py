@@ -26,6 +26,8 @@ from tests.kernels.support.harness import (
     same,
     single,
 )
+from tritoncp.kernels.tile_runs import BOUNDED_KIND
+from tritoncp.masks import Kind
 from tritoncp.masks.closed_forms import causal, document, sliding_window
 from tritoncp.masks.mask import Mask, create_block_mask, full_mask
 from tritoncp.masks.mask_mod import and_masks
@@ -227,3 +229,7 @@ def test_tiles_added_one_by_one_give_the_same_bits() -> None:
     x = qkv(48)
     dout, _ = cotangents(x)
     same(chunked(x, mask, [0, 16, 32], dout), chunked(x, mask, [0], dout))
+
+
+def test_kernels_and_masks_number_bounded_blocks_alike() -> None:
+    assert BOUNDED_KIND.value == Kind.BOUNDED
