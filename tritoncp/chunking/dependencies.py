@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from tritoncp.chunking.storages import Storages
+from tritoncp.chunking.storages import Storages, is_collective, is_wait
 
 
 def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node]]:
@@ -44,7 +44,10 @@ def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node
 
 def has_effect(node: Node) -> bool:
     """Whether a node has an effect beside its result and the memory that it writes: assertions, prints, random
-    numbers (which come in the order of their calls), and calls whose effects are not known."""
+    numbers (which come in the order of their calls), and calls whose effects are not known. Collectives and waits,
+    which torch calls impure so that they are not removed, have none."""
+    if is_collective(node) or is_wait(node):
+        return False
     if node.op in ("call_module", "call_method"):
         return True
     if isinstance(node.target, torch._ops.OpOverload):

@@ -122,17 +122,37 @@ def order_digest(gm: GraphModule) -> str:
 Preference = Callable[[Node], tuple[float, ...]]
 
 
+def _preferences(problem: Problem) -> dict[str, Preference]:
+    """Return the keys by which variants choose among nodes that could compute, each with its name.
+
+    Chunks at the same stage have ways of one length and would advance in lockstep, so that no message travels
+    while the other chunk computes. By the way of the next exchange, the nodes before one exchange tie, and one
+    chunk goes first.
+    """
+    way, place = problem.way, problem.place
+    exchange: dict[Node, tuple[float, int]] = {}  # the next one after each node with the longest way
+    for node in reversed(problem.nodes):
+        if problem.costs[node].kind is Kind.MESSAGE:
+            exchange[node] = -way[node], place[node]
+        else:
+            after = [exchange[other] for other in problem.followers[node] if other in exchange]
+            if after:
+                exchange[node] = min(after)
+    far = 0.0, len(problem.nodes)
+    return {
+        "longest way from the next exchange": lambda node: (*exchange.get(node, far), place[node]),
+        "longest way": lambda node: (-way[node], place[node]),
+        "inputs of exchanges first": lambda node: (node not in exchange, place[node]),
+    }
+
+
 def _variants(problem: Problem, memory: int | None, boxed: bool) -> Iterator[tuple[str, list[Node]]]:
     """Order a graph in several ways, each with its name. A window says how far a node may move ahead of the
     first node left; one of the whole graph lets every node move anywhere."""
-    preferences: dict[str, Preference] = {
-        "longest way": lambda node: (-problem.way[node], problem.place[node]),
-        "exchanges early, else as written": lambda node: (problem.place[node],),
-    }
     windows = [len(problem.nodes)]
     while windows[-1] > 4:
         windows.append(windows[-1] // 2)
-    for name, preference in preferences.items():
+    for name, preference in _preferences(problem).items():
         for window in windows:
             label = name if window == len(problem.nodes) else f"{name}, within {window} nodes"
             yield label, Schedule(problem, preference, window, memory, boxed).nodes()

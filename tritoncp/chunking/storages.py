@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tritoncp.chunking.sizes import storage_bytes, tensors_in, value_of
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")  # namespaces of ops
+UNLISTED_VIEW = "_unsafe_view"  # shares memory although its schema does not say so
 
 
 def namespace_of(node: Node) -> str:
@@ -125,7 +126,7 @@ def _item_storages(storages: list[int], node: Node) -> list[int]:
 
 def _shared_with(storages: Storages, node: Node) -> list[int]:
     """Return the storages of the argument that a node's result shares memory with, by the op's schema."""
-    if is_wait(node):
+    if is_wait(node) or op_name(node) == UNLISTED_VIEW:
         return storages.of[node.args[0]]  # type: ignore[index]
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or may_copy(op):
@@ -147,6 +148,8 @@ def may_copy(op: torch._ops.OpOverload) -> bool:
 
 def is_view(node: Node) -> bool:
     """Whether a node's op is a view by its schema."""
+    if op_name(node) == UNLISTED_VIEW:
+        return True
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and not may_copy(node.target)
 
 
