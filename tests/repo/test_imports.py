@@ -52,10 +52,11 @@ LAYERS = {
         SPINE,
         {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
     ),
+    "chunking": Layer({"chunking"}, SPINE, {"torch", "PIL"}),
     "edge": Layer(
-        {"", "__main__", "analysis", "cli", "command_base", "demo", "doctor", "planning.command",
-         "self_check", "tuning"},
-        SPINE | {"perf"},
+        {"", "__main__", "analysis", "chunking.command", "chunking.figures", "cli", "command_base", "demo",
+         "doctor", "planning.command", "self_check", "tuning"},
+        SPINE | {"chunking", "perf"},
         {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock"},
     ),
 }  # fmt: skip

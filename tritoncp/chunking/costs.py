@@ -16,16 +16,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from tritoncp.chunking.sizes import bytes_read, hint, on_meta, tensors_in, value_of
 from tritoncp.chunking.storages import is_collective, is_view, is_wait, namespace_of, op_name
+from tritoncp.chunking.value_sizes import bytes_read, hint, on_meta, tensors_in, value_of
 from tritoncp.core.handles import object_of
 from tritoncp.core.tracing import fresh_dispatch
+from tritoncp.frontend.dynamo import plan_op
 from tritoncp.ops.flop_formulas import count_flops
 from tritoncp.planning.cost import Hardware, costs
 from tritoncp.planning.memory import Shape
+from tritoncp.planning.plan_data import PlanData
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 LOOKUPS = {"embedding", "gather", "index", "index_select"}  # read as many rows as they return
+COPIES = {"alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"}
+HANDLE = '"h"'  # the structure of a call of tritoncp::plan whose only tensor is the handle of a plan or mask
 PLACE = {"forward": (0, 1, 2, 7), "backward": (2, 3, 4, 11)}  # of q, k, v and the handle in tritoncp's ops
 
 
@@ -157,19 +161,43 @@ def _pairs(plan: Any) -> float:
 
 
 def plan_of(gm: GraphModule, handle: Any) -> Any:
-    """Return the plan behind a graph's handle: a constant, or a part of one. None if only a run tells it."""
+    """Return the plan behind a handle of a graph: a constant, a part of one, or made in the graph from constants
+    alone. None if only a run tells it."""
     if not isinstance(handle, Node):
         return None
     if namespace_of(handle) == "tritoncp" and op_name(handle) == "part":
         whole = plan_of(gm, handle.args[0])
         index, count, dim, keys = (*handle.args[1:], None)[:4]
         return None if whole is None else whole.part(index, count, dim=dim, keys=keys)
-    value = _attribute(gm, str(handle.target)) if handle.op == "get_attr" else value_of(handle)
+    if namespace_of(handle) == "tritoncp" and op_name(handle) == "plan":
+        return _planned(gm, handle)
+    value = constant_of(gm, handle)
+    return None if value is None or value.dim() or int(value) < 0 else object_of(value)
+
+
+def _planned(gm: GraphModule, node: Node) -> Any:
+    """Return the plan that the op tritoncp::plan makes, if its inputs are constants and no other rank is asked."""
+    tensors, ints, shape, structure, world, *rest = torch.fx.node.map_arg(
+        node.args, lambda arg: arg if isinstance(value_of(arg), Tensor) else hint(value_of(arg))
+    )
+    constants = [constant_of(gm, one) for one in tensors]
+    if any(one is None for one in (*constants, *ints)) or any(isinstance(one, Node) for one in rest):
+        return None
+    if structure == HANDLE and isinstance(plan := object_of(constants[0]), PlanData):
+        return plan
+    return None if world else object_of(plan_op(constants, list(ints), list(shape), structure, world, *rest))
+
+
+def constant_of(gm: GraphModule, node: Any) -> Tensor | None:
+    """Return the value of a node that is a constant tensor or a copy of one, None for other nodes."""
+    if not isinstance(node, Node):
+        return None
+    if op_name(node) in COPIES:
+        return constant_of(gm, node.args[0])
+    value = _attribute(gm, str(node.target)) if node.op == "get_attr" else value_of(node)
     if isinstance(value, FakeTensor):
         value = value.constant
-    if not isinstance(value, Tensor) or value.is_meta or value.dim() or int(value) < 0:
-        return None
-    return object_of(value)
+    return value if isinstance(value, Tensor) and not value.is_meta else None
 
 
 def _attribute(gm: GraphModule, name: str) -> Any:

@@ -6,6 +6,7 @@ They serve the simulator's figures: no process group, no weights and no device a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
@@ -47,7 +49,13 @@ class Model:
     def parameters(self) -> list[list[Tensor]]:
         """Make the parameters of each layer: projections of attention in and out, router, experts up and down."""
         here, dim = self.experts // self.ranks, self.dim
-        sizes = (dim, 3 * dim), (dim, dim), (dim, self.experts), (here, dim, 2 * self.hidden), (here, self.hidden, dim)
+        sizes = (
+            (dim, 3 * dim),
+            (dim, dim),
+            (dim, self.experts),
+            (here, dim, 2 * self.hidden),
+            (here, self.hidden, dim),
+        )
         return [[torch.empty(size, dtype=torch.bfloat16) for size in sizes] for _ in range(self.layers)]
 
 
@@ -83,19 +91,32 @@ def trace_model(model: Model, cut: str = "none", chunks: int = 2) -> GraphModule
     def step(parameters: list[list[Tensor]], x: Tensor) -> list[Tensor]:
         leaves = [[p.detach().requires_grad_() for p in layer] for layer in parameters]
         start = x.detach().requires_grad_()
-        parts = list(start.chunk(chunks, 0 if cut == "batch" else 1)) if cut in ("batch", "sequence") else [start]
+        parts = (
+            list(start.chunk(chunks, 0 if cut == "batch" else 1)) if cut in ("batch", "sequence") else [start]
+        )
         for layer in leaves:
             parts = run_layer(model, layer, parts, runs, chunks if cut == "experts" else 1)
         loss = torch.stack([part.float().square().sum() for part in parts]).sum()
         flat = [start, *(p for layer in leaves for p in layer)]
         return [loss.detach(), *torch.autograd.grad(loss, flat)]
 
-    with FakeTensorMode():
+    with FakeTensorMode(), fx_traceback.preserve_node_meta():
         x = torch.empty(model.batch, model.tokens, model.dim, dtype=torch.bfloat16)
         gm = make_fx(step)(model.parameters(), x)
     gm.graph.eliminate_dead_code()
     gm.recompile()
+    if cut != "none":
+        _mark_backward(gm)
     return gm
+
+
+def _mark_backward(gm: GraphModule) -> None:
+    """Give each node without a mark the chunk of its inputs, if all marked ones are of one chunk. Layers mark
+    their forward nodes while they are traced."""
+    for node in gm.graph.nodes:
+        chunks = {chunk_of(arg) for arg in node.all_input_nodes} - {None}
+        if chunk_of(node) is None and len(chunks) == 1 and node.op != "output":
+            node.meta["custom"] = {"tritoncp_chunk": chunks.pop()}
 
 
 def cut_plans(model: Model, cut: str, chunks: int) -> list[Any]:
@@ -122,19 +143,38 @@ def run_layer(
 ) -> list[Tensor]:
     """Run a layer once a part, and its experts once a piece of each part. Later parts of a sequence attend to
     the keys of earlier ones."""
-    project_in, project_out, *experts = layer
-    results, keys, values = [], [], []
+    results: list[Tensor] = []
+    past: list[Tensor] = []  # keys and values of each part so far, stacked
     for at, x in enumerate(parts):
-        qkv = (_normalise(x) @ project_in).view(*x.shape[:2], 3, model.heads, -1)
-        q, k, v = (one.transpose(1, 2) for one in qkv.unbind(2))
-        if len(plans) > 1:
-            keys, values = [*keys, k], [*values, v]
-            k, v = (torch.cat(one, 2) if at else one[0] for one in (keys, values))
-        out = flex_attention(q, k, v, block_mask=plans[at if len(plans) > 1 else 0])
-        x = x + out.transpose(1, 2).reshape(x.shape) @ project_out
-        outs = [run_experts(model, experts, piece) for piece in x.chunk(pieces, 1)]
-        results.append(x + (torch.cat(outs, 1) if pieces > 1 else outs[0]))
+        plan = plans[at if len(plans) > 1 else 0]
+        with mark_chunk(at, len(parts)):
+            hidden = run_attention(model, layer[:2], x, past if len(plans) > 1 else [], plan)
+        pieces_of_x = list(hidden.chunk(pieces, 1))
+        outs = []
+        for index, piece in enumerate(pieces_of_x):
+            with mark_chunk(at + index, max(len(parts), pieces)):
+                outs.append(piece + run_experts(model, layer[2:], piece))
+        results.append(torch.cat(outs, 1) if pieces > 1 else outs[0])
     return results
+
+
+def mark_chunk(index: int, count: int) -> AbstractContextManager[Any]:
+    """Mark the nodes traced in this context as those of a chunk, if there are several."""
+    if count == 1:
+        return nullcontext()
+    return fx_traceback.annotate({"tritoncp_chunk": ("layers", index)})
+
+
+def run_attention(model: Model, layer: Sequence[Tensor], x: Tensor, past: list[Tensor], plan: Any) -> Tensor:
+    """Add attention to a part of the tokens. Its keys and values join ``past``, which it attends to."""
+    project_in, project_out = layer
+    qkv = (_normalise(x) @ project_in).view(*x.shape[:2], 3, model.heads, -1)
+    q, *_ = (one.transpose(1, 2) for one in qkv.unbind(2))
+    past.append(qkv[:, :, 1:])
+    kv = torch.cat(past, 1) if len(past) > 1 else past[0]
+    k, v = (one.transpose(1, 2) for one in kv.unbind(2))
+    out = flex_attention(q, k, v, block_mask=plan)
+    return x + out.transpose(1, 2).reshape(x.shape) @ project_out
 
 
 def _normalise(x: Tensor) -> Tensor:

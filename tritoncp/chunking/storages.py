@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tritoncp.chunking.sizes import storage_bytes, tensors_in, value_of
+from tritoncp.chunking.value_sizes import storage_bytes, tensors_in, value_of
 
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")  # namespaces of ops
 UNLISTED_VIEW = "_unsafe_view"  # shares memory although its schema does not say so
@@ -30,6 +30,12 @@ def namespace_of(node: Node) -> str:
 def op_name(node: Node) -> str:
     """Return the name of the op that a node calls, without namespace and overload; "" for other nodes."""
     return node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def target_name(node: Node) -> str:
+    """Return what a node calls or reads as text without addresses, the same in every process."""
+    target = node.target
+    return target if isinstance(target, str) else str(getattr(target, "__name__", target))
 
 
 def is_wait(node: Node) -> bool:
@@ -82,7 +88,7 @@ def storages_of(gm: GraphModule) -> Storages:
         storages.of[node] = _result_storages(storages, node, inputs)
         arguments = [number for arg in node.all_input_nodes for number in storages.of[arg]]
         if is_collective(node):
-            source.update({number: arguments for number in storages.of[node]})
+            source.update(dict.fromkeys(storages.of[node], arguments))
         if is_wait(node):
             arguments += [number for made in arguments for number in source.get(made, ())]
         storages.uses[node] = sorted({*arguments, *storages.of[node]})
@@ -150,7 +156,9 @@ def is_view(node: Node) -> bool:
     """Whether a node's op is a view by its schema."""
     if op_name(node) == UNLISTED_VIEW:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and not may_copy(node.target)
+    return (
+        isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and not may_copy(node.target)
+    )
 
 
 def arguments_of(node: Node) -> list[tuple[Any, Any]]:

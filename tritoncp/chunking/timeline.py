@@ -13,7 +13,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from tritoncp.chunking.costs import Cost, Kind, node_costs
-from tritoncp.chunking.storages import LiveBytes, Storages, storages_of
+from tritoncp.chunking.storages import LiveBytes, Storages, storages_of, target_name
 from tritoncp.planning.cost import Hardware
 
 STREAMS = ("compute", "communication")
@@ -143,7 +143,7 @@ def replay(
 ) -> Timeline:
     """Predict the run of a graph's nodes in some order, from their costs and storages."""
     clock, memory, spans = Clock(costs, storages), LiveBytes(storages, boxed), []
-    busy = {stream: 0.0 for stream in STREAMS}
+    busy = dict.fromkeys(STREAMS, 0.0)
     for node in nodes:
         before, kind = clock.compute, costs[node].kind
         start, end = clock.run(node)
@@ -166,7 +166,7 @@ def replay(
 
 
 def _span(node: Node, kind: str, stream: str, start: float, end: float, live: int) -> Span:
-    return Span(node.name, str(node.target), kind, stream, start, end, chunk_of(node), live)
+    return Span(node.name, target_name(node), kind, stream, start, end, chunk_of(node), live)
 
 
 def chunk_of(node: Node) -> tuple[Any, int] | None:

@@ -20,7 +20,7 @@ from torch.fx import GraphModule, Node
 from tritoncp.chunking.costs import Cost, Kind, node_costs
 from tritoncp.chunking.dependencies import dependencies_of
 from tritoncp.chunking.small_search import Search, is_small
-from tritoncp.chunking.storages import LiveBytes, Storages, storages_of
+from tritoncp.chunking.storages import LiveBytes, Storages, storages_of, target_name
 from tritoncp.chunking.timeline import Clock, Timeline, replay
 from tritoncp.planning.cost import Hardware
 
@@ -115,7 +115,7 @@ def _reorder(gm: GraphModule, nodes: list[Node]) -> None:
 
 def order_digest(gm: GraphModule) -> str:
     """Return the SHA-256 of the names and ops of a graph's nodes in their order, to compare ranks."""
-    lines = [f"{node.op} {node.name} {node.target}" for node in gm.graph.nodes]
+    lines = [f"{node.op} {node.name} {target_name(node)}" for node in gm.graph.nodes]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -150,7 +150,7 @@ def _variants(problem: Problem, memory: int | None, boxed: bool) -> Iterator[tup
     """Order a graph in several ways, each with its name. A window says how far a node may move ahead of the
     first node left; one of the whole graph lets every node move anywhere."""
     windows = [len(problem.nodes)]
-    while windows[-1] > 4:
+    while windows[-1] > (4 if memory is not None else len(problem.nodes) / 4):
         windows.append(windows[-1] // 2)
     for name, preference in _preferences(problem).items():
         for window in windows:
@@ -158,7 +158,13 @@ def _variants(problem: Problem, memory: int | None, boxed: bool) -> Iterator[tup
             yield label, Schedule(problem, preference, window, memory, boxed).nodes()
     if is_small(problem.nodes):
         search = Search(
-            problem.nodes, problem.costs, problem.storages, problem.needs, problem.way.__getitem__, memory, boxed
+            problem.nodes,
+            problem.costs,
+            problem.storages,
+            problem.needs,
+            problem.way.__getitem__,
+            memory,
+            boxed,
         )
         if (best := search.run()) is not None:
             yield "all orders compared", best
