@@ -1,4 +1,5 @@
-"""The command `tritoncp chunk --demo`: a small mixture-of-experts graph, whole and in chunks, on two streams."""
+"""The command `tritoncp chunk --demo`: a small mixture-of-experts graph, whole and in chunks, on two
+streams."""
 
 from __future__ import annotations
 
@@ -58,9 +59,10 @@ class Demo:
     def __str__(self) -> str:
         model, hardware = self.model, self.whole.before.hardware
         head = (
-            f"{model.layers} layer of {model.experts} experts over {model.ranks} ranks, {model.batch} x {model.tokens} "
-            f"tokens a rank, forward and backward: {self.nodes[0]} nodes whole, {self.nodes[1]} in {self.chunks} chunks "
-            f"by {self.cut}.\nPredicted for {hardware.name} ({hardware.source}); nothing was timed on a GPU."
+            f"{model.layers} layer of {model.experts} experts over {model.ranks} ranks, "
+            f"{model.batch} x {model.tokens} tokens a rank, forward and backward: {self.nodes[0]} nodes whole, "
+            f"{self.nodes[1]} in {self.chunks} chunks by {self.cut}.\n"
+            f"Predicted for {hardware.name} ({hardware.source}); nothing was timed on a GPU."
         )
         rows = [
             f"{name:<20}{run.makespan * 1e3:>9.3f}{run.exposed * 1e3:>13.3f}{run.peak / 2**20:>12.1f}"

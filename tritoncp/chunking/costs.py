@@ -99,8 +99,9 @@ def _flops(node: Node) -> int:
 
 
 def _message_seconds(node: Node, hardware: Hardware) -> float:
-    """Predict a collective's time from the bytes that a rank sends: a tensor's share of other ranks once for an
-    exchange or a sum to one rank each, twice for a sum to all, the tensor to each of the others for a gather."""
+    """Predict a collective's time from the bytes that a rank sends: a tensor's share of other ranks once for
+    an exchange or a sum to one rank each, twice for a sum to all, the tensor to each of the others for a
+    gather."""
     name = op_name(node)
     sent = bytes_read([value_of(arg) for arg in node.all_input_nodes])
     world = _group_size(node)
@@ -131,8 +132,10 @@ def _attention_seconds(gm: GraphModule, node: Node, hardware: Hardware) -> float
     """Predict the time of an attention op from its plan's blocks, of the slowest rank; from all pairs of its
     rows if the graph does not tell the plan. Messages inside the op count as its time."""
     forward = op_name(node) == "forward"
-    q, k, v = (list(tensors_in([value_of(one) for one in node.args[at]])) for at in PLACE[op_name(node)][:3])  # type: ignore[union-attr]
-    plan = plan_of(gm, node.args[PLACE[op_name(node)][3]])
+    args: Any = node.args
+    places = PLACE[op_name(node)]
+    q, k, v = (list(tensors_in([value_of(one) for one in args[at]])) for at in places[:3])
+    plan = plan_of(gm, args[places[3]])
     seconds = 0.0
     for queries, keys, values in zip(q, k, v):
         batch, heads, rows, dim = (hint(size) for size in queries.shape)
@@ -161,8 +164,8 @@ def _pairs(plan: Any) -> float:
 
 
 def plan_of(gm: GraphModule, handle: Any) -> Any:
-    """Return the plan behind a handle of a graph: a constant, a part of one, or made in the graph from constants
-    alone. None if only a run tells it."""
+    """Return the plan behind a handle of a graph: a constant, a part of one, or made in the graph from
+    constants alone. None if only a run tells it."""
     if not isinstance(handle, Node):
         return None
     if namespace_of(handle) == "tritoncp" and op_name(handle) == "part":
@@ -176,12 +179,14 @@ def plan_of(gm: GraphModule, handle: Any) -> Any:
 
 
 def _planned(gm: GraphModule, node: Node) -> Any:
-    """Return the plan that the op tritoncp::plan makes, if its inputs are constants and no other rank is asked."""
-    tensors, ints, shape, structure, world, *rest = torch.fx.node.map_arg(
+    """Return the plan that the op tritoncp::plan makes, if its inputs are constants and no other rank is
+    asked."""
+    args: Any = torch.fx.node.map_arg(
         node.args, lambda arg: arg if isinstance(value_of(arg), Tensor) else hint(value_of(arg))
     )
-    constants = [constant_of(gm, one) for one in tensors]
-    if any(one is None for one in (*constants, *ints)) or any(isinstance(one, Node) for one in rest):
+    tensors, ints, shape, structure, world, *rest = args
+    constants = [constant for one in tensors if (constant := constant_of(gm, one)) is not None]
+    if len(constants) < len(tensors) or any(isinstance(one, Node) for one in rest):
         return None
     if structure == HANDLE and isinstance(plan := object_of(constants[0]), PlanData):
         return plan

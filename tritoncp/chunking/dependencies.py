@@ -9,8 +9,8 @@ from tritoncp.chunking.storages import Storages, is_collective, is_wait
 
 
 def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node]]:
-    """List the nodes that each node has to follow: those that make its inputs; for memory that is written, all
-    earlier users of it before the write and the write before all later users; for side effects and random
+    """List the nodes that each node has to follow: those that make its inputs; for memory that is written,
+    all earlier users of it before the write and the write before all later users; for side effects and random
     numbers, the one before. Inputs of the graph come first, in their order, and its output last."""
     before: dict[Node, dict[Node, None]] = {}
     writer: dict[int, Node] = {}
@@ -43,9 +43,9 @@ def dependencies_of(gm: GraphModule, storages: Storages) -> dict[Node, list[Node
 
 
 def has_effect(node: Node) -> bool:
-    """Whether a node has an effect beside its result and the memory that it writes: assertions, prints, random
-    numbers (which come in the order of their calls), and calls whose effects are not known. Collectives and waits,
-    which torch calls impure so that they are not removed, have none."""
+    """Whether a node has an effect beside its result and the memory that it writes: assertions, prints,
+    random numbers (which come in the order of their calls), and calls whose effects are not known.
+    Collectives and waits, which torch calls impure so that they are not removed, have none."""
     if is_collective(node) or is_wait(node):
         return False
     if node.op in ("call_module", "call_method"):

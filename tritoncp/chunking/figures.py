@@ -28,28 +28,28 @@ CUTS = {
 }
 INTRODUCTION = """# Chunks and their order
 
-Made by `python -m tritoncp.chunking.figures --out docs/chunking.md`. **Nothing here was timed on a GPU**: every
-figure is predicted by `chunking.timeline.simulate` from a graph traced on fake tensors.
+Made by `python -m tritoncp.chunking.figures --out docs/chunking.md`. **Nothing here was timed on a GPU**:
+every figure is predicted by `chunking.timeline.simulate` from a graph traced on fake tensors.
 
-The graph is one forward and backward pass of {layers} layers of causal attention and experts in bfloat16: width
-{dim}, {heads} heads, {experts} experts of {hidden}, {topk} for a token, spread over the ranks, which each have
-{batch} rows of tokens. Experts get equally many tokens. Products are predicted from FLOPs, attention from the visible
-blocks of its plan, messages from the bytes that a rank sends, and every other op from the bytes that it reads and
-writes, without fusion, which overstates it. A message that travels while nothing computes is *exposed*. Live bytes
-include parameters and their gradients, and not the optimizer.
+The graph is one forward and backward pass of {layers} layers of causal attention and experts in bfloat16:
+width {dim}, {heads} heads, {experts} experts of {hidden}, {topk} for a token, spread over the ranks, which
+each have {batch} rows of tokens. Experts get equally many tokens. Products are predicted from FLOPs,
+attention from the visible blocks of its plan, messages from the bytes that a rank sends, and every other op
+from the bytes that it reads and writes, without fusion, which overstates it. A message that travels while
+nothing computes is *exposed*. Live bytes include parameters and their gradients, and not the optimizer.
 
 *As written* is the order in which eager chunks run, one after another. *Ordered* is the result of
 `chunking.node_order.order` without a limit of memory. The graphs are cut by hand, as eager code would.
 """
 BALANCED = """## Messages a third of computation
 
-{tokens} tokens a row, {ranks} ranks, on {hardware} with the bandwidth at which the messages of the whole graph take
-a third of its computation, and no latency: the case in which order matters most."""
+{tokens} tokens a row, {ranks} ranks, on {hardware} with the bandwidth at which the messages of the whole
+graph take a third of its computation, and no latency: the case in which order matters most."""
 REAL = """## {tokens} tokens a row, {ranks} ranks
 
-On {hardware}: {flops:.3g} FLOP/s, {bandwidth:.3g} bytes/s between ranks, of which {scattered:.0%} in an all-to-all,
-{memory:.3g} bytes/s of device memory ({source}; memory: datasheets). Messages of the whole graph take {share:.0%} of
-its computation."""
+On {hardware}: {flops:.3g} FLOP/s, {bandwidth:.3g} bytes/s between ranks, of which {scattered:.0%} in an
+all-to-all, {memory:.3g} bytes/s of device memory ({source}; memory: datasheets). Messages of the whole graph
+take {share:.0%} of its computation."""
 
 
 def order_cuts(model: Model, hardware: Hardware) -> dict[str, Order]:

@@ -2,10 +2,11 @@
 
 List scheduling on the two streams of :mod:`tritoncp.chunking.timeline`: a collective is issued as soon as its
 inputs are there, and of the nodes that could compute now the one with the longest way to the end goes first.
-Several variants run, from the order as written to the free one, and the best that keeps to the memory is taken.
+Several variants run, from the order as written to the free one, and the best that keeps to the memory is
+taken.
 
-Ranks that issue collectives in different orders hang. The order is a function of the graph and of predicted times,
-which come from numbers that are equal on all ranks; ties go to the node that was written first.
+Ranks that issue collectives in different orders hang. The order is a function of the graph and of predicted
+times, which come from numbers that are equal on all ranks; ties go to the node that was written first.
 """
 
 from __future__ import annotations
@@ -56,13 +57,15 @@ class Problem:
 
 
 def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, boxed: bool = False) -> Order:
-    """Reorder the nodes of a forward, backward or joint graph in place, so that communication hides, and return
-    its predicted runs. The new order is never slower than the one as written, unless only a slower one fits into
-    ``memory``.
+    """Reorder the nodes of a forward, backward or joint graph in place, so that communication hides, and
+    return its predicted runs. The new order is never slower than the one as written, unless only a slower
+    one fits into ``memory``.
 
     memory: most bytes alive, inputs included (``Timeline.peak``); None for any number. The order as written
-        stays if no faster one fits. Raises ValueError if no order that was tried fits; the graph is unchanged then
-    boxed: whether the graph frees its inputs after their last user, see :func:`tritoncp.chunking.timeline.simulate`
+        stays if no faster one fits. Raises ValueError if no order that was tried fits; the graph is
+        unchanged then
+    boxed: whether the graph frees its inputs after their last user, see
+        :func:`tritoncp.chunking.timeline.simulate`
     """
     problem = _problem_of(gm, hardware)
 
@@ -77,8 +80,8 @@ def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, box
     if not fitting:
         least = min(after.peak for _, after in variants.values())
         raise ValueError(
-            f"memory={memory}: the graph needs {before.peak} bytes as written and {least} in the smallest order "
-            f"that was tried; pass memory={least} or more"
+            f"memory={memory}: the graph needs {before.peak} bytes as written and {least} in the smallest "
+            f"order that was tried; pass memory={least} or more"
         )
     name = min(fitting, key=lambda name: (_rounded(fitting[name][1].makespan), fitting[name][1].peak))
     nodes, after = fitting[name]
@@ -126,8 +129,8 @@ def _preferences(problem: Problem) -> dict[str, Preference]:
     """Return the keys by which variants choose among nodes that could compute, each with its name.
 
     Chunks at the same stage have ways of one length and would advance in lockstep, so that no message travels
-    while the other chunk computes. By the way of the next exchange, the nodes before one exchange tie, and one
-    chunk goes first.
+    while the other chunk computes. By the way of the next exchange, the nodes before one exchange tie, and
+    one chunk goes first.
     """
     way, place = problem.way, problem.place
     exchange: dict[Node, tuple[float, int]] = {}  # the next one after each node with the longest way

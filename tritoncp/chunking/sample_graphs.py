@@ -47,7 +47,8 @@ class Model:
     ranks: int = 8
 
     def parameters(self) -> list[list[Tensor]]:
-        """Make the parameters of each layer: projections of attention in and out, router, experts up and down."""
+        """Make the parameters of each layer: projections of attention in and out, router, experts up and
+        down."""
         here, dim = self.experts // self.ranks, self.dim
         sizes = (
             (dim, 3 * dim),

@@ -20,8 +20,8 @@ def is_small(nodes: list[Node]) -> bool:
 
 
 class Search:
-    """A depth-first search over the orders of a graph. States that the same nodes lead to at the same times are
-    visited once.
+    """A depth-first search over the orders of a graph. States that the same nodes lead to at the same times
+    are visited once.
 
     needs:  nodes that each node follows
     way:    seconds from the start of each node to the end of the graph, by the longest way

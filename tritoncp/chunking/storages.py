@@ -1,8 +1,8 @@
 """Storages of a graph: which nodes share memory, which write it, and when it is free.
 
-Two values share memory if the op's schema says so, or if the fake values of a node and of its own argument have
-one storage. Storages of nodes that are not joined by an argument are not compared: copies of a node may share its
-fake value.
+Two values share memory if the op's schema says so, or if the fake values of a node and of its own argument
+have one storage. Storages of nodes that are not joined by an argument are not compared: copies of a node may
+share its fake value.
 """
 
 from __future__ import annotations
@@ -200,8 +200,9 @@ def _key(x: Tensor) -> Any:
 class LiveBytes:
     """Bytes of the storages alive while the nodes of a graph run, in any order.
 
-    A storage lives from the node that makes it until the last node that uses it or a view of it. Inputs live to
-    the end, as their caller holds them, or with ``boxed`` until their last user, as in compiled backward passes.
+    A storage lives from the node that makes it until the last node that uses it or a view of it. Inputs live
+    to the end, as their caller holds them, or with ``boxed`` until their last user, as in compiled backward
+    passes.
     """
 
     def __init__(self, storages: Storages, boxed: bool) -> None:

@@ -1,8 +1,8 @@
 """The predicted run of a graph on two streams, computation and communication, without a device.
 
-Nodes are issued in the graph's order. A collective starts when the computation issued before it is done and the
-stream of communication is free; the next node that needs its result, in general its wait, blocks the computation
-until it is done.
+Nodes are issued in the graph's order. A collective starts when the computation issued before it is done and
+the stream of communication is free; the next node that needs its result, in general its wait, blocks the
+computation until it is done.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class Span:
 
     name:  the node's name
     op:    the op that it calls, as text
-    kind:  what its time is predicted from: product, attention, memory, message; "wait" where computation waits
+    kind:  what its time is predicted from: product, attention, memory, message; "wait" where computation
+        waits
     chunk: (region, index) of the chunk that the node belongs to, None for nodes of no chunk
     live:  bytes alive while the node runs
     """
@@ -132,8 +133,8 @@ def simulate(gm: GraphModule, hardware: Hardware, *, boxed: bool = False) -> Tim
     """Predict the run of a graph in its order. The graph may be a forward, a backward or a joint graph; its
     nodes need fake values (``meta["val"]``), and symbolic sizes count by their hints.
 
-    boxed: the graph frees its inputs after their last user, as compiled backward passes do with saved tensors;
-        else inputs live to the end
+    boxed: the graph frees its inputs after their last user, as compiled backward passes do with saved
+        tensors; else inputs live to the end
     """
     return replay(list(gm.graph.nodes), node_costs(gm, hardware), storages_of(gm), hardware, boxed)
 

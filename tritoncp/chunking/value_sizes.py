@@ -17,9 +17,9 @@ def hint(size: Any) -> int:
     """Return a size as a number: a symbol by its hint, UNBACKED_SIZE for a symbol without one."""
     if not isinstance(size, torch.SymInt):
         return int(size)
-    if hasattr(symbolic_shapes, "optimization_hint"):
-        return int(symbolic_shapes.optimization_hint(size, fallback=UNBACKED_SIZE))
-    return int(symbolic_shapes.size_hint(size, fallback=UNBACKED_SIZE))  # before torch 2.12
+    # Before torch 2.12, the function had another name.
+    hint_of = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint
+    return int(hint_of(size, fallback=UNBACKED_SIZE))
 
 
 def value_of(node: Node) -> Any:
@@ -61,8 +61,8 @@ def storage_bytes(x: Tensor) -> int:
 
 
 def on_meta(value: Any) -> Any:
-    """Return a value with each tensor as a meta tensor of hinted sizes and each symbol as a number: formulas of
-    FLOPs compare sizes, which symbols that depend on data forbid."""
+    """Return a value with each tensor as a meta tensor of hinted sizes and each symbol as a number: formulas
+    of FLOPs compare sizes, which symbols that depend on data forbid."""
     if isinstance(value, Tensor):
         return torch.empty([hint(size) for size in value.shape], dtype=value.dtype, device="meta")
     if isinstance(value, torch.SymInt):
