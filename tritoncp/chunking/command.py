@@ -60,8 +60,8 @@ class Demo:
         model, hardware = self.model, self.whole.before.hardware
         head = (
             f"{model.layers} layer of {model.experts} experts over {model.ranks} ranks, "
-            f"{model.batch} x {model.tokens} tokens a rank, forward and backward: {self.nodes[0]} nodes whole, "
-            f"{self.nodes[1]} in {self.chunks} chunks by {self.cut}.\n"
+            f"{model.batch} x {model.tokens} tokens a rank, forward and backward: {self.nodes[0]} nodes "
+            f"whole, {self.nodes[1]} in {self.chunks} chunks by {self.cut}.\n"
             f"Predicted for {hardware.name} ({hardware.source}); nothing was timed on a GPU."
         )
         rows = [

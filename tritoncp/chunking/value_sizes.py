@@ -17,8 +17,8 @@ def hint(size: Any) -> int:
     """Return a size as a number: a symbol by its hint, UNBACKED_SIZE for a symbol without one."""
     if not isinstance(size, torch.SymInt):
         return int(size)
-    # Before torch 2.12, the function had another name.
-    hint_of = getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint
+    names = ("optimization_hint", "size_hint")  # the second before torch 2.12
+    hint_of = next(getattr(symbolic_shapes, name) for name in names if hasattr(symbolic_shapes, name))
     return int(hint_of(size, fallback=UNBACKED_SIZE))
 
 
