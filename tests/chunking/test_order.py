@@ -1,9 +1,11 @@
-"""Tests of the order: exhaustive search on small graphs, dependencies, memory, determinism, and the sample model."""
+"""Tests of the order: exhaustive search on small graphs, dependencies, memory, determinism, and the sample
+model."""
 
 import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -25,8 +27,8 @@ SIZES = [10, 40, 100, 300]
 
 
 def random_graph(seed: int, count: int):
-    """Build a graph of ``count`` nodes besides input and output: exchanges with their waits, sums of bytes, views
-    and writes in place."""
+    """Build a graph of ``count`` nodes besides input and output: exchanges with their waits, sums of bytes,
+    views and writes in place."""
     rng, b = random.Random(seed), Builder()
     nodes = [b.input("x", 100)]
     while (left := count - len(b.graph.nodes) + 1) > 0:
@@ -44,8 +46,9 @@ def random_graph(seed: int, count: int):
 
 
 def may_follow(gm):
-    """List, for each node, the nodes that have to run before it, from the names of a graph as written: inputs, and
-    for each pair of which one writes memory that both use, the first. Sharing is found on real tensors."""
+    """List, for each node, the nodes that have to run before it, from the names of a graph as written:
+    inputs, and for each pair of which one writes memory that both use, the first. Sharing is found on real
+    tensors."""
     nodes, shared = list(gm.graph.nodes), {}
     for node in nodes:
         views = node.op == "call_function" and node.target in (ATEN.slice.Tensor, ATEN.neg_.default)
@@ -89,7 +92,7 @@ def put(gm, nodes):
         nodes[-1].prepend(node)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 6))
 def test_the_order_of_a_small_graph_is_the_best_of_all(seed, count):
     gm = random_graph(seed, count)
@@ -154,22 +157,15 @@ def test_writes_stay_between_the_readers_before_and_after_them():
     assert places == sorted(places)
 
 
-def test_random_numbers_and_assertions_stay_in_their_order():
-    def step(x):
-        first = torch.nn.functional.dropout(x, 0.5)
-        second = torch.nn.functional.dropout(x.exp(), 0.3)
-        return second.sum(), first.sum(), torch.rand(4), torch.bernoulli(x)
-
-    gm = make_fx(step, tracing_mode="fake")(torch.empty(64))
-    op = torch.Tag.nondeterministic_seeded
-
-    def draws():
-        return [node.name for node in gm.graph.nodes if op in getattr(node.target, "tags", ())]
-
-    written = draws()
-    assert len(written) == 4
-    order(gm, UNIT)
-    assert draws() == written
+def test_random_numbers_are_drawn_in_the_order_as_written():
+    b = Builder()
+    x = b.input("x", 100, dtype=torch.float32)
+    first = b.call(ATEN.bernoulli.default, b.wait(b.send(x)))
+    slow, second = b.call(ATEN.neg.default, x), b.call(ATEN.bernoulli.default, x)
+    gm = b.module(first, slow, second)
+    result = order(gm, UNIT)
+    assert result.after.makespan < result.before.makespan
+    assert names(gm).index("neg_default") < names(gm).index(first.name) < names(gm).index(second.name)
 
 
 def test_an_ordered_graph_computes_the_same():
@@ -233,15 +229,12 @@ def test_two_chunks_expose_a_quarter_of_the_whole_as_written_at_most(cut):
     assert ordered(cut).after.makespan < whole.after.makespan
 
 
-@pytest.mark.parametrize("cut", ["none", "sequence"])
-def test_a_model_is_ordered_within_memory(cut):
-    free = ordered(cut)
-    for share in (0.0, 0.5):
-        memory = int(free.before.peak + share * (free.after.peak - free.before.peak))
-        result = order(trace_model(MODEL, cut, 2), hardware(), memory)
-        assert result.after.peak <= memory
-        assert free.after.makespan <= result.after.makespan <= free.before.makespan
-        assert share == 0 or result.after.exposed < free.before.exposed
+def test_a_model_is_ordered_within_memory():
+    free = ordered("experts")
+    memory = (free.before.peak + free.after.peak) // 2
+    result = order(trace_model(MODEL, "experts", 2), hardware(), memory)
+    assert free.before.peak < result.after.peak <= memory < free.after.peak
+    assert free.after.exposed <= result.after.exposed < free.before.exposed
 
 
 DIGEST = """
@@ -255,21 +248,15 @@ print(order_digest(gm))
 
 
 def test_two_processes_derive_one_order():
-    digests = []
-    for seed in ("1", "2"):
-        run = subprocess.run(
-            [sys.executable, "-c", DIGEST],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        digests.append(run.stdout.strip())
-    assert digests[0] == digests[1] and len(digests[0]) == 64
-    gm = trace_model(
-        Model(tokens=512, dim=256, heads=4, experts=16, topk=4, hidden=176, layers=1), "sequence"
+    run = subprocess.run(
+        [sys.executable, "-c", DIGEST],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONHASHSEED": "1" if os.environ.get("PYTHONHASHSEED") == "2" else "2"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
+    gm = trace_model(replace(MODEL, layers=1), "sequence")
     written = order_digest(gm)
     order(gm, NVLINK)
-    assert order_digest(gm) == digests[0] != written
+    assert order_digest(gm) == run.stdout.strip() != written

@@ -6,7 +6,9 @@ Several variants run, from the order as written to the free one, and the best th
 taken.
 
 Ranks that issue collectives in different orders hang. The order is a function of the graph and of predicted
-times, which come from numbers that are equal on all ranks; ties go to the node that was written first.
+times, which come from numbers that are equal on all ranks; ties go to the node that was written first. Hints
+of symbolic sizes are such numbers if all ranks trace equal shapes; sizes that depend on data count alike
+everywhere.
 """
 
 from __future__ import annotations
