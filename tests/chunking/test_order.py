@@ -161,8 +161,9 @@ def test_random_numbers_are_drawn_in_the_order_as_written():
     b = Builder()
     x = b.input("x", 100, dtype=torch.float32)
     first = b.call(ATEN.bernoulli.default, b.wait(b.send(x)))
-    slow, second = b.call(ATEN.neg.default, x), b.call(ATEN.bernoulli.default, x)
-    gm = b.module(first, slow, second)
+    short = b.call(ATEN.neg.default, b.call(ATEN.slice.Tensor, x, 0, 0, 10))
+    second = b.call(ATEN.bernoulli.default, x)  # would hide the message if it went first
+    gm = b.module(first, short, second)
     result = order(gm, UNIT)
     assert result.after.makespan < result.before.makespan
     assert names(gm).index("neg_default") < names(gm).index(first.name) < names(gm).index(second.name)
