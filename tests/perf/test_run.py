@@ -295,7 +295,7 @@ def test_mistakes_are_explained(tmp_path):
 def test_refused_options_are_recorded_with_the_reason(monkeypatch, tmp_path):
     """For example transposed tiles of dK/dV on a GPU for which this Triton compiles them wrong."""
     monkeypatch.setattr("triton.__version__", "3.7.0")
-    monkeypatch.setattr("tritoncp.api.attention.architecture", lambda device: "sm_90")
+    monkeypatch.setattr("tritoncp.frontend.call.architecture", lambda device: "sm_90")
     words = ["--try", '{"bwd_FLIP": true}', "--tier", "smoke", "--only", "*-bwd"]
     result = CliRunner().invoke(main, [*QUICK, *words, "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output

@@ -53,11 +53,12 @@ LAYERS = {
         SPINE,
         {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
     ),
+    "chunking": Layer({"chunking"}, SPINE, {"torch", "PIL"}),
     "edge": Layer(
-        {"", "__main__", "analysis", "cli", "command_base", "demo", "doctor", "planning.command",
-         "self_check", "tuning"},
-        SPINE | {"perf"},
-        {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops"},
+        {"", "__main__", "analysis", "chunking.command", "chunking.figures", "cli", "command_base", "demo",
+          "doctor", "planning.command", "self_check", "tuning"},
+         SPINE | {"chunking", "perf"},
+         {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock", "einops"},
     ),
 }  # fmt: skip
 

@@ -26,7 +26,8 @@ class Hardware:
     """Attained rates of a GPU and its interconnect.
 
     flops: of attention in 16 bits, per second; bandwidth: bytes that a rank sends per second; latency:
-    seconds per message; scattered: share of the bandwidth that an all-to-all of many pieces attains."""
+    seconds per message; scattered: share of the bandwidth that an all-to-all of many pieces attains; memory:
+    bytes of the device's memory read and written per second."""
 
     name: str
     flops: float
@@ -34,6 +35,7 @@ class Hardware:
     latency: float
     scattered: float
     source: str
+    memory: float = 2.4e12  # of an H100 or H200, by datasheets 3.35e12 and 4.8e12
 
 
 NVLINK = Hardware("H100/H200, NVLink", 5.0e14, 4.0e11, 1.0e-5, 0.7, "datasheets, half of the peak FLOPs")

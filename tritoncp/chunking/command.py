@@ -1,0 +1,100 @@
+"""The command `tritoncp chunk --demo`: a small mixture-of-experts graph, whole and in chunks, on two
+streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tritoncp.chunking.node_order import Order, order
+from tritoncp.chunking.picture import draw_timelines, format_timelines
+from tritoncp.chunking.sample_graphs import Model, trace_model
+from tritoncp.chunking.timeline import Timeline, simulate
+from tritoncp.planning.cost import Hardware, hardware_of
+
+SMALL_MODEL = Model(tokens=1024, layers=1, dim=1024, heads=8, experts=32, hidden=704, topk=4)
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A graph in chunks beside the whole one, both as written and ordered.
+
+    nodes: of the whole graph and of the one in chunks
+    """
+
+    model: Model
+    cut: str
+    chunks: int
+    nodes: tuple[int, int]
+    whole: Order
+    chunked: Order
+
+    @property
+    def timelines(self) -> dict[str, Timeline]:
+        """The runs before and after: the whole graph as written, and the chunks in their new order."""
+        return {
+            "before, the whole graph as written": self.whole.before,
+            f"after, {self.chunks} chunks by {self.cut}, ordered": self.chunked.after,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report for JSON."""
+        runs = {"whole": self.whole, "chunked": self.chunked}
+        return {
+            "cut": self.cut,
+            "chunks": self.chunks,
+            "nodes": dict(zip(runs, self.nodes)),
+            "hardware": self.whole.before.hardware.name,
+            **{
+                name: {
+                    "as_written": run.before.as_json(),
+                    "ordered": run.after.as_json(),
+                    "variant": run.variant,
+                }
+                for name, run in runs.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        model, hardware = self.model, self.whole.before.hardware
+        head = (
+            f"{model.layers} layer of {model.experts} experts over {model.ranks} ranks, "
+            f"{model.batch} x {model.tokens} tokens a rank, forward and backward: {self.nodes[0]} nodes "
+            f"whole, {self.nodes[1]} in {self.chunks} chunks by {self.cut}.\n"
+            f"Predicted for {hardware.name} ({hardware.source}); nothing was timed on a GPU."
+        )
+        rows = [
+            f"{name:<20}{run.makespan * 1e3:>9.3f}{run.exposed * 1e3:>13.3f}{run.peak / 2**20:>12.1f}"
+            for graph, result in (("whole", self.whole), ("chunks", self.chunked))
+            for name, run in ((f"{graph}, as written", result.before), (f"{graph}, ordered", result.after))
+        ]
+        title = f"{'graph':<20}{'ms':>9}{'exposed, ms':>13}{'peak, MiB':>12}"
+        return "\n\n".join([head, "\n".join([title, *rows]), format_timelines(self.timelines)])
+
+
+def balanced_hardware(model: Model, share: float = 1 / 3) -> Hardware:
+    """Return the assumed hardware with the bandwidth at which messages take ``share`` of the computation."""
+    hardware = replace(hardware_of(model.ranks), latency=0.0)
+    whole = simulate(trace_model(model), hardware)
+    bandwidth = hardware.bandwidth * whole.communication / (share * whole.compute)
+    source = f"{hardware.source}; bandwidth such that messages take {share:.2g} of the computation"
+    return replace(hardware, name=f"{hardware.name} as fast as needed", bandwidth=bandwidth, source=source)
+
+
+def run_demo(cut: str = "sequence", chunks: int = 2, model: Model = SMALL_MODEL) -> Demo:
+    """Trace the demo's graphs, whole and cut, and order both."""
+    hardware = balanced_hardware(model)
+    whole, chunked = trace_model(model), trace_model(model, cut, chunks)
+    nodes = len(whole.graph.nodes), len(chunked.graph.nodes)
+    return Demo(model, cut, chunks, nodes, order(whole, hardware), order(chunked, hardware))
+
+
+def write_picture(demo: Demo, path: Path) -> None:
+    """Write the two timelines as a PNG. Raises OSError if the file cannot be written."""
+    image = draw_timelines(demo.timelines)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(path)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written: {error}") from error

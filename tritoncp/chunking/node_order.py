@@ -1,0 +1,263 @@
+"""The order of a graph's nodes in which messages travel while the device computes.
+
+List scheduling on the two streams of :mod:`tritoncp.chunking.timeline`: a collective is issued as soon as its
+inputs are there, and of the nodes that could compute now the one with the longest way to the end goes first.
+Several variants run, from the order as written to the free one, and the best that keeps to the memory is
+taken.
+
+Ranks that issue collectives in different orders hang. The order is a function of the graph and of predicted
+times, which come from numbers that are equal on all ranks; ties go to the node that was written first. Hints
+of symbolic sizes are such numbers if all ranks trace equal shapes; sizes that depend on data count alike
+everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from tritoncp.chunking.costs import Cost, Kind, node_costs
+from tritoncp.chunking.dependencies import dependencies_of
+from tritoncp.chunking.small_search import Search, is_small
+from tritoncp.chunking.storages import LiveBytes, Storages, storages_of, target_name
+from tritoncp.chunking.timeline import Clock, Timeline, replay
+from tritoncp.planning.cost import Hardware
+
+
+@dataclass(frozen=True)
+class Order:
+    """The result of :func:`order`: predicted runs before and after, and the variant that was taken."""
+
+    before: Timeline
+    after: Timeline
+    variant: str
+
+    def __str__(self) -> str:
+        return f"as written: {self.before}\n{self.variant}: {self.after}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A graph to be ordered: its nodes as written, with their costs, storages and dependencies.
+
+    needs:     nodes that each node follows
+    followers: nodes that follow each node
+    way:       seconds from the start of each node to the end of the graph, by the longest way
+    """
+
+    nodes: list[Node]
+    costs: dict[Node, Cost]
+    storages: Storages
+    needs: dict[Node, list[Node]]
+    followers: dict[Node, list[Node]]
+    way: dict[Node, float]
+    place: dict[Node, int]
+
+
+def order(gm: GraphModule, hardware: Hardware, memory: int | None = None, *, boxed: bool = False) -> Order:
+    """Reorder the nodes of a forward, backward or joint graph in place, so that communication hides, and
+    return its predicted runs. The new order is never slower than the one as written, unless only a slower
+    one fits into ``memory``.
+
+    memory: most bytes alive, inputs included (``Timeline.peak``); None for any number. The order as written
+        stays if no faster one fits. Raises ValueError if no order that was tried fits; the graph is
+        unchanged then
+    boxed: whether the graph frees its inputs after their last user, see
+        :func:`tritoncp.chunking.timeline.simulate`
+    """
+    problem = _problem_of(gm, hardware)
+
+    def run(nodes: list[Node]) -> Timeline:
+        return replay(nodes, problem.costs, problem.storages, hardware, boxed)
+
+    before = run(problem.nodes)
+    variants = {"as written": (problem.nodes, before)}
+    for name, nodes in _variants(problem, memory, boxed):
+        variants[name] = nodes, run(nodes)
+    fitting = {name: one for name, one in variants.items() if memory is None or one[1].peak <= memory}
+    if not fitting:
+        least = min(after.peak for _, after in variants.values())
+        raise ValueError(
+            f"memory={memory}: the graph needs {before.peak} bytes as written and {least} in the smallest "
+            f"order that was tried; pass memory={least} or more"
+        )
+    name = min(fitting, key=lambda name: (_rounded(fitting[name][1].makespan), fitting[name][1].peak))
+    nodes, after = fitting[name]
+    _reorder(gm, nodes)
+    return Order(before, after, name)
+
+
+def _rounded(seconds: float) -> float:
+    """Round a time to nine digits: sums in different orders differ in the last ones."""
+    return float(f"{seconds:.9g}")
+
+
+def _problem_of(gm: GraphModule, hardware: Hardware) -> Problem:
+    nodes, costs, storages = list(gm.graph.nodes), node_costs(gm, hardware), storages_of(gm)
+    needs = dependencies_of(gm, storages)
+    followers: dict[Node, list[Node]] = {node: [] for node in nodes}
+    for node in nodes:
+        for other in needs[node]:
+            followers[other].append(node)
+    way: dict[Node, float] = {}
+    for node in reversed(nodes):
+        way[node] = costs[node].seconds + max((way[other] for other in followers[node]), default=0.0)
+    return Problem(nodes, costs, storages, needs, followers, way, {node: at for at, node in enumerate(nodes)})
+
+
+def _reorder(gm: GraphModule, nodes: list[Node]) -> None:
+    """Put the nodes of a graph into a new order, the output last."""
+    *others, output = nodes
+    for node in others:
+        output.prepend(node)
+    gm.graph.lint()
+    gm.recompile()
+
+
+def order_digest(gm: GraphModule) -> str:
+    """Return the SHA-256 of the names and ops of a graph's nodes in their order, to compare ranks."""
+    lines = [f"{node.op} {node.name} {target_name(node)}" for node in gm.graph.nodes]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+Preference = Callable[[Node], tuple[float, ...]]
+
+
+def _preferences(problem: Problem) -> dict[str, Preference]:
+    """Return the keys by which variants choose among nodes that could compute, each with its name.
+
+    Chunks at the same stage have ways of one length and would advance in lockstep, so that no message travels
+    while the other chunk computes. By the way of the next exchange, the nodes before one exchange tie, and
+    one chunk goes first.
+    """
+    way, place = problem.way, problem.place
+    exchange: dict[Node, tuple[float, int]] = {}  # the next one after each node with the longest way
+    for node in reversed(problem.nodes):
+        if problem.costs[node].kind is Kind.MESSAGE:
+            exchange[node] = -way[node], place[node]
+        else:
+            after = [exchange[other] for other in problem.followers[node] if other in exchange]
+            if after:
+                exchange[node] = min(after)
+    far = 0.0, len(problem.nodes)
+    return {
+        "longest way from the next exchange": lambda node: (*exchange.get(node, far), place[node]),
+        "longest way": lambda node: (-way[node], place[node]),
+        "inputs of exchanges first": lambda node: (node not in exchange, place[node]),
+    }
+
+
+def _variants(problem: Problem, memory: int | None, boxed: bool) -> Iterator[tuple[str, list[Node]]]:
+    """Order a graph in several ways, each with its name. A window says how far a node may move ahead of the
+    first node left; one of the whole graph lets every node move anywhere."""
+    windows = [len(problem.nodes)]
+    while windows[-1] > (4 if memory is not None else len(problem.nodes) / 4):
+        windows.append(windows[-1] // 2)
+    for name, preference in _preferences(problem).items():
+        for window in windows:
+            label = name if window == len(problem.nodes) else f"{name}, within {window} nodes"
+            yield label, Schedule(problem, preference, window, memory, boxed).nodes()
+    if is_small(problem.nodes):
+        search = Search(
+            problem.nodes,
+            problem.costs,
+            problem.storages,
+            problem.needs,
+            problem.way.__getitem__,
+            memory,
+            boxed,
+        )
+        if (best := search.run()) is not None:
+            yield "all orders compared", best
+    if memory is not None:
+        yield "least memory", Schedule(problem, None, len(problem.nodes), 0, boxed).nodes()
+
+
+class Schedule:
+    """One pass of list scheduling.
+
+    preference: key of a node, the smallest of the nodes that could compute now goes first; None for the node
+        that leaves the fewest bytes alive
+    window: places that a node may move ahead of the first node left
+    memory: bytes alive that a node may not exceed as long as another node does not
+    """
+
+    def __init__(
+        self, problem: Problem, preference: Preference | None, window: int, memory: int | None, boxed: bool
+    ) -> None:
+        self.problem, self.window, self.memory = problem, window, memory
+        self.preference = preference
+        self.clock = Clock(problem.costs, problem.storages)
+        self.bytes = LiveBytes(problem.storages, boxed)
+        self.missing = {node: len(needs) for node, needs in problem.needs.items()}
+        self.free: list[int] = []  # places of nodes that are ready and take no time, a heap
+        self.ready: dict[Node, None] = {}  # other nodes whose dependencies have run
+        self.order: list[Node] = []
+
+    def nodes(self) -> list[Node]:
+        """Return all nodes in their new order."""
+        left, done = 0, set()
+        for node, count in self.missing.items():
+            if not count:
+                self._admit(node)
+        while left < len(self.problem.nodes):
+            node = self._next(left + self.window)
+            self._run(node)
+            done.add(self.problem.place[node])
+            while left in done:
+                left += 1
+        return self.order
+
+    def _admit(self, node: Node) -> None:
+        """Enter a node whose dependencies have run."""
+        if self.problem.costs[node].kind is Kind.NOTHING and not self.problem.storages.new_bytes(node):
+            heapq.heappush(self.free, self.problem.place[node])
+        else:
+            self.ready[node] = None
+
+    def _run(self, node: Node) -> None:
+        self.order.append(node)
+        self.clock.run(node)
+        self.bytes.run(node)
+        for other in self.problem.followers[node]:
+            self.missing[other] -= 1
+            if not self.missing[other]:
+                self._admit(other)
+
+    def _next(self, end: int) -> Node:
+        """Choose the node to run among those written before place ``end``, and take it off the ready ones."""
+        if self.free:
+            return self.problem.nodes[heapq.heappop(self.free)]
+        place = self.problem.place
+        node = self._choose([node for node in self.ready if place[node] < end])
+        del self.ready[node]
+        return node
+
+    def _choose(self, nodes: list[Node]) -> Node:
+        costs, way, place = self.problem.costs, self.problem.way, self.problem.place
+        if self.memory is not None:
+            fitting = [node for node in nodes if self._step(node) <= self.memory]
+            if not fitting or self.preference is None:
+                return min(nodes, key=lambda node: (self._left(node), self._step(node), place[node]))
+            nodes = fitting
+        messages = [node for node in nodes if costs[node].kind is Kind.MESSAGE]
+        if messages:
+            return min(messages, key=lambda node: (-way[node], place[node]))
+        starts = {node: self.clock.start_of(node) for node in nodes}
+        first = min(starts.values())
+        now = [node for node in nodes if starts[node] <= first]
+        waits = [node for node in now if costs[node].kind is Kind.WAIT]
+        assert self.preference is not None
+        return min(waits or now, key=self.preference)
+
+    def _step(self, node: Node) -> int:
+        """Count the bytes alive while a node runs."""
+        return self.bytes.live + self.problem.storages.new_bytes(node)
+
+    def _left(self, node: Node) -> int:
+        """Count the bytes alive after a node."""
+        return self._step(node) - self.bytes.freed(node)

@@ -1,0 +1,176 @@
+"""The predicted run of a graph on two streams, computation and communication, without a device.
+
+Nodes are issued in the graph's order. A collective starts when the computation issued before it is done and
+the stream of communication is free; the next node that needs its result, in general its wait, blocks the
+computation until it is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from tritoncp.chunking.costs import Cost, Kind, node_costs
+from tritoncp.chunking.storages import LiveBytes, Storages, storages_of, target_name
+from tritoncp.planning.cost import Hardware
+
+STREAMS = ("compute", "communication")
+
+
+@dataclass(frozen=True)
+class Span:
+    """The time that one node takes on a stream, in seconds from the start.
+
+    name:  the node's name
+    op:    the op that it calls, as text
+    kind:  what its time is predicted from: product, attention, memory, message; "wait" where computation
+        waits
+    chunk: (region, index) of the chunk that the node belongs to, None for nodes of no chunk
+    live:  bytes alive while the node runs
+    """
+
+    name: str
+    op: str
+    kind: str
+    stream: str
+    start: float
+    end: float
+    chunk: tuple[Any, int] | None
+    live: int
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The predicted run of a graph: spans of both streams in the order of their nodes, and their sums.
+
+    makespan:      seconds from the first start to the last end
+    compute:       seconds in which the device computes
+    communication: seconds in which messages travel
+    peak:          most bytes alive, inputs included
+    peak_node:     name of the node at which the peak is reached
+    hardware:      the figures behind the times
+    """
+
+    spans: tuple[Span, ...]
+    makespan: float
+    compute: float
+    communication: float
+    peak: int
+    peak_node: str
+    hardware: Hardware
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which messages travel and nothing computes."""
+        return max(0.0, self.makespan - self.compute)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the sums for JSON, without the spans."""
+        return {
+            "makespan_s": self.makespan,
+            "compute_s": self.compute,
+            "communication_s": self.communication,
+            "exposed_s": self.exposed,
+            "peak_bytes": self.peak,
+            "peak_node": self.peak_node,
+            "hardware": self.hardware.name,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{self.makespan * 1e3:.3g} ms, of which {self.exposed * 1e3:.3g} ms of communication exposed; "
+            f"computes {self.compute * 1e3:.3g} ms, sends {self.communication * 1e3:.3g} ms; at most "
+            f"{self.peak / 2**20:.4g} MiB alive"
+        )
+
+
+class Clock:
+    """The time of both streams while nodes are issued one after another."""
+
+    def __init__(self, costs: dict[Node, Cost], storages: Storages) -> None:
+        self.costs, self.storages = costs, storages
+        self.compute = self.communication = 0.0  # when each stream is free
+        self.pending: dict[int, float] = {}  # when each storage is there that a collective fills
+
+    def start_of(self, node: Node) -> float:
+        """Return when a node would start if it were issued now."""
+        kind = self.costs[node].kind
+        if kind is Kind.MESSAGE:
+            return max(self.compute, self.communication, self._arrival(node))
+        if kind is Kind.NOTHING:
+            return self.compute
+        return max(self.compute, self._arrival(node))
+
+    def _arrival(self, node: Node) -> float:
+        """Return when the last input of a node is there that a collective fills."""
+        arrival = 0.0
+        if self.pending:
+            for arg in node.all_input_nodes:
+                for number in self.storages.of[arg]:
+                    arrival = max(arrival, self.pending.get(number, 0.0))
+        return arrival
+
+    def run(self, node: Node) -> tuple[float, float]:
+        """Issue a node, and return its start and end."""
+        start = self.start_of(node)
+        end = start + self.costs[node].seconds
+        if self.costs[node].kind is Kind.MESSAGE:
+            self.communication = end
+            for number in self.storages.of[node]:
+                self.pending[number] = end
+        else:
+            self.compute = end
+        return start, end
+
+
+def simulate(gm: GraphModule, hardware: Hardware, *, boxed: bool = False) -> Timeline:
+    """Predict the run of a graph in its order. The graph may be a forward, a backward or a joint graph; its
+    nodes need fake values (``meta["val"]``), and symbolic sizes count by their hints.
+
+    boxed: the graph frees its inputs after their last user, as compiled backward passes do with saved
+        tensors; else inputs live to the end
+    """
+    return replay(list(gm.graph.nodes), node_costs(gm, hardware), storages_of(gm), hardware, boxed)
+
+
+def replay(
+    nodes: list[Node], costs: dict[Node, Cost], storages: Storages, hardware: Hardware, boxed: bool
+) -> Timeline:
+    """Predict the run of a graph's nodes in some order, from their costs and storages."""
+    clock, memory, spans = Clock(costs, storages), LiveBytes(storages, boxed), []
+    busy = dict.fromkeys(STREAMS, 0.0)
+    for node in nodes:
+        before, kind = clock.compute, costs[node].kind
+        start, end = clock.run(node)
+        memory.run(node)
+        stream = STREAMS[kind is Kind.MESSAGE]
+        busy[stream] += end - start
+        if stream == "compute" and start > before:
+            spans.append(_span(node, "wait", stream, before, start, memory.step))
+        if end > start:
+            spans.append(_span(node, kind.value, stream, start, end, memory.step))
+    return Timeline(
+        tuple(spans),
+        max(clock.compute, clock.communication),
+        busy["compute"],
+        busy["communication"],
+        memory.peak,
+        memory.peak_node,
+        hardware,
+    )
+
+
+def _span(node: Node, kind: str, stream: str, start: float, end: float, live: int) -> Span:
+    return Span(node.name, target_name(node), kind, stream, start, end, chunk_of(node), live)
+
+
+def chunk_of(node: Node) -> tuple[Any, int] | None:
+    """Return the (region, index) of the chunk that a node belongs to, None for nodes of no chunk."""
+    custom = node.meta.get("custom")
+    return custom.get("tritoncp_chunk") if isinstance(custom, dict) else None
