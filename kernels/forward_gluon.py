@@ -59,12 +59,12 @@ class Ring(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Indices of a program and tables of the tiles that it visits. i_hm, i_bm: global head and batch row."""
+    """Indices of a program and tables of the tiles that it visits. i_hm: global head. No mod runs in Gluon,
+    so that the batch row of the mods, ``i_b + i_b0``, is not needed: tables hold the tensors' rows."""
 
     i_b: Any
     i_h: Any
     i_hkv: Any
-    i_bm: Any
     i_hm: Any
     i_slot: Any
     row: Any  # of the first query in its buffer
@@ -141,7 +141,7 @@ def tile(ring, i, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constex
 @gluon.jit
 def runs_of(walk, SPEC: gl.constexpr):
     """Bounds of the runs of the program's row, see row_runs."""
-    return row_runs(walk.rows, walk.i_bm, walk.i_hm, walk.i_slot, SPEC.RULE.WINDOW)
+    return row_runs(walk.rows, walk.i_b, walk.i_hm, walk.i_slot, SPEC.RULE.WINDOW)
 
 
 @gluon.jit
@@ -220,7 +220,7 @@ def attend_masked(
     row = walk.row + I_GROUP * GROUP_ROWS
     o_q = (walk.pos + I_GROUP * GROUP_ROWS + o_m)[:, None]
     m_m = o_m < walk.n_m - I_GROUP * GROUP_ROWS
-    b_lo, b_hi = row_intervals(walk.interval, walk.i_bm, walk.i_hm, row, o_m, m_m, SPEC.RULE.MASK)
+    b_lo, b_hi = row_intervals(walk.interval, walk.i_b, walk.i_hm, row, o_m, m_m, SPEC.RULE.MASK)
     queries = Queries(o_q, m_m, b_lo, b_hi)
     b_zero = gl.full([GROUP_ROWS, SPEC.BLOCK_N], 0.0, gl.float32, S_LAYOUT)
     begin, mid, _ = runs_of(walk, SPEC)
@@ -236,7 +236,7 @@ def attend_masked(
             b_s = warpgroup_mma_wait(0, deps=(b_s,))  # [64, N]
             release(keys, i, SPEC.STAGES)
             m_in = visible_keys(
-                walk.i_bm, walk.i_hm, queries, kv, o_n, walk.left, walk.right, tiles.kind, None, SPEC.RULE
+                walk.i_b, walk.i_hm, queries, kv, o_n, walk.left, walk.right, tiles.kind, None, SPEC.RULE
             )
             b_s = gl.where(m_in, b_s, -float("inf"))
             b_p, b_r, b_m, b_l = online_softmax(b_s, b_m, b_l, SPEC.C, True)
@@ -445,7 +445,6 @@ def gluon_forward_kernel(
         i_b,
         i_h,
         i_h // GROUP,
-        i_b + i_b0,
         i_h + i_h0,
         i_tile // Q_TILES,
         row,

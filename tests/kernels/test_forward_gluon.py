@@ -49,9 +49,9 @@ def tensors(n: int, batch: int = 1, dim: int = 64, v_dim: int = 64) -> QKV:
     return qkv(n, batch=batch, heads=heads, kv_heads=heads // 2, dim=dim, v_dim=v_dim, dtype=BF16)
 
 
-def prepared(x: QKV, mask: Mask, **options: Any) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:
+def prepared(x: QKV, mask: Mask, first_row: int = 0, **options: Any) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:
     """A launch and its outputs out, lse and max_scores; in float32, except for the rounding in the model."""
-    engine = replace(engine_of(x), options=options, arch="sm_90")
+    engine = replace(engine_of(x), options=options, arch="sm_90", first_row=first_row)
     tables = single(mask).tables("cpu", *x.q.shape[:2])
     assert list(forward_gluon.obstacles(engine, *x, tables)) == []
     out = torch.empty(*x.q.shape[:3], x.v.shape[3])
@@ -75,6 +75,14 @@ def test_the_answer(name: str, n: int) -> None:
     x, mask = tensors(n, batch=2 if name == "of batch rows and heads" else 1), MASKS[name](n)
     launch, got = prepared(x, mask)
     model.run(launch, seed=n)
+    agrees(x, mask, got)
+
+
+def test_rows_of_a_batch_read_their_own_tables() -> None:
+    """Tables hold a row for each batch row of the tensors, which begin at row 1 of their batch here."""
+    x, mask = tensors(300, batch=2), blocks(lambda b, h, q, kv: q + 300 * b >= kv + 64 * h, 300, 2, 4)
+    launch, got = prepared(x, mask, first_row=1)
+    model.run(launch)
     agrees(x, mask, got)
 
 
