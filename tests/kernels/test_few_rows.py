@@ -276,8 +276,9 @@ def first_head(score, b, h, q_idx, kv_idx, caps):
 def test_hand_written_mods_are_given_one_head() -> None:
     mod = Mod.from_triton(first_head)
     spec = engine_factory.Spec(mod.digest, None, (), (), False, "")
-    q = torch.empty(1, 2, 4, 16)
-    assert engine_factory.make_engine(spec, 1.0, None, q, (), (), ()).options == {"PACK_GQA": False}
+    assert engine_factory.triton_engine(spec, 1.0, None, mod, torch.device("cpu")).options == {
+        "PACK_GQA": False
+    }
 
 
 @pytest.mark.parametrize(

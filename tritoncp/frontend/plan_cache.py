@@ -11,9 +11,8 @@ placements, which are equal on every rank: all ranks reuse a plan, or all make o
 
 from __future__ import annotations
 
-import threading
+import operator
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -22,14 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
+from tritoncp.core.owned_state import OwnedState
 from tritoncp.core.user_code import describe
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.frontend import validate
 from tritoncp.frontend.mask_source import RawMask, Sources
-from tritoncp.frontend.validate import check_lengths, check_plan, check_plannable
+from tritoncp.frontend.validate import check_lengths, check_plannable
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.ops import signatures, tile_lookup
@@ -41,6 +42,7 @@ from tritoncp.planning.work import Balancer
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
 MAX_BYTES = 1 << 30  # bytes of their masks and placements
+MAX_CHECKED_CALLS = 1024  # keys of calls whose checks passed, per plan
 WARN_IMBALANCE = 1.2  # max/mean work above which natural order causes a warning
 
 
@@ -49,6 +51,10 @@ class Entry:
     plan: Plan
     tensors: tuple[weakref.ref[Tensor], ...]
     versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, tensors: Sequence[Tensor]) -> Entry:
+        return cls(plan, tuple(map(weakref.ref, tensors)), tuple([t._version for t in tensors]))
 
     @property
     def nbytes(self) -> int:
@@ -62,39 +68,20 @@ class Entry:
         return True
 
 
-class PlanCache:
-    """The plans of one group, or of calls without a group, in order of their last use."""
+class PlanCache(BoundedCache[Any, Entry]):
+    """The plans of one group, or of calls without a group. One plan is kept, however large it is."""
 
     def __init__(self) -> None:
-        self.entries: OrderedDict[Any, Entry] = OrderedDict()
-        self.lock = threading.Lock()
+        super().__init__(MAX_PLANS, operator.attrgetter("nbytes"), MAX_BYTES)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in list(self.entries.values()))
-
-    def find_entry(self, key: Any, tensors: Sequence[Tensor]) -> Entry | None:
-        """Return the entry for a mask made of these tensors, None if there is none."""
-        entry = self.entries.get(key)
-        return entry if entry is not None and entry.serves(tensors) else None
+    def find_plan(self, key: Any, tensors: Sequence[Tensor]) -> Plan | None:
+        """Return the plan of a mask made of these tensors, None if there is none."""
+        entry = self.get(key)
+        return entry.plan if entry is not None and entry.serves(tensors) else None
 
     def holds(self, source_key: Any) -> bool:
         """Return whether a mask of this key has a plan, for shards of any lengths."""
-        return any(key[0] == source_key for key in list(self.entries))
-
-    def renew(self, key: Any) -> None:
-        """Record a use of the plan, so that it is evicted last."""
-        with self.lock:
-            if key in self.entries:
-                self.entries.move_to_end(key)
-
-    def keep(self, key: Any, entry: Entry) -> None:
-        """Add a plan, and evict the least recently used ones. One plan is kept, however large it is."""
-        with self.lock:
-            self.entries[key] = entry
-            self.entries.move_to_end(key)
-            while len(self.entries) > MAX_PLANS or (len(self.entries) > 1 and self.nbytes > MAX_BYTES):
-                self.entries.popitem(last=False)
+        return any(key[0] == source_key for key in self.keys())
 
 
 class CacheInfo(NamedTuple):
@@ -109,23 +96,41 @@ class CacheInfo(NamedTuple):
     most_bytes: int
 
 
-_NO_GROUP_CACHE = PlanCache()
-# By the group object: a new group may get the name of one that was destroyed.
-_GROUP_CACHES: weakref.WeakKeyDictionary[Any, PlanCache] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()  # guards _GROUP_CACHES
+class _NoGroup:
+    """The owner of the cache of calls without a group."""
+
+
+_NO_GROUP = _NoGroup()
+_CACHES = OwnedState(PlanCache)  # by the group object: a new group may get the name of one that was destroyed
+# Keys (rank, call_key) of the calls whose checks passed, by what follows from the contents of their plan.
+_CHECKED: OwnedState[BoundedCache[Any, bool]] = OwnedState(lambda: BoundedCache(MAX_CHECKED_CALLS))
 _COUNTS = {"hits": 0, "misses": 0}
 _WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
 
 
 def cache_of(group: Any) -> PlanCache:
     """Return the cache of a group, or of calls without a group."""
-    if group is None:
-        return _NO_GROUP_CACHE
-    cache = _GROUP_CACHES.get(group)
-    if cache is None:
-        with _LOCK:
-            cache = _GROUP_CACHES.setdefault(group, PlanCache())
-    return cache
+    return _CACHES.of(_NO_GROUP if group is None else group)
+
+
+def is_checked(plan: Plan, call_key: Any) -> bool:
+    """Return whether a call of this key passed its checks against the plan."""
+    return _CHECKED.of(plan.derived).get((plan.rank, call_key)) is not None
+
+
+def check_call(
+    plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any, check: Callable[[], None] = lambda: None
+) -> None:
+    """Check a call, and its shards against its plan, and record the call's key; None is the key of no call.
+    The other ranks raise too if they certainly compare the call."""
+    try:
+        check()
+        validate.check_plan(plan, q, k, group)
+    except Exception as error:
+        signatures.share_failure(group, plan, error)
+        raise
+    if call_key is not None:
+        _CHECKED.of(plan.derived).put((plan.rank, call_key), True)
 
 
 def plan_of(
@@ -140,13 +145,8 @@ def plan_of(
     mask."""
     if not isinstance(mask, Plan):
         return plan_for(mask, q, k, group, check, call_key)
-    if call_key not in mask.checked_calls:
-        try:
-            check()
-            check_plan(mask, q, k, group, call_key)
-        except Exception as error:
-            signatures.share_failure(group, mask, error)
-            raise
+    if not is_checked(mask, call_key):
+        check_call(mask, q, k, group, call_key, check)
     return mask
 
 
@@ -178,40 +178,36 @@ def plan_for(
     check: raises for wrong inputs. If it raises before this mask has a plan, all ranks of the group raise.
     call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check.
     """
-    sources = Sources.of(mask)
-    cache = cache_of(group)
+    sources, cache = Sources.of(mask), cache_of(group)
     tensors = (*sources.lists, *sources.captures)
-    key = None if call_key is None else (sources.key, q.shape[2], k.shape[2], q.shape[0])
-    entry = cache.find_entry(key, tensors)
-    is_checked = entry is not None and call_key in entry.plan.checked_calls
-    if not is_checked:
-        try:
-            check()
-        except Exception as error:
-            if group is not None and (consistency.CHECKED or not cache.holds(sources.key)):
-                consistency.share_failure(group, signatures.CALL, error, signatures.MOMENT)
-            raise
-        key = (sources.key, q.shape[2], k.shape[2], q.shape[0])
-        entry = entry or cache.find_entry(key, tensors)
-    if entry is not None:
-        cache.renew(key)
+    result = None
+    if call_key is not None:  # else the shards may be no tensors of four dimensions
+        result = cache.find_plan(_key(sources, q, k), tensors)
+    if result is not None and is_checked(result, call_key):
         _COUNTS["hits"] += 1
-        result = entry.plan
-    else:
-        _COUNTS["misses"] += 1
+        return result
+    try:
+        check()
+    except Exception as error:
+        if group is not None and (consistency.CHECKED or not cache.holds(sources.key)):
+            consistency.share_failure(group, signatures.CALL, error, signatures.MOMENT)
+        raise
+    key = _key(sources, q, k)
+    result = cache.find_plan(key, tensors)
+    _COUNTS["misses" if result is None else "hits"] += 1
+    if result is None:
         result = _make(sources, q, k, group)
         if sources.key is None:
             sources.warn_incomparable()
         else:
-            versions = tuple(t._version for t in tensors)
-            cache.keep(key, Entry(result, tuple(map(weakref.ref, tensors)), versions))
-    if not is_checked:
-        try:
-            check_plan(result, q, k, group, call_key)
-        except Exception as error:
-            signatures.share_failure(group, result, error)
-            raise
+            cache.put(key, Entry.of(result, tensors))
+    check_call(result, q, k, group, call_key)
     return result
+
+
+def _key(sources: Sources, q: Tensor, k: Tensor) -> tuple[Any, ...]:
+    """Return the key of a mask's plan for these shards."""
+    return sources.key, q.shape[2], k.shape[2], q.shape[0]
 
 
 def plan_cache_info() -> CacheInfo:
@@ -230,16 +226,15 @@ def plan_cache_info() -> CacheInfo:
     >>> info.hits, info.misses, info.plans
     (2, 1, 1)
     """
-    caches = [_NO_GROUP_CACHE, *list(_GROUP_CACHES.values())]
-    plans, nbytes = sum(len(cache.entries) for cache in caches), sum(cache.nbytes for cache in caches)
-    return CacheInfo(**_COUNTS, plans=plans, nbytes=nbytes, most=MAX_PLANS, most_bytes=MAX_BYTES)
+    entries = [entry for cache in _CACHES.values() for entry in cache.values()]
+    nbytes = sum(entry.nbytes for entry in entries)
+    return CacheInfo(**_COUNTS, plans=len(entries), nbytes=nbytes, most=MAX_PLANS, most_bytes=MAX_BYTES)
 
 
 def plan_cache_clear() -> None:
     """Empty the cache of raw masks' plans and reset its counts. With several ranks, call it on every rank."""
-    for cache in (_NO_GROUP_CACHE, *list(_GROUP_CACHES.values())):
-        with cache.lock:
-            cache.entries.clear()
+    for cache in _CACHES.values():
+        cache.clear()
     _COUNTS.update(hits=0, misses=0)
 
 
@@ -299,7 +294,7 @@ def _build_natural(
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
     natural_plan = build_plan(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     _warn_uneven(sources, natural_plan)
-    return replace(sources.attach_evaluators(natural_plan), mask_digest=digest).pinned()
+    return replace(natural_plan, evaluators=sources.evaluators, mask_digest=digest).pinned()
 
 
 def _warn_uneven(sources: Sources, natural: Plan) -> None:
@@ -353,7 +348,7 @@ def make(
         # Also without a group: a data loader's worker may pass the plan to one.
         digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}
         plans = {
-            name: replace(sources[name].attach_evaluators(one), mask_digest=digests[name]).pinned()
+            name: replace(one, evaluators=sources[name].evaluators, mask_digest=digests[name]).pinned()
             for name, one in unpinned.items()
         }
         if not group:

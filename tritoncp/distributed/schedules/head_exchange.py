@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.owned_state import OwnedState
 from tritoncp.distributed.collectives import AllToAll, Schedule, SendRecv, Wait
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
@@ -138,10 +140,9 @@ class HeadExchange:
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
         """Return the exchange of a call, kept with the plan for calls with equally many heads."""
-        heads = q.shape[1], k.shape[1]
-        return plan.compute_once(
-            ("head exchange", plan.rank, plan.degree, *heads), lambda: cls._build(plan, *heads)
-        )
+        exchanges, heads = _EXCHANGES.of(plan.derived), (q.shape[1], k.shape[1])
+        key = plan.rank, plan.schedule, plan.degree, *heads
+        return exchanges.get(key) or exchanges.put(key, cls._build(plan, *heads))
 
     @classmethod
     def _build(cls, plan: Plan, heads: int, kv_heads: int) -> HeadExchange:
@@ -308,6 +309,10 @@ class HeadExchange:
         spread = [0] * self.world
         spread[self.rank :: self.degree] = counts
         return spread
+
+
+MAX_EXCHANGES = 64  # of one plan
+_EXCHANGES: OwnedState[BoundedCache[Any, HeadExchange]] = OwnedState(lambda: BoundedCache(MAX_EXCHANGES))
 
 
 def _flat(x: Tensor) -> Tensor:
