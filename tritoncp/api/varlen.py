@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.attention import flex_attention
+from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.host_copy import to_host
 from tritoncp.core.upload import DeviceCopy
@@ -189,8 +188,7 @@ def _reorder(
     return Move.apply(x.movedim(dim, 0), copied, group).movedim(0, dim)
 
 
-MAX_CACHED_ROUTES = 64
-_ROUTES: OrderedDict[Any, tuple[weakref.ref[Tensor], int, DeviceCopy[Any]]] = OrderedDict()
+_ROUTES = TensorCache(64)
 
 
 def _cached_route(
@@ -199,14 +197,10 @@ def _cached_route(
     """Return the cached route for this tensor object, if it was not edited; else compute one, which needs a
     copy to the host."""
     key = id(cu_seqlens), *route_key
-    entry = _ROUTES.pop(key, None)
-    if entry is not None and entry[0]() is cu_seqlens and entry[1] == cu_seqlens._version:
-        route_copy = entry[2]
-    else:
+    route_copy: DeviceCopy[Any] | None = _ROUTES.find(key, [cu_seqlens])
+    if route_copy is None:
         route_copy = _compute_route(to_host([cu_seqlens])[0], *route_key)
-    _ROUTES[key] = weakref.ref(cu_seqlens), cu_seqlens._version, route_copy
-    while len(_ROUTES) > MAX_CACHED_ROUTES:
-        _ROUTES.popitem(last=False)
+        _ROUTES.keep(key, [cu_seqlens], route_copy)
     return route_copy
 
 

@@ -1,24 +1,27 @@
-"""Caches of bounded size, with one rule of eviction."""
+"""Caches of bounded size, with one rule of eviction, and state that is freed with its owner."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import threading
-from collections.abc import Callable
-from typing import Generic, TypeVar
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
-class _Entry(Generic[V]):
+@dataclass(slots=True, eq=False)
+class _Entry:
     """A cached value and the time of its last use."""
 
-    __slots__ = ("used", "value")
-
-    def __init__(self, value: V, used: int) -> None:
-        self.value, self.used = value, used
+    value: Any
+    used: int
 
 
 class BoundedCache(Generic[K, V]):
@@ -36,7 +39,7 @@ class BoundedCache(Generic[K, V]):
 
     def __init__(self, size: int, weigh: Callable[[V], int] | None = None, max_weight: int = 0) -> None:
         self.size, self.max_weight, self._weigh = size, max_weight, weigh
-        self._entries: dict[K, _Entry[V]] = {}
+        self._entries: dict[K, _Entry] = {}
         self._order: list[tuple[int, K]] = []  # a heap of times of use, of which some are out of date
         self._clock = itertools.count()
         self._lock = threading.Lock()  # guards changes of _entries and _order
@@ -51,7 +54,7 @@ class BoundedCache(Generic[K, V]):
 
     def put(self, key: K, value: V) -> V:
         """Store a value, evict the least recently used ones, and return the value."""
-        removed: list[V] = []  # freed after the lock is released: they may free other objects
+        removed: list[Any] = []  # freed after the lock is released: they may free other objects
         with self._lock:
             used = next(self._clock)
             if (entry := self._entries.get(key)) is not None:
@@ -70,7 +73,7 @@ class BoundedCache(Generic[K, V]):
     def _is_too_heavy(self) -> bool:
         return self._weigh is not None and sum(map(self._weigh, self.values())) > self.max_weight
 
-    def _evict(self) -> V:
+    def _evict(self) -> Any:
         """Remove the least recently used entry and return its value."""
         while True:
             used, key = self._order[0]
@@ -79,14 +82,8 @@ class BoundedCache(Generic[K, V]):
                 return self._entries.pop(key).value
             heapq.heapreplace(self._order, (entry.used, key))
 
-    def clear(self) -> None:
-        """Remove all entries."""
-        with self._lock:
-            removed, self._entries, self._order = self._entries, {}, []
-        removed.clear()
-
-    def keys(self) -> list[K]:
-        return list(self._entries)
+    def __iter__(self) -> Iterator[K]:
+        return iter(list(self._entries))
 
     def values(self) -> list[V]:
         return [entry.value for entry in list(self._entries.values())]
@@ -96,3 +93,55 @@ class BoundedCache(Generic[K, V]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+class TensorCache(BoundedCache[Any, Any]):
+    """A cache of values that are made from tensors. A value serves the very same tensors, unedited: they are
+    compared by weak references (a freed id is reused for another tensor) and by their version counters."""
+
+    def find(self, key: Any, tensors: Sequence[Tensor]) -> Any:
+        """Return the value of a key that was made from these tensors, None if there is none."""
+        value, versions = self.get(key) or (None, ())
+        for (ref, version), tensor in zip(versions, tensors):
+            if ref() is not tensor or tensor._version != version:
+                return None
+        return value
+
+    def keep(self, key: Any, tensors: Sequence[Tensor], value: Any) -> None:
+        """Store a value that was made from these tensors."""
+        self.put(key, (value, [(weakref.ref(tensor), tensor._version) for tensor in tensors]))
+
+
+class OwnedState(Generic[V]):
+    """State of objects, one value for each owner: made at its first use, freed with the owner, to which it
+    must not refer. None has a value too. Owners are told apart as objects: a new process group may have the
+    name of one that was destroyed.
+
+    >>> class Group: ...
+    >>> state, group = OwnedState(list), Group()
+    >>> state.of(group).append(1)
+    >>> state.of(group), state.of(Group()), state.of(None)
+    ([1], [], [])
+    """
+
+    def __init__(self, make: Callable[[], V]) -> None:
+        self._make = make
+        self._values: weakref.WeakKeyDictionary[Any, V] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()  # guards changes of _values
+
+    def of(self, owner: Any) -> V:
+        """Return the value of an owner."""
+        owner = self if owner is None else owner
+        value = self._values.get(owner)
+        if value is None:
+            with self._lock:
+                value = self._values.setdefault(owner, self._make())
+        return value
+
+    def values(self) -> list[V]:
+        return list(self._values.values())
+
+    def clear(self) -> None:
+        """Remove all values."""
+        with self._lock:
+            self._values.clear()

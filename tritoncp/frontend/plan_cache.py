@@ -1,8 +1,8 @@
 """Cache of the plans of raw masks: a plan is made once and reused until its mask changes.
 
 A plan is reused while the mask has the same code, plain values and lengths, and the very same tensors,
-unedited. Tensors are compared by weak references (a freed id is reused for another tensor) and by their
-version counters; writes through ``.data`` or NumPy are not noticed.
+unedited, see :class:`tritoncp.core.bounded_cache.TensorCache`; writes through ``.data`` or NumPy are not
+noticed.
 
 Making a plan for a group communicates. So every group has a cache of its own, which other calls of this
 process do not touch, and eviction is in call order, by the number of plans and the bytes of their masks and
@@ -11,20 +11,17 @@ placements, which are equal on every rank: all ranks reuse a plan, or all make o
 
 from __future__ import annotations
 
-import operator
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.bounded_cache import BoundedCache, OwnedState, TensorCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
-from tritoncp.core.owned_state import OwnedState
 from tritoncp.core.user_code import describe
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
@@ -46,44 +43,6 @@ MAX_CHECKED_CALLS = 1024  # keys of calls whose checks passed, per plan
 WARN_IMBALANCE = 1.2  # max/mean work above which natural order causes a warning
 
 
-@dataclass(frozen=True)
-class Entry:
-    plan: Plan
-    tensors: tuple[weakref.ref[Tensor], ...]
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, plan: Plan, tensors: Sequence[Tensor]) -> Entry:
-        return cls(plan, tuple(map(weakref.ref, tensors)), tuple([t._version for t in tensors]))
-
-    @property
-    def nbytes(self) -> int:
-        return self.plan.mask.nbytes + self.plan.q.nbytes + self.plan.kv.nbytes
-
-    def serves(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the plan was made from these tensor objects, unedited since."""
-        for ref, version, t in zip(self.tensors, self.versions, tensors, strict=True):
-            if ref() is not t or t._version != version:
-                return False
-        return True
-
-
-class PlanCache(BoundedCache[Any, Entry]):
-    """The plans of one group, or of calls without a group. One plan is kept, however large it is."""
-
-    def __init__(self) -> None:
-        super().__init__(MAX_PLANS, operator.attrgetter("nbytes"), MAX_BYTES)
-
-    def find_plan(self, key: Any, tensors: Sequence[Tensor]) -> Plan | None:
-        """Return the plan of a mask made of these tensors, None if there is none."""
-        entry = self.get(key)
-        return entry.plan if entry is not None and entry.serves(tensors) else None
-
-    def holds(self, source_key: Any) -> bool:
-        """Return whether a mask of this key has a plan, for shards of any lengths."""
-        return any(key[0] == source_key for key in self.keys())
-
-
 class CacheInfo(NamedTuple):
     """Counts of the plan cache since the last `plan_cache_clear`, over all groups and calls without one; the
     limits are those of each group's cache."""
@@ -96,21 +55,16 @@ class CacheInfo(NamedTuple):
     most_bytes: int
 
 
-class _NoGroup:
-    """The owner of the cache of calls without a group."""
+def nbytes(plan: Plan) -> int:
+    """Return the bytes of a plan's mask and placements."""
+    return plan.mask.nbytes + plan.q.nbytes + plan.kv.nbytes
 
 
-_NO_GROUP = _NoGroup()
-_CACHES = OwnedState(PlanCache)  # by the group object: a new group may get the name of one that was destroyed
+_CACHES = OwnedState(lambda: TensorCache(MAX_PLANS, lambda entry: nbytes(entry[0]), MAX_BYTES))
 # Keys (rank, call_key) of the calls whose checks passed, by what follows from the contents of their plan.
 _CHECKED: OwnedState[BoundedCache[Any, bool]] = OwnedState(lambda: BoundedCache(MAX_CHECKED_CALLS))
 _COUNTS = {"hits": 0, "misses": 0}
 _WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
-
-
-def cache_of(group: Any) -> PlanCache:
-    """Return the cache of a group, or of calls without a group."""
-    return _CACHES.of(_NO_GROUP if group is None else group)
 
 
 def is_checked(plan: Plan, call_key: Any) -> bool:
@@ -178,36 +132,31 @@ def plan_for(
     check: raises for wrong inputs. If it raises before this mask has a plan, all ranks of the group raise.
     call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check.
     """
-    sources, cache = Sources.of(mask), cache_of(group)
-    tensors = (*sources.lists, *sources.captures)
-    result = None
+    sources, cache = Sources.of(mask), _CACHES.of(group)
+    tensors, result = (*sources.lists, *sources.captures), None
     if call_key is not None:  # else the shards may be no tensors of four dimensions
-        result = cache.find_plan(_key(sources, q, k), tensors)
+        result = cache.find((sources.key, q.shape[2], k.shape[2], q.shape[0]), tensors)
     if result is not None and is_checked(result, call_key):
         _COUNTS["hits"] += 1
         return result
     try:
         check()
     except Exception as error:
-        if group is not None and (consistency.CHECKED or not cache.holds(sources.key)):
+        is_new = all(key[0] != sources.key for key in cache)  # for shards of any lengths
+        if group is not None and (consistency.CHECKED or is_new):
             consistency.share_failure(group, signatures.CALL, error, signatures.MOMENT)
         raise
-    key = _key(sources, q, k)
-    result = cache.find_plan(key, tensors)
+    key = sources.key, q.shape[2], k.shape[2], q.shape[0]
+    result = cache.find(key, tensors)
     _COUNTS["misses" if result is None else "hits"] += 1
     if result is None:
         result = _make(sources, q, k, group)
         if sources.key is None:
             sources.warn_incomparable()
         else:
-            cache.put(key, Entry.of(result, tensors))
+            cache.keep(key, tensors, result)
     check_call(result, q, k, group, call_key)
     return result
-
-
-def _key(sources: Sources, q: Tensor, k: Tensor) -> tuple[Any, ...]:
-    """Return the key of a mask's plan for these shards."""
-    return sources.key, q.shape[2], k.shape[2], q.shape[0]
 
 
 def plan_cache_info() -> CacheInfo:
@@ -226,15 +175,14 @@ def plan_cache_info() -> CacheInfo:
     >>> info.hits, info.misses, info.plans
     (2, 1, 1)
     """
-    entries = [entry for cache in _CACHES.values() for entry in cache.values()]
-    nbytes = sum(entry.nbytes for entry in entries)
-    return CacheInfo(**_COUNTS, plans=len(entries), nbytes=nbytes, most=MAX_PLANS, most_bytes=MAX_BYTES)
+    plans = [plan for cache in _CACHES.values() for plan, _ in cache.values()]
+    total = sum(map(nbytes, plans))
+    return CacheInfo(**_COUNTS, plans=len(plans), nbytes=total, most=MAX_PLANS, most_bytes=MAX_BYTES)
 
 
 def plan_cache_clear() -> None:
     """Empty the cache of raw masks' plans and reset its counts. With several ranks, call it on every rank."""
-    for cache in _CACHES.values():
-        cache.clear()
+    _CACHES.clear()
     _COUNTS.update(hits=0, misses=0)
 
 

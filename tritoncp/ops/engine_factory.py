@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import DeviceCopy, upload
 from tritoncp.distributed import groups
+from tritoncp.kernels.options import check_options
+from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod
 from tritoncp.mods.mod import structure_of
 from tritoncp.mods.translate import deterministic_sum
@@ -121,15 +122,29 @@ def _make_executable(
 ) -> Executable:  # fmt: skip
     """Make the executable of a call. If tuning is requested, all ranks may measure tiles together: the
     decision does not depend on properties that differ between ranks."""
-    mask, (_, heads, rows, d), e = _mask_of(call, plan, q), q[0].shape, v.shape[3]
-    kind, group = tile_lookup.kind_of(plan.mask, mask is not None), call.group
-    properties = tile_lookup.Call.of(v.dtype, (d, e), kind, score_kind(score))
-    tune_on_first_call.tune_if_requested(v.device, group, properties, (heads, v.shape[1], rows))
-    measured = tile_lookup.measured_options(v.device, properties, group)
-    mod = None if mask is None else mask.on_current_stream()
-    launches: BoundedCache[Any, Any] = BoundedCache(MAX_LAUNCHES)
-    engine = triton_engine(call, scale, mod, score, q[0].device, grads, measured, launches, plan.first_row)
-    return Executable(engine.with_captures(), mask)
+    from tritoncp.kernels.engine import TritonEngine
+
+    if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
+        raise ValueError(
+            "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
+            "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
+        )
+    (_, heads, rows, d), e, device, group = q[0].shape, v.shape[3], v.device, call.group
+    copy = _mask_of(call, plan, q)
+    mask = None if copy is None else copy.on_current_stream()
+    properties = tile_lookup.Call.of(
+        v.dtype, (d, e), tile_lookup.kind_of(plan.mask, mask is not None), score_kind(score)
+    )
+    tune_on_first_call.tune_if_requested(device, group, properties, (heads, v.shape[1], rows))
+    if call.options:  # options of a compiled call are not checked before
+        check_options(dict(call.options), architecture(device))
+    by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
+    # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
+    unpacked = {"PACK_GQA": False} if by_hand else {}
+    options = {**tile_lookup.measured_options(device, properties, group), **unpacked, **dict(call.options)}
+    mods, launches = kernel_mods(mask, score, device, grads), BoundedCache[Any, Any](MAX_LAUNCHES)
+    engine = TritonEngine(mods, scale, options, first_row=plan.first_row, launches=launches)
+    return Executable(engine.with_captures(), copy)
 
 
 def _mask_of(call: Spec, plan: Plan, q: list[Tensor]) -> DeviceCopy[Mod] | None:
@@ -137,40 +152,6 @@ def _mask_of(call: Spec, plan: Plan, q: list[Tensor]) -> DeviceCopy[Mod] | None:
     ranks."""
     every_rank = call.world == "" or plan.schedule.startswith("ulysses")
     return call_mods.mask_of(plan, q, every_rank=every_rank)
-
-
-def triton_engine(
-    spec: Spec,
-    scale: float,
-    mask: Mod | None,
-    score: Mod | None,
-    device: torch.device,
-    grads: Sequence[Tensor] = (),
-    measured: Mapping[str, Any] = MappingProxyType({}),
-    launches: Any = None,
-    first_row: int = 0,
-) -> Any:
-    """Make the TritonEngine of one call. ``measured``: options for which the caller passed no value;
-    ``launches``, ``first_row``: see TritonEngine."""
-    from tritoncp.kernels.engine import TritonEngine
-    from tritoncp.kernels.options import check_options
-    from tritoncp.kernels.tile_rules import architecture
-
-    if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
-        raise ValueError(
-            "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
-            "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
-        )
-    by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
-    # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
-    unpacked = {"PACK_GQA": False} if by_hand else {}
-    options = {**measured, **unpacked, **dict(spec.options)}
-    if spec.options:  # options of a compiled call are not checked before
-        check_options(dict(spec.options), architecture(device))
-    mods = kernel_mods(mask, score, device, grads)
-    return TritonEngine(
-        mods, scale, options, first_row=first_row, launches={} if launches is None else launches
-    )
 
 
 def eager_engine(

@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.bounded_cache import BoundedCache, OwnedState
 from tritoncp.core.host_copy import is_remote, to_host
-from tritoncp.core.owned_state import OwnedState
 from tritoncp.core.user_code import describe, origin
 from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import Facts, fact
@@ -65,7 +64,7 @@ class Table:
         self.plans.put(plan.identity, True)
 
 
-_TABLES = OwnedState(Table)  # by the group object: a new group may get the name of one that was destroyed
+_TABLES = OwnedState(Table)  # by group
 
 
 def table_of(group: Any) -> Table:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -40,32 +41,34 @@ def computed_once(method: Callable[Concatenate[Any, P], T]) -> Callable[Concaten
     return look_up  # type: ignore[return-value]
 
 
+@dataclass(frozen=True, eq=False)
 class DerivedTables:
     """What follows from a mask and the placements of queries and keys, for all ranks. All views of a plan
     share one. The number of results is bounded by those of ranks, buffers and devices.
-
-    merged: plans between rows of the mesh, by (ranks of a row, query heads)
-    parts:  plans of ranges of batch rows, by (first row, count, rank, schedule, first row of this plan)
 
     A buffer of keys and values is "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard)
     or "fetched".
     """
 
-    def __init__(self, mask: Mask, q: Placement, kv: Placement) -> None:
-        self.mask, self.q, self.kv = mask, q, kv
-        self.merged: dict[tuple[int, int], Any] = {}
-        self.parts: BoundedCache[tuple[Any, ...], Any] = BoundedCache(MAX_PARTS)
+    mask: Mask
+    q: Placement
+    kv: Placement
 
     def __getstate__(self) -> dict[str, Any]:
-        digests = vars(self).get("_digest", {})
-        return {"mask": self.mask, "q": self.q, "kv": self.kv, "_digest": digests, "merged": {}}
+        return {name: x for name, x in vars(self).items() if name in ("mask", "q", "kv", "_digest")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, parts=BoundedCache(MAX_PARTS))
+        vars(self).update(state)
 
-    def belong_to(self, mask: Mask, q: Placement, kv: Placement) -> bool:
-        """Return whether these are tables of this mask and these placements."""
-        return self.mask is mask and self.q is q and self.kv is kv
+    @cached_property
+    def merged(self) -> dict[tuple[int, int], Any]:
+        """Plans between rows of the mesh, by ranks of a row and query heads."""
+        return {}
+
+    @cached_property
+    def parts(self) -> BoundedCache[tuple[Any, ...], Any]:
+        """Plans of ranges of batch rows."""
+        return BoundedCache(MAX_PARTS)
 
     @computed_once
     def digest(self, schedule: str, first_row: int) -> bytes:
@@ -111,15 +114,13 @@ class DerivedTables:
         return DeviceCopy([self.fetch(rank).rows], device, lambda rows: rows)
 
     @computed_once
-    def gathered_slots(self, rank: int | None) -> Tensor:
-        """The slots of a buffer of one rank's keys; of all ranks' for None."""
-        return self.kv.gathered(None if rank is None else [rank])
+    def gathered_slots(self, buffer: int | str) -> Tensor:
+        """The slots of a buffer that is equal on all ranks."""
+        return self.kv.gathered(None if buffer == "gathered" else [int(buffer)])
 
     def slots(self, rank: int, buffer: int | str) -> Tensor:
         """The slots of a rank's buffer."""
-        if buffer == "fetched":
-            return self.fetch(rank).slots
-        return self.gathered_slots(None if buffer == "gathered" else int(buffer))
+        return self.fetch(rank).slots if buffer == "fetched" else self.gathered_slots(buffer)
 
     @computed_once
     def runs(self, rank: int, buffer: int | str) -> Runs:

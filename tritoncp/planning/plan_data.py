@@ -64,9 +64,9 @@ class PlanData:
     derived: DerivedTables = field(default=None, repr=False)  # type: ignore[assignment] # made below
 
     def __post_init__(self) -> None:
-        contents = self.mask, self.q, self.kv
-        if self.derived is None or not self.derived.belong_to(*contents):
-            object.__setattr__(self, "derived", DerivedTables(*contents))
+        old = self.derived
+        if old is None or old.mask is not self.mask or old.q is not self.q or old.kv is not self.kv:
+            object.__setattr__(self, "derived", DerivedTables(self.mask, self.q, self.kv))
 
     @property
     def world_size(self) -> int:
@@ -194,7 +194,7 @@ class PlanData:
             return (int(sends) - stays) * copies, (int(takes) - stays) * copies
         hops = [self.world_size - 1] * 2
         if self.schedule == "ring":
-            hops = list(key_traffic.hops_sent(self.ring_route, self.rank))
+            hops = list(key_traffic.hops_sent(self.derived.ring_route, self.rank))
         return hops[0] * self.kv.s_max * batch, hops[1] * self.kv.s_max * batch
 
     def degree_for(self, heads: int) -> int:
@@ -253,26 +253,14 @@ class PlanData:
         return replace(self, mask=mask, q=q, kv=kv, first_row=first, whole=whole, handle=None, derived=own)
 
     @property
-    def visible_blocks(self) -> Tensor:
-        """KV blocks that each rank's queries see: bool [W, Bn, KV blocks]."""
-        return self.derived.visible_blocks
-
-    @property
     def traffic(self) -> Tensor:
-        """Rows of rank s's keys that rank r's queries see, at [r, s], summed over the batch rows of mask and
-        placement: int64 [W, W]."""
+        """:attr:`DerivedTables.traffic`."""
         return self.derived.traffic
 
     @property
     def batched(self) -> bool:
         """Whether batch rows see or hold different keys, so that the rows sent differ between them."""
         return self.batch > 1
-
-    @property
-    def ring_route(self) -> tuple[int, Tensor]:
-        """Direction in which K and V travel around the ring (1 or -1), and the hops of each rank's K and
-        V."""
-        return self.derived.ring_route
 
     @property
     def ring(self) -> tuple[key_traffic.Hop, ...]:

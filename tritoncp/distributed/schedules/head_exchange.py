@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tritoncp.core.bounded_cache import BoundedCache
-from tritoncp.core.owned_state import OwnedState
+from tritoncp.core.bounded_cache import BoundedCache, OwnedState
 from tritoncp.distributed.collectives import AllToAll, Schedule, SendRecv, Wait
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
