@@ -87,23 +87,6 @@ def check_call(
         _CHECKED.of(plan.derived).put((plan.rank, call_key), True)
 
 
-def plan_of(
-    mask: RawMask | Plan,
-    q: Tensor,
-    k: Tensor,
-    group: Any,
-    call_key: Any,
-    check: Callable[[], None] = lambda: None,
-) -> Plan:
-    """Return the plan of a call, checked against its shards: the plan that was passed, or that of a raw
-    mask."""
-    if not isinstance(mask, Plan):
-        return plan_for(mask, q, k, group, check, call_key)
-    if not is_checked(mask, call_key):
-        check_call(mask, q, k, group, call_key, check)
-    return mask
-
-
 def plan_of_rows(
     mask: RawMask | Plan,
     q: Tensor,
@@ -113,12 +96,18 @@ def plan_of_rows(
     check: Callable[[], None] = lambda: None,
     batch_offset: int | None = None,
 ) -> Plan:
-    """Return the plan of a call on the rows of a batch from ``batch_offset`` on (None: all rows)."""
-    if batch_offset is None:
-        return plan_of(mask, q, k, group, call_key, check)
-    rows = validate.whole_batch(mask, q.shape[0], batch_offset)
-    whole_q, whole_k = (torch.empty(rows, *x.shape[1:], device="meta") for x in (q, k))
-    return plan_of(mask, whole_q, whole_k, group, call_key, check).batch_rows(batch_offset, q.shape[0])
+    """Return the plan of a call, checked against its shards: the plan that was passed, or that of a raw mask.
+    batch_offset: batch row of the mask that is the shards' row 0 (None: they have all rows)."""
+    if batch_offset is not None:
+        rows = validate.whole_batch(mask, q.shape[0], batch_offset)
+        whole_q, whole_k = (torch.empty(rows, *x.shape[1:], device="meta") for x in (q, k))
+        whole = plan_of_rows(mask, whole_q, whole_k, group, call_key, check)
+        return whole.batch_rows(batch_offset, q.shape[0])
+    if not isinstance(mask, Plan):
+        return plan_for(mask, q, k, group, check, call_key)
+    if not is_checked(mask, call_key):
+        check_call(mask, q, k, group, call_key, check)
+    return mask
 
 
 @on_host

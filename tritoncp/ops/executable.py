@@ -20,7 +20,8 @@ that was not used for longest, as an lru_cache does, and state "of" a plan, grou
     ops.tile_lookup._SHARED_TABLES: of a group, one text
     ops.tile_lookup.choose_tiles: 256; text of a table, dtype, dims, mask, score
     planning.derived: of a plan, a result for each rank, buffer and device, and 64 plans of batch rows
-    distributed.schedules.head_exchange._EXCHANGES: of a plan, 64; rank, schedule, degree, heads
+    distributed.schedules.head_exchange._EXCHANGES: of a plan, 64; rank, schedule, degree, heads, each with
+        64 layouts of messages by batch rows, channels and dtypes
     distributed.schedules.ulysses.stretches: 256; heads of a rank, size of a group
     api.varlen._ROUTES: 64; a tensor of lengths, ranks, device
     kernels.options._chosen: 1024; kernel, architecture, options
