@@ -4,7 +4,6 @@ It handles tensors, tables and jit functions; masks, meshes and ranks belong to 
 """
 
 import warnings
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from tritoncp.kernels.backward import delta_kernel, dkdv_kernel, dq_kernel
 from tritoncp.kernels.forward import combine_kernel, forward_kernel
-from tritoncp.kernels.launch import Launch, Launches, Recipe, prepare_launch
+from tritoncp.kernels.launch import Launch, Launches, Recipe, layouts_of, prepare_launch
 from tritoncp.kernels.operands import (
     Mods,
     Tiling,
@@ -57,8 +56,8 @@ class TritonEngine:
     options:  torch-style kernel options, see :func:`tritoncp.kernels.options.choose`
     arch:     architecture whose tile shapes to use; by default that of the tensors' device
     first_row: the index in the full batch of row 0 of the tensors, for masks and mods
-    launch_cache: launches of calls whose tensors always have the same layouts, so that a lookup need not
-              inspect the tensors; None: launches are cached with the tables, by layouts
+    launches: cache of launches. All steps of an engine with the same tables, first head
+              and flags have tensors of the same layouts, so that a look-up need not inspect them
     """
 
     mods: Mods
@@ -66,7 +65,7 @@ class TritonEngine:
     options: dict[str, Any] = field(default_factory=dict)
     arch: str | None = None
     first_row: int = 0
-    launch_cache: dict[Any, Any] | None = None
+    launches: Any = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         check_options(self.options, self.arch)
@@ -81,13 +80,11 @@ class TritonEngine:
         return copy
 
     @cached_property
-    def kernel_set(self) -> "KernelSetId":
-        """A key that engines which launch the same kernels share; faster to compare than the functions."""
+    def kernel_set(self) -> tuple[Any, ...]:
+        """A key that engines which launch the same kernels share."""
         mods = self.mods
         functions = mods.mask, mods.score, mods.score_grad, mods.score_back
-        return _KERNEL_SETS.setdefault(
-            (*functions, self.scale, self.arch, *self.options.items()), KernelSetId()
-        )
+        return *functions, self.scale, self.arch, *self.options.items()
 
     @property
     def fused(self) -> bool:
@@ -164,7 +161,10 @@ class TritonEngine:
             "SPECIALISE": kind == "specialised",
         }
         launch = self.launch(forward_kernel, kind, tensors, tables, h_offset, flags)
-        return launch if launch.values[_SPLITS] is None else _share_keys(launch, q, v, tables)
+        if launch.values[_SPLITS] is None:
+            return launch
+        key = "combine", h_offset, tables, *flags.values()
+        return _share_keys(self.launches, key, launch, q, v, tables)
 
     def streams(self, k: Tensor, v: Tensor, tables: Any) -> bool:
         """Whether descriptors may copy tiles of these keys and values."""
@@ -186,7 +186,11 @@ class TritonEngine:
             return Recipe((-(-s // 64), h, b), args, Config(64, 0, 4, 1))
 
         tensors = {"out": out, "dout": dout, "dlse": dlse, "delta": delta}
-        return prepare_launch(_DELTA_LAUNCHES, (out.device,), delta_kernel, tensors, {}, recipe)
+        key = (
+            "delta",
+            *layouts_of(tensors, {}),
+        )  # there are no tables, and ranks of one process share an engine
+        return prepare_launch(self.launches, key, delta_kernel, tensors, {}, recipe)
 
     def dq(
         self,
@@ -308,11 +312,8 @@ class TritonEngine:
         launch that depend only on layouts and ``flags`` are cached."""
         caps = {"mask_caps": self.mods.mask_caps, "score_caps": self.mods.score_caps, "score_dcaps": dcaps}
         recipe = partial(self._recipe, kind, tensors, tables, h_offset, flags)
-        if self.launch_cache is not None:
-            key = kind, h_offset, tables, *flags.values()
-            return prepare_launch(self.launch_cache, key, kernel, tensors, caps, recipe, layouts_fixed=True)
-        key = kind, h_offset, self.first_row, self.kernel_set, *flags.values()
-        return prepare_launch(tables.launches, key, kernel, tensors, caps, recipe)
+        key = kind, h_offset, tables, *flags.values()
+        return prepare_launch(self.launches, key, kernel, tensors, caps, recipe)
 
     def _recipe(
         self, kind: str, tensors: dict[str, Any], tables: Any, h_offset: int, flags: dict[str, Any]
@@ -359,15 +360,6 @@ def route_of(name: str) -> Any:
     return import_module(f"tritoncp.kernels.forward_{name}")
 
 
-class KernelSetId:
-    """A key that engines with the same kernels share, to look up launches; compared by identity."""
-
-
-# An entry lives as long as an engine refers to it.
-_KERNEL_SETS: weakref.WeakValueDictionary[Any, KernelSetId] = weakref.WeakValueDictionary()
-_DELTA_LAUNCHES: dict[Any, Any] = {}  # cached here, since delta has no tables
-
-
 def _clear(x: Tensor) -> None:
     x.zero_()
 
@@ -376,9 +368,10 @@ _COMBINE = Config(1, 16, 4, 1)
 _SPLITS = forward_kernel.arg_names.index("splits")
 
 
-def _share_keys(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
+def _share_keys(cache: Any, key: Any, launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
     """Make the two launches of a step in which several programs share the keys of a tile: in the first each
-    program stores a state, under its own head index, and the second combines the states."""
+    program stores a state, under its own head index, and the second, cached by ``key``, combines the states.
+    """
     args, (b, h, s, _) = launch.args, q.shape
     splits, dtype = args["splits"], torch.promote_types(q.dtype, torch.float32)
     m, l = torch.empty(2, b, h * splits, s, dtype=dtype, device=q.device).unbind()
@@ -395,7 +388,6 @@ def _share_keys(launch: Launch, q: Tensor, v: Tensor, tables: Any) -> Launches:
 
     written = ("out", "acc", "lse", "max_scores", "stat_m", "stat_l")
     tensors = {name: args[name].ptr for name in written} | {"parts_acc": acc, "parts_m": m, "parts_l": l}
-    key = "combine", q.dtype, *(args[name] for name in same)
-    combine = prepare_launch(tables.launches, key, combine_kernel, tensors, {}, recipe)
+    combine = prepare_launch(cache, key, combine_kernel, tensors, {}, recipe)
     states = {"acc": strided(acc), "stat_m": stat(m), "stat_l": stat(l)}
     return Launches((launch.with_args(**states, LOAD_STATE=False, STORE_STATE=True), combine))

@@ -273,7 +273,7 @@ def _match_tiles(engine: Any, q: Tensor, v: Tensor, tables: Any) -> Any:
     config = engine.config("specialised", q, v, tables)
     tiles = {"fwd_BLOCK_M": config.BLOCK_M, "fwd_BLOCK_N": config.BLOCK_N, "fwd_num_warps": 8}
     other = {"fwd_num_stages": 2, "fwd_maxnreg": None, "PACK_GQA": False, "SPLIT_KV": 1}
-    return replace(engine, options={**engine.options, **tiles, **other}, launch_cache=None)
+    return replace(engine, options={**engine.options, **tiles, **other})
 
 
 def _copy_state(start: State, into: State) -> None:

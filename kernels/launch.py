@@ -20,7 +20,6 @@ from tritoncp.kernels.options import does_not_fit
 from tritoncp.kernels.tile_rules import Config
 from tritoncp.kernels.tiles import INTERPRETED, descriptor_at, stat, strided
 
-MAX_CACHED_LAUNCHES = 1024  # in one cache
 CHECKED = bool(INTERPRETED)  # compare the layouts of launches that share a cache entry
 # Triton's interpreter replaces its language's functions while a kernel runs: not for two threads at once.
 _INTERPRETER_LOCK: AbstractContextManager[Any] = threading.RLock() if INTERPRETED else nullcontext()
@@ -154,31 +153,26 @@ class LaunchTemplate(NamedTuple):
         for at in places:
             values[at] = None  # set at every launch
         launch = Launch(kernel, recipe.grid, values, recipe.config, [])
-        layouts = _layouts(tensors, scalars) if CHECKED else ()
+        layouts = layouts_of(tensors, scalars) if CHECKED else ()
         return cls(launch, tensor_places, descriptor_places, scalar_places, layouts)
 
 
 def prepare_launch(
-    cache: dict[Any, LaunchTemplate],
-    identity: tuple[Any, ...],
+    cache: Any,
+    key: Any,
     kernel: Any,
     tensors: Tensors,
     scalars: Mapping[str, Any],
     recipe: Callable[[], Recipe],
-    layouts_fixed: bool = False,
 ) -> Launch:
     """Prepare a launch of ``kernel`` on tensors, with other arguments (``scalars``) that also change.
 
-    cache:   earlier launches, by ``identity`` and layouts
-    layouts_fixed: ``identity`` determines the layouts, so that they are not part of the key; interpreted
-             kernels verify this
+    cache: earlier launches by ``key``, which determines the layouts; interpreted kernels verify this
     """
-    key = identity if layouts_fixed else (identity, _layouts(tensors, scalars))
-    if (entry := cache.get(key)) is None:
-        if len(cache) >= MAX_CACHED_LAUNCHES and not layouts_fixed:
-            cache.clear()
+    entry: LaunchTemplate | None = cache.get(key)
+    if entry is None:
         entry = cache[key] = LaunchTemplate.build(kernel, tensors, scalars, recipe())
-    elif CHECKED and entry.layouts != _layouts(tensors, scalars):
+    elif CHECKED and entry.layouts != layouts_of(tensors, scalars):
         raise AssertionError(f"launches of {kernel.__name__} with one cache key differ in their layouts")
     template, values = entry.launch, entry.launch.values.copy()
     for at, name, kind, fields in entry.tensors:
@@ -190,7 +184,7 @@ def prepare_launch(
     return Launch(kernel, template.grid, values, template.config, template.compiled)
 
 
-def _layouts(tensors: Tensors, scalars: Mapping[str, Any]) -> tuple[Any, ...]:
+def layouts_of(tensors: Tensors, scalars: Mapping[str, Any]) -> tuple[Any, ...]:
     """The layouts of all tensors, and the specialisation of all other arguments that change."""
     return (
         *map(layout_of, tensors.values()),

@@ -23,6 +23,7 @@ COMPILED = not INTERPRETED  # the interpreter has no compiler that could be wron
 OUT_TOLERANCE = 2  # rounding errors of the inputs' dtype, relative to the largest number of a row of out
 STATS_TOLERANCE = 1e-3  # of lse and max_scores, absolute and relative
 
+MAX_VERDICTS = 256
 _VERDICTS: dict[Any, str | None] = {}  # result of verify_route by kind of step
 
 
@@ -43,9 +44,9 @@ def verify_route(
     if kind not in _VERDICTS:
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
             return "its first call of a kind is compared with 'loops', which a graph cannot capture"
-        uncached = replace(
-            engine, launch_cache=None
-        )  # the results below have layouts that no cached launch has
+        if len(_VERDICTS) >= MAX_VERDICTS:
+            del _VERDICTS[next(iter(_VERDICTS))]
+        uncached = replace(engine, launches={})  # the results below have other layouts
         _VERDICTS[kind] = _compare_with_loops(
             partial(launch, uncached), uncached.loops, (q, k, v, tables), step
         )

@@ -152,7 +152,7 @@ def plant(monkeypatch, kernel: str) -> None:
         windows = (getattr(x, "window", None) for x in tensors)
         windowed = any(window is not None and window[0] < 100 for window in windows)
         return right(
-            replace(self, scale=self.scale * 1.05, launch_cache=None) if windowed else self, *tensors, **step
+            replace(self, scale=self.scale * 1.05, launches={}) if windowed else self, *tensors, **step
         )
 
     monkeypatch.setattr(TritonEngine, kernel, launch)

@@ -21,6 +21,7 @@ from tritoncp.perf.suite.machine import PeakMemory
 from tritoncp.planning import cost
 from tritoncp.planning.balance import balancers
 from tritoncp.planning.build import build
+from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.problem import Problem
 from tritoncp.planning.traffic import Hop
@@ -75,7 +76,8 @@ def measure(mask: Mask, point: Point) -> dict[str, Any]:
 
 def measure_schedule(plan: Plan, schedule: str) -> dict[str, float]:
     """Measure one rank's planning between placement and first step: seconds of one core, peak MiB."""
-    view = replace(plan, schedule=schedule, rank=plan.world_size // 2, _shared={})
+    derived = DerivedTables(plan.mask, plan.q, plan.kv)
+    view = replace(plan, schedule=schedule, rank=plan.world_size // 2, derived=derived)
     memory, begin = PeakMemory(), time.process_time()
     if schedule == "ring":  # later turns build their tables when they start
         hops: Sequence[Hop] = view.ring

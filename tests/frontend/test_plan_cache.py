@@ -205,13 +205,13 @@ def test_hits_and_misses_are_counted_and_cached_bytes_are_bounded(monkeypatch):
     one = plan(sliding_window(0))
     size = plan_cache.plan_cache_info().nbytes
     assert size == one.mask.nbytes + one.q.nbytes + one.kv.nbytes > 0
-    monkeypatch.setattr(plan_cache, "MAX_BYTES", 3 * size)
+    monkeypatch.setattr(plan_cache._CACHES.of(None), "max_weight", 3 * size)
     for window in (0, 1, 2, 3, 0, 3):
         plan(sliding_window(window))
     info = plan_cache.plan_cache_info()
     assert (info.hits, info.misses, info.plans) == (2, 5, 3)  # 0 and 3 are hits; 0 was evicted by 3
-    assert info.nbytes <= info.most_bytes
-    monkeypatch.setattr(plan_cache, "MAX_BYTES", 1)
+    assert info.nbytes <= 3 * size
+    monkeypatch.setattr(plan_cache._CACHES.of(None), "max_weight", 1)
     last = plan(sliding_window(9))
     assert plan(sliding_window(9)) is last  # one plan is kept, however large it is
     plan_cache.plan_cache_clear()

@@ -94,7 +94,7 @@ def keys_between(plan: Plan, begin: int, end: int) -> Plan:
     first = [begin, *range((begin // plan.kv.block + 1) * plan.kv.block, end, plan.kv.block)]
     slots = torch.tensor([[(a - begin, a, b - a) for a, b in zip(first, [*first[1:], end])]])
     kv = Placement(plan.kv.length, plan.kv.block, (slots.int(),), (end - begin,))
-    return replace(plan, kv=kv, handle=None, _shared={})
+    return replace(plan, kv=kv, handle=None)
 
 
 def empty_like_stats(x: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def queries_between(plan: Plan, begin: int, end: int) -> Plan:
     first = list(range(begin, end, plan.q.block))
     slots = torch.tensor([[(a - begin, a, min(plan.q.block, end - a)) for a in first]])
     q = Placement(plan.q.length, plan.q.block, (slots.int(),), (end - begin,))
-    return replace(plan, q=q, handle=None, _shared={})
+    return replace(plan, q=q, handle=None)
 
 
 def test_a_group_split_over_programs_sums_to_the_same():

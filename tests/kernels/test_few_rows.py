@@ -31,7 +31,7 @@ from tritoncp.masks.closed_forms import causal, document, sliding_window
 from tritoncp.masks.mask import create_block_mask, full_mask
 from tritoncp.masks.mask_mod import and_masks
 from tritoncp.mods import Mod
-from tritoncp.ops import engine_factory
+from tritoncp.ops.executable import caches_of
 from tritoncp.reference.dense import dense_attention
 
 ROWS, KEYS, HEADS = 5, 75, 3
@@ -274,10 +274,10 @@ def first_head(score, b, h, q_idx, kv_idx, caps):
 
 
 def test_hand_written_mods_are_given_one_head() -> None:
-    mod = Mod.from_triton(first_head)
-    spec = engine_factory.Spec(mod.digest, None, (), (), False, "")
-    q = torch.empty(1, 2, 4, 16)
-    assert engine_factory.make_engine(spec, 1.0, None, q, (), (), ()).options == {"PACK_GQA": False}
+    x, plan = torch.randn(1, 2, 4, 16), tritoncp.make_plan(full_mask(4, 4))
+    tritoncp.flex_attention(x, x, x, Mod.from_triton(first_head), plan)
+    (executable,) = caches_of(plan).executables.values()
+    assert executable.engine.options["PACK_GQA"] is False
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,9 @@ def tensors(n: int, batch: int = 1, dim: int = 64, v_dim: int = 64) -> QKV:
     return qkv(n, batch=batch, heads=heads, kv_heads=heads // 2, dim=dim, v_dim=v_dim, dtype=BF16)
 
 
-def prepared(x: QKV, mask: Mask, first_row: int = 0, **options: Any) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:
+def prepared(
+    x: QKV, mask: Mask, first_row: int = 0, **options: Any
+) -> tuple[Launch, tuple[Tensor, Tensor, Tensor]]:
     """A launch and its outputs out, lse and max_scores; in float32, except for the rounding in the model."""
     engine = replace(engine_of(x), options=options, arch="sm_90", first_row=first_row)
     tables = single(mask).tables("cpu", *x.q.shape[:2])

@@ -15,7 +15,8 @@ from tests.kernels.support.harness import qkv
 from tritoncp import causal, create_block_mask, make_plan
 from tritoncp.kernels.engine import TritonEngine
 from tritoncp.kernels.operands import Mods
-from tritoncp.ops import autograd
+from tritoncp.ops import executable
+from tritoncp.ops.executable import caches_of
 from tritoncp.reference.dense import dense_attention
 
 S = 32
@@ -37,7 +38,7 @@ def test_one_engine_serves_captures_of_the_same_layouts_and_no_others() -> None:
             got = tritoncp.flex_attention(*x, score, plan)
             want = dense_attention(*x, plan.mask, score).out
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
-            engines.append(len(plan._shared["engines"]))
+            engines.append(len(caches_of(plan).executables))
     assert engines == [1, 2, 3, 4, 5, 6, 6, 6, 7, 8]
 
 
@@ -49,7 +50,7 @@ def test_an_engine_holds_nothing_that_a_call_captured() -> None:
     dead = weakref.ref(bias)
     del bias
     gc.collect()
-    assert dead() is None and plan._shared["engines"]
+    assert dead() is None and len(caches_of(plan).executables)
 
 
 def test_backward_passes_of_other_cotangents_are_told_apart() -> None:
@@ -77,7 +78,7 @@ def test_layouts_that_are_promised_and_not_kept_are_found_where_kernels_are_inte
     x, plan = qkv(S, heads=2), make_plan(create_block_mask(causal(), 1, 1, S, S))
     tables = plan.tables(x.q.device, 1, 2)
     out, lse = torch.empty_like(x.q), torch.empty(1, 2, S)
-    engine = TritonEngine(Mods(), 0.25, launch_cache={})
+    engine = TritonEngine(Mods(), 0.25, launches={})
     engine.forward(*x, tables, out=out, lse=lse)()
     with pytest.raises(AssertionError, match=r"forward_kernel.*layouts"):
         engine.forward(x.q.transpose(1, 2), x.k, x.v, tables, out=out, lse=lse)
@@ -126,9 +127,9 @@ def test_slices_of_unaligned_tensors_have_separate_launches() -> None:
 
 
 def test_kept_engines_are_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(autograd, "MAX_CACHED_CALLS", 3)
+    monkeypatch.setattr(executable, "MAX_EXECUTABLES", 3)
     plan = make_plan(create_block_mask(causal(), 1, 1, S, S))
     for heads in range(1, 7):
         x = qkv(S, heads=heads)
         tritoncp.flex_attention(*x, plan)
-        assert len(plan._shared["engines"]) <= 3
+        assert len(caches_of(plan).executables) <= 3

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 import tritoncp
 from tests.zoo import S
 from tritoncp import causal, create_block_mask, make_plan, simulate
-from tritoncp.ops import autograd, dispatch, engine_factory
+from tritoncp.ops import autograd, dispatch, engine_factory, executable
 from tritoncp.reference.dense import dense_attention
 
 
@@ -264,13 +264,12 @@ def test_a_refused_option_leaves_the_next_call_alone(bad, good):
 
 
 def test_new_scales_at_every_step_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(autograd, "MAX_CACHED_CALLS", 3)
+    monkeypatch.setattr(executable, "MAX_EXECUTABLES", 3)
     x, plan = torch.randn(1, 1, 32, 16), make_plan(create_block_mask(causal(), 1, 1, 32, 32))
     for step in range(1, 9):
         tritoncp.flex_attention(x, x, x, plan, scale=1 / step)
-        if step == 4:
-            cached = len(plan._shared)
-    assert len(plan._shared) == cached and 0 < len(plan._shared["engines"]) <= 3
+    caches = executable.caches_of(plan)
+    assert 0 < len(caches.executables) <= 3 and len(caches.mask_mods) <= 1
 
 
 def test_forward_derivatives_are_refused_not_dropped():

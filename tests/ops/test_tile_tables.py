@@ -144,9 +144,7 @@ def test_a_score_mod_that_loads_for_each_score_uses_only_entries_of_its_kind(pla
     slopes, table = torch.rand(2), torch.rand(2, 64)
     kinds = (None, lambda s, b, h, q, kv: s * slopes[h], lambda s, b, h, q, kv: s + table[h, q - kv + 32])
     for score, mod in enumerate(kinds):
-        translated = mod and score_mod(mod)
-        digest = translated and translated.digest
-        assert engine_factory.score_kind(engine_factory.Spec(digest, None, (), (), False, None)) == score
+        assert engine_factory.score_kind(mod and score_mod(mod)) == score
 
 
 def test_entries_with_a_score_mod_and_a_value_dim_precede_the_nearest(places):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
 
 from tritoncp.api.attention import flex_attention
-from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import graph_entry, host_only, untraced
 from tritoncp.core.host_copy import to_host
 from tritoncp.core.upload import DeviceCopy
@@ -189,7 +188,7 @@ def _reorder(
     return Move.apply(x.movedim(dim, 0), copied, group).movedim(0, dim)
 
 
-_ROUTES = BoundedCache(128)
+_ROUTES = TensorCache(64)
 
 
 def _cached_route(
@@ -198,12 +197,10 @@ def _cached_route(
     """Return the cached route for this tensor object, if it was not edited; else compute one, which needs a
     copy to the host."""
     key = id(cu_seqlens), *route_key
-    entry = _ROUTES.get(key)
-    if entry is not None and entry[0]() is cu_seqlens and entry[1] == cu_seqlens._version:
-        route_copy: DeviceCopy[Any] = entry[2]
-        return route_copy
-    route_copy = _compute_route(to_host([cu_seqlens])[0], *route_key)
-    _ROUTES.put(key, (weakref.ref(cu_seqlens), cu_seqlens._version, route_copy))
+    route_copy: DeviceCopy[Any] | None = _ROUTES.find(key, [cu_seqlens])
+    if route_copy is None:
+        route_copy = _compute_route(to_host([cu_seqlens])[0], *route_key)
+        _ROUTES.keep(key, [cu_seqlens], route_copy)
     return route_copy
 
 

@@ -1,45 +1,137 @@
-"""A dictionary of bounded size, for caches of the process."""
+"""Caches of bounded size, with one rule of eviction, and state that is freed with its owner."""
 
 from __future__ import annotations
 
+import itertools
 import threading
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-class BoundedCache:
-    """A dictionary of at most ``size`` entries, of which those unused for longest are evicted.
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A cached value and the time of its last use."""
 
-    A use costs one look-up and no lock: entries used since the last eviction are in one dictionary, older
-    ones in a second, which is dropped once the first holds half of ``size``. No value is None.
+    value: Any
+    used: int
 
-    >>> cache = BoundedCache(4)
-    >>> for number in range(4):
-    ...     cache.put(number, str(number))
-    >>> cache.get(0), len(cache)
-    ('0', 3)
-    >>> print(cache.get(1))
-    None
+
+class BoundedCache(Generic[K, V]):
+    """A cache of at most ``size`` entries, of which the least recently used are evicted. A look-up takes no
+    lock and hashes the key once. No value is None.
+
+    weigh, max_weight: weight of a value, and the largest sum of weights; one entry is kept, however heavy
+
+    >>> cache = BoundedCache(2)
+    >>> for key in "aba":
+    ...     _ = cache.get(key) or cache.put(key, key.upper())
+    >>> cache.put("c", "C"), cache.values()
+    ('C', ['A', 'C'])
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._recent: dict[Any, Any] = {}
-        self._old: dict[Any, Any] = {}
-        self._lock = threading.Lock()  # of two threads that evict, the second would drop all entries
+    def __init__(self, size: int, weigh: Callable[[V], int] | None = None, max_weight: int = 0) -> None:
+        self.size, self.max_weight, self._weigh = size, max_weight, weigh
+        self._entries: dict[K, _Entry] = {}
+        self._clock = itertools.count()
+        self._lock = threading.Lock()  # guards changes of _entries
 
-    def get(self, key: Any) -> Any:
-        """Return the value of a key, None if there is none."""
-        value = self._recent.get(key)
-        if value is None and (value := self._old.get(key)) is not None:
-            self.put(key, value)
+    def get(self, key: K) -> V | None:
+        """Return the value of a key, None if there is none, and record the use."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        entry.used = next(self._clock)
+        return entry.value
+
+    def put(self, key: K, value: V) -> V:
+        """Store a value, evict the least recently used ones, and return the value."""
+        removed: list[Any] = []  # freed after the lock is released: they may free other objects
+        with self._lock:
+            used = next(self._clock)
+            removed.append(self._entries.pop(key, None))
+            self._entries[key] = _Entry(value, used)
+            while len(self._entries) > self.size or (len(self._entries) > 1 and self._is_too_heavy()):
+                removed.append(self._evict())
         return value
 
-    def put(self, key: Any, value: Any) -> None:
-        """Set the value of a key."""
-        with self._lock:
-            if len(self._recent) >= self.size // 2:
-                self._old, self._recent = self._recent, {}
-            self._recent[key] = value
+    def __setitem__(self, key: K, value: V) -> None:
+        self.put(key, value)
+
+    def _is_too_heavy(self) -> bool:
+        return self._weigh is not None and sum(map(self._weigh, self.values())) > self.max_weight
+
+    def _evict(self) -> Any:
+        """Remove the least recently used entry and return its value."""
+        oldest = min(self._entries, key=lambda key: self._entries[key].used)
+        return self._entries.pop(oldest)
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(list(self._entries))
+
+    def values(self) -> list[V]:
+        return [entry.value for entry in list(self._entries.values())]
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._entries
 
     def __len__(self) -> int:
-        return len(self._recent.keys() | self._old.keys())
+        return len(self._entries)
+
+
+class TensorCache(BoundedCache[Any, Any]):
+    """A cache of values that are made from tensors. A value serves the very same tensors, unedited: they are
+    compared by weak references (a freed id is reused for another tensor) and by their version counters."""
+
+    def find(self, key: Any, tensors: Sequence[Tensor]) -> Any:
+        """Return the value of a key that was made from these tensors, None if there is none."""
+        value, versions = self.get(key) or (None, ())
+        for (ref, version), tensor in zip(versions, tensors):
+            if ref() is not tensor or tensor._version != version:
+                return None
+        return value
+
+    def keep(self, key: Any, tensors: Sequence[Tensor], value: Any) -> None:
+        """Store a value that was made from these tensors."""
+        self.put(key, (value, [(weakref.ref(tensor), tensor._version) for tensor in tensors]))
+
+
+class OwnedState(Generic[V]):
+    """State of objects, one value for each owner: made at its first use, freed with the owner, to which it
+    must not refer. None has a value too. Owners are told apart as objects: a new process group may have the
+    name of one that was destroyed.
+
+    >>> class Group: ...
+    >>> state, group = OwnedState(list), Group()
+    >>> state.of(group).append(1)
+    >>> state.of(group), state.of(Group()), state.of(None)
+    ([1], [], [])
+    """
+
+    def __init__(self, make: Callable[[], V]) -> None:
+        self._make = make
+        self._values: weakref.WeakKeyDictionary[Any, V] = weakref.WeakKeyDictionary()
+        self._lock = threading.Lock()  # guards changes of _values
+
+    def of(self, owner: Any) -> V:
+        """Return the value of an owner."""
+        owner = self if owner is None else owner
+        value = self._values.get(owner)
+        if value is None:
+            with self._lock:
+                value = self._values.setdefault(owner, self._make())
+        return value
+
+    def values(self) -> list[V]:
+        return list(self._values.values())
+
+    def clear(self) -> None:
+        """Remove all values."""
+        with self._lock:
+            self._values.clear()

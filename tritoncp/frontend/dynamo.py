@@ -4,21 +4,19 @@ structure of mods and masks; tensors, numbers and the handles of plans and masks
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import constant_result
 from tritoncp.core.handles import handle_of
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache, validate
 from tritoncp.frontend.request import Request
 from tritoncp.masks.create import create_on_device
-from tritoncp.masks.mask import Mask
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods.snapshot import captured_state
 from tritoncp.ops import call_modes, engine_factory
@@ -147,30 +145,16 @@ def _block_mask(
     key = None if state.key is None else (state.key, tuple(sizes), device)
     if any(tensor.is_inference() for tensor in state.tensors):
         key = None
-    entry = _MASKS.get(key)
-    if entry is None or not entry.serves(state.tensors):
+    mask = None if key is None else _MASKS.find(key, state.tensors)
+    if mask is None:
         B, H, q_len, kv_len, *blocks = sizes
         mask = create_on_device(mask_mod, B, H, q_len, kv_len, device or None, (blocks[0], blocks[1]))
-        versions = [(weakref.ref(tensor), tensor._version) for tensor in state.tensors] if key else []
-        entry = MaskEntry(mask, versions)
         if key is not None:
-            _MASKS.put(key, entry)
-    return entry.mask.handle
+            _MASKS.keep(key, state.tensors, mask)
+    return mask.handle
 
 
-class MaskEntry(NamedTuple):
-    """A mask that an op made, and the tensors that it was made from, with their versions."""
-
-    mask: Mask
-    tensors: list[tuple[weakref.ref[Tensor], int]]
-
-    def serves(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the mask was made from these tensor objects, unedited since."""
-        pairs = zip(self.tensors, tensors, strict=True)
-        return all(ref() is tensor and version == tensor._version for (ref, version), tensor in pairs)
-
-
-_MASKS = BoundedCache(16)  # each keeps the tensors that its mask_mod captures
+_MASKS = TensorCache(8)  # each mask keeps the tensors that its mask_mod captures
 
 
 def _block_mask_fake(

@@ -135,14 +135,14 @@ class Sources:
             # The mask_mod runs only on its own device: it is evaluated there, in every masked block.
             return replace(mask, interval=None, window=None, reads=(True, True))
 
-    def attach_evaluators(self, plan: Plan) -> Plan:
-        """Attach to the plan (evaluator, device) pairs for its mask_mod: on the host without another copy,
-        and on the device of its captures, in case the mask_mod runs only there."""
-        plan._shared["evaluators"] = [(self.evaluate, torch.device("cpu"))]
-        if self.evaluate is not self.mod:
-            device = next(t.device for t in self.captures if is_remote(t))
-            plan._shared["evaluators"].append((self.mod, device))
-        return plan
+    @property
+    def evaluators(self) -> tuple[tuple[Any, torch.device], ...]:
+        """The mask_mod and the device of its indices: on the host without another copy, and on the device of
+        its captures, in case the mask_mod runs only there."""
+        on_host = self.evaluate, torch.device("cpu")
+        if self.evaluate is self.mod:
+            return (on_host,)
+        return on_host, (self.mod, next(t.device for t in self.captures if is_remote(t)))
 
     def digest(self) -> bytes:
         """Digest the contents of tensors, code and plain values: equal on every rank that has the same

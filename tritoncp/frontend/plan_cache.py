@@ -1,8 +1,8 @@
 """Cache of the plans of raw masks: a plan is made once and reused until its mask changes.
 
 A plan is reused while the mask has the same code, plain values and lengths, and the very same tensors,
-unedited. Tensors are compared by weak references (a freed id is reused for another tensor) and by their
-version counters; writes through ``.data`` or NumPy are not noticed.
+unedited, see :class:`tritoncp.core.bounded_cache.TensorCache`; writes through ``.data`` or NumPy are not
+noticed.
 
 Making a plan for a group communicates. So every group has a cache of its own, which other calls of this
 process do not touch, and eviction is in call order, by the number of plans and the bytes of their masks and
@@ -11,17 +11,15 @@ placements, which are equal on every rank: all ranks reuse a plan, or all make o
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from tritoncp.core.bounded_cache import BoundedCache, OwnedState, TensorCache
 from tritoncp.core.caller import warn_caller
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.user_code import describe
@@ -29,7 +27,7 @@ from tritoncp.distributed import consistency, groups
 from tritoncp.distributed.consistency import fact
 from tritoncp.frontend import validate
 from tritoncp.frontend.mask_source import RawMask, Sources
-from tritoncp.frontend.validate import check_lengths, check_plan, check_plannable
+from tritoncp.frontend.validate import check_lengths, check_plannable
 from tritoncp.masks.from_torch import has_no_lengths
 from tritoncp.masks.mask import Mask
 from tritoncp.ops import signatures, tile_lookup
@@ -41,60 +39,8 @@ from tritoncp.planning.work import Balancer
 
 MAX_PLANS = 64  # plans per group, or of calls without a group
 MAX_BYTES = 1 << 30  # bytes of their masks and placements
+MAX_CHECKED_CALLS = 1024  # keys of calls whose checks passed, per plan
 WARN_IMBALANCE = 1.2  # max/mean work above which natural order causes a warning
-
-
-@dataclass(frozen=True)
-class Entry:
-    plan: Plan
-    tensors: tuple[weakref.ref[Tensor], ...]
-    versions: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return self.plan.mask.nbytes + self.plan.q.nbytes + self.plan.kv.nbytes
-
-    def serves(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the plan was made from these tensor objects, unedited since."""
-        for ref, version, t in zip(self.tensors, self.versions, tensors, strict=True):
-            if ref() is not t or t._version != version:
-                return False
-        return True
-
-
-class PlanCache:
-    """The plans of one group, or of calls without a group, in order of their last use."""
-
-    def __init__(self) -> None:
-        self.entries: OrderedDict[Any, Entry] = OrderedDict()
-        self.lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in list(self.entries.values()))
-
-    def find_entry(self, key: Any, tensors: Sequence[Tensor]) -> Entry | None:
-        """Return the entry for a mask made of these tensors, None if there is none."""
-        entry = self.entries.get(key)
-        return entry if entry is not None and entry.serves(tensors) else None
-
-    def holds(self, source_key: Any) -> bool:
-        """Return whether a mask of this key has a plan, for shards of any lengths."""
-        return any(key[0] == source_key for key in list(self.entries))
-
-    def renew(self, key: Any) -> None:
-        """Record a use of the plan, so that it is evicted last."""
-        with self.lock:
-            if key in self.entries:
-                self.entries.move_to_end(key)
-
-    def keep(self, key: Any, entry: Entry) -> None:
-        """Add a plan, and evict the least recently used ones. One plan is kept, however large it is."""
-        with self.lock:
-            self.entries[key] = entry
-            self.entries.move_to_end(key)
-            while len(self.entries) > MAX_PLANS or (len(self.entries) > 1 and self.nbytes > MAX_BYTES):
-                self.entries.popitem(last=False)
 
 
 class CacheInfo(NamedTuple):
@@ -109,45 +55,36 @@ class CacheInfo(NamedTuple):
     most_bytes: int
 
 
-_NO_GROUP_CACHE = PlanCache()
-# By the group object: a new group may get the name of one that was destroyed.
-_GROUP_CACHES: weakref.WeakKeyDictionary[Any, PlanCache] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()  # guards _GROUP_CACHES
+def nbytes(plan: Plan) -> int:
+    """Return the bytes of a plan's mask and placements."""
+    return plan.mask.nbytes + plan.q.nbytes + plan.kv.nbytes
+
+
+_CACHES = OwnedState(lambda: TensorCache(MAX_PLANS, lambda entry: nbytes(entry[0]), MAX_BYTES))
+# Keys (rank, call_key) of the calls whose checks passed, by what follows from the contents of their plan.
+_CHECKED: OwnedState[BoundedCache[Any, bool]] = OwnedState(lambda: BoundedCache(MAX_CHECKED_CALLS))
 _COUNTS = {"hits": 0, "misses": 0}
 _WARNED: set[Any] = set()  # (name of a mask_mod, ranks) of the warnings about uneven work
 
 
-def cache_of(group: Any) -> PlanCache:
-    """Return the cache of a group, or of calls without a group."""
-    if group is None:
-        return _NO_GROUP_CACHE
-    cache = _GROUP_CACHES.get(group)
-    if cache is None:
-        with _LOCK:
-            cache = _GROUP_CACHES.setdefault(group, PlanCache())
-    return cache
+def is_checked(plan: Plan, call_key: Any) -> bool:
+    """Return whether a call of this key passed its checks against the plan."""
+    return _CHECKED.of(plan.derived).get((plan.rank, call_key)) is not None
 
 
-def plan_of(
-    mask: RawMask | Plan,
-    q: Tensor,
-    k: Tensor,
-    group: Any,
-    call_key: Any,
-    check: Callable[[], None] = lambda: None,
-) -> Plan:
-    """Return the plan of a call, checked against its shards: the plan that was passed, or that of a raw
-    mask."""
-    if not isinstance(mask, Plan):
-        return plan_for(mask, q, k, group, check, call_key)
-    if call_key not in mask.checked_calls:
-        try:
-            check()
-            check_plan(mask, q, k, group, call_key)
-        except Exception as error:
-            signatures.share_failure(group, mask, error)
-            raise
-    return mask
+def check_call(
+    plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any, check: Callable[[], None] = lambda: None
+) -> None:
+    """Check a call, and its shards against its plan, and record the call's key; None is the key of no call.
+    The other ranks raise too if they certainly compare the call."""
+    try:
+        check()
+        validate.check_plan(plan, q, k, group)
+    except Exception as error:
+        signatures.share_failure(group, plan, error)
+        raise
+    if call_key is not None:
+        _CHECKED.of(plan.derived).put((plan.rank, call_key), True)
 
 
 def plan_of_rows(
@@ -159,12 +96,18 @@ def plan_of_rows(
     check: Callable[[], None] = lambda: None,
     batch_offset: int | None = None,
 ) -> Plan:
-    """Return the plan of a call on the rows of a batch from ``batch_offset`` on (None: all rows)."""
-    if batch_offset is None:
-        return plan_of(mask, q, k, group, call_key, check)
-    rows = validate.whole_batch(mask, q.shape[0], batch_offset)
-    whole_q, whole_k = (torch.empty(rows, *x.shape[1:], device="meta") for x in (q, k))
-    return plan_of(mask, whole_q, whole_k, group, call_key, check).batch_rows(batch_offset, q.shape[0])
+    """Return the plan of a call, checked against its shards: the plan that was passed, or that of a raw mask.
+    batch_offset: batch row of the mask that is the shards' row 0 (None: they have all rows)."""
+    if batch_offset is not None:
+        rows = validate.whole_batch(mask, q.shape[0], batch_offset)
+        whole_q, whole_k = (torch.empty(rows, *x.shape[1:], device="meta") for x in (q, k))
+        whole = plan_of_rows(mask, whole_q, whole_k, group, call_key, check)
+        return whole.batch_rows(batch_offset, q.shape[0])
+    if not isinstance(mask, Plan):
+        return plan_for(mask, q, k, group, check, call_key)
+    if not is_checked(mask, call_key):
+        check_call(mask, q, k, group, call_key, check)
+    return mask
 
 
 @on_host
@@ -178,39 +121,30 @@ def plan_for(
     check: raises for wrong inputs. If it raises before this mask has a plan, all ranks of the group raise.
     call_key: :func:`validate.call_key` of the call: a plan that served a call of this key needs no check.
     """
-    sources = Sources.of(mask)
-    cache = cache_of(group)
-    tensors = (*sources.lists, *sources.captures)
-    key = None if call_key is None else (sources.key, q.shape[2], k.shape[2], q.shape[0])
-    entry = cache.find_entry(key, tensors)
-    is_checked = entry is not None and call_key in entry.plan.checked_calls
-    if not is_checked:
-        try:
-            check()
-        except Exception as error:
-            if group is not None and (consistency.CHECKED or not cache.holds(sources.key)):
-                consistency.share_failure(group, signatures.CALL, error, signatures.MOMENT)
-            raise
-        key = (sources.key, q.shape[2], k.shape[2], q.shape[0])
-        entry = entry or cache.find_entry(key, tensors)
-    if entry is not None:
-        cache.renew(key)
+    sources, cache = Sources.of(mask), _CACHES.of(group)
+    tensors, result = (*sources.lists, *sources.captures), None
+    if call_key is not None:  # else the shards may be no tensors of four dimensions
+        result = cache.find((sources.key, q.shape[2], k.shape[2], q.shape[0]), tensors)
+    if result is not None and is_checked(result, call_key):
         _COUNTS["hits"] += 1
-        result = entry.plan
-    else:
-        _COUNTS["misses"] += 1
+        return result
+    try:
+        check()
+    except Exception as error:
+        is_new = all(key[0] != sources.key for key in cache)  # for shards of any lengths
+        if group is not None and (consistency.CHECKED or is_new):
+            consistency.share_failure(group, signatures.CALL, error, signatures.MOMENT)
+        raise
+    key = sources.key, q.shape[2], k.shape[2], q.shape[0]
+    result = cache.find(key, tensors)
+    _COUNTS["misses" if result is None else "hits"] += 1
+    if result is None:
         result = _make(sources, q, k, group)
         if sources.key is None:
             sources.warn_incomparable()
         else:
-            versions = tuple(t._version for t in tensors)
-            cache.keep(key, Entry(result, tuple(map(weakref.ref, tensors)), versions))
-    if not is_checked:
-        try:
-            check_plan(result, q, k, group, call_key)
-        except Exception as error:
-            signatures.share_failure(group, result, error)
-            raise
+            cache.keep(key, tensors, result)
+    check_call(result, q, k, group, call_key)
     return result
 
 
@@ -230,16 +164,14 @@ def plan_cache_info() -> CacheInfo:
     >>> info.hits, info.misses, info.plans
     (2, 1, 1)
     """
-    caches = [_NO_GROUP_CACHE, *list(_GROUP_CACHES.values())]
-    plans, nbytes = sum(len(cache.entries) for cache in caches), sum(cache.nbytes for cache in caches)
-    return CacheInfo(**_COUNTS, plans=plans, nbytes=nbytes, most=MAX_PLANS, most_bytes=MAX_BYTES)
+    plans = [plan for cache in _CACHES.values() for plan, _ in cache.values()]
+    total = sum(map(nbytes, plans))
+    return CacheInfo(**_COUNTS, plans=len(plans), nbytes=total, most=MAX_PLANS, most_bytes=MAX_BYTES)
 
 
 def plan_cache_clear() -> None:
     """Empty the cache of raw masks' plans and reset its counts. With several ranks, call it on every rank."""
-    for cache in (_NO_GROUP_CACHE, *list(_GROUP_CACHES.values())):
-        with cache.lock:
-            cache.entries.clear()
+    _CACHES.clear()
     _COUNTS.update(hits=0, misses=0)
 
 
@@ -299,7 +231,7 @@ def _build_natural(
     check_lengths(lengths, kv_lengths, mask.q_len, mask.kv_len, heads)
     natural_plan = build_plan(mask, len(lengths), rank, balancer=None, lengths=lengths, kv_lengths=kv_lengths)
     _warn_uneven(sources, natural_plan)
-    return replace(sources.attach_evaluators(natural_plan), mask_digest=digest).pinned()
+    return replace(natural_plan, evaluators=sources.evaluators, mask_digest=digest).pinned()
 
 
 def _warn_uneven(sources: Sources, natural: Plan) -> None:
@@ -353,7 +285,7 @@ def make(
         # Also without a group: a data loader's worker may pass the plan to one.
         digests = {name: source.digest() if world_size > 1 else b"" for name, source in sources.items()}
         plans = {
-            name: replace(sources[name].attach_evaluators(one), mask_digest=digests[name]).pinned()
+            name: replace(one, evaluators=sources[name].evaluators, mask_digest=digests[name]).pinned()
             for name, one in unpinned.items()
         }
         if not group:

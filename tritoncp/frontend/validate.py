@@ -171,8 +171,8 @@ def check_sinks(q: Tensor, sinks: Tensor | None) -> None:
         )
 
 
-def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any = None) -> None:
-    """Check a call's ranks and shards against the plan, and record the call's key with the plan."""
+def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any) -> None:
+    """Check a call's ranks and shards against the plan."""
     world = 1 if group is None else group.size()
     if plan.world_size != world:
         missing = "; pass the mesh it was made with" if group is None else "; make the plan with this mesh"
@@ -182,7 +182,6 @@ def check_plan(plan: Plan, q: Tensor, k: Tensor, group: Any, call_key: Any = Non
             f"the plan is rank {plan.rank}'s, this is rank {group.rank()}; use plan.for_rank({group.rank()})"
         )
     check_shapes(plan, q, k)
-    plan.note_checked(call_key)
 
 
 def check_shapes(plan: Plan, q: Tensor, k: Tensor) -> None:

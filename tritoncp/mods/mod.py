@@ -228,7 +228,7 @@ def hand_written(fn: Any) -> bool:
 
 _LOCK = threading.RLock()
 # By state, arguments and dtypes: a Mod without captured tensors, and the `_tensor_sources` of these.
-_TRANSLATIONS = BoundedCache(512)
+_TRANSLATIONS: BoundedCache[Any, Any] = BoundedCache(256)
 
 
 @host_only

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,97 +18,16 @@ from torch._C._functorch import TransformType
 
 from tritoncp.core.dynamo_boundary import untraced
 from tritoncp.core.handles import object_of
-from tritoncp.core.upload import DeviceCopy
-from tritoncp.distributed import collectives, groups
+from tritoncp.distributed import collectives
 from tritoncp.distributed.schedules import schedule_of
 from tritoncp.distributed.schedules.buffers import laid_out_as
-from tritoncp.mods import Mod
-from tritoncp.ops import call_mods, engine_factory, signatures, tile_lookup, tile_tables, tune_on_first_call
+from tritoncp.ops import engine_factory, signatures
 from tritoncp.ops.dispatch import register_op, run_below_autograd
 from tritoncp.ops.engine_factory import Spec
 from tritoncp.ops.transforms import refuse_transform, refuse_transforms
 from tritoncp.planning.plan import Plan
 
-T = TypeVar("T")
-MAX_CACHED_CALLS = 256  # entries of a plan's cache of engines, and of its cache of measured tiles
 _NO_CONTEXT = nullcontext()
-
-
-def _engine(
-    spec: str, plan: Plan, scale: float, q: list[Tensor], k: list[Tensor], v: list[Tensor],
-    captures: list[Tensor], ints: list[int], floats: list[float], extra: Sequence[Tensor] = (),
-    grads: Sequence[Tensor] = (),
-) -> Any:  # fmt: skip
-    """Return the engine of a pass over q, k, v and other tensors. It is cached with the plan, by the layouts
-    of the tensors, unless a graph carries the score_mod, which may read globals."""
-    call, device = Spec.decode(spec), q[0].device
-    kernels, cache = engine_factory.uses_triton(device), plan.compute_once("engines", dict)
-    reusable = kernels and call.graph_score is None
-    if reusable:
-        from tritoncp.kernels.launch import (  # loads Triton, which plans do without
-            layout_of,
-            specialisation_of,
-        )
-
-        key = (
-            spec, scale, tile_tables.table_generation, device, plan.rank, plan.schedule, plan.degree,
-            *map(layout_of, q), *map(layout_of, k), *map(layout_of, v), *map(layout_of, extra),
-            *[(layout_of(x), x.device) for x in captures], *map(layout_of, grads),
-            *map(specialisation_of, ints),
-        )  # fmt: skip
-        if (entry := cache.get(key)) is not None:
-            engine, mask = entry
-            if mask is not None:
-                mask.on_current_stream()  # the cached engine reads its tensors on this stream
-            return engine_factory.rebind(engine, call, device, captures, ints, floats, grads)
-    group = _group(call)
-    tiles = tile_lookup.table_text(device, group) if kernels else ""
-    mask, measured = _measured_tiles(spec, plan, q, v[0], group, tiles)
-    engine = engine_factory.make_engine(
-        call,
-        scale,
-        None if mask is None else mask.on_current_stream(),
-        q[0],
-        captures,
-        ints,
-        floats,
-        grads,
-        measured,
-        {} if reusable else None,
-        plan.first_row,
-    )
-    if reusable:
-        _store(cache, key, (engine.with_captures(), mask))
-    return engine
-
-
-def _measured_tiles(
-    spec: str, plan: Plan, q: list[Tensor], v: Tensor, group: Any, tiles: str
-) -> tuple[DeviceCopy[Mod] | None, dict[str, Any]]:
-    """Return the mask_mod of a call and its measured tiles. If tuning is requested, all ranks may measure
-    tiles together: the decision does not depend on properties that differ between ranks."""
-    call, (_, heads, rows, d), e = Spec.decode(spec), q[0].shape, v.shape[3]
-    cache = plan.compute_once("measured", dict)
-    key = spec, tiles, q[0].device, q[0].dtype, q[0].shape, v.shape, plan.rank, plan.schedule, plan.degree
-    if (cached := cache.get(key)) is not None:
-        return cached
-    # Whether this process computes rows of all ranks.
-    every_rank = call.world == "" or plan.schedule.startswith("ulysses")
-    mask, tiles_by_kernel = call_mods.mask_of(plan, q, every_rank=every_rank), {}
-    if tiles:
-        kind = tile_lookup.kind_of(plan.mask, mask is not None)
-        properties = tile_lookup.TileKey.of(v.dtype, (d, e), kind, engine_factory.score_kind(call))
-        tune_on_first_call.tune_if_requested(v.device, group, properties, (heads, v.shape[1], rows))
-        tiles_by_kernel = tile_lookup.measured_options(v.device, properties, group)
-    return _store(cache, key, (mask, tiles_by_kernel))
-
-
-def _store(cache: dict[Any, T], key: Any, value: T) -> T:
-    """Store a value in a cache, which is emptied first if it is full, and return the value."""
-    if len(cache) >= MAX_CACHED_CALLS:
-        cache.clear()
-    cache[key] = value
-    return value
 
 
 def _plan(handle: Tensor) -> Plan:
@@ -127,11 +46,6 @@ def _drive(
         if group is None:
             return collectives.lockstep([schedule(i, plan.seen_by(i)) for i in range(ranks)])
         return [collectives.run(schedule(0, plan), group)]
-
-
-def _group(call: Spec) -> Any:
-    """Return the process group of a call, None if all ranks run in this process."""
-    return groups.group_by_name(call.world) if call.world else None
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
@@ -157,10 +71,10 @@ def _attend(
     def schedule(i: int, p: Plan) -> Any:
         return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
 
-    plan_of_call, group = _plan(plan), _group(call)
+    plan_of_call, group = _plan(plan), call.group
     if group is not None:
         signatures.compare_call(group, plan_of_call, spec, scale, q[0], k[0], v[0], captures, ints, floats)
-    engine = _engine(spec, plan_of_call, scale, q, k, v, captures, ints, floats)
+    engine = engine_factory.engine_of(spec, plan_of_call, scale, q, k, v, captures, ints, floats)
     outs, lses, tops = zip(*_drive(group, plan_of_call, len(q), schedule, q[0].device), strict=True)
     return [*outs, *lses, *(tops if call.want_max else ())]
 
@@ -211,8 +125,10 @@ def _differentiate(
 
     plan_of_call, grads = _plan(plan), engine_factory.gradient_buffers(call, captures, lses[0])
     extra = *outs, *lses, *douts, *dlses
-    engine = _engine(spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads)
-    grads_by_rank = _drive(_group(call), plan_of_call, len(q), schedule, q[0].device)
+    engine = engine_factory.engine_of(
+        spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads
+    )
+    grads_by_rank = _drive(call.group, plan_of_call, len(q), schedule, q[0].device)
     sums = engine_factory.sum_gradients(call, captures, grads)
     return [x for part in zip(*grads_by_rank, strict=True) for x in part] + sums
 

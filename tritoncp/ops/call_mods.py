@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.core.upload import DeviceCopy
 from tritoncp.masks.block_runs import Kind
 from tritoncp.mods import Mod, Untranslatable
+from tritoncp.ops.executable import caches_of
 from tritoncp.ops.mask_bitmap import bitmask
 from tritoncp.planning.plan import Plan
 
@@ -47,12 +49,13 @@ def mask_of(plan: Plan, q: Sequence[Tensor], every_rank: bool) -> DeviceCopy[Mod
     batch, heads, device = q[0].shape[0], q[0].shape[1], q[0].device
     if plan.mask.interval_for(batch, heads) is not None:
         return None  # kernels compare positions with the interval of their row
-    reads = plan.mask.reads
-    key = "mask_mod", ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
-    if key not in plan._shared:
+    reads, copies = plan.mask.reads, caches_of(plan).mask_mods
+    key = ranks, batch if reads[0] else 1, heads if reads[1] else 1, device
+    if (cached := copies.get(key)) is None:
         needed = any(_has_masked(plan.for_rank(rank)) for rank in ranks)
-        plan._shared[key] = _copy_to(_translate_mask(plan, ranks, batch, heads), device) if needed else None
-    return plan._shared[key]
+        copy = _copy_to(_translate_mask(plan, ranks, batch, heads), device) if needed else None
+        cached = copies.put(key, (copy,))
+    return cached[0]
 
 
 def _has_masked(plan: Plan) -> bool:
@@ -65,14 +68,9 @@ def _translate_mask(plan: Plan, ranks: Sequence[int], batch: int, heads: int) ->
     """Translate a plan's mask_mod, or a bitmap of its values where it cannot be translated."""
     fn = plan.mask.mask_mod
     assert fn is not None
-    if "mask_mod" not in plan._shared:
-        try:
-            plan._shared["mask_mod"] = mods.mask_mod(fn)
-        except Untranslatable:
-            plan._shared["mask_mod"] = None
-    if plan._shared["mask_mod"] is not None:
-        return plan._shared["mask_mod"]
-    *evaluators, (last, device) = plan._shared.get("evaluators", [(fn, torch.device("cpu"))])
+    with contextlib.suppress(Untranslatable):
+        return mods.mask_mod(fn)
+    *evaluators, (last, device) = plan.evaluators or ((fn, torch.device("cpu")),)
     for evaluate, evaluator_device in evaluators:
         try:
             return mods.mask_mod(bitmask(plan, ranks, batch, heads, evaluate, evaluator_device).mask_mod())

@@ -5,22 +5,27 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import WideGradients
-from tritoncp.core.upload import upload
+from tritoncp.core.upload import DeviceCopy, upload
+from tritoncp.distributed import groups
+from tritoncp.kernels.options import check_options
+from tritoncp.kernels.tile_rules import architecture
 from tritoncp.mods import Mod
-from tritoncp.mods.mod import arguments, structure_of
+from tritoncp.mods.mod import structure_of
 from tritoncp.mods.translate import deterministic_sum
-from tritoncp.ops import call_mods
+from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
+from tritoncp.ops.executable import MAX_LAUNCHES, Executable, caches_of
+from tritoncp.planning.plan import Plan
 from tritoncp.reference.eager_engine import EagerEngine
 
 
@@ -36,6 +41,11 @@ class Spec:
     world: str | None  # process group by name; "" = all ranks in lockstep
     options: tuple[tuple[str, Any], ...] = ()
     returns: tuple[str, ...] = ()  # results besides out: "lse", "max_scores"; "sinks" if the call has some
+
+    @property
+    def group(self) -> Any:
+        """The process group of the call, None if all ranks run in this process."""
+        return groups.group_by_name(self.world) if self.world else None
 
     @classmethod
     @lru_cache(256)
@@ -63,12 +73,10 @@ def score_structure(spec: str) -> Mod | None:
     return None if digest is None else structure_of(digest)
 
 
-def score_kind(spec: Spec) -> int:
+def score_kind(score: Mod | None) -> int:
     """Return the kind of score_mod by which tiles are looked up: 0 for none, 2 for one that loads a value for
-    each score, else 1, as for every score_mod in a compiled graph, which is not translated yet."""
-    if spec.score is None:
-        return int(spec.graph_score is not None)
-    return 2 if structure_of(spec.score).loads == 2 else 1
+    each score, else 1."""
+    return 0 if score is None else 2 if score.loads == 2 else 1
 
 
 def uses_triton(device: torch.device) -> bool:
@@ -76,45 +84,86 @@ def uses_triton(device: torch.device) -> bool:
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def make_engine(
-    spec: Spec,
-    scale: float,
-    mask: Mod | None,
-    q: Tensor,
-    captures: Sequence[Tensor],
-    ints: Sequence[int],
-    floats: Sequence[float],
+def engine_of(
+    spec: str, plan: Plan, scale: float, q: list[Tensor], k: list[Tensor], v: list[Tensor],
+    captures: list[Tensor], ints: list[int], floats: list[float], extra: Sequence[Tensor] = (),
     grads: Sequence[Tensor] = (),
-    measured: Mapping[str, Any] = MappingProxyType({}),
-    cache: dict[Any, Any] | None = None,
-    first_row: int = 0,
-) -> Any:
-    """Make the engine of one call. ``grads``: a buffer for each capture in ``spec.wants``; ``measured``:
-    options for which the caller passed no value; ``cache``, ``first_row``: see TritonEngine."""
-    score, grads = _score(spec, q, captures, ints, floats, grads)
+) -> Any:  # fmt: skip
+    """Return the engine of a pass over q, k, v and ``extra`` tensors. ``grads``: a buffer for each capture in
+    ``wants`` of the spec.
+
+    Executables are cached with the plan, by the spec, the structure of the score_mod, the scale, the state of
+    the tile tables, the view of the plan, and the layouts of all tensors.
+    """
+    call, device = Spec.decode(spec), q[0].device
+    score, grads = score_of(call, q[0], captures, ints, floats, grads)
+    if not uses_triton(device):
+        mask = _mask_of(call, plan, q)
+        mod = None if mask is None else mask.on_current_stream()
+        return eager_engine(scale, mod, score, q[0].dtype, grads, plan.first_row)
+    from tritoncp.kernels.launch import layout_of, specialisation_of  # loads Triton, which plans do without
+
+    tensors, numbers = (score.tensors, score.numbers) if score else ((), ())
+    key = (
+        spec, score and score.digest, scale, tile_tables.table_generation, device, plan.first_row, plan.rank,
+        plan.schedule, plan.degree, *map(layout_of, q), *map(layout_of, k), *map(layout_of, v),
+        *map(layout_of, extra), *[(layout_of(x), x.device) for x in tensors], *map(layout_of, grads),
+        *map(specialisation_of, numbers),
+    )  # fmt: skip
+    executables = caches_of(plan).executables
+    if (executable := executables.get(key)) is None:
+        executable = executables.put(key, _make_executable(call, plan, scale, q, v[0], score, grads))
+    return executable.bind(score, device, grads)
+
+
+def _make_executable(
+    call: Spec, plan: Plan, scale: float, q: list[Tensor], v: Tensor, score: Mod | None,
+    grads: Sequence[Tensor],
+) -> Executable:  # fmt: skip
+    """Make the executable of a call. If tuning is requested, all ranks may measure tiles together: the
+    decision does not depend on properties that differ between ranks."""
+    from tritoncp.kernels.engine import TritonEngine
+
     if score and score.graph is None and any(grad.dtype is torch.int64 for grad in grads):
         raise ValueError(
             "this score_mod is hand-written @triton.jit code whose gradient adds floats with atomics, and "
             "deterministic results are asked for; write it in Python, or pass captures that need no gradient"
         )
-    if uses_triton(q.device):
-        from tritoncp.kernels.engine import TritonEngine
-        from tritoncp.kernels.options import check_options
-        from tritoncp.kernels.tile_rules import architecture
+    (_, heads, rows, d), e, device, group = q[0].shape, v.shape[3], v.device, call.group
+    copy = _mask_of(call, plan, q)
+    mask = None if copy is None else copy.on_current_stream()
+    properties = tile_lookup.TileKey.of(
+        v.dtype, (d, e), tile_lookup.kind_of(plan.mask, mask is not None), score_kind(score)
+    )
+    tune_on_first_call.tune_if_requested(device, group, properties, (heads, v.shape[1], rows))
+    if call.options:  # options of a compiled call are not checked before
+        check_options(dict(call.options), architecture(device))
+    by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
+    # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
+    unpacked = {"PACK_GQA": False} if by_hand else {}
+    options = {**tile_lookup.measured_options(device, properties, group), **unpacked, **dict(call.options)}
+    mods, launches = kernel_mods(mask, score, device, grads), BoundedCache[Any, Any](MAX_LAUNCHES)
+    engine = TritonEngine(mods, scale, options, first_row=plan.first_row, launches=launches)
+    return Executable(engine.with_captures(), copy)
 
-        by_hand = any(mod is not None and mod.graph is None for mod in (mask, score))
-        # Hand-written mods get one head at a time (h is a scalar), so GQA heads cannot be packed.
-        unpacked = {"PACK_GQA": False} if by_hand else {}
-        options = {**measured, **unpacked, **dict(spec.options)}
-        if spec.options:  # options of a compiled call are not checked before
-            check_options(dict(spec.options), architecture(q.device))
-        mods = kernel_mods(mask, score, q.device, grads)
-        return TritonEngine(mods, scale, options, first_row=first_row, launch_cache=cache)
+
+def _mask_of(call: Spec, plan: Plan, q: list[Tensor]) -> DeviceCopy[Mod] | None:
+    """Return the mask_mod of a call. A call in one process, or whose ranks exchange rows, has rows of all
+    ranks."""
+    every_rank = call.world == "" or plan.schedule.startswith("ulysses")
+    return call_mods.mask_of(plan, q, every_rank=every_rank)
+
+
+def eager_engine(
+    scale: float, mask: Mod | None, score: Mod | None, dtype: torch.dtype, grads: Sequence[Tensor],
+    first_row: int,
+) -> EagerEngine:  # fmt: skip
+    """Make the engine of one call in plain torch, for queries of ``dtype``."""
     _warn_eager()
     if score is None:
         return EagerEngine(scale, _bind_mask(mask), first_row=first_row)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return replace(_differentiable(scale, mask, score, dtype, grads), first_row=first_row)
+    wide = torch.promote_types(dtype, torch.float32)
+    return replace(_differentiable(scale, mask, score, wide, grads), first_row=first_row)
 
 
 def _differentiable(
@@ -134,22 +183,6 @@ def _differentiable(
         return _bind(call, inner, score.numbers)
 
     return EagerEngine(scale, _bind_mask(mask), bind, targets, grads)
-
-
-def rebind(
-    engine: Any,
-    spec: Spec,
-    device: torch.device,
-    captures: Sequence[Tensor],
-    ints: Sequence[int],
-    floats: Sequence[float],
-    grads: Sequence[Tensor],
-) -> Any:
-    """Return a cached TritonEngine with the captures of this call."""
-    if not (captures or ints or floats):
-        return engine
-    caps = arguments(upload(captures, device), _numbers(spec, ints, floats))
-    return engine.with_captures(caps, _bind_score(spec, captures, ints, floats).dcaps(grads) if grads else ())
 
 
 def kernel_mods(
@@ -207,44 +240,27 @@ _WARNED: list[bool] = []
 
 
 def score_of(
-    spec: Spec, q: Tensor, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
-) -> Mod | None:
-    """Return the score_mod of a call with its captures."""
-    return _score(spec, q, captures, ints, floats, ())[0]
-
-
-def _score(
     spec: Spec,
     q: Tensor,
     captures: Sequence[Tensor],
     ints: Sequence[int],
     floats: Sequence[float],
-    grads: Sequence[Tensor],
+    grads: Sequence[Tensor] = (),
 ) -> tuple[Mod | None, Sequence[Tensor]]:
     """Return the score_mod with the captures of this call, and the buffers in the order of its ``wants``."""
-    if spec.graph_score is not None:
-        leaves = [tensor.detach().requires_grad_(i in spec.wants) for i, tensor in enumerate(captures)]
-        from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
+    if spec.score is not None:
+        mod, integers, real = structure_of(spec.score), iter(ints), iter(floats)
+        numbers = [next(integers) if kind == "i" else next(real) for kind in spec.numbers]
+        return mod.with_captures(captures, numbers) if captures or numbers else mod, grads
+    if spec.graph_score is None:
+        return None, ()
+    leaves = [tensor.detach().requires_grad_(i in spec.wants) for i, tensor in enumerate(captures)]
+    from tritoncp.ops.graph import inputs  # loads Dynamo, which plans do without
 
-        mod = call_mods.score_of(inputs.rebuild(spec.graph_score, leaves, ints), q)
-        assert mod is not None
-        buffers = {id(leaves[i]): grad for i, grad in zip(spec.wants, grads)}
-        return mod, [buffers[id(mod.tensors[i])] for i in mod.wants] if grads else ()
-    return (_bind_score(spec, captures, ints, floats), grads) if spec.score is not None else (None, ())
-
-
-def _bind_score(spec: Spec, captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]) -> Mod:
-    """Return the score_mod that the spec names, with the captures of this call."""
-    assert spec.score is not None
-    return structure_of(spec.score).with_captures(captures, _numbers(spec, ints, floats))
-
-
-def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[int | float, ...]:
-    """Return the numbers that a score_mod captures, in its order."""
-    if not spec.numbers:
-        return ()
-    integers, real = iter(ints), iter(floats)
-    return tuple([next(integers) if kind == "i" else next(real) for kind in spec.numbers])
+    score = call_mods.score_of(inputs.rebuild(spec.graph_score, leaves, ints), q)
+    assert score is not None
+    buffers = {id(leaves[i]): grad for i, grad in zip(spec.wants, grads)}
+    return score, [buffers[id(score.tensors[i])] for i in score.wants] if grads else ()
 
 
 def _bind_mask(mod: Mod | None) -> Any:

@@ -16,6 +16,7 @@ from tritoncp.core.handles import object_of
 from tritoncp.core.host_copy import on_host
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.masks.visible_keys import count_visible_keys
+from tritoncp.ops.executable import caches_of
 from tritoncp.planning.plan import Plan
 
 
@@ -32,18 +33,17 @@ def count_flops(pairs: int, dim: int, v_dim: int, forward: bool) -> int:
 @on_host
 def count_pairs(plan: Plan, batch: int, heads: int) -> int:
     """Count the visible pairs of this rank's queries, over a call's batch rows and query heads."""
-
-    def count() -> int:
-        evaluators = plan._shared.get("evaluators")
-        evaluate = evaluators[0][0] if evaluators else None
+    counts, key = caches_of(plan).visible_pairs, (plan.rank, batch, heads)
+    if (total := counts.get(key)) is None:
+        evaluate = plan.evaluators[0][0] if plan.evaluators else None
         keys = count_visible_keys(plan.mask, batch, heads, plan.first_row, evaluate)
         positions = plan.positions  # [Bp, S_local]
         per_row = keys.expand(max(len(keys), len(positions)), -1, -1)
         at = positions.clamp(min=0)[:, None].expand(len(per_row), per_row.shape[1], -1)
         local = per_row.gather(2, at) * plan.valid[:, None]
-        return int(local.sum()) * (batch // local.shape[0]) * (heads // local.shape[1])
-
-    return plan.compute_once(("visible pairs", plan.rank, batch, heads), count)
+        total = int(local.sum()) * (batch // local.shape[0]) * (heads // local.shape[1])
+        counts.put(key, total)
+    return total
 
 
 def register_formulas() -> None:

@@ -13,15 +13,14 @@ import enum
 import functools
 import hashlib
 import inspect
-import threading
 import types
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tritoncp.core.bounded_cache import BoundedCache, OwnedState
 from tritoncp.core.host_copy import is_remote, to_host
 from tritoncp.core.user_code import describe, origin
 from tritoncp.distributed import consistency, groups
@@ -34,9 +33,10 @@ from tritoncp.mods.bytecode import code_reads
 from tritoncp.mods.fingerprint import root_of
 from tritoncp.ops import engine_factory
 from tritoncp.ops.engine_factory import Spec
+from tritoncp.ops.executable import caches_of
 from tritoncp.planning.plan import Plan
 
-MAX_SIGNATURES = 1024  # signatures per group
+MAX_SIGNATURES = 1024  # signatures, structures and plans per group
 MAX_SCALES = 16  # values of scale that are compared per signature; further values are not
 CALL, MOMENT = "flex_attention", "in this call"
 
@@ -51,38 +51,28 @@ class Table:
     """
 
     def __init__(self) -> None:
-        self.scales: dict[Any, set[float]] = {}
-        self.structures: set[Any] = set()
-        self.plans: set[Any] = set()
+        self.scales: BoundedCache[Any, set[float]] = BoundedCache(MAX_SIGNATURES)
+        self.structures: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
+        self.plans: BoundedCache[Any, bool] = BoundedCache(MAX_SIGNATURES)
 
     def note(self, signature: Any, scale: float, plan: Plan) -> None:
         """Record that the ranks compared this call."""
-        if len(self.scales) >= MAX_SIGNATURES:
-            self.scales.clear()
-            self.structures.clear()
-        self.scales.setdefault(signature, set()).add(scale)
-        self.structures.add(structure_of(plan))
+        scales = self.scales.get(signature)
+        (self.scales.put(signature, set()) if scales is None else scales).add(scale)
+        self.structures.put(structure_of(plan), True)
         self.note_plan(plan)
 
     def note_plan(self, plan: Plan) -> None:
         """Record that the ranks compared this plan."""
-        if len(self.plans) >= MAX_SIGNATURES:
-            self.plans.clear()
-        self.plans.add(plan.identity)
+        self.plans.put(plan.identity, True)
 
 
-# By the group object: a new group may get the name of one that was destroyed.
-_TABLES: weakref.WeakKeyDictionary[Any, Table] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()  # guards _TABLES
+_TABLES = OwnedState(Table)  # by group
 
 
 def table_of(group: Any) -> Table:
     """Return the table of a group."""
-    table = _TABLES.get(group)
-    if table is None:
-        with _LOCK:
-            table = _TABLES.setdefault(group, Table())
-    return table
+    return _TABLES.of(group)
 
 
 def compare_call(
@@ -151,7 +141,7 @@ def _facts(
     ints: Sequence[int], floats: Sequence[float],
 ) -> Facts:  # fmt: skip
     """Return the facts of a call that all ranks must share."""
-    score = engine_factory.score_of(spec, q, captures, ints, floats)
+    score, _ = engine_factory.score_of(spec, q, captures, ints, floats)
     mask, between = plan.mask, f"schedule {plan.schedule!r}, degree {plan.degree}"
     facts = {
         "versions": consistency.versions(),
@@ -185,13 +175,11 @@ def _capture_fact(
 def structure_of(plan: Plan) -> Any:
     """Return the structure of a plan, without its mask's tensors and numbers: hashable, equal on all
     ranks."""
-    key = "structure", plan.schedule
-    structure = plan._shared.get(key)
-    if structure is None:
+    structures, key = caches_of(plan).structures, (plan.schedule, plan.degree)
+    if (structure := structures.get(key)) is None:
         mask = plan.mask
         lengths = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block
-        form = form_of(mask.mask_mod)
-        structure = plan._shared[key] = lengths, plan.balancer, plan.schedule, plan.degree, form
+        structure = structures.put(key, (lengths, plan.balancer, *key, form_of(mask.mask_mod)))
     return structure
 
 

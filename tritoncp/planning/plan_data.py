@@ -7,8 +7,6 @@ rank but for the rank's own number; it refers to no process group.
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -18,16 +16,14 @@ from torch import Tensor
 
 from tritoncp.core.handles import handle_of
 from tritoncp.core.host_copy import on_host
-from tritoncp.core.upload import DeviceCopy
-from tritoncp.masks.block_runs import Runs, content
+from tritoncp.masks.block_runs import Runs
 from tritoncp.masks.mask import Mask
+from tritoncp.masks.mask_mod import MaskFn
 from tritoncp.planning import traffic as key_traffic
+from tritoncp.planning.derived import DerivedTables
 from tritoncp.planning.placement import Placement
-from tritoncp.planning.step_tables import Tables, slot_runs, tables_of
+from tritoncp.planning.step_tables import Tables
 from tritoncp.planning.work import block_costs
-
-MAX_CACHED_PARTS = 64  # plans of ranges of batch rows that are cached with the whole plan
-MAX_CHECKED_CALLS = 1024  # keys of calls whose checks passed
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +40,11 @@ class PlanData:
     heads:    query heads of the layer, if a call has only part of them; else 0
     mask_digest: of the mask's code and values, if ranks may have to compare it
     first_row: batch row of the whole plan that is row 0 of this one, see :meth:`batch_rows`
+    whole:    identity of the plan whose batch rows these are, if ranks compare it
+    evaluators: the mask_mod with its captures on the host, then on their own device, as (function, device
+              of its indices); not part of a copy in another process
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
+    derived:  what follows from the mask and the placements
     """
 
     mask: Mask
@@ -58,8 +58,15 @@ class PlanData:
     heads: int = 0
     mask_digest: bytes = b""
     first_row: int = 0
+    whole: Any = field(default=None, repr=False)
+    evaluators: tuple[tuple[MaskFn, torch.device], ...] = field(default=(), repr=False)
     handle: Tensor | None = None
-    _shared: dict = field(default_factory=dict, repr=False)
+    derived: DerivedTables = field(default=None, repr=False)  # type: ignore[assignment] # made below
+
+    def __post_init__(self) -> None:
+        old = self.derived
+        if old is None or old.mask is not self.mask or old.q is not self.q or old.kv is not self.kv:
+            object.__setattr__(self, "derived", DerivedTables(self.mask, self.q, self.kv))
 
     @property
     def world_size(self) -> int:
@@ -102,30 +109,17 @@ class PlanData:
     @property
     def digest(self) -> bytes:
         """Digest of the blocks and their owners: equal for equal plans, on every rank."""
-
-        def digest() -> bytes:
-            runs, slots = self.mask.runs, (*self.q.slots, *self.kv.slots)
-            mask = self.mask
-            geometry = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block, self.first_row
-            counts = self.q.lengths, self.kv.lengths, [slot.shape for slot in slots]
-            hashed = hashlib.sha256(repr((geometry, self.schedule, counts)).encode())
-            for tensor in (runs.ptr, runs.runs, *(self.mask.interval or ()), *slots):
-                hashed.update(content(tensor))
-            return hashed.digest()
-
-        return self.compute_once(("digest", self.schedule), digest)
+        return self.derived.digest(self.schedule, self.first_row)
 
     @property
     def identity(self) -> Any:
         """Hashable key of the plan's contents: equal for equal plans, on every rank, and for no other
         plans."""
-
-        def identity() -> Any:
-            if self.balancer == "natural" and self.mask_digest:  # mask and lengths determine the plan
-                return self.mask_digest, self.schedule, self.q.lengths, self.kv.lengths
-            return self.mask_digest, self.digest
-
-        return self.compute_once(("identity", self.schedule), identity)
+        if self.whole is not None:
+            return self.whole
+        if self.balancer == "natural" and self.mask_digest:  # mask and lengths determine the plan
+            return self.mask_digest, self.schedule, self.q.lengths, self.kv.lengths
+        return self.mask_digest, self.digest
 
     @cached_property
     @on_host
@@ -200,7 +194,7 @@ class PlanData:
             return (int(sends) - stays) * copies, (int(takes) - stays) * copies
         hops = [self.world_size - 1] * 2
         if self.schedule == "ring":
-            hops = list(key_traffic.hops_sent(self.ring_route, self.rank))
+            hops = list(key_traffic.hops_sent(self.derived.ring_route, self.rank))
         return hops[0] * self.kv.s_max * batch, hops[1] * self.kv.s_max * batch
 
     def degree_for(self, heads: int) -> int:
@@ -217,14 +211,11 @@ class PlanData:
     def rows(self, degree: int, heads: int) -> Self:
         """Return the plan between rows of the mesh: ``degree`` neighbouring ranks as one rank each, for a
         layer of ``heads`` query heads."""
-
-        return self.compute_once(("rows", degree, heads), lambda: self._merge_ranks(degree, heads)).for_rank(
-            self.rank // degree
-        )
-
-    def _merge_ranks(self, degree: int, heads: int) -> Self:
-        q, kv = self.q.merged(degree), self.kv.merged(degree)
-        return replace(self, q=q, kv=kv, rank=0, heads=heads, handle=None, _shared={})
+        if (merged := self.derived.merged.get((degree, heads))) is None:
+            q, kv = self.q.merged(degree), self.kv.merged(degree)
+            merged = replace(self, q=q, kv=kv, rank=0, heads=heads, handle=None)
+            self.derived.merged[degree, heads] = merged
+        return merged.for_rank(self.rank // degree)
 
     @property
     def batch(self) -> int:
@@ -246,36 +237,25 @@ class PlanData:
                 f"rows {first} to {first + count - 1} of a batch are asked for, and the plan's mask has "
                 f"{self.batch} (one that has 1 serves any): pass where the query's rows begin in its batch"
             )
-        parts: dict[Any, Self] = self.compute_once("batch rows", dict)
-        key = first, count, self.rank
-        if (part := parts.get(key)) is None:
+        key = first, count, self.rank, self.schedule, self.first_row
+        part: Self | None = self.derived.parts.get(key)
+        if part is None:
             self.check_sources()
-            if len(parts) >= MAX_CACHED_PARTS:
-                parts.clear()
-            part = parts[key] = self._part(first, count).pinned()
+            part = self.derived.parts.put(key, self._part(first, count).pinned())
         return part
 
     def _part(self, first: int, count: int) -> Self:
         mask = self.mask.listed_rows(first, count)
         q, kv = (side.batch_rows(first, count) for side in (self.q, self.kv))
-        shared: dict[Any, Any] = {
-            name: self._shared[name] for name in ("mask_mod", "evaluators") if name in self._shared
-        }
-        if self.world_size > 1:  # ranks that compared the whole compared its rows
-            shared["identity", self.schedule] = self.identity
+        whole = self.identity if self.world_size > 1 else None  # ranks that compared it compared its rows
         first += self.first_row
-        return replace(self, mask=mask, q=q, kv=kv, first_row=first, handle=None, _shared=shared)
-
-    @property
-    def visible_blocks(self) -> Tensor:
-        """KV blocks that each rank's queries see: bool [W, Bn, KV blocks]."""
-        return self.compute_once("visible blocks", lambda: key_traffic.visible_blocks(self.mask, self.q))
+        own = DerivedTables(mask, q, kv)
+        return replace(self, mask=mask, q=q, kv=kv, first_row=first, whole=whole, handle=None, derived=own)
 
     @property
     def traffic(self) -> Tensor:
-        """Rows of rank s's keys that rank r's queries see, at [r, s], summed over the batch rows of mask and
-        placement: int64 [W, W]."""
-        return self.compute_once("traffic", lambda: key_traffic.traffic(self.visible_blocks, self.kv))
+        """:attr:`DerivedTables.traffic`."""
+        return self.derived.traffic
 
     @property
     def batched(self) -> bool:
@@ -283,32 +263,18 @@ class PlanData:
         return self.batch > 1
 
     @property
-    def ring_route(self) -> tuple[int, Tensor]:
-        """Direction in which K and V travel around the ring (1 or -1), and the hops of each rank's K and
-        V."""
-        return self.compute_once("ring route", lambda: key_traffic.ring_route(self.traffic > 0))
-
-    @property
     def ring(self) -> tuple[key_traffic.Hop, ...]:
         """This rank's turns of the ring."""
-        return self.compute_once(
-            ("ring", self.rank), lambda: key_traffic.ring(self.traffic > 0, self.rank, self.ring_route)
-        )
+        return self.derived.ring(self.rank)
 
     @property
     def fetch(self) -> key_traffic.Fetch:
         """The rows that this rank sends and receives if each rank fetches exactly the keys that it sees."""
-        return self.compute_once(
-            ("fetch", self.rank), lambda: key_traffic.fetch(self.visible_blocks, self.kv, self.rank)
-        )
+        return self.derived.fetch(self.rank)
 
     def fetch_rows(self, device: torch.device) -> Tensor:
         """Return ``fetch.rows`` on a device."""
-
-        def copy_rows() -> DeviceCopy[Tensor]:
-            return DeviceCopy([self.fetch.rows], device, lambda rows: rows)
-
-        return self.compute_once(("fetch rows", self.rank, device), copy_rows).on_current_stream()
+        return self.derived.fetch_rows(self.rank, device).on_current_stream()
 
     def tables(
         self,
@@ -322,48 +288,13 @@ class PlanData:
 
         buffer: "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard) or "fetched".
         """
-        interval = self.mask.interval_for(batch, self.heads or heads)
-        key = "tables", self.rank, buffer, interval is None
-        if (device_copy := self._shared.get((*key, device))) is None:
-
-            def on_host() -> Tables:
-                own = self.q.slots[self.rank], self.positions
-                return tables_of(self.mask, *own, *self.listed(buffer), interval)
-
-            tables, place = self.compute_once(key, on_host), torch.device(device)
-            device_copy = self.compute_once((*key, place), lambda: tables.copy_to(place))
-        return device_copy.on_current_stream()
+        by_intervals = self.mask.interval_for(batch, self.heads or heads) is not None
+        device = device if isinstance(device, torch.device) else torch.device(device)
+        return self.derived.tables(self.rank, buffer, by_intervals, device).on_current_stream()
 
     def listed(self, buffer: int | str = "gathered") -> tuple[Tensor, Runs]:
         """Return the slots of a KV buffer, and the runs of them that each Q slot of this rank sees."""
-        slots = self._slots(buffer)
-        own = self.q.slots[self.rank]
-        return slots, self.compute_once(("runs", self.rank, buffer), lambda: slot_runs(self.mask, own, slots))
-
-    def _slots(self, buffer: int | str) -> Tensor:
-        if buffer == "fetched":
-            return self.fetch.slots
-        ranks = None if buffer == "gathered" else [int(buffer)]
-        return self.compute_once(("slots", buffer), lambda: self.kv.gathered(ranks))
-
-    def compute_once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Compute a value once and cache it for all ranks' views of the plan."""
-        if key not in self._shared:
-            self._shared[key] = make()
-        return self._shared[key]
-
-    @property
-    def checked_calls(self) -> set[Any]:
-        """Keys of this rank's calls that passed their checks
-        (:func:`tritoncp.frontend.validate.call_key`)."""
-        return self.compute_once(("checked calls", self.rank), set)
-
-    def note_checked(self, call_key: Any) -> None:
-        """Note that calls of this key passed their checks; None is the key of no call."""
-        if len(self.checked_calls) >= MAX_CHECKED_CALLS:
-            self.checked_calls.clear()
-        if call_key is not None:
-            self.checked_calls.add(call_key)
+        return self.derived.slots(self.rank, buffer), self.derived.runs(self.rank, buffer)
 
     def check_sources(self) -> None:
         """Refuse to run when state that the mask_mod reads has changed since the mask was made."""
@@ -376,9 +307,10 @@ class PlanData:
         return copy.copy(self)  # functions are not copied, and the other fields are immutable
 
     def __getstate__(self) -> dict:
+        if self.world_size > 1:
+            self.digest  # noqa: B018 - computed once, for the process that reads the copy too
         state = {name: value for name, value in vars(self).items() if name in self.__dataclass_fields__}
-        digests = {} if self.world_size == 1 else {("digest", self.schedule): self.digest}
-        return state | {"_shared": digests, "handle": None}
+        return state | {"evaluators": (), "handle": None}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,14 +56,13 @@ class Tables:
     bounded: bool
     full_runs: int
     keys: float
-    launches: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def copy_to(self, device: torch.device) -> DeviceCopy[Tables]:
         """Copy the tables to a device."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
         def tables(*copies: Tensor) -> Tables:
-            return Tables(**vars(self) | dict(zip(tensors, copies, strict=True)) | {"launches": {}})
+            return Tables(**vars(self) | dict(zip(tensors, copies, strict=True)))
 
         return DeviceCopy(list(tensors.values()), device, tables)
 

@@ -155,7 +155,7 @@ def keys_between(plan: Plan, begin: int, end: int) -> Plan:
     last = [*first[1:], end]
     slots = torch.tensor([[(a - begin, a, b - a) for a, b in zip(first, last)]], dtype=torch.int32)
     kv = Placement(plan.kv.length, plan.kv.block, (slots,), (end - begin,))
-    return replace(plan, kv=kv, handle=None, _shared={})
+    return replace(plan, kv=kv, handle=None)
 
 
 def engine_of(

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from tritoncp.core.bounded_cache import BoundedCache, OwnedState
 from tritoncp.distributed.collectives import AllToAll, Schedule, SendRecv, Wait
 from tritoncp.planning import traffic
 from tritoncp.planning.plan import Plan
@@ -132,16 +133,17 @@ class HeadExchange:
     q: Side
     kv: Side
     group: int
-    _messages: dict[Any, list[Message]] = field(default_factory=dict)
-    _statistics: dict[int, tuple[list[int], list[int]]] = field(default_factory=dict)  # sends, recvs
+    _messages: BoundedCache[Any, list[Message]] = field(default_factory=lambda: BoundedCache(MAX_EXCHANGES))
+    _statistics: BoundedCache[int, tuple[list[int], list[int]]] = field(  # sends, recvs
+        default_factory=lambda: BoundedCache(MAX_EXCHANGES)
+    )
 
     @classmethod
     def of(cls, plan: Plan, q: Tensor, k: Tensor) -> HeadExchange:
         """Return the exchange of a call, kept with the plan for calls with equally many heads."""
-        heads = q.shape[1], k.shape[1]
-        return plan.compute_once(
-            ("head exchange", plan.rank, plan.degree, *heads), lambda: cls._build(plan, *heads)
-        )
+        exchanges, heads = _EXCHANGES.of(plan.derived), (q.shape[1], k.shape[1])
+        key = plan.rank, plan.schedule, plan.degree, *heads
+        return exchanges.get(key) or exchanges.put(key, cls._build(plan, *heads))
 
     @classmethod
     def _build(cls, plan: Plan, heads: int, kv_heads: int) -> HeadExchange:
@@ -157,9 +159,8 @@ class HeadExchange:
     def messages(self, fields: Sequence[Field | Returned]) -> list[Message]:
         """Return the layouts of the messages that carry these tensors."""
         batch, kinds = fields[0][0].shape[0], tuple([(side, x.shape[3], x.dtype) for x, side, *_ in fields])
-        if (batch, kinds) not in self._messages:
-            self._messages[batch, kinds] = self._build_messages(batch, kinds)
-        return self._messages[batch, kinds]
+        messages = self._messages.get((batch, kinds))
+        return messages or self._messages.put((batch, kinds), self._build_messages(batch, kinds))
 
     def _build_messages(self, batch: int, kinds: tuple[tuple[Side, int, torch.dtype], ...]) -> list[Message]:
         """Group tensors, each (side, channels, dtype), that can share a message."""
@@ -256,12 +257,12 @@ class HeadExchange:
         """Make the request that returns a statistic by heads [B, this rank's heads, degree * rows], such as
         lse, to the ranks that own its tokens."""
         b, n, _ = x.shape
-        if b not in self._statistics:
+        if (counts := self._statistics.get(b)) is None:
             chunk_sizes = [heads * b * self.q.rows for heads in self.q.counts]
             sends = self._spread_row([chunk_sizes[self.rank]] * self.degree)
-            self._statistics[b] = sends, self._spread_row(chunk_sizes)
+            counts = self._statistics.put(b, (sends, self._spread_row(chunk_sizes)))
         sent = _flat(x.view(b, n, self.degree, self.q.rows).permute(2, 0, 1, 3))
-        return AllToAll(sent, *self._statistics[b])
+        return AllToAll(sent, *counts)
 
     def join_statistic(self, q: Tensor, received: Tensor) -> Tensor:
         """Join the received parts of a :meth:`statistic_request` to a statistic of q's rows [B, H, S]."""
@@ -308,6 +309,10 @@ class HeadExchange:
         spread = [0] * self.world
         spread[self.rank :: self.degree] = counts
         return spread
+
+
+MAX_EXCHANGES = 64  # of one plan, and layouts of messages of one exchange
+_EXCHANGES: OwnedState[BoundedCache[Any, HeadExchange]] = OwnedState(lambda: BoundedCache(MAX_EXCHANGES))
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ MAX_PARTS = 512  # objects and attributes in one layout
 
 VALUE: Layout = ("value",)
 # Objects that graphs name by number, each in a tuple. A graph that runs keeps its own in use.
-_CONSTANTS = BoundedCache(1 << 16)
-_NUMBERS = BoundedCache(1 << 16)  # by the constant's key
+_CONSTANTS: BoundedCache[int, tuple[Any]] = BoundedCache(1 << 15)
+_NUMBERS: BoundedCache[Any, int] = BoundedCache(1 << 15)  # by the constant's key
 _COUNT = itertools.count()
 
 
@@ -72,7 +72,7 @@ def constant_of(number: int) -> Any:
     if (entry := _CONSTANTS.get(number)) is None:
         raise RuntimeError(
             "a compiled graph names an object that is no longer in the table of constants: more than "
-            f"{_CONSTANTS.size // 2} others were used since its last run. Compile it again, after "
+            f"{_CONSTANTS.size} others were used since its last run. Compile it again, after "
             "torch._dynamo.reset()"
         )
     return entry[0]

@@ -1,0 +1,143 @@
+"""Tables derived from a mask and two placements: which keys each rank sees, sends and receives, and the
+tables of each step, computed at their first use."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.upload import DeviceCopy
+from tritoncp.masks.block_runs import Runs, content
+from tritoncp.masks.mask import Mask
+from tritoncp.planning import traffic as key_traffic
+from tritoncp.planning.placement import Placement
+from tritoncp.planning.step_tables import Tables, slot_runs, tables_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+MAX_PARTS = 64  # plans of ranges of batch rows that are kept with the whole plan
+
+
+def computed_once(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Compute the result of a method once for each key, and keep it with the object. Threads that meet
+    compute equal results, so that no lock is needed."""
+    name = f"_{method.__name__}"
+
+    @functools.wraps(method)
+    def look_up(self: Any, *key: Any) -> Any:
+        values = vars(self).setdefault(name, {})
+        if (value := values.get(key)) is None:
+            value = values[key] = method(self, *key)  # type: ignore[call-arg]
+        return value
+
+    return look_up  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, eq=False)
+class DerivedTables:
+    """What follows from a mask and the placements of queries and keys, for all ranks. All views of a plan
+    share one. The number of results is bounded by those of ranks, buffers and devices.
+
+    A buffer of keys and values is "gathered" (all ranks' shards, ``kv.s_max`` rows each), a rank (its shard)
+    or "fetched".
+    """
+
+    mask: Mask
+    q: Placement
+    kv: Placement
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name in ("mask", "q", "kv", "_digest")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    @cached_property
+    def merged(self) -> dict[tuple[int, int], Any]:
+        """Plans between rows of the mesh, by ranks of a row and query heads."""
+        return {}
+
+    @cached_property
+    def parts(self) -> BoundedCache[tuple[Any, ...], Any]:
+        """Plans of ranges of batch rows."""
+        return BoundedCache(MAX_PARTS)
+
+    @computed_once
+    def digest(self, schedule: str, first_row: int) -> bytes:
+        """Digest the blocks and their owners."""
+        mask, runs, slots = self.mask, self.mask.runs, (*self.q.slots, *self.kv.slots)
+        geometry = mask.q_len, mask.kv_len, mask.q_block, mask.kv_block, first_row
+        counts = self.q.lengths, self.kv.lengths, [slot.shape for slot in slots]
+        hashed = hashlib.sha256(repr((geometry, schedule, counts)).encode())
+        for tensor in (runs.ptr, runs.runs, *(mask.interval or ()), *slots):
+            hashed.update(content(tensor))
+        return hashed.digest()
+
+    @cached_property
+    def visible_blocks(self) -> Tensor:
+        """KV blocks that each rank's queries see: bool [W, Bn, KV blocks]."""
+        return key_traffic.visible_blocks(self.mask, self.q)
+
+    @cached_property
+    def traffic(self) -> Tensor:
+        """Rows of rank s's keys that rank r's queries see, at [r, s], summed over the batch rows of mask and
+        placement: int64 [W, W]."""
+        return key_traffic.traffic(self.visible_blocks, self.kv)
+
+    @cached_property
+    def ring_route(self) -> tuple[int, Tensor]:
+        """Direction in which K and V travel around the ring (1 or -1), and the hops of each rank's K and
+        V."""
+        return key_traffic.ring_route(self.traffic > 0)
+
+    @computed_once
+    def ring(self, rank: int) -> tuple[key_traffic.Hop, ...]:
+        """The turns of a rank in the ring."""
+        return key_traffic.ring(self.traffic > 0, rank, self.ring_route)
+
+    @computed_once
+    def fetch(self, rank: int) -> key_traffic.Fetch:
+        """The rows that a rank sends and receives if each rank fetches exactly the keys that it sees."""
+        return key_traffic.fetch(self.visible_blocks, self.kv, rank)
+
+    @computed_once
+    def fetch_rows(self, rank: int, device: torch.device) -> DeviceCopy[Tensor]:
+        """Copy ``fetch(rank).rows`` to a device."""
+        return DeviceCopy([self.fetch(rank).rows], device, lambda rows: rows)
+
+    @computed_once
+    def gathered_slots(self, buffer: int | str) -> Tensor:
+        """The slots of a buffer that is equal on all ranks."""
+        return self.kv.gathered(None if buffer == "gathered" else [int(buffer)])
+
+    def slots(self, rank: int, buffer: int | str) -> Tensor:
+        """The slots of a rank's buffer."""
+        return self.fetch(rank).slots if buffer == "fetched" else self.gathered_slots(buffer)
+
+    @computed_once
+    def runs(self, rank: int, buffer: int | str) -> Runs:
+        """The runs of a buffer's slots that each Q slot of a rank sees."""
+        return slot_runs(self.mask, self.q.slots[rank], self.slots(rank, buffer))
+
+    @computed_once
+    def host_tables(self, rank: int, buffer: int | str, by_intervals: bool) -> Tables:
+        """The tables of a rank's step with a buffer. by_intervals: whether the mask's row intervals hold for
+        the call."""
+        own = self.q.slots[rank], self.q.positions(rank)
+        interval = self.mask.interval if by_intervals else None
+        return tables_of(self.mask, *own, self.slots(rank, buffer), self.runs(rank, buffer), interval)
+
+    @computed_once
+    def tables(
+        self, rank: int, buffer: int | str, by_intervals: bool, device: torch.device
+    ) -> DeviceCopy[Tables]:
+        """Copy the tables of a rank's step to a device."""
+        return self.host_tables(rank, buffer, by_intervals).copy_to(device)
