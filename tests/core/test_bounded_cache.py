@@ -25,7 +25,7 @@ def test_the_least_recently_used_entries_are_evicted(seed):
             expected.move_to_end(key)
             while len(expected) > 5 or (len(expected) > 1 and sum(expected.values()) > 12):
                 expected.popitem(last=False)
-        assert set(cache) == set(expected) and len(cache._order) == len(cache)
+        assert set(cache) == set(expected) and len(cache) == len(expected)
 
 
 def test_a_value_serves_the_very_same_tensors_unedited():
