@@ -111,11 +111,11 @@ def _store(cache: dict[Any, T], key: Any, value: T) -> T:
     return value
 
 
-def _plan(handle: Tensor) -> Plan:
-    """Return the plan of a handle, after a check that its mask has not changed."""
+def _plan(handle: Tensor, q: Tensor) -> Plan:
+    """Return the plan of a handle for the batch rows of q, after a check that its mask has not changed."""
     plan: Plan = object_of(handle)
     plan.check_sources()
-    return plan
+    return plan.of_batch(q.shape[0])
 
 
 def _drive(
@@ -157,7 +157,7 @@ def _attend(
     def schedule(i: int, p: Plan) -> Any:
         return schedule_of(p).forward(p, engine, q[i], k[i], v[i], call.want_max)
 
-    plan_of_call, group = _plan(plan), _group(call)
+    plan_of_call, group = _plan(plan, q[0]), _group(call)
     if group is not None:
         signatures.compare_call(group, plan_of_call, spec, scale, q[0], k[0], v[0], captures, ints, floats)
     engine = _engine(spec, plan_of_call, scale, q, k, v, captures, ints, floats)
@@ -209,7 +209,7 @@ def _differentiate(
         # The only rounding. dk and dv may be views of one buffer, and outputs of an op must not share memory.
         return tuple(_in_own_memory(grad, x[i]) for grad, x in zip(parts, (q, k, v), strict=True))
 
-    plan_of_call, grads = _plan(plan), engine_factory.gradient_buffers(call, captures, lses[0])
+    plan_of_call, grads = _plan(plan, q[0]), engine_factory.gradient_buffers(call, captures, lses[0])
     extra = *outs, *lses, *douts, *dlses
     engine = _engine(spec, plan_of_call, scale, q, k, v, captures, ints, floats, extra, grads)
     grads_by_rank = _drive(_group(call), plan_of_call, len(q), schedule, q[0].device)

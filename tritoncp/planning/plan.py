@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
@@ -13,7 +15,8 @@ from tritoncp.planning.drawing.page import html
 from tritoncp.planning.drawing.picture import paint
 from tritoncp.planning.memory import Shape
 from tritoncp.planning.metrics import Metrics
-from tritoncp.planning.plan_data import PlanData
+from tritoncp.planning.parts import check_keys, check_part, needed_chunks, part_fields
+from tritoncp.planning.plan_data import MAX_CACHED_PARTS, PlanData
 from tritoncp.planning.report import Facts, format_costs, format_text
 
 if TYPE_CHECKING:
@@ -50,6 +53,62 @@ class Plan(PlanData, BlockMaskInterface):
                 "the mask, and make a plan of that: make_plan(mask[...], mesh)"
             )
         return self.batch_rows(rows[0], len(rows))
+
+    def of_batch(self, rows: int) -> Plan:
+        """Return the plan of a call on ``rows`` batch rows: of a chunk of the batch, the plan of its rows."""
+        if not self.batch_chunk:
+            return self
+        return replace(self, batch_chunk=0, handle=None).batch_rows(self.batch_chunk * rows, rows)
+
+    def part(self, index: int, count: int, *, dim: str = "seq", keys: int | None = None) -> Plan:
+        """Return the plan of one of ``count`` equal chunks of the rows of every rank's shard.
+
+        dim: "seq": queries of the chunk, at their places; "batch": batch rows of the chunk
+        keys: by "seq", the keys and values are those of the first ``keys`` chunks; None: of all
+
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512))
+        >>> part = plan.part(1, 4, keys=2)
+        >>> part.positions[0, :2].tolist(), part.q.lengths, part.kv.lengths
+        ([128, 129], (128,), (256,))
+        """
+        check_part(index, count, dim, keys)
+        cache: dict[Any, Plan] = self.compute_once("parts", dict)
+        key = index, count, dim, keys, self.rank
+        if (part := cache.get(key)) is None:
+            self.check_sources()
+            if len(cache) >= MAX_CACHED_PARTS:
+                cache.clear()
+            part = cache[key] = self._part_of_batch(index, count) if dim == "batch" else self._part_of_rows(key)
+        return part
+
+    def _part_of_batch(self, index: int, count: int) -> Plan:
+        if self.batch == 1:
+            return replace(self, batch_chunk=index, handle=None).pinned()
+        if self.batch % count:
+            raise ValueError(
+                f"{self.batch} batch rows are no multiple of {count} chunks; pass a number that divides them"
+            )
+        return self.batch_rows(index * (self.batch // count), self.batch // count)
+
+    def _part_of_rows(self, key: tuple[Any, ...]) -> Plan:
+        index, count, _, keys, _ = key
+        if keys is not None:
+            check_keys(self.needs(count), index, keys)
+        shared: dict[Any, Any] = {
+            name: self._shared[name] for name in ("mask_mod", "evaluators") if name in self._shared
+        }
+        shared["identity", self.schedule] = self.identity, index, count, keys
+        fields = part_fields(self, index, count, keys)
+        return replace(self, **fields, handle=None, _shared=shared).pinned()
+
+    @on_host
+    def needs(self, count: int) -> Tensor:
+        """Return which chunks of keys the queries of each of ``count`` chunks see, on any rank: bool [count,
+        count], see :func:`tritoncp.planning.parts.needed_chunks`."""
+        return self.compute_once(
+            ("needs", count), lambda: needed_chunks(self.mask, self.q, self.kv, count)
+        )
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:

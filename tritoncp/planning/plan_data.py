@@ -44,6 +44,7 @@ class PlanData:
     heads:    query heads of the layer, if a call has only part of them; else 0
     mask_digest: of the mask's code and values, if ranks may have to compare it
     first_row: batch row of the whole plan that is row 0 of this one, see :meth:`batch_rows`
+    batch_chunk: chunk of the batch that a call's tensors are, if the mask serves every batch row
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
     """
 
@@ -58,6 +59,7 @@ class PlanData:
     heads: int = 0
     mask_digest: bytes = b""
     first_row: int = 0
+    batch_chunk: int = 0
     handle: Tensor | None = None
     _shared: dict = field(default_factory=dict, repr=False)
 
@@ -246,13 +248,13 @@ class PlanData:
                 f"rows {first} to {first + count - 1} of a batch are asked for, and the plan's mask has "
                 f"{self.batch} (one that has 1 serves any): pass where the query's rows begin in its batch"
             )
-        parts: dict[Any, Self] = self.compute_once("batch rows", dict)
+        cache: dict[Any, Self] = self.compute_once("batch rows", dict)
         key = first, count, self.rank
-        if (part := parts.get(key)) is None:
+        if (part := cache.get(key)) is None:
             self.check_sources()
-            if len(parts) >= MAX_CACHED_PARTS:
-                parts.clear()
-            part = parts[key] = self._part(first, count).pinned()
+            if len(cache) >= MAX_CACHED_PARTS:
+                cache.clear()
+            part = cache[key] = self._part(first, count).pinned()
         return part
 
     def _part(self, first: int, count: int) -> Self:
