@@ -69,8 +69,9 @@ def regions_of(graph: Graph, pattern: str) -> dict[Node, str]:
         if node.op != "call_function":
             continue
         path = module_path(node)
-        if node.target is operator.getitem and node.args[0] in inside:
-            inside[node] = inside[node.args[0]]
+        if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), tuple | list):
+            if node.args[0] in inside:
+                inside[node] = inside[node.args[0]]
         elif path:
             if region := matched_region(path, pattern):
                 inside[node] = region

@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, resolve_unbacked_bindings
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from tritoncp.chunking.report import ChunkingError, describe
@@ -132,27 +132,23 @@ class Sizes:
             return self.env.create_symfloatnode(expr, hint=None)
         return int(expr) if expr.is_number else self.env.create_symintnode(expr, hint=self.hint(expr))
 
-    def bind(self, node: Node, copy: Node, fresh: Symbols) -> None:
-        """Give the copy of a node symbols of its own where the node reads sizes from data."""
-        bindings = resolve_unbacked_bindings(self.env, node.meta.get("unbacked_bindings"))
-        if not bindings:
-            return
+    def bind(self, copy: Node, fresh: Symbols) -> None:
+        """Give a copied node symbols of its own where it reads sizes from data, and note them in ``fresh``."""
         renamed = {}
-        with self.env.ignore_fresh_unbacked_symbols():
-            for old, path in bindings.items():
+        for raw, path in (copy.meta.get("unbacked_bindings") or {}).items():
+            resolved = self.env.unbacked_renamings.get(raw, raw)
+            present = self.env.replace(resolved)
+            old = present if present.is_Symbol else resolved
+            with self.env.ignore_fresh_unbacked_symbols():
                 new = self.env.create_unbacked_symint().node.expr
-                present = self.env.replace(old)
-                if old in self.env.var_to_range:
-                    self.env.var_to_range[new] = self.env.var_to_range[present if present.is_Symbol else old]
-                fresh[old] = new
-                if present.is_Symbol:
-                    fresh[present] = new
-                if (number := self.env.var_to_hint_override.get(present)) is not None:
-                    self.env.var_to_hint_override[new] = max(1, number // self.chunks)
-                renamed[new] = path
-        for key in node.meta["unbacked_bindings"]:
-            fresh.setdefault(key, fresh[next(iter(bindings))] if len(bindings) == 1 else key)
-        copy.meta["unbacked_bindings"] = renamed
+            if old in self.env.var_to_range:
+                self.env.var_to_range[new] = self.env.var_to_range[old]
+            if (number := self.env.var_to_hint_override.get(old)) is not None:
+                self.env.var_to_hint_override[new] = max(1, number // self.chunks)
+            fresh.update({raw: new, resolved: new, old: new})
+            renamed[new] = path
+        if renamed:
+            copy.meta["unbacked_bindings"] = renamed
 
 
 def input_symbols(graph: Graph) -> set[Any]:
