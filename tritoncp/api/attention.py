@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -124,6 +126,12 @@ def _call(
     mesh: Any, positions: Tensor | None, sinks: Tensor | None, batch_offset: int | None,
 ) -> Any:  # fmt: skip
     """Run :func:`flex_attention` outside of a graph that Dynamo traces."""
+    if (replacement := _replacement.get()) is not None:
+        with replaced(None):
+            return replacement(
+                query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
+                return_aux, mesh, positions, sinks, batch_offset,
+            )  # fmt: skip
     if call_modes.is_traced(query):
         check_options(kernel_options or {}, _local_architecture(query))
         return _call_in_graph(
@@ -160,6 +168,20 @@ def _call(
     if sinks is not None:
         outs = [*with_sinks(outs[0], outs[1], sinks), *outs[2:]]
     return _select_results(outs, return_lse, return_aux)
+
+
+_replacement: ContextVar[Callable[..., Any] | None] = ContextVar("replacement", default=None)
+
+
+@contextmanager
+def replaced(call: Callable[..., Any] | None) -> Iterator[None]:
+    """Have another function answer the calls of :func:`flex_attention` in this context, with its arguments in
+    their order; None: flex_attention itself."""
+    token = _replacement.set(call)
+    try:
+        yield
+    finally:
+        _replacement.reset(token)
 
 
 def _local_architecture(x: Tensor) -> str | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput, TangentAOTInput
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput
 from torch.fx import Graph, Node
 
 from tritoncp.chunking import attention
@@ -48,8 +47,8 @@ class Cut:
     users, and how their chunks become one value: "cat", "sum" or "chain"; source: the node of the whole size
     """
 
-    def __init__(self, graph: Graph, region: str, dim: str, chunks: int, early: bool) -> None:
-        self.graph, self.dim, self.early = graph, dim, early
+    def __init__(self, graph: Graph, region: str, dim: str, chunks: int, early: bool, repeat: bool) -> None:
+        self.graph, self.dim, self.repeat = graph, dim, repeat
         self.inside = regions_of(graph, region)
         self._check_passes(region)
         calls = [node for node in self.inside if attention.is_attention(node)]
@@ -221,6 +220,8 @@ class Cut:
 
     def _op_fault(self, node: Node) -> str:
         name = op_name(node) or str(node.target)
+        if attention.is_attention(node):
+            return attention.fault(node, self, self.repeat)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             return "is a higher-order op, which cannot be cut: call tritoncp.flex_attention in the region"
         if any(part in name for part in TORCH_ATTENTION) and self.dim == "seq":
@@ -237,9 +238,7 @@ class Cut:
         for x in value if isinstance(value, tuple | list) else (value,):
             if isinstance(x, Tensor) and len(self.sizes.dims(x)) > 1:
                 return f"has two dimensions of the size that is cut: {list(x.shape)}"
-        if node.target is operator.getitem or not isinstance(value, Tensor):
-            return ""
-        return attention.fault(node, self)
+        return ""
 
     def cut_dim(self, node: Node) -> int:
         """Return the dimension of a tensor along which it is cut or joined. Raises ChunkingError."""
@@ -261,6 +260,3 @@ class Cut:
     def factor(self, node: Node) -> int:
         """Return the rows of a tensor's cut dimension for each row that is cut."""
         return int(expression(node.meta["val"].shape[self.cut_dim(node)]) / self.sizes.symbol)
-
-    def is_tangent(self, node: Node) -> bool:
-        return isinstance(node.meta.get("desc"), TangentAOTInput)

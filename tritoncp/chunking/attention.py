@@ -4,7 +4,6 @@ how many chunks of keys the queries of a chunk read."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tritoncp.chunking.report import ChunkingError, describe
+from tritoncp.chunking.report import ChunkingError
 from tritoncp.core.handles import object_of
 from tritoncp.frontend.dynamo import block_mask_op, part_op, plan_op
 from tritoncp.ops.autograd import backward_op, forward_op
@@ -63,14 +62,7 @@ def whole_inputs(node: Node) -> set[Node]:
     return {x for values in lists for x in values if isinstance(x, Node)} | {plan_of(node)}
 
 
-def fault(node: Node, cut: Any) -> str:
-    """Return the reason to refuse an attention, "" if there is none."""
-    if not is_attention(node):
-        return ""
-    return ""
-
-
-def attention_fault(node: Node, cut: Any, repeat: bool) -> str:
+def fault(node: Node, cut: Any, repeat: bool) -> str:
     """Return the reason to refuse an attention, "" if there is none."""
     at, spec = places(node), Spec.decode(node.args[places(node)["spec"]])
     if len(node.args[at["q"]]) != 1:
@@ -103,23 +95,26 @@ class Keys:
     """
 
     def __init__(self, cut: Any, needs: Tensor | None) -> None:
-        self.cut, self.chunks, self.needs = cut, cut.sizes.chunks, needs
+        self.cut, self.chunks = cut, cut.sizes.chunks
         self._counts: dict[Node, tuple[int, ...]] = {}
         if needs is not None and tuple(needs.shape) != (self.chunks, self.chunks):
             raise ChunkingError(
                 f"needs has the shape {tuple(needs.shape)}; pass plan.needs({self.chunks}), of "
                 f"[{self.chunks}, {self.chunks}]"
             )
+        with unset_fake_temporarily(), _disable_current_modes():
+            self.common = None if needs is None else prefixes(needs, self.chunks)
 
     def counts(self, node: Node) -> tuple[int, ...]:
         """Return the number of chunks of keys that each chunk of an attention reads."""
         handle = plan_of(node)
         if handle not in self._counts:
-            needs = self.needs
-            if needs is None and self.cut.dim == "seq":
-                plan = known_plan(handle, self.cut.sizes)
-                needs = None if plan is None else plan.needs(self.chunks)
-            self._counts[handle] = prefixes(needs, self.chunks)
+            counts = self.common
+            if counts is None and self.cut.dim == "seq":
+                with unset_fake_temporarily(), _disable_current_modes():
+                    plan = known_plan(handle, self.cut.sizes)
+                    counts = None if plan is None else prefixes(plan.needs(self.chunks), self.chunks)
+            self._counts[handle] = counts or (self.chunks,) * self.chunks
         return self._counts[handle]
 
     def are_cut(self, node: Node) -> bool:
@@ -150,20 +145,19 @@ class Keys:
         return any(x in arg if isinstance(arg, list | tuple) else x is arg for arg in others)
 
 
-def prefixes(needs: Tensor | None, chunks: int) -> tuple[int, ...]:
+def prefixes(needs: Tensor, chunks: int) -> tuple[int, ...]:
     """Return the number of chunks of keys up to the last that each chunk of queries needs, at least one.
 
-    >>> prefixes(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]), 3), prefixes(None, 3)
-    ((1, 2, 3), (3, 3, 3))
+    >>> prefixes(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]), 3)
+    (1, 2, 3)
     """
-    if needs is None:
-        return (chunks,) * chunks
-    return tuple(max([j + 1 for j in range(chunks) if needs[i, j]], default=1) for i in range(chunks))
+    rows = needs.tolist()
+    return tuple(max([j + 1 for j in range(chunks) if row[j]], default=1) for row in rows)
 
 
 def known_plan(handle: Node, sizes: Any) -> Plan | None:
     """Return the plan that a node of the graph names, for the hinted sizes, None if the graph does not show
-    it: its mask is an input."""
+    it: its mask is computed from inputs without values. Called outside of fake tensor modes."""
     if handle.target is part_op:
         return None
     if handle.target is not plan_op:
@@ -172,8 +166,7 @@ def known_plan(handle: Node, sizes: Any) -> Plan | None:
     try:
         args = map_arg(handle.args, lambda x: _constant(x, sizes))
         tensors, ints, *rest = args
-        with unset_fake_temporarily(), _disable_current_modes():
-            return object_of(plan_op(list(tensors), list(ints), list(rest[0]), *rest[1:]))
+        return object_of(plan_op(list(tensors), list(ints), list(rest[0]), *rest[1:]))
     except _Unknown:
         return None
 
@@ -210,19 +203,11 @@ def value_of(node: Node) -> Tensor | None:
 
 
 def _example(fake: FakeTensor) -> Tensor | None:
-    """Return the tensor that a fake input of the traced program was made of."""
+    """Return the tensor that a fake input of the traced program was made of: AOTAutograd's inputs share memory
+    with the fake tensors that Dynamo made of the real ones."""
     converter = fake.fake_mode.fake_tensor_converter
-    numbers = [number for number, x in converter.tensor_memo.items() if x is fake]
+    memory = fake.untyped_storage()._cdata
+    numbers = {n for n, x in converter.tensor_memo.items() if x.untyped_storage()._cdata == memory}
     described = converter.meta_converter.describer.lookup_tensor
-    for tensor, number in list(described.items()) if numbers else ():
-        if number == numbers[0]:
-            return tensor
-    return None
-
-
-def spec_of(node: Node) -> Spec:
-    return Spec.decode(node.args[places(node)["spec"]])
-
-
-def describe_keys(node: Node, counts: Sequence[int]) -> str:
-    return f"{describe(node)}: chunks of queries read {', '.join(map(str, counts))} chunks of keys"
+    tensors = [x for x, n in list(described.items()) if n in numbers and not isinstance(x, FakeTensor)]
+    return tensors[0] if tensors else None

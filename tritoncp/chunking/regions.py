@@ -60,8 +60,9 @@ def has_tensor(node: Node) -> bool:
 def regions_of(graph: Graph, pattern: str) -> dict[Node, str]:
     """Map each node inside a region to the region's path.
 
-    A node without a module, as the sum of gradients, is inside if all its tensors come from regions and go to
-    regions; its region is that of its last tensor. A selected item belongs where the sequence does.
+    A node without a module is inside if all its tensors come from regions and go to regions, a sum of
+    gradients also if it adds one from outside; its region is that of its last tensor. A selected item belongs
+    where the sequence does.
     """
     inside: dict[Node, str] = {}
     candidates = []
@@ -85,7 +86,7 @@ def regions_of(graph: Graph, pattern: str) -> dict[Node, str]:
         members.difference_update(wrong)
     for node in candidates:
         if node in members:
-            inside[node] = inside[_tensors(node)[-1]]
+            inside[node] = next(inside[x] for x in reversed(_tensors(node)) if x in inside)
     return {node: inside[node] for node in graph.nodes if node in inside}
 
 
@@ -94,6 +95,13 @@ def _tensors(node: Node) -> list[Node]:
 
 
 def _is_surrounded(node: Node, inside: dict[Node, str], members: set[Node]) -> bool:
-    """Return whether all tensors of a node come from regions, and all its users are in regions."""
-    near = [*_tensors(node), *node.users]
-    return bool(node.users) and bool(_tensors(node)) and all(x in inside or x in members for x in near)
+    """Return whether a node comes from regions and goes to regions. Of a sum, one end is enough: what it adds
+    from outside is cut, and what leaves is joined once."""
+    tensors = _tensors(node)
+    sources = [x in inside or x in members for x in tensors]
+    users = [x in inside or x in members for x in node.users]
+    if not users or not tensors:
+        return False
+    if node.target is torch.ops.aten.add.Tensor and len(tensors) > 1:
+        return any(sources) and (all(sources) or all(users))
+    return all(sources) and all(users)

@@ -53,10 +53,7 @@ def chunk(
     graph = gm if isinstance(gm, Graph) else gm.graph
     if dim not in ("batch", "seq") or chunks < 2:
         raise ChunkingError(f'dim={dim!r}, chunks={chunks}: pass dim="batch" or "seq", and 2 chunks or more')
-    cut = Cut(graph, region, dim, chunks, early)
-    for node in cut.copied:
-        if attention.is_attention(node) and (fault := attention.attention_fault(node, cut, repeat)):
-            raise ChunkingError(f"{describe(node, users=True)} {fault}")
+    cut = Cut(graph, region, dim, chunks, early, repeat)
     keys = attention.Keys(cut, needs)
     steps, report = Schedule(cut, keys).steps, _report(cut, keys)
     Rewrite(cut, keys).run(steps)

@@ -13,7 +13,6 @@ import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import FloorDiv, Mod
 
 from tritoncp.chunking.report import ChunkingError, describe
@@ -69,12 +68,10 @@ class Sizes:
             )
 
     def declare_divisible(self) -> None:
-        """Tell the shape environment that chunks are equal: a guard, or an assertion of an unbacked size."""
-        multiple = sympy.Eq(Mod(self.symbol, self.chunks), 0)
-        if free_unbacked_symbols(self.symbol):
-            self.env.guard_or_defer_runtime_assert(multiple, "a size is a multiple of the number of chunks")
-        else:
-            self.env.evaluate_expr(multiple)
+        """Tell the shape environment that chunks are equal. There is no guard, which mark_dynamic refuses:
+        other sizes are an error of the split when the graph runs."""
+        self.env._add_divisible(Mod(self.symbol, self.chunks))
+        self.env._update_version_counter()
 
     def hint(self, expr: Any) -> int | None:
         """Return the number that an expression is expected to be, None if none is known."""
