@@ -11,12 +11,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tritoncp.chunking.compile_pass import Pass as Pass
     from tritoncp.chunking.concrete import concretise as concretise
     from tritoncp.chunking.eager import Eager as Eager
     from tritoncp.chunking.mark import mark_size as mark
     from tritoncp.chunking.order import order as order
     from tritoncp.chunking.report import Report as Report
-    from tritoncp.chunking.rewrite import Pass as Pass
     from tritoncp.chunking.rewrite import chunk as chunk
     from tritoncp.chunking.timeline import Timeline as Timeline
     from tritoncp.chunking.timeline import simulate as simulate
+
+_NAMES = {
+    "compile_pass": ("Pass",),
+    "concrete": ("concretise",),
+    "eager": ("Eager",),
+    "mark": ("mark",),
+    "order": ("order",),
+    "report": ("Report",),
+    "rewrite": ("chunk",),
+    "timeline": ("Timeline", "simulate"),
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'tritoncp.chunking' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"tritoncp.chunking.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
