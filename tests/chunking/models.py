@@ -1,4 +1,4 @@
-"""Transformer blocks shaped as Llama-3's and DeepSeek-V3's debug models, and their joint graphs on the CPU."""
+"""Transformer blocks shaped as Llama-3's and DeepSeek-V3's debug models, and their joint graphs."""
 
 from __future__ import annotations
 
@@ -160,5 +160,7 @@ def compiled(
         rewrite(gm)
         return gm
 
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, inference_compiler=infer, partition_fn=partition)
+    backend = aot_autograd(
+        fw_compiler=keep, bw_compiler=keep, inference_compiler=infer, partition_fn=partition
+    )
     return torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)

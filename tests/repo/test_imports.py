@@ -47,6 +47,7 @@ LAYERS = {
     "ops": Layer({"ops"}, SPINE - {"frontend", "api"}, {"torch", "filelock", "platformdirs", "rich"}),
     "frontend": Layer({"frontend"}, SPINE - {"api"}, {"torch", "rich"}),
     "api": Layer({"api"}, SPINE, {"torch"}),
+    "chunking": Layer({"chunking"}, SPINE, {"torch", "sympy", "PIL"}),
     "perf": Layer(
         {"perf"},
         SPINE,
@@ -55,7 +56,7 @@ LAYERS = {
     "edge": Layer(
         {"", "__main__", "analysis", "cli", "command_base", "demo", "doctor", "planning.command",
          "self_check", "tuning"},
-        SPINE | {"perf"},
+        SPINE | {"chunking", "perf"},
         {"torch", "triton", "click", "rich", "platformdirs", "PIL", "filelock"},
     ),
 }  # fmt: skip

@@ -14,22 +14,17 @@ if TYPE_CHECKING:
     from tritoncp.chunking.compile_pass import Pass as Pass
     from tritoncp.chunking.concrete import concretise as concretise
     from tritoncp.chunking.eager import Eager as Eager
-    from tritoncp.chunking.mark import mark_size as mark
-    from tritoncp.chunking.order import order as order
     from tritoncp.chunking.report import Report as Report
     from tritoncp.chunking.rewrite import chunk as chunk
-    from tritoncp.chunking.timeline import Timeline as Timeline
-    from tritoncp.chunking.timeline import simulate as simulate
+    from tritoncp.chunking.size_mark import mark as mark
 
 _NAMES = {
     "compile_pass": ("Pass",),
     "concrete": ("concretise",),
     "eager": ("Eager",),
-    "mark": ("mark",),
-    "order": ("order",),
     "report": ("Report",),
     "rewrite": ("chunk",),
-    "timeline": ("Timeline", "simulate"),
+    "size_mark": ("mark",),
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(_MODULE_OF)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,16 @@ def op_name(node: Node) -> str:
 def is_size(node: Node) -> bool:
     """Return whether a node computes a size, or a condition on sizes."""
     return isinstance(node.meta.get("val"), SymInt | SymFloat | SymBool)
+
+
+def size_argument(node: Node) -> Sequence[Any]:
+    """Return the argument of an op that lists the sizes of its result, empty if it has none."""
+    schema = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name in ("size", "shape") and place < len(node.args):
+            sizes = node.args[place]
+            return sizes if isinstance(sizes, list | tuple) else ()
+    return ()
 
 
 class Cut:
@@ -104,7 +114,9 @@ class Cut:
     def _new_values(self) -> dict[Node, Node]:
         """Map inputs that are mutated to the nodes of their new values, if a region computes them."""
         inputs = {
-            x.meta["desc"]: x for x in self.graph.nodes if x.op == "placeholder" and x.meta.get("desc") is not None
+            x.meta["desc"]: x
+            for x in self.graph.nodes
+            if x.op == "placeholder" and x.meta.get("desc") is not None
         }
         pairs = []
         for value, descriptor in self.outputs:
@@ -238,6 +250,10 @@ class Cut:
         for x in value if isinstance(value, tuple | list) else (value,):
             if isinstance(x, Tensor) and len(self.sizes.dims(x)) > 1:
                 return f"has two dimensions of the size that is cut: {list(x.shape)}"
+        if isinstance(value, Tensor):
+            for size, number in zip(value.shape, size_argument(node), strict=False):
+                if self.sizes.symbol in free_symbols(size) and type(number) is int and number != -1:
+                    return f"has the constant {number} where the size {size} belongs; write x.shape[i], or -1"
         return ""
 
     def cut_dim(self, node: Node) -> int:

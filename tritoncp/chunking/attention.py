@@ -6,7 +6,6 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx import Node

@@ -96,7 +96,9 @@ def split_axis(value: Tensor, x: Tensor, dim: str) -> int | None:
 
 def concatenate(results: list[Any], axis: int) -> Any:
     """Concatenate tensors, or the tensors of tuples, lists and dicts of one form."""
-    return tree_map(lambda *parts: torch.cat(parts, axis) if isinstance(parts[0], Tensor) else parts[0], *results)
+    return tree_map(
+        lambda *parts: torch.cat(parts, axis) if isinstance(parts[0], Tensor) else parts[0], *results
+    )
 
 
 class Calls:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import SymInt, Tensor
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -239,7 +239,9 @@ class Rewrite:
                         return
         raise ChunkingError("no input has the size that is cut alone as the size of a dimension")
 
-    def _call(self, target: Any, args: tuple[Any, ...], value: Any, mark: dict[str, Any] | None = None) -> Node:
+    def _call(
+        self, target: Any, args: tuple[Any, ...], value: Any, mark: dict[str, Any] | None = None
+    ) -> Node:
         """Add a call of a function at the present place."""
         with self.graph.inserting_before(self.output):
             node = self.graph.call_function(target, args)
@@ -406,7 +408,9 @@ class Rewrite:
         value = node.meta.get("val")
         if node.target is attention.backward_op and self.keys.are_cut(node):
             count = self.keys.counts(node)[c]
-            return [self.sizes.cut(x, self.fresh[c], count if i in (1, 2) else 1) for i, x in enumerate(value)]
+            return [
+                self.sizes.cut(x, self.fresh[c], count if i in (1, 2) else 1) for i, x in enumerate(value)
+            ]
         return self.sizes.cut(value, self.fresh[c])
 
     def _attention_arguments(self, node: Node, c: int) -> tuple[Any, ...]:
@@ -428,8 +432,12 @@ class Rewrite:
         count = self.keys.counts(node)[c] if self.keys.are_cut(node) else self.sizes.chunks
         keys = None if count == self.sizes.chunks else count
         args = (self._whole(handle), c, self.sizes.chunks, self.cut.dim, keys)
-        stage = {name: value for name, value in handle.meta.items() if name in ("partitioner_tag", "recompute")}
-        return self._once(("part", handle, c, keys), lambda: self._call(part_op, args, handle.meta["val"], stage))
+        stage = {
+            name: value for name, value in handle.meta.items() if name in ("partitioner_tag", "recompute")
+        }
+        return self._once(
+            ("part", handle, c, keys), lambda: self._call(part_op, args, handle.meta["val"], stage)
+        )
 
     def _first_keys(self, x: Node, count: int, node: Node) -> Node:
         """Return the first chunks of keys or values, concatenated. The backward pass concatenates them again,
@@ -451,7 +459,9 @@ class Rewrite:
             copy, count = self.values[call, reader], self.keys.counts(call)[reader]
             cut = copy.meta["val"][item]
             key = "gradient", call, reader, item
-            grad = self._once(key, lambda copy=copy, cut=cut: self._call(operator.getitem, (copy, item), cut, stage))
+            grad = self._once(
+                key, lambda copy=copy, cut=cut: self._call(operator.getitem, (copy, item), cut, stage)
+            )
             if count == 1:
                 terms.append(grad)
                 continue

@@ -150,7 +150,9 @@ class Sizes:
 
 def input_symbols(graph: Graph) -> set[Any]:
     """Collect the symbols in the sizes of a graph's inputs."""
-    return set().union(*(free_symbols(n.meta.get("val")) for n in graph.nodes if n.op == "placeholder"), set())
+    return set().union(
+        *(free_symbols(n.meta.get("val")) for n in graph.nodes if n.op == "placeholder"), set()
+    )
 
 
 def cut_symbol(dim: str, queries: Iterable[Node], live_ins: Iterable[Node], graph: Graph) -> Any:

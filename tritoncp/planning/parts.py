@@ -86,8 +86,9 @@ def needed_chunks(mask: Mask, q: Placement, kv: Placement, count: int) -> Tensor
     (q_slots, q_chunk), (kv_slots, kv_chunk) = pieces
     kinds = slot_runs(mask, q_slots, kv_slots).to_kinds()  # [B, H, queries, keys]
     b, _, i, j = (kinds != ABSENT).nonzero(as_tuple=True)
-    is_cut = (_is_cut(q_slots, mask.q_block)[b % len(q_slots), i]) | (
-        _is_cut(kv_slots, mask.kv_block)[b % len(kv_slots), j]
+    is_cut = (
+        (_is_cut(q_slots, mask.q_block)[b % len(q_slots), i])
+        | (_is_cut(kv_slots, mask.kv_block)[b % len(kv_slots), j])
     )
     pairs = (kinds != ABSENT).nonzero()
     masked = is_cut & (kinds[tuple(pairs.unbind(1))] == Kind.MASKED)
@@ -123,9 +124,7 @@ def _sees_any_key(mask: Mask, pairs: Tensor, q_slots: Tensor, kv_slots: Tensor) 
     """Return for each pair (b, h, query slot, key slot) of masked blocks whether a query sees a key."""
     b, h, i, j = pairs.unbind(1)
     q, kv = (slots[b % len(slots), at].long() for slots, at in ((q_slots, i), (kv_slots, j)))
-    blocks = torch.stack(
-        [b % mask.B, h % mask.H, q[:, 1] // mask.q_block, kv[:, 1] // mask.kv_block], 1
-    )
+    blocks = torch.stack([b % mask.B, h % mask.H, q[:, 1] // mask.q_block, kv[:, 1] // mask.kv_block], 1)
     distinct, place = blocks.unique(dim=0, return_inverse=True)
     sees = torch.zeros(len(pairs), dtype=torch.bool)
     assert mask.mask_mod is not None

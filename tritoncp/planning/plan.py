@@ -79,7 +79,9 @@ class Plan(PlanData, BlockMaskInterface):
             self.check_sources()
             if len(cache) >= MAX_CACHED_PARTS:
                 cache.clear()
-            part = cache[key] = self._part_of_batch(index, count) if dim == "batch" else self._part_of_rows(key)
+            part = cache[key] = (
+                self._part_of_batch(index, count) if dim == "batch" else self._part_of_rows(key)
+            )
         return part
 
     def _part_of_batch(self, index: int, count: int) -> Plan:
@@ -106,9 +108,7 @@ class Plan(PlanData, BlockMaskInterface):
     def needs(self, count: int) -> Tensor:
         """Return which chunks of keys the queries of each of ``count`` chunks see, on any rank: bool [count,
         count], see :func:`tritoncp.planning.parts.needed_chunks`."""
-        return self.compute_once(
-            ("needs", count), lambda: needed_chunks(self.mask, self.q, self.kv, count)
-        )
+        return self.compute_once(("needs", count), lambda: needed_chunks(self.mask, self.q, self.kv, count))
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:

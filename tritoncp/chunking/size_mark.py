@@ -10,7 +10,7 @@ from tritoncp.chunking.report import ChunkingError
 MAX_ROWS = 1 << 30  # kernels count in 32 bits
 
 
-def mark_size(x: Tensor, dim: int, chunks: int) -> None:
+def mark(x: Tensor, dim: int, chunks: int) -> None:
     """Mark a dimension of an input, so that a graph that is captured has a symbol for its size and can be cut
     into ``chunks``.
 
@@ -20,7 +20,7 @@ def mark_size(x: Tensor, dim: int, chunks: int) -> None:
     ValueError, for a size that cannot be cut.
 
     >>> import torch
-    >>> mark_size(torch.ones(1, 10), 1, 4)
+    >>> mark(torch.ones(1, 10), 1, 4)
     Traceback (most recent call last):
     tritoncp.chunking.report.ChunkingError: 10 rows of dimension 1 are no multiple of 4 chunks; pad them to 12
     """
