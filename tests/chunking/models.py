@@ -145,7 +145,6 @@ def compiled(
 ) -> Callable[..., Any]:
     """Compile a model by Dynamo and AOTAutograd, whose joint graph ``rewrite`` edits, and run the graphs
     eagerly."""
-    from functorch.compile import min_cut_rematerialization_partition  # noqa: F401
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import default_partition
 

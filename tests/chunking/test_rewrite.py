@@ -24,7 +24,7 @@ SORTED = replace(EXPERTS, dispatch="sorted")
 IDS = torch.tensor([0] * 20 + [1] * 28)
 ROWS = torch.tensor([48, 30, 17, 40])
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
-BIAS = torch.randn(S, generator=torch.Generator().manual_seed(1)).requires_grad_()
+BIAS = torch.randn(S, generator=torch.Generator().manual_seed(1))
 
 
 def listed(mod: Callable[..., Any], batch: int | None = None) -> Any:
@@ -35,12 +35,14 @@ def of_rows(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (q >= kv) & (kv < ROWS[b])
 
 
-def by_batch(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return score - SLOPES[b] * (q - kv)
+def by_batch(bias: Tensor) -> Callable[..., Tensor]:
+    """Make a score_mod that reads b."""
+    return lambda score, b, h, q, kv: score - SLOPES[b] * (q - kv)
 
 
-def biased(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    return score + BIAS[kv]
+def biased(bias: Tensor) -> Callable[..., Tensor]:
+    """Make a score_mod whose capture wants a gradient."""
+    return lambda score, b, h, q, kv: score + bias[kv]
 
 
 MASKS: dict[str, Callable[[], Any]] = {
@@ -89,11 +91,11 @@ class Case:
                     mark(tensor, dim, self.chunks)
                 else:
                     torch._dynamo.mark_dynamic(tensor, dim, min=8, max=4096)
-        BIAS.grad = None
-        out = call(x, turn, self.mask, self.score)
+        bias = BIAS.clone().requires_grad_()
+        out = call(x, turn, self.mask, self.score and self.score(bias))
         out.backward(self.grad)
         results = {"out": out.detach(), "dx": x.grad}
-        results |= {} if BIAS.grad is None else {"dbias": BIAS.grad}
+        results |= {} if bias.grad is None else {"dbias": bias.grad}
         results |= {f"d {name}": p.grad for name, p in model.named_parameters()}
         return results | dict(model.named_buffers())
 

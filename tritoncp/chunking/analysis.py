@@ -22,8 +22,10 @@ aten = torch.ops.aten
 CASTS = {"aten::_to_copy", "prims::convert_element_type", "aten::to"}
 REDUCTIONS = {"_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce"}
 EXCHANGES = {"_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"}
-VIEWS = {"t", "transpose", "permute", "view", "_unsafe_view", "reshape", "clone", "alias", "detach", "squeeze",
-         "unsqueeze"}  # fmt: skip
+VIEWS = (
+    *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "clone", "alias", "detach"),
+    *("squeeze", "unsqueeze"),
+)
 LINEAR = CASTS | REDUCTIONS | {f"aten::{name}" for name in VIEWS} | {"_c10d_functional::wait_tensor"}
 TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
 
@@ -74,7 +76,7 @@ class Cut:
         self.outputs = list(self._outputs())
         self.chained = self._new_values()
         self.copied = self._dependents()
-        self.source = next((x for x in graph.nodes if self.is_whole_size(x)), None)
+        self.source = next((x for x in graph.nodes if self._is_source(x)), None)
         if early:
             self._share_reductions()
         self.joined = {node: self._kind_of_join(node) for node in self.inside if self._has_other_users(node)}
@@ -91,8 +93,8 @@ class Cut:
         nodes = [node for node in self.inside if "nn_module_stack" in node.meta]
         if not nodes and any("fwd_nn_module_stack" in node.meta for node in self.inside):
             raise ChunkingError(
-                "a backward graph alone cannot be cut, as its inputs are values of the whole forward pass: cut "
-                "the joint graph, before it is partitioned"
+                "a backward graph alone cannot be cut, as its inputs are values of the whole forward pass; "
+                "cut the joint graph, before it is partitioned"
             )
 
     def _live_ins(self) -> Iterator[Node]:
@@ -130,6 +132,11 @@ class Cut:
     def is_whole_size(self, node: Node) -> bool:
         """Return whether a node is the size that is cut."""
         return is_size(node) and expression(node.meta["val"]) == self.sizes.symbol
+
+    def _is_source(self, node: Node) -> bool:
+        """Return whether a node reads the size that is cut from an input."""
+        inputs = node.all_input_nodes
+        return self.is_whole_size(node) and all(x.op == "placeholder" for x in inputs)
 
     def is_pure_size(self, node: Node) -> bool:
         """Return whether a node computes a size from sizes of inputs, not from data."""
@@ -169,17 +176,22 @@ class Cut:
 
     def _reads_whole(self, user: Node, node: Node) -> bool:
         """Return whether a user reads all chunks of a copied node: outside, or as a capture of a mod."""
+        if self.is_whole_size(user):
+            return False
         return user not in self.copied or node in attention.whole_inputs(user)
 
     def _share_reductions(self) -> None:
-        """Have gradients summed before they are cast or reduced between ranks, rather than after."""
+        """Have gradients of parameters that are cast or gathered forward summed before the cast back or the
+        reduction between ranks, rather than after."""
+        casts = {x.meta.get("seq_nr") for x in self.graph.nodes if op_name(x) in CASTS and not is_backward(x)}
         for node in list(self.inside):
             if not self._has_other_users(node) or self.carries(node):
                 continue
             chain, at = [], None
             while op_name(node) in LINEAR and not self.carries(node) and is_backward(node):
                 chain.append(node)
-                if op_name(node) in CASTS | REDUCTIONS:
+                is_cast = op_name(node) in CASTS and node.meta.get("seq_nr") in casts - {None}
+                if is_cast or op_name(node) in REDUCTIONS:
                     at = len(chain)
                 node = node.args[0]
                 if len(node.users) > 1 or node not in self.copied:
@@ -195,12 +207,12 @@ class Cut:
             return "chain"
         if isinstance(value, Tensor) and self.carries(node):
             return "cat"
-        if isinstance(value, Tensor) and not free_symbols(value) and is_backward(node):
-            if self._reaches_gradients_alone(node):
-                return "sum"
+        is_gradient = isinstance(value, Tensor) and not free_symbols(value) and is_backward(node)
+        if is_gradient and self._reaches_gradients_alone(node):
+            return "sum"
         raise ChunkingError(
             f"{describe(node, users=True)} has no rows to join, and is neither a gradient nor a new value of "
-            "an input: a mean over the tokens of a chunk is no part of a sum. Compute it outside of the region"
+            "an input: a mean over the tokens of a chunk is no part of a sum. Compute it outside of regions"
         )
 
     def _reaches_gradients_alone(self, node: Node) -> bool:
@@ -241,7 +253,8 @@ class Cut:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return "draws random numbers, other ones in chunks than in the whole; move it out of the region"
         if "c10d" in name and name not in EXCHANGES:
-            if name not in REDUCTIONS or self.carries(node) or not is_backward(node):
+            is_reduced_gradient = name in REDUCTIONS and not self.carries(node) and is_backward(node)
+            if not is_reduced_gradient:
                 return "is a collective other than an exchange of experts; move it out of the region"
         return ""
 
@@ -262,14 +275,14 @@ class Cut:
         dims = self.sizes.dims(value) if isinstance(value, Tensor) else []
         if len(dims) != 1:
             raise ChunkingError(
-                f"{describe(node, users=True)} has {len(dims)} dimensions of the size that is cut, and one is "
-                "needed where it enters or leaves a region"
+                f"{describe(node, users=True)} has {len(dims)} dimensions of the size that is cut, and one "
+                "is needed where it enters or leaves a region"
             )
         expr = expression(value.shape[dims[0]])
         if expr != self.sizes.symbol and not (self.dim == "batch" and (expr / self.sizes.symbol).is_Integer):
             raise ChunkingError(
-                f"{describe(node, users=True)}: dimension {dims[0]} is {expr}, of which the rows of a chunk are "
-                "not adjacent; move the view that makes it into the region, or out of it"
+                f"{describe(node, users=True)}: dimension {dims[0]} is {expr}, of which the rows of a chunk "
+                "are not adjacent; move the view that makes it into the region, or out of it"
             )
         return dims[0]
 

@@ -202,8 +202,8 @@ def value_of(node: Node) -> Tensor | None:
 
 
 def _example(fake: FakeTensor) -> Tensor | None:
-    """Return the tensor that a fake input of the traced program was made of: AOTAutograd's inputs share memory
-    with the fake tensors that Dynamo made of the real ones."""
+    """Return the tensor that a fake input of the traced program was made of: AOTAutograd's inputs share
+    memory with the fake tensors that Dynamo made of the real ones."""
     converter = fake.fake_mode.fake_tensor_converter
     memory = fake.untyped_storage()._cdata
     numbers = {n for n, x in converter.tensor_memo.items() if x.untyped_storage()._cdata == memory}

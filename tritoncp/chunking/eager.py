@@ -140,8 +140,9 @@ class Calls:
         needs = plan.needs(self.chunks)
         if bool(needs.triu(1).any()):
             raise ChunkingError(
-                "queries of a chunk see keys of a later chunk, which runs after it: by sequence, Eager runs masks "
-                "that see no later keys, as causal ones. Run the layer in phases, keys of all chunks first"
+                "queries of a chunk see keys of a later chunk, which runs after it: by sequence, Eager "
+                "runs masks that see no later keys, as causal ones. Run the layer in phases, the keys of all "
+                "chunks first"
             )
         chunks.append((key, value))
         count = prefixes(needs, self.chunks)[self.index]

@@ -32,8 +32,8 @@ class Report:
 
     regions: paths of the regions that were cut; rows: of the whole, None if the graph has no hint
     live_ins: values that were cut; live_outs: values that were joined, by kind: "cat", "sum" (gradients) and
-    "chain" (new values of inputs). keys: chunks of keys that each chunk of queries reads, if attention was cut
-    by sequence. nodes_before, nodes_after: of the graph; copied: nodes that each chunk has of its own
+    "chain" (new values of inputs). keys: chunks of keys that each chunk of queries reads, if attention was
+    cut by sequence. nodes_before, nodes_after: of the graph; copied: nodes that each chunk has of its own
     """
 
     dim: str

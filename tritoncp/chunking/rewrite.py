@@ -26,6 +26,7 @@ aten = torch.ops.aten
 # A step of the rewritten graph: a chunk's copy of a node, the value of all its chunks (JOIN), or the node.
 Step = tuple[Node, int]
 KEEP, JOIN = -1, -2
+PART_METADATA = ("partitioner_tag", "recompute", "ac_graph_id")  # that a plan's parts take from it
 
 
 def chunk(
@@ -42,13 +43,13 @@ def chunk(
 
     gm: a joint graph of AOTAutograd or a forward graph, whose nodes have ``nn_module_stack``; it is edited.
     region: paths of modules, with * for any name. dim: "batch" or "seq", whose size is a symbol
-    (:func:`tritoncp.chunking.mark`). early: gradients of parameters are summed over chunks before they are cast
-    or reduced between ranks. needs: ``plan.needs(chunks)`` of every mask that the graph will run with; None: of
-    the masks that the graph shows, and all keys for others. repeat: accept that each chunk sends the keys of
-    its attention between ranks again.
+    (:func:`tritoncp.chunking.mark`). early: gradients of parameters that are cast are summed over chunks
+    before the cast back, or before they are reduced between ranks. needs: ``plan.needs(chunks)`` of every
+    mask that the graph will run with; None: of the masks that the graph shows, and all keys for others. repeat:
+    accept that each chunk sends the keys of its attention between ranks again.
 
-    Results are those of :class:`tritoncp.chunking.Eager`. Raises ChunkingError, a ValueError, for a graph that
-    cannot be cut, which stays as it was.
+    Results are those of :class:`tritoncp.chunking.Eager`. Raises ChunkingError, a ValueError, for a graph
+    that cannot be cut, which stays as it was.
     """
     graph = gm if isinstance(gm, Graph) else gm.graph
     if dim not in ("batch", "seq") or chunks < 2:
@@ -99,7 +100,11 @@ class Schedule:
     def _place(self) -> None:
         pending: list[Node] = []
         group: Any = None
+        if self.cut.source is not None:
+            self._add((self.cut.source, KEEP))
         for node in self.cut.graph.nodes:
+            if node.op == "call_function" and self.cut.is_whole_size(node):
+                continue  # all read the source
             if node in self.cut.copied:
                 if node not in self.cut.inside:
                     continue
@@ -240,13 +245,13 @@ class Rewrite:
         raise ChunkingError("no input has the size that is cut alone as the size of a dimension")
 
     def _call(
-        self, target: Any, args: tuple[Any, ...], value: Any, mark: dict[str, Any] | None = None
+        self, target: Any, args: tuple[Any, ...], value: Any, stage: dict[str, Any] | None = None
     ) -> Node:
         """Add a call of a function at the present place."""
         with self.graph.inserting_before(self.output):
             node = self.graph.call_function(target, args)
         self.added.append(node)
-        node.meta = {**(mark or {}), "val": value}
+        node.meta = {**(stage or {}), "val": value}
         self.order.append(node)
         return node
 

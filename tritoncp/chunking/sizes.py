@@ -130,7 +130,7 @@ class Sizes:
         return int(expr) if expr.is_number else self.env.create_symintnode(expr, hint=self.hint(expr))
 
     def bind(self, copy: Node, fresh: Symbols) -> None:
-        """Give a copied node symbols of its own where it reads sizes from data, and note them in ``fresh``."""
+        """Give a copied node symbols of its own where it reads sizes from data; note them in ``fresh``."""
         renamed = {}
         for raw, path in (copy.meta.get("unbacked_bindings") or {}).items():
             resolved = self.env.unbacked_renamings.get(raw, raw)

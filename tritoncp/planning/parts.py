@@ -67,9 +67,9 @@ def check_keys(needs: Tensor, index: int, keys: int) -> None:
     last = int(needs[index].nonzero().max()) if needs[index].any() else -1
     if last >= keys:
         raise ValueError(
-            f"queries of chunk {index} see keys of chunk {last}, and the keys of only the first {keys} chunks "
-            f"are passed; pass keys={last + 1} or None. A compiled graph whose mask has changed is made "
-            "again, or made with needs= of the masks that it serves"
+            f"queries of chunk {index} see keys of chunk {last}, and the keys of only the first {keys} "
+            f"chunks are passed; pass keys={last + 1} or None. Cut a compiled graph again if its mask has "
+            "changed so, or pass needs= of all masks that it serves"
         )
 
 
