@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from tritoncp import causal, flex_attention
-from tritoncp.chunking import Eager, chunk, mark
+from tritoncp.chunking import Eager, chunk, concretise, mark
 from tritoncp.ops import engine_factory
 
 X = torch.randn(4, 8, 6)
@@ -131,6 +131,10 @@ def test_a_forward_graph_is_cut(dim, monkeypatch):
     whole = gm(*args)
     report = chunk(gm, dim=dim)
     torch.testing.assert_close(gm(*args), whole)
+    concrete = concretise(gm)
+    assert torch.equal(concrete(*args), gm(*args))
+    with pytest.raises(ValueError, match=r"input 0 has the size \(4, 16, 6\)"):
+        concrete(torch.ones(4, 16, 6), args[1])
     marks = [node.meta["custom"]["tritoncp_chunk"] for node in gm.graph.nodes if node.meta.get("custom")]
     assert set(marks) == {("layers.0", 0), ("layers.0", 1)}
     assert report.regions == ("layers.0",) and report.live_outs == {"cat": 1}

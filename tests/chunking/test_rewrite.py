@@ -13,13 +13,16 @@ from torch import Tensor
 
 from tests.chunking.models import Model, Shape, compiled
 from tritoncp import and_masks, causal, create_block_mask, document, make_plan, sliding_window
-from tritoncp.chunking import Eager, chunk, mark
+from tritoncp.chunking import Eager, Pass, chunk, concretise, mark
+from tritoncp.chunking.concrete import hints
+from tritoncp.chunking.sizes import free_symbols
 from tritoncp.ops import engine_factory
 
 B, S = 4, 48
 CUTS = (("batch", 2), ("seq", 2), ("seq", 3), ("seq", 4))
 DENSE = Shape()
 EXPERTS = Shape(experts=3, biased=True)
+UNBIASED = Shape(experts=3)
 SORTED = replace(EXPERTS, dispatch="sorted")
 IDS = torch.tensor([0] * 20 + [1] * 28)
 ROWS = torch.tensor([48, 30, 17, 40])
@@ -165,3 +168,52 @@ def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(eager_en
 def test_interpreted_kernels_have_the_bits_of_eager_chunking():
     run = Case(DENSE, "seq", 2, causal(), rows=32)
     assert_same_bits(run.in_graph(), run.by_eager())
+
+
+def test_concrete_graphs_have_numbers_and_check_their_sizes(eager_engine):
+    run = Case(SORTED, "seq", 2, MASKS["causal"]())
+    graphs: list[torch.fx.GraphModule] = []
+
+    def rewrite(gm: torch.fx.GraphModule) -> None:
+        chunk(gm, dim="seq")
+        graphs.append(gm)
+        graphs.append(concretise(gm))
+
+    model = copy.deepcopy(run.model)
+    run.run(model, compiled(model, rewrite), mark_inputs=True)
+    symbolic, concrete = graphs
+    known = set(hints(symbolic))
+    assert known and not hints(concrete)
+    assert not [n for n in concrete.graph.nodes if free_symbols(n.meta.get("val")) & known]
+    assert len(concrete.graph.nodes) < len(symbolic.graph.nodes)
+    marks = [
+        [
+            n.meta["custom"]
+            for n in gm.graph.nodes
+            if isinstance(n.meta.get("val"), Tensor) and "custom" in n.meta
+        ]
+        for gm in graphs
+    ]
+    assert marks[0] == marks[1] and marks[0]
+    inputs = [
+        torch.empty(x.meta["val"].shape) if isinstance(x.meta["val"], Tensor) else x.meta["val"]
+        for x in concrete.graph.find_nodes(op="placeholder")
+    ]
+    inputs[next(i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.ndim == 3)] = torch.empty(
+        B, 8, 16
+    )
+    with pytest.raises(ValueError, match=r"the graph was made for \(4, 48, 16\)"):
+        concrete(*inputs)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", [DENSE, UNBIASED], ids=["mlp", "experts"])
+def test_inductor_compiles_chunks(shape, eager_engine):
+    run = Case(shape, "seq", 2, MASKS["causal"]())
+    model, cut = copy.deepcopy(run.model), Pass(dim="seq")
+    call = torch.compile(model, dynamic=True, options={"joint_custom_pre_pass": cut})
+    results, whole = run.run(model, call), run.whole()
+    for name, value in results.items():
+        if not name.endswith("calls"):  # each chunk is a call
+            torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-4, msg=name)
+    assert cut.reports[0].keys == (1, 2)

@@ -42,11 +42,13 @@ def chunk(
     """Cut the modules of a joint graph that ``region`` names into chunks of the batch or the sequence.
 
     gm: a joint graph of AOTAutograd or a forward graph, whose nodes have ``nn_module_stack``; it is edited.
-    region: paths of modules, with * for any name. dim: "batch" or "seq", whose size is a symbol
-    (:func:`tritoncp.chunking.mark`). early: gradients of parameters that are cast are summed over chunks
-    before the cast back, or before they are reduced between ranks. needs: ``plan.needs(chunks)`` of every
-    mask that the graph will run with; None: of the masks that the graph shows, and all keys for others. repeat:
-    accept that each chunk sends the keys of its attention between ranks again.
+    region: paths of modules, with * for any name
+    dim: "batch" or "seq", whose size is a symbol (:func:`tritoncp.chunking.mark`)
+    early: gradients of parameters that are cast are summed over chunks before the cast back, or before they
+    are reduced between ranks
+    needs: ``plan.needs(chunks)`` of every mask that the graph will run with; None: of the masks that the
+    graph shows, and all keys for others
+    repeat: accept that each chunk sends the keys of its attention between ranks again
 
     Results are those of :class:`tritoncp.chunking.Eager`. Raises ChunkingError, a ValueError, for a graph
     that cannot be cut, which stays as it was.
