@@ -193,7 +193,7 @@ class Cut:
                 is_cast = op_name(node) in CASTS and node.meta.get("seq_nr") in casts - {None}
                 if is_cast or op_name(node) in REDUCTIONS:
                     at = len(chain)
-                node = node.args[0]
+                node = node.all_input_nodes[0]
                 if len(node.users) > 1 or node not in self.copied:
                     break
             if at is not None and not self.carries(node) and node in self.copied:

@@ -37,18 +37,22 @@ def places(node: Node) -> dict[str, int]:
     return FORWARD if node.target is forward_op else BACKWARD
 
 
+def argument(node: Node, name: str) -> Any:
+    """Return an argument of an attention."""
+    return node.args[places(node)[name]]
+
+
 def query_of(node: Node) -> Node:
-    return node.args[places(node)["q"]][0]
+    return argument(node, "q")[0]
 
 
 def keys_of(node: Node) -> tuple[Node, Node]:
     """Return the nodes of the key and the value of an attention."""
-    at = places(node)
-    return node.args[at["k"]][0], node.args[at["v"]][0]
+    return argument(node, "k")[0], argument(node, "v")[0]
 
 
 def plan_of(node: Node) -> Node:
-    return node.args[places(node)["plan"]]
+    return argument(node, "plan")
 
 
 def whole_inputs(node: Node) -> set[Node]:
@@ -56,22 +60,21 @@ def whole_inputs(node: Node) -> set[Node]:
     are indexed by global positions, and the plan."""
     if not is_attention(node):
         return set()
-    at = places(node)
-    lists = node.args[at["captures"]], node.args[at["ints"]]
+    lists = argument(node, "captures"), argument(node, "ints")
     return {x for values in lists for x in values if isinstance(x, Node)} | {plan_of(node)}
 
 
 def fault(node: Node, cut: Any, repeat: bool) -> str:
     """Return the reason to refuse an attention, "" if there is none."""
-    at, spec = places(node), Spec.decode(node.args[places(node)["spec"]])
-    if len(node.args[at["q"]]) != 1:
+    spec = Spec.decode(argument(node, "spec"))
+    if len(argument(node, "q")) != 1:
         return "runs the ranks of a simulated world, which are not cut; cut the graph of one rank"
     if spec.world is not None and not repeat:
         return (
             "exchanges keys between ranks, and each chunk would send them again; pass repeat=True to accept "
             "the messages"
         )
-    captures = node.args[at["captures"]]
+    captures = argument(node, "captures")
     if any(cut.carries(captures[i]) for i in spec.wants):
         return "has a capture with the size that is cut that wants a gradient, whose parts have no place"
     if cut.dim == "batch" and not all(map(cut.carries, keys_of(node))):
@@ -81,8 +84,9 @@ def fault(node: Node, cut: Any, repeat: bool) -> str:
 
 def item_of(node: Node) -> tuple[Node, int] | None:
     """Return the attention and the number of the result, if a node selects a result of a backward pass."""
-    if node.target is operator.getitem and getattr(node.args[0], "target", None) is backward_op:
-        return node.args[0], node.args[1]
+    args: Any = node.args
+    if node.target is operator.getitem and getattr(args[0], "target", None) is backward_op:
+        return args[0], args[1]
     return None
 
 
@@ -157,13 +161,14 @@ def prefixes(needs: Tensor, chunks: int) -> tuple[int, ...]:
 def known_plan(handle: Node, sizes: Any) -> Plan | None:
     """Return the plan that a node of the graph names, for the hinted sizes, None if the graph does not show
     it: its mask is computed from inputs without values. Called outside of fake tensor modes."""
-    if handle.target is part_op:
+    target: Any = handle.target
+    if target is part_op:
         return None
-    if handle.target is not plan_op:
+    if target is not plan_op:
         value = value_of(handle)
         return None if value is None or int(value) < 0 else object_of(value)
     try:
-        args = map_arg(handle.args, lambda x: _constant(x, sizes))
+        args: Any = map_arg(handle.args, lambda x: _constant(x, sizes))
         tensors, ints, *rest = args
         return object_of(plan_op(list(tensors), list(ints), list(rest[0]), *rest[1:]))
     except _Unknown:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -34,7 +35,13 @@ class Pass(CustomGraphPass):
         repeat: bool = False,
     ) -> None:
         self.region = region
-        self.options = {"dim": dim, "chunks": chunks, "early": early, "needs": needs, "repeat": repeat}
+        self.options: dict[str, Any] = {
+            "dim": dim,
+            "chunks": chunks,
+            "early": early,
+            "needs": needs,
+            "repeat": repeat,
+        }
         self.reports: list[Report] = []
 
     def __call__(self, graph: Graph) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import sympy
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_map_only
@@ -51,7 +52,7 @@ def hints(gm: GraphModule) -> dict[Any, int]:
     return numbers
 
 
-def _checked_sizes(value: Any) -> Sequence[Any] | None:
+def _checked_sizes(value: Any) -> Any:
     """Return the sizes that an input must have: of a tensor, or the number itself."""
     return tuple(value.shape) if isinstance(value, Tensor) else value if isinstance(value, int) else None
 
@@ -74,7 +75,8 @@ class SizeCheck:
 
 def _concretised(gm: GraphModule, numbers: dict[Any, int]) -> GraphModule:
     """Return a copy of a graph, and of the graphs that it calls, with numbers in place of symbols."""
-    graph, values = torch.fx.Graph(), {}
+    graph = torch.fx.Graph()
+    values: dict[Node, Any] = {}
 
     def replace(node: Node) -> Any:
         return values[node]
@@ -114,9 +116,10 @@ def _substitute(value: Any, numbers: dict[Any, int]) -> Any:
         return type(value)([_substitute(x, numbers) for x in value])
     if not free_symbols(value) & set(numbers):
         return value
-    if isinstance(value, Tensor):
+    if isinstance(value, FakeTensor):
         shape, stride = ([_substitute(n, numbers) for n in x] for x in (value.shape, value.stride()))
         fake_mode = value.fake_mode
+        assert fake_mode.shape_env is not None
         with fake_mode, fake_mode.shape_env.suppress_guards():
             return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
     env, expr = (

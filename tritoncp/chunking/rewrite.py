@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,15 +17,13 @@ from tritoncp.chunking import attention
 from tritoncp.chunking.analysis import Cut
 from tritoncp.chunking.regions import is_backward
 from tritoncp.chunking.report import ChunkingError, Report, describe
+from tritoncp.chunking.schedule import JOIN, KEEP, Routes, Schedule, Step
 from tritoncp.chunking.sizes import Symbols, expression
 from tritoncp.frontend.dynamo import part_op
 
 log = logging.getLogger("tritoncp.chunking")
 aten = torch.ops.aten
 
-# A step of the rewritten graph: a chunk's copy of a node, the value of all its chunks (JOIN), or the node.
-Step = tuple[Node, int]
-KEEP, JOIN = -1, -2
 PART_METADATA = ("partitioner_tag", "recompute", "ac_graph_id")  # that a plan's parts take from it
 
 
@@ -89,100 +87,6 @@ def _report(cut: Cut, keys: attention.Keys) -> Report:
     )
 
 
-class Schedule:
-    """The steps of the rewritten graph in their order: those of a region chunk after chunk, backward the last
-    chunk first, and each step after the steps that it reads."""
-
-    def __init__(self, cut: Cut, keys: attention.Keys) -> None:
-        self.cut, self.keys = cut, keys
-        self.steps: list[Step] = []
-        self._done: set[Step] = set()
-        self._place()
-
-    def _place(self) -> None:
-        pending: list[Node] = []
-        group: Any = None
-        if self.cut.source is not None:
-            self._add((self.cut.source, KEEP))
-        for node in self.cut.graph.nodes:
-            if node.op == "call_function" and self.cut.is_whole_size(node):
-                continue  # all read the source
-            if node in self.cut.copied:
-                if node not in self.cut.inside:
-                    continue
-                here = self.cut.inside[node], is_backward(node)
-                if here != group:
-                    self._place_chunks(pending, group)
-                    pending, group = [], here
-                pending.append(node)
-            elif node not in self.cut.inside or not self.cut.is_pure_size(node):
-                if any(x in self.cut.joined for x in node.all_input_nodes):
-                    self._place_chunks(pending, group)
-                    pending = []
-                self._add((node, KEEP))
-        self._place_chunks(pending, group)
-
-    def _place_chunks(self, nodes: Sequence[Node], group: Any) -> None:
-        numbers = range(self.cut.sizes.chunks)
-        for c in reversed(numbers) if group and group[1] else numbers:
-            for node in nodes:
-                self._add((node, c))
-
-    def _add(self, step: Step) -> None:
-        """Add a step after all steps that it reads. Raises ChunkingError if they read each other."""
-        path, active = [step], {step}
-        while path:
-            top = path[-1]
-            missing = [x for x in self.inputs(top) if x not in self._done]
-            if not missing:
-                path.pop()
-                active.discard(top)
-                if top not in self._done:
-                    self._done.add(top)
-                    self.steps.append(top)
-                continue
-            if missing[0] in active:
-                raise ChunkingError(
-                    f"{describe(missing[0][0], users=True)}: a chunk needs a value of a later chunk, which "
-                    "needs this chunk's new value of an input"
-                )
-            path.append(missing[0])
-            active.add(missing[0])
-
-    def inputs(self, step: Step) -> list[Step]:
-        """List the steps that a step reads."""
-        node, c = step
-        if c == JOIN:
-            chunks = range(self.cut.sizes.chunks)
-            return [(node, i) for i in chunks] if self.cut.joined[node] != "chain" else [(node, chunks[-1])]
-        if c == KEEP:
-            return [self.whole(x) for x in node.all_input_nodes]
-        if attention.is_attention(node):
-            whole = [self.whole(x) for x in attention.whole_inputs(node)]
-            return whole + [self.chunk_of(x, i) for x, i in self.keys.inputs(node, c)]
-        if (item := attention.item_of(node)) and self.sums_keys(item):
-            return [(item[0], reader) for reader in self.keys.readers(item[0], c)]
-        return [self.chunk_of(x, c) for x in node.all_input_nodes]
-
-    def sums_keys(self, item: tuple[Node, int]) -> bool:
-        """Return whether an item of an attention's backward pass is the gradient of keys that are cut."""
-        return item[1] in (1, 2) and self.keys.are_cut(item[0])
-
-    def whole(self, x: Node) -> Step:
-        """Return the step of a node's whole value."""
-        if self.cut.source is not None and self.cut.is_whole_size(x):
-            return self.cut.source, KEEP
-        return (x, JOIN) if x in self.cut.joined else (x, KEEP)
-
-    def chunk_of(self, x: Node, c: int) -> Step:
-        """Return the step of a chunk of a node's value: of the whole, if it is cut from that or shared."""
-        if x in self.cut.copied:
-            return x, c
-        if x in self.cut.chained and c > 0:
-            return self.cut.chained[x], c - 1
-        return self.whole(x)
-
-
 class Rewrite:
     """Edits a graph. Nodes that it adds are removed again if an error comes between."""
 
@@ -194,13 +98,11 @@ class Rewrite:
         self.values: dict[Step, Node] = {}
         self.cache: dict[Any, Any] = {}  # nodes that several steps share, by what they are
         self.fresh: list[Symbols] = [{} for _ in range(self.sizes.chunks)]
-        self.schedule: Schedule | None = None
+        self.routes = Routes(cut, keys)
 
     def run(self, steps: list[Step]) -> None:
         """Add the nodes of all steps, connect the nodes that stay to them, and remove the originals."""
         links: list[tuple[Node, Any, Any]] = []
-        self.routes = Schedule.__new__(Schedule)
-        self.routes.cut, self.routes.keys = self.cut, self.keys
         try:
             if self.cut.source is None:
                 self._make_source()
@@ -391,6 +293,8 @@ class Rewrite:
         """Add a chunk's copy of a node."""
         if (item := attention.item_of(node)) and self.routes.sums_keys(item):
             return self._sum_key_gradients(node, *item, c)
+        args: Any
+        kwargs: Any
         if attention.is_attention(node):
             args, kwargs = self._attention_arguments(node, c), {}
         else:
@@ -412,7 +316,7 @@ class Rewrite:
 
     def _value(self, node: Node, c: int) -> Any:
         """Return the value of a chunk's copy, for its metadata."""
-        value = node.meta.get("val")
+        value: Any = node.meta.get("val")
         if node.target is attention.backward_op and self.keys.are_cut(node):
             count = self.keys.counts(node)[c]
             return [
@@ -421,9 +325,9 @@ class Rewrite:
         return self.sizes.cut(value, self.fresh[c])
 
     def _attention_arguments(self, node: Node, c: int) -> tuple[Any, ...]:
-        at, whole = attention.places(node), (attention.places(node)[x] for x in ("captures", "ints"))
-        args = list(node.args)
-        whole = set(whole)
+        at = attention.places(node)
+        whole = {at["captures"], at["ints"]}
+        args: list[Any] = list(node.args)
         for place, arg in enumerate(args):
             if place == at["plan"]:
                 args[place] = self._part(node, c)
@@ -461,27 +365,25 @@ class Rewrite:
     def _sum_key_gradients(self, node: Node, call: Node, item: int, c: int) -> Node:
         """Sum the gradient of a chunk of keys or values over the chunks of queries that read it."""
         whole, stage = call.meta["val"][item], self._stage(node)
-        value, terms = self.sizes.cut(whole, {}), []
-        for reader in self.keys.readers(call, c):
-            copy, count = self.values[call, reader], self.keys.counts(call)[reader]
-            cut = copy.meta["val"][item]
-            key = "gradient", call, reader, item
-            grad = self._once(
-                key, lambda copy=copy, cut=cut: self._call(operator.getitem, (copy, item), cut, stage)
-            )
-            if count == 1:
-                terms.append(grad)
-                continue
-            pieces = self._once(
-                (*key, "pieces"), lambda grad=grad, cut=cut, n=count: self._split(grad, cut, 2, 1, n, stage)
-            )
-            terms.append(pieces[c])
+        terms = [self._key_gradients(call, item, r, stage)[c] for r in self.keys.readers(call, c)]
+        value = self.sizes.cut(whole, {})
         if len(terms) > 1:
             total = self._sum(terms, value, stage)
         else:
             total = self._dense(terms[0], whole, 2, value, ("gradient", node, c), stage)
         self._mark(total, node, c)
         return total
+
+    def _key_gradients(self, call: Node, item: int, reader: int, stage: dict[str, Any]) -> list[Node]:
+        """Return the gradients of the chunks of keys or values that a chunk of queries read."""
+        copy, count = self.values[call, reader], self.keys.counts(call)[reader]
+        value = copy.meta["val"][item]
+
+        def split() -> list[Node]:
+            gradient = self._call(operator.getitem, (copy, item), value, stage)
+            return [gradient] if count == 1 else self._split(gradient, value, 2, 1, count, stage)
+
+        return self._once(("gradients", call, reader, item), split)
 
 
 def _inverse(order: list[int]) -> list[int]:
