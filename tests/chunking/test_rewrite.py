@@ -5,14 +5,26 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.chunking.models import Model, Shape, compiled
-from tritoncp import and_masks, causal, create_block_mask, document, make_plan, sliding_window
+from tritoncp import (
+    and_masks,
+    causal,
+    checkpoint_policy,
+    create_block_mask,
+    document,
+    make_plan,
+    sliding_window,
+)
 from tritoncp.chunking import Eager, Pass, chunk, concretise, mark
 from tritoncp.chunking.concrete import hints
 from tritoncp.chunking.sizes import free_symbols
@@ -165,6 +177,7 @@ def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(eager_en
     assert "2 by seq of 24 of 48 rows" in str(report)
 
 
+@pytest.mark.nightly
 def test_interpreted_kernels_have_the_bits_of_eager_chunking():
     run = Case(DENSE, "seq", 2, causal(), rows=32)
     assert_same_bits(run.in_graph(), run.by_eager())
@@ -217,3 +230,39 @@ def test_inductor_compiles_chunks(shape, eager_engine):
         if not name.endswith("calls"):  # each chunk is a call
             torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-4, msg=name)
     assert cut.reports[0].keys == (1, 2)
+
+
+SAVE_ATTENTION = partial(create_selective_checkpoint_contexts, checkpoint_policy())
+
+
+class Checkpointed(torch.nn.Module):
+    """A layer whose operations but attention are computed again in the backward pass."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any) -> Tensor:
+        return checkpoint(self.layer, *args, use_reentrant=False, context_fn=SAVE_ATTENTION)
+
+
+def test_checkpointed_attention_runs_once_a_chunk(eager_engine):
+    run, graphs = Case(DENSE, "seq", 2, MASKS["causal"]()), []
+
+    def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([node.target for node in gm.graph.nodes])
+        return gm
+
+    def partition(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        chunk(gm, dim="seq")
+        return min_cut_rematerialization_partition(gm, inputs, **kwargs)
+
+    model = copy.deepcopy(run.model)
+    model.layers[0] = Checkpointed(model.layers[0])
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
+    results = run.run(model, torch.compile(model, backend=backend, fullgraph=True), mark_inputs=True)
+    assert_same_bits({name.replace(".layer.", "."): x for name, x in results.items()}, run.by_eager())
+    forward, backward = torch.ops.tritoncp.forward.default, torch.ops.tritoncp.backward.default
+    assert [graph.count(forward) for graph in graphs] == [2, 0]
+    assert [graph.count(backward) for graph in graphs] == [0, 2]
+    assert graphs[1].count(torch.ops.aten.silu.default) == 2  # computed again

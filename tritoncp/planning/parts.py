@@ -73,9 +73,10 @@ def check_keys(needs: Tensor, index: int, keys: int) -> None:
         )
 
 
-def needed_chunks(mask: Mask, q: Placement, kv: Placement, count: int) -> Tensor:
+def needed_chunks(mask: Mask, q: Placement, kv: Placement, count: int, first_row: int = 0) -> Tensor:
     """Return which of ``count`` chunks of keys the queries of each chunk see, on any rank: bool [count,
-    count].
+    count]. Blocks that a chunk cuts are evaluated, but those of a mask that is listed once for batch rows or
+    heads that may differ: they count as seen. first_row: b of the mask's first batch row.
 
     >>> from tritoncp import causal, create_block_mask, make_plan
     >>> make_plan(create_block_mask(causal(), 1, 1, 512, 512)).needs(2).tolist()
@@ -92,9 +93,10 @@ def needed_chunks(mask: Mask, q: Placement, kv: Placement, count: int) -> Tensor
     )
     pairs = (kinds != ABSENT).nonzero()
     masked = is_cut & (kinds[tuple(pairs.unbind(1))] == Kind.MASKED)
-    if mask.mask_mod is not None and bool(masked.any()) and not any(mask.reads):
+    is_listed_once = (mask.reads[0] and mask.B == 1) or (mask.reads[1] and mask.H == 1)
+    if mask.mask_mod is not None and bool(masked.any()) and not is_listed_once:
         visible = torch.ones(len(pairs), dtype=torch.bool)
-        visible[masked] = _sees_any_key(mask, pairs[masked], q_slots, kv_slots)
+        visible[masked] = _sees_any_key(mask, pairs[masked], q_slots, kv_slots, first_row)
         b, i, j = b[visible], i[visible], j[visible]
     needs[q_chunk[b % len(q_chunk), i], kv_chunk[b % len(kv_chunk), j]] = True
     return needs
@@ -120,11 +122,13 @@ def _is_cut(slots: Tensor, block: int) -> Tensor:
     return (slots[..., 2] > 0) & (slots[..., 2] < block)
 
 
-def _sees_any_key(mask: Mask, pairs: Tensor, q_slots: Tensor, kv_slots: Tensor) -> Tensor:
+def _sees_any_key(mask: Mask, pairs: Tensor, q_slots: Tensor, kv_slots: Tensor, first_row: int) -> Tensor:
     """Return for each pair (b, h, query slot, key slot) of masked blocks whether a query sees a key."""
     b, h, i, j = pairs.unbind(1)
     q, kv = (slots[b % len(slots), at].long() for slots, at in ((q_slots, i), (kv_slots, j)))
-    blocks = torch.stack([b % mask.B, h % mask.H, q[:, 1] // mask.q_block, kv[:, 1] // mask.kv_block], 1)
+    blocks = torch.stack(
+        [b % mask.B + first_row, h % mask.H, q[:, 1] // mask.q_block, kv[:, 1] // mask.kv_block], 1
+    )
     distinct, place = blocks.unique(dim=0, return_inverse=True)
     sees = torch.zeros(len(pairs), dtype=torch.bool)
     assert mask.mask_mod is not None

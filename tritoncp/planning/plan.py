@@ -108,7 +108,9 @@ class Plan(PlanData, BlockMaskInterface):
     def needs(self, count: int) -> Tensor:
         """Return which chunks of keys the queries of each of ``count`` chunks see, on any rank: bool [count,
         count], see :func:`tritoncp.planning.parts.needed_chunks`."""
-        return self.compute_once(("needs", count), lambda: needed_chunks(self.mask, self.q, self.kv, count))
+        return self.compute_once(
+            ("needs", count), lambda: needed_chunks(self.mask, self.q, self.kv, count, self.first_row)
+        )
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:
