@@ -151,6 +151,7 @@ class Keys:
 def prefixes(needs: Tensor, chunks: int) -> tuple[int, ...]:
     """Return the number of chunks of keys up to the last that each chunk of queries needs, at least one.
 
+    >>> import torch
     >>> prefixes(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]), 3)
     (1, 2, 3)
     """
