@@ -48,12 +48,12 @@ LAYERS = {
     "ops": Layer({"ops"}, SPINE - {"frontend", "api"}, {"torch", "filelock", "platformdirs", "rich"}),
     "frontend": Layer({"frontend"}, SPINE - {"api"}, {"torch", "rich"}),
     "api": Layer({"api"}, SPINE, {"torch"}),
+    "chunking": Layer({"chunking"}, SPINE, {"torch", "sympy", "PIL"}),
     "perf": Layer(
         {"perf"},
         SPINE,
         {"torch", "triton", "click", "rich", "bokeh", "matplotlib", "numpy", "pytest", "ruptures", "scipy"},
     ),
-    "chunking": Layer({"chunking"}, SPINE, {"torch", "PIL"}),
     "edge": Layer(
         {"", "__main__", "analysis", "chunking.command", "chunking.figures", "cli", "command_base", "demo",
           "doctor", "planning.command", "self_check", "tuning"},

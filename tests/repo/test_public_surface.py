@@ -19,7 +19,7 @@ import torch
 from click.testing import CliRunner
 
 import tritoncp
-from tritoncp import masks
+from tritoncp import chunking, masks
 from tritoncp.analysis import resource_table
 from tritoncp.cli import main
 from tritoncp.demo.report import Report as DemoReport
@@ -45,7 +45,8 @@ FOR_USERS = {
     },
     "Plan": {
         *("BLOCK_SIZE", "balancer", "batch_rows", "bytes_sent", "contiguous", "dim", "explain", "for_rank"),
-        *("imbalance", "metrics", "ndim", "numel", "owners", "plot", "positions", "rank", "reason"),
+        *("imbalance", "metrics", "ndim", "needs", "numel", "owners", "part", "plot", "positions", "rank"),
+        "reason",
         *("s_local", "schedule", "seq_lengths", "shape", "sparsity", "to", "valid", "work", "world_size"),
     },
 }  # fmt: skip
@@ -106,6 +107,11 @@ def python_names() -> Iterator[str]:
         yield from describe(name, getattr(tritoncp, name))
     for result in (tritoncp.simulate(1), tritoncp.plan_cache_info()):
         yield from describe(type(result).__name__, type(result))
+
+
+def chunking_names() -> Iterator[str]:
+    for name in chunking.__all__:
+        yield from describe(f"chunking.{name}", getattr(chunking, name))
 
 
 def mask_names() -> Iterator[str]:
@@ -222,6 +228,7 @@ def surface(folder: Path) -> str:
     sections: dict[str, Iterable[str]] = {
         "tritoncp": python_names(),
         "tritoncp.masks": mask_names(),
+        "tritoncp.chunking": chunking_names(),
         "commands and their options": programs(),
         "exit codes": command_exit_codes(),
         "kernel_options": kernel_options(),

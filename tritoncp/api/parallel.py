@@ -17,7 +17,7 @@ from tritoncp.api.attention import flex_attention
 from tritoncp.frontend import dynamo
 from tritoncp.ops.autograd import forward_op
 
-SAVE_OPS = (forward_op, dynamo.plan_op)
+SAVE_OPS = (forward_op, dynamo.plan_op, dynamo.part_op)
 
 MASK_NAMES = ("block_mask", "attention_masks", "attention_mask", "mask")
 NAMES = {

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -41,6 +44,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[
 @host_only
 def _attend_on_host(query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[Tensor]:
     """Run a call outside of a graph that Dynamo traces."""
+    if (substitute := _SUBSTITUTE.get()) is not None:
+        with substitute_calls(None):
+            return substitute(query, key, value, request)
     if call_modes.is_traced(query):
         check_options(request.options or {}, _local_architecture(query))
         return dynamo.attend(query, key, value, request)
@@ -61,6 +67,21 @@ def _attend_on_host(query: Tensor, key: Tensor, value: Tensor, request: Request)
         signatures.share_failure(group, plan, error)
         raise
     return forward([query], [keys], [values], *rest)
+
+
+Call = Callable[[Tensor, Tensor, Tensor, Request], list[Tensor]]
+_SUBSTITUTE: ContextVar[Call | None] = ContextVar("substitute", default=None)
+
+
+@contextmanager
+def substitute_calls(call: Call | None) -> Iterator[None]:
+    """Have another function answer the calls of `flex_attention` in this context, with the arguments of
+    :func:`attend`; None: none."""
+    token = _SUBSTITUTE.set(call)
+    try:
+        yield
+    finally:
+        _SUBSTITUTE.reset(token)
 
 
 def _local_architecture(x: Tensor) -> str | None:

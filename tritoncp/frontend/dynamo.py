@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritoncp.core.bounded_cache import TensorCache
 from tritoncp.core.dynamo_boundary import constant_result
-from tritoncp.core.handles import handle_of
+from tritoncp.core.handles import handle_of, object_of
 from tritoncp.distributed import groups
 from tritoncp.frontend import plan_cache, validate
 from tritoncp.frontend.request import Request
@@ -110,6 +110,18 @@ def _plan_fake(
 
 
 plan_op = register_op("plan", _plan, _plan_fake)
+
+
+def _part(handle: Tensor, index: int, count: int, dim: str, keys: int | None) -> Tensor:
+    """A handle of the plan of one chunk, see :meth:`tritoncp.Plan.part`, for the handle of the whole plan."""
+    return handle_of(object_of(handle).part(index, count, dim=dim, keys=keys))
+
+
+def _part_fake(handle: Tensor, index: int, count: int, dim: str, keys: int | None) -> Tensor:
+    return torch.full((), -1, dtype=torch.int64, device="cpu")  # names no plan
+
+
+part_op = register_op("part", _part, _part_fake)
 
 
 def trace_block_mask(

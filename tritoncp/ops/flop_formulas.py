@@ -84,7 +84,7 @@ def _flops(q: list[Tensor], k: list[Tensor], v: list[Tensor], handle: Tensor, fo
     pairs = [x.shape[0] * x.shape[1] * x.shape[2] * y.shape[2] for x, y in zip(q, k, strict=True)]
     with fresh_dispatch():  # evaluating a mask needs functorch
         if named is not None and named.item() >= 0:
-            plan: Plan = object_of(named)
+            plan: Plan = object_of(named).of_batch(q[0].shape[0])
             ranks = [plan] if len(q) == 1 else [plan.seen_by(rank) for rank in range(len(q))]
             pairs = [count_pairs(one, *x.shape[:2]) for one, x in zip(ranks, q, strict=True)]
     return count_flops(sum(pairs), q[0].shape[3], v[0].shape[3], forward)

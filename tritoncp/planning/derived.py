@@ -18,12 +18,13 @@ from tritoncp.core.upload import DeviceCopy
 from tritoncp.masks.block_runs import Runs, content
 from tritoncp.masks.mask import Mask
 from tritoncp.planning import traffic as key_traffic
+from tritoncp.planning.parts import needed_chunks
 from tritoncp.planning.placement import Placement
 from tritoncp.planning.step_tables import Tables, slot_runs, tables_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
-MAX_PARTS = 64  # plans of ranges of batch rows that are kept with the whole plan
+MAX_PARTS = 64  # plans of parts of a plan that are kept with the whole
 
 
 def computed_once(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -67,7 +68,7 @@ class DerivedTables:
 
     @cached_property
     def parts(self) -> BoundedCache[tuple[Any, ...], Any]:
-        """Plans of ranges of batch rows."""
+        """Plans of ranges of batch rows and of chunks of each rank's rows."""
         return BoundedCache(MAX_PARTS)
 
     @computed_once
@@ -107,6 +108,11 @@ class DerivedTables:
     def fetch(self, rank: int) -> key_traffic.Fetch:
         """The rows that a rank sends and receives if each rank fetches exactly the keys that it sees."""
         return key_traffic.fetch(self.visible_blocks, self.kv, rank)
+
+    @computed_once
+    def needed_chunks(self, count: int, first_row: int) -> Tensor:
+        """Which chunks of keys the queries of each of ``count`` chunks see."""
+        return needed_chunks(self.mask, self.q, self.kv, count, first_row)
 
     @computed_once
     def fetch_rows(self, rank: int, device: torch.device) -> DeviceCopy[Tensor]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from tritoncp.core.host_copy import on_host
 from tritoncp.masks.block_mask_interface import BlockMaskInterface, selected_numbers
@@ -13,6 +15,7 @@ from tritoncp.planning.drawing.page import html
 from tritoncp.planning.drawing.picture import paint
 from tritoncp.planning.memory import Shape
 from tritoncp.planning.metrics import Metrics
+from tritoncp.planning.parts import check_keys, check_part, part_fields
 from tritoncp.planning.plan_data import PlanData
 from tritoncp.planning.report import Facts, format_costs, format_text
 
@@ -50,6 +53,55 @@ class Plan(PlanData, BlockMaskInterface):
                 "the mask, and make a plan of that: make_plan(mask[...], mesh)"
             )
         return self.batch_rows(rows[0], len(rows))
+
+    def of_batch(self, rows: int) -> Plan:
+        """Return the plan of a call on ``rows`` batch rows: of a chunk of the batch, the plan of its rows."""
+        if not self.batch_chunk:
+            return self
+        return replace(self, batch_chunk=0, handle=None).batch_rows(self.batch_chunk * rows, rows)
+
+    def part(self, index: int, count: int, *, dim: str = "seq", keys: int | None = None) -> Plan:
+        """Return the plan of one of ``count`` equal chunks of the rows of every rank's shard.
+
+        dim: "seq": queries of the chunk, at their places; "batch": batch rows of the chunk
+        keys: by "seq", the keys and values are those of the first ``keys`` chunks; None: of all
+
+        >>> from tritoncp import causal, create_block_mask, make_plan
+        >>> plan = make_plan(create_block_mask(causal(), 1, 1, 512, 512))
+        >>> part = plan.part(1, 4, keys=2)
+        >>> part.positions[0, :2].tolist(), part.q.lengths, part.kv.lengths
+        ([128, 129], (128,), (256,))
+        """
+        check_part(index, count, dim, keys)
+        key = "part", index, count, dim, keys, self.rank, self.schedule, self.first_row
+        part: Plan | None = self.derived.parts.get(key)
+        if part is None:
+            self.check_sources()
+            by_batch = dim == "batch"
+            part = self._part_of_batch(index, count) if by_batch else self._part_of_rows(index, count, keys)
+            self.derived.parts.put(key, part)
+        return part
+
+    def _part_of_batch(self, index: int, count: int) -> Plan:
+        if self.batch == 1:
+            return replace(self, batch_chunk=index, handle=None).pinned()
+        if self.batch % count:
+            raise ValueError(
+                f"{self.batch} batch rows are no multiple of {count} chunks; pass a number that divides them"
+            )
+        return self.batch_rows(index * (self.batch // count), self.batch // count)
+
+    def _part_of_rows(self, index: int, count: int, keys: int | None) -> Plan:
+        if keys is not None:
+            check_keys(self.needs(count), index, keys)
+        whole = (self.identity, index, count, keys) if self.world_size > 1 else None
+        return replace(self, **part_fields(self, index, count, keys), whole=whole, handle=None).pinned()
+
+    @on_host
+    def needs(self, count: int) -> Tensor:
+        """Return which chunks of keys the queries of each of ``count`` chunks see, on any rank: bool [count,
+        count], see :func:`tritoncp.planning.parts.needed_chunks`."""
+        return self.derived.needed_chunks(count, self.first_row)
 
     @on_host
     def explain(self, hardware: Hardware | None = None, **shape: int) -> str:

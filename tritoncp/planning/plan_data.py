@@ -40,7 +40,8 @@ class PlanData:
     heads:    query heads of the layer, if a call has only part of them; else 0
     mask_digest: of the mask's code and values, if ranks may have to compare it
     first_row: batch row of the whole plan that is row 0 of this one, see :meth:`batch_rows`
-    whole:    identity of the plan whose batch rows these are, if ranks compare it
+    batch_chunk: chunk of the batch that a call's tensors are, if the mask serves every batch row
+    whole:    identity of the plan that this is a part of, if ranks compare it
     evaluators: the mask_mod with its captures on the host, then on their own device, as (function, device
               of its indices); not part of a copy in another process
     handle:   0-d int64 CPU tensor that names the plan to the registered ops and keeps it alive there
@@ -58,6 +59,7 @@ class PlanData:
     heads: int = 0
     mask_digest: bytes = b""
     first_row: int = 0
+    batch_chunk: int = 0
     whole: Any = field(default=None, repr=False)
     evaluators: tuple[tuple[MaskFn, torch.device], ...] = field(default=(), repr=False)
     handle: Tensor | None = None

@@ -1,0 +1,170 @@
+"""Graphs and sizes that are refused, each on its node and with the reason; a refused graph is unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+from tritoncp import causal, flex_attention
+from tritoncp.chunking import Eager, chunk, concretise, mark
+from tritoncp.ops import engine_factory
+
+X = torch.randn(4, 8, 6)
+
+
+def forward_graph(fn: Callable[..., Any], x: Tensor = X, mode: str = "symbolic") -> GraphModule:
+    """Trace a function of x and a weight as the forward graph of one layer."""
+    gm = make_fx(fn, tracing_mode=mode)(x, torch.eye(6))
+    for node in gm.graph.nodes:
+        if node.op == "call_function":
+            node.meta["nn_module_stack"] = {"": ("L['self'].layers.0", "Layer")}
+            node.meta["stack_trace"] = "File model.py, line 7\n  return layer(x)"
+    return gm
+
+
+def attend(x: Tensor, w: Tensor) -> Tensor:
+    q = (x @ w).unsqueeze(1)
+    return flex_attention(q, q, q, causal()).squeeze(1)
+
+
+def node_of(gm: GraphModule, name: str) -> Node:
+    return next(node for node in gm.graph.nodes if name in str(node.target))
+
+
+def with_target(name: str, target: Any) -> Callable[[GraphModule], None]:
+    """Return an edit that gives a node another op."""
+    return lambda gm: setattr(node_of(gm, name), "target", target)
+
+
+def in_backward(gm: GraphModule) -> None:
+    for node in gm.graph.nodes:
+        node.meta["fwd_nn_module_stack"] = node.meta.pop("nn_module_stack", None)
+
+
+def with_constant(gm: GraphModule) -> None:
+    view = [node for node in gm.graph.nodes if "view" in str(node.target)][-1]
+    view.args = (view.args[0], [view.args[1][0], 8, *view.args[1][2:]])
+
+
+def between_ranks(gm: GraphModule) -> None:
+    node = node_of(gm, "tritoncp.forward")
+    node.args = (*node.args[:-1], node.args[-1].replace('"world": null', '"world": "cp"'))
+
+
+def unchanged(gm: GraphModule) -> None:
+    pass
+
+
+def scores(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ x.mT).softmax(-1) @ x
+
+
+hop = torch.ops.higher_order.flex_attention
+all_reduce = torch.ops._c10d_functional.all_reduce.default
+REFUSED = {
+    "mean": (lambda x, w: x.mean(), unchanged, r"mean.*a mean over the tokens of a chunk"),
+    "dropout": (lambda x, w: F.dropout(x @ w), unchanged, "draws random numbers"),
+    "two dimensions": (scores, unchanged, r"two dimensions of the size that is cut"),
+    "torch's op": (lambda x, w: (x @ w).sin(), with_target("sin", hop), "sin.*higher-order op"),
+    "torch's attention": (
+        lambda x, w: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0],
+        unchanged,
+        "torch's attention|two dimensions",
+    ),
+    "collective": (lambda x, w: (x @ w).sin(), with_target("sin", all_reduce), "sin.*is a collective other"),
+    "backward graph": (lambda x, w: x @ w, in_backward, "a backward graph alone"),
+    "constant": (
+        lambda x, w: (x @ w).sin().view(4, x.shape[1], 2, 3),
+        with_constant,
+        r"view.*traced at File model.py, line 7.*the constant 8 where the size",
+    ),
+    "ranks": (attend, between_ranks, r"tritoncp.forward.*exchanges keys between ranks.*repeat=True"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_graph_is_refused_on_its_node_and_stays_as_it_was(name):
+    fn, edit, reason = REFUSED[name]
+    gm = forward_graph(fn)
+    edit(gm)
+    before = gm.graph.python_code("self").src
+    with pytest.raises(ValueError, match=f"(?s){reason}"):
+        chunk(gm, dim="seq")
+    gm.graph.lint()
+    assert gm.graph.python_code("self").src == before
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"region": "blocks.*"}, r"region='blocks.\*'"),
+        ({"chunks": 3}, "8 rows are no multiple of 3 chunks"),
+        ({"chunks": 8}, "a chunk of one row"),
+        ({"chunks": 1}, "2 chunks or more"),
+        ({"dim": "heads"}, 'dim="batch" or "seq"'),
+        ({"needs": torch.ones(3, 3).bool()}, r"pass plan.needs\(2\)"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        chunk(forward_graph(lambda x, w: x @ w), **{"dim": "seq", **options})
+
+
+def test_a_size_that_became_a_constant_is_refused():
+    with pytest.raises(ValueError, match=r"no input has a symbol for the sequence.*tritoncp.chunking.mark"):
+        chunk(forward_graph(lambda x, w: x @ w, mode="fake"), dim="seq")
+
+
+@pytest.mark.parametrize("dim", ["seq", "batch"])
+def test_a_forward_graph_is_cut(dim, monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    gm = forward_graph(attend)
+    args = X, torch.randn(6, 6)
+    whole = gm(*args)
+    report = chunk(gm, dim=dim)
+    torch.testing.assert_close(gm(*args), whole)
+    concrete = concretise(gm)
+    assert torch.equal(concrete(*args), gm(*args))
+    with pytest.raises(ValueError, match=r"input 0 has the size \(4, 16, 6\)"):
+        concrete(torch.ones(4, 16, 6), args[1])
+    marks = [node.meta["custom"]["tritoncp_chunk"] for node in gm.graph.nodes if node.meta.get("custom")]
+    assert set(marks) == {("layers.0", 0), ("layers.0", 1)}
+    assert report.regions == ("layers.0",) and report.live_outs == {"cat": 1}
+    assert report.keys == ((1, 2) if dim == "seq" else ())
+
+
+def test_a_changed_mask_that_sees_later_keys_is_an_error(monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    gm = forward_graph(lambda x, w: flex_attention(x[:, None], x[:, None], x[:, None])[:, 0])
+    chunk(gm, dim="seq", needs=torch.tensor([[True, False], [True, True]]))
+    with pytest.raises(ValueError, match=r"queries of chunk 0 see keys of chunk 1.*needs="):
+        gm(X, torch.eye(6))
+
+
+def test_sizes_that_cannot_be_cut_are_not_marked():
+    with pytest.raises(
+        ValueError, match=r"10 rows of dimension 1 are no multiple of 4 chunks; pad them to 12"
+    ):
+        mark(torch.ones(1, 10), 1, 4)
+    with pytest.raises(ValueError, match=r"a chunk of one row makes a constant.*cut 2 chunks or fewer"):
+        mark(torch.ones(1, 4), 1, 4)
+
+
+def test_eager_chunking_refuses_keys_of_later_chunks(monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return flex_attention(x[:, None], x[:, None], x[:, None])[:, 0]
+
+    with pytest.raises(ValueError, match="queries of a chunk see keys of a later chunk"):
+        Eager(Layer(), 2, "seq")(X)
+    torch.testing.assert_close(Eager(Layer(), 2, "batch")(X), Layer()(X))

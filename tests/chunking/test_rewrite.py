@@ -1,0 +1,268 @@
+"""Chunks of joint graphs: bits of eager chunking, and the results of the whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.chunking.models import Model, Shape, compiled
+from tritoncp import (
+    and_masks,
+    causal,
+    checkpoint_policy,
+    create_block_mask,
+    document,
+    make_plan,
+    sliding_window,
+)
+from tritoncp.chunking import Eager, Pass, chunk, concretise, mark
+from tritoncp.chunking.concrete import hints
+from tritoncp.chunking.sizes import free_symbols
+from tritoncp.ops import engine_factory
+
+B, S = 4, 48
+CUTS = (("batch", 2), ("seq", 2), ("seq", 3), ("seq", 4))
+DENSE = Shape()
+EXPERTS = Shape(experts=3, biased=True)
+UNBIASED = Shape(experts=3)
+SORTED = replace(EXPERTS, dispatch="sorted")
+IDS = torch.tensor([0] * 20 + [1] * 28)
+ROWS = torch.tensor([48, 30, 17, 40])
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+BIAS = torch.randn(S, generator=torch.Generator().manual_seed(1))
+
+
+def listed(mod: Callable[..., Any], batch: int | None = None) -> Any:
+    return create_block_mask(mod, batch, None, S, S, BLOCK_SIZE=16)
+
+
+def of_rows(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return (q >= kv) & (kv < ROWS[b])
+
+
+def by_batch(bias: Tensor) -> Callable[..., Tensor]:
+    """Make a score_mod that reads b."""
+    return lambda score, b, h, q, kv: score - SLOPES[b] * (q - kv)
+
+
+def biased(bias: Tensor) -> Callable[..., Tensor]:
+    """Make a score_mod whose capture wants a gradient."""
+    return lambda score, b, h, q, kv: score + bias[kv]
+
+
+MASKS: dict[str, Callable[[], Any]] = {
+    "causal": lambda: listed(causal()),
+    "closed form": causal,
+    "window": lambda: listed(sliding_window(9)),
+    "documents": lambda: listed(and_masks(causal(), document(ids=IDS))),
+    "plan": lambda: make_plan(listed(causal())),
+    "batch rows": lambda: listed(of_rows, B),
+    "two-sided": lambda: listed(lambda b, h, q, kv: (q - kv).abs() < 20),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        yield
+
+
+@pytest.fixture
+def eager_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+
+
+class Case:
+    """One model, run as a graph in chunks, by Eager, and whole, forward and backward."""
+
+    def __init__(
+        self, shape: Shape, dim: str, chunks: int, mask: Any, score: Any = None,
+        dtype: torch.dtype = torch.float32, rows: int = S, unbacked: bool = True,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(0)
+        self.dim, self.chunks, self.mask, self.score, self.unbacked = dim, chunks, mask, score, unbacked
+        self.model = Model(shape).to(dtype)
+        self.x, self.turn = torch.randn(B, rows, shape.width, dtype=dtype), torch.rand(rows, 4).to(dtype)
+        self.grad = torch.randn_like(self.x)
+        self.reports: list[Any] = []
+
+    def run(self, model: Any, call: Any, mark_inputs: bool = False) -> dict[str, Tensor]:
+        """Return the output, all gradients and all buffers of one step."""
+        x, turn = self.x.clone().requires_grad_(), self.turn.clone()
+        if mark_inputs:
+            for tensor, dim in ((x, 0),) if self.dim == "batch" else ((x, 1), (turn, 0)):
+                if self.unbacked:
+                    mark(tensor, dim, self.chunks)
+                else:
+                    torch._dynamo.mark_dynamic(tensor, dim, min=8, max=4096)
+        bias = BIAS.clone().requires_grad_()
+        out = call(x, turn, self.mask, self.score and self.score(bias))
+        out.backward(self.grad)
+        results = {"out": out.detach(), "dx": x.grad}
+        results |= {} if bias.grad is None else {"dbias": bias.grad}
+        results |= {f"d {name}": p.grad for name, p in model.named_parameters()}
+        return results | dict(model.named_buffers())
+
+    def in_graph(self, **options: Any) -> dict[str, Tensor]:
+        def rewrite(gm: torch.fx.GraphModule) -> None:
+            self.reports.append(chunk(gm, dim=self.dim, chunks=self.chunks, **options))
+
+        model = copy.deepcopy(self.model)
+        return self.run(model, compiled(model, rewrite), mark_inputs=True)
+
+    def by_eager(self) -> dict[str, Tensor]:
+        model = copy.deepcopy(self.model)
+        for i, layer in enumerate(model.layers):
+            model.layers[i] = Eager(layer, self.chunks, self.dim)
+        results = self.run(model, model)
+        return {name.replace(".module.", "."): value for name, value in results.items()}
+
+    def whole(self) -> dict[str, Tensor]:
+        model = copy.deepcopy(self.model)
+        return self.run(model, model)
+
+
+def assert_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+CASES = [
+    (SORTED, "seq", 3, "documents", None, torch.float32),
+    (DENSE, "seq", 2, "plan", None, torch.bfloat16),
+    (EXPERTS, "batch", 2, "batch rows", by_batch, torch.float32),
+]
+SHAPES = (replace(DENSE, layers=2), EXPERTS, replace(SORTED, layers=2), replace(EXPERTS, layers=3))
+NIGHTLY = [
+    *[(shape, *cut, "documents", None, torch.float32) for shape in SHAPES for cut in CUTS],
+    *[(DENSE, *cut, mask, None, torch.bfloat16) for mask in MASKS for cut in CUTS if mask != "two-sided"],
+    *[(SORTED, *cut, "causal", score, torch.float32) for score in (by_batch, biased) for cut in CUTS],
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.nightly) for case in NIGHTLY)],
+    ids=lambda case: (
+        f"{case[0].dispatch if case[0].experts else 'mlp'}-{case[0].layers}-{case[1:4]}"
+        f"-{getattr(case[4], '__name__', None)}-{case[5]}"
+    ),
+)
+def test_chunks_have_the_bits_of_eager_chunking(case, eager_engine):
+    shape, dim, chunks, mask, score, dtype = case
+    run = Case(shape, dim, chunks, MASKS[mask](), score, dtype)
+    assert_same_bits(run.in_graph(), run.by_eager())
+    if dim == "seq":
+        assert run.reports[0].keys == tuple(range(1, chunks + 1))
+
+
+def test_two_sided_masks_and_backed_sizes_have_the_results_of_the_whole(eager_engine):
+    run = Case(DENSE, "seq", 2, MASKS["two-sided"](), biased, unbacked=False)
+    results, whole = run.in_graph(), run.whole()
+    for name, value in results.items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-4, msg=name)
+    report = run.reports[0]
+    assert report.keys == (2, 2) and report.waits_for_all_keys
+    assert "2 by seq of 24 of 48 rows" in str(report)
+
+
+@pytest.mark.nightly
+def test_interpreted_kernels_have_the_bits_of_eager_chunking():
+    run = Case(DENSE, "seq", 2, causal(), rows=32)
+    assert_same_bits(run.in_graph(), run.by_eager())
+
+
+def test_concrete_graphs_have_numbers_and_check_their_sizes(eager_engine):
+    run = Case(SORTED, "seq", 2, MASKS["causal"]())
+    graphs: list[torch.fx.GraphModule] = []
+
+    def rewrite(gm: torch.fx.GraphModule) -> None:
+        chunk(gm, dim="seq")
+        graphs.append(gm)
+        graphs.append(concretise(gm))
+
+    model = copy.deepcopy(run.model)
+    run.run(model, compiled(model, rewrite), mark_inputs=True)
+    symbolic, concrete = graphs
+    known = set(hints(symbolic))
+    assert known and not hints(concrete)
+    assert not [n for n in concrete.graph.nodes if free_symbols(n.meta.get("val")) & known]
+    assert len(concrete.graph.nodes) < len(symbolic.graph.nodes)
+    marks = [
+        [
+            n.meta["custom"]
+            for n in gm.graph.nodes
+            if isinstance(n.meta.get("val"), Tensor) and "custom" in n.meta
+        ]
+        for gm in graphs
+    ]
+    assert marks[0] == marks[1] and marks[0]
+    inputs = [
+        torch.empty(x.meta["val"].shape) if isinstance(x.meta["val"], Tensor) else x.meta["val"]
+        for x in concrete.graph.find_nodes(op="placeholder")
+    ]
+    inputs[next(i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.ndim == 3)] = torch.empty(
+        B, 8, 16
+    )
+    with pytest.raises(ValueError, match=r"the graph was made for \(4, 48, 16\)"):
+        concrete(*inputs)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shape", [DENSE, UNBIASED], ids=["mlp", "experts"])
+def test_inductor_compiles_chunks(shape, eager_engine):
+    run = Case(shape, "seq", 2, MASKS["causal"]())
+    model, cut = copy.deepcopy(run.model), Pass(dim="seq")
+    call = torch.compile(model, dynamic=True, options={"joint_custom_pre_pass": cut})
+    results, whole = run.run(model, call), run.whole()
+    for name, value in results.items():
+        if not name.endswith("calls"):  # each chunk is a call
+            torch.testing.assert_close(value, whole[name], rtol=1e-4, atol=1e-4, msg=name)
+    assert cut.reports[0].keys == (1, 2)
+
+
+SAVE_ATTENTION = partial(create_selective_checkpoint_contexts, checkpoint_policy())
+
+
+class Checkpointed(torch.nn.Module):
+    """A layer whose operations but attention are computed again in the backward pass."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args: Any) -> Tensor:
+        return checkpoint(self.layer, *args, use_reentrant=False, context_fn=SAVE_ATTENTION)
+
+
+def test_checkpointed_attention_runs_once_a_chunk(eager_engine):
+    run, graphs = Case(DENSE, "seq", 2, MASKS["causal"]()), []
+
+    def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append([node.target for node in gm.graph.nodes])
+        return gm
+
+    def partition(gm: torch.fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        chunk(gm, dim="seq")
+        return min_cut_rematerialization_partition(gm, inputs, **kwargs)
+
+    model = copy.deepcopy(run.model)
+    model.layers[0] = Checkpointed(model.layers[0])
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
+    results = run.run(model, torch.compile(model, backend=backend, fullgraph=True), mark_inputs=True)
+    assert_same_bits({name.replace(".layer.", "."): x for name, x in results.items()}, run.by_eager())
+    forward, backward = torch.ops.tritoncp.forward.default, torch.ops.tritoncp.backward.default
+    assert [graph.count(forward) for graph in graphs] == [2, 0]
+    assert [graph.count(backward) for graph in graphs] == [0, 2]
+    assert graphs[1].count(torch.ops.aten.silu.default) == 2  # computed again

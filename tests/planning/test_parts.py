@@ -1,0 +1,110 @@
+"""Plans of chunks: results of the whole, from the keys that their queries need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tritoncp import and_masks, causal, create_block_mask, document, flex_attention, make_plan, sliding_window
+from tritoncp.ops import engine_factory
+
+S = 96
+IDS = torch.tensor([0] * 40 + [1] * 56)
+ROWS = torch.tensor([96, 50])
+OPTIONS = {"PACK_GQA": False, "SPLIT_KV": 1, "BLOCK_M": 16, "BLOCK_N": 16}
+MASKS: dict[str, Callable[[], Any]] = {
+    "causal": lambda: create_block_mask(causal(), None, None, S, S, BLOCK_SIZE=32),
+    "window": lambda: create_block_mask(sliding_window(20), None, None, S, S, BLOCK_SIZE=32),
+    "documents": lambda: create_block_mask(
+        and_masks(causal(), document(ids=IDS)), None, None, S, S, BLOCK_SIZE=32
+    ),
+    "two-sided": lambda: create_block_mask(
+        lambda b, h, q, kv: (q - kv).abs() < 9, None, None, S, S, BLOCK_SIZE=32
+    ),
+    "batch rows": lambda: create_block_mask(
+        lambda b, h, q, kv: (q >= kv) & (kv < ROWS[b]), 2, None, S, S, BLOCK_SIZE=32
+    ),
+}
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(2, heads, S, 16, dtype=dtype, requires_grad=True) for heads in (2, 1, 1)]
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 6])
+@pytest.mark.parametrize("name", MASKS)
+def test_needs_are_the_chunks_of_visible_keys(name, chunks):
+    plan, rows = make_plan(MASKS[name]()), S // chunks
+    dense = plan.mask.to_dense().flatten(0, 1).any(0)
+    tiles = dense.unflatten(0, (chunks, rows)).unflatten(2, (chunks, rows))
+    seen = tiles.any(3).any(1)
+    assert torch.equal(plan.needs(chunks), seen)
+
+
+@pytest.mark.parametrize("chunks", [2, 6])
+@pytest.mark.parametrize("name", MASKS)
+def test_parts_have_the_results_of_the_whole(name, chunks, monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    plan, rows, (q, k, v) = make_plan(MASKS[name]()), S // chunks, tensors()
+    out = flex_attention(q, k, v, block_mask=plan, enable_gqa=True)
+    grad = torch.randn_like(out)
+    whole = [out, *torch.autograd.grad(out, (q, k, v), grad)]
+    parts = []
+    for i in range(chunks):
+        keys = int(plan.needs(chunks)[i].nonzero().max()) + 1
+        cut, part = slice(i * rows, (i + 1) * rows), plan.part(i, chunks, keys=keys)
+        pair = [x[:, :, : keys * rows] for x in (k, v)]
+        parts.append(flex_attention(q[:, :, cut], *pair, block_mask=part, enable_gqa=True))
+    out = torch.cat(parts, 2)
+    for x, y in zip([out, *torch.autograd.grad(out, (q, k, v), grad)], whole, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_interpreted_kernels_give_parts_the_bits_of_the_whole(dtype):
+    plan, (q, k, v) = make_plan(MASKS["causal"]()), tensors(dtype)
+    out = flex_attention(q, k, v, block_mask=plan, enable_gqa=True, kernel_options=OPTIONS)
+    grad = torch.randn_like(out)
+    (dq,) = torch.autograd.grad(out, q, grad)
+    for keys in (2, None):
+        part, rows = plan.part(1, 3, keys=keys), S if keys is None else 64
+        own = q[:, :, 32:64].detach().requires_grad_()
+        cut = flex_attention(
+            own, k[:, :, :rows], v[:, :, :rows], block_mask=part, enable_gqa=True, kernel_options=OPTIONS
+        )
+        assert torch.equal(cut, out[:, :, 32:64])
+        assert torch.equal(torch.autograd.grad(cut, own, grad[:, :, 32:64])[0], dq[:, :, 32:64])
+
+
+@pytest.mark.parametrize("name", ["causal", "batch rows"])
+def test_a_part_of_the_batch_reads_its_own_rows(name, monkeypatch):
+    monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    plan, (q, k, v), slopes = make_plan(MASKS[name]()), tensors(), torch.tensor([0.5, 0.1])
+
+    def score(s, b, h, qi, ki):
+        return s - slopes[b] * (qi - ki)
+
+    whole = flex_attention(q, k, v, score, plan, enable_gqa=True)
+    part = plan.part(1, 2, dim="batch")
+    torch.testing.assert_close(flex_attention(q[1:], k[1:], v[1:], score, part, enable_gqa=True), whole[1:])
+
+
+def test_wrong_parts_are_refused():
+    plan = make_plan(MASKS["causal"]())
+    for arguments, reason in (
+        ((0, 5), "96 rows of queries are no multiple of 5 chunks"),
+        ((2, 2), "chunk 2 of 2: chunks are numbered from 0 to 1"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            plan.part(*arguments)
+    with pytest.raises(ValueError, match=r'dim=.heads.: chunks are cut along "batch" or "seq"'):
+        plan.part(0, 2, dim="heads")
+    with pytest.raises(ValueError, match=r"keys=1 with dim=.batch."):
+        plan.part(0, 2, dim="batch", keys=1)
+    with pytest.raises(ValueError, match=r"queries of chunk 1 see keys of chunk 1.*pass keys=2 or None"):
+        plan.part(1, 2, keys=1)
+    with pytest.raises(ValueError, match="2 batch rows are no multiple of 3 chunks"):
+        make_plan(MASKS["batch rows"]()).part(0, 3, dim="batch")

@@ -1,0 +1,291 @@
+"""What a pass will copy, share, cut and join, and the reasons to refuse a graph. Nothing is edited here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, InputMutationAOTOutput
+from torch.fx import Graph, Node
+
+from tritoncp.chunking import attention
+from tritoncp.chunking.regions import is_backward, regions_of
+from tritoncp.chunking.report import ChunkingError, describe
+from tritoncp.chunking.sizes import Sizes, cut_symbol, expression, free_symbols, input_symbols
+
+log = logging.getLogger("tritoncp.chunking")
+aten = torch.ops.aten
+
+CASTS = {"aten::_to_copy", "prims::convert_element_type", "aten::to"}
+REDUCTIONS = {"_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_reduce"}
+EXCHANGES = {"_c10d_functional::all_to_all_single", "_c10d_functional::wait_tensor"}
+VIEWS = (
+    *("t", "transpose", "permute", "view", "_unsafe_view", "reshape", "clone", "alias", "detach"),
+    *("squeeze", "unsqueeze"),
+)
+LINEAR = CASTS | REDUCTIONS | {f"aten::{name}" for name in VIEWS} | {"_c10d_functional::wait_tensor"}
+TORCH_ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention")
+
+
+def op_name(node: Node) -> str:
+    """Return the name of a node's op without its overload, as "aten::mm"; "" if it has none."""
+    schema = getattr(node.target, "_schema", None)
+    return "" if schema is None else schema.name
+
+
+def is_size(node: Node) -> bool:
+    """Return whether a node computes a size, or a condition on sizes."""
+    return isinstance(node.meta.get("val"), SymInt | SymFloat | SymBool)
+
+
+def size_argument(node: Node) -> Sequence[Any]:
+    """Return the argument of an op that lists the sizes of its result, empty if it has none."""
+    schema = getattr(node.target, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.name in ("size", "shape") and place < len(node.args):
+            sizes = node.args[place]
+            return sizes if isinstance(sizes, list | tuple) else ()
+    return ()
+
+
+class Cut:
+    """The cut of a graph.
+
+    inside: region of each node in one; copied: nodes that each chunk has of its own; chained: inputs whose
+    new values are computed in a region, and the nodes of the new values; joined: copied nodes with other
+    users, and how their chunks become one value: "cat", "sum" or "chain"; source: the node of the whole size
+    """
+
+    def __init__(self, graph: Graph, region: str, dim: str, chunks: int, early: bool, repeat: bool) -> None:
+        self.graph, self.dim, self.repeat = graph, dim, repeat
+        self.inside = regions_of(graph, region)
+        self._check_passes(region)
+        calls = [node for node in self.inside if attention.is_attention(node)]
+        live_ins = [x for x in self._live_ins() if isinstance(x.meta.get("val"), Tensor)]
+        queries = [attention.query_of(node) for node in calls]
+        size = cut_symbol(dim, queries, live_ins, graph)
+        fake_mode = next(
+            x.meta["val"].fake_mode for x in graph.nodes if hasattr(x.meta.get("val"), "fake_mode")
+        )
+        self.sizes = Sizes(expression(size), chunks, size, fake_mode)
+        self.sizes.check_rows()
+        self.pure_symbols = input_symbols(graph)
+        self.outputs = list(self._outputs())
+        self.chained = self._new_values()
+        self.copied = self._dependents()
+        self.source = next((x for x in graph.nodes if self._is_source(x)), None)
+        if early:
+            self._share_reductions()
+        self.joined = {node: self._kind_of_join(node) for node in self.inside if self._has_other_users(node)}
+        for node in graph.nodes:
+            if node in self.copied:
+                self._check(node)
+
+    def _check_passes(self, region: str) -> None:
+        if not self.inside:
+            raise ChunkingError(
+                f"no node is in a module that matches region={region!r}; name modules by their paths, with * "
+                'for any name: "layers.*"'
+            )
+        nodes = [node for node in self.inside if "nn_module_stack" in node.meta]
+        if not nodes and any("fwd_nn_module_stack" in node.meta for node in self.inside):
+            raise ChunkingError(
+                "a backward graph alone cannot be cut, as its inputs are values of the whole forward pass; "
+                "cut the joint graph, before it is partitioned"
+            )
+
+    def _live_ins(self) -> Iterator[Node]:
+        for node in self.inside:
+            for x in node.all_input_nodes:
+                if x not in self.inside:
+                    yield x
+
+    def _outputs(self) -> Iterator[tuple[Node | None, Any]]:
+        """Yield each output with its descriptor, None if the graph has none."""
+        output = self.graph.output_node()
+        values = output.args[0]
+        values = list(values) if isinstance(values, tuple | list) else [values]
+        descriptors = output.meta.get("desc")
+        if not isinstance(descriptors, tuple | list) or len(descriptors) != len(values):
+            descriptors = [None] * len(values)
+        yield from zip(values, descriptors, strict=True)
+
+    def _new_values(self) -> dict[Node, Node]:
+        """Map inputs that are mutated to the nodes of their new values, if a region computes them."""
+        inputs = {
+            x.meta["desc"]: x
+            for x in self.graph.nodes
+            if x.op == "placeholder" and x.meta.get("desc") is not None
+        }
+        pairs = []
+        for value, descriptor in self.outputs:
+            if isinstance(descriptor, InputMutationAOTOutput):
+                pairs.append((inputs.get(descriptor.mutated_input), value))
+        for node in self.graph.nodes:
+            if op_name(node) == "aten::copy_" and node.args[0].op == "placeholder":
+                pairs.append((node.args[0], node.args[1]))
+        return {old: new for old, new in pairs if old is not None and new in self.inside}
+
+    def is_whole_size(self, node: Node) -> bool:
+        """Return whether a node is the size that is cut."""
+        return is_size(node) and expression(node.meta["val"]) == self.sizes.symbol
+
+    def _is_source(self, node: Node) -> bool:
+        """Return whether a node reads the size that is cut from an input."""
+        inputs = node.all_input_nodes
+        return self.is_whole_size(node) and all(x.op == "placeholder" for x in inputs)
+
+    def is_pure_size(self, node: Node) -> bool:
+        """Return whether a node computes a size from sizes of inputs, not from data."""
+        return is_size(node) and free_symbols(node.meta["val"]) <= self.pure_symbols
+
+    def carries(self, node: Node) -> bool:
+        """Return whether a node's value has rows, or depends on the rows, that are cut."""
+        return self.sizes.holds(node.meta.get("val"))
+
+    def _dependents(self) -> set[Node]:
+        """Collect the nodes that are copied: those inside that depend on rows, sizes or new values of inputs,
+        and sizes outside that they read."""
+        copied: set[Node] = set()
+        for node in self.graph.nodes:
+            if node in self.inside and not attention.is_plan(node) and not self.is_whole_size(node):
+                inputs = node.all_input_nodes
+                if any(x in copied or self.carries(x) or x in self.chained for x in inputs):
+                    copied.add(node)
+        pending = [x for node in copied for x in node.all_input_nodes]
+        while pending:
+            x = pending.pop()
+            if is_size(x) and self.carries(x) and not self.is_whole_size(x) and x not in copied:
+                copied.add(x)
+                pending += x.all_input_nodes
+        return copied
+
+    def region_of(self, node: Node) -> str:
+        """Return the region of a copied node, that of a user for a size outside."""
+        while node not in self.inside:
+            node = next(user for user in node.users if user in self.copied)
+        return self.inside[node]
+
+    def _has_other_users(self, node: Node) -> bool:
+        if node not in self.copied or self.is_pure_size(node):
+            return False
+        return any(self._reads_whole(user, node) for user in node.users)
+
+    def _reads_whole(self, user: Node, node: Node) -> bool:
+        """Return whether a user reads all chunks of a copied node: outside, or as a capture of a mod."""
+        if self.is_whole_size(user):
+            return False
+        return user not in self.copied or node in attention.whole_inputs(user)
+
+    def _share_reductions(self) -> None:
+        """Have gradients of parameters that are cast or gathered forward summed before the cast back or the
+        reduction between ranks, rather than after."""
+        casts = {x.meta.get("seq_nr") for x in self.graph.nodes if op_name(x) in CASTS and not is_backward(x)}
+        for node in list(self.inside):
+            if not self._has_other_users(node) or self.carries(node):
+                continue
+            chain, at = [], None
+            while op_name(node) in LINEAR and not self.carries(node) and is_backward(node):
+                chain.append(node)
+                is_cast = op_name(node) in CASTS and node.meta.get("seq_nr") in casts - {None}
+                if is_cast or op_name(node) in REDUCTIONS:
+                    at = len(chain)
+                node = node.all_input_nodes[0]
+                if len(node.users) > 1 or node not in self.copied:
+                    break
+            if at is not None and not self.carries(node) and node in self.copied:
+                self.copied.difference_update(chain[:at])
+                log.debug("%s is summed before %s", node.name, chain[at - 1].name)
+
+    def _kind_of_join(self, node: Node) -> str:
+        """Return how the chunks of a node that is used outside become one value. Raises ChunkingError."""
+        value = node.meta.get("val")
+        if node in self.chained.values():
+            return "chain"
+        if isinstance(value, Tensor) and self.carries(node):
+            return "cat"
+        is_gradient = isinstance(value, Tensor) and not free_symbols(value) and is_backward(node)
+        if is_gradient and self._reaches_gradients_alone(node):
+            return "sum"
+        raise ChunkingError(
+            f"{describe(node, users=True)} has no rows to join, and is neither a gradient nor a new value of "
+            "an input: a mean over the tokens of a chunk is no part of a sum. Compute it outside of regions"
+        )
+
+    def _reaches_gradients_alone(self, node: Node) -> bool:
+        """Return whether a value goes to outputs that are gradients of inputs, and to no other."""
+        is_gradient: dict[Node, bool] = {}
+        for value, descriptor in self.outputs:
+            if isinstance(value, Node):
+                is_gradient[value] = is_gradient.get(value, True) and isinstance(descriptor, GradAOTOutput)
+        reached, pending = {node}, [node]
+        while pending:
+            for user in pending.pop().users:
+                if user not in reached and user.op != "output":
+                    reached.add(user)
+                    pending.append(user)
+        ends = [is_gradient[x] for x in reached if x in is_gradient]
+        return bool(ends) and all(ends)
+
+    def _check(self, node: Node) -> None:
+        """Raise ChunkingError for a copied node that chunks cannot have."""
+        for reason in (self._op_fault(node), self._shape_fault(node)):
+            if reason:
+                raise ChunkingError(f"{describe(node, users=True)} {reason}")
+        for x in node.all_input_nodes:
+            value = x.meta.get("val")
+            if x in self.copied or x in attention.whole_inputs(node) or not isinstance(value, Tensor):
+                continue
+            if self.carries(x):
+                self.cut_dim(x)
+
+    def _op_fault(self, node: Node) -> str:
+        name = op_name(node) or str(node.target)
+        if attention.is_attention(node):
+            return attention.fault(node, self, self.repeat)
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return "is a higher-order op, which cannot be cut: call tritoncp.flex_attention in the region"
+        if any(part in name for part in TORCH_ATTENTION) and self.dim == "seq":
+            return "is torch's attention, whose chunks need the keys of others: call tritoncp.flex_attention"
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            return "draws random numbers, other ones in chunks than in the whole; move it out of the region"
+        if "c10d" in name and name not in EXCHANGES:
+            is_reduced_gradient = name in REDUCTIONS and not self.carries(node) and is_backward(node)
+            if not is_reduced_gradient:
+                return "is a collective other than an exchange of experts; move it out of the region"
+        return ""
+
+    def _shape_fault(self, node: Node) -> str:
+        value = node.meta.get("val")
+        for x in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(x, Tensor) and len(self.sizes.dims(x)) > 1:
+                return f"has two dimensions of the size that is cut: {list(x.shape)}"
+        if isinstance(value, Tensor):
+            for size, number in zip(value.shape, size_argument(node), strict=False):
+                if self.sizes.symbol in free_symbols(size) and type(number) is int and number != -1:
+                    return f"has the constant {number} where the size {size} belongs; write x.shape[i], or -1"
+        return ""
+
+    def cut_dim(self, node: Node) -> int:
+        """Return the dimension of a tensor along which it is cut or joined. Raises ChunkingError."""
+        value = node.meta["val"]
+        dims = self.sizes.dims(value) if isinstance(value, Tensor) else []
+        if len(dims) != 1:
+            raise ChunkingError(
+                f"{describe(node, users=True)} has {len(dims)} dimensions of the size that is cut, and one "
+                "is needed where it enters or leaves a region"
+            )
+        expr = expression(value.shape[dims[0]])
+        if expr != self.sizes.symbol and not (self.dim == "batch" and (expr / self.sizes.symbol).is_Integer):
+            raise ChunkingError(
+                f"{describe(node, users=True)}: dimension {dims[0]} is {expr}, of which the rows of a chunk "
+                "are not adjacent; move the view that makes it into the region, or out of it"
+            )
+        return dims[0]
+
+    def factor(self, node: Node) -> int:
+        """Return the rows of a tensor's cut dimension for each row that is cut."""
+        return int(expression(node.meta["val"].shape[self.cut_dim(node)]) / self.sizes.symbol)

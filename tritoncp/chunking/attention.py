@@ -1,0 +1,218 @@
+"""Attention in a graph that is cut: which arguments are of the chunk, of all chunks or of the first ones, and
+how many chunks of keys the queries of a chunk read."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import SymInt, Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tritoncp.chunking.report import ChunkingError
+from tritoncp.core.handles import object_of
+from tritoncp.frontend.dynamo import block_mask_op, part_op, plan_op
+from tritoncp.ops.autograd import backward_op, forward_op
+from tritoncp.ops.engine_factory import Spec
+from tritoncp.planning.plan import Plan
+
+# Places of arguments of the two ops: query, key, value, captures, numbers, plan.
+FORWARD = {"q": 0, "k": 1, "v": 2, "captures": 3, "ints": 4, "plan": 7, "spec": 8}
+BACKWARD = {"q": 2, "k": 3, "v": 4, "captures": 7, "ints": 8, "plan": 11, "spec": 12}
+
+
+def is_attention(node: Node) -> bool:
+    return node.target in (forward_op, backward_op)
+
+
+def is_plan(node: Node) -> bool:
+    """Return whether a node makes a plan or a mask, which is that of the whole in every chunk."""
+    return node.target in (plan_op, block_mask_op, part_op)
+
+
+def places(node: Node) -> dict[str, int]:
+    return FORWARD if node.target is forward_op else BACKWARD
+
+
+def argument(node: Node, name: str) -> Any:
+    """Return an argument of an attention."""
+    return node.args[places(node)[name]]
+
+
+def query_of(node: Node) -> Node:
+    return argument(node, "q")[0]
+
+
+def keys_of(node: Node) -> tuple[Node, Node]:
+    """Return the nodes of the key and the value of an attention."""
+    return argument(node, "k")[0], argument(node, "v")[0]
+
+
+def plan_of(node: Node) -> Node:
+    return argument(node, "plan")
+
+
+def whole_inputs(node: Node) -> set[Node]:
+    """Return the inputs of a node that are the whole's in every chunk: captures and numbers of a mod, which
+    are indexed by global positions, and the plan."""
+    if not is_attention(node):
+        return set()
+    lists = argument(node, "captures"), argument(node, "ints")
+    return {x for values in lists for x in values if isinstance(x, Node)} | {plan_of(node)}
+
+
+def fault(node: Node, cut: Any, repeat: bool) -> str:
+    """Return the reason to refuse an attention, "" if there is none."""
+    spec = Spec.decode(argument(node, "spec"))
+    if len(argument(node, "q")) != 1:
+        return "runs the ranks of a simulated world, which are not cut; cut the graph of one rank"
+    if spec.world is not None and not repeat:
+        return (
+            "exchanges keys between ranks, and each chunk would send them again; pass repeat=True to accept "
+            "the messages"
+        )
+    captures = argument(node, "captures")
+    if any(cut.carries(captures[i]) for i in spec.wants):
+        return "has a capture with the size that is cut that wants a gradient, whose parts have no place"
+    if cut.dim == "batch" and not all(map(cut.carries, keys_of(node))):
+        return "has keys without the batch that is cut; expand them to the batch"
+    return ""
+
+
+def item_of(node: Node) -> tuple[Node, int] | None:
+    """Return the attention and the number of the result, if a node selects a result of a backward pass."""
+    args: Any = node.args
+    if node.target is operator.getitem and getattr(args[0], "target", None) is backward_op:
+        return args[0], args[1]
+    return None
+
+
+class Keys:
+    """Chunks of keys that the queries of each chunk read: the first ones, up to the last that they see.
+
+    needs: bool [chunks, chunks] of the caller; None: of the plans that the graph shows. Where it shows none,
+    each chunk reads all keys.
+    """
+
+    def __init__(self, cut: Any, needs: Tensor | None) -> None:
+        self.cut, self.chunks = cut, cut.sizes.chunks
+        self._counts: dict[Node, tuple[int, ...]] = {}
+        if needs is not None and tuple(needs.shape) != (self.chunks, self.chunks):
+            raise ChunkingError(
+                f"needs has the shape {tuple(needs.shape)}; pass plan.needs({self.chunks}), of "
+                f"[{self.chunks}, {self.chunks}]"
+            )
+        with unset_fake_temporarily(), _disable_current_modes():
+            self.common = None if needs is None else prefixes(needs, self.chunks)
+
+    def counts(self, node: Node) -> tuple[int, ...]:
+        """Return the number of chunks of keys that each chunk of an attention reads."""
+        handle = plan_of(node)
+        if handle not in self._counts:
+            counts = self.common
+            if counts is None and self.cut.dim == "seq":
+                with unset_fake_temporarily(), _disable_current_modes():
+                    plan = known_plan(handle, self.cut.sizes)
+                    counts = None if plan is None else prefixes(plan.needs(self.chunks), self.chunks)
+            self._counts[handle] = counts or (self.chunks,) * self.chunks
+        return self._counts[handle]
+
+    def are_cut(self, node: Node) -> bool:
+        """Return whether the keys of an attention are cut along with its queries, by sequence."""
+        return self.cut.dim == "seq" and all(map(self.cut.carries, keys_of(node)))
+
+    def readers(self, node: Node, index: int) -> list[int]:
+        """List the chunks of queries that read a chunk of keys, the last first."""
+        counts = self.counts(node)
+        return [c for c in reversed(range(self.chunks)) if counts[c] > index]
+
+    def inputs(self, node: Node, chunk: int) -> list[tuple[Node, int]]:
+        """List the inputs of one chunk of an attention that are cut, each with a chunk of it."""
+        whole, (k, v) = whole_inputs(node), keys_of(node)
+        count = self.counts(node)[chunk] if self.are_cut(node) else None
+        inputs = []
+        for x in node.all_input_nodes:
+            if x in (k, v) and count is not None:
+                inputs += [(x, c) for c in range(count)]
+            if x not in whole and (x not in (k, v) or count is None or self._is_read_twice(node, x)):
+                inputs.append((x, chunk))
+        return inputs
+
+    def _is_read_twice(self, node: Node, x: Node) -> bool:
+        """Return whether a key or value is also another argument, as the query."""
+        at = places(node)
+        others = [arg for place, arg in enumerate(node.args) if place not in (at["k"], at["v"])]
+        return any(x in arg if isinstance(arg, list | tuple) else x is arg for arg in others)
+
+
+def prefixes(needs: Tensor, chunks: int) -> tuple[int, ...]:
+    """Return the number of chunks of keys up to the last that each chunk of queries needs, at least one.
+
+    >>> import torch
+    >>> prefixes(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 0, 1]]), 3)
+    (1, 2, 3)
+    """
+    rows = needs.tolist()
+    return tuple(max([j + 1 for j in range(chunks) if row[j]], default=1) for row in rows)
+
+
+def known_plan(handle: Node, sizes: Any) -> Plan | None:
+    """Return the plan that a node of the graph names, for the hinted sizes, None if the graph does not show
+    it: its mask is computed from inputs without values. Called outside of fake tensor modes."""
+    target: Any = handle.target
+    if target is part_op:
+        return None
+    if target is not plan_op:
+        value = value_of(handle)
+        return None if value is None or int(value) < 0 else object_of(value)
+    try:
+        args: Any = map_arg(handle.args, lambda x: _constant(x, sizes))
+        tensors, ints, *rest = args
+        return object_of(plan_op(list(tensors), list(ints), list(rest[0]), *rest[1:]))
+    except _Unknown:
+        return None
+
+
+class _Unknown(Exception):
+    """An argument that has no value before the graph runs."""
+
+
+def _constant(node: Node, sizes: Any) -> Any:
+    value = node.meta.get("val")
+    if isinstance(value, SymInt):
+        number = sizes.hint(value.node.expr)
+    elif isinstance(value, int):
+        number = value
+    else:
+        number = value_of(node)
+    if number is None:
+        raise _Unknown
+    return number
+
+
+def value_of(node: Node) -> Tensor | None:
+    """Return the tensor of a node if it is a constant of the graph, or an input of the program that is traced
+    now; else None."""
+    if node.op == "get_attr":
+        value: Any = node.graph.owning_module
+        for name in str(node.target).split("."):
+            value = getattr(value, name, None)
+        return value if isinstance(value, Tensor) and not isinstance(value, FakeTensor) else None
+    value = node.meta.get("val")
+    if isinstance(value, FakeTensor):
+        return value.constant if value.constant is not None else _example(value)
+    return None
+
+
+def _example(fake: FakeTensor) -> Tensor | None:
+    """Return the tensor that a fake input of the traced program was made of: AOTAutograd's inputs share
+    memory with the fake tensors that Dynamo made of the real ones."""
+    converter = fake.fake_mode.fake_tensor_converter
+    memory = fake.untyped_storage()._cdata
+    numbers = {n for n, x in converter.tensor_memo.items() if x.untyped_storage()._cdata == memory}
+    described = converter.meta_converter.describer.lookup_tensor
+    tensors = [x for x, n in list(described.items()) if n in numbers and not isinstance(x, FakeTensor)]
+    return tensors[0] if tensors else None

@@ -1,0 +1,57 @@
+"""The pass as an option of torch.compile."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from tritoncp._version import __version__
+from tritoncp.chunking.regions import regions_of
+from tritoncp.chunking.report import Report
+from tritoncp.chunking.rewrite import chunk
+
+log = logging.getLogger("tritoncp.chunking")
+
+
+class Pass(CustomGraphPass):
+    """:func:`tritoncp.chunking.chunk` as a pass of inductor over joint graphs, with the same arguments.
+
+    ``torch.compile(model, options={"joint_custom_pre_pass": tritoncp.chunking.Pass(dim="seq")})``. A graph
+    without a module of the region stays as it is. ``reports`` has what was done to each graph that was cut.
+    """
+
+    def __init__(
+        self,
+        region: str = "layers.*",
+        *,
+        dim: str,
+        chunks: int = 2,
+        early: bool = True,
+        needs: Tensor | None = None,
+        repeat: bool = False,
+    ) -> None:
+        self.region = region
+        self.options: dict[str, Any] = {
+            "dim": dim,
+            "chunks": chunks,
+            "early": early,
+            "needs": needs,
+            "repeat": repeat,
+        }
+        self.reports: list[Report] = []
+
+    def __call__(self, graph: Graph) -> None:
+        if not regions_of(graph, self.region):
+            log.info("no node of a graph is in %s: it is not cut", self.region)
+            return
+        self.reports.append(chunk(graph, self.region, **self.options))
+
+    def uuid(self) -> tuple[str, ...]:
+        """Return the key of the pass in inductor's cache of compiled graphs."""
+        needs = self.options["needs"]
+        options = {**self.options, "needs": needs if needs is None else needs.tolist()}
+        return "tritoncp.chunking.Pass", __version__, self.region, repr(options)

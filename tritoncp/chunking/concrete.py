@@ -1,0 +1,138 @@
+"""Graphs with numbers in place of the symbol of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_map_only
+
+from tritoncp.chunking.report import ChunkingError
+from tritoncp.chunking.sizes import expression, free_symbols
+
+
+def concretise(gm: GraphModule) -> GraphModule:
+    """Return a graph with the hinted sizes as numbers: no symbol of an input is left, in no node, no metadata
+    and no GraphModule that a node calls.
+
+    gm: a graph whose inputs have symbols with hints, as :func:`tritoncp.chunking.mark` gives them. Metadata
+    stay, marks of chunks included; sizes that are read from data stay symbols. The result checks its input
+    sizes when it is called and raises ValueError for others, as unbacked sizes have no guard.
+    """
+    numbers = hints(gm)
+    result = _concretised(gm, numbers)
+    sizes = [_checked_sizes(node.meta.get("val")) for node in result.graph.nodes if node.op == "placeholder"]
+    result.register_forward_pre_hook(SizeCheck(sizes))
+    return result
+
+
+def hints(gm: GraphModule) -> dict[Any, int]:
+    """Map the symbols of a graph's inputs to their hints. Raises ChunkingError for one that has none."""
+    numbers: dict[Any, int] = {}
+    for node in gm.graph.nodes:
+        value = node.meta.get("val") if node.op == "placeholder" else None
+        for size in (*value.shape, *value.stride()) if isinstance(value, Tensor) else (value,):
+            if not isinstance(size, SymInt):
+                continue
+            env = size.node.shape_env
+            for symbol in size.node.expr.free_symbols:
+                number = env.backed_var_to_val.get(symbol, env.var_to_hint_override.get(symbol))
+                if number is None:
+                    raise ChunkingError(
+                        f"input {node.name} has the size {symbol} without a hint; mark it with "
+                        "tritoncp.chunking.mark before the graph is captured"
+                    )
+                numbers[symbol] = int(number)
+    return numbers
+
+
+def _checked_sizes(value: Any) -> Any:
+    """Return the sizes that an input must have: of a tensor, or the number itself."""
+    return tuple(value.shape) if isinstance(value, Tensor) else value if isinstance(value, int) else None
+
+
+class SizeCheck:
+    """A hook before the call of a graph that checks the sizes of its inputs."""
+
+    def __init__(self, sizes: Sequence[Any]) -> None:
+        self.sizes = sizes
+
+    def __call__(self, module: Any, args: tuple[Any, ...]) -> None:
+        for place, (value, needed) in enumerate(zip(args, self.sizes, strict=False)):
+            given = _checked_sizes(value)
+            if needed is not None and given != needed:
+                raise ValueError(
+                    f"input {place} has the size {given}, the graph was made for {needed}: pass inputs of "
+                    "that size, or cut and concretise a graph of these sizes"
+                )
+
+
+def _concretised(gm: GraphModule, numbers: dict[Any, int]) -> GraphModule:
+    """Return a copy of a graph, and of the graphs that it calls, with numbers in place of symbols."""
+    graph = torch.fx.Graph()
+    values: dict[Node, Any] = {}
+
+    def replace(node: Node) -> Any:
+        return values[node]
+
+    for node in gm.graph.nodes:
+        value = _substitute(node.meta.get("val"), numbers)
+        is_number = isinstance(node.meta.get("val"), SymInt | SymFloat | SymBool) and not isinstance(
+            value, SymInt | SymFloat | SymBool
+        )
+        if is_number and node.op != "placeholder":
+            values[node] = value
+            continue
+        is_assertion = node.target is torch.ops.aten._assert_scalar.default
+        if is_assertion and not isinstance(map_arg(node.args[0], replace), Node):
+            continue  # it holds for these numbers
+        copy = graph.node_copy(node, replace)
+        copy.meta = tree_map_only(
+            SymInt | SymFloat | SymBool, lambda x: _substitute(x, numbers), dict(node.meta)
+        )
+        copy.meta["val"] = value
+        values[node] = value if is_number else copy
+    owner = torch.nn.Module()
+    owner.__dict__.update({k: v for k, v in vars(gm).items() if k in ("_parameters", "_buffers")})
+    for name, child in gm.named_children():
+        owner.add_module(name, _concretised(child, numbers) if isinstance(child, GraphModule) else child)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        if "." not in node.target and not hasattr(owner, node.target):
+            setattr(owner, node.target, getattr(gm, node.target))
+    result = GraphModule(owner, graph)
+    result.meta.update(gm.meta)
+    return result
+
+
+def _substitute(value: Any, numbers: dict[Any, int]) -> Any:
+    """Return a node's value with numbers in place of symbols."""
+    if isinstance(value, tuple | list):
+        return type(value)([_substitute(x, numbers) for x in value])
+    if not free_symbols(value) & set(numbers):
+        return value
+    if isinstance(value, FakeTensor):
+        shape, stride = ([_substitute(n, numbers) for n in x] for x in (value.shape, value.stride()))
+        fake_mode = value.fake_mode
+        assert fake_mode.shape_env is not None
+        with fake_mode, fake_mode.shape_env.suppress_guards():
+            return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    env, expr = (
+        value.node.shape_env,
+        expression(value).xreplace({symbol: sympy.Integer(number) for symbol, number in numbers.items()}),
+    )
+    if expr in (sympy.true, sympy.false):
+        return bool(expr)
+    if expr.is_number:
+        return float(expr) if isinstance(value, SymFloat) else int(expr)
+    if isinstance(value, SymBool):
+        return env.create_symboolnode(expr)
+    make: Callable[..., Any] = (
+        env.create_symfloatnode if isinstance(value, SymFloat) else env.create_symintnode
+    )
+    return make(expr, hint=None)

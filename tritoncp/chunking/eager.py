@@ -1,0 +1,151 @@
+"""Chunks without a graph: the reference of the pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from tritoncp.chunking.attention import prefixes
+from tritoncp.chunking.report import ChunkingError
+from tritoncp.distributed import groups
+from tritoncp.frontend import plan_cache
+from tritoncp.frontend.call import attend, substitute_calls
+from tritoncp.frontend.request import Request
+from tritoncp.masks.traced_mask import plain_mask
+from tritoncp.planning.plan import Plan
+
+
+class Eager(nn.Module):
+    """A module that runs once a chunk, in order, and whose results are concatenated.
+
+    module: takes x [B, S, ...] first; chunks: their number; dim: "batch" or "seq"
+
+    Other tensors are split with x where they have its size: by sequence in dimension 1 if dimension 0 is 1 or
+    the batch, else in dimension 0; by batch in dimension 0. :func:`tritoncp.flex_attention` inside the module
+    takes the mask or plan of the whole. By sequence, the queries of chunk c see the keys of chunks 0 to c of
+    the same call; masks whose queries see later chunks raise ChunkingError, a ValueError.
+
+    >>> from tritoncp import causal, flex_attention
+    >>> class Layer(nn.Module):
+    ...     def forward(self, x):
+    ...         heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+    ...         return flex_attention(heads, heads, heads, causal()).transpose(1, 2).flatten(2)
+    >>> x = torch.randn(1, 64, 16)
+    >>> torch.allclose(Eager(Layer(), 2, "seq")(x), Layer()(x), atol=1e-6)
+    True
+    """
+
+    def __init__(self, module: nn.Module, chunks: int, dim: str) -> None:
+        super().__init__()
+        if dim not in ("batch", "seq") or chunks < 1:
+            raise ChunkingError(f'dim={dim!r}, chunks={chunks}: pass dim="batch" or "seq", and a number')
+        self.module, self.chunks, self.dim = module, chunks, dim
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        axis = ("batch", "seq").index(self.dim)
+        if x.shape[axis] % self.chunks:
+            raise ChunkingError(
+                f"{x.shape[axis]} rows of dimension {axis} are no multiple of {self.chunks} chunks; pad them"
+            )
+        calls, results = Calls(self.chunks, self.dim), []
+        splits = tree_map(lambda value: self._split(value, x), (x, args, kwargs))
+        for index in range(self.chunks):
+            own, others, named = tree_map(
+                lambda value, index=index: value.parts[index] if isinstance(value, Split) else value, splits
+            )
+            calls.begin(index)
+            with substitute_calls(calls.attend):
+                results.append(self.module(own, *others, **named))
+        return concatenate(results, axis)
+
+    def _split(self, value: Any, x: Tensor) -> Any:
+        """Return a tensor that has the size of x that is cut as a Split, else the value."""
+        if not isinstance(value, Tensor):
+            return value
+        axis = split_axis(value, x, self.dim)
+        if axis is None:
+            return value
+        rows = value.shape[axis] // self.chunks
+        return Split([piece.contiguous() for piece in value.split(rows, axis)])
+
+
+class Split:
+    """The chunks of one tensor."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.parts = parts
+
+
+def split_axis(value: Tensor, x: Tensor, dim: str) -> int | None:
+    """Return the dimension of a tensor that is cut along with x [B, S, ...], None if it is not cut.
+
+    >>> x = torch.ones(2, 6, 4)
+    >>> [split_axis(torch.ones(shape), x, "seq") for shape in ((2, 6, 4), (1, 6), (6, 8), (6,), (8,))]
+    [1, 1, 0, 0, None]
+    """
+    batch, rows = x.shape[:2]
+    if dim == "batch":
+        return 0 if value.ndim and value.shape[0] == batch else None
+    if value.ndim > 1 and value.shape[0] in (1, batch) and value.shape[1] == rows:
+        return 1
+    return 0 if value.ndim and value.shape[0] == rows else None
+
+
+def concatenate(results: list[Any], axis: int) -> Any:
+    """Concatenate tensors, or the tensors of tuples, lists and dicts of one form."""
+    return tree_map(
+        lambda *parts: torch.cat(parts, axis) if isinstance(parts[0], Tensor) else parts[0], *results
+    )
+
+
+class Calls:
+    """The attention calls of a module that runs once a chunk: the keys and values of each call so far."""
+
+    def __init__(self, chunks: int, dim: str) -> None:
+        self.chunks, self.dim = chunks, dim
+        self.index, self.number = 0, 0
+        self.keys: dict[int, list[tuple[Tensor, Tensor]]] = {}  # by the number of the call in a chunk
+
+    def begin(self, index: int) -> None:
+        """Begin a chunk."""
+        self.index, self.number = index, 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, request: Request) -> list[Tensor]:
+        """Run attention of one chunk, with the arguments and results of `frontend.call.attend`."""
+        number, self.number = self.number, self.number + 1
+        plan = self._plan(query, key, plain_mask(request.mask), request.mesh)
+        if self.dim == "batch":
+            part = plan.part(self.index, self.chunks, dim="batch")
+        else:
+            part, key, value = self._add_keys(plan, self.keys.setdefault(number, []), key, value)
+        return attend(query, key, value, request._replace(mask=part))
+
+    def _add_keys(
+        self, plan: Plan, chunks: list[tuple[Tensor, Tensor]], key: Tensor, value: Tensor
+    ) -> tuple[Plan, Tensor, Tensor]:
+        """Add this chunk's keys to those of the chunks before it, and return the chunk's plan with the keys
+        and values up to the last that its queries need."""
+        needs = plan.needs(self.chunks)
+        if bool(needs.triu(1).any()):
+            raise ChunkingError(
+                "queries of a chunk see keys of a later chunk, which runs after it: by sequence, Eager "
+                "runs masks that see no later keys, as causal ones. Run the layer in phases, the keys of all "
+                "chunks first"
+            )
+        chunks.append((key, value))
+        count = prefixes(needs, self.chunks)[self.index]
+        part = plan.part(self.index, self.chunks, keys=None if count == self.chunks else count)
+        key, value = (torch.cat([pair[i] for pair in chunks[:count]], 2) for i in (0, 1))
+        return part, key, value
+
+    def _plan(self, query: Tensor, key: Tensor, mask: Any, mesh: Any) -> Plan:
+        """Return the plan of the whole call."""
+        axis = 0 if self.dim == "batch" else 2
+        shapes = [list(x.shape) for x in (query, key)]
+        for shape in shapes:
+            shape[axis] *= self.chunks
+        q, k = (torch.empty(shape, device="meta") for shape in shapes)
+        return plan_cache.plan_of_rows(mask, q, k, groups.group_of(mesh), None)

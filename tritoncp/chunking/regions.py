@@ -1,0 +1,107 @@
+"""Regions of a graph: the nodes that belong to modules whose paths match a pattern, forward and backward."""
+
+from __future__ import annotations
+
+import operator
+import re
+from fnmatch import fnmatchcase
+
+import torch
+from torch.fx import Graph, Node
+
+WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+
+
+def module_path(node: Node) -> str:
+    """Return the path of the innermost module that a node was traced in, "" if it has none: forward its
+    ``nn_module_stack``, backward its ``fwd_nn_module_stack``.
+
+    >>> node = torch.fx.Graph().placeholder("x")
+    >>> node.meta["nn_module_stack"] = {"": ("L['self']._modules['layers'].0.mlp", "MLP")}
+    >>> module_path(node)
+    'layers.0.mlp'
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"\._modules\[['\"]([^'\"]+)['\"]\]", r".\1", path)
+    path = re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path)
+    parts = [part for part in path.split(".") if part and part not in WRAPPERS]
+    return ".".join(parts[2:] if parts[:1] == ["L"] else parts)
+
+
+def matched_region(path: str, pattern: str) -> str:
+    """Return the shortest beginning of a module path that ends with a match of the pattern, "" if none.
+
+    >>> matched_region("model.layers.3.mlp.up", "layers.*"), matched_region("norm", "layers.*")
+    ('model.layers.3', '')
+    """
+    parts, globs = path.split("."), pattern.split(".")
+    for end in range(len(globs), len(parts) + 1):
+        if all(map(fnmatchcase, parts[end - len(globs) : end], globs)):
+            return ".".join(parts[:end])
+    return ""
+
+
+def is_backward(node: Node) -> bool:
+    """Return whether a node belongs to the backward pass."""
+    if node.meta.get("partitioner_tag") == "is_backward":
+        return True
+    return "fwd_nn_module_stack" in node.meta or bool(node.meta.get("autograd_backward"))
+
+
+def has_tensor(node: Node) -> bool:
+    """Return whether a node computes a tensor, or several."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor | tuple | list)
+
+
+def regions_of(graph: Graph, pattern: str) -> dict[Node, str]:
+    """Map each node inside a region to the region's path.
+
+    A node without a module is inside if all its tensors come from regions and go to regions, a sum of
+    gradients also if it adds one from outside; its region is that of its last tensor. A selected item belongs
+    where the sequence does.
+    """
+    inside: dict[Node, str] = {}
+    candidates = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        path = module_path(node)
+        if node.target is operator.getitem and isinstance(node.args[0].meta.get("val"), tuple | list):
+            if node.args[0] in inside:
+                inside[node] = inside[node.args[0]]
+        elif path:
+            if region := matched_region(path, pattern):
+                inside[node] = region
+        elif has_tensor(node):
+            candidates.append(node)
+    members = set(candidates)
+    while True:
+        wrong = [node for node in members if not _is_surrounded(node, inside, members)]
+        if not wrong:
+            break
+        members.difference_update(wrong)
+    for node in candidates:
+        if node in members:
+            inside[node] = next(inside[x] for x in reversed(_tensors(node)) if x in inside)
+    return {node: inside[node] for node in graph.nodes if node in inside}
+
+
+def _tensors(node: Node) -> list[Node]:
+    return [x for x in node.all_input_nodes if has_tensor(x)]
+
+
+def _is_surrounded(node: Node, inside: dict[Node, str], members: set[Node]) -> bool:
+    """Return whether a node comes from regions and goes to regions. Of a sum, one end is enough: what it adds
+    from outside is cut, and what leaves is joined once."""
+    tensors = _tensors(node)
+    sources = [x in inside or x in members for x in tensors]
+    users = [x in inside or x in members for x in node.users]
+    if not users or not tensors:
+        return False
+    if node.target is torch.ops.aten.add.Tensor and len(tensors) > 1:
+        return any(sources) and (all(sources) or all(users))
+    return all(sources) and all(users)

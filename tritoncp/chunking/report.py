@@ -1,0 +1,71 @@
+"""What the pass did to a graph, as numbers and as a table; the error of a graph that it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+
+
+class ChunkingError(ValueError):
+    """A graph, or a size, that cannot be cut into chunks. The graph is unchanged."""
+
+
+def describe(node: Node, users: bool = False) -> str:
+    """Describe a node in an error: its name, its op, the source line that it was traced from and its users.
+
+    >>> import torch
+    >>> describe(torch.fx.Graph().placeholder("x"))
+    'node x (x)'
+    """
+    text = f"node {node.name} ({node.target})"
+    if lines := [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]:
+        text += f", traced at {'; '.join(lines[-2:])}"
+    if users:
+        text += f", used by {', '.join(f'{user.name} ({user.target})' for user in node.users) or 'none'}"
+    return text
+
+
+@dataclass
+class Report:
+    """What :func:`tritoncp.chunking.chunk` did to a graph.
+
+    regions: paths of the regions that were cut; rows: of the whole, None if the graph has no hint
+    live_ins: values that were cut; live_outs: values that were joined, by kind: "cat", "sum" (gradients) and
+    "chain" (new values of inputs). keys: chunks of keys that each chunk of queries reads, if attention was
+    cut by sequence. nodes_before, nodes_after: of the graph; copied: nodes that each chunk has of its own
+    """
+
+    dim: str
+    chunks: int
+    rows: int | None = None
+    regions: tuple[str, ...] = ()
+    live_ins: int = 0
+    live_outs: dict[str, int] = field(default_factory=dict)
+    keys: tuple[int, ...] = ()
+    copied: int = 0
+    shared: int = 0
+    nodes_before: int = 0
+    nodes_after: int = 0
+
+    @property
+    def waits_for_all_keys(self) -> bool:
+        """Whether the first chunk of queries waits for the keys of all chunks."""
+        return bool(self.keys) and self.keys[0] == self.chunks
+
+    def __str__(self) -> str:
+        rows = "" if self.rows is None else f" of {self.rows // self.chunks} of {self.rows} rows"
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.live_outs.items() if count) or "none"
+        lines = [
+            ("chunks", f"{self.chunks} by {self.dim}{rows}"),
+            ("regions", ", ".join(self.regions)),
+            ("values cut", str(self.live_ins)),
+            ("values joined", kinds),
+            ("nodes of chunks", f"{self.copied} in each, {self.shared} shared"),
+            ("nodes", f"{self.nodes_before} before, {self.nodes_after} after"),
+        ]
+        if self.keys:
+            waits = " (the first waits for all)" if self.waits_for_all_keys else ""
+            lines.insert(2, ("chunks of keys", f"{', '.join(map(str, self.keys))}{waits}"))
+        width = max(len(name) for name, _ in lines)
+        return "\n".join(f"{name:<{width}}  {text}" for name, text in lines)

@@ -1,0 +1,390 @@
+"""The pass that cuts regions of a joint graph into chunks."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from tritoncp.chunking import attention
+from tritoncp.chunking.analysis import Cut
+from tritoncp.chunking.regions import is_backward
+from tritoncp.chunking.report import ChunkingError, Report, describe
+from tritoncp.chunking.schedule import JOIN, KEEP, Routes, Schedule, Step
+from tritoncp.chunking.sizes import Symbols, expression
+from tritoncp.frontend.dynamo import part_op
+
+log = logging.getLogger("tritoncp.chunking")
+aten = torch.ops.aten
+
+PART_METADATA = ("partitioner_tag", "recompute", "ac_graph_id")  # that a plan's parts take from it
+
+
+def chunk(
+    gm: GraphModule | Graph,
+    region: str = "layers.*",
+    *,
+    dim: str,
+    chunks: int = 2,
+    early: bool = True,
+    needs: Tensor | None = None,
+    repeat: bool = False,
+) -> Report:
+    """Cut the modules of a joint graph that ``region`` names into chunks of the batch or the sequence.
+
+    gm: a joint graph of AOTAutograd or a forward graph, whose nodes have ``nn_module_stack``; it is edited.
+    region: paths of modules, with * for any name
+    dim: "batch" or "seq", whose size is a symbol (:func:`tritoncp.chunking.mark`)
+    early: gradients of parameters that are cast are summed over chunks before the cast back, or before they
+    are reduced between ranks
+    needs: ``plan.needs(chunks)`` of every mask that the graph will run with; None: of the masks that the
+    graph shows, and all keys for others
+    repeat: accept that each chunk sends the keys of its attention between ranks again
+
+    Results are those of :class:`tritoncp.chunking.Eager`. Raises ChunkingError, a ValueError, for a graph
+    that cannot be cut, which stays as it was.
+    """
+    graph = gm if isinstance(gm, Graph) else gm.graph
+    if dim not in ("batch", "seq") or chunks < 2:
+        raise ChunkingError(f'dim={dim!r}, chunks={chunks}: pass dim="batch" or "seq", and 2 chunks or more')
+    cut = Cut(graph, region, dim, chunks, early, repeat)
+    keys = attention.Keys(cut, needs)
+    steps, report = Schedule(cut, keys).steps, _report(cut, keys)
+    Rewrite(cut, keys).run(steps)
+    owner = graph.owning_module
+    if isinstance(owner, GraphModule) and owner.graph is graph:
+        owner.recompile()
+    report.nodes_after = len(graph.nodes)
+    return report
+
+
+def _report(cut: Cut, keys: attention.Keys) -> Report:
+    calls = [node for node in cut.inside if attention.is_attention(node) and keys.are_cut(node)]
+    live_ins = {
+        x
+        for node in cut.copied
+        for x in node.all_input_nodes
+        if x not in cut.copied and isinstance(x.meta.get("val"), Tensor) and cut.carries(x)
+    }
+    return Report(
+        dim=cut.dim,
+        chunks=cut.sizes.chunks,
+        rows=cut.sizes.rows,
+        regions=tuple(dict.fromkeys(cut.inside.values())),
+        live_ins=len(live_ins),
+        live_outs=dict(Counter(cut.joined.values())),
+        keys=max((keys.counts(node) for node in calls), default=()),
+        copied=len(cut.copied),
+        shared=sum(node not in cut.copied for node in cut.inside),
+        nodes_before=len(cut.graph.nodes),
+    )
+
+
+class Rewrite:
+    """Edits a graph. Nodes that it adds are removed again if an error comes between."""
+
+    def __init__(self, cut: Cut, keys: attention.Keys) -> None:
+        self.cut, self.keys, self.sizes, self.graph = cut, keys, cut.sizes, cut.graph
+        self.output = self.graph.output_node()
+        self.order: list[Node] = []
+        self.added: list[Node] = []
+        self.values: dict[Step, Node] = {}
+        self.cache: dict[Any, Any] = {}  # nodes that several steps share, by what they are
+        self.fresh: list[Symbols] = [{} for _ in range(self.sizes.chunks)]
+        self.routes = Routes(cut, keys)
+
+    def run(self, steps: list[Step]) -> None:
+        """Add the nodes of all steps, connect the nodes that stay to them, and remove the originals."""
+        links: list[tuple[Node, Any, Any]] = []
+        try:
+            if self.cut.source is None:
+                self._make_source()
+            self.sizes.declare_divisible()
+            for node, c in steps:
+                if c == KEEP:
+                    links.append((node, *map_arg((node.args, node.kwargs), self._whole)))
+                    self.order.append(node)
+                elif c == JOIN:
+                    self.values[node, JOIN] = self._join(node)
+                else:
+                    self.values[node, c] = self._copy(node, c)
+        except Exception:
+            for node in reversed(self.added):
+                self.graph.erase_node(node)
+            raise
+        for node, args, kwargs in links:
+            node.args, node.kwargs = args, kwargs
+        for node in self.order:
+            if node.op not in ("placeholder", "output"):
+                self.output.prepend(node)
+        remaining = set(self.order)
+        for node in reversed(list(self.graph.nodes)):
+            if node not in remaining and node.op not in ("placeholder", "output"):
+                self.graph.erase_node(node)
+        self._remove_unused_nodes()
+        self.graph.lint()
+
+    def _remove_unused_nodes(self) -> None:
+        """Remove the added sizes and items of splits that no node reads."""
+        for node in reversed(self.added):
+            if not node.users and node.target in (operator.getitem, operator.floordiv, operator.mul):
+                self.graph.erase_node(node)
+
+    def _make_source(self) -> None:
+        """Add a node of the whole size, where the graph has none."""
+        for x in self.graph.nodes:
+            value = x.meta.get("val")
+            if x.op == "placeholder" and isinstance(value, Tensor):
+                for d, size in enumerate(value.shape):
+                    if expression(size) == self.sizes.symbol:
+                        self.cut.source = self._call(aten.sym_size.int, (x, d), size)
+                        return
+        raise ChunkingError("no input has the size that is cut alone as the size of a dimension")
+
+    def _call(
+        self, target: Any, args: tuple[Any, ...], value: Any, stage: dict[str, Any] | None = None
+    ) -> Node:
+        """Add a call of a function at the present place."""
+        with self.graph.inserting_before(self.output):
+            node = self.graph.call_function(target, args)
+        self.added.append(node)
+        node.meta = {**(stage or {}), "val": value}
+        self.order.append(node)
+        return node
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
+
+    def _rows(self, factor: int = 1) -> Any:
+        """Return the node of the number of rows of a chunk, times a factor."""
+
+        def rows() -> Node:
+            value = self.sizes.symbolic(self.sizes.part)
+            return self._call(operator.floordiv, (self.cut.source, self.sizes.chunks), value)
+
+        if factor == 1:
+            return self._once("rows", rows)
+        value = self.sizes.symbolic(factor * self.sizes.part)
+        return self._once(("rows", factor), lambda: self._call(operator.mul, (self._rows(), factor), value))
+
+    def _whole(self, x: Node) -> Node:
+        step = self.routes.whole(x)
+        return step[0] if step[1] == KEEP else self.values[step]
+
+    def _chunk(self, x: Node, c: int) -> Node:
+        """Return the node of a chunk of a node's value."""
+        if self.cut.is_whole_size(x):
+            return self._rows()
+        step = self.routes.chunk_of(x, c)
+        if step[1] not in (KEEP, JOIN):
+            return self.values[step]
+        node = self._whole(x)
+        if isinstance(x.meta.get("val"), Tensor) and self.cut.carries(x):
+            return self._piece(x, node, c)
+        return node
+
+    def _piece(self, x: Node, node: Node, c: int) -> Node:
+        """Return a chunk of a value that comes from outside of the regions."""
+        value, dim, factor = x.meta["val"], self.cut.cut_dim(x), self.cut.factor(x)
+        stage = self._stage(x)
+        pieces = self._once(
+            ("pieces", node), lambda: self._split(node, value, dim, factor, self.sizes.chunks, stage)
+        )
+        return self._dense(pieces[c], value, dim, self.sizes.cut(value, {}), ("piece", node, c), stage)
+
+    def _stage(self, node: Node) -> dict[str, Any]:
+        """Return the metadata that say whether a node is of the backward pass."""
+        names = ("partitioner_tag", "autograd_backward")
+        return {name: node.meta[name] for name in names if name in node.meta}
+
+    def _split(
+        self, node: Node, value: Tensor, dim: int, factor: int, count: int, stage: dict[str, Any]
+    ) -> list[Node]:
+        """Split a value of ``count`` chunks: views."""
+        shape = list(value.shape)
+        shape[dim] = self.sizes.symbolic(factor * self.sizes.part)
+        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+            piece = torch.empty_strided(shape, value.stride(), dtype=value.dtype, device=value.device)
+        rows = [self._rows(factor)] * count
+        split = self._call(aten.split_with_sizes.default, (node, rows, dim), [piece] * count, stage)
+        return [self._call(operator.getitem, (split, i), piece, stage) for i in range(count)]
+
+    def _dense(
+        self, piece: Node, whole: Tensor, dim: int, value: Tensor, key: Any, stage: dict[str, Any]
+    ) -> Node:
+        """Return a piece of a value in memory of its own, in the whole's memory order: views of the whole are
+        no views of a piece with gaps."""
+        order = self.memory_order(whole)
+        if order[0] == dim and 0 not in whole.stride():
+            return piece
+
+        def clone() -> Node:
+            turned = self._permute(piece, order, stage)
+            copy = self._call(
+                aten.clone.default, (turned,), torch.empty_like(turned.meta["val"]).contiguous(), stage
+            )
+            copy.kwargs = {"memory_format": torch.contiguous_format}
+            node = self._permute(copy, _inverse(order), stage)
+            node.meta["val"] = value
+            return node
+
+        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+            return self._once(key, clone)
+
+    def memory_order(self, value: Tensor) -> list[int]:
+        """List a tensor's dimensions from the outermost to the innermost in memory; those of one element, or
+        expanded ones, where they are."""
+        strides: list[float] = []
+        for d in reversed(range(value.ndim)):
+            stride = self.sizes.hint(expression(value.stride(d)))
+            stride = None if stride == 0 or expression(value.shape[d]) == 1 else stride
+            strides.append(float(stride) if stride is not None else (strides[-1] if strides else 1.0))
+        strides.reverse()
+        return sorted(range(value.ndim), key=lambda d: -strides[d])
+
+    def _permute(self, node: Node, order: list[int], stage: dict[str, Any]) -> Node:
+        if order == sorted(order):
+            return node
+        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+            value = node.meta["val"].permute(order)
+        return self._call(aten.permute.default, (node, order), value, stage)
+
+    def _cat(self, pieces: list[Node], dim: int, like: Tensor, value: Tensor, stage: dict[str, Any]) -> Node:
+        """Concatenate chunks along a dimension, in the memory order of ``like``."""
+        if len(pieces) == 1:
+            return pieces[0]
+        order = self.memory_order(like)
+        turned = [self._permute(piece, order, stage) for piece in pieces]
+        with self.sizes.fake_mode, self.sizes.env.suppress_guards():
+            joined = value.permute(order)
+        cat = self._call(aten.cat.default, (turned, order.index(dim)), joined, stage)
+        node = self._permute(cat, _inverse(order), stage)
+        node.meta["val"] = value
+        return node
+
+    def _join(self, node: Node) -> Node:
+        """Make one value of the chunks of a node."""
+        chunks, value, stage = range(self.sizes.chunks), node.meta["val"], self._stage(node)
+        kind = self.cut.joined[node]
+        log.debug("%s: %s", describe(node), kind)
+        if kind == "chain":
+            return self.values[node, chunks[-1]]
+        if kind == "sum":
+            return self._sum([self.values[node, c] for c in reversed(chunks)], value, stage)
+        dim = self.cut.cut_dim(node)
+        return self._cat([self.values[node, c] for c in chunks], dim, value, value, stage)
+
+    def _sum(self, nodes: list[Node], value: Tensor, stage: dict[str, Any]) -> Node:
+        total = nodes[0]
+        for node in nodes[1:]:
+            total = self._call(aten.add.Tensor, (total, node), value, stage)
+        return total
+
+    def _copy(self, node: Node, c: int) -> Node:
+        """Add a chunk's copy of a node."""
+        if (item := attention.item_of(node)) and self.routes.sums_keys(item):
+            return self._sum_key_gradients(node, *item, c)
+        args: Any
+        kwargs: Any
+        if attention.is_attention(node):
+            args, kwargs = self._attention_arguments(node, c), {}
+        else:
+            args, kwargs = map_arg((node.args, node.kwargs), lambda x: self._chunk(x, c))
+        with self.graph.inserting_before(self.output):
+            copy = self.graph.create_node(node.op, node.target, args, kwargs)
+        self.added.append(copy)
+        copy.meta = dict(node.meta)
+        copy.meta.pop("eager_input_vals", None)
+        self.sizes.bind(copy, self.fresh[c])
+        copy.meta["val"] = self._value(node, c)
+        self._mark(copy, node, c)
+        self.order.append(copy)
+        return copy
+
+    def _mark(self, copy: Node, node: Node, c: int) -> None:
+        mark = {"tritoncp_chunk": (self.cut.region_of(node), c)}
+        copy.meta["custom"] = {**(node.meta.get("custom") or {}), **mark}
+
+    def _value(self, node: Node, c: int) -> Any:
+        """Return the value of a chunk's copy, for its metadata."""
+        value: Any = node.meta.get("val")
+        if node.target is attention.backward_op and self.keys.are_cut(node):
+            count = self.keys.counts(node)[c]
+            return [
+                self.sizes.cut(x, self.fresh[c], count if i in (1, 2) else 1) for i, x in enumerate(value)
+            ]
+        return self.sizes.cut(value, self.fresh[c])
+
+    def _attention_arguments(self, node: Node, c: int) -> tuple[Any, ...]:
+        at = attention.places(node)
+        whole = {at["captures"], at["ints"]}
+        args: list[Any] = list(node.args)
+        for place, arg in enumerate(args):
+            if place == at["plan"]:
+                args[place] = self._part(node, c)
+            elif place in (at["k"], at["v"]) and self.keys.are_cut(node):
+                args[place] = [self._first_keys(arg[0], self.keys.counts(node)[c], node)]
+            else:
+                args[place] = map_arg(arg, self._whole if place in whole else lambda x: self._chunk(x, c))
+        return tuple(args)
+
+    def _part(self, node: Node, c: int) -> Node:
+        """Return the handle of the plan of a chunk."""
+        handle = attention.plan_of(node)
+        count = self.keys.counts(node)[c] if self.keys.are_cut(node) else self.sizes.chunks
+        keys = None if count == self.sizes.chunks else count
+        args = (self._whole(handle), c, self.sizes.chunks, self.cut.dim, keys)
+        stage = {
+            name: value for name, value in handle.meta.items() if name in ("partitioner_tag", "recompute")
+        }
+        return self._once(
+            ("part", handle, c, keys), lambda: self._call(part_op, args, handle.meta["val"], stage)
+        )
+
+    def _first_keys(self, x: Node, count: int, node: Node) -> Node:
+        """Return the first chunks of keys or values, concatenated. The backward pass concatenates them again,
+        so that only the chunks are kept for it."""
+        value, stage, dim = x.meta["val"], self._stage(node), 2
+        whole = self.routes.whole(x)
+        if count == self.sizes.chunks and x not in self.cut.copied:
+            return whole[0] if whole[1] == KEEP else self.values[whole]
+        pieces = [self._chunk(x, c) for c in range(count)]
+        key = "keys", x, count, is_backward(node)
+        cut = self.sizes.cut(value, {}, count)
+        return self._once(key, lambda: self._cat(pieces, dim, value, cut, stage))
+
+    def _sum_key_gradients(self, node: Node, call: Node, item: int, c: int) -> Node:
+        """Sum the gradient of a chunk of keys or values over the chunks of queries that read it."""
+        whole, stage = call.meta["val"][item], self._stage(node)
+        terms = [self._key_gradients(call, item, r, stage)[c] for r in self.keys.readers(call, c)]
+        value = self.sizes.cut(whole, {})
+        if len(terms) > 1:
+            total = self._sum(terms, value, stage)
+        else:
+            total = self._dense(terms[0], whole, 2, value, ("gradient", node, c), stage)
+        self._mark(total, node, c)
+        return total
+
+    def _key_gradients(self, call: Node, item: int, reader: int, stage: dict[str, Any]) -> list[Node]:
+        """Return the gradients of the chunks of keys or values that a chunk of queries read."""
+        copy, count = self.values[call, reader], self.keys.counts(call)[reader]
+        value = copy.meta["val"][item]
+
+        def split() -> list[Node]:
+            gradient = self._call(operator.getitem, (copy, item), value, stage)
+            return [gradient] if count == 1 else self._split(gradient, value, 2, 1, count, stage)
+
+        return self._once(("gradients", call, reader, item), split)
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return [order.index(d) for d in range(len(order))]

@@ -1,0 +1,118 @@
+"""The order of the rewritten graph's nodes: each after the nodes that it reads, regions chunk after chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch.fx import Node
+
+from tritoncp.chunking import attention
+from tritoncp.chunking.analysis import Cut
+from tritoncp.chunking.regions import is_backward
+from tritoncp.chunking.report import ChunkingError, describe
+
+# A step of the rewritten graph: a chunk's copy of a node, the value of all its chunks (JOIN), or the node.
+Step = tuple[Node, int]
+KEEP, JOIN = -1, -2
+
+
+class Routes:
+    """The steps that a step of the rewritten graph reads."""
+
+    def __init__(self, cut: Cut, keys: attention.Keys) -> None:
+        self.cut, self.keys = cut, keys
+
+    def inputs(self, step: Step) -> list[Step]:
+        """List the steps that a step reads."""
+        node, c = step
+        if c == JOIN:
+            chunks = range(self.cut.sizes.chunks)
+            return [(node, i) for i in chunks] if self.cut.joined[node] != "chain" else [(node, chunks[-1])]
+        if c == KEEP:
+            return [self.whole(x) for x in node.all_input_nodes]
+        if attention.is_attention(node):
+            whole = [self.whole(x) for x in attention.whole_inputs(node)]
+            return whole + [self.chunk_of(x, i) for x, i in self.keys.inputs(node, c)]
+        if (item := attention.item_of(node)) and self.sums_keys(item):
+            return [(item[0], reader) for reader in self.keys.readers(item[0], c)]
+        return [self.chunk_of(x, c) for x in node.all_input_nodes]
+
+    def sums_keys(self, item: tuple[Node, int]) -> bool:
+        """Return whether an item of an attention's backward pass is the gradient of keys that are cut."""
+        return item[1] in (1, 2) and self.keys.are_cut(item[0])
+
+    def whole(self, x: Node) -> Step:
+        """Return the step of a node's whole value."""
+        if self.cut.source is not None and self.cut.is_whole_size(x):
+            return self.cut.source, KEEP
+        return (x, JOIN) if x in self.cut.joined else (x, KEEP)
+
+    def chunk_of(self, x: Node, c: int) -> Step:
+        """Return the step of a chunk of a node's value: of the whole, if it is cut from that or shared."""
+        if x in self.cut.copied:
+            return x, c
+        if x in self.cut.chained and c > 0:
+            return self.cut.chained[x], c - 1
+        return self.whole(x)
+
+
+class Schedule(Routes):
+    """The steps of the rewritten graph in their order: those of a region chunk after chunk, backward the last
+    chunk first, and each step after the steps that it reads."""
+
+    def __init__(self, cut: Cut, keys: attention.Keys) -> None:
+        super().__init__(cut, keys)
+        self.steps: list[Step] = []
+        self._done: set[Step] = set()
+        self._place()
+
+    def _place(self) -> None:
+        pending: list[Node] = []
+        group: Any = None
+        if self.cut.source is not None:
+            self._add((self.cut.source, KEEP))
+        for node in self.cut.graph.nodes:
+            if node.op == "call_function" and self.cut.is_whole_size(node):
+                continue  # all read the source
+            if node in self.cut.copied:
+                if node not in self.cut.inside:
+                    continue
+                here = self.cut.inside[node], is_backward(node)
+                if here != group:
+                    self._place_chunks(pending, group)
+                    pending, group = [], here
+                pending.append(node)
+            elif node not in self.cut.inside or not self.cut.is_pure_size(node):
+                if any(x in self.cut.joined for x in node.all_input_nodes):
+                    self._place_chunks(pending, group)
+                    pending = []
+                self._add((node, KEEP))
+        self._place_chunks(pending, group)
+
+    def _place_chunks(self, nodes: Sequence[Node], group: Any) -> None:
+        numbers = range(self.cut.sizes.chunks)
+        for c in reversed(numbers) if group and group[1] else numbers:
+            for node in nodes:
+                self._add((node, c))
+
+    def _add(self, step: Step) -> None:
+        """Add a step after all steps that it reads. Raises ChunkingError if they read each other."""
+        path, active = [step], {step}
+        while path:
+            top = path[-1]
+            missing = [x for x in self.inputs(top) if x not in self._done]
+            if not missing:
+                path.pop()
+                active.discard(top)
+                if top not in self._done:
+                    self._done.add(top)
+                    self.steps.append(top)
+                continue
+            if missing[0] in active:
+                raise ChunkingError(
+                    f"{describe(missing[0][0], users=True)}: a chunk needs a value of a later chunk, which "
+                    "needs this chunk's new value of an input"
+                )
+            path.append(missing[0])
+            active.add(missing[0])

@@ -1,0 +1,179 @@
+"""The size that chunks cut: its symbol, and the metadata of chunks, whose sizes are substituted.
+
+Values are substituted, not computed again: computing them would add guards to the shape environment, and a
+guard on 1 makes a constant of a symbol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import SymBool, SymFloat, SymInt, Tensor
+from torch.fx import Graph, Node
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+from tritoncp.chunking.report import ChunkingError, describe
+
+Symbols = dict[Any, Any]  # sympy symbol -> expression
+
+
+def expression(size: Any) -> Any:
+    """Return a size as a sympy expression or a plain number."""
+    return size.node.expr if isinstance(size, SymInt | SymFloat | SymBool) else size
+
+
+def free_symbols(value: Any) -> set[Any]:
+    """Collect the symbols in the sizes and strides of a node's value."""
+    if isinstance(value, Tensor):
+        return set().union(*(free_symbols(size) for size in (*value.shape, *_strides(value))))
+    if isinstance(value, tuple | list):
+        return set().union(*map(free_symbols, value))
+    expr = expression(value)
+    return set(expr.free_symbols) if isinstance(expr, sympy.Basic) else set()
+
+
+def _strides(value: Tensor) -> Sequence[Any]:
+    return value.stride() if value.layout is torch.strided else ()
+
+
+class Sizes:
+    """The symbol of a graph that chunks cut.
+
+    symbol: the size; part: the size of one chunk; chunks: their number
+    """
+
+    def __init__(self, symbol: Any, chunks: int, example: Any, fake_mode: Any) -> None:
+        self.symbol, self.chunks = symbol, chunks
+        self.env, self.fake_mode = example.node.shape_env, fake_mode
+        self.part = FloorDiv(symbol, chunks)
+        self.rows = self.hint(symbol)
+
+    def check_rows(self) -> None:
+        """Raise ChunkingError unless the hinted size is a multiple of the number of chunks, of which each has
+        at least two rows."""
+        if self.rows is None:
+            return
+        if self.rows % self.chunks:
+            raise ChunkingError(
+                f"{self.rows} rows are no multiple of {self.chunks} chunks; pass a number of chunks that "
+                "divides them"
+            )
+        if self.rows == self.chunks:
+            raise ChunkingError(
+                f"{self.rows} rows in {self.chunks} chunks: a chunk of one row makes a constant of its size; "
+                "cut fewer chunks"
+            )
+
+    def declare_divisible(self) -> None:
+        """Tell the shape environment that chunks are equal. There is no guard, which mark_dynamic refuses:
+        other sizes are an error of the split when the graph runs."""
+        self.env._add_divisible(Mod(self.symbol, self.chunks))
+        self.env._update_version_counter()
+
+    def hint(self, expr: Any) -> int | None:
+        """Return the number that an expression is expected to be, None if none is known."""
+        if not isinstance(expr, sympy.Basic):
+            return int(expr)
+        numbers = {}
+        for symbol in expr.free_symbols:
+            number = self.env.backed_var_to_val.get(symbol)
+            if number is None:
+                number = self.env.var_to_hint_override.get(symbol)
+            if number is None:
+                return None
+            numbers[symbol] = number
+        result = expr.subs(numbers)
+        return int(result) if result.is_number else None
+
+    def holds(self, value: Any) -> bool:
+        """Return whether a node's value has the symbol in a size."""
+        return self.symbol in free_symbols(value)
+
+    def dims(self, value: Tensor) -> list[int]:
+        """List the dimensions of a tensor whose size has the symbol."""
+        return [d for d, size in enumerate(value.shape) if self.symbol in free_symbols(size)]
+
+    def cut(self, value: Any, fresh: Symbols, times: int = 1) -> Any:
+        """Return a node's value with the sizes of ``times`` chunks.
+
+        fresh: symbols of the chunk in place of symbols that are read from data
+        """
+        return self.substitute(value, {self.symbol: times * self.part, **fresh})
+
+    def substitute(self, value: Any, symbols: Symbols) -> Any:
+        """Return a node's value with expressions in place of symbols."""
+        if isinstance(value, Tensor):
+            if not free_symbols(value) & set(symbols):
+                return value
+            shape, stride = (
+                [self.substitute(n, symbols) for n in numbers] for numbers in (value.shape, value.stride())
+            )
+            with self.fake_mode, self.env.suppress_guards():
+                return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+        if isinstance(value, tuple | list):
+            return type(value)([self.substitute(x, symbols) for x in value])
+        expr = expression(value)
+        if not isinstance(expr, sympy.Basic) or not expr.free_symbols & set(symbols):
+            return value
+        return self.symbolic(expr.xreplace(symbols), value)
+
+    def symbolic(self, expr: Any, like: Any = None) -> Any:
+        """Return an expression as a SymInt, SymFloat or SymBool, or as a number if it is one."""
+        expr = self.env.simplify(expr)
+        if isinstance(like, SymBool):
+            return self.env.create_symboolnode(expr)
+        if isinstance(like, SymFloat):
+            return self.env.create_symfloatnode(expr, hint=None)
+        return int(expr) if expr.is_number else self.env.create_symintnode(expr, hint=self.hint(expr))
+
+    def bind(self, copy: Node, fresh: Symbols) -> None:
+        """Give a copied node symbols of its own where it reads sizes from data; note them in ``fresh``."""
+        renamed = {}
+        for raw, path in (copy.meta.get("unbacked_bindings") or {}).items():
+            resolved = self.env.unbacked_renamings.get(raw, raw)
+            present = self.env.replace(resolved)
+            old = present if present.is_Symbol else resolved
+            with self.env.ignore_fresh_unbacked_symbols():
+                new = self.env.create_unbacked_symint().node.expr
+            if old in self.env.var_to_range:
+                self.env.var_to_range[new] = self.env.var_to_range[old]
+            if (number := self.env.var_to_hint_override.get(old)) is not None:
+                self.env.var_to_hint_override[new] = max(1, number // self.chunks)
+            fresh.update({raw: new, resolved: new, old: new})
+            renamed[new] = path
+        if renamed:
+            copy.meta["unbacked_bindings"] = renamed
+
+
+def input_symbols(graph: Graph) -> set[Any]:
+    """Collect the symbols in the sizes of a graph's inputs."""
+    return set().union(
+        *(free_symbols(n.meta.get("val")) for n in graph.nodes if n.op == "placeholder"), set()
+    )
+
+
+def cut_symbol(dim: str, queries: Iterable[Node], live_ins: Iterable[Node], graph: Graph) -> Any:
+    """Return the symbol of the batch or the sequence, as a SymInt: that of the queries of attention, or of
+    the first tensor [B, S, ...] that enters a region.
+
+    Raises ChunkingError if that size is a constant.
+    """
+    known, index = input_symbols(graph), {"batch": 0, "seq": 2}[dim]
+    nodes = [(node, index) for node in queries] or [(node, min(index, 1)) for node in live_ins]
+    for node, d in nodes:
+        value = node.meta["val"]
+        if not isinstance(value, Tensor) or value.ndim <= max(d, 1) or not isinstance(value.shape[d], SymInt):
+            continue
+        size = value.shape[d]
+        symbols = free_symbols(size) & known
+        if len(symbols) == 1 and expression(size) in symbols:
+            return size
+    where = describe(nodes[0][0]) if nodes else "no tensor enters the region"
+    raise ChunkingError(
+        f"no input has a symbol for the {'sequence' if dim == 'seq' else dim}: {where}. Mark the size before "
+        "the graph is captured, with tritoncp.chunking.mark(x, dim, chunks); an op that needs a number, or a "
+        "view with one, makes a constant of it"
+    )

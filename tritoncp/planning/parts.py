@@ -1,0 +1,158 @@
+"""Plans of chunks: the part of a plan that serves equal chunks of each rank's rows, or of its batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.masks.block_runs import ABSENT, Kind
+from tritoncp.masks.mask import Mask
+from tritoncp.planning.placement import Placement
+from tritoncp.planning.step_tables import slot_runs
+
+
+def chunk_rows(placement: Placement, index: int, count: int, side: str) -> list[range]:
+    """Return each rank's rows of one of ``count`` equal chunks. Raises ValueError for unequal chunks."""
+    for length in placement.lengths:
+        if length % count:
+            raise ValueError(
+                f"{length} rows of {side} are no multiple of {count} chunks; pass a number that divides the "
+                "rows of every rank's shard"
+            )
+    sizes = [length // count for length in placement.lengths]
+    return [range(index * size, (index + 1) * size) for size in sizes]
+
+
+def rows_of_placement(placement: Placement, rows: list[range]) -> Placement:
+    """Return the placement of a range of each rank's rows, whose first is row 0 of the chunk's buffer.
+
+    >>> from tritoncp.planning.placement import natural
+    >>> part = rows_of_placement(natural([8], 4), [range(2, 6)])
+    >>> part.slots[0].tolist(), part.positions(0).tolist()
+    ([[[0, 2, 2], [2, 4, 2]]], [[2, 3, 4, 5]])
+    """
+    slots = tuple(map(_cut_slots, placement.slots, rows))
+    part = Placement(placement.length, placement.block, slots, tuple(map(len, rows)))
+    object.__setattr__(part, "order_is_read", placement.order_is_read)
+    return part
+
+
+def _cut_slots(slots: Tensor, rows: range) -> Tensor:
+    """Cut slots [Bp, n, 3] to a range of rows of the buffer, whose first becomes row 0."""
+    row, position, tokens = slots.unbind(-1)
+    start = row.clamp(min=rows.start)
+    count = ((row + tokens).clamp(max=rows.stop) - start).clamp(min=0)
+    cut = torch.stack([start - rows.start, position + start - row, count], -1)
+    cut = torch.where(count[..., None] > 0, cut, 0)
+    return cut[:, (count > 0).any(0)].contiguous()
+
+
+def check_part(index: int, count: int, dim: str, keys: int | None) -> None:
+    """Check the arguments of :meth:`tritoncp.Plan.part`."""
+    if dim not in ("batch", "seq"):
+        raise ValueError(f'dim={dim!r}: chunks are cut along "batch" or "seq"')
+    if not 0 <= index < count:
+        raise ValueError(f"chunk {index} of {count}: chunks are numbered from 0 to {count - 1}")
+    if keys is not None and (dim == "batch" or not 0 < keys <= count):
+        raise ValueError(
+            f'keys={keys} with dim={dim!r}: by "seq" the keys of the first 1 to {count} chunks are passed, '
+            'None for all; by "batch" each chunk has its own, and keys is None'
+        )
+
+
+def check_keys(needs: Tensor, index: int, keys: int) -> None:
+    """Raise ValueError if a chunk's queries see keys behind the first ``keys`` chunks."""
+    last = int(needs[index].nonzero().max()) if needs[index].any() else -1
+    if last >= keys:
+        raise ValueError(
+            f"queries of chunk {index} see keys of chunk {last}, and the keys of only the first {keys} "
+            f"chunks are passed; pass keys={last + 1} or None. Cut a compiled graph again if its mask has "
+            "changed so, or pass needs= of all masks that it serves"
+        )
+
+
+def needed_chunks(mask: Mask, q: Placement, kv: Placement, count: int, first_row: int = 0) -> Tensor:
+    """Return which of ``count`` chunks of keys the queries of each chunk see, on any rank: bool [count,
+    count]. Blocks that a chunk cuts are evaluated, but those of a mask that is listed once for batch rows or
+    heads that may differ: they count as seen. first_row: b of the mask's first batch row.
+
+    >>> from tritoncp import causal, create_block_mask, make_plan
+    >>> make_plan(create_block_mask(causal(), 1, 1, 512, 512)).needs(2).tolist()
+    [[True, False], [True, True]]
+    """
+    needs = torch.zeros(count, count, dtype=torch.bool)
+    pieces = [_labelled_slots(placement, count, side) for placement, side in ((q, "queries"), (kv, "keys"))]
+    (q_slots, q_chunk), (kv_slots, kv_chunk) = pieces
+    kinds = slot_runs(mask, q_slots, kv_slots).to_kinds()  # [B, H, queries, keys]
+    b, _, i, j = (kinds != ABSENT).nonzero(as_tuple=True)
+    is_cut = (
+        (_is_cut(q_slots, mask.q_block)[b % len(q_slots), i])
+        | (_is_cut(kv_slots, mask.kv_block)[b % len(kv_slots), j])
+    )
+    pairs = (kinds != ABSENT).nonzero()
+    masked = is_cut & (kinds[tuple(pairs.unbind(1))] == Kind.MASKED)
+    is_listed_once = (mask.reads[0] and mask.B == 1) or (mask.reads[1] and mask.H == 1)
+    if mask.mask_mod is not None and bool(masked.any()) and not is_listed_once:
+        visible = torch.ones(len(pairs), dtype=torch.bool)
+        visible[masked] = _sees_any_key(mask, pairs[masked], q_slots, kv_slots, first_row)
+        b, i, j = b[visible], i[visible], j[visible]
+    needs[q_chunk[b % len(q_chunk), i], kv_chunk[b % len(kv_chunk), j]] = True
+    return needs
+
+
+def _labelled_slots(placement: Placement, count: int, side: str) -> tuple[Tensor, Tensor]:
+    """Return the slots of all ranks, cut at the chunks of each rank's rows and sorted by position, int32 [Bp,
+    n, 3], and the chunk of each, int64 [Bp, n]."""
+    parts, labels = [], []
+    for index in range(count):
+        rows = chunk_rows(placement, index, count, side)
+        for slots, own in zip(placement.slots, rows, strict=True):
+            parts.append(_cut_slots(slots, own))
+            labels.append(torch.full(parts[-1].shape[:2], index))
+    slots, label = torch.cat(parts, 1), torch.cat(labels, 1)
+    key = torch.where(slots[..., 2] > 0, slots[..., 1].long(), torch.iinfo(torch.int64).max)
+    order = key.argsort(dim=1, stable=True)
+    return slots.gather(1, order[..., None].expand(-1, -1, 3)), label.gather(1, order)
+
+
+def _is_cut(slots: Tensor, block: int) -> Tensor:
+    """Return which slots hold a part of their block: bool [Bp, n]."""
+    return (slots[..., 2] > 0) & (slots[..., 2] < block)
+
+
+def _sees_any_key(mask: Mask, pairs: Tensor, q_slots: Tensor, kv_slots: Tensor, first_row: int) -> Tensor:
+    """Return for each pair (b, h, query slot, key slot) of masked blocks whether a query sees a key."""
+    b, h, i, j = pairs.unbind(1)
+    q, kv = (slots[b % len(slots), at].long() for slots, at in ((q_slots, i), (kv_slots, j)))
+    blocks = torch.stack(
+        [b % mask.B + first_row, h % mask.H, q[:, 1] // mask.q_block, kv[:, 1] // mask.kv_block], 1
+    )
+    distinct, place = blocks.unique(dim=0, return_inverse=True)
+    sees = torch.zeros(len(pairs), dtype=torch.bool)
+    assert mask.mask_mod is not None
+    row = _inside(q, mask.q_block)[:, :, None]
+    column = _inside(kv, mask.kv_block)[:, None, :]
+    tiles = {}
+    for group, visible in mask.evaluate(mask.mask_mod, distinct, "cpu"):
+        tiles.update({tuple(key): tile for key, tile in zip(group.tolist(), visible.cpu(), strict=True)})
+    for n, key in enumerate(distinct[place].tolist()):
+        sees[n] = bool((tiles[tuple(key)] & row[n] & column[n]).any())
+    return sees
+
+
+def _inside(slots: Tensor, block: int) -> Tensor:
+    """Return which rows of its block each slot [n, 3] holds: bool [n, block]."""
+    first = (slots[:, 1] % block)[:, None]
+    at = torch.arange(block)
+    return (at >= first) & (at < first + slots[:, 2:])
+
+
+def part_fields(plan: Any, index: int, count: int, keys: int | None) -> dict[str, Any]:
+    """Return the fields of the plan of one chunk of queries: its placements."""
+    q = rows_of_placement(plan.q, chunk_rows(plan.q, index, count, "queries"))
+    if keys is None:
+        return {"q": q}
+    prefix = [range(0, rows.stop) for rows in chunk_rows(plan.kv, keys - 1, count, "keys")]
+    return {"q": q, "kv": rows_of_placement(plan.kv, prefix)}
