@@ -17,11 +17,11 @@ from torch.fx import GraphModule
 
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import upload
+from tritoncp.cpu.engine import CpuEngine
 from tritoncp.mods import Mod
 from tritoncp.mods.mod import arguments, structure_of
 from tritoncp.mods.translate import deterministic_sum
 from tritoncp.ops import call_mods
-from tritoncp.reference.eager_engine import EagerEngine
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ def make_engine(
         return TritonEngine(mods, scale, options, first_row=first_row, launch_cache=cache)
     _warn_eager()
     if score is None:
-        return EagerEngine(scale, _bind_mask(mask), first_row=first_row)
+        return CpuEngine(scale, _bind_mask(mask), first_row=first_row)
     dtype = torch.promote_types(q.dtype, torch.float32)
     return replace(_differentiable(scale, mask, score, dtype, grads), first_row=first_row)
 
 
 def _differentiable(
     scale: float, mask: Mod | None, score: Mod, dtype: torch.dtype, grads: Sequence[Tensor]
-) -> EagerEngine:
+) -> CpuEngine:
     """Make an eager engine that sums gradients of captures in ``dtype``, also those of narrower dtypes."""
     graph, targets = _graph_of(score), [score.tensors[i] for i in score.wants]
     call: Callable[..., Any] = graph
@@ -133,7 +133,7 @@ def _differentiable(
             inner[index] = tensor
         return _bind(call, inner, score.numbers)
 
-    return EagerEngine(scale, _bind_mask(mask), bind, targets, grads)
+    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads)
 
 
 def rebind(
