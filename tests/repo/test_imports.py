@@ -35,7 +35,19 @@ class Layer(NamedTuple):
 
 
 NO_RANKS = frozenset({"torch.distributed"})
-SPINE = {"core", "mods", "masks", "planning", "kernels", "distributed", "reference", "cpu", "ops", "frontend", "api"}
+SPINE = {
+    "core",
+    "mods",
+    "masks",
+    "planning",
+    "kernels",
+    "distributed",
+    "reference",
+    "cpu",
+    "ops",
+    "frontend",
+    "api",
+}
 LAYERS = {
     "core": Layer({"core", "_version"}, set(), {"torch"}, NO_RANKS),
     "mods": Layer({"mods"}, {"core"}, {"torch", "triton", "platformdirs"}, NO_RANKS),

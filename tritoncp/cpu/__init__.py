@@ -1,1 +1,1 @@
-"""The CPU engine: the kernels' step contract in blocks, from torch's own flash kernel and batched products."""
+"""The CPU engine: the kernels' step contract in blocks, by torch's flash kernel and batched products."""

@@ -25,6 +25,7 @@ from tritoncp.planning.step_tables import Tables
 Launch = Callable[[], None]
 LN2 = math.log(2)
 CACHE_SCORES = 1 << 19  # scores of a tile that pointwise operations keep in the cache
+BIASES = 1 << 21  # scores that a score_mod's sums for the flash kernel are computed for at once
 GATHERED = 1 << 24  # numbers that a batch of tiles gathers
 
 
@@ -36,6 +37,7 @@ class CpuEngine:
     score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
     captures: these tensors, at least as wide as their gradients' sums; ``grads`` are buffers for the sums
     first_row: batch row of the whole that row 0 of the tensors is, for the indices of masks and mods
+    adds_only: whether ``score`` adds to the score what does not depend on it
     """
 
     scale: float
@@ -44,6 +46,7 @@ class CpuEngine:
     captures: Sequence[Tensor] = ()
     grads: Sequence[Tensor] = ()
     first_row: int = 0
+    adds_only: bool = False
 
     @property
     def fused(self) -> bool:
@@ -61,7 +64,7 @@ class CpuEngine:
 
         @fresh_dispatch()
         def run() -> None:
-            use_flash = self.score is None and max_scores is None
+            use_flash = (self.score is None or self.adds_only) and max_scores is None
             step = self._step(tables, q, k, h_offset, use_flash)
             width = max(q.shape[3], v.shape[3]) if use_flash else None
             rows = step.q.pack(q, lse.dtype, width)
@@ -69,8 +72,8 @@ class CpuEngine:
             sums = _Sums.of(rows, values.shape[2], max_scores is not None)
             if load_state:
                 sums.load(step, *state or ())
-            for group, tiles in _tiles(step, rows, use_flash):
-                part = self._forward_tiles(step, group, tiles, rows, keys, values, use_flash)
+            for group, tiles, visible in self._tiles(step, rows, use_flash):
+                part = self._forward_tiles(step, group, tiles, visible, rows, keys, values, use_flash)
                 sums.add(group, tiles, tiles.first and not load_state, *part)
             if store_state:
                 sums.store(step, *state or ())
@@ -103,7 +106,7 @@ class CpuEngine:
 
         @fresh_dispatch()
         def run() -> None:
-            use_flash, dtype = self.score is None, lse.dtype
+            use_flash, dtype = self.score is None or (self.adds_only and not self.grads), lse.dtype
             step = self._step(tables, q, k, h_offset, use_flash)
             width = max(q.shape[3], v.shape[3])
             start, deltas = step.q.pack(dout, dtype, width), step.q.pack(delta[..., None], dtype)[..., 0]
@@ -114,10 +117,12 @@ class CpuEngine:
             keys, values = (step.kv.pack(x, dtype, width) for x in (k, v))
             lses = step.q.pack(lse[..., None], dtype)[..., 0]
             lses = torch.where(lses == -torch.inf, 0, lses)
-            totals = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (rows, keys, values)]
-            for group, tiles in _tiles(step, rows, use_flash):
+            totals = [
+                torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (rows, keys, values)
+            ]
+            for group, tiles, visible in self._tiles(step, rows, use_flash):
                 inputs = rows, keys, values, start, lses, deltas, outs if use_flash else None
-                grads = self._backward_tiles(step, group, tiles, *inputs)
+                grads = self._backward_tiles(step, group, tiles, visible, *inputs)
                 for total, heads, starts, grad in zip(
                     totals, (group.heads, group.kv_heads, group.kv_heads),
                     (tiles.rows, tiles.cols, tiles.cols), grads, strict=True,
@@ -133,35 +138,78 @@ class CpuEngine:
         return 1
 
     def _step(self, tables: Tables, q: Tensor, k: Tensor, h_offset: int, use_flash: bool) -> Step:
-        return Step.of(tables, q, k, self.mask, self.first_row, h_offset, use_flash)
+        large = use_flash and self.score is None
+        return Step.of(tables, q, k, self.mask, self.first_row, h_offset, large)
 
-    def _scores(self, step: Step, group: HeadGroup, tiles: TileBatch) -> Scores:
-        return Scores(self.scale, self.score, step.indices(group, tiles), step.visible(group, tiles))
+    def _tiles(
+        self, step: Step, q: Tensor, use_flash: bool
+    ) -> Iterator[tuple[HeadGroup, TileBatch, Tensor | None]]:
+        """Yield the batches of a step, in parts that fit into the memory for them, and the pairs that each
+        shows (:meth:`Step.visible`)."""
+        for group, tiles in self._parts(step, q, use_flash):
+            visible = None if use_flash and tiles.kind == "causal" else step.visible(group, tiles)
+            if visible is not None and self.score is not None:
+                # A score_mod need not be defined where no pair is visible.
+                seen = visible.flatten(1).any(1)
+                if not bool(seen.all()):
+                    tiles, visible = tiles.take(seen.nonzero()[:, 0].tolist()), visible[seen]
+            if tiles.tiles:
+                yield group, tiles, visible
+
+    def _parts(self, step: Step, q: Tensor, use_flash: bool) -> Iterator[tuple[HeadGroup, TileBatch]]:
+        """Split the batches of a step."""
+        for group in step.groups:
+            heads = group.heads.stop - group.heads.start
+            for tiles in group.batches:
+                pairs = tiles.height * tiles.width
+                if use_flash and self.score is None:
+                    masks = pairs * (tiles.kind == "masked")
+                    numbers = heads * q.shape[2] * (tiles.height + tiles.width) + masks
+                    yield from ((group, part) for part in tiles.split(max(1, GATHERED // numbers)))
+                    continue
+                limit = BIASES if use_flash else CACHE_SCORES
+                height = max(1, min(tiles.height, limit // (heads * tiles.width)))
+                for part in tiles.split(max(1, limit // (heads * pairs))):
+                    yield from ((group, piece) for piece in part.split_rows(height))
+
+    def _scores(self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None) -> Scores:
+        return Scores(self.scale, self.score, step.indices(group, tiles), visible)
+
+    def _bias(
+        self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, like: Tensor
+    ) -> Tensor | None:
+        """Return what the flash kernel adds to the scores of tiles."""
+        if self.score is not None:
+            return self._scores(step, group, tiles, visible).bias(self.captures, like)
+        return None if visible is None else flash.hide(visible, like.dtype)
 
     def _forward_tiles(
-        self, step: Step, group: HeadGroup, tiles: TileBatch, q: Tensor, k: Tensor, v: Tensor, use_flash: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
+        v: Tensor, use_flash: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """Return (out, lse, largest scores or None) of a batch of tiles."""
         rows = gather(q[group.heads], tiles.rows, tiles.height)
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if use_flash:
-            visible = None if tiles.kind == "causal" else step.visible(group, tiles)
-            return *flash.forward(rows, keys, values, tiles, visible, self.scale), None
-        return self._scores(step, group, tiles).forward(rows, keys, values, self.captures)
+            bias = self._bias(step, group, tiles, visible, rows)
+            return *flash.forward(rows, keys, values, bias, tiles.kind == "causal", self.scale), None
+        return self._scores(step, group, tiles, visible).forward(rows, keys, values, self.captures)
 
     def _backward_tiles(
-        self, step: Step, group: HeadGroup, tiles: TileBatch, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
-        lse: Tensor, delta: Tensor, out: Tensor | None,
+        self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
+        v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Return (dq, dk, dv) of a batch of tiles; the gradients of captures go to their buffers."""
         rows, starts = (gather(x[group.heads], tiles.rows, tiles.height) for x in (q, dout))
-        lses, deltas = (gather(x[group.heads, :, None], tiles.rows, tiles.height)[..., 0] for x in (lse, delta))
+        lses, deltas = (
+            gather(x[group.heads, :, None], tiles.rows, tiles.height)[..., 0] for x in (lse, delta)
+        )
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if out is not None:
-            visible = None if tiles.kind == "causal" else step.visible(group, tiles)
+            bias, causal = self._bias(step, group, tiles, visible, rows), tiles.kind == "causal"
             outs = gather(out[group.heads], tiles.rows, tiles.height)
-            return flash.backward(rows, keys, values, outs, lses, starts, tiles, visible, self.scale)
-        scores = self._scores(step, group, tiles)
+            return flash.backward(rows, keys, values, outs, lses, starts, bias, causal, self.scale)
+        scores = self._scores(step, group, tiles, visible)
         *grads, captured = scores.backward(rows, keys, values, starts, lses, deltas, self.captures)
         for buffer, grad in zip(self.grads, captured):
             buffer += grad
@@ -233,21 +281,6 @@ def _put(x: Tensor, tiles: TileBatch, parts: Tensor) -> None:
     """Write parts [n, H, height, D] to the rows of tiles in x [H, T, D]."""
     for row, part in zip(tiles.rows, parts, strict=True):
         x[:, row : row + tiles.height] = part
-
-
-def _tiles(step: Step, q: Tensor, use_flash: bool) -> Iterator[tuple[HeadGroup, TileBatch]]:
-    """Yield the batches of a step, in parts that fit into the memory for them."""
-    for group in step.groups:
-        heads = group.heads.stop - group.heads.start
-        for tiles in group.batches:
-            pairs = tiles.height * tiles.width
-            if use_flash:
-                numbers = heads * q.shape[2] * (tiles.height + tiles.width) + pairs * (tiles.kind == "masked")
-                yield from ((group, part) for part in tiles.split(max(1, GATHERED // numbers)))
-                continue
-            height = max(1, min(tiles.height, CACHE_SCORES // (heads * tiles.width)))
-            for part in tiles.split(max(1, CACHE_SCORES // (heads * pairs))):
-                yield from ((group, piece) for piece in part.split_rows(height))
 
 
 def _clear(x: Tensor) -> None:

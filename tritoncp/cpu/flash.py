@@ -9,37 +9,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritoncp.cpu.tiles import TileBatch
-
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: TileBatch, visible: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return (out [n, H, height, D], lse [n, H, height]) of tiles; q, k and v have one D.
 
-    visible: bool, the pairs of masked tiles
+    bias: added to the scores [n, 1 or H, height, width]; causal: whether keys above the diagonal are hidden
     """
-    causal = tiles.kind == "causal"
-    mask = None if causal or visible is None else _additive(visible, q.dtype)
-    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-    if mask is not None and visible is not None:
-        empty = ~visible.any(-1)
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    if bias is not None:
+        empty = bias.amax(-1) == -torch.inf
         if bool(empty.any()):
             lse = lse.masked_fill(empty, -torch.inf)
     return out, lse
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, tiles: TileBatch,
-    visible: Tensor | None, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, bias: Tensor | None,
+    causal: bool, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (dq, dk, dv) of tiles. out: any rows whose products with dout are delta; lse: finite."""
-    causal = tiles.kind == "causal"
-    mask = None if causal or visible is None else _additive(visible, q.dtype)
-    return _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    return _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
 
 
 def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
@@ -55,6 +49,6 @@ def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
     return rows if bool(exact.all()) else None
 
 
-def _additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 for visible pairs, -inf for hidden ones."""
     return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from tritoncp.masks.block_runs import ramps
+
+ALIGNMENT = 64  # bytes, of memory that torch allocates
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,12 +50,13 @@ class Packing:
 
     def pack(self, x: Tensor, dtype: torch.dtype, width: int | None = None) -> Tensor:
         """Return the packed rows [H, T, D] of x [B, H, S, D], zeros in channels past D if ``width`` has
-        more."""
+        more. Their layout is always the same: BLAS may round differently with another."""
         parts = [y if rows is None else y.index_select(1, rows) for y, rows in zip(x, self.rows)]
         packed = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).to(dtype)
         if width is not None and width > packed.shape[2]:
             packed = torch.nn.functional.pad(packed, (0, width - packed.shape[2]))
-        return packed if packed.stride(2) == 1 else packed.contiguous()
+        aligned = packed.is_contiguous() and packed.data_ptr() % ALIGNMENT == 0
+        return packed if aligned else packed.clone(memory_format=torch.contiguous_format)
 
     def unpack(self, packed: Tensor, into: Tensor, add: bool = False) -> None:
         """Write packed rows [H, T, D] to their places in ``into`` [B, H, S, D], or add them. Where batch rows
@@ -94,7 +98,7 @@ def even_step(starts: Sequence[int]) -> int | None:
     if len(starts) == 1:
         return 0
     step = starts[1] - starts[0]
-    even = step > 0 and all(b - a == step for a, b in zip(starts, starts[1:], strict=False))
+    even = step > 0 and all(b - a == step for a, b in pairwise(starts))
     return step if even else None
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from tritoncp.core.tracing import vmapped
 
@@ -61,7 +63,27 @@ class Scores:
         if pull is not None:
             ds, *captured = pull(ds)
         heads = k.shape[1]
-        return _products(ds, k) * self.scale, _reduced(ds, q * self.scale, heads), _reduced(p, dout, heads), captured
+        return (
+            _products(ds, k) * self.scale,
+            _reduced(ds, q * self.scale, heads),
+            _reduced(p, dout, heads),
+            captured,
+        )
+
+    def bias(self, captures: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Return what a score_mod that only adds adds to the scores of tiles, -inf for hidden pairs:
+        [n, 1 or H, height, width], in the dtype of ``like``."""
+        assert self.score is not None
+        b, h, rows, keys = self.indices
+        mod, none = self.score(captures), like.new_zeros(())
+        if self.visible is None:
+            levels: Any = [(None, *level[1:]) for level in _GRID]
+        else:
+            _, rows, keys = self._with_visible_pairs(None, rows, keys)
+            levels = [(None, *level[1:]) for level in _pair_levels(rows)]
+        bias = vmapped(mod, *levels)(none, b, h, rows, keys).to(like.dtype)
+        bias = bias[:, :1] if bias.stride(1) == 0 else bias
+        return bias if self.visible is None else torch.where(self.visible, bias, -torch.inf)
 
     def _raw(self, q: Tensor, k: Tensor) -> Tensor:
         return _products(q * self.scale, k.mT)
@@ -75,27 +97,59 @@ class Scores:
             if self.visible is None:
                 scores = vmapped(mod, *_GRID)(raw, b, h, rows, keys)
             else:
-                raw, rows, keys = self._with_visible_pairs(raw, rows, keys)
-                per_head = None if rows.ndim == 3 else 0
-                levels = _PAIR, _PAIR, (0, None, 0, per_head, per_head), (0, 0, None, 0, 0)
-                scores = vmapped(mod, *levels)(raw, b, h, rows, keys)
+                shown, rows, keys = self._with_visible_pairs(raw, rows, keys)
+                scores = vmapped(mod, *_pair_levels(rows))(shown, b, h, rows, keys)
             scores = scores.to(raw.dtype)
         return scores if self.visible is None else torch.where(self.visible, scores, -torch.inf)
 
-    def _with_visible_pairs(self, raw: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _with_visible_pairs(
+        self, raw: Tensor | None, rows: Tensor, keys: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return scores, rows and keys [n, (H,) height, width] of all pairs, those of a tile's first visible
         pair for hidden ones."""
         assert self.visible is not None
         first = self.visible.flatten(2).int().argmax(-1)  # [n, 1 or H]
-        i, j = first // raw.shape[3], first % raw.shape[3]
-        score = raw.detach().flatten(2).gather(2, first.expand(-1, raw.shape[1])[..., None])[..., None]
+        width = self.visible.shape[3]
         pairs = []
-        for index, place, shape in ((rows, i, (-1, 1)), (keys, j, (1, -1))):
+        for index, place, shape in ((rows, first // width, (-1, 1)), (keys, first % width, (1, -1))):
             other = index.gather(1, place)[..., None, None]  # [n, 1 or H, 1, 1]
             pairs.append(torch.where(self.visible, index.unflatten(1, shape)[:, None], other))
         if pairs[0].shape[1] == 1:
             pairs = [x[:, 0] for x in pairs]
-        return torch.where(self.visible, raw, score), pairs[0], pairs[1]
+        if raw is not None:
+            scores = raw.detach().flatten(2).gather(2, first.expand(-1, raw.shape[1])[..., None])
+            raw = torch.where(self.visible, raw, scores[..., None])
+        return raw, pairs[0], pairs[1]
+
+
+def adds_only(graph: GraphModule) -> bool:
+    """Return whether a score_mod's graph returns its score plus or minus something that does not read it.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> zeros = [torch.zeros(())] * 5
+    >>> adds_only(make_fx(lambda s, b, h, q, kv: s - (q - kv) * h)(*zeros))
+    True
+    >>> adds_only(make_fx(lambda s, b, h, q, kv: torch.tanh(s) + q)(*zeros))
+    False
+    """
+    aten = torch.ops.aten
+    score = next(node for node in graph.graph.nodes if node.op == "placeholder")
+    if [user.target for user in score.users] == [aten.clone.default]:
+        score = next(iter(score.users))
+    (result,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    if not isinstance(result, torch.fx.Node) or list(score.users) != [result]:
+        return False
+    operands = result.args[:2]
+    places = [i for i, operand in enumerate(operands) if operand is score]
+    if result.target is aten.sub.Tensor:
+        return places == [0]
+    return result.target is aten.add.Tensor and len(places) == 1 and not result.kwargs
+
+
+def _pair_levels(rows: Tensor) -> tuple[Any, ...]:
+    """Return the dimensions for :func:`vmapped` where rows and keys are those of each pair."""
+    per_head = None if rows.ndim == 3 else 0
+    return _PAIR, _PAIR, (0, None, 0, per_head, per_head), (0, 0, None, 0, 0)
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:

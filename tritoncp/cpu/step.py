@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tritoncp.core.tracing import vmapped
 from tritoncp.cpu.packing import Packing, row_index
-from tritoncp.cpu.tiles import SlotRow, Tile, TileBatch, batches_of, slot_rows, tiles_of
+from tritoncp.cpu.tiles import Tile, TileBatch, batches_of, slot_rows, tiles_of
 from tritoncp.planning.step_tables import Tables
 
 PAIRS = 1 << 21  # that a mask is evaluated for at once
@@ -71,11 +72,11 @@ class Step:
         return Step(self.q, self.kv, self.window, self.first_row, self.first_head, self.mask, groups)
 
     def indices(self, group: HeadGroup, batch: TileBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the global indices of a batch of tiles: b [n], h [H], q_idx [n, height], kv_idx [n, width]."""
+        """Return the global indices of tiles: b [n], h [H], q_idx [n, height], kv_idx [n, width]."""
         rows = self.q.positions[row_index(batch.rows, batch.height)]
         keys = self.kv.positions[row_index(batch.cols, batch.width)]
         heads = torch.arange(group.heads.start, group.heads.stop) + self.first_head
-        return torch.tensor(batch.batch) + self.first_row, heads, rows, keys
+        return torch.tensor([tile.batch for tile in batch.tiles]) + self.first_row, heads, rows, keys
 
     def visible(self, group: HeadGroup, batch: TileBatch) -> Tensor | None:
         """Return the visible pairs of tiles: bool [n, 1 or H, height, width]; None for all."""
@@ -96,10 +97,10 @@ class Step:
             assert group.lo is not None and group.hi is not None
             index, keys = row_index(batch.rows, batch.height)[:, None, :, None], keys[:, None, None, :]
             pairs = (keys >= group.lo[index]) & (keys < group.hi[index])
-        if not any(first < last for first, last in batch.full):
+        full = torch.tensor([tile.full for tile in batch.tiles])
+        if not bool(full.any()):
             return pairs
         column = torch.arange(batch.width) + torch.tensor(batch.cols)[:, None]
-        full = torch.tensor(batch.full)
         return pairs | ((column >= full[:, :1]) & (column < full[:, 1:]))[:, None, None]
 
     def diagonal(self, group: HeadGroup, tiles: Sequence[Tile]) -> list[bool]:
@@ -110,10 +111,7 @@ class Step:
         flags = [False] * len(tiles)
         for size in {tile.height for tile in tiles}:
             same = [i for i, tile in enumerate(tiles) if tile.height == size]
-            batch = TileBatch(
-                "masked", size, size, *zip(*[(t.batch, t.row, t.col, t.full) for t in map(tiles.__getitem__, same)]),
-                first=False,
-            )  # fmt: skip
+            batch = TileBatch(tuple(tiles[i] for i in same), first=False)
             triangle, results = torch.ones(size, size, dtype=torch.bool).tril(), []
             for part in batch.split(max(1, PAIRS // (size * size))):
                 pairs = self.visible(group, part)
@@ -131,7 +129,7 @@ def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) 
     differs = any(x is not None and x.shape[1] > 1 for x in (tables.row_ptr, tables.lo))
     runs = tables.row_runs.tolist()
     cuts = range(heads) if differs else range(1)
-    groups, cache = [], {}
+    groups = []
     for head in cuts:
         part = slice(head, head + 1) if differs else slice(0, heads)
         kv_part = slice(head // per_group, head // per_group + 1) if differs else slice(0, k.shape[1])
@@ -141,7 +139,7 @@ def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) 
         for b in range(batch):
             ptr = _of_head(tables.row_ptr, b, head + step.first_head)
             slots = slot_rows(ptr, runs, step.q.edges[b], step.kv.edges[b])
-            tiles += tiles_of(slots, b, flash, lambda squares, group=group: step.diagonal(group, squares))
+            tiles += tiles_of(slots, b, flash, partial(step.diagonal, group))
         groups.append(HeadGroup(part, kv_part, lo, hi, tuple(batches_of(tiles))))
     return groups
 

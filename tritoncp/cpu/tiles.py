@@ -8,10 +8,10 @@ Masked tiles on the diagonal of a causal triangle join the triangle, which torch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from tritoncp.masks.block_runs import Kind
@@ -47,27 +47,44 @@ class TileBatch:
     first: whether no earlier batch has any of these rows
     """
 
-    kind: str
-    height: int
-    width: int
-    batch: tuple[int, ...]
-    rows: tuple[int, ...]
-    cols: tuple[int, ...]
-    full: tuple[Range, ...]
+    tiles: tuple[Tile, ...]
     first: bool
+
+    @property
+    def kind(self) -> str:
+        return self.tiles[0].kind
+
+    @property
+    def height(self) -> int:
+        return self.tiles[0].height
+
+    @property
+    def width(self) -> int:
+        return self.tiles[0].width
+
+    @property
+    def rows(self) -> list[int]:
+        return [tile.row for tile in self.tiles]
+
+    @property
+    def cols(self) -> list[int]:
+        return [tile.col for tile in self.tiles]
+
+    def split(self, count: int) -> Iterator[TileBatch]:
+        """Split into batches of at most ``count`` tiles."""
+        for i in range(0, len(self.tiles), count):
+            yield TileBatch(self.tiles[i : i + count], self.first)
 
     def split_rows(self, height: int) -> Iterator[TileBatch]:
         """Split every tile into tiles of at most ``height`` rows."""
         for start in range(0, self.height, height):
-            rows = tuple(row + start for row in self.rows)
-            yield replace(self, height=min(height, self.height - start), rows=rows)
+            rows = min(height, self.height - start)
+            tiles = [tile._replace(row=tile.row + start, height=rows) for tile in self.tiles]
+            yield TileBatch(tuple(tiles), self.first)
 
-    def split(self, count: int) -> Iterator[TileBatch]:
-        """Split into batches of at most ``count`` tiles."""
-        for i in range(0, len(self.rows), count):
-            part = slice(i, i + count)
-            rows, cols = self.rows[part], self.cols[part]
-            yield replace(self, batch=self.batch[part], rows=rows, cols=cols, full=self.full[part])
+    def take(self, index: Sequence[int]) -> TileBatch:
+        """Select tiles."""
+        return TileBatch(tuple(self.tiles[i] for i in index), self.first)
 
 
 class SlotRow(NamedTuple):
@@ -140,14 +157,11 @@ def batches_of(tiles: Sequence[Tile]) -> list[TileBatch]:
         ends[key] = tile.row + tile.height
     covered: list[Range] = []
     batches = []
-    for (kind, height, width, _), group in sorted(
-        groups.items(), key=lambda item: -item[0][1] * len(item[1])
-    ):
+    for group in sorted(groups.values(), key=lambda group: -group[0].height * len(group)):
         rows = [(tile.row, tile.row + tile.height) for tile in group]
         first = all(last <= a or first >= b for first, last in covered for a, b in rows)
         covered = _merge([*covered, *rows])
-        columns = zip(*[(x.batch, x.row, x.col, x.full) for x in group], strict=True)
-        batches.append(TileBatch(kind, height, width, *columns, first))
+        batches.append(TileBatch(tuple(group), first))
     return batches
 
 
@@ -193,7 +207,9 @@ def _take_triangles(
             i += 1
             continue
         first, end = corners[i][0], i + 1
-        while end in corners and _continues(slots[end - 1], slots[end], first, corners[end - 1], corners[end]):
+        while end in corners and _continues(
+            slots[end - 1], slots[end], first, corners[end - 1], corners[end]
+        ):
             end += 1
         whole = [(first, corners[j][1]) for j in range(i, end)]
         complete = all(_merge([*slots[j].full, *slots[j].masked]) == [whole[j - i]] for j in range(i, end))
@@ -218,7 +234,7 @@ def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[Tile]) -> None:
     slots = [slot for slot in slots if slot.full]
     if not slots:
         return
-    adjacent = all(a.rows[1] == b.rows[0] for a, b in zip(slots, slots[1:], strict=False))
+    adjacent = all(a.rows[1] == b.rows[0] for a, b in pairwise(slots))
     shared: list[Range] = slots[0].full if adjacent else []
     for slot in slots[1:]:
         shared = _intersect(shared, slot.full) if shared else []

@@ -1,4 +1,4 @@
-"""Choice of the engine of a call (Triton kernels or eager torch), and the form of its mods."""
+"""Choice of the engine of a call (Triton kernels or the CPU engine), and the form of its mods."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import upload
 from tritoncp.cpu.engine import CpuEngine
+from tritoncp.cpu.pointwise import adds_only
 from tritoncp.mods import Mod
 from tritoncp.mods.mod import arguments, structure_of
 from tritoncp.mods.translate import deterministic_sum
@@ -120,7 +121,7 @@ def make_engine(
 def _differentiable(
     scale: float, mask: Mod | None, score: Mod, dtype: torch.dtype, grads: Sequence[Tensor]
 ) -> CpuEngine:
-    """Make an eager engine that sums gradients of captures in ``dtype``, also those of narrower dtypes."""
+    """Make a CPU engine that sums gradients of captures in ``dtype``, also those of narrower dtypes."""
     graph, targets = _graph_of(score), [score.tensors[i] for i in score.wants]
     call: Callable[..., Any] = graph
     if any(x.dtype.itemsize < dtype.itemsize for x in targets):
@@ -133,7 +134,7 @@ def _differentiable(
             inner[index] = tensor
         return _bind(call, inner, score.numbers)
 
-    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads)
+    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads, adds_only=adds_only(graph))
 
 
 def rebind(
@@ -193,11 +194,11 @@ def sum_gradients(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor
 
 
 def _warn_eager() -> None:
-    """Warn once that the eager engine runs instead of the kernels."""
+    """Warn once that the CPU engine runs instead of the kernels."""
     if not _WARNED:
         _WARNED.append(True)
         warnings.warn(
-            "tensors on the CPU run in plain torch (the eager engine: right, and slow on long sequences). "
+            "tensors on the CPU run in plain torch (the CPU engine). "
             "To run the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts",
             stacklevel=2,
         )
@@ -248,7 +249,7 @@ def _numbers(spec: Spec, ints: Sequence[int], floats: Sequence[float]) -> tuple[
 
 
 def _bind_mask(mod: Mod | None) -> Any:
-    """Return a mask_mod for the eager engine: its torch graph with its captures."""
+    """Return a mask_mod for the CPU engine: its torch graph with its captures."""
     if mod is None:
         return None
     return _bind(_graph_of(mod), mod.tensors, mod.numbers)
