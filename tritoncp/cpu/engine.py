@@ -64,21 +64,24 @@ class CpuEngine:
 
         @fresh_dispatch()
         def run() -> None:
-            use_flash = (self.score is None or self.adds_only) and max_scores is None
+            use_flash = self.score is None or self.adds_only
             step = self._step(tables, q, k, h_offset, use_flash)
             width = max(q.shape[3], v.shape[3]) if use_flash else None
             rows = step.q.pack(q, lse.dtype, width)
             keys, values = (step.kv.pack(x, lse.dtype, width) for x in (k, v))
-            sums = _Sums.of(rows, values.shape[2], max_scores is not None)
+            sums = _Sums.of(rows, values.shape[2])
             if load_state:
                 sums.load(step, *state or ())
             for group, tiles, visible in self._tiles(step, rows, use_flash):
                 part = self._forward_tiles(step, group, tiles, visible, rows, keys, values, use_flash)
                 sums.add(group, tiles, tiles.first and not load_state, *part)
+            if max_scores is not None:
+                part_step = self._step(tables, q, k, h_offset, False)
+                self._add_largest(part_step, rows, keys, max_scores, load_state)
             if store_state:
                 sums.store(step, *state or ())
             else:
-                sums.finish(step, out, lse, max_scores)
+                sums.finish(step, out, lse)
 
         return run
 
@@ -186,14 +189,29 @@ class CpuEngine:
     def _forward_tiles(
         self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
         v: Tensor, use_flash: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """Return (out, lse, largest scores or None) of a batch of tiles."""
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return (out, lse) of a batch of tiles."""
         rows = gather(q[group.heads], tiles.rows, tiles.height)
         keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
         if use_flash:
             bias = self._bias(step, group, tiles, visible, rows)
-            return *flash.forward(rows, keys, values, bias, tiles.kind == "causal", self.scale), None
+            return flash.forward(rows, keys, values, bias, tiles.kind == "causal", self.scale)
         return self._scores(step, group, tiles, visible).forward(rows, keys, values, self.captures)
+
+    def _add_largest(self, step: Step, q: Tensor, k: Tensor, max_scores: Tensor, add: bool) -> None:
+        """Write the largest scores of rows, or raise those of earlier steps. The other results are computed
+        apart, and do not depend on whether these are wanted."""
+        top = q.new_full(q.shape[:2], -torch.inf)
+        if add:
+            top = step.q.pack(max_scores[..., None], q.dtype)[..., 0]
+        for group, tiles, visible in self._tiles(step, q, False):
+            rows = gather(q[group.heads], tiles.rows, tiles.height)
+            keys = gather(k[group.kv_heads], tiles.cols, tiles.width)
+            scores = self._scores(step, group, tiles, visible)
+            into = top[group.heads, :, None]
+            before = gather(into, tiles.rows, tiles.height)
+            _put(into, tiles, torch.maximum(before, scores.largest(rows, keys, self.captures)[..., None]))
+        step.q.unpack(top[..., None], max_scores[..., None])
 
     def _backward_tiles(
         self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
@@ -218,17 +236,14 @@ class CpuEngine:
 
 @dataclass
 class _Sums:
-    """The merged results of tiles, of packed rows: out [H, T, E], lse and, if wanted, the largest score
-    [H, T]."""
+    """The merged results of tiles, of packed rows: out [H, T, E], lse [H, T]."""
 
     out: Tensor
     lse: Tensor
-    top: Tensor | None
 
     @classmethod
-    def of(cls, q: Tensor, width: int, want_max: bool) -> _Sums:
-        lse = q.new_full(q.shape[:2], -torch.inf)
-        return cls(q.new_zeros(*q.shape[:2], width), lse, lse.clone() if want_max else None)
+    def of(cls, q: Tensor, width: int) -> _Sums:
+        return cls(q.new_zeros(*q.shape[:2], width), q.new_full(q.shape[:2], -torch.inf))
 
     def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
         """Continue from a state."""
@@ -238,33 +253,22 @@ class _Sums:
         self.lse.copy_(torch.where(filled, (m + safe.log2()) * LN2, -torch.inf))
         before = step.q.pack(acc, self.lse.dtype)
         self.out[..., : before.shape[2]] = before / safe[..., None]
-        if self.top is not None:
-            self.top.copy_(m * LN2)
 
     def store(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
-        """Write the state: relative to the largest score where it is wanted, else to lse."""
-        top = self.lse if self.top is None else self.top
-        total = torch.where(self.lse == -torch.inf, 0, torch.exp(self.lse - top))
-        step.q.unpack(self.out[..., : acc.shape[3]] * total[..., None], acc)
-        for packed, into in ((top / LN2, m), (total, l)):
+        """Write the state, relative to lse."""
+        step.q.unpack(self.out[..., : acc.shape[3]], acc)
+        total = torch.where(self.lse == -torch.inf, 0, torch.ones_like(self.lse))
+        for packed, into in ((self.lse / LN2, m), (total, l)):
             step.q.unpack(packed[..., None], into[..., None])
 
-    def finish(self, step: Step, out: Tensor, lse: Tensor, max_scores: Tensor | None) -> None:
+    def finish(self, step: Step, out: Tensor, lse: Tensor) -> None:
         """Write the results of the call."""
         step.q.unpack(self.out[..., : out.shape[3]], out)
         step.q.unpack(self.lse[..., None], lse[..., None])
-        if max_scores is not None and self.top is not None:
-            step.q.unpack(self.top[..., None], max_scores[..., None])
 
-    def add(
-        self, group: HeadGroup, tiles: TileBatch, first: bool, out: Tensor, lse: Tensor, top: Tensor | None
-    ) -> None:
+    def add(self, group: HeadGroup, tiles: TileBatch, first: bool, out: Tensor, lse: Tensor) -> None:
         """Merge the results of a batch of tiles; ``first``: these rows have none yet."""
         total, stat = self.out[group.heads], self.lse[group.heads, :, None]
-        if top is not None and self.top is not None:
-            largest = self.top[group.heads, :, None]
-            before = gather(largest, tiles.rows, tiles.height)
-            _put(largest, tiles, torch.maximum(before, top[..., None]))
         lse = lse[..., None]
         if not first:
             before = gather(stat, tiles.rows, tiles.height)

@@ -1,4 +1,4 @@
-"""Tiles by batched products and pointwise operations, for calls with a score_mod or max_scores."""
+"""Tiles by batched products and pointwise operations, for calls with a score_mod."""
 
 from __future__ import annotations
 
@@ -32,10 +32,8 @@ class Scores:
     indices: tuple[Tensor, Tensor, Tensor, Tensor]
     visible: Tensor | None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (out [n, H, height, E], lse and largest score [n, H, height]) of tiles."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return (out [n, H, height, E], lse [n, H, height]) of tiles."""
         scores = self._modified(self._raw(q, k), captures)
         top = scores.amax(-1)
         m = torch.where(top == -torch.inf, 0, top)
@@ -44,7 +42,7 @@ class Scores:
         filled = total != 0  # a NaN is passed on
         total = torch.where(filled, total, 1)
         lse = torch.where(filled, m + total.log(), -torch.inf)
-        return _products(p, v) / total[..., None], lse, top
+        return _products(p, v) / total[..., None], lse
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
@@ -69,6 +67,10 @@ class Scores:
             _reduced(p, dout, heads),
             captured,
         )
+
+    def largest(self, q: Tensor, k: Tensor, captures: Sequence[Tensor]) -> Tensor:
+        """Return the largest score of each row of tiles: [n, H, height]."""
+        return self._modified(self._raw(q, k), captures).amax(-1)
 
     def bias(self, captures: Sequence[Tensor], like: Tensor) -> Tensor:
         """Return what a score_mod that only adds adds to the scores of tiles, -inf for hidden pairs:
