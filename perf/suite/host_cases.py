@@ -10,7 +10,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tritoncp.api.simulate import simulate
 from tritoncp.masks.mask import Mask, create_block_mask
 from tritoncp.ops.tile_tables import SHIPPED
 from tritoncp.perf.records.history import OURS, Journal, Point, kernel_name, read
+from tritoncp.perf.suite import cpu_attention
 from tritoncp.perf.suite.cases import MASKS, TIERS, position
 from tritoncp.perf.suite.timing import Run, WallClock, time_interleaved
 from tritoncp.planning.build import build
@@ -39,7 +40,7 @@ class HostCase:
     """A case on the CPU.
 
     operation: "mask" (build it), "plan" (balance it and list a rank's steps), "forward" or "backward" (a call
-               whose launches do nothing)
+               whose launches do nothing), "attend" (a forward pass of the CPU engine), "train" (both passes)
     seq:       tokens
     world:     ranks, in lockstep in this process for calls
     """
@@ -58,14 +59,17 @@ class HostCase:
         ('plan-document-w64-fetch-1m', 'call-causal-1k-fwd')
         """
         whole = f"{self.seq >> 20}m" if self.seq % (1 << 20) == 0 else f"{self.seq >> 10}k"
-        parts = ["call" if self.operation in ("forward", "backward") else self.operation, self.mask]
+        kinds = {"forward": "call", "backward": "call", "attend": "cpu", "train": "cpu"}
+        parts = [kinds.get(self.operation, self.operation), self.mask]
         parts += [f"w{self.world}", self.schedule] * (self.world > 1)
-        return "-".join([*parts, whole, *{"forward": ["fwd"], "backward": ["bwd"]}.get(self.operation, [])])
+        passes = {"forward": ["fwd"], "backward": ["bwd"], "attend": ["fwd"], "train": ["fwd", "bwd"]}
+        return "-".join([*parts, whole, *passes.get(self.operation, [])])
 
     @property
     def tags(self) -> dict[str, str]:
         ranks = {"ranks": f"{self.world} ranks, {self.schedule}"} if self.world > 1 else {}
-        kind = {"mask": "mask", "plan": "plan"}.get(self.operation, f"call {self.operation}")
+        kinds = {"mask": "mask", "plan": "plan", "attend": "cpu forward", "train": "cpu both"}
+        kind = kinds.get(self.operation, f"call {self.operation}")
         return {"mask": self.mask, "pass": kind, "dtype": "", "shape": f"{self.seq} tokens"} | ranks
 
 
@@ -94,6 +98,13 @@ CASES: tuple[HostCase, ...] = (
         for schedule in ("allgather", "ring", "fetch", "ulysses")
         for case in _calls("core", 2, schedule, "causal")
     ),
+    *(
+        HostCase(operation, mask, seq)
+        for mask in ("causal", "document", "window", "alibi")
+        for seq in (1024, 4096)
+        for operation in ("attend", "train")
+    ),
+    *(HostCase(operation, "causal", 16384, tier="full") for operation in ("attend", "train")),
     HostCase("mask", "document", 8 << 20, tier="full"),
     HostCase("plan", "document", 8 << 20, 1024, "fetch", tier="full"),
 )  # fmt: skip
@@ -151,7 +162,7 @@ def resources(journal: Journal, only: str | Sequence[str] = "*") -> None:
 def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Measure every contender of a case. Returns their figures and facts about the work."""
     contender_makers, work = make_contenders(case)
-    with no_launches():
+    with surroundings(case):
         figures = time_interleaved(contender_makers, WallClock(), seconds, least=5)
         peak = measure_growth(contender_makers[OURS]())
     contenders = {name: figure.rounded(samples=name == OURS) for name, figure in figures.items()}
@@ -162,6 +173,8 @@ def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], 
 
 def make_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     """Return functions that prepare one execution of a case, by contender, and facts about the work."""
+    if case.operation in ("attend", "train"):
+        return cpu_attention.make_contenders(case.mask, case.seq, case.operation == "train"), {}
     return {"mask": _mask_contenders, "plan": _plan_contenders}.get(case.operation, _call_contenders)(case)
 
 
@@ -223,6 +236,11 @@ def _call_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
         return lambda: torch.autograd.grad(outs, leaves, douts)
 
     return {OURS: (lambda: forward) if case.operation == "forward" else backward}, {}
+
+
+def surroundings(case: HostCase) -> AbstractContextManager[None]:
+    """Return the context in which a case is measured: the CPU engine, or no launches."""
+    return cpu_attention.cpu_engine() if case.operation in ("attend", "train") else no_launches()
 
 
 @contextmanager

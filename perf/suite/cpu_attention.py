@@ -1,0 +1,94 @@
+"""Attention by the CPU engine, beside torch's attention on the CPU: contenders of host cases.
+
+torch's flex attention has no backward pass on the CPU, and its eager form materialises all scores.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import flex_attention as torch_flex
+
+from tritoncp.api.attention import flex_attention
+from tritoncp.perf.records.history import OURS
+from tritoncp.perf.suite.cases import MASKS
+from tritoncp.perf.suite.timing import Run
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, DIM = 8, 2, 64
+THREADS = 2
+LARGEST_EAGER = 2048  # tokens: scores of torch's eager flex attention take 16 bytes for each pair and head
+LARGEST_DENSE = 8192  # tokens: a dense mask in float32
+Makers = dict[str, Callable[[], Run]]
+
+
+@contextmanager
+def cpu_engine() -> Iterator[None]:
+    """Run calls on the CPU engine with THREADS threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(min(THREADS, os.cpu_count() or 1))
+    try:
+        with mock.patch.dict(os.environ, TRITON_INTERPRET="0"):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def make_contenders(mask: str, seq: int, train: bool) -> Makers:
+    """Return functions that prepare one execution of a forward pass, or of both passes, by contender."""
+    case = MASKS[mask]
+    score, plain, closed = case.score(HEADS, CPU), case.plain(seq, CPU), case.closed(seq)
+    leaves = [torch.randn(1, heads, seq, DIM, requires_grad=train) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    functions: dict[str, Callable[[], Tensor]] = {
+        OURS: lambda: flex_attention(*leaves, score, closed, enable_gqa=True)
+    }
+    if score is None and seq <= LARGEST_DENSE:
+        dense = _dense_mask(plain, seq)
+        functions["sdpa, dense mask"] = lambda: F.scaled_dot_product_attention(
+            *leaves, attn_mask=dense, enable_gqa=True
+        )
+    if mask == "causal":
+        functions["sdpa, causal"] = lambda: F.scaled_dot_product_attention(
+            *leaves, is_causal=True, enable_gqa=True
+        )
+    if not train:
+        lists = None
+        if plain is not None:
+            lists = torch_flex.create_block_mask(plain, None, None, seq, seq, device="cpu")
+        arguments: dict[str, Any] = {"score_mod": score, "block_mask": lists, "enable_gqa": True}
+        functions["flex, compiled"] = lambda: _compiled_flex()(*leaves, **arguments)
+        if seq <= LARGEST_EAGER:
+            functions["flex, eager"] = lambda: torch_flex.flex_attention(*leaves, **arguments)
+    start = torch.randn(1, HEADS, seq, DIM)
+    return {name: _maker(function, leaves, start if train else None) for name, function in functions.items()}
+
+
+def _maker(function: Callable[[], Tensor], leaves: list[Tensor], start: Tensor | None) -> Callable[[], Run]:
+    """Return a function that prepares one execution; with ``start`` it includes the backward pass."""
+
+    def run() -> Any:
+        out = function()
+        return out if start is None else torch.autograd.grad(out, leaves, start)
+
+    return lambda: run
+
+
+def _dense_mask(plain: Callable[..., Tensor] | None, seq: int) -> Tensor:
+    """Return 0 for visible pairs, -inf for hidden ones: float32 [seq, seq]."""
+    if plain is None:
+        return torch.zeros(seq, seq)
+    index, zero = torch.arange(seq), torch.zeros((), dtype=torch.int64)
+    return torch.zeros(seq, seq).masked_fill_(~plain(zero, zero, index[:, None], index), -torch.inf)
+
+
+@lru_cache(1)
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(torch_flex.flex_attention)
