@@ -45,20 +45,18 @@ def cpu_engine() -> Iterator[None]:
 def make_contenders(mask: str, seq: int, train: bool) -> Makers:
     """Return functions that prepare one execution of a forward pass, or of both passes, by contender."""
     case = MASKS[mask]
-    score, plain, closed = case.score(HEADS, CPU), case.plain(seq, CPU), case.closed(seq)
+    score, closed = case.score(HEADS, CPU), case.closed(seq)
+    plain: Any = case.plain(seq, CPU)
+    ours: Any = flex_attention
+    sdpa: Any = F.scaled_dot_product_attention
+    flex: Any = torch_flex.flex_attention
     leaves = [torch.randn(1, heads, seq, DIM, requires_grad=train) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    functions: dict[str, Callable[[], Tensor]] = {
-        OURS: lambda: flex_attention(*leaves, score, closed, enable_gqa=True)
-    }
+    functions: dict[str, Callable[[], Tensor]] = {OURS: lambda: ours(*leaves, score, closed, enable_gqa=True)}
     if score is None and seq <= LARGEST_DENSE:
         dense = _dense_mask(plain, seq)
-        functions["sdpa, dense mask"] = lambda: F.scaled_dot_product_attention(
-            *leaves, attn_mask=dense, enable_gqa=True
-        )
+        functions["sdpa, dense mask"] = lambda: sdpa(*leaves, attn_mask=dense, enable_gqa=True)
     if mask == "causal":
-        functions["sdpa, causal"] = lambda: F.scaled_dot_product_attention(
-            *leaves, is_causal=True, enable_gqa=True
-        )
+        functions["sdpa, causal"] = lambda: sdpa(*leaves, is_causal=True, enable_gqa=True)
     if not train:
         lists = None
         if plain is not None:
@@ -66,7 +64,7 @@ def make_contenders(mask: str, seq: int, train: bool) -> Makers:
         arguments: dict[str, Any] = {"score_mod": score, "block_mask": lists, "enable_gqa": True}
         functions["flex, compiled"] = lambda: _compiled_flex()(*leaves, **arguments)
         if seq <= LARGEST_EAGER:
-            functions["flex, eager"] = lambda: torch_flex.flex_attention(*leaves, **arguments)
+            functions["flex, eager"] = lambda: flex(*leaves, **arguments)
     start = torch.randn(1, HEADS, seq, DIM)
     return {name: _maker(function, leaves, start if train else None) for name, function in functions.items()}
 

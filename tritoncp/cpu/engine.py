@@ -69,6 +69,8 @@ class CpuEngine:
             width = max(q.shape[3], v.shape[3]) if use_flash else None
             rows = step.q.pack(q, lse.dtype, width)
             keys, values = (step.kv.pack(x, lse.dtype, width) for x in (k, v))
+            if use_flash and not flash.can_add(rows, keys, self.scale):
+                use_flash, step = False, self._step(tables, q, k, h_offset, False)
             sums = _Sums.of(rows, values.shape[2])
             if load_state:
                 sums.load(step, *state or ())
@@ -113,11 +115,12 @@ class CpuEngine:
             step = self._step(tables, q, k, h_offset, use_flash)
             width = max(q.shape[3], v.shape[3])
             start, deltas = step.q.pack(dout, dtype, width), step.q.pack(delta[..., None], dtype)[..., 0]
+            rows = step.q.pack(q, dtype, width)
+            keys, values = (step.kv.pack(x, dtype, width) for x in (k, v))
+            use_flash = use_flash and flash.can_add(rows, keys, self.scale)
             outs = flash.rows_with_delta(start, deltas) if use_flash else None
             if outs is None:
                 use_flash, step = False, self._step(tables, q, k, h_offset, False)
-            rows = step.q.pack(q, dtype, width)
-            keys, values = (step.kv.pack(x, dtype, width) for x in (k, v))
             lses = step.q.pack(lse[..., None], dtype)[..., 0]
             lses = torch.where(lses == -torch.inf, 0, lses)
             totals = [

@@ -6,6 +6,8 @@ whole row, and gives the tile's exact share of the gradients.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,14 @@ def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
     rows = direction * factor
     exact = torch.isfinite(factor) & ((largest != 0) | (delta[..., None] == 0))
     return rows if bool(exact.all()) else None
+
+
+def can_add(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Return whether all products of q and k are finite: a hidden score that is not would become NaN where
+    -inf is added to it."""
+    if not q.numel() or not k.numel():
+        return True
+    return math.isfinite(float(q.abs().amax() * k.abs().amax()) * q.shape[2] * max(1.0, abs(scale)))
 
 
 def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:
