@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tritoncp.core.tracing import fresh_dispatch
 from tritoncp.cpu import flash
-from tritoncp.cpu.packing import gather, scatter_add
+from tritoncp.cpu.packing import gather, scatter, scatter_add
 from tritoncp.cpu.pointwise import Scores
 from tritoncp.cpu.step import HeadGroup, Step
 from tritoncp.cpu.tiles import TileBatch
@@ -213,7 +213,9 @@ class CpuEngine:
             scores = self._scores(step, group, tiles, visible)
             into = top[group.heads, :, None]
             before = gather(into, tiles.rows, tiles.height)
-            _put(into, tiles, torch.maximum(before, scores.largest(rows, keys, self.captures)[..., None]))
+            scatter(
+                into, tiles.rows, torch.maximum(before, scores.largest(rows, keys, self.captures)[..., None])
+            )
         step.q.unpack(top[..., None], max_scores[..., None])
 
     def _backward_tiles(
@@ -280,14 +282,8 @@ class _Sums:
             out = out * torch.exp(lse - finite)
             out = out.addcmul_(gather(total, tiles.rows, tiles.height), torch.exp(before - finite))
             lse = merged
-        _put(stat, tiles, lse)
-        _put(total, tiles, out)
-
-
-def _put(x: Tensor, tiles: TileBatch, parts: Tensor) -> None:
-    """Write parts [n, H, height, D] to the rows of tiles in x [H, T, D]."""
-    for row, part in zip(tiles.rows, parts, strict=True):
-        x[:, row : row + tiles.height] = part
+        scatter(stat, tiles.rows, lse)
+        scatter(total, tiles.rows, out)
 
 
 def _clear(x: Tensor) -> None:

@@ -6,8 +6,6 @@ whole row, and gives the tile's exact share of the gradients.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -56,7 +54,10 @@ def can_add(q: Tensor, k: Tensor, scale: float) -> bool:
     -inf is added to it."""
     if not q.numel() or not k.numel():
         return True
-    return math.isfinite(float(q.abs().amax() * k.abs().amax()) * q.shape[2] * max(1.0, abs(scale)))
+    (q_low, q_high), (k_low, k_high) = (torch.aminmax(x) for x in (q, k))
+    limit = torch.finfo(q.dtype).max / q.shape[2] / max(1.0, abs(scale))
+    product = torch.maximum(q_low.abs(), q_high.abs()) * torch.maximum(k_low.abs(), k_high.abs())
+    return bool(product < limit)  # false for a NaN
 
 
 def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:

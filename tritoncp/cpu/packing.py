@@ -102,12 +102,42 @@ def even_step(starts: Sequence[int]) -> int | None:
     return step if even else None
 
 
+def scatter(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
+    """Write parts [n, H, length, D] to the rows of x [H, T, D] that begin at ``starts``, which are disjoint.
+
+    One operation for all parts: threads meet at the end of each."""
+    if even_step(starts) is not None:
+        gather(x, starts, parts.shape[2]).copy_(parts)
+    else:
+        x[:, row_index(starts, parts.shape[2])] = parts.transpose(0, 1)
+
+
 def scatter_add(x: Tensor, starts: Sequence[int], parts: Tensor) -> None:
-    """Add parts [n, H, length, D] to the rows of x [H, T, D] that begin at ``starts``, in their order."""
+    """Add parts [n, H, length, D] to the rows of x [H, T, D] that begin at ``starts``. Parts that have no row
+    in common are added at once, in the order of :func:`disjoint`."""
     length = parts.shape[2]
-    step = even_step(starts)
-    if step is not None and (step >= length or len(starts) == 1):
-        gather(x, starts, length).add_(parts)
-        return
-    for start, part in zip(starts, parts, strict=True):
-        x[:, start : start + length] += part
+    for index in disjoint(starts, length):
+        subset = [starts[i] for i in index]
+        rows = gather(x, subset, length)
+        if even_step(subset) is not None:
+            rows.add_(parts if len(subset) == len(starts) else parts[index])
+        else:
+            scatter(x, subset, rows + parts[index])
+
+
+def disjoint(starts: Sequence[int], length: int) -> list[list[int]]:
+    """Group ranges of one length so that those of a group have nothing in common: the indices of each group.
+
+    >>> disjoint([0, 2, 4, 0], 4)
+    [[0, 2], [3], [1]]
+    """
+    groups: list[list[int]] = []
+    ends: list[int] = []
+    for i in sorted(range(len(starts)), key=starts.__getitem__):
+        level = next((g for g, end in enumerate(ends) if end <= starts[i]), len(ends))
+        if level == len(ends):
+            groups.append([])
+            ends.append(0)
+        groups[level].append(i)
+        ends[level] = starts[i] + length
+    return groups
