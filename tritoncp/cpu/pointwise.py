@@ -128,7 +128,7 @@ def adds_only(graph: GraphModule) -> bool:
     """Return whether a score_mod's graph returns its score plus or minus something that does not read it.
 
     >>> from torch.fx.experimental.proxy_tensor import make_fx
-    >>> zeros = [torch.zeros(())] * 5
+    >>> zeros = torch.zeros(5).unbind()
     >>> adds_only(make_fx(lambda s, b, h, q, kv: s - (q - kv) * h)(*zeros))
     True
     >>> adds_only(make_fx(lambda s, b, h, q, kv: torch.tanh(s) + q)(*zeros))
