@@ -103,7 +103,7 @@ def multiplies_transposed(arch: str) -> bool:
     an accumulator, not an operand.
     """
     if arch != "sm_90":
-        return True  # before the import, which fails where only the eager engine is installed
+        return True  # before the import, which fails where only the CPU engine is installed
     import triton
 
     return _numbers(triton.__version__) >= (3, 7, 1)

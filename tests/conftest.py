@@ -17,6 +17,7 @@ import pytest  # noqa: E402
 from tritoncp.mods.translate import special_functions as special_functions  # noqa: E402
 from tritoncp.ops import engine_factory  # noqa: E402
 from tritoncp.planning import traffic  # noqa: E402
+from tritoncp.reference.eager_engine import EagerEngine  # noqa: E402
 
 if not HAS_GPU:
     from tests import exact_dot, interpreter_patches
@@ -63,11 +64,18 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
-@pytest.fixture(params=["eager", "kernels"])
+@pytest.fixture(params=["cpu", "kernels"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test on both engines of a CPU: plain torch, and interpreted kernels."""
+    """Run the test on an engine: the CPU engine, interpreted kernels or, if named, the dense engine."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: request.param == "kernels")
+    if request.param == "dense":
+        monkeypatch.setattr(engine_factory, "CpuEngine", dense_engine)
     return request.param
+
+
+def dense_engine(*args, adds_only=False, **kwargs) -> EagerEngine:
+    """Make the dense engine in place of the CPU engine, whose hints it ignores."""
+    return EagerEngine(*args, **kwargs)
 
 
 def poisoned(allocate):

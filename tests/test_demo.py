@@ -55,6 +55,15 @@ def test_a_label_is_the_next_byte_of_the_same_document():
             assert target[-1] == IGNORE
 
 
+def test_the_cpu_engine_trains_where_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    engines = []
+    monkeypatch.setattr(demo_run, "run", lambda *args: engines.append(os.environ["TRITON_INTERPRET"]))
+    for engine in ("kernels", "cpu"):
+        assert CliRunner().invoke(main, ["demo", "--engine", engine]).exit_code == 0
+    assert engines == ["1", "0"]
+
+
 # model
 
 

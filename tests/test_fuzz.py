@@ -280,7 +280,7 @@ def tolerance(dtype: torch.dtype, name: str) -> float:
 
 
 SAMPLE = settings(phases=[Phase.generate, Phase.shrink], suppress_health_check=list(HealthCheck))
-EAGER = pytest.mark.parametrize("engine", ["eager"], indirect=True)
+EAGER = pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 KERNELS = pytest.mark.parametrize("engine", ["kernels"], indirect=True)
 
 

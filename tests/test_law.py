@@ -1,4 +1,4 @@
-"""Property test: for every mask, layout, world and schedule, the eager engine in float64 equals the
+"""Property test: for every mask, layout, world and schedule, the CPU engine in float64 equals the
 oracle."""
 
 from __future__ import annotations

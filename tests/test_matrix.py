@@ -53,6 +53,14 @@ def check(
     agree(simulated(qkv, plan, mod), oracle(qkv, whole, mod), **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("engine", ["cpu", pytest.param("dense", marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.parametrize(tuple(FACTORS), named(PAIRS))
+def test_any_world_is_the_oracle_in_plain_torch(
+    mask, score, heads, balancer, world, schedule, engine
+) -> None:
+    check(mask, score, heads, balancer, world, schedule, torch.float64)
+
+
 @pytest.mark.parametrize(tuple(FACTORS), named(PAIRS))
 def test_any_world_is_the_oracle(mask, score, heads, balancer, world, schedule) -> None:
     check(mask, score, heads, balancer, world, schedule, torch.float64)

@@ -135,7 +135,7 @@ def at_hand(arch: str, used: Ptxas) -> str:
 def engine_on_cpu(interpreted: bool, versions: dict[str, str | None]) -> str:
     if interpreted and versions["triton"] and versions["numpy"]:
         return "the Triton kernels, interpreted (slow, exact, for tests)"
-    return "the eager engine, plain torch (TRITON_INTERPRET=1 runs the kernels interpreted instead)"
+    return "the CPU engine, plain torch (TRITON_INTERPRET=1 runs the kernels interpreted instead)"
 
 
 def backends() -> list[str]:

@@ -38,7 +38,7 @@ def test_case(case: Any, env: dict[str, Any], benchmark: Any) -> None:
 def on_host(case: host_cases.HostCase, benchmark: Any) -> None:
     torch.set_num_threads(1)
     makers, _ = host_cases.make_contenders(case)
-    with host_cases.no_launches():
+    with host_cases.surroundings(case):
         benchmark.pedantic(lambda run: run(), setup=lambda: ((makers[OURS](),), {}), **ROUNDS)
 
 

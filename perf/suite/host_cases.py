@@ -9,7 +9,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from tritoncp.ops.tile_tables import SHIPPED
 from tritoncp.perf.records.history import OURS, Journal, Point, kernel_name, read
-from tritoncp.perf.suite import baselines
+from tritoncp.perf.suite import baselines, cpu_attention
 from tritoncp.perf.suite.cases import PASS_SUFFIXES, TIERS, position
 from tritoncp.perf.suite.machine import PeakMemory
 from tritoncp.perf.suite.measure import prepare_pass
@@ -30,6 +30,7 @@ from tritoncp.planning.build import build
 from tritoncp.planning.problem import Problem
 
 CPU = torch.device("cpu")
+CPU_PASSES = {"attend": "fwd", "train": "fwd-bwd"}  # of the CPU engine, with the end of a case's name
 Makers = dict[str, Callable[[], Run]]
 
 
@@ -38,7 +39,8 @@ class HostCase:
     """A case on the CPU.
 
     operation: "mask" (build it), "plan" (balance it and list a rank's steps), "forward" or "backward" (a call
-               whose launches do nothing, of all ranks in lockstep in this process)
+               whose launches do nothing, of all ranks in lockstep in this process), "attend" (a forward pass
+               of the CPU engine), "train" (both passes)
     """
 
     operation: str
@@ -54,16 +56,21 @@ class HostCase:
         """
         problem = self.problem
         whole = f"{problem.seq >> 20}m" if problem.seq % (1 << 20) == 0 else f"{problem.seq >> 10}k"
-        parts = ["call" if self.operation in PASS_SUFFIXES else self.operation, problem.mask]
+        kinds = dict.fromkeys(PASS_SUFFIXES, "call") | dict.fromkeys(CPU_PASSES, "cpu")
+        parts = [kinds.get(self.operation, self.operation), problem.mask]
         parts += [f"w{problem.world}", problem.schedule] * (problem.world > 1)
-        parts += [whole, PASS_SUFFIXES.get(self.operation, "")]
+        parts += [whole, PASS_SUFFIXES.get(self.operation, ""), CPU_PASSES.get(self.operation, "")]
         return "-".join(filter(None, parts))
 
     @property
     def tags(self) -> dict[str, str]:
         problem = self.problem
         ranks = {"ranks": f"{problem.world} ranks, {problem.schedule}"} if problem.world > 1 else {}
-        kind = f"call {self.operation}" if self.operation in PASS_SUFFIXES else self.operation
+        kinds = {name: f"call {name}" for name in PASS_SUFFIXES} | {
+            "attend": "cpu forward",
+            "train": "cpu both",
+        }
+        kind = kinds.get(self.operation, self.operation)
         return {"mask": problem.mask, "pass": kind, "dtype": "", "shape": f"{problem.seq} tokens"} | ranks
 
 
@@ -74,6 +81,11 @@ def _calls(tier: str, *masks: str, **ranks: Any) -> list[HostCase]:
 
 def _plan(mask: str, seq: int, world: int, schedule: str, tier: str = "core") -> HostCase:
     return HostCase("plan", Problem(mask, seq, world=world, schedule=schedule), tier)
+
+
+def _cpu_passes(mask: str, seq: int, tier: str = "core") -> list[HostCase]:
+    problem = Problem(mask, seq, 8, 2, 64, 64, dtype="float32")
+    return [HostCase(operation, problem, tier) for operation in CPU_PASSES]
 
 
 CASES: tuple[HostCase, ...] = (
@@ -97,6 +109,13 @@ CASES: tuple[HostCase, ...] = (
         if schedule != "ulysses+ring"
         for case in _calls("core", "causal", world=2, schedule=schedule, together=True)
     ),
+    *(
+        case
+        for mask in ("causal", "document", "window", "alibi")
+        for seq in (1024, 4096)
+        for case in _cpu_passes(mask, seq)
+    ),
+    *_cpu_passes("causal", 16384, "full"),
     HostCase("mask", Problem("document", 8 << 20), "full"),
     _plan("document", 8 << 20, 1024, "fetch", "full"),
 )  # fmt: skip
@@ -154,7 +173,7 @@ def resources(journal: Journal, only: str | Sequence[str] = "*") -> None:
 def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Measure every contender of a case. Returns their figures and facts about the work."""
     contender_makers, work = make_contenders(case)
-    with no_launches():
+    with surroundings(case):
         figures = time_interleaved(contender_makers, WallClock(), seconds, least=5)
         peak = measure_growth(contender_makers[OURS]())
     contenders = {name: figure.rounded(samples=name == OURS) for name, figure in figures.items()}
@@ -165,6 +184,8 @@ def measure(case: HostCase, seconds: float) -> tuple[dict[str, dict[str, Any]], 
 
 def make_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     """Return functions that prepare one execution of a case, by contender, and facts about the work."""
+    if case.operation in CPU_PASSES:
+        return cpu_attention.make_contenders(case.problem, case.operation == "train"), {}
     return {"mask": _mask_contenders, "plan": _plan_contenders}.get(case.operation, _call_contenders)(case)
 
 
@@ -202,6 +223,11 @@ def _call_contenders(case: HostCase) -> tuple[Makers, dict[str, Any]]:
     prepare = baselines.split if case.problem.together else baselines.one_device
     contender = prepare(case.problem, baselines.inputs(case.problem, CPU))
     return {OURS: partial(prepare_pass, contender, case.operation)}, {}
+
+
+def surroundings(case: HostCase) -> AbstractContextManager[None]:
+    """Return the context in which a case is measured: the CPU engine, or no launches."""
+    return cpu_attention.cpu_engine() if case.operation in CPU_PASSES else no_launches()
 
 
 @contextmanager

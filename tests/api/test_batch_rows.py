@@ -106,7 +106,7 @@ def check(call: Callable[..., Any]) -> None:
     assert not bool(dtable[0].any())  # row 0 of the table is that of row 0 of the batch
 
 
-@pytest.mark.parametrize("engine", ["eager"], indirect=True)
+@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 @pytest.mark.parametrize("name", MASKS)
 def test_rows_of_a_batch_equal_the_same_rows_of_the_whole(name: str, engine: str) -> None:
     check(on_one_device(MASKS[name]()))
@@ -125,7 +125,7 @@ PLANNED = [
 ]
 
 
-@pytest.mark.parametrize("engine", ["eager"], indirect=True)
+@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", PLANNED)
 def test_batch_rows_over_ranks_under_every_schedule(name: str, schedule: str, engine: str) -> None:
@@ -137,7 +137,7 @@ def test_kernels_over_ranks(engine: str) -> None:
     check(over_ranks(MASKS["mask_mod"](), "ring"))
 
 
-@pytest.mark.parametrize("engine", ["eager"], indirect=True)
+@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 def test_natural_pieces_of_a_simulated_world(engine: str) -> None:
     layer, mask, world = Layer(), MASKS["mask_mod"](), tritoncp.simulate(2)
 

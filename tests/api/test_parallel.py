@@ -26,7 +26,7 @@ S, HEADS, DIM = 96, 2, 8
 
 @pytest.fixture(autouse=True)
 def eager_engine(monkeypatch):
-    """Use the eager engine: interpreted kernels are slow, and these tests do not depend on them."""
+    """Use the CPU engine: interpreted kernels are slow, and these tests do not depend on them."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
 
 

@@ -171,7 +171,7 @@ def verify(name: str, wrap: Callable[[Any], Any] = lambda call: call, dtype: tor
     agree(answer(out, lse, [*x, *learned], start), want, dtype, factor=5)
 
 
-@pytest.mark.parametrize("engine", ["eager"], indirect=True)
+@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 @pytest.mark.parametrize("name", LAWS)
 def test_plain(name: str, engine: str) -> None:
     verify(name)
@@ -190,13 +190,13 @@ def test_the_other_laws_on_kernels(name: str, engine: str) -> None:
     verify(name, dtype=F32)
 
 
-@pytest.mark.parametrize("engine", ["eager"], indirect=True)
+@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_whole(name: str, engine: str) -> None:
     verify(name, lambda call: torch.compile(call, fullgraph=True, backend="eager"))
 
 
-@pytest.mark.parametrize("engine", ["eager"], indirect=True)
+@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 @pytest.mark.parametrize("name", ["causal documents", "sandwich", "bias by distance"])
 def test_compiled_with_aot_autograd(name: str, engine: str) -> None:
     verify(name, lambda call: torch.compile(call, fullgraph=True, backend="aot_eager"))

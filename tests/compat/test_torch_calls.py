@@ -20,7 +20,7 @@ import tritoncp
 from tests.compat.dense import F16, F32, F64, Answer, agree, answer, attend, exact
 from tests.compat.torch_mods import BUILTIN, MASKS, Dims, Form, alibi, causal_score, normal, relative_score
 
-ON_ENGINES = [*(("eager", name) for name in BUILTIN), ("kernels", "squared"), ("kernels", "relative causal")]
+ON_ENGINES = [*(("cpu", name) for name in BUILTIN), ("kernels", "squared"), ("kernels", "relative causal")]
 
 
 def tensors(dims: Dims, dtype: torch.dtype = F32) -> list[Tensor]:

@@ -72,7 +72,7 @@ def test_the_table_is_as_long_as_the_list_of_torch() -> None:
     assert len(CASES) == len(set(CASES)) >= 280
 
 
-@pytest.mark.parametrize("engine", ["eager"], indirect=True)
+@pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 @pytest.mark.parametrize("case", CASES, ids=names(CASES))
 def test_plain_torch_engine(case: Case, engine: str) -> None:
     agree(*run(case), case.dtype)

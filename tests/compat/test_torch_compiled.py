@@ -20,7 +20,7 @@ from tests.compat.dense import F64, attend
 from tests.compat.test_torch_calls import causal, chain, check, tensors
 from tests.compat.torch_mods import BUILTIN, Dims, normal
 
-plain_torch = pytest.mark.parametrize("engine", ["eager"], indirect=True)
+plain_torch = pytest.mark.parametrize("engine", ["cpu"], indirect=True)
 
 
 @pytest.fixture(autouse=True)

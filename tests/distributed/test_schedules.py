@@ -348,7 +348,7 @@ def test_only_the_shard_and_its_outputs_are_kept_by_reference(world_size: int, s
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["eager", "kernels"])
 def test_real_ranks_compute_what_lockstep_does(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit on the eager engine in float64 with two ranks, where a sum has one order."""
+    """Bit for bit on the CPU engine in float64 with two ranks, where a sum has one order."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: kernels)
     plan = build(MASK, 2)
     x = qkv(24, heads=2, dtype=F64)

@@ -23,7 +23,7 @@ S, BLOCK = 64, 16
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Use the eager engine: the compiled code is outside the kernels."""
+    """Use the CPU engine: the compiled code is outside the kernels."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     torch._dynamo.reset()
     yield

@@ -27,7 +27,7 @@ Q = torch.zeros(1, 2, S, 16)
 
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
-    """Use the eager engine and an empty plan cache."""
+    """Use the CPU engine and an empty plan cache."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
     monkeypatch.setattr(engine_factory, "_WARNED", [True])
     plan_cache.plan_cache_clear()

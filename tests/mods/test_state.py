@@ -24,7 +24,7 @@ S = 16
 
 @pytest.fixture(autouse=True)
 def cpu_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the eager engine: state is compared before any kernel runs."""
+    """Use the CPU engine: state is compared before any kernel runs."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
 
 

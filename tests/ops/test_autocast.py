@@ -16,7 +16,7 @@ LOW = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def eager_engine(monkeypatch):
-    """Use the eager engine, except where a test asks for both."""
+    """Use the CPU engine, except where a test asks for both."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
 
 

@@ -19,7 +19,7 @@ DOCUMENTS = torch.arange(S) // 24
 
 @pytest.fixture(autouse=True)
 def eager_engine(monkeypatch):
-    """Use the eager engine: the code under test is outside the kernels."""
+    """Use the CPU engine: the code under test is outside the kernels."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
 
 

@@ -24,7 +24,7 @@ S, D, E, BATCH, HEADS = 96, 16, 8, 2, 4
 
 @pytest.fixture(autouse=True)
 def eager_engine(monkeypatch):
-    """Use the eager engine: the counter sees ops, not kernels."""
+    """Use the CPU engine: the counter sees ops, not kernels."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
 
 

@@ -1,4 +1,5 @@
-"""Plans and schedules on the eager engine in float64: every world size has the oracle's results."""
+"""Plans and schedules on the CPU engine and on the dense engine in float64: every world size has the oracle's
+results."""
 
 import math
 from collections.abc import Callable
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 import tritoncp
+from tests.conftest import dense_engine
 from tests.kernels.support.harness import (
     F32,
     F64,
@@ -30,13 +32,15 @@ from tritoncp.planning.plan import Plan
 
 LAUNCH = Launch.__call__
 WORLDS = [1, 2, 3, 4]
-EXACT = 1e-10  # of the largest value; rounding of float64 over a few hundred terms
+EXACT = 1e-12  # of the largest value; rounding of float64 over a few hundred terms
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the eager engine, as without Triton's interpreter; a kernel launch is an error."""
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("dense", marks=pytest.mark.nightly)])
+def eager(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use an engine of plain torch, as without Triton's interpreter; a kernel launch is an error."""
     monkeypatch.setattr(engine_factory, "uses_triton", lambda device: False)
+    if request.param == "dense":
+        monkeypatch.setattr(engine_factory, "CpuEngine", dense_engine)
     monkeypatch.setattr(Launch, "__call__", lambda launch: pytest.fail("a kernel ran"))
 
 

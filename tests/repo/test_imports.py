@@ -36,7 +36,19 @@ class Layer(NamedTuple):
 
 
 NO_RANKS = frozenset({"torch.distributed"})
-SPINE = {"core", "mods", "masks", "planning", "kernels", "distributed", "reference", "ops", "frontend", "api"}
+SPINE = {
+    "core",
+    "mods",
+    "masks",
+    "planning",
+    "kernels",
+    "distributed",
+    "reference",
+    "cpu",
+    "ops",
+    "frontend",
+    "api",
+}
 LAYERS = {
     "core": Layer({"core", "_version"}, set(), {"torch"}, NO_RANKS),
     "mods": Layer({"mods"}, {"core"}, {"torch", "triton", "platformdirs"}, NO_RANKS),
@@ -45,6 +57,7 @@ LAYERS = {
     "planning": Layer({"planning"}, {"core", "mods", "masks"}, {"torch", "PIL"}, NO_RANKS),
     "distributed": Layer({"distributed"}, {"core", "mods", "masks", "planning", "kernels"}, {"torch"}),
     "reference": Layer({"reference"}, {"core", "masks", "planning"}, {"torch", "einops"}, NO_RANKS),
+    "cpu": Layer({"cpu"}, {"core", "masks", "planning"}, {"torch"}, NO_RANKS),
     "ops": Layer({"ops"}, SPINE - {"frontend", "api"}, {"torch", "filelock", "platformdirs", "rich"}),
     "frontend": Layer({"frontend"}, SPINE - {"api"}, {"torch", "rich"}),
     "api": Layer({"api"}, SPINE, {"torch"}),

@@ -43,7 +43,7 @@ def fresh_dispatch() -> Iterator[None]:
     """Within an op, dispatch as in a new thread, without gradients.
 
     An op runs below autograd, and where a dispatch mode is on (the first call of a compiled graph, selective
-    checkpointing) below functorch as well; translating a mod and the eager engine need both.
+    checkpointing) below functorch as well; translating a mod and the CPU engine need both.
     """
     with torch._C._ForceDispatchKeyGuard(*_FRESH), torch.no_grad(), host():
         yield

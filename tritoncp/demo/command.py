@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -26,13 +27,22 @@ from tritoncp.command_base import Command
     show_default=True,
     help="Where plan.png and losses.json go.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["kernels", "cpu"]),
+    default="kernels",
+    show_default=True,
+    help="Without a GPU: interpreted kernels, or the CPU engine.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout, the rest on stderr.")
-def demo(steps: int, seq_len: int, world_size: int | None, out: Path, as_json: bool) -> None:
+def demo(steps: int, seq_len: int, world_size: int | None, out: Path, engine: str, as_json: bool) -> None:
     """Train a small transformer on several ranks and on one, and compare the losses.
 
     Starts local processes, or joins those of torchrun: torchrun --nproc-per-node 4 -m tritoncp.demo.
     Exits with 1 if the losses differ by more than rounding explains, or a rank fails.
     """
+    if engine == "cpu":
+        os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported, also by the ranks
     from rich.console import Console
 
     from tritoncp.demo.run import run

@@ -20,7 +20,7 @@ from tritoncp.planning.plan import Plan
 
 
 def score_of(score_mod: Callable[..., Any] | None, q: Tensor) -> Mod | None:
-    """Translate the score_mod, for the eager engine alone if there is no translation to Triton. Its tensors
+    """Translate the score_mod, for the CPU engine alone if there is no translation to Triton. Its tensors
     have to be on the queries' device: they may be edited between calls and may require gradients, so that a
     cached copy would be wrong."""
     if score_mod is None:

@@ -1,4 +1,4 @@
-"""Choice of the engine of a call (Triton kernels or eager torch), and the form of its mods."""
+"""Choice of the engine of a call (Triton kernels or the CPU engine), and the form of its mods."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from torch.fx import GraphModule
 from tritoncp.core.bounded_cache import BoundedCache
 from tritoncp.core.tracing import WideGradients
 from tritoncp.core.upload import DeviceCopy, upload
+from tritoncp.cpu.engine import CpuEngine
+from tritoncp.cpu.pointwise import adds_only
 from tritoncp.distributed import groups
 from tritoncp.kernels.options import check_options
 from tritoncp.kernels.tile_rules import architecture
@@ -24,9 +26,8 @@ from tritoncp.mods import Mod
 from tritoncp.mods.mod import structure_of
 from tritoncp.mods.translate import deterministic_sum
 from tritoncp.ops import call_mods, tile_lookup, tile_tables, tune_on_first_call
-from tritoncp.ops.executable import MAX_LAUNCHES, Executable, caches_of
+from tritoncp.ops.executable import MAX_LAUNCHES, MAX_STEPS, Executable, caches_of
 from tritoncp.planning.plan import Plan
-from tritoncp.reference.eager_engine import EagerEngine
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def engine_of(
     if not uses_triton(device):
         mask = _mask_of(call, plan, q)
         mod = None if mask is None else mask.on_current_stream()
-        return eager_engine(scale, mod, score, q[0].dtype, grads, plan.first_row)
+        steps = caches_of(plan).cpu_steps
+        return cpu_engine(scale, mod, score, q[0].dtype, grads, plan.first_row, steps)
     from tritoncp.kernels.launch import layout_of, specialisation_of  # loads Triton, which plans do without
 
     tensors, numbers = (score.tensors, score.numbers) if score else ((), ())
@@ -154,22 +156,23 @@ def _mask_of(call: Spec, plan: Plan, q: list[Tensor]) -> DeviceCopy[Mod] | None:
     return call_mods.mask_of(plan, q, every_rank=every_rank)
 
 
-def eager_engine(
+def cpu_engine(
     scale: float, mask: Mod | None, score: Mod | None, dtype: torch.dtype, grads: Sequence[Tensor],
-    first_row: int,
-) -> EagerEngine:  # fmt: skip
-    """Make the engine of one call in plain torch, for queries of ``dtype``."""
+    first_row: int, steps: BoundedCache[Any, Any] | None = None,
+) -> CpuEngine:  # fmt: skip
+    """Make the CPU engine of one call, for queries of ``dtype``. ``steps``: those of earlier calls."""
+    steps = BoundedCache(MAX_STEPS) if steps is None else steps
     _warn_eager()
     if score is None:
-        return EagerEngine(scale, _bind_mask(mask), first_row=first_row)
+        return CpuEngine(scale, _bind_mask(mask), first_row=first_row, steps=steps)
     wide = torch.promote_types(dtype, torch.float32)
-    return replace(_differentiable(scale, mask, score, wide, grads), first_row=first_row)
+    return replace(_differentiable(scale, mask, score, wide, grads), first_row=first_row, steps=steps)
 
 
 def _differentiable(
     scale: float, mask: Mod | None, score: Mod, dtype: torch.dtype, grads: Sequence[Tensor]
-) -> EagerEngine:
-    """Make an eager engine that sums gradients of captures in ``dtype``, also those of narrower dtypes."""
+) -> CpuEngine:
+    """Make a CPU engine that sums gradients of captures in ``dtype``, also those of narrower dtypes."""
     graph, targets = _graph_of(score), [score.tensors[i] for i in score.wants]
     call: Callable[..., Any] = graph
     if any(x.dtype.itemsize < dtype.itemsize for x in targets):
@@ -182,7 +185,7 @@ def _differentiable(
             inner[index] = tensor
         return _bind(call, inner, score.numbers)
 
-    return EagerEngine(scale, _bind_mask(mask), bind, targets, grads)
+    return CpuEngine(scale, _bind_mask(mask), bind, targets, grads, adds_only=adds_only(graph))
 
 
 def kernel_mods(
@@ -226,11 +229,11 @@ def sum_gradients(spec: Spec, captures: Sequence[Tensor], grads: Sequence[Tensor
 
 
 def _warn_eager() -> None:
-    """Warn once that the eager engine runs instead of the kernels."""
+    """Warn once that the CPU engine runs instead of the kernels."""
     if not _WARNED:
         _WARNED.append(True)
         warnings.warn(
-            "tensors on the CPU run in plain torch (the eager engine: right, and slow on long sequences). "
+            "tensors on the CPU run in plain torch (the CPU engine). "
             "To run the Triton kernels here, interpreted, set TRITON_INTERPRET=1 before Python starts",
             stacklevel=2,
         )
@@ -264,7 +267,7 @@ def score_of(
 
 
 def _bind_mask(mod: Mod | None) -> Any:
-    """Return a mask_mod for the eager engine: its torch graph with its captures."""
+    """Return a mask_mod for the CPU engine: its torch graph with its captures."""
     if mod is None:
         return None
     return _bind(_graph_of(mod), mod.tensors, mod.numbers)

@@ -57,6 +57,7 @@ from tritoncp.planning.plan import Plan
 MAX_EXECUTABLES = 256  # of one plan
 MAX_LAUNCHES = 1024  # of one executable
 MAX_MASK_MODS = 64  # copies of a plan's mask_mod, for ranks, batch rows, heads and devices
+MAX_STEPS = 256  # of the CPU engine, for one plan
 MAX_STRUCTURES, MAX_COUNTS = 16, 1024
 
 
@@ -88,6 +89,7 @@ class PlanCaches:
     executables:   by what :func:`tritoncp.ops.engine_factory.engine_of` lists, each with MAX_LAUNCHES
                    launches by kernel, tables, first head and flags
     mask_mods:     by ranks, batch rows, heads and device
+    cpu_steps:     steps of the CPU engine, by tables, shapes, first row and head
     structures:    by schedule and degree
     visible_pairs: counts by rank, batch rows and heads
     """
@@ -95,6 +97,7 @@ class PlanCaches:
     def __init__(self) -> None:
         self.executables: BoundedCache[Any, Executable] = BoundedCache(MAX_EXECUTABLES)
         self.mask_mods: BoundedCache[Any, tuple[DeviceCopy[Mod] | None]] = BoundedCache(MAX_MASK_MODS)
+        self.cpu_steps: BoundedCache[Any, Any] = BoundedCache(MAX_STEPS)
         self.structures: BoundedCache[Any, Any] = BoundedCache(MAX_STRUCTURES)
         self.visible_pairs: BoundedCache[Any, int] = BoundedCache(MAX_COUNTS)
 

@@ -1,7 +1,7 @@
-"""The eager engine: the same step contract as the kernels, in plain torch.
+"""The dense engine: the same step contract as the kernels, in plain torch, for tests.
 
-It runs the same plans and schedules where there is no Triton, and in float64 it separates errors of plan and
-communication from rounding in kernels.  A step is dense here: O(S_local * rows) memory.
+In float64 it separates errors of plan and communication from errors of blockwise engines.  A step is dense
+here: O(S_local * rows) memory.
 """
 
 from __future__ import annotations

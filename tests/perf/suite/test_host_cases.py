@@ -13,7 +13,7 @@ import torch
 
 from tritoncp.kernels.launch import Launch
 from tritoncp.perf.records.history import read
-from tritoncp.perf.suite import host_cases
+from tritoncp.perf.suite import cpu_attention, host_cases
 from tritoncp.perf.suite.host_cases import CASES, HostCase, measure, measure_growth, no_launches
 from tritoncp.planning.problem import Problem
 
@@ -51,6 +51,17 @@ def test_a_call_makes_every_launch_and_runs_none(schedule, monkeypatch):
         grads = run()
     assert forwards >= 1 and len(launches) - forwards >= 3  # delta, dQ, dK and dV
     assert not grads[0].nan_to_num().any(), "no kernel wrote into the gradient"
+
+
+@pytest.mark.parametrize("mask", ["causal", "document"])
+def test_contenders_of_the_cpu_engine_compute_the_same_gradients(mask):
+    makers = cpu_attention.make_contenders(Problem(mask, 256, 8, 2, 64, 64, dtype="float32"), train=True)
+    with cpu_attention.cpu_engine():
+        results = {name: make()() for name, make in makers.items()}
+    assert len(results) == (3 if mask == "causal" else 2)
+    for grads in results.values():
+        for got, want in zip(grads, results["tritoncp"], strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
 
 
 def test_memory_is_the_peak_of_a_run():

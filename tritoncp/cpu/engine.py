@@ -1,0 +1,294 @@
+"""The CPU engine: the same step contract as the kernels, in blocks, in plain torch.
+
+A step is a few batches of equal tiles. Without a score_mod torch's flash kernel computes them, else batched
+products and pointwise operations; the results of tiles are merged in float32 (float64 for float64 tensors).
+Memory is O(S * block).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.tracing import fresh_dispatch
+from tritoncp.cpu import flash
+from tritoncp.cpu.packing import gather, scatter, scatter_add
+from tritoncp.cpu.pointwise import Scores
+from tritoncp.cpu.step import HeadGroup, Step
+from tritoncp.cpu.tiles import TileBatch
+from tritoncp.planning.step_tables import Tables
+
+Launch = Callable[[], None]
+LN2 = math.log(2)
+CACHE_SCORES = 1 << 19  # scores of a tile that pointwise operations keep in the cache
+BIASES = 1 << 21  # scores that a score_mod's sums for the flash kernel are computed for at once
+GATHERED = 1 << 24  # numbers that a batch of tiles gathers
+
+
+@dataclass(frozen=True)
+class CpuEngine:
+    """One attention call.
+
+    mask:     the user's function over (b, h, q_idx, kv_idx)
+    score:    from the captures that want gradients to the user's function over (score, b, h, q_idx, kv_idx)
+    captures: these tensors, at least as wide as their gradients' sums; ``grads`` are buffers for the sums
+    first_row: batch row of the whole that row 0 of the tensors is, for the indices of masks and mods
+    adds_only: whether ``score`` adds to the score what does not depend on it
+    steps:    steps of earlier calls, see :meth:`Step.of`
+    """
+
+    scale: float
+    mask: Callable[..., Tensor] | None = None
+    score: Callable[[Sequence[Tensor]], Callable[..., Tensor]] | None = None
+    captures: Sequence[Tensor] = ()
+    grads: Sequence[Tensor] = ()
+    first_row: int = 0
+    adds_only: bool = False
+    steps: BoundedCache[Any, Step] = field(default_factory=lambda: BoundedCache(64))
+
+    @property
+    def fused(self) -> bool:
+        return True
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, tables: Tables, *, out: Tensor, lse: Tensor,
+        max_scores: Tensor | None = None, state: Sequence[Tensor] | None = None, load_state: bool = False,
+        store_state: bool = False, h_offset: int = 0,
+    ) -> Launch:  # fmt: skip
+        """Run a forward step with the contract of the kernels.
+
+        state: (acc [B, H, S, E], m, l [B, H, S]), m in log2 units
+        """
+
+        @fresh_dispatch()
+        def run() -> None:
+            use_flash = self.score is None or self.adds_only
+            step = self._step(tables, q, k, h_offset, use_flash)
+            width = max(q.shape[3], v.shape[3]) if use_flash else None
+            rows = step.q.pack(q, lse.dtype, width)
+            keys, values = (step.kv.pack(x, lse.dtype, width) for x in (k, v))
+            if use_flash and not flash.can_add(rows, keys, self.scale):
+                use_flash, step = False, self._step(tables, q, k, h_offset, False)
+            sums = _Sums.of(rows, values.shape[2])
+            if load_state:
+                sums.load(step, *state or ())
+            for group, tiles, visible in self._tiles(step, rows, use_flash):
+                part = self._forward_tiles(step, group, tiles, visible, rows, keys, values, use_flash)
+                sums.add(group, tiles, tiles.first and not load_state, *part)
+            if max_scores is not None:
+                part_step = self._step(tables, q, k, h_offset, False)
+                self._add_largest(part_step, rows, keys, max_scores, load_state)
+            if store_state:
+                sums.store(step, *state or ())
+            else:
+                sums.finish(step, out, lse)
+
+        return run
+
+    def delta(self, out: Tensor, dout: Tensor, dlse: Tensor | None, delta: Tensor) -> Launch:
+        @fresh_dispatch()
+        def run() -> None:
+            torch.sum(out.to(delta.dtype) * dout.to(delta.dtype), -1, out=delta)
+            if dlse is not None:
+                delta.sub_(dlse)
+
+        return run
+
+    def dq(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
+        dq: Tensor, add: bool = False, h_offset: int = 0,
+    ) -> Launch:  # fmt: skip
+        """Clear dq, which :meth:`dkdv` adds to."""
+        return lambda: None if add else _clear(dq)
+
+    def dkdv(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, tables: Tables, *,
+        dk: Tensor, dv: Tensor, dq: Tensor, add: bool = False, h_offset: int = 0,
+    ) -> Launch:  # fmt: skip
+        """Compute dk and dv, and add to dq and to the buffers of captures' gradients."""
+
+        @fresh_dispatch()
+        def run() -> None:
+            use_flash, dtype = self.score is None or (self.adds_only and not self.grads), lse.dtype
+            step = self._step(tables, q, k, h_offset, use_flash)
+            width = max(q.shape[3], v.shape[3])
+            start, deltas = step.q.pack(dout, dtype, width), step.q.pack(delta[..., None], dtype)[..., 0]
+            rows = step.q.pack(q, dtype, width)
+            keys, values = (step.kv.pack(x, dtype, width) for x in (k, v))
+            use_flash = use_flash and flash.can_add(rows, keys, self.scale)
+            outs = flash.rows_with_delta(start, deltas) if use_flash else None
+            if outs is None:
+                use_flash, step = False, self._step(tables, q, k, h_offset, False)
+            lses = step.q.pack(lse[..., None], dtype)[..., 0]
+            lses = torch.where(lses == -torch.inf, 0, lses)
+            totals = [
+                torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (rows, keys, values)
+            ]
+            for group, tiles, visible in self._tiles(step, rows, use_flash):
+                inputs = rows, keys, values, start, lses, deltas, outs if use_flash else None
+                grads = self._backward_tiles(step, group, tiles, visible, *inputs)
+                for total, heads, starts, grad in zip(
+                    totals, (group.heads, group.kv_heads, group.kv_heads),
+                    (tiles.rows, tiles.cols, tiles.cols), grads, strict=True,
+                ):  # fmt: skip
+                    scatter_add(total[heads], starts, grad)
+            step.q.unpack(totals[0][..., : q.shape[3]], dq, add=True)
+            step.kv.unpack(totals[1][..., : q.shape[3]], dk, add)
+            step.kv.unpack(totals[2][..., : v.shape[3]], dv, add)
+
+        return run
+
+    def split(self, q: Tensor, k: Tensor, tables: Tables) -> int:
+        return 1
+
+    def _step(self, tables: Tables, q: Tensor, k: Tensor, h_offset: int, use_flash: bool) -> Step:
+        large = use_flash and self.score is None
+        return Step.of(tables, q, k, self.mask, self.first_row, h_offset, large, self.steps)
+
+    def _tiles(
+        self, step: Step, q: Tensor, use_flash: bool
+    ) -> Iterator[tuple[HeadGroup, TileBatch, Tensor | None]]:
+        """Yield the batches of a step, in parts that fit into the memory for them, and the pairs that each
+        shows (:meth:`Step.visible`)."""
+        for group, tiles in self._parts(step, q, use_flash):
+            visible = None if use_flash and tiles.kind == "causal" else step.visible(group, tiles)
+            if visible is not None and self.score is not None:
+                # A score_mod need not be defined where no pair is visible.
+                seen = visible.flatten(1).any(1)
+                if not bool(seen.all()):
+                    tiles, visible = tiles.take(seen.nonzero()[:, 0].tolist()), visible[seen]
+            if tiles.tiles:
+                yield group, tiles, visible
+
+    def _parts(self, step: Step, q: Tensor, use_flash: bool) -> Iterator[tuple[HeadGroup, TileBatch]]:
+        """Split the batches of a step."""
+        for group in step.groups:
+            heads = group.heads.stop - group.heads.start
+            for tiles in group.batches:
+                pairs = tiles.height * tiles.width
+                if use_flash and self.score is None:
+                    masks = pairs * (tiles.kind == "masked")
+                    numbers = heads * q.shape[2] * (tiles.height + tiles.width) + masks
+                    yield from ((group, part) for part in tiles.split(max(1, GATHERED // numbers)))
+                    continue
+                limit = BIASES if use_flash else CACHE_SCORES
+                height = max(1, min(tiles.height, limit // (heads * tiles.width)))
+                for part in tiles.split(max(1, limit // (heads * pairs))):
+                    yield from ((group, piece) for piece in part.split_rows(height))
+
+    def _scores(self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None) -> Scores:
+        return Scores(self.scale, self.score, step.indices(group, tiles), visible)
+
+    def _bias(
+        self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, like: Tensor
+    ) -> Tensor | None:
+        """Return what the flash kernel adds to the scores of tiles."""
+        if self.score is not None:
+            return self._scores(step, group, tiles, visible).bias(self.captures, like)
+        return None if visible is None else flash.hide(visible, like.dtype)
+
+    def _forward_tiles(
+        self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
+        v: Tensor, use_flash: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return (out, lse) of a batch of tiles."""
+        rows = gather(q[group.heads], tiles.rows, tiles.height)
+        keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
+        if use_flash:
+            bias = self._bias(step, group, tiles, visible, rows)
+            return flash.forward(rows, keys, values, bias, tiles.kind == "causal", self.scale)
+        return self._scores(step, group, tiles, visible).forward(rows, keys, values, self.captures)
+
+    def _add_largest(self, step: Step, q: Tensor, k: Tensor, max_scores: Tensor, add: bool) -> None:
+        """Write the largest scores of rows, or raise those of earlier steps. The other results are computed
+        apart, and do not depend on whether these are wanted."""
+        top = q.new_full(q.shape[:2], -torch.inf)
+        if add:
+            top = step.q.pack(max_scores[..., None], q.dtype)[..., 0]
+        for group, tiles, visible in self._tiles(step, q, False):
+            rows = gather(q[group.heads], tiles.rows, tiles.height)
+            keys = gather(k[group.kv_heads], tiles.cols, tiles.width)
+            scores = self._scores(step, group, tiles, visible)
+            into = top[group.heads, :, None]
+            before = gather(into, tiles.rows, tiles.height)
+            scatter(
+                into, tiles.rows, torch.maximum(before, scores.largest(rows, keys, self.captures)[..., None])
+            )
+        step.q.unpack(top[..., None], max_scores[..., None])
+
+    def _backward_tiles(
+        self, step: Step, group: HeadGroup, tiles: TileBatch, visible: Tensor | None, q: Tensor, k: Tensor,
+        v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, out: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return (dq, dk, dv) of a batch of tiles; the gradients of captures go to their buffers."""
+        rows, starts = (gather(x[group.heads], tiles.rows, tiles.height) for x in (q, dout))
+        lses, deltas = (
+            gather(x[group.heads, :, None], tiles.rows, tiles.height)[..., 0] for x in (lse, delta)
+        )
+        keys, values = (gather(x[group.kv_heads], tiles.cols, tiles.width) for x in (k, v))
+        if out is not None:
+            bias, causal = self._bias(step, group, tiles, visible, rows), tiles.kind == "causal"
+            outs = gather(out[group.heads], tiles.rows, tiles.height)
+            return flash.backward(rows, keys, values, outs, lses, starts, bias, causal, self.scale)
+        scores = self._scores(step, group, tiles, visible)
+        *grads, captured = scores.backward(rows, keys, values, starts, lses, deltas, self.captures)
+        for buffer, grad in zip(self.grads, captured):
+            buffer += grad
+        return grads[0], grads[1], grads[2]
+
+
+@dataclass
+class _Sums:
+    """The merged results of tiles, of packed rows: out [H, T, E], lse [H, T]."""
+
+    out: Tensor
+    lse: Tensor
+
+    @classmethod
+    def of(cls, q: Tensor, width: int) -> _Sums:
+        return cls(q.new_zeros(*q.shape[:2], width), q.new_full(q.shape[:2], -torch.inf))
+
+    def load(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
+        """Continue from a state."""
+        m, l = (step.q.pack(x[..., None], self.lse.dtype)[..., 0] for x in (m, l))
+        filled = l != 0
+        safe = torch.where(filled, l, 1)
+        self.lse.copy_(torch.where(filled, (m + safe.log2()) * LN2, -torch.inf))
+        before = step.q.pack(acc, self.lse.dtype)
+        self.out[..., : before.shape[2]] = before / safe[..., None]
+
+    def store(self, step: Step, acc: Tensor, m: Tensor, l: Tensor) -> None:
+        """Write the state, relative to lse."""
+        step.q.unpack(self.out[..., : acc.shape[3]], acc)
+        total = torch.where(self.lse == -torch.inf, 0, torch.ones_like(self.lse))
+        for packed, into in ((self.lse / LN2, m), (total, l)):
+            step.q.unpack(packed[..., None], into[..., None])
+
+    def finish(self, step: Step, out: Tensor, lse: Tensor) -> None:
+        """Write the results of the call."""
+        step.q.unpack(self.out[..., : out.shape[3]], out)
+        step.q.unpack(self.lse[..., None], lse[..., None])
+
+    def add(self, group: HeadGroup, tiles: TileBatch, first: bool, out: Tensor, lse: Tensor) -> None:
+        """Merge the results of a batch of tiles; ``first``: these rows have none yet."""
+        total, stat = self.out[group.heads], self.lse[group.heads, :, None]
+        lse = lse[..., None]
+        if not first:
+            before = gather(stat, tiles.rows, tiles.height)
+            merged = torch.logaddexp(before, lse)
+            finite = torch.where(merged == -torch.inf, 0, merged)
+            out = out * torch.exp(lse - finite)
+            out = out.addcmul_(gather(total, tiles.rows, tiles.height), torch.exp(before - finite))
+            lse = merged
+        scatter(stat, tiles.rows, lse)
+        scatter(total, tiles.rows, out)
+
+
+def _clear(x: Tensor) -> None:
+    x.zero_()

@@ -1,0 +1,65 @@
+"""Tiles by torch's flash kernel for the CPU.
+
+It returns lse 0 for rows that see no key, so these get -inf here. Its backward pass takes out and lse of the
+whole row, and gives the tile's exact share of the gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return (out [n, H, height, D], lse [n, H, height]) of tiles; q, k and v have one D.
+
+    bias: added to the scores [n, 1 or H, height, width]; causal: whether keys above the diagonal are hidden
+    """
+    out, lse = _forward(q, k, v, 0.0, causal, attn_mask=bias, scale=scale)
+    if bias is not None:
+        empty = bias.amax(-1) == -torch.inf
+        if bool(empty.any()):
+            lse = lse.masked_fill(empty, -torch.inf)
+    return out, lse
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, bias: Tensor | None,
+    causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return (dq, dk, dv) of tiles. out: any rows whose products with dout are delta; lse: finite."""
+    return _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=bias, scale=scale)
+
+
+def rows_with_delta(dout: Tensor, delta: Tensor) -> Tensor | None:
+    """Return rows whose products with dout [H, T, D] are delta [H, T], which torch's kernel takes in place of
+    out; None where there are none: a row of dout is 0, and delta is not."""
+    largest = dout.abs().amax(-1, keepdim=True)
+    safe = torch.where(largest == 0, 1, largest)
+    direction = dout / safe
+    square = direction.square().sum(-1, keepdim=True)
+    factor = delta[..., None] / safe / torch.where(largest == 0, 1, square)
+    rows = direction * factor
+    exact = torch.isfinite(factor) & ((largest != 0) | (delta[..., None] == 0))
+    return rows if bool(exact.all()) else None
+
+
+def can_add(q: Tensor, k: Tensor, scale: float) -> bool:
+    """Return whether all products of q and k are finite: a hidden score that is not would become NaN where
+    -inf is added to it."""
+    if not q.numel() or not k.numel():
+        return True
+    (q_low, q_high), (k_low, k_high) = (torch.aminmax(x) for x in (q, k))
+    limit = torch.finfo(q.dtype).max / q.shape[2] / max(1.0, abs(scale))
+    product = torch.maximum(q_low.abs(), q_high.abs()) * torch.maximum(k_low.abs(), k_high.abs())
+    return bool(product < limit)  # false for a NaN
+
+
+def hide(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 for visible pairs, -inf for hidden ones."""
+    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)

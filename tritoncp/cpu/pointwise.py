@@ -1,0 +1,171 @@
+"""Tiles by batched products and pointwise operations, for calls with a score_mod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from tritoncp.core.tracing import vmapped
+
+ScoreMod = Callable[..., Tensor]
+# Dimensions of (score, b, h, q_idx, kv_idx), from keys to tiles: indices of all pairs, and of each pair
+_GRID = (0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None), (0, 0, None, 0, 0)
+_PAIR = (0, None, None, 0, 0)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a batch of tiles.
+
+    score:   from the captures that want gradients to the user's function, or None
+    indices: b [n], h [H], q_idx [n, height], kv_idx [n, width]
+    visible: bool [n, 1 or H, height, width], None for all pairs
+    """
+
+    scale: float
+    score: Callable[[Sequence[Tensor]], ScoreMod] | None
+    indices: tuple[Tensor, Tensor, Tensor, Tensor]
+    visible: Tensor | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, captures: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return (out [n, H, height, E], lse [n, H, height]) of tiles."""
+        scores = self._modified(self._raw(q, k), captures)
+        top = scores.amax(-1)
+        m = torch.where(top == -torch.inf, 0, top)
+        p = scores.sub_(m[..., None]).exp_()
+        total = p.sum(-1)
+        filled = total != 0  # a NaN is passed on
+        total = torch.where(filled, total, 1)
+        lse = torch.where(filled, m + total.log(), -torch.inf)
+        return _products(p, v) / total[..., None], lse
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+        captures: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:  # fmt: skip
+        """Return (dq, dk, dv) of tiles, and the gradients of captures. lse: finite."""
+        raw, captured = self._raw(q, k), ()
+        if self.score is None:
+            scores, pull = self._modified(raw, ()), None
+        else:
+            # An op runs below autograd; functorch's transforms bring their own.
+            scores, pull, *_ = torch.func.vjp(lambda raw, *caps: self._modified(raw, caps), raw, *captures)
+        # Rounding of lse could make the exponent positive.
+        p = (scores - lse[..., None]).clamp_(max=0).exp_()
+        ds = _products(dout, v.mT).sub_(delta[..., None]).mul_(p)
+        if pull is not None:
+            ds, *captured = pull(ds)
+        heads = k.shape[1]
+        return (
+            _products(ds, k) * self.scale,
+            _reduced(ds, q * self.scale, heads),
+            _reduced(p, dout, heads),
+            captured,
+        )
+
+    def largest(self, q: Tensor, k: Tensor, captures: Sequence[Tensor]) -> Tensor:
+        """Return the largest score of each row of tiles: [n, H, height]."""
+        return self._modified(self._raw(q, k), captures).amax(-1)
+
+    def bias(self, captures: Sequence[Tensor], like: Tensor) -> Tensor:
+        """Return what a score_mod that only adds adds to the scores of tiles, -inf for hidden pairs:
+        [n, 1 or H, height, width], in the dtype of ``like``."""
+        assert self.score is not None
+        b, h, rows, keys = self.indices
+        mod, none = self.score(captures), like.new_zeros(())
+        if self.visible is None:
+            levels: Any = [(None, *level[1:]) for level in _GRID]
+        else:
+            _, rows, keys = self._with_visible_pairs(None, rows, keys)
+            levels = [(None, *level[1:]) for level in _pair_levels(rows)]
+        bias = vmapped(mod, *levels)(none, b, h, rows, keys).to(like.dtype)
+        bias = bias[:, :1] if bias.stride(1) == 0 else bias
+        return bias if self.visible is None else torch.where(self.visible, bias, -torch.inf)
+
+    def _raw(self, q: Tensor, k: Tensor) -> Tensor:
+        return _products(q * self.scale, k.mT)
+
+    def _modified(self, raw: Tensor, captures: Sequence[Tensor]) -> Tensor:
+        """Apply the score_mod; scores of hidden pairs are -inf. The function gets the score and the indices
+        of a visible pair in place of those of a hidden one: it need not be defined there."""
+        scores, (b, h, rows, keys) = raw, self.indices
+        if self.score is not None:
+            mod = self.score(captures)
+            if self.visible is None:
+                scores = vmapped(mod, *_GRID)(raw, b, h, rows, keys)
+            else:
+                shown, rows, keys = self._with_visible_pairs(raw, rows, keys)
+                scores = vmapped(mod, *_pair_levels(rows))(shown, b, h, rows, keys)
+            scores = scores.to(raw.dtype)
+        return scores if self.visible is None else torch.where(self.visible, scores, -torch.inf)
+
+    def _with_visible_pairs(
+        self, raw: Tensor | None, rows: Tensor, keys: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return scores, rows and keys [n, (H,) height, width] of all pairs, those of a tile's first visible
+        pair for hidden ones."""
+        assert self.visible is not None
+        first = self.visible.flatten(2).int().argmax(-1)  # [n, 1 or H]
+        width = self.visible.shape[3]
+        pairs = []
+        for index, place, shape in ((rows, first // width, (-1, 1)), (keys, first % width, (1, -1))):
+            other = index.gather(1, place)[..., None, None]  # [n, 1 or H, 1, 1]
+            pairs.append(torch.where(self.visible, index.unflatten(1, shape)[:, None], other))
+        if pairs[0].shape[1] == 1:
+            pairs = [x[:, 0] for x in pairs]
+        if raw is not None:
+            scores = raw.detach().flatten(2).gather(2, first.expand(-1, raw.shape[1])[..., None])
+            raw = torch.where(self.visible, raw, scores[..., None])
+        return raw, pairs[0], pairs[1]
+
+
+def adds_only(graph: GraphModule) -> bool:
+    """Return whether a score_mod's graph returns its score plus or minus something that does not read it.
+
+    >>> from torch.fx.experimental.proxy_tensor import make_fx
+    >>> zeros = torch.zeros(5).unbind()
+    >>> adds_only(make_fx(lambda s, b, h, q, kv: s - (q - kv) * h)(*zeros))
+    True
+    >>> adds_only(make_fx(lambda s, b, h, q, kv: torch.tanh(s) + q)(*zeros))
+    False
+    """
+    aten = torch.ops.aten
+    score = next(node for node in graph.graph.nodes if node.op == "placeholder")
+    if [user.target for user in score.users] == [aten.clone.default]:
+        score = next(iter(score.users))
+    (result,) = next(node for node in graph.graph.nodes if node.op == "output").args
+    if not isinstance(result, torch.fx.Node) or list(score.users) != [result]:
+        return False
+    operands = result.args[:2]
+    places = [i for i, operand in enumerate(operands) if operand is score]
+    if result.target is aten.sub.Tensor:
+        return places == [0]
+    return result.target is aten.add.Tensor and len(places) == 1 and not result.kwargs
+
+
+def _pair_levels(rows: Tensor) -> tuple[Any, ...]:
+    """Return the dimensions for :func:`vmapped` where rows and keys are those of each pair."""
+    per_head = None if rows.ndim == 3 else 0
+    return _PAIR, _PAIR, (0, None, 0, per_head, per_head), (0, 0, None, 0, 0)
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply a [n, H, rows, x] by b [n, Hkv, x, y], each KV head with the query heads that share it."""
+    n, heads, rows, x = a.shape
+    kv_heads, y = b.shape[1], b.shape[3]
+    joined = a.reshape(n * kv_heads, heads // kv_heads * rows, x)
+    return torch.bmm(joined, b.reshape(n * kv_heads, x, y)).view(n, heads, rows, y)
+
+
+def _reduced(scores: Tensor, x: Tensor, kv_heads: int) -> Tensor:
+    """Sum the products of transposed scores [n, H, rows, keys] and x [n, H, rows, D] over the query heads
+    that share a KV head: [n, Hkv, keys, D]."""
+    n, heads, rows, keys = scores.shape
+    group = heads // kv_heads * rows
+    left = scores.reshape(n * kv_heads, group, keys)
+    return torch.bmm(left.mT, x.reshape(n * kv_heads, group, x.shape[3])).unflatten(0, (n, kv_heads))

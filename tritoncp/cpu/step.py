@@ -1,0 +1,162 @@
+"""One step for the CPU engine: packed rows, tiles for each group of heads, and which pairs a tile hides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritoncp.core.bounded_cache import BoundedCache
+from tritoncp.core.tracing import vmapped
+from tritoncp.cpu.packing import Packing, row_index
+from tritoncp.cpu.tiles import Tile, TileBatch, batches_of, slot_rows, tiles_of
+from tritoncp.planning.step_tables import Tables
+
+PAIRS = 1 << 21  # that a mask is evaluated for at once
+
+
+@dataclass(frozen=True, eq=False)
+class HeadGroup:
+    """Query heads with the same tiles.
+
+    heads, kv_heads: of the step's tensors
+    lo, hi:          row intervals of packed rows, int64 [T], or None
+    batches:         the tiles
+    """
+
+    heads: slice
+    kv_heads: slice
+    lo: Tensor | None
+    hi: Tensor | None
+    batches: tuple[TileBatch, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The tables of a step for tensors of one shape.
+
+    mask: the user's function over (b, h, q_idx, kv_idx), if masked tiles ask it
+    """
+
+    q: Packing
+    kv: Packing
+    window: tuple[int | None, ...] | None
+    first_row: int
+    first_head: int
+    mask: Callable[..., Tensor] | None
+    groups: tuple[HeadGroup, ...] = ()
+
+    @classmethod
+    def of(
+        cls, tables: Tables, q: Tensor, k: Tensor, mask: Callable[..., Tensor] | None, first_row: int,
+        first_head: int, flash: bool, steps: BoundedCache[Any, Step],
+    ) -> Step:  # fmt: skip
+        """Make the step of tensors with the shapes of q and k; ``flash``: for torch's flash kernel;
+        ``steps``: those of earlier calls, which the new one is added to."""
+        key = tables, q.shape[:3], k.shape[:3], first_row, first_head, flash
+        if (step := steps.get(key)) is None:
+            packings = (
+                Packing.of(tables.q_slots, q.shape[0], q.shape[2]),
+                Packing.of(tables.kv_slots, q.shape[0], k.shape[2]),
+            )
+            step = cls(*packings, tables.window, first_row, first_head, None)
+            step = step._with_groups(tuple(_head_groups(step, tables, q, k, flash)))
+            steps.put(key, step)
+        asked = mask if tables.mask == "mod" else None
+        return cls(step.q, step.kv, step.window, first_row, first_head, asked, step.groups)
+
+    def _with_groups(self, groups: tuple[HeadGroup, ...]) -> Step:
+        return Step(self.q, self.kv, self.window, self.first_row, self.first_head, self.mask, groups)
+
+    def indices(self, group: HeadGroup, batch: TileBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the global indices of tiles: b [n], h [H], q_idx [n, height], kv_idx [n, width]."""
+        rows = self.q.positions[row_index(batch.rows, batch.height)]
+        keys = self.kv.positions[row_index(batch.cols, batch.width)]
+        heads = torch.arange(group.heads.start, group.heads.stop) + self.first_head
+        return torch.tensor([tile.batch for tile in batch.tiles]) + self.first_row, heads, rows, keys
+
+    def visible(self, group: HeadGroup, batch: TileBatch) -> Tensor | None:
+        """Return the visible pairs of tiles: bool [n, 1 or H, height, width]; None for all."""
+        if batch.kind == "full":
+            return None
+        b, h, rows, keys = self.indices(group, batch)
+        if batch.kind == "causal":
+            return torch.ones(batch.height, batch.width, dtype=torch.bool).tril()[None, None]
+        if self.mask is not None:
+            levels = (None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, 0, 0)
+            pairs = vmapped(self.mask, *levels)(b, h, rows, keys)
+            pairs = pairs[:, :1] if pairs.stride(1) == 0 else pairs
+        elif self.window is not None:
+            left, right = self.window
+            gap = rows[:, None, :, None] - keys[:, None, None, :]
+            pairs = torch.ones_like(gap, dtype=torch.bool) if left is None else gap <= left
+            pairs = pairs if right is None else pairs & (gap >= -right)
+        else:
+            assert group.lo is not None and group.hi is not None
+            index, keys = row_index(batch.rows, batch.height)[:, None, :, None], keys[:, None, None, :]
+            pairs = (keys >= group.lo[index]) & (keys < group.hi[index])
+        full = torch.tensor([tile.full for tile in batch.tiles])
+        if not bool(full.any()):
+            return pairs
+        column = torch.arange(batch.width) + torch.tensor(batch.cols)[:, None]
+        return pairs | ((column >= full[:, :1]) & (column < full[:, 1:]))[:, None, None]
+
+    def diagonal(self, group: HeadGroup, tiles: Sequence[Tile]) -> list[bool]:
+        """Return which square masked tiles hide exactly the keys above their diagonals; never for a
+        mask_mod."""
+        if self.window is None and group.lo is None:
+            return [False] * len(tiles)
+        flags = [False] * len(tiles)
+        for size in {tile.height for tile in tiles}:
+            same = [i for i, tile in enumerate(tiles) if tile.height == size]
+            batch = TileBatch(tuple(tiles[i] for i in same), first=False)
+            triangle, results = torch.ones(size, size, dtype=torch.bool).tril(), []
+            for part in batch.split(max(1, PAIRS // (size * size))):
+                pairs = self.visible(group, part)
+                assert pairs is not None
+                results += (pairs == triangle).flatten(1).all(1).tolist()
+            for i, flag in zip(same, results, strict=True):
+                flags[i] = flag
+        return flags
+
+
+def _head_groups(step: Step, tables: Tables, q: Tensor, k: Tensor, flash: bool) -> list[HeadGroup]:
+    """Make the tiles of each group of heads: one group, unless the mask differs between heads."""
+    batch, heads = q.shape[:2]
+    per_group = heads // k.shape[1]
+    differs = any(x is not None and x.shape[1] > 1 for x in (tables.row_ptr, tables.lo))
+    runs = tables.row_runs.tolist()
+    cuts = range(heads) if differs else range(1)
+    groups = []
+    for head in cuts:
+        part = slice(head, head + 1) if differs else slice(0, heads)
+        kv_part = slice(head // per_group, head // per_group + 1) if differs else slice(0, k.shape[1])
+        lo, hi = (_packed_bounds(step.q, x, head + step.first_head, batch) for x in (tables.lo, tables.hi))
+        group = HeadGroup(part, kv_part, lo, hi, ())
+        tiles: list[Tile] = []
+        for b in range(batch):
+            ptr = _of_head(tables.row_ptr, b, head + step.first_head)
+            slots = slot_rows(ptr, runs, step.q.edges[b], step.kv.edges[b])
+            tiles += tiles_of(slots, b, flash, partial(step.diagonal, group))
+        groups.append(HeadGroup(part, kv_part, lo, hi, tuple(batches_of(tiles))))
+    return groups
+
+
+def _of_head(x: Tensor, b: int, head: int) -> Tensor:
+    """Return the entry of a batch row and a query head of the layer in a table [1 or B, 1 or H, ...]."""
+    return x[b if x.shape[0] > 1 else 0, head if x.shape[1] > 1 else 0]
+
+
+def _packed_bounds(packing: Packing, bounds: Tensor | None, head: int, batch: int) -> Tensor | None:
+    """Return one bound of the row intervals of a head, of packed rows."""
+    if bounds is None:
+        return None
+    parts: list[Any] = []
+    for b, rows in enumerate(packing.rows):
+        own = _of_head(bounds, b, head)
+        parts.append(own if rows is None else own[rows])
+    return torch.cat(parts).long()

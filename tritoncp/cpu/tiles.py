@@ -1,0 +1,282 @@
+"""Batches of tiles of equal shape: the tables of a step as rectangles of packed rows and packed keys.
+
+Full blocks are joined to large rectangles: what a stretch of Q slots has in common is one rectangle, and the
+halves of the stretch share the rest (a causal triangle becomes squares of half, a quarter, ... of its side).
+Masked tiles on the diagonal of a causal triangle join the triangle, which torch's kernel has a flag for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tritoncp.masks.block_runs import Kind
+
+SHORT = 4  # KV slots: a row of tiles up to this long is one masked tile
+LEAST_TRIANGLE = 4  # Q slots: shorter diagonals stay masked tiles, where a row of tiles is short
+MAX_COLUMNS = 1024  # of a tile for products in the cache
+
+Range = tuple[int, int]
+Diagonal = Callable[[Sequence["Tile"]], list[bool]]
+
+
+class Tile(NamedTuple):
+    """A rectangle of packed rows [row, row + height) and packed keys [col, col + width) of one batch row.
+
+    kind: "full", "causal" (key j <= row i, counted from the corner) or "masked"
+    full: the keys of a masked tile that every row sees
+    """
+
+    kind: str
+    batch: int
+    row: int
+    height: int
+    col: int
+    width: int
+    full: Range = (0, 0)
+
+
+@dataclass(frozen=True)
+class TileBatch:
+    """Tiles of one kind and shape, no two of which have a row in common.
+
+    first: whether no earlier batch has any of these rows
+    """
+
+    tiles: tuple[Tile, ...]
+    first: bool
+
+    @property
+    def kind(self) -> str:
+        return self.tiles[0].kind
+
+    @property
+    def height(self) -> int:
+        return self.tiles[0].height
+
+    @property
+    def width(self) -> int:
+        return self.tiles[0].width
+
+    @property
+    def rows(self) -> list[int]:
+        return [tile.row for tile in self.tiles]
+
+    @property
+    def cols(self) -> list[int]:
+        return [tile.col for tile in self.tiles]
+
+    def split(self, count: int) -> Iterator[TileBatch]:
+        """Split into batches of at most ``count`` tiles."""
+        for i in range(0, len(self.tiles), count):
+            yield TileBatch(self.tiles[i : i + count], self.first)
+
+    def split_rows(self, height: int) -> Iterator[TileBatch]:
+        """Split every tile into tiles of at most ``height`` rows."""
+        for start in range(0, self.height, height):
+            rows = min(height, self.height - start)
+            tiles = [tile._replace(row=tile.row + start, height=rows) for tile in self.tiles]
+            yield TileBatch(tuple(tiles), self.first)
+
+    def take(self, index: Sequence[int]) -> TileBatch:
+        """Select tiles."""
+        return TileBatch(tuple(self.tiles[i] for i in index), self.first)
+
+
+class SlotRow(NamedTuple):
+    """A Q slot's packed rows, and the ranges of packed keys that it lists: full ones, and masked ones cut at
+    the ends of KV slots."""
+
+    rows: Range
+    full: list[Range]
+    masked: list[Range]
+
+
+def slot_rows(
+    ptr: Tensor, runs: Sequence[Sequence[int]], q_edges: Sequence[int], kv_edges: Sequence[int]
+) -> list[SlotRow]:
+    """List the Q slots of one batch row and head that hold tokens.
+
+    ptr: int [slots, 3], see :class:`Runs`
+    """
+    listed = []
+    for slot, (begin, _, end) in enumerate(ptr.tolist()):
+        rows = q_edges[slot], q_edges[slot + 1]
+        if rows[0] == rows[1]:
+            continue
+        full, masked = [], []
+        for first, last, kind in runs[begin:end]:
+            if kind == Kind.MASKED:
+                cuts = [(kv_edges[i], kv_edges[i + 1]) for i in range(first, last)]
+                masked += [cut for cut in cuts if cut[0] < cut[1]]
+            elif kv_edges[first] < kv_edges[last]:
+                full.append((kv_edges[first], kv_edges[last]))
+        listed.append(SlotRow(rows, _merge(full), sorted(masked)))
+    return listed
+
+
+def tiles_of(slots: Sequence[SlotRow], batch: int, flash: bool, diagonal: Diagonal) -> list[Tile]:
+    """Cut what the slots of a batch row list into tiles: large ones for the flash kernel, else ones whose
+    scores fit into the cache.
+
+    diagonal: whether each of some square masked tiles hides exactly the keys above its diagonal
+    """
+    tiles: list[Tile] = []
+    if flash:
+        slots = _take_triangles(slots, batch, diagonal, tiles)
+    rest = []
+    for slot in slots:
+        if (tile := _short_tile(slot, batch)) is not None:
+            tiles.append(tile)
+            continue
+        tiles += [_tile("masked", batch, slot.rows, keys) for keys in _joined(slot.masked)]
+        rest.append(SlotRow(slot.rows, slot.full, []))
+    if flash:
+        _stack(rest, batch, tiles)
+    else:
+        for slot in rest:
+            for first, last in slot.full:
+                for start in range(first, last, MAX_COLUMNS):
+                    tiles.append(_tile("full", batch, slot.rows, (start, min(last, start + MAX_COLUMNS))))
+    return tiles
+
+
+def batches_of(tiles: Sequence[Tile]) -> list[TileBatch]:
+    """Group tiles of equal kind and shape whose rows are disjoint; the largest batch comes first."""
+    groups: dict[tuple[str, int, int, int], list[Tile]] = {}
+    ends: dict[tuple[str, int, int, int], int] = {}
+    for tile in sorted(tiles, key=lambda tile: (tile.row, tile.col)):
+        level = 0
+        while ends.get((key := (tile.kind, tile.height, tile.width, level)), 0) > tile.row:
+            level += 1
+        groups.setdefault(key, []).append(tile)
+        ends[key] = tile.row + tile.height
+    covered: list[Range] = []
+    batches = []
+    for group in sorted(groups.values(), key=lambda group: -group[0].height * len(group)):
+        rows = [(tile.row, tile.row + tile.height) for tile in group]
+        first = all(last <= a or first >= b for first, last in covered for a, b in rows)
+        covered = _merge([*covered, *rows])
+        batches.append(TileBatch(tuple(group), first))
+    return batches
+
+
+def _tile(kind: str, batch: int, rows: Range, keys: Range, full: Range = (0, 0)) -> Tile:
+    return Tile(kind, batch, rows[0], rows[1] - rows[0], keys[0], keys[1] - keys[0], full)
+
+
+def _short_tile(slot: SlotRow, batch: int) -> Tile | None:
+    """Return one masked tile for all keys of a slot, if they are few, contiguous and have one full range."""
+    merged = _merge([*slot.full, *slot.masked])
+    if not slot.masked or len(merged) != 1 or len(slot.full) > 1:
+        return None
+    widest = max(last - first for first, last in slot.masked)
+    if merged[0][1] - merged[0][0] > SHORT * max(widest, slot.rows[1] - slot.rows[0]):
+        return None
+    return _tile("masked", batch, slot.rows, merged[0], slot.full[0] if slot.full else (0, 0))
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    """Join neighbouring ranges, up to SHORT of them."""
+    joined: list[tuple[int, int, int]] = []
+    for first, last in ranges:
+        if joined and joined[-1][1] == first and joined[-1][2] < SHORT:
+            joined[-1] = joined[-1][0], last, joined[-1][2] + 1
+        else:
+            joined.append((first, last, 1))
+    return [(first, last) for first, last, _ in joined]
+
+
+def _take_triangles(
+    slots: Sequence[SlotRow], batch: int, diagonal: Diagonal, tiles: list[Tile]
+) -> list[SlotRow]:
+    """Move causal triangles from the slots to ``tiles``, and return the slots with what is left."""
+    squares = [
+        (i, keys) for i, slot in enumerate(slots) for keys in slot.masked
+        if keys[1] - keys[0] == slot.rows[1] - slot.rows[0]
+    ]  # fmt: skip
+    flags = diagonal([_tile("masked", batch, slots[i].rows, keys) for i, keys in squares])
+    corners = {i: keys for (i, keys), flag in zip(squares, flags, strict=True) if flag}
+    rest, i = list(slots), 0
+    while i < len(slots):
+        if i not in corners:
+            i += 1
+            continue
+        first, end = corners[i][0], i + 1
+        while end in corners and _continues(
+            slots[end - 1], slots[end], first, corners[end - 1], corners[end]
+        ):
+            end += 1
+        whole = [(first, corners[j][1]) for j in range(i, end)]
+        complete = all(_merge([*slots[j].full, *slots[j].masked]) == [whole[j - i]] for j in range(i, end))
+        if complete or end - i >= LEAST_TRIANGLE or _short_tile(slots[end - 1], batch) is None:
+            rows = slots[i].rows[0], slots[end - 1].rows[1]
+            tiles.append(_tile("causal", batch, rows, (first, corners[end - 1][1])))
+            for j in range(i, end):
+                masked = [keys for keys in slots[j].masked if keys != corners[j]]
+                rest[j] = SlotRow(slots[j].rows, _without(slots[j].full, (first, corners[j][0])), masked)
+        i = end
+    return rest
+
+
+def _continues(before: SlotRow, slot: SlotRow, first: int, corner: Range, next_corner: Range) -> bool:
+    """Return whether a slot continues a triangle that starts at key ``first``."""
+    adjacent = before.rows[1] == slot.rows[0] and corner[1] == next_corner[0]
+    return adjacent and any(a <= first and next_corner[0] <= b for a, b in slot.full)
+
+
+def _stack(slots: Sequence[SlotRow], batch: int, tiles: list[Tile]) -> None:
+    """Add full tiles: the keys that all slots see, then those that each half sees besides."""
+    slots = [slot for slot in slots if slot.full]
+    if not slots:
+        return
+    adjacent = all(a.rows[1] == b.rows[0] for a, b in pairwise(slots))
+    shared: list[Range] = slots[0].full if adjacent else []
+    for slot in slots[1:]:
+        shared = _intersect(shared, slot.full) if shared else []
+    for keys in shared:
+        tiles.append(_tile("full", batch, (slots[0].rows[0], slots[-1].rows[1]), keys))
+        slots = [SlotRow(slot.rows, _without(slot.full, keys), []) for slot in slots]
+    if len(slots) > 1:
+        half = len(slots) // 2
+        _stack(slots[:half], batch, tiles)
+        _stack(slots[half:], batch, tiles)
+
+
+def _merge(ranges: Sequence[Range]) -> list[Range]:
+    """Merge ranges that touch or overlap.
+
+    >>> _merge([(4, 6), (0, 2), (2, 3)])
+    [(0, 3), (4, 6)]
+    """
+    merged: list[Range] = []
+    for first, last in sorted(ranges):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    return merged
+
+
+def _without(ranges: Sequence[Range], hole: Range) -> list[Range]:
+    """Remove a range from sorted ranges.
+
+    >>> _without([(0, 4), (6, 9)], (2, 7))
+    [(0, 2), (7, 9)]
+    """
+    pieces = [piece for a, b in ranges for piece in ((a, min(b, hole[0])), (max(a, hole[1]), b))]
+    return _merge([(a, b) for a, b in pieces if a < b])
+
+
+def _intersect(left: Sequence[Range], right: Sequence[Range]) -> list[Range]:
+    """Intersect sorted disjoint ranges.
+
+    >>> _intersect([(0, 4), (6, 9)], [(2, 7)])
+    [(2, 4), (6, 7)]
+    """
+    both = [(max(a, c), min(b, d)) for a, b in left for c, d in right]
+    return [(first, last) for first, last in both if first < last]
