@@ -14,7 +14,6 @@ from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.cross_compile import check_target
 from tritoncp.core.paths import path_inside
 from tritoncp.ops import tile_tables
-from tritoncp.ops.tile_lookup import parse_seconds
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.search import Bench, Choice, Tally, Tuner
 from tritoncp.tuning.targets import Target, candidates
@@ -94,6 +93,7 @@ class Request:
 
     @property
     def journal(self) -> Path:
+        """The path of the journal. Raises ValueError for a folder that a link leads out of."""
         path = tile_tables.path_in(self.folder, self.device).with_suffix(".jsonl")
         return path_inside(self.folder, path)
 
@@ -127,34 +127,7 @@ def device(arch: str | None) -> tile_tables.Device:
     )
 
 
-def request(
-    requested: Sequence[Target],
-    device: tile_tables.Device,
-    static: bool,
-    budget: str,
-    resume: bool,
-    folder: Path | None,
-    processes: int | None,
-    timeout: float,
-) -> Request:
-    """Make a request from the command's options. Raises ValueError for a malformed budget or a folder that a
-    link leads out of, RuntimeError where no folder is configured."""
-    target_folder = folder or next(
-        (path for path in tile_tables.folders() if path != tile_tables.SHIPPED), tile_tables.user_folder()
-    )
-    if target_folder is None:
-        raise RuntimeError(
-            "platformdirs, which knows the folder for configurations, is not installed: name one with --out, "
-            "or in TRITONCP_CONFIG_DIR"
-        )
-    result = Request(
-        tuple(requested), device, static, parse_seconds(budget), resume, target_folder, processes, timeout
-    )
-    _ = result.journal  # raises ValueError now for a folder that a link leads out of
-    return result
-
-
-class TuningResult(NamedTuple):
+@@class TuningResult(NamedTuple):
     """For each target its choice or, statically, the survivors; and whether Ctrl-C ended the run."""
 
     rows: list[dict[str, Any]]
