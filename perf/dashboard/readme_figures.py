@@ -96,7 +96,9 @@ def rewrite(page: Path, block: str, begin: str = BEGIN, end: str = END) -> bool:
     head, opening, rest = text.partition(begin)
     _, closing, tail = rest.partition(end)
     if not (opening and closing):
-        raise InputError(f"{page}: the page has no {begin} followed by {end}: put both where the block belongs")
+        raise InputError(
+            f"{page}: the page has no {begin} followed by {end}: put both where the block belongs"
+        )
     updated = f"{head}{begin}\n{block}\n{end}{tail}"
     if updated != text:
         page.write_text(updated)

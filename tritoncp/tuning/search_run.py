@@ -33,16 +33,16 @@ class Screen:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         text = TextColumn(
-            "{task.fields[target]}  tried {task.completed} pruned {task.fields[pruned]} failed "
-            "{task.fields[failed]} best {task.fields[best]}"
+            "{task.fields[tally].target}  tried {task.completed} pruned {task.fields[tally].pruned} failed "
+            "{task.fields[tally].failed} best {task.fields[tally].best}"
         )
         self._console = console
         self._bar = Progress(
             BarColumn(), text, TimeElapsedColumn(), console=console, disable=not console.is_terminal
         )
-        self._task = self._bar.add_task("", total=total, target="", pruned=0, failed=0, best="–")
-        self._step, self._line = ("", -1), "nothing tried"
-        self._why = ""
+        self._tally = Tally()
+        self._task = self._bar.add_task("", total=total, tally=self._tally)
+        self._step, self._why = ("", -1), ""
 
     def __enter__(self) -> Screen:
         self._bar.start()
@@ -53,15 +53,8 @@ class Screen:
         self._print_progress()
 
     def __call__(self, tally: Tally) -> None:
-        fields: dict[str, Any] = {
-            "target": tally.target,
-            "pruned": tally.pruned,
-            "failed": tally.failed,
-            "best": tally.best or "–",
-        }
-        self._bar.update(self._task, completed=tally.tried, **fields)
-        self._line = f"{tally.target}: tried {tally.tried}, pruned {tally.pruned}, failed {tally.failed}, "
-        self._line += f"best {tally.best or '–'}"
+        self._tally = tally
+        self._bar.update(self._task, completed=tally.tried, tally=tally)
         if tally.why != self._why:
             self._why = tally.why
             self._print(f"{tally.target}: {tally.why}")
@@ -72,7 +65,7 @@ class Screen:
 
     def _print_progress(self) -> None:
         if not self._console.is_terminal:
-            self._print(self._line)
+            self._print(str(self._tally) if self._tally.target else "nothing tried")
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -127,7 +120,21 @@ def device(arch: str | None) -> tile_tables.Device:
     )
 
 
-@@class TuningResult(NamedTuple):
+def output_folder() -> Path:
+    """Return the folder of configurations that calls search first, except the shipped one. Raises
+    RuntimeError where there is none."""
+    folder = next(
+        (path for path in tile_tables.folders() if path != tile_tables.SHIPPED), tile_tables.user_folder()
+    )
+    if folder is None:
+        raise RuntimeError(
+            "platformdirs, which knows the folder for configurations, is not installed: name one with --out, "
+            "or in TRITONCP_CONFIG_DIR"
+        )
+    return folder
+
+
+class TuningResult(NamedTuple):
     """For each target its choice or, statically, the survivors; and whether Ctrl-C ended the run."""
 
     rows: list[dict[str, Any]]

@@ -38,6 +38,7 @@ from tritoncp.planning.report import (
     format_remote_bytes,
     format_seconds,
     format_tokens,
+    shorten,
 )
 
 if TYPE_CHECKING:
@@ -80,19 +81,14 @@ def paint(facts: Facts) -> Image.Image:
 
     image = Image.new("RGB", (LEFT + SIDE + 120 + WIDE + 60, TOP + SIDE + 124), PAPER)
     pen, right = Pen(image), LEFT + SIDE + 120
-    _draw_headline(pen, facts)
+    first, second = format_headline(facts)
+    pen.text(LEFT, 34, first, 24)
+    pen.text(LEFT, 70, second, 15, GREY)
     _draw_mask(pen, facts)
     _draw_work(pen, facts, right, TOP)
     _draw_reads(pen, facts, right, TOP + 236)
     _draw_schedules(pen, facts, right, TOP + 612)
     return image
-
-
-def _draw_headline(pen: Pen, facts: Facts) -> None:
-    """Draw the two title lines."""
-    first, second = format_headline(facts)
-    pen.text(LEFT, 34, first, 24)
-    pen.text(LEFT, 70, second, 15, GREY)
 
 
 def _draw_mask(pen: Pen, facts: Facts) -> None:
@@ -199,12 +195,7 @@ def _draw_schedules(pen: Pen, facts: Facts, x: int, y: int) -> None:
             12,
             GREY,
         )
-    pen.text(x, y + 50 + 40 * len(facts.costs) + 4, _shorten(format_choice(facts)), 13)
-
-
-def _shorten(text: str) -> str:
-    """Shorten a line to the width of the picture."""
-    return text if len(text) <= 84 else f"{text[:83]}…"
+    pen.text(x, y + 50 + 40 * len(facts.costs) + 4, shorten(format_choice(facts), 84), 13)
 
 
 def _draw_title(pen: Pen, x: float, y: float, text: str, note: str) -> None:
