@@ -82,7 +82,10 @@ def collect_data(history: History) -> tuple[dict[str, Any], bytes]:
         "runs": [[time, run] for run, time in begun.items()],
         "envs": [json.loads(text) for text in envs],
         "lines": _rank_lines([_summarize_line(points, devices, families) for points in lines]),
-        "resources": [_kernel_facts(line) for line in history.kernels()],
+        "resources": [
+            {key: value for key, value in line.items() if key not in ("kind", "run") and value is not None}
+            for line in history.kernels()
+        ],
         "problems": [str(problem) for problem in history.problems],
     }
     columns = [_make_columns(points, runs, envs, families) for points in lines]
@@ -199,11 +202,6 @@ def _list_changes(
 def _median_speedup(points: list[Point], family: str) -> float:
     speedups = [speedup[family] for speedup in (point.speedups() for point in points) if family in speedup]
     return float(np.median(speedups)) if speedups else math.nan
-
-
-def _kernel_facts(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of a compiled kernel: its line without the fields that every line has."""
-    return {key: value for key, value in line.items() if key not in ("kind", "run") and value is not None}
 
 
 def _make_columns(

@@ -27,10 +27,13 @@ class Sample(NamedTuple):
 
 class Clock(Protocol):
     def sample(self, run: Run) -> Sample: ...
-    def agree(self, x: float) -> float: ...
+
+    def agree(self, x: float) -> float:
+        """Return the largest of the ranks' numbers, the same on every rank."""
+        return x
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Times from device events around one execution with a cold L2 cache.
 
     A sleep kernel occupies the device while Python queues the work, so that Python does not add to the device
@@ -55,11 +58,8 @@ class DeviceClock:
         torch.cuda.synchronize()
         return Sample(self._start.elapsed_time(self._end), 1e3 * host, self._brakes.on())
 
-    def agree(self, x: float) -> float:
-        return x
 
-
-class WallClock:
+class WallClock(Clock):
     """Host times, for testing the benchmark without a GPU."""
 
     def sample(self, run: Run) -> Sample:
@@ -68,11 +68,8 @@ class WallClock:
         elapsed = 1e3 * (time.perf_counter() - begin)
         return Sample(elapsed, elapsed)
 
-    def agree(self, x: float) -> float:
-        return x
 
-
-class GroupClock:
+class GroupClock(Clock):
     """Times of the slowest rank of the default process group; all ranks start together."""
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
@@ -85,7 +82,6 @@ class GroupClock:
         return Sample(device, host, throttled > 0)
 
     def agree(self, x: float) -> float:
-        """Return the largest of the ranks' numbers, the same on every rank."""
         return self._worst(x)[0]
 
     def _worst(self, *numbers: float) -> list[float]:

@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tritoncp.planning.drawing.rasters import (
-    BLOCK_OPACITIES,
     DEEP,
     LENS,
     OWN,
     PAPER,
     READS,
-    SHARE_OPACITIES,
     SIDE,
     WIDE,
     bar_columns,
     blend,
+    legend,
     lens_length,
     mask_pixels,
     reads_pixels,
-    shows_blocks,
     tint,
     to_image,
 )
@@ -113,11 +111,9 @@ def _draw_mask(pen: Pen, facts: Facts) -> None:
         LEFT, TOP - 10, "queries (down) see keys (across); colour: the rank that computes", 13, GREY, "ls"
     )
     x, y = float(LEFT), TOP + SIDE + 46
-    world = plan.world_size
-    samples = colours(world)[:: -(-world // 4)]
-    for shade, label in BLOCK_OPACITIES if shows_blocks(mask) else SHARE_OPACITIES:
+    for label, samples in legend(plan):
         for part, colour in enumerate(samples):
-            pen.box(x + 20 * part, y, 20, 14, blend(colour, shade))
+            pen.box(x + 20 * part, y, 20, 14, colour)
         x += 20 * len(samples) + 8
         pen.text(x, y + 7, label, 13, INK, "lm")
         x += pen.draw.textlength(label, pen.fonts[13]) + 26
