@@ -171,11 +171,6 @@ class Evidence:
                 return fastest if won else self.rule, right_times[fastest], right_times[self.rule]
         return None
 
-    def unchecked(self) -> list[Config]:
-        """List the configs that were timed and not checked."""
-        timed = dict.fromkeys(c for times in self.times.values() for c in times)
-        return [config for config in timed if config not in self.wrong]
-
 
 @dataclass
 class Run:
@@ -285,7 +280,8 @@ def _update_choices(run: Run, choices: Choices, problems: list[Problem]) -> None
     """Replace the choices of older runs by the choices of a run."""
     when = datetime.datetime.fromtimestamp(run.time, datetime.UTC).isoformat(timespec="seconds")
     for name, evidence in run.targets.items():
-        for config in evidence.unchecked():
+        timed = dict.fromkeys(config for times in evidence.times.values() for config in times)
+        for config in [config for config in timed if config not in evidence.wrong]:
             why = f"{name}: {dict(config)} was timed, and no line says that its answer is right"
             problems.append(Problem(run.path, evidence.line, why))
         if not evidence.entry:

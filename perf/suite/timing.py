@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -154,9 +155,4 @@ def time_interleaved(
 
 def shortest_seconds(call: Callable[[], Any], times: int = 3) -> float:
     """Return the shortest of several times of a call, in seconds of this process."""
-    durations = []
-    for _ in range(times):
-        begin = time.process_time()
-        call()
-        durations.append(time.process_time() - begin)
-    return min(durations)
+    return min(timeit.repeat(call, timer=time.process_time, repeat=times, number=1))

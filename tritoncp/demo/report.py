@@ -46,12 +46,6 @@ def plans_of(config: Config, world_size: int) -> list[Any]:
     return [plan_of(window(text).lengths, world_size=world_size, rank=0) for text in texts.unbind()]
 
 
-def bytes_of(plan: Any, config: Config) -> int:
-    s = config.shape
-    one = plan.bytes_sent(batch=1, kv_heads=s.kv_heads, head_dim=s.head_dim, itemsize=4)
-    return one * s.layers
-
-
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
     """The largest difference; infinite if a loss is missing or not a number.
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
 from tritoncp.demo import ranks
-from tritoncp.demo.report import TOLERANCE, Report, bytes_of, difference, plans_of, show, show_progress
+from tritoncp.demo.report import TOLERANCE, Report, difference, plans_of, show, show_progress
 from tritoncp.demo.train import Config, Step, train
 
 MAX_RANKS = 64  # local processes
@@ -94,7 +94,8 @@ def introduce(config: Config, world_size: int, out: Path, console: Console) -> N
 
 
 def summary(config: Config, world_size: int, out: Path, losses: Losses, seconds: float) -> Report:
-    plans = plans_of(config, world_size)
+    plans, shape = plans_of(config, world_size), config.shape
+    sent = plans[0].bytes_sent(batch=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, itemsize=4)
     work = [sum(blocks) for blocks in zip(*(plan.work for plan in plans))]
     together, alone = ([step.loss for step in run] for run in losses)
     gap = difference(together, alone)
@@ -105,7 +106,7 @@ def summary(config: Config, world_size: int, out: Path, losses: Losses, seconds:
         seq_len=config.seq_len,
         work=work,
         imbalance=max(work) * len(work) / sum(work),
-        bytes_sent=bytes_of(plans[0], config),
+        bytes_sent=sent * shape.layers,
         losses=together,
         losses_on_one_rank=alone,
         largest_difference=gap,

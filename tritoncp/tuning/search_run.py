@@ -97,12 +97,11 @@ class Request:
 
         from tritoncp.perf.suite.machine import sources
 
-        code = sources(tile_tables.PACKAGE)
         return {
             "device": self.device.name,
             "arch": self.device.arch,
             "triton": triton.__version__,
-            "code": code,
+            "code": sources(tile_tables.PACKAGE),
         }
 
 
