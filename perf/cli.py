@@ -15,7 +15,7 @@ import click
 from tritoncp.core.checked_json import parse_json
 from tritoncp.perf.dashboard import compare as comparing
 from tritoncp.perf.exit_codes import EPILOG, FINE, REGRESSION, InputError, NothingMeasured, PerfCommand
-from tritoncp.perf.records.history import DiskFull, History, Point, Problem, append, read
+from tritoncp.perf.records.history import DiskFull, Point, Problem, append, read
 from tritoncp.perf.run import main as run
 
 HISTORY, CONFIGS = Path("perf/history"), Path("kernels/configs")
@@ -183,10 +183,12 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
         from tritoncp.perf.dashboard.page import page
     except ImportError as error:
         raise _missing_package_error(error) from error
-    history = _read_history(places or (HISTORY,))
+    places = places or (HISTORY,)
+    history = read(*places)
+    _report_problems(history.problems)
     if not history.points:
         kind = InputError if history.problems else NothingMeasured
-        raise kind(f"no measurement in {', '.join(map(str, places or (HISTORY,)))}")
+        raise kind(f"no measurement in {', '.join(map(str, places))}")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(history), encoding="utf-8")
     click.echo(f"{out}: {len(history.points)} points, {out.stat().st_size / 1e6:.2f} MB", err=True)
@@ -194,13 +196,6 @@ def dashboard(places: tuple[Path, ...], out: Path) -> None:
 
 def _missing_package_error(error: ImportError) -> InputError:
     return InputError(f"{error}; pip install 'tritoncp[perf]' installs it")
-
-
-def _read_history(places: tuple[Path, ...]) -> History:
-    """Read a history, and report its broken lines."""
-    history = read(*places)
-    _report_problems(history.problems)
-    return history
 
 
 def _report_problems(problems: Sequence[Problem]) -> None:
@@ -263,11 +258,8 @@ def _update_readme(readme: Path | None, history: Path) -> None:
         readme = page.ROOT / "README.md"
     if readme is None or not readme.exists():
         return
-    try:
-        if page.rewrite(readme, history):
-            click.echo(f"{readme}: the measured figures were updated")
-    except ValueError as error:
-        raise InputError(f"{readme}: {error}") from error
+    if page.rewrite(readme, page.format_figures(read(history).points)):
+        click.echo(f"{readme}: the measured figures were updated")
 
 
 @perf.command("import", cls=PerfCommand)

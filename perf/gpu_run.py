@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import shlex
 import shutil
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,16 +40,16 @@ PROBE = "import sys, torch; torch.cuda.is_available() or sys.exit(1); print(torc
 class Commands:
     """Commands of one part, of which ``jobs`` run at a time; their output goes to ``log`` and to the screen.
 
-    until:   time.monotonic() at which the process groups get SIGINT; ``grace`` seconds later SIGKILL
-    printed: bytes of the log that are on the screen
+    screen: the log, read as far as it is on the screen
+    until:  time.monotonic() at which the process groups get SIGINT; ``grace`` seconds later SIGKILL
     """
 
     log: Path
+    screen: BinaryIO
     jobs: int
     until: float
     grace: float
     environment: Mapping[str, str]
-    printed: int = 0
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def run(self, commands: Sequence[Sequence[str]], stdout: Path | None = None) -> str:
@@ -58,7 +59,7 @@ class Commands:
             with self.log.open("ab") as log, open(stdout or self.log, "wb" if stdout else "ab") as out:
                 while (waiting or self.running) and time.monotonic() < self.until:
                     while waiting and len(self.running) < self.jobs:
-                        failures += self._start(waiting.popleft(), log, out)
+                        self.running.append(self._start(waiting.popleft(), log, out))
                     failures += self._reap()
                     self._show()
                     time.sleep(POLL)
@@ -72,24 +73,19 @@ class Commands:
             return f"out of time{unstarted}"
         return failures[0] if failures else ""
 
-    def _start(self, words: Sequence[str], log: BinaryIO, out: BinaryIO) -> list[str]:
-        """Start a command. Returns a list of failures, empty or of one."""
+    def _start(self, words: Sequence[str], log: BinaryIO, out: BinaryIO) -> subprocess.Popen[bytes]:
+        """Start a command in a process group of its own."""
         log.write(f"+ {shlex.join(words)}\n".encode(errors="backslashreplace"))
         log.flush()
-        try:
-            process = subprocess.Popen(
-                words,
-                cwd=ROOT,
-                env=os.environ | dict(self.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=log,
-                start_new_session=True,
-            )
-        except OSError as error:
-            return [f"{words[0]}: {error.strerror}"]
-        self.running.append(process)
-        return []
+        return subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=os.environ | dict(self.environment),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=log,
+            start_new_session=True,
+        )
 
     def _reap(self) -> list[str]:
         """Remove the commands that have ended, and return the failures among them."""
@@ -129,11 +125,7 @@ class Commands:
 
     def _show(self) -> None:
         """Print the part of the log that is not on the screen yet."""
-        with self.log.open("rb") as log:
-            log.seek(self.printed)
-            new = log.read()
-        self.printed += len(new)
-        click.echo(new, nl=False)
+        click.echo(self.screen.read(), nl=False)
 
 
 @dataclass(frozen=True)
@@ -163,17 +155,17 @@ class Session:
         if part.needs and shutil.which(part.needs) is None:
             return f"not run: {part.needs} is not on PATH"
         log = self.out / f"{part.name}.log"
-        log.unlink(missing_ok=True)
+        log.write_bytes(b"")
         grace = GRACE * self.budget / BUDGET
-        problems, printed = [], 0
-        for step in part.steps:
-            seconds_left = end - grace - time.monotonic()
-            environment = {**self.environment, **step.environment}
-            until = time.monotonic() + step.share * seconds_left
-            commands = Commands(log, self.jobs, until, grace, environment, printed)
-            why = self._run_step(step, commands, self.values(step.share * seconds_left))
-            printed = commands.printed
-            problems += [why] if why and not step.optional else []
+        problems = []
+        with log.open("rb") as screen:
+            for step in part.steps:
+                seconds = step.share * (end - grace - time.monotonic())
+                environment = {**self.environment, **step.environment}
+                until = time.monotonic() + seconds
+                commands = Commands(log, screen, self.jobs, until, grace, environment)
+                why = self._run_step(step, commands, self.values(seconds))
+                problems += [why] if why and not step.optional else []
         return problems[0] if problems else ""
 
     def _run_step(self, step: Step, commands: Commands, values: Mapping[str, str]) -> str:
@@ -291,10 +283,9 @@ def main(
     )  # SIGTERM, for example from `timeout`, acts as Ctrl-C
     results: list[dict[str, Any]] = []
     with settings() as environment:
-        session = Session(session.out, python, jobs, session.arguments, budget, environment)
-        interrupted = _run(session, parts, begin, results)
+        interrupted = _run(replace(session, environment=environment), parts, begin, results)
     summary = gpu_summary.collect(session.out, device, began, results)
-    gpu_summary.write(session.out, summary)
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     gpu_summary.show(summary)
     failed = [result["part"] for result in results if result["outcome"] == "failed"]
     if failed:
@@ -311,6 +302,8 @@ def _run(session: Session, parts: Sequence[Part], begin: float, results: list[di
             why = session.run_part(part, begin + end)
         except KeyboardInterrupt:
             why = "interrupted"
+        except OSError as error:  # a command that cannot be started, a full disk
+            why = str(error)
         outcome = "not run" if why.startswith("not run") else "failed" if why else "done"
         seconds = round(time.monotonic() - started, 1)
         results.append({"part": part.name, "outcome": outcome, "seconds": seconds, "why": why})

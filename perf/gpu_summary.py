@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import datetime
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from tritoncp.core.checked_json import read_json
-from tritoncp.perf.records.history import OURS, Point, files, read
+from tritoncp.perf.records.history import OURS, Point, files, parse_lines, read
 
 WIDTH = 150  # columns of the page where the output is not a terminal
 
@@ -26,14 +29,15 @@ def collect(
                 over the best baseline
     left_out:   cases that were not measured for lack of time
     """
-    points = points_since(out, began)
+    start = began.isoformat(timespec="seconds")
+    points = [point for point in read(out).points if point.time >= start]
     # Cases split over ranks are left out: their baseline is the same case unsplit, which should be faster.
     alone = [point for point in points if "ranks" not in point.tags]
     rated = {point.case: (not point.goal, point.worst) for point in alone if point.worst is not None}
     measured_names = {point.case for point in points}
     return {
         "device": device,
-        "time": began.isoformat(timespec="seconds"),
+        "time": start,
         "parts": [*parts],
         "check": check_of(out / "check.json"),
         "ceilings": next((point.ceilings for point in reversed(points) if point.ceilings), {}),
@@ -47,21 +51,11 @@ def collect(
     }
 
 
-def points_since(out: Path, began: datetime.datetime) -> list[Point]:
-    """Read the points of a folder that are not older than the run."""
-    start = began.isoformat(timespec="seconds")
-    return [point for point in read(out).points if point.time >= start]
-
-
 def cases_left_out(out: Path, began: datetime.datetime) -> list[str]:
     """Read the names of cases that had no time, from the files that this run has written to."""
-    names = []
-    for path in files([out]):
-        if path.stat().st_mtime >= began.timestamp():
-            for text in path.read_bytes().splitlines():
-                if b'"left out"' in text:
-                    names.append(str(json.loads(text).get("case", "")))
-    return names
+    paths = [path for path in files([out]) if path.stat().st_mtime >= began.timestamp()]
+    lines = [line for path in paths for _, line in parse_lines(path) if not isinstance(line, str)]
+    return [str(line.get("case", "")) for line in lines if line["kind"] == "left out"]
 
 
 def figures(point: Point) -> list[dict[str, Any]]:
@@ -86,29 +80,21 @@ def check_of(path: Path) -> dict[str, Any]:
         return {"right": False, "wrong": [], "why": f"no result: {type(error).__name__}: {error}"}
 
 
-def write(out: Path, summary: Mapping[str, Any]) -> None:
-    """Write summary.json."""
-    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-
-
 def show(summary: Mapping[str, Any]) -> None:
     """Print the page."""
-    from rich.console import Console
-    from rich.table import Table
-
     screen = Console()
     screen = screen if screen.is_terminal else Console(width=WIDTH)
     looks: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "title_justify": "left"}
     table = Table("part", "outcome", "seconds", "why", title=f"make gpu on {summary['device']}", **looks)
     for part in summary["parts"]:
-        table.add_row(part["part"], part["outcome"], f"{part['seconds']:.0f}", _escape_markup(part["why"]))
+        table.add_row(part["part"], part["outcome"], f"{part['seconds']:.0f}", Text(part["why"]))
     screen.print(table)
     screen.print(_figures_table(summary["figures"], Table(title="ms (TFLOP/s)", **looks)))
     for line in lines(summary):
         screen.print(line, markup=False, highlight=False)
 
 
-def _figures_table(rows: Sequence[Mapping[str, Any]], table: Any) -> Any:
+def _figures_table(rows: Sequence[Mapping[str, Any]], table: Table) -> Table:
     """Fill a table with a row for each case and a column for each contender."""
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -116,9 +102,9 @@ def _figures_table(rows: Sequence[Mapping[str, Any]], table: Any) -> Any:
     names = list(dict.fromkeys(row["contender"] for row in rows))
     table.add_column("case", no_wrap=True)
     for name in names:
-        table.add_column(_escape_markup(name.removeprefix(f"{OURS} ")), overflow="fold")
+        table.add_column(Text(name.removeprefix(f"{OURS} ")), overflow="fold")
     for case, by_name in cells.items():
-        table.add_row(_escape_markup(case), *(by_name.get(name, "–") for name in names))
+        table.add_row(Text(case), *(by_name.get(name, "–") for name in names))
     return table
 
 
@@ -182,10 +168,3 @@ def _format_case(case: Mapping[str, Any]) -> str:
         return f"{names}: {case['why']}"
     off = f"{case.get('tensor', '?')} is off by {case.get('error')}, allowed is {case.get('allowed')}"
     return f"{names}: {off} (rank {case.get('rank', '?')})"
-
-
-def _escape_markup(text: str) -> Any:
-    """Make a text of rich without markup."""
-    from rich.text import Text
-
-    return Text(text)

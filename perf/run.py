@@ -159,17 +159,15 @@ def main(
 def _choose_device(device: str | None) -> str:
     """Return the device to measure on: the GPU if there is one, else "host". Without the GPU kernels are
     interpreted, which has to be set before Triton is imported."""
-    if device in ("cpu", "host"):
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-        return device
-    import torch
+    if device in (None, "cuda"):
+        import torch
 
-    if torch.cuda.is_available():
-        return "cuda"
-    if device == "cuda":
-        raise InputError("torch finds no GPU; --device host measures the cases that need none")
+        if torch.cuda.is_available():
+            return "cuda"
+        if device == "cuda":
+            raise InputError("torch finds no GPU; --device host measures the cases that need none")
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    return "host"
+    return device or "host"
 
 
 def _select_cases(

@@ -20,7 +20,7 @@ from tritoncp.demo import run as demo_run
 from tritoncp.demo.corpus import IGNORE, documents, window, windows
 from tritoncp.demo.model import Shape, Transformer, angles, rotate
 from tritoncp.demo.ranks import LocalRanks, RankFailed
-from tritoncp.demo.report import Display, difference
+from tritoncp.demo.report import difference, show_progress
 from tritoncp.demo.train import Config, Step, train
 
 ROOT = Path(__file__).parents[1]
@@ -176,8 +176,8 @@ def test_difference_is_infinite_for_incomparable_results():
 def test_a_terminal_gets_bars_and_a_log_gets_lines():
     log, terminal = (Console(file=io.StringIO(), width=100, force_terminal=kind) for kind in (False, True))
     for console in (log, terminal):
-        with Display(console, 2, ("4 ranks", "1 rank")) as display:
-            display.step("4 ranks", Step(1, 5.25, 0.5))
+        with show_progress(console, 2, ("4 ranks", "1 rank")) as show_step:
+            show_step("4 ranks", Step(1, 5.25, 0.5))
     assert log.file.getvalue() == "4 ranks: step 1/2 loss 5.2500 (0.5 s)\n"
     assert "━" in terminal.file.getvalue()
     assert "1/2" in terminal.file.getvalue()

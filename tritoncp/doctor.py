@@ -95,14 +95,13 @@ def device(index: int) -> dict[str, Any]:
 
 def assemblers(archs: Sequence[str]) -> dict[str, dict[str, str]]:
     """The ptxas of each architecture, or why there is none. Without a GPU: those of Hopper and Blackwell."""
-    return {arch: assembler(arch) for arch in archs or ("sm_90", "sm_100")}
-
-
-def assembler(arch: str) -> dict[str, str]:
-    try:
-        return toolchain.ptxas_for(arch)._asdict()
-    except LookupError as error:
-        return {"why": str(error)}
+    facts = {}
+    for arch in archs or ("sm_90", "sm_100"):
+        try:
+            facts[arch] = toolchain.ptxas_for(arch)._asdict()
+        except LookupError as error:
+            facts[arch] = {"why": str(error)}
+    return facts
 
 
 def ptxas_advice(archs: Sequence[str]) -> Iterator[str]:

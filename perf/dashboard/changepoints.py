@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import ruptures
@@ -155,16 +155,10 @@ def causes(points: Sequence[Point], at: int) -> list[Cause]:
     """
     nearby = []
     for i in range(max(1, at - NEAR), min(len(points), at + NEAR + 1)):
+        before, after = points[i - 1].env, points[i].env
         nearby += [
-            Cause(*attribute, i - at) for attribute in changed_attributes(points[i - 1].env, points[i].env)
+            Cause(name, str(before[name]), str(after[name]), i - at)
+            for name in ATTRIBUTES
+            if name in before and name in after and before[name] != after[name]
         ]
     return sorted(nearby, key=lambda cause: abs(cause.away))
-
-
-def changed_attributes(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """List the attributes that both environments have and that differ: name, before, after."""
-    return [
-        (name, str(before[name]), str(after[name]))
-        for name in ATTRIBUTES
-        if name in before and name in after and before[name] != after[name]
-    ]

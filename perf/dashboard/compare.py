@@ -111,7 +111,7 @@ def compare(before: Sequence[Point], after: Sequence[Point], baseline: str | Non
     common = {point.series for point in before} & {point.series for point in after}
     series = {str(item) for item in common} or {""}
     cases = {point.case for point in after}
-    points_before, points_after = (_group_points(points, bool(common)) for points in (before, after))
+    points_before, points_after = (group_points(points, bool(common)) for points in (before, after))
     first, second = (
         {key: points for key, points in side.items() if _has_figures(points, baseline)}
         for side in (points_before, points_after)
@@ -141,7 +141,7 @@ def _has_figures(points: Sequence[Point], baseline: str | None) -> bool:
     return baseline is None or any(not point.ms or baseline in point.baselines() for point in points)
 
 
-def _group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
+def group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, str], list[Point]]:
     """Group points by case and series; of each run the last point counts."""
     groups: dict[tuple[str, str], dict[str, Point]] = {}
     for point in points:
@@ -151,7 +151,7 @@ def _group_points(points: Iterable[Point], by_series: bool) -> dict[tuple[str, s
 
 
 def _make_row(key: tuple[str, str], before: list[Point], after: list[Point], baseline: str | None) -> Row:
-    why = next((point.own["why"] for point in reversed(after) if point is after[-1] and not point.ms), "")
+    why = "" if after[-1].ms else after[-1].own["why"]
     first, second = (estimate(points, baseline) for points in (before, after))
     runs = (len(before), len(after))
     time_before, time_after = (
@@ -177,7 +177,8 @@ def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate |
     ]
     if not timed_points:
         return None
-    logs = [math.log(point.ms / _time_unit(point, baseline)) for point in timed_points if point.ms]
+    units = [1.0 if baseline is None else point.baselines()[baseline] for point in timed_points]
+    logs = [math.log(point.ms / unit) for point, unit in zip(timed_points, units) if point.ms]
     if len(logs) > 1:
         spread = statistics.variance(logs) / len(logs)
         return Estimate(statistics.fmean(logs), spread, len(logs) - 1, len(logs))
@@ -187,10 +188,6 @@ def estimate(points: Sequence[Point], baseline: str | None = None) -> Estimate |
         unit_variance = median_variance(_fastest_member(timed_points[0], baseline))
         variance = None if unit_variance is None else variance + unit_variance
     return Estimate(logs[0], variance, max(1, _count_samples(figures) - 1), 1)
-
-
-def _time_unit(point: Point, baseline: str | None) -> float:
-    return 1.0 if baseline is None else point.baselines()[baseline]
 
 
 def _fastest_member(point: Point, family: str) -> dict[str, Any]:
@@ -249,7 +246,7 @@ def newest(points: Sequence[Point], runs: int) -> list[Point]:
     >>> [point.run for point in newest(points, 2)]
     ['2', '3']
     """
-    groups = _group_points(sorted(points, key=lambda point: point.time), by_series=True)
+    groups = group_points(sorted(points, key=lambda point: point.time), by_series=True)
     return [point for group in groups.values() for point in group[-runs:]]
 
 

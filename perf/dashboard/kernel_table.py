@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from tritoncp.ops.tile_tables import SHIPPED
-from tritoncp.perf.dashboard.readme_figures import ROOT, with_block
-from tritoncp.perf.exit_codes import InputError, PerfCommand
+from tritoncp.perf.dashboard.readme_figures import ROOT, rewrite
+from tritoncp.perf.exit_codes import PerfCommand
 
 BEGIN, END = "<!-- kernels: begin -->", "<!-- kernels: end -->"
 ARCHITECTURES = ("sm_90", "sm_100", "sm_80", "gfx942")
@@ -81,13 +81,10 @@ def _format_row(kernel: str, row: Mapping[str, Any], masked_loop: int | None) ->
 def main(page: Path, write: bool) -> None:
     """Print the table of compiled kernels that perf/NOTES.md holds."""
     block = format_kernels(json.loads((SHIPPED / "resources.json").read_text())["rows"])
-    if not write:
+    if write:
+        rewrite(page, f"\n{block}\n", BEGIN, END)
+    else:
         click.echo(block)
-        return
-    try:
-        page.write_text(with_block(page.read_text(), f"\n{block}\n", BEGIN, END))
-    except ValueError as error:
-        raise InputError(f"{page}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from bokeh.resources import Resources
 
 from tritoncp._version import __version__
 from tritoncp.perf.dashboard import changepoints, charts
+from tritoncp.perf.dashboard.compare import group_points
 from tritoncp.perf.records.history import ATTRIBUTES, History, Point, Series
 
 STEP = 2.5e-4  # quantisation step of log(time): an error of at most an eighth of a per mille
@@ -57,8 +58,11 @@ def _compress(data: bytes) -> str:
 
 def collect_data(history: History) -> tuple[dict[str, Any], bytes]:
     """Collect the data of the page: names and facts, and the columns of all points (see `_make_columns`)."""
-    lines = _group_points(history.points)
-    begun = _run_times(history.points)
+    in_order = sorted(history.points, key=lambda point: _seconds(point.time))
+    lines = [points for _, points in sorted(group_points(in_order, by_series=True).items())]
+    begun: dict[str, int] = {}  # the time at which each run began, in order of time
+    for point in in_order:
+        begun.setdefault(point.run, _seconds(point.time))
     runs = {run: i for i, run in enumerate(begun)}
     envs: dict[str, int] = {}
     for points in lines:
@@ -78,30 +82,16 @@ def collect_data(history: History) -> tuple[dict[str, Any], bytes]:
         "runs": [[time, run] for run, time in begun.items()],
         "envs": [json.loads(text) for text in envs],
         "lines": _rank_lines([_summarize_line(points, devices, families) for points in lines]),
-        "resources": [_kernel_facts(line) for line in history.kernels()],
+        "resources": [
+            {key: value for key, value in line.items() if key not in ("kind", "run") and value is not None}
+            for line in history.kernels()
+        ],
         "problems": [str(problem) for problem in history.problems],
     }
     columns = [_make_columns(points, runs, envs, families) for points in lines]
     return facts, b"".join(
         _split_byte_planes(np.concatenate(column)) for column in zip(*columns, strict=True)
     )
-
-
-def _group_points(points: Sequence[Point]) -> list[list[Point]]:
-    """Group points by case and series, in order of time; of each run the last point counts."""
-    by_line: dict[tuple[str, str], dict[str, Point]] = {}
-    for point in sorted(points, key=lambda point: _seconds(point.time)):
-        by_line.setdefault((point.case, str(point.series)), {})[point.run] = point
-    return [list(runs.values()) for _, runs in sorted(by_line.items())]
-
-
-def _run_times(points: Sequence[Point]) -> dict[str, int]:
-    """Return the time at which each run began, in order of time."""
-    begun: dict[str, int] = {}
-    for point in points:
-        time = _seconds(point.time)
-        begun[point.run] = min(time, begun.get(point.run, time))
-    return dict(sorted(begun.items(), key=lambda item: item[1]))
 
 
 def _seconds(time: str) -> int:
@@ -170,11 +160,9 @@ def _compare_latest(
 
 def _loss(level_changes: Sequence[changepoints.Change]) -> float:
     """Return the level now over the lowest before a change; 1 if it never was lower."""
-    return (
-        max(1.0, level_changes[-1].after / min(change.before for change in level_changes))
-        if level_changes
-        else 1.0
-    )
+    if not level_changes:
+        return 1.0
+    return max(1.0, level_changes[-1].after / min(change.before for change in level_changes))
 
 
 def _median_time(points: list[Point]) -> float:
@@ -214,11 +202,6 @@ def _list_changes(
 def _median_speedup(points: list[Point], family: str) -> float:
     speedups = [speedup[family] for speedup in (point.speedups() for point in points) if family in speedup]
     return float(np.median(speedups)) if speedups else math.nan
-
-
-def _kernel_facts(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the data of a compiled kernel: its line without the fields that every line has."""
-    return {key: value for key, value in line.items() if key not in ("kind", "run") and value is not None}
 
 
 def _make_columns(

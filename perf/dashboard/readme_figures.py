@@ -89,20 +89,17 @@ def _strip_markup(text: object) -> str:
     return " ".join("".join(cleaned).split())[:80]
 
 
-def with_block(text: str, block: str, begin: str = BEGIN, end: str = END) -> str:
-    """Replace the block between two marks of a page. Raises ValueError for a page without the marks."""
+def rewrite(page: Path, block: str, begin: str = BEGIN, end: str = END) -> bool:
+    """Replace the block between two marks of a page. Returns whether the page changed. Raises InputError for
+    a page without the marks."""
+    text = page.read_text()
     head, opening, rest = text.partition(begin)
     _, closing, tail = rest.partition(end)
     if not (opening and closing):
-        raise ValueError(f"the page has no {begin} followed by {end}: put both where the block belongs")
-    return f"{head}{begin}\n{block}\n{end}{tail}"
-
-
-def rewrite(page: Path, history: Path) -> bool:
-    """Put the block of a history into a page. Returns whether the page changed. Raises ValueError for a page
-    without the marks."""
-    text = page.read_text()
-    updated = with_block(text, format_figures(read(history).points))
+        raise InputError(
+            f"{page}: the page has no {begin} followed by {end}: put both where the block belongs"
+        )
+    updated = f"{head}{begin}\n{block}\n{end}{tail}"
     if updated != text:
         page.write_text(updated)
     return updated != text
@@ -116,13 +113,11 @@ def rewrite(page: Path, history: Path) -> bool:
 @click.option("--write", is_flag=True, help="Write the block into the page instead of printing it.")
 def main(history: Path, page: Path, write: bool) -> None:
     """Print the block of measured figures that the README holds."""
-    if not write:
-        click.echo(format_figures(read(history).points))
-        return
-    try:
-        rewrite(page, history)
-    except ValueError as error:
-        raise InputError(f"{page}: {error}") from error
+    block = format_figures(read(history).points)
+    if write:
+        rewrite(page, block)
+    else:
+        click.echo(block)
 
 
 if __name__ == "__main__":

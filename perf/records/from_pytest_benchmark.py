@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from tritoncp.perf.records.history import OURS, Point, Series, point_of
+from tritoncp.perf.records.schema import check_measurement
 
 
 def points(report: dict[str, Any]) -> list[Point]:
@@ -37,6 +38,7 @@ def points(report: dict[str, Any]) -> list[Point]:
         env_of_bench = env | extra_info.get("env", {})
         contenders = {OURS: _figures(bench["stats"])}
         point = Point(run, report["datetime"], bench["fullname"], series, env_of_bench, contenders, tags)
+        check_measurement(point.as_line())
         imported.append(point_of(point.as_line()))
     return imported
 

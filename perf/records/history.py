@@ -275,33 +275,26 @@ def read(*places: Path) -> History:
     """
     history = History([], [], [])
     for path in files(places):
-        for number, text in _lines(path):
-            entry = _parse_line(text)
-            if isinstance(entry, str):
-                history.problems.append(Problem(path, number, entry))
-            elif isinstance(entry, Point):
-                history.points.append(entry)
-            elif entry["kind"] == "resources":
-                history.resources.append(entry)
+        for number, line in parse_lines(path):
+            if isinstance(line, str):
+                history.problems.append(Problem(path, number, line))
+            elif line["kind"] == "case":
+                history.points.append(point_of(line))
+            elif line["kind"] == "resources":
+                history.resources.append(line)
     return history
 
 
 def parse_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield the number of each line of a file, and the parsed JSON, or an error message."""
-    for number, text in _lines(path):
-        entry = _parse_line(text)
-        yield number, parse_json(text) if isinstance(entry, Point) else entry
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if text.strip():
-                yield number, text
+                yield number, _parse_line(text)
 
 
-def _parse_line(text: bytes) -> Point | dict[str, Any] | str:
-    """Parse a line: a point, a line of another kind, or an error message."""
+def _parse_line(text: bytes) -> dict[str, Any] | str:
+    """Parse a line: its JSON, or an error message."""
     try:
         line = parse_json(text)
     except ValueError as error:  # includes UnicodeDecodeError
@@ -315,15 +308,16 @@ def _parse_line(text: bytes) -> Point | dict[str, Any] | str:
     if line.get("v") != VERSION:
         return f"written in version {line.get('v')!r} of the format; this tritoncp reads version {VERSION}"
     try:
-        return point_of(line)
+        check_measurement(line)
+        point_of(line)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         return f"not a measurement: {type(error).__name__}: {error}"
+    return line
 
 
 def point_of(line: dict[str, Any]) -> Point:
-    """Make a point from a line of kind "case". Raises KeyError, TypeError, ValueError or AttributeError if it
-    is no measurement."""
-    check_measurement(line)
+    """Make a point from a line of kind "case". Raises KeyError or TypeError if fields are missing or its
+    series is none."""
     fields = {name: line[name] for name in Point.__dataclass_fields__ if name in line}
     series = Series(**line["series"])
     if not all(isinstance(part, str) for part in series):

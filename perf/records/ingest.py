@@ -23,7 +23,7 @@ from tritoncp.core.paths import HISTORY_FILE, checked_name, path_inside
 from tritoncp.ops import tile_tables
 from tritoncp.ops.tile_tables import Device
 from tritoncp.perf.records.history import Problem, files, merge, parse_lines, same_line
-from tritoncp.perf.records.route_choices import DAY, RouteChoice, choices_of
+from tritoncp.perf.records.route_choices import DAY, choices_of
 from tritoncp.perf.records.schema import finite
 
 KINDS = ("case", "left out", "resources")
@@ -76,7 +76,8 @@ def ingest(folder: Path, history: Path, configs: Path) -> Ingested:
             _update_choices(run, chosen[target], problems)
     for rows in good.values():
         for route in choices_of(rows):
-            _update_route(route, chosen[route.device, route.triton])
+            choice = Choice(route.time, route.entry)
+            _update_choice(chosen[route.device, route.triton], route.key, choice)
     places = {target: _config_file(configs, *target) for target in chosen}
     counts = [_append_lines(path, rows) for path, rows in good.items()]
     shipped = {}
@@ -169,11 +170,6 @@ class Evidence:
                 won = right_times[self.rule] / right_times[fastest] > tile_tables.MIN_SPEEDUP
                 return fastest if won else self.rule, right_times[fastest], right_times[self.rule]
         return None
-
-    def unchecked(self) -> list[Config]:
-        """List the configs that were timed and not checked."""
-        timed = dict.fromkeys(c for times in self.times.values() for c in times)
-        return [config for config in timed if config not in self.wrong]
 
 
 @dataclass
@@ -284,7 +280,8 @@ def _update_choices(run: Run, choices: Choices, problems: list[Problem]) -> None
     """Replace the choices of older runs by the choices of a run."""
     when = datetime.datetime.fromtimestamp(run.time, datetime.UTC).isoformat(timespec="seconds")
     for name, evidence in run.targets.items():
-        for config in evidence.unchecked():
+        timed = dict.fromkeys(config for times in evidence.times.values() for config in times)
+        for config in [config for config in timed if config not in evidence.wrong]:
             why = f"{name}: {dict(config)} was timed, and no line says that its answer is right"
             problems.append(Problem(run.path, evidence.line, why))
         if not evidence.entry:
@@ -292,9 +289,9 @@ def _update_choices(run: Run, choices: Choices, problems: list[Problem]) -> None
                 Problem(run.path, evidence.line, f"{name}: the line that describes this target is missing")
             )
             continue
-        if (choice := evidence.choice()) is None:
+        if (winner := evidence.choice()) is None:
             continue
-        config, ms, rule_ms = choice
+        config, ms, rule_ms = winner
         evidence_fields = {"ms": ms, "rule_ms": rule_ms, "time": when, "code": run.facts["code"]}
         entry = {**evidence.entry, "config": dict(config), **evidence_fields}
         try:
@@ -302,43 +299,36 @@ def _update_choices(run: Run, choices: Choices, problems: list[Problem]) -> None
         except (ValueError, KeyError, TypeError) as error:
             problems.append(Problem(run.path, evidence.line, f"{name}: {error}"))
             continue
-        key = tile_tables.entry_key(entry)
-        if key not in choices or choices[key].time <= when:
-            choices[key] = Choice(when, None if config == evidence.rule else entry)
+        choice = Choice(when, None if config == evidence.rule else entry)
+        _update_choice(choices, tile_tables.entry_key(entry), choice)
 
 
-def _update_route(route: RouteChoice, choices: Choices) -> None:
-    """Replace the route of an older journal by one from lines of cases."""
-    if route.key not in choices or choices[route.key].time <= route.time:
-        choices[route.key] = Choice(route.time, route.entry)
+def _update_choice(choices: Choices, key: tuple[Any, ...], choice: Choice) -> None:
+    """Add a choice, unless there is a newer one."""
+    if key not in choices or choices[key].time <= choice.time:
+        choices[key] = choice
 
 
 def _write_choices(choices: Choices, configs: Path, device: Device, triton: str) -> tuple[int, int]:
     """Write the winning entries to the shipped file, and remove older entries that no longer beat the rule.
-    Returns the numbers of both. Raises ValueError for a file that cannot be read, and the errors of
-    :func:`tile_tables.locked`."""
+    Returns the numbers of both. Raises ValueError for a file that cannot be read, which is then not replaced,
+    and the errors of :func:`tile_tables.locked`."""
     path = tile_tables.path_in(configs, device, triton)
     if not path.exists() and all(entry is None for _, entry in choices.values()):
         return 0, 0
     with tile_tables.locked(path):
-        return _merge_choices(path, choices, configs, device, triton)
-
-
-def _merge_choices(
-    path: Path, choices: Choices, configs: Path, device: Device, triton: str
-) -> tuple[int, int]:
-    """Merge choices into a shipped file, under its lock. Returns the numbers written and removed."""
-    old = _read_entries(path)
-    times = {key: str(entry.get("time", "")) for key, entry in old.items()}
-    newer = {key for key, choice in choices.items() if times.get(key, "") > choice.time}
-    new = [
-        entry
-        for key, (_, entry) in choices.items()
-        if entry is not None and key not in newer and not _keeps_route(old.get(key), entry)
-    ]
-    drop = {key for key, (_, entry) in choices.items() if entry is None} & set(old) - newer
-    if new or drop:
-        tile_tables.write(configs, device, new, {}, triton, drop)
+        entries = tile_tables.read(path) if path.exists() else ()
+        old = {tile_tables.entry_key(entry): entry for entry in entries}
+        times = {key: str(entry.get("time", "")) for key, entry in old.items()}
+        newer = {key for key, choice in choices.items() if times.get(key, "") > choice.time}
+        new = [
+            entry
+            for key, (_, entry) in choices.items()
+            if entry is not None and key not in newer and not _keeps_route(old.get(key), entry)
+        ]
+        drop = {key for key, (_, entry) in choices.items() if entry is None} & set(old) - newer
+        if new or drop:
+            tile_tables.write(configs, device, new, {}, triton, drop)
     return len(new), len(drop)
 
 
@@ -347,9 +337,3 @@ def _keeps_route(old: dict[str, Any] | None, entry: dict[str, Any]) -> bool:
     do not measure."""
     bare = entry["kernel"] == "route" and set(entry["config"]) == {"ROUTE"}
     return old == entry or bool(bare and old and old["config"]["ROUTE"] == entry["config"]["ROUTE"])
-
-
-def _read_entries(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Read the entries of a file of tile shapes. Raises ValueError for one that cannot be read, which is then
-    not replaced."""
-    return {tile_tables.entry_key(entry): entry for entry in tile_tables.read(path)} if path.exists() else {}

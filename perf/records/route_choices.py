@@ -22,7 +22,6 @@ from tritoncp.perf.suite.cases import CASES, Case
 from tritoncp.planning.problem import MASKS
 
 DAY = 86400.0  # seconds by which the clocks of two machines may differ
-LOOPS, *OTHERS = ({"ROUTE": route} for route in ROUTES)
 _LENGTH = 4096  # of the mask that is built to determine its kind
 
 
@@ -68,13 +67,10 @@ def _choose_route(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
     env, contenders = line.get("env", {}), line["contenders"]
     names = [env.get(name) for name in ("arch", "triton", "sources")]
     when = _parse_utc(line["time"])
-    loops = _time_of(contenders, LOOPS)
-    times = {
-        options["ROUTE"]: _time_of(contenders, options)
-        for options in OTHERS
-        if _has_result(contenders, options)
-    }
-    if not all(isinstance(name, str) and name for name in names) or not (when and loops and times):
+    loops, *others = (contenders.get(variant({"ROUTE": route}), {}) for route in ROUTES)
+    loops_ms = _time_of(loops)
+    times = {route: _time_of(row) for route, row in zip(ROUTES[1:], others) if _has_result(row)}
+    if not all(isinstance(name, str) and name for name in names) or not (when and loops_ms and times):
         return None
     arch, triton, sources = names
     right_times = {route: ms for route, ms in times.items() if ms is not None}
@@ -82,13 +78,13 @@ def _choose_route(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
     problem = case.problem
     kind = tile_lookup.kind_of(replace(problem, seq=_LENGTH).block_mask())
     base = {"kernel": "route", **problem.tile_key, "mask": kind}
-    won = best is not None and loops / right_times[best] > tile_tables.MIN_SPEEDUP
+    won = best is not None and loops_ms / right_times[best] > tile_tables.MIN_SPEEDUP
     entry = {
         **base,
         "shape": problem.shape,
         "config": {"ROUTE": best},
         "ms": right_times[best],
-        "rule_ms": loops,
+        "rule_ms": loops_ms,
         "time": when,
         "code": sources,
     } if won and best is not None else None  # fmt: skip
@@ -96,16 +92,14 @@ def _choose_route(line: Mapping[str, Any], case: Case) -> RouteChoice | None:
     return RouteChoice(device, str(triton), tile_tables.entry_key(base), when, entry)
 
 
-def _has_result(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> bool:
+def _has_result(row: Mapping[str, Any]) -> bool:
     """Whether a route was timed or was wrong; False where it could not run."""
-    row = contenders.get(variant(options), {})
     why = str(row.get("why", ""))
     return "ms" in row or why.startswith("wrong") or WRONG_ROUTE in why
 
 
-def _time_of(contenders: Mapping[str, Any], options: Mapping[str, Any]) -> float | None:
+def _time_of(row: Mapping[str, Any]) -> float | None:
     """Return the time of a contender, or None if its answer was wrong."""
-    row = contenders.get(variant(options), {})
     return None if "why" in row else row.get("ms")
 
 

@@ -6,6 +6,7 @@ file already has are not built again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Iterable, Sequence
@@ -111,28 +112,24 @@ def list_points(sizes: Iterable[int], worlds: Iterable[int]) -> list[Point]:
 
 def measure_points(sizes: Sequence[int], worlds: Sequence[int], results: Path) -> list[dict[str, Any]]:
     """Measure the points that are not in the file yet; return the lines of all."""
-    lines_by_key = {point_key(line): line for line in read_lines(results)}
+    lines_by_key = {tuple(line[name] for name in Point._fields): line for line in read_lines(results)}
     all_points = list_points(sizes, worlds)
     missing = [point for point in all_points if tuple(point) not in lines_by_key]
     results.parent.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(line) + "\n" for line in lines_by_key.values())
     results.write_text(text)  # drops an incomplete line
-    cached_mask: tuple[tuple[str, int], Mask, float] | None = None
-    for number, point in enumerate(missing, 1):
-        if cached_mask is None or cached_mask[0] != (point.mask, point.tokens):
-            begin, seq = time.process_time(), point.tokens * 1024
-            mask = Problem(MASKS[point.mask], seq).block_mask()
-            cached_mask = (point.mask, point.tokens), mask, time.process_time() - begin
-        line = measure(cached_mask[1], point) | {
-            "mask_s": cached_mask[2],
-            "runs": len(cached_mask[1].runs.runs),
-        }
-        with results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        lines_by_key[tuple(point)] = line
-        click.echo(
-            f"{number}/{len(missing)} {' '.join(map(str, point))}: {plan_cost(line)['s']:.2f} s", err=True
-        )
+    numbers = itertools.count(1)
+    for (name, tokens), points in itertools.groupby(missing, key=lambda point: (point.mask, point.tokens)):
+        begin = time.process_time()
+        mask = Problem(MASKS[name], tokens * 1024).block_mask()
+        facts = {"mask_s": time.process_time() - begin, "runs": len(mask.runs.runs)}
+        for point in points:
+            line = measure(mask, point) | facts
+            with results.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            lines_by_key[tuple(point)] = line
+            words = " ".join(map(str, point))
+            click.echo(f"{next(numbers)}/{len(missing)} {words}: {plan_cost(line)['s']:.2f} s", err=True)
     return [lines_by_key[tuple(point)] for point in all_points]
 
 
@@ -147,19 +144,7 @@ def read_lines(results: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def point_key(line: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(line[name] for name in Point._fields)
-
-
 def plan_cost(line: dict[str, Any]) -> dict[str, float]:
     """Return seconds and peak MiB of one rank's plan: placement, choice, tables of the chosen schedule."""
     parts = (line["place"], line["choose"], line["schedules"][line["auto"]])
     return {"s": sum(part["s"] for part in parts), "mib": max(part["mib"] for part in parts)}
-
-
-def format_tokens(thousands: int) -> str:
-    """
-    >>> format_tokens(128), format_tokens(8192)
-    ('128K', '8M')
-    """
-    return f"{thousands}K" if thousands % 1024 else f"{thousands // 1024}M"

@@ -13,8 +13,9 @@ import click
 import torch
 
 from tritoncp.perf.studies.balance import Numbers
-from tritoncp.perf.studies.plan_costs import GIB, LIMITS, SCHEDULES, format_tokens, measure_points, plan_cost
+from tritoncp.perf.studies.plan_costs import GIB, LIMITS, SCHEDULES, measure_points, plan_cost
 from tritoncp.perf.studies.scale_charts import PICTURES, draw
+from tritoncp.planning.report import format_tokens
 
 SIZES = (128, 512, 1024, 2048, 8192)
 WORLDS = (8, 64, 256, 1024)
@@ -40,7 +41,7 @@ def format_page(lines: Sequence[dict[str, Any]], folder: str) -> str:
     sizes = [(line["tokens"], line["world"]) for line in lines]
     for tokens, world in [size for size in TABLES if size in sizes] or [max(sizes)]:
         rows = [line for line in lines if (line["tokens"], line["world"]) == (tokens, world)]
-        parts += [f"## {format_tokens(tokens)} tokens on {world} ranks", format_table(rows)]
+        parts += [f"## {format_tokens(tokens * 1024)} tokens on {world} ranks", format_table(rows)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -49,23 +50,21 @@ def format_limits(lines: Sequence[dict[str, Any]]) -> list[str]:
     paragraphs = ["## What holds, and what gives first"]
     lines_1m = [line for line in lines if (line["tokens"], line["world"]) == (1024, 64)]
     if lines_1m:
-        slowest, largest = _largest(lines_1m, "s"), _largest(lines_1m, "mib")
-        seconds, mib = plan_cost(slowest)["s"], plan_cost(largest)["mib"]
+        (seconds, slowest), (mib, largest) = _find_largest(lines_1m, "s"), _find_largest(lines_1m, "mib")
         paragraphs.append(
-            f"**1M tokens on 64 ranks**: the slowest whole plan ({_plan_label(slowest)}) takes "
-            f"{seconds:.2f} s, the largest ({_plan_label(largest)}) {mib:.0f} MiB; the limits are "
+            f"**1M tokens on 64 ranks**: the slowest whole plan ({slowest}) takes "
+            f"{seconds:.2f} s, the largest ({largest}) {mib:.0f} MiB; the limits are "
             f"{LIMITS['s']:g} s and {LIMITS['mib']:g} MiB. Masks took "
             f"{max(line['mask_s'] for line in lines_1m):.2f} s at most."
         )
     lines_8m = [line for line in lines if (line["tokens"], line["world"]) == (8192, 1024)]
     if lines_8m:
-        slowest, largest = _largest(lines_8m, "s"), _largest(lines_8m, "mib")
-        seconds, mib = plan_cost(slowest)["s"], plan_cost(largest)["mib"]
+        (seconds, slowest), (mib, largest) = _find_largest(lines_8m, "s"), _find_largest(lines_8m, "mib")
         other_seconds = max(plan_cost(line)["s"] for line in lines_8m if line["balancer"] != "locality")
         paragraphs += [
             "**8M tokens on 1024 ranks**: every balancer and schedule finishes. "
-            f"{_plan_label(slowest)} takes {seconds:.0f} s and every other balancer at most "
-            f"{other_seconds:.1f} s; the most memory is {mib:.0f} MiB ({_plan_label(largest)}).",
+            f"{slowest} takes {seconds:.0f} s and every other balancer at most "
+            f"{other_seconds:.1f} s; the most memory is {mib:.0f} MiB ({largest}).",
             *SCALING_LIMITS,
         ]
     return paragraphs
@@ -100,12 +99,10 @@ SCALING_LIMITS = (
 )
 
 
-def _largest(lines: Sequence[dict[str, Any]], unit: str) -> dict[str, Any]:
-    return max(lines, key=lambda line: plan_cost(line)[unit])
-
-
-def _plan_label(line: dict[str, Any]) -> str:
-    return f"{line['mask']}, {line['balancer']}"
+def _find_largest(lines: Sequence[dict[str, Any]], unit: str) -> tuple[float, str]:
+    """Return the largest cost of a plan, and the plan's mask and balancer."""
+    largest = max(lines, key=lambda line: plan_cost(line)[unit])
+    return plan_cost(largest)[unit], f"{largest['mask']}, {largest['balancer']}"
 
 
 def format_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tritoncp.perf.studies.plan_costs import GIB, LIMITS, MASKS, SCHEDULES, format_tokens, plan_cost
+from tritoncp.perf.studies.plan_costs import GIB, LIMITS, MASKS, SCHEDULES, plan_cost
 from tritoncp.planning.balance import balancers
+from tritoncp.planning.report import format_tokens
 
 PICTURES = {
     "planning": (
@@ -36,10 +37,8 @@ def draw(lines: Sequence[dict[str, Any]], folder: Path) -> None:
          "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e9ecef"}
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    for name in PICTURES:
-        figure = {"planning": _draw_planning, "balance": _draw_balance, "schedules": _draw_schedules}[name](
-            lines
-        )
+    for name, draw_figure in zip(PICTURES, (_draw_planning, _draw_balance, _draw_schedules), strict=True):
+        figure = draw_figure(lines)
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None}, bbox_inches="tight")
 
 
@@ -110,7 +109,7 @@ def _draw_schedules(lines: Sequence[dict[str, Any]]) -> Any:
             worlds = sorted({line["world"] for line in lines})
             panel.set_xticks(worlds, map(str, worlds), minor=False)
             panel.minorticks_off()
-        panels[row][0].set_ylabel(f"{label}, {format_tokens(longest)} tokens")
+        panels[row][0].set_ylabel(f"{label}, {format_tokens(longest * 1024)} tokens")
     for panel in panels[-1]:
         panel.set_xlabel("ranks")
     _add_legend(figure, panels[0][0])
@@ -119,7 +118,7 @@ def _draw_schedules(lines: Sequence[dict[str, Any]]) -> Any:
 
 def _label_tokens(panel: Any, lines: Sequence[dict[str, Any]]) -> None:
     sizes = sorted({line["tokens"] for line in lines})
-    panel.set_xticks(sizes, map(format_tokens, sizes), minor=False)
+    panel.set_xticks(sizes, [format_tokens(size * 1024) for size in sizes], minor=False)
     panel.minorticks_off()
 
 

@@ -268,17 +268,12 @@ def dense(problem: Problem, tensors: Inputs, backend: SDPBackend) -> Contender:
         return Contender(call, (tensors.q, k, v), tensors.dout, repeat=repeat)
 
     grouped = contender(1)
-    if group > 1 and not _accepts_grouped_heads(grouped):
-        return contender(group)
+    if group > 1:
+        try:
+            grouped.backward()
+        except RuntimeError:  # "No available kernel": the backend refuses grouped heads
+            return contender(group)
     return grouped
-
-
-def _accepts_grouped_heads(contender: Contender) -> bool:
-    try:
-        contender.backward()
-    except RuntimeError:  # "No available kernel" is raised by the call
-        return False
-    return True
 
 
 def packed(problem: Problem, tensors: Inputs) -> Contender:

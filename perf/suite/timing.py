@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -27,10 +28,13 @@ class Sample(NamedTuple):
 
 class Clock(Protocol):
     def sample(self, run: Run) -> Sample: ...
-    def agree(self, x: float) -> float: ...
+
+    def agree(self, x: float) -> float:
+        """Return the largest of the ranks' numbers, the same on every rank."""
+        return x
 
 
-class DeviceClock:
+class DeviceClock(Clock):
     """Times from device events around one execution with a cold L2 cache.
 
     A sleep kernel occupies the device while Python queues the work, so that Python does not add to the device
@@ -55,11 +59,8 @@ class DeviceClock:
         torch.cuda.synchronize()
         return Sample(self._start.elapsed_time(self._end), 1e3 * host, self._brakes.on())
 
-    def agree(self, x: float) -> float:
-        return x
 
-
-class WallClock:
+class WallClock(Clock):
     """Host times, for testing the benchmark without a GPU."""
 
     def sample(self, run: Run) -> Sample:
@@ -68,11 +69,8 @@ class WallClock:
         elapsed = 1e3 * (time.perf_counter() - begin)
         return Sample(elapsed, elapsed)
 
-    def agree(self, x: float) -> float:
-        return x
 
-
-class GroupClock:
+class GroupClock(Clock):
     """Times of the slowest rank of the default process group; all ranks start together."""
 
     def __init__(self, clock: Clock, device: torch.device) -> None:
@@ -85,7 +83,6 @@ class GroupClock:
         return Sample(device, host, throttled > 0)
 
     def agree(self, x: float) -> float:
-        """Return the largest of the ranks' numbers, the same on every rank."""
         return self._worst(x)[0]
 
     def _worst(self, *numbers: float) -> list[float]:
@@ -158,9 +155,4 @@ def time_interleaved(
 
 def shortest_seconds(call: Callable[[], Any], times: int = 3) -> float:
     """Return the shortest of several times of a call, in seconds of this process."""
-    durations = []
-    for _ in range(times):
-        begin = time.process_time()
-        call()
-        durations.append(time.process_time() - begin)
-    return min(durations)
+    return min(timeit.repeat(call, timer=time.process_time, repeat=times, number=1))

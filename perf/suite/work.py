@@ -24,14 +24,6 @@ class Work:
     hbm: int
     wire: int
 
-    def bound_ms(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """Return the least time on a device with these rates, in milliseconds.
-
-        >>> Work(flops=10**12, hbm=10**9, wire=0).bound_ms(1e15, 4e12)
-        1.0
-        """
-        return 1e3 * max(self.flops / flops_per_s, self.hbm / bytes_per_s)
-
 
 def of_plan(plan: Plan, problem: Problem, direction: str) -> Work:
     """Compute one rank's work in one pass, "forward" or "backward" (counted as five matrix products)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -50,7 +51,7 @@ def demo(steps: int, seq_len: int, world_size: int | None, out: Path, engine: st
 
     report = run(Config(seq_len, steps), world_size, out, Console(stderr=as_json))
     if report is not None:
-        text = json.dumps(report.as_json(), indent=2)
+        text = json.dumps(asdict(report), indent=2)
         (out / "losses.json").write_text(text + "\n")
         if as_json:
             click.echo(text)

@@ -70,10 +70,6 @@ def leave_together(store: dist.Store, world_size: int) -> None:
     store.wait(["tritoncp/left"], TIMEOUT)
 
 
-def is_first() -> bool:
-    return os.environ["RANK"] == "0"
-
-
 def train_in_torchrun(config: Config, on_step: Callable[[Step], None]) -> list[Step]:
     """Train as one of torchrun's ranks."""
     device = device_of(int(os.environ["LOCAL_RANK"]))

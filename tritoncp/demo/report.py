@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tritoncp.demo.corpus import window, windows
@@ -38,20 +39,11 @@ class Report:
     seconds: float
     picture: str
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def plans_of(config: Config, world_size: int) -> list[Any]:
     """Every step's plan as rank 0 has it, made without a process group."""
     texts = windows(config.seq_len, config.steps)
     return [plan_of(window(text).lengths, world_size=world_size, rank=0) for text in texts.unbind()]
-
-
-def bytes_of(plan: Any, config: Config) -> int:
-    s = config.shape
-    one = plan.bytes_sent(batch=1, kv_heads=s.kv_heads, head_dim=s.head_dim, itemsize=4)
-    return one * s.layers
 
 
 def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -66,37 +58,26 @@ def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
     return max((gap if gap == gap else float("inf") for gap in gaps), default=float("inf"))
 
 
-class Display:
-    """Two progress bars on a terminal, a line a step where there is none."""
+@contextlib.contextmanager
+def show_progress(
+    console: Console, steps: int, names: Sequence[str]
+) -> Iterator[Callable[[str, Step], None]]:
+    """Show a progress bar for each run on a terminal, a line a step where there is none. Yields a function
+    that takes the name of a run and its last step."""
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bars = Progress(
+        *columns, TextColumn("{task.fields[loss]}"), console=console, disable=not console.is_terminal
+    )
+    tasks = {name: bars.add_task(name, total=steps, loss="") for name in names}
 
-    def __init__(self, console: Console, steps: int, names: Sequence[str]):
-        self.console, self.steps = console, steps
-        columns = (
-            TextColumn("{task.description:<24}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        self.progress = Progress(*columns, TextColumn("{task.fields[loss]}"), console=console)
-        self.tasks: dict[str, TaskID] = {}
-        if console.is_terminal:
-            self.tasks = {name: self.progress.add_task(name, total=steps, loss="") for name in names}
+    def show_step(name: str, step: Step) -> None:
+        bars.update(tasks[name], completed=step.number, loss=f"loss {step.loss:.4f}")
+        if not console.is_terminal:
+            line = f"{name}: step {step.number}/{steps} loss {step.loss:.4f} ({step.seconds:.1f} s)"
+            console.print(line, highlight=False)
 
-    def __enter__(self) -> Display:
-        if self.tasks:
-            self.progress.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.tasks:
-            self.progress.stop()
-
-    def step(self, name: str, step: Step) -> None:
-        if self.tasks:
-            self.progress.update(self.tasks[name], completed=step.number, loss=f"loss {step.loss:.4f}")
-        else:
-            line = f"{name}: step {step.number}/{self.steps} loss {step.loss:.4f} ({step.seconds:.1f} s)"
-            self.console.print(line, highlight=False)
+    with bars:
+        yield show_step
 
 
 def show(console: Console, report: Report) -> None:

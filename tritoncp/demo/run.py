@@ -1,7 +1,9 @@
 """The demo from its options to its report."""
 
+import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,7 +11,7 @@ from rich.console import Console
 
 from tritoncp.core.process_environment import interpret_without_gpu, torchrun_world_size
 from tritoncp.demo import ranks
-from tritoncp.demo.report import TOLERANCE, Display, Report, bytes_of, difference, plans_of, show
+from tritoncp.demo.report import TOLERANCE, Report, difference, plans_of, show, show_progress
 from tritoncp.demo.train import Config, Step, train
 
 MAX_RANKS = 64  # local processes
@@ -37,16 +39,14 @@ def run(config: Config, world_size: int | None, out: Path, console: Console) -> 
     if not started and (world_size or 0) > MAX_RANKS:
         raise ValueError(f"--world-size {world_size}: the demo starts {MAX_RANKS} local ranks at most")
     world_size = started or world_size or default_world_size()
-    if started and not ranks.is_first():
+    if started and os.environ["RANK"] != "0":
         ranks.train_in_torchrun(config, lambda step: None)
         return None
     introduce(config, world_size, out, console)
     many, one = f"{world_size} ranks", "1 rank"
-    with Display(console, config.steps, (many, one)) as display:
+    with show_progress(console, config.steps, (many, one)) as show_step:
         compare = first_of_torchrun if started else side_by_side
-        losses = compare(
-            config, world_size, lambda step: display.step(many, step), lambda step: display.step(one, step)
-        )
+        losses = compare(config, world_size, partial(show_step, many), partial(show_step, one))
     report = summary(config, world_size, out, losses, time.perf_counter() - began)
     show(console, report)
     return report
@@ -94,7 +94,8 @@ def introduce(config: Config, world_size: int, out: Path, console: Console) -> N
 
 
 def summary(config: Config, world_size: int, out: Path, losses: Losses, seconds: float) -> Report:
-    plans = plans_of(config, world_size)
+    plans, shape = plans_of(config, world_size), config.shape
+    sent = plans[0].bytes_sent(batch=1, kv_heads=shape.kv_heads, head_dim=shape.head_dim, itemsize=4)
     work = [sum(blocks) for blocks in zip(*(plan.work for plan in plans))]
     together, alone = ([step.loss for step in run] for run in losses)
     gap = difference(together, alone)
@@ -105,7 +106,7 @@ def summary(config: Config, world_size: int, out: Path, losses: Losses, seconds:
         seq_len=config.seq_len,
         work=work,
         imbalance=max(work) * len(work) / sum(work),
-        bytes_sent=bytes_of(plans[0], config),
+        bytes_sent=sent * shape.layers,
         losses=together,
         losses_on_one_rank=alone,
         largest_difference=gap,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +53,13 @@ def collect_facts(
     check_size(size, len(rows), block_size, world_size)
     text = mask if mask is not None else "causal & document" if documents else "causal"
     mod = expressions.mask_of(text, documents)
-    with reporting_mask_errors(text):
+    try:
         built = create_block_mask(mod, len(rows), 1, size, size, BLOCK_SIZE=block_size)
+    except (Exception, SystemExit) as error:
+        if not expressions.is_module_function(text):
+            raise
+        message = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--mask {text.strip()} is no mask_mod that can be asked ({message})") from error
     plan = make_plan(
         built,
         world_size=world_size,
@@ -88,18 +91,6 @@ def check_size(tokens: int, rows: int, block: int, ranks: int) -> None:
             f"{blocks} blocks of {block} tokens for {ranks} ranks: at most {most} are planned; "
             "make --block-size larger"
         )
-
-
-@contextlib.contextmanager
-def reporting_mask_errors(text: str) -> Iterator[None]:
-    """Run a user's mask_mod in this context: its exceptions become ValueErrors about --mask."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        if not expressions.is_module_function(text):
-            raise
-        message = f"{type(error).__name__}: {error}"
-        raise ValueError(f"--mask {text.strip()} is no mask_mod that can be asked ({message})") from error
 
 
 def write_drawing(facts: Facts, path: Path) -> None:

@@ -188,13 +188,13 @@ def format_ranks(ranks: list[int]) -> str:
     return ",".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups)
 
 
-def shorten(names: str, width: int = 24) -> str:
-    """Shorten a list of names to ``width`` characters.
+def shorten(text: str, width: int = 24) -> str:
+    """Shorten a text, as a list of names, to ``width`` characters.
 
     >>> shorten("1,3,5", 5), shorten("1,3,5,7,9", 6)
     ('1,3,5', '1,3,5…')
     """
-    return names if len(names) <= width else names[: width - 1].rstrip(",") + "…"
+    return text if len(text) <= width else text[: width - 1].rstrip(",") + "…"
 
 
 def format_work(plan: PlanData) -> list[Line]:
@@ -275,8 +275,7 @@ def format_headline(facts: Facts) -> tuple[str, str]:
 def mask_name(mask: Mask) -> str:
     """Return the name of the mask_mod, shortened to one line."""
     name = getattr(mask.mask_mod, "__name__", None) or repr(mask.mask_mod)
-    name = name if name != "<lambda>" else "a lambda"
-    return name if len(name) <= 72 else f"{name[:71]}…"
+    return shorten(name if name != "<lambda>" else "a lambda", 72)
 
 
 def format_tokens(count: int) -> str:

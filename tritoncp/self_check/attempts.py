@@ -83,19 +83,11 @@ class Stalled(RuntimeError):
     """Raised where the device does not finish its work in time."""
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """The failure of a run. ``fatal``: the process group or the device can no longer be used."""
 
     why: str
     fatal: bool
-
-    @classmethod
-    def of(cls, error: Exception, device: torch.device) -> Failure:
-        """Make a failure from an exception."""
-        lost = isinstance(error, groups.PeerLost | Stalled | dist.DistError)
-        lines = str(error).strip().splitlines() or [""]
-        return cls(f"{type(error).__name__}: {lines[0][:500]}", lost or not is_usable(device))
 
 
 def is_usable(device: torch.device) -> bool:
@@ -172,7 +164,9 @@ def take_outcome(steps: Iterator[Errors], device: torch.device) -> Errors | Fail
     try:
         return next(steps)
     except Exception as error:
-        return Failure.of(error, device)
+        lost = isinstance(error, groups.PeerLost | Stalled | dist.DistError)
+        lines = str(error).strip().splitlines() or [""]
+        return Failure(f"{type(error).__name__}: {lines[0][:500]}", lost or not is_usable(device))
 
 
 def report_failures(cases: Sequence[Case], failures: dict[int, Failure], world_size: int) -> Iterator[Result]:

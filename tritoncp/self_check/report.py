@@ -37,10 +37,6 @@ class Report:
         wrong = [result for result in self.results if not result.right]
         return max(wrong, key=lambda result: (not is_left_out(result), result.excess), default=None)
 
-    def reporting_rank(self, world_size: int) -> int:
-        """The rank that prints the report: the first one that is not lost."""
-        return min(set(range(world_size)) - set(self.absent))
-
     def as_json(self) -> dict[str, Any]:
         cases = [result.as_json() for result in self.results]
         return {

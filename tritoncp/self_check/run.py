@@ -7,7 +7,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -45,12 +45,19 @@ def check_alone(request: Request, limits: Limits, show: Show) -> Report:
     cases = select_cases(request, request.world_size, device)
     machine = facts.collect_facts(device)
     machine["world"] = f"{request.world_size} simulated ranks on {device}"
-    if gpu and count_processes(request, split_into_parts(cases)) > 1:
+    ranks, parts = Ranks(device, request.world_size), split_into_parts(cases)
+    jobs = min(len(parts), request.jobs or count_cores())
+    if gpu and jobs > 1:
         machine["notes"].append("processes share the GPU: ms are longer than in a process of its own")
+    if jobs == 1:
+        set_up_process(device)
+        outcomes = run_cases(cases, ranks, lambda own: [own], limits)
+    else:
+        outcomes = run_in_processes(parts, ranks, jobs, limits)
     results: list[Result] = []
     stopped = None
     try:
-        for result in run_simulated(cases, Ranks(device, request.world_size), limits):
+        for result in outcomes:
             results.append(result)
             show(result)
     except Stopped as stop:
@@ -69,22 +76,6 @@ def select_cases(request: Request, world_size: int, device: torch.device) -> lis
             f"--only {request.only!r} matches no case of {world_size} ranks; a case's name is, say, {example}"
         )
     return cases
-
-
-def run_simulated(cases: Sequence[Case], ranks: Ranks, limits: Limits) -> Iterator[Result]:
-    """Run cases in a simulated world; yield results as they come."""
-    parts = split_into_parts(cases)
-    jobs = count_processes(limits.request, parts)
-    if jobs == 1:
-        set_up_process(ranks.device)
-        yield from run_cases(cases, ranks, lambda own: [own], limits)
-    else:
-        yield from run_in_processes(parts, ranks, jobs, limits)
-
-
-def count_processes(request: Request, parts: Sequence[Sequence[Case]]) -> int:
-    """Count the processes that share the device."""
-    return min(len(parts), request.jobs or count_cores())
 
 
 def count_cores() -> int:
@@ -214,11 +205,12 @@ def main(request: Request, as_json: bool) -> int:
     """Run the check, print its report, and return the exit code. Exits the process where a rank is lost."""
     limits = Limits(request)
     console = Console(stderr=as_json)
-    many = (torchrun_world_size() or 1) > 1
-    first = not many or os.environ["RANK"] == "0"
-    with limits.listening(), Display(console, enabled=first) as display:
+    world_size = torchrun_world_size() or 1
+    many = world_size > 1
+    rank = int(os.environ["RANK"]) if many else 0
+    with limits.listening(), Display(console, enabled=rank == 0) as display:
         report = (check_group if many else check_alone)(request, limits, display.show)
-    if not many or int(os.environ["RANK"]) == report.reporting_rank(int(os.environ["WORLD_SIZE"])):
+    if rank == min(set(range(world_size)) - set(report.absent)):  # the first one that is not lost
         show_report(report, console, display.shown)
         if as_json:
             print(json.dumps(report.as_json(), indent=2), flush=True)  # a worker that hangs delays the end

@@ -87,6 +87,7 @@ def autotune(
     """
     from rich.console import Console
 
+    from tritoncp.ops.tile_lookup import parse_seconds
     from tritoncp.tuning import search_run, targets
 
     named_shapes = [*shapes, *(shape for name in presets for shape in targets.preset(name))]
@@ -101,7 +102,10 @@ def autotune(
     selection, faults = targets.without_faults(selection, device.arch)
     for line in faults:
         click.echo(line, err=True)
-    request = search_run.request(selection, device, arch is not None, budget, resume, out, jobs, timeout)
+    folder, seconds = out or search_run.output_folder(), parse_seconds(budget)
+    request = search_run.Request(
+        tuple(selection), device, arch is not None, seconds, resume, folder, jobs, timeout
+    )
     if dry_run:
         show_candidates(request, as_json)
     else:

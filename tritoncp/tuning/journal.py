@@ -92,9 +92,7 @@ def _entry(line: bytes) -> dict[str, Any]:
         entry = parse_json(line)
     except ValueError:
         return {}
-    if not isinstance(entry, dict):
-        return {}
-    is_entry = entry.get("stage") == "begin" or _is_finding(entry)
+    is_entry = isinstance(entry, dict) and (entry.get("stage") == "begin" or _is_finding(entry))
     return entry if is_entry else {}
 
 

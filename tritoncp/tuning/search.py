@@ -51,9 +51,13 @@ class Tally:
     tried: int = 0
     pruned: int = 0
     failed: int = 0
-    best: str = ""
+    best: str = "–"
     why: str = ""  # of the last failure
     show: Callable[[Tally], None] = lambda tally: None
+
+    def __str__(self) -> str:
+        counts = f"tried {self.tried}, pruned {self.pruned}, failed {self.failed}"
+        return f"{self.target}: {counts}, best {self.best}"
 
     def count(self, why: str | None = None, **steps: int) -> None:
         """Add to the counters by name, and show them."""

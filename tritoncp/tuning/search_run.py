@@ -14,7 +14,6 @@ from tritoncp.analysis.compile_pool import Compilers
 from tritoncp.analysis.cross_compile import check_target
 from tritoncp.core.paths import path_inside
 from tritoncp.ops import tile_tables
-from tritoncp.ops.tile_lookup import parse_seconds
 from tritoncp.tuning.journal import Journal
 from tritoncp.tuning.search import Bench, Choice, Tally, Tuner
 from tritoncp.tuning.targets import Target, candidates
@@ -34,16 +33,16 @@ class Screen:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         text = TextColumn(
-            "{task.fields[target]}  tried {task.completed} pruned {task.fields[pruned]} failed "
-            "{task.fields[failed]} best {task.fields[best]}"
+            "{task.fields[tally].target}  tried {task.completed} pruned {task.fields[tally].pruned} failed "
+            "{task.fields[tally].failed} best {task.fields[tally].best}"
         )
         self._console = console
         self._bar = Progress(
             BarColumn(), text, TimeElapsedColumn(), console=console, disable=not console.is_terminal
         )
-        self._task = self._bar.add_task("", total=total, target="", pruned=0, failed=0, best="–")
-        self._step, self._line = ("", -1), "nothing tried"
-        self._why = ""
+        self._tally = Tally()
+        self._task = self._bar.add_task("", total=total, tally=self._tally)
+        self._step, self._why = ("", -1), ""
 
     def __enter__(self) -> Screen:
         self._bar.start()
@@ -54,15 +53,8 @@ class Screen:
         self._print_progress()
 
     def __call__(self, tally: Tally) -> None:
-        fields: dict[str, Any] = {
-            "target": tally.target,
-            "pruned": tally.pruned,
-            "failed": tally.failed,
-            "best": tally.best or "–",
-        }
-        self._bar.update(self._task, completed=tally.tried, **fields)
-        self._line = f"{tally.target}: tried {tally.tried}, pruned {tally.pruned}, failed {tally.failed}, "
-        self._line += f"best {tally.best or '–'}"
+        self._tally = tally
+        self._bar.update(self._task, completed=tally.tried, tally=tally)
         if tally.why != self._why:
             self._why = tally.why
             self._print(f"{tally.target}: {tally.why}")
@@ -73,7 +65,7 @@ class Screen:
 
     def _print_progress(self) -> None:
         if not self._console.is_terminal:
-            self._print(self._line)
+            self._print(str(self._tally) if self._tally.target else "nothing tried")
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -94,6 +86,7 @@ class Request:
 
     @property
     def journal(self) -> Path:
+        """The path of the journal. Raises ValueError for a folder that a link leads out of."""
         path = tile_tables.path_in(self.folder, self.device).with_suffix(".jsonl")
         return path_inside(self.folder, path)
 
@@ -104,12 +97,11 @@ class Request:
 
         from tritoncp.perf.suite.machine import sources
 
-        code = sources(tile_tables.PACKAGE)
         return {
             "device": self.device.name,
             "arch": self.device.arch,
             "triton": triton.__version__,
-            "code": code,
+            "code": sources(tile_tables.PACKAGE),
         }
 
 
@@ -127,31 +119,18 @@ def device(arch: str | None) -> tile_tables.Device:
     )
 
 
-def request(
-    requested: Sequence[Target],
-    device: tile_tables.Device,
-    static: bool,
-    budget: str,
-    resume: bool,
-    folder: Path | None,
-    processes: int | None,
-    timeout: float,
-) -> Request:
-    """Make a request from the command's options. Raises ValueError for a malformed budget or a folder that a
-    link leads out of, RuntimeError where no folder is configured."""
-    target_folder = folder or next(
+def output_folder() -> Path:
+    """Return the folder of configurations that calls search first, except the shipped one. Raises
+    RuntimeError where there is none."""
+    folder = next(
         (path for path in tile_tables.folders() if path != tile_tables.SHIPPED), tile_tables.user_folder()
     )
-    if target_folder is None:
+    if folder is None:
         raise RuntimeError(
             "platformdirs, which knows the folder for configurations, is not installed: name one with --out, "
             "or in TRITONCP_CONFIG_DIR"
         )
-    result = Request(
-        tuple(requested), device, static, parse_seconds(budget), resume, target_folder, processes, timeout
-    )
-    _ = result.journal  # raises ValueError now for a folder that a link leads out of
-    return result
+    return folder
 
 
 class TuningResult(NamedTuple):

@@ -10,16 +10,13 @@ from html import escape
 from torch import Tensor
 
 from tritoncp.planning.drawing.rasters import (
-    BLOCK_OPACITIES,
     LENS,
-    SHARE_OPACITIES,
     WIDE,
     bar_columns,
-    blend,
+    legend,
     lens_length,
     mask_pixels,
     reads_pixels,
-    shows_blocks,
     to_image,
 )
 from tritoncp.planning.plan_data import PlanData
@@ -100,13 +97,9 @@ def _png_url(pixels: Tensor) -> str:
 
 def _legend_html(plan: PlanData) -> str:
     """Format the legend of the mask: samples of the ranks\' colours in each opacity."""
-    paint = colours(plan.world_size)
-    samples = paint[:: -(-len(paint) // 4)]
     labels = []
-    for shade, name in BLOCK_OPACITIES if shows_blocks(plan.mask) else SHARE_OPACITIES:
-        boxes = "".join(
-            f"<i style='background:{_css_colour(blend(colour, shade))}'></i>" for colour in samples
-        )
+    for name, samples in legend(plan):
+        boxes = "".join(f"<i style='background:{_css_colour(colour)}'></i>" for colour in samples)
         labels.append(f"<span class=key>{boxes} {name}</span>")
     return "".join(labels)
 

@@ -10,21 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tritoncp.planning.drawing.rasters import (
-    BLOCK_OPACITIES,
     DEEP,
     LENS,
     OWN,
     PAPER,
     READS,
-    SHARE_OPACITIES,
     SIDE,
     WIDE,
     bar_columns,
     blend,
+    legend,
     lens_length,
     mask_pixels,
     reads_pixels,
-    shows_blocks,
     tint,
     to_image,
 )
@@ -38,6 +36,7 @@ from tritoncp.planning.report import (
     format_remote_bytes,
     format_seconds,
     format_tokens,
+    shorten,
 )
 
 if TYPE_CHECKING:
@@ -80,19 +79,14 @@ def paint(facts: Facts) -> Image.Image:
 
     image = Image.new("RGB", (LEFT + SIDE + 120 + WIDE + 60, TOP + SIDE + 124), PAPER)
     pen, right = Pen(image), LEFT + SIDE + 120
-    _draw_headline(pen, facts)
+    first, second = format_headline(facts)
+    pen.text(LEFT, 34, first, 24)
+    pen.text(LEFT, 70, second, 15, GREY)
     _draw_mask(pen, facts)
     _draw_work(pen, facts, right, TOP)
     _draw_reads(pen, facts, right, TOP + 236)
     _draw_schedules(pen, facts, right, TOP + 612)
     return image
-
-
-def _draw_headline(pen: Pen, facts: Facts) -> None:
-    """Draw the two title lines."""
-    first, second = format_headline(facts)
-    pen.text(LEFT, 34, first, 24)
-    pen.text(LEFT, 70, second, 15, GREY)
 
 
 def _draw_mask(pen: Pen, facts: Facts) -> None:
@@ -117,11 +111,9 @@ def _draw_mask(pen: Pen, facts: Facts) -> None:
         LEFT, TOP - 10, "queries (down) see keys (across); colour: the rank that computes", 13, GREY, "ls"
     )
     x, y = float(LEFT), TOP + SIDE + 46
-    world = plan.world_size
-    samples = colours(world)[:: -(-world // 4)]
-    for shade, label in BLOCK_OPACITIES if shows_blocks(mask) else SHARE_OPACITIES:
+    for label, samples in legend(plan):
         for part, colour in enumerate(samples):
-            pen.box(x + 20 * part, y, 20, 14, blend(colour, shade))
+            pen.box(x + 20 * part, y, 20, 14, colour)
         x += 20 * len(samples) + 8
         pen.text(x, y + 7, label, 13, INK, "lm")
         x += pen.draw.textlength(label, pen.fonts[13]) + 26
@@ -199,12 +191,7 @@ def _draw_schedules(pen: Pen, facts: Facts, x: int, y: int) -> None:
             12,
             GREY,
         )
-    pen.text(x, y + 50 + 40 * len(facts.costs) + 4, _shorten(format_choice(facts)), 13)
-
-
-def _shorten(text: str) -> str:
-    """Shorten a line to the width of the picture."""
-    return text if len(text) <= 84 else f"{text[:83]}…"
+    pen.text(x, y + 50 + 40 * len(facts.costs) + 4, shorten(format_choice(facts), 84), 13)
 
 
 def _draw_title(pen: Pen, x: float, y: float, text: str, note: str) -> None:

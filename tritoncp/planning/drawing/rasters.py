@@ -61,6 +61,13 @@ def shows_blocks(mask: Mask, side: int = SIDE) -> bool:
     return max(mask.runs.shape[2:]) <= side
 
 
+def legend(plan: PlanData) -> list[tuple[str, list[Colour]]]:
+    """List the opacities of the mask: what each one means, and some ranks' colours in it."""
+    samples = colours(plan.world_size)[:: -(-plan.world_size // 4)]
+    opacities = BLOCK_OPACITIES if shows_blocks(plan.mask) else SHARE_OPACITIES
+    return [(label, [blend(colour, shade) for colour in samples]) for shade, label in opacities]
+
+
 def _pixel_shades(mask: Mask, side: int, length: int | None) -> Tensor:
     """Return each pixel's opacity at the position in its middle: float32 [side, side]."""
     q, kv = _pixel_middles(length or mask.q_len, side), _pixel_middles(length or mask.kv_len, side)
