@@ -96,18 +96,6 @@ class Fingerprint:
     ([0.5], False)
     """
 
-    __slots__ = (
-        "_count",
-        "_entries",
-        "_places",
-        "_references",
-        "_tensor_places",
-        "key",
-        "numbers",
-        "reason",
-        "tensors",
-    )  # fmt: skip
-
     def __init__(self, fn: object) -> None:
         self.tensors: list[torch.Tensor] = []
         self.numbers: list[int | float] = []
