@@ -249,7 +249,7 @@ class Fingerprint:
         mask_mods that `and_masks` combines, the function that `torch.no_grad` decorates."""
         self._remember((id(fn), id(None)), (fn, None))
         for cell in fn.__closure__ or ():
-            value = cell_value(cell, ABSENT)
+            value = cell_value(cell)
             if not _is_of_torch(getattr(value, "__self__", value)):
                 self._entries.append((path, self._value(path, value)))
         return Identity(fn)
@@ -305,7 +305,7 @@ def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
     if chain.kind == ARGUMENT:
         return _COMPUTED if owner is None else owner
     if chain.kind == CELL:
-        return cell_value((fn.__closure__ or ())[fn.__code__.co_freevars.index(chain.name)], ABSENT)
+        return cell_value((fn.__closure__ or ())[fn.__code__.co_freevars.index(chain.name)])
     try:
         package = fn.__globals__.get("__package__") or ""
         return sys.modules.get(importlib.util.resolve_name(chain.name, package), ABSENT)

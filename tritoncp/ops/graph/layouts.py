@@ -37,7 +37,7 @@ from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod, attributes
 from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
 from tritoncp.mods.bytecode import ARGUMENT, CELL, ITEM, Step, code_reads
-from tritoncp.mods.captures import UNSET, cell_value, empty_function, fill_function, take_apart
+from tritoncp.mods.captures import cell_value, empty_function, fill_function, take_apart
 from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.planning.plan import Plan
 
@@ -164,12 +164,8 @@ def is_fixed(thing: Any) -> bool:
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+# Types of the objects that `inputs.flatten_callable` flattens by their type.
 _FLAT = (Tensor, tuple, list, *_FUNCTIONS, Plan, Mask, TracedMask, Mod, MaskMod, BlockMask)
-
-
-def _is_flat(thing: Any) -> bool:
-    """Whether `inputs.flatten_callable` flattens an object by its type."""
-    return isinstance(thing, _FLAT)
 
 
 class _Node:
@@ -199,7 +195,7 @@ class _Reads:
         """Follow the reads of a function and return its layout. owner: the object its first argument is
         bound to."""
         values = zip(fn.__code__.co_freevars, map(cell_value, fn.__closure__ or ()), strict=True)
-        cells = {name: None if value is UNSET else _Node(value) for name, value in values}
+        cells = {name: None if value is ABSENT else _Node(value) for name, value in values}
         self._follow_function(fn, owner, cells)
         defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
         for value in (*defaults, *keywords.values()):
@@ -211,6 +207,7 @@ class _Reads:
     def _follow_function(
         self, fn: types.FunctionType, owner: _Node | None, cells: dict[str, _Node | None]
     ) -> None:
+        """Follow the reads of a function. cells: objects in its closure, none for a method of an object."""
         name = id(fn), 0 if owner is None else id(owner)
         if name in self._functions:
             return
@@ -219,7 +216,7 @@ class _Reads:
         if reads.obstacle or (owner is not None and "__class__" in fn.__code__.co_freevars):
             raise Uncapturable(f"{fn.__qualname__} {reads.obstacle or 'calls super()'}")
         for chain in reads.chains:
-            if chain.kind == CELL and (node := cells[chain.name]) is not None:
+            if chain.kind == CELL and (node := cells.get(chain.name)) is not None:
                 self._follow(node, chain.steps)
             elif chain.kind == ARGUMENT and owner is not None:
                 self._follow(owner, chain.steps)
@@ -228,16 +225,16 @@ class _Reads:
         """Follow attributes and items that are read from an object."""
         for step, name in steps:
             obj = node.thing
-            if is_fixed(obj) or _is_flat(obj):
+            if is_fixed(obj) or isinstance(obj, _FLAT):
                 break
             value = item_of(obj, name) if step == ITEM else attribute_of(obj, name)
             if isinstance(obj, torch.nn.Module) and step == ITEM:
                 break
             if type(value) is Getter:
-                return self._method(value.fn, node)
+                return self._follow_function(value.fn, node, {})
             if isinstance(value, types.MethodType) and isinstance(value.__func__, types.FunctionType):
                 if value.__self__ is obj and not is_fixed(value.__func__):
-                    return self._method(value.__func__, node)
+                    return self._follow_function(value.__func__, node, {})
                 break
             if isinstance(value, types.BuiltinMethodType) and value.__self__ is obj:
                 break
@@ -245,11 +242,6 @@ class _Reads:
             node = node.part(kind, name, value)
         node.whole = True
         return None
-
-    def _method(self, fn: types.FunctionType, owner: _Node) -> None:
-        """Follow the reads of a method that is called on an object; the object's class has its cells."""
-        cells = dict.fromkeys(fn.__code__.co_freevars)
-        self._follow_function(fn, owner, cells)
 
     def call(self, node: _Node) -> None:
         """Follow the reads of the call of an object."""
@@ -259,7 +251,7 @@ class _Reads:
         if name == "forward":
             _check_hooks(node.thing)
         if isinstance(call, types.FunctionType) and not is_fixed(call):
-            self._method(call, node)
+            self._follow_function(call, node, {})
             if name == "forward":
                 node.part("attribute", "training", node.thing.training)
         else:
@@ -268,7 +260,7 @@ class _Reads:
     def layout(self, node: _Node) -> Layout:
         """Return the layout of an object, by the parts of it that are read."""
         thing = node.thing
-        if _is_flat(thing) and not is_fixed(thing):
+        if isinstance(thing, _FLAT) and not is_fixed(thing):
             self._note(thing)
             return VALUE
         if is_fixed(thing):
