@@ -30,12 +30,11 @@ SHAPE_ONLY = {f"new_{fill}" for fill in ("ones", "zeros", "full", "empty")}
 SHAPE_ONLY |= {f"{fill}_like" for fill in ("ones", "zeros", "full", "empty")}
 
 
-def _keys() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
-    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-
 with ThreadPoolExecutor(1) as _thread:
-    _FRESH = _thread.submit(_keys).result()
+    _FRESH = (
+        _thread.submit(torch._C._dispatch_tls_local_include_set).result(),
+        _thread.submit(torch._C._dispatch_tls_local_exclude_set).result(),
+    )
 
 
 @contextmanager

@@ -90,11 +90,9 @@ def _is_user_file(filename: str) -> bool:
 
 def user_line() -> str:
     """file:line of the innermost frame of the stack that is in a user's file."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         if _is_user_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+            return f"{frame.f_code.co_filename}:{line}"
     return "an unknown line"
 
 

@@ -36,7 +36,7 @@ MAX_VALUES = 1024  # in one fingerprint: a recording of the function takes less 
 
 _COMPUTED = object()  # result of a function whose own reads enter the key
 _ATOMS = frozenset(
-    {bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range}
+    {bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type(ABSENT), range}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
     | {decimal.Decimal, fractions.Fraction, re.Pattern}
 )
@@ -241,7 +241,10 @@ class Fingerprint:
                 continue
             if type(value) in (int, float) and (chain.kind != CELL or chain.steps):
                 self.numbers.append(value)
-            self._entries.append((chain.path, self._end(chain, value)))
+            is_lookup = (value is getattr or value is hasattr) and chain.kind == GLOBAL and not chain.steps
+            # A look-up of a constant name: any other call of it is an obstacle.
+            key = Identity(value) if is_lookup else self._value(chain.path, value)
+            self._entries.append((chain.path, key))
         return "function", place
 
     def _torch_function(self, path: str, fn: types.FunctionType) -> Any:
@@ -253,14 +256,6 @@ class Fingerprint:
             if not _is_of_torch(getattr(value, "__self__", value)):
                 self._entries.append((path, self._value(path, value)))
         return Identity(fn)
-
-    def _end(self, chain: Chain, value: Any) -> Any:
-        """The key of the value at the end of a chain."""
-        if value is ABSENT:
-            return value
-        if (value is getattr or value is hasattr) and chain.kind == GLOBAL and not chain.steps:
-            return Identity(value)  # with a constant name: any other call of it is an obstacle
-        return self._value(chain.path, value)
 
     def _follow(self, chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
         """The value at the end of a chain; _COMPUTED where a property or a tensor computes it."""

@@ -150,7 +150,7 @@ class Mod:
                 "captures are tensors first, then numbers; reorder them, and caps[i] in the function"
             )
         _check_signature(fn, grad)
-        source = "\n\n".join(_source(f) for f in (fn, grad) if f is not None)
+        source = "\n\n".join(inspect.getsource(f.fn) for f in (fn, grad) if f is not None)
         learned = (
             tuple(i for i, t in enumerate(tensors) if t.requires_grad) if wants is None else tuple(wants)
         )
@@ -205,10 +205,6 @@ def _check_signature(fn: JITFunction, grad: JITFunction | None) -> None:
         raise ValueError(
             f"the gradient of a score_mod takes ({_GRAD_ARGUMENTS}); got ({', '.join(grad.arg_names)})"
         )
-
-
-def _source(fn: JITFunction) -> str:
-    return inspect.getsource(fn.fn)
 
 
 def is_jit_function(fn: Any) -> bool:
