@@ -24,7 +24,6 @@ from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
-from tritoncp.mods.attributes import ABSENT
 from tritoncp.mods.captures import MAKERS, take_apart
 from tritoncp.mods.mod import structure_of
 from tritoncp.ops.graph import layouts
@@ -97,7 +96,7 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
     if kind == "value":
         return _flatten(thing, tensors, ints)
     if kind == "unset":
-        return f'["is",{_unset_id()}]'
+        return f'["is",{layout[1]}]'
     if kind == "is":
         _guard_identity(thing)
         return f'["is",{layout[1]}]'
@@ -116,7 +115,7 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
         else:
             if hasattr(thing, name):
                 raise Uncapturable(f"this mask_mod or score_mod reads {name!r}, which was {MADE_INSIDE}")
-            texts.append(f'["is",{_unset_id()}]')
+            texts.append(f'["is",{part[1]}]')
     return f'["object",{layout[1]},[{",".join(texts)}]]'
 
 
@@ -168,11 +167,6 @@ def _guard_identity(thing: Any) -> None:
 @constant_result
 def _constant_id(thing: Any) -> int:
     return register_constant((type(thing), thing), thing)
-
-
-@constant_result
-def _unset_id() -> int:
-    return register_constant(ABSENT, ABSENT)
 
 
 @constant_result

@@ -9,7 +9,7 @@ The forms of a layout:
 
     ("value",)                     flatten it by its type
     ("is", number)                 a constant object, the same in every call of the graph
-    ("unset",)                     a variable of a closure that has no value yet
+    ("unset", number)              a variable of a closure without a value, or an absent attribute
     ("function", number, keywords, (layout of each cell, ...))
     ("method", layout of the function, layout of the object)
     ("object", number, ((kind, name, layout), ...))     an object or dict, by the parts that are read
@@ -200,7 +200,7 @@ class _Reads:
         defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
         for value in (*defaults, *keywords.values()):
             self._note(value)
-        layouts = tuple([("unset",) if node is None else self.layout(node) for node in cells.values()])
+        layouts = tuple([_unset() if node is None else self.layout(node) for node in cells.values()])
         names = tuple(keywords)
         return "function", register_function(fn.__code__, fn.__globals__, fn.__name__, names), names, layouts
 
@@ -264,8 +264,10 @@ class _Reads:
             self._note(thing)
             return VALUE
         if is_fixed(thing):
-            number = isinstance(thing, int | float)
-            return VALUE if number else ("is", register_constant((type(thing), _hashable(thing)), thing))
+            if isinstance(thing, int | float):
+                return VALUE
+            state = (thing.start, thing.stop, thing.step) if isinstance(thing, slice) else thing
+            return "is", register_constant((type(thing), state), thing)
         if type(thing) is dict and node.whole:
             self._note(thing)
             return VALUE
@@ -280,7 +282,7 @@ class _Reads:
             self._count += 1
             if self._count > MAX_PARTS:
                 raise Uncapturable(f"it reads more than {MAX_PARTS} attributes")
-            parts.append((kind, name, ("unset",) if kind == "absent" else self.layout(part)))
+            parts.append((kind, name, _unset() if kind == "absent" else self.layout(part)))
         self._open.discard(id(thing))
         return "object", register_constant((type(thing), kinds), (type(thing), kinds)), tuple(parts)
 
@@ -297,8 +299,8 @@ class _Reads:
                 self._note(part)
 
 
-def _hashable(thing: Any) -> Any:
-    return (thing.start, thing.stop, thing.step) if isinstance(thing, slice) else thing
+def _unset() -> Layout:
+    return "unset", register_constant(ABSENT, ABSENT)
 
 
 _MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}

@@ -7,7 +7,7 @@ while Dynamo traces: it loads Dynamo.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -99,17 +99,12 @@ def _structure_of_function(variable: Any, symbols: list[Any]) -> tuple[str, type
     defaults = variable.defaults.items if variable.defaults else ()
     keywords = variable.kwdefaults.items if variable.kwdefaults else {}
     names = tuple([name.vt.as_python_constant() for name in keywords])
-    text, parts = _structure_of_all([*_cells_of(variable), *defaults, *keywords.values()], symbols)
+    load = InstructionTranslator.current_tx().output.side_effects.load_cell
+    cells = [load(cell) for cell in (variable.closure.items if variable.closure else ())]
+    text, parts = _structure_of_all([*cells, *defaults, *keywords.values()], symbols)
     name = variable.fn_name.as_python_constant()
     number = register_function(variable.get_code(), variable.f_globals, name, names)
     return f'["function",{number},{text}]', make_function(constant_of(number), parts)
-
-
-def _cells_of(variable: Any) -> list[Any]:
-    """Return the variables of the cells of a function that the graph makes."""
-    load: Callable[[Any], Any] = InstructionTranslator.current_tx().output.side_effects.load_cell
-    closure: Any = variable.closure
-    return [load(cell) for cell in (closure.items if closure else ())]
 
 
 def guard_identity(context: Any) -> None:
