@@ -39,7 +39,9 @@ def count_visible_keys(
     if mask.mask_mod is None:
         counts.index_add_(0, row, (end - start)[:, None].expand(-1, mask.q_block))
     elif interval is not None:
-        lo, hi = (_split_by_block(bound, b, h, rows, mask.q_block)[row] for bound in interval)
+        end_pad = (0, rows * mask.q_block - mask.q_len)  # rows past q_len see no key
+        padded = (torch.nn.functional.pad(bound.long(), end_pad).expand(b, h, -1) for bound in interval)
+        lo, hi = (bound.reshape(-1, mask.q_block)[row] for bound in padded)
         overlap = hi.minimum(end[:, None]) - lo.maximum(start[:, None])
         counts.index_add_(0, row, overlap.clamp(min=0))
     else:
@@ -48,10 +50,3 @@ def count_visible_keys(
             batch_row, head, row, _ = chunk.unbind(1)
             counts.index_add_(0, ((batch_row - first_row) * h + head) * rows + row, visible.sum(2))
     return counts.view(b, h, -1)[..., : mask.q_len]
-
-
-def _split_by_block(bound: Tensor, b: int, h: int, rows: int, q_block: int) -> Tensor:
-    """Reshape a row bound [B, H, q_len] to int64 [b * h * rows, q_block]; rows past q_len see no key."""
-    short = rows * q_block - bound.shape[2]
-    padded = torch.nn.functional.pad(bound.long(), (0, short))
-    return padded.expand(b, h, -1).reshape(-1, q_block)
