@@ -226,9 +226,8 @@ class GraphRecorder(HostDispatchMode):
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        inputs = [node for leaf in leaves if (node := self._nodes.get(id(leaf))) is not None]
-        inputs = [node for node in inputs if node.op != "get_attr"]
+        nodes = [self._nodes.get(id(leaf)) for leaf in tree_leaves((args, kwargs))]
+        inputs = [node for node in nodes if node is not None and node.op != "get_attr"]
         is_constant = self._constants.issuperset(inputs)
         if torch.Tag.data_dependent_output in func.tags and not is_constant:
             raise RuntimeError(f"{func} reads a value of the graph")

@@ -263,7 +263,10 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
     if is_jit_function(fn):
         fn = Mod.from_triton(fn)
     if isinstance(fn, Mod):
-        _check_kind(fn, arguments)
+        if fn.is_score != (arguments == 5):
+            expected, actual = ("score_mod", "mask_mod") if arguments == 5 else ("mask_mod", "score_mod")
+            names = ", ".join(fn.fn.arg_names)
+            raise TypeError(f"a {expected} is needed here; got a {actual} ({names})")
         return fn
     if not callable(fn):
         raise TypeError(f"a mod is a function or a @triton.jit function; got a {type(fn).__name__}")
@@ -282,12 +285,6 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         if key is not None and sources is not None:
             _TRANSLATIONS.put(key, (mod.with_captures(numbers=mod.numbers), sources))
     return mod
-
-
-def _check_kind(mod: Mod, arguments: int) -> None:
-    if mod.is_score != (arguments == 5):
-        expected, actual = ("score_mod", "mask_mod") if arguments == 5 else ("mask_mod", "score_mod")
-        raise TypeError(f"a {expected} is needed here; got a {actual} ({', '.join(mod.fn.arg_names)})")
 
 
 def _build(trace: ModTrace) -> Mod:
