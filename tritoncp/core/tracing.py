@@ -30,12 +30,11 @@ SHAPE_ONLY = {f"new_{fill}" for fill in ("ones", "zeros", "full", "empty")}
 SHAPE_ONLY |= {f"{fill}_like" for fill in ("ones", "zeros", "full", "empty")}
 
 
-def _keys() -> tuple[torch._C.DispatchKeySet, torch._C.DispatchKeySet]:
-    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-
-
 with ThreadPoolExecutor(1) as _thread:
-    _FRESH = _thread.submit(_keys).result()
+    _FRESH = (
+        _thread.submit(torch._C._dispatch_tls_local_include_set).result(),
+        _thread.submit(torch._C._dispatch_tls_local_exclude_set).result(),
+    )
 
 
 @contextmanager
@@ -227,9 +226,8 @@ class GraphRecorder(HostDispatchMode):
             parts = func.decompose(*args, **kwargs)
         if parts is not NotImplemented:
             return parts
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        inputs = [node for leaf in leaves if (node := self._nodes.get(id(leaf))) is not None]
-        inputs = [node for node in inputs if node.op != "get_attr"]
+        nodes = [self._nodes.get(id(leaf)) for leaf in tree_leaves((args, kwargs))]
+        inputs = [node for node in nodes if node is not None and node.op != "get_attr"]
         is_constant = self._constants.issuperset(inputs)
         if torch.Tag.data_dependent_output in func.tags and not is_constant:
             raise RuntimeError(f"{func} reads a value of the graph")

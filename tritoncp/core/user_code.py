@@ -8,6 +8,7 @@ below.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -24,39 +25,31 @@ READS_VALUE = (
 IS_RANDOM = "random numbers differ at every evaluation"
 HAS_DATA_DEPENDENT_SHAPE = "the shape of its result depends on data"
 
-# For each text in a message of torch.vmap: what the user's function does, and why that cannot be.
-_EDIT = "an edit in place by a value that differs at more pairs than the edited tensor"
-_REFUSALS = (
-    ("inplace arithmetic", _EDIT, "it has no room for the results; write x = x + y for x += y"),
-    (
-        "doesn't match the broadcast shape",
-        _EDIT,
+_SINGLE = "it is called for single elements (use operations on elements, as == for torch.equal)"
+
+# For texts in messages of torch.vmap: what the user's function does, and why that cannot be.
+_REFUSALS = {
+    r"inplace arithmetic|doesn't match the broadcast shape": (
+        "an edit in place by a value that differs at more pairs than the edited tensor",
         "it has no room for the results; write x = x + y for x += y",
     ),
-    (
-        "data-dependent control flow",
+    r"data-dependent control flow": (
         "`if`, `and`, `or`, `not`, `in`, max(), min() or bool() of a tensor, or a chained comparison",
         f"{READS_VALUE}; write (0 <= q_idx) & (q_idx < 8) for 0 <= q_idx < 8",
     ),
-    (".item()", "Tensor.item(), int(), float(), range() or an index into a list", READS_VALUE),
-    ("Cannot access data pointer", "Tensor.tolist() or Tensor.numpy()", READS_VALUE),
-    (
-        "dynamic shape",
+    r"\.item\(\)": ("Tensor.item(), int(), float(), range() or an index into a list", READS_VALUE),
+    r"Cannot access data pointer": ("Tensor.tolist() or Tensor.numpy()", READS_VALUE),
+    r"dynamic shape": (
         "an index by a bool tensor, or nonzero()",
         f"{HAS_DATA_DEPENDENT_SHAPE} (use torch.where)",
     ),
-    ("random operation", "a random operation", f"{IS_RANDOM}; capture a tensor of random numbers"),
-    (
-        "Batching rule not implemented",
+    r"random operation": ("a random operation", f"{IS_RANDOM}; capture a tensor of random numbers"),
+    r"Batching rule not implemented": (
         "an operation that compares whole tensors or has no rule for vmap",
-        "it is called for single elements (use operations on elements, as == for torch.equal)",
+        _SINGLE,
     ),
-    (
-        "vmap over",
-        "an operation without a rule for vmap",
-        "it is called for single elements (use operations on elements, as == for torch.equal)",
-    ),
-)
+    r"vmap over": ("an operation without a rule for vmap", _SINGLE),
+}
 
 
 def origin(fn: Any) -> str:
@@ -97,11 +90,9 @@ def _is_user_file(filename: str) -> bool:
 
 def user_line() -> str:
     """file:line of the innermost frame of the stack that is in a user's file."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         if _is_user_file(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+            return f"{frame.f_code.co_filename}:{line}"
     return "an unknown line"
 
 
@@ -150,8 +141,8 @@ def explained_errors(fn: Callable[..., Any], kind: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        for text, operation, reason in _REFUSALS:
-            if text in str(error):
+        for pattern, (operation, reason) in _REFUSALS.items():
+            if re.search(pattern, str(error)):
                 line = last_user_line(traceback.extract_tb(error.__traceback__), origin(fn))
                 raise TypeError(f"the {kind} at {line} uses {operation}: {reason}") from error
         raise

@@ -75,27 +75,17 @@ def selected_numbers(index: Any, sizes: tuple[int, int, int]) -> tuple[tuple[int
     >>> selected_numbers((-1, slice(None), slice(2, 4)), (3, 2, 8))
     ((2,), None, (2, 3))
     """
-    parts = _expand_ellipsis(index if isinstance(index, tuple) else (index,))
-    if len(parts) > 4 or (len(parts) == 4 and not _is_full(parts[3])):
+    parts = index if isinstance(index, tuple) else (index,)
+    dots = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
+    before, after = parts[:dots], parts[dots + 1 :]
+    parts = (*before, *[slice(None)] * (4 - len(before) - len(after)), *after)
+    keys = parts[3]
+    if len(parts) > 4 or not isinstance(keys, slice) or keys not in (slice(None), slice(0, None)):
         raise IndexError(
             f"a mask has dimensions [{', '.join(DIMENSIONS)}], of which the first three can be selected; "
             "make the mask of fewer keys with create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN)"
         )
-    padded = (*parts[:3], *[slice(None)] * (3 - len(parts)))
-    return tuple(_numbers(*argument) for argument in zip(padded, sizes, DIMENSIONS, strict=False))
-
-
-def _expand_ellipsis(parts: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replace `...` by the full slices that it stands for."""
-    places = [i for i, part in enumerate(parts) if part is Ellipsis]
-    if not places:
-        return parts
-    missing = max(0, 4 - (len(parts) - 1))
-    return (*parts[: places[0]], *[slice(None)] * missing, *parts[places[0] + 1 :])
-
-
-def _is_full(part: Any) -> bool:
-    return isinstance(part, slice) and part in (slice(None), slice(0, None))
+    return tuple(_numbers(*argument) for argument in zip(parts, sizes, DIMENSIONS, strict=False))
 
 
 def _numbers(part: Any, size: int, dimension: str) -> tuple[int, ...] | None:

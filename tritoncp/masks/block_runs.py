@@ -125,14 +125,12 @@ class Runs:
         """Select, reorder or repeat rows. rows: int64 [Bp, n], -1 = an empty row; batches broadcast."""
         if rows.ndim != 2 or rows.dtype != torch.int64:
             raise ValueError(f"rows must be int64 [B, n], got {rows.dtype} {tuple(rows.shape)}")
-        b, h, r, _ = self.shape
+        b, _, r, _ = self.shape
         if rows.numel() and not (int(rows.min()) >= -1 and int(rows.max()) < r):
             raise ValueError(f"rows must lie in [-1, {r}), got {int(rows.min())} to {int(rows.max())}")
         batch = _broadcast("rows", len(rows), b)
-        which = rows.expand(batch, -1)[:, None].expand(-1, h, -1)  # [B, H, n]
-        none = torch.zeros(batch, h, 1, 3, dtype=torch.int32)
-        ptr = torch.cat([none, self.ptr.expand(batch, -1, -1, -1)], dim=2)
-        return self._gather(ptr.gather(2, (which + 1)[..., None].expand(-1, -1, -1, 3)))
+        ptr = torch.nn.functional.pad(self.ptr.expand(batch, -1, -1, -1), (0, 0, 1, 0))  # first an empty row
+        return self._gather(ptr[torch.arange(batch)[:, None], :, rows + 1].transpose(1, 2))  # [B, H, n, 3]
 
     def expand(self, B: int, H: int) -> Runs:
         """The same rows for every batch row and head: dimensions of size 1 are repeated."""
@@ -168,8 +166,7 @@ class Runs:
             raise ValueError("first must be non-negative and non-decreasing in each row")
         batch = _broadcast("first", len(first), b)
         row, start, end, kind = self.expand(batch, h)._flat()
-        which = row // (h * r) if len(first) > 1 else torch.zeros_like(row)
-        start, end = first[which, start], first[which, end]
+        start, end = (first.expand(batch, -1)[row // (h * r), edge] for edge in (start, end))
         return self._pack((batch, h, r), int(first[:, -1].max()), row, start, end, kind)
 
     def transpose(self) -> Runs:

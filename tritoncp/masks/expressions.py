@@ -216,34 +216,30 @@ class _Reader:
 
     def __init__(self, text: str, documents: Lengths | None) -> None:
         self.text, self.documents = text, documents
-        self.depth = 0
-        self.constructors: dict[str, Callable[..., MaskFn]] = {
-            "causal": causal,
-            "document": self._document,
-            "full": lambda: sliding_window(-1, -1),
-            "prefix": prefix_lm,
-            "prefix_lm": prefix_lm,
-            "sliding_window": sliding_window,
-            "window": sliding_window,
+        # By name: the constructor, and its arguments for messages.
+        self.constructors: dict[str, tuple[Callable[..., MaskFn], str]] = {
+            "causal": (causal, " alone"),
+            "document": (self._document, " alone, or (lengths...)"),
+            "full": (lambda: sliding_window(-1, -1), " alone"),
+            "prefix": (prefix_lm, "(n)"),
+            "prefix_lm": (prefix_lm, "(n)"),
+            "sliding_window": (sliding_window, "(left, right=0)"),
+            "window": (sliding_window, "(left, right=0)"),
         }
 
-    def mask(self, node: ast.AST) -> MaskFn:
-        """Build the mask_mod of a syntax tree; raise if masks are nested too deeply."""
-        if self.depth > MAX_DEPTH:
-            raise self._error(f"masks are nested more than {MAX_DEPTH} deep", node)
-        self.depth += 1
-        try:
-            return self._mask(node)
-        finally:
-            self.depth -= 1
+    def mask(self, node: ast.AST, depth: int = 0) -> MaskFn:
+        """Build the mask_mod of a syntax tree; raise if masks are nested too deeply.
 
-    def _mask(self, node: ast.AST) -> MaskFn:
+        depth: of the tree's root in the whole expression
+        """
+        if depth > MAX_DEPTH:
+            raise self._error(f"masks are nested more than {MAX_DEPTH} deep", node)
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            return OPERATORS[type(node.op)](*self._flat(node, type(node.op)))
+            return OPERATORS[type(node.op)](*self._flat(node, type(node.op), depth + 1))
         if isinstance(node, ast.BoolOp):
-            return OPERATORS[type(node.op)](*map(self.mask, node.values))
+            return OPERATORS[type(node.op)](*[self.mask(value, depth + 1) for value in node.values])
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert | ast.Not):
-            return not_(self.mask(node.operand))
+            return not_(self.mask(node.operand, depth + 1))
         if isinstance(node, ast.Name):
             return self._call(node, node, (), {})
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -252,11 +248,11 @@ class _Reader:
             return self._call(node, node.func, numbers, keywords)
         raise self._error("a mask is a name, a call of one, or masks joined with & | ~", node)
 
-    def _flat(self, node: ast.AST, kind: type) -> list[MaskFn]:
+    def _flat(self, node: ast.AST, kind: type, depth: int) -> list[MaskFn]:
         """Build the operands of ``a & b & c`` as three masks instead of two nested operations."""
         if isinstance(node, ast.BinOp) and type(node.op) is kind:
-            return [*self._flat(node.left, kind), *self._flat(node.right, kind)]
-        return [self.mask(node)]
+            return [*self._flat(node.left, kind, depth), *self._flat(node.right, kind, depth)]
+        return [self.mask(node, depth)]
 
     def _call(
         self, node: ast.AST, name: ast.Name, numbers: Sequence[int], keywords: dict[str, int]
@@ -266,12 +262,11 @@ class _Reader:
             raise self._error(
                 f"no mask is called {name.id!r}; known: {', '.join(sorted(self.constructors))}", name
             )
+        constructor, arguments = self.constructors[name.id]
         try:
-            return self.constructors[name.id](*numbers, **keywords)
+            return constructor(*numbers, **keywords)
         except TypeError:
-            signs = {"window": "(left, right=0)", "sliding_window": "(left, right=0)", "prefix": "(n)"}
-            signs |= {"prefix_lm": "(n)", "document": " alone, or (lengths...)"}
-            raise self._error(f"it is {name.id}{signs.get(name.id, ' alone')}", node) from None
+            raise self._error(f"it is {name.id}{arguments}", node) from None
         except ValueError as error:
             raise self._error(str(error), node) from None
 

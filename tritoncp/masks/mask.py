@@ -370,8 +370,8 @@ def full_mask(q_len: int, kv_len: int, B: int = 1, H: int = 1, block: int | tupl
     [[[[1, 1], [2, 2]]]]
     """
     q_block, kv_block = _block_size(block)
-    row = torch.full((-(-q_len // q_block), 1), int(Kind.FULL), dtype=torch.uint8)
-    kinds = row.repeat(1, -(-kv_len // kv_block))[None, None]
+    blocks = -(-q_len // q_block), -(-kv_len // kv_block)
+    kinds = torch.full((1, 1, *blocks), int(Kind.FULL), dtype=torch.uint8)
     runs = Runs.from_kinds(bound_ragged_blocks(kinds, q_len % q_block, kv_len % kv_block)).expand(B, H)
     return Mask(q_len, kv_len, q_block, kv_block, runs, None, None, None)
 

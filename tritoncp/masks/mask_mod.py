@@ -6,6 +6,7 @@ interval of keys that each query row sees, where there is one.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,81 +106,69 @@ class _Combination(MaskMod):
         ndim = max(x.ndim if isinstance(x, Tensor) else 0 for x in (b, h, q_idx, kv_idx))
         return check_result(visible, self.parts[index], ndim=ndim)
 
-    def _mask_mods(self) -> list[MaskMod]:
-        """The parts if all of them are MaskMods, else an empty list."""
-        parts = [part for part in self.parts if isinstance(part, MaskMod)]
-        return parts if len(parts) == len(self.parts) else []
-
-    def _part_intervals(self, q_len: int, kv_len: int) -> list[Intervals] | None:
-        """The intervals of every part; None unless all parts have them."""
-        intervals = []
-        for part in self._mask_mods():
-            interval = part.intervals(q_len, kv_len)
-            if interval is None:
-                return None
-            intervals.append(interval)
-        return intervals or None
-
-    def _part_windows(self) -> list[tuple[int, int]] | None:
-        """The windows of every part; None unless all parts have them."""
-        parts = self._mask_mods()
-        windows = [part.window for part in parts if part.window is not None]
-        return windows if windows and len(windows) == len(parts) else None
-
     def __repr__(self) -> str:
         name = {"And": "and_masks", "Or": "or_masks", "Not": "not_"}[type(self).__name__]
         return f"{name}({', '.join(map(name_of, self.parts))})"
 
 
-class And(_Combination):
-    """Intersection: a pair is visible if every part shows it."""
+class _Join(_Combination):
+    """Base class of And and Or: parts joined from left to right."""
+
+    _join: Callable[[Tensor, Tensor], Tensor]  # values of two parts
+
+    @abstractmethod
+    def _join_intervals(self, left: Intervals, right: Intervals) -> Intervals | None:
+        """The intervals of two parts together; None if some row has no single one."""
 
     def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = self._part_visible(0, b, h, q_idx, kv_idx)
         for index in range(1, len(self.parts)):
-            visible = visible & self._part_visible(index, b, h, q_idx, kv_idx)
+            visible = self._join(visible, self._part_visible(index, b, h, q_idx, kv_idx))
         return visible
 
     def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        intervals = self._part_intervals(q_len, kv_len)
-        if intervals is None:
+        parts = [part for part in self.parts if isinstance(part, MaskMod)]
+        if len(parts) < len(self.parts):
             return None
-        lo, hi = intervals[0]
-        for lo2, hi2 in intervals[1:]:
-            lo, hi = torch.maximum(lo, lo2), torch.minimum(hi, hi2)
-        return clip_intervals(lo, hi, kv_len)
+        joined = parts[0].intervals(q_len, kv_len)
+        for part in parts[1:]:
+            intervals = joined and part.intervals(q_len, kv_len)
+            joined = joined and intervals and self._join_intervals(joined, intervals)
+        return joined
+
+
+class And(_Join):
+    """Intersection: a pair is visible if every part shows it."""
+
+    _join = staticmethod(operator.and_)
+
+    def _join_intervals(self, left: Intervals, right: Intervals) -> Intervals:
+        lo, hi = torch.maximum(left[0], right[0]), torch.minimum(left[1], right[1])
+        return lo.where(hi > lo, 0), hi.where(hi > lo, 0)
 
     @property
     def window(self) -> tuple[int, int] | None:
-        windows = self._part_windows()
-        if windows is None:
+        windows = [part.window for part in self.parts if isinstance(part, MaskMod) and part.window]
+        if len(windows) < len(self.parts):
             return None
         left, right = zip(*windows, strict=True)
         return _intersect_bounds(left), _intersect_bounds(right)
 
 
-class Or(_Combination):
+class Or(_Join):
     """Union: a pair is visible if any part shows it."""
 
-    def __call__(self, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        visible = self._part_visible(0, b, h, q_idx, kv_idx)
-        for index in range(1, len(self.parts)):
-            visible = visible | self._part_visible(index, b, h, q_idx, kv_idx)
-        return visible
+    _join = staticmethod(operator.or_)
 
-    def intervals(self, q_len: int, kv_len: int) -> Intervals | None:
-        intervals = self._part_intervals(q_len, kv_len)
-        if intervals is None:
+    def _join_intervals(self, left: Intervals, right: Intervals) -> Intervals | None:
+        (lo, hi), (lo2, hi2) = left, right
+        empty, empty2 = lo == hi, lo2 == hi2
+        if bool((~empty & ~empty2 & ((lo > hi2) | (lo2 > hi))).any()):  # a gap between the two
             return None
-        lo, hi = intervals[0]
-        for lo2, hi2 in intervals[1:]:
-            empty, empty2 = lo == hi, lo2 == hi2
-            if bool((~empty & ~empty2 & ((lo > hi2) | (lo2 > hi))).any()):  # a gap between the two
-                return None
-            lo, hi = (
-                torch.where(empty, x2, torch.where(empty2, x, pick(x, x2)))
-                for x, x2, pick in ((lo, lo2, torch.minimum), (hi, hi2, torch.maximum))
-            )
+        lo, hi = (
+            torch.where(empty, x2, torch.where(empty2, x, pick(x, x2)))
+            for x, x2, pick in ((lo, lo2, torch.minimum), (hi, hi2, torch.maximum))
+        )
         return lo, hi
 
 

@@ -58,11 +58,9 @@ def fields_of(obj: Any) -> dict[str, Any]:
     """The attributes that an object holds, in slots and in its dictionary."""
     slots = [base.__dict__.get("__slots__", ()) for base in type(obj).__mro__]
     names = [name for group in slots for name in ((group,) if isinstance(group, str) else group)]
-    held = {name: getattr(obj, name) for name in names if name not in _OWN_SLOTS and hasattr(obj, name)}
+    own = ("__dict__", "__weakref__")
+    held = {name: getattr(obj, name) for name in names if name not in own and hasattr(obj, name)}
     return {**held, **getattr(obj, "__dict__", {})}
-
-
-_OWN_SLOTS = ("__dict__", "__weakref__")
 
 
 # `__getattribute__` of types that look attributes up by Python's rules; that of a proxy does not.
@@ -119,7 +117,8 @@ def item_of(obj: Any, key: Any) -> Any:
     kind = type(obj)
     subscript = in_class(kind, "__getitem__")
     if isinstance(obj, dict | list | tuple) and not isinstance(subscript, types.FunctionType):
-        if key not in obj if isinstance(obj, dict) else not _is_within(obj, key):
+        keys = obj if isinstance(obj, dict) else range(-len(obj), len(obj)) if isinstance(key, int) else ()
+        if key not in keys:
             if in_class(kind, "__missing__") is not ABSENT:
                 raise Incomparable(f"has no {key!r}, which the __missing__ of {kind.__qualname__} computes")
             return ABSENT
@@ -185,7 +184,3 @@ def _is_data_descriptor(raw: Any) -> bool:
 
 def _is_overridden(kind: type, name: str) -> bool:
     return any(name in base.__dict__ for base in kind.__mro__ if base.__module__ != "enum")
-
-
-def _is_within(obj: Any, index: Any) -> bool:
-    return isinstance(index, int) and -len(obj) <= index < len(obj)

@@ -56,9 +56,8 @@ _GAPS = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
 _DYNAMIC = ("getattr", "hasattr")
 
 
-_READS: BoundedCache[types.CodeType, Reads] = BoundedCache(
-    4096
-)  # by code; not an lru_cache, of which Dynamo warns
+# By code; not an lru_cache, of which Dynamo warns.
+_READS: BoundedCache[types.CodeType, Reads] = BoundedCache(4096)
 
 
 def code_reads(code: types.CodeType) -> Reads:

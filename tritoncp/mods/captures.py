@@ -15,10 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tritoncp.mods.attributes import fields_of
+from tritoncp.mods.attributes import ABSENT, fields_of
 from tritoncp.mods.bytecode import GLOBAL, ITEM, code_reads
 
-UNSET = object()  # in the place of a variable that has no value yet
 Number = int | float
 
 
@@ -58,12 +57,12 @@ def with_tensors(obj: Any, new: Mapping[int, Tensor]) -> Any:
     return _Copier(lambda leaf: id(leaf) in new, lambda tensor: new[id(tensor)], is_deep=True).copy(obj)
 
 
-def cell_value(cell: types.CellType, default: Any = UNSET) -> Any:
-    """Return the value of a closure's variable; ``default`` before it has one."""
+def cell_value(cell: types.CellType) -> Any:
+    """Return the value of a closure's variable; ABSENT before it has one."""
     try:
         return cell.cell_contents
     except ValueError:
-        return default
+        return ABSENT
 
 
 def function_parts(fn: types.FunctionType) -> list[Any]:
@@ -81,7 +80,7 @@ def fill_function(fn: types.FunctionType, keywords: tuple[str, ...], parts: list
     """Set the `function_parts` of an empty function, and return it. keywords: names of the last of them"""
     cells, split = fn.__closure__ or (), len(parts) - len(keywords)
     for cell, part in zip(cells, parts):
-        if part is not UNSET:
+        if part is not ABSENT:
             cell.cell_contents = part
     fn.__defaults__ = tuple(parts[len(cells) : split]) or None
     fn.__kwdefaults__ = dict(zip(keywords, parts[split:])) or None

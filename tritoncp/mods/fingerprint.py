@@ -36,7 +36,7 @@ MAX_VALUES = 1024  # in one fingerprint: a recording of the function takes less 
 
 _COMPUTED = object()  # result of a function whose own reads enter the key
 _ATOMS = frozenset(
-    {bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented), range}
+    {bool, str, bytes, type(None), type(Ellipsis), type(NotImplemented), type(ABSENT), range}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
     | {decimal.Decimal, fractions.Fraction, re.Pattern}
 )
@@ -95,18 +95,6 @@ class Fingerprint:
     >>> before.numbers, Fingerprint(bias).key == before.key
     ([0.5], False)
     """
-
-    __slots__ = (
-        "_count",
-        "_entries",
-        "_places",
-        "_references",
-        "_tensor_places",
-        "key",
-        "numbers",
-        "reason",
-        "tensors",
-    )  # fmt: skip
 
     def __init__(self, fn: object) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -253,7 +241,10 @@ class Fingerprint:
                 continue
             if type(value) in (int, float) and (chain.kind != CELL or chain.steps):
                 self.numbers.append(value)
-            self._entries.append((chain.path, self._end(chain, value)))
+            is_lookup = (value is getattr or value is hasattr) and chain.kind == GLOBAL and not chain.steps
+            # A look-up of a constant name: any other call of it is an obstacle.
+            key = Identity(value) if is_lookup else self._value(chain.path, value)
+            self._entries.append((chain.path, key))
         return "function", place
 
     def _torch_function(self, path: str, fn: types.FunctionType) -> Any:
@@ -261,18 +252,10 @@ class Fingerprint:
         mask_mods that `and_masks` combines, the function that `torch.no_grad` decorates."""
         self._remember((id(fn), id(None)), (fn, None))
         for cell in fn.__closure__ or ():
-            value = cell_value(cell, ABSENT)
+            value = cell_value(cell)
             if not _is_of_torch(getattr(value, "__self__", value)):
                 self._entries.append((path, self._value(path, value)))
         return Identity(fn)
-
-    def _end(self, chain: Chain, value: Any) -> Any:
-        """The key of the value at the end of a chain."""
-        if value is ABSENT:
-            return value
-        if (value is getattr or value is hasattr) and chain.kind == GLOBAL and not chain.steps:
-            return Identity(value)  # with a constant name: any other call of it is an obstacle
-        return self._value(chain.path, value)
 
     def _follow(self, chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
         """The value at the end of a chain; _COMPUTED where a property or a tensor computes it."""
@@ -317,7 +300,7 @@ def root_of(chain: Chain, fn: types.FunctionType, owner: Any) -> Any:
     if chain.kind == ARGUMENT:
         return _COMPUTED if owner is None else owner
     if chain.kind == CELL:
-        return cell_value((fn.__closure__ or ())[fn.__code__.co_freevars.index(chain.name)], ABSENT)
+        return cell_value((fn.__closure__ or ())[fn.__code__.co_freevars.index(chain.name)])
     try:
         package = fn.__globals__.get("__package__") or ""
         return sys.modules.get(importlib.util.resolve_name(chain.name, package), ABSENT)

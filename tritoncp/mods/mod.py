@@ -150,7 +150,7 @@ class Mod:
                 "captures are tensors first, then numbers; reorder them, and caps[i] in the function"
             )
         _check_signature(fn, grad)
-        source = "\n\n".join(_source(f) for f in (fn, grad) if f is not None)
+        source = "\n\n".join(inspect.getsource(f.fn) for f in (fn, grad) if f is not None)
         learned = (
             tuple(i for i, t in enumerate(tensors) if t.requires_grad) if wants is None else tuple(wants)
         )
@@ -205,10 +205,6 @@ def _check_signature(fn: JITFunction, grad: JITFunction | None) -> None:
         raise ValueError(
             f"the gradient of a score_mod takes ({_GRAD_ARGUMENTS}); got ({', '.join(grad.arg_names)})"
         )
-
-
-def _source(fn: JITFunction) -> str:
-    return inspect.getsource(fn.fn)
 
 
 def is_jit_function(fn: Any) -> bool:
@@ -267,7 +263,10 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
     if is_jit_function(fn):
         fn = Mod.from_triton(fn)
     if isinstance(fn, Mod):
-        _check_kind(fn, arguments)
+        if fn.is_score != (arguments == 5):
+            expected, actual = ("score_mod", "mask_mod") if arguments == 5 else ("mask_mod", "score_mod")
+            names = ", ".join(fn.fn.arg_names)
+            raise TypeError(f"a {expected} is needed here; got a {actual} ({names})")
         return fn
     if not callable(fn):
         raise TypeError(f"a mod is a function or a @triton.jit function; got a {type(fn).__name__}")
@@ -286,12 +285,6 @@ def _translate(fn: Callable[..., Any] | JITFunction | Mod, arguments: int, dtype
         if key is not None and sources is not None:
             _TRANSLATIONS.put(key, (mod.with_captures(numbers=mod.numbers), sources))
     return mod
-
-
-def _check_kind(mod: Mod, arguments: int) -> None:
-    if mod.is_score != (arguments == 5):
-        expected, actual = ("score_mod", "mask_mod") if arguments == 5 else ("mask_mod", "score_mod")
-        raise TypeError(f"a {expected} is needed here; got a {actual} ({', '.join(mod.fn.arg_names)})")
 
 
 def _build(trace: ModTrace) -> Mod:

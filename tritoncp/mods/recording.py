@@ -80,7 +80,10 @@ def record(
         recorder = _Recorder()
         try:
             with torch.inference_mode(False), torch.set_grad_enabled(is_score), _without_hooks():
-                _run(fn, [*_scores(is_score, dtype, device), *_indices(index, device)], recorder)
+                arguments = [torch.full((), index, dtype=torch.int64, device=device) for _ in range(4)]
+                if is_score:
+                    arguments.insert(0, torch.ones((), dtype=dtype, device=device, requires_grad=True))
+                _run(fn, arguments, recorder)
         except Exception:  # of the user's code; a translation, if one is needed, raises it again
             continue
         return tuple(recorder.operations), recorder.captured
@@ -90,14 +93,6 @@ def record(
 def _without_hooks() -> saved_tensors_hooks:
     """Keep the caller's hooks for saved tensors, as for offloaded activations, out of a recording."""
     return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
-def _scores(is_score: bool, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    return [torch.ones((), dtype=dtype, device=device, requires_grad=True)] if is_score else []
-
-
-def _indices(index: int, device: torch.device) -> list[Tensor]:
-    return [torch.full((), index, dtype=torch.int64, device=device) for _ in range(4)]
 
 
 def _run(fn: Callable[..., Any], arguments: list[Tensor], recorder: _Recorder) -> None:

@@ -26,8 +26,6 @@ class Snapshot:
     'global width was 40 and is 41'
     """
 
-    __slots__ = ("_fixed", "_key", "_tensors", "_versions")
-
     def __init__(self, mask_mod: Callable[..., Any], fixed: bool = False) -> None:
         """Read the state. fixed: whether only the contents of its tensors can change, as in closed forms."""
         state = captured_state(mask_mod)

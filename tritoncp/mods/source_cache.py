@@ -111,10 +111,11 @@ def _store(digest: str, source: str) -> str:
     """
     name = f"{digest}.py"
     try:
-        directory = _safe_directory(cache_dir())
+        directory = cache_dir()
         try:
+            _make_safe(directory)
             return str(_write(directory / name, source))
-        except OSError as error:  # a directory of that name, a full disk
+        except OSError as error:  # an unsafe directory, a directory of that name, a full disk
             return str(_write(_private_directory(str(error)) / name, source))
     except (OSError, RuntimeError):  # not even a temporary directory; RuntimeError: the user has no home
         return f"<tritoncp mod {digest}>"
@@ -179,17 +180,12 @@ def _has_text(path: Path, source: str) -> bool:
         return False
 
 
-def _safe_directory(directory: Path) -> Path:
-    """Make a directory with mode 0700; return it, or a private temporary one where it is not safe."""
+def _make_safe(directory: Path) -> None:
+    """Make a directory with mode 0700. Raises OSError if others than its owner may write to it."""
     for level in (directory.parent, directory):  # who may write to the parent may replace the directory
-        try:
-            level.mkdir(mode=0o700, parents=True, exist_ok=True)
-            reason = unsafe_reason(level)
-        except OSError as error:
-            reason = str(error)
-        if reason is not None:
-            return _private_directory(f"{level}: {reason}")
-    return directory
+        level.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if reason := unsafe_reason(level):
+            raise OSError(f"{level}: {reason}")
 
 
 def unsafe_reason(directory: Path) -> str | None:

@@ -36,7 +36,6 @@ Not caches, but registers, whose entries live as long as what they name:
     distributed.groups._CONTROLS, distributed.groups._COMPANIONS, distributed.groups._CONNECTED: of a group
     mods.mod._STRUCTURES, mods.source_cache._MODULES: structures of mods and their modules, by digest
     mods.source_cache._PRIVATE_DIRECTORIES, mods.source_cache._WRITES: folders of generated code
-    ops.graph.inputs._LAYOUTS: the layout that was made last
 """
 
 from __future__ import annotations

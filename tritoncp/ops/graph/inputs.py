@@ -24,9 +24,9 @@ from tritoncp.masks.mask import Mask
 from tritoncp.masks.mask_mod import MaskMod
 from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod
-from tritoncp.mods.captures import MAKERS, UNSET, take_apart
+from tritoncp.mods.captures import MAKERS, take_apart
 from tritoncp.mods.mod import structure_of
-from tritoncp.ops.graph import layouts, variables
+from tritoncp.ops.graph import layouts
 from tritoncp.ops.graph.layouts import MADE_INSIDE, Layout, Uncapturable, constant_of, register_constant
 from tritoncp.planning.plan import Plan
 
@@ -96,7 +96,7 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
     if kind == "value":
         return _flatten(thing, tensors, ints)
     if kind == "unset":
-        return f'["is",{_unset_id()}]'
+        return f'["is",{layout[1]}]'
     if kind == "is":
         _guard_identity(thing)
         return f'["is",{layout[1]}]'
@@ -115,7 +115,7 @@ def _flatten_parts(thing: Any, layout: Layout, tensors: list[Tensor], ints: list
         else:
             if hasattr(thing, name):
                 raise Uncapturable(f"this mask_mod or score_mod reads {name!r}, which was {MADE_INSIDE}")
-            texts.append(f'["is",{_unset_id()}]')
+            texts.append(f'["is",{part[1]}]')
     return f'["object",{layout[1]},[{",".join(texts)}]]'
 
 
@@ -142,13 +142,16 @@ def _handle(thing: Plan | Mask | TracedMask) -> Tensor:
 
 def _layout_of(thing: Any, is_called: bool) -> tuple[Layout, tuple[int | float, ...]]:
     """Return the layout of an object, and the symbolic numbers captured by a function made in the graph."""
-    symbols: tuple[int | float, ...] = ()
     if not torch.compiler.is_dynamo_compiling():
-        return layouts.layout_of(thing, is_called), symbols
+        return layouts.layout_of(thing, is_called), ()
     from torch._dynamo.comptime import comptime
 
-    comptime(_keep_layout)  # sets symbols
-    return _kept_layout(), symbols
+    from tritoncp.ops.graph import variables
+
+    layout: Layout = ()
+    symbols: tuple[int | float, ...] = ()
+    comptime(variables.set_layout)  # sets these two
+    return layout, symbols
 
 
 def _guard_identity(thing: Any) -> None:
@@ -156,29 +159,14 @@ def _guard_identity(thing: Any) -> None:
     if torch.compiler.is_dynamo_compiling():
         from torch._dynamo.comptime import comptime
 
+        from tritoncp.ops.graph import variables
+
         comptime(variables.guard_identity)
-
-
-_LAYOUTS: list[Layout] = []  # the one that was made last; Dynamo traces one frame at a time
-
-
-def _keep_layout(context: Any) -> None:
-    _LAYOUTS[:] = [variables.layout_of_variable(context)]
-
-
-@constant_result
-def _kept_layout() -> Layout:
-    return _LAYOUTS[0]
 
 
 @constant_result
 def _constant_id(thing: Any) -> int:
     return register_constant((type(thing), thing), thing)
-
-
-@constant_result
-def _unset_id() -> int:
-    return register_constant(UNSET, UNSET)
 
 
 @constant_result

@@ -9,7 +9,7 @@ The forms of a layout:
 
     ("value",)                     flatten it by its type
     ("is", number)                 a constant object, the same in every call of the graph
-    ("unset",)                     a variable of a closure that has no value yet
+    ("unset", number)              a variable of a closure without a value, or an absent attribute
     ("function", number, keywords, (layout of each cell, ...))
     ("method", layout of the function, layout of the object)
     ("object", number, ((kind, name, layout), ...))     an object or dict, by the parts that are read
@@ -37,7 +37,7 @@ from tritoncp.masks.traced_mask import TracedMask
 from tritoncp.mods import Mod, attributes
 from tritoncp.mods.attributes import ABSENT, Getter, Incomparable, attribute_of, in_class, item_of
 from tritoncp.mods.bytecode import ARGUMENT, CELL, ITEM, Step, code_reads
-from tritoncp.mods.captures import UNSET, cell_value, empty_function, fill_function, take_apart
+from tritoncp.mods.captures import cell_value, empty_function, fill_function, take_apart
 from tritoncp.mods.fingerprint import Fingerprint
 from tritoncp.planning.plan import Plan
 
@@ -164,12 +164,8 @@ def is_fixed(thing: Any) -> bool:
 
 
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+# Types of the objects that `inputs.flatten_callable` flattens by their type.
 _FLAT = (Tensor, tuple, list, *_FUNCTIONS, Plan, Mask, TracedMask, Mod, MaskMod, BlockMask)
-
-
-def _is_flat(thing: Any) -> bool:
-    """Whether `inputs.flatten_callable` flattens an object by its type."""
-    return isinstance(thing, _FLAT)
 
 
 class _Node:
@@ -199,18 +195,19 @@ class _Reads:
         """Follow the reads of a function and return its layout. owner: the object its first argument is
         bound to."""
         values = zip(fn.__code__.co_freevars, map(cell_value, fn.__closure__ or ()), strict=True)
-        cells = {name: None if value is UNSET else _Node(value) for name, value in values}
+        cells = {name: None if value is ABSENT else _Node(value) for name, value in values}
         self._follow_function(fn, owner, cells)
         defaults, keywords = fn.__defaults__ or (), fn.__kwdefaults__ or {}
         for value in (*defaults, *keywords.values()):
             self._note(value)
-        layouts = tuple([("unset",) if node is None else self.layout(node) for node in cells.values()])
+        layouts = tuple([_unset() if node is None else self.layout(node) for node in cells.values()])
         names = tuple(keywords)
         return "function", register_function(fn.__code__, fn.__globals__, fn.__name__, names), names, layouts
 
     def _follow_function(
         self, fn: types.FunctionType, owner: _Node | None, cells: dict[str, _Node | None]
     ) -> None:
+        """Follow the reads of a function. cells: objects in its closure, none for a method of an object."""
         name = id(fn), 0 if owner is None else id(owner)
         if name in self._functions:
             return
@@ -219,7 +216,7 @@ class _Reads:
         if reads.obstacle or (owner is not None and "__class__" in fn.__code__.co_freevars):
             raise Uncapturable(f"{fn.__qualname__} {reads.obstacle or 'calls super()'}")
         for chain in reads.chains:
-            if chain.kind == CELL and (node := cells[chain.name]) is not None:
+            if chain.kind == CELL and (node := cells.get(chain.name)) is not None:
                 self._follow(node, chain.steps)
             elif chain.kind == ARGUMENT and owner is not None:
                 self._follow(owner, chain.steps)
@@ -228,16 +225,16 @@ class _Reads:
         """Follow attributes and items that are read from an object."""
         for step, name in steps:
             obj = node.thing
-            if is_fixed(obj) or _is_flat(obj):
+            if is_fixed(obj) or isinstance(obj, _FLAT):
                 break
             value = item_of(obj, name) if step == ITEM else attribute_of(obj, name)
             if isinstance(obj, torch.nn.Module) and step == ITEM:
                 break
             if type(value) is Getter:
-                return self._method(value.fn, node)
+                return self._follow_function(value.fn, node, {})
             if isinstance(value, types.MethodType) and isinstance(value.__func__, types.FunctionType):
                 if value.__self__ is obj and not is_fixed(value.__func__):
-                    return self._method(value.__func__, node)
+                    return self._follow_function(value.__func__, node, {})
                 break
             if isinstance(value, types.BuiltinMethodType) and value.__self__ is obj:
                 break
@@ -245,11 +242,6 @@ class _Reads:
             node = node.part(kind, name, value)
         node.whole = True
         return None
-
-    def _method(self, fn: types.FunctionType, owner: _Node) -> None:
-        """Follow the reads of a method that is called on an object; the object's class has its cells."""
-        cells = dict.fromkeys(fn.__code__.co_freevars)
-        self._follow_function(fn, owner, cells)
 
     def call(self, node: _Node) -> None:
         """Follow the reads of the call of an object."""
@@ -259,7 +251,7 @@ class _Reads:
         if name == "forward":
             _check_hooks(node.thing)
         if isinstance(call, types.FunctionType) and not is_fixed(call):
-            self._method(call, node)
+            self._follow_function(call, node, {})
             if name == "forward":
                 node.part("attribute", "training", node.thing.training)
         else:
@@ -268,12 +260,14 @@ class _Reads:
     def layout(self, node: _Node) -> Layout:
         """Return the layout of an object, by the parts of it that are read."""
         thing = node.thing
-        if _is_flat(thing) and not is_fixed(thing):
+        if isinstance(thing, _FLAT) and not is_fixed(thing):
             self._note(thing)
             return VALUE
         if is_fixed(thing):
-            number = isinstance(thing, int | float)
-            return VALUE if number else ("is", register_constant((type(thing), _hashable(thing)), thing))
+            if isinstance(thing, int | float):
+                return VALUE
+            state = (thing.start, thing.stop, thing.step) if isinstance(thing, slice) else thing
+            return "is", register_constant((type(thing), state), thing)
         if type(thing) is dict and node.whole:
             self._note(thing)
             return VALUE
@@ -288,7 +282,7 @@ class _Reads:
             self._count += 1
             if self._count > MAX_PARTS:
                 raise Uncapturable(f"it reads more than {MAX_PARTS} attributes")
-            parts.append((kind, name, ("unset",) if kind == "absent" else self.layout(part)))
+            parts.append((kind, name, _unset() if kind == "absent" else self.layout(part)))
         self._open.discard(id(thing))
         return "object", register_constant((type(thing), kinds), (type(thing), kinds)), tuple(parts)
 
@@ -305,8 +299,8 @@ class _Reads:
                 self._note(part)
 
 
-def _hashable(thing: Any) -> Any:
-    return (thing.start, thing.stop, thing.step) if isinstance(thing, slice) else thing
+def _unset() -> Layout:
+    return "unset", register_constant(ABSENT, ABSENT)
 
 
 _MODULE_FIELDS = frozenset(vars(torch.nn.Module())) - {"training"}

@@ -1,15 +1,23 @@
 """Layouts of Dynamo's variables: the objects behind what a graph is traced with, and functions that it makes.
 
-This reads private parts of Dynamo (torch 2.11 to 2.13), and nothing else of the package does.
+This reads private parts of Dynamo (torch 2.11 to 2.13), and nothing else of the package does. Import it only
+while Dynamo traces: it loads Dynamo.
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import NestedUserFunctionVariable, UserMethodVariable
+from torch._dynamo.variables.lists import TupleVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
 
 from tritoncp.mods.captures import MAKERS
 from tritoncp.ops.graph.layouts import (
@@ -28,20 +36,23 @@ from tritoncp.ops.graph.layouts import (
 AROUND = f"{MADE_INSIDE}, or have it capture numbers and functions only, not tensors and objects"
 
 
-def layout_of_variable(context: Any) -> Layout:
-    """Return the layout of the local variable ``thing`` of a frame that Dynamo traces, see `layout_of`.
-    context: the ComptimeContext of that frame, whose local variable ``symbols`` becomes the tuple of the
-    symbolic numbers that ``thing`` captures, if the graph makes it."""
-    from torch._dynamo.variables.functions import NestedUserFunctionVariable
-    from torch._dynamo.variables.lists import TupleVariable
-
-    variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
+def set_layout(context: Any) -> None:
+    """Set two local variables of a frame that Dynamo traces: ``layout`` to the layout of its local variable
+    ``thing``, see `layout_of`, and ``symbols`` to the tuple of the symbolic numbers that ``thing`` captures,
+    if the graph makes it. context: the ComptimeContext of that frame"""
+    translator = context._ComptimeContext__tx
     symbols: list[Any] = []
+    layout = _layout_of_variable(context, symbols)
+    translator.symbolic_locals["layout"] = VariableTracker.build(translator, layout)
+    translator.symbolic_locals["symbols"] = TupleVariable(symbols)
+
+
+def _layout_of_variable(context: Any, symbols: list[Any]) -> Layout:
+    variable = context.get_local("thing")._i_will_not_complain_if_bc_breaks_VariableTracker().realize()
     try:
         if isinstance(variable, NestedUserFunctionVariable):
             structure, fn = _structure_of(variable, symbols)
             check_gradients(fn, frozenset())
-            context._ComptimeContext__tx.symbolic_locals["symbols"] = TupleVariable(symbols)
             return ("inside", structure)
         return layout_of(_object_of(variable), context.get_local("is_called").as_python_constant())
     except Uncapturable as error:
@@ -57,10 +68,6 @@ def _structure_of(variable: Any, symbols: list[Any]) -> tuple[str, Any]:
 
     symbols: the variables of symbolic numbers are appended to it; their value is None
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-    from torch._dynamo.variables.functions import NestedUserFunctionVariable
-    from torch._dynamo.variables.tensor import SymNodeVariable
-
     variable = variable.realize()
     if isinstance(variable, NestedUserFunctionVariable):
         return _structure_of_function(variable, symbols)
@@ -92,19 +99,12 @@ def _structure_of_function(variable: Any, symbols: list[Any]) -> tuple[str, type
     defaults = variable.defaults.items if variable.defaults else ()
     keywords = variable.kwdefaults.items if variable.kwdefaults else {}
     names = tuple([name.vt.as_python_constant() for name in keywords])
-    text, parts = _structure_of_all([*_cells_of(variable), *defaults, *keywords.values()], symbols)
+    load = InstructionTranslator.current_tx().output.side_effects.load_cell
+    cells = [load(cell) for cell in (variable.closure.items if variable.closure else ())]
+    text, parts = _structure_of_all([*cells, *defaults, *keywords.values()], symbols)
     name = variable.fn_name.as_python_constant()
     number = register_function(variable.get_code(), variable.f_globals, name, names)
     return f'["function",{number},{text}]', make_function(constant_of(number), parts)
-
-
-def _cells_of(variable: Any) -> list[Any]:
-    """Return the variables of the cells of a function that the graph makes."""
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    load: Callable[[Any], Any] = InstructionTranslator.current_tx().output.side_effects.load_cell
-    closure: Any = variable.closure
-    return [load(cell) for cell in (closure.items if closure else ())]
 
 
 def guard_identity(context: Any) -> None:
@@ -115,19 +115,12 @@ def guard_identity(context: Any) -> None:
 def _guard(variable: Any) -> None:
     """Guard that a Dynamo variable from outside of the graph stays the same object. Dynamo's own guards tell
     numbers and texts apart, and functions by their code only."""
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.variables.constant import ConstantVariable
-    from torch._dynamo.variables.tensor import SymNodeVariable
-
     if variable.source is not None and not isinstance(variable, ConstantVariable | SymNodeVariable):
         install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def _object_of(variable: Any) -> Any:
     """Return the object of a Dynamo variable. Raises Uncapturable if the graph makes the object."""
-    from torch._dynamo.variables.functions import UserMethodVariable
-    from torch._dynamo.variables.tensor import SymNodeVariable
-
     variable = variable.realize()
     if isinstance(variable, SymNodeVariable):
         return variable.evaluate_expr()  # a guard makes it constant
@@ -136,10 +129,9 @@ def _object_of(variable: Any) -> Any:
     try:
         if variable.source is not None and hasattr(variable, "value"):
             return variable.value
-        constant = variable.as_python_constant()
+        return variable.as_python_constant()
     except Exception:
         raise Uncapturable(f"it captures a {_kind_of(variable)}") from None
-    return constant
 
 
 def _kind_of(variable: Any) -> str:
