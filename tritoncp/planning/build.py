@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from tritoncp.core.host_copy import on_host
 from tritoncp.masks.mask import Mask
 from tritoncp.planning import SCHEDULES, cost
 from tritoncp.planning.balance import balancers, deal, resolve_balancer
-from tritoncp.planning.placement import Placement, by_blocks, natural, without_padding
+from tritoncp.planning.placement import Placement, by_blocks, natural, recut, without_padding
 from tritoncp.planning.plan import Plan
 from tritoncp.planning.work import Balancer, work_of_rows
 
@@ -262,26 +261,5 @@ def _place(masks: Sequence[Mask], world_size: int, balancer: str | Balancer) -> 
         owners = [deal(function, work) for work in work_of_rows(masks, world_size, side="kv")]
         kv = by_blocks(mask.kv_len, mask.kv_block, owners)
     elif mask.kv_block != mask.q_block:  # same tokens, other blocks: cut the same placement at KV blocks
-        kv = _recut(q, mask.kv_block)
+        kv = recut(q, mask.kv_block)
     return _without_padding(mask, Placed(name, q, kv))
-
-
-def _recut(placement: Placement, block: int) -> Placement:
-    """Cut the slots of a placement so that none crosses a multiple of ``block``."""
-    tables = []
-    for slots in placement.slots:
-        rows = []
-        for batch in slots.tolist():
-            cut = []
-            for row, position, tokens in batch:
-                edges = [
-                    position,
-                    *range((position // block + 1) * block, position + tokens, block),
-                    position + tokens,
-                ]
-                cut += [(row + a - position, a, b - a) for a, b in itertools.pairwise(edges)]
-            rows.append(cut)
-        width = max(map(len, rows))
-        padded = [cut + [(0, 0, 0)] * (width - len(cut)) for cut in rows]
-        tables.append(torch.tensor(padded, dtype=torch.int32).view(len(rows), width, 3))
-    return Placement(placement.length, block, tuple(tables), placement.lengths)
