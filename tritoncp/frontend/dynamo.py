@@ -60,16 +60,8 @@ def _spec(
     score: str | None, wants: tuple[int, ...], want_max: bool, world: str, options: dict[str, Any],
     returns: tuple[str, ...],
 ) -> str:  # fmt: skip
-    return engine_factory.Spec(
-        score=None,
-        graph_score=score,
-        wants=wants,
-        numbers=(),
-        want_max=want_max,
-        world=world or None,
-        options=tuple(sorted(options.items())),
-        returns=returns,
-    ).encode()
+    items = tuple(sorted(options.items()))
+    return engine_factory.Spec.encoded(None, score, wants, (), want_max, world or None, items, returns)
 
 
 def _plan(
@@ -97,19 +89,12 @@ def _plan(
     return handle_of(plan)
 
 
-def _plan_fake(
-    tensors: list[Tensor],
-    ints: list[int],
-    shape: list[int],
-    structure: str,
-    world: str,
-    positions: Tensor | None,
-    batch_offset: int | None = None,
-) -> Tensor:
-    return torch.full((), -1, dtype=torch.int64, device="cpu")  # names no plan
+def _fake_handle(*args: Any) -> Tensor:
+    """A handle that names no object, for shapes only."""
+    return torch.full((), -1, dtype=torch.int64, device="cpu")
 
 
-plan_op = register_op("plan", _plan, _plan_fake)
+plan_op = register_op("plan", _plan, _fake_handle)
 
 
 def trace_block_mask(
@@ -157,10 +142,4 @@ def _block_mask(
 _MASKS = TensorCache(8)  # each mask keeps the tensors that its mask_mod captures
 
 
-def _block_mask_fake(
-    tensors: list[Tensor], ints: list[int], sizes: list[int], structure: str, device: str
-) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device="cpu")
-
-
-block_mask_op = register_op("block_mask", _block_mask, _block_mask_fake)
+block_mask_op = register_op("block_mask", _block_mask, _fake_handle)

@@ -160,16 +160,9 @@ def _facts(
         "placement": fact(f"balancer {plan.balancer!r}, {between}", plan.digest),
     }
     if consistency.CHECKED:
-        facts["captures"] = _capture_fact(captures, ints, floats)
+        values = [*map(tensor_text, captures), *map(repr, ints), *map(repr, floats)]
+        facts["captures"] = fact(", ".join(values) or "none")
     return facts
-
-
-def _capture_fact(
-    captures: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float]
-) -> tuple[consistency.Text, bytes]:
-    """Return the fact about all captures of a score_mod, by value."""
-    tensors = [tensor_text(x) for x in captures]
-    return fact(", ".join([*tensors, *map(repr, ints), *map(repr, floats)]) or "none")
 
 
 def structure_of(plan: Plan) -> Any:
@@ -195,20 +188,12 @@ def form_of(mod: Any) -> str:
     if isinstance(mod, functools.partial):
         return f"partial({form_of(mod.func)})"
     if isinstance(mod, MaskMod):
-        return f"{type(mod).__qualname__}({', '.join(map(form_of, _nested(mod)))})"
+        parts = [form_of(part) for part in _fields(mod) if callable(part)]  # that a closed form combines
+        return f"{type(mod).__qualname__}({', '.join(parts)})"
     code = getattr(mod, "__code__", None)
-    return describe(mod) if code is None else f"{describe(mod)} {_code_digest(code)}"
-
-
-def _nested(mod: MaskMod) -> Iterator[Any]:
-    """Yield the mask_mods that a closed form combines."""
-    for part in _fields(mod):
-        if callable(part):
-            yield part
-
-
-def _code_digest(code: types.CodeType) -> str:
-    return hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]
+    if code is None:
+        return describe(mod)
+    return f"{describe(mod)} {hashlib.sha256(code.co_code + repr(code.co_names).encode()).hexdigest()[:16]}"
 
 
 def mask_text(mask: Any) -> str:
@@ -241,11 +226,9 @@ def _tensors(mod: MaskMod) -> Iterator[Tensor]:
 
 def _fields(mod: MaskMod) -> Iterator[Any]:
     """Yield the values of a closed form's fields, and the items of those that are sequences."""
-    names: list[str] = (
-        [field.name for field in dataclasses.fields(mod)] if dataclasses.is_dataclass(mod) else []
-    )
-    for name in names:
-        value = getattr(mod, name)
+    fields: tuple[Any, ...] = dataclasses.fields(mod) if dataclasses.is_dataclass(mod) else ()
+    for field in fields:
+        value = getattr(mod, field.name)
         yield from value if isinstance(value, tuple | list) else (value,)
 
 

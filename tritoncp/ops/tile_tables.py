@@ -214,8 +214,17 @@ def write(
     link leads out of the folder, and the errors of :func:`locked`.
     """
     path = path_inside(folder, path_in(folder, device, triton))
+    header = {"device": device.name, "arch": device.arch, "triton": triton or _triton(), **facts}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     with locked(path):
-        _merge(path, device, entries, facts, triton, drop)
+        old = entries_of(path) if path.is_file() else []
+        merged = {entry_key(entry): entry for entry in [*old, *entries] if entry_key(entry) not in drop}
+        lines = ",\n".join(json.dumps(entry) for entry in merged.values())
+        try:
+            temporary.write_text(f'{json.dumps(header)[:-1]}, "entries": [\n{lines}\n]}}\n')
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     forget()
     return path
 
@@ -248,25 +257,3 @@ def locked(path: Path) -> Iterator[None]:
         ) from error
     with lock:
         yield
-
-
-def _merge(
-    path: Path,
-    device: Device,
-    entries: Entries,
-    facts: Mapping[str, Any],
-    triton: str | None,
-    drop: Collection[tuple[Any, ...]],
-) -> None:
-    """Merge entries into a file whose lock is held."""
-    old = entries_of(path) if path.is_file() else []
-    merged = {entry_key(entry): entry for entry in [*old, *entries] if entry_key(entry) not in drop}
-    lines = ",\n".join(json.dumps(entry) for entry in merged.values())
-    header = {"device": device.name, "arch": device.arch, "triton": triton or _triton()}
-    head = json.dumps(header | dict(facts))
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        temporary.write_text(f'{head[:-1]}, "entries": [\n{lines}\n]}}\n')
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
