@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from tritoncp._version import __version__
 from tritoncp.distributed import collectives, groups
+from tritoncp.distributed.groups import name_ranks
 
 T = TypeVar("T")
 NUMBERS = 2  # integers in a record that may differ between ranks
@@ -79,7 +80,8 @@ def together(
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         text = _exchange_texts("", group, purpose)[failed[0]]
         raise Disagreement(
-            f"{_ranks(failed)} failed {moment} ({purpose}), so no rank goes on. Rank {failed[0]} says: {text}"
+            f"{name_ranks(failed)} failed {moment} ({purpose}), so no rank goes on. Rank {failed[0]} says: "
+            f"{text}"
         )
     _check_facts(facts, rows, group, purpose)
     return result, [row[1 : 1 + len(numbers)] for row in rows]
@@ -91,7 +93,7 @@ def share_failure(group: Any, purpose: str, error: Exception, moment: str) -> No
     rows = collectives.exchange(_record(True, {}, ()), group, purpose)
     _exchange_texts(f"{type(error).__name__}: {error}", group, purpose)
     failed = [rank for rank, row in enumerate(rows) if row[0] and rank != group.rank()]
-    also = f"; {_ranks(failed)} failed too" if failed else ""
+    also = f"; {name_ranks(failed)} failed too" if failed else ""
     error.add_note(f"on rank {group.rank()}, {moment} ({purpose}){also}")
 
 
@@ -160,18 +162,11 @@ def _check_facts(facts: Facts, rows: list[list[int]], group: Any, purpose: str) 
     )
     also = f" They differ in {', '.join(differing[1:])} too." if name != "call" and differing[1:] else ""
     raise Disagreement(
-        f"the ranks differ in {name}: {' against '.join(map(_ranks, ranks_by_digest.values()))} ({purpose}). "
-        f"{values}.{also} {REMEDIES[name]}"
+        f"the ranks differ in {name}: {' against '.join(map(name_ranks, ranks_by_digest.values()))} "
+        f"({purpose}). {values}.{also} {REMEDIES[name]}"
     )
 
 
 def _owners(ranks: Sequence[int]) -> str:
     """Begin a sentence about ranks: "Ranks 0, 2 have"."""
-    return f"R{_ranks(ranks)[1:]} {'have' if len(ranks) > 1 else 'has'}"
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    """Name ranks, at most eight of them: "ranks 0, 2"."""
-    numbers = list(ranks)
-    text = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"rank{'s' * (len(numbers) > 1)} {text}"
+    return f"R{name_ranks(ranks)[1:]} {'have' if len(ranks) > 1 else 'has'}"
